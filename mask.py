@@ -1,0 +1,215 @@
+"""One graph shared by every sample: its topology on one device, and what each sample's knock-outs kill.
+
+A sample knocks out a few nodes; every edge that touches one of them is dead. Because exactly the edges of dead nodes
+are masked and summation is linear, aggregating over the live edges of B samples needs no copy of the graph:
+
+    sum over live edges = keep * (A @ (keep * X))        X: [N, B, H], keep: [N, B, 1], A: one shared [N, N] matrix
+
+`SharedGraph.keep` and `SharedGraph.propagate` are the two factors of that line. Layers that need a value per edge
+(attention, say) use `expand` and `edge_masks` instead: B block-diagonal copies of the graph and a boolean per copied edge.
+
+Letters in shapes: N nodes, R relations, E edges over all relations, E_r edges of relation r, B samples, P knocked-out
+nodes of the whole batch, D dead edges of the whole batch.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data, HeteroData
+
+EdgeType = tuple[str, str, str]
+
+# torch says once a process that CSR is in beta; the user can do nothing about it.
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+
+
+class SharedGraph(nn.Module):
+    """The graph's topology on one device, with no parameters and nothing in the state dict.
+
+    All tensors are non-persistent buffers, so one `.to(device)` moves the whole graph. Keep it out of the module that
+    DDP wraps, or every forward pass broadcasts it. A batch is what `data.KnockoutDataset` builds; the batch path never
+    synchronises with the host.
+
+    Args:
+        graph: a `HeteroData` whose edge types all connect `node_type` with itself, each with an `edge_index` [2, E_r].
+        node_type: the node type that is knocked out.
+
+    Raises:
+        ValueError: no edge types, an edge type with another node type, or an `edge_index` of a wrong shape or with a node outside [0, N).
+    """
+
+    def __init__(self, graph: HeteroData, node_type: str = "gene"):
+        super().__init__()
+        num_nodes = int(graph[node_type].num_nodes)
+        self.num_nodes = num_nodes
+        self.relations: list[EdgeType] = list(graph.edge_types)
+        if not self.relations:
+            raise ValueError("the graph has no edge types")
+        edges = [_edge_index(graph, relation, node_type) for relation in self.relations]
+        counts = [edge_index.size(1) for edge_index in edges]
+        self.num_edges: dict[EdgeType, int] = dict(zip(self.relations, counts, strict=True))
+        self._slices = _slices(counts)
+
+        edge_index = torch.cat(edges, dim=1)
+        source, target = edge_index
+        relation = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.long))
+        index_dtype = torch.int32 if edge_index.size(1) < 2**31 else torch.int64
+
+        # Incidence as CSR with one row per (node, relation): row n * R + r lists the edges of r that touch n.
+        edge_id = torch.arange(edge_index.size(1))
+        once = source != target  # a self-loop dies once
+        rows = torch.cat([source, target[once]]) * len(counts) + torch.cat([relation, relation[once]])
+        incident = torch.cat([edge_id, edge_id[once]])
+        order = torch.argsort(rows, stable=True)
+        self._buffer("incidence", incident[order].to(index_dtype))
+        self._buffer("incidence_ptr", _row_pointer(rows, num_nodes * len(counts)))
+        self.degree = self.incidence_ptr[:: len(counts)].diff()  # [N], on the CPU whatever the device
+
+        # Values 1 / sqrt(out-degree of the source * in-degree of the target), per relation: they tame hubs.
+        out_degree = torch.bincount(relation * num_nodes + source, minlength=num_nodes * len(counts))
+        in_degree = torch.bincount(relation * num_nodes + target, minlength=num_nodes * len(counts))
+        norm = out_degree[relation * num_nodes + source] * in_degree[relation * num_nodes + target]
+        edge_weight = norm.double().rsqrt().float()
+        self._buffer("edge_index", edge_index)
+        self._buffer("edge_weight", edge_weight)
+
+        # A (rows are targets) and its transpose for the backward pass, each as CSR blocks, one block per relation.
+        for name, row, col in (("forward", target, source), ("backward", source, target)):
+            order = torch.argsort((relation * num_nodes + row) * num_nodes + col)
+            pointers = [_row_pointer(row[part], num_nodes) for part in self._slices]
+            self._buffer(f"{name}_ptr", torch.stack(pointers).to(index_dtype))
+            self._buffer(f"{name}_col", col[order].to(index_dtype))
+            self._buffer(f"{name}_weight", edge_weight[order])
+
+        # Of relation r: its number of edges, and the id of its first edge.
+        self._buffer("edge_counts", torch.tensor(counts, dtype=torch.long))
+        self._buffer("edge_offsets", self.edge_counts.cumsum(0) - self.edge_counts)
+        self._buffer("relation_ids", torch.arange(len(counts)))
+
+    @property
+    def device(self) -> torch.device:
+        return self.edge_index.device
+
+    def keep(self, batch: Data) -> Tensor:
+        """Bool [N, B]: True where the node is alive in the sample."""
+        num_samples = self._check(batch)
+        keep = torch.ones(self.num_nodes * num_samples, dtype=torch.bool, device=self.device)
+        keep.index_fill_(0, batch.perturbed * num_samples + batch.perturbed_batch, False)
+        return keep.view(self.num_nodes, num_samples)
+
+    def dead_edges(self, batch: Data) -> Tensor:
+        """Long [D]: flat ids of the dead edges, cost O(D). An edge between two dead nodes may stand twice.
+
+        An id is a position in `torch.cat(list(edge_masks(batch).values()))`: relation after relation, within a relation
+        sample after sample, within a sample in the order of the relation's `edge_index`.
+        """
+        num_samples = self._check(batch)
+        # One segment of the incidence per knocked-out node and relation: [P, R], then flat.
+        row = batch.perturbed.unsqueeze(1) * len(self.relations) + self.relation_ids
+        start = self.incidence_ptr.index_select(0, row.flatten())
+        length = self.incidence_ptr.index_select(0, row.flatten() + 1) - start
+        base = batch.perturbed_batch.unsqueeze(1) * self.edge_counts + (num_samples - 1) * self.edge_offsets
+        # The i-th dead edge lies in segment s, `i - first[s]` entries after the segment's start.
+        first = length.cumsum(0) - length
+        segment = torch.repeat_interleave(length, output_size=batch.num_dead_edges)
+        position = torch.arange(batch.num_dead_edges, device=self.device) + (start - first).index_select(0, segment)
+        return self.incidence.index_select(0, position) + base.flatten().index_select(0, segment)
+
+    def edge_masks(self, batch: Data) -> dict[EdgeType, Tensor]:
+        """{edge type: bool [B * E_r]}: True where the edge is alive; sample k is `[k * E_r, (k + 1) * E_r)`."""
+        num_samples = self._check(batch)
+        alive = torch.ones(num_samples * self.edge_index.size(1), dtype=torch.bool, device=self.device)
+        alive.index_fill_(0, self.dead_edges(batch), False)
+        masks = alive.split([num_samples * count for count in self.num_edges.values()])
+        return dict(zip(self.relations, masks, strict=True))
+
+    def expand(self, batch: Data) -> dict[EdgeType, Tensor]:
+        """{edge type: long [2, B * E_r]}: the block-diagonal edge index; node n of sample k is `k * N + n`."""
+        num_samples = self._check(batch)
+        offset = torch.arange(num_samples, device=self.device).view(1, -1, 1) * self.num_nodes
+        blocks = [(self.edge_index[:, part].unsqueeze(1) + offset).flatten(1) for part in self._slices]
+        return dict(zip(self.relations, blocks, strict=True))
+
+    def weight(self, relation: int) -> Tensor:
+        """Float [E_r]: the fixed values of the relation's edges, in the order of its `edge_index`."""
+        return self.edge_weight[self._slices[relation]]
+
+    def propagate(self, relation: int, x: Tensor) -> Tensor:
+        """A_r @ x for x [N, C]: each node's weighted sum over the sources of its incoming edges of one relation.
+
+        Returns [N, C] in the dtype of x; the product is taken in the dtype of the graph's weights.
+        """
+        part = self._slices[relation]
+        forward = self.forward_ptr[relation], self.forward_col[part], self.forward_weight[part]
+        backward = self.backward_ptr[relation], self.backward_col[part], self.backward_weight[part]
+        return _spmm(*forward, *backward, x.to(self.edge_weight.dtype)).to(x.dtype)
+
+    def _buffer(self, name: str, value: Tensor) -> None:
+        self.register_buffer(name, value, persistent=False)
+
+    def _check(self, batch: Data) -> int:
+        """The number of samples, after a look at the devices."""
+        if batch.perturbed.device != self.device:
+            raise RuntimeError(
+                f"the batch is on {batch.perturbed.device} but the graph is on {self.device}: "
+                f"call batch = batch.to('{self.device}') before the model sees it"
+            )
+        return batch.perturbed_ptr.numel() - 1
+
+
+@torch.library.custom_op("shared_graph::spmm", mutates_args=())
+def _spmm(
+    ptr: Tensor, col: Tensor, weight: Tensor, ptr_t: Tensor, col_t: Tensor, weight_t: Tensor, x: Tensor
+) -> Tensor:
+    """A @ x for a CSR matrix A that comes with its transpose, which the backward pass multiplies by.
+
+    A custom op, because a plain sparse product sorts the transpose anew in every backward pass and cannot be traced on
+    fake tensors.
+    """
+    if col.numel() == 0:
+        return torch.zeros_like(x)
+    return (
+        torch.sparse_csr_tensor(ptr, col, weight, (ptr.numel() - 1, x.size(0)), check_invariants=False) @ x.contiguous()
+    )
+
+
+@_spmm.register_fake
+def _(ptr, col, weight, ptr_t, col_t, weight_t, x):
+    return torch.empty_like(x)
+
+
+def _spmm_setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:6])
+
+
+def _spmm_backward(ctx, grad):
+    forward, backward = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+    return *(None,) * 6, _spmm(*backward, *forward, grad)
+
+
+_spmm.register_autograd(_spmm_backward, setup_context=_spmm_setup_context)
+
+
+def _edge_index(graph: HeteroData, relation: EdgeType, node_type: str) -> Tensor:
+    if (relation[0], relation[2]) != (node_type, node_type):
+        raise ValueError(f"edge type {relation} does not connect '{node_type}' with itself")
+    edge_index = graph[relation].edge_index.cpu().long()
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        raise ValueError(f"edge_index of {relation} has shape {tuple(edge_index.shape)}, not [2, E]")
+    num_nodes = int(graph[node_type].num_nodes)
+    if edge_index.numel() and not 0 <= int(edge_index.min()) <= int(edge_index.max()) < num_nodes:
+        raise ValueError(f"edge_index of {relation} names a node outside [0, {num_nodes})")
+    return edge_index
+
+
+def _slices(counts: list[int]) -> list[slice]:
+    ends = torch.tensor(counts, dtype=torch.long).cumsum(0).tolist()
+    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def _row_pointer(rows: Tensor, num_rows: int) -> Tensor:
+    """Long [num_rows + 1]: where each row of a CSR matrix begins, from the row of each entry."""
+    pointer = torch.zeros(num_rows + 1, dtype=torch.long)
+    pointer[1:] = torch.bincount(rows, minlength=num_rows).cumsum(0)
+    return pointer

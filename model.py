@@ -1,0 +1,219 @@
+"""The knock-out GNN: node states of the intact and of the damaged graph, and a readout that compares them.
+
+A *wild-type* pass runs once per batch on the intact graph. The *local* part of the readout is a set function of the
+wild-type states of the knocked-out nodes. A *knock-out* pass runs for every sample on the graph without its dead nodes;
+the *global* part of the readout is what that changed in the states of the living nodes.
+
+Letters in shapes: N nodes, R relations, E_r edges of relation r, B samples, P knocked-out nodes of the whole batch,
+H hidden channels. Node states are node-major, [N, B, H], so that one sparse product serves all samples at once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.utils import scatter
+
+from mask import SharedGraph
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    hidden: int = 32
+    layers: int = 2
+    dropout: float = 0.1
+    message_passing: str = "shared"
+    readout: str = "both"
+    block: int = 0
+
+    def __post_init__(self):
+        if self.hidden < 1 or self.layers < 1:
+            raise ValueError(f"model.hidden and model.layers must be at least 1, not {self.hidden} and {self.layers}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"model.dropout must be in [0, 1), not {self.dropout}")
+        if self.message_passing not in ("shared", "expanded"):
+            raise ValueError(f"model.message_passing must be shared or expanded, not '{self.message_passing}'")
+        if self.readout not in ("both", "local", "global"):
+            raise ValueError(f"model.readout must be both, local or global, not '{self.readout}'")
+        if self.block < 0:
+            raise ValueError(f"model.block must be 0 (chosen by size) or a number of samples, not {self.block}")
+
+
+class KnockoutGNN(nn.Module):
+    """Predicts the effect of each sample's knock-outs, a float in the unit of `y`.
+
+    Samples do not see each other: normalisation is per node, so a prediction never depends on its batch.
+
+    Args:
+        num_nodes, num_relations: of the graph that `forward` will be given.
+        y_mean, y_std: of the training targets; kept as buffers, so a checkpoint predicts in the right unit.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_nodes: int, num_relations: int, y_mean: float = 0.0, y_std: float = 1.0
+    ):
+        super().__init__()
+        self.config = config
+        hidden = config.hidden
+        self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))
+        self.layers = nn.ModuleList(KnockoutConv(hidden, num_relations, config.dropout) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.local_readout = LocalReadout(num_nodes, hidden, config.dropout) if config.readout != "global" else None
+        self.global_readout = GlobalReadout(num_nodes, hidden, config.dropout) if config.readout != "local" else None
+        self.register_buffer("y_mean", torch.tensor(float(y_mean)))
+        self.register_buffer("y_std", torch.tensor(float(y_std)))
+
+    def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
+        """Predictions [B] for a batch of `data.KnockoutDataset` on the graph's device."""
+        keep = graph.keep(batch)
+        wild_type = self.encode(IntactMessages(graph), num_samples=1)  # [N, 1, H]
+        prediction = 0.0
+        if self.local_readout is not None:
+            prediction = prediction + self.local_readout(wild_type.squeeze(1), batch)
+        if self.global_readout is not None:
+            prediction = prediction + self.global_readout(self.damage(graph, batch, keep, wild_type))
+        return self.y_mean + self.y_std * prediction
+
+    def damage(self, graph: SharedGraph, batch: Data, keep: Tensor, wild_type: Tensor) -> Tensor:
+        """[B, H]: what the knock-outs change in the states of the living nodes, pooled over those nodes."""
+        if self.config.message_passing == "expanded":
+            knocked_out = self.encode(ExpandedMessages(graph, batch), keep.size(1))
+            return self.global_readout.pool(wild_type, knocked_out, keep)
+        # Blocks of samples run through the whole network, so that their states stay in cache.
+        blocks = keep.split(self.config.block or default_block(wild_type), dim=1)
+        pooled = [
+            self.global_readout.pool(wild_type, self.encode(SharedMessages(graph, block), block.size(1)), block)
+            for block in blocks
+        ]
+        return torch.cat(pooled)
+
+    def encode(self, messages: "Messages", num_samples: int) -> Tensor:
+        """Node states [N, num_samples, H] after all layers."""
+        x = self.embedding.unsqueeze(1).expand(-1, num_samples, -1)
+        for layer in self.layers:
+            x = layer(x, messages)
+        return self.norm(x)
+
+
+class KnockoutConv(nn.Module):
+    """x + act(root(norm(x)) + sum over relations r, over living edges of r: weight * W_r norm(x_source)).
+
+    A relational graph convolution (Schlichtkrull et al. 2018, arXiv:1703.06103) with a pre-normalised residual. The root
+    term is not masked: a dead node keeps a state, which nothing reads.
+    """
+
+    def __init__(self, hidden: int, num_relations: int, dropout: float):
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.root = nn.Linear(hidden, hidden)
+        self.weight = nn.Parameter(torch.randn(num_relations, hidden, hidden) / (num_relations * hidden) ** 0.5)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, messages: "Messages") -> Tensor:
+        """[N, B, H] to [N, B, H]."""
+        h = self.norm(x)
+        return x + self.dropout(torch.relu(self.root(h) + messages(h, self.weight)))
+
+
+class IntactMessages:
+    """The sums over all edges of the graph; x [N, B, H] and weight [R, H, H] give [N, B, H]."""
+
+    def __init__(self, graph: SharedGraph):
+        self.graph = graph
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        return sum(
+            self.graph.propagate(relation, (x @ weight[relation]).flatten(1)) for relation in range(len(weight))
+        ).view_as(x)
+
+
+class SharedMessages(IntactMessages):
+    """The sums over each sample's living edges, from the one shared graph: keep * (A @ (keep * x))."""
+
+    def __init__(self, graph: SharedGraph, keep: Tensor):
+        super().__init__(graph)
+        self.keep = keep.unsqueeze(-1)  # [N, B, 1]
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.keep * super().__call__(self.keep * x, weight)
+
+
+class ExpandedMessages:
+    """The same sums from B block-diagonal copies of the graph and a mask per copied edge.
+
+    The reference for `SharedMessages`, and the place for layers that need a value per edge.
+    """
+
+    def __init__(self, graph: SharedGraph, batch: Data):
+        edge_index, edge_masks = graph.expand(batch), graph.edge_masks(batch)
+        num_samples = batch.perturbed_ptr.numel() - 1
+        self.edges = []
+        for r, relation in enumerate(graph.relations):
+            value = graph.weight(r).repeat(num_samples) * edge_masks[relation]
+            self.edges.append((*edge_index[relation], value))
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        num_nodes, num_samples, hidden = x.shape
+        copies = x.transpose(0, 1).flatten(0, 1)  # sample-major, [B * N, H]
+        out = 0.0
+        for (source, target, value), relation_weight in zip(self.edges, weight, strict=True):
+            message = (copies @ relation_weight).index_select(0, source) * value.unsqueeze(-1)
+            out = out + scatter(message, target, dim=0, dim_size=copies.size(0), reduce="sum")
+        return out.view(num_samples, num_nodes, hidden).transpose(0, 1)
+
+
+Messages = IntactMessages | ExpandedMessages
+
+
+class LocalReadout(nn.Module):
+    """A set function of the wild-type states of the knocked-out nodes: any number of them, in any order.
+
+    Sum and pairwise products (as in factorisation machines, Rendle 2010) of the embedded states feed an MLP; a learned
+    effect per node is added.
+    """
+
+    def __init__(self, num_nodes: int, hidden: int, dropout: float):
+        super().__init__()
+        self.effect = nn.Parameter(torch.zeros(num_nodes))
+        self.embed = nn.Sequential(nn.Dropout(dropout), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
+        self.head = readout_head(2 * hidden, hidden, dropout)
+
+    def forward(self, wild_type: Tensor, batch: Data) -> Tensor:
+        """wild_type [N, H] to [B]."""
+        num_samples = batch.perturbed_ptr.numel() - 1
+
+        def total(values: Tensor) -> Tensor:
+            out = values.new_zeros(num_samples, *values.shape[1:])
+            return out.index_add(0, batch.perturbed_batch, values)
+
+        state = self.embed(wild_type.index_select(0, batch.perturbed))  # [P, H]
+        first = total(state)
+        pairs = (first.square() - total(state.square())) / 2  # sum over pairs i < j of state_i * state_j
+        return self.head(torch.cat([first, pairs], dim=1)) + total(self.effect.index_select(0, batch.perturbed))
+
+
+class GlobalReadout(nn.Module):
+    """Pools the difference of the knock-out and the wild-type states over the living nodes, then an MLP."""
+
+    def __init__(self, num_nodes: int, hidden: int, dropout: float):
+        super().__init__()
+        self.head = readout_head(hidden, hidden, dropout)
+
+    def pool(self, wild_type: Tensor, knocked_out: Tensor, keep: Tensor) -> Tensor:
+        """wild_type [N, 1, H], knocked_out [N, B, H], keep [N, B] to [B, H]."""
+        return torch.einsum("nbh,nb->bh", knocked_out - wild_type, keep.to(knocked_out.dtype)) / keep.size(0) ** 0.5
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """[B, H] to [B]."""
+        return self.head(pooled)
+
+
+def readout_head(inputs: int, hidden: int, dropout: float) -> nn.Module:
+    return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, 1), nn.Flatten(0))
+
+
+def default_block(wild_type: Tensor) -> int:
+    """Samples whose states take 4 MB (about what a CPU core keeps in cache), on a GPU 1 GB."""
+    size = 2**30 if wild_type.is_cuda else 2**22
+    return max(1, size // (wild_type.numel() * wild_type.element_size()))

@@ -1,0 +1,815 @@
+"""Trains a knock-out GNN on one large shared graph, on one process or many.
+
+    python train.py                                         one process
+    torchrun --standalone --nproc_per_node=4 train.py       one process per GPU (without GPUs, on CPU over gloo)
+    torchrun ... train.py --config my.yaml optim.lr=1e-3 run.name=slow
+    python train.py --predict TABLE --checkpoint FILE       predictions for a table of knock-out sets
+
+Options stand in config.yaml; `section.key=value` on the command line overrides the file. The same command starts a run
+and resumes it. Exit status: 0 finished, 1 failure, 2 the configuration or the input data is wrong.
+"""
+
+import argparse
+import contextlib
+import difflib
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch_geometric.data import Data
+from tqdm import tqdm
+
+from data import (
+    DataConfig,
+    DataError,
+    KnockoutDataset,
+    StepSampler,
+    Tables,
+    additive_baseline,
+    load,
+    make_loader,
+    pack,
+    read_knockouts,
+    shard,
+)
+from ddp_setup import DDPConfig, Distributed, SetupError, describe, leave, setup
+from mask import SharedGraph
+from model import KnockoutGNN, ModelConfig
+
+log = logging.getLogger("train")
+
+
+# dtype of parameters and optimiser, and of autocast (None: off)
+PRECISIONS = {
+    "fp64": (torch.float64, None),
+    "fp32": (torch.float32, None),
+    "bf16": (torch.float32, torch.bfloat16),
+    "fp16": (torch.float32, torch.float16),
+}
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str = "default"
+    dir: str = "runs"
+    seed: int = 0
+    resume: str = "auto"
+
+    def __post_init__(self):
+        if not self.name or self.name != Path(self.name).name:
+            raise ValueError(f"run.name must be a plain folder name, not '{self.name}'")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    epochs: int = 30
+    lr: float = 5e-3
+    warmup: float = 0.05
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    accumulate: int = 1
+    precision: str = "fp32"
+
+    def __post_init__(self):
+        if self.epochs < 1 or self.accumulate < 1:
+            raise ValueError("optim.epochs and optim.accumulate must be at least 1")
+        if self.lr <= 0 or self.clip <= 0 or self.weight_decay < 0:
+            raise ValueError("optim.lr and optim.clip must be over 0, optim.weight_decay at least 0")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"optim.warmup must be in [0, 1), not {self.warmup}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"optim.precision must be one of {', '.join(PRECISIONS)}, not '{self.precision}'")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int = 1000
+    keep_last: int = 2
+
+    def __post_init__(self):
+        if self.every_steps < 1 or self.keep_last < 1:
+            raise ValueError("checkpoint.every_steps and checkpoint.keep_last must be at least 1")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    every_steps: int = 10
+
+    def __post_init__(self):
+        if self.every_steps < 1:
+            raise ValueError(f"log.every_steps must be at least 1, not {self.every_steps}")
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = RunConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    optim: OptimConfig = OptimConfig()
+    ddp: DDPConfig = DDPConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+
+@record
+def main() -> None:
+    console = logging.StreamHandler(sys.stdout)
+    console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
+    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[console])
+    config, problem = Config(), None
+    try:
+        arguments = parse_arguments(sys.argv[1:])
+        config = load_config(arguments)
+    except ConfigError as error:
+        problem = error
+    try:
+        env = setup(config.ddp)
+        with env.together(ConfigError):
+            if problem:
+                raise problem
+        if arguments.predict:
+            predict(config, env, arguments.predict, arguments.checkpoint)
+        else:
+            train(config, env)
+        env.close()
+    except SetupError as error:
+        leave(str(error))
+
+
+def train(config: Config, env: Distributed) -> None:
+    """The whole run: data, model, resume, epochs, test.
+
+    Raises:
+        SetupError: on every rank, for everything that the user can mend.
+    """
+    optim, rank_batches = config.optim, env.world_size * config.optim.accumulate
+    dtype, autocast_dtype = PRECISIONS[optim.precision]
+    with env.together(ConfigError, DataError):
+        if config.data.batch_size % rank_batches:
+            below = config.data.batch_size // rank_batches * rank_batches
+            raise ConfigError(
+                f"data.batch_size={config.data.batch_size} does not divide by {env.world_size} ranks x "
+                f"{optim.accumulate} accumulation steps: use a multiple of {rank_batches}, "
+                f"such as {below or rank_batches} or {below + rank_batches}"
+            )
+        tables = load(config.data)
+    fingerprint = tables.fingerprint()
+    env.check_equal({"config": asdict(config), "data (hash)": fingerprint})
+
+    graph = SharedGraph(tables.graph()).to(env.device, dtype)
+    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
+    sampler = StepSampler(
+        tables.rows("train"), config.data.batch_size, optim.accumulate, env.world_size, env.rank, config.run.seed
+    )
+    loader = make_loader(dataset, sampler, config.data.workers, pin=env.device.type == "cuda")
+    steps_per_epoch = sampler.steps_per_epoch
+    total_steps = steps_per_epoch * optim.epochs
+
+    torch.manual_seed(config.run.seed)
+    model = build_model(config, tables).to(env.device, dtype)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr)
+    scaler = torch.amp.GradScaler(env.device.type, enabled=optim.precision == "fp16")
+
+    folder = RunFolder(config, env)
+    with env.together(ConfigError):
+        if env.is_main:
+            folder.open(fingerprint, model)
+    state = env.from_main(lambda: folder.checkpoint)
+    step, best = 0, None
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+        step, best = state["step"], state["best"]
+    folder.start(step, describe(env))
+    ddp_model = env.wrap(model)
+
+    baseline = additive_baseline(tables)
+    ceiling = tables.noise_ceiling()
+    log.info("data      %s", tables.summary())
+    if ceiling is not None:
+        log.info("ceiling   test Pearson %.4f is the best that any model could reach on these noisy scores", ceiling)
+    log.info("model     %s parameters", f"{sum(p.numel() for p in model.parameters()):,}")
+    log.info(
+        "batch     %d ranks x %d samples x %d accumulation = %d; %d steps an epoch, %d epochs, %d steps",
+        env.world_size, config.data.batch_size // rank_batches, optim.accumulate, config.data.batch_size,
+        steps_per_epoch, optim.epochs, total_steps,
+    )  # fmt: skip
+    log.info("run       %s, %s", folder.path, f"resumed at step {step}" if step else "from the start")
+
+    for epoch in range(step // steps_per_epoch, optim.epochs):
+        sampler.set_epoch(epoch, first_step=step % steps_per_epoch)
+        model.train()
+        batches, clock = iter(loader), Clock()
+        for step_in_epoch in tqdm(
+            range(step % steps_per_epoch, steps_per_epoch),
+            desc=f"epoch {epoch + 1}/{optim.epochs}",
+            disable=not (env.is_main and sys.stderr.isatty()),
+            leave=False,
+        ):
+            seed_step(config.run.seed, step, env.rank)
+            lr = learning_rate(step, total_steps, optim)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            num_samples = sampler.samples_in_step(step_in_epoch)
+            loss = torch.zeros((), device=env.device, dtype=dtype)
+            for micro in range(optim.accumulate):
+                with clock.waiting_for_data():
+                    batch = next(batches).to(env.device, non_blocking=True)
+                with env.accumulating(ddp_model, last=micro == optim.accumulate - 1):
+                    with torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None):
+                        prediction = ddp_model(graph, batch)
+                    # The mean over the samples of the whole step: world_size undoes DDP's average over ranks.
+                    part = squared_error(prediction, batch, model) / num_samples
+                    scaler.scale(part * env.world_size).backward()
+                loss += part.detach()
+            grad_norm = optimizer_step(model, optimizer, scaler, optim.clip)
+            step += 1
+            clock.count(num_samples)
+
+            if step % config.log.every_steps == 0 or step % steps_per_epoch == 0:
+                train_loss = env.sum(loss).item()
+                if not math.isfinite(train_loss):
+                    raise RuntimeError(
+                        f"the loss is {train_loss} at step {step}: lower optim.lr or raise optim.precision"
+                    )
+                values = {"loss": train_loss, "lr": lr, "grad_norm": grad_norm.item()}
+                folder.write("train", step, epoch + 1, **values, **clock.read(env.device))
+            if step % config.checkpoint.every_steps == 0 and step % steps_per_epoch:
+                folder.save(step, training_state(model, optimizer, scaler, best))
+
+        val = evaluate(model, graph, dataset, baseline, tables.rows("val"), config, env)
+        improved = best is None or (val["pearson"] or -1.0) > (best["pearson"] or -1.0)
+        if improved:
+            best = {"step": step, **val}
+        folder.write("val", step, epoch + 1, **val)
+        folder.save(step, training_state(model, optimizer, scaler, best), improved)
+        folder.draw()
+        log.info(
+            "epoch %d/%d  step %d  loss %.4f  val loss %.4f  val Pearson %s (additive baseline %s)  %s samples/s",
+            epoch + 1, optim.epochs, step, train_loss, val["loss"], shown(val["pearson"]),
+            shown(val["baseline_pearson"]), f"{clock.samples_per_s:,.0f}",
+        )  # fmt: skip
+
+    model.load_state_dict(env.from_main(folder.best_model))
+    test = evaluate(model, graph, dataset, baseline, tables.rows("test"), config, env)
+    folder.write("test", step, optim.epochs, **test, noise_ceiling=ceiling, best_step=best["step"])
+    folder.status("finished", step, optim.epochs)
+    log.info("best      step %d, val Pearson %s", best["step"], shown(best["pearson"]))
+    log.info(
+        "test      Pearson %s, additive baseline %s%s, mse %.4g, %d samples",
+        shown(test["pearson"]), shown(test["baseline_pearson"]),
+        "" if ceiling is None else f", noise ceiling {ceiling:.4f}", test["mse"], test["n"],
+    )  # fmt: skip
+    log.info("run       %s", folder.path)
+
+
+def build_model(config: Config, tables: Tables) -> KnockoutGNN:
+    y = tables.y[tables.rows("train")]
+    spread = y.std(correction=0).item() or 1.0
+    return KnockoutGNN(config.model, len(tables.genes), len(tables.relations), y.mean().item(), spread)
+
+
+def squared_error(prediction: Tensor, batch: Data, model: KnockoutGNN) -> Tensor:
+    """Sum over the batch of the weighted squared errors, in units of the training targets' variance."""
+    return (batch.weight * ((prediction - batch.y) / model.y_std).square()).sum()
+
+
+def optimizer_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, clip: float
+) -> Tensor:
+    """Unscale, clip, step, clear; returns the gradient norm before clipping."""
+    scaler.unscale_(optimizer)
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return grad_norm
+
+
+def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
+    """Linear warm-up, then a half cosine down to 0; a pure function of the step, so a resumed run needs no state."""
+    warmup = max(1, round(optim.warmup * total_steps))
+    if step < warmup:
+        return optim.lr * (step + 1) / warmup
+    return optim.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total_steps - warmup)))
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Every step draws its random numbers from (seed, step, rank), so no generator state needs saving."""
+    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest()
+    torch.manual_seed(int.from_bytes(digest, "big"))
+
+
+def training_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, best: dict | None
+) -> dict:
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "best": best,
+    }
+
+
+@torch.no_grad()
+def evaluate(
+    model: KnockoutGNN,
+    graph: SharedGraph,
+    dataset: KnockoutDataset,
+    baseline: Tensor,
+    rows: Tensor,
+    config: Config,
+    env: Distributed,
+) -> dict[str, Any]:
+    """Loss, mse, Pearson and the additive baseline's Pearson over all ranks' rows, the same on every rank.
+
+    The bare model runs on this rank's shard with no communication inside; moments in float64 are summed once at the end.
+    """
+    model.eval()
+    batch_size = max(1, config.data.batch_size // env.world_size)
+    moments = torch.zeros(13, dtype=torch.float64, device=env.device)
+    for batch in make_loader(dataset, shard(rows, batch_size, env.world_size, env.rank), 0, env.device.type == "cuda"):
+        reference = baseline[batch.index].to(env.device)
+        batch = batch.to(env.device, non_blocking=True)
+        prediction = model(graph, batch)
+        # Centred by a constant, so that squares lose no digits.
+        values = torch.stack([batch.y.double(), prediction.double(), reference]) - model.y_mean.double()
+        count = values.new_full((1,), values.size(1))
+        moments += torch.cat([count, values.sum(1), (values @ values.T).flatten()])
+    env.sum(moments)
+    n, mean, second = moments[0], moments[1:4] / moments[0], moments[4:].view(3, 3) / moments[0]
+    covariance = second - torch.outer(mean, mean)
+    std = covariance.diagonal().clamp(min=0).sqrt()
+    correlation = (covariance / torch.outer(std, std))[0].tolist()
+    pearson, baseline_pearson = (value if math.isfinite(value) else None for value in correlation[1:])
+    mse = (second[0, 0] - 2 * second[0, 1] + second[1, 1]).item()
+    return {
+        "loss": mse / model.y_std.item() ** 2,
+        "mse": mse,
+        "pearson": pearson,
+        "baseline_pearson": baseline_pearson,
+        "n": int(n.item()),
+    }
+
+
+def shown(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:.4f}"
+
+
+class Clock:
+    """Where the time of the steps since the last `read` went."""
+
+    def __init__(self):
+        self.samples_per_s = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.start, self.data_s, self.steps, self.samples = time.perf_counter(), 0.0, 0, 0
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.data_s += time.perf_counter() - start
+
+    def count(self, samples: int) -> None:
+        self.steps += 1
+        self.samples += samples
+
+    def read(self, device: torch.device) -> dict[str, float]:
+        elapsed = time.perf_counter() - self.start
+        self.samples_per_s = self.samples / elapsed
+        if device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(device) / 2**20
+        else:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+        row = {
+            "samples_per_s": round(self.samples_per_s, 1),
+            "data_ms": round(1e3 * self.data_s / self.steps, 3),
+            "step_ms": round(1e3 * elapsed / self.steps, 3),
+            "memory_mb": round(memory, 1),
+        }
+        self._reset()
+        return row
+
+
+class RunFolder:
+    """The run's files. Global rank 0 alone writes them, but for each rank's own log; on other ranks the rest does nothing."""
+
+    def __init__(self, config: Config, env: Distributed):
+        self.config = config
+        self.env = env
+        self.path = Path(config.run.dir) / config.run.name
+        self.checkpoints = self.path / "checkpoints"
+        self.checkpoint: dict | None = None
+        self.fingerprint = ""
+        self.rows: list[dict] = []
+
+    def open(self, fingerprint: str, model: nn.Module) -> None:
+        """Rank 0: take the folder for this run and find the checkpoint to resume from, if any, as `self.checkpoint`.
+
+        Raises:
+            ConfigError: a folder that cannot be written or is in use, or a checkpoint that does not fit this run.
+        """
+        resume = self.config.run.resume
+        if resume == "never" and self.path.exists() and any(self.path.iterdir()):
+            raise ConfigError(f"run.resume=never but {self.path} is not empty: choose another run.name")
+        if resume not in ("auto", "never"):
+            self.checkpoint = read_checkpoint(resume)
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.lock = (self.path / "log.rank0.txt").open("a")
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process trains in {self.path}: wait for it or choose another run.name"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the run folder {self.path} ({error.strerror}): set run.dir or run.name"
+            ) from None
+        if resume == "auto":
+            self.checkpoint = self._newest_checkpoint()
+        self.fingerprint = fingerprint
+        if self.checkpoint is not None:
+            self._check_fits(model)
+            if not (self.checkpoints / "best.pt").exists():
+                self.checkpoint["best"] = None
+
+    def start(self, step: int, ranks: list[str]) -> None:
+        """All ranks: open the log; rank 0 writes down what runs where and drops metrics beyond `step`, which come again."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logging.getLogger().addHandler(handler)
+        if not self.env.is_main:
+            return
+        write_atomically(self.path / "config.yaml", yaml.safe_dump(plain(self.config), sort_keys=False))
+        write_atomically(self.path / "environment.txt", environment(ranks))
+        metrics = self.path / "metrics.jsonl"
+        for line in metrics.read_text().splitlines() if metrics.exists() else []:
+            with contextlib.suppress(json.JSONDecodeError):  # the last line of a killed run
+                row = json.loads(line)
+                if row["kind"] == "event" or (row["step"] <= step and row["kind"] != "test"):
+                    self.rows.append(row)
+        write_atomically(metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self.metrics = metrics.open("a")
+        epoch = self.rows[-1]["epoch"] if self.rows else 0
+        event = "resumed" if step else "started"
+        self.write("event", step, epoch, event=event, time=time.time(), world_size=self.env.world_size)
+        self.status("running", step, epoch)
+
+    def write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
+        """Append a row to metrics.jsonl; a number that is not finite becomes null."""
+        if not self.env.is_main:
+            return
+        values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        row = {"kind": kind, "step": step, "epoch": epoch, **values}
+        self.rows.append(row)
+        self.metrics.write(json.dumps(row) + "\n")
+        self.metrics.flush()
+
+    def save(self, step: int, state: dict, improved: bool = False) -> None:
+        """Write the checkpoint of `step`, also as best.pt if `improved`; it appears whole or not at all."""
+        if not self.env.is_main:
+            return
+        os.fsync(self.metrics.fileno())  # a checkpoint never stands without the rows that led to it
+        state = {**state, "step": step, "config": plain(self.config), "data": self.fingerprint}
+        temporary = self.checkpoints / "saving.tmp"
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if improved:
+            link = self.checkpoints / "best.tmp"
+            link.unlink(missing_ok=True)
+            os.link(temporary, link)
+            os.replace(link, self.checkpoints / "best.pt")
+        os.replace(temporary, self.checkpoints / f"step_{step:08d}.pt")
+        sync_folder(self.checkpoints)
+        older = [path for path in self._step_files() if step_of(path) <= step]
+        for path in older[self.config.checkpoint.keep_last :]:
+            path.unlink()
+
+    def best_model(self) -> dict[str, Tensor]:
+        return read_checkpoint(self.checkpoints / "best.pt")["model"]
+
+    def status(self, state: str, step: int, epoch: int, reason: str = "") -> None:
+        if self.env.is_main:
+            row = {"state": state, "step": step, "epoch": epoch, "reason": reason}
+            write_atomically(self.path / "status.json", json.dumps(row) + "\n")
+
+    def draw(self) -> None:
+        if self.env.is_main:
+            write_atomically(self.path / "curves.svg", curves_svg(self.rows))
+
+    def _step_files(self) -> list[Path]:
+        """Newest first."""
+        return sorted(self.checkpoints.glob("step_????????.pt"), key=step_of, reverse=True)
+
+    def _newest_checkpoint(self) -> dict | None:
+        for path in self._step_files():
+            try:
+                return read_checkpoint(path)
+            except ConfigError as error:
+                log.warning("passed over a damaged checkpoint: %s", error)
+        return None
+
+    def _check_fits(self, model: nn.Module) -> None:
+        """Raise `ConfigError` if the checkpoint belongs to other data, another model or another order of samples."""
+        state, config = self.checkpoint, self.config
+        again = "choose another run.name, or run.resume=never in an empty folder"
+        if state["data"] != self.fingerprint:
+            raise ConfigError(f"the checkpoint in {self.path} was trained on other data or splits: {again}")
+        check_model_state(state["model"], model, self.path)
+        for section, name in (("run", "seed"), ("data", "batch_size")):
+            then, value = state["config"][section][name], getattr(getattr(config, section), name)
+            if then != value:
+                raise ConfigError(f"{self.path} was trained with {section}.{name}={then}, not {value}: {again}")
+
+
+def read_checkpoint(path: str | Path) -> dict:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not {"model", "optimizer", "scaler", "step", "best", "config", "data"} <= set(state):
+            raise ValueError("not a checkpoint of train.py")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist") from None
+    except Exception as error:  # a damaged file fails in many ways
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"{path} is not a readable checkpoint: {reason[0]}") from None
+    return state
+
+
+def check_model_state(state: dict[str, Tensor], model: nn.Module, where: str | Path) -> None:
+    """Raise `ConfigError` naming the keys or shapes in which a saved model differs from `model`."""
+    here = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    there = {key: tuple(value.shape) for key, value in state.items()}
+    differ = [
+        f"{key} is {there.get(key, 'absent')} there and {here.get(key, 'absent')} here"
+        for key in here | there
+        if here.get(key) != there.get(key)
+    ]
+    if differ:
+        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise ConfigError(f"the model saved in {where} is another one: {'; '.join(differ[:3])}{more}")
+
+
+def curves_svg(rows: list[dict]) -> str:
+    """Loss and Pearson against the step, as one SVG with two panels."""
+    series = {
+        "Loss (1 = variance of the training scores)": [("train", "loss", "#2a7fff"), ("val", "loss", "#e8590c")],
+        "Pearson (validation)": [("val", "pearson", "#e8590c"), ("val", "baseline_pearson", "#868e96")],
+    }
+    last = max((row["step"] for row in rows), default=0) or 1
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 330" font-family="sans-serif" font-size="12">'
+        "<style>text{fill:#495057} @media(prefers-color-scheme:dark){text{fill:#ced4da}}</style>"
+    ]
+    for panel, (title, curves) in enumerate(series.items()):
+        left, top, width, height = 50 + 450 * panel, 40, 380, 240
+        points = [
+            [(row["step"], row[key]) for row in rows if row["kind"] == kind and row.get(key) is not None]
+            for kind, key, _ in curves
+        ]
+        values = [value for curve in points for _, value in curve] or [0.0]
+        low, high = min(values), max(max(values), min(values) + 1e-6)
+        parts.append(f'<text x="{left}" y="22" font-weight="bold">{title}</text>')
+        for i in range(5):
+            y = top + height - i * height / 4
+            parts.append(f'<path d="M{left} {y}h{width}" stroke="#868e96" stroke-opacity=".3"/>')
+            parts.append(f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{low + i * (high - low) / 4:.2f}</text>')
+            x = left + i * width / 4
+            parts.append(f'<text x="{x}" y="{top + height + 18}" text-anchor="middle">{last * i // 4}</text>')
+        parts.append(f'<text x="{left + width / 2}" y="{top + height + 36}" text-anchor="middle">step</text>')
+        for i, ((kind, key, colour), curve) in enumerate(zip(curves, points, strict=True)):
+            label = "additive baseline" if key.startswith("baseline") else kind
+            line = " ".join(
+                f"{left + width * step / last:.1f},{top + height * (high - value) / (high - low):.1f}"
+                for step, value in curve
+            )
+            parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
+            parts.append(
+                f'<text x="{left + width - 130 * i}" y="22" text-anchor="end" style="fill:{colour}">{label}</text>'
+            )
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> None:
+    """Write a prediction for each row of `table`, in its order, to `<table>.predictions.tsv` in the working folder."""
+    with env.together(ConfigError, DataError):
+        state = read_checkpoint(checkpoint)
+        tables = load(config.data)
+        if state["data"] != tables.fingerprint():
+            raise ConfigError(f"{checkpoint} was trained on other data than the configuration names")
+        knockouts, _, _ = read_knockouts(table, scored=False)
+        model = build_model(config, tables)
+        check_model_state(state["model"], model, checkpoint)
+    model.load_state_dict(state["model"])
+    model.to(env.device).eval()
+    graph = SharedGraph(tables.graph()).to(env.device)
+
+    number = {gene: i for i, gene in enumerate(tables.genes)}
+    known = torch.tensor([i for i, genes in enumerate(knockouts) if all(gene in number for gene in genes)])
+    perturbed, ptr = pack([[number[gene] for gene in genes if gene in number] for genes in knockouts])
+    dataset = KnockoutDataset(perturbed, ptr, torch.zeros(len(knockouts)), graph.degree)
+    predicted = {}
+    with torch.no_grad():
+        for batch in make_loader(dataset, shard(known, config.data.batch_size, env.world_size, env.rank), 0, pin=False):
+            predicted.update(zip(batch.index.tolist(), model(graph, batch.to(env.device)).tolist(), strict=True))
+    by_row = {row: value for part in env.gather(predicted) for row, value in part.items()}
+
+    output = Path(Path(table).name.removesuffix(".gz").removesuffix(".tsv") + ".predictions.tsv")
+    with env.together(ConfigError):
+        if env.is_main:
+            lines = ["genes\tprediction"]
+            lines += [f"{','.join(genes)}\t{by_row.get(row, '')}" for row, genes in enumerate(knockouts)]
+            try:
+                write_atomically(output, "\n".join(lines) + "\n")
+            except OSError as error:
+                raise ConfigError(f"cannot write {output.absolute()}: {error.strerror}") from None
+    unknown = sorted({gene for genes in knockouts for gene in genes} - set(number))
+    if unknown:
+        log.warning(
+            "%d rows have no prediction, their genes are not in the graph: %s%s",
+            len(knockouts) - len(known), ", ".join(unknown[:10]), " ..." if len(unknown) > 10 else "",
+        )  # fmt: skip
+    log.info("%d predictions in %s", len(known), output)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse_arguments(words: list[str]) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="an option of config.yaml")
+    parser.add_argument(
+        "--config", metavar="FILE", help="default: config.yaml beside train.py, or the checkpoint's own"
+    )
+    parser.add_argument(
+        "--predict", metavar="TABLE", help="predict for this table of knock-out sets instead of training"
+    )
+    parser.add_argument("--checkpoint", metavar="FILE", help="the trained model for --predict")
+    arguments = parser.parse_intermixed_args(words)
+    if bool(arguments.predict) != bool(arguments.checkpoint):
+        raise ConfigError("--predict TABLE and --checkpoint FILE go together")
+    return arguments
+
+
+def load_config(arguments: argparse.Namespace) -> Config:
+    """The file's values, then the command line's over them; what neither names keeps its default.
+
+    Raises:
+        ConfigError: an unreadable file, an unknown option (with the nearest known one), a wrong type or value.
+    """
+    if arguments.checkpoint and not arguments.config:
+        source, values = arguments.checkpoint, read_checkpoint(arguments.checkpoint)["config"]
+    else:
+        source = arguments.config or str(Path(__file__).with_name("config.yaml"))
+        values = read_yaml(source)
+    known = {f"{section.name}.{f.name}": f.type for section in fields(Config) for f in fields(section.type)}
+    given: dict[str, Any] = {}
+    for section, options in values.items():
+        if not isinstance(options, dict):
+            raise ConfigError(f"{source}: {section} must be a section of options, not {options!r}")
+        given.update({f"{section}.{name}": (source, value) for name, value in options.items()})
+    for word in arguments.overrides:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError(f"'{word}' on the command line is not of the form section.key=value")
+        given[key] = ("the command line", text if known.get(key) is str else parse_scalar(key, text))
+    sections: dict[str, dict[str, Any]] = {section.name: {} for section in fields(Config)}
+    for key, (where, value) in given.items():
+        if key not in known:
+            raise ConfigError(f"unknown option {key} in {where}: did you mean {nearest(key, known)}?")
+        section, name = key.split(".")
+        sections[section][name] = converted(key, value, known[key])
+    try:
+        return Config(**{section.name: section.type(**sections[section.name]) for section in fields(Config)})
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def read_yaml(path: str) -> dict:
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict | None):
+        raise ConfigError(f"{path} must hold sections of options, not {values!r}")
+    return values or {}
+
+
+def parse_scalar(key: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"{key}: cannot make sense of '{text}'") from None
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """The known option most like `key`, which may lack its section."""
+
+    def likeness(option: str) -> float:
+        forms = (option, option.split(".")[1])
+        return max(difflib.SequenceMatcher(None, key, form).ratio() for form in forms)
+
+    return max(known, key=likeness)
+
+
+def converted(key: str, value: Any, kind: type) -> Any:
+    """`value` as the option's type, where that loses nothing."""
+    if kind is float and not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError):  # YAML reads 1e-3 as text
+            if math.isfinite(float(value)):
+                return float(value)
+    elif kind == tuple[int, ...] and all(type(item) is int for item in value if isinstance(value, list)):
+        return tuple(value)
+    elif type(value) is kind:
+        return value
+    names = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+    raise ConfigError(f"{key} must be {names.get(kind, 'a list of whole numbers')}, not {value!r}")
+
+
+def plain(config: Config) -> dict:
+    """The configuration as YAML and a checkpoint hold it: dicts, lists and scalars."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+def environment(ranks: list[str]) -> str:
+    def git(*words: str) -> str:
+        result = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        return result.stdout.strip()
+
+    try:
+        commit = (git("rev-parse", "HEAD") or "none") + (
+            " with uncommitted changes" if git("status", "--porcelain") else ""
+        )
+    except OSError:
+        commit = "unknown, git is not installed"
+    return "\n".join(
+        [
+            f"command: {shlex.join([sys.executable, *sys.argv])}",
+            f"git commit: {commit}",
+            f"python: {platform.python_version()} on {platform.platform()}",
+            *(f"{name}: {version(name)}" for name in ("torch", "torch-geometric", "pyyaml", "tqdm")),
+            f"cuda: {torch.version.cuda}",
+            *ranks,
+            "",
+        ]
+    )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames in a folder survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
+
+
+if __name__ == "__main__":
+    main()
