@@ -18,6 +18,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -67,7 +68,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Preset:
-    """Shape of a synthetic problem: nodes, edges by relation, modules, samples, and (least, most) deletions a sample."""
+    """Shape of a synthetic problem; `deletions` are the least and the most knock-outs of a sample."""
 
     num_nodes: int
     num_edges: dict[str, int]
@@ -249,7 +250,7 @@ def read_knockouts(path: str, scored: bool = True) -> tuple[list[list[str]], lis
 
 
 def pack(sets: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """`perturbed` [total] and `perturbed_ptr` [n + 1] of a list of node sets; a node named twice in a set stands once."""
+    """`perturbed` [total] and `perturbed_ptr` [n + 1] of node sets; a node named twice in a set stands once."""
     sets = [sorted(set(nodes)) for nodes in sets]
     pointer = torch.tensor([0] + [len(nodes) for nodes in sets]).cumsum(0)
     return torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long), pointer
@@ -261,7 +262,7 @@ def random_split(tables: Tables, config: DataConfig) -> Tensor:
     groups: dict[tuple[int, ...], int] = {}
     bounds = tables.perturbed_ptr.tolist()
     nodes = tables.perturbed.tolist()
-    group = [groups.setdefault(tuple(nodes[a:b]), len(groups)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    group = [groups.setdefault(tuple(nodes[a:b]), len(groups)) for a, b in pairwise(bounds)]
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(config.split_seed))
     num_test, num_val = (round(len(groups) * f) for f in (config.test_fraction, config.val_fraction))
     split_of_group = torch.zeros(len(groups), dtype=torch.int8)
@@ -274,7 +275,7 @@ class KnockoutDataset(Dataset):
     """Batches of samples, built at once from a list of row numbers; -1 stands for padding.
 
     A batch is a PyG `Data` with `perturbed` [P], `perturbed_batch` [P], `perturbed_ptr` [B + 1], `y` [B], `weight` [B]
-    (0 for padding), `index` [B] (the row, -1 for padding) and `num_dead_edges`, a Python int that sizes the mask kernel.
+    (0 for padding), `index` [B] (the row, -1 for padding) and `num_dead_edges`, an int that sizes the mask kernel.
 
     Args:
         perturbed, perturbed_ptr, y: as in `Tables`.
@@ -418,8 +419,8 @@ def synthetic_tables(preset: Preset, seed: int) -> Tables:
     """A graph with hubs and modules, and scores that follow from it.
 
     Nodes belong to modules; most edges stay within one, and both ends are drawn by a power-law weight. A score is the
-    sum of the nodes' own effects, of an effect for every pair in one module, of the paths of one or two `physical` edges
-    between each pair, and of noise. Partners of a knock-out are drawn at random, from its module, or from its neighbours.
+    sum of the nodes' own effects, of an effect for every pair in one module, of the paths of one or two `physical`
+    edges between each pair, and of noise. Partners of a knock-out come from its module, its neighbours, or anywhere.
     """
     generator = torch.Generator().manual_seed(seed)
     n = preset.num_nodes

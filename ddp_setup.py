@@ -60,7 +60,7 @@ class Distributed:
         return DistributedDataParallel(model, device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def accumulating(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager:
-        """The context of a micro-batch's forward and backward: gradients are exchanged in the last one of a step only."""
+        """The context of a micro-batch's forward and backward: only the last one of a step exchanges gradients."""
         return contextlib.nullcontext() if last or not self.launched else model.no_sync()
 
     def sum(self, values: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Distributed:
 
     @contextlib.contextmanager
     def together(self, *errors: type[Exception]) -> Iterator[None]:
-        """If the block raises one of `errors` on any rank, every rank raises `SetupError` with the first rank's message.
+        """If the block raises one of `errors` on any rank, every rank raises `SetupError` with that message.
 
         Every rank must reach the block, and nothing inside it may wait for another rank.
         """
@@ -152,7 +152,7 @@ def choose_device(
     if not set(device_ids) <= set(range(visible)):
         return (
             cpu,
-            f"ddp.device_ids={list(device_ids)} but {visible} GPUs are visible {where}: name GPUs from 0 to {visible - 1}",
+            f"ddp.device_ids={list(device_ids)} but {visible} GPUs are visible {where}: name those, or none",
         )
     if visible == 0:
         return cpu, None
@@ -168,8 +168,8 @@ def choose_device(
 def cpu_threads(local_world_size: int) -> int:
     """OMP_NUM_THREADS if the user set it, else this machine's cores divided by its processes.
 
-    torchrun sets OMP_NUM_THREADS=1 where the user set nothing, so under torchrun a 1 counts only if torchrun was started
-    with it.
+    torchrun sets OMP_NUM_THREADS=1 where the user set nothing, so under torchrun a 1 counts only if torchrun itself was
+    started with it.
     """
     value = os.environ.get("OMP_NUM_THREADS", "")
     by_user = value.isdecimal() and int(value) > 0
@@ -202,8 +202,8 @@ def describe(env: Distributed) -> list[str]:
         device += f" ({torch.cuda.get_device_name(env.device)})"
     backend = dist.get_backend_config() if env.launched else "none"
     line = (
-        f"rank {env.rank}: {platform.node()} pid {os.getpid()}, LOCAL_RANK {env.local_rank}, {device}, backend {backend}, "
-        f"{torch.get_num_threads()} CPU threads, python {platform.python_version()}, torch {torch.__version__}"
+        f"rank {env.rank}: {platform.node()} pid {os.getpid()}, LOCAL_RANK {env.local_rank}, {device}, "
+        f"backend {backend}, {torch.get_num_threads()} CPU threads, python {platform.python_version()}, torch {torch.__version__}"
     )
     return env.gather(line)
 

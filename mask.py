@@ -6,7 +6,7 @@ are masked and summation is linear, aggregating over the live edges of B samples
     sum over live edges = keep * (A @ (keep * X))        X: [N, B, H], keep: [N, B, 1], A: one shared [N, N] matrix
 
 `SharedGraph.keep` and `SharedGraph.propagate` are the two factors of that line. Layers that need a value per edge
-(attention, say) use `expand` and `edge_masks` instead: B block-diagonal copies of the graph and a boolean per copied edge.
+(attention, say) use `expand` and `edge_masks`: B block-diagonal copies of the graph and a boolean per copied edge.
 
 Letters in shapes: N nodes, R relations, E edges over all relations, E_r edges of relation r, B samples, P knocked-out
 nodes of the whole batch, D dead edges of the whole batch.
@@ -36,7 +36,8 @@ class SharedGraph(nn.Module):
         node_type: the node type that is knocked out.
 
     Raises:
-        ValueError: no edge types, an edge type with another node type, or an `edge_index` of a wrong shape or with a node outside [0, N).
+        ValueError: no edge types, one with another node type, or an `edge_index` of a wrong shape or with a node
+            outside [0, N).
     """
 
     def __init__(self, graph: HeteroData, node_type: str = "gene"):

@@ -99,8 +99,8 @@ class KnockoutGNN(nn.Module):
 class KnockoutConv(nn.Module):
     """x + act(root(norm(x)) + sum over relations r, over living edges of r: weight * W_r norm(x_source)).
 
-    A relational graph convolution (Schlichtkrull et al. 2018, arXiv:1703.06103) with a pre-normalised residual. The root
-    term is not masked: a dead node keeps a state, which nothing reads.
+    A relational graph convolution (Schlichtkrull et al. 2018, arXiv:1703.06103) with a pre-normalised residual. The
+    root term is not masked: a dead node keeps a state, which nothing reads.
     """
 
     def __init__(self, hidden: int, num_relations: int, dropout: float):

@@ -349,7 +349,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Loss, mse, Pearson and the additive baseline's Pearson over all ranks' rows, the same on every rank.
 
-    The bare model runs on this rank's shard with no communication inside; moments in float64 are summed once at the end.
+    The bare model runs on this rank's shard without communication; float64 moments are summed once at the end.
     """
     model.eval()
     batch_size = max(1, config.data.batch_size // env.world_size)
@@ -420,7 +420,7 @@ class Clock:
 
 
 class RunFolder:
-    """The run's files. Global rank 0 alone writes them, but for each rank's own log; on other ranks the rest does nothing."""
+    """The run's files, written by global rank 0 alone, but for each rank's own log."""
 
     def __init__(self, config: Config, env: Distributed):
         self.config = config
@@ -463,7 +463,7 @@ class RunFolder:
                 self.checkpoint["best"] = None
 
     def start(self, step: int, ranks: list[str]) -> None:
-        """All ranks: open the log; rank 0 writes down what runs where and drops metrics beyond `step`, which come again."""
+        """All ranks: open the log. Rank 0: write down what runs where, and drop metrics beyond `step`, which come again."""
         self.path.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

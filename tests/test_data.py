@@ -1,0 +1,262 @@
+"""Tables in, batches out."""
+
+import gzip
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import data
+from data import (
+    PRESETS,
+    DataConfig,
+    DataError,
+    KnockoutDataset,
+    StepSampler,
+    Tables,
+    additive_baseline,
+    load,
+    make_loader,
+    pack,
+    random_split,
+    shard,
+    synthetic_tables,
+)
+from tests.conftest import write_table
+
+EDGES = [("source", "target", "relation"), ("b", "a", "x"), ("a", "c", "y"), ("c", "c", "x"), ("b", "a", "x")]
+SCORES = [("genes", "score", "split"), ("a,b", 0.5, "train"), ("d", -1, "val"), ("", "2e-1", "test")]
+
+
+def config(folder: Path, edges=EDGES, scores=SCORES, **options) -> DataConfig:
+    paths = {"edges": folder / "edges.tsv", "perturbations": folder / "scores.tsv"}
+    for path, rows in zip(paths.values(), (edges, scores), strict=True):
+        write_table(path, rows)
+    return DataConfig(source="tsv", **{k: str(v) for k, v in paths.items()}, cache_dir=str(folder / "cache"), **options)
+
+
+def test_tables_are_read_as_they_stand(tmp_path):
+    tables = load(config(tmp_path))
+    assert tables.genes == ["a", "b", "c", "d"]  # d has no edge
+    assert tables.relations == ["x", "y"]
+    assert [index.tolist() for index in tables.edge_indices] == [[[1, 2], [0, 2]], [[0], [2]]]  # the double edge once
+    assert tables.perturbed.tolist() == [0, 1, 3]
+    assert tables.perturbed_ptr.tolist() == [0, 2, 3, 3]
+    assert tables.y.tolist() == [0.5, -1.0, 0.2]
+    assert [tables.rows(split).tolist() for split in data.SPLITS] == [[0], [1], [2]]
+    assert "4 genes (1 isolated), 3 edges in 2 relations, 3 samples of 0 to 2 deletions" in tables.summary()
+
+
+def test_undirected_adds_reverses_but_no_second_self_loop(tmp_path):
+    tables = load(config(tmp_path, undirected=True))
+    assert [index.T.tolist() for index in tables.edge_indices] == [[[0, 1], [1, 0], [2, 2]], [[0, 2], [2, 0]]]
+
+
+def test_compressed_tables_and_dos_line_ends(tmp_path):
+    plain = load(config(tmp_path))
+    packed = config(tmp_path)
+    for path in (packed.edges, packed.perturbations):
+        text = Path(path).read_bytes().replace(b"\n", b"\r\n") + b"\r\n"
+        Path(path + ".gz").write_bytes(gzip.compress(text))
+    again = load(DataConfig(source="tsv", edges=packed.edges + ".gz", perturbations=packed.perturbations + ".gz"))
+    assert again.fingerprint() == plain.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("edges", "scores", "message"),
+    [
+        (
+            [("source", "target")],
+            SCORES,
+            r"edges.tsv:1: the header is 'source<TAB>target', not 'source<TAB>target<TAB>rel",
+        ),
+        (EDGES[:1], SCORES, "edges.tsv: no edges below the header"),
+        ([*EDGES, ("a", "b")], SCORES, "edges.tsv:6: 2 fields where the header has 3"),
+        ([*EDGES, ("a", "", "x")], SCORES, "edges.tsv:6: an empty source, target or relation"),
+        (EDGES, SCORES[:1], "scores.tsv: no samples below the header"),
+        (EDGES, [], r"scores.tsv:1: the header is '', not 'genes<TAB>score'"),
+        (EDGES, [*SCORES, ("a", "high", "train")], "scores.tsv:5: the score 'high' is not a finite number"),
+        (EDGES, [*SCORES, ("a", "nan", "train")], "scores.tsv:5: the score 'nan' is not a finite number"),
+        (EDGES, [*SCORES, ("a", 1, "dev")], "scores.tsv:5: the split 'dev' is not one of train, val, test"),
+        (EDGES, [*SCORES, ("a,,b", 1, "val")], "scores.tsv:5: an empty gene name in 'a,,b'"),
+        (EDGES, SCORES[:3], "scores.tsv: no rows in the test split of 2 rows in all"),
+        (EDGES, [("genes", "score"), ("a", 1)], "no rows in the train split|no rows in the val split"),
+    ],
+)
+def test_bad_tables_are_named_by_file_and_line(tmp_path, edges, scores, message):
+    with pytest.raises(DataError, match=message):
+        load(config(tmp_path, edges, scores))
+    assert not list(tmp_path.glob("cache/*.tmp"))
+
+
+def test_unreadable_files_are_named(tmp_path):
+    options = config(tmp_path)
+    Path(options.edges).write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match=r"cannot read .*edges\.tsv"):
+        load(options)
+    Path(options.edges).unlink()
+    with pytest.raises(DataError, match=r"data\.edges: cannot read .*edges\.tsv: No such file"):
+        load(options)
+
+
+def test_cache_is_read_back_and_follows_the_content(tmp_path, monkeypatch):
+    options = config(tmp_path)
+    first = load(options)
+    calls = []
+    original = data.read_tables
+    monkeypatch.setattr(data, "read_tables", lambda c: calls.append(1) or original(c))
+    assert load(options).fingerprint() == first.fingerprint()
+    assert calls == []
+    write_table(Path(options.perturbations), [*SCORES, ("c", 3, "train")])
+    assert len(load(options).y) == 4
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None])
+def test_a_damaged_cache_is_made_again(tmp_path, damage, caplog):
+    options = config(tmp_path)
+    first = load(options)
+    (cached,) = (tmp_path / "cache").iterdir()
+    cached.write_bytes(cached.read_bytes()[:-100] if damage is None else damage)
+    assert load(options).fingerprint() == first.fingerprint()
+    assert "damaged" in caplog.text
+    caplog.clear()
+    assert load(options).fingerprint() == first.fingerprint()
+    assert caplog.text == ""
+
+
+def test_a_folder_that_cannot_be_written_only_costs_the_cache(tmp_path, caplog):
+    options = config(tmp_path)
+    (tmp_path / "cache").write_text("a file where the folder would be")
+    assert len(load(options).y) == 3
+    assert "not cached" in caplog.text
+
+
+def test_random_split_depends_on_its_seed_alone_and_keeps_replicates_together():
+    sets = [[i % 50] for i in range(200)]
+    tables = Tables(["g"] * 50, ["r"], [torch.zeros(2, 0, dtype=torch.long)], *pack(sets), y=torch.zeros(200))
+    splits = [random_split(tables, DataConfig(split_seed=seed)) for seed in (0, 0, 1)]
+    assert torch.equal(splits[0], splits[1]) and not torch.equal(splits[0], splits[2])
+    assert torch.bincount(splits[0].int()).tolist() == [160, 20, 20]
+    assert torch.equal(splits[0].view(4, 50)[0].expand(4, 50), splits[0].view(4, 50))
+
+
+def make_dataset(num_rows: int, num_nodes: int = 7) -> KnockoutDataset:
+    sets = [[(row + k) % num_nodes for k in range(row % 4)] for row in range(num_rows)]
+    return KnockoutDataset(*pack(sets), torch.arange(num_rows) / 2, torch.arange(num_nodes))
+
+
+def test_a_batch_holds_its_rows_and_padding_weighs_nothing():
+    dataset = make_dataset(9)
+    batch = dataset.__getitems__([2, -1, 0, 7])
+    assert batch.perturbed.tolist() == [2, 3, 0, 1, 2]
+    assert batch.perturbed_batch.tolist() == [0, 0, 3, 3, 3]
+    assert batch.perturbed_ptr.tolist() == [0, 2, 2, 2, 5]
+    assert batch.y.tolist() == [1.0, 0.0, 0.0, 3.5]
+    assert batch.weight.tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert batch.index.tolist() == [2, -1, 0, 7]
+    assert batch.num_dead_edges == 2 + 3 + 0 + 1 + 2 and isinstance(batch.num_dead_edges, int)
+    assert dataset[7].perturbed.tolist() == [0, 1, 2]
+    assert dataset.__getitems__([]).perturbed_ptr.tolist() == [0]
+
+
+def test_loader_workers_give_the_same_batches():
+    dataset, batches = make_dataset(20), [[0, 5, 6], [7, -1, 19]]
+    for ours, reference in zip(
+        make_loader(dataset, batches, 2, False), make_loader(dataset, batches, 0, False), strict=True
+    ):
+        assert ours.to_dict().keys() == reference.to_dict().keys()
+        assert all(torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(reference[key])) for key in ours.keys())
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (4, 1), (1, 4), (2, 2), (3, 2)])
+def test_a_step_takes_the_same_rows_whatever_the_world_size(world_size, accumulate):
+    rows = torch.arange(100, 153)
+    alone = StepSampler(rows, 12, 1, 1, 0, seed=3)
+    ranks = [StepSampler(rows, 12, accumulate, world_size, rank, seed=3) for rank in range(world_size)]
+    for sampler in (alone, *ranks):
+        sampler.set_epoch(2)
+    steps = list(alone)
+    assert len(steps) == alone.steps_per_epoch == 5
+    assert sorted(row for step in steps for row in step) == rows.tolist()
+    dealt = [list(sampler) for sampler in ranks]
+    assert [len(batches) for batches in dealt] == [len(sampler) for sampler in ranks] == [5 * accumulate] * world_size
+    for number, step in enumerate(steps):
+        parts = [batches[number * accumulate : (number + 1) * accumulate] for batches in dealt]
+        together = [row for part in parts for batch in part for row in batch]
+        assert len({len(batch) for part in parts for batch in part}) == 1
+        assert sorted(row for row in together if row >= 0) == sorted(step)
+        assert ranks[0].samples_in_step(number) == len(step)
+
+
+def test_epochs_and_seeds_differ_and_a_resumed_epoch_goes_on():
+    sampler = StepSampler(torch.arange(50), 8, 1, 1, 0, seed=0)
+    orders = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert orders[0] != orders[1]
+    assert list(StepSampler(torch.arange(50), 8, 1, 1, 0, seed=1)) not in orders
+    sampler.set_epoch(1, first_step=4)
+    assert len(sampler) == 3
+    assert list(sampler) == orders[1][4:]
+
+
+@pytest.mark.parametrize(("world_size", "num_rows"), list(itertools.product([1, 2, 3, 4, 5], [1, 3, 20])))
+def test_shards_hold_each_row_once(world_size, num_rows):
+    shards = [shard(torch.arange(num_rows), 4, world_size, rank) for rank in range(world_size)]
+    assert Counter(row for part in shards for batch in part for row in batch) == Counter(range(num_rows))
+
+
+def test_additive_baseline_is_the_ridge_solution():
+    tables = synthetic_tables(PRESETS["small"], seed=1)
+    tables.split = random_split(tables, DataConfig())
+    design = torch.zeros(len(tables.y), len(tables.genes), dtype=torch.float64)
+    design[torch.repeat_interleave(torch.arange(len(tables.y)), tables.perturbed_ptr.diff()), tables.perturbed] = 1
+    rows = tables.rows("train")
+    x, mean = design[rows], tables.y[rows].mean()
+    effect = torch.linalg.solve(x.T @ x + torch.eye(x.size(1)), x.T @ (tables.y[rows] - mean))
+    torch.testing.assert_close(additive_baseline(tables), mean + design @ effect, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("preset", ["small", "yeast"])
+def test_synthetic_tables_have_the_shape_that_the_preset_names(preset):
+    shape = PRESETS[preset]
+    tables = synthetic_tables(shape, seed=0)
+    tables.split = random_split(tables, DataConfig())
+    assert len(tables.genes) == shape.num_nodes
+    assert dict(zip(tables.relations, [e.size(1) for e in tables.edge_indices], strict=True)) == shape.num_edges
+    for edge_index in tables.edge_indices:
+        source, target = edge_index
+        assert (source != target).all()
+        assert len((source * shape.num_nodes + target).unique()) == edge_index.size(1)
+    counts = tables.perturbed_ptr.diff()
+    assert (counts.min(), counts.max()) == shape.deletions
+    degree = torch.bincount(torch.cat(tables.edge_indices, dim=1).flatten(), minlength=shape.num_nodes)
+    assert degree.max() > 5 * degree.float().mean()  # hubs
+    assert preset == "small" or degree.max() > 5000
+    assert 0.85 < tables.noise_ceiling() < 0.99
+
+
+def test_synthetic_scores_follow_from_the_graph():
+    """What the additive baseline leaves over is higher where an edge joins the pair."""
+    tables = synthetic_tables(PRESETS["small"], seed=0)
+    tables.split = random_split(tables, DataConfig())
+    pairs = (tables.perturbed_ptr.diff() == 2).nonzero().flatten()
+    first, second = (tables.perturbed[tables.perturbed_ptr[pairs] + k] for k in (0, 1))
+    physical = tables.edge_indices[tables.relations.index("physical")]
+    linked = torch.zeros(len(tables.genes), len(tables.genes), dtype=torch.bool)
+    linked[physical[0], physical[1]] = linked[physical[1], physical[0]] = True
+    rest = (tables.signal - additive_baseline(tables))[pairs]
+    joined = linked[first, second]
+    assert joined.sum() > 100 and (~joined).sum() > 100
+    assert rest[joined].mean() > rest[~joined].mean() + 0.5 * rest.std()
+
+
+def test_synthetic_tables_depend_on_their_seed_alone():
+    one, same, other = (synthetic_tables(PRESETS["small"], seed) for seed in (0, 0, 1))
+    for tables in (one, same, other):
+        tables.split = random_split(tables, DataConfig())
+    assert one.fingerprint() == same.fingerprint() != other.fingerprint()

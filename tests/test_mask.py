@@ -1,0 +1,188 @@
+"""The mask kernel against a plain loop."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch_geometric.data import Data, HeteroData
+
+from data import KnockoutDataset, pack
+from mask import SharedGraph
+
+NUM_NODES = 9
+SETS = [[0, 3], [], [5, 5, 5], [8], [2, 0, 7, 1]]  # node 4 is never knocked out, 5 is named three times
+
+
+@pytest.fixture
+def graph() -> HeteroData:
+    """Three relations: with self-loops, hubs and a double edge; without an edge; and one more."""
+    generator = torch.Generator().manual_seed(0)
+    graph = HeteroData()
+    graph["gene"].num_nodes = NUM_NODES
+    edges = torch.randint(NUM_NODES, (2, 30), generator=generator)
+    edges[:, :4] = torch.tensor([[0, 5, 2, 2], [0, 5, 3, 3]])
+    graph["gene", "a", "gene"].edge_index = edges
+    graph["gene", "none", "gene"].edge_index = torch.empty(2, 0, dtype=torch.long)
+    graph["gene", "b", "gene"].edge_index = torch.randint(NUM_NODES, (2, 12), generator=generator)
+    return graph
+
+
+def make_batch(shared: SharedGraph, sets: list[list[int]]) -> Data:
+    dataset = KnockoutDataset(*pack(sets), torch.zeros(len(sets)), shared.degree)
+    return dataset.__getitems__(list(range(len(sets))))
+
+
+def loop_masks(graph: HeteroData, sets: list[list[int]]) -> dict:
+    """One edge at a time."""
+    return {
+        relation: torch.tensor(
+            [
+                source not in dead and target not in dead
+                for dead in sets
+                for source, target in graph[relation].edge_index.T.tolist()
+            ],
+            dtype=torch.bool,
+        )
+        for relation in graph.edge_types
+    }
+
+
+def test_keep_is_false_for_the_knocked_out_nodes_alone(graph):
+    shared = SharedGraph(graph)
+    keep = shared.keep(make_batch(shared, SETS))
+    expected = torch.tensor([[node not in dead for dead in SETS] for node in range(NUM_NODES)])
+    assert torch.equal(keep, expected)
+
+
+def test_edge_masks_equal_a_loop(graph):
+    shared = SharedGraph(graph)
+    masks = shared.edge_masks(make_batch(shared, SETS))
+    expected = loop_masks(graph, SETS)
+    assert list(masks) == graph.edge_types
+    for relation in graph.edge_types:
+        assert torch.equal(masks[relation], expected[relation]), relation
+    assert not all(mask.all() for mask in masks.values())
+
+
+def test_dead_edges_are_positions_in_the_masks_one_after_another(graph):
+    shared = SharedGraph(graph)
+    dead = shared.dead_edges(make_batch(shared, SETS))
+    expected = (~torch.cat(list(loop_masks(graph, SETS).values()))).nonzero().flatten()
+    assert torch.equal(dead.unique(), expected)
+
+
+def test_degree_counts_a_self_loop_once(graph):
+    expected = [
+        sum(node in edge for relation in graph.edge_types for edge in graph[relation].edge_index.T.tolist())
+        for node in range(NUM_NODES)
+    ]
+    assert SharedGraph(graph).degree.tolist() == expected
+
+
+def test_a_self_loop_dies_once(graph):
+    shared = SharedGraph(graph)
+    dead = shared.dead_edges(make_batch(shared, [[0]]))
+    assert len(dead) == len(dead.unique()) == shared.degree[0]
+
+
+def test_expand_lies_as_a_pyg_batch_lies(graph):
+    from torch_geometric.data import Batch
+
+    shared = SharedGraph(graph)
+    expanded = shared.expand(make_batch(shared, SETS))
+    expected = Batch.from_data_list([graph] * len(SETS))
+    for relation in graph.edge_types:
+        assert torch.equal(expanded[relation], expected[relation].edge_index), relation
+
+
+@pytest.mark.parametrize("sets", [[], [[]], [[], []]])
+def test_nothing_to_knock_out(graph, sets):
+    shared = SharedGraph(graph)
+    batch = make_batch(shared, sets)
+    assert shared.keep(batch).shape == (NUM_NODES, len(sets))
+    assert shared.dead_edges(batch).numel() == 0
+    for relation, mask in shared.edge_masks(batch).items():
+        assert mask.shape == (len(sets) * shared.num_edges[relation],)
+        assert mask.all()
+    assert all(index.size(1) == len(sets) * shared.num_edges[r] for r, index in shared.expand(batch).items())
+
+
+def test_propagate_equals_a_dense_product_with_its_gradient(graph):
+    shared = SharedGraph(graph).double()
+    for r, relation in enumerate(shared.relations):
+        source, target = graph[relation].edge_index
+        out_degree, in_degree = (torch.bincount(side, minlength=NUM_NODES) for side in (source, target))
+        dense = torch.zeros(NUM_NODES, NUM_NODES, dtype=torch.float64)
+        for s, t in zip(source.tolist(), target.tolist(), strict=True):
+            dense[t, s] += 1 / (out_degree[s] * in_degree[t]).sqrt()
+        x = torch.randn(NUM_NODES, 6, dtype=torch.float64, requires_grad=True)
+        torch.testing.assert_close(shared.propagate(r, x), dense @ x, rtol=1e-6, atol=1e-7)
+        upstream = torch.randn(NUM_NODES, 6, dtype=torch.float64)
+        (gradient,) = torch.autograd.grad(shared.propagate(r, x), x, upstream)
+        torch.testing.assert_close(gradient, dense.T @ upstream, rtol=1e-6, atol=1e-7)
+
+
+def test_everything_moves_with_the_module_and_nothing_is_saved(graph):
+    shared = SharedGraph(graph)
+    assert not shared.state_dict() and not list(shared.parameters())
+    tensors = {name for name, value in vars(shared).items() if isinstance(value, Tensor)}
+    assert tensors == {"degree"}  # by contract on the CPU
+    assert all(buffer.device.type == "meta" for buffer in SharedGraph(graph).to("meta").buffers())
+    assert shared.degree.device.type == "cpu"
+
+
+def test_a_batch_on_another_device_is_refused_with_the_call_that_mends_it(graph):
+    shared = SharedGraph(graph)
+    batch = make_batch(shared, SETS)
+    for call in (shared.keep, shared.dead_edges, shared.edge_masks, shared.expand):
+        with pytest.raises(RuntimeError, match=r"batch is on meta but the graph is on cpu.*batch\.to\('cpu'\)"):
+            call(batch.clone().to("meta"))
+
+
+@pytest.mark.parametrize("node", [-1, NUM_NODES])
+def test_a_node_outside_the_graph_is_named(graph, node):
+    shared = SharedGraph(graph)
+    with pytest.raises(IndexError, match=rf"sample 1: knocked-out node {node} is outside \[0, {NUM_NODES}\)"):
+        make_batch(shared, [[1], [2, node]])
+
+
+def test_wrong_graphs_are_refused(graph):
+    with pytest.raises(ValueError, match="no edge types"):
+        empty = HeteroData()
+        empty["gene"].num_nodes = 3
+        SharedGraph(empty)
+    graph["gene", "to", "drug"].edge_index = torch.zeros(2, 1, dtype=torch.long)
+    with pytest.raises(ValueError, match="does not connect 'gene' with itself"):
+        SharedGraph(graph)
+    graph["gene", "a", "gene"].edge_index[0, 0] = NUM_NODES
+    with pytest.raises(ValueError, match=r"names a node outside \[0, 9\)"):
+        SharedGraph(graph)
+
+
+def test_the_batch_path_never_waits_for_the_device(graph):
+    """Operators that would synchronise on a GPU are counted as they are dispatched, on the CPU."""
+
+    class Count(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name, kwargs = str(func), kwargs or {}
+            waits = any(
+                word in name for word in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero")
+            )
+            unsized = "repeat_interleave.Tensor" in name and kwargs.get("output_size") is None
+            boolean = name == "aten.index.Tensor" and any(i is not None and i.dtype == torch.bool for i in args[1])
+            if waits or unsized or boolean:
+                self.seen.append(name)
+            return func(*args, **kwargs)
+
+    shared = SharedGraph(graph)
+    batch = make_batch(shared, SETS)
+    with Count() as count:
+        shared.keep(batch), shared.dead_edges(batch), shared.edge_masks(batch), shared.expand(batch)
+    assert count.seen == []
+    with Count() as count:  # the counter does count
+        batch.perturbed[batch.perturbed > 2].sum().item()
+    assert len(count.seen) == 2

@@ -1,0 +1,145 @@
+"""The model: two routes with one result, and samples that do not see each other."""
+
+import itertools
+
+import pytest
+import torch
+from torch_geometric.data import Data, HeteroData
+
+from data import KnockoutDataset, pack
+from mask import SharedGraph
+from model import KnockoutGNN, ModelConfig
+
+NUM_NODES = 12
+SETS = [[0, 3], [], [5], [8, 1], [2, 0, 7, 1, 11]]  # ragged; node 10 has no edge
+
+
+@pytest.fixture
+def shared() -> SharedGraph:
+    generator = torch.Generator().manual_seed(0)
+    graph = HeteroData()
+    graph["gene"].num_nodes = NUM_NODES
+    for relation, count in (("a", 40), ("none", 0), ("b", 25)):
+        nodes = torch.tensor([node for node in range(NUM_NODES) if node != 10])
+        graph["gene", relation, "gene"].edge_index = nodes[torch.randint(len(nodes), (2, count), generator=generator)]
+    return SharedGraph(graph)
+
+
+def make_batch(shared: SharedGraph, sets: list[list[int]]) -> Data:
+    dataset = KnockoutDataset(*pack(sets), torch.arange(len(sets)) / 3, shared.degree)
+    return dataset.__getitems__(list(range(len(sets))))
+
+
+def make_model(dtype: torch.dtype = torch.float32, **options) -> KnockoutGNN:
+    torch.manual_seed(0)
+    config = ModelConfig(**{"hidden": 8, "layers": 2, "dropout": 0.0, **options})
+    model = KnockoutGNN(config, NUM_NODES, num_relations=3, y_mean=0.3, y_std=2.0).to(dtype)
+    for parameter in model.parameters():  # no part may hide behind an initial zero
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def outputs_and_gradients(model: KnockoutGNN, shared: SharedGraph, batch: Data) -> list[torch.Tensor]:
+    prediction = model(shared, batch)
+    (prediction - batch.y).square().sum().backward()
+    return [prediction.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("readout", ["both", "local", "global"])
+def test_shared_and_expanded_routes_agree_in_outputs_and_gradients(shared, dtype, tolerance, readout):
+    shared = shared.to(dtype)
+    batch = make_batch(shared, SETS)
+    routes = [
+        outputs_and_gradients(make_model(dtype, readout=readout, message_passing=route), shared, batch)
+        for route in ("shared", "expanded")
+    ]
+    largest = max(reference.norm() for reference in routes[1])
+    for ours, reference in zip(*routes, strict=True):
+        # A gradient that is zero but for rounding (a shift of all states cancels in a difference) has no relative error.
+        scale = reference.norm() if reference.norm() > 1e-6 * largest else largest
+        assert (ours - reference).norm() <= tolerance * scale
+
+
+@pytest.mark.parametrize("route", ["shared", "expanded"])
+def test_a_prediction_does_not_depend_on_its_batch(shared, route):
+    model = make_model(torch.float64, message_passing=route)
+    shared = shared.double()
+    together = model(shared, make_batch(shared, SETS))
+    alone = torch.cat([model(shared, make_batch(shared, [nodes])) for nodes in SETS])
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+    assert len(set(together.tolist())) == len(SETS)
+
+
+@pytest.mark.parametrize("block", [1, 2, 4, 100])
+def test_blocks_of_samples_change_nothing(shared, block):
+    shared = shared.double()
+    batch = make_batch(shared, SETS)
+    ours = outputs_and_gradients(make_model(torch.float64, block=block), shared, batch)
+    for value, reference in zip(ours, outputs_and_gradients(make_model(torch.float64), shared, batch), strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_the_order_of_the_knocked_out_nodes_does_not_matter(shared):
+    shared, model = shared.double(), make_model(torch.float64)
+    batch = make_batch(shared, [[0, 3, 7]])
+    expected = model(shared, batch)
+    for order in itertools.permutations([0, 3, 7]):
+        batch.perturbed = torch.tensor(order)
+        torch.testing.assert_close(model(shared, batch), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_knock_out_reaches_the_prediction_through_the_graph(shared):
+    """With the global part alone, a node matters by its edges: one without any changes nothing."""
+    model = make_model(readout="global")
+    nothing, isolated, connected = model(shared, make_batch(shared, [[], [10], [0]])).tolist()
+    assert isolated == pytest.approx(nothing, abs=1e-6)
+    assert abs(connected - nothing) > 1e-3
+
+
+def test_local_readout_runs_no_knock_out_pass(shared, monkeypatch):
+    passes = []
+    original = KnockoutGNN.encode
+    monkeypatch.setattr(
+        KnockoutGNN,
+        "encode",
+        lambda self, messages, num_samples: passes.append(num_samples) or original(self, messages, num_samples),
+    )
+    batch = make_batch(shared, SETS)
+    make_model(readout="local")(shared, batch)
+    assert passes == [1]
+    passes.clear()
+    make_model(readout="both", block=2)(shared, batch)
+    assert passes == [1, 2, 2, 1]  # one intact graph for the batch, then blocks of samples
+
+
+def test_every_parameter_is_used(shared):
+    """DDP waits for the gradient of every parameter, also from a batch of padding alone."""
+    for readout, sets in itertools.product(["both", "local", "global"], [SETS, [[]]]):
+        model = make_model(readout=readout)
+        model(shared, make_batch(shared, sets)).sum().backward()
+        assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_predictions_are_in_the_unit_of_y_and_checkpoints_carry_it(shared):
+    model = make_model()
+    assert {"y_mean", "y_std"} <= set(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(model(shared, make_batch(shared, SETS)), torch.full((len(SETS),), 0.3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"message_passing": "fast"}, "model.message_passing must be shared or expanded"),
+        ({"readout": "none"}, "model.readout must be"),
+        ({"dropout": 1.0}, "model.dropout must be in"),
+        ({"hidden": 0}, "must be at least 1"),
+        ({"block": -1}, "model.block must be"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**options)
