@@ -40,6 +40,7 @@ class DataError(ValueError):
 class DataConfig:
     source: str = "synthetic"
     preset: str = "small"
+    synthetic_seed: int = 0
     edges: str = ""
     perturbations: str = ""
     undirected: bool = False
@@ -47,7 +48,6 @@ class DataConfig:
     split_seed: int = 0
     val_fraction: float = 0.1
     test_fraction: float = 0.1
-    synthetic_seed: int = 0
     workers: int = 0
     cache_dir: str = ".cache"
 

@@ -57,86 +57,90 @@ class KnockoutGNN(nn.Module):
         self.config = config
         hidden = config.hidden
         self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))
-        self.layers = nn.ModuleList(KnockoutConv(hidden, num_relations, config.dropout) for _ in range(config.layers))
+        self.layers = nn.ModuleList(KnockoutConv(hidden, num_relations) for _ in range(config.layers))
         self.norm = nn.LayerNorm(hidden)
         self.local_readout = LocalReadout(num_nodes, hidden, config.dropout) if config.readout != "global" else None
-        self.global_readout = GlobalReadout(num_nodes, hidden, config.dropout) if config.readout != "local" else None
+        self.global_readout = GlobalReadout(hidden, config.dropout) if config.readout != "local" else None
         self.register_buffer("y_mean", torch.tensor(float(y_mean)))
         self.register_buffer("y_std", torch.tensor(float(y_std)))
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
         """Predictions [B] for a batch of `data.KnockoutDataset` on the graph's device."""
-        keep = graph.keep(batch)
-        wild_type = self.encode(IntactMessages(graph), num_samples=1)  # [N, 1, H]
+        # One dropout mask per layer for both passes: masks of their own would bury what the knock-outs change.
+        ones = self.embedding.new_ones(len(self.layers) + 1, *self.embedding.shape)
+        masks = nn.functional.dropout(ones, self.config.dropout, self.training).unsqueeze(2)
+        wild_type = self.encode(IntactMessages(graph), masks, num_samples=1)  # [N, 1, H]
         prediction = 0.0
         if self.local_readout is not None:
             prediction = prediction + self.local_readout(wild_type.squeeze(1), batch)
         if self.global_readout is not None:
-            prediction = prediction + self.global_readout(self.damage(graph, batch, keep, wild_type))
-        return self.y_mean + self.y_std * prediction
+            prediction = prediction + self.global_readout(self.damage(graph, batch, masks, wild_type))
+        return self.y_mean + self.y_std * prediction.to(self.y_mean.dtype)
 
-    def damage(self, graph: SharedGraph, batch: Data, keep: Tensor, wild_type: Tensor) -> Tensor:
+    def damage(self, graph: SharedGraph, batch: Data, masks: Tensor, wild_type: Tensor) -> Tensor:
         """[B, H]: what the knock-outs change in the states of the living nodes, pooled over those nodes."""
+        keep = graph.keep(batch)
         if self.config.message_passing == "expanded":
-            knocked_out = self.encode(ExpandedMessages(graph, batch), keep.size(1))
+            knocked_out = self.encode(ExpandedMessages(graph, batch), masks, keep.size(1))
             return self.global_readout.pool(wild_type, knocked_out, keep)
         # Blocks of samples run through the whole network, so that their states stay in cache.
-        blocks = keep.split(self.config.block or default_block(wild_type), dim=1)
-        pooled = [
-            self.global_readout.pool(wild_type, self.encode(SharedMessages(graph, block), block.size(1)), block)
-            for block in blocks
-        ]
+        pooled = []
+        for block in keep.split(self.config.block or default_block(wild_type), dim=1):
+            knocked_out = self.encode(SharedMessages(graph, block), masks, block.size(1))
+            pooled.append(self.global_readout.pool(wild_type, knocked_out, block))
         return torch.cat(pooled)
 
-    def encode(self, messages: "Messages", num_samples: int) -> Tensor:
-        """Node states [N, num_samples, H] after all layers."""
-        x = self.embedding.unsqueeze(1).expand(-1, num_samples, -1)
-        for layer in self.layers:
-            x = layer(x, messages)
+    def encode(self, messages: "Messages", masks: Tensor, num_samples: int) -> Tensor:
+        """Node states [N, num_samples, H] after all layers; `masks` [layers + 1, N, 1, H] are factors of dropout."""
+        x = (self.embedding.unsqueeze(1) * masks[0]).expand(-1, num_samples, -1)
+        for layer, mask in zip(self.layers, masks[1:], strict=True):
+            x = x + mask * layer(x, messages)
         return self.norm(x)
 
 
 class KnockoutConv(nn.Module):
-    """x + act(root(norm(x)) + sum over relations r, over living edges of r: weight * W_r norm(x_source)).
+    """relu(root(h) + out(sum over relations r, over living edges of r: weight * gate_r * h_source)), h = norm(x).
 
-    A relational graph convolution (Schlichtkrull et al. 2018, arXiv:1703.06103) with a pre-normalised residual. The
-    root term is not masked: a dead node keeps a state, which nothing reads.
+    A relational graph convolution that composes a message with its relation by a product of vectors (CompGCN, Vashishth
+    et al. 2020, arXiv:1911.03082). The root term is not masked: a dead node keeps a state, which nothing reads.
     """
 
-    def __init__(self, hidden: int, num_relations: int, dropout: float):
+    def __init__(self, hidden: int, num_relations: int):
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
         self.root = nn.Linear(hidden, hidden)
-        self.weight = nn.Parameter(torch.randn(num_relations, hidden, hidden) / (num_relations * hidden) ** 0.5)
-        self.dropout = nn.Dropout(dropout)
+        self.gate = nn.Parameter(torch.randn(num_relations, hidden) / num_relations**0.5)
+        self.out = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor, messages: "Messages") -> Tensor:
         """[N, B, H] to [N, B, H]."""
         h = self.norm(x)
-        return x + self.dropout(torch.relu(self.root(h) + messages(h, self.weight)))
+        return torch.relu(self.root(h) + self.out(messages(h, self.gate)))
 
 
 class IntactMessages:
-    """The sums over all edges of the graph; x [N, B, H] and weight [R, H, H] give [N, B, H]."""
+    """The sums over all edges of the graph: x [N, B, H] and gate [R, H] give [N, B, H]."""
 
     def __init__(self, graph: SharedGraph):
         self.graph = graph
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        return sum(
-            self.graph.propagate(relation, (x @ weight[relation]).flatten(1)) for relation in range(len(weight))
-        ).view_as(x)
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        sums = [self.graph.propagate(r, (x * gate[r]).flatten(1)) for r in range(len(gate))]
+        return sum(sums).view_as(x)
 
 
 class SharedMessages(IntactMessages):
-    """The sums over each sample's living edges, from the one shared graph: keep * (A @ (keep * x))."""
+    """The sums over each sample's living edges, from the one shared graph: keep * (A @ (keep * x)).
+
+    The outer factor would only clear the sums of dead nodes, which nothing reads, so it is left out.
+    """
 
     def __init__(self, graph: SharedGraph, keep: Tensor):
         super().__init__(graph)
         self.keep = keep.unsqueeze(-1)  # [N, B, 1]
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.keep * super().__call__(self.keep * x, weight)
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        return super().__call__(self.keep * x, gate)
 
 
 class ExpandedMessages:
@@ -153,12 +157,12 @@ class ExpandedMessages:
             value = graph.weight(r).repeat(num_samples) * edge_masks[relation]
             self.edges.append((*edge_index[relation], value))
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         num_nodes, num_samples, hidden = x.shape
         copies = x.transpose(0, 1).flatten(0, 1)  # sample-major, [B * N, H]
         out = 0.0
-        for (source, target, value), relation_weight in zip(self.edges, weight, strict=True):
-            message = (copies @ relation_weight).index_select(0, source) * value.unsqueeze(-1)
+        for (source, target, value), relation_gate in zip(self.edges, gate, strict=True):
+            message = (copies * relation_gate).index_select(0, source) * value.unsqueeze(-1)
             out = out + scatter(message, target, dim=0, dim_size=copies.size(0), reduce="sum")
         return out.view(num_samples, num_nodes, hidden).transpose(0, 1)
 
@@ -169,15 +173,17 @@ Messages = IntactMessages | ExpandedMessages
 class LocalReadout(nn.Module):
     """A set function of the wild-type states of the knocked-out nodes: any number of them, in any order.
 
-    Sum and pairwise products (as in factorisation machines, Rendle 2010) of the embedded states feed an MLP; a learned
-    effect per node is added.
+    A learned effect per node, a weighted product per pair of nodes (a factorisation machine, Rendle 2010), and an MLP on
+    the sums of the nodes' and of the pairs' features.
     """
 
     def __init__(self, num_nodes: int, hidden: int, dropout: float):
         super().__init__()
         self.effect = nn.Parameter(torch.zeros(num_nodes))
-        self.embed = nn.Sequential(nn.Dropout(dropout), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
-        self.head = readout_head(2 * hidden, hidden, dropout)
+        self.embed = nn.Sequential(nn.Dropout(dropout), nn.Linear(hidden, 2 * hidden))
+        self.pair = nn.Linear(2 * hidden, 1, bias=False)
+        self.norm = nn.LayerNorm(4 * hidden)
+        self.head = readout_head(4 * hidden, 2 * hidden, dropout)
 
     def forward(self, wild_type: Tensor, batch: Data) -> Tensor:
         """wild_type [N, H] to [B]."""
@@ -187,33 +193,35 @@ class LocalReadout(nn.Module):
             out = values.new_zeros(num_samples, *values.shape[1:])
             return out.index_add(0, batch.perturbed_batch, values)
 
-        state = self.embed(wild_type.index_select(0, batch.perturbed))  # [P, H]
-        first = total(state)
-        pairs = (first.square() - total(state.square())) / 2  # sum over pairs i < j of state_i * state_j
-        return self.head(torch.cat([first, pairs], dim=1)) + total(self.effect.index_select(0, batch.perturbed))
+        state = self.embed(wild_type.index_select(0, batch.perturbed))  # [P, 2H]
+        nodes = total(state)
+        pairs = (nodes.square() - total(state.square())) / 2  # sum over pairs i < j of state_i * state_j
+        effects = total(self.effect.index_select(0, batch.perturbed))
+        return effects + self.pair(pairs).squeeze(1) + self.head(self.norm(torch.cat([nodes, pairs], dim=1)))
 
 
 class GlobalReadout(nn.Module):
     """Pools the difference of the knock-out and the wild-type states over the living nodes, then an MLP."""
 
-    def __init__(self, num_nodes: int, hidden: int, dropout: float):
+    def __init__(self, hidden: int, dropout: float):
         super().__init__()
-        self.head = readout_head(hidden, hidden, dropout)
+        self.head = readout_head(hidden, 2 * hidden, dropout)
 
     def pool(self, wild_type: Tensor, knocked_out: Tensor, keep: Tensor) -> Tensor:
         """wild_type [N, 1, H], knocked_out [N, B, H], keep [N, B] to [B, H]."""
-        return torch.einsum("nbh,nb->bh", knocked_out - wild_type, keep.to(knocked_out.dtype)) / keep.size(0) ** 0.5
+        return torch.einsum("nbh,nb->bh", knocked_out - wild_type, keep.to(knocked_out.dtype))
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """[B, H] to [B]."""
-        return self.head(pooled)
+        """[B, H] to [B]. A sum reaches from next to nothing to a hub's thousands of neighbours: asinh tames it."""
+        return self.head(torch.asinh(pooled))
 
 
 def readout_head(inputs: int, hidden: int, dropout: float) -> nn.Module:
+    """[B, inputs] to [B]."""
     return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, 1), nn.Flatten(0))
 
 
 def default_block(wild_type: Tensor) -> int:
-    """Samples whose states take 4 MB (about what a CPU core keeps in cache), on a GPU 1 GB."""
-    size = 2**30 if wild_type.is_cuda else 2**22
+    """Samples whose states take 1 MB (about what a CPU core keeps in cache), on a GPU 1 GB."""
+    size = 2**30 if wild_type.is_cuda else 2**20
     return max(1, size // (wild_type.numel() * wild_type.element_size()))

@@ -78,7 +78,7 @@ class RunConfig:
     resume: str = "auto"
 
     def __post_init__(self):
-        if not self.name or self.name != Path(self.name).name:
+        if self.name in ("", "..") or self.name != Path(self.name).name:
             raise ValueError(f"run.name must be a plain folder name, not '{self.name}'")
 
 
@@ -93,12 +93,12 @@ class OptimConfig:
     precision: str = "fp32"
 
     def __post_init__(self):
-        if self.epochs < 1 or self.accumulate < 1:
+        if min(self.epochs, self.accumulate) < 1:
             raise ValueError("optim.epochs and optim.accumulate must be at least 1")
-        if self.lr <= 0 or self.clip <= 0 or self.weight_decay < 0:
-            raise ValueError("optim.lr and optim.clip must be over 0, optim.weight_decay at least 0")
-        if not 0 <= self.warmup < 1:
-            raise ValueError(f"optim.warmup must be in [0, 1), not {self.warmup}")
+        if min(self.lr, self.clip) <= 0 or self.weight_decay < 0 or not 0 <= self.warmup < 1:
+            raise ValueError(
+                "optim.lr and optim.clip must be over 0, optim.weight_decay 0 or more, optim.warmup in [0, 1)"
+            )
         if self.precision not in PRECISIONS:
             raise ValueError(f"optim.precision must be one of {', '.join(PRECISIONS)}, not '{self.precision}'")
 
@@ -109,7 +109,7 @@ class CheckpointConfig:
     keep_last: int = 2
 
     def __post_init__(self):
-        if self.every_steps < 1 or self.keep_last < 1:
+        if min(self.every_steps, self.keep_last) < 1:
             raise ValueError("checkpoint.every_steps and checkpoint.keep_last must be at least 1")
 
 
@@ -164,15 +164,14 @@ def train(config: Config, env: Distributed) -> None:
     Raises:
         SetupError: on every rank, for everything that the user can mend.
     """
-    optim, rank_batches = config.optim, env.world_size * config.optim.accumulate
+    optim, batch_size, shares = config.optim, config.data.batch_size, env.world_size * config.optim.accumulate
     dtype, autocast_dtype = PRECISIONS[optim.precision]
     with env.together(ConfigError, DataError):
-        if config.data.batch_size % rank_batches:
-            below = config.data.batch_size // rank_batches * rank_batches
+        if batch_size % shares:
+            below = batch_size // shares * shares
             raise ConfigError(
-                f"data.batch_size={config.data.batch_size} does not divide by {env.world_size} ranks x "
-                f"{optim.accumulate} accumulation steps: use a multiple of {rank_batches}, "
-                f"such as {below or rank_batches} or {below + rank_batches}"
+                f"data.batch_size={batch_size} does not divide by {env.world_size} ranks x {optim.accumulate} "
+                f"accumulation steps: use a multiple of {shares}, such as {below or shares} or {below + shares}"
             )
         tables = load(config.data)
     fingerprint = tables.fingerprint()
@@ -180,28 +179,23 @@ def train(config: Config, env: Distributed) -> None:
 
     graph = SharedGraph(tables.graph()).to(env.device, dtype)
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
-    sampler = StepSampler(
-        tables.rows("train"), config.data.batch_size, optim.accumulate, env.world_size, env.rank, config.run.seed
-    )
+    sampler = StepSampler(tables.rows("train"), batch_size, optim.accumulate, env.world_size, env.rank, config.run.seed)
     loader = make_loader(dataset, sampler, config.data.workers, pin=env.device.type == "cuda")
     steps_per_epoch = sampler.steps_per_epoch
     total_steps = steps_per_epoch * optim.epochs
 
     torch.manual_seed(config.run.seed)
     model = build_model(config, tables).to(env.device, dtype)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr)
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
+    decay = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(decay, lr=optim.lr)
     scaler = torch.amp.GradScaler(env.device.type, enabled=optim.precision == "fp16")
 
-    folder = RunFolder(config, env)
+    folder = RunFolder(config, env, fingerprint)
     with env.together(ConfigError):
-        if env.is_main:
-            folder.open(fingerprint, model)
-    state = env.from_main(lambda: folder.checkpoint)
+        folder.open(model)
     step, best = 0, None
-    if state is not None:
+    if (state := env.from_main(lambda: folder.checkpoint)) is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
@@ -209,18 +203,16 @@ def train(config: Config, env: Distributed) -> None:
     folder.start(step, describe(env))
     ddp_model = env.wrap(model)
 
-    baseline = additive_baseline(tables)
-    ceiling = tables.noise_ceiling()
-    log.info("data      %s", tables.summary())
+    baseline, ceiling = additive_baseline(tables), tables.noise_ceiling()
+    log.info(f"data      {tables.summary()}")
     if ceiling is not None:
-        log.info("ceiling   test Pearson %.4f is the best that any model could reach on these noisy scores", ceiling)
-    log.info("model     %s parameters", f"{sum(p.numel() for p in model.parameters()):,}")
+        log.info(f"ceiling   test Pearson {ceiling:.4f}, which is all that the noise leaves to any model")
+    log.info(f"model     {sum(p.numel() for p in model.parameters()):,} parameters")
     log.info(
-        "batch     %d ranks x %d samples x %d accumulation = %d; %d steps an epoch, %d epochs, %d steps",
-        env.world_size, config.data.batch_size // rank_batches, optim.accumulate, config.data.batch_size,
-        steps_per_epoch, optim.epochs, total_steps,
-    )  # fmt: skip
-    log.info("run       %s, %s", folder.path, f"resumed at step {step}" if step else "from the start")
+        f"batch     {env.world_size} ranks x {batch_size // shares} samples x {optim.accumulate} accumulation = "
+        f"{batch_size}; {steps_per_epoch} steps an epoch, {total_steps} in {optim.epochs} epochs"
+    )
+    log.info(f"run       {folder.path}, {f'resumed at step {step}' if step else 'from the start'}")
 
     for epoch in range(step // steps_per_epoch, optim.epochs):
         sampler.set_epoch(epoch, first_step=step % steps_per_epoch)
@@ -252,41 +244,40 @@ def train(config: Config, env: Distributed) -> None:
             step += 1
             clock.count(num_samples)
 
-            if step % config.log.every_steps == 0 or step % steps_per_epoch == 0:
+            end_of_epoch = step % steps_per_epoch == 0
+            if step % config.log.every_steps == 0 or end_of_epoch:
                 train_loss = env.sum(loss).item()
                 if not math.isfinite(train_loss):
                     raise RuntimeError(
                         f"the loss is {train_loss} at step {step}: lower optim.lr or raise optim.precision"
                     )
-                values = {"loss": train_loss, "lr": lr, "grad_norm": grad_norm.item()}
-                folder.write("train", step, epoch + 1, **values, **clock.read(env.device))
-            if step % config.checkpoint.every_steps == 0 and step % steps_per_epoch:
-                folder.save(step, training_state(model, optimizer, scaler, best))
+                timings = clock.read(env.device)
+                folder.write("train", step, epoch + 1, loss=train_loss, lr=lr, grad_norm=grad_norm.item(), **timings)
+            if step % config.checkpoint.every_steps == 0 and not end_of_epoch:
+                folder.save(step, model, optimizer, scaler, best)
 
-        val = evaluate(model, graph, dataset, baseline, tables.rows("val"), config, env)
+        val = evaluate(model, graph, dataset, baseline, tables.rows("val"), batch_size, env)
         improved = best is None or (val["pearson"] or -1.0) > (best["pearson"] or -1.0)
         if improved:
             best = {"step": step, **val}
         folder.write("val", step, epoch + 1, **val)
-        folder.save(step, training_state(model, optimizer, scaler, best), improved)
+        folder.save(step, model, optimizer, scaler, best, improved)
         folder.draw()
         log.info(
-            "epoch %d/%d  step %d  loss %.4f  val loss %.4f  val Pearson %s (additive baseline %s)  %s samples/s",
-            epoch + 1, optim.epochs, step, train_loss, val["loss"], shown(val["pearson"]),
-            shown(val["baseline_pearson"]), f"{clock.samples_per_s:,.0f}",
-        )  # fmt: skip
+            f"epoch {epoch + 1}/{optim.epochs}  step {step}  loss {train_loss:.4f}  val loss {val['loss']:.4f}  "
+            f"val Pearson {shown(val['pearson'])} (additive baseline {shown(val['baseline_pearson'])})  "
+            f"{timings['samples_per_s']:,.0f} samples/s"
+        )
 
     model.load_state_dict(env.from_main(folder.best_model))
-    test = evaluate(model, graph, dataset, baseline, tables.rows("test"), config, env)
+    test = evaluate(model, graph, dataset, baseline, tables.rows("test"), batch_size, env)
     folder.write("test", step, optim.epochs, **test, noise_ceiling=ceiling, best_step=best["step"])
     folder.status("finished", step, optim.epochs)
-    log.info("best      step %d, val Pearson %s", best["step"], shown(best["pearson"]))
     log.info(
-        "test      Pearson %s, additive baseline %s%s, mse %.4g, %d samples",
-        shown(test["pearson"]), shown(test["baseline_pearson"]),
-        "" if ceiling is None else f", noise ceiling {ceiling:.4f}", test["mse"], test["n"],
-    )  # fmt: skip
-    log.info("run       %s", folder.path)
+        f"test      Pearson {shown(test['pearson'])}, additive baseline {shown(test['baseline_pearson'])}"
+        f"{'' if ceiling is None else f', noise ceiling {ceiling:.4f}'} ({test['n']} samples, best of step {best['step']})"
+    )
+    log.info(f"run       {folder.path}")
 
 
 def build_model(config: Config, tables: Tables) -> KnockoutGNN:
@@ -326,17 +317,6 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(int.from_bytes(digest, "big"))
 
 
-def training_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, best: dict | None
-) -> dict:
-    return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict(),
-        "best": best,
-    }
-
-
 @torch.no_grad()
 def evaluate(
     model: KnockoutGNN,
@@ -344,7 +324,7 @@ def evaluate(
     dataset: KnockoutDataset,
     baseline: Tensor,
     rows: Tensor,
-    config: Config,
+    batch_size: int,
     env: Distributed,
 ) -> dict[str, Any]:
     """Loss, mse, Pearson and the additive baseline's Pearson over all ranks' rows, the same on every rank.
@@ -352,9 +332,9 @@ def evaluate(
     The bare model runs on this rank's shard without communication; float64 moments are summed once at the end.
     """
     model.eval()
-    batch_size = max(1, config.data.batch_size // env.world_size)
+    batches = shard(rows, math.ceil(batch_size / env.world_size), env.world_size, env.rank)
     moments = torch.zeros(13, dtype=torch.float64, device=env.device)
-    for batch in make_loader(dataset, shard(rows, batch_size, env.world_size, env.rank), 0, env.device.type == "cuda"):
+    for batch in make_loader(dataset, batches, workers=0, pin=env.device.type == "cuda"):
         reference = baseline[batch.index].to(env.device)
         batch = batch.to(env.device, non_blocking=True)
         prediction = model(graph, batch)
@@ -386,10 +366,6 @@ class Clock:
     """Where the time of the steps since the last `read` went."""
 
     def __init__(self):
-        self.samples_per_s = 0.0
-        self._reset()
-
-    def _reset(self) -> None:
         self.start, self.data_s, self.steps, self.samples = time.perf_counter(), 0.0, 0, 0
 
     @contextlib.contextmanager
@@ -404,39 +380,36 @@ class Clock:
 
     def read(self, device: torch.device) -> dict[str, float]:
         elapsed = time.perf_counter() - self.start
-        self.samples_per_s = self.samples / elapsed
-        if device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(device) / 2**20
-        else:
-            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+        unit = 2**20 if sys.platform == "darwin" else 2**10  # of ru_maxrss, a MB in it
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
         row = {
-            "samples_per_s": round(self.samples_per_s, 1),
+            "samples_per_s": round(self.samples / elapsed, 1),
             "data_ms": round(1e3 * self.data_s / self.steps, 3),
             "step_ms": round(1e3 * elapsed / self.steps, 3),
-            "memory_mb": round(memory, 1),
+            "memory_mb": round(torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else memory, 1),
         }
-        self._reset()
+        self.__init__()
         return row
 
 
 class RunFolder:
     """The run's files, written by global rank 0 alone, but for each rank's own log."""
 
-    def __init__(self, config: Config, env: Distributed):
-        self.config = config
-        self.env = env
+    def __init__(self, config: Config, env: Distributed, fingerprint: str):
+        self.config, self.env, self.fingerprint = config, env, fingerprint
         self.path = Path(config.run.dir) / config.run.name
         self.checkpoints = self.path / "checkpoints"
         self.checkpoint: dict | None = None
-        self.fingerprint = ""
         self.rows: list[dict] = []
 
-    def open(self, fingerprint: str, model: nn.Module) -> None:
+    def open(self, model: nn.Module) -> None:
         """Rank 0: take the folder for this run and find the checkpoint to resume from, if any, as `self.checkpoint`.
 
         Raises:
             ConfigError: a folder that cannot be written or is in use, or a checkpoint that does not fit this run.
         """
+        if not self.env.is_main:
+            return
         resume = self.config.run.resume
         if resume == "never" and self.path.exists() and any(self.path.iterdir()):
             raise ConfigError(f"run.resume=never but {self.path} is not empty: choose another run.name")
@@ -451,19 +424,16 @@ class RunFolder:
                 f"another process trains in {self.path}: wait for it or choose another run.name"
             ) from None
         except OSError as error:
-            raise ConfigError(
-                f"cannot write the run folder {self.path} ({error.strerror}): set run.dir or run.name"
-            ) from None
+            raise ConfigError(f"cannot write the run folder {self.path}: {error.strerror}; set run.dir") from None
         if resume == "auto":
             self.checkpoint = self._newest_checkpoint()
-        self.fingerprint = fingerprint
         if self.checkpoint is not None:
             self._check_fits(model)
             if not (self.checkpoints / "best.pt").exists():
                 self.checkpoint["best"] = None
 
     def start(self, step: int, ranks: list[str]) -> None:
-        """All ranks: open the log. Rank 0: write down what runs where, and drop metrics beyond `step`, which come again."""
+        """Open each rank's log; write down what runs where; drop the metrics beyond `step`, which will come again."""
         self.path.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -487,34 +457,40 @@ class RunFolder:
 
     def write(self, kind: str, step: int, epoch: int, **values: Any) -> None:
         """Append a row to metrics.jsonl; a number that is not finite becomes null."""
-        if not self.env.is_main:
-            return
-        values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        row = {"kind": kind, "step": step, "epoch": epoch, **values}
-        self.rows.append(row)
-        self.metrics.write(json.dumps(row) + "\n")
-        self.metrics.flush()
+        if self.env.is_main:
+            values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+            self.rows.append({"kind": kind, "step": step, "epoch": epoch, **values})
+            self.metrics.write(json.dumps(self.rows[-1]) + "\n")
+            self.metrics.flush()
 
-    def save(self, step: int, state: dict, improved: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        best: dict | None,
+        improved: bool = False,
+    ) -> None:
         """Write the checkpoint of `step`, also as best.pt if `improved`; it appears whole or not at all."""
         if not self.env.is_main:
             return
-        os.fsync(self.metrics.fileno())  # a checkpoint never stands without the rows that led to it
-        state = {**state, "step": step, "config": plain(self.config), "data": self.fingerprint}
-        temporary = self.checkpoints / "saving.tmp"
+        os.fsync(self.metrics.fileno())  # no checkpoint without the rows that led to it
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+        state = {**states, "step": step, "best": best, "config": plain(self.config), "data": self.fingerprint}
+        temporary, link = self.checkpoints / "saving.tmp", self.checkpoints / "best.tmp"
         with temporary.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         if improved:
-            link = self.checkpoints / "best.tmp"
             link.unlink(missing_ok=True)
             os.link(temporary, link)
             os.replace(link, self.checkpoints / "best.pt")
         os.replace(temporary, self.checkpoints / f"step_{step:08d}.pt")
         sync_folder(self.checkpoints)
-        older = [path for path in self._step_files() if step_of(path) <= step]
-        for path in older[self.config.checkpoint.keep_last :]:
+        done = [path for path in self._step_files() if step_of(path) <= step]
+        for path in done[self.config.checkpoint.keep_last :]:
             path.unlink()
 
     def best_model(self) -> dict[str, Tensor]:
@@ -538,20 +514,21 @@ class RunFolder:
             try:
                 return read_checkpoint(path)
             except ConfigError as error:
-                log.warning("passed over a damaged checkpoint: %s", error)
+                log.warning(f"passed over a damaged checkpoint: {error}")
         return None
 
     def _check_fits(self, model: nn.Module) -> None:
         """Raise `ConfigError` if the checkpoint belongs to other data, another model or another order of samples."""
-        state, config = self.checkpoint, self.config
-        again = "choose another run.name, or run.resume=never in an empty folder"
-        if state["data"] != self.fingerprint:
-            raise ConfigError(f"the checkpoint in {self.path} was trained on other data or splits: {again}")
+        state, config = self.checkpoint, plain(self.config)
         check_model_state(state["model"], model, self.path)
         for section, name in (("run", "seed"), ("data", "batch_size")):
-            then, value = state["config"][section][name], getattr(getattr(config, section), name)
+            then, value = state["config"][section][name], config[section][name]
             if then != value:
-                raise ConfigError(f"{self.path} was trained with {section}.{name}={then}, not {value}: {again}")
+                raise ConfigError(
+                    f"{self.path} was trained with {section}.{name}={then}, not {value}: set another run.name"
+                )
+        if state["data"] != self.fingerprint:
+            raise ConfigError(f"{self.path} was trained on other data or splits: set another run.name")
 
 
 def read_checkpoint(path: str | Path) -> dict:
@@ -753,7 +730,7 @@ def converted(key: str, value: Any, kind: type) -> Any:
         with contextlib.suppress(TypeError, ValueError):  # YAML reads 1e-3 as text
             if math.isfinite(float(value)):
                 return float(value)
-    elif kind == tuple[int, ...] and all(type(item) is int for item in value if isinstance(value, list)):
+    elif kind == tuple[int, ...] and isinstance(value, list) and all(type(item) is int for item in value):
         return tuple(value)
     elif type(value) is kind:
         return value
