@@ -134,7 +134,7 @@ def setup(config: DDPConfig) -> Distributed:
         torch.cuda.set_device(device)
     if launched:
         # gloo beside nccl: agreement between ranks stays off the GPU.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
     env = Distributed(rank, local_rank, world_size, local_world_size, device, launched)
     # A rank without a device leaves only now, together with all others, so that none waits for it.
@@ -203,7 +203,8 @@ def describe(env: Distributed) -> list[str]:
     backend = dist.get_backend_config() if env.launched else "none"
     line = (
         f"rank {env.rank}: {platform.node()} pid {os.getpid()}, LOCAL_RANK {env.local_rank}, {device}, "
-        f"backend {backend}, {torch.get_num_threads()} CPU threads, python {platform.python_version()}, torch {torch.__version__}"
+        f"backend {backend}, {torch.get_num_threads()} CPU threads, "
+        f"python {platform.python_version()}, torch {torch.__version__}"
     )
     return env.gather(line)
 

@@ -106,16 +106,18 @@ class SharedGraph(nn.Module):
         sample after sample, within a sample in the order of the relation's `edge_index`.
         """
         num_samples = self._check(batch)
-        # One segment of the incidence per knocked-out node and relation: [P, R], then flat.
-        row = batch.perturbed.unsqueeze(1) * len(self.relations) + self.relation_ids
-        start = self.incidence_ptr.index_select(0, row.flatten())
-        length = self.incidence_ptr.index_select(0, row.flatten() + 1) - start
+        edge, segment = self._dead(batch)
         base = batch.perturbed_batch.unsqueeze(1) * self.edge_counts + (num_samples - 1) * self.edge_offsets
-        # The i-th dead edge lies in segment s, `i - first[s]` entries after the segment's start.
-        first = length.cumsum(0) - length
-        segment = torch.repeat_interleave(length, output_size=batch.num_dead_edges)
-        position = torch.arange(batch.num_dead_edges, device=self.device) + (start - first).index_select(0, segment)
-        return self.incidence.index_select(0, position) + base.flatten().index_select(0, segment)
+        return edge + base.flatten().index_select(0, segment)
+
+    def dead_messages(self, batch: Data) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Sample, relation, source, target and weight, [D] each, of the dead edges, in the order of `dead_edges`."""
+        self._check(batch)
+        edge, segment = self._dead(batch)
+        node = segment // len(self.relations)
+        source, target = self.edge_index.index_select(1, edge)
+        sample = batch.perturbed_batch.index_select(0, node)
+        return sample, segment % len(self.relations), source, target, self.edge_weight.index_select(0, edge)
 
     def edge_masks(self, batch: Data) -> dict[EdgeType, Tensor]:
         """{edge type: bool [B * E_r]}: True where the edge is alive; sample k is `[k * E_r, (k + 1) * E_r)`."""
@@ -145,6 +147,17 @@ class SharedGraph(nn.Module):
         forward = self.forward_ptr[relation], self.forward_col[part], self.forward_weight[part]
         backward = self.backward_ptr[relation], self.backward_col[part], self.backward_weight[part]
         return _spmm(*forward, *backward, x.to(self.edge_weight.dtype)).to(x.dtype)
+
+    def _dead(self, batch: Data) -> tuple[Tensor, Tensor]:
+        """Edge ids [D] and, of each, the segment: p * R + r for an edge of relation r that dies with `perturbed[p]`."""
+        row = (batch.perturbed.unsqueeze(1) * len(self.relations) + self.relation_ids).flatten()
+        start = self.incidence_ptr.index_select(0, row)
+        length = self.incidence_ptr.index_select(0, row + 1) - start
+        segment = torch.repeat_interleave(length, output_size=batch.num_dead_edges)
+        # The i-th dead edge of segment s stands `i - first[s]` entries behind the segment's start.
+        first = length.cumsum(0) - length
+        position = torch.arange(batch.num_dead_edges, device=self.device) + (start - first).index_select(0, segment)
+        return self.incidence.index_select(0, position), segment
 
     def _buffer(self, name: str, value: Tensor) -> None:
         self.register_buffer(name, value, persistent=False)

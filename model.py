@@ -69,32 +69,36 @@ class KnockoutGNN(nn.Module):
         # One dropout mask per layer for both passes: masks of their own would bury what the knock-outs change.
         ones = self.embedding.new_ones(len(self.layers) + 1, *self.embedding.shape)
         masks = nn.functional.dropout(ones, self.config.dropout, self.training).unsqueeze(2)
-        wild_type = self.encode(IntactMessages(graph), masks, num_samples=1)  # [N, 1, H]
+        intact = IntactMessages(graph)
+        wild_type = self.encode(intact, masks)  # [N, 1, H]
         prediction = 0.0
         if self.local_readout is not None:
             prediction = prediction + self.local_readout(wild_type.squeeze(1), batch)
         if self.global_readout is not None:
-            prediction = prediction + self.global_readout(self.damage(graph, batch, masks, wild_type))
+            prediction = prediction + self.global_readout(self.damage(graph, batch, masks, intact, wild_type))
         return self.y_mean + self.y_std * prediction.to(self.y_mean.dtype)
 
-    def damage(self, graph: SharedGraph, batch: Data, masks: Tensor, wild_type: Tensor) -> Tensor:
+    def damage(
+        self, graph: SharedGraph, batch: Data, masks: Tensor, intact: "IntactMessages", wild_type: Tensor
+    ) -> Tensor:
         """[B, H]: what the knock-outs change in the states of the living nodes, pooled over those nodes."""
         keep = graph.keep(batch)
         if self.config.message_passing == "expanded":
-            knocked_out = self.encode(ExpandedMessages(graph, batch), masks, keep.size(1))
+            knocked_out = self.encode(ExpandedMessages(graph, batch), masks)
             return self.global_readout.pool(wild_type, knocked_out, keep)
         # Blocks of samples run through the whole network, so that their states stay in cache.
+        size = self.config.block or default_block(wild_type)
         pooled = []
-        for block in keep.split(self.config.block or default_block(wild_type), dim=1):
-            knocked_out = self.encode(SharedMessages(graph, block), masks, block.size(1))
-            pooled.append(self.global_readout.pool(wild_type, knocked_out, block))
+        for alive, lost in zip(keep.split(size, dim=1), intact.lost(batch).split(size, dim=1), strict=True):
+            knocked_out = self.encode(SharedMessages(intact, alive, lost), masks)
+            pooled.append(self.global_readout.pool(wild_type, knocked_out, alive))
         return torch.cat(pooled)
 
-    def encode(self, messages: "Messages", masks: Tensor, num_samples: int) -> Tensor:
-        """Node states [N, num_samples, H] after all layers; `masks` [layers + 1, N, 1, H] are factors of dropout."""
-        x = (self.embedding.unsqueeze(1) * masks[0]).expand(-1, num_samples, -1)
-        for layer, mask in zip(self.layers, masks[1:], strict=True):
-            x = x + mask * layer(x, messages)
+    def encode(self, messages: "Messages", masks: Tensor) -> Tensor:
+        """Node states [N, B, H] after all layers; `masks` [layers + 1, N, 1, H] are factors of dropout."""
+        x = self.embedding.unsqueeze(1) * masks[0]
+        for depth, layer in enumerate(self.layers):
+            x = x + masks[depth + 1] * layer(x, messages, depth)
         return self.norm(x)
 
 
@@ -112,35 +116,56 @@ class KnockoutConv(nn.Module):
         self.gate = nn.Parameter(torch.randn(num_relations, hidden) / num_relations**0.5)
         self.out = nn.Linear(hidden, hidden, bias=False)
 
-    def forward(self, x: Tensor, messages: "Messages") -> Tensor:
-        """[N, B, H] to [N, B, H]."""
+    def forward(self, x: Tensor, messages: "Messages", depth: int) -> Tensor:
+        """x [N, B, H] to [N, B, H]; in the first layer (depth 0) all samples start from the same states, x [N, 1, H]."""
         h = self.norm(x)
-        return torch.relu(self.root(h) + self.out(messages(h, self.gate)))
+        return torch.relu(self.root(h) + self.out(messages(h, self.gate, depth)))
 
 
 class IntactMessages:
-    """The sums over all edges of the graph: x [N, B, H] and gate [R, H] give [N, B, H]."""
+    """The sums over all edges of the graph: x [N, 1, H] and gate [R, H] give [N, 1, H]."""
 
     def __init__(self, graph: SharedGraph):
         self.graph = graph
 
-    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        sums = [self.graph.propagate(r, (x * gate[r]).flatten(1)) for r in range(len(gate))]
-        return sum(sums).view_as(x)
+    def __call__(self, x: Tensor, gate: Tensor, depth: int) -> Tensor:
+        sums = aggregate(self.graph, x, gate)
+        if depth == 0:
+            self.first = x, gate, sums
+        return sums
+
+    def lost(self, batch: Data) -> Tensor:
+        """[N, B, H]: the part of the first layer's sums that each sample's dead nodes no longer send.
+
+        What an edge into a dead node carried is counted too, perhaps twice: nothing reads the states of dead nodes.
+        """
+        x, gate, _ = self.first
+        sample, relation, source, target, weight = self.graph.dead_messages(batch)
+        message = x.squeeze(1).index_select(0, source) * gate.index_select(0, relation) * weight.unsqueeze(1)
+        num_samples = batch.perturbed_ptr.numel() - 1
+        lost = message.new_zeros(len(x) * num_samples, x.size(2))
+        return lost.index_add(0, target * num_samples + sample, message).view(len(x), num_samples, -1)
 
 
-class SharedMessages(IntactMessages):
+class SharedMessages:
     """The sums over each sample's living edges, from the one shared graph: keep * (A @ (keep * x)).
 
-    The outer factor would only clear the sums of dead nodes, which nothing reads, so it is left out.
+    The outer factor would only clear the sums of dead nodes, which nothing reads, so it is left out. The first layer
+    sees the same states in all samples: its sums are those of the intact graph less what is lost.
     """
 
-    def __init__(self, graph: SharedGraph, keep: Tensor):
-        super().__init__(graph)
+    def __init__(self, intact: IntactMessages, keep: Tensor, lost: Tensor):
+        self.graph = intact.graph
         self.keep = keep.unsqueeze(-1)  # [N, B, 1]
+        self.first_sums = intact.first[2] - lost
 
-    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        return super().__call__(self.keep * x, gate)
+    def __call__(self, x: Tensor, gate: Tensor, depth: int) -> Tensor:
+        return self.first_sums if depth == 0 else aggregate(self.graph, self.keep * x, gate)
+
+
+def aggregate(graph: SharedGraph, x: Tensor, gate: Tensor) -> Tensor:
+    """Sum over relations r of A_r @ (gate_r * x), for x [N, B, H] and gate [R, H]."""
+    return sum(graph.propagate(r, (x * gate[r]).flatten(1)) for r in range(len(gate))).view_as(x)
 
 
 class ExpandedMessages:
@@ -151,30 +176,30 @@ class ExpandedMessages:
 
     def __init__(self, graph: SharedGraph, batch: Data):
         edge_index, edge_masks = graph.expand(batch), graph.edge_masks(batch)
-        num_samples = batch.perturbed_ptr.numel() - 1
+        self.num_samples = batch.perturbed_ptr.numel() - 1
         self.edges = []
         for r, relation in enumerate(graph.relations):
-            value = graph.weight(r).repeat(num_samples) * edge_masks[relation]
+            value = graph.weight(r).repeat(self.num_samples) * edge_masks[relation]
             self.edges.append((*edge_index[relation], value))
 
-    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        num_nodes, num_samples, hidden = x.shape
+    def __call__(self, x: Tensor, gate: Tensor, depth: int) -> Tensor:
+        x = x.expand(-1, self.num_samples, -1)
         copies = x.transpose(0, 1).flatten(0, 1)  # sample-major, [B * N, H]
         out = 0.0
         for (source, target, value), relation_gate in zip(self.edges, gate, strict=True):
             message = (copies * relation_gate).index_select(0, source) * value.unsqueeze(-1)
-            out = out + scatter(message, target, dim=0, dim_size=copies.size(0), reduce="sum")
-        return out.view(num_samples, num_nodes, hidden).transpose(0, 1)
+            out = out + scatter(message, target, dim=0, dim_size=len(copies), reduce="sum")
+        return out.view(self.num_samples, len(x), -1).transpose(0, 1)
 
 
-Messages = IntactMessages | ExpandedMessages
+Messages = IntactMessages | SharedMessages | ExpandedMessages
 
 
 class LocalReadout(nn.Module):
     """A set function of the wild-type states of the knocked-out nodes: any number of them, in any order.
 
-    A learned effect per node, a weighted product per pair of nodes (a factorisation machine, Rendle 2010), and an MLP on
-    the sums of the nodes' and of the pairs' features.
+    A learned effect per node, a weighted product per pair of nodes (a factorisation machine, Rendle 2010), and an MLP
+    on the sums of the nodes' and of the pairs' features.
     """
 
     def __init__(self, num_nodes: int, hidden: int, dropout: float):

@@ -273,9 +273,10 @@ def train(config: Config, env: Distributed) -> None:
     test = evaluate(model, graph, dataset, baseline, tables.rows("test"), batch_size, env)
     folder.write("test", step, optim.epochs, **test, noise_ceiling=ceiling, best_step=best["step"])
     folder.status("finished", step, optim.epochs)
+    limit = "" if ceiling is None else f", noise ceiling {ceiling:.4f}"
     log.info(
-        f"test      Pearson {shown(test['pearson'])}, additive baseline {shown(test['baseline_pearson'])}"
-        f"{'' if ceiling is None else f', noise ceiling {ceiling:.4f}'} ({test['n']} samples, best of step {best['step']})"
+        f"test      Pearson {shown(test['pearson'])}, additive baseline {shown(test['baseline_pearson'])}{limit} "
+        f"({test['n']} samples, model of step {best['step']})"
     )
     log.info(f"run       {folder.path}")
 

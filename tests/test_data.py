@@ -168,7 +168,7 @@ def test_loader_workers_give_the_same_batches():
         make_loader(dataset, batches, 2, False), make_loader(dataset, batches, 0, False), strict=True
     ):
         assert ours.to_dict().keys() == reference.to_dict().keys()
-        assert all(torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(reference[key])) for key in ours.keys())
+        assert all(torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(reference[key])) for key in ours.to_dict())
 
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (4, 1), (1, 4), (2, 2), (3, 2)])

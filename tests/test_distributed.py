@@ -1,0 +1,79 @@
+"""Real processes under torchrun: one gradient, one result, one error, whatever the number of ranks."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from tests.test_train import rows_of
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_gradients_do_not_depend_on_the_world_size(torchrun, nproc):
+    torchrun(nproc, "-m", "tests.workers", "gradients").check()
+
+
+def test_ddp_synchronises_on_the_cpu(torchrun):
+    torchrun(2, "-m", "tests.workers", "unsynchronised").check()
+
+
+def test_ranks_agree(torchrun):
+    torchrun(4, "-m", "tests.workers", "agreement").check()
+
+
+def test_too_few_gpus_on_one_machine_stop_all(torchrun, tmp_path):
+    torchrun(2, "-m", "tests.workers", "too_few_gpus").check()
+    assert {path.name for path in tmp_path.glob("refused*")} == {"refused0", "refused1"}
+
+
+@pytest.mark.parametrize(("nproc", "variable", "expected"), [(2, None, None), (2, "1", 1), (2, "3", 3), (0, None, 0)])
+def test_threads_share_the_cores_unless_the_user_says_otherwise(torchrun, nproc, variable, expected):
+    env = {} if variable is None else {"OMP_NUM_THREADS": variable}
+    result = torchrun(nproc, "-m", "tests.workers", "threads", **env).check()
+    reports = [json.loads(line) for line in result.stdout.splitlines()]
+    cores = len(os.sched_getaffinity(0))
+    threads = expected or max(1, cores // max(1, nproc))
+    assert sorted((r["rank"], r["threads"], r["world_size"]) for r in reports) == [
+        (rank, threads, max(1, nproc)) for rank in range(max(1, nproc))
+    ]
+
+
+def test_a_run_gives_the_same_model_and_metrics_on_1_2_and_4_ranks(train, tmp_path):
+    settings = ["optim.precision=fp64", "model.dropout=0", "optim.epochs=2"]
+    runs = {"one": (0, []), "two": (2, ["optim.accumulate=2"]), "four": (4, [])}
+    for name, (nproc, words) in runs.items():
+        train(nproc, *settings, *words, f"run.name={name}").check()
+    states, metrics = {}, {}
+    for name in runs:
+        folder = tmp_path / "runs" / name
+        states[name] = torch.load(folder / "checkpoints/step_00000010.pt", weights_only=True)["model"]
+        metrics[name] = [row for row in rows_of(folder) if row["kind"] != "event"]
+    for name in ("two", "four"):
+        for key, value in states["one"].items():
+            assert (states[name][key] - value).norm() <= 1e-9 * value.norm(), key
+        for ours, reference in zip(metrics[name], metrics["one"], strict=True):
+            for key in ("kind", "step", "loss", "grad_norm", "mse", "pearson", "baseline_pearson", "n"):
+                assert ours.get(key) == pytest.approx(reference.get(key), rel=1e-9), key
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_trains(train, tmp_path, precision):
+    train(2, f"optim.precision={precision}", "optim.epochs=4", f"run.name={precision}").check()
+    losses = [row["loss"] for row in rows_of(tmp_path / "runs" / precision, "train")]
+    assert losses[-1] < 0.9 * losses[0]
+    state = torch.load(tmp_path / f"runs/{precision}/checkpoints/best.pt", weights_only=True)
+    assert all(value.dtype == torch.float32 for value in state["model"].values())
+    assert bool(state["scaler"]) is (precision == "fp16")
+
+
+def test_a_failing_rank_ends_the_job_with_its_traceback(train, tmp_path):
+    """Rank 1 cannot read the tables for a reason that is nobody's input: a bug in the code, say."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif os.environ.get('RANK') == '1':\n"
+        "    import torch\n    torch.optim.AdamW.step = lambda *a, **k: 1 / 0\n"
+    )
+    result = train(2, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert result.returncode == 1
+    assert "ZeroDivisionError: division by zero" in result.stderr
+    assert result.seconds < 60

@@ -1,0 +1,48 @@
+"""The real tables, where they are at hand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data import DataConfig, additive_baseline, load
+from tests.conftest import ROOT
+from tests.test_train import rows_of
+
+FOLDER = ROOT.parent / "shared/data/yeast"
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"the real tables are not in {FOLDER}")
+
+TABLES = {"edges": str(FOLDER / "edges.tsv"), "perturbations": str(FOLDER / "digenic.tsv"), "undirected": True}
+
+
+@pytest.fixture
+def tables(tmp_path: Path):
+    return load(DataConfig(source="tsv", cache_dir=str(tmp_path), **TABLES))
+
+
+def test_the_tables_are_read_whole(tables):
+    assert (len(tables.genes), len(tables.relations), len(tables.y)) == (4618, 6, 18152)
+    assert sum(index.size(1) for index in tables.edge_indices) == 2 * 105_022
+    assert "(16 isolated)" in tables.summary()
+    assert [len(tables.rows(split)) for split in ("train", "val", "test")] == [14522, 1815, 1815]
+    assert tables.y.mean().item() == pytest.approx(-0.016, abs=1e-3)
+    assert tables.noise_ceiling() is None
+
+
+def test_the_additive_baseline_is_what_others_found(tables):
+    rows = tables.rows("test")
+    pearson = torch.corrcoef(torch.stack([additive_baseline(tables)[rows], tables.y[rows]]))[0, 1].item()
+    assert 0.17 < pearson < 0.33  # 0.25 +- 0.04 over random splits
+
+
+def test_it_trains_as_it_is(torchrun, tmp_path):
+    words = [
+        "data.source=tsv",
+        *(f"data.{key}={str(value).lower()}" for key, value in TABLES.items() if key == "undirected"),
+    ]
+    words += [f"data.edges={TABLES['edges']}", f"data.perturbations={TABLES['perturbations']}"]
+    settings = ["model.readout=local", "model.hidden=16", "data.batch_size=256", "optim.epochs=6", "run.name=real"]
+    torchrun(2, ROOT / "train.py", *words, *settings, timeout=200).check()
+    (test,) = rows_of(tmp_path / "runs/real", "test")
+    assert test["n"] == 1815
+    assert test["pearson"] > test["baseline_pearson"] > 0.17
