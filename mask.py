@@ -183,9 +183,8 @@ def _spmm(
     """
     if col.numel() == 0:
         return torch.zeros_like(x)
-    return (
-        torch.sparse_csr_tensor(ptr, col, weight, (ptr.numel() - 1, x.size(0)), check_invariants=False) @ x.contiguous()
-    )
+    matrix = torch.sparse_csr_tensor(ptr, col, weight, (ptr.numel() - 1, x.size(0)), check_invariants=False)
+    return matrix @ x.contiguous()
 
 
 @_spmm.register_fake

@@ -186,9 +186,11 @@ def train(config: Config, env: Distributed) -> None:
 
     torch.manual_seed(config.run.seed)
     model = build_model(config, tables).to(env.device, dtype)
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
-    decay = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(decay, lr=optim.lr)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=optim.lr, weight_decay=optim.weight_decay
+    )
     scaler = torch.amp.GradScaler(env.device.type, enabled=optim.precision == "fp16")
 
     folder = RunFolder(config, env, fingerprint)
@@ -269,14 +271,15 @@ def train(config: Config, env: Distributed) -> None:
             f"{timings['samples_per_s']:,.0f} samples/s"
         )
 
-    model.load_state_dict(env.from_main(folder.best_model))
+    if (weights := env.from_main(folder.best_model)) is not None:
+        model.load_state_dict(weights)
     test = evaluate(model, graph, dataset, baseline, tables.rows("test"), batch_size, env)
-    folder.write("test", step, optim.epochs, **test, noise_ceiling=ceiling, best_step=best["step"])
+    folder.write("test", step, optim.epochs, **test, noise_ceiling=ceiling, best_step=best["step"] if best else step)
     folder.status("finished", step, optim.epochs)
     limit = "" if ceiling is None else f", noise ceiling {ceiling:.4f}"
     log.info(
         f"test      Pearson {shown(test['pearson'])}, additive baseline {shown(test['baseline_pearson'])}{limit} "
-        f"({test['n']} samples, model of step {best['step']})"
+        f"({test['n']} samples, model of step {best['step'] if best else step})"
     )
     log.info(f"run       {folder.path}")
 
@@ -494,8 +497,9 @@ class RunFolder:
         for path in done[self.config.checkpoint.keep_last :]:
             path.unlink()
 
-    def best_model(self) -> dict[str, Tensor]:
-        return read_checkpoint(self.checkpoints / "best.pt")["model"]
+    def best_model(self) -> dict[str, Tensor] | None:
+        path = self.checkpoints / "best.pt"
+        return read_checkpoint(path)["model"] if path.exists() else None
 
     def status(self, state: str, step: int, epoch: int, reason: str = "") -> None:
         if self.env.is_main:

@@ -113,6 +113,9 @@ def test_resume_from_a_file_and_never(train, tmp_path):
     train(0, "run.name=old", "checkpoint.every_steps=3").check()
     train(0, "run.name=new", "run.resume=runs/old/checkpoints/step_00000003.pt").check()
     assert [row["step"] for row in rows_of(tmp_path / "runs/new", "train")] == [4, 5]
+    train(0, "run.name=end", "run.resume=runs/old/checkpoints/step_00000005.pt").check()
+    (end,), (old,) = (rows_of(tmp_path / "runs" / name, "test") for name in ("end", "old"))
+    assert end == old
     for value, message in (
         ("never", "run.resume=never but runs/old is not empty"),
         ("none.pt", "none.pt does not exist"),
