@@ -117,7 +117,7 @@ class KnockoutConv(nn.Module):
         self.out = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor, messages: "Messages", depth: int) -> Tensor:
-        """x [N, B, H] to [N, B, H]; in the first layer (depth 0) all samples start from the same states, x [N, 1, H]."""
+        """x [N, B, H] to [N, B, H]; in the first layer (depth 0) all samples start from one x [N, 1, H]."""
         h = self.norm(x)
         return torch.relu(self.root(h) + self.out(messages(h, self.gate, depth)))
 
@@ -226,18 +226,23 @@ class LocalReadout(nn.Module):
 
 
 class GlobalReadout(nn.Module):
-    """Pools the difference of the knock-out and the wild-type states over the living nodes, then an MLP."""
+    """Pools the difference of the knock-out and the wild-type states over the living nodes, then an MLP.
+
+    The MLP's last layer starts at zero, so that training begins with the local part alone and adds to it.
+    """
 
     def __init__(self, hidden: int, dropout: float):
         super().__init__()
         self.head = readout_head(hidden, 2 * hidden, dropout)
+        nn.init.zeros_(self.head[-2].weight)
 
     def pool(self, wild_type: Tensor, knocked_out: Tensor, keep: Tensor) -> Tensor:
         """wild_type [N, 1, H], knocked_out [N, B, H], keep [N, B] to [B, H]."""
-        return torch.einsum("nbh,nb->bh", knocked_out - wild_type, keep.to(knocked_out.dtype))
+        difference = torch.einsum("nbh,nb->bh", knocked_out - wild_type, keep.to(knocked_out.dtype))
+        return difference / len(keep) ** 0.5
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """[B, H] to [B]. A sum reaches from next to nothing to a hub's thousands of neighbours: asinh tames it."""
+        """[B, H] to [B]; asinh tames the sum over a hub's thousands of neighbours."""
         return self.head(torch.asinh(pooled))
 
 

@@ -1,5 +1,6 @@
 """What test_distributed.py runs under torchrun: `python -m tests.workers NAME`. Every rank asserts for itself."""
 
+import copy
 import json
 import os
 import sys
@@ -37,13 +38,13 @@ def build(env) -> tuple:
 def gradients() -> None:
     """A step's gradient is that of the whole batch on one process, on every rank, padding included."""
     env = setup(DDPConfig())
-    graph, dataset, model = build(env)
-    ddp_model = env.wrap(model)
-    parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert all(torch.equal(parameters, other) for other in env.gather(parameters))
     for accumulate in (1, 2):
-        exchanges = []
+        graph, dataset, model = build(env)
         ddp_model = env.wrap(model)
+        bare = copy.deepcopy(model)  # a backward pass of `model` itself would set off DDP's hooks
+        parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
+        assert all(torch.equal(parameters, other) for other in env.gather(parameters))
+        exchanges = []
         ddp_model.register_comm_hook(exchanges, counted_all_reduce)
         rows = torch.arange(22)
         sampler = StepSampler(rows, 8, accumulate, env.world_size, env.rank, seed=0)
@@ -59,10 +60,10 @@ def gradients() -> None:
                     (loss * env.world_size).backward()
             ours = torch.cat([p.grad.flatten() for p in model.parameters()])
             assert len(exchanges) == len(set(exchanges)) > 0, "a bucket was reduced more than once in a step"
-            model.zero_grad()
+            bare.zero_grad()
             batch = dataset.__getitems__(next(whole))
-            (squared_error(model(graph, batch), batch, model) / len(batch.y)).backward()
-            reference = torch.cat([p.grad.flatten() for p in model.parameters()])
+            (squared_error(bare(graph, batch), batch, bare) / len(batch.y)).backward()
+            reference = torch.cat([p.grad.flatten() for p in bare.parameters()])
             assert (ours - reference).norm() < 1e-12 * reference.norm()
             assert all(torch.equal(ours, other) for other in env.gather(ours))
     env.close()
@@ -115,6 +116,7 @@ def too_few_gpus() -> None:
         setup(DDPConfig())
     except SetupError as error:
         assert "2 processes but 1 GPUs to use" in str(error) and "set --nproc_per_node to 1 or less" in str(error)
+        dist.destroy_process_group()
         Path(f"refused{os.environ['RANK']}").touch()
     else:
         raise AssertionError("no error")
