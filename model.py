@@ -64,8 +64,11 @@ class KnockoutGNN(nn.Module):
         self.register_buffer("y_mean", torch.tensor(float(y_mean)))
         self.register_buffer("y_std", torch.tensor(float(y_std)))
 
-    def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
-        """Predictions [B] for a batch of `data.KnockoutDataset` on the graph's device."""
+    def forward(self, graph: SharedGraph, batch: Data, knock_out: bool = True) -> Tensor:
+        """Predictions [B] for a batch of `data.KnockoutDataset` on the graph's device.
+
+        With `knock_out` False the knock-out pass is left out, and the global part adds nothing.
+        """
         # One dropout mask per layer for both passes: masks of their own would bury what the knock-outs change.
         ones = self.embedding.new_ones(len(self.layers) + 1, *self.embedding.shape)
         masks = nn.functional.dropout(ones, self.config.dropout, self.training).unsqueeze(2)
@@ -74,8 +77,11 @@ class KnockoutGNN(nn.Module):
         prediction = 0.0
         if self.local_readout is not None:
             prediction = prediction + self.local_readout(wild_type.squeeze(1), batch)
-        if self.global_readout is not None:
+        if self.global_readout is not None and knock_out:
             prediction = prediction + self.global_readout(self.damage(graph, batch, masks, intact, wild_type))
+        elif self.global_readout is not None:  # DDP waits for a gradient of every parameter, if only a zero
+            nothing = wild_type.new_zeros(len(batch.y), self.config.hidden)
+            prediction = prediction + 0.0 * self.global_readout(nothing)
         return self.y_mean + self.y_std * prediction.to(self.y_mean.dtype)
 
     def damage(
@@ -235,6 +241,7 @@ class GlobalReadout(nn.Module):
         super().__init__()
         self.head = readout_head(hidden, 2 * hidden, dropout)
         nn.init.zeros_(self.head[-2].weight)
+        nn.init.zeros_(self.head[-2].bias)
 
     def pool(self, wild_type: Tensor, knocked_out: Tensor, keep: Tensor) -> Tensor:
         """wild_type [N, 1, H], knocked_out [N, B, H], keep [N, B] to [B, H]."""

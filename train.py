@@ -84,8 +84,9 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    epochs: int = 30
-    lr: float = 5e-3
+    epochs: int = 20
+    local_epochs: int = 0
+    lr: float = 0.01
     warmup: float = 0.05
     weight_decay: float = 0.1
     clip: float = 1.0
@@ -95,6 +96,8 @@ class OptimConfig:
     def __post_init__(self):
         if min(self.epochs, self.accumulate) < 1:
             raise ValueError("optim.epochs and optim.accumulate must be at least 1")
+        if not 0 <= self.local_epochs <= self.epochs:
+            raise ValueError(f"optim.local_epochs must be from 0 to optim.epochs, not {self.local_epochs}")
         if min(self.lr, self.clip) <= 0 or self.weight_decay < 0 or not 0 <= self.warmup < 1:
             raise ValueError(
                 "optim.lr and optim.clip must be over 0, optim.weight_decay 0 or more, optim.warmup in [0, 1)"
@@ -167,6 +170,8 @@ def train(config: Config, env: Distributed) -> None:
     optim, batch_size, shares = config.optim, config.data.batch_size, env.world_size * config.optim.accumulate
     dtype, autocast_dtype = PRECISIONS[optim.precision]
     with env.together(ConfigError, DataError):
+        if optim.local_epochs and config.model.readout == "global":
+            raise ConfigError("optim.local_epochs trains the local part first, which model.readout=global leaves out")
         if batch_size % shares:
             below = batch_size // shares * shares
             raise ConfigError(
@@ -218,6 +223,7 @@ def train(config: Config, env: Distributed) -> None:
 
     for epoch in range(step // steps_per_epoch, optim.epochs):
         sampler.set_epoch(epoch, first_step=step % steps_per_epoch)
+        knock_out = epoch >= optim.local_epochs
         model.train()
         batches, clock = iter(loader), Clock()
         for step_in_epoch in tqdm(
@@ -237,7 +243,7 @@ def train(config: Config, env: Distributed) -> None:
                     batch = next(batches).to(env.device, non_blocking=True)
                 with env.accumulating(ddp_model, last=micro == optim.accumulate - 1):
                     with torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None):
-                        prediction = ddp_model(graph, batch)
+                        prediction = ddp_model(graph, batch, knock_out)
                     # The mean over the samples of the whole step: world_size undoes DDP's average over ranks.
                     part = squared_error(prediction, batch, model) / num_samples
                     scaler.scale(part * env.world_size).backward()
@@ -258,7 +264,7 @@ def train(config: Config, env: Distributed) -> None:
             if step % config.checkpoint.every_steps == 0 and not end_of_epoch:
                 folder.save(step, model, optimizer, scaler, best)
 
-        val = evaluate(model, graph, dataset, baseline, tables.rows("val"), batch_size, env)
+        val = evaluate(model, graph, dataset, baseline, tables.rows("val"), batch_size, env, knock_out)
         improved = best is None or (val["pearson"] or -1.0) > (best["pearson"] or -1.0)
         if improved:
             best = {"step": step, **val}
@@ -330,6 +336,7 @@ def evaluate(
     rows: Tensor,
     batch_size: int,
     env: Distributed,
+    knock_out: bool = True,
 ) -> dict[str, Any]:
     """Loss, mse, Pearson and the additive baseline's Pearson over all ranks' rows, the same on every rank.
 
@@ -341,7 +348,7 @@ def evaluate(
     for batch in make_loader(dataset, batches, workers=0, pin=env.device.type == "cuda"):
         reference = baseline[batch.index].to(env.device)
         batch = batch.to(env.device, non_blocking=True)
-        prediction = model(graph, batch)
+        prediction = model(graph, batch, knock_out)
         # Centred by a constant, so that squares lose no digits.
         values = torch.stack([batch.y.double(), prediction.double(), reference]) - model.y_mean.double()
         count = values.new_full((1,), values.size(1))

@@ -126,11 +126,29 @@ def test_dropout_does_not_show_as_damage(shared):
     assert first != second  # there is dropout
 
 
+def test_without_the_knock_out_pass_the_global_part_adds_nothing(shared):
+    """A model trained so far is the same with and without the pass: its global part still is at its initial zero."""
+    torch.manual_seed(0)
+    model = KnockoutGNN(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, num_relations=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    batch = make_batch(shared, SETS)
+    before = model(shared, batch)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(shared, batch, knock_out=False) - batch.y).square().sum().backward()
+        optimizer.step()
+    assert (model(shared, batch) - before).abs().max() > 0.1
+    torch.testing.assert_close(model(shared, batch), model(shared, batch, knock_out=False))
+    (model(shared, batch) - batch.y).square().sum().backward()
+    optimizer.step()
+    assert (model(shared, batch) - model(shared, batch, knock_out=False)).abs().max() > 1e-3
+
+
 def test_every_parameter_is_used(shared):
     """DDP waits for the gradient of every parameter, also from a batch of padding alone."""
-    for readout, sets in itertools.product(["both", "local", "global"], [SETS, [[]]]):
+    for readout, sets, knock_out in itertools.product(["both", "local", "global"], [SETS, [[]]], [True, False]):
         model = make_model(readout=readout)
-        model(shared, make_batch(shared, sets)).sum().backward()
+        model(shared, make_batch(shared, sets), knock_out).sum().backward()
         assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
