@@ -5,7 +5,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ class Finished:
     returncode: int
     stdout: str
     stderr: str
-    seconds: float
 
     def check(self) -> "Finished":
         assert self.returncode == 0, f"exit {self.returncode}\n{self.stdout}\n{self.stderr}"
@@ -39,7 +37,6 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Finished]]:
     def start(command: list[str], timeout: float = 120, **env: str) -> Finished:
         clean = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "NPROC")}
         environment = {**clean, "PYTHONPATH": str(ROOT), **env, **dict([mark.split("=")])}
-        begin = time.monotonic()
         process = subprocess.Popen(
             command,
             cwd=tmp_path,
@@ -56,7 +53,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Finished]]:
             _kill_marked(mark)
             stdout, stderr = process.communicate()
             pytest.fail(f"not finished after {timeout} s: {command}\n{stdout}\n{stderr}")
-        return Finished(process.returncode, stdout, stderr, time.monotonic() - begin)
+        return Finished(process.returncode, stdout, stderr)
 
     yield start
     _kill_marked(mark)

@@ -76,4 +76,3 @@ def test_a_failing_rank_ends_the_job_with_its_traceback(train, tmp_path):
     result = train(2, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     assert result.returncode == 1
     assert "ZeroDivisionError: division by zero" in result.stderr
-    assert result.seconds < 60

@@ -1,14 +1,18 @@
 """train.py as its users call it: whole runs, resumed runs, predictions, and wrong input."""
 
+import fcntl
 import json
 import math
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from data import KnockoutDataset, pack
+from data import DataConfig, KnockoutDataset, load, pack
+from mask import SharedGraph
+from model import KnockoutGNN, ModelConfig
 from tests.conftest import ROOT, write_table
 from train import OptimConfig, RunConfig, curves_svg, learning_rate
 
@@ -141,12 +145,13 @@ def test_a_checkpoint_of_another_run_is_not_resumed(train, tmp_path, change, mes
     before = (tmp_path / "runs/run/metrics.jsonl").read_text()
     result = train(0, "run.name=run", change)
     assert result.returncode == 2
-    assert pytest.importorskip("re").search(message, result.stderr)
+    assert re.search(message, result.stderr)
     assert (tmp_path / "runs/run/metrics.jsonl").read_text() == before
 
 
 WRONG_INPUT = [
     (["optim.lrr=1"], "unknown option optim.lrr in the command line: did you mean optim.lr?"),
+    (["optim.local_epochs=1", "model.readout=global"], "optim.local_epochs trains the local part first"),
     (["--config", "missing.yaml"], "cannot read the configuration missing.yaml: No such file or directory"),
     (["data.batch_size=30", "optim.accumulate=8"], "use a multiple of "),
     (["data.edges=missing.tsv"], "data.edges: cannot read missing.tsv: No such file or directory"),
@@ -155,19 +160,14 @@ WRONG_INPUT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("nproc", "cases"), [(0, WRONG_INPUT), (4, WRONG_INPUT[0:1] + WRONG_INPUT[2:3] + WRONG_INPUT[5:])]
-)
+@pytest.mark.parametrize(("nproc", "cases"), [(0, WRONG_INPUT), (4, [WRONG_INPUT[0], WRONG_INPUT[3], WRONG_INPUT[-1]])])
 def test_wrong_input_is_one_sentence_and_leaves_nothing(train, tmp_path, nproc, cases):
     write_table(tmp_path / "wrong.tsv", [("genes", "score"), ("Y01", 1), ("Y02", "high")])
     for words, message in cases:
         result = train(nproc, *words)
         assert result.stderr.count("error: ") == 1 and message in result.stderr, result.stderr
-        assert "train.py" not in result.stdout and "Traceback" not in result.stderr.split("ChildFailedError")[
-            0
-        ].replace('Traceback (most recent call last):\n  File "<frozen runpy>', "")
+        assert not re.search(r'File ".*/(mask|model|data|ddp_setup|train)\.py"', result.stderr), result.stderr
         assert not (tmp_path / "runs").exists()
-        assert result.seconds < 30
         if nproc == 0:
             assert result.returncode == 2
         else:  # torchrun reports its workers and exits 1
@@ -176,8 +176,6 @@ def test_wrong_input_is_one_sentence_and_leaves_nothing(train, tmp_path, nproc, 
 
 
 def test_two_runs_in_one_folder_are_refused(train, tmp_path):
-    import fcntl
-
     folder = tmp_path / "runs/default"
     folder.mkdir(parents=True)
     with (folder / "log.rank0.txt").open("a") as lock:
@@ -202,11 +200,7 @@ def test_predictions_keep_the_order_of_the_table(train, torchrun, tmp_path, npro
     assert lines[4][1] == ""
     values = [float(value) for _, value in lines[1:] if value]
     assert len(values) == 19 and len(set(values)) > 15
-    # the same as the model gives by hand
-    from data import DataConfig, load
-    from mask import SharedGraph
-    from model import KnockoutGNN, ModelConfig
-
+    # What the model gives by hand:
     state = torch.load(tmp_path / checkpoint, weights_only=True)
     options = {**state["config"]["data"], "cache_dir": str(tmp_path / "cache")}
     options["edges"], options["perturbations"] = (str(tmp_path / options[key]) for key in ("edges", "perturbations"))
