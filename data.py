@@ -62,6 +62,8 @@ class DataConfig:
             raise ValueError(f"data.batch_size must be at least 1, not {self.batch_size}")
         if min(self.val_fraction, self.test_fraction) <= 0 or self.val_fraction + self.test_fraction >= 1:
             raise ValueError("data.val_fraction and data.test_fraction must be over 0 and leave rows for training")
+        if not (0 <= self.split_seed < 2**32 and 0 <= self.synthetic_seed < 2**32):
+            raise ValueError("data.split_seed and data.synthetic_seed must be from 0 to 2**32 - 1")
         if self.workers < 0:
             raise ValueError(f"data.workers must be at least 0, not {self.workers}")
 
@@ -214,7 +216,8 @@ def read_tables(config: DataConfig) -> Tables:
 def read_edges(path: str) -> dict[str, tuple[list[str], list[str]]]:
     """{relation: (sources, targets)}, relations in the order of their first line."""
     edges: dict[str, tuple[list[str], list[str]]] = {}
-    for line, (source, target, relation) in _table(path, ("source", "target", "relation")):
+    for line, fields in _table(path, ("source", "target", "relation")):
+        source, target, relation = (field.strip() for field in fields)
         if not (source and target and relation):
             raise DataError(f"{path}:{line}: an empty source, target or relation")
         sources, targets = edges.setdefault(relation, ([], []))
@@ -238,7 +241,7 @@ def read_knockouts(path: str, scored: bool = True) -> tuple[list[list[str]], lis
             scores.append(float(score))
         except ValueError:
             scores.append(math.nan)
-        if not math.isfinite(scores[-1]):
+        if not abs(scores[-1]) < 1e30 or "_" in score:
             raise DataError(f"{path}:{line}: the score '{score}' is not a finite number")
         if split is not None:
             if split not in SPLITS:
@@ -529,7 +532,7 @@ def _table(path: str, columns: tuple[str, ...], required: int | None = None) -> 
                 raise DataError(f"{path}:1: the header is {_shown(header)}, not {_shown(columns[:required])}")
             absent = [None] * (len(columns) - len(header))
             for line, text in enumerate(file, start=2):
-                if text.isspace():
+                if not text.rstrip("\r\n") and len(header) > 1:
                     continue
                 fields = text.rstrip("\r\n").split("\t")
                 if len(fields) != len(header):
@@ -540,7 +543,7 @@ def _table(path: str, columns: tuple[str, ...], required: int | None = None) -> 
 
 
 def _shown(fields: Sequence[str]) -> str:
-    return "'" + "<TAB>".join(fields) + "'"
+    return "'" + "<TAB>".join(fields)[:80] + "'"
 
 
 def _cached(folder: str, key: str, build: Callable[[], Tables]) -> Tables:
@@ -548,7 +551,7 @@ def _cached(folder: str, key: str, build: Callable[[], Tables]) -> Tables:
     path = Path(folder) / f"tables-{key[:32]}.pt"
     try:
         return Tables(**torch.load(path, weights_only=True))
-    except FileNotFoundError:
+    except OSError:
         pass
     except Exception as error:  # a damaged file fails in many ways, and all of them mean: read the tables again
         log.warning("cache %s is damaged (%s) and is made again", path, type(error).__name__)
@@ -560,7 +563,7 @@ def _cached(folder: str, key: str, build: Callable[[], Tables]) -> Tables:
         with os.fdopen(handle, "wb") as file:
             torch.save(vars(tables), file)
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch.save says RuntimeError when the disk is full
         log.warning("the tables are not cached: %s", error)
         if temporary:
             Path(temporary).unlink(missing_ok=True)

@@ -124,6 +124,9 @@ def setup(config: DDPConfig) -> Distributed:
         SetupError: on every rank, if any rank has no device of its own.
     """
     launched = "WORLD_SIZE" in os.environ
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if launched and missing:
+        raise SetupError(f"WORLD_SIZE is set but {', '.join(missing)} is not: start with torchrun, or unset WORLD_SIZE")
     rank, local_rank, world_size, local_world_size = (
         int(os.environ.get(name, default))
         for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1))

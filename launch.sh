@@ -54,6 +54,7 @@ if [ "${1:-}" = test ]; then
 fi
 
 nproc=${NPROC:-$((gpus > 0 ? gpus : 2))}
+[[ $nproc =~ ^[1-9][0-9]*$ ]] || die "NPROC must be a number of processes, not '$nproc'"
 cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$nproc" "$here/train.py" "$@"

@@ -150,7 +150,7 @@ class IntactMessages:
         message = x.squeeze(1).index_select(0, source) * gate.index_select(0, relation) * weight.unsqueeze(1)
         num_samples = batch.perturbed_ptr.numel() - 1
         lost = message.new_zeros(len(x) * num_samples, x.size(2))
-        return lost.index_add(0, target * num_samples + sample, message).view(len(x), num_samples, -1)
+        return lost.index_add(0, target * num_samples + sample, message).view(len(x), num_samples, x.size(2))
 
 
 class SharedMessages:
@@ -195,7 +195,7 @@ class ExpandedMessages:
         for (source, target, value), relation_gate in zip(self.edges, gate, strict=True):
             message = (copies * relation_gate).index_select(0, source) * value.unsqueeze(-1)
             out = out + scatter(message, target, dim=0, dim_size=len(copies), reduce="sum")
-        return out.view(self.num_samples, len(x), -1).transpose(0, 1)
+        return out.view(self.num_samples, len(x), x.size(2)).transpose(0, 1)
 
 
 Messages = IntactMessages | SharedMessages | ExpandedMessages

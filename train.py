@@ -80,6 +80,8 @@ class RunConfig:
     def __post_init__(self):
         if self.name in ("", "..") or self.name != Path(self.name).name:
             raise ValueError(f"run.name must be a plain folder name, not '{self.name}'")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"run.seed must be from 0 to 2**32 - 1, not {self.seed}")
 
 
 @dataclass(frozen=True)
@@ -205,9 +207,12 @@ def train(config: Config, env: Distributed) -> None:
     if (state := env.from_main(lambda: folder.checkpoint)) is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+        optimizer.param_groups[0]["weight_decay"] = optim.weight_decay  # the configuration's, not the checkpoint's
         scaler.load_state_dict(state["scaler"])
         step, best = state["step"], state["best"]
-    folder.start(step, describe(env))
+    ranks = describe(env)
+    with env.together(ConfigError):
+        folder.start(step, best, ranks)
     ddp_model = env.wrap(model)
 
     baseline, ceiling = additive_baseline(tables), tables.noise_ceiling()
@@ -265,7 +270,7 @@ def train(config: Config, env: Distributed) -> None:
                 folder.save(step, model, optimizer, scaler, best)
 
         val = evaluate(model, graph, dataset, baseline, tables.rows("val"), batch_size, env, knock_out)
-        improved = best is None or (val["pearson"] or -1.0) > (best["pearson"] or -1.0)
+        improved = best is None or rank_of(val) > rank_of(best)
         if improved:
             best = {"step": step, **val}
         folder.write("val", step, epoch + 1, **val)
@@ -292,7 +297,8 @@ def train(config: Config, env: Distributed) -> None:
 
 def build_model(config: Config, tables: Tables) -> KnockoutGNN:
     y = tables.y[tables.rows("train")]
-    spread = y.std(correction=0).item() or 1.0
+    spread = y.std(correction=0).item()
+    spread = spread if spread > 1e-30 else 1.0  # constant scores
     return KnockoutGNN(config.model, len(tables.genes), len(tables.relations), y.mean().item(), spread)
 
 
@@ -353,7 +359,7 @@ def evaluate(
         values = torch.stack([batch.y.double(), prediction.double(), reference]) - model.y_mean.double()
         count = values.new_full((1,), values.size(1))
         moments += torch.cat([count, values.sum(1), (values @ values.T).flatten()])
-    env.sum(moments)
+    moments = env.sum(moments)
     n, mean, second = moments[0], moments[1:4] / moments[0], moments[4:].view(3, 3) / moments[0]
     covariance = second - torch.outer(mean, mean)
     std = covariance.diagonal().clamp(min=0).sqrt()
@@ -367,6 +373,11 @@ def evaluate(
         "baseline_pearson": baseline_pearson,
         "n": int(n.item()),
     }
+
+
+def rank_of(result: dict[str, Any]) -> tuple[float, float]:
+    """The larger, the better: Pearson, and the loss where Pearson is undefined or equal."""
+    return -2.0 if result["pearson"] is None else result["pearson"], -result["loss"]
 
 
 def shown(value: float | None) -> str:
@@ -422,7 +433,7 @@ class RunFolder:
         if not self.env.is_main:
             return
         resume = self.config.run.resume
-        if resume == "never" and self.path.exists() and any(self.path.iterdir()):
+        if resume == "never" and self.path.is_dir() and any(self.path.iterdir()):
             raise ConfigError(f"run.resume=never but {self.path} is not empty: choose another run.name")
         if resume not in ("auto", "never"):
             self.checkpoint = read_checkpoint(resume)
@@ -440,22 +451,39 @@ class RunFolder:
             self.checkpoint = self._newest_checkpoint()
         if self.checkpoint is not None:
             self._check_fits(model)
-            if not (self.checkpoints / "best.pt").exists():
-                self.checkpoint["best"] = None
+            best = self.checkpoint["best"]
+            with contextlib.suppress(ConfigError):
+                if best and read_checkpoint(self.checkpoints / "best.pt")["step"] == best["step"]:
+                    return
+            self.checkpoint["best"] = None  # best.pt is missing, or of another branch
 
-    def start(self, step: int, ranks: list[str]) -> None:
-        """Open each rank's log; write down what runs where; drop the metrics beyond `step`, which will come again."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        logging.getLogger().addHandler(handler)
-        if not self.env.is_main:
-            return
+    def start(self, step: int, best: dict | None, ranks: list[str]) -> None:
+        """Open each rank's log; write down what runs where; drop what lies beyond `step`, which will come again."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt")
+            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            logging.getLogger().addHandler(handler)
+            if self.env.is_main:
+                self._start_files(step, best, ranks)
+        except OSError as error:
+            raise ConfigError(f"cannot write {error.filename}: {error.strerror}; set run.dir or run.name") from None
+
+    def _start_files(self, step: int, best: dict | None, ranks: list[str]) -> None:
+        if self.config.run.resume not in (
+            "auto",
+            "never",
+        ):  # another branch begins here: the old one must not come back
+            for path in self._step_files():
+                if step_of(path) > step:
+                    path.unlink()
+        if best is None:
+            (self.checkpoints / "best.pt").unlink(missing_ok=True)
         write_atomically(self.path / "config.yaml", yaml.safe_dump(plain(self.config), sort_keys=False))
         write_atomically(self.path / "environment.txt", environment(ranks))
         metrics = self.path / "metrics.jsonl"
         for line in metrics.read_text().splitlines() if metrics.exists() else []:
-            with contextlib.suppress(json.JSONDecodeError):  # the last line of a killed run
+            with contextlib.suppress(json.JSONDecodeError, TypeError, KeyError):  # the last line of a killed run
                 row = json.loads(line)
                 if row["kind"] == "event" or (row["step"] <= step and row["kind"] != "test"):
                     self.rows.append(row)
@@ -549,7 +577,7 @@ def read_checkpoint(path: str | Path) -> dict:
         if not {"model", "optimizer", "scaler", "step", "best", "config", "data"} <= set(state):
             raise ValueError("not a checkpoint of train.py")
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist") from None
+        raise ConfigError(f"the checkpoint {path} does not exist (run.resume is auto, never, or a file)") from None
     except Exception as error:  # a damaged file fails in many ways
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"{path} is not a readable checkpoint: {reason[0]}") from None
@@ -679,10 +707,10 @@ def load_config(arguments: argparse.Namespace) -> Config:
     Raises:
         ConfigError: an unreadable file, an unknown option (with the nearest known one), a wrong type or value.
     """
-    if arguments.checkpoint and not arguments.config:
+    if arguments.checkpoint and arguments.config is None:
         source, values = arguments.checkpoint, read_checkpoint(arguments.checkpoint)["config"]
     else:
-        source = arguments.config or str(Path(__file__).with_name("config.yaml"))
+        source = str(Path(__file__).with_name("config.yaml")) if arguments.config is None else arguments.config
         values = read_yaml(source)
     known = {f"{section.name}.{f.name}": f.type for section in fields(Config) for f in fields(section.type)}
     given: dict[str, Any] = {}
@@ -712,7 +740,7 @@ def read_yaml(path: str) -> dict:
         values = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict | None):
         raise ConfigError(f"{path} must hold sections of options, not {values!r}")
@@ -722,7 +750,7 @@ def read_yaml(path: str) -> dict:
 def parse_scalar(key: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"{key}: cannot make sense of '{text}'") from None
 
 
