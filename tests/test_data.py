@@ -21,6 +21,7 @@ from data import (
     make_loader,
     pack,
     random_split,
+    read_knockouts,
     shard,
     synthetic_tables,
 )
@@ -79,6 +80,9 @@ def test_compressed_tables_and_dos_line_ends(tmp_path):
         (EDGES, [], r"scores.tsv:1: the header is '', not 'genes<TAB>score'"),
         (EDGES, [*SCORES, ("a", "high", "train")], "scores.tsv:5: the score 'high' is not a finite number"),
         (EDGES, [*SCORES, ("a", "nan", "train")], "scores.tsv:5: the score 'nan' is not a finite number"),
+        (EDGES, [*SCORES, ("a", "1e39", "train")], "scores.tsv:5: the score '1e39' is not a finite number"),
+        (EDGES, [*SCORES, ("a", "1_0", "train")], "scores.tsv:5: the score '1_0' is not a finite number"),
+        (EDGES, [*SCORES, ("", "", "train")], "scores.tsv:5: the score '' is not a finite number"),
         (EDGES, [*SCORES, ("a", 1, "dev")], "scores.tsv:5: the split 'dev' is not one of train, val, test"),
         (EDGES, [*SCORES, ("a,,b", 1, "val")], "scores.tsv:5: an empty gene name in 'a,,b'"),
         (EDGES, SCORES[:3], "scores.tsv: no rows in the test split of 2 rows in all"),
@@ -89,6 +93,11 @@ def test_bad_tables_are_named_by_file_and_line(tmp_path, edges, scores, message)
     with pytest.raises(DataError, match=message):
         load(config(tmp_path, edges, scores))
     assert not list(tmp_path.glob("cache/*.tmp"))
+
+
+def test_a_blank_line_of_a_one_column_table_is_an_intact_control(tmp_path):
+    path = write_table(tmp_path / "ask.tsv", [("genes",), ("a,b",), ("",), ("c",)])
+    assert read_knockouts(str(path), scored=False)[0] == [["a", "b"], [], ["c"]]
 
 
 def test_unreadable_files_are_named(tmp_path):

@@ -14,7 +14,7 @@ from data import DataConfig, KnockoutDataset, load, pack
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.conftest import ROOT, write_table
-from train import OptimConfig, RunConfig, curves_svg, learning_rate
+from train import OptimConfig, RunConfig, curves_svg, learning_rate, rank_of
 
 
 def rows_of(folder: Path, kind: str | None = None) -> list[dict]:
@@ -149,6 +149,24 @@ def test_a_checkpoint_of_another_run_is_not_resumed(train, tmp_path, change, mes
     assert (tmp_path / "runs/run/metrics.jsonl").read_text() == before
 
 
+def test_a_branch_from_an_older_checkpoint_replaces_what_came_after_it(train, tmp_path):
+    settings = ["run.name=run", "checkpoint.every_steps=1", "checkpoint.keep_last=9"]
+    train(0, *settings).check()
+    checkpoints = tmp_path / "runs/run/checkpoints"
+    train(0, *settings, "run.resume=runs/run/checkpoints/step_00000002.pt", "optim.weight_decay=0.7").check()
+    state = torch.load(checkpoints / "step_00000005.pt", weights_only=True)
+    assert state["config"]["optim"]["weight_decay"] == 0.7
+    assert [group["weight_decay"] for group in state["optimizer"]["param_groups"]] == [0.7, 0.0]
+    assert [row["step"] for row in rows_of(tmp_path / "runs/run", "train")] == [1, 2, 3, 4, 5]
+    assert torch.load(checkpoints / "best.pt", weights_only=True)["config"]["optim"]["weight_decay"] == 0.7
+
+
+def test_an_undefined_pearson_leaves_the_choice_to_the_loss():
+    results = [{"pearson": None, "loss": 2.0}, {"pearson": None, "loss": 1.0}, {"pearson": -0.5, "loss": 3.0}]
+    results += [{"pearson": 0.0, "loss": 3.0}, {"pearson": 0.1, "loss": 4.0}]
+    assert sorted([results[i] for i in (4, 2, 0, 3, 1)], key=rank_of) == results
+
+
 WRONG_INPUT = [
     (["optim.lrr=1"], "unknown option optim.lrr in the command line: did you mean optim.lr?"),
     (["optim.local_epochs=1", "model.readout=global"], "optim.local_epochs trains the local part first"),
@@ -156,13 +174,17 @@ WRONG_INPUT = [
     (["data.batch_size=30", "optim.accumulate=8"], "use a multiple of "),
     (["data.edges=missing.tsv"], "data.edges: cannot read missing.tsv: No such file or directory"),
     (["data.perturbations=wrong.tsv"], "wrong.tsv:3: the score 'high' is not a finite number"),
+    (["run.dir=.", "run.name=taken"], "cannot write "),
     (["run.dir=scores.tsv"], "cannot write the run folder scores.tsv/default: Not a directory; set run.dir"),
 ]
 
 
-@pytest.mark.parametrize(("nproc", "cases"), [(0, WRONG_INPUT), (4, [WRONG_INPUT[0], WRONG_INPUT[3], WRONG_INPUT[-1]])])
+@pytest.mark.parametrize(
+    ("nproc", "cases"), [(0, WRONG_INPUT), (4, [WRONG_INPUT[0], WRONG_INPUT[3], *WRONG_INPUT[-2:]])]
+)
 def test_wrong_input_is_one_sentence_and_leaves_nothing(train, tmp_path, nproc, cases):
     write_table(tmp_path / "wrong.tsv", [("genes", "score"), ("Y01", 1), ("Y02", "high")])
+    (tmp_path / "taken/config.yaml").mkdir(parents=True)
     for words, message in cases:
         result = train(nproc, *words)
         assert result.stderr.count("error: ") == 1 and message in result.stderr, result.stderr
