@@ -184,7 +184,8 @@ def _spmm(
     if col.numel() == 0:
         return torch.zeros_like(x)
     matrix = torch.sparse_csr_tensor(ptr, col, weight, (ptr.numel() - 1, x.size(0)), check_invariants=False)
-    return matrix @ x.contiguous()
+    with torch.autocast(x.device.type, enabled=False):  # there is no sparse product in half precision
+        return matrix @ x.contiguous()
 
 
 @_spmm.register_fake
