@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
 from data import KnockoutDataset, StepSampler, pack
@@ -71,13 +72,14 @@ def gradients() -> None:
 
 def counted_all_reduce(exchanges: list, bucket: GradBucket) -> Future[torch.Tensor]:
     exchanges.append(bucket.index())
-    tensor = bucket.buffer() / dist.get_world_size()
-    return dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: done.value()[0])
+    return allreduce_hook(None, bucket)
 
 
 def threads() -> None:
     env = setup(DDPConfig())
-    print(json.dumps({"rank": env.rank, "threads": torch.get_num_threads(), "world_size": env.world_size}), flush=True)
+    reports = env.gather({"rank": env.rank, "threads": torch.get_num_threads(), "world_size": env.world_size})
+    if env.is_main:
+        print(*map(json.dumps, reports), sep="\n", flush=True)
     env.close()
 
 
