@@ -281,13 +281,13 @@ class KnockoutDataset(Dataset):
     (0 for padding), `index` [B] (the row, -1 for padding) and `num_dead_edges`, an int that sizes the mask kernel.
 
     Args:
-        perturbed, perturbed_ptr, y: as in `Tables`.
+        perturbed, perturbed_ptr, y: as in `Tables`; a node that stands twice in a sample counts once.
         degree: `SharedGraph.degree` [N].
     """
 
     def __init__(self, perturbed: Tensor, perturbed_ptr: Tensor, y: Tensor, degree: Tensor):
-        self.perturbed = perturbed
-        self.perturbed_ptr = perturbed_ptr
+        sets = perturbed.split(perturbed_ptr.diff().tolist())
+        self.perturbed, self.perturbed_ptr = pack([nodes.tolist() for nodes in sets])
         self.y = y.float()
         self.degree = degree
 

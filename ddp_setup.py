@@ -7,6 +7,7 @@ it shows what each rank got and whether the ranks can add up a number:
 """
 
 import contextlib
+import gc
 import os
 import platform
 import sys
@@ -107,8 +108,14 @@ class Distributed:
                     raise SetupError(f"rank {rank} has another {name} than rank 0: {other[name]} and {value}")
 
     def close(self) -> None:
-        """Only after success: destroying the group while another rank is in a collective makes both hang."""
+        """Only after success: destroying the group while another rank is in a collective makes both hang.
+
+        The model that `wrap` gave must be out of scope.
+        """
         if self.launched:
+            # A DDP module (in a reference cycle, often) frees a group that it outlives without letting go of the GIL,
+            # and so may wait for ever for a gloo thread that needs it.
+            gc.collect()
             dist.destroy_process_group()
 
     def _refuse(self, problems: list[str | None]) -> None:

@@ -72,7 +72,8 @@ class KnockoutGNN(nn.Module):
         # One dropout mask per layer for both passes: masks of their own would bury what the knock-outs change.
         ones = self.embedding.new_ones(len(self.layers) + 1, *self.embedding.shape)
         masks = nn.functional.dropout(ones, self.config.dropout, self.training).unsqueeze(2)
-        intact = IntactMessages(graph)
+        expanded = self.config.message_passing == "expanded"
+        intact = ExpandedMessages(graph, no_knock_outs(graph.device)) if expanded else IntactMessages(graph)
         wild_type = self.encode(intact, masks)  # [N, 1, H]
         prediction = 0.0
         if self.local_readout is not None:
@@ -84,9 +85,7 @@ class KnockoutGNN(nn.Module):
             prediction = prediction + 0.0 * self.global_readout(nothing)
         return self.y_mean + self.y_std * prediction.to(self.y_mean.dtype)
 
-    def damage(
-        self, graph: SharedGraph, batch: Data, masks: Tensor, intact: "IntactMessages", wild_type: Tensor
-    ) -> Tensor:
+    def damage(self, graph: SharedGraph, batch: Data, masks: Tensor, intact: "Messages", wild_type: Tensor) -> Tensor:
         """[B, H]: what the knock-outs change in the states of the living nodes, pooled over those nodes."""
         keep = graph.keep(batch)
         if self.config.message_passing == "expanded":
@@ -175,9 +174,9 @@ def aggregate(graph: SharedGraph, x: Tensor, gate: Tensor) -> Tensor:
 
 
 class ExpandedMessages:
-    """The same sums from B block-diagonal copies of the graph and a mask per copied edge.
+    """The same sums, of either pass, from B block-diagonal copies of the graph and a mask per copied edge.
 
-    The reference for `SharedMessages`, and the place for layers that need a value per edge.
+    The reference for the shared route, and the place for layers that need a value per edge.
     """
 
     def __init__(self, graph: SharedGraph, batch: Data):
@@ -199,6 +198,13 @@ class ExpandedMessages:
 
 
 Messages = IntactMessages | SharedMessages | ExpandedMessages
+
+
+def no_knock_outs(device: torch.device) -> Data:
+    """A batch of one sample in which every node lives."""
+    none = torch.empty(0, dtype=torch.long, device=device)
+    ptr = torch.zeros(2, dtype=torch.long, device=device)
+    return Data(perturbed=none, perturbed_batch=none, perturbed_ptr=ptr, num_dead_edges=0)
 
 
 class LocalReadout(nn.Module):

@@ -171,6 +171,16 @@ def test_a_batch_holds_its_rows_and_padding_weighs_nothing():
     assert dataset.__getitems__([]).perturbed_ptr.tolist() == [0]
 
 
+def test_a_node_named_twice_in_a_sample_counts_once():
+    dataset = KnockoutDataset(
+        torch.tensor([3, 3, 1, 2, 3]), torch.tensor([0, 3, 3, 5]), torch.zeros(3), torch.arange(5)
+    )
+    batch = dataset.__getitems__([0, 1, 2])
+    assert batch.perturbed.tolist() == [1, 3, 2, 3]
+    assert batch.perturbed_ptr.tolist() == [0, 2, 2, 4]
+    assert batch.num_dead_edges == 1 + 3 + 2 + 3
+
+
 def test_loader_workers_give_the_same_batches():
     dataset, batches = make_dataset(20), [[0, 5, 6], [7, -1, 19]]
     for ours, reference in zip(

@@ -11,7 +11,7 @@ from tests.test_train import rows_of
 EXACT = ("kind", "step", "epoch", "lr", "n", "best_step")
 
 
-@pytest.mark.parametrize("nproc", [2])
+@pytest.mark.parametrize("nproc", [2, 4])
 def test_gradients_do_not_depend_on_the_world_size(torchrun, nproc):
     torchrun(nproc, "-m", "tests.workers", "gradients").check()
 

@@ -71,6 +71,15 @@ def test_a_prediction_does_not_depend_on_its_batch(shared, route):
     assert len(set(together.tolist())) == len(SETS)
 
 
+@pytest.mark.parametrize("route", ["shared", "expanded"])
+@pytest.mark.parametrize("readout", ["both", "local", "global"])
+def test_an_empty_batch_gives_no_predictions(shared, route, readout):
+    model = make_model(message_passing=route, readout=readout)
+    prediction = model(shared, make_batch(shared, []))
+    assert prediction.shape == (0,)
+    prediction.sum().backward()
+
+
 @pytest.mark.parametrize("block", [1, 2, 4, 100])
 def test_blocks_of_samples_change_nothing(shared, block):
     shared = shared.double()

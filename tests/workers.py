@@ -14,14 +14,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 
 from data import KnockoutDataset, StepSampler, pack
-from ddp_setup import DDPConfig, SetupError, setup
+from ddp_setup import DDPConfig, Distributed, SetupError, setup
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.test_model import NUM_NODES
 from train import squared_error
 
 
-def build(env) -> tuple:
+def build(env: Distributed) -> tuple:
     from torch_geometric.data import HeteroData
 
     generator = torch.Generator().manual_seed(0)
@@ -40,34 +40,38 @@ def gradients() -> None:
     """A step's gradient is that of the whole batch on one process, on every rank, padding included."""
     env = setup(DDPConfig())
     for accumulate in (1, 2):
-        graph, dataset, model = build(env)
-        ddp_model = env.wrap(model)
-        bare = copy.deepcopy(model)  # a backward pass of `model` itself would set off DDP's hooks
-        parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
-        assert all(torch.equal(parameters, other) for other in env.gather(parameters))
-        exchanges = []
-        ddp_model.register_comm_hook(exchanges, counted_all_reduce)
-        rows = torch.arange(22)
-        sampler = StepSampler(rows, 8, accumulate, env.world_size, env.rank, seed=0)
-        batches = iter(sampler)
-        whole = iter(StepSampler(rows, 8, 1, 1, 0, seed=0))
-        for step in range(3):  # the last one has 6 rows
-            model.zero_grad()
-            exchanges.clear()
-            for micro in range(accumulate):
-                batch = dataset.__getitems__(next(batches))
-                with env.accumulating(ddp_model, last=micro == accumulate - 1):
-                    loss = squared_error(ddp_model(graph, batch), batch, model) / sampler.samples_in_step(step)
-                    (loss * env.world_size).backward()
-            ours = torch.cat([p.grad.flatten() for p in model.parameters()])
-            assert len(exchanges) == len(set(exchanges)) > 0, "a bucket was reduced more than once in a step"
-            bare.zero_grad()
-            batch = dataset.__getitems__(next(whole))
-            (squared_error(bare(graph, batch), batch, bare) / len(batch.y)).backward()
-            reference = torch.cat([p.grad.flatten() for p in bare.parameters()])
-            assert (ours - reference).norm() < 1e-12 * reference.norm()
-            assert all(torch.equal(ours, other) for other in env.gather(ours))
+        compare_gradients(env, accumulate)
     env.close()
+
+
+def compare_gradients(env: Distributed, accumulate: int) -> None:
+    graph, dataset, model = build(env)
+    ddp_model = env.wrap(model)
+    bare = copy.deepcopy(model)  # a backward pass of `model` itself would set off DDP's hooks
+    parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert all(torch.equal(parameters, other) for other in env.gather(parameters))
+    exchanges = []
+    ddp_model.register_comm_hook(exchanges, counted_all_reduce)
+    rows = torch.arange(22)
+    sampler = StepSampler(rows, 8, accumulate, env.world_size, env.rank, seed=0)
+    batches = iter(sampler)
+    whole = iter(StepSampler(rows, 8, 1, 1, 0, seed=0))
+    for step in range(3):  # the last one has 6 rows
+        model.zero_grad()
+        exchanges.clear()
+        for micro in range(accumulate):
+            batch = dataset.__getitems__(next(batches))
+            with env.accumulating(ddp_model, last=micro == accumulate - 1):
+                loss = squared_error(ddp_model(graph, batch), batch, model) / sampler.samples_in_step(step)
+                (loss * env.world_size).backward()
+        ours = torch.cat([p.grad.flatten() for p in model.parameters()])
+        assert len(exchanges) == len(set(exchanges)) > 0, "a bucket was reduced more than once in a step"
+        bare.zero_grad()
+        batch = dataset.__getitems__(next(whole))
+        (squared_error(bare(graph, batch), batch, bare) / len(batch.y)).backward()
+        reference = torch.cat([p.grad.flatten() for p in bare.parameters()])
+        assert (ours - reference).norm() < 1e-12 * reference.norm()
+        assert all(torch.equal(ours, other) for other in env.gather(ours))
 
 
 def counted_all_reduce(exchanges: list, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -128,11 +132,16 @@ def unsynchronised() -> None:
     """What DDP is for: without it, ranks drift apart."""
     env = setup(DDPConfig())
     model = nn.Linear(2, 1)
-    for wrapped, equal in ((model, False), (env.wrap(nn.Linear(2, 1)), True)):
-        wrapped(torch.full((1, 2), float(env.rank + 1))).sum().backward()
-        gradient = next(wrapped.parameters()).grad
-        assert (len({tuple(other.flatten().tolist()) for other in env.gather(gradient)}) == 1) is equal
+    assert not same_gradient(env, model)
+    assert same_gradient(env, env.wrap(model))
     env.close()
+
+
+def same_gradient(env: Distributed, model: nn.Module) -> bool:
+    model.zero_grad()
+    model(torch.full((1, 2), float(env.rank + 1))).sum().backward()
+    gradient = next(model.parameters()).grad
+    return all(torch.equal(gradient, other) for other in env.gather(gradient))
 
 
 if __name__ == "__main__":
