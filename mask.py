@@ -87,6 +87,7 @@ class SharedGraph(nn.Module):
         self._buffer("edge_counts", torch.tensor(counts, dtype=torch.long))
         self._buffer("edge_offsets", self.edge_counts.cumsum(0) - self.edge_counts)
         self._buffer("relation_ids", torch.arange(len(counts)))
+        self._last_masks: tuple[Tensor, Tensor] | None = None  # all edge masks of a batch, and their dead entries
 
     @property
     def device(self) -> torch.device:
@@ -120,10 +121,25 @@ class SharedGraph(nn.Module):
         return sample, segment % len(self.relations), source, target, self.edge_weight.index_select(0, edge)
 
     def edge_masks(self, batch: Data) -> dict[EdgeType, Tensor]:
-        """{edge type: bool [B * E_r]}: True where the edge is alive; sample k is `[k * E_r, (k + 1) * E_r)`."""
+        """{edge type: bool [B * E_r]}: True where the edge is alive; sample k is `[k * E_r, (k + 1) * E_r)`.
+
+        Where nothing else holds the masks of the call before (a caller, a saved tensor of autograd), their memory is
+        used again and only their dead entries are undone: most of the cost is writing B * E bytes.
+        """
         num_samples = self._check(batch)
-        alive = torch.ones(num_samples * self.edge_index.size(1), dtype=torch.bool, device=self.device)
-        alive.index_fill_(0, self.dead_edges(batch), False)
+        dead, size = self.dead_edges(batch), num_samples * self.edge_index.size(1)
+        alive, undo = self._last_masks or (None, None)
+        # 2: `alive` and the storage object that asks.
+        if (
+            alive is not None
+            and (alive.numel(), alive.device) == (size, self.device)
+            and torch._C._storage_Use_Count(alive.untyped_storage()._cdata) == 2
+        ):
+            alive.index_fill_(0, undo, True)
+        else:
+            alive = torch.ones(size, dtype=torch.bool, device=self.device)
+        alive.index_fill_(0, dead, False)
+        self._last_masks = alive, dead
         masks = alive.split([num_samples * count for count in self.num_edges.values()])
         return dict(zip(self.relations, masks, strict=True))
 

@@ -98,8 +98,8 @@ class OptimConfig:
     def __post_init__(self):
         if min(self.epochs, self.accumulate) < 1:
             raise ValueError("optim.epochs and optim.accumulate must be at least 1")
-        if not 0 <= self.local_epochs <= self.epochs:
-            raise ValueError(f"optim.local_epochs must be from 0 to optim.epochs, not {self.local_epochs}")
+        if not 0 <= self.local_epochs < self.epochs:
+            raise ValueError(f"optim.local_epochs must be from 0 to optim.epochs - 1, not {self.local_epochs}")
         if min(self.lr, self.clip) <= 0 or self.weight_decay < 0 or not 0 <= self.warmup < 1:
             raise ValueError(
                 "optim.lr and optim.clip must be over 0, optim.weight_decay 0 or more, optim.warmup in [0, 1)"
@@ -190,6 +190,7 @@ def train(config: Config, env: Distributed) -> None:
     loader = make_loader(dataset, sampler, config.data.workers, pin=env.device.type == "cuda")
     steps_per_epoch = sampler.steps_per_epoch
     total_steps = steps_per_epoch * optim.epochs
+    local_epochs = 0 if config.model.readout == "local" else optim.local_epochs
 
     torch.manual_seed(config.run.seed)
     model = build_model(config, tables).to(env.device, dtype)
@@ -228,7 +229,7 @@ def train(config: Config, env: Distributed) -> None:
 
     for epoch in range(step // steps_per_epoch, optim.epochs):
         sampler.set_epoch(epoch, first_step=step % steps_per_epoch)
-        knock_out = epoch >= optim.local_epochs
+        knock_out = epoch >= local_epochs
         model.train()
         batches, clock = iter(loader), Clock()
         for step_in_epoch in tqdm(
@@ -270,7 +271,7 @@ def train(config: Config, env: Distributed) -> None:
                 folder.save(step, model, optimizer, scaler, best)
 
         val = evaluate(model, graph, dataset, baseline, tables.rows("val"), batch_size, env, knock_out)
-        improved = best is None or rank_of(val) > rank_of(best)
+        improved = knock_out and (best is None or rank_of(val) > rank_of(best))
         if improved:
             best = {"step": step, **val}
         folder.write("val", step, epoch + 1, **val)

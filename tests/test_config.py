@@ -64,7 +64,7 @@ def test_command_line_goes_over_the_file(tmp_path):
             "data.split_seed=100000000000000000000",
             "data.split_seed and data.synthetic_seed must be from 0 to 2**32 - 1",
         ),
-        ("optim.local_epochs=21", "optim.local_epochs must be from 0 to optim.epochs, not 21"),
+        ("optim.local_epochs=20", "optim.local_epochs must be from 0 to optim.epochs - 1, not 20"),
         ("--config=", "cannot read the configuration"),
         ("data.undirected=1", "data.undirected must be true or false, not 1"),
         ("ddp.device_ids=0", "ddp.device_ids must be a list of whole numbers, not 0"),

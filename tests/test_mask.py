@@ -3,11 +3,11 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.data import Data, HeteroData
 
 from data import KnockoutDataset, pack
 from mask import SharedGraph
+from tests.bench import CountSynchronisations
 
 NUM_NODES = 9
 SETS = [[0, 3], [], [5, 5, 5], [8], [2, 0, 7, 1]]  # node 4 is never knocked out, 5 is named three times
@@ -62,6 +62,34 @@ def test_edge_masks_equal_a_loop(graph):
     for relation in graph.edge_types:
         assert torch.equal(masks[relation], expected[relation]), relation
     assert not all(mask.all() for mask in masks.values())
+
+
+def test_memory_of_edge_masks_is_used_again_only_when_nobody_holds_them(graph):
+    shared = SharedGraph(graph)
+    batches = [make_batch(shared, sets) for sets in (SETS, SETS[::-1], [[1]] * 5)]
+    expected = [loop_masks(graph, sets) for sets in (SETS, SETS[::-1], [[1]] * 5)]
+
+    def check(k: int, masks: dict) -> None:
+        assert all(torch.equal(masks[relation], expected[k][relation]) for relation in masks), k
+
+    for k in (0, 1, 2, 1):  # dropped at once
+        masks = shared.edge_masks(batches[k])
+        check(k, masks)
+        address = masks["gene", "a", "gene"].data_ptr()
+        del masks
+    assert shared.edge_masks(batches[0])["gene", "a", "gene"].data_ptr() == address
+    held = [shared.edge_masks(batch) for batch in batches]
+    part = shared.edge_masks(batches[0])["gene", "b", "gene"][3:]  # a view of one of them
+    shared.edge_masks(batches[1])
+    assert torch.equal(part, expected[0]["gene", "b", "gene"][3:])
+    for k, masks in enumerate(held):
+        check(k, masks)
+    # autograd holds the mask of the first product when the second batch's masks are made
+    x = torch.randn(5 * 30, requires_grad=True)
+    product = x * shared.edge_masks(batches[0])["gene", "a", "gene"]
+    shared.edge_masks(batches[1])
+    product.sum().backward()
+    assert torch.equal(x.grad.bool(), expected[0]["gene", "a", "gene"])
 
 
 def test_dead_edges_are_positions_in_the_masks_one_after_another(graph):
@@ -161,28 +189,14 @@ def test_wrong_graphs_are_refused(graph):
 
 def test_the_batch_path_never_waits_for_the_device(graph):
     """Operators that would synchronise on a GPU are counted as they are dispatched, on the CPU."""
-
-    class Count(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            name, kwargs = str(func), kwargs or {}
-            waits = any(
-                word in name for word in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero")
-            )
-            unsized = "repeat_interleave.Tensor" in name and kwargs.get("output_size") is None
-            boolean = name == "aten.index.Tensor" and any(i is not None and i.dtype == torch.bool for i in args[1])
-            if waits or unsized or boolean:
-                self.seen.append(name)
-            return func(*args, **kwargs)
-
     shared = SharedGraph(graph)
     batch = make_batch(shared, SETS)
-    with Count() as count:
-        shared.keep(batch), shared.dead_edges(batch), shared.edge_masks(batch), shared.expand(batch)
+    with CountSynchronisations() as count:
+        for _ in range(2):
+            shared.keep(batch), shared.dead_edges(batch), shared.edge_masks(batch), shared.expand(batch)
     assert count.seen == []
-    with Count() as count:  # the counter does count
+    with CountSynchronisations() as count:  # the counter does count
         batch.perturbed[batch.perturbed > 2].sum().item()
-    assert len(count.seen) == 2
+        batch.perturbed[batch.perturbed > 2] = 0
+        batch.perturbed.repeat_interleave(batch.perturbed)
+    assert len(count.seen) == 4

@@ -161,6 +161,14 @@ def test_a_branch_from_an_older_checkpoint_replaces_what_came_after_it(train, tm
     assert torch.load(checkpoints / "best.pt", weights_only=True)["config"]["optim"]["weight_decay"] == 0.7
 
 
+@pytest.mark.parametrize(("readout", "best_step"), [("both", 15), ("local", 5)])
+def test_the_best_epoch_is_one_that_trained_the_whole_model(train, tmp_path, readout, best_step):
+    """At a learning rate that changes nothing the first epoch that may be chosen is."""
+    train(0, "optim.lr=1e-30", "optim.epochs=3", "optim.local_epochs=2", f"model.readout={readout}").check()
+    (test,) = rows_of(tmp_path / "runs/default", "test")
+    assert test["best_step"] == best_step
+
+
 def test_an_undefined_pearson_leaves_the_choice_to_the_loss():
     results = [{"pearson": None, "loss": 2.0}, {"pearson": None, "loss": 1.0}, {"pearson": -0.5, "loss": 3.0}]
     results += [{"pearson": 0.0, "loss": 3.0}, {"pearson": 0.1, "loss": 4.0}]

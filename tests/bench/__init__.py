@@ -1,0 +1,151 @@
+"""Benchmarks: `python -m tests.bench.NAME [--json FILE]`, each a table of its own.
+
+masks: the mask kernel. step: a training step against masked copies of the graph. program: train.py against a bare
+loop. growth: what a step costs as the problem grows. What is compared is timed in turn within one process, so that a
+machine that slows down slows all of it; quote the ratios.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch_geometric.data import Data
+
+from data import PRESETS, KnockoutDataset, pack, synthetic_tables
+from mask import SharedGraph
+
+
+def arguments(description: str, **options: dict) -> argparse.Namespace:
+    """The command line that all benchmarks have, and `options` of one: {name: arguments of add_argument}."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the tables to this file")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--preset", choices=PRESETS, default="yeast", help="size of the graph (default: %(default)s)")
+    for name, settings in options.items():
+        parser.add_argument(f"--{name}", **settings)
+    return parser.parse_args()
+
+
+def machine(device: torch.device) -> str:
+    """What the figures were measured on, in one line."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
+    return f"{cpu}, {cores} cores, {torch.get_num_threads()} threads{gpu}, torch {torch.__version__}"
+
+
+def report(tables: dict[str, list[dict]], device: torch.device, path: Path | None) -> None:
+    """Print {title: rows} as Markdown tables, and write them with the machine to `path`, if any."""
+    print(f"\n{machine(device)}")
+    for title, rows in tables.items():
+        columns = list(rows[0])
+        cells = [columns, *([shown(row[column]) for column in columns] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in cells]
+        lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+        print(f"\n{title}\n\n" + "\n".join(lines))
+    if path:
+        path.write_text(json.dumps({"machine": machine(device), "tables": tables}, indent=1) + "\n")
+
+
+def shown(value: object) -> str:
+    return (
+        f"{value:,.4g}"
+        if isinstance(value, float) and abs(value) < 1e4
+        else f"{value:,.0f}"
+        if isinstance(value, int | float)
+        else str(value)
+    )
+
+
+def in_turn(functions: dict[str, Callable[[], object]], device: torch.device, repeats: dict[str, int]) -> dict:
+    """Median milliseconds of a call of each function, called in turn after one call to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for round_ in range(-1, max(repeats.values())):
+        for name, function in functions.items():
+            if round_ < repeats[name]:
+                synchronize(device)
+                start = time.perf_counter()
+                function()
+                synchronize(device)
+                if round_ >= 0:
+                    times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_mb(function: Callable[[], object], device: torch.device) -> float:
+    """MB that a call of `function` needs at its peak beyond what is held before."""
+    gc.collect()
+    synchronize(device)
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        function()
+        synchronize(device)
+        return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    before = resident_kb("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    function()
+    return (resident_kb("VmHWM") - before) / 2**10
+
+
+def resident_kb(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
+
+
+class CountSynchronisations(TorchDispatchMode):
+    """Counts, on any device, the operators that make the host wait for a GPU: `with CountSynchronisations() as count`.
+
+    Reading a number, and shapes that depend on values: nonzero, boolean indexing, unique, repeat_interleave without
+    `output_size`. `count.seen` lists their names.
+    """
+
+    WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "unique")
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = str(func), kwargs or {}
+        unsized = "repeat_interleave.Tensor" in name and kwargs.get("output_size") is None
+        boolean = "aten.index" in name and any(
+            isinstance(index, torch.Tensor) and index.dtype == torch.bool
+            for indices in args[1:2]
+            if isinstance(indices, Sequence)
+            for index in indices
+        )
+        if unsized or boolean or any(word in name for word in self.WAITING):
+            self.seen.append(name)
+        return func(*args, **kwargs)
+
+
+def build_graph(preset: str, share: float = 1.0):
+    """A synthetic graph of a preset's shape, as a `HeteroData`, with `share` times its edges."""
+    shape = PRESETS[preset]
+    edges = {relation: max(1, round(count * share)) for relation, count in shape.num_edges.items()}
+    return synthetic_tables(type(shape)(**{**vars(shape), "num_edges": edges, "num_samples": 100}), seed=0).graph()
+
+
+def build_batch(shared: SharedGraph, num_samples: int, deletions: int = 3) -> Data:
+    """Random knock-outs, on the graph's device."""
+    generator = torch.Generator().manual_seed(0)
+    sets = [torch.randperm(shared.num_nodes, generator=generator)[:deletions].tolist() for _ in range(num_samples)]
+    scores = torch.randn(num_samples, generator=generator)
+    dataset = KnockoutDataset(*pack(sets), scores, shared.degree)
+    return dataset.__getitems__(range(num_samples)).to(shared.device)

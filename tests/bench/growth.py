@@ -1,0 +1,53 @@
+"""What a training step on the shared graph costs as the graph, the batch and the knock-outs grow.
+
+    python -m tests.bench.growth [--json FILE]
+
+Linear in edges and samples, nearly flat in deletions is what to expect. The nodes stay the same as the edges grow, so a
+part of the time does not grow with them.
+"""
+
+import torch
+
+from mask import SharedGraph
+from tests.bench import arguments, build_batch, build_graph, in_turn, report
+from tests.bench.step import Step
+
+
+def main() -> None:
+    options = arguments(
+        __doc__,
+        hidden={"type": int, "default": 64},
+        layers={"type": int, "default": 3},
+        repeats={"type": int, "default": 3},
+    )
+    device = torch.device(options.device)
+    graphs = {share: SharedGraph(build_graph(options.preset, share)).to(device) for share in (0.25, 0.5, 1, 2)}
+
+    def step(share: float = 1, num_samples: int = 8, deletions: int = 3) -> Step:
+        made = Step(graphs[share], "shared", num_samples, options.hidden, options.layers)
+        made.batch = build_batch(graphs[share], num_samples, deletions)
+        return made
+
+    series = {
+        "edges (x the preset's)": {share: step(share=share) for share in graphs},
+        "samples": {n: step(num_samples=n) for n in (4, 8, 16, 32, 64)},
+        "deletions a sample": {n: step(deletions=n) for n in (1, 3, 30, 300) if n < graphs[1].num_nodes},
+    }
+    tables = {}
+    for title, steps in series.items():
+        times = in_turn(steps, device, dict.fromkeys(steps, options.repeats))
+        tables[f"Step time against {title}"] = [
+            {
+                title: size,
+                "ms a step": times[size],
+                "ms a sample": times[size] / len(steps[size].batch.y),
+                "times that of the first": times[size] / times[next(iter(times))],
+                "dead edges a sample": steps[size].batch.num_dead_edges / len(steps[size].batch.y),
+            }
+            for size in times
+        ]
+    report(tables, device, options.json)
+
+
+if __name__ == "__main__":
+    main()

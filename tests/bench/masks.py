@@ -1,0 +1,121 @@
+"""The mask kernel against upstream's ways, all relations of a batch of 32 samples with 3 deletions each.
+
+    python -m tests.bench.masks [--json FILE]
+
+loop: per sample, knocked-out node and relation one `.item()`. padded: per relation a table [N, largest degree] of
+incident edges, vectorised over the batch. dead_edges and edge_masks: `mask.SharedGraph`. Each row's result is checked
+against the last one's.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from mask import SharedGraph
+from tests.bench import CountSynchronisations, arguments, build_batch, build_graph, in_turn, report
+
+
+def incident_edges(edge_index: Tensor, num_nodes: int) -> list[Tensor]:
+    """Of each node, the ids of its edges."""
+    source, target = edge_index
+    once = source != target
+    ids = torch.arange(edge_index.size(1), device=edge_index.device)
+    nodes, edges = torch.cat([source, target[once]]), torch.cat([ids, ids[once]])
+    return list(edges[nodes.argsort()].split(torch.bincount(nodes, minlength=num_nodes).tolist()))
+
+
+class Loop:
+    """One knocked-out node of one sample in one relation at a time."""
+
+    def __init__(self, graph: HeteroData):
+        self.num_edges = {relation: graph[relation].num_edges for relation in graph.edge_types}
+        self.incident = {r: incident_edges(graph[r].edge_index, graph["gene"].num_nodes) for r in graph.edge_types}
+        self.bytes = sum(ids.nbytes for lists in self.incident.values() for ids in lists)
+
+    def __call__(self, batch: Data) -> dict[tuple, Tensor]:
+        num_samples = len(batch.y)
+        masks = {}
+        for relation, lists in self.incident.items():
+            mask = torch.ones(num_samples, self.num_edges[relation], dtype=torch.bool, device=batch.y.device)
+            for sample, node in zip(batch.perturbed_batch.unbind(), batch.perturbed.unbind(), strict=True):
+                mask[sample, lists[node.item()]] = False
+            masks[relation] = mask.flatten()
+        return masks
+
+
+class Padded:
+    """Tables of incident edges, padded to the largest degree with -1."""
+
+    def __init__(self, graph: HeteroData):
+        self.num_edges = {relation: graph[relation].num_edges for relation in graph.edge_types}
+        self.tables = {
+            relation: torch.nn.utils.rnn.pad_sequence(
+                incident_edges(graph[relation].edge_index, graph["gene"].num_nodes), batch_first=True, padding_value=-1
+            )
+            for relation in graph.edge_types
+        }
+        self.bytes = sum(table.nbytes for table in self.tables.values())
+
+    def __call__(self, batch: Data) -> dict[tuple, Tensor]:
+        num_samples = len(batch.y)
+        masks = {}
+        for relation, table in self.tables.items():
+            mask = torch.ones(num_samples * self.num_edges[relation], dtype=torch.bool, device=table.device)
+            edges = table[batch.perturbed]  # [P, largest degree]
+            real = edges >= 0
+            offset = batch.perturbed_batch.unsqueeze(1) * self.num_edges[relation]
+            mask[(edges + offset)[real]] = False
+            masks[relation] = mask
+        return masks
+
+
+def main() -> None:
+    options = arguments(__doc__, samples={"type": int, "default": 32}, repeats={"type": int, "default": 20})
+    device = torch.device(options.device)
+    graph = build_graph(options.preset).to(device)
+    built, seconds = {}, {}
+    for name, kind in (("loop", Loop), ("padded", Padded), ("shared", SharedGraph)):
+        start = time.perf_counter()
+        built[name] = kind(graph)
+        seconds[name] = time.perf_counter() - start
+    shared = built["shared"].to(device)
+    incidence = shared.incidence.nbytes + shared.incidence_ptr.nbytes
+    batch = build_batch(shared, options.samples)
+
+    masks = shared.edge_masks(batch)
+    for name in ("loop", "padded"):
+        assert all(torch.equal(mask, masks[relation]) for relation, mask in built[name](batch).items()), name
+    alive = torch.cat(list(masks.values()))
+    assert torch.equal(shared.dead_edges(batch).unique(), (~alive).nonzero().flatten())
+
+    calls = {
+        "loop": lambda: built["loop"](batch),
+        "padded": lambda: built["padded"](batch),
+        "dead_edges": lambda: shared.dead_edges(batch),
+        "edge_masks": lambda: shared.edge_masks(batch),
+    }
+    times = in_turn(calls, device, dict.fromkeys(calls, options.repeats))
+    rows = []
+    for name, call in calls.items():
+        with CountSynchronisations() as count:
+            call()
+        kept = built[name].bytes if name in built else incidence
+        rows.append(
+            {
+                "masks": name,
+                "faster than padded": times["padded"] / times[name],
+                "ms a batch": times[name],
+                "synchronisations": len(count.seen),
+                "MB held": kept / 2**20,
+                "build s": seconds.get(name, seconds["shared"]),
+            }
+        )
+    edges = sum(shared.num_edges.values())
+    title = f"Masks: {options.samples} samples, 3 deletions each, {len(shared.relations)} relations, {edges:,} edges"
+    report({title: rows}, device, options.json)
+
+
+if __name__ == "__main__":
+    main()

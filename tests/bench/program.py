@@ -1,0 +1,155 @@
+"""`train.py` itself: against a bare loop, its data loading, and its start-up.
+
+    python -m tests.bench.program [--json FILE]
+
+The bare loop has the same model, batches and optimiser step, and no logging, checkpoints or checks; both run on the
+default configuration, in turn, in this process. Data loading and start-up are those of the yeast preset, second start.
+"""
+
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+import train
+from data import DataConfig, KnockoutDataset, StepSampler, load
+from ddp_setup import setup
+from mask import SharedGraph
+from model import ModelConfig
+from tests.bench import arguments, report, synchronize
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def whole_program(config: train.Config, env) -> float:
+    """Samples a second of the training steps of `train.train`, logging and mid-epoch checkpoints included."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = train.Config(**{**vars(config), "run": train.RunConfig(dir=folder)})
+        train.train(config, env)
+        rows = [json.loads(line) for line in (Path(folder) / "default/metrics.jsonl").read_text().splitlines()]
+        for handler in logging.getLogger().handlers[1:]:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+    rows = [row for row in rows if row["kind"] == "train"]
+    steps = [row["step"] - before for row, before in zip(rows, [0, *(row["step"] for row in rows)], strict=False)]
+    seconds = [row["step_ms"] * count / 1e3 for row, count in zip(rows, steps, strict=True)]
+    return sum(row["samples_per_s"] * part for row, part in zip(rows, seconds, strict=True)) / sum(seconds)
+
+
+def bare_loop(config: train.Config, device: torch.device) -> float:
+    """Samples a second of the same steps, and nothing else."""
+    tables = load(config.data)
+    graph = SharedGraph(tables.graph()).to(device)
+    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
+    sampler = StepSampler(tables.rows("train"), config.data.batch_size, 1, 1, 0, seed=0)
+    torch.manual_seed(0)
+    model = train.build_model(config, tables).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr)
+    samples, start = 0, time.perf_counter()
+    for epoch in range(config.optim.epochs):
+        sampler.set_epoch(epoch)
+        for rows in sampler:
+            batch = dataset.__getitems__(rows).to(device)
+            loss = train.squared_error(model(graph, batch), batch, model) / len(rows)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            samples += len(rows)
+    synchronize(device)
+    return samples / (time.perf_counter() - start)
+
+
+def loading(device: torch.device) -> list[dict]:
+    """Batches a second of 32 samples, and the share of data loading in a yeast-sized step."""
+    tables = load(DataConfig(preset="yeast"))
+    graph = SharedGraph(tables.graph())
+    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
+    batches = list(StepSampler(tables.rows("train"), 32, 1, 1, 0, seed=0))
+    start = time.perf_counter()
+    for rows in batches:
+        dataset.__getitems__(rows)
+    rate = len(batches) / (time.perf_counter() - start)
+    config = train.Config(data=DataConfig(preset="yeast"), model=ModelConfig(hidden=64, layers=3))
+    model = train.build_model(config, tables).to(device)
+    graph = graph.to(device)
+    start = time.perf_counter()
+    batch = dataset.__getitems__(batches[0]).to(device)
+    built = time.perf_counter()
+    train.squared_error(model(graph, batch), batch, model).backward()
+    synchronize(device)
+    step = time.perf_counter() - built
+    return [
+        {"data loading": "batches of 32 a second", "value": rate},
+        {"data loading": "% of a yeast step (hidden 64, 3 layers, B=32)", "value": 100 / rate / step},
+        {"data loading": "first batch, ms", "value": 1e3 * (built - start)},
+    ]
+
+
+def start_up() -> list[dict]:
+    """Seconds from the command to the first step, and where they go."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"run.dir={folder}", "data.preset=yeast", "data.batch_size=4", "log.every_steps=1"]
+        metrics = Path(folder) / "default/metrics.jsonl"
+        start = time.perf_counter()
+        process = subprocess.Popen([sys.executable, ROOT / "train.py", *words], stdout=subprocess.DEVNULL)
+        try:
+            while not (metrics.exists() and '"train"' in metrics.read_text()):
+                if process.poll() is not None:
+                    raise RuntimeError(f"train.py ended with {process.returncode} before its first step")
+                time.sleep(0.01)
+            total = time.perf_counter() - start
+        finally:
+            process.kill()
+            process.wait()
+    parts = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
+
+    def seconds(modules: str) -> float:
+        command = [sys.executable, "-W", "ignore", "-c", parts.format(modules)]
+        return float(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+
+    imports = {name: seconds(name) for name in ("torch", "torch, torch_geometric.data", "train")}
+    start = time.perf_counter()
+    tables = load(DataConfig(preset="yeast"))
+    loaded = time.perf_counter()
+    SharedGraph(tables.graph())
+    built = time.perf_counter()
+    torch_s, pyg_s, all_s = imports.values()
+    spent = {
+        "import torch": torch_s,
+        "import torch_geometric": pyg_s - torch_s,
+        "import the rest": all_s - pyg_s,
+        "tables from the cache": loaded - start,
+        "shared graph": built - loaded,
+    }
+    rest = {"model, baseline, first step and what is left": total - sum(spent.values())}
+    return [{"start-up": name, "s": value} for name, value in {**spent, **rest, "all": total}.items()]
+
+
+def main() -> None:
+    options = arguments(__doc__, rounds={"type": int, "default": 5}, epochs={"type": int, "default": 2})
+    device = torch.device(options.device)
+    config = train.Config(optim=train.OptimConfig(epochs=options.epochs))
+    env = setup(config.ddp)
+    load(DataConfig(preset="yeast"))  # fills the cache
+    start = start_up()
+    rates: dict[str, list[float]] = {"train.py": [], "bare loop": []}
+    for _ in range(options.rounds):
+        rates["train.py"].append(whole_program(config, env))
+        rates["bare loop"].append(bare_loop(config, env.device))
+    speed = [{"program": name, "samples/s": median(values)} for name, values in rates.items()]
+    ratios = [ours / bare for ours, bare in zip(*rates.values(), strict=True)]
+    speed.append({"program": "train.py / bare loop", "samples/s": median(ratios)})
+    tables = {"Whole program": speed, "Data loading": loading(env.device), "Start-up, yeast preset": start}
+    report(tables, device, options.json)
+
+
+if __name__ == "__main__":
+    main()
