@@ -50,7 +50,8 @@ class SharedGraph(nn.Module):
         edges = [_edge_index(graph, relation, node_type) for relation in self.relations]
         counts = [edge_index.size(1) for edge_index in edges]
         self.num_edges: dict[EdgeType, int] = dict(zip(self.relations, counts, strict=True))
-        self._slices = _slices(counts)
+        # Where the edges of each relation lie among all: first edge and number of edges, as `Tensor.narrow` takes them.
+        self._parts = [(sum(counts[:r]), count) for r, count in enumerate(counts)]
 
         edge_index = torch.cat(edges, dim=1)
         source, target = edge_index
@@ -78,7 +79,7 @@ class SharedGraph(nn.Module):
         # A (rows are targets) and its transpose for the backward pass, each as CSR blocks, one block per relation.
         for name, row, col in (("forward", target, source), ("backward", source, target)):
             order = torch.argsort((relation * num_nodes + row) * num_nodes + col)
-            pointers = [_row_pointer(row[part], num_nodes) for part in self._slices]
+            pointers = [_row_pointer(row.narrow(0, *part), num_nodes) for part in self._parts]
             self._buffer(f"{name}_ptr", torch.stack(pointers).to(index_dtype))
             self._buffer(f"{name}_col", col[order].to(index_dtype))
             self._buffer(f"{name}_weight", edge_weight[order])
@@ -93,9 +94,18 @@ class SharedGraph(nn.Module):
     def device(self) -> torch.device:
         return self.edge_index.device
 
+    def check(self, batch: Data) -> int:
+        """The number of samples B; `RuntimeError` if the batch is on another device than the graph."""
+        if batch.perturbed.device != self.device:
+            raise RuntimeError(
+                f"the batch is on {batch.perturbed.device} but the graph is on {self.device}: "
+                f"call batch = batch.to('{self.device}') before the model sees it"
+            )
+        return batch.perturbed_ptr.numel() - 1
+
     def keep(self, batch: Data) -> Tensor:
         """Bool [N, B]: True where the node is alive in the sample."""
-        num_samples = self._check(batch)
+        num_samples = self.check(batch)
         keep = torch.ones(self.num_nodes * num_samples, dtype=torch.bool, device=self.device)
         keep.index_fill_(0, batch.perturbed * num_samples + batch.perturbed_batch, False)
         return keep.view(self.num_nodes, num_samples)
@@ -106,14 +116,14 @@ class SharedGraph(nn.Module):
         An id is a position in `torch.cat(list(edge_masks(batch).values()))`: relation after relation, within a relation
         sample after sample, within a sample in the order of the relation's `edge_index`.
         """
-        num_samples = self._check(batch)
+        num_samples = self.check(batch)
         edge, segment = self._dead(batch)
         base = batch.perturbed_batch.unsqueeze(1) * self.edge_counts + (num_samples - 1) * self.edge_offsets
         return edge + base.flatten().index_select(0, segment)
 
     def dead_messages(self, batch: Data) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Sample, relation, source, target and weight, [D] each, of the dead edges, in the order of `dead_edges`."""
-        self._check(batch)
+        self.check(batch)
         edge, segment = self._dead(batch)
         node = segment // len(self.relations)
         source, target = self.edge_index.index_select(1, edge)
@@ -126,7 +136,7 @@ class SharedGraph(nn.Module):
         Where nothing else holds the masks of the call before (a caller, a saved tensor of autograd), their memory is
         used again and only their dead entries are undone: most of the cost is writing B * E bytes.
         """
-        num_samples = self._check(batch)
+        num_samples = self.check(batch)
         dead, size = self.dead_edges(batch), num_samples * self.edge_index.size(1)
         alive, undo = self._last_masks or (None, None)
         # 2: `alive` and the storage object that asks.
@@ -145,23 +155,28 @@ class SharedGraph(nn.Module):
 
     def expand(self, batch: Data) -> dict[EdgeType, Tensor]:
         """{edge type: long [2, B * E_r]}: the block-diagonal edge index; node n of sample k is `k * N + n`."""
-        num_samples = self._check(batch)
+        num_samples = self.check(batch)
         offset = torch.arange(num_samples, device=self.device).view(1, -1, 1) * self.num_nodes
-        blocks = [(self.edge_index[:, part].unsqueeze(1) + offset).flatten(1) for part in self._slices]
+        blocks = [(self.edge_index.narrow(1, *part).unsqueeze(1) + offset).flatten(1) for part in self._parts]
         return dict(zip(self.relations, blocks, strict=True))
 
     def weight(self, relation: int) -> Tensor:
         """Float [E_r]: the fixed values of the relation's edges, in the order of its `edge_index`."""
-        return self.edge_weight[self._slices[relation]]
+        return self.edge_weight.narrow(0, *self._parts[relation])
 
     def propagate(self, relation: int, x: Tensor) -> Tensor:
         """A_r @ x for x [N, C]: each node's weighted sum over the sources of its incoming edges of one relation.
 
         Returns [N, C] in the dtype of x; the product is taken in the dtype of the graph's weights.
         """
-        part = self._slices[relation]
-        forward = self.forward_ptr[relation], self.forward_col[part], self.forward_weight[part]
-        backward = self.backward_ptr[relation], self.backward_col[part], self.backward_weight[part]
+        part = self._parts[relation]
+        forward, backward = (
+            (ptr.select(0, relation), col.narrow(0, *part), weight.narrow(0, *part))
+            for ptr, col, weight in (
+                (self.forward_ptr, self.forward_col, self.forward_weight),
+                (self.backward_ptr, self.backward_col, self.backward_weight),
+            )
+        )
         return _spmm(*forward, *backward, x.to(self.edge_weight.dtype)).to(x.dtype)
 
     def _dead(self, batch: Data) -> tuple[Tensor, Tensor]:
@@ -177,15 +192,6 @@ class SharedGraph(nn.Module):
 
     def _buffer(self, name: str, value: Tensor) -> None:
         self.register_buffer(name, value, persistent=False)
-
-    def _check(self, batch: Data) -> int:
-        """The number of samples, after a look at the devices."""
-        if batch.perturbed.device != self.device:
-            raise RuntimeError(
-                f"the batch is on {batch.perturbed.device} but the graph is on {self.device}: "
-                f"call batch = batch.to('{self.device}') before the model sees it"
-            )
-        return batch.perturbed_ptr.numel() - 1
 
 
 @torch.library.custom_op("shared_graph::spmm", mutates_args=())
@@ -231,11 +237,6 @@ def _edge_index(graph: HeteroData, relation: EdgeType, node_type: str) -> Tensor
     if edge_index.numel() and not 0 <= int(edge_index.min()) <= int(edge_index.max()) < num_nodes:
         raise ValueError(f"edge_index of {relation} names a node outside [0, {num_nodes})")
     return edge_index
-
-
-def _slices(counts: list[int]) -> list[slice]:
-    ends = torch.tensor(counts, dtype=torch.long).cumsum(0).tolist()
-    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 def _row_pointer(rows: Tensor, num_rows: int) -> Tensor:

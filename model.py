@@ -69,6 +69,7 @@ class KnockoutGNN(nn.Module):
 
         With `knock_out` False the knock-out pass is left out, and the global part adds nothing.
         """
+        graph.check(batch)
         # One dropout mask per layer for both passes: masks of their own would bury what the knock-outs change.
         ones = self.embedding.new_ones(len(self.layers) + 1, *self.embedding.shape)
         masks = nn.functional.dropout(ones, self.config.dropout, self.training).unsqueeze(2)
@@ -101,9 +102,10 @@ class KnockoutGNN(nn.Module):
 
     def encode(self, messages: "Messages", masks: Tensor) -> Tensor:
         """Node states [N, B, H] after all layers; `masks` [layers + 1, N, 1, H] are factors of dropout."""
-        x = self.embedding.unsqueeze(1) * masks[0]
-        for depth, layer in enumerate(self.layers):
-            x = x + masks[depth + 1] * layer(x, messages, depth)
+        first, *others = masks
+        x = self.embedding.unsqueeze(1) * first
+        for depth, (layer, mask) in enumerate(zip(self.layers, others, strict=True)):
+            x = x + mask * layer(x, messages, depth)
         return self.norm(x)
 
 
@@ -170,7 +172,7 @@ class SharedMessages:
 
 def aggregate(graph: SharedGraph, x: Tensor, gate: Tensor) -> Tensor:
     """Sum over relations r of A_r @ (gate_r * x), for x [N, B, H] and gate [R, H]."""
-    return sum(graph.propagate(r, (x * gate[r]).flatten(1)) for r in range(len(gate))).view_as(x)
+    return sum(graph.propagate(r, (x * gate_r).flatten(1)) for r, gate_r in enumerate(gate)).view_as(x)
 
 
 class ExpandedMessages:

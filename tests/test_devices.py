@@ -1,0 +1,87 @@
+"""Four GPUs on a machine without one: fake tensors know their device and shape, and hold no values.
+
+What would mix devices on a machine with four GPUs mixes them here, and what would wait for the GPU (a value read, a
+shape that depends on values) raises. Builds of PyTorch without CUDA cannot record gradients there, hence `no_grad`.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorDeviceMismatchError,
+    FakeTensorMode,
+)
+
+from mask import SharedGraph
+from model import KnockoutGNN, ModelConfig
+from tests.test_model import NUM_NODES, SETS, make_batch, shared  # noqa: F401
+from train import squared_error
+
+
+class FakeGPUs:
+    """Fakes on one of four GPUs of what lies on the CPU."""
+
+    def __init__(self):
+        self.mode = FakeTensorMode()
+
+    def tensor(self, tensor: Tensor, device: str = "cuda:3") -> Tensor:
+        fake = self.mode.from_tensor(tensor.detach())
+        with self.mode:
+            return fake.to(device)
+
+    def module(self, module: nn.Module) -> nn.Module:
+        for part in module.modules():
+            for name, buffer in part.named_buffers(recurse=False):
+                part._buffers[name] = self.tensor(buffer)
+            for name, parameter in part.named_parameters(recurse=False):
+                part._parameters[name] = nn.Parameter(self.tensor(parameter), requires_grad=False)
+        return module
+
+
+@pytest.fixture
+def gpus():
+    gpus = FakeGPUs()
+    with torch.no_grad():
+        yield gpus
+
+
+@pytest.mark.parametrize("route", ["shared", "expanded"])
+@pytest.mark.parametrize("readout", ["both", "local", "global"])
+def test_masks_model_and_loss_stay_on_their_gpu_and_never_wait_for_it(gpus, shared, route, readout):  # noqa: F811
+    batch = make_batch(shared, SETS).apply(gpus.tensor)
+    graph = gpus.module(shared)
+    config = ModelConfig(hidden=8, message_passing=route, readout=readout, block=2)
+    model = gpus.module(KnockoutGNN(config, NUM_NODES, num_relations=3)).train()
+    with gpus.mode:
+        results = [graph.keep(batch), graph.dead_edges(batch)]
+        results += [*graph.edge_masks(batch).values(), *graph.expand(batch).values()]
+        loss = squared_error(model(graph, batch), batch, model)
+    assert {result.device for result in (*results, loss)} == {torch.device("cuda:3")}
+    assert loss.shape == () and all(result.numel() for result in results if result.size(-1))
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+@pytest.mark.parametrize("readout", ["both", "local"])
+def test_a_batch_on_another_device_is_refused(gpus, shared, device, readout):  # noqa: F811
+    batch = make_batch(shared, SETS).apply(lambda tensor: gpus.tensor(tensor, device))
+    graph = gpus.module(shared)
+    model = gpus.module(KnockoutGNN(ModelConfig(hidden=8, readout=readout), NUM_NODES, num_relations=3))
+    message = rf"the batch is on {device} but the graph is on cuda:3: call batch = batch.to\('cuda:3'\)"
+    calls = [graph.keep, graph.dead_edges, graph.edge_masks, graph.expand, lambda batch: model(graph, batch)]
+    for call in calls:
+        with gpus.mode, pytest.raises(RuntimeError, match=message):
+            call(batch)
+
+
+def test_the_fakes_catch_what_they_are_for(gpus, shared: SharedGraph):  # noqa: F811
+    graph = gpus.module(shared)
+    indices = gpus.tensor(torch.tensor([1, 2]), "cuda:0")
+    with gpus.mode:
+        with pytest.raises(FakeTensorDeviceMismatchError):
+            graph.edge_weight.index_select(0, indices)
+        with pytest.raises(DataDependentOutputException):
+            graph.edge_weight.sum().item()
+        with pytest.raises(DynamicOutputShapeException):
+            torch.repeat_interleave(graph.edge_counts)
