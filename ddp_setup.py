@@ -31,12 +31,18 @@ class SetupError(RuntimeError):
 class DDPConfig:
     device_ids: tuple[int, ...] = ()
     timeout_s: float = 600.0
+    sync_batchnorm: bool = False
+    broadcast_buffers: bool = True
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False
+    bucket_cap_mb: float = 25.0
 
     def __post_init__(self):
         if len(set(self.device_ids)) < len(self.device_ids) or min(self.device_ids, default=0) < 0:
             raise ValueError(f"ddp.device_ids must name each GPU once, not {list(self.device_ids)}")
-        if self.timeout_s <= 0:
-            raise ValueError(f"ddp.timeout_s must be over 0, not {self.timeout_s}")
+        if min(self.timeout_s, self.bucket_cap_mb) <= 0:
+            raise ValueError("ddp.timeout_s and ddp.bucket_cap_mb must be over 0")
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,29 @@ class Distributed:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """`model` (already on the device) under DDP, which starts all ranks from rank 0's parameters."""
+    def wrap(self, model: nn.Module, config: DDPConfig) -> nn.Module:
+        """`model` (already on the device) under DDP, which starts all ranks from rank 0's parameters.
+
+        Raises:
+            SetupError: on every rank, for ddp.sync_batchnorm on the CPU, where torch has none.
+        """
         if not self.launched:
-            return model
-        return DistributedDataParallel(model, device_ids=[self.device.index] if self.device.type == "cuda" else None)
+            return model  # which sees whole batches: there is nothing to synchronise
+        if config.sync_batchnorm:
+            if self.device.type != "cuda":
+                raise SetupError(
+                    "ddp.sync_batchnorm=true needs GPUs, torch's SyncBatchNorm does not run on the CPU: set it to false"
+                )
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return DistributedDataParallel(
+            model,
+            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            broadcast_buffers=config.broadcast_buffers,
+            find_unused_parameters=config.find_unused_parameters,
+            static_graph=config.static_graph,
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            bucket_cap_mb=config.bucket_cap_mb,
+        )
 
     def accumulating(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager:
         """The context of a micro-batch's forward and backward: only the last one of a step exchanges gradients."""
@@ -106,6 +130,17 @@ class Distributed:
             for name, value in first.items():
                 if other[name] != value:
                     raise SetupError(f"rank {rank} has another {name} than rank 0: {other[name]} and {value}")
+
+    def check_ready(self, ddp_model: nn.Module, *modules: nn.Module) -> None:
+        """Raise `SetupError` on every rank unless ranks will exchange gradients and all tensors are on their device."""
+        problem = None
+        if self.launched and not isinstance(ddp_model, DistributedDataParallel):
+            problem = "torchrun started this process but the model is not under DDP: train the model that wrap() gives"
+        for module in (ddp_model, *modules):
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if tensor.device != self.device:
+                    problem = f"{type(module).__name__}.{name} is on {tensor.device}: move the module to {self.device}"
+        self._refuse(self.gather(problem))
 
     def close(self) -> None:
         """Only after success: destroying the group while another rank is in a collective makes both hang.

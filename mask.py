@@ -220,8 +220,8 @@ def _spmm_setup_context(ctx, inputs, output):
 
 
 def _spmm_backward(ctx, grad):
-    forward, backward = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
-    return *(None,) * 6, _spmm(*backward, *forward, grad)
+    *forward, ptr_t, col_t, weight_t = ctx.saved_tensors  # once: activation checkpointing allows no second look
+    return *(None,) * 6, _spmm(ptr_t, col_t, weight_t, *forward, grad)
 
 
 _spmm.register_autograd(_spmm_backward, setup_context=_spmm_setup_context)

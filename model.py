@@ -9,9 +9,11 @@ H hidden channels. Node states are node-major, [N, B, H], so that one sparse pro
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
@@ -25,6 +27,10 @@ class ModelConfig:
     dropout: float = 0.1
     message_passing: str = "shared"
     readout: str = "both"
+    checkpointing: bool = False
+    compile: bool = False
+    checkpointing: bool = False
+    compile: bool = False
     block: int = 0
 
     def __post_init__(self):
@@ -89,16 +95,18 @@ class KnockoutGNN(nn.Module):
     def damage(self, graph: SharedGraph, batch: Data, masks: Tensor, intact: "Messages", wild_type: Tensor) -> Tensor:
         """[B, H]: what the knock-outs change in the states of the living nodes, pooled over those nodes."""
         keep = graph.keep(batch)
+
+        def pool(messages: Messages, alive: Tensor) -> Tensor:
+            return self.global_readout.pool(wild_type, self.encode(messages, masks), alive)
+
+        if self.config.checkpointing and self.training:
+            pool = partial(checkpoint, pool, use_reentrant=False)
         if self.config.message_passing == "expanded":
-            knocked_out = self.encode(ExpandedMessages(graph, batch), masks)
-            return self.global_readout.pool(wild_type, knocked_out, keep)
+            return pool(ExpandedMessages(graph, batch), keep)
         # Blocks of samples run through the whole network, so that their states stay in cache.
         size = self.config.block or default_block(wild_type)
-        pooled = []
-        for alive, lost in zip(keep.split(size, dim=1), intact.lost(batch).split(size, dim=1), strict=True):
-            knocked_out = self.encode(SharedMessages(intact, alive, lost), masks)
-            pooled.append(self.global_readout.pool(wild_type, knocked_out, alive))
-        return torch.cat(pooled)
+        blocks = zip(keep.split(size, dim=1), intact.lost(batch).split(size, dim=1), strict=True)
+        return torch.cat([pool(SharedMessages(intact, alive, lost), alive) for alive, lost in blocks])
 
     def encode(self, messages: "Messages", masks: Tensor) -> Tensor:
         """Node states [N, B, H] after all layers; `masks` [layers + 1, N, 1, H] are factors of dropout."""

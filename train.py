@@ -34,6 +34,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch_geometric.data import Data
 from tqdm import tqdm
 
@@ -93,6 +94,7 @@ class OptimConfig:
     weight_decay: float = 0.1
     clip: float = 1.0
     accumulate: int = 1
+    zero: bool = False
     precision: str = "fp32"
 
     def __post_init__(self):
@@ -194,11 +196,9 @@ def train(config: Config, env: Distributed) -> None:
 
     torch.manual_seed(config.run.seed)
     model = build_model(config, tables).to(env.device, dtype)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=optim.lr, weight_decay=optim.weight_decay
-    )
+    if config.model.compile:
+        model.compile()
+    optimizer = build_optimizer(model, optim, env)
     scaler = torch.amp.GradScaler(env.device.type, enabled=optim.precision == "fp16")
 
     folder = RunFolder(config, env, fingerprint)
@@ -214,7 +214,9 @@ def train(config: Config, env: Distributed) -> None:
     ranks = describe(env)
     with env.together(ConfigError):
         folder.start(step, best, ranks)
-    ddp_model = env.wrap(model)
+    ddp_model = env.wrap(model, config.ddp)
+    env.check_ready(ddp_model, graph)
+    env.check_equal({"parameters (hash)": state_hash(model), "batches an epoch": len(loader)})
 
     baseline, ceiling = additive_baseline(tables), tables.noise_ceiling()
     log.info(f"data      {tables.summary()}")
@@ -227,6 +229,7 @@ def train(config: Config, env: Distributed) -> None:
     )
     log.info(f"run       {folder.path}, {f'resumed at step {step}' if step else 'from the start'}")
 
+    first_step = step
     for epoch in range(step // steps_per_epoch, optim.epochs):
         sampler.set_epoch(epoch, first_step=step % steps_per_epoch)
         knock_out = epoch >= local_epochs
@@ -254,6 +257,9 @@ def train(config: Config, env: Distributed) -> None:
                     part = squared_error(prediction, batch, model) / num_samples
                     scaler.scale(part * env.world_size).backward()
                 loss += part.detach()
+            if step == first_step and env.launched and not config.ddp.find_unused_parameters:
+                with env.together(ConfigError):
+                    refuse_unused_parameters(model)
             grad_norm = optimizer_step(model, optimizer, scaler, optim.clip)
             step += 1
             clock.count(num_samples)
@@ -301,6 +307,36 @@ def build_model(config: Config, tables: Tables) -> KnockoutGNN:
     spread = y.std(correction=0).item()
     spread = spread if spread > 1e-30 else 1.0  # constant scores
     return KnockoutGNN(config.model, len(tables.genes), len(tables.relations), y.mean().item(), spread)
+
+
+def build_optimizer(model: nn.Module, optim: OptimConfig, env: Distributed) -> torch.optim.Optimizer:
+    """AdamW, with weight decay for matrices alone."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    if optim.zero and env.launched:
+        return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, lr=optim.lr)
+    return torch.optim.AdamW(groups, lr=optim.lr)
+
+
+def state_hash(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def refuse_unused_parameters(model: nn.Module) -> None:
+    """DDP waits for the gradient of every parameter, and without one for ever or with a riddle."""
+    unused = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
+    ]
+    if unused:
+        raise ConfigError(
+            f"the loss of the first step does not depend on {', '.join(unused)}: use or delete these parameters, "
+            "or set ddp.find_unused_parameters=true"
+        )
 
 
 def squared_error(prediction: Tensor, batch: Data, model: KnockoutGNN) -> Tensor:
@@ -512,7 +548,12 @@ class RunFolder:
         best: dict | None,
         improved: bool = False,
     ) -> None:
-        """Write the checkpoint of `step`, also as best.pt if `improved`; it appears whole or not at all."""
+        """Write the checkpoint of `step`, also as best.pt if `improved`; it appears whole or not at all.
+
+        Every rank must call it: under ZeRO each has a part of the optimiser state.
+        """
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer.consolidate_state_dict()
         if not self.env.is_main:
             return
         os.fsync(self.metrics.fileno())  # no checkpoint without the rows that led to it

@@ -20,6 +20,54 @@ def test_ddp_synchronises_on_the_cpu(torchrun):
     torchrun(2, "-m", "tests.workers", "unsynchronised").check()
 
 
+def test_each_option_of_ddp_does_its_work(torchrun):
+    torchrun(2, "-m", "tests.workers", "options").check()
+
+
+def test_parameters_that_the_loss_leaves_out_are_named(torchrun, tables):
+    torchrun(2, "-m", "tests.workers", "unused", *tables, "model.hidden=8", "optim.epochs=1").check()
+
+
+def test_sync_batchnorm_is_refused_on_the_cpu(train):
+    result = train(2, "ddp.sync_batchnorm=true", CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 1
+    assert result.stderr.count("error: ddp.sync_batchnorm=true needs GPUs") == 1
+
+
+def test_zero_shares_the_optimiser_state_out(torchrun):
+    torchrun(2, "-m", "tests.workers", "zero").check()
+
+
+def test_zero_changes_nothing_and_its_checkpoints_fit_everywhere(train, tmp_path):
+    settings = ["optim.precision=fp64", "model.dropout=0", "optim.epochs=2", "checkpoint.every_steps=3"]
+    train(2, *settings, "run.name=plain", "checkpoint.keep_last=9").check()
+    train(2, *settings, "run.name=zero", "checkpoint.keep_last=9", "optim.zero=true").check()
+    middle = "run.resume=runs/{}/checkpoints/step_00000006.pt"
+    train(0, *settings, "run.name=from_zero", middle.format("zero")).check()
+    train(4, *settings, "run.name=to_zero", middle.format("plain"), "optim.zero=true").check()
+    plain, *others = (
+        torch.load(tmp_path / "runs" / name / "checkpoints/step_00000010.pt", weights_only=True)
+        for name in ("plain", "zero", "from_zero", "to_zero")
+    )
+    for other in others:
+        for name, value in plain["model"].items():
+            assert (other["model"][name] - value).norm() <= 1e-9 * value.norm(), name
+        assert other["optimizer"]["state"].keys() == plain["optimizer"]["state"].keys()
+
+
+def test_compile_keeps_the_names_and_the_result(train, tmp_path):
+    settings = ["optim.precision=fp64", "model.dropout=0", "data.batch_size=160"]
+    train(0, *settings, "run.name=eager").check()
+    train(1, *settings, "run.name=compiled", "model.compile=true", timeout=300).check()
+    eager, compiled = (
+        torch.load(tmp_path / "runs" / name / "checkpoints/best.pt", weights_only=True)["model"]
+        for name in ("eager", "compiled")
+    )
+    assert eager.keys() == compiled.keys()
+    for name, value in eager.items():
+        assert (compiled[name] - value).norm() <= 1e-9 * value.norm(), name
+
+
 def test_ranks_agree(torchrun):
     torchrun(4, "-m", "tests.workers", "agreement").check()
 

@@ -153,6 +153,23 @@ def test_without_the_knock_out_pass_the_global_part_adds_nothing(shared):
     assert (model(shared, batch) - model(shared, batch, knock_out=False)).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("route", ["shared", "expanded"])
+def test_checkpointing_keeps_less_and_changes_nothing(shared, route):
+    results, kept = [], []
+    for checkpointing in (False, True):
+        model = make_model(dropout=0.3, block=1, checkpointing=checkpointing, message_passing=route).train()
+        torch.manual_seed(1)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: s.append(t.nbytes) or t, lambda t: t):
+            prediction = model(shared, make_batch(shared, SETS))
+        prediction.square().sum().backward()
+        results.append((prediction, *(parameter.grad for parameter in model.parameters())))
+        kept.append(sum(sizes))
+    assert kept[1] < 0.7 * kept[0]
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference)
+
+
 def test_every_parameter_is_used(shared):
     """DDP waits for the gradient of every parameter, also from a batch of padding alone."""
     cases = [("both", True), ("both", False), ("local", True), ("local", False), ("global", True)]

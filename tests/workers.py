@@ -13,6 +13,7 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
+import train
 from data import KnockoutDataset, StepSampler, pack
 from ddp_setup import DDPConfig, Distributed, SetupError, setup
 from mask import SharedGraph
@@ -46,7 +47,7 @@ def gradients() -> None:
 
 def compare_gradients(env: Distributed, accumulate: int) -> None:
     graph, dataset, model = build(env)
-    ddp_model = env.wrap(model)
+    ddp_model = env.wrap(model, DDPConfig())
     bare = copy.deepcopy(model)  # a backward pass of `model` itself would set off DDP's hooks
     parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert all(torch.equal(parameters, other) for other in env.gather(parameters))
@@ -133,7 +134,7 @@ def unsynchronised() -> None:
     env = setup(DDPConfig())
     model = nn.Linear(2, 1)
     assert not same_gradient(env, model)
-    assert same_gradient(env, env.wrap(model))
+    assert same_gradient(env, env.wrap(model, DDPConfig()))
     env.close()
 
 
@@ -142,6 +143,114 @@ def same_gradient(env: Distributed, model: nn.Module) -> bool:
     model(torch.full((1, 2), float(env.rank + 1))).sum().backward()
     gradient = next(model.parameters()).grad
     return all(torch.equal(gradient, other) for other in env.gather(gradient))
+
+
+class Lopsided(nn.Module):
+    """Leaves a parameter out, and keeps a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 1), nn.Linear(2, 1)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def options() -> None:
+    """Each option of DDP does what it says."""
+    env = setup(DDPConfig())
+    assert exchanges(env, bucket_cap_mb=25.0) < exchanges(env, bucket_cap_mb=1e-4)
+    assert gradient_storages(env, gradient_as_bucket_view=True) == 1 < gradient_storages(env)
+    assert same_buffer(env, broadcast_buffers=True)
+    assert not same_buffer(env, broadcast_buffers=False)
+    assert trains_lopsided(env, find_unused_parameters=True)
+    assert trains_lopsided(env, static_graph=True)
+    assert not trains_lopsided(env)
+    env.close()
+
+
+def wrapped(env: Distributed, model: nn.Module, **options) -> nn.Module:
+    torch.manual_seed(0)
+    return env.wrap(model, DDPConfig(**options))
+
+
+def exchanges(env: Distributed, **options) -> int:
+    """All-reduces of the second step; the first one only tells DDP the order of the gradients."""
+    model, seen = wrapped(env, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), **options), []
+    model.register_comm_hook(seen, counted_all_reduce)
+    for _ in range(2):
+        seen.clear()
+        model(torch.ones(1, 8)).sum().backward()
+    return len(seen)
+
+
+def gradient_storages(env: Distributed, **options) -> int:
+    model = wrapped(env, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), **options)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(1, 8)).sum().backward()
+    return len({parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()})
+
+
+def same_buffer(env: Distributed, **options) -> bool:
+    model = wrapped(env, Lopsided(), find_unused_parameters=True, **options)
+    model.module.seen.fill_(env.rank)
+    model(torch.ones(1, 2)).sum().backward()
+    return len({buffer.item() for buffer in env.gather(model.module.seen)}) == 1
+
+
+def trains_lopsided(env: Distributed, **options) -> bool:
+    model = wrapped(env, Lopsided(), **options)
+    try:
+        for _ in range(3):
+            model.zero_grad()
+            if not same_gradient(env, model):
+                return False
+    except RuntimeError as error:
+        assert "did not receive grad" in str(error)
+        return False
+    return True
+
+
+def unused() -> None:
+    """The whole program names the parameters that would make DDP wait."""
+    env = setup(DDPConfig())
+    build = train.build_model
+
+    def build_lopsided(*arguments):
+        model = build(*arguments)
+        model.spare = nn.Linear(2, 1)
+        return model
+
+    train.build_model = build_lopsided
+    for find in (False, True):
+        options = train.parse_arguments([*sys.argv[2:], f"ddp.find_unused_parameters={find}", f"run.name={find}"])
+        try:
+            train.train(train.load_config(options), env)
+        except SetupError as error:
+            assert not find and "does not depend on spare.weight, spare.bias: use or delete" in str(error)
+        else:
+            assert find
+    env.close()
+
+
+def zero() -> None:
+    """Each rank holds a part of the optimiser state, and together they hold what one process would."""
+    env = setup(DDPConfig())
+    _, _, model = build(env)
+    sizes = {}
+    for optim in (train.OptimConfig(), train.OptimConfig(zero=True)):
+        optimizer = train.build_optimizer(model, optim, env)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        local = optimizer.optim if optim.zero else optimizer
+        state = [value for values in local.state.values() for value in values.values()]
+        sizes[optim.zero] = env.gather(sum(value.nbytes for value in state))
+    assert max(sizes[True]) < 0.7 * sizes[False][0]
+    assert sum(sizes[True]) == sizes[False][0]
+    env.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,174 @@
+"""Proofs to run on an edited copy of the template: python -m tests.check NAME [--config FILE] [section.key=value ...]
+
+parity    a few steps of your configuration and model give the same parameters and metrics on 1, 2 and 4 processes,
+          with and without gradient accumulation; on the CPU, in double precision, without dropout
+
+Each prints what it found and PASS or FAIL; the exit status is 0, 1 for FAIL, or 2 if it could not run.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import train
+from data import SPLITS, Tables
+from ddp_setup import SetupError, leave, setup
+
+ROOT = Path(__file__).resolve().parents[1]
+BATCH_SIZE, NUM_TRAIN, NUM_EVAL = 24, 77, 7  # the last step has 5 rows: too few for 4 ranks x 2 micro-batches
+TOLERANCE = 1e-9
+
+
+def parity(options: argparse.Namespace) -> bool:
+    """Whether runs of the user's program in several world sizes agree with the first one."""
+    with tempfile.TemporaryDirectory() as folder:
+        for world_size in options.world_sizes:
+            launch(world_size, ["parity-worker", folder, *options.words], options.timeout)
+        reference, *others = [
+            (f"{world_size} ranks, accumulate {accumulate}", Path(folder, f"{world_size}-{accumulate}"))
+            for world_size in options.world_sizes
+            for accumulate in (1, 2)
+        ]
+        print(f"against {reference[0]}: largest relative difference of a parameter tensor, and of a metric")
+        passed = True
+        for name, path in others:
+            parameters = parameter_difference(path, reference[1])
+            metrics = metric_difference(path, reference[1])
+            same = max(parameters, metrics) <= TOLERANCE
+            passed &= same
+            print(f"{name:24s} {parameters:8.1e} {metrics:8.1e}  {'PASS' if same else 'FAIL'}")
+    return passed
+
+
+def parity_worker(folder: str, words: list[str]) -> None:
+    """One world size's part: `train.train` itself, on a few rows of the user's tables."""
+    try:
+        config = train.load_config(train.parse_arguments(words))
+        env = setup(config.ddp)
+        train.load = lambda data: few_rows(original(data))
+        for accumulate in (1, 2):
+            train.train(
+                dataclasses.replace(
+                    config,
+                    run=train.RunConfig(name=f"{env.world_size}-{accumulate}", dir=folder),
+                    data=dataclasses.replace(config.data, batch_size=BATCH_SIZE),
+                    model=dataclasses.replace(config.model, dropout=0.0),
+                    optim=dataclasses.replace(
+                        config.optim, epochs=2, local_epochs=0, accumulate=accumulate, precision="fp64"
+                    ),
+                    log=train.LogConfig(every_steps=1),
+                ),
+                env,
+            )
+        env.close()
+    except (train.ConfigError, SetupError) as error:
+        leave(str(error))
+
+
+original = train.load
+
+
+def few_rows(tables: Tables) -> Tables:
+    """The tables with most rows in no split; those that stay have as different numbers of deletions as there are."""
+    counts = tables.perturbed_ptr.diff()
+    split = torch.full_like(tables.split, -1)
+    for number, name in enumerate(SPLITS):
+        rows = tables.rows(name)
+        turn = torch.zeros(len(rows), dtype=torch.long)  # the how-manieth row with its number of deletions
+        for count in counts[rows].unique():
+            of_count = (counts[rows] == count).nonzero().flatten()
+            turn[of_count] = torch.arange(len(of_count))
+        split[rows[turn.argsort(stable=True)][: NUM_TRAIN if name == "train" else NUM_EVAL]] = number
+    return dataclasses.replace(tables, split=split)
+
+
+def parameter_difference(path: Path, reference: Path) -> float:
+    ours, theirs = (final_model(folder) for folder in (path, reference))
+    return max(((ours[name] - value).norm() / value.norm().clamp(min=1e-300)).item() for name, value in theirs.items())
+
+
+def final_model(folder: Path) -> dict[str, Tensor]:
+    newest = max((folder / "checkpoints").glob("step_*.pt"))
+    return torch.load(newest, weights_only=True)["model"]
+
+
+def metric_difference(path: Path, reference: Path) -> float:
+    names = ("loss", "mse", "pearson", "grad_norm")
+    ours, theirs = (
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (path, reference)
+    )
+    pairs = [
+        (mine[name], row[name])
+        for mine, row in zip(ours, theirs, strict=True)
+        for name in names
+        if row.get(name) is not None
+    ]
+    return max(abs(a - b) / max(abs(b), 1e-300) for a, b in pairs)
+
+
+def launch(world_size: int, words: list[str], timeout: float) -> None:
+    """Run `tests.check` with `words` on CPU processes, one without torchrun if `world_size` is 1.
+
+    Raises:
+        RuntimeError: it failed, or did not end in `timeout` seconds.
+    """
+    command = [sys.executable]
+    if world_size > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [*command, "-m", "tests.check", *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except BaseException as error:
+        # torchrun stops its workers, which are in sessions of their own, when it is asked to end.
+        process.terminate()
+        try:
+            process.wait(timeout=40)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise RuntimeError(f"{world_size} processes were not done after {timeout} s") from None
+    if process.returncode:
+        raise RuntimeError(f"{world_size} processes failed:\n{output}")
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["parity-worker"]:
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        parity_worker(sys.argv[2], sys.argv[3:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=["parity"])
+    parser.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2, 4], help="default: 1 2 4")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each launch (default: 600)")
+    options, options.words = parser.parse_known_args()  # the rest is for train.py
+    try:
+        passed = parity(options)
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print("PASS" if passed else "FAIL")
+    sys.exit(0 if passed else 1)
+
+
+if __name__ == "__main__":
+    main()

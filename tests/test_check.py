@@ -1,0 +1,56 @@
+"""The proofs for users: they pass on the template and fail on one that is broken."""
+
+import shutil
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+PARITY = [sys.executable, "-m", "tests.check", "parity", "model.hidden=8"]
+BROKEN = {
+    "loss divided by the local batch": (
+        "train.py",
+        "batch, model) / num_samples",
+        "batch, model) / batch.weight.sum()",
+    ),
+    "DDP's average not undone": ("train.py", "part * env.world_size", "part"),
+    "gradients exchanged too early": ("train.py", "last=micro == optim.accumulate - 1", "last=micro == 0"),
+    "an order of its own on each rank": (
+        "train.py",
+        "env.rank, config.run.seed)",
+        "env.rank, config.run.seed + env.rank)",
+    ),
+    "the same rows on each rank": ("data.py", "[:, :, self.rank]", "[:, :, 0]"),
+}
+
+
+def test_parity_holds_on_1_2_and_4_ranks(run, tables, tmp_path):
+    result = run([*PARITY, *tables], timeout=240).check()
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "PASS"
+    assert [line.split("  ")[0] for line in lines[1:-1]] == [
+        f"{ranks} ranks, accumulate {accumulate}" for ranks in (1, 2, 4) for accumulate in (1, 2)
+    ][1:]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_parity_fails_on_a_broken_copy(run, tables, tmp_path, name):
+    file, right, wrong = BROKEN[name]
+    copy = tmp_path / "copy"
+    shutil.copytree(
+        ROOT, copy, ignore=lambda folder, names: {n for n in names if not n.endswith(".py") and n != "tests"}
+    )
+    shutil.copy(ROOT / "config.yaml", copy)
+    text = (copy / file).read_text()
+    assert text.count(right) == 1
+    (copy / file).write_text(text.replace(right, wrong))
+    result = run([*PARITY, *tables, "--world-sizes", "1", "2"], timeout=240, PYTHONPATH=str(copy))
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1] == "FAIL"
+
+
+def test_a_check_that_cannot_run_says_why(run):
+    result = run([*PARITY, "optim.rate=1"])
+    assert result.returncode == 2
+    assert "unknown option optim.rate in the command line: did you mean optim." in result.stderr
