@@ -12,7 +12,7 @@ BROKEN = {
     "loss divided by the local batch": (
         "train.py",
         "batch, model) / num_samples",
-        "batch, model) / batch.weight.sum()",
+        "batch, model) / batch.weight.sum().clamp(min=1)",
     ),
     "DDP's average not undone": ("train.py", "part * env.world_size", "part"),
     "gradients exchanged too early": ("train.py", "last=micro == optim.accumulate - 1", "last=micro == 0"),

@@ -16,6 +16,11 @@ def test_gradients_do_not_depend_on_the_world_size(torchrun, nproc):
     torchrun(nproc, "-m", "tests.workers", "gradients").check()
 
 
+@pytest.mark.parametrize("nproc", [3, 5])
+def test_evaluation_is_exact_with_any_number_of_rows(torchrun, nproc):
+    torchrun(nproc, "-m", "tests.workers", "evaluation").check()
+
+
 def test_ddp_synchronises_on_the_cpu(torchrun):
     torchrun(2, "-m", "tests.workers", "unsynchronised").check()
 
@@ -56,7 +61,7 @@ def test_zero_changes_nothing_and_its_checkpoints_fit_everywhere(train, tmp_path
 
 
 def test_compile_keeps_the_names_and_the_result(train, tmp_path):
-    settings = ["optim.precision=fp64", "model.dropout=0", "data.batch_size=160"]
+    settings = ["optim.precision=fp64", "model.dropout=0", "data.batch_size=160", "model.layers=1"]
     train(0, *settings, "run.name=eager").check()
     train(1, *settings, "run.name=compiled", "model.compile=true", timeout=300).check()
     eager, compiled = (

@@ -75,6 +75,26 @@ def compare_gradients(env: Distributed, accumulate: int) -> None:
         assert all(torch.equal(ours, other) for other in env.gather(ours))
 
 
+def evaluation() -> None:
+    """The metrics of any number of rows are those of one process, also where ranks have no row."""
+    env = setup(DDPConfig())
+    graph, dataset, model = build(env)
+    torch.manual_seed(0)
+    nn.init.normal_(model.embedding)
+    alone = Distributed(0, 0, 1, 1, env.device, launched=False)
+    baseline = torch.linspace(-1, 1, 22, dtype=torch.float64)
+    for num_rows in (1, 2, 3, 4, 5, 21, 22):
+        rows = torch.arange(num_rows)
+        arguments = (env.wrap(model, DDPConfig()).module, graph, dataset, baseline, rows, 6)
+        ours, reference = train.evaluate(*arguments, env), train.evaluate(*arguments, alone)
+        assert ours["n"] == reference["n"] == num_rows
+        for name, value in reference.items():
+            same = ours[name] == value if value is None else abs(ours[name] - value) <= 1e-12 * abs(value)
+            assert same, (num_rows, name, ours[name], value)
+        assert all(other == ours for other in env.gather(ours))
+    env.close()
+
+
 def counted_all_reduce(exchanges: list, bucket: GradBucket) -> Future[torch.Tensor]:
     exchanges.append(bucket.index())
     return allreduce_hook(None, bucket)

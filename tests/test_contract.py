@@ -1,0 +1,146 @@
+"""What a replaced model.py or data.py must hold for the rest to work: `./launch.sh test -m contract`.
+
+The model and tables are those of config.yaml as it stands.
+"""
+
+import copy
+import dataclasses
+import itertools
+import sys
+
+import pytest
+import torch
+
+from data import KnockoutDataset, StepSampler, load, make_loader, pack
+from mask import SharedGraph
+from tests.bench import CountSynchronisations
+from train import build_model, load_config, parse_arguments, squared_error
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(scope="module")
+def config():
+    config = load_config(parse_arguments([]))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, compile=False))
+
+
+@pytest.fixture(scope="module")
+def tables(config):
+    return load(config.data)
+
+
+@pytest.fixture(scope="module")
+def graph(tables):
+    return SharedGraph(tables.graph())
+
+
+@pytest.fixture
+def model(config, tables):
+    """As training builds it, but without the zeros behind which a part may hide at the start."""
+    torch.manual_seed(0)
+    model = build_model(config, tables)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def batch_of(graph, sets):
+    return KnockoutDataset(*pack(sets), torch.zeros(len(sets)), graph.degree).__getitems__(range(len(sets)))
+
+
+@pytest.fixture
+def sets(tables):
+    """As different knock-outs as the tables have, and none at all."""
+    bounds, nodes = tables.perturbed_ptr.tolist(), tables.perturbed.tolist()
+    rows = [nodes[a:b] for a, b in itertools.pairwise(bounds[:200])]
+    by_size = {len(row): row for row in rows}
+    return [*by_size.values(), *rows[:3], []]
+
+
+def test_every_row_is_in_one_split_and_every_node_in_the_graph(tables):
+    splits = [tables.rows(split) for split in ("train", "val", "test")]
+    assert sum(map(len, splits)) == len(torch.cat(splits).unique()) <= len(tables.y)
+    assert all(len(rows) for rows in splits)
+    assert tables.y.isfinite().all()
+    assert tables.perturbed.min() >= 0 and tables.perturbed.max() < len(tables.genes)
+
+
+def test_an_epoch_gives_each_training_row_once_whatever_the_number_of_ranks(config, tables, graph):
+    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
+    rows = tables.rows("train")[:100]
+    for world_size in (1, 2, 3):
+        seen = []
+        for rank in range(world_size):
+            sampler = StepSampler(rows, 6 * world_size, 2, world_size, rank, seed=0)
+            for batch in make_loader(dataset, sampler, workers=0, pin=False):
+                seen += batch.index[batch.weight > 0].tolist()
+        assert sorted(seen) == rows.tolist()
+
+
+def test_predictions_have_one_finite_value_a_sample(model, graph, sets):
+    prediction = model(graph, batch_of(graph, sets))
+    assert prediction.shape == (len(sets),) and prediction.isfinite().all()
+
+
+def test_a_batch_of_one_an_empty_batch_and_an_empty_knock_out_set_work(model, graph, sets):
+    assert model(graph, batch_of(graph, sets[:1])).shape == (1,)
+    assert model(graph, batch_of(graph, [])).shape == (0,)
+    assert model(graph, batch_of(graph, [[]])).isfinite().all()
+
+
+def test_a_prediction_does_not_depend_on_its_batch_or_on_the_order_of_its_nodes(model, graph, sets):
+    model, graph = model.double(), copy.deepcopy(graph).double()
+    together = model(graph, batch_of(graph, sets))
+    backwards = model(graph, batch_of(graph, sets[::-1]))
+    alone = torch.cat([model(graph, batch_of(graph, [nodes])) for nodes in sets])
+    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(together, backwards.flip(0), rtol=1e-9, atol=1e-9)
+    batch = batch_of(graph, sets[:1])
+    batch.perturbed = batch.perturbed.flip(0)
+    torch.testing.assert_close(model(graph, batch), alone[:1], rtol=1e-9, atol=1e-9)
+
+
+def test_every_parameter_gets_a_finite_gradient(model, graph, sets):
+    """Also from a batch that is padding alone: a rank without rows in the last step takes part in the exchange."""
+    model.train()
+    for batch in (batch_of(graph, sets), batch_of(graph, [[]])):
+        model.zero_grad()
+        squared_error(model(graph, batch), batch, model).backward()
+        wrong = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+        assert not wrong, f"no finite gradient: {wrong}"
+    batch.weight.zero_()
+    model.zero_grad()
+    squared_error(model(graph, batch), batch, model).backward()
+    assert all((parameter.grad == 0).all() for parameter in model.parameters())
+
+
+def test_two_ranks_train_what_one_trains(run):
+    run([sys.executable, "-m", "tests.check", "parity", "--world-sizes", "1", "2"], timeout=600).check()
+
+
+def test_the_state_dict_holds_everything(config, tables, model, graph, sets, tmp_path):
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    other = build_model(config, tables).eval()
+    other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    batch = batch_of(graph, sets)
+    assert torch.equal(other(graph, batch), model(graph, batch))
+
+
+def test_the_seed_decides_the_weights_and_the_dropout(config, tables, graph, sets):
+    batch, results = batch_of(graph, sets), []
+    for _ in range(2):
+        torch.manual_seed(5)
+        model = build_model(config, tables).train()
+        results.append((model(graph, batch), *model.state_dict().values()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_forward_stays_on_its_device_and_does_not_wait_for_it(model, graph, sets):
+    """On `meta`, a device without values, a tensor made on the CPU by mistake raises, and so does reading a value."""
+    batch = batch_of(graph, sets)
+    with CountSynchronisations() as count:
+        model(graph, batch)
+    assert count.seen == []
+    assert model.to("meta")(copy.deepcopy(graph).to("meta"), batch.to("meta")).device.type == "meta"
