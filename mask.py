@@ -119,7 +119,9 @@ class SharedGraph(nn.Module):
         num_samples = self.check(batch)
         edge, segment = self._dead(batch)
         base = batch.perturbed_batch.unsqueeze(1) * self.edge_counts + (num_samples - 1) * self.edge_offsets
-        return edge + base.flatten().index_select(0, segment)
+        if num_samples * self.edge_index.size(1) < 2**31:
+            base = base.int()  # half the bytes on the way
+        return base.flatten().index_select(0, segment).add_(edge).long()
 
     def dead_messages(self, batch: Data) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Sample, relation, source, target and weight, [D] each, of the dead edges, in the order of `dead_edges`."""
@@ -187,7 +189,8 @@ class SharedGraph(nn.Module):
         segment = torch.repeat_interleave(length, output_size=batch.num_dead_edges)
         # The i-th dead edge of segment s stands `i - first[s]` entries behind the segment's start.
         first = length.cumsum(0) - length
-        position = torch.arange(batch.num_dead_edges, device=self.device) + (start - first).index_select(0, segment)
+        position = (start - first).index_select(0, segment)
+        position.add_(torch.arange(batch.num_dead_edges, device=self.device))
         return self.incidence.index_select(0, position), segment
 
     def _buffer(self, name: str, value: Tensor) -> None:

@@ -64,9 +64,10 @@ class Padded:
         for relation, table in self.tables.items():
             mask = torch.ones(num_samples * self.num_edges[relation], dtype=torch.bool, device=table.device)
             edges = table[batch.perturbed]  # [P, largest degree]
+            sample = batch.perturbed_batch.unsqueeze(1).expand_as(edges)
             real = edges >= 0
-            offset = batch.perturbed_batch.unsqueeze(1) * self.num_edges[relation]
-            mask[(edges + offset)[real]] = False
+            if real.any():
+                mask[sample[real] * self.num_edges[relation] + edges[real]] = False
             masks[relation] = mask
         return masks
 
