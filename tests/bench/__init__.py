@@ -69,10 +69,12 @@ def shown(value: object) -> str:
     )
 
 
-def in_turn(functions: dict[str, Callable[[], object]], device: torch.device, repeats: dict[str, int]) -> dict:
-    """Median milliseconds of a call of each function, called in turn after one call to warm up."""
+def in_turn(
+    functions: dict[str, Callable[[], object]], device: torch.device, repeats: dict[str, int], warm: bool = False
+) -> dict:
+    """Median milliseconds of a call of each function, called in turn, after one call each unless they are `warm`."""
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for round_ in range(-1, max(repeats.values())):
+    for round_ in range(0 if warm else -1, max(repeats.values())):
         for name, function in functions.items():
             if round_ < repeats[name]:
                 synchronize(device)

@@ -96,7 +96,7 @@ def main() -> None:
         steps |= {f"shared, B={n}, bf16": make("shared", n, torch.bfloat16) for n in options.batches}
     memory = {name: peak_mb(step, device) for name, step in steps.items()}
     repeats = {name: options.repeats if name.startswith("shared") else 1 for name in steps}
-    times = in_turn(steps, device, repeats)
+    times = in_turn(steps, device, repeats, warm=True)
 
     samples = {name: len(step.batch.y) for name, step in steps.items()}
     reference = next(iter(steps))
