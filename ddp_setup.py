@@ -133,12 +133,12 @@ class Distributed:
 
     def check_ready(self, ddp_model: nn.Module, *modules: nn.Module) -> None:
         """Raise `SetupError` on every rank unless ranks will exchange gradients and all tensors are on their device."""
-        problem = None
+        problem = None  # the first one
         if self.launched and not isinstance(ddp_model, DistributedDataParallel):
             problem = "torchrun started this process but the model is not under DDP: train the model that wrap() gives"
         for module in (ddp_model, *modules):
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                if tensor.device != self.device:
+                if problem is None and tensor.device != self.device:
                     problem = f"{type(module).__name__}.{name} is on {tensor.device}: move the module to {self.device}"
         self._refuse(self.gather(problem))
 

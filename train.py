@@ -507,10 +507,7 @@ class RunFolder:
             raise ConfigError(f"cannot write {error.filename}: {error.strerror}; set run.dir or run.name") from None
 
     def _start_files(self, step: int, best: dict | None, ranks: list[str]) -> None:
-        if self.config.run.resume not in (
-            "auto",
-            "never",
-        ):  # another branch begins here: the old one must not come back
+        if self.config.run.resume not in ("auto", "never"):  # a branch begins here: what it replaces must not come back
             for path in self._step_files():
                 if step_of(path) > step:
                     path.unlink()
@@ -642,41 +639,44 @@ def check_model_state(state: dict[str, Tensor], model: nn.Module, where: str | P
 
 def curves_svg(rows: list[dict]) -> str:
     """Loss and Pearson against the step, as one SVG with two panels."""
-    series = {
-        "Loss (1 = variance of the training scores)": [("train", "loss", "#2a7fff"), ("val", "loss", "#e8590c")],
-        "Pearson (validation)": [("val", "pearson", "#e8590c"), ("val", "baseline_pearson", "#868e96")],
+    orange, blue, grey = "#e8590c", "#2a7fff", "#868e96"
+    panels = {
+        "Loss (1 = variance of the training scores)": {("train", "loss"): blue, ("val", "loss"): orange},
+        "Pearson (validation)": {("val", "pearson"): orange, ("val", "baseline_pearson"): grey},
     }
     last = max((row["step"] for row in rows), default=0) or 1
+    top, width, height = 40, 380, 240
     parts = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 330" font-family="sans-serif" font-size="12">'
         "<style>text{fill:#495057} @media(prefers-color-scheme:dark){text{fill:#ced4da}}</style>"
     ]
-    for panel, (title, curves) in enumerate(series.items()):
-        left, top, width, height = 50 + 450 * panel, 40, 380, 240
-        points = [
+
+    def text(x: float, y: float, content: str, more: str) -> None:
+        parts.append(f'<text x="{x:.1f}" y="{y:.1f}" {more}>{content}</text>')
+
+    for panel, (title, colours) in enumerate(panels.items()):
+        left = 50 + 450 * panel
+        curves = [
             [(row["step"], row[key]) for row in rows if row["kind"] == kind and row.get(key) is not None]
-            for kind, key, _ in curves
+            for kind, key in colours
         ]
-        values = [value for curve in points for _, value in curve] or [0.0]
+        values = [value for curve in curves for _, value in curve] or [0.0]
         low, high = min(values), max(max(values), min(values) + 1e-6)
-        parts.append(f'<text x="{left}" y="22" font-weight="bold">{title}</text>')
+        text(left, 22, title, 'font-weight="bold"')
         for i in range(5):
             y = top + height - i * height / 4
-            parts.append(f'<path d="M{left} {y}h{width}" stroke="#868e96" stroke-opacity=".3"/>')
-            parts.append(f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{low + i * (high - low) / 4:.2f}</text>')
-            x = left + i * width / 4
-            parts.append(f'<text x="{x}" y="{top + height + 18}" text-anchor="middle">{last * i // 4}</text>')
-        parts.append(f'<text x="{left + width / 2}" y="{top + height + 36}" text-anchor="middle">step</text>')
-        for i, ((kind, key, colour), curve) in enumerate(zip(curves, points, strict=True)):
-            label = "additive baseline" if key.startswith("baseline") else kind
+            parts.append(f'<path d="M{left} {y}h{width}" stroke="{grey}" stroke-opacity=".3"/>')
+            text(left - 6, y + 4, f"{low + i * (high - low) / 4:.2f}", 'text-anchor="end"')
+            text(left + i * width / 4, top + height + 18, str(last * i // 4), 'text-anchor="middle"')
+        for i, ((kind, key), curve) in enumerate(zip(colours, curves, strict=True)):
+            colour = colours[kind, key]
             line = " ".join(
                 f"{left + width * step / last:.1f},{top + height * (high - value) / (high - low):.1f}"
                 for step, value in curve
             )
             parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
-            parts.append(
-                f'<text x="{left + width - 130 * i}" y="22" text-anchor="end" style="fill:{colour}">{label}</text>'
-            )
+            label = "additive baseline" if key.startswith("baseline") else kind
+            text(left + width - 130 * i, 22, label, f'text-anchor="end" style="fill:{colour}"')
     return "\n".join([*parts, "</svg>\n"])
 
 
@@ -831,22 +831,19 @@ def environment(ranks: list[str]) -> str:
         return result.stdout.strip()
 
     try:
-        commit = (git("rev-parse", "HEAD") or "none") + (
-            " with uncommitted changes" if git("status", "--porcelain") else ""
-        )
+        commit = git("rev-parse", "HEAD") or "none"
+        commit += " with uncommitted changes" if git("status", "--porcelain") else ""
     except OSError:
         commit = "unknown, git is not installed"
-    return "\n".join(
-        [
-            f"command: {shlex.join([sys.executable, *sys.argv])}",
-            f"git commit: {commit}",
-            f"python: {platform.python_version()} on {platform.platform()}",
-            *(f"{name}: {version(name)}" for name in ("torch", "torch-geometric", "pyyaml", "tqdm")),
-            f"cuda: {torch.version.cuda}",
-            *ranks,
-            "",
-        ]
-    )
+    lines = [
+        f"command: {shlex.join([sys.executable, *sys.argv])}",
+        f"git commit: {commit}",
+        f"python: {platform.python_version()} on {platform.platform()}",
+        *(f"{name}: {version(name)}" for name in ("torch", "torch-geometric", "pyyaml", "tqdm")),
+        f"cuda: {torch.version.cuda}",
+        *ranks,
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -128,6 +128,18 @@ def agreement() -> None:
         assert str(error) == "rank 2 has another data than rank 0: 1 and 0"
     else:
         raise AssertionError("no error")
+    try:
+        env.check_ready(nn.Linear(1, 1))
+    except SetupError as error:
+        assert "torchrun started this process but the model is not under DDP" in str(error)
+    else:
+        raise AssertionError("no error")
+    try:
+        env.check_ready(env.wrap(nn.Linear(1, 1), DDPConfig()), nn.Linear(1, 1).to("meta" if env.rank == 3 else "cpu"))
+    except SetupError as error:
+        assert str(error) == "Linear.weight is on meta: move the module to cpu"
+    else:
+        raise AssertionError("no error")
     assert env.gather(env.rank) == [0, 1, 2, 3]
     assert env.from_main(lambda: f"made by {env.rank}") == "made by 0"
     assert env.sum(torch.ones(2)).tolist() == [4.0, 4.0]
@@ -253,6 +265,21 @@ def unused() -> None:
         else:
             assert find
     env.close()
+
+
+def batchnorm() -> None:
+    """On two GPUs: running statistics of a rank's own rows, or with the option those of all."""
+    env = setup(DDPConfig())
+    assert len(set(batchnorm_means(env, sync_batchnorm=False))) == 2
+    assert len(set(batchnorm_means(env, sync_batchnorm=True))) == 1
+    env.close()
+
+
+def batchnorm_means(env: Distributed, sync_batchnorm: bool) -> list[float]:
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).to(env.device)
+    wrapped = env.wrap(model, DDPConfig(sync_batchnorm=sync_batchnorm, broadcast_buffers=False))
+    wrapped(torch.full((4, 1), float(env.rank), device=env.device)).sum().backward()
+    return env.gather(wrapped.module[0].running_mean.item())
 
 
 def zero() -> None:

@@ -1,0 +1,48 @@
+"""What only a GPU can show: `./launch.sh test -m gpu`."""
+
+import pytest
+import torch
+
+from ddp_setup import Distributed
+from tests.test_model import SETS, make_batch, make_model, outputs_and_gradients, shared  # noqa: F401
+from train import OptimConfig, build_optimizer, optimizer_step, squared_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+
+@pytest.mark.parametrize("readout", ["both", "local"])
+def test_the_gpu_computes_what_the_cpu_computes(shared, readout):  # noqa: F811
+    results = []
+    for device in ("cpu", "cuda"):
+        graph, batch = shared.to(device, torch.float64), make_batch(shared, SETS).to(device)
+        results.append(outputs_and_gradients(make_model(torch.float64, readout=readout).to(device), graph, batch))
+    for ours, reference in zip(results[1], results[0], strict=True):
+        assert (ours.cpu() - reference).norm() <= 1e-10 * reference.norm()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_ten_training_steps_never_wait_for_the_gpu(shared, dtype):  # noqa: F811
+    graph = shared.to("cuda")
+    model = make_model(dropout=0.1).to("cuda").train()
+    env = Distributed(0, 0, 1, 1, torch.device("cuda", 0), launched=False)
+    optimizer = build_optimizer(model, OptimConfig(), env)
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    batch = make_batch(shared, SETS).pin_memory()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            on_gpu = batch.to("cuda", non_blocking=True)
+            with torch.autocast("cuda", dtype, enabled=dtype is not None):
+                prediction = model(graph, on_gpu)
+            squared_error(prediction, on_gpu, model).backward()
+            optimizer_step(model, optimizer, scaler, clip=1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_sync_batchnorm_shares_the_statistics(torchrun):
+    torchrun(2, "-m", "tests.workers", "batchnorm").check()
