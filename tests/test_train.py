@@ -177,7 +177,10 @@ def test_an_undefined_pearson_leaves_the_choice_to_the_loss():
 
 WRONG_INPUT = [
     (["optim.lrr=1"], "unknown option optim.lrr in the command line: did you mean optim.lr?"),
-    (["optim.epochs=2", "optim.local_epochs=1", "model.readout=global"], "optim.local_epochs trains the local part first"),
+    (
+        ["optim.epochs=2", "optim.local_epochs=1", "model.readout=global"],
+        "optim.local_epochs trains the local part first",
+    ),
     (["--config", "missing.yaml"], "cannot read the configuration missing.yaml: No such file or directory"),
     (["data.batch_size=30", "optim.accumulate=8"], "use a multiple of "),
     (["data.edges=missing.tsv"], "data.edges: cannot read missing.tsv: No such file or directory"),
