@@ -351,21 +351,28 @@ class StepSampler(DistributedSampler):
         self.first_step = first_step
 
     def samples_in_step(self, step: int) -> int:
-        """Rows of an epoch's step, over all ranks and micro-batches, padding left out."""
+        """How many rows an epoch's step takes, over all ranks and micro-batches, padding left out."""
         return min(self.batch_size, len(self.rows) - step * self.batch_size)
+
+    def rows_in_step(self, step: int) -> Tensor:
+        """The rows that a step of this epoch takes, over all ranks and micro-batches."""
+        return self._order()[step * self.batch_size :][: self.batch_size]
 
     def __len__(self) -> int:
         return (self.steps_per_epoch - self.first_step) * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = self.rows[torch.randperm(len(self.rows), generator=generator)]
+        order = self._order()
         for step in range(self.first_step, self.steps_per_epoch):
             rows = order[step * self.batch_size :][: self.batch_size]
             share = math.ceil(len(rows) / (self.num_replicas * self.accumulate))
             padded = rows.new_full((self.accumulate * share * self.num_replicas,), -1)
             padded[: len(rows)] = rows
             yield from padded.view(self.accumulate, share, self.num_replicas)[:, :, self.rank].tolist()
+
+    def _order(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        return self.rows[torch.randperm(len(self.rows), generator=generator)]
 
 
 def make_loader(

@@ -8,11 +8,18 @@ it shows what each rank got and whether the ranks can add up a number:
 
 import contextlib
 import gc
+import itertools
+import json
+import logging
 import os
 import platform
+import signal
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,17 +27,25 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
+
+log = logging.getLogger("ddp_setup")
 
 
 class SetupError(RuntimeError):
-    """This launch cannot work; the message is one sentence for the user."""
+    """This launch cannot work, as all ranks agree; the message is one sentence for the user."""
+
+
+class RunError(RuntimeError):
+    """The run cannot go on; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class DDPConfig:
     device_ids: tuple[int, ...] = ()
-    timeout_s: float = 600.0
+    startup_timeout_s: float = 1800.0
+    timeout_s: float = 300.0
     sync_batchnorm: bool = False
     broadcast_buffers: bool = True
     find_unused_parameters: bool = False
@@ -41,8 +56,8 @@ class DDPConfig:
     def __post_init__(self):
         if len(set(self.device_ids)) < len(self.device_ids) or min(self.device_ids, default=0) < 0:
             raise ValueError(f"ddp.device_ids must name each GPU once, not {list(self.device_ids)}")
-        if min(self.timeout_s, self.bucket_cap_mb) <= 0:
-            raise ValueError("ddp.timeout_s and ddp.bucket_cap_mb must be over 0")
+        if min(self.startup_timeout_s, self.timeout_s, self.bucket_cap_mb) <= 0:
+            raise ValueError("ddp.startup_timeout_s, ddp.timeout_s and ddp.bucket_cap_mb must be over 0")
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,9 @@ class Distributed:
     local_world_size: int
     device: torch.device
     launched: bool
+    stop_request: "StopRequest | None" = None
+    watchdog: "Watchdog | None" = None
+    on_failure: list[Callable[[str], None]] = field(default_factory=list)  # called with the reason before a failed exit
 
     @property
     def is_main(self) -> bool:
@@ -88,6 +106,33 @@ class Distributed:
         """The context of a micro-batch's forward and backward: only the last one of a step exchanges gradients."""
         return contextlib.nullcontext() if last or not self.launched else model.no_sync()
 
+    def agree(self, *flags: int) -> list[int]:
+        """The largest of each flag over all ranks, on every rank.
+
+        Whatever makes ranks branch is decided by this one exchange. It runs on the CPU: no GPU is waited for.
+        """
+        if not self.launched:
+            return list(flags)
+        votes = torch.tensor(flags, dtype=torch.int64)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        return votes.tolist()
+
+    def stopping(self, step: int) -> str:
+        """Why all ranks must stop at `step`, or nothing: a signal to one of them, the file STOP, torchrun's end."""
+        self.phase("agreement", step)
+        (code,) = self.agree(self.stop_request.code() if self.stop_request else 0)
+        return StopRequest.reason(code)
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether `stopping` is going to say so: for leaving early what other ranks need not agree on."""
+        return self.stop_request is not None and self.stop_request.code() > 0
+
+    def phase(self, name: str, step: int | None = None) -> None:
+        """What this rank begins or goes on to do, for the watchdog; the step stays as it is if not given."""
+        if self.watchdog:
+            self.watchdog.enter(name, step)
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum over ranks, on every rank; `values` stays as it is."""
         values = values.clone()
@@ -112,16 +157,16 @@ class Distributed:
 
     @contextlib.contextmanager
     def together(self, *errors: type[Exception]) -> Iterator[None]:
-        """If the block raises one of `errors` on any rank, every rank raises `SetupError` with that message.
+        """If the block raises one of `errors` on any rank, every rank raises it: a `RunError`, else a `SetupError`.
 
         Every rank must reach the block, and nothing inside it may wait for another rank.
         """
-        problem = None
+        problem, kind = None, SetupError
         try:
             yield
         except errors as error:
-            problem = str(error)
-        self._refuse(self.gather(problem))
+            problem, kind = str(error), RunError if isinstance(error, RunError) else SetupError
+        self._refuse(problem, kind)
 
     def check_equal(self, values: dict[str, Any]) -> None:
         """Raise `SetupError` on every rank, naming rank and field, if a value is not what rank 0 has."""
@@ -140,23 +185,183 @@ class Distributed:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if problem is None and tensor.device != self.device:
                     problem = f"{type(module).__name__}.{name} is on {tensor.device}: move the module to {self.device}"
-        self._refuse(self.gather(problem))
+        self._refuse(problem)
 
     def close(self) -> None:
         """Only after success: destroying the group while another rank is in a collective makes both hang.
 
         The model that `wrap` gave must be out of scope.
         """
+        if self.watchdog:
+            self.watchdog.ended.set()
+            self.watchdog.join()
         if self.launched:
             # A DDP module (in a reference cycle, often) frees a group that it outlives without letting go of the GIL,
             # and so may wait for ever for a gloo thread that needs it.
             gc.collect()
             dist.destroy_process_group()
 
-    def _refuse(self, problems: list[str | None]) -> None:
-        for problem in problems:
-            if problem is not None:
-                raise SetupError(problem)
+    def crash(self, error: Exception) -> NoReturn:
+        """End this process with status 1; of all ranks, the one that failed first says why, with its traceback."""
+        reason, told = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)).rstrip()
+        if isinstance(error, RunError):
+            reason = str(error)
+            told = f"error: {reason}"
+        elif isinstance(error, dist.DistError) or "gloo" in reason:  # a trace of waiting explains nothing
+            reason = f"another rank was killed or cannot be reached ({reason.splitlines()[0]})"
+            told = f"error: rank {self.rank}: {reason}"
+        reason = f"rank {self.rank}: {reason}"
+        first = self.watchdog.claim("failure", reason) if self.watchdog else reason
+        if first == reason:
+            print(told, file=sys.stderr, flush=True)
+            get_error_handler().record_exception(error)
+        log.error(told)
+        self.end(first)
+
+    def end(self, reason: str) -> NoReturn:
+        """Tell `on_failure`, and end this process at once: interpreter shutdown can wait for ever for other ranks."""
+        for hook in self.on_failure:
+            hook(reason)
+        sys.stdout.flush()
+        os._exit(1)
+
+    def _refuse(self, problem: str | None, kind: type[Exception] = SetupError) -> None:
+        """Raise the first rank's problem on every rank, if any has one."""
+        if self.agree(problem is not None) == [1]:
+            problem, kind = next(found for found in self.gather((problem, kind)) if found[0] is not None)
+            raise kind(problem)
+
+
+class StopRequest:
+    """Whether this process was asked to stop: by a signal, by a file, or by the end of the torchrun that started it."""
+
+    FILE, ORPHANED = 1, 2  # and 100 + the number of a signal
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+    def __init__(self, file: Path):
+        self.file = file
+        self.signal, self.pid, self.parent = 0, os.getpid(), os.getppid()
+        self.next_look, self.found = 0.0, False
+        for number in self.SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if os.getpid() != self.pid:  # a loader process, which has this handler from its parent
+            os._exit(128 + number)
+        if number == self.signal == signal.SIGINT:
+            os._exit(128 + number)  # Ctrl-C twice: at once
+        self.signal = number
+
+    def code(self) -> int:
+        """0 for no request. The file is looked for once a second."""
+        if self.signal:
+            return 100 + self.signal
+        if dist.is_torchelastic_launched() and os.getppid() != self.parent:
+            return self.ORPHANED
+        if time.monotonic() > self.next_look:
+            self.found = self.file.exists()
+            self.next_look = time.monotonic() + 1
+        return self.FILE if self.found else 0
+
+    @classmethod
+    def reason(cls, code: int) -> str:
+        words = {0: "", cls.FILE: "the file STOP", cls.ORPHANED: "the end of torchrun"}
+        return words[code] if code in words else signal.Signals(code - 100).name
+
+
+class Watchdog(threading.Thread):
+    """Ends the job, in words, when a rank makes no progress for too long.
+
+    Each rank's thread tells the store that torchrun started with how far its rank is. The first one whose own rank is
+    stuck asks for the stacks of all and says who is behind or silent.
+    """
+
+    def __init__(self, env: Distributed, config: DDPConfig):
+        super().__init__(name="watchdog", daemon=True)
+        self.env, self.config = env, config
+        self.limit = config.startup_timeout_s
+        self.period = min(2.0, min(config.timeout_s, config.startup_timeout_s) / 8)
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+        # Each restart of the workers begins with no keys.
+        self.store = dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        self.ended = threading.Event()
+        self.place = (0, "start", 0, time.monotonic())  # how many phases before, phase, step, since
+        self.heard: dict[int, tuple[list, float]] = {}  # of each rank: its last words, and when they came
+
+    def enter(self, phase: str, step: int | None) -> None:
+        count, before, step_before, _ = self.place
+        step = step_before if step is None else step
+        if (phase, step) != (before, step_before):
+            count += 1
+        if step > step_before > 0:
+            self.limit = self.config.timeout_s
+        self.place = (count, phase, step, time.monotonic())
+
+    def claim(self, key: str, value: str) -> str:
+        """The value of the first rank that claimed `key`."""
+        try:
+            return self.store.compare_set(key, "", value).decode()
+        except dist.DistError:  # torchrun is gone
+            return value
+
+    def run(self) -> None:
+        for beat in itertools.count():
+            if self.ended.wait(self.period):
+                return
+            try:
+                count, phase, step, since = self.place
+                idle = time.monotonic() - since
+                self.store.set(f"words/{self.env.rank}", json.dumps([count, phase, step, idle, beat]))
+                if idle > self.limit or self.store.check(["stuck"]):
+                    self._end_job()
+                if idle > self.limit / 2:
+                    self._listen()
+            except dist.DistError:
+                if idle > self.limit:
+                    self.env.end(f"rank {self.env.rank} has made no progress for {idle:.0f} s, and torchrun is gone")
+
+    def _listen(self) -> None:
+        for rank in range(self.env.world_size):
+            if self.store.check([f"words/{rank}"]):
+                words = json.loads(self.store.get(f"words/{rank}"))
+                if rank not in self.heard or self.heard[rank][0] != words:
+                    self.heard[rank] = (words, time.monotonic())
+
+    def _end_job(self) -> None:
+        rank, world = self.env.rank, range(self.env.world_size)
+        frame = sys._current_frames().get(threading.main_thread().ident)
+        stack = "".join(traceback.format_stack(frame)).rstrip()
+        self.store.set(f"stack/{rank}", stack)
+        log.error(f"rank {rank} is here:\n{stack}")
+        if self.claim("stuck", str(rank)) == str(rank):
+            time.sleep(2 * self.period + 0.5)  # the others answer
+            self._listen()
+            stacks = {r: self.store.get(f"stack/{r}").decode() for r in world if self.store.check([f"stack/{r}"])}
+            verdict, lines = self._report(silent=[r for r in world if r not in stacks])
+            told = [f"error: {verdict}", *lines, *(f"rank {r} is here:\n{stacks[r]}" for r in stacks)]
+            print("\n".join(told), file=sys.stderr, flush=True)
+            log.error("\n".join(told[: 1 + len(lines)]))
+            self.store.set("verdict", verdict)
+        self.store.wait(["verdict"], timedelta(seconds=30))
+        self.env.end(self.store.get("verdict").decode())
+
+    def _report(self, silent: list[int]) -> tuple[str, list[str]]:
+        """What is wrong, in a sentence, and a line for each rank."""
+        lines = {}
+        for rank, ((_, phase, step, idle, _), when) in self.heard.items():
+            ago = time.monotonic() - when
+            lines[rank] = f"rank {rank}: in {phase} of step {step} for {idle + ago:.0f} s"
+            if rank in silent:
+                lines[rank] += f", not heard of for {ago:.0f} s: stopped, or its machine is gone"
+        least = min(words[0] for words, _ in self.heard.values())
+        behind = silent or [rank for rank, (words, _) in self.heard.items() if words[0] == least]
+        culprits = [lines.get(rank, f"rank {rank}: never heard of") for rank in behind]
+        if len(behind) == self.env.world_size:
+            culprits = ["all ranks are in the same phase"]
+        verdict = f"no progress for {self.limit:.0f} s (ddp.timeout_s and ddp.startup_timeout_s): {'; '.join(culprits)}"
+        return verdict, [line for rank, line in sorted(lines.items()) if rank not in behind]
 
 
 def setup(config: DDPConfig) -> Distributed:
@@ -180,10 +385,16 @@ def setup(config: DDPConfig) -> Distributed:
     if launched:
         # gloo beside nccl: agreement between ranks stays off the GPU.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+        # The watchdog comes first, and knows more.
+        patience = 60 + max(config.startup_timeout_s, config.timeout_s)
+        dist.init_process_group(backend, timeout=timedelta(seconds=patience))
     env = Distributed(rank, local_rank, world_size, local_world_size, device, launched)
     # A rank without a device leaves only now, together with all others, so that none waits for it.
-    env._refuse(env.gather(problem))
+    env._refuse(problem)
+    if launched:
+        get_error_handler().initialize()
+        env = replace(env, watchdog=Watchdog(env, config))
+        env.watchdog.start()
     return env
 
 
@@ -229,15 +440,17 @@ def cpu_threads(local_world_size: int) -> int:
     return max(1, cores // local_world_size)
 
 
-def leave(message: str, status: int = 2) -> NoReturn:
-    """Say `message` once and end this process; every rank must call it."""
+def leave(message: str, env: Distributed | None = None) -> NoReturn:
+    """Say `message` once and end this process with status 2; every rank must call it."""
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
     if dist.is_initialized():
         dist.barrier()
+    for hook in env.on_failure if env else ():
+        hook(message)
     # At once: torchrun kills the slower ones as soon as one is gone, and interpreter shutdown is slow.
     sys.stdout.flush()
-    os._exit(status)
+    os._exit(2)
 
 
 def describe(env: Distributed) -> list[str]:

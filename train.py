@@ -6,7 +6,8 @@
     python train.py --predict TABLE --checkpoint FILE       predictions for a table of knock-out sets
 
 Options stand in config.yaml; `section.key=value` on the command line overrides the file. The same command starts a run
-and resumes it. Exit status: 0 finished, 1 failure, 2 the configuration or the input data is wrong.
+and resumes it; a signal or a file STOP in the run folder ends it cleanly. Exit status: 0 finished or stopped on
+request, 1 failure, 2 the configuration or the input data is wrong.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,7 +34,6 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch_geometric.data import Data
 from tqdm import tqdm
@@ -51,7 +51,7 @@ from data import (
     read_knockouts,
     shard,
 )
-from ddp_setup import DDPConfig, Distributed, SetupError, describe, leave, setup
+from ddp_setup import DDPConfig, Distributed, RunError, SetupError, StopRequest, describe, leave, setup
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 
@@ -96,10 +96,12 @@ class OptimConfig:
     accumulate: int = 1
     zero: bool = False
     precision: str = "fp32"
+    on_nonfinite: str = "stop"
+    max_skips: int = 10
 
     def __post_init__(self):
-        if min(self.epochs, self.accumulate) < 1:
-            raise ValueError("optim.epochs and optim.accumulate must be at least 1")
+        if min(self.epochs, self.accumulate, self.max_skips) < 1:
+            raise ValueError("optim.epochs, optim.accumulate and optim.max_skips must be at least 1")
         if not 0 <= self.local_epochs < self.epochs:
             raise ValueError(f"optim.local_epochs must be from 0 to optim.epochs - 1, not {self.local_epochs}")
         if min(self.lr, self.clip) <= 0 or self.weight_decay < 0 or not 0 <= self.warmup < 1:
@@ -108,6 +110,8 @@ class OptimConfig:
             )
         if self.precision not in PRECISIONS:
             raise ValueError(f"optim.precision must be one of {', '.join(PRECISIONS)}, not '{self.precision}'")
+        if self.on_nonfinite not in ("stop", "skip"):
+            raise ValueError(f"optim.on_nonfinite must be stop or skip, not '{self.on_nonfinite}'")
 
 
 @dataclass(frozen=True)
@@ -140,12 +144,12 @@ class Config:
     log: LogConfig = LogConfig()
 
 
-@record
 def main() -> None:
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
+    console.addFilter(lambda record: record.levelno < logging.ERROR)  # those are on stderr already
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[console])
-    config, problem = Config(), None
+    env, config, problem = None, Config(), None
     try:
         arguments = parse_arguments(sys.argv[1:])
         config = load_config(arguments)
@@ -162,15 +166,21 @@ def main() -> None:
             train(config, env)
         env.close()
     except SetupError as error:
-        leave(str(error))
+        leave(str(error), env)
+    except Exception as error:
+        if env is None:
+            raise
+        env.crash(error)
 
 
 def train(config: Config, env: Distributed) -> None:
     """The whole run: data, model, resume, epochs, test.
 
     Raises:
-        SetupError: on every rank, for everything that the user can mend.
+        SetupError: on every rank, for everything that the user can mend before the first step.
+        RunError: for what goes wrong later, and is no bug.
     """
+    env = replace(env, stop_request=StopRequest(Path(config.run.dir, config.run.name, "STOP")))
     optim, batch_size, shares = config.optim, config.data.batch_size, env.world_size * config.optim.accumulate
     dtype, autocast_dtype = PRECISIONS[optim.precision]
     with env.together(ConfigError, DataError):
@@ -199,21 +209,18 @@ def train(config: Config, env: Distributed) -> None:
     if config.model.compile:
         model.compile()
     optimizer = build_optimizer(model, optim, env)
-    scaler = torch.amp.GradScaler(env.device.type, enabled=optim.precision == "fp16")
+    scaler = torch.amp.GradScaler(env.device.type, init_scale=2.0**16 if optim.precision == "fp16" else 1.0)
+    state = TrainState(model, optimizer, scaler, SkippedSteps(optim, env.device))
 
     folder = RunFolder(config, env, fingerprint)
     with env.together(ConfigError):
         folder.open(model)
-    step, best = 0, None
-    if (state := env.from_main(lambda: folder.checkpoint)) is not None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+    if (checkpoint := env.from_main(lambda: folder.checkpoint)) is not None:
+        state.load_state_dict(checkpoint)
         optimizer.param_groups[0]["weight_decay"] = optim.weight_decay  # the configuration's, not the checkpoint's
-        scaler.load_state_dict(state["scaler"])
-        step, best = state["step"], state["best"]
     ranks = describe(env)
     with env.together(ConfigError):
-        folder.start(step, best, ranks)
+        folder.start(state, ranks)
     ddp_model = env.wrap(model, config.ddp)
     env.check_ready(ddp_model, graph)
     env.check_equal({"parameters (hash)": state_hash(model), "batches an epoch": len(loader)})
@@ -227,77 +234,98 @@ def train(config: Config, env: Distributed) -> None:
         f"batch     {env.world_size} ranks x {batch_size // shares} samples x {optim.accumulate} accumulation = "
         f"{batch_size}; {steps_per_epoch} steps an epoch, {total_steps} in {optim.epochs} epochs"
     )
-    log.info(f"run       {folder.path}, {f'resumed at step {step}' if step else 'from the start'}")
+    log.info(f"run       {folder.path}, {f'resumed at step {state.step}' if state.step else 'from the start'}")
 
-    first_step = step
-    for epoch in range(step // steps_per_epoch, optim.epochs):
-        sampler.set_epoch(epoch, first_step=step % steps_per_epoch)
+    first_step, progress = state.step, ""
+    for epoch in range(state.epoch(steps_per_epoch), optim.epochs):
+        sampler.set_epoch(epoch, first_step=state.step - epoch * steps_per_epoch)
         knock_out = epoch >= local_epochs
         model.train()
         batches, clock = iter(loader), Clock()
         for step_in_epoch in tqdm(
-            range(step % steps_per_epoch, steps_per_epoch),
+            range(sampler.first_step, steps_per_epoch),
             desc=f"epoch {epoch + 1}/{optim.epochs}",
             disable=not (env.is_main and sys.stderr.isatty()),
             leave=False,
         ):
-            seed_step(config.run.seed, step, env.rank)
-            lr = learning_rate(step, total_steps, optim)
+            if reason := env.stopping(state.step):
+                folder.save(state)
+                return folder.stop(state.step, epoch + 1, reason)
+            seed_step(config.run.seed, state.step, env.rank)
+            lr = learning_rate(state.step, total_steps, optim)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             num_samples = sampler.samples_in_step(step_in_epoch)
             loss = torch.zeros((), device=env.device, dtype=dtype)
             for micro in range(optim.accumulate):
+                env.phase("data")
                 with clock.waiting_for_data():
                     batch = next(batches).to(env.device, non_blocking=True)
                 with env.accumulating(ddp_model, last=micro == optim.accumulate - 1):
+                    env.phase("forward")
                     with torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None):
                         prediction = ddp_model(graph, batch, knock_out)
                     # The mean over the samples of the whole step: world_size undoes DDP's average over ranks.
                     part = squared_error(prediction, batch, model) / num_samples
-                    scaler.scale(part * env.world_size).backward()
-                loss += part.detach()
-            if step == first_step and env.launched and not config.ddp.find_unused_parameters:
+                    loss += part.detach()
+                    env.phase("backward")
+                    # A loss that is not finite makes every gradient NaN, on every rank.
+                    scaler.scale(part * env.world_size * (1 + 0 * part.detach())).backward()
+            env.phase("optimiser")
+            if state.step == first_step and env.launched and not config.ddp.find_unused_parameters:
                 with env.together(ConfigError):
                     refuse_unused_parameters(model)
-            grad_norm = optimizer_step(model, optimizer, scaler, optim.clip)
-            step += 1
+            grad_norm = optimizer_step(model, optimizer, scaler, optim)
+            state.step += 1
+            state.skipped.count(state.step, loss, grad_norm, scaler)
             clock.count(num_samples)
 
-            end_of_epoch = step % steps_per_epoch == 0
-            if step % config.log.every_steps == 0 or end_of_epoch:
+            end_of_epoch = state.step % steps_per_epoch == 0
+            log_now = state.step % config.log.every_steps == 0 or end_of_epoch
+            save_now = state.step % config.checkpoint.every_steps == 0 and not end_of_epoch
+            if (log_now or save_now) and (bad_step := state.skipped.too_many(env)):
+                rows = sampler.rows_in_step(bad_step - 1 - epoch * steps_per_epoch)
+                bad_rows = rows_without_loss(model, graph, dataset, rows, knock_out)
+                raise RunError(state.skipped.explain(bad_step, bad_rows, rows))
+            if log_now:
                 train_loss = env.sum(loss).item()
-                if not math.isfinite(train_loss):
-                    raise RuntimeError(
-                        f"the loss is {train_loss} at step {step}: lower optim.lr or raise optim.precision"
-                    )
                 timings = clock.read(env.device)
-                folder.write("train", step, epoch + 1, loss=train_loss, lr=lr, grad_norm=grad_norm.item(), **timings)
-            if step % config.checkpoint.every_steps == 0 and not end_of_epoch:
-                folder.save(step, model, optimizer, scaler, best)
+                folder.write(
+                    "train", state.step, epoch + 1,
+                    loss=train_loss, lr=lr, grad_norm=grad_norm.item(), skipped=state.skipped.total, **timings,
+                )  # fmt: skip
+                progress = f"  loss {train_loss:.4f}  {timings['samples_per_s']:,.0f} samples/s"
+            if save_now:
+                folder.save(state)
 
         val = evaluate(model, graph, dataset, baseline, tables.rows("val"), batch_size, env, knock_out)
-        improved = knock_out and (best is None or rank_of(val) > rank_of(best))
+        if reason := env.stopping(state.step):
+            folder.save(state)
+            return folder.stop(state.step, epoch + 1, reason)
+        improved = knock_out and (state.best is None or rank_of(val) > rank_of(state.best))
         if improved:
-            best = {"step": step, **val}
-        folder.write("val", step, epoch + 1, **val)
-        folder.save(step, model, optimizer, scaler, best, improved)
+            state.best = {"step": state.step, **val}
+        state.evaluated = state.step
+        folder.write("val", state.step, epoch + 1, **val)
+        folder.save(state, improved)
         folder.draw()
         log.info(
-            f"epoch {epoch + 1}/{optim.epochs}  step {step}  loss {train_loss:.4f}  val loss {val['loss']:.4f}  "
-            f"val Pearson {shown(val['pearson'])} (additive baseline {shown(val['baseline_pearson'])})  "
-            f"{timings['samples_per_s']:,.0f} samples/s"
+            f"epoch {epoch + 1}/{optim.epochs}  step {state.step}{progress}  val loss {val['loss']:.4f}  "
+            f"val Pearson {shown(val['pearson'])} (additive baseline {shown(val['baseline_pearson'])})"
         )
 
     if (weights := env.from_main(folder.best_model)) is not None:
         model.load_state_dict(weights)
     test = evaluate(model, graph, dataset, baseline, tables.rows("test"), batch_size, env)
-    folder.write("test", step, optim.epochs, **test, noise_ceiling=ceiling, best_step=best["step"] if best else step)
-    folder.status("finished", step, optim.epochs)
+    if reason := env.stopping(state.step):
+        return folder.stop(state.step, optim.epochs, reason)
+    best_step = state.best["step"] if state.best else state.step
+    folder.write("test", state.step, optim.epochs, **test, noise_ceiling=ceiling, best_step=best_step)
+    folder.status("finished", state.step, optim.epochs)
     limit = "" if ceiling is None else f", noise ceiling {ceiling:.4f}"
     log.info(
         f"test      Pearson {shown(test['pearson'])}, additive baseline {shown(test['baseline_pearson'])}{limit} "
-        f"({test['n']} samples, model of step {best['step'] if best else step})"
+        f"({test['n']} samples, model of step {best_step})"
     )
     log.info(f"run       {folder.path}")
 
@@ -317,7 +345,8 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, env: Distributed) -> t
     ]
     if optim.zero and env.launched:
         return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, lr=optim.lr)
-    return torch.optim.AdamW(groups, lr=optim.lr)
+    # The fused one obeys GradScaler's verdict on the device; the others wait for it.
+    return torch.optim.AdamW(groups, lr=optim.lr, fused=True)
 
 
 def state_hash(model: nn.Module) -> str:
@@ -345,15 +374,108 @@ def squared_error(prediction: Tensor, batch: Data, model: KnockoutGNN) -> Tensor
 
 
 def optimizer_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, clip: float
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, optim: OptimConfig
 ) -> Tensor:
-    """Unscale, clip, step, clear; returns the gradient norm before clipping."""
+    """Unscale, clip, step, clear; returns the gradient norm before clipping.
+
+    The scaler lets the optimiser step only if all gradients are finite. Without fp16 its scale stays 1.
+    """
     scaler.unscale_(optimizer)
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
     scaler.step(optimizer)
-    scaler.update()
+    scaler.update(None if optim.precision == "fp16" else 1.0)
     optimizer.zero_grad(set_to_none=True)
     return grad_norm
+
+
+class SkippedSteps:
+    """Counts, on the device, the steps whose loss or gradients were not finite: no step waits for the count.
+
+    Under fp16 a step whose gradients overflowed at a scale over 1 is GradScaler's routine and does not count.
+    """
+
+    def __init__(self, optim: OptimConfig, device: torch.device):
+        self.limit = optim.max_skips if optim.on_nonfinite == "skip" else 1
+        self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # in all, in a row, the last one's number
+        self.total = 0
+
+    def count(self, step: int, loss: Tensor, grad_norm: Tensor, scaler: torch.amp.GradScaler) -> None:
+        scale = scaler.scale(torch.ones((), device=loss.device))
+        bad = ~loss.isfinite() | (~grad_norm.isfinite() & (scale <= 1))
+        total, in_row, last = self.counts
+        counting = in_row < self.limit  # what `too_many` is going to report stays
+        in_row = torch.where(counting, (in_row + 1) * bad, in_row)
+        self.counts = torch.stack([total + bad, in_row, torch.where(counting & bad, step, last)])
+
+    def too_many(self, env: Distributed) -> int:
+        """The step that must be the last one, as all ranks agree, or 0."""
+        total, in_row, last = env.agree(*self.counts.tolist())
+        if total > self.total:
+            log.warning(f"skipped   {total} steps so far that were not finite, the last one is step {last}")
+        self.total = total
+        return last if in_row >= self.limit else 0
+
+    def explain(self, step: int, bad_rows: list[int], rows: Tensor) -> str:
+        what = f"the prediction or score of rows {shortened(bad_rows)} is not"
+        if not bad_rows:
+            what = f"a gradient of rows {shortened(rows.tolist())} is not"
+        times = f" for {self.limit} steps in a row" if self.limit > 1 else ", see optim.on_nonfinite"
+        return f"step {step} is not finite{times}: {what}; lower optim.lr or optim.clip, or mend the rows"
+
+
+def shortened(items: list[int]) -> str:
+    return ", ".join(map(str, items[:10])) + (f" and {len(items) - 10} more" if len(items) > 10 else "")
+
+
+@torch.no_grad()
+def rows_without_loss(
+    model: KnockoutGNN, graph: SharedGraph, dataset: KnockoutDataset, rows: Tensor, knock_out: bool
+) -> list[int]:
+    """Those of `rows` whose squared error is not finite; the model is as it was before their step or a few steps on."""
+    model.eval()
+    bad = []
+    for row in rows.tolist():
+        batch = dataset[row].to(graph.device)
+        if not squared_error(model(graph, batch, knock_out), batch, model).isfinite():
+            bad.append(row)
+    return bad
+
+
+@dataclass
+class TrainState:
+    """All that a checkpoint restores."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    skipped: SkippedSteps
+    step: int = 0
+    evaluated: int = 0  # the step of the last validation
+    best: dict | None = None  # its metrics and its step
+
+    def epoch(self, steps_per_epoch: int) -> int:
+        """The epoch to go on with; one that ended without its validation is not over."""
+        epoch, steps = divmod(self.step, steps_per_epoch)
+        return epoch - (steps == 0 and self.evaluated < self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "skipped": self.skipped.counts.tolist(),
+            "step": self.step,
+            "evaluated": self.evaluated,
+            "best": self.best,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.skipped.counts = torch.tensor(state["skipped"], device=self.skipped.counts.device)
+        self.skipped.total = state["skipped"][0]
+        self.step, self.evaluated, self.best = state["step"], state["evaluated"], state["best"]
 
 
 def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
@@ -389,6 +511,9 @@ def evaluate(
     batches = shard(rows, math.ceil(batch_size / env.world_size), env.world_size, env.rank)
     moments = torch.zeros(13, dtype=torch.float64, device=env.device)
     for batch in make_loader(dataset, batches, workers=0, pin=env.device.type == "cuda"):
+        env.phase("evaluation")
+        if env.asked_to_stop:  # all ranks will agree on that after the exchange below; nobody wants the result
+            break
         reference = baseline[batch.index].to(env.device)
         batch = batch.to(env.device, non_blocking=True)
         prediction = model(graph, batch, knock_out)
@@ -477,11 +602,7 @@ class RunFolder:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.lock = (self.path / "log.rank0.txt").open("a")
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another process trains in {self.path}: wait for it or choose another run.name"
-            ) from None
+            self._lock()
         except OSError as error:
             raise ConfigError(f"cannot write the run folder {self.path}: {error.strerror}; set run.dir") from None
         if resume == "auto":
@@ -494,24 +615,39 @@ class RunFolder:
                     return
             self.checkpoint["best"] = None  # best.pt is missing, or of another branch
 
-    def start(self, step: int, best: dict | None, ranks: list[str]) -> None:
-        """Open each rank's log; write down what runs where; drop what lies beyond `step`, which will come again."""
+    def _lock(self, patience_s: float = 5.0) -> None:
+        """Workers whose torchrun was killed need a moment to leave."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"another process trains in {self.path}: wait for it or choose another run.name"
+                    ) from None
+            time.sleep(0.1)
+
+    def start(self, state: TrainState, ranks: list[str]) -> None:
+        """Open each rank's log; write down what runs where; drop what lies beyond the step, which will come again."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt")
             handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
             logging.getLogger().addHandler(handler)
+            self.env.on_failure.append(self.fail)
             if self.env.is_main:
-                self._start_files(step, best, ranks)
+                self._start_files(state, ranks)
         except OSError as error:
             raise ConfigError(f"cannot write {error.filename}: {error.strerror}; set run.dir or run.name") from None
 
-    def _start_files(self, step: int, best: dict | None, ranks: list[str]) -> None:
+    def _start_files(self, state: TrainState, ranks: list[str]) -> None:
+        step = state.step
         if self.config.run.resume not in ("auto", "never"):  # a branch begins here: what it replaces must not come back
             for path in self._step_files():
                 if step_of(path) > step:
                     path.unlink()
-        if best is None:
+        if state.best is None:
             (self.checkpoints / "best.pt").unlink(missing_ok=True)
         write_atomically(self.path / "config.yaml", yaml.safe_dump(plain(self.config), sort_keys=False))
         write_atomically(self.path / "environment.txt", environment(ranks))
@@ -519,7 +655,8 @@ class RunFolder:
         for line in metrics.read_text().splitlines() if metrics.exists() else []:
             with contextlib.suppress(json.JSONDecodeError, TypeError, KeyError):  # the last line of a killed run
                 row = json.loads(line)
-                if row["kind"] == "event" or (row["step"] <= step and row["kind"] != "test"):
+                last = state.evaluated if row["kind"] == "val" else step
+                if row["kind"] == "event" or (row["step"] <= last and row["kind"] != "test"):
                     self.rows.append(row)
         write_atomically(metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.metrics = metrics.open("a")
@@ -533,43 +670,46 @@ class RunFolder:
         if self.env.is_main:
             values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
             self.rows.append({"kind": kind, "step": step, "epoch": epoch, **values})
-            self.metrics.write(json.dumps(self.rows[-1]) + "\n")
-            self.metrics.flush()
+            with writing(self.path / "metrics.jsonl"):
+                self.metrics.write(json.dumps(self.rows[-1]) + "\n")
+                self.metrics.flush()
 
-    def save(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
-        best: dict | None,
-        improved: bool = False,
-    ) -> None:
-        """Write the checkpoint of `step`, also as best.pt if `improved`; it appears whole or not at all.
+    def save(self, state: TrainState, improved: bool = False) -> None:
+        """Write the checkpoint of this step, also as best.pt if `improved`; it appears whole or not at all.
 
         Every rank must call it: under ZeRO each has a part of the optimiser state.
+
+        Raises:
+            RunError: on every rank; the checkpoints before this one are as they were.
         """
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer.consolidate_state_dict()
-        if not self.env.is_main:
-            return
-        os.fsync(self.metrics.fileno())  # no checkpoint without the rows that led to it
-        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
-        state = {**states, "step": step, "best": best, "config": plain(self.config), "data": self.fingerprint}
+        self.env.phase("save")
+        if isinstance(state.optimizer, ZeroRedundancyOptimizer):
+            state.optimizer.consolidate_state_dict()
+        with self.env.together(RunError):
+            if self.env.is_main:
+                self._save({**state.state_dict(), "config": plain(self.config), "data": self.fingerprint}, improved)
+
+    def _save(self, checkpoint: dict[str, Any], improved: bool) -> None:
+        step = checkpoint["step"]
+        for name, tensor in checkpoint["model"].items():
+            if not tensor.isfinite().all():
+                raise RunError(f"{name} is not finite at step {step}, which is not saved: lower optim.lr")
         temporary, link = self.checkpoints / "saving.tmp", self.checkpoints / "best.tmp"
-        with temporary.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if improved:
-            link.unlink(missing_ok=True)
-            os.link(temporary, link)
-            os.replace(link, self.checkpoints / "best.pt")
-        os.replace(temporary, self.checkpoints / f"step_{step:08d}.pt")
-        sync_folder(self.checkpoints)
-        done = [path for path in self._step_files() if step_of(path) <= step]
-        for path in done[self.config.checkpoint.keep_last :]:
-            path.unlink()
+        with writing(self.checkpoints / f"step_{step:08d}.pt"):
+            os.fsync(self.metrics.fileno())  # no checkpoint without the rows that led to it
+            with temporary.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if improved:
+                link.unlink(missing_ok=True)
+                os.link(temporary, link)
+                os.replace(link, self.checkpoints / "best.pt")
+            os.replace(temporary, self.checkpoints / f"step_{step:08d}.pt")
+            sync_folder(self.checkpoints)
+            done = [path for path in self._step_files() if step_of(path) <= step]
+            for path in done[self.config.checkpoint.keep_last :]:
+                path.unlink()
 
     def best_model(self) -> dict[str, Tensor] | None:
         path = self.checkpoints / "best.pt"
@@ -578,11 +718,29 @@ class RunFolder:
     def status(self, state: str, step: int, epoch: int, reason: str = "") -> None:
         if self.env.is_main:
             row = {"state": state, "step": step, "epoch": epoch, "reason": reason}
-            write_atomically(self.path / "status.json", json.dumps(row) + "\n")
+            with writing(self.path / "status.json"):
+                write_atomically(self.path / "status.json", json.dumps(row) + "\n")
+
+    def stop(self, step: int, epoch: int, reason: str) -> None:
+        """The end of a run that was asked to stop and has saved."""
+        if self.env.is_main:
+            (self.path / "STOP").unlink(missing_ok=True)
+        self.write("event", step, epoch, event="stopped", reason=reason)
+        self.status("stopped", step, epoch, reason)
+        log.info(f"stopped   at step {step}, asked by {reason}: the same command goes on from there")
+
+    def fail(self, reason: str) -> None:
+        """The end of a run that cannot go on; perhaps nothing can be written any more."""
+        if self.env.is_main:
+            last = self.rows[-1] if self.rows else {"step": 0, "epoch": 0}
+            with contextlib.suppress(RunError):
+                self.write("event", last["step"], last["epoch"], event="failed", reason=reason)
+                self.status("failed", last["step"], last["epoch"], reason)
 
     def draw(self) -> None:
         if self.env.is_main:
-            write_atomically(self.path / "curves.svg", curves_svg(self.rows))
+            with writing(self.path / "curves.svg"):
+                write_atomically(self.path / "curves.svg", curves_svg(self.rows))
 
     def _step_files(self) -> list[Path]:
         """Newest first."""
@@ -613,7 +771,8 @@ class RunFolder:
 def read_checkpoint(path: str | Path) -> dict:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if not {"model", "optimizer", "scaler", "step", "best", "config", "data"} <= set(state):
+        keys = {"model", "optimizer", "scaler", "skipped", "step", "evaluated", "best", "config", "data"}
+        if not keys <= set(state):
             raise ValueError("not a checkpoint of train.py")
     except FileNotFoundError:
         raise ConfigError(f"the checkpoint {path} does not exist (run.resume is auto, never, or a file)") from None
@@ -844,6 +1003,19 @@ def environment(ranks: list[str]) -> str:
         *ranks,
     ]
     return "\n".join(lines) + "\n"
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say in a sentence that a file of the running run cannot be written."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save wraps what it meets
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise RunError(
+            f"cannot write {path}: {getattr(cause, 'strerror', cause)}; "
+            "mend that, and the same command goes on from the last checkpoint"
+        ) from None
 
 
 def write_atomically(path: Path, text: str) -> None:

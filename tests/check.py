@@ -2,6 +2,8 @@
 
 parity    a few steps of your configuration and model give the same parameters and metrics on 1, 2 and 4 processes,
           with and without gradient accumulation; on the CPU, in double precision, without dropout
+faults    runs of your configuration and model on 2 CPU processes are killed, stopped, starved and fed with NaN, and
+          started again: they end as an undisturbed run does, bit for bit (--only WORD: faults whose name has that word)
 
 Each prints what it found and PASS or FAIL; the exit status is 0, 1 for FAIL, or 2 if it could not run.
 """
@@ -33,7 +35,9 @@ def parity(options: argparse.Namespace) -> bool:
     """Whether runs of the user's program in several world sizes agree with the first one."""
     with tempfile.TemporaryDirectory() as folder:
         for world_size in options.world_sizes:
-            launch(world_size, ["parity-worker", folder, *options.words], options.timeout)
+            status, output = launch(world_size, ["parity-worker", folder, *options.words], options.timeout)
+            if status:
+                raise RuntimeError(f"{world_size} processes failed:\n{output}")
         reference, *others = [
             (f"{world_size} ranks, accumulate {accumulate}", Path(folder, f"{world_size}-{accumulate}"))
             for world_size in options.world_sizes
@@ -117,16 +121,24 @@ def metric_difference(path: Path, reference: Path) -> float:
     return max(abs(a - b) / max(abs(b), 1e-300) for a, b in pairs)
 
 
-def launch(world_size: int, words: list[str], timeout: float) -> None:
+def launch(
+    world_size: int,
+    words: list[str],
+    timeout: float,
+    torchrun: tuple[str, ...] = (),
+    variables: dict[str, str] | None = None,
+) -> tuple[int, str]:
     """Run `tests.check` with `words` on CPU processes, one without torchrun if `world_size` is 1.
 
+    Returns exit status and output.
+
     Raises:
-        RuntimeError: it failed, or did not end in `timeout` seconds.
+        RuntimeError: it did not end in `timeout` seconds.
     """
     command = [sys.executable]
     if world_size > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", *torchrun]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **(variables or {})}
     process = subprocess.Popen(
         [*command, "-m", "tests.check", *words],
         env=environment,
@@ -147,22 +159,28 @@ def launch(world_size: int, words: list[str], timeout: float) -> None:
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         raise RuntimeError(f"{world_size} processes were not done after {timeout} s") from None
-    if process.returncode:
-        raise RuntimeError(f"{world_size} processes failed:\n{output}")
+    return process.returncode, output
 
 
 def main() -> None:
+    from tests.faults import fault_worker, faults  # which imports this module
+
     if sys.argv[1:2] == ["parity-worker"]:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         parity_worker(sys.argv[2], sys.argv[3:])
         return
+    if sys.argv[1:2] == ["fault-worker"]:
+        fault_worker(sys.argv[2], sys.argv[3:])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=["parity"])
+    proofs = {"parity": parity, "faults": faults}
+    parser.add_argument("name", choices=list(proofs))
     parser.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2, 4], help="default: 1 2 4")
+    parser.add_argument("--only", default="", metavar="WORD", help="faults: those with this word in their name")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each launch (default: 600)")
     options, options.words = parser.parse_known_args()  # the rest is for train.py
     try:
-        passed = parity(options)
+        passed = proofs[options.name](options)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -5,7 +5,7 @@ import torch
 
 from ddp_setup import Distributed
 from tests.test_model import SETS, make_batch, make_model, outputs_and_gradients, shared  # noqa: F401
-from train import OptimConfig, build_optimizer, optimizer_step, squared_error
+from train import OptimConfig, SkippedSteps, build_optimizer, optimizer_step, squared_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,8 @@ def test_ten_training_steps_never_wait_for_the_gpu(shared, dtype):  # noqa: F811
     model = make_model(dropout=0.1).to("cuda").train()
     env = Distributed(0, 0, 1, 1, torch.device("cuda", 0), launched=False)
     optimizer = build_optimizer(model, OptimConfig(), env)
-    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
+    skipped = SkippedSteps(OptimConfig(), env.device)
     batch = make_batch(shared, SETS).pin_memory()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -37,8 +38,10 @@ def test_ten_training_steps_never_wait_for_the_gpu(shared, dtype):  # noqa: F811
             on_gpu = batch.to("cuda", non_blocking=True)
             with torch.autocast("cuda", dtype, enabled=dtype is not None):
                 prediction = model(graph, on_gpu)
-            squared_error(prediction, on_gpu, model).backward()
-            optimizer_step(model, optimizer, scaler, clip=1.0)
+            loss = squared_error(prediction, on_gpu, model)
+            scaler.scale(loss).backward()
+            grad_norm = optimizer_step(model, optimizer, scaler, OptimConfig())
+            skipped.count(1, loss, grad_norm, scaler)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
