@@ -92,10 +92,11 @@ class Distributed:
                     "ddp.sync_batchnorm=true needs GPUs, torch's SyncBatchNorm does not run on the CPU: set it to false"
                 )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        buffers = {} if config.broadcast_buffers else {"broadcast_buffers": False}  # torch 2.13 warns of the default
         return DistributedDataParallel(
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            broadcast_buffers=config.broadcast_buffers,
+            **buffers,
             find_unused_parameters=config.find_unused_parameters,
             static_graph=config.static_graph,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
@@ -277,15 +278,12 @@ class Watchdog(threading.Thread):
     stuck asks for the stacks of all and says who is behind or silent.
     """
 
-    def __init__(self, env: Distributed, config: DDPConfig):
+    def __init__(self, env: Distributed, config: DDPConfig, store: dist.Store):
         super().__init__(name="watchdog", daemon=True)
+        self.store = store.clone()  # a connection of its own: a wait on the other one must not block it
         self.env, self.config = env, config
         self.limit = config.startup_timeout_s
         self.period = min(2.0, min(config.timeout_s, config.startup_timeout_s) / 8)
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
-        # Each restart of the workers begins with no keys.
-        self.store = dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self.ended = threading.Event()
         self.place = (0, "start", 0, time.monotonic())  # how many phases before, phase, step, since
         self.heard: dict[int, tuple[list, float]] = {}  # of each rank: its last words, and when they came
@@ -385,15 +383,18 @@ def setup(config: DDPConfig) -> Distributed:
     if launched:
         # gloo beside nccl: agreement between ranks stays off the GPU.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-        # The watchdog comes first, and knows more.
-        patience = 60 + max(config.startup_timeout_s, config.timeout_s)
-        dist.init_process_group(backend, timeout=timedelta(seconds=patience))
+        # Longer than the watchdog waits, which knows more.
+        patience = timedelta(seconds=60 + max(config.startup_timeout_s, config.timeout_s))
+        store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+        # torchrun keeps its store when it restarts the workers, which would wait for the addresses of the dead ones.
+        store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
     env = Distributed(rank, local_rank, world_size, local_world_size, device, launched)
     # A rank without a device leaves only now, together with all others, so that none waits for it.
     env._refuse(problem)
     if launched:
         get_error_handler().initialize()
-        env = replace(env, watchdog=Watchdog(env, config))
+        env = replace(env, watchdog=Watchdog(env, config, store))
         env.watchdog.start()
     return env
 

@@ -298,6 +298,7 @@ def train(config: Config, env: Distributed) -> None:
             if save_now:
                 folder.save(state)
 
+        env.phase("evaluation", state.step)
         val = evaluate(model, graph, dataset, baseline, tables.rows("val"), batch_size, env, knock_out)
         if reason := env.stopping(state.step):
             folder.save(state)
@@ -682,7 +683,7 @@ class RunFolder:
         Raises:
             RunError: on every rank; the checkpoints before this one are as they were.
         """
-        self.env.phase("save")
+        self.env.phase("save", state.step)
         if isinstance(state.optimizer, ZeroRedundancyOptimizer):
             state.optimizer.consolidate_state_dict()
         with self.env.together(RunError):
