@@ -118,7 +118,7 @@ class KnockoutGNN(nn.Module):
 
 
 class KnockoutConv(nn.Module):
-    """silu(root(h) + out(sum over relations r, over living edges of r: weight * gate_r * h_source)), h = norm(x).
+    """gelu(root(h) + out(sum over relations r, over living edges of r: weight * gate_r * h_source)), h = norm(x).
 
     A relational graph convolution that composes a message with its relation by a product of vectors (CompGCN, Vashishth
     et al. 2020, arXiv:1911.03082). The root term is not masked: a dead node keeps a state, which nothing reads.
@@ -134,7 +134,7 @@ class KnockoutConv(nn.Module):
     def forward(self, x: Tensor, messages: "Messages", depth: int) -> Tensor:
         """x [N, B, H] to [N, B, H]; in the first layer (depth 0) all samples start from one x [N, 1, H]."""
         h = self.norm(x)
-        return nn.functional.silu(self.root(h) + self.out(messages(h, self.gate, depth)))
+        return nn.functional.gelu(self.root(h) + self.out(messages(h, self.gate, depth)))
 
 
 class IntactMessages:
@@ -271,7 +271,7 @@ class GlobalReadout(nn.Module):
 
 def readout_head(inputs: int, hidden: int, dropout: float) -> nn.Module:
     """[B, inputs] to [B]."""
-    return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, hidden), nn.SiLU(), nn.Linear(hidden, 1), nn.Flatten(0))
+    return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, hidden), nn.GELU(), nn.Linear(hidden, 1), nn.Flatten(0))
 
 
 def default_block(wild_type: Tensor) -> int:
