@@ -1,0 +1,245 @@
+"""What is left of a run that was killed, stopped or fed with NaN; `python -m tests.check faults` has them all."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_setup import DDPConfig, Distributed, StopRequest, Watchdog
+from tests import check, faults
+from tests.conftest import ROOT
+from tests.faults import FAULTS, difference, endure
+from train import OptimConfig, SkippedSteps
+
+# Loads torch once and forks ranks from there, which start at once.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["train"])
+
+
+def rank_process(folder: str, variables: dict[str, str], words: list[str]) -> None:
+    os.setsid()
+    os.chdir(folder)
+    os.environ.update(variables)
+    sys.argv[1:] = words
+    with open(f"output.{variables['RANK']}", "a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    import train
+
+    train.main()
+
+
+def start_ranks(folder: Path, world_size: int, words: list[str]) -> tuple[dist.TCPStore, list]:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    ranks = []
+    for rank in range(world_size):
+        variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(SERVER.Process(target=rank_process, args=(str(folder), variables, words), daemon=True))
+        ranks[-1].start()
+    return store, ranks
+
+
+def join(ranks: list, timeout: float = 60) -> list[int]:
+    deadline = time.monotonic() + timeout
+    for process in ranks:
+        process.join(max(0, deadline - time.monotonic()))
+    hung = [process.pid for process in ranks if process.exitcode is None]
+    for process in ranks:
+        process.kill()
+    assert not hung, f"processes {hung} did not end"
+    return [process.exitcode for process in ranks]
+
+
+SETTINGS = ["data.batch_size=32", "model.hidden=8", "optim.epochs=8", "optim.accumulate=2", "log.every_steps=1"]
+SETTINGS += ["checkpoint.every_steps=2", "checkpoint.keep_last=3"]
+
+
+def test_sixteen_kills_at_random_moments_lose_nothing(tmp_path, tables):
+    """Of one rank or of all, mostly in training, several in a row on one run."""
+    words = [*tables, *SETTINGS]
+    _store, ranks = start_ranks(tmp_path, 2, [*words, "run.name=whole"])
+    assert join(ranks) == [0, 0]
+    draw, kills, number = random.Random(), 0, 0
+    seed = draw.randrange(10**6)
+    draw.seed(seed)
+    while kills < 16:
+        folder = tmp_path / "runs" / str(number)
+        _store, ranks = start_ranks(tmp_path, 2, [*words, f"run.name={number}"])
+        wait_for_growth(folder / "metrics.jsonl", ranks)
+        time.sleep(draw.uniform(0, 0.7))
+        victims = draw.choice([ranks, ranks[:1], ranks[1:]])
+        kills += any(process.exitcode is None for process in victims)
+        for process in victims:
+            process.kill()
+        codes = join(ranks)
+        if codes == [0, 0]:  # it was over before
+            assert difference(folder, tmp_path / "runs/whole", 0.0) == "", f"seed {seed}, {kills} kills"
+            number += 1
+    _store, ranks = start_ranks(tmp_path, 2, [*words, f"run.name={number}"])
+    assert join(ranks) == [0, 0]
+    assert difference(tmp_path / "runs" / str(number), tmp_path / "runs/whole", 0.0) == "", f"seed {seed}"
+
+
+def wait_for_growth(path: Path, ranks: list) -> None:
+    before = path.stat().st_size if path.exists() else 0
+    deadline = time.monotonic() + 60
+    while (path.stat().st_size if path.exists() else 0) <= before and time.monotonic() < deadline:
+        if any(process.exitcode is not None for process in ranks):
+            return
+        time.sleep(0.01)
+
+
+def test_four_kills_of_torchrun_at_random_moments_lose_nothing(tmp_path, tables):
+    """Its workers save and leave by themselves, and the next start waits for them."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
+    words = [*tables, *SETTINGS]
+    _store, ranks = start_ranks(tmp_path, 2, [*words, "run.name=whole"])
+    assert join(ranks) == [0, 0]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for kill in (True, True, True, True, False):
+        with (tmp_path / "output").open("w") as output:
+            process = subprocess.Popen(
+                [*command, *words], cwd=tmp_path, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+            if kill:
+                wait_for_growth(tmp_path / "runs/default/metrics.jsonl", [])
+                time.sleep(random.uniform(0, 0.3))
+                process.kill()
+            assert process.wait(60) == (-signal.SIGKILL if kill else 0), (tmp_path / "output").read_text()
+    rows = (tmp_path / "runs/default/metrics.jsonl").read_text().splitlines()
+    events = [json.loads(row).get("reason") for row in rows]
+    assert events.count("the end of torchrun") >= 1
+    assert difference(tmp_path / "runs/default", tmp_path / "runs/whole", 0.0) == ""
+
+
+IN_THE_SUITE = [
+    "rank 0 killed with half a checkpoint written",
+    "rank 0 killed between best.pt and the checkpoint",
+    "a rank killed under --max-restarts=3",
+    "SIGTERM to torchrun",
+    "SIGUSR1 to a rank in evaluation",
+    "a checkpoint that holds code",
+    "the disk full at a checkpoint",
+    "a NaN in one rank's loss",
+    "an infinite loss",
+    "a NaN with optim.on_nonfinite=skip",
+    "weights that are not finite",
+    "an exception in rank 0's data",
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    parent = tmp_path_factory.mktemp("faults")
+    status, output = check.launch(2, ["fault-worker", str(parent), "run.name=reference"], 120)
+    assert status == 0, output
+    return parent / "reference"
+
+
+@pytest.mark.parametrize("name", IN_THE_SUITE)
+def test_a_fault_loses_nothing(undisturbed, name):
+    number, fault = next((i, fault) for i, fault in enumerate(FAULTS) if fault.name == name)
+    folder = undisturbed.parent / str(number)
+    words = ["fault-worker", str(undisturbed.parent), *fault.words]
+    assert endure(fault, folder, undisturbed, words, timeout=120) == ""
+
+
+def test_a_changed_result_is_seen(undisturbed, tmp_path):
+    """What `faults` compares with, changed in one number."""
+    other = tmp_path / "other"
+    (other / "checkpoints").mkdir(parents=True)
+    lines = (undisturbed / "metrics.jsonl").read_text()
+    (other / "metrics.jsonl").write_text(lines)
+    newest = faults.newest(undisturbed)
+    state = torch.load(newest, weights_only=True)
+    torch.save(state, other / "checkpoints" / newest.name)
+    assert difference(other, undisturbed, 0.0) == ""
+    state["model"]["embedding"][0, 0] += 1e-6
+    torch.save(state, other / "checkpoints" / newest.name)
+    assert "embedding differs" in difference(other, undisturbed, 0.0)
+    state["model"]["embedding"].copy_(torch.load(newest, weights_only=True)["model"]["embedding"])
+    torch.save(state, other / "checkpoints" / newest.name)
+    (other / "metrics.jsonl").write_text(lines.replace('"loss": 1.', '"loss": 2.', 1))
+    assert "loss differs" in difference(other, undisturbed, 0.0)
+
+
+def test_a_frozen_rank_is_named_and_the_job_ends(tmp_path, tables):
+    words = [*tables, *SETTINGS, "optim.epochs=500", "ddp.timeout_s=2"]
+    _store, ranks = start_ranks(tmp_path, 2, words)
+    wait_for_growth(tmp_path / "runs/default/metrics.jsonl", ranks)
+    time.sleep(0.5)
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    ranks[0].join(30)
+    assert ranks[0].exitcode == 1
+    ranks[1].kill()
+    join(ranks)
+    output = (tmp_path / "output.0").read_text()
+    assert "error: no progress for 2 s" in output and "rank 1: in " in output and "not heard of for" in output
+    assert "rank 0: in " in output and "rank 0 is here:" in output and "train.py" in output
+    status = json.loads((tmp_path / "runs/default/status.json").read_text())
+    assert status["state"] == "failed" and "rank 1: in " in status["reason"]
+
+
+def test_ctrl_c_in_one_process_stops_at_a_step_boundary(tmp_path, tables):
+    words = [*tables, *SETTINGS, "optim.epochs=500", "checkpoint.every_steps=100000"]
+    command = [sys.executable, ROOT / "train.py", *words]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    wait_for_growth(tmp_path / "runs/default/metrics.jsonl", [])
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0 and "asked by SIGINT: the same command goes on from there" in output
+    status = json.loads((tmp_path / "runs/default/status.json").read_text())
+    assert status["state"] == "stopped" and status["reason"] == "SIGINT"
+    assert (tmp_path / f"runs/default/checkpoints/step_{status['step']:08d}.pt").exists()
+
+
+def test_skipped_steps_are_counted_in_a_row_and_under_fp16_only_at_scale_one():
+    alone = Distributed(0, 0, 1, 1, torch.device("cpu"), launched=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    good, bad = torch.tensor(1.0), torch.tensor(float("nan"))
+    skipped = SkippedSteps(OptimConfig(on_nonfinite="skip", max_skips=2), alone.device)
+    for step, (loss, norm) in enumerate([(bad, bad), (good, good), (good, bad), (good, good)], start=1):
+        skipped.count(step, loss, norm, scaler)
+        assert skipped.too_many(alone) == 0
+    assert skipped.total == 1  # the third was an overflow at a scale of 2
+    scaler.update(1.0)
+    for step, norm in enumerate([bad, bad, good], start=5):
+        skipped.count(step, good, norm, scaler)
+    assert skipped.too_many(alone) == 6 and skipped.total == 3
+
+
+def test_stop_requests_have_reasons(tmp_path):
+    handlers = {number: signal.getsignal(number) for number in StopRequest.SIGNALS}
+    try:
+        stop = StopRequest(tmp_path / "STOP")
+        assert stop.code() == 0 and StopRequest.reason(0) == ""
+        (tmp_path / "STOP").touch()
+        stop.next_look = 0
+        assert StopRequest.reason(stop.code()) == "the file STOP"
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert StopRequest.reason(stop.code()) == "SIGUSR1"
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def test_the_watchdog_waits_longer_until_the_first_step_is_over():
+    env = Distributed(0, 0, 1, 1, torch.device("cpu"), launched=False)
+    watchdog = Watchdog(env, DDPConfig(startup_timeout_s=9, timeout_s=3), dist.HashStore())
+    limits = []
+    for phase, step in (("agreement", 7), ("forward", None), ("agreement", 8), ("forward", None)):
+        watchdog.enter(phase, step)
+        limits.append(watchdog.limit)
+    assert limits == [9, 9, 3, 3]
