@@ -124,7 +124,7 @@ def metric_difference(path: Path, reference: Path) -> float:
 def launch(
     world_size: int,
     words: list[str],
-    timeout: float,
+    timeout: float = 120,
     torchrun: tuple[str, ...] = (),
     variables: dict[str, str] | None = None,
 ) -> tuple[int, str]:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -111,17 +112,20 @@ FAULTS = [
 def faults(options: argparse.Namespace) -> bool:
     """Whether every disturbed run ends, after the second start, as an undisturbed one does."""
     chosen = [fault for fault in FAULTS if options.only in fault.name]
+    launch_once = partial(launch, timeout=options.timeout)
     passed = 0
     with tempfile.TemporaryDirectory() as parent:
         for number, fault in enumerate(chosen):
             reference = Path(parent, "-".join(["reference", *fault.words]))
             words = ["fault-worker", parent, *options.words, *fault.words]
             if not reference.exists():
-                status, output = launch(2, [*words, f"run.name={reference.name}"], options.timeout)
+                status, output = launch_once(2, [*words, f"run.name={reference.name}"])
                 if status:
                     raise RuntimeError(f"the undisturbed run failed:\n{output}")
             start = time.monotonic()
-            problem = endure(fault, Path(parent, str(number)), reference, words, options.timeout)
+            problem = endure(
+                fault, Path(parent, str(number)), reference, words, partial(launch, timeout=options.timeout)
+            )
             passed += not problem
             outcome = problem or f"{fault.state}, then the undisturbed result; {time.monotonic() - start:.0f} s"
             print(f"{'FAIL' if problem else 'PASS'}  {fault.name:52s} {outcome}", flush=True)
@@ -129,11 +133,11 @@ def faults(options: argparse.Namespace) -> bool:
     return passed == len(chosen) > 0
 
 
-def endure(fault: Fault, folder: Path, reference: Path, words: list[str], timeout: float) -> str:
-    """Run with the fault, then again without; what is wrong with the outcome, or nothing."""
+def endure(fault: Fault, folder: Path, reference: Path, words: list[str], launch: Callable) -> str:
+    """Run with the fault, then again without, by `launch`; what is wrong with the outcome, or nothing."""
     words = [*words, f"run.name={folder.name}"]
     inject = json.dumps([fault.rank, fault.step, fault.phase, fault.action])
-    status, output = launch(2, words, timeout, fault.torchrun, {"FAULT": inject})
+    status, output = launch(2, words, torchrun=fault.torchrun, variables={"FAULT": inject})
     state = json.loads((folder / "status.json").read_text())["state"]
     if left := orphans(folder):
         return f"processes {left} lived on:\n{output}"
@@ -148,7 +152,7 @@ def endure(fault: Fault, folder: Path, reference: Path, words: list[str], timeou
         skipped = [row["skipped"] for row in metrics(folder) if "skipped" in row]
         return "" if skipped == [0] * 5 + [1] * 3 else f"skipped steps in metrics.jsonl: {skipped}"
     fault.mend(folder)
-    status, output = launch(fault.again_ranks, words, timeout)
+    status, output = launch(fault.again_ranks, words)
     if status or fault.again_says not in output:
         return f"exit status {status} of the second run:\n{output}"
     return difference(folder, reference, 0.0 if fault.again_ranks == 2 else TOLERANCE)
