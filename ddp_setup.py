@@ -114,6 +114,7 @@ class Distributed:
         """
         if not self.launched:
             return list(flags)
+        self.phase("agreement")
         votes = torch.tensor(flags, dtype=torch.int64)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return votes.tolist()
@@ -204,18 +205,20 @@ class Distributed:
 
     def crash(self, error: Exception) -> NoReturn:
         """End this process with status 1; of all ranks, the one that failed first says why, with its traceback."""
-        reason, told = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)).rstrip()
+        reason, told, bug = f"{type(error).__name__}: {error}", "", False
         if isinstance(error, RunError):
             reason = str(error)
-            told = f"error: {reason}"
         elif isinstance(error, dist.DistError) or "gloo" in reason:  # a trace of waiting explains nothing
             reason = f"another rank was killed or cannot be reached ({reason.splitlines()[0]})"
-            told = f"error: rank {self.rank}: {reason}"
+        else:
+            told, bug = "".join(traceback.format_exception(error)), True
+        told += f"error: rank {self.rank}: {reason}"
         reason = f"rank {self.rank}: {reason}"
         first = self.watchdog.claim("failure", reason) if self.watchdog else reason
         if first == reason:
             print(told, file=sys.stderr, flush=True)
-            get_error_handler().record_exception(error)
+            if bug:
+                get_error_handler().record_exception(error)
         log.error(told)
         self.end(first)
 
@@ -291,8 +294,8 @@ class Watchdog(threading.Thread):
     def enter(self, phase: str, step: int | None) -> None:
         count, before, step_before, _ = self.place
         step = step_before if step is None else step
-        if (phase, step) != (before, step_before):
-            count += 1
+        # Every rank goes through the same phases; only the batches of an evaluation differ in number.
+        count += (phase, step) != ("evaluation", step_before) or before != "evaluation"
         if step > step_before > 0:
             self.limit = self.config.timeout_s
         self.place = (count, phase, step, time.monotonic())
@@ -352,7 +355,10 @@ class Watchdog(threading.Thread):
             ago = time.monotonic() - when
             lines[rank] = f"rank {rank}: in {phase} of step {step} for {idle + ago:.0f} s"
             if rank in silent:
-                lines[rank] += f", not heard of for {ago:.0f} s: stopped, or its machine is gone"
+                lines[rank] = (
+                    f"rank {rank}: not heard of for {ago:.0f} s (frozen, or its machine is gone), "
+                    f"last in {phase} of step {step}"
+                )
         least = min(words[0] for words, _ in self.heard.values())
         behind = silent or [rank for rank, (words, _) in self.heard.items() if words[0] == least]
         culprits = [lines.get(rank, f"rank {rank}: never heard of") for rank in behind]

@@ -103,7 +103,7 @@ FAULTS = [
     Fault("an exception in evaluation", "raise", "evaluation", EPOCH_END, says="ZeroDivisionError: injected"),
     Fault("a rank asleep in its data", "sleep", "data", says="rank 1: in data of step 5 for", **IMPATIENT),
     Fault("rank 0 asleep in a save", "sleep", "save", STEP_OF_SAVE, 0, says="rank 0: in save of step 6", **IMPATIENT),
-    Fault("a rank frozen (SIGSTOP)", "SIGSTOP", says="rank 1: in forward of step 5 for", **IMPATIENT),
+    Fault("a rank frozen (SIGSTOP)", "SIGSTOP", says="rank 1: not heard of for", **IMPATIENT),
     Fault("a rank killed, resumed on 1 rank", "SIGKILL", again_ranks=1, **EXACT, **KILLED),
     Fault("a rank killed, resumed on 4 ranks", "SIGKILL", again_ranks=4, **EXACT, **KILLED),
 ]
