@@ -138,7 +138,8 @@ def endure(fault: Fault, folder: Path, reference: Path, words: list[str], launch
     words = [*words, f"run.name={folder.name}"]
     inject = json.dumps([fault.rank, fault.step, fault.phase, fault.action])
     status, output = launch(2, words, torchrun=fault.torchrun, variables={"FAULT": inject})
-    state = json.loads((folder / "status.json").read_text())["state"]
+    path = folder / "status.json"
+    state = json.loads(path.read_text())["state"] if path.exists() else "none"
     if left := orphans(folder):
         return f"processes {left} lived on:\n{output}"
     if not (folder / "fault").exists():
@@ -213,7 +214,7 @@ def arm(folder: Path, rank: int, step: int, phase: str, action: str) -> None:
 
     def enter_and_suffer(env: Distributed, name: str, at: int | None = None) -> None:
         enter(env, name, at)
-        here = (env.rank, env.watchdog.place[2], name)
+        here = (env.rank, env.watchdog and env.watchdog.place[2], name)
         if here == (rank, step, phase) and not (folder / "fault").exists():
             (folder / "fault").touch()
             befall(action, folder)
