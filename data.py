@@ -188,7 +188,16 @@ def load(config: DataConfig) -> Tables:
     for split in SPLITS:
         if len(tables.rows(split)) == 0:
             where = config.perturbations if config.source == "tsv" else "the synthetic table"
-            raise DataError(f"{where}: no rows in the {split} split of {len(tables.y)} rows in all")
+            raise DataError(
+                f"{where}: no rows in the {split} split of {len(tables.y)} rows in all, where rows with the same "
+                "knock-outs stay together: set data.val_fraction and data.test_fraction, or give more rows"
+            )
+    y = tables.y[tables.rows("train")]
+    if y.mean().abs() > 1e5 * y.std(correction=0) > 0:
+        raise DataError(
+            f"{config.perturbations}: scores around {y.mean():.6g} differ by only {y.std(correction=0):.2g}, which "
+            "float32 cannot tell apart: subtract a constant from all scores"
+        )
     return tables
 
 
@@ -413,8 +422,9 @@ def additive_baseline(tables: Tables, ridge: float = 1.0, iterations: int = 200)
     effect = torch.zeros(len(tables.genes), dtype=torch.float64)
     residual = collect(tables.y - mean)
     direction, norm = residual, residual.square().sum()
+    enough = 1e-20 * norm
     for _ in range(iterations):
-        if norm < 1e-20:
+        if norm <= enough:
             break
         image = collect(predict(direction)) + ridge * direction
         step = norm / (direction * image).sum()

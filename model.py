@@ -29,8 +29,6 @@ class ModelConfig:
     readout: str = "both"
     checkpointing: bool = False
     compile: bool = False
-    checkpointing: bool = False
-    compile: bool = False
     block: int = 0
 
     def __post_init__(self):

@@ -186,6 +186,8 @@ def train(config: Config, env: Distributed) -> None:
     with env.together(ConfigError, DataError):
         if optim.local_epochs and config.model.readout == "global":
             raise ConfigError("optim.local_epochs trains the local part first, which model.readout=global leaves out")
+        if env.launched and config.ddp.static_graph and optim.accumulate > 1:
+            raise ConfigError("ddp.static_graph=true needs optim.accumulate=1: torch's DDP fails with both")
         if batch_size % shares:
             below = batch_size // shares * shares
             raise ConfigError(
@@ -216,6 +218,8 @@ def train(config: Config, env: Distributed) -> None:
     with env.together(ConfigError):
         folder.open(model)
     if (checkpoint := env.from_main(lambda: folder.checkpoint)) is not None:
+        if checkpoint["config"]["optim"]["precision"] != optim.precision:
+            checkpoint["scaler"] = scaler.state_dict()  # the loss scale belongs to the precision
         state.load_state_dict(checkpoint)
         optimizer.param_groups[0]["weight_decay"] = optim.weight_decay  # the configuration's, not the checkpoint's
     ranks = describe(env)
@@ -596,25 +600,31 @@ class RunFolder:
         if not self.env.is_main:
             return
         resume = self.config.run.resume
-        if resume == "never" and self.path.is_dir() and any(self.path.iterdir()):
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun --max-restarts
+        if resume == "never" and not restarted and self.path.is_dir() and any(self.path.iterdir()):
             raise ConfigError(f"run.resume=never but {self.path} is not empty: choose another run.name")
-        if resume not in ("auto", "never"):
+        self.branch = resume not in ("auto", "never") and not self._is_same_run()
+        if self.branch:
             self.checkpoint = read_checkpoint(resume)
+            if self._step_files() and not any(path.samefile(resume) for path in self.checkpoints.iterdir()):
+                raise ConfigError(f"{self.path} holds another run than {resume} comes from: choose another run.name")
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.lock = (self.path / "log.rank0.txt").open("a")
             self._lock()
         except OSError as error:
             raise ConfigError(f"cannot write the run folder {self.path}: {error.strerror}; set run.dir") from None
-        if resume == "auto":
+        if not self.branch:
             self.checkpoint = self._newest_checkpoint()
         if self.checkpoint is not None:
             self._check_fits(model)
-            best = self.checkpoint["best"]
-            with contextlib.suppress(ConfigError):
-                if best and read_checkpoint(self.checkpoints / "best.pt")["step"] == best["step"]:
-                    return
-            self.checkpoint["best"] = None  # best.pt is missing, or of another branch
+            best, path = self.checkpoint["best"], self.checkpoints / "best.pt"
+            try:
+                if best and read_checkpoint(path)["step"] != best["step"]:
+                    self.checkpoint["best"] = None  # of another branch
+            except ConfigError as error:
+                log.warning(f"the best model is chosen anew: {error}")
+                self.checkpoint["best"] = None
 
     def _lock(self, patience_s: float = 5.0) -> None:
         """Workers whose torchrun was killed need a moment to leave."""
@@ -636,28 +646,29 @@ class RunFolder:
             handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt")
             handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
             logging.getLogger().addHandler(handler)
-            self.env.on_failure.append(self.fail)
             if self.env.is_main:
                 self._start_files(state, ranks)
+                self.env.on_failure.append(self.fail)
         except OSError as error:
             raise ConfigError(f"cannot write {error.filename}: {error.strerror}; set run.dir or run.name") from None
 
     def _start_files(self, state: TrainState, ranks: list[str]) -> None:
         step = state.step
-        if self.config.run.resume not in ("auto", "never"):  # a branch begins here: what it replaces must not come back
+        if self.branch:  # what it replaces must not come back
             for path in self._step_files():
                 if step_of(path) > step:
                     path.unlink()
         if state.best is None:
-            (self.checkpoints / "best.pt").unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self.checkpoints / "best.pt", self.checkpoints / "best.old.pt")
         write_atomically(self.path / "config.yaml", yaml.safe_dump(plain(self.config), sort_keys=False))
         write_atomically(self.path / "environment.txt", environment(ranks))
         metrics = self.path / "metrics.jsonl"
-        for line in metrics.read_text().splitlines() if metrics.exists() else []:
+        for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else []:
             with contextlib.suppress(json.JSONDecodeError, TypeError, KeyError):  # the last line of a killed run
                 row = json.loads(line)
-                last = state.evaluated if row["kind"] == "val" else step
-                if row["kind"] == "event" or (row["step"] <= last and row["kind"] != "test"):
+                last = {"event": math.inf, "train": step, "val": state.evaluated, "test": -1}[row["kind"]]
+                if 0 <= row["step"] <= last and row["epoch"] >= 0:
                     self.rows.append(row)
         write_atomically(metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.metrics = metrics.open("a")
@@ -732,11 +743,10 @@ class RunFolder:
 
     def fail(self, reason: str) -> None:
         """The end of a run that cannot go on; perhaps nothing can be written any more."""
-        if self.env.is_main:
-            last = self.rows[-1] if self.rows else {"step": 0, "epoch": 0}
-            with contextlib.suppress(RunError):
-                self.write("event", last["step"], last["epoch"], event="failed", reason=reason)
-                self.status("failed", last["step"], last["epoch"], reason)
+        step, epoch = self.rows[-1]["step"], self.rows[-1]["epoch"]
+        with contextlib.suppress(RunError):
+            self.write("event", step, epoch, event="failed", reason=reason)
+            self.status("failed", step, epoch, reason)
 
     def draw(self) -> None:
         if self.env.is_main:
@@ -748,12 +758,19 @@ class RunFolder:
         return sorted(self.checkpoints.glob("step_????????.pt"), key=step_of, reverse=True)
 
     def _newest_checkpoint(self) -> dict | None:
-        for path in self._step_files():
+        for path in [*self._step_files(), *self.checkpoints.glob("best.pt")]:
             try:
                 return read_checkpoint(path)
             except ConfigError as error:
                 log.warning(f"passed over a damaged checkpoint: {error}")
         return None
+
+    def _is_same_run(self) -> bool:
+        """Whether the run of this very configuration, `run.resume` included, is in the folder and only goes on."""
+        try:
+            return read_yaml(self.path / "config.yaml") == plain(self.config) and bool(self._step_files())
+        except ConfigError:
+            return False
 
     def _check_fits(self, model: nn.Module) -> None:
         """Raise `ConfigError` if the checkpoint belongs to other data, another model or another order of samples."""
@@ -776,10 +793,10 @@ def read_checkpoint(path: str | Path) -> dict:
         if not keys <= set(state):
             raise ValueError("not a checkpoint of train.py")
     except FileNotFoundError:
-        raise ConfigError(f"the checkpoint {path} does not exist (run.resume is auto, never, or a file)") from None
+        raise ConfigError(f"the checkpoint {path} does not exist") from None
     except Exception as error:  # a damaged file fails in many ways
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"{path} is not a readable checkpoint: {reason[0]}") from None
+        raise ConfigError(f"{path} is not a readable checkpoint: {reason[0].split('. ')[0]}") from None
     return state
 
 

@@ -162,6 +162,13 @@ def launch(
     return process.returncode, output
 
 
+def world_sizes(text: str) -> list[int]:
+    sizes = [int(size) for size in text.split(",")]
+    if min(sizes) < 1:
+        raise ValueError
+    return sizes
+
+
 def main() -> None:
     from tests.faults import fault_worker, faults  # which imports this module
 
@@ -175,15 +182,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     proofs = {"parity": parity, "faults": faults}
     parser.add_argument("name", choices=list(proofs))
-    parser.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2, 4], help="default: 1 2 4")
+    parser.add_argument("--world-sizes", type=world_sizes, default="1,2,4", metavar="N,N", help="default: 1,2,4")
     parser.add_argument("--only", default="", metavar="WORD", help="faults: those with this word in their name")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each launch (default: 600)")
     options, options.words = parser.parse_known_args()  # the rest is for train.py
     try:
+        train.load_config(train.parse_arguments(options.words))
         passed = proofs[options.name](options)
-    except RuntimeError as error:
+    except (RuntimeError, train.ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     print("PASS" if passed else "FAIL")
     sys.exit(0 if passed else 1)
 

@@ -1,18 +1,27 @@
 """Small tables, and processes that cannot outlive their test."""
 
+import multiprocessing
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+# Imports torch once and forks processes from there, which start at once.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.faults"])
 
 
 @dataclass
@@ -82,14 +91,53 @@ def torchrun(run: Callable[..., Finished]) -> Callable[..., Finished]:
 
 
 @pytest.fixture
-def train(torchrun: Callable[..., Finished], tables: list[str]) -> Callable[..., Finished]:
-    """train(nproc, *overrides): train.py on the tiny tables, one epoch of a tiny model unless overridden."""
+def train(torchrun: Callable[..., Finished], tables: list[str], tmp_path: Path) -> Callable[..., Finished]:
+    """train(nproc, *overrides): train.py on the tiny tables, one epoch of a tiny model unless overridden.
+
+    nproc=0 is what `python train.py` does, in a forked process; otherwise it is under torchrun.
+    """
 
     def start(nproc: int, *overrides: str, **env: str) -> Finished:
         small = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
+        if nproc == 0:
+            process = fork(tmp_path, "train", [str(ROOT / "train.py"), *tables, *small, *overrides], env)
+            (code,) = join([process])
+            return Finished(code, *((tmp_path / f"train.{name}").read_text() for name in ("stdout", "stderr")))
         return torchrun(nproc, ROOT / "train.py", *tables, *small, *overrides, **env)
 
     return start
+
+
+def fork(folder: Path, name: str, command: list[str], variables: dict[str, str]) -> Any:
+    """A process that does `python SCRIPT ...` in `folder`; its output goes to <name>.stdout and <name>.stderr."""
+    process = SERVER.Process(target=_run_script, args=(str(folder), name, command, variables), daemon=True)
+    process.start()
+    return process
+
+
+def _run_script(folder: str, name: str, command: list[str], variables: dict[str, str]) -> None:
+    os.setsid()
+    os.chdir(folder)
+    for variable in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE"):
+        os.environ.pop(variable, None)
+    os.environ.update(variables)
+    sys.argv = command
+    for number, stream in ((0, os.devnull), (1, f"{name}.stdout"), (2, f"{name}.stderr")):
+        handle = os.open(stream, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(handle, number)
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def join(processes: list, timeout: float = 120) -> list[int]:
+    """The exit statuses; whatever is left after `timeout` seconds is killed and fails the test."""
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0, deadline - time.monotonic()))
+    hung = [process.pid for process in processes if process.exitcode is None]
+    for process in processes:
+        process.kill()
+    assert not hung, f"processes {hung} did not end"
+    return [process.exitcode for process in processes]
 
 
 @pytest.fixture

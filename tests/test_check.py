@@ -45,7 +45,7 @@ def test_parity_fails_on_a_broken_copy(run, tables, tmp_path, name):
     text = (copy / file).read_text()
     assert text.count(right) == 1
     (copy / file).write_text(text.replace(right, wrong))
-    result = run([*PARITY, *tables, "--world-sizes", "1", "2"], timeout=240, PYTHONPATH=str(copy))
+    result = run([*PARITY, *tables, "--world-sizes", "1,2"], timeout=240, PYTHONPATH=str(copy))
     assert result.returncode == 1, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == "FAIL"
 

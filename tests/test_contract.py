@@ -117,7 +117,7 @@ def test_every_parameter_gets_a_finite_gradient(model, graph, sets):
 
 
 def test_two_ranks_train_what_one_trains(run):
-    run([sys.executable, "-m", "tests.check", "parity", "--world-sizes", "1", "2"], timeout=600).check()
+    run([sys.executable, "-m", "tests.check", "parity", "--world-sizes", "1,2"], timeout=600).check()
 
 
 def test_the_state_dict_holds_everything(config, tables, model, graph, sets, tmp_path):

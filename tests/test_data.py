@@ -86,6 +86,17 @@ def test_compressed_tables_and_dos_line_ends(tmp_path):
         (EDGES, [*SCORES, ("a", 1, "dev")], "scores.tsv:5: the split 'dev' is not one of train, val, test"),
         (EDGES, [*SCORES, ("a,,b", 1, "val")], "scores.tsv:5: an empty gene name in 'a,,b'"),
         (EDGES, SCORES[:3], "scores.tsv: no rows in the test split of 2 rows in all"),
+        (
+            EDGES,
+            [
+                ("genes", "score", "split"),
+                *(
+                    (g, 1e8 + i, s)
+                    for i, (g, s) in enumerate(zip("abab", ("train", "train", "val", "test"), strict=True))
+                ),
+            ],
+            "scores around 1e\\+08 differ by only 0.5, which float32 cannot tell apart: subtract a constant",
+        ),
         (EDGES, [("genes", "score"), ("a", 1)], "no rows in the train split|no rows in the val split"),
     ],
 )
@@ -238,6 +249,14 @@ def test_additive_baseline_is_the_ridge_solution():
     x, mean = design[rows], tables.y[rows].mean()
     effect = torch.linalg.solve(x.T @ x + torch.eye(x.size(1)), x.T @ (tables.y[rows] - mean))
     torch.testing.assert_close(additive_baseline(tables), mean + design @ effect, rtol=1e-8, atol=1e-8)
+
+
+def test_additive_baseline_does_not_depend_on_the_unit_of_the_scores():
+    tables = synthetic_tables(PRESETS["small"], seed=1)
+    tables.split = random_split(tables, DataConfig())
+    reference = additive_baseline(tables)
+    tables.y *= 1e-12
+    torch.testing.assert_close(1e12 * additive_baseline(tables), reference, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("preset", ["small", "yeast"])

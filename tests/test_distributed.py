@@ -114,6 +114,11 @@ def test_a_run_gives_the_same_model_and_metrics_on_1_2_and_4_ranks(train, tmp_pa
                     assert ours[key] == pytest.approx(reference[key], rel=1e-9), key
 
 
+def test_a_static_graph_with_accumulation_is_refused(train):
+    result = train(2, "ddp.static_graph=true", "optim.accumulate=2")
+    assert result.stderr.count("error: ddp.static_graph=true needs optim.accumulate=1") == 1
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_trains(train, tmp_path, precision):
     train(2, f"optim.precision={precision}", "optim.epochs=4", f"run.name={precision}").check()

@@ -1,7 +1,6 @@
 """What is left of a run that was killed, stopped or fed with NaN; `python -m tests.check faults` has them all."""
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -15,30 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import train
 from ddp_setup import DDPConfig, Distributed, StopRequest, Watchdog
 from tests import check, faults
-from tests.conftest import ROOT
+from tests.conftest import ROOT, fork, join
 from tests.faults import FAULTS, difference, endure
 from train import OptimConfig, SkippedSteps
-
-# Loads torch once and forks ranks from there, which start at once.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.faults"])
-
-
-def rank_process(folder: str, variables: dict[str, str], words: list[str]) -> None:
-    os.setsid()
-    os.chdir(folder)
-    os.environ.update(variables)
-    sys.argv[1:] = words
-    with open(f"output.{variables['RANK']}", "w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    if words[0] == "fault-worker":
-        faults.fault_worker(words[1], words[2:])
-    else:
-        train.main()
 
 
 def start_ranks(
@@ -50,20 +30,9 @@ def start_ranks(
     ranks = []
     for rank in range(world_size):
         variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(more or {})}
-        ranks.append(SERVER.Process(target=rank_process, args=(str(folder), variables, words), daemon=True))
-        ranks[-1].start()
+        script = ROOT / ("tests/check.py" if words[0] == "fault-worker" else "train.py")
+        ranks.append(fork(folder, f"rank{rank}", [str(script), *words], variables))
     return store, ranks
-
-
-def join(ranks: list, timeout: float = 60) -> list[int]:
-    deadline = time.monotonic() + timeout
-    for process in ranks:
-        process.join(max(0, deadline - time.monotonic()))
-    hung = [process.pid for process in ranks if process.exitcode is None]
-    for process in ranks:
-        process.kill()
-    assert not hung, f"processes {hung} did not end"
-    return [process.exitcode for process in ranks]
 
 
 SETTINGS = ["data.batch_size=32", "model.hidden=8", "optim.epochs=8", "optim.accumulate=2", "log.every_steps=1"]
@@ -152,7 +121,7 @@ def launch_forked(world_size: int, words: list[str], torchrun=(), variables=None
     folder = Path(words[1])
     _store, ranks = start_ranks(folder, world_size, words, variables)
     codes = join(ranks)
-    outputs = [(folder / f"output.{rank}").read_text() for rank in range(world_size)]
+    outputs = [(folder / f"rank{r}.{name}").read_text() for r in range(world_size) for name in ("stdout", "stderr")]
     return max(map(abs, codes)), "\n".join(outputs)
 
 
@@ -202,7 +171,7 @@ def test_a_frozen_rank_is_named_and_the_job_ends(tmp_path, tables):
     assert ranks[0].exitcode == 1
     ranks[1].kill()
     join(ranks)
-    output = (tmp_path / "output.0").read_text()
+    output = (tmp_path / "rank0.stderr").read_text()
     assert "error: no progress for 2 s" in output and "rank 1: not heard of for " in output
     assert "rank 0: in " in output and "rank 0 is here:" in output and "train.py" in output
     status = json.loads((tmp_path / "runs/default/status.json").read_text())

@@ -161,6 +161,59 @@ def test_a_branch_from_an_older_checkpoint_replaces_what_came_after_it(train, tm
     assert torch.load(checkpoints / "best.pt", weights_only=True)["config"]["optim"]["weight_decay"] == 0.7
 
 
+def test_a_branch_goes_on_where_it_was_and_spares_another_run(train, tmp_path):
+    train(0, "run.name=old", "checkpoint.every_steps=2", "checkpoint.keep_last=9").check()
+    branch = ["run.resume=runs/old/checkpoints/step_00000002.pt", "optim.epochs=2"]
+    train(0, "run.name=branch", *branch).check()
+    assert "resumed at step 10" in train(0, "run.name=branch", *branch).check().stdout
+    train(0, "run.name=other", "optim.lr=1e-3").check()
+    before = (tmp_path / "runs/other/metrics.jsonl").read_text()
+    result = train(0, "run.name=other", *branch)
+    assert result.returncode == 2 and "runs/other holds another run than runs/old" in result.stderr
+    assert (tmp_path / "runs/other/metrics.jsonl").read_text() == before
+
+
+def test_restarted_workers_resume_what_must_not_have_been_there(train):
+    """torchrun --max-restarts with run.resume=never."""
+    train(0, "run.resume=never").check()
+    result = train(0, "run.resume=never", TORCHELASTIC_RESTART_COUNT="1").check()
+    assert "resumed at step 5" in result.stdout
+
+
+def test_the_best_checkpoint_is_used_where_no_other_is_left(train, tmp_path):
+    train(0, "optim.lr=1e-30", "optim.epochs=2").check()  # nothing is learnt: the first epoch is the best
+    checkpoints = tmp_path / "runs/default/checkpoints"
+    for path in checkpoints.glob("step_*"):
+        path.unlink()
+    assert "resumed at step 5" in train(0, "optim.lr=1e-30", "optim.epochs=2").check().stdout
+
+
+def test_a_damaged_best_checkpoint_is_named_and_kept_aside(train, tmp_path):
+    train(0).check()
+    best = tmp_path / "runs/default/checkpoints/best.pt"
+    best.unlink()  # which is a hard link of another
+    best.write_bytes(b"garbage")
+    result = train(0, "optim.epochs=2").check()
+    assert "the best model is chosen anew" in result.stdout and "best.pt is not a readable" in result.stdout
+    assert best.with_name("best.old.pt").read_bytes() == b"garbage"
+
+
+def test_strange_lines_in_the_metrics_do_not_stop_a_run(train, tmp_path):
+    train(0).check()
+    with (tmp_path / "runs/default/metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\xfe\n{"kind": "event"}\n12\n"x"\n{"kind": "train", "step": "a"}\n')
+    train(0, "optim.epochs=2").check()
+    assert [row["step"] for row in rows_of(tmp_path / "runs/default", "train")] == list(range(1, 11))
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "fp16"), ("fp16", "fp32"), ("fp32", "fp64")])
+def test_another_precision_resumes_with_its_own_loss_scale(train, tmp_path, before, after):
+    train(0, f"optim.precision={before}").check()
+    train(0, f"optim.precision={after}", "optim.epochs=2").check()
+    scale = torch.load(tmp_path / "runs/default/checkpoints/step_00000010.pt", weights_only=True)["scaler"]["scale"]
+    assert (scale > 1) is (after == "fp16")
+
+
 @pytest.mark.parametrize(("readout", "best_step"), [("both", 15), ("local", 5)])
 def test_the_best_epoch_is_one_that_trained_the_whole_model(train, tmp_path, readout, best_step):
     """At a learning rate that changes nothing the first epoch that may be chosen is."""
@@ -181,6 +234,7 @@ WRONG_INPUT = [
         ["optim.epochs=2", "optim.local_epochs=1", "model.readout=global"],
         "optim.local_epochs trains the local part first",
     ),
+    (["run.resume=missing.pt"], "the checkpoint missing.pt does not exist"),
     (["--config", "missing.yaml"], "cannot read the configuration missing.yaml: No such file or directory"),
     (["data.batch_size=30", "optim.accumulate=8"], "use a multiple of "),
     (["data.edges=missing.tsv"], "data.edges: cannot read missing.tsv: No such file or directory"),
