@@ -51,7 +51,7 @@ def bare_loop(config: train.Config, device: torch.device) -> float:
     sampler = StepSampler(tables.rows("train"), config.data.batch_size, 1, 1, 0, seed=0)
     torch.manual_seed(0)
     model = train.build_model(config, tables).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
     samples, start = 0, time.perf_counter()
     for epoch in range(config.optim.epochs):
         sampler.set_epoch(epoch)
