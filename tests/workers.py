@@ -202,6 +202,9 @@ def options() -> None:
     env.close()
 
 
+length = StepSampler.__len__
+
+
 def wrapped(env: Distributed, model: nn.Module, **options) -> nn.Module:
     torch.manual_seed(0)
     return env.wrap(model, DDPConfig(**options))
@@ -246,8 +249,17 @@ def trains_lopsided(env: Distributed, **options) -> bool:
 
 
 def unused() -> None:
-    """The whole program names the parameters that would make DDP wait."""
+    """The whole program names the parameters that would make DDP wait, and the rank with fewer batches."""
     env = setup(DDPConfig())
+    if env.rank == 1:
+        StepSampler.__len__ = lambda sampler: 3
+    try:
+        train.train(train.load_config(train.parse_arguments([*sys.argv[2:], "run.name=fewer"])), env)
+    except SetupError as error:
+        assert str(error) == "rank 1 has another batches an epoch than rank 0: 3 and 2"
+    else:
+        raise AssertionError("no error")
+    StepSampler.__len__ = length
     build = train.build_model
 
     def build_lopsided(*arguments):
