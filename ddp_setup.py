@@ -278,7 +278,7 @@ class Watchdog(threading.Thread):
     """Ends the job, in words, when a rank makes no progress for too long.
 
     Each rank's thread tells the store that torchrun started with how far its rank is. The first one whose own rank is
-    stuck asks for the stacks of all and says who is behind or silent.
+    idle for too long, and not for a slower one that moves, asks for the stacks of all and says who is behind or silent.
     """
 
     def __init__(self, env: Distributed, config: DDPConfig, store: dist.Store):
@@ -315,10 +315,10 @@ class Watchdog(threading.Thread):
                 count, phase, step, since = self.place
                 idle = time.monotonic() - since
                 self.store.set(f"words/{self.env.rank}", json.dumps([count, phase, step, idle, beat]))
-                if idle > self.limit or self.store.check(["stuck"]):
-                    self._end_job()
                 if idle > self.limit / 2:
                     self._listen()
+                if (idle > self.limit and self._stuck()) or self.store.check(["stuck"]):
+                    self._end_job()
             except dist.DistError:
                 if idle > self.limit:
                     self.env.end(f"rank {self.env.rank} has made no progress for {idle:.0f} s, and torchrun is gone")
@@ -329,6 +329,13 @@ class Watchdog(threading.Thread):
                 words = json.loads(self.store.get(f"words/{rank}"))
                 if rank not in self.heard or self.heard[rank][0] != words:
                     self.heard[rank] = (words, time.monotonic())
+
+    def _stuck(self) -> bool:
+        """Whether all that are furthest behind have been idle for too long: a slow one that moves is waited for."""
+        least, now = min(words[0] for words, _ in self.heard.values()), time.monotonic()
+        return all(
+            idle + now - when > self.limit for (count, _, _, idle, _), when in self.heard.values() if count == least
+        )
 
     def _end_job(self) -> None:
         rank, world = self.env.rank, range(self.env.world_size)

@@ -221,6 +221,25 @@ def test_stop_requests_have_reasons(tmp_path):
             signal.signal(number, handler)
 
 
+def test_a_rank_that_waits_for_a_slow_one_is_not_stuck():
+    env = Distributed(0, 0, 2, 2, torch.device("cpu"), launched=False)
+    watchdog = Watchdog(env, DDPConfig(timeout_s=3), dist.HashStore())
+    watchdog.limit, now = 3, time.monotonic()
+    waiting, moving = [7, "evaluation", 9, 4.0, 0], [7, "evaluation", 9, 0.1, 5]
+    watchdog.heard = {0: (waiting, now), 1: (moving, now)}
+    assert not watchdog._stuck()
+    watchdog.heard[1] = (moving, now - 4)  # it was heard of four seconds ago
+    assert watchdog._stuck()
+    watchdog.heard[1] = ([6, "save", 9, 4.0, 8], now)
+    assert watchdog._stuck()
+    watchdog.heard[1] = ([6, "save", 9, 1.0, 8], now)
+    assert not watchdog._stuck()
+    verdict, others = watchdog._report(silent=[])
+    assert verdict.endswith("rank 1: in save of step 9 for 1 s") and others == [
+        "rank 0: in evaluation of step 9 for 4 s"
+    ]
+
+
 def test_the_watchdog_waits_longer_until_the_first_step_is_over():
     env = Distributed(0, 0, 1, 1, torch.device("cpu"), launched=False)
     watchdog = Watchdog(env, DDPConfig(startup_timeout_s=9, timeout_s=3), dist.HashStore())
