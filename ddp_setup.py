@@ -264,7 +264,7 @@ class StopRequest:
         if dist.is_torchelastic_launched() and os.getppid() != self.parent:
             return self.ORPHANED
         if time.monotonic() > self.next_look:
-            self.found = self.file.exists()
+            self.found = self.found or self.file.exists()  # asked is asked, also if somebody removes it
             self.next_look = time.monotonic() + 1
         return self.FILE if self.found else 0
 
