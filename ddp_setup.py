@@ -203,23 +203,22 @@ class Distributed:
             gc.collect()
             dist.destroy_process_group()
 
-    def crash(self, error: Exception) -> NoReturn:
+    def crash(self, error: BaseException) -> NoReturn:
         """End this process with status 1; of all ranks, the one that failed first says why, with its traceback."""
-        reason, told, bug = f"{type(error).__name__}: {error}", "", False
+        reason, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+        waited = isinstance(error, dist.DistError) or "/gloo/" in reason
         if isinstance(error, RunError):
             reason = str(error)
-        elif isinstance(error, dist.DistError) or "gloo" in reason:  # a trace of waiting explains nothing
+        elif waited:
             reason = f"another rank was killed or cannot be reached ({reason.splitlines()[0]})"
-        else:
-            told, bug = "".join(traceback.format_exception(error)), True
-        told += f"error: rank {self.rank}: {reason}"
         reason = f"rank {self.rank}: {reason}"
         first = self.watchdog.claim("failure", reason) if self.watchdog else reason
         if first == reason:
-            print(told, file=sys.stderr, flush=True)
+            bug = not waited and not isinstance(error, RunError)  # other traces explain nothing
+            print(f"{trace if bug else ''}error: {reason}", file=sys.stderr, flush=True)
             if bug:
                 get_error_handler().record_exception(error)
-        log.error(told)
+        log.error(f"{trace}{reason}")
         self.end(first)
 
     def end(self, reason: str) -> NoReturn:
@@ -247,12 +246,12 @@ class StopRequest:
         self.signal, self.pid, self.parent = 0, os.getpid(), os.getppid()
         self.next_look, self.found = 0.0, False
         for number in self.SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup ignores
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: object) -> None:
-        if os.getpid() != self.pid:  # a loader process, which has this handler from its parent
-            os._exit(128 + number)
+        if os.getpid() != self.pid:  # a loader process has this handler too: its parent decides when it ends
+            return
         if number == self.signal == signal.SIGINT:
             os._exit(128 + number)  # Ctrl-C twice: at once
         self.signal = number

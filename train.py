@@ -167,7 +167,7 @@ def main() -> None:
         env.close()
     except SetupError as error:
         leave(str(error), env)
-    except Exception as error:
+    except BaseException as error:  # a rank that leaves by sys.exit fails the others too
         if env is None:
             raise
         env.crash(error)
@@ -349,8 +349,8 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, env: Distributed) -> t
         {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
     ]
     if optim.zero and env.launched:
-        return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, lr=optim.lr)
-    # The fused one obeys GradScaler's verdict on the device; the others wait for it.
+        return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, lr=optim.lr, fused=True)
+    # The fused one obeys GradScaler's verdict on the device; the others (ZeRO's, too) wait for it.
     return torch.optim.AdamW(groups, lr=optim.lr, fused=True)
 
 
@@ -620,7 +620,7 @@ class RunFolder:
             self._check_fits(model)
             best, path = self.checkpoint["best"], self.checkpoints / "best.pt"
             try:
-                if best and read_checkpoint(path)["step"] != best["step"]:
+                if not path.exists() or (best and read_checkpoint(path)["step"] != best["step"]):
                     self.checkpoint["best"] = None  # of another branch
             except ConfigError as error:
                 log.warning(f"the best model is chosen anew: {error}")
@@ -736,7 +736,8 @@ class RunFolder:
     def stop(self, step: int, epoch: int, reason: str) -> None:
         """The end of a run that was asked to stop and has saved."""
         if self.env.is_main:
-            (self.path / "STOP").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (self.path / "STOP").unlink()
         self.write("event", step, epoch, event="stopped", reason=reason)
         self.status("stopped", step, epoch, reason)
         log.info(f"stopped   at step {step}, asked by {reason}: the same command goes on from there")

@@ -248,3 +248,18 @@ def test_the_watchdog_waits_longer_until_the_first_step_is_over():
         watchdog.enter(phase, step)
         limits.append(watchdog.limit)
     assert limits == [9, 9, 3, 3]
+
+
+def test_a_signal_to_all_processes_stops_cleanly_with_loader_processes(tmp_path, tables):
+    """As Ctrl-C in a terminal and a cluster's cancel do."""
+    words = [*tables, *SETTINGS, "optim.epochs=500", "data.workers=2"]
+    command = [sys.executable, ROOT / "train.py", *words]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    wait_for_growth(tmp_path / "runs/default/metrics.jsonl", [])
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "asked by SIGTERM" in output, output
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
