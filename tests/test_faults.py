@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from ddp_setup import DDPConfig, Distributed, StopRequest, Watchdog
 from tests import check, faults
+from tests.bench import CountSynchronisations
 from tests.conftest import ROOT, fork, join
 from tests.faults import FAULTS, difference, endure
-from train import OptimConfig, SkippedSteps
+from train import OptimConfig, SkippedSteps, build_optimizer, optimizer_step
 
 
 def start_ranks(
@@ -204,6 +205,22 @@ def test_skipped_steps_are_counted_in_a_row_and_under_fp16_only_at_scale_one():
     for step, norm in enumerate([bad, bad, good], start=5):
         skipped.count(step, good, norm, scaler)
     assert skipped.too_many(alone) == 6 and skipped.total == 3
+
+
+def test_a_step_and_its_count_wait_for_no_value():
+    """What would be a host synchronisation on a GPU; the optimiser of `torch` in its default form would need one."""
+    model = torch.nn.Linear(2, 1)
+    for fused in (True, False):
+        optimizer = build_optimizer(model, OptimConfig(), Distributed(0, 0, 1, 1, torch.device("cpu"), launched=False))
+        if not fused:
+            optimizer = torch.optim.AdamW(model.parameters())
+        scaler, skipped = torch.amp.GradScaler("cpu", init_scale=1.0), SkippedSteps(OptimConfig(), torch.device("cpu"))
+        loss = model(torch.ones(1, 2)).sum()
+        scaler.scale(loss).backward()
+        with CountSynchronisations() as count:
+            grad_norm = optimizer_step(model, optimizer, scaler, OptimConfig())
+            skipped.count(1, loss.detach(), grad_norm, scaler)
+        assert (count.seen == []) is fused
 
 
 def test_stop_requests_have_reasons(tmp_path):
