@@ -11,10 +11,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -113,6 +115,33 @@ def fork(folder: Path, name: str, command: list[str], variables: dict[str, str])
     process = SERVER.Process(target=_run_script, args=(str(folder), name, command, variables), daemon=True)
     process.start()
     return process
+
+
+def fork_ranks(
+    folder: Path, world_size: int, script: str, words: list[str], more: dict[str, str] | None = None
+) -> tuple[dist.TCPStore, list]:
+    """Ranks that run `script` as under torchrun, whose store this process keeps: hold on to it as long as they run."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    ranks = []
+    for rank in range(world_size):
+        variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(more or {})}
+        ranks.append(fork(folder, f"rank{rank}", [str(ROOT / script), *words], variables))
+    return store, ranks
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Callable[..., None]:
+    """workers(world_size, name, *words): a function of tests/workers.py on all ranks; it must not fail."""
+
+    def start(world_size: int, *words: str) -> None:
+        _store, ranks = fork_ranks(tmp_path, world_size, "tests/workers.py", [*words])
+        codes = join(ranks)
+        errors = [(tmp_path / f"rank{rank}.stderr").read_text() for rank in range(world_size)]
+        assert codes == [0] * world_size, "\n".join(errors)
+
+    return start
 
 
 def _run_script(folder: str, name: str, command: list[str], variables: dict[str, str]) -> None:

@@ -12,25 +12,25 @@ EXACT = ("kind", "step", "epoch", "lr", "n", "best_step")
 
 
 @pytest.mark.parametrize("nproc", [2, 4])
-def test_gradients_do_not_depend_on_the_world_size(torchrun, nproc):
-    torchrun(nproc, "-m", "tests.workers", "gradients").check()
+def test_gradients_do_not_depend_on_the_world_size(workers, nproc):
+    workers(nproc, "gradients")
 
 
 @pytest.mark.parametrize("nproc", [3, 5])
-def test_evaluation_is_exact_with_any_number_of_rows(torchrun, nproc):
-    torchrun(nproc, "-m", "tests.workers", "evaluation").check()
+def test_evaluation_is_exact_with_any_number_of_rows(workers, nproc):
+    workers(nproc, "evaluation")
 
 
-def test_ddp_synchronises_on_the_cpu(torchrun):
-    torchrun(2, "-m", "tests.workers", "unsynchronised").check()
+def test_ddp_synchronises_on_the_cpu(workers):
+    workers(2, "unsynchronised")
 
 
-def test_each_option_of_ddp_does_its_work(torchrun):
-    torchrun(2, "-m", "tests.workers", "options").check()
+def test_each_option_of_ddp_does_its_work(workers):
+    workers(2, "options")
 
 
-def test_parameters_that_the_loss_leaves_out_are_named(torchrun, tables):
-    torchrun(2, "-m", "tests.workers", "unused", *tables, "model.hidden=8", "optim.epochs=1").check()
+def test_parameters_that_the_loss_leaves_out_are_named(workers, tables):
+    workers(2, "unused", *tables, "model.hidden=8", "optim.epochs=1")
 
 
 def test_sync_batchnorm_is_refused_on_the_cpu(train):
@@ -39,8 +39,8 @@ def test_sync_batchnorm_is_refused_on_the_cpu(train):
     assert result.stderr.count("error: ddp.sync_batchnorm=true needs GPUs") == 1
 
 
-def test_zero_shares_the_optimiser_state_out(torchrun):
-    torchrun(2, "-m", "tests.workers", "zero").check()
+def test_zero_shares_the_optimiser_state_out(workers):
+    workers(2, "zero")
 
 
 def test_zero_changes_nothing_and_its_checkpoints_fit_everywhere(train, tmp_path):
@@ -73,8 +73,8 @@ def test_compile_keeps_the_names_and_the_result(train, tmp_path):
         assert (compiled[name] - value).norm() <= 1e-9 * value.norm(), name
 
 
-def test_ranks_agree(torchrun):
-    torchrun(4, "-m", "tests.workers", "agreement").check()
+def test_ranks_agree(workers):
+    workers(4, "agreement")
 
 
 def test_too_few_gpus_on_one_machine_stop_all(torchrun, tmp_path):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,24 +16,9 @@ import torch.distributed as dist
 from ddp_setup import DDPConfig, Distributed, StopRequest, Watchdog
 from tests import check, faults
 from tests.bench import CountSynchronisations
-from tests.conftest import ROOT, fork, join
+from tests.conftest import ROOT, fork_ranks, join
 from tests.faults import FAULTS, difference, endure
 from train import OptimConfig, SkippedSteps, build_optimizer, optimizer_step
-
-
-def start_ranks(
-    folder: Path, world_size: int, words: list[str], more: dict[str, str] | None = None
-) -> tuple[dist.TCPStore, list]:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    shared |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
-    ranks = []
-    for rank in range(world_size):
-        variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(more or {})}
-        script = ROOT / ("tests/check.py" if words[0] == "fault-worker" else "train.py")
-        ranks.append(fork(folder, f"rank{rank}", [str(script), *words], variables))
-    return store, ranks
-
 
 SETTINGS = ["data.batch_size=32", "model.hidden=8", "optim.epochs=8", "optim.accumulate=2", "log.every_steps=1"]
 SETTINGS += ["checkpoint.every_steps=2", "checkpoint.keep_last=3"]
@@ -43,14 +27,14 @@ SETTINGS += ["checkpoint.every_steps=2", "checkpoint.keep_last=3"]
 def test_sixteen_kills_at_random_moments_lose_nothing(tmp_path, tables):
     """Of one rank or of all, mostly in training, several in a row on one run."""
     words = [*tables, *SETTINGS]
-    _store, ranks = start_ranks(tmp_path, 2, [*words, "run.name=whole"])
+    _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*words, "run.name=whole"])
     assert join(ranks) == [0, 0]
     draw, kills, number = random.Random(), 0, 0
     seed = draw.randrange(10**6)
     draw.seed(seed)
     while kills < 16:
         folder = tmp_path / "runs" / str(number)
-        _store, ranks = start_ranks(tmp_path, 2, [*words, f"run.name={number}"])
+        _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*words, f"run.name={number}"])
         wait_for_growth(folder / "metrics.jsonl", ranks)
         time.sleep(draw.uniform(0, 0.7))
         victims = draw.choice([ranks, ranks[:1], ranks[1:]])
@@ -61,7 +45,7 @@ def test_sixteen_kills_at_random_moments_lose_nothing(tmp_path, tables):
         if codes == [0, 0]:  # it was over before
             assert difference(folder, tmp_path / "runs/whole", 0.0) == "", f"seed {seed}, {kills} kills"
             number += 1
-    _store, ranks = start_ranks(tmp_path, 2, [*words, f"run.name={number}"])
+    _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*words, f"run.name={number}"])
     assert join(ranks) == [0, 0]
     assert difference(tmp_path / "runs" / str(number), tmp_path / "runs/whole", 0.0) == "", f"seed {seed}"
 
@@ -79,7 +63,7 @@ def test_four_kills_of_torchrun_at_random_moments_lose_nothing(tmp_path, tables)
     """Its workers save and leave by themselves, and the next start waits for them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
     words = [*tables, *SETTINGS]
-    _store, ranks = start_ranks(tmp_path, 2, [*words, "run.name=whole"])
+    _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*words, "run.name=whole"])
     assert join(ranks) == [0, 0]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for kill in (True, True, True, True, False):
@@ -120,7 +104,7 @@ WITHOUT = [
 def launch_forked(world_size: int, words: list[str], torchrun=(), variables=None) -> tuple[int, str]:
     """As `check.launch` does, without the seconds that imports take."""
     folder = Path(words[1])
-    _store, ranks = start_ranks(folder, world_size, words, variables)
+    _store, ranks = fork_ranks(folder, world_size, "tests/check.py", words, variables)
     codes = join(ranks)
     outputs = [(folder / f"rank{r}.{name}").read_text() for r in range(world_size) for name in ("stdout", "stderr")]
     return max(map(abs, codes)), "\n".join(outputs)
@@ -164,7 +148,7 @@ def test_a_changed_result_is_seen(undisturbed, tmp_path):
 
 def test_a_frozen_rank_is_named_and_the_job_ends(tmp_path, tables):
     words = [*tables, *SETTINGS, "optim.epochs=500", "ddp.timeout_s=2"]
-    _store, ranks = start_ranks(tmp_path, 2, words)
+    _store, ranks = fork_ranks(tmp_path, 2, "train.py", words)
     wait_for_growth(tmp_path / "runs/default/metrics.jsonl", ranks)
     time.sleep(0.5)
     os.kill(ranks[1].pid, signal.SIGSTOP)
