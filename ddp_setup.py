@@ -308,11 +308,9 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         for beat in itertools.count():
-            if self.ended.wait(self.period):
-                return
+            count, phase, step, since = self.place
+            idle = time.monotonic() - since
             try:
-                count, phase, step, since = self.place
-                idle = time.monotonic() - since
                 self.store.set(f"words/{self.env.rank}", json.dumps([count, phase, step, idle, beat]))
                 if idle > self.limit / 2:
                     self._listen()
@@ -321,6 +319,8 @@ class Watchdog(threading.Thread):
             except dist.DistError:
                 if idle > self.limit:
                     self.env.end(f"rank {self.env.rank} has made no progress for {idle:.0f} s, and torchrun is gone")
+            if self.ended.wait(self.period):
+                return
 
     def _listen(self) -> None:
         for rank in range(self.env.world_size):
