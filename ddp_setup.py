@@ -1,7 +1,7 @@
 """The process group, the device of this process, DDP wrapping, and agreement between ranks.
 
 `setup` gives the same small object for one process and for many, so that nothing else asks which it is. Run as a script
-it shows what each rank got and whether the ranks can add up a number:
+it is the preflight check of the machines, in seconds:
 
     torchrun --standalone --nproc_per_node=4 ddp_setup.py
 """
@@ -11,9 +11,12 @@ import gc
 import itertools
 import json
 import logging
+import mmap
 import os
 import platform
 import signal
+import socket
+import statistics
 import sys
 import threading
 import time
@@ -21,6 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +35,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
 
 log = logging.getLogger("ddp_setup")
+
+REACH_S = 20.0  # seconds until a rank gives up on reaching the store, which torchrun opens before it starts ranks
 
 
 class SetupError(RuntimeError):
@@ -72,6 +78,7 @@ class Distributed:
     launched: bool
     stop_request: "StopRequest | None" = None
     watchdog: "Watchdog | None" = None
+    on_phase: list[Callable[[str, int | None], None]] = field(default_factory=list)  # called as `phase` is
     on_failure: list[Callable[[str], None]] = field(default_factory=list)  # called with the reason before a failed exit
 
     @property
@@ -131,9 +138,9 @@ class Distributed:
         return self.stop_request is not None and self.stop_request.code() > 0
 
     def phase(self, name: str, step: int | None = None) -> None:
-        """What this rank begins or goes on to do, for the watchdog; the step stays as it is if not given."""
-        if self.watchdog:
-            self.watchdog.enter(name, step)
+        """What this rank begins or goes on to do, for watchdog and profile; the step stays as it is if not given."""
+        for listener in self.on_phase:
+            listener(name, step)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over ranks, on every rank; `values` stays as it is."""
@@ -378,37 +385,97 @@ def setup(config: DDPConfig) -> Distributed:
     """Device from LOCAL_RANK, threads, process group.
 
     Raises:
-        SetupError: on every rank, if any rank has no device of its own.
+        SetupError: if the ranks cannot meet; and on every rank, if any rank has no device of its own.
     """
     launched = "WORLD_SIZE" in os.environ
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if launched and missing:
-        raise SetupError(f"WORLD_SIZE is set but {', '.join(missing)} is not: start with torchrun, or unset WORLD_SIZE")
-    rank, local_rank, world_size, local_world_size = (
-        int(os.environ.get(name, default))
-        for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1))
-    )
+    rank, local_rank, world_size, local_world_size = read_variables() if launched else (0, 0, 1, 1)
     torch.set_num_threads(cpu_threads(local_world_size))
     device, problem = choose_device(local_rank, local_world_size, config.device_ids)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    env = Distributed(rank, local_rank, world_size, local_world_size, device, launched)
     if launched:
+        store = meet(env, config)
+        env = replace(env, watchdog=Watchdog(env, config, store))
+        env.on_phase.append(env.watchdog.enter)
+        env.watchdog.start()
         # gloo beside nccl: agreement between ranks stays off the GPU.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-        # Longer than the watchdog waits, which knows more.
-        patience = timedelta(seconds=60 + max(config.startup_timeout_s, config.timeout_s))
-        store, _, _ = next(dist.rendezvous("env://", timeout=patience))
-        # torchrun keeps its store when it restarts the workers, which would wait for the addresses of the dead ones.
-        store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
-    env = Distributed(rank, local_rank, world_size, local_world_size, device, launched)
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience(config))
+        except RuntimeError as error:
+            raise SetupError(
+                f"rank {rank} on {platform.node()} cannot reach the other ranks ({str(error).splitlines()[0]}): let "
+                "them connect to each other on all ports, or name the network interface in GLOO_SOCKET_IFNAME"
+            ) from None
+        get_error_handler().initialize()
     # A rank without a device leaves only now, together with all others, so that none waits for it.
     env._refuse(problem)
-    if launched:
-        get_error_handler().initialize()
-        env = replace(env, watchdog=Watchdog(env, config, store))
-        env.watchdog.start()
+    env._refuse(shared_gpu(env.gather(gpu_id(device))))
     return env
+
+
+def read_variables() -> tuple[int, int, int, int]:
+    """RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, which torchrun sets.
+
+    Raises:
+        SetupError: one that is missing or impossible.
+    """
+    required = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    how = "start with torchrun, or unset WORLD_SIZE for a single process"
+    if missing := [name for name in required if not os.environ.get(name)]:
+        raise SetupError(f"WORLD_SIZE is set but {', '.join(missing)} is not: {how}")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    values = {name: os.environ[name] for name in names if os.environ.get(name)}
+    if wrong := [f"{name}={value}" for name, value in values.items() if not value.isdecimal()]:
+        raise SetupError(f"{', '.join(wrong)} is not a whole number: {how}")
+    rank, local_rank, world_size = (int(values[name]) for name in names[:3])
+    local_world_size = int(values.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if not (local_rank <= rank < world_size and local_rank < local_world_size <= world_size):
+        shown = ", ".join(f"{name}={value}" for name, value in values.items())
+        raise SetupError(f"{shown} cannot be, ranks count from 0 and LOCAL_RANK on each machine: {how}")
+    return rank, local_rank, world_size, local_world_size
+
+
+def meet(env: Distributed, config: DDPConfig) -> dist.Store:
+    """The store where all ranks meet, which torchrun or rank 0 keeps.
+
+    Raises:
+        SetupError: it cannot be reached within half a minute.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serving = env.is_main and not dist.is_torchelastic_launched()
+    try:
+        if not serving:
+            reach(address, port, min(REACH_S, config.startup_timeout_s))
+        # The one that serves waits here for the others.
+        store, _, _ = next(dist.rendezvous("env://", timeout=patience(config) if serving else timedelta(seconds=5)))
+    except (OSError, dist.DistError, OverflowError, ValueError) as error:
+        raise SetupError(
+            f"rank {env.rank} on {platform.node()} cannot reach MASTER_ADDR={address} MASTER_PORT={port} "
+            f"({str(error).splitlines()[0]}): set the address of rank 0, check that rank 0 runs and listens there, "
+            "and that no firewall stands between"
+        ) from None
+    store.set_timeout(patience(config))
+    # torchrun keeps its store when it restarts the workers, which would wait for the addresses of the dead ones.
+    return dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def reach(address: str, port: int, limit_s: float) -> None:
+    """Return once something listens there; torch's own store tries for longer and fails with pages of frames."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=max(1.0, deadline - time.monotonic())).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
+
+
+def patience(config: DDPConfig) -> timedelta:
+    """Of the process group: longer than the watchdog's, which knows more."""
+    return timedelta(seconds=60 + max(config.startup_timeout_s, config.timeout_s))
 
 
 def choose_device(
@@ -425,6 +492,8 @@ def choose_device(
         )
     if visible == 0:
         return cpu, None
+    if visible == 1 and local_world_size > 1 and not device_ids:
+        return torch.device("cuda", 0), None  # a scheduler may show each process a GPU of its own: see shared_gpu
     chosen = device_ids or tuple(range(visible))
     if local_world_size > len(chosen):
         return cpu, (
@@ -432,6 +501,23 @@ def choose_device(
             f"set --nproc_per_node to {len(chosen)} or less, or CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     return torch.device("cuda", chosen[local_rank]), None
+
+
+def gpu_id(device: torch.device) -> str:
+    """What no other GPU in the world has; nothing for the CPU, which processes may share."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def shared_gpu(gpus: list[str]) -> str | None:
+    """What is wrong if two ranks have the same GPU, which NCCL refuses or hangs on."""
+    for gpu in set(gpus) - {""}:
+        ranks = [rank for rank, other in enumerate(gpus) if other == gpu]
+        if len(ranks) > 1:
+            return (
+                f"ranks {', '.join(map(str, ranks))} share one GPU ({gpu}): set --nproc_per_node to the number of "
+                "GPUs, let CUDA_VISIBLE_DEVICES show each process its own or all, or set it empty for the CPU"
+            )
+    return None
 
 
 def cpu_threads(local_world_size: int) -> int:
@@ -449,13 +535,17 @@ def cpu_threads(local_world_size: int) -> int:
             by_user = False
     if by_user:
         return int(value)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // local_world_size)
+    return max(1, count_cores() // local_world_size)
+
+
+def count_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def leave(message: str, env: Distributed | None = None) -> NoReturn:
-    """Say `message` once and end this process with status 2; every rank must call it."""
-    if os.environ.get("RANK", "0") == "0":
+    """Say `message` once and end this process with status 2; every rank must call it, once there is a group."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
     if dist.is_initialized():
         dist.barrier()
@@ -467,30 +557,197 @@ def leave(message: str, env: Distributed | None = None) -> NoReturn:
 
 
 def describe(env: Distributed) -> list[str]:
-    """One line a rank: host, pid, device, threads and versions; the same on every rank."""
-    device = str(env.device)
-    if env.device.type == "cuda":
-        device += f" ({torch.cuda.get_device_name(env.device)})"
-    backend = dist.get_backend_config() if env.launched else "none"
-    line = (
-        f"rank {env.rank}: {platform.node()} pid {os.getpid()}, LOCAL_RANK {env.local_rank}, {device}, "
-        f"backend {backend}, {torch.get_num_threads()} CPU threads, "
-        f"python {platform.python_version()}, torch {torch.__version__}"
+    """A table of where each rank runs and with what, as lines; the same on every rank."""
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    rows = env.gather(
+        {
+            "rank": env.rank,
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "LOCAL_RANK": env.local_rank,
+            "device": str(env.device),
+            "name": torch.cuda.get_device_name(env.device) if env.device.type == "cuda" else platform.machine(),
+            "GPUs": f"{visible} of {os.environ.get('CUDA_VISIBLE_DEVICES', 'all') or 'none'}",
+            "backend": dist.get_backend_config() if env.launched else "none",
+            "threads": torch.get_num_threads(),
+            "free GB": f"{free_bytes(env.device) / 2**30:.1f}",
+            **library_versions(),
+        }
     )
-    return env.gather(line)
+    cells = [list(rows[0]), *(list(map(str, row.values())) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+
+
+def library_versions() -> dict[str, str]:
+    """Of what must be the same on all ranks."""
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "none",
+        "NCCL": nccl,
+    }
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 0
+
+
+def unread_variables() -> list[str]:
+    """Set variables that look like those of NCCL, gloo or torch.distributed, and that no loaded library mentions."""
+    prefixes = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_GLOO_", "TORCH_DISTRIBUTED_")
+    unread = {name for name in os.environ if name.startswith(prefixes)}
+    maps = Path("/proc/self/maps")
+    if not unread or not maps.exists():
+        return []
+    libraries = {line.split()[-1] for line in maps.read_text().splitlines() if line.endswith(".so") or ".so." in line}
+    for path in libraries:
+        if any(word in Path(path).name for word in ("torch", "c10", "nccl", "gloo")):
+            with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                unread = {name for name in unread if content.find(f"\0{name}\0".encode()) < 0}
+    return sorted(unread)
+
+
+def time_collectives(env: Distributed, sizes: tuple[int, ...], limit_s: float = 0.5) -> list[dict[str, float]]:
+    """Seconds that an all-reduce and a broadcast of so many bytes take, the median over repeats of the slowest rank.
+
+    Sizes that would take longer than `limit_s`, by those before, are left out.
+    """
+    rows: list[dict[str, float]] = []
+    for size in sizes:
+        if rows and rows[-1]["all_reduce"] * size / rows[-1]["bytes"] > limit_s:
+            break
+        tensor = torch.zeros(size // 4, device=env.device)
+        row: dict[str, float] = {"bytes": size}
+        for name, collective in (("all_reduce", dist.all_reduce), ("broadcast", partial(dist.broadcast, src=0))):
+            times = []
+            for _ in range(1 + max(2, min(20, 10_000_000 // size))):
+                dist.barrier()
+                start = time.perf_counter()
+                collective(tensor)
+                if env.device.type == "cuda":
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter() - start)
+            row[name] = max(env.gather(statistics.median(times[1:])))
+        rows.append(row)
+    return rows
+
+
+def clock_offsets(env: Distributed) -> list[float]:
+    """Seconds that each rank's clock is ahead of rank 0's, as far as a barrier can tell."""
+    readings = []
+    for _ in range(5):
+        dist.barrier()
+        readings.append(env.gather(time.time()))
+    return [min((reading[rank] - reading[0] for reading in readings), key=abs) for rank in range(env.world_size)]
+
+
+def compute_seconds(device: torch.device) -> float:
+    """The best time of a matrix product of fixed size."""
+    matrix = torch.randn(1024, 1024, device=device)
+    times = []
+    for _ in range(8):
+        start = time.perf_counter()
+        (matrix @ matrix).sum().item()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def preflight(env: Distributed) -> bool:
+    """Print who runs where, what works between the ranks and how fast, and advice; whether all is well."""
+    passed, cpu = True, env.device.type == "cpu"
+
+    def say(line: str) -> None:
+        if env.is_main:
+            print(line, flush=True)
+
+    def check(name: str, finding: str, problem: str | None, fatal: bool = True) -> None:
+        nonlocal passed
+        passed &= not (problem and fatal)
+        say(f"{('WRONG' if fatal else 'NOTE') if problem else 'OK':7s}{name:13s}{problem or finding}")
+
+    say("\n".join([*describe(env), ""]))
+    check("variables", "as torchrun sets them" if env.launched else "none of torchrun: a single process", None)
+    check("devices", "the CPU, no GPU is visible" if cpu else "each rank has a GPU of its own", None)
+    check("versions", "the same on all ranks", different_versions(env))
+    unread = sorted({name for names in env.gather(unread_variables()) for name in names})
+    check("environment", "no variable without an effect", unread_note(unread), fatal=False)
+    times = [1e3 * seconds for seconds in env.gather(compute_seconds(env.device))]
+    usual, slowest = statistics.median_low(times), max(range(env.world_size), key=times.__getitem__)
+    slow = (
+        f"rank {slowest} takes {times[slowest]:.1f} ms for a matrix product and others {usual:.1f}, and all wait for "
+        "it: look what else runs there, or leave that machine out"
+    )
+    found = f"a matrix product takes {min(times):.1f} to {max(times):.1f} ms"
+    check("speed", found, slow if times[slowest] > 1.5 * usual else None, fatal=False)
+    if not env.launched:
+        return passed
+
+    total = env.sum(torch.full((1000,), env.rank + 1.0, device=env.device))
+    expected = env.world_size * (env.world_size + 1) / 2
+    wrong = f"the sum over ranks is {total.min().item()} to {total.max().item()}, not {expected}: do not train here"
+    check("all-reduce", "adds up", None if (total == expected).all() else wrong)
+    offsets = clock_offsets(env)
+    off = max(range(env.world_size), key=lambda rank: abs(offsets[rank]))
+    skew = f"that of rank {off} is {offsets[off]:+.1f} s off rank 0's, which confuses logs: set it by NTP"
+    check("clocks", f"within {1e3 * abs(offsets[off]):.1f} ms", skew if abs(offsets[off]) > 1 else None, fatal=False)
+
+    say("\n      bytes            all-reduce             broadcast")
+    rows = time_collectives(env, tuple(10**i for i in range(3, 9)))
+    for row in rows:
+        parts = [f"{1e3 * row[n]:9.2f} ms {row['bytes'] / row[n] / 1e9:5.2f} GB/s" for n in ("all_reduce", "broadcast")]
+        say(f"{row['bytes']:11,d} {'  '.join(parts)}")
+    latency, rate = rows[0]["all_reduce"], rows[-1]["bytes"] / rows[-1]["all_reduce"] / 1e9
+    say(f"all-reduce: latency {1e3 * latency:.2f} ms, {rate:.2f} GB/s")
+    advice = []
+    if cpu and env.local_world_size > (cores := count_cores()):
+        advice.append(f"{env.local_world_size} processes share {cores} cores: start no more than {cores}.")
+    elif latency > 5e-3:
+        advice.append(
+            f"No all-reduce takes less than {1e3 * latency:.0f} ms: exchange less often with optim.accumulate."
+        )
+    if not cpu and rate < 1:
+        advice.append(f"{rate:.2f} GB/s is plain Ethernet: name the fast network in NCCL_SOCKET_IFNAME or NCCL_IB_HCA.")
+    for sentence in advice:
+        say(f"advice: {sentence}")
+    return passed
+
+
+def different_versions(env: Distributed) -> str | None:
+    try:
+        env.check_equal(library_versions())
+    except SetupError as error:
+        return f"{error}: install the same versions everywhere"
+    return None
+
+
+def unread_note(names: list[str]) -> str | None:
+    if not names:
+        return None
+    return f"nothing in this PyTorch reads {', '.join(names)}: unset it, and see ddp.timeout_s for the timeout"
 
 
 def main() -> None:
-    env = setup(DDPConfig())
-    lines = describe(env)
-    total = env.sum(torch.tensor([float(env.rank)], device=env.device)).item()
-    expected = env.world_size * (env.world_size - 1) / 2
-    if env.is_main:
-        print(*lines, sep="\n")
-        print(f"all-reduce over {env.world_size} ranks: {'OK' if total == expected else f'{total}, not {expected}'}")
-    if total != expected:
-        sys.exit(1)
-    env.close()
+    env = None
+    try:
+        env = setup(DDPConfig(startup_timeout_s=30.0))
+        passed = preflight(env)
+        env.close()
+    except SetupError as error:
+        leave(str(error), env)
+    except BaseException as error:
+        if env is None:
+            raise
+        env.crash(error)
+    sys.exit(not passed)
 
 
 if __name__ == "__main__":

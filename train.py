@@ -22,6 +22,7 @@ import os
 import platform
 import resource
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -51,7 +52,19 @@ from data import (
     read_knockouts,
     shard,
 )
-from ddp_setup import DDPConfig, Distributed, RunError, SetupError, StopRequest, describe, leave, setup
+from ddp_setup import (
+    DDPConfig,
+    Distributed,
+    RunError,
+    SetupError,
+    StopRequest,
+    describe,
+    leave,
+    library_versions,
+    setup,
+    unread_note,
+    unread_variables,
+)
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 
@@ -127,10 +140,11 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class LogConfig:
     every_steps: int = 10
+    profile_steps: int = 0
 
     def __post_init__(self):
-        if self.every_steps < 1:
-            raise ValueError(f"log.every_steps must be at least 1, not {self.every_steps}")
+        if self.every_steps < 1 or self.profile_steps < 0:
+            raise ValueError("log.every_steps must be at least 1, log.profile_steps 0 (no profile) or more")
 
 
 @dataclass(frozen=True)
@@ -196,7 +210,7 @@ def train(config: Config, env: Distributed) -> None:
             )
         tables = load(config.data)
     fingerprint = tables.fingerprint()
-    env.check_equal({"config": asdict(config), "data (hash)": fingerprint})
+    env.check_equal({"config": asdict(config), "data (hash)": fingerprint, **library_versions()})
 
     graph = SharedGraph(tables.graph()).to(env.device, dtype)
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
@@ -229,6 +243,9 @@ def train(config: Config, env: Distributed) -> None:
     env.check_ready(ddp_model, graph)
     env.check_equal({"parameters (hash)": state_hash(model), "batches an epoch": len(loader)})
 
+    log.info("\n".join(ranks))
+    if note := unread_note(unread_variables()):
+        log.warning(f"note      {note}")
     baseline, ceiling = additive_baseline(tables), tables.noise_ceiling()
     log.info(f"data      {tables.summary()}")
     if ceiling is not None:
@@ -240,6 +257,7 @@ def train(config: Config, env: Distributed) -> None:
     )
     log.info(f"run       {folder.path}, {f'resumed at step {state.step}' if state.step else 'from the start'}")
 
+    profile = Profile(config.log.profile_steps, env, folder.path)
     first_step, progress = state.step, ""
     for epoch in range(state.epoch(steps_per_epoch), optim.epochs):
         sampler.set_epoch(epoch, first_step=state.step - epoch * steps_per_epoch)
@@ -252,6 +270,7 @@ def train(config: Config, env: Distributed) -> None:
             disable=not (env.is_main and sys.stderr.isatty()),
             leave=False,
         ):
+            profile.step()
             if reason := env.stopping(state.step):
                 folder.save(state)
                 return folder.stop(state.step, epoch + 1, reason)
@@ -264,7 +283,9 @@ def train(config: Config, env: Distributed) -> None:
             for micro in range(optim.accumulate):
                 env.phase("data")
                 with clock.waiting_for_data():
-                    batch = next(batches).to(env.device, non_blocking=True)
+                    batch = next(batches)
+                env.phase("transfer")
+                batch = batch.to(env.device, non_blocking=True)
                 with env.accumulating(ddp_model, last=micro == optim.accumulate - 1):
                     env.phase("forward")
                     with torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None):
@@ -319,6 +340,7 @@ def train(config: Config, env: Distributed) -> None:
             f"val Pearson {shown(val['pearson'])} (additive baseline {shown(val['baseline_pearson'])})"
         )
 
+    profile.finish()
     if (weights := env.from_main(folder.best_model)) is not None:
         model.load_state_dict(weights)
     test = evaluate(model, graph, dataset, baseline, tables.rows("test"), batch_size, env)
@@ -579,6 +601,93 @@ class Clock:
         }
         self.__init__()
         return row
+
+
+class Profile:
+    """Traces some steps of this process, after the first three: a Chrome trace a rank, and a summary in the log.
+
+    While it runs, a phase begins only when the device has done the one before.
+    """
+
+    SKIPPED = 3  # steps in which memory is allocated and DDP plans its buckets
+    PHASES = ("data", "transfer", "forward", "backward", "optimiser", "agreement")
+
+    def __init__(self, steps: int, env: Distributed, path: Path):
+        self.env, self.path = env, path
+        self.last = self.SKIPPED + steps if steps else 0
+        self.steps, self.profiler = 0, None
+
+    def step(self) -> None:
+        """A step begins."""
+        if self.profiler and self.steps == self.last:
+            self.finish()
+        self.steps += 1
+        if self.profiler is None and self.SKIPPED < self.steps <= self.last:
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
+            self.seconds = dict.fromkeys(self.PHASES, 0.0)
+            self.phase, self.range, self.since = "", contextlib.ExitStack(), time.perf_counter()
+            self.env.on_phase.append(self.enter)
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        if self.env.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.range.close()
+        since, self.since = self.since, time.perf_counter()
+        if self.phase in self.seconds:
+            self.seconds[self.phase] += self.since - since
+        self.range.enter_context(torch.profiler.record_function(phase))
+        self.phase = phase
+
+    def finish(self) -> None:
+        """Write the trace and the summary, if it runs."""
+        if self.profiler is None or self.enter not in self.env.on_phase:
+            return
+        self.enter("end")
+        self.range.close()
+        self.env.on_phase.remove(self.enter)
+        self.profiler.stop()
+        with writing(self.path / f"trace.rank{self.env.rank}.json"):
+            self.profiler.export_chrome_trace(str(self.path / f"trace.rank{self.env.rank}.json"))
+        steps = min(self.steps, self.last) - self.SKIPPED
+        mine = {phase: 1e3 * seconds / steps for phase, seconds in self.seconds.items()}
+        waiting = min(exposed_ms(self.profiler.events(), self.env.device) / steps, mine["backward"])
+        mine["backward"] -= waiting
+        mine["communication not hidden"] = waiting
+        ranks = self.env.gather(mine)
+        mean = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in mine}
+        total = sum(mean.values())
+        shares = ", ".join(f"{name} {100 * value / total:.1f} %" for name, value in mean.items())
+        log.info(f"profile   {steps} steps of {total:.1f} ms: {shares}")
+        own = [sum(rank[name] for name in self.PHASES if name != "agreement") for rank in ranks]
+        slowest = max(range(len(own)), key=own.__getitem__)
+        log.info(
+            f"profile   the slowest is rank {slowest} with {own[slowest]:.1f} ms of its own a step, the median is "
+            f"{statistics.median(own):.1f}; traces for ui.perfetto.dev in {self.path}/trace.rank*.json"
+        )
+
+
+def exposed_ms(events: Iterable, device: torch.device) -> float:
+    """Milliseconds in which gradients were exchanged and this rank computed nothing."""
+    exchange, busy = [], []
+    for event in events:
+        kernel = event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+        computes = kernel if device.type == "cuda" else event.name.startswith(("aten::", "autograd::", "torch::"))
+        span = (event.time_range.start, event.time_range.end)
+        if event.name.startswith(("gloo:", "ncclDevKernel")):
+            exchange.append(span)
+        elif computes or event.name == "agreement":
+            busy.append(span)
+    return (covered(exchange + busy) - covered(busy)) / 1e3
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    length, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        length += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return length
 
 
 class RunFolder:

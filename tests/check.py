@@ -4,6 +4,9 @@ parity    a few steps of your configuration and model give the same parameters a
           with and without gradient accumulation; on the CPU, in double precision, without dropout
 faults    runs of your configuration and model on 2 CPU processes are killed, stopped, starved and fed with NaN, and
           started again: they end as an undisturbed run does, bit for bit (--only WORD: faults whose name has that word)
+devices   where every parameter, buffer, gradient, optimiser state, batch field and output of a live step lies, on all
+          GPUs of this machine; what lies elsewhere is named
+syncs     file and line of whatever makes the host wait for the device in ten steps of your configuration
 
 Each prints what it found and PASS or FAIL; the exit status is 0, 1 for FAIL, or 2 if it could not run.
 """
@@ -127,6 +130,7 @@ def launch(
     timeout: float = 120,
     torchrun: tuple[str, ...] = (),
     variables: dict[str, str] | None = None,
+    cpu: bool = True,
 ) -> tuple[int, str]:
     """Run `tests.check` with `words` on CPU processes, one without torchrun if `world_size` is 1.
 
@@ -138,7 +142,12 @@ def launch(
     command = [sys.executable]
     if world_size > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", *torchrun]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **(variables or {})}
+    environment = {
+        **os.environ,
+        **({"CUDA_VISIBLE_DEVICES": ""} if cpu else {}),
+        "PYTHONPATH": str(ROOT),
+        **(variables or {}),
+    }
     process = subprocess.Popen(
         [*command, "-m", "tests.check", *words],
         env=environment,
@@ -170,17 +179,15 @@ def world_sizes(text: str) -> list[int]:
 
 
 def main() -> None:
-    from tests.faults import fault_worker, faults  # which imports this module
+    from tests.audits import audit_worker, devices, syncs  # which import this module
+    from tests.faults import fault_worker, faults
 
-    if sys.argv[1:2] == ["parity-worker"]:
+    workers = {"parity-worker": parity_worker, "fault-worker": fault_worker, "audit-worker": audit_worker}
+    if worker := workers.get(sys.argv[1] if len(sys.argv) > 1 else ""):
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
-        parity_worker(sys.argv[2], sys.argv[3:])
-        return
-    if sys.argv[1:2] == ["fault-worker"]:
-        fault_worker(sys.argv[2], sys.argv[3:])
-        return
+        return worker(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    proofs = {"parity": parity, "faults": faults}
+    proofs = {"parity": parity, "faults": faults, "devices": devices, "syncs": syncs}
     parser.add_argument("name", choices=list(proofs))
     parser.add_argument("--world-sizes", type=world_sizes, default="1,2,4", metavar="N,N", help="default: 1,2,4")
     parser.add_argument("--only", default="", metavar="WORD", help="faults: those with this word in their name")

@@ -137,8 +137,11 @@ class CountSynchronisations(TorchDispatchMode):
             for index in indices
         )
         if unsized or boolean or any(word in name for word in self.WAITING):
-            self.seen.append(name)
+            self.note(name)
         return func(*args, **kwargs)
+
+    def note(self, operator: str) -> None:
+        self.seen.append(operator)
 
 
 def build_graph(preset: str, share: float = 1.0):

@@ -1,0 +1,234 @@
+"""The audits of `python -m tests.check devices` and `syncs`: a live training step, looked at from outside."""
+
+import argparse
+import dataclasses
+import inspect
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+import train
+from ddp_setup import SetupError, leave, setup
+from tests.bench import CountSynchronisations
+from tests.check import ROOT, launch
+
+WARM_UP, STEPS = 3, 10
+
+
+class Enough(Exception):
+    """The audit has seen what it wanted."""
+
+
+def devices(options: argparse.Namespace) -> bool:
+    return audit("devices", max(1, torch.cuda.device_count()), options)
+
+
+def syncs(options: argparse.Namespace) -> bool:
+    return audit("syncs", 1, options)
+
+
+def audit(name: str, world_size: int, options: argparse.Namespace) -> bool:
+    status, output = launch(world_size, ["audit-worker", name, *options.words], options.timeout, cpu=False)
+    if status:
+        raise RuntimeError(f"the audit failed:\n{output}")
+    print(output, end="")
+    return "MISPLACED" not in output and "WAITS" not in output
+
+
+def audit_worker(name: str, words: list[str]) -> None:
+    try:
+        config = train.load_config(train.parse_arguments(words))
+        env = setup(config.ddp)
+        never = 10**9
+        with tempfile.TemporaryDirectory() as folder:
+            config = dataclasses.replace(
+                config,
+                run=train.RunConfig(dir=env.from_main(lambda: folder)),
+                model=dataclasses.replace(config.model, compile=False),
+                optim=dataclasses.replace(config.optim, epochs=max(config.optim.epochs, 30), local_epochs=0),
+                log=train.LogConfig(every_steps=never),
+                checkpoint=train.CheckpointConfig(every_steps=never),
+            )
+            (audit_devices if name == "devices" else audit_syncs)(config, env)
+        env.close()
+    except (train.ConfigError, SetupError) as error:
+        leave(str(error))
+
+
+def audit_devices(config: train.Config, env: train.Distributed) -> None:
+    """Print what lies where in the second step, rank by rank."""
+    found: dict[str, Any] = {}
+
+    def build_model(*args, **kwargs) -> nn.Module:
+        found["model"] = model = original_model(*args, **kwargs)
+        names = list(inspect.signature(model.forward).parameters)
+
+        def look(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+            found.update(zip(names, args, strict=False), **kwargs, output=output)
+
+        model.register_forward_hook(look, with_kwargs=True)
+        return model
+
+    def build_optimizer(*args, **kwargs) -> torch.optim.Optimizer:
+        found["optimizer"] = optimizer = original_optimizer(*args, **kwargs)
+        steps = Counter()
+
+        def look(*_: object) -> None:
+            steps["done"] += 1
+            if steps["done"] == 2:
+                raise Enough
+
+        optimizer.register_step_post_hook(look)
+        return optimizer
+
+    def criterion(*args, **kwargs) -> Tensor:
+        found["loss"] = original_criterion(*args, **kwargs)
+        return found["loss"]
+
+    original_model, original_optimizer = train.build_model, train.build_optimizer
+    original_criterion = train.squared_error
+    train.build_model, train.build_optimizer, train.squared_error = build_model, build_optimizer, criterion
+    try:
+        train.train(config, env)
+    except Enough:
+        for lines in env.gather(placement(found, env.device)):
+            if env.is_main:
+                print(f"on {lines[0]}", *lines[1:], sep="\n")
+
+
+def placement(found: dict[str, Any], device: torch.device) -> list[str]:
+    """The device, a line for each kind of tensor in `found`, and one for each tensor that is not on the device."""
+    kinds: dict[str, Counter] = {}
+    misplaced = []
+    for kind, path, tensor in tensors(found):
+        kinds.setdefault(kind, Counter())[str(tensor.device)] += 1
+        if tensor.device != device:
+            misplaced.append(f"  MISPLACED  {path} is on {tensor.device}: move it to {device}")
+    lines = [
+        f"  {kind:17s} " + ", ".join(f"{n} on {where}" for where, n in counts.items()) for kind, counts in kinds.items()
+    ]
+    return [str(device), *lines, *misplaced]
+
+
+def tensors(found: dict[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
+    """Kind, full path and tensor of all that a step touches."""
+    names = {parameter: name for name, parameter in found["model"].named_parameters()}
+    for name, value in found.items():
+        if isinstance(value, nn.Module):
+            for path, parameter in value.named_parameters():
+                yield f"{name} parameters", f"{name}.{path}", parameter
+                if parameter.grad is not None:
+                    yield f"{name} gradients", f"{name}.{path}.grad", parameter.grad
+            for path, buffer in value.named_buffers():
+                yield f"{name} buffers", f"{name}.{path}", buffer
+        elif isinstance(value, torch.optim.Optimizer):
+            for parameter, state in value.state.items():
+                for key, tensor in state.items():
+                    if isinstance(tensor, Tensor):
+                        yield f"{name} state", f"{name}.state[{names.get(parameter, '?')}].{key}", tensor
+        else:
+            for path, tensor in inside(name, value):
+                yield name, path, tensor
+
+
+def inside(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping | Data):
+        for key, item in value.to_dict().items() if isinstance(value, Data) else value.items():
+            yield from inside(f"{path}.{key}", item)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from inside(f"{path}[{i}]", item)
+
+
+def audit_syncs(config: train.Config, env: train.Distributed) -> None:
+    """Print the places that wait in ten steps; those at the end of an epoch, which log and save, are left out."""
+    watch = WatchOnGPU() if env.device.type == "cuda" else WatchOnCPU()
+    places, steps = Counter(), Counter()
+
+    def look(phase: str, step: int | None) -> None:
+        watch.phase = phase
+        if phase == "agreement" and step is not None and not steps["evaluating"]:
+            if watch.active:
+                steps["done"] += 1
+                places.update(watch.end())
+            if steps["done"] == STEPS:
+                raise Enough
+            if step >= WARM_UP:
+                watch.begin()
+        elif phase == "evaluation" and watch.active:
+            watch.end()
+        steps["evaluating"] = phase == "evaluation"
+
+    env.on_phase.append(look)
+    try:
+        train.train(config, env)
+    except Enough:
+        print(f"{STEPS} steps on {env.device}")
+        for (place, what), count in sorted(places.items()):
+            print(f"  WAITS  {place}: {what}, in {count} of {STEPS} steps")
+        if not places:
+            print("  nothing waits for the device")
+        return
+    raise RuntimeError("an epoch has too few steps to look at: set a smaller data.batch_size")
+
+
+class WatchOnCPU(CountSynchronisations):
+    """Notes the operators that would wait if this were a GPU, but for those on host data."""
+
+    def __init__(self):
+        super().__init__()
+        self.active, self.phase = False, ""
+        self.found: set[tuple[str, str]] = set()
+
+    def begin(self) -> None:
+        self.found = set()
+        self.__enter__()
+        self.active = True
+
+    def note(self, operator: str) -> None:
+        if self.phase not in ("data", "transfer", "agreement"):
+            self.found.add((caller(), operator))
+
+    def end(self) -> set[tuple[str, str]]:
+        self.__exit__(None, None, None)
+        self.active = False
+        return self.found
+
+
+class WatchOnGPU:
+    """What CUDA's synchronisation debug mode warns of."""
+
+    def __init__(self):
+        self.active, self.phase = False, ""
+        self.found: set[tuple[str, str]] = set()
+
+    def begin(self) -> None:
+        self.found = set()
+        self.caught = warnings.catch_warnings()
+        self.caught.__enter__()
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_, **__: self.found.add((caller(), str(message).split(" (")[0]))
+        torch.cuda.set_sync_debug_mode("warn")
+        self.active = True
+
+    def end(self) -> set[tuple[str, str]]:
+        torch.cuda.set_sync_debug_mode("default")
+        self.caught.__exit__(None, None, None)
+        self.active = False
+        return self.found
+
+
+def caller() -> str:
+    """File and line of the innermost frame in the template's own modules."""
+    frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).parent == ROOT]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].line})" if frames else "outside"
