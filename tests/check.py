@@ -142,10 +142,11 @@ def launch(
     command = [sys.executable]
     if world_size > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", *torchrun]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {
         **os.environ,
+        "PYTHONPATH": path,
         **({"CUDA_VISIBLE_DEVICES": ""} if cpu else {}),
-        "PYTHONPATH": str(ROOT),
         **(variables or {}),
     }
     process = subprocess.Popen(

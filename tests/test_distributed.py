@@ -77,9 +77,14 @@ def test_ranks_agree(workers):
     workers(4, "agreement")
 
 
-def test_too_few_gpus_on_one_machine_stop_all(torchrun, tmp_path):
-    torchrun(2, "-m", "tests.workers", "too_few_gpus").check()
+@pytest.mark.parametrize("name", ["too_few_gpus", "shared_gpu"])
+def test_all_ranks_refuse_a_launch_that_has_too_few_gpus(workers, tmp_path, name):
+    workers(2, name)
     assert {path.name for path in tmp_path.glob("refused*")} == {"refused0", "refused1"}
+
+
+def test_a_scheduler_may_show_each_process_its_own_gpu(workers):
+    workers(2, "own_gpu")
 
 
 @pytest.mark.parametrize(("nproc", "variable", "expected"), [(2, None, None), (2, "1", 1), (2, "3", 3), (0, None, 0)])

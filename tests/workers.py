@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
+import ddp_setup
 import train
 from data import KnockoutDataset, StepSampler, pack
 from ddp_setup import DDPConfig, Distributed, SetupError, setup
@@ -146,19 +148,57 @@ def agreement() -> None:
     env.close()
 
 
-def too_few_gpus() -> None:
-    """One machine of two has a GPU too few: both leave with the same sentence."""
-    torch.cuda.is_available = lambda: True
-    torch.cuda.device_count = lambda: 1 if os.environ["RANK"] == "1" else 2
-    torch.cuda.set_device = lambda device: None
+def refused(config: DDPConfig, *parts: str) -> None:
+    """`setup` fails with a sentence that has all `parts`, and the file says so."""
     try:
-        setup(DDPConfig())
+        setup(config)
     except SetupError as error:
-        assert "2 processes but 1 GPUs to use" in str(error) and "set --nproc_per_node to 1 or less" in str(error)
+        assert all(part in str(error) for part in parts), error
         dist.destroy_process_group()
         Path(f"refused{os.environ['RANK']}").touch()
     else:
         raise AssertionError("no error")
+
+
+def pretend_gpus(count: int) -> None:
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: count
+    torch.cuda.set_device = lambda device: None
+
+
+def too_few_gpus() -> None:
+    """One machine of two has a GPU too few: both leave with the same sentence."""
+    pretend_gpus(2)
+    chosen = (0,) if os.environ["RANK"] == "1" else ()
+    refused(DDPConfig(device_ids=chosen), "2 processes but 1 GPUs to use", "set --nproc_per_node to 1 or less")
+
+
+def shared_gpu() -> None:
+    """A scheduler shows one and the same GPU to both processes."""
+    pretend_gpus(1)
+    ddp_setup.gpu_id = lambda device: f"GPU-{device.index}"
+    refused(DDPConfig(), "ranks 0, 1 share one GPU (GPU-0)", "set --nproc_per_node to the number of GPUs")
+
+
+def own_gpu() -> None:
+    """A scheduler shows each process a GPU of its own, which is number 0 to both."""
+    pretend_gpus(1)
+    ddp_setup.gpu_id = lambda device: f"GPU-{os.environ['RANK']}"
+    env = setup(DDPConfig())
+    assert env.device == torch.device("cuda", 0) and env.local_rank == int(os.environ["RANK"])
+    dist.destroy_process_group()
+
+
+def preflight_of_a_bad_machine() -> None:
+    """Rank 1 is slow, has another torch and adds wrongly, and its clock is off."""
+    if os.environ["RANK"] == "1":
+        ddp_setup.compute_seconds = lambda device: 9.0
+        versions = ddp_setup.library_versions()
+        ddp_setup.library_versions = lambda: {**versions, "torch": "1.0"}
+        now = time.time
+        time.time = lambda: now() + 100
+    ddp_setup.Distributed.sum = lambda env, values: values
+    ddp_setup.main()
 
 
 def unsynchronised() -> None:

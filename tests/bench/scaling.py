@@ -1,0 +1,228 @@
+"""How a training step scales over the processes of this machine, and what that predicts for more of them.
+
+    python -m tests.bench.scaling [--processes N] [--network-gbytes 12.5] [--network-us 20] [--json FILE]
+
+All is measured in turn in one launch of N processes (default: one a GPU, or a core). For each k up to N, the first k
+train while the others wait, with a batch each (weak scaling) or a share of one batch (strong), under DDP and without
+any exchange: that is k independent processes that share the machine, which is what can be achieved. Each process has an
+N-th of the machine's threads, as if it had a device of its own. A time is that of the slowest process; medians of the
+rounds are shown, and ratios are medians of each round's ratio.
+"""
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from data import PRESETS, KnockoutDataset, synthetic_tables
+from ddp_setup import DDPConfig, Distributed, count_cores, setup, time_collectives
+from mask import SharedGraph
+from tests.bench import arguments, build_graph, report, synchronize
+from tests.bench.step import Step
+from train import squared_error
+
+PREDICTED = (8, 64, 256, 1024)
+BACKWARD = 2 / 3  # of a step's computing: an exchange can hide behind that
+
+
+class ScaledStep(Step):
+    """A step of `accumulate` equal micro-batches, under DDP if there is a `group`."""
+
+    def __init__(
+        self,
+        shared: SharedGraph,
+        num_samples: int,
+        options: argparse.Namespace,
+        group: dist.ProcessGroup | None = None,
+        accumulate: int = 1,
+        hook: Callable | None = None,
+        **settings,
+    ):
+        super().__init__(shared, "shared", num_samples, options.hidden, options.layers)
+        self.accumulate, self.net = accumulate, self.model
+        if group is not None:
+            ids = [shared.device.index] if shared.device.type == "cuda" else None
+            self.net = DistributedDataParallel(self.model, device_ids=ids, process_group=group, **settings)
+            if hook:
+                self.net.register_comm_hook(group, hook)
+
+    def __call__(self) -> None:
+        for micro in range(self.accumulate):
+            last = micro == self.accumulate - 1
+            with contextlib.nullcontext() if last else self.net.no_sync():
+                prediction = self.net(self.shared, self.batch)
+                (squared_error(prediction, self.batch, self.model) / len(self.batch.y)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def measure(options: argparse.Namespace, env: Distributed) -> None:
+    shared = SharedGraph(build_graph(options.preset)).to(env.device)
+    n, B = env.world_size, options.batch
+    sizes = [k for k in (*(2**i for i in range(n.bit_length())), n) if k <= n]
+    sizes = sorted(set(sizes))
+    groups = {k: dist.new_group(range(k)) for k in sizes}  # all ranks take part in making each
+    plan = {("weak", k): B for k in sizes} | {("strong", k): B // k for k in sizes[1:] if B % k == 0}
+    variants = {
+        "ddp.bucket_cap_mb=1": {"bucket_cap_mb": 1},
+        "ddp.gradient_as_bucket_view=true": {"gradient_as_bucket_view": True},
+        "ddp.broadcast_buffers=false": {"broadcast_buffers": False},
+        "ddp.static_graph=true": {"static_graph": True},
+        **(
+            {"bf16 compression hook": {"hook": bf16_compress_hook}}
+            if env.device.type == "cuda"
+            else {"fp16 compression hook": {"hook": fp16_compress_hook}}  # torch refuses the other on the CPU
+        ),
+        "optim.accumulate=4": {"accumulate": 4},
+    }
+
+    steps: dict[tuple, Callable] = {}
+    for (scaling, k), samples in plan.items():
+        if env.rank < k:
+            steps[scaling, k, "alone"] = ScaledStep(shared, samples, options)
+            steps[scaling, k, "ddp"] = ScaledStep(shared, samples, options, groups[k])
+        else:
+            steps[scaling, k, "alone"] = steps[scaling, k, "ddp"] = lambda: None
+    for name, settings in variants.items():
+        steps["variant", n, name] = ScaledStep(shared, B, options, groups[n], **settings)
+    times = in_turn_together(steps, env, options.rounds)
+    ms = {key: 1e3 * statistics.median(values) for key, values in times.items()}
+
+    def ratio(key: tuple, other: tuple) -> float:
+        return statistics.median(a / b for a, b in zip(times[key], times[other], strict=True))
+
+    rows = [
+        {
+            "scaling": scaling,
+            "processes": k,
+            "samples each": samples,
+            "compute, ms": ms[scaling, k, "alone"],
+            "exchange not hidden, ms": max(0.0, ms[scaling, k, "ddp"] - ms[scaling, k, "alone"]),
+            "speed-up": ratio(("weak", 1, "alone"), (scaling, k, "ddp")) * (k if scaling == "weak" else 1),
+            "achievable": ratio(("weak", 1, "alone"), (scaling, k, "alone")) * (k if scaling == "weak" else 1),
+            "efficiency, %": 100 * ratio((scaling, k, "alone"), (scaling, k, "ddp")),
+        }
+        for (scaling, k), samples in plan.items()
+    ]
+    tried = []
+    for name, settings in variants.items():
+        micro = settings.get("accumulate", 1)
+        share = 100 * ratio(("variant", n, name), ("weak", n, "ddp")) / micro
+        tried.append({"variant": name, "ms a batch": ms["variant", n, name] / micro, "of DDP's default, %": share})
+
+    model, compute = steps["variant", n, "ddp.static_graph=true"].model, ms["weak", n, "alone"]
+    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    collectives = time_collectives(env, tuple(10**i for i in range(3, 9)))
+    latency_ms, rate = fitted([(row["bytes"], 1e3 * row["all_reduce"]) for row in collectives])
+    here = [
+        {"bytes": row["bytes"], "ms": 1e3 * row["all_reduce"], "fitted, ms": latency_ms + row["bytes"] / rate / 1e6}
+        for row in collectives
+    ]
+    predicted = []
+    for k in PREDICTED:
+        exchange = ring_ms(gradient_bytes, k, options.network_us, options.network_gbytes)
+        left = max(0.0, exchange - BACKWARD * compute)
+        row = {"processes": k, "exchange, ms": exchange, "efficiency, none hidden, %": compute / (compute + exchange)}
+        row["behind the backward pass, %"] = compute / (compute + left)
+        predicted.append({name: 100 * v if "%" in name else v for name, v in row.items()})
+
+    tables = synthetic_tables(PRESETS[options.preset], seed=0)
+    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, shared.degree)
+    start = time.perf_counter()
+    for _ in range(5):
+        dataset.__getitems__(range(B))
+    data_ms = 1e3 * (time.perf_counter() - start) / 5
+    if not env.is_main:
+        return
+    network = f"{options.network_gbytes:g} GB/s a process and {options.network_us:g} us a message"
+    title = f"{options.preset}, hidden {options.hidden}, {options.layers} layers, {gradient_bytes / 1e6:.1f} MB a model"
+    report(
+        {
+            f"Steps ({title})": rows,
+            f"Tried with {n} processes": tried,
+            f"All-reduce over {n} processes here: {latency_ms:.2f} ms + bytes / {rate:.2f} GB/s": here,
+            f"Predicted: a ring all-reduce, {network}, {B} samples a process as fast as here": predicted,
+        },
+        env.device,
+        options.json,
+    )
+    exchange = 1 - ratio(("weak", n, "alone"), ("weak", n, "ddp"))
+    print("", *advice(exchange, data_ms / (data_ms + compute), model, B), sep="\n")
+
+
+def in_turn_together(steps: dict[tuple, Callable], env: Distributed, rounds: int) -> dict[tuple, list[float]]:
+    """Seconds of each step in each round after one that does not count, of the slowest rank, on every rank."""
+    times: dict[tuple, list[float]] = {key: [] for key in steps}
+    for turn in range(-1, rounds):
+        for key, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            synchronize(env.device)
+            slowest = max(env.gather(time.perf_counter() - start))
+            if turn >= 0:
+                times[key].append(slowest)
+    return times
+
+
+def fitted(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Latency in ms and rate in GB/s of the line through (bytes, ms) that has the least squared relative errors."""
+    x = torch.tensor(points, dtype=torch.float64)
+    weight = 1 / x[:, 1:]
+    line = torch.linalg.lstsq(weight * torch.stack([torch.ones(len(x), dtype=x.dtype), x[:, 0]], 1), weight * x[:, 1:])
+    latency, per_byte = line.solution.flatten().tolist()
+    return max(0.0, latency), 1e-6 / max(per_byte, 1e-12)
+
+
+def ring_ms(num_bytes: float, processes: int, latency_us: float, gbytes: float) -> float:
+    """A ring all-reduce sends 2 (k - 1) messages of a k-th of the bytes, one after the other."""
+    return 2 * (processes - 1) * (1e-3 * latency_us + num_bytes / processes / gbytes / 1e6)
+
+
+def advice(exchange: float, data: float, model: nn.Module, num_samples: int) -> list[str]:
+    """At most three sentences that follow from the shares of a step and the model; none when all is well."""
+    sentences = []
+    if exchange > 0.3:
+        sentences.append(
+            f"advice: exchange takes {exchange:.0%} of a step: more samples a process, or optim.accumulate."
+        )
+    if data > 0.1:
+        sentences.append(f"advice: building batches takes {data:.0%} of a step: set data.workers.")
+    if num_samples < 16 and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        sentences.append(f"advice: BatchNorm sees {num_samples} samples a process: set ddp.sync_batchnorm=true.")
+    return sentences
+
+
+def main() -> None:
+    number = {"type": int}
+    options = arguments(
+        __doc__,
+        **{
+            "processes": {**number, "default": torch.cuda.device_count() or count_cores()},
+            "batch": {**number, "default": 4, "help": "samples a process (default: %(default)s)"},
+            "hidden": {**number, "default": 64},
+            "layers": {**number, "default": 3},
+            "rounds": {**number, "default": 5},
+            "network-gbytes": {"type": float, "default": 12.5, "help": "GB/s that a process sends (default: 12.5)"},
+            "network-us": {"type": float, "default": 20.0, "help": "latency of a message (default: 20)"},
+        },
+    )
+    if "WORLD_SIZE" not in os.environ:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.processes}"]
+        os.execv(sys.executable, [sys.executable, *torchrun, "-m", "tests.bench.scaling", *sys.argv[1:]])
+    env = setup(DDPConfig())
+    measure(options, env)
+    env.close()
+
+
+if __name__ == "__main__":
+    main()
