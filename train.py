@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -78,6 +79,9 @@ PRECISIONS = {
     "bf16": (torch.float32, torch.bfloat16),
     "fp16": (torch.float32, torch.float16),
 }
+
+
+LINE_S = 30.0  # between lines that say how far the run is, where there is no progress bar
 
 
 class ConfigError(ValueError):
@@ -141,6 +145,7 @@ class CheckpointConfig:
 class LogConfig:
     every_steps: int = 10
     profile_steps: int = 0
+    tensorboard: bool = False
 
     def __post_init__(self):
         if self.every_steps < 1 or self.profile_steps < 0:
@@ -244,7 +249,8 @@ def train(config: Config, env: Distributed) -> None:
     env.check_equal({"parameters (hash)": state_hash(model), "batches an epoch": len(loader)})
 
     log.info("\n".join(ranks))
-    if note := unread_note(unread_variables()):
+    notes = [unread_note(unread_variables()), *unread_options(config, env.launched)]
+    for note in filter(None, notes):
         log.warning(f"note      {note}")
     baseline, ceiling = additive_baseline(tables), tables.noise_ceiling()
     log.info(f"data      {tables.summary()}")
@@ -258,18 +264,19 @@ def train(config: Config, env: Distributed) -> None:
     log.info(f"run       {folder.path}, {f'resumed at step {state.step}' if state.step else 'from the start'}")
 
     profile = Profile(config.log.profile_steps, env, folder.path)
-    first_step, progress = state.step, ""
+    first_step, progress, next_line = state.step, "", time.monotonic() + LINE_S
     for epoch in range(state.epoch(steps_per_epoch), optim.epochs):
         sampler.set_epoch(epoch, first_step=state.step - epoch * steps_per_epoch)
         knock_out = epoch >= local_epochs
         model.train()
         batches, clock = iter(loader), Clock()
-        for step_in_epoch in tqdm(
+        bar = tqdm(
             range(sampler.first_step, steps_per_epoch),
             desc=f"epoch {epoch + 1}/{optim.epochs}",
             disable=not (env.is_main and sys.stderr.isatty()),
             leave=False,
-        ):
+        )
+        for step_in_epoch in bar:
             profile.step()
             if reason := env.stopping(state.step):
                 folder.save(state)
@@ -320,6 +327,12 @@ def train(config: Config, env: Distributed) -> None:
                     loss=train_loss, lr=lr, grad_norm=grad_norm.item(), skipped=state.skipped.total, **timings,
                 )  # fmt: skip
                 progress = f"  loss {train_loss:.4f}  {timings['samples_per_s']:,.0f} samples/s"
+                bar.set_postfix_str(f"{progress.strip()}  val Pearson {shown(folder.last('val', 'pearson'))}")
+                if time.monotonic() > next_line and not end_of_epoch:
+                    next_line = time.monotonic() + LINE_S
+                    left = timedelta(seconds=round((total_steps - state.step) * timings["step_ms"] / 1e3))
+                    if bar.disable:
+                        log.info(f"step {state.step}/{total_steps}{progress}  {left} left")
             if save_now:
                 folder.save(state)
 
@@ -699,6 +712,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.checkpoint: dict | None = None
         self.rows: list[dict] = []
+        self.tensorboard = None
 
     def open(self, model: nn.Module) -> None:
         """Rank 0: take the folder for this run and find the checkpoint to resume from, if any, as `self.checkpoint`.
@@ -781,6 +795,8 @@ class RunFolder:
                     self.rows.append(row)
         write_atomically(metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.metrics = metrics.open("a")
+        if self.config.log.tensorboard:
+            self.tensorboard = summary_writer(self.path / "tensorboard", step)
         epoch = self.rows[-1]["epoch"] if self.rows else 0
         event = "resumed" if step else "started"
         self.write("event", step, epoch, event=event, time=time.time(), world_size=self.env.world_size)
@@ -794,6 +810,13 @@ class RunFolder:
             with writing(self.path / "metrics.jsonl"):
                 self.metrics.write(json.dumps(self.rows[-1]) + "\n")
                 self.metrics.flush()
+                for key, value in values.items() if self.tensorboard and kind != "event" else ():
+                    if value is not None:
+                        self.tensorboard.add_scalar(f"{kind}/{key}", value, step)
+
+    def last(self, kind: str, key: str) -> float | None:
+        """Of the newest row of that kind; on rank 0, which alone keeps the rows."""
+        return next((row.get(key) for row in reversed(self.rows) if row["kind"] == kind), None)
 
     def save(self, state: TrainState, improved: bool = False) -> None:
         """Write the checkpoint of this step, also as best.pt if `improved`; it appears whole or not at all.
@@ -818,6 +841,8 @@ class RunFolder:
         temporary, link = self.checkpoints / "saving.tmp", self.checkpoints / "best.tmp"
         with writing(self.checkpoints / f"step_{step:08d}.pt"):
             os.fsync(self.metrics.fileno())  # no checkpoint without the rows that led to it
+            if self.tensorboard:
+                self.tensorboard.flush()
             with temporary.open("wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
@@ -838,6 +863,8 @@ class RunFolder:
 
     def status(self, state: str, step: int, epoch: int, reason: str = "") -> None:
         if self.env.is_main:
+            if self.tensorboard:
+                self.tensorboard.flush()
             row = {"state": state, "step": step, "epoch": epoch, "reason": reason}
             with writing(self.path / "status.json"):
                 write_atomically(self.path / "status.json", json.dumps(row) + "\n")
@@ -924,47 +951,86 @@ def check_model_state(state: dict[str, Tensor], model: nn.Module, where: str | P
         raise ConfigError(f"the model saved in {where} is another one: {'; '.join(differ[:3])}{more}")
 
 
+def summary_writer(path: Path, step: int) -> Any:
+    """TensorBoard's, which drops what an earlier process wrote beyond `step`."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError("log.tensorboard=true needs the package tensorboard: install it, or set false") from None
+    return SummaryWriter(str(path), purge_step=step + 1)
+
+
 def curves_svg(rows: list[dict]) -> str:
-    """Loss and Pearson against the step, as one SVG with two panels."""
-    orange, blue, grey = "#e8590c", "#2a7fff", "#868e96"
-    panels = {
-        "Loss (1 = variance of the training scores)": {("train", "loss"): blue, ("val", "loss"): orange},
-        "Pearson (validation)": {("val", "pearson"): orange, ("val", "baseline_pearson"): grey},
-    }
+    """Loss and Pearson against the optimiser step, in two panels; a dotted line where the run was resumed."""
+    orange, blue, grey = "#e8590c", "#228be6", "#868e96"
+    panels = [
+        (
+            "Squared error / variance of the training scores",
+            [("train", "loss", "training", blue, ""), ("val", "loss", "validation", orange, "")],
+        ),
+        (
+            "Pearson correlation, validation",
+            [
+                ("val", "pearson", "model", orange, ""),
+                ("val", "baseline_pearson", "additive baseline", grey, "6 4"),
+            ],
+        ),
+    ]
     last = max((row["step"] for row in rows), default=0) or 1
-    top, width, height = 40, 380, 240
+    restarts = sorted({row["step"] for row in rows if row.get("event") == "resumed"})
+    top, width, height = 64, 380, 240
     parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 330" font-family="sans-serif" font-size="12">'
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 360" font-family="sans-serif" font-size="12">'
         "<style>text{fill:#495057} @media(prefers-color-scheme:dark){text{fill:#ced4da}}</style>"
     ]
 
-    def text(x: float, y: float, content: str, more: str) -> None:
+    def text(x: float, y: float, content: str, more: str = "") -> None:
         parts.append(f'<text x="{x:.1f}" y="{y:.1f}" {more}>{content}</text>')
 
-    for panel, (title, colours) in enumerate(panels.items()):
-        left = 50 + 450 * panel
-        curves = [
-            [(row["step"], row[key]) for row in rows if row["kind"] == kind and row.get(key) is not None]
-            for kind, key in colours
-        ]
-        values = [value for curve in curves for _, value in curve] or [0.0]
-        low, high = min(values), max(max(values), min(values) + 1e-6)
-        text(left, 22, title, 'font-weight="bold"')
-        for i in range(5):
-            y = top + height - i * height / 4
-            parts.append(f'<path d="M{left} {y}h{width}" stroke="{grey}" stroke-opacity=".3"/>')
-            text(left - 6, y + 4, f"{low + i * (high - low) / 4:.2f}", 'text-anchor="end"')
-            text(left + i * width / 4, top + height + 18, str(last * i // 4), 'text-anchor="middle"')
-        for i, ((kind, key), curve) in enumerate(zip(colours, curves, strict=True)):
-            colour = colours[kind, key]
-            line = " ".join(
-                f"{left + width * step / last:.1f},{top + height * (high - value) / (high - low):.1f}"
-                for step, value in curve
-            )
-            parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
-            label = "additive baseline" if key.startswith("baseline") else kind
-            text(left + width - 130 * i, 22, label, f'text-anchor="end" style="fill:{colour}"')
+    for panel, (title, curves) in enumerate(panels):
+        left = 56 + 460 * panel
+        points = {
+            (kind, key): [(row["step"], row[key]) for row in rows if row["kind"] == kind and row.get(key) is not None]
+            for kind, key, *_ in curves
+        }
+        ticks = nice_ticks([value for curve in points.values() for _, value in curve] or [0.0, 1.0])
+        low, high = ticks[0], ticks[-1]
+
+        def place(step: float, value: float, left: int = left, low: float = low, high: float = high) -> str:
+            return f"{left + width * step / last:.1f},{top + height * (high - value) / (high - low):.1f}"
+
+        text(left, 20, title, 'font-weight="bold"')
+        for tick in ticks:
+            start = place(0, tick)
+            parts.append(f'<path d="M{start}h{width}" stroke="{grey}" stroke-opacity=".3"/>')
+            text(left - 8, float(start.split(",")[1]) + 4, f"{tick:.4g}", 'text-anchor="end"')
+        for step in nice_ticks([0, last]):
+            if step <= last:
+                text(left + width * step / last, top + height + 18, f"{step:,.0f}", 'text-anchor="middle"')
+        text(left + width / 2, top + height + 38, "optimiser step", 'text-anchor="middle"')
+        for step in restarts:
+            parts.append(f'<path d="M{place(step, high)}v{height}" stroke="{grey}" stroke-dasharray="1 4"/>')
+        legend = left
+        for kind, key, label, colour, dashes in curves:
+            line = " ".join(place(*point) for point in points[kind, key])
+            style = f'fill="none" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dashes}"'
+            parts.append(f'<polyline points="{line}" {style}/><path d="M{legend} 40h22" {style}/>')
+            text(legend + 28, 44, label)
+            legend += 54 + 6.5 * len(label)
+        if restarts:
+            parts.append(f'<path d="M{legend:.0f} 40h22" stroke="{grey}" stroke-dasharray="1 4"/>')
+            text(legend + 28, 44, "resumed")
     return "\n".join([*parts, "</svg>\n"])
+
+
+def nice_ticks(values: list[float]) -> list[float]:
+    """Four to nine round numbers, evenly spaced, that span `values`."""
+    low, high = min(values), max(values)
+    span = max(high - low, 1e-9 * max(abs(low), abs(high)), 1e-9)
+    unit = 10.0 ** math.floor(math.log10(span / 4))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if span / (unit * factor) <= 7)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [step * i for i in range(first, max(last, first + 1) + 1)]
 
 
 def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> None:
@@ -1015,7 +1081,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = Path(__file__).with_name("config.yaml")
+    options = default.read_text() if default.exists() else ""
+    parser = Parser(description=__doc__, epilog=options, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="an option of config.yaml")
     parser.add_argument(
         "--config", metavar="FILE", help="default: config.yaml beside train.py, or the checkpoint's own"
@@ -1105,6 +1173,27 @@ def converted(key: str, value: Any, kind: type) -> Any:
         return value
     names = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
     raise ConfigError(f"{key} must be {names.get(kind, 'a list of whole numbers')}, not {value!r}")
+
+
+def unread_options(config: Config, launched: bool) -> list[str]:
+    """A sentence for each option that is not at its default and has no effect beside the others."""
+    tsv, local = config.data.source == "tsv", config.model.readout == "local"
+    unread = {
+        "data.source=tsv": ("data.preset", "data.synthetic_seed") if tsv else (),
+        "data.source=synthetic": () if tsv else ("data.edges", "data.perturbations", "data.undirected"),
+        "model.readout=local": ("model.checkpointing", "model.block", "optim.local_epochs") if local else (),
+        "model.message_passing=expanded": ("model.block",) if config.model.message_passing == "expanded" else (),
+        "optim.on_nonfinite=stop": ("optim.max_skips",) if config.optim.on_nonfinite == "stop" else (),
+        "a single process": [f"ddp.{f.name}" for f in fields(DDPConfig) if f.name != "device_ids"]
+        + ["optim.zero"] if not launched else (),
+    }  # fmt: skip
+    here, default = plain(config), plain(Config())
+
+    def is_set(option: str) -> bool:
+        section, name = option.split(".")
+        return here[section][name] != default[section][name]
+
+    return [f"{o} is set but has no effect with {why}" for why, options in unread.items() for o in options if is_set(o)]
 
 
 def plain(config: Config) -> dict:

@@ -99,13 +99,13 @@ def train(torchrun: Callable[..., Finished], tables: list[str], tmp_path: Path) 
     nproc=0 is what `python train.py` does, in a forked process; otherwise it is under torchrun.
     """
 
-    def start(nproc: int, *overrides: str, **env: str) -> Finished:
+    def start(nproc: int, *overrides: str, script: Path = ROOT / "train.py", **env: str) -> Finished:
         small = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
         if nproc == 0:
-            process = fork(tmp_path, "train", [str(ROOT / "train.py"), *tables, *small, *overrides], env)
+            process = fork(tmp_path, "train", [str(script), *tables, *small, *overrides], env)
             (code,) = join([process])
             return Finished(code, *((tmp_path / f"train.{name}").read_text() for name in ("stdout", "stderr")))
-        return torchrun(nproc, ROOT / "train.py", *tables, *small, *overrides, **env)
+        return torchrun(nproc, script, *tables, *small, *overrides, **env)
 
     return start
 

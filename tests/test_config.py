@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
-from train import Config, ConfigError, load_config, nearest, parse_arguments, plain
+from train import Config, ConfigError, load_config, nearest, parse_arguments, plain, unread_options
 
 
 def load(*words: str) -> Config:
@@ -29,6 +29,25 @@ def test_every_option_is_read_somewhere():
         for option in dataclasses.fields(section.type):
             read = [f".{section.name}.{option.name}", f"config.{option.name}", f"{section.name}.{option.name}"]
             assert any(form in code.replace("self.", "config.") for form in read), f"{section.name}.{option.name}"
+
+
+def test_help_lists_every_option(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"])
+    assert (ROOT / "config.yaml").read_text() in capsys.readouterr().out
+
+
+def test_options_without_effect_are_reported():
+    assert unread_options(load(), launched=True) == []
+    words = ["data.edges=e", "optim.max_skips=3", "model.readout=local", "model.block=2", "ddp.device_ids=[0]"]
+    assert [note.split(" ")[0] for note in unread_options(load(*words), launched=True)] == [
+        "data.edges",
+        "model.block",
+        "optim.max_skips",
+    ]
+    assert unread_options(load("ddp.timeout_s=9"), launched=False) == [
+        "ddp.timeout_s is set but has no effect with a single process"
+    ]
 
 
 def test_command_line_goes_over_the_file(tmp_path):

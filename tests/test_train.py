@@ -1,6 +1,7 @@
 """train.py as its users call it: whole runs, resumed runs, predictions, and wrong input."""
 
 import fcntl
+import importlib.util
 import json
 import math
 import re
@@ -13,8 +14,8 @@ import torch
 from data import DataConfig, KnockoutDataset, load, pack
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
-from tests.conftest import ROOT, write_table
-from train import OptimConfig, RunConfig, curves_svg, learning_rate, rank_of
+from tests.conftest import ROOT, fork_ranks, join, write_table
+from train import OptimConfig, RunConfig, curves_svg, learning_rate, nice_ticks, rank_of
 
 
 def rows_of(folder: Path, kind: str | None = None) -> list[dict]:
@@ -317,4 +318,50 @@ def test_run_name_is_no_path():
 def test_curves_need_no_rows_and_skip_undefined_values():
     ElementTree.fromstring(curves_svg([]))
     rows = [{"kind": "val", "step": step, "loss": 1.0, "pearson": None if step == 1 else 0.5} for step in (1, 2)]
-    assert curves_svg(rows).count("<polyline") == 4
+    svg = curves_svg(rows)
+    ElementTree.fromstring(svg)
+    assert svg.count("<polyline") == 4 and svg.count("optimiser step") == 2 and "resumed" not in svg
+    svg = curves_svg([*rows, {"kind": "event", "event": "resumed", "step": 1}])
+    assert svg.count(">resumed<") == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [([0.0, 1.0], [0, 0.2, 0.4, 0.6, 0.8, 1.0]), ([0.31, 0.52], [0.3, 0.35, 0.4, 0.45, 0.5, 0.55]), ([0, 38], None)],
+)
+def test_ticks_are_round_and_span_the_values(values, ticks):
+    found = nice_ticks(values)
+    assert ticks is None or found == pytest.approx(ticks)
+    assert found[0] <= min(values) and found[-1] >= max(values) and 3 <= len(found) <= 9
+    assert len(nice_ticks([0.5])) >= 2  # a span of nothing
+
+
+def test_a_run_says_what_will_happen_and_how_far_it_is(train, tmp_path):
+    quiet = "import train\ntrain.LINE_S = 0\n"  # as if a long time had passed
+    (tmp_path / "quick.py").write_text(f"{quiet}train.main()\n")
+    result = train(0, "data.preset=yeast", script=tmp_path / "quick.py").check()
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[:2] == ["rank", "host"] and lines[1].split()[4] == "cpu"
+    starts = ["note", "data", "model", "batch", "run", "step", "step", "step", "step", "epoch", "test", "run"]
+    assert [line.split()[0] for line in lines[2:]] == starts
+    assert lines[2] == "note      data.preset is set but has no effect with data.source=tsv"
+    assert re.fullmatch(r"step 1/5  loss [\d.]+  [\d,]+ samples/s  0:00:\d\d left", lines[7])
+
+
+def test_the_second_rank_prints_nothing(tmp_path, tables):
+    small = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1"]
+    _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*tables, *small])
+    assert join(ranks) == [0, 0]
+    assert (tmp_path / "rank1.stdout").read_text() == ""
+    assert "test      Pearson" in (tmp_path / "rank0.stdout").read_text()
+    assert "test      Pearson" in (tmp_path / "runs/default/log.rank1.txt").read_text()
+
+
+def test_tensorboard_is_written_or_its_lack_is_said(train, tmp_path):
+    result = train(0, "log.tensorboard=true")
+    if importlib.util.find_spec("tensorboard") is None:
+        assert result.returncode == 2
+        assert "error: log.tensorboard=true needs the package tensorboard" in result.stderr
+    else:
+        result.check()
+        assert list((tmp_path / "runs/default/tensorboard").glob("events.*"))
