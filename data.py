@@ -9,6 +9,8 @@ comma-separated (none at all for an intact control), split one of train, val, te
 Letters in shapes: N nodes, n samples of the whole table, B samples of a batch, P knocked-out nodes of the batch.
 """
 
+import contextlib
+import fcntl
 import gzip
 import hashlib
 import logging
@@ -564,24 +566,43 @@ def _shown(fields: Sequence[str]) -> str:
 
 
 def _cached(folder: str, key: str, build: Callable[[], Tables]) -> Tables:
-    """What `build` gives, kept in a file that appears whole or not at all, whoever else writes it at the same time."""
+    """What `build` gives, kept in a file that appears whole or not at all.
+
+    Of several processes one builds while the others wait for its file.
+    """
     path = Path(folder) / f"tables-{key[:32]}.pt"
+    if (tables := _read_cache(path)) is not None:
+        return tables
+    temporary = None
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(path.with_suffix(".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (tables := _read_cache(path)) is not None:
+                return tables
+        except OSError:  # this folder cannot be written, which is said below, or cannot be locked
+            pass
+        tables = build()
+        try:
+            handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+            with os.fdopen(handle, "wb") as file:
+                torch.save(vars(tables), file)
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as error:  # torch.save says RuntimeError when the disk is full
+            log.warning("the tables are not cached: %s", error)
+            if temporary:
+                Path(temporary).unlink(missing_ok=True)
+    return tables
+
+
+def _read_cache(path: Path) -> Tables | None:
     try:
         return Tables(**torch.load(path, weights_only=True))
     except OSError:
         pass
     except Exception as error:  # a damaged file fails in many ways, and all of them mean: read the tables again
         log.warning("cache %s is damaged (%s) and is made again", path, type(error).__name__)
-    tables = build()
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            torch.save(vars(tables), file)
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save says RuntimeError when the disk is full
-        log.warning("the tables are not cached: %s", error)
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-    return tables
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return None

@@ -2,7 +2,9 @@
 
 import gzip
 import itertools
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -138,13 +140,27 @@ def test_cache_is_read_back_and_follows_the_content(tmp_path, monkeypatch):
 def test_a_damaged_cache_is_made_again(tmp_path, damage, caplog):
     options = config(tmp_path)
     first = load(options)
-    (cached,) = (tmp_path / "cache").iterdir()
+    (cached,) = (tmp_path / "cache").glob("*.pt")
     cached.write_bytes(cached.read_bytes()[:-100] if damage is None else damage)
     assert load(options).fingerprint() == first.fingerprint()
     assert "damaged" in caplog.text
     caplog.clear()
     assert load(options).fingerprint() == first.fingerprint()
     assert caplog.text == ""
+
+
+def test_one_process_builds_the_cache_and_the_others_wait(tmp_path):
+    built = []
+
+    def build() -> Tables:
+        built.append(1)
+        time.sleep(0.3)
+        return synthetic_tables(PRESETS["small"], seed=0)
+
+    with ThreadPoolExecutor(4) as pool:  # flock knows open files, not processes
+        results = list(pool.map(lambda _: data._cached(str(tmp_path), "key", build), range(4)))
+    assert len(built) == 1
+    assert all(torch.equal(tables.y, results[0].y) for tables in results)
 
 
 def test_a_folder_that_cannot_be_written_only_costs_the_cache(tmp_path, caplog):

@@ -1,8 +1,9 @@
 """Benchmarks: `python -m tests.bench.NAME [--json FILE]`, each a table of its own.
 
 masks: the mask kernel. step: a training step against masked copies of the graph. program: train.py against a bare
-loop. growth: what a step costs as the problem grows. scaling: what more processes bring. agreement: what it costs that ranks decide together. What is
-compared is timed in turn within one process, so that a machine that slows down slows all of it; quote the ratios.
+loop. growth: what a step costs as the problem grows. scaling: what more processes bring. agreement: what it costs that
+ranks decide together. What is compared is timed in turn within one process, so that a machine that slows down slows all
+of it; quote the ratios.
 """
 
 import argparse

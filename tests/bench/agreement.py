@@ -1,42 +1,53 @@
-"""What it costs that all ranks agree before each step whether to go on, against a step of the default configuration.
+"""What it costs that all ranks agree before each step whether to go on, within a run of the default configuration.
 
-torchrun --standalone --nproc_per_node=4 -m tests.bench.agreement [--json FILE]
+torchrun --standalone --nproc_per_node=4 -m tests.bench.agreement [--epochs 20] [--json FILE]
+
+Ten steps with the exchange and ten without follow each other through the whole run; a step counts from its start to the
+next one's, so that what ranks would wait for anyway at the gradients is not blamed on the exchange. `in a loop` is the
+exchange alone, called again and again.
 """
 
-import json
 import logging
 import tempfile
 import time
-from pathlib import Path
 from statistics import median
 
 import train
-from ddp_setup import setup
+from ddp_setup import Distributed, setup
 from tests.bench import arguments, report
 
-ROUNDS, CALLS = 5, 200
+CALLS = 200
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    options = arguments(__doc__, epochs={"type": int, "default": 20})
     logging.disable()
     env = setup(train.DDPConfig())
-    agreements, steps = [], []
+    times: dict[bool, list[float]] = {True: [], False: []}
+    agree = Distributed.stopping
+    start = time.perf_counter()
+    for step in range(CALLS):
+        agree(env, step)
+    alone = 1e3 * (time.perf_counter() - start) / CALLS
+
+    last = 0, time.perf_counter()
+
+    def stopping(env: Distributed, step: int) -> str:
+        nonlocal last
+        (step_before, before), last = last, (step, time.perf_counter())
+        if step == step_before + 1:
+            times[step_before // 10 % 2 == 0].append(1e3 * (last[1] - before))
+        return agree(env, step) if step // 10 % 2 == 0 else ""
+
+    Distributed.stopping = stopping
     with tempfile.TemporaryDirectory() as parent:
-        for number in range(ROUNDS):
-            start = time.perf_counter()
-            for step in range(CALLS):
-                env.stopping(step)
-            agreements.append(1e3 * (time.perf_counter() - start) / CALLS)
-            folder = env.from_main(lambda number=number: f"{parent}/{number}")
-            train.train(train.Config(run=train.RunConfig(dir=folder), optim=train.OptimConfig(epochs=1)), env)
-            if env.is_main:
-                rows = [json.loads(line) for line in Path(folder, "default/metrics.jsonl").read_text().splitlines()]
-                steps.append(median(row["step_ms"] for row in rows if row["kind"] == "train"))
-        if env.is_main:
-            ratio = median(100 * ours / step for ours, step in zip(agreements, steps, strict=True))
-            row = {"ranks": env.world_size, "agreement, ms": median(agreements), "default step, ms": median(steps)}
-            report({"Agreement": [{**row, "% of a step": ratio}]}, env.device, options.json)
+        folder = env.from_main(lambda: parent)
+        train.train(train.Config(run=train.RunConfig(dir=folder), optim=train.OptimConfig(epochs=options.epochs)), env)
+    if env.is_main:
+        with_it, without = median(times[True]), median(times[False])
+        row = {"ranks": env.world_size, "step with it, ms": with_it, "without, ms": without}
+        row |= {"% of a step": 100 * (with_it / without - 1), "in a loop, ms": alone, "steps": len(times[True])}
+        report({"Agreement": [row]}, env.device, options.json)
     env.close()
 
 
