@@ -36,6 +36,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 log = logging.getLogger("ddp_setup")
 
+PARENT = os.getppid()  # torchrun, if it started this process
+PATIENCE = timedelta(days=7)  # of the process group: the watchdog knows better what is a hang
+FAILED_S = 5.0  # seconds that a rank gets to notice by itself that another one has failed
 REACH_S = 20.0  # seconds until a rank gives up on reaching the store, which torchrun opens before it starts ranks
 
 
@@ -76,6 +79,7 @@ class Distributed:
     local_world_size: int
     device: torch.device
     launched: bool
+    store: dist.Store | None = None  # of this launch; it outlives torchrun's restarts
     stop_request: "StopRequest | None" = None
     watchdog: "Watchdog | None" = None
     on_phase: list[Callable[[str, int | None], None]] = field(default_factory=list)  # called as `phase` is
@@ -141,6 +145,14 @@ class Distributed:
         """What this rank begins or goes on to do, for watchdog and profile; the step stays as it is if not given."""
         for listener in self.on_phase:
             listener(name, step)
+
+    def note(self, key: str) -> None:
+        """Remember `key` for this launch, through restarts of its workers by torchrun --max-restarts."""
+        if self.store:
+            self.store.set(key, "noted")
+
+    def noted(self, key: str) -> bool:
+        return self.store is not None and self.store.check([key])
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over ranks, on every rank; `values` stays as it is."""
@@ -214,26 +226,27 @@ class Distributed:
         """End this process with status 1; of all ranks, the one that failed first says why, with its traceback."""
         reason, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
         waited = isinstance(error, dist.DistError) or "/gloo/" in reason
+        plain = waited or isinstance(error, RunError | KeyboardInterrupt)  # the trace explains nothing
         if isinstance(error, RunError):
             reason = str(error)
+        elif isinstance(error, KeyboardInterrupt):
+            reason = "interrupted"
         elif waited:
             reason = f"another rank was killed or cannot be reached ({reason.splitlines()[0]})"
         reason = f"rank {self.rank}: {reason}"
         first = self.watchdog.claim("failure", reason) if self.watchdog else reason
-        if first == reason:
-            bug = not waited and not isinstance(error, RunError)  # other traces explain nothing
-            print(f"{trace if bug else ''}error: {reason}", file=sys.stderr, flush=True)
-            if bug:
-                get_error_handler().record_exception(error)
         log.error(f"{trace}{reason}")
+        if first == reason:
+            say_error(f"{'' if plain else trace}error: {reason}")
+            if not plain:
+                get_error_handler().record_exception(error)
         self.end(first)
 
     def end(self, reason: str) -> NoReturn:
         """Tell `on_failure`, and end this process at once: interpreter shutdown can wait for ever for other ranks."""
         for hook in self.on_failure:
             hook(reason)
-        sys.stdout.flush()
-        os._exit(1)
+        leave_process(1)
 
     def _refuse(self, problem: str | None, kind: type[Exception] = SetupError) -> None:
         """Raise the first rank's problem on every rank, if any has one."""
@@ -250,7 +263,7 @@ class StopRequest:
 
     def __init__(self, file: Path):
         self.file = file
-        self.signal, self.pid, self.parent = 0, os.getpid(), os.getppid()
+        self.signal, self.pid = 0, os.getpid()
         self.next_look, self.found = 0.0, False
         for number in self.SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup ignores
@@ -267,7 +280,7 @@ class StopRequest:
         """0 for no request. The file is looked for once a second."""
         if self.signal:
             return 100 + self.signal
-        if dist.is_torchelastic_launched() and os.getppid() != self.parent:
+        if dist.is_torchelastic_launched() and os.getppid() != PARENT:
             return self.ORPHANED
         if time.monotonic() > self.next_look:
             self.found = self.found or self.file.exists()  # asked is asked, also if somebody removes it
@@ -293,7 +306,7 @@ class Watchdog(threading.Thread):
         self.env, self.config = env, config
         self.limit = config.startup_timeout_s
         self.period = min(2.0, min(config.timeout_s, config.startup_timeout_s) / 8)
-        self.ended = threading.Event()
+        self.ended, self.failed_for = threading.Event(), 0.0
         self.place = (0, "start", 0, time.monotonic())  # how many phases before, phase, step, since
         self.heard: dict[int, tuple[list, float]] = {}  # of each rank: its last words, and when they came
 
@@ -314,7 +327,12 @@ class Watchdog(threading.Thread):
             return value
 
     def run(self) -> None:
+        woke = time.monotonic()
         for beat in itertools.count():
+            late, woke = time.monotonic() - woke - self.period, time.monotonic()
+            if late > self.limit / 4:  # this process was suspended, and perhaps the others: what is known is old
+                self.heard.clear()
+                self.place = (*self.place[:3], woke)
             count, phase, step, since = self.place
             idle = time.monotonic() - since
             try:
@@ -323,7 +341,14 @@ class Watchdog(threading.Thread):
                     self._listen()
                 if (idle > self.limit and self._stuck()) or self.store.check(["stuck"]):
                     self._end_job()
-            except dist.DistError:
+                if self.store.check(["failure"]):
+                    self.failed_for += self.period
+                    if self.failed_for > FAILED_S:  # in a phase in which it waits for nobody
+                        self.env.end(self.store.get("failure").decode())
+            except dist.DistError:  # torchrun is gone
+                if count == 0:
+                    say_error(f"error: rank {self.env.rank}: torchrun has gone before all ranks had met")
+                    self.env.end("torchrun is gone")
                 if idle > self.limit:
                     self.env.end(f"rank {self.env.rank} has made no progress for {idle:.0f} s, and torchrun is gone")
             if self.ended.wait(self.period):
@@ -355,7 +380,7 @@ class Watchdog(threading.Thread):
             stacks = {r: self.store.get(f"stack/{r}").decode() for r in world if self.store.check([f"stack/{r}"])}
             verdict, lines = self._report(silent=[r for r in world if r not in stacks])
             told = [f"error: {verdict}", *lines, *(f"rank {r} is here:\n{stacks[r]}" for r in stacks)]
-            print("\n".join(told), file=sys.stderr, flush=True)
+            say_error("\n".join(told))
             log.error("\n".join(told[: 1 + len(lines)]))
             self.store.set("verdict", verdict)
         self.store.wait(["verdict"], timedelta(seconds=30))
@@ -396,13 +421,16 @@ def setup(config: DDPConfig) -> Distributed:
     env = Distributed(rank, local_rank, world_size, local_world_size, device, launched)
     if launched:
         store = meet(env, config)
+        env = replace(env, store=store)
+        # torchrun keeps its store when it restarts the workers, which would wait for the addresses of the dead ones.
+        store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         env = replace(env, watchdog=Watchdog(env, config, store))
         env.on_phase.append(env.watchdog.enter)
         env.watchdog.start()
         # gloo beside nccl: agreement between ranks stays off the GPU.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         try:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience(config))
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=PATIENCE)
         except RuntimeError as error:
             raise SetupError(
                 f"rank {rank} on {platform.node()} cannot reach the other ranks ({str(error).splitlines()[0]}): let "
@@ -449,16 +477,17 @@ def meet(env: Distributed, config: DDPConfig) -> dist.Store:
         if not serving:
             reach(address, port, min(REACH_S, config.startup_timeout_s))
         # The one that serves waits here for the others.
-        store, _, _ = next(dist.rendezvous("env://", timeout=patience(config) if serving else timedelta(seconds=5)))
+        store, _, _ = next(
+            dist.rendezvous("env://", timeout=timedelta(seconds=config.startup_timeout_s if serving else 5))
+        )
     except (OSError, dist.DistError, OverflowError, ValueError) as error:
         raise SetupError(
             f"rank {env.rank} on {platform.node()} cannot reach MASTER_ADDR={address} MASTER_PORT={port} "
             f"({str(error).splitlines()[0]}): set the address of rank 0, check that rank 0 runs and listens there, "
             "and that no firewall stands between"
         ) from None
-    store.set_timeout(patience(config))
-    # torchrun keeps its store when it restarts the workers, which would wait for the addresses of the dead ones.
-    return dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    store.set_timeout(PATIENCE)
+    return store
 
 
 def reach(address: str, port: int, limit_s: float) -> None:
@@ -471,11 +500,6 @@ def reach(address: str, port: int, limit_s: float) -> None:
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.2)
-
-
-def patience(config: DDPConfig) -> timedelta:
-    """Of the process group: longer than the watchdog's, which knows more."""
-    return timedelta(seconds=60 + max(config.startup_timeout_s, config.timeout_s))
 
 
 def choose_device(
@@ -546,14 +570,24 @@ def count_cores() -> int:
 def leave(message: str, env: Distributed | None = None) -> NoReturn:
     """Say `message` once and end this process with status 2; every rank must call it, once there is a group."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        say_error(f"error: {message}")
     if dist.is_initialized():
         dist.barrier()
     for hook in env.on_failure if env else ():
         hook(message)
-    # At once: torchrun kills the slower ones as soon as one is gone, and interpreter shutdown is slow.
-    sys.stdout.flush()
-    os._exit(2)
+    leave_process(2)
+
+
+def say_error(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody may be reading any more
+        print(text, file=sys.stderr, flush=True)
+
+
+def leave_process(status: int) -> NoReturn:
+    """At once: torchrun kills the slower ones as soon as one is gone, and interpreter shutdown is slow, or waits."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(status)
 
 
 def describe(env: Distributed) -> list[str]:

@@ -168,6 +168,7 @@ def main() -> None:
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     console.addFilter(lambda record: record.levelno < logging.ERROR)  # those are on stderr already
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[console])
+    logging.raiseExceptions = False  # nobody may be reading stdout any more
     env, config, problem = None, Config(), None
     try:
         arguments = parse_arguments(sys.argv[1:])
@@ -231,7 +232,7 @@ def train(config: Config, env: Distributed) -> None:
         model.compile()
     optimizer = build_optimizer(model, optim, env)
     scaler = torch.amp.GradScaler(env.device.type, init_scale=2.0**16 if optim.precision == "fp16" else 1.0)
-    state = TrainState(model, optimizer, scaler, SkippedSteps(optim, env.device))
+    state = TrainState(model, optimizer, scaler, SkippedSteps(optim))
 
     folder = RunFolder(config, env, fingerprint)
     with env.together(ConfigError):
@@ -265,11 +266,19 @@ def train(config: Config, env: Distributed) -> None:
 
     profile = Profile(config.log.profile_steps, env, folder.path)
     first_step, progress, next_line = state.step, "", time.monotonic() + LINE_S
+
+    def refuse_nonfinite_steps(epoch: int, knock_out: bool) -> None:  # before anything is logged or saved
+        if bad_step := state.skipped.too_many(env, state.step):
+            rows = sampler.rows_in_step(bad_step - 1 - epoch * steps_per_epoch)
+            bad_rows = rows_without_loss(model, graph, dataset, rows, knock_out)
+            raise RunError(state.skipped.explain(bad_step, bad_rows, rows))
+
     for epoch in range(state.epoch(steps_per_epoch), optim.epochs):
         sampler.set_epoch(epoch, first_step=state.step - epoch * steps_per_epoch)
         knock_out = epoch >= local_epochs
         model.train()
         batches, clock = iter(loader), Clock()
+
         bar = tqdm(
             range(sampler.first_step, steps_per_epoch),
             desc=f"epoch {epoch + 1}/{optim.epochs}",
@@ -279,6 +288,7 @@ def train(config: Config, env: Distributed) -> None:
         for step_in_epoch in bar:
             profile.step()
             if reason := env.stopping(state.step):
+                refuse_nonfinite_steps(epoch, knock_out)
                 folder.save(state)
                 return folder.stop(state.step, epoch + 1, reason)
             seed_step(config.run.seed, state.step, env.rank)
@@ -309,16 +319,14 @@ def train(config: Config, env: Distributed) -> None:
                     refuse_unused_parameters(model)
             grad_norm = optimizer_step(model, optimizer, scaler, optim)
             state.step += 1
-            state.skipped.count(state.step, loss, grad_norm, scaler)
+            state.skipped.judge(loss, grad_norm, scaler)
             clock.count(num_samples)
 
             end_of_epoch = state.step % steps_per_epoch == 0
             log_now = state.step % config.log.every_steps == 0 or end_of_epoch
             save_now = state.step % config.checkpoint.every_steps == 0 and not end_of_epoch
-            if (log_now or save_now) and (bad_step := state.skipped.too_many(env)):
-                rows = sampler.rows_in_step(bad_step - 1 - epoch * steps_per_epoch)
-                bad_rows = rows_without_loss(model, graph, dataset, rows, knock_out)
-                raise RunError(state.skipped.explain(bad_step, bad_rows, rows))
+            if log_now or save_now:
+                refuse_nonfinite_steps(epoch, knock_out)
             if log_now:
                 train_loss = env.sum(loss).item()
                 timings = clock.read(env.device)
@@ -354,8 +362,8 @@ def train(config: Config, env: Distributed) -> None:
         )
 
     profile.finish()
-    if (weights := env.from_main(folder.best_model)) is not None:
-        model.load_state_dict(weights)
+    if state.best:
+        model.load_state_dict(env.from_main(lambda: folder.best_model(state.best["step"])))
     test = evaluate(model, graph, dataset, baseline, tables.rows("test"), batch_size, env)
     if reason := env.stopping(state.step):
         return folder.stop(state.step, optim.epochs, reason)
@@ -429,31 +437,42 @@ def optimizer_step(
 
 
 class SkippedSteps:
-    """Counts, on the device, the steps whose loss or gradients were not finite: no step waits for the count.
+    """Counts the steps whose loss or gradients were not finite; a step leaves its verdict on the device, for later.
 
     Under fp16 a step whose gradients overflowed at a scale over 1 is GradScaler's routine and does not count.
     """
 
-    def __init__(self, optim: OptimConfig, device: torch.device):
+    def __init__(self, optim: OptimConfig):
         self.limit = optim.max_skips if optim.on_nonfinite == "skip" else 1
-        self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # in all, in a row, the last one's number
-        self.total = 0
+        self.total, self.in_row, self.last = 0, 0, 0
+        self.verdicts: list[Tensor] = []  # of the steps since the last look, by this rank
 
-    def count(self, step: int, loss: Tensor, grad_norm: Tensor, scaler: torch.amp.GradScaler) -> None:
+    def judge(self, loss: Tensor, grad_norm: Tensor, scaler: torch.amp.GradScaler) -> None:
         scale = scaler.scale(torch.ones((), device=loss.device))
-        bad = ~loss.isfinite() | (~grad_norm.isfinite() & (scale <= 1))
-        total, in_row, last = self.counts
-        counting = in_row < self.limit  # what `too_many` is going to report stays
-        in_row = torch.where(counting, (in_row + 1) * bad, in_row)
-        self.counts = torch.stack([total + bad, in_row, torch.where(counting & bad, step, last)])
+        self.verdicts.append(~loss.isfinite() | (~grad_norm.isfinite() & (scale <= 1)))
 
-    def too_many(self, env: Distributed) -> int:
-        """The step that must be the last one, as all ranks agree, or 0."""
-        total, in_row, last = env.agree(*self.counts.tolist())
-        if total > self.total:
-            log.warning(f"skipped   {total} steps so far that were not finite, the last one is step {last}")
-        self.total = total
-        return last if in_row >= self.limit else 0
+    def too_many(self, env: Distributed, step: int) -> int:
+        """The first step up to `step` that must be the last one, as all ranks agree, or 0."""
+        if not self.verdicts:
+            return 0
+        verdicts, self.verdicts = env.agree(*torch.stack(self.verdicts).long().tolist()), []
+        for number, bad in enumerate(verdicts, start=step - len(verdicts) + 1):
+            self.total += bad
+            self.in_row = (self.in_row + 1) * bad
+            if bad:
+                self.last = number
+            if self.in_row >= self.limit:
+                return number
+        if any(verdicts):
+            log.warning(f"skipped   {self.total} steps so far that were not finite, the last one is step {self.last}")
+        return 0
+
+    def state_dict(self) -> list[int]:
+        return [self.total, self.in_row, self.last]
+
+    def load_state_dict(self, state: list[int]) -> None:
+        self.total, self.in_row, self.last = state
+        self.in_row = min(self.in_row, self.limit - 1)  # the limit may have been higher
 
     def explain(self, step: int, bad_rows: list[int], rows: Tensor) -> str:
         what = f"the prediction or score of rows {shortened(bad_rows)} is not"
@@ -503,7 +522,7 @@ class TrainState:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "skipped": self.skipped.counts.tolist(),
+            "skipped": self.skipped.state_dict(),
             "step": self.step,
             "evaluated": self.evaluated,
             "best": self.best,
@@ -513,8 +532,7 @@ class TrainState:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
-        self.skipped.counts = torch.tensor(state["skipped"], device=self.skipped.counts.device)
-        self.skipped.total = state["skipped"][0]
+        self.skipped.load_state_dict(state["skipped"])
         self.step, self.evaluated, self.best = state["step"], state["evaluated"], state["best"]
 
 
@@ -723,8 +741,8 @@ class RunFolder:
         if not self.env.is_main:
             return
         resume = self.config.run.resume
-        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun --max-restarts
-        if resume == "never" and not restarted and self.path.is_dir() and any(self.path.iterdir()):
+        fresh = resume == "never" and not self.env.noted("run folder")  # torchrun's restarts go on in their own
+        if fresh and self.path.is_dir() and any(self.path.iterdir()):
             raise ConfigError(f"run.resume=never but {self.path} is not empty: choose another run.name")
         self.branch = resume not in ("auto", "never") and not self._is_same_run()
         if self.branch:
@@ -737,6 +755,9 @@ class RunFolder:
             self._lock()
         except OSError as error:
             raise ConfigError(f"cannot write the run folder {self.path}: {error.strerror}; set run.dir") from None
+        if fresh and (self.path / "config.yaml").exists():
+            raise ConfigError(f"run.resume=never but another process has begun in {self.path}: choose another run.name")
+        self.env.note("run folder")
         if not self.branch:
             self.checkpoint = self._newest_checkpoint()
         if self.checkpoint is not None:
@@ -773,7 +794,8 @@ class RunFolder:
                 self._start_files(state, ranks)
                 self.env.on_failure.append(self.fail)
         except OSError as error:
-            raise ConfigError(f"cannot write {error.filename}: {error.strerror}; set run.dir or run.name") from None
+            where = error.filename or self.path
+            raise ConfigError(f"cannot write {where}: {error.strerror}; set run.dir or run.name") from None
 
     def _start_files(self, state: TrainState, ranks: list[str]) -> None:
         step = state.step
@@ -843,10 +865,15 @@ class RunFolder:
             os.fsync(self.metrics.fileno())  # no checkpoint without the rows that led to it
             if self.tensorboard:
                 self.tensorboard.flush()
-            with temporary.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
+            try:
+                with temporary.open("wb") as file:
+                    torch.save(checkpoint, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()  # its space is needed to say why
+                raise
             if improved:
                 link.unlink(missing_ok=True)
                 os.link(temporary, link)
@@ -857,9 +884,15 @@ class RunFolder:
             for path in done[self.config.checkpoint.keep_last :]:
                 path.unlink()
 
-    def best_model(self) -> dict[str, Tensor] | None:
-        path = self.checkpoints / "best.pt"
-        return read_checkpoint(path)["model"] if path.exists() else None
+    def best_model(self, step: int) -> dict[str, Tensor]:
+        """The weights of best.pt, which must be of that step."""
+        try:
+            best = read_checkpoint(self.checkpoints / "best.pt")
+        except ConfigError as error:
+            raise RunError(f"{error}; the same command tests the last model instead") from None
+        if best["step"] != step:
+            raise RunError(f"{self.checkpoints}/best.pt is of step {best['step']}, not {step}: somebody replaced it")
+        return best["model"]
 
     def status(self, state: str, step: int, epoch: int, reason: str = "") -> None:
         if self.env.is_main:
@@ -882,8 +915,9 @@ class RunFolder:
         """The end of a run that cannot go on; perhaps nothing can be written any more."""
         step, epoch = self.rows[-1]["step"], self.rows[-1]["epoch"]
         with contextlib.suppress(RunError):
-            self.write("event", step, epoch, event="failed", reason=reason)
             self.status("failed", step, epoch, reason)
+        with contextlib.suppress(RunError):
+            self.write("event", step, epoch, event="failed", reason=reason)
 
     def draw(self) -> None:
         if self.env.is_main:
@@ -892,12 +926,15 @@ class RunFolder:
 
     def _step_files(self) -> list[Path]:
         """Newest first."""
-        return sorted(self.checkpoints.glob("step_????????.pt"), key=step_of, reverse=True)
+        return sorted(self.checkpoints.glob(f"step_{'[0-9]' * 8}.pt"), key=step_of, reverse=True)
 
     def _newest_checkpoint(self) -> dict | None:
         for path in [*self._step_files(), *self.checkpoints.glob("best.pt")]:
             try:
-                return read_checkpoint(path)
+                state = read_checkpoint(path)
+                if path.name not in ("best.pt", f"step_{state['step']:08d}.pt"):
+                    raise ConfigError(f"{path} is of step {state['step']}")
+                return state
             except ConfigError as error:
                 log.warning(f"passed over a damaged checkpoint: {error}")
         return None
@@ -1054,6 +1091,7 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
     predicted = {}
     with torch.no_grad():
         for batch in make_loader(dataset, shard(known, config.data.batch_size, env.world_size, env.rank), 0, pin=False):
+            env.phase("evaluation")
             predicted.update(zip(batch.index.tolist(), model(graph, batch.to(env.device)).tolist(), strict=True))
     by_row = {row: value for part in env.gather(predicted) for row, value in part.items()}
 
@@ -1238,11 +1276,14 @@ def writing(path: Path) -> Iterator[None]:
 def write_atomically(path: Path, text: str) -> None:
     """The file appears whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def sync_folder(path: Path) -> None:

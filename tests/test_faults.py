@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +14,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_setup import DDPConfig, Distributed, StopRequest, Watchdog
+from ddp_setup import DDPConfig, Distributed, RunError, StopRequest, Watchdog
 from tests import check, faults
 from tests.bench import CountSynchronisations
 from tests.conftest import ROOT, fork_ranks, join
 from tests.faults import FAULTS, difference, endure
-from train import OptimConfig, SkippedSteps, build_optimizer, optimizer_step
+from train import (
+    Config,
+    OptimConfig,
+    RunConfig,
+    RunFolder,
+    SkippedSteps,
+    build_optimizer,
+    optimizer_step,
+    write_atomically,
+)
 
 SETTINGS = ["data.batch_size=32", "model.hidden=8", "optim.epochs=8", "optim.accumulate=2", "log.every_steps=1"]
 SETTINGS += ["checkpoint.every_steps=2", "checkpoint.keep_last=3"]
@@ -180,15 +190,21 @@ def test_skipped_steps_are_counted_in_a_row_and_under_fp16_only_at_scale_one():
     alone = Distributed(0, 0, 1, 1, torch.device("cpu"), launched=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     good, bad = torch.tensor(1.0), torch.tensor(float("nan"))
-    skipped = SkippedSteps(OptimConfig(on_nonfinite="skip", max_skips=2), alone.device)
+    skipped = SkippedSteps(OptimConfig(on_nonfinite="skip", max_skips=2))
     for step, (loss, norm) in enumerate([(bad, bad), (good, good), (good, bad), (good, good)], start=1):
-        skipped.count(step, loss, norm, scaler)
-        assert skipped.too_many(alone) == 0
+        skipped.judge(loss, norm, scaler)
+        assert skipped.too_many(alone, step) == 0
     assert skipped.total == 1  # the third was an overflow at a scale of 2
     scaler.update(1.0)
-    for step, norm in enumerate([bad, bad, good], start=5):
-        skipped.count(step, good, norm, scaler)
-    assert skipped.too_many(alone) == 6 and skipped.total == 3
+    for norm in (bad, bad, good):  # steps 5 to 7
+        skipped.judge(good, norm, scaler)
+    assert skipped.too_many(alone, 7) == 6 and skipped.total == 3
+    skipped.load_state_dict([9, 7, 5])  # saved under a higher limit
+    assert skipped.in_row == 1
+
+
+def test_ranks_count_the_same_skipped_steps(workers):
+    workers(2, "skipped_steps")
 
 
 def test_a_step_and_its_count_wait_for_no_value():
@@ -198,12 +214,12 @@ def test_a_step_and_its_count_wait_for_no_value():
         optimizer = build_optimizer(model, OptimConfig(), Distributed(0, 0, 1, 1, torch.device("cpu"), launched=False))
         if not fused:
             optimizer = torch.optim.AdamW(model.parameters())
-        scaler, skipped = torch.amp.GradScaler("cpu", init_scale=1.0), SkippedSteps(OptimConfig(), torch.device("cpu"))
+        scaler, skipped = torch.amp.GradScaler("cpu", init_scale=1.0), SkippedSteps(OptimConfig())
         loss = model(torch.ones(1, 2)).sum()
         scaler.scale(loss).backward()
         with CountSynchronisations() as count:
             grad_norm = optimizer_step(model, optimizer, scaler, OptimConfig())
-            skipped.count(1, loss.detach(), grad_norm, scaler)
+            skipped.judge(loss.detach(), grad_norm, scaler)
         assert (count.seen == []) is fused
 
 
@@ -264,3 +280,108 @@ def test_a_signal_to_all_processes_stops_cleanly_with_loader_processes(tmp_path,
     assert process.returncode == 0 and "asked by SIGTERM" in output, output
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+STOPPED_AFTER_NAN = """
+import os, pathlib, signal, train
+learning_rate, squared_error = train.learning_rate, train.squared_error
+def spoil(step, *arguments):
+    if step == 5 and not pathlib.Path("done").exists():
+        pathlib.Path("done").touch()
+        train.squared_error = lambda *a: squared_error(*a) * float("nan")
+        os.kill(os.getpid(), signal.SIGTERM)
+    return learning_rate(step, *arguments)
+train.learning_rate = spoil
+train.main()
+"""
+
+
+def test_a_step_that_is_not_finite_is_not_saved_by_a_clean_stop(train, tmp_path):
+    (tmp_path / "spoiled.py").write_text(STOPPED_AFTER_NAN)
+    words = ["optim.epochs=2", "log.every_steps=4", "checkpoint.every_steps=3"]
+    train(0, *words, "run.name=whole").check()
+    result = train(0, *words, script=tmp_path / "spoiled.py")
+    assert result.returncode == 1 and "step 6 is not finite" in result.stderr
+    train(0, *words, script=tmp_path / "spoiled.py").check()
+    assert difference(tmp_path / "runs/default", tmp_path / "runs/whole", 0.0) == ""
+
+
+BUSY = """
+import os, time, data
+build, rank = data.KnockoutDataset.__getitems__, os.environ["RANK"]
+def busy(*arguments):
+    busy.calls += 1
+    if busy.calls == 3:
+        time.sleep(1000) if rank == "0" else 1 / 0
+    return build(*arguments)
+busy.calls = 0
+data.KnockoutDataset.__getitems__ = busy
+import train
+train.main()
+"""
+
+
+def test_a_failure_ends_ranks_that_are_busy_with_something_else(tmp_path, tables):
+    (tmp_path / "busy.py").write_text(BUSY)
+    start = time.monotonic()
+    _store, ranks = fork_ranks(tmp_path, 2, str(tmp_path / "busy.py"), [*tables, *SETTINGS])
+    assert join(ranks) == [1, 1]
+    assert time.monotonic() - start < 40  # FAILED_S and the start of the processes
+    status = json.loads((tmp_path / "runs/default/status.json").read_text())
+    assert status["state"] == "failed" and status["reason"] == "rank 1: ZeroDivisionError: division by zero"
+
+
+def test_never_refuses_also_when_torchrun_starts_the_workers_again(torchrun, train, tables, tmp_path):
+    train(0, "run.name=done").check()
+    before = {path: path.read_bytes() for path in (tmp_path / "runs/done").rglob("*.pt")}
+    words = ["--standalone", "--nproc_per_node=2", "--max-restarts=1", ROOT / "train.py", *tables]
+    small = ["data.batch_size=32", "model.hidden=8", "optim.epochs=3", "run.name=done", "run.resume=never"]
+    result = torchrun(0, "-m", "torch.distributed.run", *words, *small)
+    assert result.returncode == 1
+    assert result.stderr.count("error: run.resume=never but runs/done is not empty") == 2
+    assert before == {path: path.read_bytes() for path in (tmp_path / "runs/done").rglob("*.pt")}
+
+
+def test_files_that_are_not_what_their_names_say_are_passed_over(train, tmp_path):
+    train(0, "optim.epochs=2").check()
+    folder = tmp_path / "runs/default/checkpoints"
+    newest = max(folder.glob("step_*.pt"))
+    shutil.copy(newest, folder / "step_00000100.pt")
+    (folder / "step_original.pt").touch()
+    result = train(0, "optim.epochs=2").check()
+    assert (
+        f"passed over a damaged checkpoint: {folder.relative_to(tmp_path)}/step_00000100.pt is of step 10"
+        in result.stdout
+    )
+    assert "resumed at step 10" in result.stdout
+
+
+def test_the_best_model_must_be_there_and_the_right_one(tmp_path):
+    alone = Distributed(0, 0, 1, 1, torch.device("cpu"), launched=False)
+    folder = RunFolder(Config(run=RunConfig(dir=str(tmp_path), name="run")), alone, "")
+    folder.checkpoints.mkdir(parents=True)
+    with pytest.raises(RunError, match=r"best\.pt does not exist; the same command tests the last model instead"):
+        folder.best_model(4)
+    keys = ("model", "optimizer", "scaler", "skipped", "evaluated", "best", "config", "data")
+    torch.save({**dict.fromkeys(keys), "step": 8}, folder.checkpoints / "best.pt")
+    with pytest.raises(RunError, match=r"best\.pt is of step 8, not 4"):
+        folder.best_model(4)
+
+
+def test_a_file_that_cannot_be_finished_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda number: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_atomically(tmp_path / "file", "text")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_suspended_job_goes_on(tmp_path, tables):
+    """As a scheduler suspends all its processes, for longer than ddp.timeout_s."""
+    words = [*tables, *SETTINGS, "optim.epochs=40", "ddp.timeout_s=4"]
+    _store, ranks = fork_ranks(tmp_path, 2, "train.py", words)
+    wait_for_growth(tmp_path / "runs/default/metrics.jsonl", ranks)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for rank in ranks:
+            os.kill(rank.pid, number)
+        time.sleep(8 if number == signal.SIGSTOP else 0)
+    assert join(ranks) == [0, 0], (tmp_path / "rank0.stderr").read_text()

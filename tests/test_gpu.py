@@ -30,7 +30,7 @@ def test_ten_training_steps_never_wait_for_the_gpu(shared, dtype):  # noqa: F811
     env = Distributed(0, 0, 1, 1, torch.device("cuda", 0), launched=False)
     optimizer = build_optimizer(model, OptimConfig(), env)
     scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
-    skipped = SkippedSteps(OptimConfig(), env.device)
+    skipped = SkippedSteps(OptimConfig())
     batch = make_batch(shared, SETS).pin_memory()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -41,7 +41,7 @@ def test_ten_training_steps_never_wait_for_the_gpu(shared, dtype):  # noqa: F811
             loss = squared_error(prediction, on_gpu, model)
             scaler.scale(loss).backward()
             grad_norm = optimizer_step(model, optimizer, scaler, OptimConfig())
-            skipped.count(1, loss, grad_norm, scaler)
+            skipped.judge(loss, grad_norm, scaler)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -334,6 +334,19 @@ def batchnorm_means(env: Distributed, sync_batchnorm: bool) -> list[float]:
     return env.gather(wrapped.module[0].running_mean.item())
 
 
+def skipped_steps() -> None:
+    """Under fp16 at a scale over 1 only the rank whose loss is not finite sees more than an overflow."""
+    env = setup(DDPConfig())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    skipped = train.SkippedSteps(train.OptimConfig(on_nonfinite="skip", max_skips=2))
+    bad, good = torch.tensor(float("nan")), torch.tensor(1.0)
+    for step in range(1, 4):  # rank 0 is bad in step 2, rank 1 in step 3
+        skipped.judge(bad if step == env.rank + 2 else good, bad if step > 1 else good, scaler)
+    assert skipped.too_many(env, 3) == 3
+    assert skipped.state_dict() == [2, 2, 3]
+    env.close()
+
+
 def zero() -> None:
     """Each rank holds a part of the optimiser state, and together they hold what one process would."""
     env = setup(DDPConfig())
