@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from tests import check
 from tests.conftest import ROOT, fork_ranks, join
+from train import load_config, parse_arguments, plain
 
 README = (ROOT / "README.md").read_text()
 SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
@@ -122,6 +124,17 @@ def parity(copy: Path, tmp_path: Path, *words: str) -> float:
     return max(check.parameter_difference(folder / f"2-{accumulate}", folder / "1-1") for accumulate in (1, 2))
 
 
+def contract(copy: Path, tmp_path: Path, *words: str) -> None:
+    """What `./launch.sh test -m contract` does with these options in config.yaml; parity has a test of its own here."""
+    config = load_config(parse_arguments([*SMALL, *words]))
+    (copy / "config.yaml").write_text(yaml.safe_dump(plain(config)))
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-m", "contract", "-k", "not two_ranks"]
+    (copy / "contract.py").write_text(
+        f"import sys, pytest\nsys.exit(pytest.main([*{options}, '{copy / 'tests/test_contract.py'}']))\n"
+    )
+    start(tmp_path, 1, copy / "contract.py", [], tmp_path)
+
+
 def test_own_tables(copy, tables, tmp_path):
     ((_, first, text),) = [block for block in blocks("Own tables") if block[0] == "yaml"]
     assert first == "# mine.yaml"
@@ -160,6 +173,7 @@ def test_own_model(copy, tables, tmp_path):
         "embedding", "norms", "linears", "head", "y_mean", "y_std",
     }  # fmt: skip
     assert parity(copy, tmp_path, *tables) <= check.TOLERANCE
+    contract(copy, tmp_path, *tables)
 
 
 def test_several_targets(copy, tables, tmp_path):
@@ -170,6 +184,7 @@ def test_several_targets(copy, tables, tmp_path):
     checkpoint, _ = train(copy, tmp_path, *tables)
     assert checkpoint["model"]["y_mean"].shape == (2,) and checkpoint["model"]["y_mean"][1] > 100
     assert parity(copy, tmp_path, *tables) <= check.TOLERANCE
+    contract(copy, tmp_path, *tables)
     words = ["--predict", "scores.tsv", "--checkpoint", "runs/run/checkpoints/best.pt"]
     predictions = start(tmp_path, 2, copy / "train.py", words, tmp_path / "scores.predictions.tsv").read_text()
     values = torch.tensor([[float(v) for v in line.split("\t")[1].split(",")] for line in predictions.splitlines()[1:]])
@@ -182,6 +197,7 @@ def test_a_layer_with_edge_masks(copy, tables, tmp_path):
     checkpoint, _ = train(copy, tmp_path, *words)
     assert "layers.0.convs.1.att" in checkpoint["model"]
     assert parity(copy, tmp_path, *words) <= check.TOLERANCE
+    contract(copy, tmp_path, *words)
 
 
 LEAVE_OUT = [line.split(" | ") for line in section("What to leave out").splitlines() if line.startswith("| ")][1:]
