@@ -12,6 +12,9 @@ import pytest
 import torch
 import yaml
 
+import model
+from data import KnockoutDataset, Preset, pack, synthetic_tables
+from mask import SharedGraph
 from tests import check
 from tests.conftest import ROOT, fork_ranks, join
 from train import load_config, parse_arguments, plain
@@ -164,6 +167,38 @@ def test_own_dataset_class(copy, samples, tmp_path):
     assert rows[1]["loss"] != pytest.approx(even_rows[1]["loss"], rel=1e-3)
     assert checkpoint["data"] != even["data"]
     assert parity(copy, tmp_path, *samples) <= check.TOLERANCE
+
+
+def model_blocks(title: str) -> dict:
+    """model.py's names, with those of a section's Python blocks for it."""
+    namespace = dict(vars(model))
+    for language, first, code in blocks(title):
+        if language == "python" and first.startswith("# model.py"):
+            exec(code, namespace)
+    return namespace
+
+
+@pytest.fixture
+def graph_and_batch():
+    graph = SharedGraph(synthetic_tables(Preset(20, {"a": 60, "b": 30}, 2, 10, (1, 3)), seed=0).graph())
+    return graph, KnockoutDataset(*pack([[1, 5], [], [7]]), torch.zeros(3), graph.degree).__getitems__(range(3))
+
+
+def test_the_own_model_knows_nothing_of_dead_nodes(graph_and_batch):
+    graph, batch = graph_and_batch
+    gcn = model_blocks("Own model")["KnockoutGCN"](model.ModelConfig(hidden=4), 20, 2, 0.0, 1.0)
+    gcn(graph, batch)[0].backward()
+    touched = gcn.embedding.grad.abs().sum(1) > 0
+    assert touched.tolist() == graph.keep(batch)[:, 0].tolist()
+
+
+def test_the_layer_sees_the_living_edges_and_no_others(graph_and_batch):
+    graph, batch = graph_and_batch
+    messages = model_blocks("A PyG layer with edge masks")["ExpandedMessages"](graph, batch)
+    masks, everything = graph.edge_masks(batch), graph.expand(batch)
+    for relation, edges in zip(graph.relations, messages.edges, strict=True):
+        assert torch.equal(edges[:, edges[0] < 3 * 20], everything[relation][:, masks[relation]])
+        assert (edges[:, ~masks[relation]] == 3 * 20).all() and not masks[relation].all()
 
 
 def test_own_model(copy, tables, tmp_path):
