@@ -180,7 +180,7 @@ def model_blocks(title: str) -> dict:
 
 @pytest.fixture
 def graph_and_batch():
-    graph = SharedGraph(synthetic_tables(Preset(20, {"a": 60, "b": 30}, 2, 10, (1, 3)), seed=0).graph())
+    graph = SharedGraph(synthetic_tables(Preset(20, {"physical": 60, "b": 30}, 2, 10, (1, 3)), seed=0).graph())
     return graph, KnockoutDataset(*pack([[1, 5], [], [7]]), torch.zeros(3), graph.degree).__getitems__(range(3))
 
 

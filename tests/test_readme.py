@@ -199,7 +199,7 @@ def test_each_way_to_start_works_as_it_stands(run, here, tmp_path):
         command = next(c for c in block_commands(README) if f"{c.text} ".startswith(f"{beginning} "))
         more = [] if "--predict" in command.words else [*here, *name]
         line = f"{command.text} {shlex.join(more)}"
-        run(["bash", "-c", line], PATH=path, CUDA_VISIBLE_DEVICES="").check()
+        run(["bash", "-c", line], PATH=path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1").check()
     lines = (tmp_path / "pairs.predictions.tsv").read_text().splitlines()
     assert [bool(line.split("\t")[1]) for line in lines[1:]] == [True, True, True, False]
 
