@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
+MODULES = ("mask", "model", "data", "ddp_setup", "train")
 
 
 # Imports torch once and forks processes from there, which start at once.
@@ -151,6 +152,12 @@ def _run_script(folder: str, name: str, command: list[str], variables: dict[str,
         os.environ.pop(variable, None)
     os.environ.update(variables)
     sys.argv = command
+    copy = next((str(parent) for parent in Path(command[0]).parents if (parent / "train.py").exists()), str(ROOT))
+    if copy != str(ROOT):  # a copy of the template imports its own modules, not those that the server has loaded
+        for module in list(sys.modules):
+            if module.partition(".")[0] in (*MODULES, "tests"):
+                del sys.modules[module]
+        sys.path.insert(0, copy)
     for number, stream in ((0, os.devnull), (1, f"{name}.stdout"), (2, f"{name}.stderr")):
         handle = os.open(stream, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(handle, number)

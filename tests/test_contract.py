@@ -46,8 +46,13 @@ def model(config, tables):
     return model.eval()
 
 
-def batch_of(graph, sets):
-    return KnockoutDataset(*pack(sets), torch.zeros(len(sets)), graph.degree).__getitems__(range(len(sets)))
+@pytest.fixture
+def batch_of(graph, tables):
+    def build(sets):
+        y = torch.zeros(len(sets), *tables.y.shape[1:])
+        return KnockoutDataset(*pack(sets), y, graph.degree).__getitems__(range(len(sets)))
+
+    return build
 
 
 @pytest.fixture
@@ -79,33 +84,34 @@ def test_an_epoch_gives_each_training_row_once_whatever_the_number_of_ranks(conf
         assert sorted(seen) == rows.tolist()
 
 
-def test_predictions_have_one_finite_value_a_sample(model, graph, sets):
-    prediction = model(graph, batch_of(graph, sets))
-    assert prediction.shape == (len(sets),) and prediction.isfinite().all()
+def test_predictions_have_one_finite_value_a_sample(model, graph, batch_of, sets):
+    batch = batch_of(sets)
+    prediction = model(graph, batch)
+    assert prediction.shape == batch.y.shape and prediction.isfinite().all()
 
 
-def test_a_batch_of_one_an_empty_batch_and_an_empty_knock_out_set_work(model, graph, sets):
-    assert model(graph, batch_of(graph, sets[:1])).shape == (1,)
-    assert model(graph, batch_of(graph, [])).shape == (0,)
-    assert model(graph, batch_of(graph, [[]])).isfinite().all()
+def test_a_batch_of_one_an_empty_batch_and_an_empty_knock_out_set_work(model, graph, batch_of, sets):
+    assert len(model(graph, batch_of(sets[:1]))) == 1
+    assert len(model(graph, batch_of([]))) == 0
+    assert model(graph, batch_of([[]])).isfinite().all()
 
 
-def test_a_prediction_does_not_depend_on_its_batch_or_on_the_order_of_its_nodes(model, graph, sets):
+def test_a_prediction_does_not_depend_on_its_batch_or_on_the_order_of_its_nodes(model, graph, batch_of, sets):
     model, graph = model.double(), copy.deepcopy(graph).double()
-    together = model(graph, batch_of(graph, sets))
-    backwards = model(graph, batch_of(graph, sets[::-1]))
-    alone = torch.cat([model(graph, batch_of(graph, [nodes])) for nodes in sets])
+    together = model(graph, batch_of(sets))
+    backwards = model(graph, batch_of(sets[::-1]))
+    alone = torch.cat([model(graph, batch_of([nodes])) for nodes in sets])
     torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(together, backwards.flip(0), rtol=1e-9, atol=1e-9)
-    batch = batch_of(graph, sets[:1])
+    batch = batch_of(sets[:1])
     batch.perturbed = batch.perturbed.flip(0)
     torch.testing.assert_close(model(graph, batch), alone[:1], rtol=1e-9, atol=1e-9)
 
 
-def test_every_parameter_gets_a_finite_gradient(model, graph, sets):
+def test_every_parameter_gets_a_finite_gradient(model, graph, batch_of, sets):
     """Also from a batch that is padding alone: a rank without rows in the last step takes part in the exchange."""
     model.train()
-    for batch in (batch_of(graph, sets), batch_of(graph, [[]])):
+    for batch in (batch_of(sets), batch_of([[]])):
         model.zero_grad()
         squared_error(model(graph, batch), batch, model).backward()
         wrong = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
@@ -120,16 +126,16 @@ def test_two_ranks_train_what_one_trains(run):
     run([sys.executable, "-m", "tests.check", "parity", "--world-sizes", "1,2"], timeout=600).check()
 
 
-def test_the_state_dict_holds_everything(config, tables, model, graph, sets, tmp_path):
+def test_the_state_dict_holds_everything(config, tables, model, graph, batch_of, sets, tmp_path):
     torch.save(model.state_dict(), tmp_path / "model.pt")
     other = build_model(config, tables).eval()
     other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    batch = batch_of(graph, sets)
+    batch = batch_of(sets)
     assert torch.equal(other(graph, batch), model(graph, batch))
 
 
-def test_the_seed_decides_the_weights_and_the_dropout(config, tables, graph, sets):
-    batch, results = batch_of(graph, sets), []
+def test_the_seed_decides_the_weights_and_the_dropout(config, tables, graph, batch_of, sets):
+    batch, results = batch_of(sets), []
     for _ in range(2):
         torch.manual_seed(5)
         model = build_model(config, tables).train()
@@ -137,9 +143,9 @@ def test_the_seed_decides_the_weights_and_the_dropout(config, tables, graph, set
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_forward_stays_on_its_device_and_does_not_wait_for_it(model, graph, sets):
+def test_forward_stays_on_its_device_and_does_not_wait_for_it(model, graph, batch_of, sets):
     """On `meta`, a device without values, a tensor made on the CPU by mistake raises, and so does reading a value."""
-    batch = batch_of(graph, sets)
+    batch = batch_of(sets)
     with CountSynchronisations() as count:
         model(graph, batch)
     assert count.seen == []
