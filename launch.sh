@@ -156,18 +156,19 @@ export NNODES RDZV RDZV_TIMEOUT
 exec "$python" -c '
 import fcntl, os, socket, struct, sys, time
 from contextlib import suppress
-from torch.distributed import DistError
+from datetime import timedelta
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 from torch.distributed.run import main
 
 endpoint, machines, patience = os.environ["RDZV"], os.environ["NNODES"], int(os.environ["RDZV_TIMEOUT"])
 host, port = endpoint.split(":")
 same = f"start the same command with NNODES={machines} and RDZV={endpoint} on each machine"
-probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 
 def own_address(target):
-    probe.connect((target, int(port)))  # sends nothing
-    return probe.getsockname()[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((target, int(port)))  # sends nothing
+        return probe.getsockname()[0]
 
 try:
     own, address = own_address(host), socket.gethostbyname(host)
@@ -177,19 +178,19 @@ is_host = int(os.environ.get("RDZV_IS_HOST", own == address or own.startswith("1
 if own.startswith("127.") and not host.startswith(("127.", "localhost")):
     with suppress(OSError):
         own = own_address("192.0.2.1")  # nobody, but the way there leads out of this machine
-for _, name in socket.if_nameindex():
-    with suppress(OSError):
-        if socket.inet_aton(own) == fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))[20:24]:  # SIOCGIFADDR
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-deadline, found = time.monotonic() + patience, is_host
-while not found:
-    with suppress(OSError):
-        socket.create_connection((host, int(port)), timeout=5).close()
-        found = True
-    if not found and time.monotonic() > deadline:
-        sys.exit(f"error: nothing answered at {endpoint} (RDZV) for {patience} s (RDZV_TIMEOUT): {same}")
-    time.sleep(0 if found else 0.5)
+with socket.socket() as probe:
+    for _, name in socket.if_nameindex():
+        with suppress(OSError):
+            if socket.inet_aton(own) == fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))[20:24]:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+try:
+    # torchrun shares this server, which thus outlives it: the others say good-bye to it.
+    store = TCPStore(host, int(port), None, bool(is_host), timedelta(seconds=patience), False, multi_tenant=True)
+    store.add("came", 1)
+except (DistError, RuntimeError) as error:
+    if is_host:
+        sys.exit(f"error: port {port} of this machine (RDZV) cannot be used, perhaps by another run: set another one")
+    sys.exit(f"error: nothing answered at {endpoint} (RDZV) for {patience} s (RDZV_TIMEOUT): {same}")
 waits = f"join_timeout={patience},last_call_timeout={min(30, patience)},read_timeout={min(60, patience)}"
 sys.argv[1:1] = ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", f"--rdzv_conf=is_host={is_host},{waits}"]
 sys.argv[1:1] = [f"--nnodes={machines}", f"--local_addr={own}"]
@@ -200,4 +201,10 @@ except RendezvousTimeoutError:
 except (RendezvousError, DistError) as error:
     reason = str(error.__cause__ or error).splitlines()[0]
     sys.exit(f"error: the machines do not meet at {endpoint} (RDZV), or no longer ({reason}): {same}")
+finally:
+    with suppress(DistError):
+        store.set_timeout(timedelta(seconds=10))
+        gone, deadline = store.add("gone", 1), time.monotonic() + 10
+        while is_host and store.add("gone", 0) < store.add("came", 0) and time.monotonic() < deadline:
+            time.sleep(0.1)
 ' --rdzv_id="${SLURM_JOB_ID:-launch}" "${command[@]}"
