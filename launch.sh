@@ -149,12 +149,12 @@ fi
 [[ $NNODES =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || die "NNODES must be a number of machines or a range such as 1:4, not '$NNODES'"
 [[ ${RDZV:=} =~ ^[^:]+:[1-9][0-9]*$ ]] || die "NNODES=$NNODES needs RDZV=host:port, an address of one of the machines, not '$RDZV'"
 [[ ${RDZV_TIMEOUT:=600} =~ ^[1-9][0-9]*$ ]] || die "RDZV_TIMEOUT must be a number of seconds, not '$RDZV_TIMEOUT'"
-export NNODES RDZV RDZV_TIMEOUT
+export NNODES RDZV RDZV_TIMEOUT TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # or a cut shows pages of C++ frames
 
 # torchrun, told what it takes from the host name otherwise, which often stands for 127.0.1.1 or another network: whether
 # RDZV is this machine, at which address the others find it, and over which interface gloo talks.
 exec "$python" -c '
-import fcntl, os, socket, struct, sys, time
+import fcntl, os, socket, struct, sys, threading, time
 from contextlib import suppress
 from datetime import timedelta
 from torch.distributed import DistError, TCPStore
@@ -170,6 +170,23 @@ def own_address(target):
         probe.connect((target, int(port)))  # sends nothing
         return probe.getsockname()[0]
 
+def leave():
+    with suppress(DistError):
+        store.add("gone", 1)
+        while is_host and store.add("gone", 0) < store.add("came", 0):
+            time.sleep(0.1)
+
+def notice_cuts():
+    # The kernel gives up connections to a machine that is cut off after a quarter of an hour, and torch waits for that.
+    options = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_USER_TIMEOUT: 1000 * min(60, patience)}
+    while True:
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in options.items():
+                    connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        time.sleep(5)
+
 try:
     own, address = own_address(host), socket.gethostbyname(host)
 except OSError as error:
@@ -183,17 +200,24 @@ with socket.socket() as probe:
         with suppress(OSError):
             if socket.inet_aton(own) == fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))[20:24]:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+deadline, found = time.monotonic() + patience, is_host
+while not found:
+    with suppress(OSError):
+        socket.create_connection((host, int(port)), timeout=5).close()
+        found = True
+    if not found and time.monotonic() > deadline:
+        sys.exit(f"error: nothing answered at {endpoint} (RDZV) for {patience} s (RDZV_TIMEOUT): {same}")
+    time.sleep(0 if found else 0.5)
 try:
-    # torchrun shares this server, which thus outlives it: the others say good-bye to it.
-    store = TCPStore(host, int(port), None, bool(is_host), timedelta(seconds=patience), False, multi_tenant=True)
+    # torchrun shares this server, which thus lives on until the others have left.
+    store = TCPStore(host, int(port), None, bool(is_host), timedelta(seconds=10), False, multi_tenant=True)
     store.add("came", 1)
 except (DistError, RuntimeError) as error:
-    if is_host:
-        sys.exit(f"error: port {port} of this machine (RDZV) cannot be used, perhaps by another run: set another one")
-    sys.exit(f"error: nothing answered at {endpoint} (RDZV) for {patience} s (RDZV_TIMEOUT): {same}")
+    sys.exit(f"error: cannot use {endpoint} (RDZV), perhaps another program does ({str(error).splitlines()[0]})")
 waits = f"join_timeout={patience},last_call_timeout={min(30, patience)},read_timeout={min(60, patience)}"
 sys.argv[1:1] = ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", f"--rdzv_conf=is_host={is_host},{waits}"]
 sys.argv[1:1] = [f"--nnodes={machines}", f"--local_addr={own}"]
+threading.Thread(target=notice_cuts, daemon=True).start()
 try:
     main()
 except RendezvousTimeoutError:
@@ -202,9 +226,7 @@ except (RendezvousError, DistError) as error:
     reason = str(error.__cause__ or error).splitlines()[0]
     sys.exit(f"error: the machines do not meet at {endpoint} (RDZV), or no longer ({reason}): {same}")
 finally:
-    with suppress(DistError):
-        store.set_timeout(timedelta(seconds=10))
-        gone, deadline = store.add("gone", 1), time.monotonic() + 10
-        while is_host and store.add("gone", 0) < store.add("came", 0) and time.monotonic() < deadline:
-            time.sleep(0.1)
+    leaving = threading.Thread(target=leave, daemon=True)
+    leaving.start()
+    leaving.join(5)
 ' --rdzv_id="${SLURM_JOB_ID:-launch}" "${command[@]}"
