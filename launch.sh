@@ -34,7 +34,8 @@ die() { # message, status
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 batch=
 if [[ ${BASH_SOURCE[0]} == */slurm_script ]]; then # sbatch runs a copy in a folder of its own
-  batch=yes
+  batch=yes asked=
+  trap 'asked=yes' USR1 # its time may be over before it trains
   here=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')
   here=${here%%/launch.sh*}
 fi
@@ -85,7 +86,7 @@ on_all_nodes() {
 
 # The batch script of a SLURM job: trains, and when its time is over stops the run at a step and requeues the job.
 run_batch() {
-  local name=$SLURM_JOB_ID folder status asked='' interrupted
+  local name=$SLURM_JOB_ID folder status interrupted
   if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
     [[ " $* " =~ \ run\.name=[^\ ]*%a ]] || die "each task of an array needs its own run folder: give run.name=<name>%a"
     set -- "${@//%a/$SLURM_ARRAY_TASK_ID}"
@@ -95,6 +96,7 @@ run_batch() {
   echo "run folder $folder, logs of the nodes in slurm-$name.node*.out"
   [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || rm -f "$folder/STOP" # perhaps the last start was killed before it saw that
   trap 'asked=yes; interrupted=yes; mkdir -p "$folder"; touch "$folder/STOP"' USR1
+  if [ -n "$asked" ]; then kill -USR1 $$; fi
   trap 'interrupted=yes' TERM # SLURM sends it to the processes too, and they stop by themselves
   on_all_nodes --output="slurm-$name.node%n.out" --open-mode=append "$here/launch.sh" "$@" &
   while
