@@ -245,9 +245,8 @@ def test_slurm_stops_requeues_and_resumes_a_job_of_two_nodes(slurm, tables, one_
 def test_slurm_gives_the_status_of_the_training(slurm, tables, tmp_path):
     wrong = Job(slurm, tmp_path, "--nodes=1", str(ROOT / "launch.sh"), *tables, "optim.lr=fast").finish()
     assert wrong.show("ExitCode") == ["2:0"], wrong.log()
-    failed = Job(
-        slurm, tmp_path, "--nodes=2", str(ROOT / "launch.sh"), "data.source=tsv", "data.edges=none.tsv"
-    ).finish()
+    missing = [*tables, "data.edges=none.tsv"]
+    failed = Job(slurm, tmp_path, "--nodes=2", str(ROOT / "launch.sh"), *missing).finish()
     assert failed.show("ExitCode") == ["1:0"], failed.log()
     log = (tmp_path / f"slurm-{failed.id}.out").read_text()
     assert log.endswith(f"error: the training ended with status 1: see slurm-{failed.id}.node*.out\n")
