@@ -152,6 +152,8 @@ fi
 [[ ${RDZV:=} =~ ^[^:]+:[1-9][0-9]*$ ]] || die "NNODES=$NNODES needs RDZV=host:port, an address of one of the machines, not '$RDZV'"
 [[ ${RDZV_TIMEOUT:=600} =~ ^[1-9][0-9]*$ ]] || die "RDZV_TIMEOUT must be a number of seconds, not '$RDZV_TIMEOUT'"
 export NNODES RDZV RDZV_TIMEOUT TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # or a cut shows pages of C++ frames
+# torchrun's own store, which outlives the processes, tells machines of a second round nothing (torch 2.13).
+if [ "$NNODES" != "${NNODES%:*}" ] || [ "$MAX_RESTARTS" != 0 ]; then export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; fi
 
 # torchrun, told what it takes from the host name otherwise, which often stands for 127.0.1.1 or another network: whether
 # RDZV is this machine, at which address the others find it, and over which interface gloo talks.
@@ -182,11 +184,13 @@ def notice_cuts():
     # The kernel gives up connections to a machine that is cut off after a quarter of an hour, and torch waits for that.
     options = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_USER_TIMEOUT: 1000 * min(60, patience)}
     while True:
-        for number in os.listdir("/proc/self/fd"):
-            with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as connection:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for option, value in options.items():
-                    connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        for path in os.scandir("/proc/self/fd"):
+            with suppress(OSError):
+                if os.readlink(path).startswith("socket:"):
+                    with socket.fromfd(int(path.name), socket.AF_INET, socket.SOCK_STREAM) as connection:
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                        for option, value in options.items():
+                            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         time.sleep(5)
 
 try:
