@@ -206,14 +206,15 @@ with socket.socket() as probe:
         with suppress(OSError):
             if socket.inet_aton(own) == fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))[20:24]:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-deadline, found = time.monotonic() + patience, is_host
-while not found:
-    with suppress(OSError):
+deadline = time.monotonic() + patience
+while not is_host:
+    try:
         socket.create_connection((host, int(port)), timeout=5).close()
-        found = True
-    if not found and time.monotonic() > deadline:
-        sys.exit(f"error: nothing answered at {endpoint} (RDZV) for {patience} s (RDZV_TIMEOUT): {same}")
-    time.sleep(0 if found else 0.5)
+        break
+    except OSError:
+        if time.monotonic() > deadline:
+            sys.exit(f"error: nothing answered at {endpoint} (RDZV) for {patience} s (RDZV_TIMEOUT): {same}")
+    time.sleep(0.5)
 try:
     # torchrun shares this server, which thus lives on until the others have left.
     store = TCPStore(host, int(port), None, bool(is_host), timedelta(seconds=10), False, multi_tenant=True)
@@ -221,8 +222,8 @@ try:
 except (DistError, RuntimeError) as error:
     sys.exit(f"error: cannot use {endpoint} (RDZV), perhaps another program does ({str(error).splitlines()[0]})")
 waits = f"join_timeout={patience},last_call_timeout={max(1, min(30, patience // 2))},read_timeout={min(60, patience)}"
-sys.argv[1:1] = ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", f"--rdzv_conf=is_host={is_host},{waits}"]
-sys.argv[1:1] = [f"--nnodes={machines}", f"--local_addr={own}"]
+rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", f"--rdzv_conf=is_host={is_host},{waits}"]
+sys.argv[1:1] = [*rendezvous, f"--nnodes={machines}", f"--local_addr={own}"]
 threading.Thread(target=notice_cuts, daemon=True).start()
 try:
     main()
@@ -230,7 +231,7 @@ except RendezvousTimeoutError:
     sys.exit(f"error: {machines} machines (NNODES) did not come to {endpoint} (RDZV) in {patience} s (RDZV_TIMEOUT): {same}")
 except (RendezvousError, DistError) as error:
     reason = str(error.__cause__ or error).splitlines()[0]
-    sys.exit(f"error: the machines do not meet at {endpoint} (RDZV), or no longer ({reason}): {same}")
+    sys.exit(f"error: lost the machines that met at {endpoint} (RDZV), {reason}: {same}, and the run goes on")
 finally:
     leaving = threading.Thread(target=leave, daemon=True)
     leaving.start()

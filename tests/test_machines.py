@@ -171,7 +171,7 @@ def test_a_cut_ends_both_machines_and_the_run_goes_on_when_they_are_back(machine
     first, second = (future.result() for future in both)
     assert first.returncode == second.returncode == 1
     assert "error: no progress for 4 s" in first.stderr and "rank 1: not heard of for" in first.stderr
-    assert f"error: the machines do not meet at {RDZV} (RDZV), or no longer" in second.stderr.splitlines()[-1]
+    assert f"error: lost the machines that met at {RDZV} (RDZV), " in second.stderr.splitlines()[-1]
     assert json.loads((alpha.run_folder / "status.json").read_text())["state"] == "failed"
 
     sh("ip", "-n", alpha.space, "link", "set", "cable", "up")
