@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.conftest import ROOT, Finished, fork_ranks, join
+from tests.conftest import ROOT, Finished, clean_environment, fork_ranks, join
 
 SLURM = ROOT.parent / "shared/slurm"
 RDZV = "alpha:29500"
@@ -29,7 +29,7 @@ VARIABLES = {
 
 
 def sh(*words: str, timeout: float = 30, **variables: str) -> str:
-    environment = {**os.environ, **VARIABLES, **variables}
+    environment = {**clean_environment(), **VARIABLES, **variables}
     result = subprocess.run(words, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
     assert result.returncode == 0, f"{words}\n{result.stdout}\n{result.stderr}"
     return result.stdout
