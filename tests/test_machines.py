@@ -1,5 +1,6 @@
 """Several machines: two network namespaces joined by a cable, and a SLURM cluster of two nodes on this machine."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -85,6 +86,8 @@ def machines(run, tables, tmp_path) -> Iterator[tuple[Machine, Machine]]:
         for machine in pair:
             subprocess.run(["ip", "netns", "del", machine.space], capture_output=True, timeout=30, check=False)
             shutil.rmtree(Path("/etc/netns", machine.space), ignore_errors=True)
+        with contextlib.suppress(OSError):  # of other namespaces, or not there
+            Path("/etc/netns").rmdir()
 
 
 @pytest.fixture
