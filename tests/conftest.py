@@ -47,8 +47,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Finished]]:
     mark = f"TEST_MARK={uuid.uuid4()}"
 
     def start(command: list[str], timeout: float = 120, **env: str) -> Finished:
-        clean = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "NPROC")}
-        environment = {**clean, "PYTHONPATH": str(ROOT), **env, **dict([mark.split("=")])}
+        environment = {**clean_environment(), "PYTHONPATH": str(ROOT), **env, **dict([mark.split("=")])}
         process = subprocess.Popen(
             command,
             cwd=tmp_path,
@@ -69,6 +68,12 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Finished]]:
 
     yield start
     _kill_marked(mark)
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without what makes launch.sh and train.py another job's part, or sets their size."""
+    names = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "NPROC", "NNODES", "RDZV", "RDZV_TIMEOUT", "MAX_RESTARTS")
+    return {k: v for k, v in os.environ.items() if k not in names and not k.startswith(("SLURM", "SBATCH"))}
 
 
 def _kill_marked(mark: str) -> None:

@@ -40,6 +40,26 @@ def test_nproc_sets_the_number_of_processes(run, tables, active_path):
     assert "1 ranks x 32 samples" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"NNODES": "two"}, "NNODES must be a number of machines or a range such as 1:4, not 'two'"),
+        ({"NNODES": "2"}, "NNODES=2 needs RDZV=host:port, an address of one of the machines, not ''"),
+        ({"NNODES": "1:2", "RDZV": "alpha"}, "NNODES=1:2 needs RDZV=host:port, an address of one of the machines"),
+        ({"NNODES": "2", "RDZV": "alpha:1", "RDZV_TIMEOUT": "soon"}, "RDZV_TIMEOUT must be a number of seconds"),
+        ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS must be a number, not '-1'"),
+        ({"NPROC": "all"}, "NPROC must be a number of processes, not 'all'"),
+    ],
+)
+def test_a_wrong_variable_is_an_error_that_names_it(run, tmp_path, variables, told):
+    python = tmp_path / "python"  # says what launch.sh asks of it, without importing torch
+    python.write_text("#!/bin/bash\necho 0\n")
+    python.chmod(0o755)
+    result = run([str(ROOT / "launch.sh")], timeout=20, PATH=f"{tmp_path}:/usr/bin:/bin", **variables)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: {told}") and result.stderr.count("\n") == 1
+
+
 def test_missing_packages_are_installed_beside_the_script(run, tmp_path):
     """With a stand-in for pip, which notes what it is asked for: the real one is used by .ci/run."""
     copy = tmp_path / "copy"
