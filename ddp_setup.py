@@ -307,6 +307,7 @@ class Watchdog(threading.Thread):
         self.limit = config.startup_timeout_s
         self.period = min(2.0, min(config.timeout_s, config.startup_timeout_s) / 8)
         self.ended, self.failed_for = threading.Event(), 0.0
+        self.asked_store = time.monotonic()  # when it last began a round of questions
         self.place = (0, "start", 0, time.monotonic())  # how many phases before, phase, step, since
         self.heard: dict[int, tuple[list, float]] = {}  # of each rank: its last words, and when they came
 
@@ -327,8 +328,10 @@ class Watchdog(threading.Thread):
             return value
 
     def run(self) -> None:
+        threading.Thread(target=self._guard, name="watchdog guard", daemon=True).start()
         woke = time.monotonic()
         for beat in itertools.count():
+            self.asked_store = time.monotonic()
             late, woke = time.monotonic() - woke - self.period, time.monotonic()
             if late > self.limit / 4:  # this process was suspended, and perhaps the others: what is known is old
                 self.heard.clear()
@@ -353,6 +356,21 @@ class Watchdog(threading.Thread):
                     self.env.end(f"rank {self.env.rank} has made no progress for {idle:.0f} s, and torchrun is gone")
             if self.ended.wait(self.period):
                 return
+
+    def _guard(self) -> None:
+        """The store of a machine that is cut off neither answers nor fails: a question to it never ends."""
+        strikes = 0  # two, because after a suspension of the job the watchdog itself needs a moment
+        while not self.ended.wait(self.period):
+            now = time.monotonic()
+            silent = min(now - self.place[3], now - self.asked_store) > self.limit
+            strikes = strikes + 1 if silent else 0
+            if strikes == 2:
+                reason = (
+                    f"rank {self.env.rank} has made no progress for {now - self.place[3]:.0f} s (ddp.timeout_s and "
+                    "ddp.startup_timeout_s), and torchrun's store does not answer: its machine is gone or cut off"
+                )
+                say_error(f"error: {reason}")
+                self.env.end(reason)
 
     def _listen(self) -> None:
         for rank in range(self.env.world_size):
@@ -422,8 +440,9 @@ def setup(config: DDPConfig) -> Distributed:
     if launched:
         store = meet(env, config)
         env = replace(env, store=store)
-        # torchrun keeps its store when it restarts the workers, which would wait for the addresses of the dead ones.
-        store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        if agent_store():
+            # torchrun keeps this store when it restarts the workers, who would wait for the addresses of the dead ones.
+            store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         env = replace(env, watchdog=Watchdog(env, config, store))
         env.on_phase.append(env.watchdog.enter)
         env.watchdog.start()
@@ -472,7 +491,7 @@ def meet(env: Distributed, config: DDPConfig) -> dist.Store:
         SetupError: it cannot be reached within half a minute.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serving = env.is_main and not dist.is_torchelastic_launched()
+    serving = env.is_main and not agent_store()
     try:
         if not serving:
             reach(address, port, min(REACH_S, config.startup_timeout_s))
@@ -488,6 +507,11 @@ def meet(env: Distributed, config: DDPConfig) -> dist.Store:
         ) from None
     store.set_timeout(PATIENCE)
     return store
+
+
+def agent_store() -> bool:
+    """Whether torchrun keeps the store; otherwise rank 0 does, for as long as it lives."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def reach(address: str, port: int, limit_s: float) -> None:

@@ -904,7 +904,7 @@ class RunFolder:
 
     def stop(self, step: int, epoch: int, reason: str) -> None:
         """The end of a run that was asked to stop and has saved."""
-        if self.env.is_main:
+        if self.env.local_rank == 0:  # each machine may have a disk of its own
             with contextlib.suppress(OSError):
                 (self.path / "STOP").unlink()
         self.write("event", step, epoch, event="stopped", reason=reason)
