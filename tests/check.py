@@ -185,7 +185,8 @@ def main() -> None:
 
     workers = {"parity-worker": parity_worker, "fault-worker": fault_worker, "audit-worker": audit_worker}
     if worker := workers.get(sys.argv[1] if len(sys.argv) > 1 else ""):
-        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        if worker is not fault_worker:  # which is a whole run, with all that it says
+            logging.basicConfig(level=logging.WARNING, format="%(message)s")
         return worker(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     proofs = {"parity": parity, "faults": faults, "devices": devices, "syncs": syncs}

@@ -331,15 +331,32 @@ def test_a_failure_ends_ranks_that_are_busy_with_something_else(tmp_path, tables
     assert status["state"] == "failed" and status["reason"] == "rank 1: ZeroDivisionError: division by zero"
 
 
-def test_never_refuses_also_when_torchrun_starts_the_workers_again(torchrun, train, tables, tmp_path):
-    train(0, "run.name=done").check()
-    before = {path: path.read_bytes() for path in (tmp_path / "runs/done").rglob("*.pt")}
-    words = ["--standalone", "--nproc_per_node=2", "--max-restarts=1", ROOT / "train.py", *tables]
-    small = ["data.batch_size=32", "model.hidden=8", "optim.epochs=3", "run.name=done", "run.resume=never"]
-    result = torchrun(0, "-m", "torch.distributed.run", *words, *small)
+DIES_ONCE = """
+import os, pathlib, train
+learning_rate = train.learning_rate
+def die(step, *arguments):
+    if step == 7 and os.environ["RANK"] == "1" and not pathlib.Path("died").exists():
+        pathlib.Path("died").touch()
+        os._exit(9)
+    return learning_rate(step, *arguments)
+train.learning_rate = die
+train.main()
+"""
+
+
+def test_never_goes_on_in_a_folder_of_its_own_launch_alone(torchrun, tables, tmp_path):
+    (tmp_path / "dies.py").write_text(DIES_ONCE)
+    restarting = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    command = [*restarting, tmp_path / "dies.py", *tables, "data.batch_size=32", "model.hidden=8", "run.resume=never"]
+    result = torchrun(0, *command, "optim.epochs=2").check()
+    assert (tmp_path / "died").exists() and "resumed at step 5" in result.stdout
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*.pt")}
+    result = torchrun(0, *command, "optim.epochs=3")
     assert result.returncode == 1
-    assert result.stderr.count("error: run.resume=never but runs/done is not empty") == 2
-    assert before == {path: path.read_bytes() for path in (tmp_path / "runs/done").rglob("*.pt")}
+    assert (
+        result.stderr.count("error: run.resume=never but runs/default is not empty") == 2
+    )  # and again after a restart
+    assert before == {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*.pt")}
 
 
 def test_files_that_are_not_what_their_names_say_are_passed_over(train, tmp_path):

@@ -48,7 +48,10 @@ def test_a_run_leaves_its_folder_complete(train, tmp_path):
         "state": "finished", "step": 15, "epoch": 3, "reason": "",
     }  # fmt: skip
     environment = (folder / "environment.txt").read_text()
-    assert "rank 1: " in environment and f"torch: {torch.__version__.split('+')[0]}" in environment
+    assert (
+        re.search(r"^1 +\S+ +\d+ +1 +cpu ", environment, re.M)
+        and f"torch: {torch.__version__.split('+')[0]}" in environment
+    )
     ElementTree.parse(folder / "curves.svg")
     last = result.stdout.strip().splitlines()[-2:]
     assert f"Pearson {test_row['pearson']:.4f}" in last[0]
@@ -172,13 +175,6 @@ def test_a_branch_goes_on_where_it_was_and_spares_another_run(train, tmp_path):
     result = train(0, "run.name=other", *branch)
     assert result.returncode == 2 and "runs/other holds another run than runs/old" in result.stderr
     assert (tmp_path / "runs/other/metrics.jsonl").read_text() == before
-
-
-def test_restarted_workers_resume_what_must_not_have_been_there(train):
-    """torchrun --max-restarts with run.resume=never."""
-    train(0, "run.resume=never").check()
-    result = train(0, "run.resume=never", TORCHELASTIC_RESTART_COUNT="1").check()
-    assert "resumed at step 5" in result.stdout
 
 
 def test_the_best_checkpoint_is_used_where_no_other_is_left(train, tmp_path):
