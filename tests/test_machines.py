@@ -150,6 +150,21 @@ def test_two_machines_with_one_and_two_processes_train_as_one(machines, tables, 
         assert len(list((machine.disk / ".cache").glob("tables-*.pt"))) == 1
 
 
+def test_a_machine_that_joins_an_elastic_run_is_taken_up(machines, tables, tmp_path):
+    words = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=500", f"run.dir={tmp_path}/shared"]
+    elastic = {"NNODES": "1:2", "MAX_RESTARTS": "3", "RDZV_TIMEOUT": "10"}
+    folder = tmp_path / "shared/default"
+    first = machines[0].launch(*words, **elastic)
+    wait_until(lambda: has_a_checkpoint(folder), 60, lambda: "no checkpoint")
+    second = machines[1].launch(*words, **elastic)
+    first.result().check()
+    second.result().check()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    starts = [(row["event"], row["world_size"]) for row in lines if row.get("event") in ("started", "resumed")]
+    assert starts == [("started", 1), ("resumed", 2)]
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+
+
 def test_a_machine_that_does_not_come_is_waited_for_so_long(machines, tables):
     alpha, beta = machines
     waiting = alpha.launch(*tables, RDZV_TIMEOUT="2", timeout=60)
