@@ -104,13 +104,18 @@ run_batch() {
     wait $! || status=$?
     [ -n "$interrupted" ] # then it was not the end
   do :; done
-  if [ "$status" != 0 ]; then die "the training ended with status $status: see slurm-$name.node*.out" "$status"; fi
-  if [ -z "$asked" ] || ! grep -q '"state": "stopped"' "$folder/status.json"; then
-    rm -f "$folder/STOP"
-    exit 0
+  if { [ -n "$asked" ] || is_preempted; } && grep -q '"state": "stopped"' "$folder/status.json"; then
+    echo "stopped, requeued: the same job goes on from there"
+    exec scontrol requeue "$SLURM_JOB_ID" # which kills this script
   fi
-  echo "stopped, requeued: the same job goes on from there"
-  exec scontrol requeue "$SLURM_JOB_ID" # which kills this script
+  rm -f "$folder/STOP"
+  if [ "$status" != 0 ]; then die "the training ended with status $status: see slurm-$name.node*.out" "$status"; fi
+  exit 0
+}
+
+# A partition's GraceTime is for the processes to stop by themselves, but then SLURM would count the job as ended.
+is_preempted() {
+  [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") == *\ PreemptTime=[0-9]* ]]
 }
 
 print_run_folder='

@@ -102,16 +102,27 @@ def torchrun(run: Callable[..., Finished]) -> Callable[..., Finished]:
 def train(torchrun: Callable[..., Finished], tables: list[str], tmp_path: Path) -> Callable[..., Finished]:
     """train(nproc, *overrides): train.py on the tiny tables, one epoch of a tiny model unless overridden.
 
-    nproc=0 is what `python train.py` does, in a forked process; otherwise it is under torchrun.
+    nproc=0 is what `python train.py` does. With launcher=True the ranks are under a real torchrun; without, they are
+    forked processes with torchrun's variables, which start at once.
     """
 
-    def start(nproc: int, *overrides: str, script: Path = ROOT / "train.py", **env: str) -> Finished:
+    def start(
+        nproc: int, *overrides: str, script: Path = ROOT / "train.py", launcher: bool = False, **env: str
+    ) -> Finished:
         small = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
-        if nproc == 0:
-            process = fork(tmp_path, "train", [str(script), *tables, *small, *overrides], env)
-            (code,) = join([process])
-            return Finished(code, *((tmp_path / f"train.{name}").read_text() for name in ("stdout", "stderr")))
-        return torchrun(nproc, script, *tables, *small, *overrides, **env)
+        words = [*tables, *small, *overrides]
+        if launcher:
+            return torchrun(nproc, script, *words, **env)
+        if nproc:
+            _store, processes = fork_ranks(tmp_path, nproc, str(script), words, env)
+        else:
+            processes = [fork(tmp_path, "rank0", [str(script), *words], {"OMP_NUM_THREADS": "1", **env})]
+        codes = join(processes)
+        output = [
+            "".join((tmp_path / f"rank{rank}.{stream}").read_text() for rank in range(len(processes)))
+            for stream in ("stdout", "stderr")
+        ]
+        return Finished(max(codes, key=abs), *output)
 
     return start
 

@@ -200,9 +200,20 @@ def test_a_cut_ends_both_machines_and_the_run_goes_on_when_they_are_back(machine
     assert_same_run(alpha.run_folder, one_machine(2, "data.batch_size=32", "optim.epochs=60"))
 
 
+PREEMPTION = """
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=low Nodes=n1,n2 PriorityTier=1 PreemptMode=REQUEUE GraceTime=30
+PartitionName=high Nodes=n1,n2 PriorityTier=2 PreemptMode=OFF
+"""
+
+
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[SimpleNamespace]:
-    """A cluster of the nodes n1 and n2: slurm.sh(command, ...) with its SLURM_CONF."""
+    """A cluster of the nodes n1 and n2: slurm.sh(command, ...) with its SLURM_CONF.
+
+    Jobs of the partition `high` preempt those of `low`, which have some seconds to stop by themselves.
+    """
     if not SLURM.is_dir():
         pytest.skip(f"{SLURM} is missing")
     if os.geteuid() != 0:
@@ -213,7 +224,12 @@ def slurm() -> Iterator[SimpleNamespace]:
     folder = tempfile.mkdtemp(prefix="slurm-", dir="/tmp")  # SLURM wants a short path
     try:
         sh(str(SLURM / "slurm_up.sh"), folder, timeout=120, SLURM_UP_CPUS="2")
-        yield SimpleNamespace(sh=lambda *words: sh(*words, SLURM_CONF=f"{folder}/slurm.conf"))
+        configuration = Path(folder, "slurm.conf")
+        with configuration.open("a") as file:
+            file.write(PREEMPTION)
+        cluster = SimpleNamespace(sh=lambda *words: sh(*words, SLURM_CONF=str(configuration)))
+        cluster.sh("scontrol", "reconfigure")
+        yield cluster
     finally:
         sh(str(SLURM / "slurm_down.sh"), folder, timeout=120)
         shutil.rmtree(folder)
@@ -258,6 +274,18 @@ def test_slurm_stops_requeues_and_resumes_a_job_of_two_nodes(slurm, tables, one_
         assert (tmp_path / f"slurm-{job.id}.node{node}.out").exists()
     log = (tmp_path / f"slurm-{job.id}.out").read_text()
     assert log.count("run folder runs/default") == 2 and "requeued" in log
+
+
+def test_a_job_that_slurm_preempts_is_requeued_and_resumes(slurm, tables, one_machine, tmp_path):
+    words = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=60"]
+    job = Job(slurm, tmp_path, "--nodes=2", "--partition=low", str(ROOT / "launch.sh"), *words)
+    wait_until(lambda: has_a_checkpoint(tmp_path / "runs/default"), 90, job.log)
+    job.sh("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
+    job.finish()
+    assert job.show("JobState") == ["COMPLETED"], job.log()
+    assert job.show("ExitCode") == ["0:0"] and job.show("Restarts") == ["1"]
+    assert events(tmp_path / "runs/default") == ["started", "stopped", "resumed"], job.log()
+    assert_same_run(tmp_path / "runs/default", one_machine(2, "data.batch_size=32", "optim.epochs=60"))
 
 
 def test_slurm_gives_the_status_of_the_training(slurm, tables, tmp_path):

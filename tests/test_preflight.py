@@ -81,21 +81,20 @@ def test_reach_waits_for_a_listener_and_no_longer_than_it_should():
 
 
 def test_other_versions_on_a_rank_stop_the_run(train, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nif os.environ.get('RANK') == '1':\n    import torch\n    torch.version.cuda = '99.9'\n"
+    (tmp_path / "other.py").write_text(
+        "import os, torch, train\nif os.environ['RANK'] == '1':\n    torch.version.cuda = '99.9'\ntrain.main()\n"
     )
-    result = train(2, PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert result.returncode == 1
+    result = train(2, script=tmp_path / "other.py")
+    assert result.returncode == 2
     assert result.stderr.count("error: rank 1 has another CUDA than rank 0: 99.9 and") == 1
 
 
 def test_a_profile_traces_each_rank_and_names_the_slowest(train, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nif os.environ.get('RANK') == '1':\n"
-        "    import time, data\n    build = data.KnockoutDataset.__getitems__\n"
-        "    data.KnockoutDataset.__getitems__ = lambda *a: time.sleep(0.05) or build(*a)\n"
+    (tmp_path / "slow.py").write_text(
+        "import os, time, data, train\nif os.environ['RANK'] == '1':\n    build = data.KnockoutDataset.__getitems__\n"
+        "    data.KnockoutDataset.__getitems__ = lambda *a: time.sleep(0.05) or build(*a)\ntrain.main()\n"
     )
-    result = train(2, "log.profile_steps=3", "optim.epochs=2", PYTHONPATH=f"{tmp_path}:{ROOT}").check()
+    result = train(2, "log.profile_steps=3", "optim.epochs=2", script=tmp_path / "slow.py").check()
     shares = re.search(r"profile   3 steps of [\d.]+ ms: (.*)", result.stdout)[1]
     values = dict(part.rsplit(" ", 2)[:2] for part in shares.split(", "))
     assert list(values) == [*TRAIN.Profile.PHASES, "communication not hidden"]
@@ -115,8 +114,10 @@ def test_a_profile_traces_each_rank_and_names_the_slowest(train, tmp_path):
 
 
 def test_without_a_profile_nothing_listens(train, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.profiler.profile = lambda *a, **k: 1 / 0\n")
-    train(1, PYTHONPATH=f"{tmp_path}:{ROOT}").check()
+    (tmp_path / "none.py").write_text(
+        "import torch, train\ntorch.profiler.profile = lambda *a, **k: 1 / 0\ntrain.main()\n"
+    )
+    train(1, script=tmp_path / "none.py").check()
     assert not list((tmp_path / "runs/default").glob("trace*"))
 
 

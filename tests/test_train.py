@@ -29,7 +29,7 @@ def without_times(rows: list[dict]) -> list[dict]:
 
 
 def test_a_run_leaves_its_folder_complete(train, tmp_path):
-    result = train(2, "run.name=first", "optim.epochs=3", "optim.accumulate=2").check()
+    result = train(2, "run.name=first", "optim.epochs=3", "optim.accumulate=2", launcher=True).check()
     folder = tmp_path / "runs" / "first"
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert names == {
@@ -62,7 +62,7 @@ def test_a_run_leaves_its_folder_complete(train, tmp_path):
 
 
 def test_checkpoint_loads_without_pickle_and_holds_the_bare_model(train, tmp_path):
-    train(1, "run.name=saved").check()  # one process under torchrun: DDP all the same
+    train(1, "run.name=saved").check()  # one process, launched: DDP all the same
     state = torch.load(tmp_path / "runs/saved/checkpoints/best.pt", weights_only=True)
     assert "embedding" in state["model"] and not any(name.startswith("module.") for name in state["model"])
     assert state["step"] == 5 and state["config"]["model"]["hidden"] == 8
@@ -241,22 +241,28 @@ WRONG_INPUT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("nproc", "cases"), [(0, WRONG_INPUT), (4, [WRONG_INPUT[0], WRONG_INPUT[3], *WRONG_INPUT[-2:]])]
-)
-def test_wrong_input_is_one_sentence_and_leaves_nothing(train, tmp_path, nproc, cases):
+@pytest.mark.parametrize("nproc", [0, 4])
+def test_wrong_input_is_one_sentence_and_leaves_nothing(train, tmp_path, nproc):
+    for words, message in WRONG_INPUT:
+        result = train_wrongly(train, tmp_path, message, nproc, *words)
+        assert result.returncode == 2
+
+
+def test_torchrun_reports_status_2_of_every_rank(train, tmp_path):
+    words, message = WRONG_INPUT[-1]
+    result = train_wrongly(train, tmp_path, message, 4, *words, launcher=True)
+    assert result.returncode == 1  # torchrun's own
+    assert result.stderr.count("exitcode  : 2") == 4, result.stderr
+
+
+def train_wrongly(train, tmp_path, message, *words, **options):
     write_table(tmp_path / "wrong.tsv", [("genes", "score"), ("Y01", 1), ("Y02", "high")])
-    (tmp_path / "taken/config.yaml").mkdir(parents=True)
-    for words, message in cases:
-        result = train(nproc, *words)
-        assert result.stderr.count("error: ") == 1 and message in result.stderr, result.stderr
-        assert not re.search(r'File ".*/(mask|model|data|ddp_setup|train)\.py"', result.stderr), result.stderr
-        assert not (tmp_path / "runs").exists()
-        if nproc == 0:
-            assert result.returncode == 2
-        else:  # torchrun reports its workers and exits 1
-            assert result.returncode == 1
-            assert result.stderr.count("exitcode  : 2") == nproc, result.stderr
+    (tmp_path / "taken/config.yaml").mkdir(parents=True, exist_ok=True)
+    result = train(*words, **options)
+    assert result.stderr.count("error: ") == 1 and message in result.stderr, result.stderr
+    assert not re.search(r'File ".*/(mask|model|data|ddp_setup|train)\.py"', result.stderr), result.stderr
+    assert not (tmp_path / "runs").exists()
+    return result
 
 
 def test_two_runs_in_one_folder_are_refused(train, tmp_path):
