@@ -226,7 +226,7 @@ try:
     store.add("came", 1)
 except (DistError, RuntimeError) as error:
     sys.exit(f"error: cannot use {endpoint} (RDZV), perhaps another program does ({str(error).splitlines()[0]})")
-waits = f"join_timeout={patience},last_call_timeout={max(1, min(30, patience // 2))},read_timeout={min(60, patience)}"
+waits = f"join_timeout={patience},last_call_timeout={max(1, min(30, patience // 4))},read_timeout={min(60, patience)}"
 rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", f"--rdzv_conf=is_host={is_host},{waits}"]
 sys.argv[1:1] = [*rendezvous, f"--nnodes={machines}", f"--local_addr={own}"]
 threading.Thread(target=notice_cuts, daemon=True).start()

@@ -150,19 +150,29 @@ def test_two_machines_with_one_and_two_processes_train_as_one(machines, tables, 
         assert len(list((machine.disk / ".cache").glob("tables-*.pt"))) == 1
 
 
-def test_a_machine_that_joins_an_elastic_run_is_taken_up(machines, tables, tmp_path):
+def test_machines_of_an_elastic_run_come_and_go(machines, tables, tmp_path):
+    alpha, beta = machines
     words = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=500", f"run.dir={tmp_path}/shared"]
-    elastic = {"NNODES": "1:2", "MAX_RESTARTS": "3", "RDZV_TIMEOUT": "10"}
+    elastic = {"NNODES": "1:2", "MAX_RESTARTS": "3", "RDZV_TIMEOUT": "28"}
     folder = tmp_path / "shared/default"
-    first = machines[0].launch(*words, **elastic)
+
+    def world_sizes() -> list[int]:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [row["world_size"] for row in lines if row.get("event") in ("started", "resumed")]
+
+    first = alpha.launch(*words, **elastic)
     wait_until(lambda: has_a_checkpoint(folder), 60, lambda: "no checkpoint")
-    second = machines[1].launch(*words, **elastic)
+    second = beta.launch(*words, **elastic)
+    wait_until(lambda: world_sizes() == [1, 2], 60, lambda: f"world sizes {world_sizes()}")
+    processes = sh("ip", "netns", "pids", beta.space).split()
+    sh("kill", "-9", *[pid for pid in processes if b"LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()])
+    wait_until(lambda: world_sizes() == [1, 2, 2], 60, lambda: f"world sizes {world_sizes()}")
+    sh("kill", "-9", *sh("ip", "netns", "pids", beta.space).split())
+    assert second.result().returncode != 0
+    wait_until(lambda: world_sizes() == [1, 2, 2, 1], 60, lambda: f"world sizes {world_sizes()}")
+    (folder / "STOP").touch()
     first.result().check()
-    second.result().check()
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    starts = [(row["event"], row["world_size"]) for row in lines if row.get("event") in ("started", "resumed")]
-    assert starts == [("started", 1), ("resumed", 2)]
-    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
 
 
 def test_a_machine_that_does_not_come_is_waited_for_so_long(machines, tables):
