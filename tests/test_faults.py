@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ddp_setup import DDPConfig, Distributed, RunError, StopRequest, Watchdog
 from tests import check, faults
 from tests.bench import CountSynchronisations
-from tests.conftest import ROOT, fork_ranks, join
+from tests.conftest import ROOT, fork_ranks, join, launch_forked
 from tests.faults import FAULTS, difference, endure
 from train import (
     Config,
@@ -109,15 +109,6 @@ WITHOUT = [
     "an exception in evaluation",
     "a rank asleep in its data",
 ]
-
-
-def launch_forked(world_size: int, words: list[str], torchrun=(), variables=None) -> tuple[int, str]:
-    """As `check.launch` does, without the seconds that imports take."""
-    folder = Path(words[1])
-    _store, ranks = fork_ranks(folder, world_size, "tests/check.py", words, variables)
-    codes = join(ranks)
-    outputs = [(folder / f"rank{r}.{name}").read_text() for r in range(world_size) for name in ("stdout", "stderr")]
-    return max(map(abs, codes)), "\n".join(outputs)
 
 
 @pytest.fixture(scope="module")
