@@ -38,6 +38,7 @@ if [[ ${BASH_SOURCE[0]} == */slurm_script ]]; then # sbatch runs a copy in a fol
   trap 'asked=yes' USR1 # its time may be over before it trains
   here=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')
   here=${here%%/launch.sh*}
+  [ -f "$here/train.py" ] || die "sbatch must be given launch.sh under its own name, beside train.py"
 fi
 requirements=$here/requirements.txt
 modules="torch, torch_geometric, yaml, tqdm"
@@ -78,44 +79,53 @@ if [ "${1:-}" = test ]; then
   exec "$python" -m pytest "${@:2}"
 fi
 
-# One launch.sh on each node of a SLURM job.
+# One launch.sh on each node of a SLURM job, in place of this shell.
 on_all_nodes() {
-  srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \
+  exec srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \
     --wait=120 ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} "$@"
 }
 
 # The batch script of a SLURM job: trains, and when its time is over stops the run at a step and requeues the job.
 run_batch() {
-  local name=$SLURM_JOB_ID folder status interrupted
+  local job=$SLURM_JOB_ID folder first_step status ended='' again=''
   if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
-    [[ " $* " =~ \ run\.name=[^\ ]*%a ]] || die "each task of an array needs its own run folder: give run.name=<name>%a"
+    [[ " $*" =~ \ (run\.name=|run\.dir=|--config[=\ ])[^\ ]*%a ]] \
+      || die "each task of an array needs its own run folder: give run.name=<name>%a"
     set -- "${@//%a/$SLURM_ARRAY_TASK_ID}"
-    name=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # the number alone may stand for the whole array
   fi
   folder=$(PYTHONPATH=$here "$python" -c "$print_run_folder" "$@")
-  echo "run folder $folder, logs of the nodes in slurm-$name.node*.out"
+  echo "run folder $folder, logs of the nodes in slurm-$job.node*.out"
   [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || rm -f "$folder/STOP" # perhaps the last start was killed before it saw that
-  trap 'asked=yes; interrupted=yes; mkdir -p "$folder"; touch "$folder/STOP"' USR1
+  first_step=$(status_of "$folder" step)
+  trap 'asked=yes; mkdir -p "$folder"; touch "$folder/STOP"' USR1
   if [ -n "$asked" ]; then kill -USR1 $$; fi
-  trap 'interrupted=yes' TERM # SLURM sends it to the processes too, and they stop by themselves
-  on_all_nodes --output="slurm-$name.node%n.out" --open-mode=append "$here/launch.sh" "$@" &
-  while
-    interrupted='' status=0
-    wait $! || status=$?
-    [ -n "$interrupted" ] # then it was not the end
-  do :; done
-  if { [ -n "$asked" ] || is_preempted; } && grep -q '"state": "stopped"' "$folder/status.json"; then
+  trap 'ended=yes' TERM # SLURM sends it to the processes too, and they stop by themselves
+  on_all_nodes --output="slurm-$job.node%n.out" --open-mode=append "$here/launch.sh" "$@" &
+  while kill -0 $! 2>/dev/null; do wait $! || true; done # a signal ends a wait, too
+  status=0
+  wait $! || status=$?
+  # Not after scancel, which also sends TERM: a job that was cancelled would come back.
+  if [ -n "$asked" ] && [ -z "$ended" ] || is_preempted "$job"; then again=yes; fi
+  if [ -n "$again" ] && [ "$(status_of "$folder" state)" = '"stopped"' ]; then
+    if [ -n "$asked" ] && [ "$(status_of "$folder" step)" = "${first_step:-0}" ]; then
+      die "stopped before its first step: raise --time, or lower the seconds of --signal"
+    fi
     echo "stopped, requeued: the same job goes on from there"
-    exec scontrol requeue "$SLURM_JOB_ID" # which kills this script
+    exec scontrol requeue "$job" # which kills this script
   fi
   rm -f "$folder/STOP"
-  if [ "$status" != 0 ]; then die "the training ended with status $status: see slurm-$name.node*.out" "$status"; fi
+  if [ "$status" != 0 ]; then die "the training ended with status $status: see slurm-$job.node*.out" "$status"; fi
   exit 0
 }
 
+status_of() { # run folder, key of its status.json
+  sed -n "s/.*\"$2\": \([^,}]*\).*/\1/p" "$1/status.json" 2>/dev/null || true
+}
+
 # A partition's GraceTime is for the processes to stop by themselves, but then SLURM would count the job as ended.
-is_preempted() {
-  [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") == *\ PreemptTime=[0-9]* ]]
+is_preempted() { # job
+  [[ $(scontrol --oneliner show job "$1") == *\ PreemptTime=[0-9]* ]]
 }
 
 print_run_folder='
@@ -134,7 +144,6 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${NNODES:-}" ]; then
     run_batch "$@"
   elif [ "${SLURM_STEP_ID:-4294967290}" -ge 4294967290 ]; then
     on_all_nodes "$here/launch.sh" "$@"
-    exit
   fi
   [ "$SLURM_STEP_NUM_TASKS" = "$SLURM_STEP_NUM_NODES" ] || die "srun must start one launch.sh a node: --ntasks-per-node=1"
   NNODES=$SLURM_STEP_NUM_NODES
@@ -154,7 +163,8 @@ if [ "${NNODES:=1}" = 1 ]; then
 fi
 
 [[ $NNODES =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || die "NNODES must be a number of machines or a range such as 1:4, not '$NNODES'"
-[[ ${RDZV:=} =~ ^[^:]+:[1-9][0-9]*$ ]] || die "NNODES=$NNODES needs RDZV=host:port, an address of one of the machines, not '$RDZV'"
+(( ${NNODES%:*} <= ${NNODES#*:} )) || die "NNODES=$NNODES starts with the larger number: write the smallest number of machines first"
+[[ ${RDZV:=} =~ ^[^:]+:[1-9][0-9]{0,4}$ && ${RDZV#*:} -le 65535 ]] || die "NNODES=$NNODES needs RDZV=host:port, an address of one of the machines, not '$RDZV'"
 [[ ${RDZV_TIMEOUT:=600} =~ ^[1-9][0-9]*$ ]] || die "RDZV_TIMEOUT must be a number of seconds, not '$RDZV_TIMEOUT'"
 export NNODES RDZV RDZV_TIMEOUT TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # or a cut shows pages of C++ frames
 # torchrun's own store, which outlives the processes, tells machines of a second round nothing (torch 2.13).
@@ -163,11 +173,13 @@ if [ "$NNODES" != "${NNODES%:*}" ] || [ "$MAX_RESTARTS" != 0 ]; then export TORC
 # torchrun, told what it takes from the host name otherwise, which often stands for 127.0.1.1 or another network: whether
 # RDZV is this machine, at which address the others find it, and over which interface gloo talks.
 exec "$python" -c '
-import fcntl, os, socket, struct, sys, threading, time
+import fcntl, functools, logging, os, socket, struct, sys, threading, time
 from contextlib import suppress
 from datetime import timedelta
 from torch.distributed import DistError, TCPStore
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+from torch.distributed.launcher import api
 from torch.distributed.run import main
 
 endpoint, machines, patience = os.environ["RDZV"], os.environ["NNODES"], int(os.environ["RDZV_TIMEOUT"])
@@ -180,9 +192,10 @@ def own_address(target):
         return probe.getsockname()[0]
 
 def leave():
+    deadline = time.monotonic() + 5
     with suppress(DistError):
         store.add("gone", 1)
-        while is_host and store.add("gone", 0) < store.add("came", 0):
+        while is_host and store.add("gone", 0) < store.add("came", 0) and time.monotonic() < deadline:
             time.sleep(0.1)
 
 def notice_cuts():
@@ -220,12 +233,28 @@ while not is_host:
         if time.monotonic() > deadline:
             sys.exit(f"error: nothing answered at {endpoint} (RDZV) for {patience} s (RDZV_TIMEOUT): {same}")
     time.sleep(0.5)
+unusable = f"error: cannot use {endpoint} (RDZV), perhaps another program does"
+
+def give_up():
+    print(unusable, "(it does not answer)", file=sys.stderr, flush=True)
+    os._exit(1)
+
 try:
+    silence = threading.Timer(min(60, patience), give_up)  # of a program that listens, for which torch waits for ever
+    silence.start()
     # torchrun shares this server, which thus lives on until the others have left.
     store = TCPStore(host, int(port), None, bool(is_host), timedelta(seconds=10), False, multi_tenant=True)
     store.add("came", 1)
+    theirs = store.compare_set("machines", "", machines).decode()
+    if theirs != machines:
+        sys.exit(f"error: NNODES={machines} here and NNODES={theirs} on another machine: {same}")
 except (DistError, RuntimeError) as error:
-    sys.exit(f"error: cannot use {endpoint} (RDZV), perhaps another program does ({str(error).splitlines()[0]})")
+    sys.exit(f"{unusable} ({str(error).splitlines()[0]})")
+finally:
+    silence.cancel()
+# At the end torchrun waits 300 s for a machine that has left without a word, and then shows where it waited.
+api.LocalElasticAgent = functools.partial(api.LocalElasticAgent, exit_barrier_timeout=30)
+logging.getLogger("torch.distributed.elastic.agent.server.api").addFilter(lambda record: not record.exc_info)
 waits = f"join_timeout={patience},last_call_timeout={max(1, min(30, patience // 4))},read_timeout={min(60, patience)}"
 rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", f"--rdzv_conf=is_host={is_host},{waits}"]
 sys.argv[1:1] = [*rendezvous, f"--nnodes={machines}", f"--local_addr={own}"]
@@ -234,11 +263,13 @@ try:
     main()
 except RendezvousTimeoutError:
     sys.exit(f"error: {machines} machines (NNODES) did not come to {endpoint} (RDZV) in {patience} s (RDZV_TIMEOUT): {same}")
+except SignalException as error:
+    sys.exit(128 + error.sigval)
 except (RendezvousError, DistError) as error:
-    reason = str(error.__cause__ or error).splitlines()[0]
+    reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
     sys.exit(f"error: lost the machines that met at {endpoint} (RDZV), {reason}: {same}, and the run goes on")
 finally:
     leaving = threading.Thread(target=leave, daemon=True)
     leaving.start()
-    leaving.join(5)
+    leaving.join(10)  # it would take for ever on a machine that is cut off
 ' --rdzv_id="${SLURM_JOB_ID:-launch}" "${command[@]}"

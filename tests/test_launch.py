@@ -46,6 +46,8 @@ def test_nproc_sets_the_number_of_processes(run, tables, active_path):
         ({"NNODES": "two"}, "NNODES must be a number of machines or a range such as 1:4, not 'two'"),
         ({"NNODES": "2"}, "NNODES=2 needs RDZV=host:port, an address of one of the machines, not ''"),
         ({"NNODES": "1:2", "RDZV": "alpha"}, "NNODES=1:2 needs RDZV=host:port, an address of one of the machines"),
+        ({"NNODES": "2:1", "RDZV": "alpha:1"}, "NNODES=2:1 starts with the larger number: write the smallest"),
+        ({"NNODES": "2", "RDZV": "alpha:65536"}, "NNODES=2 needs RDZV=host:port, an address of one of the machines"),
         ({"NNODES": "2", "RDZV": "alpha:1", "RDZV_TIMEOUT": "soon"}, "RDZV_TIMEOUT must be a number of seconds"),
         ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS must be a number, not '-1'"),
         ({"NPROC": "all"}, "NPROC must be a number of processes, not 'all'"),

@@ -177,17 +177,44 @@ def test_machines_of_an_elastic_run_come_and_go(machines, tables, tmp_path):
 
 def test_a_machine_that_does_not_come_is_waited_for_so_long(machines, tables):
     alpha, beta = machines
-    waiting = alpha.launch(*tables, RDZV_TIMEOUT="2", timeout=60)
+    waiting = alpha.launch(*tables, RDZV_TIMEOUT="10", timeout=60)
     lost = beta.launch(*tables, RDZV="alpha:29501", RDZV_TIMEOUT="2", timeout=60)
+    other = beta.launch(*tables, NNODES="3", timeout=60)
     start = "start the same command with NNODES=2 and RDZV"
-    result = waiting.result()
-    assert result.returncode == 1
-    told = f"error: 2 machines (NNODES) did not come to {RDZV} (RDZV) in 2 s (RDZV_TIMEOUT)"
-    assert result.stderr == f"{told}: {start}={RDZV} on each machine\n"
-    result = lost.result()
-    assert result.returncode == 1
+    told = f"error: 2 machines (NNODES) did not come to {RDZV} (RDZV) in 10 s (RDZV_TIMEOUT)"
+    assert waiting.result() == Finished(1, "", f"{told}: {start}={RDZV} on each machine\n")
     told = "error: nothing answered at alpha:29501 (RDZV) for 2 s (RDZV_TIMEOUT)"
-    assert result.stderr == f"{told}: {start}=alpha:29501 on each machine\n"
+    assert lost.result() == Finished(1, "", f"{told}: {start}=alpha:29501 on each machine\n")
+    assert other.result().stderr.startswith("error: NNODES=3 here and NNODES=2 on another machine: start the same")
+
+
+def test_a_program_that_listens_at_the_address_and_never_answers_is_told_of(machines, tables):
+    alpha, beta = machines
+    listen = "import socket, time; s = socket.create_server(('', 29500)); print(); time.sleep(100)"
+    command = ["ip", "netns", "exec", alpha.space, sys.executable, "-uc", listen]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as listener:
+        listener.stdout.readline()
+        result = beta.launch(*tables, RDZV_TIMEOUT="3", timeout=60).result()
+        listener.kill()
+    told = f"error: cannot use {RDZV} (RDZV), perhaps another program does (it does not answer)\n"
+    assert (result.returncode, result.stderr) == (1, told)
+
+
+def test_a_machine_that_is_stopped_stops_the_other(machines, tables):
+    alpha, beta = machines
+    words = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=10000"]
+    first, second = (machine.launch(*words) for machine in machines)
+    wait_until(lambda: has_a_checkpoint(alpha.run_folder), 60, lambda: "no checkpoint")
+    (agent,) = [
+        p
+        for p in sh("ip", "netns", "pids", beta.space).split()
+        if "NNODES" in Path(f"/proc/{p}/cmdline").read_text()
+        and b"LOCAL_RANK=" not in Path(f"/proc/{p}/environ").read_bytes()
+    ]
+    sh("kill", "-INT", agent)
+    assert second.result().returncode == 130 and "Traceback" not in second.result().stderr
+    assert "Traceback" not in first.result().check().stderr
+    assert json.loads((alpha.run_folder / "status.json").read_text())["state"] == "stopped"
 
 
 def test_a_cut_ends_both_machines_and_the_run_goes_on_when_they_are_back(machines, tables, one_machine):
@@ -306,6 +333,29 @@ def test_slurm_gives_the_status_of_the_training(slurm, tables, tmp_path):
     assert failed.show("ExitCode") == ["1:0"], failed.log()
     log = (tmp_path / f"slurm-{failed.id}.out").read_text()
     assert log.endswith(f"error: the training ended with status 1: see slurm-{failed.id}.node*.out\n")
+    long = [*tables, *SMALL, "optim.epochs=10000"]
+    short = Job(slurm, tmp_path, "--nodes=1", "--time=5", str(ROOT / "launch.sh"), *long).finish()
+    assert short.show("ExitCode") == ["1:0"] and short.show("Restarts") == ["0"], short.log()
+    told = "error: stopped before its first step: raise --time, or lower the seconds of --signal\n"
+    assert (tmp_path / f"slurm-{short.id}.out").read_text().endswith(told)
+
+
+def test_slurm_requeues_the_task_that_was_asked_and_none_that_was_cancelled(slurm, tables, tmp_path):
+    words = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=100000", "run.name=seed%a"]
+    part = ["--oversubscribe", "--cpus-per-task=1"]
+    job = Job(slurm, tmp_path, "--array=0-1", *part, str(ROOT / "launch.sh"), *words)
+    folders = [tmp_path / f"runs/seed{task}" for task in (0, 1)]
+    wait_until(lambda: all(map(has_a_checkpoint, folders)), 90, job.log)
+    (folders[0] / "STOP").touch()
+    wait_until(lambda: "COMPLETED" in job.show("JobState"), 60, job.log)
+    job.sh("scancel", "--batch", "--signal=USR1", f"{job.id}_1")
+    wait_until(lambda: events(folders[1])[-1] == "resumed", 90, job.log)
+    assert sorted(job.show("Restarts")) == ["0", "1"] and events(folders[0]) == ["started", "stopped"]
+    job.sh("scancel", "--batch", "--signal=USR1", f"{job.id}_1")
+    time.sleep(0.2)
+    job.sh("scancel", f"{job.id}_1")
+    time.sleep(20)  # as long as a requeued job would wait
+    assert sorted(job.show("JobState")) == ["CANCELLED", "COMPLETED"], job.log()
 
 
 def test_slurm_sweeps_with_an_array_of_jobs(slurm, tables, tmp_path):
