@@ -255,7 +255,7 @@ finally:
 # At the end torchrun waits 300 s for a machine that has left without a word, and then shows where it waited.
 api.LocalElasticAgent = functools.partial(api.LocalElasticAgent, exit_barrier_timeout=30)
 logging.getLogger("torch.distributed.elastic.agent.server.api").addFilter(lambda record: not record.exc_info)
-waits = f"join_timeout={patience},last_call_timeout={max(1, min(30, patience // 4))},read_timeout={min(60, patience)}"
+waits = f"join_timeout={patience},last_call_timeout={max(1, min(30, patience // 8))},read_timeout={min(60, patience)}"
 rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", f"--rdzv_conf=is_host={is_host},{waits}"]
 sys.argv[1:1] = [*rendezvous, f"--nnodes={machines}", f"--local_addr={own}"]
 threading.Thread(target=notice_cuts, daemon=True).start()

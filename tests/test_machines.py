@@ -153,7 +153,7 @@ def test_two_machines_with_one_and_two_processes_train_as_one(machines, tables, 
 def test_machines_of_an_elastic_run_come_and_go(machines, tables, tmp_path):
     alpha, beta = machines
     words = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=500", f"run.dir={tmp_path}/shared"]
-    elastic = {"NNODES": "1:2", "MAX_RESTARTS": "3", "RDZV_TIMEOUT": "28"}
+    elastic = {"NNODES": "1:2", "MAX_RESTARTS": "3", "RDZV_TIMEOUT": "60"}
     folder = tmp_path / "shared/default"
 
     def world_sizes() -> list[int]:
@@ -169,7 +169,7 @@ def test_machines_of_an_elastic_run_come_and_go(machines, tables, tmp_path):
     wait_until(lambda: world_sizes() == [1, 2, 2], 60, lambda: f"world sizes {world_sizes()}")
     sh("kill", "-9", *sh("ip", "netns", "pids", beta.space).split())
     assert second.result().returncode != 0
-    wait_until(lambda: world_sizes() == [1, 2, 2, 1], 60, lambda: f"world sizes {world_sizes()}")
+    wait_until(lambda: world_sizes() == [1, 2, 2, 1], 90, lambda: f"world sizes {world_sizes()}")
     (folder / "STOP").touch()
     first.result().check()
     assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
