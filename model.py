@@ -115,17 +115,16 @@ class KnockoutGNN(nn.Module):
         return self.norm(x)
 
 
-# Sums with weights 1/sqrt(d_i * d_j) are small (a standard deviation of 0.3 on yeast, where h has 1). With this factor the
-# neighbours count for more than a node's own embedding, which says nothing of other nodes.
-MESSAGE_SCALE = 10.0
-
-
 class KnockoutConv(nn.Module):
     """gelu(root(h) + out(scale * sum over relations r, living edges of r: weight * gate_r * h_source)), h = norm(x).
 
     A relational graph convolution that composes a message with its relation by a product of vectors (CompGCN, Vashishth
     et al. 2020, arXiv:1911.03082). The root term is not masked: a dead node keeps a state, which nothing reads.
     """
+
+    # With weights 1/sqrt(d_i * d_j) the sums are small: 0.3 on yeast, where h has a standard deviation of 1. Scaled up,
+    # the neighbours count for more than a node's own embedding, which says nothing of other nodes.
+    SCALE = 10.0
 
     def __init__(self, hidden: int, num_relations: int):
         super().__init__()
@@ -137,7 +136,7 @@ class KnockoutConv(nn.Module):
     def forward(self, x: Tensor, messages: "Messages", depth: int) -> Tensor:
         """x [N, B, H] to [N, B, H]; in the first layer (depth 0) all samples start from one x [N, 1, H]."""
         h = self.norm(x)
-        return nn.functional.gelu(self.root(h) + self.out(messages(h, MESSAGE_SCALE * self.gate, depth)))
+        return nn.functional.gelu(self.root(h) + self.out(messages(h, self.SCALE * self.gate, depth)))
 
 
 class IntactMessages:
