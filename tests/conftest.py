@@ -122,7 +122,8 @@ def train(torchrun: Callable[..., Finished], tables: list[str], tmp_path: Path) 
             "".join((tmp_path / f"rank{rank}.{stream}").read_text() for rank in range(len(processes)))
             for stream in ("stdout", "stderr")
         ]
-        return Finished(max(codes, key=abs), *output)
+        assert len(set(codes)) == 1, f"ranks left with {codes}\n{output[1]}"
+        return Finished(codes[0], *output)
 
     return start
 
