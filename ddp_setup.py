@@ -40,6 +40,7 @@ PARENT = os.getppid()  # torchrun, if it started this process
 PATIENCE = timedelta(days=7)  # of the process group: the watchdog knows better what is a hang
 FAILED_S = 5.0  # seconds that a rank gets to notice by itself that another one has failed
 REACH_S = 20.0  # seconds until a rank gives up on reaching the store, which torchrun opens before it starts ranks
+ANSWER_S = 60.0  # and on its answer: torch looks up the names of addresses, which takes 10 s where no name server answers
 
 
 class SetupError(RuntimeError):
@@ -488,7 +489,7 @@ def meet(env: Distributed, config: DDPConfig) -> dist.Store:
     """The store where all ranks meet, which torchrun or rank 0 keeps.
 
     Raises:
-        SetupError: it cannot be reached within half a minute.
+        SetupError: it cannot be reached, or does not answer.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serving = env.is_main and not agent_store()
@@ -496,9 +497,8 @@ def meet(env: Distributed, config: DDPConfig) -> dist.Store:
         if not serving:
             reach(address, port, min(REACH_S, config.startup_timeout_s))
         # The one that serves waits here for the others.
-        store, _, _ = next(
-            dist.rendezvous("env://", timeout=timedelta(seconds=config.startup_timeout_s if serving else 5))
-        )
+        limit = config.startup_timeout_s if serving else min(ANSWER_S, config.startup_timeout_s)
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=limit)))
     except (OSError, dist.DistError, OverflowError, ValueError) as error:
         raise SetupError(
             f"rank {env.rank} on {platform.node()} cannot reach MASTER_ADDR={address} MASTER_PORT={port} "
@@ -596,7 +596,8 @@ def leave(message: str, env: Distributed | None = None) -> NoReturn:
     if not dist.is_initialized() or dist.get_rank() == 0:
         say_error(f"error: {message}")
     if dist.is_initialized():
-        dist.barrier()
+        with contextlib.suppress(RuntimeError):  # a rank may be dead
+            dist.barrier()
     for hook in env.on_failure if env else ():
         hook(message)
     leave_process(2)

@@ -243,7 +243,7 @@ try:
     silence = threading.Timer(min(60, patience), give_up)  # of a program that listens, for which torch waits for ever
     silence.start()
     # torchrun shares this server, which thus lives on until the others have left.
-    store = TCPStore(host, int(port), None, bool(is_host), timedelta(seconds=10), False, multi_tenant=True)
+    store = TCPStore(host, int(port), None, bool(is_host), timedelta(seconds=min(60, patience)), False, multi_tenant=True)
     store.add("came", 1)
     theirs = store.compare_set("machines", "", machines).decode()
     if theirs != machines:

@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch looks up names, which the tests must not wait for
 MODULES = ("mask", "model", "data", "ddp_setup", "train")
 
 

@@ -333,11 +333,17 @@ def test_slurm_gives_the_status_of_the_training(slurm, tables, tmp_path):
     assert failed.show("ExitCode") == ["1:0"], failed.log()
     log = (tmp_path / f"slurm-{failed.id}.out").read_text()
     assert log.endswith(f"error: the training ended with status 1: see slurm-{failed.id}.node*.out\n")
-    long = [*tables, *SMALL, "optim.epochs=10000"]
-    short = Job(slurm, tmp_path, "--nodes=1", "--time=5", str(ROOT / "launch.sh"), *long).finish()
-    assert short.show("ExitCode") == ["1:0"] and short.show("Restarts") == ["0"], short.log()
+
+
+def test_slurm_does_not_requeue_a_job_whose_time_is_over_before_its_first_step(slurm, tables, tmp_path):
+    job = Job(slurm, tmp_path, "--nodes=1", str(ROOT / "launch.sh"), *tables, *SMALL, "optim.epochs=10000")
+    log = tmp_path / f"slurm-{job.id}.out"
+    wait_until(lambda: log.exists() and "run folder" in log.read_text(), 90, job.log)
+    job.sh("scancel", "--batch", "--signal=USR1", job.id)
+    job.finish()
+    assert job.show("ExitCode") == ["1:0"] and job.show("Restarts") == ["0"], job.log()
     told = "error: stopped before its first step: raise --time, or lower the seconds of --signal\n"
-    assert (tmp_path / f"slurm-{short.id}.out").read_text().endswith(told)
+    assert log.read_text().endswith(told)
 
 
 def test_slurm_requeues_the_task_that_was_asked_and_none_that_was_cancelled(slurm, tables, tmp_path):
