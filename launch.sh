@@ -44,7 +44,7 @@ requirements=$here/requirements.txt
 modules="torch, torch_geometric, yaml, tqdm"
 if [ "${1:-}" = test ]; then
   requirements=$here/requirements-dev.txt
-  modules="$modules, pytest, ruff"
+  modules="$modules, pytest, ruff, xdist"
 fi
 
 # Prints the number of GPUs that Python $1 sees, and fails if a package is missing there.
@@ -76,7 +76,7 @@ fi
 
 if [ "${1:-}" = test ]; then
   cd "$here"
-  exec "$python" -m pytest "${@:2}"
+  exec "$python" -m pytest -n 3 --dist loadgroup "${@:2}" # many tests wait for other machines and timeouts
 fi
 
 # One launch.sh on each node of a SLURM job, in place of this shell.

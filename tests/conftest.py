@@ -28,6 +28,15 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.faults"])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What waits most of the time comes first, for others to run beside it."""
+    items.sort(key=lambda item: "test_machines" not in item.nodeid)
+    for item in items:
+        for alone in ("slurm", "gpu"):
+            if alone in item.fixturenames or item.get_closest_marker(alone):
+                item.add_marker(pytest.mark.xdist_group(alone))
+
+
 @dataclass
 class Finished:
     returncode: int
