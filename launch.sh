@@ -76,7 +76,7 @@ fi
 
 if [ "${1:-}" = test ]; then
   cd "$here"
-  exec "$python" -m pytest -n 3 --dist loadgroup "${@:2}" # many tests wait for other machines and timeouts
+  exec "$python" -m pytest -n 4 --dist loadgroup "${@:2}" # many tests wait for other machines and timeouts
 fi
 
 # One launch.sh on each node of a SLURM job, in place of this shell.

@@ -28,6 +28,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.faults"])
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What waits most of the time comes first, for others to run beside it."""
     items.sort(key=lambda item: "test_machines" not in item.nodeid)
