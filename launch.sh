@@ -41,15 +41,18 @@ if [[ ${BASH_SOURCE[0]} == */slurm_script ]]; then # sbatch runs a copy in a fol
   [ -f "$here/train.py" ] || die "sbatch must be given launch.sh under its own name, beside train.py"
 fi
 requirements=$here/requirements.txt
-modules="torch, torch_geometric, yaml, tqdm"
+modules="torch torch_geometric yaml tqdm"
 if [ "${1:-}" = test ]; then
   requirements=$here/requirements-dev.txt
-  modules="$modules, pytest, ruff, xdist"
+  modules="$modules pytest ruff xdist"
 fi
 
 # Prints the number of GPUs that Python $1 sees, and fails if a package is missing there.
 count_gpus() {
-  "$1" -c "import $modules; print(torch.cuda.device_count())" 2>/dev/null
+  "$1" -c "import torch, importlib.util as util
+for name in '$modules'.split():
+    util.find_spec(name).name
+print(torch.cuda.device_count())" 2>/dev/null
 }
 
 make_environment() {
@@ -69,14 +72,14 @@ if [ -z "$python" ] || ! gpus=$(count_gpus "$python"); then
   if command -v flock >/dev/null; then flock 9; fi
   if ! gpus=$(count_gpus "$python"); then
     make_environment
-    gpus=$(count_gpus "$python") || die "$python still cannot import $modules: remove $here/.venv and run this again"
+    gpus=$(count_gpus "$python") || die "$python still cannot import ${modules// /, }: remove $here/.venv and run this again"
   fi
   exec 9<&-
 fi
 
 if [ "${1:-}" = test ]; then
   cd "$here"
-  exec "$python" -m pytest -n 4 --dist loadgroup "${@:2}" # many tests wait for other machines and timeouts
+  exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "${@:2}" # many tests just wait
 fi
 
 # One launch.sh on each node of a SLURM job, in place of this shell.

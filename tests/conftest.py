@@ -28,14 +28,9 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.faults"])
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits most of the time comes first, for others to run beside it."""
-    items.sort(key=lambda item: "test_machines" not in item.nodeid)
-    for item in items:
-        for alone in ("slurm", "gpu"):
-            if alone in item.fixturenames or item.get_closest_marker(alone):
-                item.add_marker(pytest.mark.xdist_group(alone))
+    """The files whose tests wait most of the time come first, for others to run beside them."""
+    items.sort(key=lambda item: item.path.stem not in ("test_slurm", "test_machines"))
 
 
 @dataclass

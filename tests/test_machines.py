@@ -1,4 +1,4 @@
-"""Several machines: two network namespaces joined by a cable, and a SLURM cluster of two nodes on this machine."""
+"""Several machines: two network namespaces joined by a cable."""
 
 import contextlib
 import json
@@ -6,19 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.conftest import ROOT, Finished, clean_environment, fork_ranks, join
 
-SLURM = ROOT.parent / "shared/slurm"
 RDZV = "alpha:29500"
 SMALL = ["model.hidden=8", "model.readout=local", "log.every_steps=1"]
 VARIABLES = {
@@ -235,142 +232,3 @@ def test_a_cut_ends_both_machines_and_the_run_goes_on_when_they_are_back(machine
         future.result().check()
     assert events(alpha.run_folder) == ["started", "failed", "resumed"]
     assert_same_run(alpha.run_folder, one_machine(2, "data.batch_size=32", "optim.epochs=60"))
-
-
-PREEMPTION = """
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-PartitionName=low Nodes=n1,n2 PriorityTier=1 PreemptMode=REQUEUE GraceTime=30
-PartitionName=high Nodes=n1,n2 PriorityTier=2 PreemptMode=OFF
-"""
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[SimpleNamespace]:
-    """A cluster of the nodes n1 and n2: slurm.sh(command, ...) with its SLURM_CONF.
-
-    Jobs of the partition `high` preempt those of `low`, which have some seconds to stop by themselves.
-    """
-    if not SLURM.is_dir():
-        pytest.skip(f"{SLURM} is missing")
-    if os.geteuid() != 0:
-        pytest.skip("starting SLURM needs root")
-    for tool in ("munged", "slurmctld", "slurmd", "sbatch"):
-        if not shutil.which(tool, path=VARIABLES["PATH"]):
-            pytest.skip(f"SLURM is not installed ({tool} is missing)")
-    folder = tempfile.mkdtemp(prefix="slurm-", dir="/tmp")  # SLURM wants a short path
-    try:
-        sh(str(SLURM / "slurm_up.sh"), folder, timeout=120, SLURM_UP_CPUS="2")
-        configuration = Path(folder, "slurm.conf")
-        with configuration.open("a") as file:
-            file.write(PREEMPTION)
-        cluster = SimpleNamespace(sh=lambda *words: sh(*words, SLURM_CONF=str(configuration)))
-        cluster.sh("scontrol", "reconfigure")
-        yield cluster
-    finally:
-        sh(str(SLURM / "slurm_down.sh"), folder, timeout=120)
-        shutil.rmtree(folder)
-
-
-class Job:
-    """A job of launch.sh in `folder`."""
-
-    def __init__(self, slurm: SimpleNamespace, folder: Path, *words: str):
-        self.sh, self.folder = slurm.sh, folder
-        self.id = self.sh("sbatch", "--parsable", f"--chdir={folder}", "--time=60", *words).strip()
-
-    def show(self, key: str) -> list[str]:
-        """The values of a key, for each task of an array."""
-        text = self.sh("scontrol", "--oneliner", "show", "job", self.id)
-        return [word.partition("=")[2] for word in text.split() if word.startswith(f"{key}=")]
-
-    def finish(self) -> "Job":
-        ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
-        try:
-            wait_until(lambda: ended.issuperset(self.show("JobState")), 150, self.log)
-        finally:
-            self.sh("scancel", self.id)
-        return self
-
-    def log(self) -> str:
-        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("slurm-*.out")))
-
-
-def test_slurm_stops_requeues_and_resumes_a_job_of_two_nodes(slurm, tables, one_machine, tmp_path):
-    words = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=60"]
-    job = Job(slurm, tmp_path, "--nodes=2", str(ROOT / "launch.sh"), *words)
-    wait_until(lambda: has_a_checkpoint(tmp_path / "runs/default"), 90, job.log)
-    job.sh("scancel", "--batch", "--signal=USR1", job.id)
-    job.finish()
-    assert job.show("JobState") == ["COMPLETED"], job.log()
-    assert job.show("ExitCode") == ["0:0"] and job.show("Restarts") == ["1"]
-    assert events(tmp_path / "runs/default") == ["started", "stopped", "resumed"], job.log()
-    assert not (tmp_path / "runs/default/STOP").exists()
-    assert_same_run(tmp_path / "runs/default", one_machine(2, "data.batch_size=32", "optim.epochs=60"))
-    for node in (0, 1):
-        assert (tmp_path / f"slurm-{job.id}.node{node}.out").exists()
-    log = (tmp_path / f"slurm-{job.id}.out").read_text()
-    assert log.count("run folder runs/default") == 2 and "requeued" in log
-
-
-def test_a_job_that_slurm_preempts_is_requeued_and_resumes(slurm, tables, one_machine, tmp_path):
-    words = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=60"]
-    job = Job(slurm, tmp_path, "--nodes=2", "--partition=low", str(ROOT / "launch.sh"), *words)
-    wait_until(lambda: has_a_checkpoint(tmp_path / "runs/default"), 90, job.log)
-    job.sh("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
-    job.finish()
-    assert job.show("JobState") == ["COMPLETED"], job.log()
-    assert job.show("ExitCode") == ["0:0"] and job.show("Restarts") == ["1"]
-    assert events(tmp_path / "runs/default") == ["started", "stopped", "resumed"], job.log()
-    assert_same_run(tmp_path / "runs/default", one_machine(2, "data.batch_size=32", "optim.epochs=60"))
-
-
-def test_slurm_gives_the_status_of_the_training(slurm, tables, tmp_path):
-    wrong = Job(slurm, tmp_path, "--nodes=1", str(ROOT / "launch.sh"), *tables, "optim.lr=fast").finish()
-    assert wrong.show("ExitCode") == ["2:0"], wrong.log()
-    missing = [*tables, "data.edges=none.tsv"]
-    failed = Job(slurm, tmp_path, "--nodes=2", str(ROOT / "launch.sh"), *missing).finish()
-    assert failed.show("ExitCode") == ["1:0"], failed.log()
-    log = (tmp_path / f"slurm-{failed.id}.out").read_text()
-    assert log.endswith(f"error: the training ended with status 1: see slurm-{failed.id}.node*.out\n")
-
-
-def test_slurm_does_not_requeue_a_job_whose_time_is_over_before_its_first_step(slurm, tables, tmp_path):
-    job = Job(slurm, tmp_path, "--nodes=1", str(ROOT / "launch.sh"), *tables, *SMALL, "optim.epochs=10000")
-    log = tmp_path / f"slurm-{job.id}.out"
-    wait_until(lambda: log.exists() and "run folder" in log.read_text(), 90, job.log)
-    job.sh("scancel", "--batch", "--signal=USR1", job.id)
-    job.finish()
-    assert job.show("ExitCode") == ["1:0"] and job.show("Restarts") == ["0"], job.log()
-    told = "error: stopped before its first step: raise --time, or lower the seconds of --signal\n"
-    assert log.read_text().endswith(told)
-
-
-def test_slurm_requeues_the_task_that_was_asked_and_none_that_was_cancelled(slurm, tables, tmp_path):
-    words = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=100000", "run.name=seed%a"]
-    part = ["--oversubscribe", "--cpus-per-task=1"]
-    job = Job(slurm, tmp_path, "--array=0-1", *part, str(ROOT / "launch.sh"), *words)
-    folders = [tmp_path / f"runs/seed{task}" for task in (0, 1)]
-    wait_until(lambda: all(map(has_a_checkpoint, folders)), 90, job.log)
-    (folders[0] / "STOP").touch()
-    wait_until(lambda: "COMPLETED" in job.show("JobState"), 60, job.log)
-    job.sh("scancel", "--batch", "--signal=USR1", f"{job.id}_1")
-    wait_until(lambda: events(folders[1])[-1] == "resumed", 90, job.log)
-    assert sorted(job.show("Restarts")) == ["0", "1"] and events(folders[0]) == ["started", "stopped"]
-    job.sh("scancel", "--batch", "--signal=USR1", f"{job.id}_1")
-    time.sleep(0.2)
-    job.sh("scancel", f"{job.id}_1")
-    time.sleep(20)  # as long as a requeued job would wait
-    assert sorted(job.show("JobState")) == ["CANCELLED", "COMPLETED"], job.log()
-
-
-def test_slurm_sweeps_with_an_array_of_jobs(slurm, tables, tmp_path):
-    words = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=1", "run.seed=%a"]
-    shared = Job(slurm, tmp_path, "--array=0-1", str(ROOT / "launch.sh"), *words).finish()
-    assert shared.show("ExitCode") == ["1:0"] * 2
-    assert "error: each task of an array needs its own run folder" in shared.log()
-    job = Job(slurm, tmp_path, "--array=0-1", str(ROOT / "launch.sh"), *words, "run.name=seed%a").finish()
-    assert job.show("ExitCode") == ["0:0"] * 2, job.log()
-    for seed in (0, 1):
-        assert f"seed: {seed}" in (tmp_path / f"runs/seed{seed}/config.yaml").read_text()
-        assert json.loads((tmp_path / f"runs/seed{seed}/status.json").read_text())["state"] == "finished"

@@ -1,0 +1,148 @@
+"""A SLURM cluster of two nodes on this machine."""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.test_machines import (
+    SMALL,
+    VARIABLES,
+    assert_same_run,
+    events,
+    has_a_checkpoint,
+    one_machine,  # noqa: F401
+    sh,
+    wait_until,
+)
+
+SLURM = ROOT.parent / "shared/slurm"
+LAUNCH = str(ROOT / "launch.sh")
+PREEMPTION = """
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=low Nodes=n1,n2 PriorityTier=1 PreemptMode=REQUEUE GraceTime=30
+PartitionName=high Nodes=n1,n2 PriorityTier=2 PreemptMode=OFF
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[SimpleNamespace]:
+    """A cluster of the nodes n1 and n2: slurm.sh(command, ...) with its SLURM_CONF.
+
+    Jobs of the partition `high` preempt those of `low`, which have some seconds to stop by themselves.
+    """
+    if not SLURM.is_dir():
+        pytest.skip(f"{SLURM} is missing")
+    if os.geteuid() != 0:
+        pytest.skip("starting SLURM needs root")
+    for tool in ("munged", "slurmctld", "slurmd", "sbatch"):
+        if not shutil.which(tool, path=VARIABLES["PATH"]):
+            pytest.skip(f"SLURM is not installed ({tool} is missing)")
+    folder = tempfile.mkdtemp(prefix="slurm-", dir="/tmp")  # SLURM wants a short path
+    try:
+        sh(str(SLURM / "slurm_up.sh"), folder, timeout=120, SLURM_UP_CPUS="2")
+        configuration = Path(folder, "slurm.conf")
+        with configuration.open("a") as file:
+            file.write(PREEMPTION)
+        cluster = SimpleNamespace(sh=lambda *words: sh(*words, SLURM_CONF=str(configuration)))
+        cluster.sh("scontrol", "reconfigure")
+        yield cluster
+    finally:
+        sh(str(SLURM / "slurm_down.sh"), folder, timeout=120)
+        shutil.rmtree(folder)
+
+
+class Job:
+    """A job of launch.sh in `folder`."""
+
+    def __init__(self, slurm: SimpleNamespace, folder: Path, *words: str):
+        self.sh, self.folder = slurm.sh, folder
+        self.id = self.sh("sbatch", "--parsable", f"--chdir={folder}", "--time=60", *words).strip()
+
+    def show(self, key: str) -> list[str]:
+        """The values of a key, for each task of an array."""
+        text = self.sh("scontrol", "--oneliner", "show", "job", self.id)
+        return [word.partition("=")[2] for word in text.split() if word.startswith(f"{key}=")]
+
+    def finish(self) -> "Job":
+        ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+        try:
+            wait_until(lambda: ended.issuperset(self.show("JobState")), 150, self.log)
+        finally:
+            self.sh("scancel", self.id)
+        return self
+
+    def log(self) -> str:
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("slurm-*.out")))
+
+
+def test_a_job_of_two_nodes_is_stopped_and_preempted_and_goes_on(slurm, tables, one_machine, tmp_path):  # noqa: F811
+    folder, length = tmp_path / "runs/default", ["data.batch_size=32", "optim.epochs=120"]
+    job = Job(slurm, tmp_path, "--nodes=2", "--partition=low", LAUNCH, *tables, *SMALL, *length)
+    wait_until(lambda: has_a_checkpoint(folder), 90, job.log)
+    job.sh("scancel", "--batch", "--signal=USR1", job.id)
+    wait_until(lambda: events(folder)[-1] == "resumed", 90, job.log)
+    assert not (folder / "STOP").exists()
+    job.sh("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
+    job.finish()
+    assert job.show("JobState") == ["COMPLETED"], job.log()
+    assert job.show("ExitCode") == ["0:0"] and job.show("Restarts") == ["2"], job.log()
+    assert events(folder) == ["started", "stopped", "resumed", "stopped", "resumed"], job.log()
+    assert_same_run(folder, one_machine(2, *length))
+    for node in (0, 1):
+        assert (tmp_path / f"slurm-{job.id}.node{node}.out").exists()
+    log = (tmp_path / f"slurm-{job.id}.out").read_text()
+    assert log.count("run folder runs/default") == 3 and log.count("stopped, requeued") == 2
+
+
+def test_the_status_of_a_job_is_that_of_its_training(slurm, tables, tmp_path):
+    shared = Job(slurm, tmp_path, "--array=0-1", LAUNCH, *tables).finish()
+    assert shared.show("ExitCode") == ["1:0"] * 2
+    assert shared.log().count("error: each task of an array needs its own run folder") == 2
+    wrong = Job(slurm, tmp_path, "--nodes=1", LAUNCH, *tables, "optim.lr=fast").finish()
+    assert wrong.show("ExitCode") == ["2:0"], wrong.log()
+    missing = [*tables, "data.edges=none.tsv"]
+    failed = Job(slurm, tmp_path, "--nodes=2", LAUNCH, *missing).finish()
+    assert failed.show("ExitCode") == ["1:0"], failed.log()
+    log = (tmp_path / f"slurm-{failed.id}.out").read_text()
+    assert log.endswith(f"error: the training ended with status 1: see slurm-{failed.id}.node*.out\n")
+
+
+def test_a_job_is_not_requeued_whose_time_is_over_before_its_first_step(slurm, tables, tmp_path):
+    job = Job(slurm, tmp_path, "--nodes=1", LAUNCH, *tables, *SMALL, "optim.epochs=10000")
+    log = tmp_path / f"slurm-{job.id}.out"
+    wait_until(lambda: log.exists() and "run folder" in log.read_text(), 90, job.log)
+    job.sh("scancel", "--batch", "--signal=USR1", job.id)
+    job.finish()
+    assert job.show("ExitCode") == ["1:0"] and job.show("Restarts") == ["0"], job.log()
+    told = "error: stopped before its first step: raise --time, or lower the seconds of --signal\n"
+    assert log.read_text().endswith(told)
+
+
+def test_an_array_requeues_the_task_that_was_asked_and_none_that_was_cancelled(slurm, tables, tmp_path):
+    (tmp_path / "sweep").mkdir()
+    for task in (0, 1):
+        (tmp_path / f"sweep/{task}.yaml").write_text(f"run: {{name: seed{task}, seed: {task}}}\n")
+    words = ["--config", "sweep/%a.yaml", *tables, *SMALL, "data.batch_size=32", "optim.epochs=100000"]
+    job = Job(slurm, tmp_path, "--array=0-1", "--oversubscribe", "--cpus-per-task=1", LAUNCH, *words)
+    folders = [tmp_path / f"runs/seed{task}" for task in (0, 1)]
+    wait_until(lambda: all(map(has_a_checkpoint, folders)), 90, job.log)
+    assert all(f"seed: {task}\n" in (folders[task] / "config.yaml").read_text() for task in (0, 1))
+    (folders[0] / "STOP").touch()
+    wait_until(lambda: "COMPLETED" in job.show("JobState"), 60, job.log)
+    job.sh("scancel", "--batch", "--signal=USR1", f"{job.id}_1")
+    wait_until(lambda: events(folders[1])[-1] == "resumed", 90, job.log)
+    assert sorted(job.show("Restarts")) == ["0", "1"] and events(folders[0]) == ["started", "stopped"]
+    job.sh("scancel", "--batch", "--signal=USR1", f"{job.id}_1")
+    time.sleep(0.2)
+    job.sh("scancel", f"{job.id}_1")
+    wait_until(lambda: "COMPLETING" not in job.show("JobState"), 60, job.log)
+    time.sleep(2)
+    assert sorted(job.show("JobState")) == ["CANCELLED", "COMPLETED"], job.log()
