@@ -143,10 +143,14 @@ class Tables:
         return (self.split == SPLITS.index(split)).nonzero().flatten()
 
     def fingerprint(self) -> str:
-        """A hash of the graph, the samples and their splits: the same data has the same one everywhere."""
-        digest = hashlib.sha256("\n".join([*self.genes, "", *self.relations]).encode())
-        for tensor in (*self.edge_indices, self.perturbed, self.perturbed_ptr, self.y, self.split):
-            digest.update(tensor.contiguous().numpy().tobytes())
+        """A hash of all fields: the same data has the same one everywhere."""
+        digest = hashlib.sha256()
+        for name, value in vars(self).items():
+            parts = value if isinstance(value, list) else [value]
+            digest.update(f"{name} {len(parts)}\n".encode())
+            for part in parts:
+                is_tensor = isinstance(part, Tensor)
+                digest.update(part.contiguous().numpy().tobytes() if is_tensor else f"{part}\n".encode())
         return digest.hexdigest()
 
     def noise_ceiling(self) -> float | None:

@@ -5,6 +5,7 @@ import itertools
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -314,3 +315,14 @@ def test_synthetic_tables_depend_on_their_seed_alone():
     for tables in (one, same, other):
         tables.split = random_split(tables, DataConfig())
     assert one.fingerprint() == same.fingerprint() != other.fingerprint()
+
+
+def test_the_fingerprint_depends_on_every_field():
+    tables = synthetic_tables(PRESETS["small"], 0)
+    tables.split = random_split(tables, DataConfig())
+    for name, value in vars(tables).items():
+        if isinstance(value, list):
+            other = [*value[:-1], value[-1].flip(0) if isinstance(value[-1], torch.Tensor) else "another"]
+        else:
+            other = value.flip(0)
+        assert replace(tables, **{name: other}).fingerprint() != tables.fingerprint(), name
