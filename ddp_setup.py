@@ -40,7 +40,7 @@ PARENT = os.getppid()  # torchrun, if it started this process
 PATIENCE = timedelta(days=7)  # of the process group: the watchdog knows better what is a hang
 FAILED_S = 5.0  # seconds that a rank gets to notice by itself that another one has failed
 REACH_S = 20.0  # seconds until a rank gives up on reaching the store, which torchrun opens before it starts ranks
-ANSWER_S = 60.0  # and on its answer: torch looks up names, which takes 10 s and more where no name server answers
+ANSWER_S = 300.0  # and on its answer: torch asks for the name of each address, 10 s a time if no name server answers
 
 
 class SetupError(RuntimeError):
