@@ -143,14 +143,27 @@ class Tables:
         return (self.split == SPLITS.index(split)).nonzero().flatten()
 
     def fingerprint(self) -> str:
-        """A hash of all fields: the same data has the same one everywhere."""
+        """A hash of all fields: the same data has the same one everywhere.
+
+        Raises:
+            TypeError: for a field that is not made of tensors, text and numbers.
+        """
         digest = hashlib.sha256()
-        for name, value in vars(self).items():
-            parts = value if isinstance(value, list) else [value]
-            digest.update(f"{name} {len(parts)}\n".encode())
-            for part in parts:
-                is_tensor = isinstance(part, Tensor)
-                digest.update(part.contiguous().numpy().tobytes() if is_tensor else f"{part}\n".encode())
+
+        def add(value: object) -> None:
+            if isinstance(value, Tensor):
+                digest.update(f"{value.dtype} {list(value.shape)}\n".encode())
+                digest.update(value.detach().flatten().view(torch.uint8).numpy().tobytes())
+            elif isinstance(value, list | tuple | dict):
+                digest.update(f"{type(value).__name__} {len(value)}\n".encode())
+                for part in value.items() if isinstance(value, dict) else value:
+                    add(part)
+            elif value is None or isinstance(value, str | int | float):
+                digest.update(f"{value!r}\n".encode())
+            else:
+                raise TypeError(f"Tables holds a {type(value).__name__}: make it a tensor, for ranks to compare it")
+
+        add(vars(self))
         return digest.hexdigest()
 
     def noise_ceiling(self) -> float | None:

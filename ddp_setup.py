@@ -492,19 +492,29 @@ def meet(env: Distributed, config: DDPConfig) -> dist.Store:
         SetupError: it cannot be reached, or does not answer.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    where = f"rank {env.rank} on {platform.node()} cannot reach MASTER_ADDR={address} MASTER_PORT={port}"
     serving = env.is_main and not agent_store()
+    limit = config.startup_timeout_s if serving else min(ANSWER_S, config.startup_timeout_s)
+
+    def give_up() -> None:
+        say_error(f"error: {where} (it does not answer): look which program listens there")
+        leave_process(2)
+
+    silence = threading.Timer(limit + 2, give_up)  # of what listens and is no store, for which torch waits for ever
+    silence.daemon = True
     try:
         if not serving:
             reach(address, port, min(REACH_S, config.startup_timeout_s))
+        silence.start()
         # The one that serves waits here for the others.
-        limit = config.startup_timeout_s if serving else min(ANSWER_S, config.startup_timeout_s)
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=limit)))
     except (OSError, dist.DistError, OverflowError, ValueError) as error:
         raise SetupError(
-            f"rank {env.rank} on {platform.node()} cannot reach MASTER_ADDR={address} MASTER_PORT={port} "
-            f"({str(error).splitlines()[0]}): set the address of rank 0, check that rank 0 runs and listens there, "
-            "and that no firewall stands between"
+            f"{where} ({str(error).splitlines()[0]}): set the address of rank 0, check that rank 0 runs and listens "
+            "there, and that no firewall stands between"
         ) from None
+    finally:
+        silence.cancel()
     store.set_timeout(PATIENCE)
     return store
 

@@ -5,9 +5,9 @@
 #   NNODES=2 RDZV=host:port ./launch.sh ...                   several: the same command on each
 #   sbatch --nodes=2 --gpus-per-node=4 launch.sh ...          SLURM; or ./launch.sh in an salloc, or srun ./launch.sh
 #   sbatch --array=0-3 launch.sh run.name=s%a run.seed=%a     a sweep: %a is the number of the array's task
-#   ./launch.sh test [pytest options]                         run the tests
+#   ./launch.sh test [pytest options]                         run the tests, three files at a time (-n0: one by one)
 #
-# An active Python that imports the packages is used as it is; otherwise .venv is made beside this script from
+# An active Python that has the packages is used as it is; otherwise .venv is made beside this script from
 # requirements.txt (for the tests, requirements-dev.txt).
 #
 # NPROC         processes of this machine, which may differ between machines
@@ -72,7 +72,7 @@ if [ -z "$python" ] || ! gpus=$(count_gpus "$python"); then
   if command -v flock >/dev/null; then flock 9; fi
   if ! gpus=$(count_gpus "$python"); then
     make_environment
-    gpus=$(count_gpus "$python") || die "$python still cannot import ${modules// /, }: remove $here/.venv and run this again"
+    gpus=$(count_gpus "$python") || die "$python still lacks one of ${modules// /, }: remove $here/.venv and run this again"
   fi
   exec 9<&-
 fi

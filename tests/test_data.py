@@ -326,3 +326,19 @@ def test_the_fingerprint_depends_on_every_field():
         else:
             other = value.flip(0)
         assert replace(tables, **{name: other}).fingerprint() != tables.fingerprint(), name
+
+
+def test_the_fingerprint_looks_into_added_fields():
+    def fingerprint(added: object) -> str:
+        tables = synthetic_tables(PRESETS["small"], 0)
+        tables.added = added
+        return tables.fingerprint()
+
+    one, other = torch.zeros(2000), torch.zeros(2000).index_fill(0, torch.tensor(1000), 1.0)
+    for form in (lambda x: x, lambda x: [x], lambda x: {"a": (x,)}, lambda x: x.bfloat16(), lambda x: x.tolist()):
+        assert fingerprint(form(one)) == fingerprint(form(one.clone())) != fingerprint(form(other))
+    assert fingerprint(torch.zeros(2)) != fingerprint(torch.zeros(1, dtype=torch.float64))
+    assert fingerprint([torch.zeros(1, 2), torch.zeros(1)]) != fingerprint([torch.zeros(1), torch.zeros(1, 2)])
+    assert fingerprint(["a\nb", "c"]) != fingerprint(["a", "b\nc"])
+    with pytest.raises(TypeError, match="Tables holds a set: make it a tensor"):
+        fingerprint({1})

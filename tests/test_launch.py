@@ -82,7 +82,7 @@ def test_missing_packages_are_installed_beside_the_script(run, tmp_path):
     assert result.returncode == 1
     assert "Installing requirements.txt into" in result.stdout
     assert f"-r {copy}/requirements.txt" in result.stdout
-    assert "still cannot import torch, torch_geometric, yaml, tqdm: remove" in result.stderr
+    assert "still lacks one of torch, torch_geometric, yaml, tqdm: remove" in result.stderr
 
 
 def test_the_script_is_valid_bash_and_clean():

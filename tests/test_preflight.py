@@ -68,6 +68,16 @@ def test_a_launch_that_cannot_work_is_refused_in_a_sentence(tmp_path, tables, va
     assert re.fullmatch(f"error: .*{words}.*\n", error), error
 
 
+def test_a_program_that_listens_and_never_answers_is_told_of(tmp_path, tables):
+    with socket.create_server(("localhost", 0)) as mute:
+        variables = {**SINGLE, "MASTER_PORT": str(mute.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        command = [str(ROOT / "train.py"), *tables, "ddp.startup_timeout_s=1"]
+        (code,) = join([fork(tmp_path, "train", command, variables)], timeout=30)
+    error = (tmp_path / "train.stderr").read_text()
+    assert code == 2
+    assert re.fullmatch("error: rank 1 on .* cannot reach .* \\(it does not answer\\): look which .*\n", error), error
+
+
 def test_reach_waits_for_a_listener_and_no_longer_than_it_should():
     with socket.socket() as taken:
         taken.bind(("localhost", 0))
