@@ -488,8 +488,10 @@ def read_variables() -> tuple[int, int, int, int]:
 def meet(env: Distributed, config: DDPConfig) -> dist.Store:
     """The store where all ranks meet, which torchrun or rank 0 keeps.
 
+    A program that listens there and never answers ends this process, with status 2.
+
     Raises:
-        SetupError: it cannot be reached, or does not answer.
+        SetupError: it cannot be reached.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     where = f"rank {env.rank} on {platform.node()} cannot reach MASTER_ADDR={address} MASTER_PORT={port}"

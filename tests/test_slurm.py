@@ -106,8 +106,8 @@ def test_the_status_of_a_job_is_that_of_its_training(slurm, tables, tmp_path):
     shared = Job(slurm, tmp_path, "--array=0-1", LAUNCH, *tables).finish()
     assert shared.show("ExitCode") == ["1:0"] * 2
     assert shared.log().count("error: each task of an array needs its own run folder") == 2
-    wrong = Job(slurm, tmp_path, "--nodes=1", LAUNCH, *tables, "optim.lr=fast").finish()
-    assert wrong.show("ExitCode") == ["2:0"], wrong.log()
+    wrong = Job(slurm, tmp_path, "--array=0-1", LAUNCH, *tables, "run.name=seed%a", "optim.lr=fast").finish()
+    assert wrong.show("ExitCode") == ["2:0"] * 2, wrong.log()
     missing = [*tables, "data.edges=none.tsv"]
     failed = Job(slurm, tmp_path, "--nodes=2", LAUNCH, *missing).finish()
     assert failed.show("ExitCode") == ["1:0"], failed.log()
