@@ -25,7 +25,7 @@ warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta 
 
 
 class SharedGraph(nn.Module):
-    """The graph's topology on one device, with no parameters and nothing in the state dict.
+    """Holds the graph's topology on one device, with no parameters and nothing in the state dict.
 
     All tensors are non-persistent buffers, so one `.to(device)` moves the whole graph. Keep it out of the module that
     DDP wraps, or every forward pass broadcasts it. A batch is what `data.KnockoutDataset` builds; the batch path never
@@ -42,16 +42,14 @@ class SharedGraph(nn.Module):
 
     def __init__(self, graph: HeteroData, node_type: str = "gene"):
         super().__init__()
-        num_nodes = int(graph[node_type].num_nodes)
-        self.num_nodes = num_nodes
+        self.num_nodes = num_nodes = int(graph[node_type].num_nodes)
         self.relations: list[EdgeType] = list(graph.edge_types)
         if not self.relations:
             raise ValueError("the graph has no edge types")
         edges = [_edge_index(graph, relation, node_type) for relation in self.relations]
         counts = [edge_index.size(1) for edge_index in edges]
         self.num_edges: dict[EdgeType, int] = dict(zip(self.relations, counts, strict=True))
-        # Where the edges of each relation lie among all: first edge and number of edges, as `Tensor.narrow` takes them.
-        self._parts = [(sum(counts[:r]), count) for r, count in enumerate(counts)]
+        self.edge_ranges = [(sum(counts[:r]), count) for r, count in enumerate(counts)]  # first edge, number of edges
 
         edge_index = torch.cat(edges, dim=1)
         source, target = edge_index
@@ -72,30 +70,36 @@ class SharedGraph(nn.Module):
         out_degree = torch.bincount(relation * num_nodes + source, minlength=num_nodes * len(counts))
         in_degree = torch.bincount(relation * num_nodes + target, minlength=num_nodes * len(counts))
         norm = out_degree[relation * num_nodes + source] * in_degree[relation * num_nodes + target]
-        edge_weight = norm.double().rsqrt().float()
+        weight = norm.double().rsqrt().float()
         self._buffer("edge_index", edge_index)
-        self._buffer("edge_weight", edge_weight)
+        self._buffer("edge_weight", weight)
 
         # A (rows are targets) and its transpose for the backward pass, each as CSR blocks, one block per relation.
-        for name, row, col in (("forward", target, source), ("backward", source, target)):
-            order = torch.argsort((relation * num_nodes + row) * num_nodes + col)
-            pointers = [_row_pointer(row.narrow(0, *part), num_nodes) for part in self._parts]
-            self._buffer(f"{name}_ptr", torch.stack(pointers).to(index_dtype))
-            self._buffer(f"{name}_col", col[order].to(index_dtype))
-            self._buffer(f"{name}_weight", edge_weight[order])
+        forward_order = torch.argsort((relation * num_nodes + target) * num_nodes + source)
+        backward_order = torch.argsort((relation * num_nodes + source) * num_nodes + target)
+        forward_ptr = torch.stack([_row_pointer(rows, num_nodes) for rows in target.split(counts)])
+        backward_ptr = torch.stack([_row_pointer(rows, num_nodes) for rows in source.split(counts)])
+        self._buffer("forward_ptr", forward_ptr.to(index_dtype))
+        self._buffer("forward_col", source[forward_order].to(index_dtype))
+        self._buffer("forward_weight", weight[forward_order])
+        self._buffer("backward_ptr", backward_ptr.to(index_dtype))
+        self._buffer("backward_col", target[backward_order].to(index_dtype))
+        self._buffer("backward_weight", weight[backward_order])
 
         # Of relation r: its number of edges, and the id of its first edge.
         self._buffer("edge_counts", torch.tensor(counts, dtype=torch.long))
         self._buffer("edge_offsets", self.edge_counts.cumsum(0) - self.edge_counts)
         self._buffer("relation_ids", torch.arange(len(counts)))
-        self._last_masks: tuple[Tensor, Tensor] | None = None  # all edge masks of a batch, and their dead entries
+        # The memory of `edge_masks`, and where the last call left False in it.
+        self._buffer("alive", torch.ones(0, dtype=torch.bool))
+        self._buffer("last_dead", torch.empty(0, dtype=torch.long))
 
     @property
     def device(self) -> torch.device:
         return self.edge_index.device
 
     def check(self, batch: Data) -> int:
-        """The number of samples B; `RuntimeError` if the batch is on another device than the graph."""
+        """Returns the number of samples B; raises `RuntimeError` if the batch is on another device than the graph."""
         if batch.perturbed.device != self.device:
             raise RuntimeError(
                 f"the batch is on {batch.perturbed.device} but the graph is on {self.device}: "
@@ -104,14 +108,14 @@ class SharedGraph(nn.Module):
         return batch.perturbed_ptr.numel() - 1
 
     def keep(self, batch: Data) -> Tensor:
-        """Bool [N, B]: True where the node is alive in the sample."""
+        """Returns bool [N, B], True where the node is alive in the sample."""
         num_samples = self.check(batch)
         keep = torch.ones(self.num_nodes * num_samples, dtype=torch.bool, device=self.device)
         keep.index_fill_(0, batch.perturbed * num_samples + batch.perturbed_batch, False)
         return keep.view(self.num_nodes, num_samples)
 
     def dead_edges(self, batch: Data) -> Tensor:
-        """Long [D]: flat ids of the dead edges, cost O(D). An edge between two dead nodes may stand twice.
+        """Returns the flat ids of the dead edges, long [D], at cost O(D); an edge between dead nodes may stand twice.
 
         An id is a position in `torch.cat(list(edge_masks(batch).values()))`: relation after relation, within a relation
         sample after sample, within a sample in the order of the relation's `edge_index`.
@@ -124,65 +128,58 @@ class SharedGraph(nn.Module):
         return base.flatten().index_select(0, segment).add_(edge).long()
 
     def dead_messages(self, batch: Data) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Sample, relation, source, target and weight, [D] each, of the dead edges, in the order of `dead_edges`."""
+        """Returns sample, relation, source, target and weight of the dead edges, [D] each, in `dead_edges`' order."""
         self.check(batch)
         edge, segment = self._dead(batch)
-        node = segment // len(self.relations)
         source, target = self.edge_index.index_select(1, edge)
-        sample = batch.perturbed_batch.index_select(0, node)
+        sample = batch.perturbed_batch.index_select(0, segment // len(self.relations))
         return sample, segment % len(self.relations), source, target, self.edge_weight.index_select(0, edge)
 
     def edge_masks(self, batch: Data) -> dict[EdgeType, Tensor]:
-        """{edge type: bool [B * E_r]}: True where the edge is alive; sample k is `[k * E_r, (k + 1) * E_r)`.
+        """Returns {edge type: bool [B * E_r]}, True where the edge is alive; sample k is `[k * E_r, (k + 1) * E_r)`.
 
-        Where nothing else holds the masks of the call before (a caller, a saved tensor of autograd), their memory is
-        used again and only their dead entries are undone: most of the cost is writing B * E bytes.
+        The masks hold until the next call, which uses their memory again and undoes only their dead entries: writing
+        B * E bytes anew is most of the cost. Write nothing into them, and clone what must live longer. A backward pass
+        that saved masks of an earlier call stops with autograd's error on tensors that were modified in place.
         """
         num_samples = self.check(batch)
         dead, size = self.dead_edges(batch), num_samples * self.edge_index.size(1)
-        alive, undo = self._last_masks or (None, None)
-        # 2: `alive` and the storage object that asks.
-        if (
-            alive is not None
-            and (alive.numel(), alive.device) == (size, self.device)
-            and torch._C._storage_Use_Count(alive.untyped_storage()._cdata) == 2
-        ):
-            alive.index_fill_(0, undo, True)
+        if self.alive.numel() < size:
+            self.alive = torch.ones(size, dtype=torch.bool, device=self.device)
         else:
-            alive = torch.ones(size, dtype=torch.bool, device=self.device)
-        alive.index_fill_(0, dead, False)
-        self._last_masks = alive, dead
-        masks = alive.split([num_samples * count for count in self.num_edges.values()])
+            self.alive.index_fill_(0, self.last_dead, True)
+        self.alive.index_fill_(0, dead, False)
+        self.last_dead = dead
+        masks = self.alive.narrow(0, 0, size).split([num_samples * count for count in self.num_edges.values()])
         return dict(zip(self.relations, masks, strict=True))
 
     def expand(self, batch: Data) -> dict[EdgeType, Tensor]:
-        """{edge type: long [2, B * E_r]}: the block-diagonal edge index; node n of sample k is `k * N + n`."""
+        """Returns {edge type: long [2, B * E_r]}, the block-diagonal edge index; node n of sample k is `k * N + n`."""
         num_samples = self.check(batch)
         offset = torch.arange(num_samples, device=self.device).view(1, -1, 1) * self.num_nodes
-        blocks = [(self.edge_index.narrow(1, *part).unsqueeze(1) + offset).flatten(1) for part in self._parts]
+        blocks = [(self.edge_index.narrow(1, *part).unsqueeze(1) + offset).flatten(1) for part in self.edge_ranges]
         return dict(zip(self.relations, blocks, strict=True))
 
     def weight(self, relation: int) -> Tensor:
-        """Float [E_r]: the fixed values of the relation's edges, in the order of its `edge_index`."""
-        return self.edge_weight.narrow(0, *self._parts[relation])
+        """Returns the fixed values of the relation's edges, float [E_r], in the order of its `edge_index`."""
+        return self.edge_weight.narrow(0, *self.edge_ranges[relation])
 
     def propagate(self, relation: int, x: Tensor) -> Tensor:
-        """A_r @ x for x [N, C]: each node's weighted sum over the sources of its incoming edges of one relation.
+        """Returns A_r @ x for x [N, C]: each node's weighted sum over the sources of its edges of one relation.
 
-        Returns [N, C] in the dtype of x; the product is taken in the dtype of the graph's weights.
+        The result is [N, C] in the dtype of x; the product is taken in the dtype of the graph's weights.
         """
-        part = self._parts[relation]
-        forward, backward = (
-            (ptr.select(0, relation), col.narrow(0, *part), weight.narrow(0, *part))
-            for ptr, col, weight in (
-                (self.forward_ptr, self.forward_col, self.forward_weight),
-                (self.backward_ptr, self.backward_col, self.backward_weight),
-            )
-        )
+        forward = self._block(relation, self.forward_ptr, self.forward_col, self.forward_weight)
+        backward = self._block(relation, self.backward_ptr, self.backward_col, self.backward_weight)
         return _spmm(*forward, *backward, x.to(self.edge_weight.dtype)).to(x.dtype)
 
+    def _block(self, relation: int, ptr: Tensor, col: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the CSR matrix of one relation, from the `ptr` [R, N + 1], `col` [E] and `weight` [E] of all."""
+        part = self.edge_ranges[relation]
+        return ptr.select(0, relation), col.narrow(0, *part), weight.narrow(0, *part)
+
     def _dead(self, batch: Data) -> tuple[Tensor, Tensor]:
-        """Edge ids [D] and, of each, the segment: p * R + r for an edge of relation r that dies with `perturbed[p]`."""
+        """Returns edge ids [D] and their segments: p * R + r where an edge of relation r dies with `perturbed[p]`."""
         row = (batch.perturbed.unsqueeze(1) * len(self.relations) + self.relation_ids).flatten()
         start = self.incidence_ptr.index_select(0, row)
         length = self.incidence_ptr.index_select(0, row + 1) - start
@@ -201,13 +198,13 @@ class SharedGraph(nn.Module):
 def _spmm(
     ptr: Tensor, col: Tensor, weight: Tensor, ptr_t: Tensor, col_t: Tensor, weight_t: Tensor, x: Tensor
 ) -> Tensor:
-    """A @ x for a CSR matrix A that comes with its transpose, which the backward pass multiplies by.
+    """Returns A @ x for a CSR matrix A that comes with its transpose, which the backward pass multiplies by.
 
-    A custom op, because a plain sparse product sorts the transpose anew in every backward pass and cannot be traced on
-    fake tensors.
+    It is a custom op, because a plain sparse product sorts the transpose anew in every backward pass and cannot be
+    traced on fake tensors.
     """
     if col.numel() == 0:
-        return torch.zeros_like(x)
+        return x.new_zeros(x.shape)
     matrix = torch.sparse_csr_tensor(ptr, col, weight, (ptr.numel() - 1, x.size(0)), check_invariants=False)
     with torch.autocast(x.device.type, enabled=False):  # there is no sparse product in half precision
         return matrix @ x.contiguous()
@@ -215,7 +212,7 @@ def _spmm(
 
 @_spmm.register_fake
 def _(ptr, col, weight, ptr_t, col_t, weight_t, x):
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)  # contiguous, as the result is, whatever the strides of x
 
 
 def _spmm_setup_context(ctx, inputs, output):
@@ -236,14 +233,13 @@ def _edge_index(graph: HeteroData, relation: EdgeType, node_type: str) -> Tensor
     edge_index = graph[relation].edge_index.cpu().long()
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(f"edge_index of {relation} has shape {tuple(edge_index.shape)}, not [2, E]")
-    num_nodes = int(graph[node_type].num_nodes)
-    if edge_index.numel() and not 0 <= int(edge_index.min()) <= int(edge_index.max()) < num_nodes:
-        raise ValueError(f"edge_index of {relation} names a node outside [0, {num_nodes})")
+    if edge_index.numel() and not 0 <= int(edge_index.min()) <= int(edge_index.max()) < graph[node_type].num_nodes:
+        raise ValueError(f"edge_index of {relation} names a node outside [0, {graph[node_type].num_nodes})")
     return edge_index
 
 
 def _row_pointer(rows: Tensor, num_rows: int) -> Tensor:
-    """Long [num_rows + 1]: where each row of a CSR matrix begins, from the row of each entry."""
+    """Returns where each row of a CSR matrix begins, long [num_rows + 1], from the row of each entry."""
     pointer = torch.zeros(num_rows + 1, dtype=torch.long)
     pointer[1:] = torch.bincount(rows, minlength=num_rows).cumsum(0)
     return pointer

@@ -10,6 +10,7 @@ H hidden channels. Node states are node-major, [N, B, H], so that one sparse pro
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,23 +26,14 @@ class ModelConfig:
     hidden: int = 32
     layers: int = 2
     dropout: float = 0.1
-    message_passing: str = "shared"
-    readout: str = "both"
+    message_passing: Literal["shared", "expanded"] = "shared"
+    readout: Literal["both", "local", "global"] = "both"
     checkpointing: bool = False
     compile: bool = False
-    block: int = 0
 
     def __post_init__(self):
-        if self.hidden < 1 or self.layers < 1:
-            raise ValueError(f"model.hidden and model.layers must be at least 1, not {self.hidden} and {self.layers}")
-        if not 0 <= self.dropout < 1:
+        if self.dropout >= 1:
             raise ValueError(f"model.dropout must be in [0, 1), not {self.dropout}")
-        if self.message_passing not in ("shared", "expanded"):
-            raise ValueError(f"model.message_passing must be shared or expanded, not '{self.message_passing}'")
-        if self.readout not in ("both", "local", "global"):
-            raise ValueError(f"model.readout must be both, local or global, not '{self.readout}'")
-        if self.block < 0:
-            raise ValueError(f"model.block must be 0 (chosen by size) or a number of samples, not {self.block}")
 
 
 class KnockoutGNN(nn.Module):
@@ -50,7 +42,7 @@ class KnockoutGNN(nn.Module):
     Samples do not see each other: normalisation is per node, so a prediction never depends on its batch.
 
     Args:
-        num_nodes, num_relations: of the graph that `forward` will be given.
+        num_nodes, num_relations: size of the graph that `forward` will be given.
         y_mean, y_std: of the training targets; kept as buffers, so a checkpoint predicts in the right unit.
     """
 
@@ -68,11 +60,8 @@ class KnockoutGNN(nn.Module):
         self.register_buffer("y_mean", torch.tensor(float(y_mean)))
         self.register_buffer("y_std", torch.tensor(float(y_std)))
 
-    def forward(self, graph: SharedGraph, batch: Data, knock_out: bool = True) -> Tensor:
-        """Predictions [B] for a batch of `data.KnockoutDataset` on the graph's device.
-
-        With `knock_out` False the knock-out pass is left out, and the global part adds nothing.
-        """
+    def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
+        """Returns predictions [B] for a batch of `data.KnockoutDataset`; raises `RuntimeError` on another device."""
         graph.check(batch)
         # One dropout mask per layer for both passes: masks of their own would bury what the knock-outs change.
         ones = self.embedding.new_ones(len(self.layers) + 1, *self.embedding.shape)
@@ -83,15 +72,12 @@ class KnockoutGNN(nn.Module):
         prediction = 0.0
         if self.local_readout is not None:
             prediction = prediction + self.local_readout(wild_type.squeeze(1), batch)
-        if self.global_readout is not None and knock_out:
+        if self.global_readout is not None:
             prediction = prediction + self.global_readout(self.damage(graph, batch, masks, intact, wild_type))
-        elif self.global_readout is not None:  # DDP waits for a gradient of every parameter, if only a zero
-            nothing = wild_type.new_zeros(len(batch.y), self.config.hidden)
-            prediction = prediction + 0.0 * self.global_readout(nothing)
         return self.y_mean + self.y_std * prediction.to(self.y_mean.dtype)
 
     def damage(self, graph: SharedGraph, batch: Data, masks: Tensor, intact: "Messages", wild_type: Tensor) -> Tensor:
-        """[B, H]: what the knock-outs change in the states of the living nodes, pooled over those nodes."""
+        """Returns what the knock-outs change in the states of the living nodes, pooled over those nodes, [B, H]."""
         keep = graph.keep(batch)
 
         def pool(messages: Messages, alive: Tensor) -> Tensor:
@@ -102,15 +88,15 @@ class KnockoutGNN(nn.Module):
         if self.config.message_passing == "expanded":
             return pool(ExpandedMessages(graph, batch), keep)
         # Blocks of samples run through the whole network, so that their states stay in cache.
-        size = self.config.block or default_block(wild_type)
+        size = block_size(wild_type)
         blocks = zip(keep.split(size, dim=1), intact.lost(batch).split(size, dim=1), strict=True)
         return torch.cat([pool(SharedMessages(intact, alive, lost), alive) for alive, lost in blocks])
 
     def encode(self, messages: "Messages", masks: Tensor) -> Tensor:
-        """Node states [N, B, H] after all layers; `masks` [layers + 1, N, 1, H] are factors of dropout."""
-        first, *others = masks
-        x = self.embedding.unsqueeze(1) * first
-        for depth, (layer, mask) in enumerate(zip(self.layers, others, strict=True)):
+        """Returns node states [N, B, H] after all layers; `masks` [layers + 1, N, 1, H] are factors of dropout."""
+        input_mask, *layer_masks = masks
+        x = self.embedding.unsqueeze(1) * input_mask
+        for depth, (layer, mask) in enumerate(zip(self.layers, layer_masks, strict=True)):
             x = x + mask * layer(x, messages, depth)
         return self.norm(x)
 
@@ -134,13 +120,17 @@ class KnockoutConv(nn.Module):
         self.out = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor, messages: "Messages", depth: int) -> Tensor:
-        """x [N, B, H] to [N, B, H]; in the first layer (depth 0) all samples start from one x [N, 1, H]."""
+        """Maps x [N, B, H] to [N, B, H]; the first layer, of depth 0, has one x [N, 1, H] for all samples."""
         h = self.norm(x)
         return nn.functional.gelu(self.root(h) + self.out(messages(h, self.SCALE * self.gate, depth)))
 
 
 class IntactMessages:
-    """The sums over all edges of the graph: x [N, 1, H] and gate [R, H] give [N, 1, H]."""
+    """Adds up the messages over all edges of the graph: x [N, 1, H] and gate [R, H] give [N, 1, H].
+
+    All samples enter the first layer with the same states, so its sums on a damaged graph are those on the intact graph
+    less the messages that are lost: `first_sums - lost(batch)`. Later layers have no such shortcut.
+    """
 
     def __init__(self, graph: SharedGraph):
         self.graph = graph
@@ -148,47 +138,46 @@ class IntactMessages:
     def __call__(self, x: Tensor, gate: Tensor, depth: int) -> Tensor:
         sums = aggregate(self.graph, x, gate)
         if depth == 0:
-            self.first = x, gate, sums
+            self.first_x, self.first_gate, self.first_sums = x, gate, sums
         return sums
 
     def lost(self, batch: Data) -> Tensor:
-        """[N, B, H]: the part of the first layer's sums that each sample's dead nodes no longer send.
+        """Returns the part of the first layer's sums that each sample's dead nodes no longer send, [N, B, H].
 
         What an edge into a dead node carried is counted too, perhaps twice: nothing reads the states of dead nodes.
         """
-        x, gate, _ = self.first
+        x = self.first_x.squeeze(1)  # [N, H]
         sample, relation, source, target, weight = self.graph.dead_messages(batch)
-        message = x.squeeze(1).index_select(0, source) * gate.index_select(0, relation) * weight.unsqueeze(1)
+        message = x.index_select(0, source) * self.first_gate.index_select(0, relation) * weight.unsqueeze(1)
         num_samples = batch.perturbed_ptr.numel() - 1
-        lost = message.new_zeros(len(x) * num_samples, x.size(2))
-        return lost.index_add(0, target * num_samples + sample, message).view(len(x), num_samples, x.size(2))
+        lost = message.new_zeros(len(x) * num_samples, x.size(1))
+        return lost.index_add(0, target * num_samples + sample, message).view(len(x), num_samples, x.size(1))
 
 
 class SharedMessages:
-    """The sums over each sample's living edges, from the one shared graph: keep * (A @ (keep * x)).
+    """Adds up the messages over each sample's living edges, from the one shared graph: keep * (A @ (keep * x)).
 
-    The outer factor would only clear the sums of dead nodes, which nothing reads, so it is left out. The first layer
-    sees the same states in all samples: its sums are those of the intact graph less what is lost.
+    The outer factor would only clear the sums of dead nodes, which nothing reads, so it is left out.
     """
 
     def __init__(self, intact: IntactMessages, keep: Tensor, lost: Tensor):
         self.graph = intact.graph
         self.keep = keep.unsqueeze(-1)  # [N, B, 1]
-        self.first_sums = intact.first[2] - lost
+        self.first_sums = intact.first_sums - lost
 
     def __call__(self, x: Tensor, gate: Tensor, depth: int) -> Tensor:
         return self.first_sums if depth == 0 else aggregate(self.graph, self.keep * x, gate)
 
 
 def aggregate(graph: SharedGraph, x: Tensor, gate: Tensor) -> Tensor:
-    """Sum over relations r of A_r @ (gate_r * x), for x [N, B, H] and gate [R, H]."""
+    """Returns the sum over relations r of A_r @ (gate_r * x), for x [N, B, H] and gate [R, H]."""
     return sum(graph.propagate(r, (x * gate_r).flatten(1)) for r, gate_r in enumerate(gate)).view_as(x)
 
 
 class ExpandedMessages:
-    """The same sums, of either pass, from B block-diagonal copies of the graph and a mask per copied edge.
+    """Adds up the same messages, of either pass, over B block-diagonal copies of the graph and a mask per copied edge.
 
-    The reference for the shared route, and the place for layers that need a value per edge.
+    It is the reference for the shared route, and the place for layers that need a value per edge.
     """
 
     def __init__(self, graph: SharedGraph, batch: Data):
@@ -213,7 +202,7 @@ Messages = IntactMessages | SharedMessages | ExpandedMessages
 
 
 def no_knock_outs(device: torch.device) -> Data:
-    """A batch of one sample in which every node lives."""
+    """Returns a batch of one sample in which every node lives."""
     none = torch.empty(0, dtype=torch.long, device=device)
     ptr = torch.zeros(2, dtype=torch.long, device=device)
     return Data(perturbed=none, perturbed_batch=none, perturbed_ptr=ptr, num_dead_edges=0)
@@ -235,7 +224,7 @@ class LocalReadout(nn.Module):
         self.head = readout_head(4 * hidden, 2 * hidden, dropout)
 
     def forward(self, wild_type: Tensor, batch: Data) -> Tensor:
-        """wild_type [N, H] to [B]."""
+        """Maps wild_type [N, H] to [B]."""
         num_samples = batch.perturbed_ptr.numel() - 1
 
         def total(values: Tensor) -> Tensor:
@@ -262,21 +251,20 @@ class GlobalReadout(nn.Module):
         nn.init.zeros_(self.head[-2].bias)
 
     def pool(self, wild_type: Tensor, knocked_out: Tensor, keep: Tensor) -> Tensor:
-        """wild_type [N, 1, H], knocked_out [N, B, H], keep [N, B] to [B, H]."""
-        difference = torch.einsum("nbh,nb->bh", knocked_out - wild_type, keep.to(knocked_out.dtype))
-        return difference / len(keep) ** 0.5
+        """Maps wild_type [N, 1, H], knocked_out [N, B, H] and keep [N, B] to [B, H]."""
+        return torch.einsum("nbh,nb->bh", knocked_out - wild_type, keep.to(knocked_out.dtype)) / len(keep) ** 0.5
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """[B, H] to [B]; asinh tames the sum over a hub's thousands of neighbours."""
+        """Maps pooled [B, H] to [B]; asinh tames the sum over a hub's thousands of neighbours."""
         return self.head(torch.asinh(pooled))
 
 
 def readout_head(inputs: int, hidden: int, dropout: float) -> nn.Module:
-    """[B, inputs] to [B]."""
+    """Returns an MLP that maps [B, inputs] to [B]."""
     return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, hidden), nn.GELU(), nn.Linear(hidden, 1), nn.Flatten(0))
 
 
-def default_block(wild_type: Tensor) -> int:
-    """Samples whose states take 1 MB (about what a CPU core keeps in cache), on a GPU 1 GB."""
+def block_size(wild_type: Tensor) -> int:
+    """Returns how many samples have states of 1 MB, about what a CPU core keeps in cache, or of 1 GB on a GPU."""
     size = 2**30 if wild_type.is_cuda else 2**20
     return max(1, size // (wild_type.numel() * wild_type.element_size()))

@@ -1,6 +1,7 @@
 """The audits of `python -m tests.check devices` and `syncs`: a live training step, looked at from outside."""
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import tempfile
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 import train
-from ddp_setup import SetupError, leave, setup
+from ddp_setup import Distributed, run
 from tests.bench import CountSynchronisations
 from tests.check import ROOT, launch
 
@@ -44,26 +45,24 @@ def audit(name: str, world_size: int, options: argparse.Namespace) -> bool:
 
 
 def audit_worker(name: str, words: list[str]) -> None:
-    try:
-        config = train.load_config(train.parse_arguments(words))
-        env = setup(config.ddp)
-        never = 10**9
+    config, never = train.load_config(train.parse_arguments(words)), 2**31
+
+    def program(env: Distributed) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            config = dataclasses.replace(
+            short = dataclasses.replace(
                 config,
-                run=train.RunConfig(dir=env.from_main(lambda: folder)),
+                run=train.RunConfig(dir=env.from_main(folder)),
                 model=dataclasses.replace(config.model, compile=False),
-                optim=dataclasses.replace(config.optim, epochs=max(config.optim.epochs, 30), local_epochs=0),
+                optim=dataclasses.replace(config.optim, epochs=max(config.optim.epochs, 30)),
                 log=train.LogConfig(every_steps=never),
                 checkpoint=train.CheckpointConfig(every_steps=never),
             )
-            (audit_devices if name == "devices" else audit_syncs)(config, env)
-        env.close()
-    except (train.ConfigError, SetupError) as error:
-        leave(str(error))
+            (audit_devices if name == "devices" else audit_syncs)(short, env)
+
+    run(program, config.ddp)
 
 
-def audit_devices(config: train.Config, env: train.Distributed) -> None:
+def audit_devices(config: train.Config, env: Distributed) -> None:
     """Print what lies where in the second step, rank by rank."""
     found: dict[str, Any] = {}
 
@@ -100,7 +99,7 @@ def audit_devices(config: train.Config, env: train.Distributed) -> None:
         train.train(config, env)
     except Enough:
         for lines in env.gather(placement(found, env.device)):
-            if env.is_main:
+            if env.rank == 0:
                 print(f"on {lines[0]}", *lines[1:], sep="\n")
 
 
@@ -150,26 +149,31 @@ def inside(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from inside(f"{path}[{i}]", item)
 
 
-def audit_syncs(config: train.Config, env: train.Distributed) -> None:
+def audit_syncs(config: train.Config, env: Distributed) -> None:
     """Print the places that wait in ten steps; those at the end of an epoch, which log and save, are left out."""
-    watch = WatchOnGPU() if env.device.type == "cuda" else WatchOnCPU()
-    places, steps = Counter(), Counter()
+    watch = WatchOnGPU() if env.device.type == "cuda" else WatchOnCPU(env)
+    places, done, last_step = Counter(), 0, 0
+    phase, stopping = env.phase, env.stopping
 
-    def look(phase: str, step: int | None) -> None:
-        watch.phase = phase
-        if phase == "agreement" and step is not None and not steps["evaluating"]:
-            if watch.active:
-                steps["done"] += 1
-                places.update(watch.end())
-            if steps["done"] == STEPS:
-                raise Enough
-            if step >= WARM_UP:
-                watch.begin()
-        elif phase == "evaluation" and watch.active:
+    def phase_and_look(name: str) -> contextlib.AbstractContextManager:
+        if name == "evaluation" and watch.active:
             watch.end()
-        steps["evaluating"] = phase == "evaluation"
+        return phase(name)
 
-    env.on_phase.append(look)
+    def stopping_and_look(step: int) -> str:
+        nonlocal done, last_step
+        if watch.active:
+            done += 1
+            places.update(watch.end())
+        if done == STEPS:
+            raise Enough
+        reason = stopping(step)
+        if step > max(last_step, WARM_UP):
+            watch.begin()
+        last_step = step
+        return reason
+
+    env.phase, env.stopping = phase_and_look, stopping_and_look
     try:
         train.train(config, env)
     except Enough:
@@ -185,9 +189,9 @@ def audit_syncs(config: train.Config, env: train.Distributed) -> None:
 class WatchOnCPU(CountSynchronisations):
     """Notes the operators that would wait if this were a GPU, but for those on host data."""
 
-    def __init__(self):
+    def __init__(self, env: Distributed):
         super().__init__()
-        self.active, self.phase = False, ""
+        self.active, self.env = False, env
         self.found: set[tuple[str, str]] = set()
 
     def begin(self) -> None:
@@ -196,7 +200,7 @@ class WatchOnCPU(CountSynchronisations):
         self.active = True
 
     def note(self, operator: str) -> None:
-        if self.phase not in ("data", "transfer", "agreement"):
+        if self.env.place[2] not in ("data", "agreement"):
             self.found.add((caller(), operator))
 
     def end(self) -> set[tuple[str, str]]:
@@ -209,7 +213,7 @@ class WatchOnGPU:
     """What CUDA's synchronisation debug mode warns of."""
 
     def __init__(self):
-        self.active, self.phase = False, ""
+        self.active = False
         self.found: set[tuple[str, str]] = set()
 
     def begin(self) -> None:

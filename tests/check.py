@@ -7,8 +7,11 @@ faults    runs of your configuration and model on 2 CPU processes are killed, st
 devices   where every parameter, buffer, gradient, optimiser state, batch field and output of a live step lies, on all
           GPUs of this machine; what lies elsewhere is named
 syncs     file and line of whatever makes the host wait for the device in ten steps of your configuration
+rows      for a step that is not finite, with the run's own options: the rows whose squared error is not, by the run's
+          newest checkpoint; if there are none, the five training rows that are furthest off
+trace     python -m tests.check trace RUN_FOLDER: where the time of the steps went that log.profile_steps traced
 
-Each prints what it found and PASS or FAIL; the exit status is 0, 1 for FAIL, or 2 if it could not run.
+Each but trace prints what it found and PASS or FAIL; the exit status is 0, 1 for FAIL, or 2 if it could not run.
 """
 
 import argparse
@@ -25,9 +28,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import data
 import train
 from data import SPLITS, Tables
-from ddp_setup import SetupError, leave, setup
+from ddp_setup import Distributed, UserError, run
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH_SIZE, NUM_TRAIN, NUM_EVAL = 24, 77, 7  # the last step has 5 rows: too few for 4 ranks x 2 micro-batches
@@ -59,10 +63,10 @@ def parity(options: argparse.Namespace) -> bool:
 
 def parity_worker(folder: str, words: list[str]) -> None:
     """One world size's part: `train.train` itself, on a few rows of the user's tables."""
-    try:
-        config = train.load_config(train.parse_arguments(words))
-        env = setup(config.ddp)
-        train.load = lambda data: few_rows(original(data))
+    config = train.load_config(train.parse_arguments(words))
+    data.load = lambda options: few_rows(original(options))
+
+    def program(env: Distributed) -> None:
         for accumulate in (1, 2):
             train.train(
                 dataclasses.replace(
@@ -70,19 +74,16 @@ def parity_worker(folder: str, words: list[str]) -> None:
                     run=train.RunConfig(name=f"{env.world_size}-{accumulate}", dir=folder),
                     data=dataclasses.replace(config.data, batch_size=BATCH_SIZE),
                     model=dataclasses.replace(config.model, dropout=0.0),
-                    optim=dataclasses.replace(
-                        config.optim, epochs=2, local_epochs=0, accumulate=accumulate, precision="fp64"
-                    ),
+                    optim=dataclasses.replace(config.optim, epochs=2, accumulate=accumulate, precision="fp64"),
                     log=train.LogConfig(every_steps=1),
                 ),
                 env,
             )
-        env.close()
-    except (train.ConfigError, SetupError) as error:
-        leave(str(error))
+
+    run(program, config.ddp)
 
 
-original = train.load
+original = data.load
 
 
 def few_rows(tables: Tables) -> Tables:
@@ -181,6 +182,7 @@ def world_sizes(text: str) -> list[int]:
 
 def main() -> None:
     from tests.audits import audit_worker, devices, syncs  # which import this module
+    from tests.diagnose import rows, trace
     from tests.faults import fault_worker, faults
 
     workers = {"parity-worker": parity_worker, "fault-worker": fault_worker, "audit-worker": audit_worker}
@@ -189,22 +191,24 @@ def main() -> None:
             logging.basicConfig(level=logging.WARNING, format="%(message)s")
         return worker(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    proofs = {"parity": parity, "faults": faults, "devices": devices, "syncs": syncs}
+    proofs = {"parity": parity, "faults": faults, "devices": devices, "syncs": syncs, "rows": rows, "trace": trace}
     parser.add_argument("name", choices=list(proofs))
     parser.add_argument("--world-sizes", type=world_sizes, default="1,2,4", metavar="N,N", help="default: 1,2,4")
     parser.add_argument("--only", default="", metavar="WORD", help="faults: those with this word in their name")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each launch (default: 600)")
     options, options.words = parser.parse_known_args()  # the rest is for train.py
     try:
-        train.load_config(train.parse_arguments(options.words))
+        if options.name != "trace":
+            train.load_config(train.parse_arguments(options.words))
         passed = proofs[options.name](options)
-    except (RuntimeError, train.ConfigError) as error:
+    except (RuntimeError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    print("PASS" if passed else "FAIL")
-    sys.exit(0 if passed else 1)
+    if passed is not None:
+        print("PASS" if passed else "FAIL")
+    sys.exit(passed is False)
 
 
 if __name__ == "__main__":

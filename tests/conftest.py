@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +79,8 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Finished]]:
 
 def clean_environment() -> dict[str, str]:
     """The environment without what makes launch.sh and train.py another job's part, or sets their size."""
-    names = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "NPROC", "NNODES", "RDZV", "RDZV_TIMEOUT", "MAX_RESTARTS")
+    names = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "RANK", "WORLD_SIZE", "NPROC", "NNODES", "RDZV", "RDZV_TIMEOUT")
+    names += ("MAX_RESTARTS", "STOP_FILE")
     return {k: v for k, v in os.environ.items() if k not in names and not k.startswith(("SLURM", "SBATCH"))}
 
 
@@ -189,6 +191,7 @@ def _run_script(folder: str, name: str, command: list[str], variables: dict[str,
     for variable in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE"):
         os.environ.pop(variable, None)
     os.environ.update(variables)
+    torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", 1)))  # torch is loaded, too late for the variable
     sys.argv = command
     copy = next((str(parent) for parent in Path(command[0]).parents if (parent / "train.py").exists()), str(ROOT))
     if copy != str(ROOT):  # a copy of the template imports its own modules, not those that the server has loaded

@@ -1,6 +1,7 @@
 """The faults of `python -m tests.check faults`: what befalls a run, and what must be left of it."""
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+import data
 import train
 from ddp_setup import Distributed
 from tests.check import BATCH_SIZE, TOLERANCE, few_rows, final_model, launch, original
@@ -92,7 +94,7 @@ FAULTS = [
         "optimiser",
         rank=0,
         says="Is a directory",
-        mend=lambda folder: (folder / "checkpoints/saving.tmp").rmdir(),
+        mend=lambda folder: (folder / "checkpoints/step_00000006.pt.tmp").rmdir(),
     ),
     Fault("a NaN in one rank's loss", "nan", says="step 6 is not finite"),
     Fault("an infinite loss", "inf", says="step 6 is not finite"),
@@ -101,9 +103,9 @@ FAULTS = [
     Fault("an exception in the forward pass", "raise", says="ZeroDivisionError: injected"),
     Fault("an exception in rank 0's data", "raise", "data", rank=0, says="ZeroDivisionError: injected"),
     Fault("an exception in evaluation", "raise", "evaluation", EPOCH_END, says="ZeroDivisionError: injected"),
-    Fault("a rank asleep in its data", "sleep", "data", says="rank 1: in data of step 5 for", **IMPATIENT),
+    Fault("a rank asleep in its data", "sleep", "data", says="rank 1: in data of step 5", **IMPATIENT),
     Fault("rank 0 asleep in a save", "sleep", "save", STEP_OF_SAVE, 0, says="rank 0: in save of step 6", **IMPATIENT),
-    Fault("a rank frozen (SIGSTOP)", "SIGSTOP", says="rank 1: not heard of for", **IMPATIENT),
+    Fault("a rank frozen (SIGSTOP)", "SIGSTOP", says="rank 1: frozen, or its machine is gone, last in", **IMPATIENT),
     Fault("a rank killed, resumed on 1 rank", "SIGKILL", again_ranks=1, **EXACT, **KILLED),
     Fault("a rank killed, resumed on 4 ranks", "SIGKILL", again_ranks=4, **EXACT, **KILLED),
 ]
@@ -196,10 +198,10 @@ def difference(folder: Path, reference: Path, tolerance: float) -> str:
 
 def fault_worker(parent: str, words: list[str]) -> None:
     """`train.main` on a few rows of the user's tables, with what FAULT in the environment says going wrong."""
-    settings = {"run.dir": parent, "data.batch_size": BATCH_SIZE, "optim.epochs": 2, "optim.local_epochs": 0}
+    settings = {"run.dir": parent, "data.batch_size": BATCH_SIZE, "optim.epochs": 2}
     settings |= {"optim.accumulate": 2, "checkpoint.every_steps": 3, "checkpoint.keep_last": 2, "log.every_steps": 1}
     sys.argv[1:] = [*words, *(f"{key}={value}" for key, value in settings.items())]
-    train.load = lambda config: few_rows(original(config))
+    data.load = lambda options: few_rows(original(options))
     if "FAULT" in os.environ:
         (name,) = (word.removeprefix("run.name=") for word in words if word.startswith("run.name="))
         arm(Path(parent, name), *json.loads(os.environ["FAULT"]))
@@ -210,16 +212,17 @@ def arm(folder: Path, rank: int, step: int, phase: str, action: str) -> None:
     """Let the fault happen at its place, once, however often torchrun restarts the workers."""
     folder.mkdir(exist_ok=True)
     (folder / f"pid.{os.environ['RANK']}").write_text(str(os.getpid()))
-    enter = Distributed.phase
+    phase_of = Distributed.phase
 
-    def enter_and_suffer(env: Distributed, name: str, at: int | None = None) -> None:
-        enter(env, name, at)
-        here = (env.rank, env.watchdog and env.watchdog.place[2], name)
-        if here == (rank, step, phase) and not (folder / "fault").exists():
+    def phase_with_fault(env: Distributed, name: str) -> contextlib.AbstractContextManager:
+        if (env.rank, env.place[0], name) == (rank, step, phase) and not (folder / "fault").exists():
             (folder / "fault").touch()
+            context = phase_of(env, name)
+            context.__enter__()  # so that a report names this phase
             befall(action, folder)
+        return phase_of(env, name)
 
-    Distributed.phase = enter_and_suffer
+    Distributed.phase = phase_with_fault
 
 
 def befall(action: str, folder: Path) -> None:
@@ -241,7 +244,7 @@ def befall(action: str, folder: Path) -> None:
     elif action == "disk full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
     elif action == "blocked":
-        (folder / "checkpoints/saving.tmp").mkdir()
+        (folder / "checkpoints/step_00000006.pt.tmp").mkdir()
     elif action in ("nan", "inf"):
         spoil_the_next_loss(float(action))
     elif action == "inf weights":
@@ -268,13 +271,11 @@ def replace_and_die(source: Path, target: Path) -> None:
 
 
 def spoil_the_next_loss(value: float) -> None:
-    """An infinite loss keeps finite gradients, as an overflow of the square does."""
     squared_error = train.squared_error
 
     def spoiled_error(*arguments):
         train.squared_error = squared_error
-        loss = squared_error(*arguments)
-        return loss + value if value == float("inf") else loss * value
+        return squared_error(*arguments) * value
 
     train.squared_error = spoiled_error
 

@@ -14,15 +14,15 @@ PARITY = [sys.executable, "-m", "tests.check", "parity", "model.hidden=8"]
 BROKEN = {
     "loss divided by the local batch": (
         "train.py",
-        "batch, model) / num_samples",
-        "batch, model) / batch.weight.sum().clamp(min=1)",
+        "error / num_samples",
+        "error / batch.weight.sum().clamp(min=1)",
     ),
-    "DDP's average not undone": ("train.py", "part * env.world_size", "part"),
+    "DDP's average not undone": ("train.py", "num_samples * env.world_size", "num_samples"),
     "gradients exchanged too early": ("train.py", "last=micro == optim.accumulate - 1", "last=micro == 0"),
     "an order of its own on each rank": (
         "train.py",
-        "env.rank, config.run.seed)",
-        "env.rank, config.run.seed + env.rank)",
+        "env.rank, seed)\n    loader",
+        "env.rank, seed + env.rank)\n    loader",
     ),
     "the same rows on each rank": ("data.py", "[:, :, self.rank]", "[:, :, 0]"),
 }
@@ -61,4 +61,4 @@ def test_parity_fails_on_a_broken_copy(tables, tmp_path, monkeypatch, capsys, na
 def test_a_check_that_cannot_run_says_why(run):
     result = run([*PARITY, "optim.rate=1"])
     assert result.returncode == 2
-    assert "unknown option optim.rate in the command line: did you mean optim." in result.stderr
+    assert "unknown option optim.rate: did you mean optim." in result.stderr

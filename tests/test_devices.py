@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
-from tests.test_model import NUM_NODES, SETS, make_batch, shared  # noqa: F401
+from tests.test_model import NUM_NODES, SETS, make_batch, set_block, shared  # noqa: F401
 from train import squared_error
 
 
@@ -49,10 +49,11 @@ def gpus():
 
 @pytest.mark.parametrize("route", ["shared", "expanded"])
 @pytest.mark.parametrize("readout", ["both", "local", "global"])
-def test_masks_model_and_loss_stay_on_their_gpu_and_never_wait_for_it(gpus, shared, route, readout):  # noqa: F811
+def test_masks_model_and_loss_stay_on_their_gpu_and_never_wait(gpus, shared, set_block, route, readout):  # noqa: F811
+    set_block(2)
     batch = make_batch(shared, SETS).apply(gpus.tensor)
     graph = gpus.module(shared)
-    config = ModelConfig(hidden=8, message_passing=route, readout=readout, block=2)
+    config = ModelConfig(hidden=8, message_passing=route, readout=readout)
     model = gpus.module(KnockoutGNN(config, NUM_NODES, num_relations=3)).train()
     with gpus.mode:
         results = [graph.keep(batch), graph.dead_edges(batch)]

@@ -1,7 +1,6 @@
 """Real processes under torchrun: one gradient, one result, one error, whatever the number of ranks."""
 
-import json
-import os
+import sys
 
 import pytest
 import torch
@@ -25,12 +24,27 @@ def test_ddp_synchronises_on_the_cpu(workers):
     workers(2, "unsynchronised")
 
 
-def test_each_option_of_ddp_does_its_work(workers):
+def test_options_reach_ddp(workers):
     workers(2, "options")
 
 
-def test_parameters_that_the_loss_leaves_out_are_named(workers, tables):
-    workers(2, "unused", *tables, "model.hidden=8", "optim.epochs=1")
+SPARE = """
+import torch, train
+build = train.build_model
+def build_with_a_spare_part(*arguments):
+    model = build(*arguments)
+    model.spare = torch.nn.Linear(2, 1)
+    return model
+train.build_model = build_with_a_spare_part
+train.main()
+"""
+
+
+def test_parameters_that_the_loss_leaves_out_are_named(train, tmp_path):
+    (tmp_path / "spare.py").write_text(SPARE)
+    result = train(2, script=tmp_path / "spare.py")
+    assert result.returncode == 1 and "did not receive grad" in result.stderr and "spare.weight" in result.stderr
+    train(2, "ddp.options={find_unused_parameters: true}", script=tmp_path / "spare.py").check()
 
 
 def test_sync_batchnorm_is_refused_on_the_cpu(train):
@@ -87,16 +101,11 @@ def test_a_scheduler_may_show_each_process_its_own_gpu(workers):
     workers(2, "own_gpu")
 
 
-@pytest.mark.parametrize(("nproc", "variable", "expected"), [(2, None, None), (2, "1", 1), (2, "3", 3), (0, None, 0)])
-def test_threads_share_the_cores_unless_the_user_says_otherwise(torchrun, nproc, variable, expected):
-    env = {} if variable is None else {"OMP_NUM_THREADS": variable}
-    result = torchrun(nproc, "-m", "tests.workers", "threads", **env).check()
-    reports = [json.loads(line) for line in result.stdout.splitlines()]
-    cores = len(os.sched_getaffinity(0))
-    threads = expected or max(1, cores // max(1, nproc))
-    assert sorted((r["rank"], r["threads"], r["world_size"]) for r in reports) == [
-        (rank, threads, max(1, nproc)) for rank in range(max(1, nproc))
-    ]
+@pytest.mark.parametrize("variable", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
+def test_waiting_threads_give_way_unless_the_user_says_otherwise(run, variable):
+    code = "import train, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    expected = {"OMP_WAIT_POLICY": "None", "GOMP_SPINCOUNT": "7"}.get("".join(variable), "100000")
+    assert run([sys.executable, "-c", code], **variable).check().stdout.strip() == expected
 
 
 def test_a_run_gives_the_same_model_and_metrics_on_1_2_and_4_ranks(train, tmp_path):
@@ -117,11 +126,6 @@ def test_a_run_gives_the_same_model_and_metrics_on_1_2_and_4_ranks(train, tmp_pa
             for key in ("loss", "grad_norm", "mse", "pearson", "baseline_pearson"):
                 if key in reference:
                     assert ours[key] == pytest.approx(reference[key], rel=1e-9), key
-
-
-def test_a_static_graph_with_accumulation_is_refused(train):
-    result = train(2, "ddp.static_graph=true", "optim.accumulate=2")
-    assert result.stderr.count("error: ddp.static_graph=true needs optim.accumulate=1") == 1
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

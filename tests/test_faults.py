@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,16 +18,7 @@ from tests import check, faults
 from tests.bench import CountSynchronisations
 from tests.conftest import ROOT, fork_ranks, join, launch_forked
 from tests.faults import FAULTS, difference, endure
-from train import (
-    Config,
-    OptimConfig,
-    RunConfig,
-    RunFolder,
-    SkippedSteps,
-    build_optimizer,
-    optimizer_step,
-    write_atomically,
-)
+from train import MAX_SKIPS, Meter, OptimConfig, TrainState, build_optimizer, optimizer_step, write_atomically
 
 SETTINGS = ["data.batch_size=32", "model.hidden=8", "optim.epochs=8", "optim.accumulate=2", "log.every_steps=1"]
 SETTINGS += ["checkpoint.every_steps=2", "checkpoint.keep_last=3"]
@@ -158,10 +148,10 @@ def test_a_frozen_rank_is_named_and_the_job_ends(tmp_path, tables):
     ranks[1].kill()
     join(ranks)
     output = (tmp_path / "rank0.stderr").read_text()
-    assert "error: no progress for 2 s" in output and "rank 1: not heard of for " in output
-    assert "rank 0: in " in output and "rank 0 is here:" in output and "train.py" in output
+    assert "error: no progress for 2 s" in output and "rank 1: frozen, or its machine is gone, last in " in output
+    assert "rank 0 is here (no progress" in output and "train.py" in output
     status = json.loads((tmp_path / "runs/default/status.json").read_text())
-    assert status["state"] == "failed" and "rank 1: not heard of" in status["reason"]
+    assert status["state"] == "failed" and "rank 1: frozen" in status["reason"]
 
 
 def test_ctrl_c_in_one_process_stops_at_a_step_boundary(tmp_path, tables):
@@ -177,85 +167,108 @@ def test_ctrl_c_in_one_process_stops_at_a_step_boundary(tmp_path, tables):
     assert (tmp_path / f"runs/default/checkpoints/step_{status['step']:08d}.pt").exists()
 
 
-def test_skipped_steps_are_counted_in_a_row_and_under_fp16_only_at_scale_one():
-    alone = Distributed(0, 0, 1, 1, torch.device("cpu"), launched=False)
+@pytest.fixture
+def meter() -> Meter:
+    return Meter(Distributed(DDPConfig()), OptimConfig(on_nonfinite="skip"))
+
+
+def test_skipped_steps_are_counted_in_a_row_and_under_fp16_only_at_scale_one(meter):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     good, bad = torch.tensor(1.0), torch.tensor(float("nan"))
-    skipped = SkippedSteps(OptimConfig(on_nonfinite="skip", max_skips=2))
-    for step, (loss, norm) in enumerate([(bad, bad), (good, good), (good, bad), (good, good)], start=1):
-        skipped.judge(loss, norm, scaler)
-        assert skipped.too_many(alone, step) == 0
-    assert skipped.total == 1  # the third was an overflow at a scale of 2
+    state = TrainState(None, None, scaler)
+
+    def take(*norms: torch.Tensor) -> dict:
+        for norm in norms:
+            state.step += 1
+            meter.count(1, norm, scaler)
+        row = meter.read(state)
+        meter.nonfinite.clear()
+        return row
+
+    scaler.scale(good)
+    assert take(good, bad)["skipped"] == 0  # an overflow at a scale of 2
     scaler.update(1.0)
-    for norm in (bad, bad, good):  # steps 5 to 7
-        skipped.judge(good, norm, scaler)
-    assert skipped.too_many(alone, 7) == 6 and skipped.total == 3
-    skipped.load_state_dict([9, 7, 5])  # saved under a higher limit
-    assert skipped.in_row == 1
+    assert take(bad, good, *[bad] * (MAX_SKIPS - 1))["skipped"] == MAX_SKIPS
+    with pytest.raises(RunError, match=f"step {state.step + 1} is not finite, {MAX_SKIPS} in a row"):
+        take(bad)
 
 
-def test_ranks_count_the_same_skipped_steps(workers):
-    workers(2, "skipped_steps")
+def test_a_row_has_the_mean_loss_since_the_row_before(meter):
+    scaler, state = torch.amp.GradScaler("cpu", init_scale=1.0), TrainState(None, None, None)
+    for total, num_samples in ((3.0, 2), (1.0, 2), (2.0, 1)):
+        meter.squared_error += total
+        meter.count(num_samples, torch.tensor(1.0), scaler)
+    assert meter.read(state)["loss"] == pytest.approx(6.0 / 5)
 
 
-def test_a_step_and_its_count_wait_for_no_value():
+def test_a_step_and_its_count_wait_for_no_value(meter):
     """What would be a host synchronisation on a GPU; the optimiser of `torch` in its default form would need one."""
     model = torch.nn.Linear(2, 1)
     for fused in (True, False):
-        optimizer = build_optimizer(model, OptimConfig(), Distributed(0, 0, 1, 1, torch.device("cpu"), launched=False))
+        optimizer = build_optimizer(model, OptimConfig(), meter.env)
         if not fused:
             optimizer = torch.optim.AdamW(model.parameters())
-        scaler, skipped = torch.amp.GradScaler("cpu", init_scale=1.0), SkippedSteps(OptimConfig())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         loss = model(torch.ones(1, 2)).sum()
         scaler.scale(loss).backward()
         with CountSynchronisations() as count:
             grad_norm = optimizer_step(model, optimizer, scaler, OptimConfig())
-            skipped.judge(loss.detach(), grad_norm, scaler)
+            meter.squared_error += loss.detach()
+            meter.count(1, grad_norm, scaler)
         assert (count.seen == []) is fused
 
 
-def test_stop_requests_have_reasons(tmp_path):
+def test_stop_requests_have_reasons(tmp_path, monkeypatch):
+    monkeypatch.setenv("STOP_FILE", str(tmp_path / "slurm.stop"))
     handlers = {number: signal.getsignal(number) for number in StopRequest.SIGNALS}
     try:
-        stop = StopRequest(tmp_path / "STOP")
-        assert stop.code() == 0 and StopRequest.reason(0) == ""
-        (tmp_path / "STOP").touch()
-        stop.next_look = 0
-        assert StopRequest.reason(stop.code()) == "the file STOP"
+        for name in ("STOP", "slurm.stop"):
+            stop = StopRequest(tmp_path / "STOP")
+            assert StopRequest.REASONS[stop.code()] == ""
+            (tmp_path / name).touch()
+            stop.next_look = 0
+            assert StopRequest.REASONS[stop.code()] == "the file STOP"
+            (tmp_path / name).unlink()
+            assert stop.code()  # asked is asked
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert StopRequest.reason(stop.code()) == "SIGUSR1"
+        assert StopRequest.REASONS[stop.code()] == "SIGUSR1"
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def test_a_rank_that_waits_for_a_slow_one_is_not_stuck():
-    env = Distributed(0, 0, 2, 2, torch.device("cpu"), launched=False)
-    watchdog = Watchdog(env, DDPConfig(timeout_s=3), dist.HashStore())
-    watchdog.limit, now = 3, time.monotonic()
-    waiting, moving = [7, "evaluation", 9, 4.0, 0], [7, "evaluation", 9, 0.1, 5]
-    watchdog.heard = {0: (waiting, now), 1: (moving, now)}
-    assert not watchdog._stuck()
-    watchdog.heard[1] = (moving, now - 4)  # it was heard of four seconds ago
-    assert watchdog._stuck()
-    watchdog.heard[1] = ([6, "save", 9, 4.0, 8], now)
-    assert watchdog._stuck()
-    watchdog.heard[1] = ([6, "save", 9, 1.0, 8], now)
-    assert not watchdog._stuck()
-    verdict, others = watchdog._report(silent=[])
-    assert verdict.endswith("rank 1: in save of step 9 for 1 s") and others == [
-        "rank 0: in evaluation of step 9 for 4 s"
-    ]
+    env = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
+    env.world_size, env.store = 2, dist.HashStore()
+    watchdog = Watchdog(env)
+    watchdog.store = env.store
+    beats = round(3 / watchdog.beat_s / 2)
+
+    def look(place: list, moving: bool = False, silent: bool = False) -> str:
+        """Rank 0 waits in its evaluation; what is said of rank 1 after half the limit."""
+        watchdog.seen.clear()
+        env.store.delete_key("end")
+        for beat in range(beats + 1):
+            env.store.set("place/0", json.dumps([beat, [9, 7, "evaluation", 20]]))
+            env.store.set("place/1", json.dumps([0 if silent else beat, [*place, beat if moving else 0]]))
+            watchdog.look()
+        return env.claim("")[0]
+
+    assert look([9, 7, "evaluation"], moving=True) == ""
+    assert look([9, 6, "save"], moving=True) == ""
+    assert look([9, 6, "save"]).endswith(": rank 1: in save of step 9")
+    assert look([9, 7, "evaluation"]).endswith(": rank 0: in evaluation of step 9; rank 1: in evaluation of step 9")
+    assert look([9, 6, "save"], silent=True).endswith(
+        ": rank 1: frozen, or its machine is gone, last in save of step 9"
+    )
 
 
 def test_the_watchdog_waits_longer_until_the_first_step_is_over():
-    env = Distributed(0, 0, 1, 1, torch.device("cpu"), launched=False)
-    watchdog = Watchdog(env, DDPConfig(startup_timeout_s=9, timeout_s=3), dist.HashStore())
-    limits = []
-    for phase, step in (("agreement", 7), ("forward", None), ("agreement", 8), ("forward", None)):
-        watchdog.enter(phase, step)
-        limits.append(watchdog.limit)
-    assert limits == [9, 9, 3, 3]
+    env = Distributed(DDPConfig(startup_timeout_s=9, timeout_s=3))
+    with env.phase("forward"):
+        assert env.limit_s == 9
+    assert env.stopping(8) == "" and env.limit_s == 3
+    assert env.place[0] == 8
 
 
 def test_a_signal_to_all_processes_stops_cleanly_with_loader_processes(tmp_path, tables):
@@ -265,7 +278,7 @@ def test_a_signal_to_all_processes_stops_cleanly_with_loader_processes(tmp_path,
     process = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
-    wait_for_growth(tmp_path / "runs/default/metrics.jsonl", [])
+    wait_for_growth(tmp_path / "runs/default/checkpoints/best.pt", [])  # the first row comes before the loader
     os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and "asked by SIGTERM" in output, output
@@ -297,6 +310,29 @@ def test_a_step_that_is_not_finite_is_not_saved_by_a_clean_stop(train, tmp_path)
     assert difference(tmp_path / "runs/default", tmp_path / "runs/whole", 0.0) == ""
 
 
+SIGNALLED_EARLY = """
+import os, signal, sys, data, train
+load, whom, number = data.load, *sys.argv.pop().split()
+def load_and_signal(*arguments):
+    if os.environ.get("RANK", "0") == "0":
+        os.kill(os.getppid() if whom == "torchrun" else os.getpid(), signal.Signals[number])
+    return load(*arguments)
+data.load = load_and_signal
+train.main()
+"""
+
+
+@pytest.mark.parametrize(("nproc", "whom"), [(0, "rank SIGTERM"), (0, "rank SIGINT"), (2, "torchrun SIGKILL")])
+def test_a_signal_before_the_first_step_stops_after_it(torchrun, tables, tmp_path, nproc, whom):
+    (tmp_path / "early.py").write_text(SIGNALLED_EARLY)
+    result = torchrun(nproc, tmp_path / "early.py", *tables, *SETTINGS, whom)
+    assert result.returncode == (-signal.SIGKILL if nproc else 0)
+    reason = "the end of torchrun" if nproc else whom.split()[1]
+    assert f"stopped   at step 1, asked by {reason}" in result.stdout
+    status = json.loads((tmp_path / "runs/default/status.json").read_text())
+    assert status == {"state": "stopped", "step": 1, "epoch": 0, "reason": reason}
+
+
 BUSY = """
 import os, time, data
 build, rank = data.KnockoutDataset.__getitems__, os.environ["RANK"]
@@ -317,63 +353,9 @@ def test_a_failure_ends_ranks_that_are_busy_with_something_else(tmp_path, tables
     start = time.monotonic()
     _store, ranks = fork_ranks(tmp_path, 2, str(tmp_path / "busy.py"), [*tables, *SETTINGS])
     assert join(ranks) == [1, 1]
-    assert time.monotonic() - start < 40  # FAILED_S and the start of the processes
+    assert time.monotonic() - start < 40  # GRACE_S and the start of the processes
     status = json.loads((tmp_path / "runs/default/status.json").read_text())
     assert status["state"] == "failed" and status["reason"] == "rank 1: ZeroDivisionError: division by zero"
-
-
-DIES_ONCE = """
-import os, pathlib, train
-learning_rate = train.learning_rate
-def die(step, *arguments):
-    if step == 7 and os.environ["RANK"] == "1" and not pathlib.Path("died").exists():
-        pathlib.Path("died").touch()
-        os._exit(9)
-    return learning_rate(step, *arguments)
-train.learning_rate = die
-train.main()
-"""
-
-
-def test_never_goes_on_in_a_folder_of_its_own_launch_alone(torchrun, tables, tmp_path):
-    (tmp_path / "dies.py").write_text(DIES_ONCE)
-    restarting = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
-    command = [*restarting, tmp_path / "dies.py", *tables, "data.batch_size=32", "model.hidden=8", "run.resume=never"]
-    result = torchrun(0, *command, "optim.epochs=2").check()
-    assert (tmp_path / "died").exists() and "resumed at step 5" in result.stdout
-    before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*.pt")}
-    result = torchrun(0, *command, "optim.epochs=3")
-    assert result.returncode == 1
-    assert (
-        result.stderr.count("error: run.resume=never but runs/default is not empty") == 2
-    )  # and again after a restart
-    assert before == {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*.pt")}
-
-
-def test_files_that_are_not_what_their_names_say_are_passed_over(train, tmp_path):
-    train(0, "optim.epochs=2").check()
-    folder = tmp_path / "runs/default/checkpoints"
-    newest = max(folder.glob("step_*.pt"))
-    shutil.copy(newest, folder / "step_00000100.pt")
-    (folder / "step_original.pt").touch()
-    result = train(0, "optim.epochs=2").check()
-    assert (
-        f"passed over a damaged checkpoint: {folder.relative_to(tmp_path)}/step_00000100.pt is of step 10"
-        in result.stdout
-    )
-    assert "resumed at step 10" in result.stdout
-
-
-def test_the_best_model_must_be_there_and_the_right_one(tmp_path):
-    alone = Distributed(0, 0, 1, 1, torch.device("cpu"), launched=False)
-    folder = RunFolder(Config(run=RunConfig(dir=str(tmp_path), name="run")), alone, "")
-    folder.checkpoints.mkdir(parents=True)
-    with pytest.raises(RunError, match=r"best\.pt does not exist; the same command tests the last model instead"):
-        folder.best_model(4)
-    keys = ("model", "optimizer", "scaler", "skipped", "evaluated", "best", "config", "data")
-    torch.save({**dict.fromkeys(keys), "step": 8}, folder.checkpoints / "best.pt")
-    with pytest.raises(RunError, match=r"best\.pt is of step 8, not 4"):
-        folder.best_model(4)
 
 
 def test_a_file_that_cannot_be_finished_leaves_nothing(tmp_path, monkeypatch):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ddp_setup import Distributed
+from ddp_setup import DDPConfig, Distributed
 from tests.test_model import SETS, make_batch, make_model, outputs_and_gradients, shared  # noqa: F401
-from train import OptimConfig, SkippedSteps, build_optimizer, optimizer_step, squared_error
+from train import Meter, OptimConfig, build_optimizer, optimizer_step, squared_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,10 +27,11 @@ def test_the_gpu_computes_what_the_cpu_computes(shared, readout):  # noqa: F811
 def test_ten_training_steps_never_wait_for_the_gpu(shared, dtype):  # noqa: F811
     graph = shared.to("cuda")
     model = make_model(dropout=0.1).to("cuda").train()
-    env = Distributed(0, 0, 1, 1, torch.device("cuda", 0), launched=False)
+    env = Distributed(DDPConfig())
+    env.device = torch.device("cuda", 0)
     optimizer = build_optimizer(model, OptimConfig(), env)
     scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
-    skipped = SkippedSteps(OptimConfig())
+    meter = Meter(env, OptimConfig())
     batch = make_batch(shared, SETS).pin_memory()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -41,7 +42,8 @@ def test_ten_training_steps_never_wait_for_the_gpu(shared, dtype):  # noqa: F811
             loss = squared_error(prediction, on_gpu, model)
             scaler.scale(loss).backward()
             grad_norm = optimizer_step(model, optimizer, scaler, OptimConfig())
-            skipped.judge(loss, grad_norm, scaler)
+            meter.squared_error += loss.detach()
+            meter.count(len(batch.y), grad_norm, scaler)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

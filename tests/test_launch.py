@@ -9,7 +9,13 @@ import pytest
 
 from tests.conftest import ROOT
 
+MODULES = ("mask", "model", "data", "ddp_setup", "train")
 SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "model.readout=local"]
+
+
+def stand_in(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
 
 
 @pytest.fixture
@@ -40,23 +46,26 @@ def test_nproc_sets_the_number_of_processes(run, tables, active_path):
     assert "1 ranks x 32 samples" in result.stdout
 
 
+def test_a_python3_with_the_packages_is_taken_where_python_has_none(run, tmp_path):
+    stand_in(tmp_path / "python", "exit 1")
+    stand_in(tmp_path / "python3", '[ "$1" = -c ] && echo 3 || echo "$OMP_NUM_THREADS $*"')
+    stand_in(tmp_path / "nproc", "echo 7")
+    result = run([str(ROOT / "launch.sh"), "a=b"], timeout=20, PATH=f"{tmp_path}:/usr/bin:/bin", MAX_RESTARTS="2")
+    told = result.check().stdout
+    assert told.startswith("2 -m torch.distributed.run --nproc-per-node=3 --max-restarts=2 ")
+    assert told.endswith(f" --standalone {ROOT}/train.py a=b\n")
+
+
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
-        ({"NNODES": "two"}, "NNODES must be a number of machines or a range such as 1:4, not 'two'"),
         ({"NNODES": "2"}, "NNODES=2 needs RDZV=host:port, an address of one of the machines, not ''"),
         ({"NNODES": "1:2", "RDZV": "alpha"}, "NNODES=1:2 needs RDZV=host:port, an address of one of the machines"),
-        ({"NNODES": "2:1", "RDZV": "alpha:1"}, "NNODES=2:1 starts with the larger number: write the smallest"),
-        ({"NNODES": "2", "RDZV": "alpha:65536"}, "NNODES=2 needs RDZV=host:port, an address of one of the machines"),
-        ({"NNODES": "2", "RDZV": "alpha:1", "RDZV_TIMEOUT": "soon"}, "RDZV_TIMEOUT must be a number of seconds"),
-        ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS must be a number, not '-1'"),
-        ({"NPROC": "all"}, "NPROC must be a number of processes, not 'all'"),
+        ({"NNODES": "2", "RDZV": "none.invalid:1"}, "this machine does not know the host none.invalid (RDZV)"),
     ],
 )
 def test_a_wrong_variable_is_an_error_that_names_it(run, tmp_path, variables, told):
-    python = tmp_path / "python"  # says what launch.sh asks of it, without importing torch
-    python.write_text("#!/bin/bash\necho 0\n")
-    python.chmod(0o755)
+    stand_in(tmp_path / "python", "echo 0")  # what launch.sh asks of it, without importing torch
     result = run([str(ROOT / "launch.sh")], timeout=20, PATH=f"{tmp_path}:/usr/bin:/bin", **variables)
     assert result.returncode == 1
     assert result.stderr.startswith(f"error: {told}") and result.stderr.count("\n") == 1
@@ -70,19 +79,57 @@ def test_missing_packages_are_installed_beside_the_script(run, tmp_path):
         shutil.copy(ROOT / name, copy)
     empty = tmp_path / "bin"
     empty.mkdir()
-    (empty / "python3").write_text(
-        '#!/bin/bash\ncase "$*" in\n'
+    stand_in(
+        empty / "python3",
+        'case "$*" in\n'
         '  *"-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;\n'
         '  *"-m pip install "*) echo "pip $*" ;;\n'
         '  *"import torch"*) exit 1 ;;\n'
-        "esac\n"
+        "esac",
     )
-    (empty / "python3").chmod(0o755)
     result = run(["bash", str(copy / "launch.sh")], PATH=f"{empty}:/usr/bin:/bin", timeout=20)
     assert result.returncode == 1
     assert "Installing requirements.txt into" in result.stdout
     assert f"-r {copy}/requirements.txt" in result.stdout
     assert "still lacks one of torch, torch_geometric, yaml, tqdm: remove" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("signal", "status", "job", "restarts", "told"),
+    [
+        ("USR1", 0, "JobState=RUNNING", 0, "requeue 7_3"),  # the time is over
+        ("TERM", 1, "JobState=RUNNING PreemptTime=2030-01-01", 0, "requeue 7_3"),
+        ("CONT", 0, "JobState=RUNNING PreemptTime=None", 0, ""),  # finished
+        ("USR1", 3, "JobState=RUNNING", 0, "error: the training ended with status 3: see slurm-7_3.node*.out"),
+        ("USR1", 0, "JobState=COMPLETING", 0, ""),  # by scancel
+        ("USR1", 0, "JobState=RUNNING", 100, "error: requeued 100 times: look whether it gets on, and raise --time"),
+    ],
+)
+def test_when_a_slurm_job_is_requeued(run, tmp_path, signal, status, job, restarts, told):
+    """With stand-ins for SLURM's commands; tests/test_slurm.py has the real ones."""
+    stand_ins = {
+        "python": "echo 0",
+        "scontrol": f'[ $1 = requeue ] && echo "$*" || echo "   Command={ROOT}/launch.sh a %a {job} x"',
+        "srun": f"(echo $STOP_FILE ${{@: -1}}; kill -{signal} $PPID; sleep 0.3; ls *.stop) >asked 2>&-; exit {status}",
+    }
+    for name, text in stand_ins.items():
+        stand_in(tmp_path / name, text)
+    shutil.copy(ROOT / "launch.sh", tmp_path / "slurm_script")
+    (tmp_path / "slurm-7_3.stop").touch()  # of a start that was killed
+    variables = {
+        "SLURM_JOB_ID": "8",
+        "SLURM_NNODES": "1",
+        "SLURM_ARRAY_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURM_RESTART_COUNT": str(restarts),
+    }
+    command = ["bash", str(tmp_path / "slurm_script"), "run.name=s%a"]
+    result = run(command, timeout=20, PATH=f"{tmp_path}:/usr/bin:/bin", **variables)
+    assert (result.stdout + result.stderr).splitlines()[-1:] == [told][: bool(told)]
+    assert result.returncode == (1 if restarts else 0 if "requeue" in told else status)
+    asked = [f"{tmp_path}/slurm-7_3.stop run.name=s3", *["slurm-7_3.stop"] * (signal == "USR1")]
+    assert (tmp_path / "asked").read_text().splitlines() == asked
+    assert not list(tmp_path.glob("*.stop"))
 
 
 def test_the_script_is_valid_bash_and_clean():
@@ -91,6 +138,3 @@ def test_the_script_is_valid_bash_and_clean():
         pytest.skip("shellcheck is not installed")
     scripts = [str(ROOT / "launch.sh"), str(ROOT / ".ci/run")]
     assert subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False).stdout == ""
-
-
-MODULES = ("mask", "model", "data", "ddp_setup", "train")

@@ -1,5 +1,7 @@
 """The mask kernel against a plain loop."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -64,32 +66,44 @@ def test_edge_masks_equal_a_loop(graph):
     assert not all(mask.all() for mask in masks.values())
 
 
-def test_memory_of_edge_masks_is_used_again_only_when_nobody_holds_them(graph):
+def test_edge_masks_are_exact_from_call_to_call_and_use_their_memory_again(graph):
     shared = SharedGraph(graph)
-    batches = [make_batch(shared, sets) for sets in (SETS, SETS[::-1], [[1]] * 5)]
-    expected = [loop_masks(graph, sets) for sets in (SETS, SETS[::-1], [[1]] * 5)]
+    calls = [SETS, SETS[::-1], [[1]] * 5, [[2, 3]], [], [[], [8, 1]], SETS]  # other nodes, and other numbers of samples
+    addresses = set()
+    for sets in calls:
+        masks, expected = shared.edge_masks(make_batch(shared, sets)), loop_masks(graph, sets)
+        assert all(torch.equal(masks[relation], expected[relation]) for relation in graph.edge_types), sets
+        addresses.add(masks["gene", "a", "gene"].data_ptr())
+    assert len(addresses - {0}) == 1  # an empty mask lies nowhere
+    larger = SETS * 2
+    masks, expected = shared.edge_masks(make_batch(shared, larger)), loop_masks(graph, larger)
+    assert all(torch.equal(masks[relation], expected[relation]) for relation in graph.edge_types)
 
-    def check(k: int, masks: dict) -> None:
-        assert all(torch.equal(masks[relation], expected[k][relation]) for relation in masks), k
 
-    for k in (0, 1, 2, 1):  # dropped at once
-        masks = shared.edge_masks(batches[k])
-        check(k, masks)
-        address = masks["gene", "a", "gene"].data_ptr()
-        del masks
-    assert shared.edge_masks(batches[0])["gene", "a", "gene"].data_ptr() == address
-    held = [shared.edge_masks(batch) for batch in batches]
-    part = shared.edge_masks(batches[0])["gene", "b", "gene"][3:]  # a view of one of them
-    shared.edge_masks(batches[1])
-    assert torch.equal(part, expected[0]["gene", "b", "gene"][3:])
-    for k, masks in enumerate(held):
-        check(k, masks)
-    # autograd holds the mask of the first product when the second batch's masks are made
+def test_edge_masks_stay_exact_when_the_graph_moves(graph):
+    shared = SharedGraph(graph)
+    shared.edge_masks(make_batch(shared, SETS[::-1]))
+    shared.to("meta").edge_masks(make_batch(shared, SETS).to("meta"))
+    assert {buffer.device.type for buffer in shared.buffers()} == {"meta"}
+    shared = SharedGraph(graph)
+    shared.edge_masks(make_batch(shared, SETS[::-1]))
+    shared = copy.deepcopy(shared).double()
+    expected = loop_masks(graph, SETS)
+    for relation, mask in shared.edge_masks(make_batch(shared, SETS)).items():
+        assert torch.equal(mask, expected[relation])
+
+
+def test_a_backward_pass_with_masks_of_an_earlier_call_is_refused(graph):
+    shared = SharedGraph(graph)
+    batches = [make_batch(shared, sets) for sets in (SETS, SETS[::-1])]
     x = torch.randn(5 * 30, requires_grad=True)
     product = x * shared.edge_masks(batches[0])["gene", "a", "gene"]
+    kept = x * shared.edge_masks(batches[0])["gene", "a", "gene"].clone()
     shared.edge_masks(batches[1])
-    product.sum().backward()
-    assert torch.equal(x.grad.bool(), expected[0]["gene", "a", "gene"])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    kept.sum().backward()
+    assert torch.equal(x.grad.bool(), loop_masks(graph, SETS)["gene", "a", "gene"])
 
 
 def test_dead_edges_are_positions_in_the_masks_one_after_another(graph):
@@ -148,6 +162,16 @@ def test_propagate_equals_a_dense_product_with_its_gradient(graph):
         upstream = torch.randn(NUM_NODES, 6, dtype=torch.float64)
         (gradient,) = torch.autograd.grad(shared.propagate(r, x), x, upstream)
         torch.testing.assert_close(gradient, dense.T @ upstream, rtol=1e-6, atol=1e-7)
+
+
+def test_the_product_has_the_layout_that_tracing_is_promised(graph):
+    shared = SharedGraph(graph)
+    for r in range(len(shared.relations)):
+        for x in (torch.randn(NUM_NODES, 6), torch.randn(6, NUM_NODES).T, torch.randn(NUM_NODES, 1).expand(-1, 6)):
+            promised = shared.to("meta").propagate(r, x.to("meta"))
+            shared = SharedGraph(graph)
+            product = shared.propagate(r, x)
+            assert (product.shape, product.stride()) == (promised.shape, promised.stride())
 
 
 def test_everything_moves_with_the_module_and_nothing_is_saved(graph):

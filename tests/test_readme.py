@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from ddp_setup import UserError
 from tests.conftest import ROOT, fork, join, write_table
-from train import Config, ConfigError, load_config, parse_arguments
+from train import Config, load_config, parse_arguments
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "tests/bench/README.md"]
@@ -22,7 +23,7 @@ PROGRAMS = ("./launch.sh", "torchrun", "python", "pip", "srun", "sbatch")
 PLAIN = ("export", "cd", "cp", "touch", "tensorboard")  # of which nothing is checked
 OF_OTHERS = ("OMP_", "MALLOC_", "CUDA_", "NCCL_", "GLOO_", "TORCH")  # variables that launch.sh need not know
 # Appended to a training command, so that it takes seconds.
-SMALL = ["data.batch_size=32", "model.hidden=8", "model.compile=false", "optim.epochs=1", "optim.local_epochs=0"]
+SMALL = ["data.batch_size=32", "model.hidden=8", "model.compile=false", "optim.epochs=1"]
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,13 @@ def test_options_are_known_and_their_values_valid():
     """Also those in sentences and tables, each alone."""
     text = README.read_text().replace("%a", "0")
     given = set(re.findall(rf"\b((?:{'|'.join(SECTIONS)})\.\w+)=([^\s`,;:)]+)", text))
-    assert len(given) > 10
+    as_yaml = set(re.findall(rf"`((?:{'|'.join(SECTIONS)})\.\w+): ([^`]+)`", text))
+    assert len(given) > 10 and len(as_yaml) > 1
     files = ["data.edges=edges.tsv", "data.perturbations=scores.tsv"]
-    for key, value in sorted(given):
-        more = [] if key == "optim.epochs" else ["optim.epochs=1000"]  # which optim.local_epochs is compared with
+    for key, value in sorted(given | as_yaml):
         try:
-            load_config(parse_arguments([*files, *more, f"{key}={value}"]))
-        except ConfigError as error:
+            load_config(parse_arguments([*files, f"{key}={value}"]))
+        except UserError as error:
             pytest.fail(f"{key}={value}: {error}")
 
 
@@ -180,7 +181,7 @@ def here(tables, tmp_path):
         shutil.copy(path, tmp_path)
     write_table(tmp_path / "pairs.tsv", [("genes",), ("Y01,Y02",), ("Y03",), ("",), ("no such gene",)])
     (tmp_path / "mine.yaml").write_text(
-        re.search(r"^```yaml\n# mine.yaml\n(.*?)^```$", README.read_text(), re.M | re.S)[1]
+        re.search(r"^```yaml\n# mine.yaml[^\n]*\n(.*?)^```$", README.read_text(), re.M | re.S)[1]
     )
     return [*tables, *SMALL]
 
@@ -188,7 +189,7 @@ def here(tables, tmp_path):
 AS_THEY_STAND = {  # by their beginning, and the run folder where two would share one
     "torchrun --standalone": ["run.name=torchrun"],
     "python train.py": [],
-    "./launch.sh run.name=mine": [],
+    "./launch.sh --config mine.yaml": [],
     "python train.py --predict": [],  # by the model of the one before
 }
 

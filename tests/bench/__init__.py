@@ -41,9 +41,13 @@ def machine(device: torch.device) -> str:
     """What the figures were measured on, in one line."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-    return f"{cpu}, {cores} cores, {torch.get_num_threads()} threads{gpu}, torch {torch.__version__}"
+    return f"{cpu}, {count_cores()} cores, {torch.get_num_threads()} threads{gpu}, torch {torch.__version__}"
+
+
+def count_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def report(tables: dict[str, list[dict]], device: torch.device, path: Path | None) -> None:

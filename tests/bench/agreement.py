@@ -7,48 +7,50 @@ next one's, so that what ranks would wait for anyway at the gradients is not bla
 exchange alone, called again and again.
 """
 
-import logging
+import argparse
 import tempfile
 import time
+from functools import partial
 from statistics import median
 
 import train
-from ddp_setup import Distributed, setup
+from ddp_setup import DDPConfig, Distributed, run
 from tests.bench import arguments, report
 
 CALLS = 200
 
 
-def main() -> None:
-    options = arguments(__doc__, epochs={"type": int, "default": 20})
-    logging.disable()
-    env = setup(train.DDPConfig())
+def measure(options: argparse.Namespace, env: Distributed) -> None:
     times: dict[bool, list[float]] = {True: [], False: []}
-    agree = Distributed.stopping
+    agree = env.stopping
     start = time.perf_counter()
     for step in range(CALLS):
-        agree(env, step)
+        agree(step)
     alone = 1e3 * (time.perf_counter() - start) / CALLS
 
     last = 0, time.perf_counter()
 
-    def stopping(env: Distributed, step: int) -> str:
+    def stopping(step: int) -> str:
         nonlocal last
         (step_before, before), last = last, (step, time.perf_counter())
         if step == step_before + 1:
             times[step_before // 10 % 2 == 0].append(1e3 * (last[1] - before))
-        return agree(env, step) if step // 10 % 2 == 0 else ""
+        return agree(step) if step // 10 % 2 == 0 else ""
 
-    Distributed.stopping = stopping
+    env.stopping = stopping
     with tempfile.TemporaryDirectory() as parent:
-        folder = env.from_main(lambda: parent)
+        folder = env.from_main(parent)
         train.train(train.Config(run=train.RunConfig(dir=folder), optim=train.OptimConfig(epochs=options.epochs)), env)
-    if env.is_main:
+    if env.rank == 0:
         with_it, without = median(times[True]), median(times[False])
         row = {"ranks": env.world_size, "step with it, ms": with_it, "without, ms": without}
         row |= {"% of a step": 100 * (with_it / without - 1), "in a loop, ms": alone, "steps": len(times[True])}
         report({"Agreement": [row]}, env.device, options.json)
-    env.close()
+
+
+def main() -> None:
+    options = arguments(__doc__, epochs={"type": int, "default": 20})
+    run(partial(measure, options), DDPConfig())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch import nn
 
 import train
 from data import DataConfig, KnockoutDataset, StepSampler, load
-from ddp_setup import setup
+from ddp_setup import Distributed, setup
 from mask import SharedGraph
 from model import ModelConfig
 from tests.bench import arguments, report, synchronize
@@ -28,13 +28,13 @@ from tests.bench import arguments, report, synchronize
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def whole_program(config: train.Config, env) -> float:
+def whole_program(config: train.Config, env: Distributed) -> float:
     """Samples a second of the training steps of `train.train`, logging and mid-epoch checkpoints included."""
     with tempfile.TemporaryDirectory() as folder:
         config = train.Config(**{**vars(config), "run": train.RunConfig(dir=folder)})
         train.train(config, env)
         rows = [json.loads(line) for line in (Path(folder) / "default/metrics.jsonl").read_text().splitlines()]
-        for handler in logging.getLogger().handlers[1:]:
+        for handler in list(logging.getLogger().handlers):
             logging.getLogger().removeHandler(handler)
             handler.close()
     rows = [row for row in rows if row["kind"] == "train"]
@@ -137,7 +137,7 @@ def main() -> None:
     options = arguments(__doc__, rounds={"type": int, "default": 5}, epochs={"type": int, "default": 2})
     device = torch.device(options.device)
     config = train.Config(optim=train.OptimConfig(epochs=options.epochs))
-    env = setup(config.ddp)
+    env = setup(Distributed(config.ddp))
     load(DataConfig(preset="yeast"))  # fills the cache
     start = start_up()
     rates: dict[str, list[float]] = {"train.py": [], "bare loop": []}

@@ -16,6 +16,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +26,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from data import PRESETS, KnockoutDataset, synthetic_tables
-from ddp_setup import DDPConfig, Distributed, count_cores, setup, time_collectives
+from ddp_setup import DDPConfig, Distributed, run
 from mask import SharedGraph
-from tests.bench import arguments, build_graph, report, synchronize
+from tests.bench import arguments, build_graph, count_cores, report, synchronize
 from tests.bench.step import Step
 from train import squared_error
 
@@ -73,10 +75,10 @@ def measure(options: argparse.Namespace, env: Distributed) -> None:
     groups = {k: dist.new_group(range(k)) for k in sizes}  # all ranks take part in making each
     plan = {("weak", k): B for k in sizes} | {("strong", k): B // k for k in sizes[1:] if B % k == 0}
     variants = {
-        "ddp.bucket_cap_mb=1": {"bucket_cap_mb": 1},
-        "ddp.gradient_as_bucket_view=true": {"gradient_as_bucket_view": True},
-        "ddp.broadcast_buffers=false": {"broadcast_buffers": False},
-        "ddp.static_graph=true": {"static_graph": True},
+        "ddp.options={bucket_cap_mb: 1}": {"bucket_cap_mb": 1},
+        "ddp.options={gradient_as_bucket_view: true}": {"gradient_as_bucket_view": True},
+        "ddp.options={forward_sync_buffers: false}": {"forward_sync_buffers": False},
+        "ddp.options={static_graph: true}": {"static_graph": True},
         **(
             {"bf16 compression hook": {"hook": bf16_compress_hook}}
             if env.device.type == "cuda"
@@ -119,14 +121,13 @@ def measure(options: argparse.Namespace, env: Distributed) -> None:
         share = 100 * ratio(("variant", n, name), ("weak", n, "ddp")) / micro
         tried.append({"variant": name, "ms a batch": ms["variant", n, name] / micro, "of DDP's default, %": share})
 
-    model, compute = steps["variant", n, "ddp.static_graph=true"].model, ms["weak", n, "alone"]
+    model, compute = steps["weak", n, "ddp"].model, ms["weak", n, "alone"]
     gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    collectives = time_collectives(env, tuple(10**i for i in range(3, 9)))
-    latency_ms, rate = fitted([(row["bytes"], 1e3 * row["all_reduce"]) for row in collectives])
-    here = [
-        {"bytes": row["bytes"], "ms": 1e3 * row["all_reduce"], "fitted, ms": latency_ms + row["bytes"] / rate / 1e6}
-        for row in collectives
-    ]
+    tensors = {size: torch.zeros(size // 4, device=env.device) for size in (10**i for i in range(3, 9))}
+    calls = {size: partial(dist.all_reduce, tensor) for size, tensor in tensors.items()}
+    points = [(size, 1e3 * statistics.median(values)) for size, values in in_turn_together(calls, env, 7).items()]
+    latency_ms, rate = fitted(points)
+    here = [{"bytes": size, "ms": ms, "fitted, ms": latency_ms + size / rate / 1e6} for size, ms in points]
     predicted = []
     for k in PREDICTED:
         exchange = ring_ms(gradient_bytes, k, options.network_us, options.network_gbytes)
@@ -141,7 +142,7 @@ def measure(options: argparse.Namespace, env: Distributed) -> None:
     for _ in range(5):
         dataset.__getitems__(range(B))
     data_ms = 1e3 * (time.perf_counter() - start) / 5
-    if not env.is_main:
+    if env.rank != 0:
         return
     network = f"{options.network_gbytes:g} GB/s a process and {options.network_us:g} us a message"
     title = f"{options.preset}, hidden {options.hidden}, {options.layers} layers, {gradient_bytes / 1e6:.1f} MB a model"
@@ -159,15 +160,16 @@ def measure(options: argparse.Namespace, env: Distributed) -> None:
     print("", *advice(exchange, data_ms / (data_ms + compute), model, B), sep="\n")
 
 
-def in_turn_together(steps: dict[tuple, Callable], env: Distributed, rounds: int) -> dict[tuple, list[float]]:
+def in_turn_together(steps: dict[Any, Callable], env: Distributed, rounds: int) -> dict[Any, list[float]]:
     """Seconds of each step in each round after one that does not count, of the slowest rank, on every rank."""
-    times: dict[tuple, list[float]] = {key: [] for key in steps}
+    times: dict[Any, list[float]] = {key: [] for key in steps}
     for turn in range(-1, rounds):
         for key, step in steps.items():
             dist.barrier()
             start = time.perf_counter()
-            step()
-            synchronize(env.device)
+            with env.phase("step"):  # which the watchdog sees
+                step()
+                synchronize(env.device)
             slowest = max(env.gather(time.perf_counter() - start))
             if turn >= 0:
                 times[key].append(slowest)
@@ -217,11 +219,10 @@ def main() -> None:
         },
     )
     if "WORLD_SIZE" not in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // options.processes)))
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.processes}"]
         os.execv(sys.executable, [sys.executable, *torchrun, "-m", "tests.bench.scaling", *sys.argv[1:]])
-    env = setup(DDPConfig())
-    measure(options, env)
-    env.close()
+    run(partial(measure, options), DDPConfig())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import time
 import torch
 
 from mask import SharedGraph
-from model import KnockoutGNN, ModelConfig, default_block
+from model import KnockoutGNN, ModelConfig, block_size
 from tests.bench import arguments, build_batch, build_graph, in_turn, peak_mb, report, synchronize
 from train import squared_error
 
@@ -40,7 +40,7 @@ class Step:
         config, shared, num_samples = self.model.config, self.shared, len(self.batch.y)
         num_edges, num_nodes, hidden = shared.edge_index.size(1), shared.num_nodes, config.hidden
         state = num_nodes * hidden
-        block = default_block(torch.empty(num_nodes, 1, hidden, device=shared.device))
+        block = block_size(torch.empty(num_nodes, 1, hidden, device=shared.device))
         dense = 3 * 2 * 2 * state * hidden  # two products of [N, H] with [H, H], backward two each
         sparse = 2 * 2 * num_edges * hidden
         # Samples that pass each layer: all, and the intact graph; the first layer's sums are the intact graph's.
