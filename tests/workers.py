@@ -1,7 +1,6 @@
 """What test_distributed.py runs under torchrun: `python -m tests.workers NAME`. Every rank asserts for itself."""
 
 import copy
-import json
 import math
 import os
 import sys
@@ -106,14 +105,6 @@ def evaluation() -> None:
 def counted_all_reduce(exchanges: list, bucket: GradBucket) -> Future[torch.Tensor]:
     exchanges.append(bucket.index())
     return allreduce_hook(None, bucket)
-
-
-def threads() -> None:
-    env = start()
-    reports = env.gather({"rank": env.rank, "threads": torch.get_num_threads(), "world_size": env.world_size})
-    if env.rank == 0:
-        print(*map(json.dumps, reports), sep="\n", flush=True)
-    env.close()
 
 
 def agreement() -> None:
