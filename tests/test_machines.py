@@ -154,7 +154,9 @@ def test_two_machines_with_one_and_two_processes_train_as_one(machines, tables, 
     first = alpha.launch(*words, RDZV=address).result().check()
     second.result().check()
     assert "3 ranks x 10 samples" in first.stdout
-    assert first.stderr == "" == second.result().stderr
+    assert first.stderr == ""
+    # torchrun's own farewell where the machine that holds its store has left before
+    assert all("failed to shutdown the rendezvous" in line for line in second.result().stderr.splitlines())
     assert_same_run(alpha.run_folder, one_machine(3, "data.batch_size=30", "optim.epochs=2"))
     assert {path.name for path in beta.run_folder.iterdir()} == {"log.rank1.txt", "log.rank2.txt"}
     for machine in machines:
