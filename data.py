@@ -1,12 +1,12 @@
-"""Tables in, batches out: the shared graph, the knock-out samples, their splits, and the order in which ranks see them.
+"""Tables in, batches out: the shared graph, knock-out samples, splits, and the order in which ranks see the samples.
 
-`load` gives `Tables` from TSV files or from the synthetic generator; `KnockoutDataset` builds whole batches from row
-numbers; `StepSampler` deals the rows of each optimiser step out to the ranks.
+`load` returns `Tables` from TSV files or the synthetic generator; `KnockoutDataset` builds whole batches from row
+numbers; `StepSampler` distributes the rows of each optimiser step over ranks and micro-batches.
 
-Edge table: header `source<TAB>target<TAB>relation`. Knock-out table: header `genes<TAB>score[<TAB>split]`, genes
-comma-separated (none at all for an intact control), split one of train, val, test. Either may end in `.gz`.
+Edge table: header `source<TAB>target<TAB>relation`. Knock-out table: header `genes<TAB>score[<TAB>split]`, with
+comma-separated genes (empty for an intact control) and split one of train, val, test. Both may be gzipped (`.gz`).
 
-Letters in shapes: N nodes, n samples of the whole table, B samples of a batch, P knocked-out nodes of the batch.
+Shapes: N nodes, E_r edges of relation r, n samples in the table, B samples in a batch, P knocked-out nodes in a batch.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ SPLITS = ("train", "val", "test")
 
 
 class DataError(ValueError):
-    """The input data is wrong; the message is one sentence for the user."""
+    """The input data is wrong; the message is one sentence that names the file and, if known, the line."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class DataConfig:
         if self.source == "tsv" and not (self.edges and self.perturbations):
             raise ValueError("data.source=tsv needs two files: set data.edges and data.perturbations")
         if min(self.val_fraction, self.test_fraction) <= 0 or self.val_fraction + self.test_fraction >= 1:
-            raise ValueError("data.val_fraction and data.test_fraction must be over 0 and leave rows for training")
+            raise ValueError("data.val_fraction and data.test_fraction must be positive and leave rows for training")
 
 
 @dataclass(frozen=True)
 class Preset:
-    """The size of a synthetic problem; `deletions` are the least and the most knock-outs of a sample."""
+    """The size of a synthetic problem; `deletions` is the smallest and largest number of knock-outs in a sample."""
 
     num_nodes: int
     num_edges: dict[str, int]
@@ -90,19 +90,19 @@ PRESETS = {
 
 @dataclass
 class Tables:
-    """A graph and the samples on it."""
+    """The graph, and the samples measured on it."""
 
     genes: list[str]  # name of each node
     relations: list[str]  # name of each relation
-    edge_indices: list[Tensor]  # [2, E_r] of each relation
-    perturbed: Tensor  # [total], the nodes that each sample knocks out, one sample after another
-    perturbed_ptr: Tensor  # [n + 1]; those of sample i are `perturbed[perturbed_ptr[i] : perturbed_ptr[i + 1]]`
-    y: Tensor  # float64 [n]
-    split: Tensor | None = None  # int8 [n], a position in `SPLITS`
+    edge_indices: list[Tensor]  # long [2, E_r] for each relation
+    perturbed: Tensor  # long [total], the knocked-out nodes of all samples, concatenated
+    perturbed_ptr: Tensor  # long [n + 1]; sample i knocks out `perturbed[perturbed_ptr[i] : perturbed_ptr[i + 1]]`
+    y: Tensor  # float64 [n], the measured effects
+    split: Tensor | None = None  # int8 [n], index into `SPLITS`
     signal: Tensor | None = None  # float64 [n], y without its noise, where that is known
 
     def graph(self) -> HeteroData:
-        """Returns the graph with node type `gene` and an edge type for each relation."""
+        """Returns the graph, with node type `gene` and one edge type per relation."""
         graph = HeteroData()
         graph["gene"].num_nodes = len(self.genes)
         for relation, edge_index in zip(self.relations, self.edge_indices, strict=True):
@@ -110,27 +110,27 @@ class Tables:
         return graph
 
     def rows(self, split: str) -> Tensor:
-        """Returns the row numbers of one split in ascending order."""
+        """Returns the row numbers of one split, in ascending order."""
         return (self.split == SPLITS.index(split)).nonzero().flatten()
 
     def fingerprint(self) -> str:
-        """Hashes all fields, also those that you add; ranks with the same data have the same hash."""
+        """Returns a hash of all fields, including any you add; it is equal on ranks that have the same data."""
 
-        def described(tensor: Tensor) -> list:
+        def encode(tensor: Tensor) -> list:
             content = torch.as_tensor(tensor).contiguous().flatten().view(torch.uint8).numpy()
             return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(content).hexdigest()]
 
-        return hashlib.sha256(json.dumps(vars(self), default=described).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(vars(self), default=encode).encode()).hexdigest()
 
     def noise_ceiling(self) -> float | None:
-        """Returns Pearson's r of y and its noise-free part on the test rows, which no model can be expected to pass."""
+        """Returns Pearson's r of y and its noise-free part on the test rows, a model's limit; None if unknown."""
         if self.signal is None:
             return None
         rows = self.rows("test")
         return torch.corrcoef(torch.stack([self.y[rows], self.signal[rows]]))[0, 1].item()
 
     def summary(self) -> str:
-        """Counts genes, edges and samples in a line for the log."""
+        """Returns the numbers of genes, edges and samples as one line for the log."""
         touched = torch.cat(self.edge_indices, dim=1).unique().numel()
         counts = self.perturbed_ptr.diff()
         return (
@@ -142,13 +142,13 @@ class Tables:
 
 
 def load(config: DataConfig) -> Tables:
-    """Returns the tables that `config` names, from the cache where they have been read before, with their split.
+    """Returns the tables that `config` names, with their split; tables that were read before come from the cache.
 
     Raises:
         DataError: a file is missing, malformed or empty, or a split has no rows.
     """
     tsv = config.source == "tsv"
-    # This file is part of the key, so an edited parser or generator never meets its old results.
+    # The key includes this file, so that editing the parser or generator invalidates the cache.
     key = hashlib.sha256(Path(__file__).read_bytes() + f"{config.preset} {config.undirected}".encode())
     for option in ("edges", "perturbations") if tsv else ():
         path = Path(getattr(config, option))
@@ -163,14 +163,14 @@ def load(config: DataConfig) -> Tables:
     if empty := [split for split in SPLITS if len(tables.rows(split)) == 0]:
         raise DataError(
             f"{config.perturbations if tsv else 'the synthetic table'}: no rows in the {empty[0]} split of "
-            f"{len(tables.y)} rows in all, where rows with the same knock-outs stay together: set data.val_fraction "
-            "and data.test_fraction, or give more rows"
+            f"{len(tables.y)} rows (those with the same knock-outs stay together): change data.val_fraction and "
+            "data.test_fraction, or add rows"
         )
     return tables
 
 
 def read_tables(config: DataConfig) -> Tables:
-    """Reads both files; genes are numbered in alphabetical order, and an edge that stands twice counts once."""
+    """Returns both files as `Tables`; nodes are numbered by sorted gene name, and duplicate edges are merged."""
     edges = read_edges(config.edges)
     knockouts, scores, splits = read_knockouts(config.perturbations)
     genes = sorted({gene for pair in edges.values() for side in pair for gene in side}.union(*knockouts))
@@ -184,9 +184,9 @@ def read_tables(config: DataConfig) -> Tables:
 
 
 def read_edges(path: str) -> dict[str, tuple[list[str], list[str]]]:
-    """Returns {relation: (sources, targets)}, the relations in the order of their first line."""
+    """Returns {relation: (sources, targets)}, in order of first appearance; raises `DataError`."""
     edges: dict[str, tuple[list[str], list[str]]] = {}
-    for line, cells in _table(path, ("source", "target", "relation"), required=3):
+    for line, cells in _read_rows(path, ("source", "target", "relation"), required=3):
         source, target, relation = (cell.strip() for cell in cells)
         if not (source and target and relation):
             raise DataError(f"{path}:{line}: an empty source, target or relation")
@@ -199,9 +199,9 @@ def read_edges(path: str) -> dict[str, tuple[list[str], list[str]]]:
 
 
 def read_knockouts(path: str, scored: bool = True) -> tuple[list[list[str]], list[float], list[str]]:
-    """Returns genes, score and split of each row; without `scored` the table needs its `genes` column only."""
+    """Returns each row's genes, scores and splits; with `scored=False` only genes. Raises `DataError`."""
     knockouts, scores, splits = [], [], []
-    for line, (genes, score, split) in _table(path, ("genes", "score", "split"), required=2 if scored else 1):
+    for line, (genes, score, split) in _read_rows(path, ("genes", "score", "split"), required=2 if scored else 1):
         knockouts.append([gene.strip() for gene in genes.split(",")] if genes.strip() else [])
         if "" in knockouts[-1]:
             raise DataError(f"{path}:{line}: an empty gene name in '{genes}'")
@@ -223,14 +223,14 @@ def read_knockouts(path: str, scored: bool = True) -> tuple[list[list[str]], lis
 
 
 def pack(sets: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Turns n node sets into `perturbed` [total] and `perturbed_ptr` [n + 1]; a node named twice counts once."""
+    """Returns `perturbed` [total] and `perturbed_ptr` [n + 1] for n node sets, sorted and without duplicates."""
     sets = [sorted(set(nodes)) for nodes in sets]
     pointer = torch.tensor([0] + [len(nodes) for nodes in sets]).cumsum(0)
     return torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long), pointer
 
 
 def random_split(tables: Tables, config: DataConfig) -> Tensor:
-    """Draws the split of each row, int8 [n], from `split_seed` alone; rows with the same knock-outs stay together."""
+    """Returns a random split, int8 [n], seeded by `split_seed`; rows with the same knock-outs stay together."""
     groups: dict[tuple[int, ...], int] = {}
     bounds, nodes = tables.perturbed_ptr.tolist(), tables.perturbed.tolist()
     group = [groups.setdefault(tuple(nodes[a:b]), len(groups)) for a, b in pairwise(bounds)]
@@ -244,14 +244,14 @@ def random_split(tables: Tables, config: DataConfig) -> Tensor:
 
 # ---- Batches --------------------------------------------------------------------------------------------------------
 class KnockoutDataset(Dataset):
-    """Batches of samples, built at once from a list of row numbers; -1 stands for padding.
+    """Builds a whole batch at once from a list of row numbers, in which -1 is padding.
 
     A batch is a PyG `Data` with `perturbed` [P], `perturbed_batch` [P], `perturbed_ptr` [B + 1], `y` [B], `weight` [B]
-    (0 for padding), `index` [B] (the row, -1 for padding) and `num_dead_edges`, an int that sizes the mask kernel.
+    (0 for padding), `index` [B] (the row, -1 for padding) and `num_dead_edges`, an int that sizes the masks' tensors.
 
     Args:
-        perturbed, perturbed_ptr, y: as in `Tables`; a node that stands twice in a sample counts once.
-        degree: `SharedGraph.degree` [N].
+        perturbed, perturbed_ptr, y: as in `Tables`; duplicate nodes within a sample are dropped.
+        degree: `SharedGraph.degree`, long [N].
     """
 
     def __init__(self, perturbed: Tensor, perturbed_ptr: Tensor, y: Tensor, degree: Tensor):
@@ -266,7 +266,7 @@ class KnockoutDataset(Dataset):
         return self.__getitems__([row])
 
     def __getitems__(self, rows: Sequence[int]) -> Data:
-        """Builds the batch of these rows; raises `IndexError` for a knocked-out node outside [0, N)."""
+        """Returns the batch of these rows; raises `IndexError` for a knocked-out node outside [0, N)."""
         index = torch.as_tensor(rows, dtype=torch.long)
         real, row = index >= 0, index.clamp(min=0)
         start = self.perturbed_ptr[row]
@@ -277,8 +277,8 @@ class KnockoutDataset(Dataset):
         outside = (perturbed < 0) | (perturbed >= len(self.degree))
         if outside.any():
             first = outside.nonzero()[0]
-            what = f"sample {index[sample[first]].item()}: knocked-out node {perturbed[first].item()}"
-            raise IndexError(f"{what} is outside [0, {len(self.degree)}), the graph's nodes")
+            found = f"sample {index[sample[first]].item()}: knocked-out node {perturbed[first].item()}"
+            raise IndexError(f"{found} is outside [0, {len(self.degree)}), the graph's nodes")
         return Data(
             perturbed=perturbed,
             perturbed_batch=sample,
@@ -291,10 +291,10 @@ class KnockoutDataset(Dataset):
 
 
 class StepSampler(DistributedSampler):
-    """Deals the rows of each optimiser step out to the ranks: a batch sampler of one list of rows per micro-batch.
+    """Batch sampler that yields this rank's rows of each micro-batch, as a list.
 
-    One permutation per epoch, from (seed, epoch). Step s takes the same `batch_size` rows whatever the world size; the
-    last step takes what is left. Where the rows of a step do not divide, -1 pads them to equal counts on every rank.
+    Each epoch has one permutation, from (seed, epoch). A step takes the same `batch_size` rows for any world size; the
+    last step of an epoch takes what is left. Row counts that do not divide evenly are padded with -1.
     """
 
     def __init__(self, rows: Tensor, batch_size: int, accumulate: int, world_size: int, rank: int, seed: int):
@@ -304,12 +304,12 @@ class StepSampler(DistributedSampler):
         self.first_step = 0
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Sets the epoch to deal next; `first_step` skips the steps of a resumed epoch that are done."""
+        """Sets the epoch to iterate next; `first_step` skips the steps that a resumed epoch has already done."""
         super().set_epoch(epoch)
         self.first_step = first_step
 
     def samples_in_step(self, step: int) -> int:
-        """Counts the rows that an epoch's step takes, over all ranks and micro-batches, without padding."""
+        """Returns the number of rows in a step of the epoch over all ranks and micro-batches, without padding."""
         return min(self.batch_size, len(self.rows) - step * self.batch_size)
 
     def __len__(self) -> int:
@@ -317,38 +317,38 @@ class StepSampler(DistributedSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         for rows in self._order().split(self.batch_size)[self.first_step :]:
-            share = math.ceil(len(rows) / (self.num_replicas * self.accumulate))
-            padded = rows.new_full((self.accumulate * share * self.num_replicas,), -1)
+            size = math.ceil(len(rows) / (self.num_replicas * self.accumulate))  # of one rank's micro-batch
+            padded = rows.new_full((self.accumulate * size * self.num_replicas,), -1)
             padded[: len(rows)] = rows
-            yield from padded.view(self.accumulate, share, self.num_replicas)[:, :, self.rank].tolist()
+            yield from padded.view(self.accumulate, size, self.num_replicas)[:, :, self.rank].tolist()
 
     def _order(self) -> Tensor:
-        """Returns the epoch's permutation of the rows; step s takes the s-th `batch_size` of them."""
+        """Returns the epoch's permutation of the rows; step s takes the s-th chunk of `batch_size`."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         return self.rows[torch.randperm(len(self.rows), generator=generator)]
 
 
 def make_loader(dataset: Dataset, batches: StepSampler | list[list[int]], workers: int, pin: bool) -> DataLoader:
-    """Returns a loader of the batches whose rows `batches` lists; the dataset builds them, so nothing is collated."""
+    """Returns a loader of the batches whose row numbers `batches` lists; the dataset itself collates them."""
     settings = {"num_workers": workers, "persistent_workers": workers > 0, "worker_init_fn": _ignore_sigterm}
     return DataLoader(dataset, batch_sampler=batches, collate_fn=default_convert, pin_memory=pin, **settings)
 
 
 def _ignore_sigterm(worker_id: int) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the workers, too; their rank ends them
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun signals workers, too, but their rank stops them
 
 
 def shard(rows: Tensor, batch_size: int, world_size: int, rank: int) -> list[list[int]]:
-    """Lists this rank's batches of row numbers for evaluation: every row is on exactly one rank, nothing is padded."""
+    """Returns this rank's evaluation batches of row numbers: each row is on exactly one rank, without padding."""
     return [part.tolist() for part in rows[rank::world_size].split(batch_size)] if rank < len(rows) else []
 
 
 # ---- Baseline and synthetic tables ----------------------------------------------------------------------------------
 def additive_baseline(tables: Tables, ridge: float = 1.0, iterations: int = 200) -> Tensor:
-    """Predicts every row, float64 [n], as the sum of one effect per knocked-out node, plus a constant.
+    """Returns predictions, float64 [n], that add up one effect per knocked-out node and a constant.
 
-    It is a ridge regression on the training rows, solved by conjugate gradients on the normal equations: what the set
-    of knocked-out nodes says without any graph.
+    The effects are a ridge regression on the training rows, solved by conjugate gradients on the normal equations:
+    what can be predicted from the set of knocked-out nodes without a graph.
     """
     sample = torch.repeat_interleave(torch.arange(len(tables.y)), tables.perturbed_ptr.diff())
     train = (tables.split == SPLITS.index("train")).double()
@@ -363,47 +363,47 @@ def additive_baseline(tables: Tables, ridge: float = 1.0, iterations: int = 200)
     effect = torch.zeros(len(tables.genes), dtype=torch.float64)
     residual = collect(tables.y - mean)
     direction, norm = residual, residual.square().sum()
-    enough = 1e-20 * norm
+    tolerance = 1e-20 * norm
     for _ in range(iterations):
-        if norm <= enough:
+        if norm <= tolerance:
             break
-        image = collect(predict(direction)) + ridge * direction
-        step = norm / (direction * image).sum()
+        product = collect(predict(direction)) + ridge * direction
+        step = norm / (direction * product).sum()
         effect = effect + step * direction
-        residual = residual - step * image
+        residual = residual - step * product
         norm, previous = residual.square().sum(), norm
         direction = residual + norm / previous * direction
     return mean + predict(effect)
 
 
 def synthetic_tables(preset: Preset, seed: int) -> Tables:
-    """Draws a graph with hubs and modules, and scores that follow from it.
+    """Returns a random graph with hubs and modules, and samples whose scores depend on it.
 
-    Nodes belong to modules; most edges stay within one, and both ends are drawn by a power-law weight. A score is the
-    sum of the nodes' own effects, of an effect for every pair in one module, of the paths of one or two `physical`
-    edges between each pair, and of noise. Partners of a knock-out come from its module, its neighbours, or anywhere.
+    Most edges stay within a module, and their ends are drawn with power-law weights. A score is a weighted sum of the
+    knocked-out nodes' own effects, an effect per pair within a module, the paths of one or two `physical` edges between
+    each pair, and noise. Nodes knocked out together share a module, are neighbours, or are drawn at random.
     """
     generator = torch.Generator().manual_seed(seed)
     uniform = partial(torch.rand, dtype=torch.float64, generator=generator)
     normal = partial(torch.randn, dtype=torch.float64, generator=generator)
     n, num_samples = preset.num_nodes, preset.num_samples
 
-    # Nodes in module order; `total` runs through their weights, so a range of it is a module and a point is a node.
+    # Nodes are sorted by module: a module is an interval of `total`, the cumulative weight that `draw` samples from.
     module = torch.randint(preset.num_modules, (n,), generator=generator).sort().values
     weight = torch.arange(1, n + 1, dtype=torch.float64)[torch.randperm(n, generator=generator)].pow(-0.5)
     total = weight.cumsum(0)
     total_before = torch.cat([total.new_zeros(1), total])
-    low = total_before[torch.searchsorted(module, module)]  # [n], where each node's module begins
-    high = total_before[torch.searchsorted(module, module, right=True)]  # [n], where it ends
+    low = total_before[torch.searchsorted(module, module)]  # [n], where the node's module begins in `total`
+    high = total_before[torch.searchsorted(module, module, right=True)]  # [n], and where it ends
 
     def draw(count: int) -> Tensor:
         return torch.searchsorted(total, uniform(count) * total[-1]).clamp(max=n - 1)
 
-    def draw_from_module(of: Tensor) -> Tensor:
-        return torch.searchsorted(total, low[of] + uniform(len(of)) * (high - low)[of]).clamp(max=n - 1)
+    def draw_from_module(node: Tensor) -> Tensor:
+        return torch.searchsorted(total, low[node] + uniform(len(node)) * (high - low)[node]).clamp(max=n - 1)
 
     def draw_edges(count: int) -> Tensor:
-        """Draws [2, count] distinct edges without self-loops."""
+        """Returns [2, count] distinct edges without self-loops."""
         pairs = torch.empty(0, dtype=torch.long)
         while len(pairs) < count:
             source = draw(2 * (count - len(pairs)) + 64)
@@ -414,7 +414,7 @@ def synthetic_tables(preset: Preset, seed: int) -> Tables:
 
     edge_indices = {relation: draw_edges(count) for relation, count in preset.num_edges.items()}
 
-    # Knock-outs: a first node, then partners from its module, among its physical neighbours, or anywhere.
+    # Knock-outs: a first node, then partners from its module, its physical neighbours, or anywhere.
     physical = to_undirected(edge_indices["physical"], num_nodes=n)  # sorted by source
     source, target = physical
     degree = torch.bincount(source, minlength=n)
@@ -434,19 +434,19 @@ def synthetic_tables(preset: Preset, seed: int) -> Tables:
     rows = zip(torch.stack(columns, dim=1).tolist(), deletions.tolist(), strict=True)
     perturbed, perturbed_ptr = pack([nodes[:count] for nodes, count in rows])
 
-    # Scores, of 2000 samples at once: `dead` [N, samples] marks what each of them knocks out.
+    # Scores of 2000 samples at a time; `dead` [N, samples] is 1 for knocked-out nodes.
     additive, in_module, paths = torch.zeros(3, num_samples, dtype=torch.float64)
     own_effect, module_effect = normal(n), normal(preset.num_modules)
     norm = degree.double().clamp(min=1).rsqrt()
     value = norm[source] * norm[target]
     adjacency = torch.sparse_coo_tensor(physical, value, (n, n), check_invariants=False)
-    own_paths = torch.zeros_like(norm).index_add(0, source, value.square())  # there and back again
+    own_paths = torch.zeros_like(norm).index_add(0, source, value.square())  # paths from a node to itself
     sample = torch.repeat_interleave(torch.arange(num_samples), perturbed_ptr.diff())
     for chunk in torch.arange(num_samples).split(2000):
         part = slice(perturbed_ptr[chunk[0]], perturbed_ptr[chunk[-1] + 1])
         dead = torch.zeros(n, len(chunk), dtype=torch.float64)
         dead[perturbed[part], sample[part] - chunk[0]] = 1
-        reached = torch.sparse.mm(adjacency, dead)  # paths of one edge from the dead nodes
+        reached = torch.sparse.mm(adjacency, dead)  # one-edge paths from the dead nodes
         by_module = dead.new_zeros(preset.num_modules, len(chunk)).index_add(0, module, dead)
         additive[chunk] = own_effect @ dead
         in_module[chunk] = module_effect @ (by_module * (by_module - 1) / 2)
@@ -458,14 +458,14 @@ def synthetic_tables(preset: Preset, seed: int) -> Tables:
 
 
 # ---- Helpers --------------------------------------------------------------------------------------------------------
-def _table(path: str, columns: tuple[str, ...], required: int) -> Iterator[tuple[int, list[str | None]]]:
-    """Yields number and cells of each line below the header; columns beyond the first `required` may be missing."""
+def _read_rows(path: str, columns: tuple[str, ...], required: int) -> Iterator[tuple[int, list[str | None]]]:
+    """Yields each data line's number and cells; columns after the first `required` may be absent (cell None)."""
     try:
         with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
             header = next(file, "").rstrip("\r\n").split("\t")
             if tuple(header) != columns[: max(len(header), required)]:
-                found, wanted = "\t".join(header)[:80], "\t".join(columns[:required])
-                raise DataError(f"{path}:1: the header is {found!r}, not {wanted!r}")
+                found, expected = "\t".join(header)[:80], "\t".join(columns[:required])
+                raise DataError(f"{path}:1: the header is {found!r}, not {expected!r}")
             for number, line in enumerate(file, start=2):
                 cells = line.rstrip("\r\n").split("\t")
                 if cells == [""] and len(header) > 1:
@@ -478,22 +478,22 @@ def _table(path: str, columns: tuple[str, ...], required: int) -> Iterator[tuple
 
 
 def _cached(path: Path, build: Callable[[], Tables]) -> Tables:
-    """Returns what `build` gives, kept in a file: of several processes one builds, and the others wait for its file."""
+    """Returns the result of `build`, cached in a file; of several processes, one builds while the others wait."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # where the folder cannot be written, which is reported below
+        with contextlib.suppress(OSError):  # an unwritable folder is reported below
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(path.with_suffix(".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.exists(path):
             try:
                 return Tables(**torch.load(path, weights_only=True))
-            except Exception as error:  # a damaged file fails in many ways, and all of them mean: build
-                log.warning("cache %s is damaged (%s) and is made again", path, type(error).__name__)
+            except Exception as error:  # a damaged file fails in many ways
+                log.warning("cache %s is damaged (%s) and will be rebuilt", path, type(error).__name__)
         tables = build()
         try:
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # renamed when it is whole
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # renamed once complete
                 torch.save(vars(tables), Path(folder, path.name))
                 os.replace(Path(folder, path.name), path)
-        except (OSError, RuntimeError) as error:  # torch.save says RuntimeError when the disk is full
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
             log.warning("the tables are not cached: %s", error)
     return tables

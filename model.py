@@ -1,11 +1,11 @@
-"""The knock-out GNN: node states of the intact and of the damaged graph, and a readout that compares them.
+"""The knock-out GNN: node states on the intact graph and without the knocked-out nodes, and a readout comparing them.
 
 A *wild-type* pass runs once per batch on the intact graph. The *local* part of the readout is a set function of the
 wild-type states of the knocked-out nodes. A *knock-out* pass runs for every sample on the graph without its dead nodes;
-the *global* part of the readout is what that changed in the states of the living nodes.
+the *global* part of the readout pools how the states of the remaining nodes change between the two passes.
 
-Letters in shapes: N nodes, R relations, E_r edges of relation r, B samples, P knocked-out nodes of the whole batch,
-H hidden channels. Node states are node-major, [N, B, H], so that one sparse product serves all samples at once.
+Shapes: N nodes, R relations, E_r edges of relation r, B samples, P knocked-out nodes in the batch, H hidden channels.
+Node states are node-major, [N, B, H], so that one sparse product serves all samples at once.
 """
 
 from dataclasses import dataclass
@@ -37,13 +37,13 @@ class ModelConfig:
 
 
 class KnockoutGNN(nn.Module):
-    """Predicts the effect of each sample's knock-outs, a float in the unit of `y`.
+    """Predicts the effect of each sample's knock-outs, in the units of `y`.
 
-    Samples do not see each other: normalisation is per node, so a prediction never depends on its batch.
+    Normalisation is per node, so a prediction never depends on the other samples of its batch.
 
     Args:
-        num_nodes, num_relations: size of the graph that `forward` will be given.
-        y_mean, y_std: of the training targets; kept as buffers, so a checkpoint predicts in the right unit.
+        num_nodes, num_relations: size of the graph that `forward` takes.
+        y_mean, y_std: mean and standard deviation of the training targets, saved in checkpoints as buffers.
     """
 
     def __init__(
@@ -57,27 +57,27 @@ class KnockoutGNN(nn.Module):
         self.norm = nn.LayerNorm(hidden)
         self.local_readout = LocalReadout(num_nodes, hidden, config.dropout) if config.readout != "global" else None
         self.global_readout = GlobalReadout(hidden, config.dropout) if config.readout != "local" else None
-        self.register_buffer("y_mean", torch.tensor(float(y_mean)))
-        self.register_buffer("y_std", torch.tensor(float(y_std)))
+        self.register_buffer("y_mean", torch.tensor(y_mean))
+        self.register_buffer("y_std", torch.tensor(y_std))
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
-        """Returns predictions [B] for a batch of `data.KnockoutDataset`; raises `RuntimeError` on another device."""
+        """Returns predictions [B]; raises `RuntimeError` if the batch and the graph are on different devices."""
         graph.check(batch)
-        # One dropout mask per layer for both passes: masks of their own would bury what the knock-outs change.
+        # Both passes share one dropout mask per layer: with different masks, noise would drown the knock-outs' effect.
         ones = self.embedding.new_ones(len(self.layers) + 1, *self.embedding.shape)
         masks = nn.functional.dropout(ones, self.config.dropout, self.training).unsqueeze(2)
         expanded = self.config.message_passing == "expanded"
-        intact = ExpandedMessages(graph, no_knock_outs(graph.device)) if expanded else IntactMessages(graph)
+        intact = ExpandedMessages(graph, intact_batch(graph.device)) if expanded else IntactMessages(graph)
         wild_type = self.encode(intact, masks)  # [N, 1, H]
         prediction = 0.0
         if self.local_readout is not None:
             prediction = prediction + self.local_readout(wild_type.squeeze(1), batch)
         if self.global_readout is not None:
-            prediction = prediction + self.global_readout(self.damage(graph, batch, masks, intact, wild_type))
+            prediction = prediction + self.global_readout(self.changes(graph, batch, masks, intact, wild_type))
         return self.y_mean + self.y_std * prediction.to(self.y_mean.dtype)
 
-    def damage(self, graph: SharedGraph, batch: Data, masks: Tensor, intact: "Messages", wild_type: Tensor) -> Tensor:
-        """Returns what the knock-outs change in the states of the living nodes, pooled over those nodes, [B, H]."""
+    def changes(self, graph: SharedGraph, batch: Data, masks: Tensor, intact: "Messages", wild_type: Tensor) -> Tensor:
+        """Returns the change that knock-outs make to the states of living nodes, pooled over these nodes, [B, H]."""
         keep = graph.keep(batch)
 
         def pool(messages: Messages, alive: Tensor) -> Tensor:
@@ -87,13 +87,13 @@ class KnockoutGNN(nn.Module):
             pool = partial(checkpoint, pool, use_reentrant=False)
         if self.config.message_passing == "expanded":
             return pool(ExpandedMessages(graph, batch), keep)
-        # Blocks of samples run through the whole network, so that their states stay in cache.
+        # Each block of samples runs through the whole network, so that its states stay in cache.
         size = block_size(wild_type)
-        blocks = zip(keep.split(size, dim=1), intact.lost(batch).split(size, dim=1), strict=True)
+        blocks = zip(keep.split(size, dim=1), intact.lost_messages(batch).split(size, dim=1), strict=True)
         return torch.cat([pool(SharedMessages(intact, alive, lost), alive) for alive, lost in blocks])
 
     def encode(self, messages: "Messages", masks: Tensor) -> Tensor:
-        """Returns node states [N, B, H] after all layers; `masks` [layers + 1, N, 1, H] are factors of dropout."""
+        """Returns node states [N, B, H] after all layers; `masks` [layers + 1, N, 1, H] are dropout factors."""
         input_mask, *layer_masks = masks
         x = self.embedding.unsqueeze(1) * input_mask
         for depth, (layer, mask) in enumerate(zip(self.layers, layer_masks, strict=True)):
@@ -104,12 +104,12 @@ class KnockoutGNN(nn.Module):
 class KnockoutConv(nn.Module):
     """gelu(root(h) + out(scale * sum over relations r, living edges of r: weight * gate_r * h_source)), h = norm(x).
 
-    A relational graph convolution that composes a message with its relation by a product of vectors (CompGCN, Vashishth
-    et al. 2020, arXiv:1911.03082). The root term is not masked: a dead node keeps a state, which nothing reads.
+    A relational graph convolution whose messages are the source's state times a vector of the relation (CompGCN,
+    Vashishth et al. 2020, arXiv:1911.03082). The root term is not masked: nothing reads the states of dead nodes.
     """
 
-    # With weights 1/sqrt(d_i * d_j) the sums are small: 0.3 on yeast, where h has a standard deviation of 1. Scaled up,
-    # the neighbours count for more than a node's own embedding, which says nothing of other nodes.
+    # With weights 1/sqrt(d_i * d_j) the sums are small: 0.3 on yeast, where h has a standard deviation of 1. Scaling
+    # makes neighbours outweigh a node's own embedding, which carries no information about other nodes.
     SCALE = 10.0
 
     def __init__(self, hidden: int, num_relations: int):
@@ -120,16 +120,16 @@ class KnockoutConv(nn.Module):
         self.out = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor, messages: "Messages", depth: int) -> Tensor:
-        """Maps x [N, B, H] to [N, B, H]; the first layer, of depth 0, has one x [N, 1, H] for all samples."""
+        """Maps x [N, B, H] to [N, B, H]; at depth 0, x is [N, 1, H], the same for all samples."""
         h = self.norm(x)
         return nn.functional.gelu(self.root(h) + self.out(messages(h, self.SCALE * self.gate, depth)))
 
 
 class IntactMessages:
-    """Adds up the messages over all edges of the graph: x [N, 1, H] and gate [R, H] give [N, 1, H].
+    """Sums messages over all edges of the graph: x [N, 1, H] and gate [R, H] give [N, 1, H].
 
-    All samples enter the first layer with the same states, so its sums on a damaged graph are those on the intact graph
-    less the messages that are lost: `first_sums - lost(batch)`. Later layers have no such shortcut.
+    In the first layer all samples have the same states, so a sample's sums are those of the intact graph minus the
+    messages of its dead nodes: `first_sums - lost_messages(batch)`. Later layers have no such shortcut.
     """
 
     def __init__(self, graph: SharedGraph):
@@ -141,10 +141,10 @@ class IntactMessages:
             self.first_x, self.first_gate, self.first_sums = x, gate, sums
         return sums
 
-    def lost(self, batch: Data) -> Tensor:
-        """Returns the part of the first layer's sums that each sample's dead nodes no longer send, [N, B, H].
+    def lost_messages(self, batch: Data) -> Tensor:
+        """Returns the part of the first layer's sums that came from each sample's dead nodes, [N, B, H].
 
-        What an edge into a dead node carried is counted too, perhaps twice: nothing reads the states of dead nodes.
+        Rows of dead nodes also contain the messages sent to them, some twice; nothing reads these rows.
         """
         x = self.first_x.squeeze(1)  # [N, H]
         sample, relation, source, target, weight = self.graph.dead_messages(batch)
@@ -155,9 +155,9 @@ class IntactMessages:
 
 
 class SharedMessages:
-    """Adds up the messages over each sample's living edges, from the one shared graph: keep * (A @ (keep * x)).
+    """Sums messages over each sample's live edges on the one shared graph: A @ (keep * x).
 
-    The outer factor would only clear the sums of dead nodes, which nothing reads, so it is left out.
+    The left factor of keep * (A @ (keep * x)) is left out: it would only zero sums of dead nodes, which nothing reads.
     """
 
     def __init__(self, intact: IntactMessages, keep: Tensor, lost: Tensor):
@@ -175,9 +175,9 @@ def aggregate(graph: SharedGraph, x: Tensor, gate: Tensor) -> Tensor:
 
 
 class ExpandedMessages:
-    """Adds up the same messages, of either pass, over B block-diagonal copies of the graph and a mask per copied edge.
+    """Sums the same messages, in either pass, over B block-diagonal copies of the graph with masked edges.
 
-    It is the reference for the shared route, and the place for layers that need a value per edge.
+    This is the reference for the shared route, and the one to use for layers that need per-edge values.
     """
 
     def __init__(self, graph: SharedGraph, batch: Data):
@@ -201,18 +201,18 @@ class ExpandedMessages:
 Messages = IntactMessages | SharedMessages | ExpandedMessages
 
 
-def no_knock_outs(device: torch.device) -> Data:
-    """Returns a batch of one sample in which every node lives."""
+def intact_batch(device: torch.device) -> Data:
+    """Returns a batch of one sample without knock-outs."""
     none = torch.empty(0, dtype=torch.long, device=device)
     ptr = torch.zeros(2, dtype=torch.long, device=device)
     return Data(perturbed=none, perturbed_batch=none, perturbed_ptr=ptr, num_dead_edges=0)
 
 
 class LocalReadout(nn.Module):
-    """A set function of the wild-type states of the knocked-out nodes: any number of them, in any order.
+    """A permutation-invariant function of the wild-type states of any number of knocked-out nodes.
 
-    A learned effect per node, a weighted product per pair of nodes (a factorisation machine, Rendle 2010), and an MLP
-    on the sums of the nodes' and of the pairs' features.
+    It adds a learned effect per node, a weighted product per pair of nodes (a factorisation machine, Rendle 2010), and
+    an MLP of the summed node and pair features.
     """
 
     def __init__(self, num_nodes: int, hidden: int, dropout: float):
@@ -239,9 +239,9 @@ class LocalReadout(nn.Module):
 
 
 class GlobalReadout(nn.Module):
-    """Pools the difference of the knock-out and the wild-type states over the living nodes, then an MLP.
+    """An MLP of the difference between knock-out and wild-type states, summed over the living nodes.
 
-    The MLP's last layer starts at zero, so that training begins with the local part alone and adds to it.
+    The MLP's last layer is initialised to zero, so that training starts from the local part alone.
     """
 
     def __init__(self, hidden: int, dropout: float):
@@ -251,11 +251,11 @@ class GlobalReadout(nn.Module):
         nn.init.zeros_(self.head[-2].bias)
 
     def pool(self, wild_type: Tensor, knocked_out: Tensor, keep: Tensor) -> Tensor:
-        """Maps wild_type [N, 1, H], knocked_out [N, B, H] and keep [N, B] to [B, H]."""
+        """Maps wild_type [N, 1, H], knocked_out [N, B, H] and keep [N, B] to [B, H], scaled by 1 / sqrt(N)."""
         return torch.einsum("nbh,nb->bh", knocked_out - wild_type, keep.to(knocked_out.dtype)) / len(keep) ** 0.5
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """Maps pooled [B, H] to [B]; asinh tames the sum over a hub's thousands of neighbours."""
+        """Maps pooled [B, H] to [B]; asinh compresses the large sums that a hub's thousands of neighbours give."""
         return self.head(torch.asinh(pooled))
 
 
@@ -265,6 +265,6 @@ def readout_head(inputs: int, hidden: int, dropout: float) -> nn.Module:
 
 
 def block_size(wild_type: Tensor) -> int:
-    """Returns how many samples have states of 1 MB, about what a CPU core keeps in cache, or of 1 GB on a GPU."""
+    """Returns how many samples' states fit in 1 MB, about a CPU core's cache, or in 1 GB on a GPU; at least 1."""
     size = 2**30 if wild_type.is_cuda else 2**20
     return max(1, size // (wild_type.numel() * wild_type.element_size()))

@@ -1,13 +1,13 @@
-"""Trains a knock-out GNN on one large shared graph, on one process or many.
+"""Trains a knock-out GNN on one large shared graph, with one process or many.
 
     python train.py                                         one process
     torchrun --standalone --nproc_per_node=4 train.py       one process per GPU (without GPUs, on CPU over gloo)
     torchrun ... train.py --config my.yaml optim.lr=1e-3 run.name=slow
     python train.py --predict TABLE --checkpoint FILE       predictions for a table of knock-out sets
 
-Options stand in config.yaml; `section.key=value` on the command line overrides the file. The same command starts a run
-and resumes it; a signal or a file STOP in the run folder ends it cleanly. Exit status: 0 finished or stopped on
-request, 1 failure, 2 the configuration or the input data is wrong.
+Options are listed in config.yaml; `section.key=value` on the command line overrides the file. The same command starts
+and resumes a run; a signal or a file STOP in the run folder ends it cleanly. Exit status: 0 finished or stopped on
+request, 1 failure, 2 wrong configuration or input data.
 """
 
 import argparse
@@ -32,8 +32,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NoReturn, get_args
 
-if "OMP_WAIT_POLICY" not in os.environ:  # OpenMP reads this when torch is imported
-    os.environ.setdefault("GOMP_SPINCOUNT", "100000")  # or threads spin for a core that another process has
+if "OMP_WAIT_POLICY" not in os.environ:  # OpenMP reads these variables when torch is imported
+    os.environ.setdefault("GOMP_SPINCOUNT", "100000")  # or idle threads spin on cores that other processes need
 
 import torch
 import yaml
@@ -58,11 +58,11 @@ PRECISIONS = {
     "bf16": (torch.float32, torch.bfloat16),
     "fp16": (torch.float32, torch.float16),
 }
-PROGRESS = {} if sys.stderr.isatty() else {"mininterval": 30, "delay": 30}  # of the bar: in a file not too often
-MAX_SKIPS = 10  # steps in a row that are not finite, after which optim.on_nonfinite=skip stops too
+TQDM_OPTIONS = {} if sys.stderr.isatty() else {"mininterval": 30, "delay": 30}  # keeps log files short
+MAX_SKIPS = 10  # consecutive non-finite steps after which even optim.on_nonfinite=skip ends the run
 
 
-# ---- Configuration; config.yaml says what the options mean ----------------------------------------------------------
+# ---- Configuration; config.yaml documents the options ---------------------------------------------------------------
 @dataclass(frozen=True)
 class RunConfig:
     name: str = "default"
@@ -112,18 +112,18 @@ def main() -> None:
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     console.addFilter(lambda record: record.levelno < logging.ERROR)  # errors go to stderr
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[console])
-    logging.raiseExceptions = False  # nobody may be reading stdout any more
-    config, problem = Config(), None
+    logging.raiseExceptions = False  # stdout may be a closed pipe
+    config, config_error = Config(), None
     try:
         arguments = parse_arguments(sys.argv[1:])
         config = load_config(arguments)
     except UserError as error:
-        problem = error
+        config_error = error
 
     def program(env: Distributed) -> None:
-        with env.together():  # so that a wrong configuration is one message, also of many ranks
-            if problem:
-                raise problem
+        with env.sync_errors():  # so that a wrong configuration is reported once, not by every rank
+            if config_error:
+                raise config_error
         if arguments.predict:
             predict(config, env, arguments.predict, arguments.checkpoint)
         else:
@@ -134,14 +134,14 @@ def main() -> None:
 
 # ---- Training -------------------------------------------------------------------------------------------------------
 def train(config: Config, env: Distributed) -> None:
-    """The whole run. Raises `UserError`, on every rank, for what the user can mend; `RunError` after the first step."""
+    """Trains or resumes a run. On every rank, raises `UserError` for wrong input and `RunError` for a later failure."""
     env.stop = StopRequest(Path(config.run.dir, config.run.name, "STOP"))
     optim, batch_size, seed = config.optim, config.data.batch_size, config.run.seed
     (dtype, autocast_dtype), shares = PRECISIONS[optim.precision], env.world_size * optim.accumulate
-    with env.together(DataError):
+    with env.sync_errors(DataError):
         if batch_size % shares:
-            next_one = batch_size + -batch_size % shares
-            raise UserError(f"data.batch_size must divide by {shares} (ranks x optim.accumulate), as {next_one} does")
+            larger = batch_size + -batch_size % shares
+            raise UserError(f"data.batch_size must be a multiple of {shares} (ranks x optim.accumulate): try {larger}")
         tables = data.load(config.data)
         torch.manual_seed(seed)
         model = build_model(config, tables).to(env.device, dtype)
@@ -151,10 +151,10 @@ def train(config: Config, env: Distributed) -> None:
     optimizer = build_optimizer(model, optim, env)
     scaler = torch.amp.GradScaler(env.device.type, init_scale=2.0**16 if optim.precision == "fp16" else 1.0)
     state = TrainState(model, optimizer, scaler)
-    if (checkpoint := env.from_main(checkpoint)) is not None:
+    if (checkpoint := env.broadcast(checkpoint)) is not None:
         state.load_state_dict(checkpoint, optim)
     ranks = describe(env)
-    with env.together():
+    with env.sync_errors():
         folder.start(state, ranks)
 
     graph = SharedGraph(tables.graph()).to(env.device, dtype)
@@ -170,7 +170,7 @@ def train(config: Config, env: Distributed) -> None:
     log.info(f"data      {tables.summary()}")
     log.info(f"model     {sum(p.numel() for p in model.parameters()):,} parameters")
     share = f"{batch_size // shares} samples x {optim.accumulate} accumulation = {batch_size}"
-    log.info(f"batch     {env.world_size} ranks x {share}; {steps_per_epoch} steps an epoch, {total_steps} in all")
+    log.info(f"batch     {env.world_size} ranks x {share}; {steps_per_epoch} steps per epoch, {total_steps} in total")
 
     profile = profiler(config, env, folder.path)
     for epoch in range(state.epoch, optim.epochs):
@@ -178,7 +178,7 @@ def train(config: Config, env: Distributed) -> None:
         model.train()
         batches, meter = iter(loader), Meter(env, optim)
         steps, title = range(sampler.first_step, steps_per_epoch), f"epoch {epoch + 1}/{optim.epochs}"
-        bar = tqdm(steps, title, leave=False, disable=env.rank != 0, **PROGRESS)
+        bar = tqdm(steps, title, leave=False, disable=env.rank != 0, **TQDM_OPTIONS)
         for step_in_epoch in bar:
             seed_step(seed, state.step, env.rank)
             for group in optimizer.param_groups:
@@ -192,7 +192,7 @@ def train(config: Config, env: Distributed) -> None:
                         prediction = ddp_model(graph, batch)
                     with env.phase("backward"):
                         error = squared_error(prediction, batch, model)
-                        # The mean over the samples of the whole step: world_size undoes DDP's average over ranks.
+                        # Mean over the samples of the whole step; world_size undoes DDP's averaging over ranks.
                         scaler.scale(error / num_samples * env.world_size).backward()
                 meter.squared_error += error.detach()
             with env.phase("optimiser"):
@@ -201,7 +201,7 @@ def train(config: Config, env: Distributed) -> None:
             meter.count(num_samples, grad_norm, scaler)
             profile.step()
 
-            reason = env.stopping(state.step)
+            reason = env.stop_reason(state.step)
             end_of_epoch = state.step % steps_per_epoch == 0
             save_now = state.step % config.checkpoint.every_steps == 0 and not end_of_epoch
             if reason or save_now or end_of_epoch or state.step % config.log.every_steps == 0:
@@ -215,7 +215,7 @@ def train(config: Config, env: Distributed) -> None:
                 return folder.stop(state, reason)
 
         val = evaluate(model, graph, dataset, baseline, tables.rows("val"), batch_size, env)
-        if reason := env.stopping(state.step):
+        if reason := env.stop_reason(state.step):
             folder.save(state)
             return folder.stop(state, reason)
         if improved := state.best is None or quality(val) > quality(state.best):
@@ -228,7 +228,7 @@ def train(config: Config, env: Distributed) -> None:
     profile.stop()
     model.load_state_dict(state.best_model)
     test = evaluate(model, graph, dataset, baseline, tables.rows("test"), batch_size, env)
-    if reason := env.stopping(state.step):
+    if reason := env.stop_reason(state.step):
         return folder.stop(state, reason)
     folder.write("test", state, **test, noise_ceiling=ceiling, best_step=state.best["step"])
     folder.event("finished", state)
@@ -237,44 +237,44 @@ def train(config: Config, env: Distributed) -> None:
     log.info(f"run       {folder.path}")
 
 
-def build_model(config: Config, tables: Tables) -> KnockoutGNN:
+def build_model(config: Config, tables: Tables) -> nn.Module:
     y = tables.y[tables.rows("train")]
-    spread = y.std(correction=0).item()
-    spread = spread if spread > 1e-30 else 1.0  # constant scores
-    return KnockoutGNN(config.model, len(tables.genes), len(tables.relations), y.mean().item(), spread)
+    spread = y.std(dim=0, correction=0)
+    spread = spread.where(spread > 1e-30, 1.0)  # constant scores
+    return KnockoutGNN(config.model, len(tables.genes), len(tables.relations), y.mean(dim=0).tolist(), spread.tolist())
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, env: Distributed) -> torch.optim.Optimizer:
-    """AdamW, with weight decay for matrices alone."""
+    """Returns AdamW, whose state `optim.zero` shards over ranks; only matrices get weight decay."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": optim.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
     ]
     if optim.zero and env.launched:
         return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, lr=optim.lr, fused=True)
-    # The fused one obeys GradScaler's verdict on the device; the others (ZeRO's, too) wait for it.
+    # With fused AdamW, GradScaler skips a non-finite step without a host sync; other optimisers (and ZeRO) sync.
     return torch.optim.AdamW(groups, lr=optim.lr, fused=True)
 
 
-def squared_error(prediction: Tensor, batch: Data, model: KnockoutGNN) -> Tensor:
-    """Sum over the batch of the weighted squared errors, in units of the training targets' variance."""
+def squared_error(prediction: Tensor, batch: Data, model: nn.Module) -> Tensor:
+    """Returns the weighted sum over the batch of squared errors, in units of the training targets' variance."""
     return (batch.weight * ((prediction - batch.y) / model.y_std).square()).sum()
 
 
 def optimizer_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, optim: OptimConfig
 ) -> Tensor:
-    """Unscale, clip, step if all gradients are finite, and clear; returns the gradient norm before clipping."""
+    """Unscales, clips, steps if all gradients are finite, and clears them; returns their norm before clipping."""
     scaler.unscale_(optimizer)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), optim.clip or math.inf)
     scaler.step(optimizer)
-    scaler.update(None if optim.precision == "fp16" else 1.0)  # the scale stays 1 but for fp16
+    scaler.update(None if optim.precision == "fp16" else 1.0)  # without fp16, the scale stays 1
     optimizer.zero_grad(set_to_none=True)
     return grad_norm
 
 
 def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Linear warm-up, then a half cosine down to 0; a pure function of the step, so a resumed run needs no state."""
+    """Returns the learning rate of a step: linear warm-up, then half a cosine to 0. Resuming needs no state for it."""
     warmup = max(1, round(optim.warmup * total_steps))
     if step < warmup:
         return optim.lr * (step + 1) / warmup
@@ -282,23 +282,23 @@ def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Every step draws its random numbers from (seed, step, rank), so no generator state needs saving."""
+    """Seeds torch from (seed, step, rank), so that checkpoints need no generator state."""
     digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest()
     torch.manual_seed(int.from_bytes(digest, "big"))
 
 
 @dataclass
 class TrainState:
-    """All that a checkpoint restores."""
+    """Everything that a checkpoint restores."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     step: int = 0
-    epoch: int = 0  # those that are over, their validation included
-    best: dict | None = None  # metrics and step of the best validation, and the model that gave them
-    best_model: dict | None = None
-    skipped: int = 0  # steps so far that were not finite and changed nothing
+    epoch: int = 0  # epochs completed, including their validation
+    best: dict | None = None  # step and metrics of the best validation
+    best_model: dict | None = None  # the model's state dict at that step
+    skipped: int = 0  # non-finite steps so far, which were not applied
     skipped_in_row: int = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -309,14 +309,14 @@ class TrainState:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimizer.param_groups[0]["weight_decay"] = optim.weight_decay  # the configuration's, not the checkpoint's
-        if state["config"]["optim"]["precision"] == optim.precision:  # to which the loss scale belongs
+        if state["config"]["optim"]["precision"] == optim.precision:  # the loss scale depends on it
             self.scaler.load_state_dict(state["scaler"])
         for name in ("step", "epoch", "best", "best_model", "skipped", "skipped_in_row"):
             setattr(self, name, state[name])
 
 
 class Meter:
-    """The steps since the last train row: loss, times, and which were not finite; stays on the device until `read`."""
+    """Accumulates loss, times and non-finite steps since the last train row, without a device sync before `read`."""
 
     def __init__(self, env: Distributed, optim: OptimConfig):
         self.env, self.optim, self.start = env, optim, time.perf_counter()
@@ -326,24 +326,24 @@ class Meter:
 
     def count(self, num_samples: int, grad_norm: Tensor, scaler: torch.amp.GradScaler) -> None:
         self.num_samples += num_samples
-        # The gradients are the same on all ranks. Under fp16 an overflow at a scale over 1 is GradScaler's routine.
+        # Gradients are equal on all ranks. Under fp16 GradScaler itself handles overflows while the scale is above 1.
         self.nonfinite.append(~grad_norm.isfinite() & (scaler.scale(torch.ones_like(grad_norm)) <= 1))
 
     def read(self, state: TrainState) -> dict[str, Any]:
-        """Values of the train row; raises `RunError`, on every rank, if too many steps were not finite."""
-        verdicts = torch.stack(self.nonfinite).tolist()  # waits for the device
-        steps, elapsed = len(verdicts), time.perf_counter() - self.start
+        """Returns the values of the train row; raises `RunError`, on every rank, for too many non-finite steps."""
+        nonfinite = torch.stack(self.nonfinite).tolist()  # syncs with the device
+        steps, elapsed = len(nonfinite), time.perf_counter() - self.start
         limit = MAX_SKIPS if self.optim.on_nonfinite == "skip" else 1
-        for step, nonfinite in enumerate(verdicts, start=state.step - steps + 1):
-            state.skipped += nonfinite
-            state.skipped_in_row = (state.skipped_in_row + 1) * nonfinite
+        for step, is_nonfinite in enumerate(nonfinite, start=state.step - steps + 1):
+            state.skipped += is_nonfinite
+            state.skipped_in_row = (state.skipped_in_row + 1) * is_nonfinite
             if state.skipped_in_row >= limit:
                 raise RunError(
                     f"step {step} is not finite, {limit} in a row (optim.on_nonfinite): lower optim.lr or optim.clip, "
-                    "or find bad rows by `python -m tests.check rows` with the same options"
+                    "or find bad rows with `python -m tests.check rows` and the same options"
                 )
-        if any(verdicts):
-            log.warning(f"skipped   {sum(verdicts)} steps that were not finite, {state.skipped} in all")
+        if any(nonfinite):
+            log.warning(f"skipped   {sum(nonfinite)} steps that were not finite, {state.skipped} in total")
         gpu, kilobytes = self.env.device.type == "cuda", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {
             "loss": self.env.sum(self.squared_error).item() / self.num_samples,
@@ -356,7 +356,7 @@ class Meter:
 
 
 def profiler(config: Config, env: Distributed, path: Path) -> torch.profiler.profile | SimpleNamespace:
-    """A Chrome trace of some steps, after the first three; `python -m tests.check trace` says where their time went."""
+    """Returns a started profiler that skips three steps, then traces log.profile_steps; a no-op if that is 0."""
     if not config.log.profile_steps:
         return SimpleNamespace(step=lambda: None, stop=lambda: None)
     profile = torch.profiler.profile(
@@ -372,16 +372,16 @@ def profiler(config: Config, env: Distributed, path: Path) -> torch.profiler.pro
 def predict_rows(
     model: nn.Module, graph: SharedGraph, dataset: KnockoutDataset, rows: Tensor, batch_size: int, env: Distributed
 ) -> Tensor:
-    """Float64 [len(dataset)]: the predictions of `rows`, 0 elsewhere, the same on every rank.
+    """Returns float64 [len(dataset)] with the predictions of `rows` and 0 elsewhere, the same on every rank.
 
-    The bare model predicts each row on one rank; the sum that puts them together adds zeros and so does not round.
+    Each row is predicted on one rank, by the bare model; the all-reduce adds only zeros to it and is therefore exact.
     """
     model.eval()
-    predictions = torch.zeros(len(dataset), dtype=torch.float64, device=env.device)
+    predictions = torch.zeros(dataset.y.shape, dtype=torch.float64, device=env.device)
     batches = data.shard(rows, math.ceil(batch_size / env.world_size), env.world_size, env.rank)
     for batch in data.make_loader(dataset, batches, workers=0, pin=env.device.type == "cuda"):
         with env.phase("evaluation"):
-            if env.stop and env.stop.code():  # all ranks will agree on that; nobody wants the result
+            if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
                 break
             batch = batch.to(env.device, non_blocking=True)
             predictions[batch.index] = model(graph, batch).double()
@@ -389,7 +389,7 @@ def predict_rows(
 
 
 def evaluate(
-    model: KnockoutGNN,
+    model: nn.Module,
     graph: SharedGraph,
     dataset: KnockoutDataset,
     baseline: Tensor,
@@ -397,7 +397,7 @@ def evaluate(
     batch_size: int,
     env: Distributed,
 ) -> dict[str, Any]:
-    """Loss, mse, Pearson and the additive baseline's Pearson of `rows`, the same on every rank."""
+    """Returns loss, MSE, Pearson's r and the additive baseline's Pearson's r on `rows`, the same on every rank."""
     prediction, y = predict_rows(model, graph, dataset, rows, batch_size, env)[rows], dataset.y[rows].double()
     correlation = torch.corrcoef(torch.stack([y, prediction, baseline[rows]]))[0].tolist()  # nan where undefined
     mse = (prediction - y).square().mean().item()
@@ -406,17 +406,17 @@ def evaluate(
 
 
 def quality(result: dict[str, Any]) -> tuple[float, float]:
-    """The larger, the better: Pearson, and the loss where Pearson is undefined or equal."""
+    """Returns a sort key, larger is better: Pearson's r, then the loss where that is undefined or equal."""
     return -2.0 if math.isnan(result["pearson"]) else result["pearson"], -result["loss"]
 
 
 def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> None:
-    """Write a prediction for each row of `table`, in its order, to `<table>.predictions.tsv` in the working folder."""
-    with env.together(DataError):
+    """Writes a prediction for each row of `table`, in order, to `<table>.predictions.tsv` in the working directory."""
+    with env.sync_errors(DataError):
         state = read_checkpoint(checkpoint)
         tables = data.load(config.data)
         if state["data"] != tables.fingerprint():
-            raise UserError(f"{checkpoint} was trained on other data than the configuration names")
+            raise UserError(f"{checkpoint} was trained on different data from the configuration's")
         knockouts, _, _ = data.read_knockouts(table, scored=False)
         model = build_model(config, tables)
         load_model(model, state["model"], checkpoint)
@@ -430,18 +430,18 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
     answers = zip(knockouts, known, predictions, strict=True)
     lines = [f"{','.join(genes)}\t{prediction if is_known else ''}" for genes, is_known, prediction in answers]
     output = Path(Path(table).name.removesuffix(".gz").removesuffix(".tsv") + ".predictions.tsv")
-    with env.together(), writing(output, UserError):
+    with env.sync_errors(), explain_write_errors(output, UserError):
         if env.rank == 0:
             write_atomically(output, "\n".join(["genes\tprediction", *lines, ""]))
     if unknown := sorted({gene for genes in knockouts for gene in genes} - number.keys()):
         names = ", ".join(unknown[:10]) + " ..." * (len(unknown) > 10)
-        log.warning(f"{known.count(False)} rows have no prediction, their genes are not in the graph: {names}")
-    log.info(f"{len(rows)} predictions in {output}")
+        log.warning(f"{known.count(False)} rows have no prediction: these genes are not in the graph: {names}")
+    log.info(f"{len(rows)} predictions written to {output}")
 
 
 # ---- The run folder -------------------------------------------------------------------------------------------------
 class RunFolder:
-    """The run's files, written by global rank 0 alone, but for each rank's own log."""
+    """The run's files; only global rank 0 writes them, except for each rank's own log."""
 
     def __init__(self, config: Config, env: Distributed, fingerprint: str):
         self.config, self.env, self.fingerprint = config, env, fingerprint
@@ -450,48 +450,48 @@ class RunFolder:
         self.rows: list[dict] = []
 
     def open(self, model: nn.Module) -> dict | None:
-        """Rank 0: take the folder for this run, and read the checkpoint to go on from, if there is one."""
+        """On rank 0, locks the folder and returns the checkpoint to resume from, if any; raises `UserError`."""
         if self.env.rank != 0:
             return None
-        with writing(self.path, UserError):
+        with explain_write_errors(self.path, UserError):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.lock = (self.path / "log.rank0.txt").open("a")
-        for _ in range(100):  # ranks whose torchrun was killed need some seconds to leave, their loader processes more
+        for _ in range(100):  # ranks of a killed torchrun, and their DataLoader workers, take seconds to exit
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             time.sleep(0.1)
         else:
-            raise UserError(f"another process trains in {self.path}: wait for it or choose another run.name")
+            raise UserError(f"another process is training in {self.path}: wait for it or set another run.name")
         if (checkpoint := self.newest_checkpoint()) is None:
             return None
         load_model(model, checkpoint["model"], self.path)
         for section, name in (("run", "seed"), ("data", "batch_size")):
-            then, value = checkpoint["config"][section][name], asdict(self.config)[section][name]
-            if then != value:
-                raise UserError(f"{self.path} has {section}.{name}={then}, not {value}: set another run.name")
+            saved, value = checkpoint["config"][section][name], asdict(self.config)[section][name]
+            if saved != value:
+                raise UserError(f"{self.path} has {section}.{name}={saved}, not {value}: set another run.name")
         if checkpoint["data"] != self.fingerprint:
-            raise UserError(f"{self.path} was trained on other data or splits: set another run.name")
+            raise UserError(f"{self.path} was trained on different data or splits: set another run.name")
         return checkpoint
 
     def start(self, state: TrainState, ranks: list[str]) -> None:
-        """Open each rank's log; write down what runs where; drop the rows beyond the step, which will come again."""
-        with writing(self.path, UserError):
+        """Opens each rank's log, records configuration and environment, drops metrics rows that will be repeated."""
+        with explain_write_errors(self.path, UserError):
             self.path.mkdir(parents=True, exist_ok=True)
             handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt")
             handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
             logging.getLogger().addHandler(handler)
-            self.env.place = (state.step, *self.env.place[1:])
+            self.env.progress = (state.step, *self.env.progress[1:])
             if self.env.rank != 0:
                 return
             write_atomically(self.path / "config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
             write_atomically(self.path / "environment.txt", environment(ranks))
             metrics = self.path / "metrics.jsonl"
             for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else []:
-                with contextlib.suppress(ValueError, TypeError, KeyError):  # the last line of a killed run
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut off by a kill
                     row = json.loads(line)
-                    done = {"train": row["step"] <= state.step, "val": row["epoch"] <= state.epoch, "test": False}
-                    self.rows += [row] if done.get(row["kind"], True) else []
+                    keep = {"train": row["step"] <= state.step, "val": row["epoch"] <= state.epoch, "test": False}
+                    self.rows += [row] if keep.get(row["kind"], True) else []
             write_atomically(metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
             self.metrics = metrics.open("a")
         self.event("resumed" if state.step else "started", state, world_size=self.env.world_size)
@@ -500,74 +500,74 @@ class RunFolder:
         log.info(f"run       {self.path}, {f'resumed at step {state.step}' if state.step else 'from the start'}")
 
     def write(self, kind: str, state: TrainState, **values: Any) -> None:
-        """Append a row to metrics.jsonl, where a number that is not finite becomes null; draw the curves anew."""
+        """Appends a row to metrics.jsonl, with null for non-finite numbers; a val row also redraws curves.svg."""
         if self.env.rank != 0:
             return
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self.rows.append({"kind": kind, "step": state.step, "epoch": state.epoch + (kind == "train"), **values})
-        with writing(self.path / "metrics.jsonl"):
+        with explain_write_errors(self.path / "metrics.jsonl"):
             self.metrics.write(json.dumps(self.rows[-1]) + "\n")
             self.metrics.flush()
             if kind == "val":
                 write_atomically(self.path / "curves.svg", curves_svg(self.rows))
 
     def save(self, state: TrainState, improved: bool = False) -> None:
-        """Write the checkpoint of this step, also as best.pt if `improved`; raises `RunError` on every rank.
+        """Writes this step's checkpoint, and best.pt if `improved`; raises `RunError` on every rank if it cannot.
 
-        Every rank must call it: under ZeRO each has a part of the optimiser state.
+        A collective: every rank must call it. Under ZeRO, each holds a shard of the optimiser state.
         """
         if isinstance(state.optimizer, ZeroRedundancyOptimizer):
             state.optimizer.consolidate_state_dict()
-        with self.env.together(phase="save"):
+        with self.env.sync_errors(phase="save"):
             if self.env.rank != 0:
                 return
             checkpoint = {**state.state_dict(), "config": asdict(self.config), "data": self.fingerprint}
             for name, tensor in checkpoint["model"].items():
                 if not tensor.isfinite().all():
-                    raise RunError(f"{name} is not finite at step {state.step}, which is not saved: lower optim.lr")
+                    raise RunError(f"{name} is not finite at step {state.step}, no checkpoint is saved: lower optim.lr")
             path = self.checkpoints / f"step_{state.step:08d}.pt"
-            with writing(path):
-                os.fsync(self.metrics.fileno())  # no checkpoint without the rows that led to it
+            with explain_write_errors(path):
+                os.fsync(self.metrics.fileno())  # never a checkpoint without its rows
                 if improved:
                     write_atomically(self.checkpoints / "best.pt", checkpoint)
                 write_atomically(path, checkpoint)
-                done = [other for other in self.step_files() if other.name <= path.name]
-                for other in done[self.config.checkpoint.keep_last :]:
+                saved = [other for other in self.step_files() if other.name <= path.name]
+                for other in saved[self.config.checkpoint.keep_last :]:
                     other.unlink()
 
     def event(self, event: str, state: TrainState, reason: str = "", **values: Any) -> None:
-        """Note in status.json and metrics.jsonl that the run was started, resumed, stopped, failed or finished."""
+        """Records started, resumed, stopped, failed or finished in status.json and metrics.jsonl."""
         if self.env.rank == 0:
             status = "running" if event in ("started", "resumed") else event
             row = {"state": status, "step": state.step, "epoch": state.epoch, "reason": reason}
-            with writing(self.path / "status.json"):
+            with explain_write_errors(self.path / "status.json"):
                 write_atomically(self.path / "status.json", json.dumps(row) + "\n")
             self.write("event", state, event=event, reason=reason, time=time.time(), **values)
 
     def stop(self, state: TrainState, reason: str) -> None:
-        """The end of a run that was asked to stop and has saved."""
-        if self.env.local_rank == 0:  # each machine may have a disk of its own
+        """Records that the run stopped on request, after its checkpoint was saved, and removes the file STOP."""
+        if self.env.local_rank == 0:  # on every machine: the disk need not be shared
             with contextlib.suppress(OSError):
                 (self.path / "STOP").unlink()
         self.event("stopped", state, reason)
-        log.info(f"stopped   at step {state.step}, asked by {reason}: the same command goes on from there")
+        log.info(f"stopped   at step {state.step} ({reason}): the same command resumes the run")
 
     def step_files(self) -> list[Path]:
-        """Newest first."""
+        """Returns the paths of the step checkpoints, newest first."""
         return sorted(self.checkpoints.glob(f"step_{'[0-9]' * 8}.pt"), reverse=True)
 
     def newest_checkpoint(self) -> dict | None:
-        """The newest one of the folder that can be read, else that of run.resume, if it names one."""
+        """Returns the folder's newest readable checkpoint, else that of run.resume, if set; raises `UserError`."""
         for path in [*self.step_files(), *self.checkpoints.glob("best.pt")]:
             try:
                 return read_checkpoint(path)
             except UserError as error:
-                log.warning(f"passed over a damaged checkpoint: {error}")
+                log.warning(f"skipped a damaged checkpoint: {error}")
         return None if self.config.run.resume == "auto" else read_checkpoint(self.config.run.resume)
 
 
 def read_checkpoint(path: str | Path) -> dict:
-    """Raises `UserError` for a file that is missing, damaged, or holds code."""
+    """Returns a checkpoint with its tensors on the CPU; raises `UserError` if it is missing, damaged or holds code."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         return {name: state[name] for name in (*(f.name for f in fields(TrainState)), "config", "data")}
@@ -578,11 +578,11 @@ def read_checkpoint(path: str | Path) -> dict:
 
 
 def load_model(model: nn.Module, state: dict[str, Tensor], where: str | Path) -> None:
-    """Raises `UserError` that names the keys or shapes in which a saved model differs from `model`."""
+    """Loads a state dict into `model`; raises `UserError` naming the keys or shapes that do not match."""
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError) as error:
-        raise UserError(f"the model saved in {where} is another one: {' '.join(str(error).split())[:300]}") from None
+        raise UserError(f"the model saved in {where} does not match: {' '.join(str(error).split())[:300]}") from None
 
 
 def environment(ranks: list[str]) -> str:
@@ -594,18 +594,18 @@ def environment(ranks: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def writing(path: Path, kind: type[UserError] = RunError) -> Iterator[None]:
-    """Raise an error of that kind, in a sentence, if a file cannot be written."""
+def explain_write_errors(path: Path, kind: type[UserError] = RunError) -> Iterator[None]:
+    """Turns a failure to write `path` into an error of type `kind`, which says why in one sentence."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch.save wraps what it meets
+    except (OSError, RuntimeError) as error:  # torch.save may wrap an OSError
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         reason = getattr(cause, "strerror", cause)
-        raise kind(f"cannot write {path}: {reason}; mend that or set run.dir, and start again") from None
+        raise kind(f"cannot write {path}: {reason}; fix that or set run.dir, and start again") from None
 
 
 def write_atomically(path: Path, content: str | dict) -> None:
-    """The file appears whole or not at all; a dict is written by `torch.save`."""
+    """Writes a file that appears complete or not at all; a dict is written by `torch.save`."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -615,12 +615,12 @@ def write_atomically(path: Path, content: str | dict) -> None:
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            temporary.unlink()  # its space may be needed to say why
+            temporary.unlink()  # on a full disk, logging the error needs its space
         raise
 
 
 def curves_svg(rows: list[dict]) -> str:
-    """Loss and Pearson against the optimiser step, in two panels; a dotted line where the run was resumed."""
+    """Returns an SVG of loss and Pearson's r against the optimiser step, with a dotted line where a run resumed."""
     orange, blue, grey, width, height = "#e8590c", "#228be6", "#868e96", 380, 240
     dotted = f'stroke="{grey}" stroke-dasharray="1 4"'
     loss = [("train", "loss", "training", blue, ""), ("val", "loss", "validation", orange, "")]
@@ -661,7 +661,7 @@ def curves_svg(rows: list[dict]) -> str:
 
 
 def nice_ticks(values: list[float]) -> list[float]:
-    """Four to nine round numbers, evenly spaced, that span `values`."""
+    """Returns a few evenly spaced round numbers that span `values`."""
     low, high = min(values), max(values)
     span = max(high - low, 1e-9 * max(1.0, abs(low), abs(high)))
     step = 10.0 ** math.floor(math.log10(span / 4))
@@ -676,21 +676,21 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def parse_arguments(words: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options = Path(__file__).with_name("config.yaml").read_text()
     parser = Parser(description=__doc__, epilog=options, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="an option of config.yaml")
     parser.add_argument("--config", metavar="FILE", help="default: config.yaml beside train.py, or the checkpoint's")
-    parser.add_argument("--predict", metavar="TABLE", help="predict for this table of knock-out sets, do not train")
+    parser.add_argument("--predict", metavar="TABLE", help="predict this table of knock-out sets instead of training")
     parser.add_argument("--checkpoint", metavar="FILE", help="the trained model for --predict")
-    arguments = parser.parse_intermixed_args(words)
-    if bool(arguments.predict) != bool(arguments.checkpoint):
+    parsed = parser.parse_intermixed_args(arguments)
+    if bool(parsed.predict) != bool(parsed.checkpoint):
         raise UserError("--predict TABLE and --checkpoint FILE go together")
-    return arguments
+    return parsed
 
 
 def load_config(arguments: argparse.Namespace) -> Config:
-    """The file's values, then the command line's over them; raises `UserError` for a wrong file, option or value."""
+    """Returns the file's options, overridden by the command line; raises `UserError` for a wrong file or option."""
     options = {f"{section.name}.{f.name}": f for section in fields(Config) for f in fields(section.type)}
     default = arguments.checkpoint or Path(__file__).with_name("config.yaml")
     source = default if arguments.config is None else arguments.config
@@ -706,7 +706,7 @@ def load_config(arguments: argparse.Namespace) -> Config:
             key, _, text = source.partition("=")
             given[key] = text if key in options and options[key].type is str else yaml.safe_load(text)
     except AttributeError:
-        raise UserError(f"{source} does not hold sections of options, see config.yaml") from None
+        raise UserError(f"{source} does not contain sections of options: see config.yaml") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"cannot read the configuration {source}: {' '.join(str(error).split())}") from None
     sections = {section.name: {} for section in fields(Config)}
@@ -715,23 +715,23 @@ def load_config(arguments: argparse.Namespace) -> Config:
             nearest = difflib.get_close_matches(key, options, n=1, cutoff=0)[0]
             raise UserError(f"unknown option {key}: did you mean {nearest}?")
         section, name = key.split(".")
-        sections[section][name] = converted(key, value, options[key])
+        sections[section][name] = convert(key, value, options[key])
     try:
         return Config(**{section.name: section.type(**sections[section.name]) for section in fields(Config)})
     except ValueError as error:
         raise UserError(str(error)) from None
 
 
-def converted(key: str, value: Any, option: Field) -> Any:
-    """`value` as the option's type, where that loses nothing."""
+def convert(key: str, value: Any, option: Field) -> Any:
+    """Returns `value` as the option's type; raises `UserError` if that would lose information or is out of range."""
     kind, choices = option.type, get_args(option.type)
-    least = 1 if kind is int and option.default else 0  # 0 only where it is the default
-    if kind is float and type(value) in (int, str):  # YAML reads 1e-3 as text
+    least = 1 if kind is int and option.default else 0  # an int may be 0 only if that is its default
+    if kind is float and type(value) in (int, str):  # YAML reads 1e-3 as a string
         with contextlib.suppress(ValueError, OverflowError):
             value = float(value)
-    fits = value in choices if choices else type(value) is kind
-    if not fits or (kind in (int, float) and not least <= value < 2**32):
-        expected = " or ".join(choices) or f"{kind.__name__}{f' from {least}' * (kind in (int, float))}"
+    valid = value in choices if choices else type(value) is kind
+    if not valid or (kind in (int, float) and not least <= value < 2**32):
+        expected = " or ".join(choices) or f"{kind.__name__}{f' >= {least}' * (kind in (int, float))}"
         raise UserError(f"{key} must be {expected}, not {value!r}")
     return value
 

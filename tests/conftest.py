@@ -1,9 +1,10 @@
-"""Small tables, and processes that cannot outlive their test."""
+"""Fixtures and helpers: tiny tables, and processes that are killed when their test ends."""
 
 import multiprocessing
 import os
 import random
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,17 +21,33 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch looks up names, which the tests must not wait for
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch does DNS look-ups, which the tests must not wait for
+SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
 MODULES = ("mask", "model", "data", "ddp_setup", "train")
 
 
-# Imports torch once and forks processes from there, which start at once.
+# Imports torch once, so that the processes forked from it start at once.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.faults"])
+SERVER.set_forkserver_preload(["tests.tools.faults"])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the tests in tests/slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides the GPUs unless `-m gpu` is given: they are few, and their sums are not bitwise reproducible."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skips tests/slow unless --all or a path selects it."""
+    return True if collection_path.name == "slow" and not config.option.all else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files whose tests wait most of the time come first, for others to run beside them."""
+    """Starts the files that spend most time waiting first, so that other tests run in parallel with them."""
     items.sort(key=lambda item: item.path.stem not in ("test_slurm", "test_machines"))
 
 
@@ -47,9 +64,9 @@ class Finished:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Callable[..., Finished]]:
-    """run(command, timeout=...): the finished command, in `tmp_path`; whatever it started is killed after the test.
+    """run(command, timeout=...) runs a command in `tmp_path`; whatever it started is killed after the test.
 
-    torchrun puts each worker in a session of its own, so processes are found by a mark in their environment.
+    torchrun puts each worker in its own session, so processes are found by a marker in their environment.
     """
     mark = f"TEST_MARK={uuid.uuid4()}"
 
@@ -78,7 +95,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Finished]]:
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment without what makes launch.sh and train.py another job's part, or sets their size."""
+    """Returns the environment without variables that make launch.sh or train.py part of a job, or set its size."""
     names = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "RANK", "WORLD_SIZE", "NPROC", "NNODES", "RDZV", "RDZV_TIMEOUT")
     names += ("MAX_RESTARTS", "STOP_FILE")
     return {k: v for k, v in os.environ.items() if k not in names and not k.startswith(("SLURM", "SBATCH"))}
@@ -95,89 +112,90 @@ def _kill_marked(mark: str) -> None:
 
 @pytest.fixture
 def torchrun(run: Callable[..., Finished]) -> Callable[..., Finished]:
-    """torchrun(nproc, script or -m module, *arguments): under torchrun; nproc=0 is plain python."""
+    """torchrun(nproc, script or -m module, *arguments) runs it under torchrun, or under plain python if nproc=0."""
 
-    def start(nproc: int, *words: str, timeout: float = 120, **env: str) -> Finished:
+    def start(nproc: int, *arguments: str, timeout: float = 120, **env: str) -> Finished:
         command = [sys.executable]
         if nproc:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-        return run([*command, *map(str, words)], timeout, **env)
+        return run([*command, *map(str, arguments)], timeout, **env)
 
     return start
 
 
 @pytest.fixture
 def train(torchrun: Callable[..., Finished], tables: list[str], tmp_path: Path) -> Callable[..., Finished]:
-    """train(nproc, *overrides): train.py on the tiny tables, one epoch of a tiny model unless overridden.
+    """train(nproc, *overrides) runs train.py on the tiny tables: one epoch of a tiny model unless overridden.
 
-    nproc=0 is what `python train.py` does. With launcher=True the ranks are under a real torchrun; without, they are
-    forked processes with torchrun's variables, which start at once.
+    nproc=0 is plain `python train.py`. With launcher=True the ranks run under a real torchrun; otherwise they are
+    forked processes with torchrun's environment variables, which start much faster.
     """
 
     def start(
         nproc: int, *overrides: str, script: Path = ROOT / "train.py", launcher: bool = False, **env: str
     ) -> Finished:
-        small = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
-        words = [*tables, *small, *overrides]
+        arguments = [*tables, *SMALL, *overrides]
         if launcher:
-            return torchrun(nproc, script, *words, **env)
+            return torchrun(nproc, script, *arguments, **env)
         if nproc:
-            _store, processes = fork_ranks(tmp_path, nproc, str(script), words, env)
+            _store, processes = fork_ranks(tmp_path, nproc, str(script), arguments, env)
         else:
-            processes = [fork(tmp_path, "rank0", [str(script), *words], {"OMP_NUM_THREADS": "1", **env})]
+            processes = [fork(tmp_path, "rank0", [str(script), *arguments], {"OMP_NUM_THREADS": "1", **env})]
         codes = join(processes)
         output = [
             "".join((tmp_path / f"rank{rank}.{stream}").read_text() for rank in range(len(processes)))
             for stream in ("stdout", "stderr")
         ]
-        assert len(set(codes)) == 1, f"ranks left with {codes}\n{output[1]}"
+        assert len(set(codes)) == 1, f"ranks exited with {codes}\n{output[1]}"
         return Finished(codes[0], *output)
 
     return start
 
 
-def fork(folder: Path, name: str, command: list[str], variables: dict[str, str]) -> Any:
-    """A process that does `python SCRIPT ...` in `folder`; its output goes to <name>.stdout and <name>.stderr."""
-    process = SERVER.Process(target=_run_script, args=(str(folder), name, command, variables), daemon=True)
+def fork(folder: Path, name: str, command: list[str], variables: dict[str, str], cwd: str = "") -> Any:
+    """Starts `python SCRIPT ...` in `cwd` (default: `folder`); writes <name>.stdout and .stderr in `folder`."""
+    process = SERVER.Process(target=_run_script, args=(str(folder), name, command, variables, cwd), daemon=True)
     process.start()
     return process
 
 
 def fork_ranks(
-    folder: Path, world_size: int, script: str, words: list[str], more: dict[str, str] | None = None
+    folder: Path, world_size: int, script: str, arguments: list[str], more: dict[str, str] | None = None, cwd: str = ""
 ) -> tuple[dist.TCPStore, list]:
-    """Ranks that run `script` as under torchrun, whose store this process keeps: hold on to it as long as they run."""
+    """Starts ranks as torchrun would; returns the store, which must stay alive while they run, and the processes."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     shared |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
     ranks = []
     for rank in range(world_size):
         variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(more or {})}
-        ranks.append(fork(folder, f"rank{rank}", [str(ROOT / script), *words], variables))
+        ranks.append(fork(folder, f"rank{rank}", [str(ROOT / script), *arguments], variables, cwd))
     return store, ranks
 
 
 def launch_forked(
     world_size: int,
-    words: list[str],
+    arguments: list[str],
+    timeout: float = 120,
     torchrun: tuple[str, ...] = (),
     variables: dict[str, str] | None = None,
     script: str = "tests/check.py",
+    cwd: str = "",
 ) -> tuple[int, str]:
-    """As `check.launch` does, without the seconds that imports take; the second word is a folder."""
-    folder = Path(words[1])
-    _store, ranks = fork_ranks(folder, world_size, script, words, variables)
-    codes = join(ranks)
+    """Like `launch` in tests/tools/runs.py, without the seconds that imports take; arguments[1] gets the output."""
+    folder = Path(arguments[1])
+    _store, ranks = fork_ranks(folder, world_size, script, arguments, variables, cwd)
+    codes = join(ranks, timeout)
     outputs = [(folder / f"rank{r}.{name}").read_text() for r in range(world_size) for name in ("stdout", "stderr")]
     return max(map(abs, codes)), "\n".join(outputs)
 
 
 @pytest.fixture
 def workers(tmp_path: Path) -> Callable[..., None]:
-    """workers(world_size, name, *words): a function of tests/workers.py on all ranks; it must not fail."""
+    """workers(world_size, name, *arguments) runs a function of tests/workers.py on all ranks; none may fail."""
 
-    def start(world_size: int, *words: str) -> None:
-        _store, ranks = fork_ranks(tmp_path, world_size, "tests/workers.py", [*words])
+    def start(world_size: int, *arguments: str) -> None:
+        _store, ranks = fork_ranks(tmp_path, world_size, "tests/workers.py", [*arguments])
         codes = join(ranks)
         errors = [(tmp_path / f"rank{rank}.stderr").read_text() for rank in range(world_size)]
         assert codes == [0] * world_size, "\n".join(errors)
@@ -185,41 +203,41 @@ def workers(tmp_path: Path) -> Callable[..., None]:
     return start
 
 
-def _run_script(folder: str, name: str, command: list[str], variables: dict[str, str]) -> None:
+def _run_script(folder: str, name: str, command: list[str], variables: dict[str, str], cwd: str) -> None:
     os.setsid()
-    os.chdir(folder)
+    os.chdir(cwd or folder)
     for variable in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE"):
         os.environ.pop(variable, None)
     os.environ.update(variables)
-    torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", 1)))  # torch is loaded, too late for the variable
+    torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", 1)))  # torch has already read the variable
     sys.argv = command
     copy = next((str(parent) for parent in Path(command[0]).parents if (parent / "train.py").exists()), str(ROOT))
-    if copy != str(ROOT):  # a copy of the template imports its own modules, not those that the server has loaded
+    if copy != str(ROOT):  # a copy of the template must import its own modules, not those preloaded by the server
         for module in list(sys.modules):
             if module.partition(".")[0] in (*MODULES, "tests"):
                 del sys.modules[module]
         sys.path.insert(0, copy)
-    for number, stream in ((0, os.devnull), (1, f"{name}.stdout"), (2, f"{name}.stderr")):
+    for number, stream in ((0, os.devnull), (1, f"{folder}/{name}.stdout"), (2, f"{folder}/{name}.stderr")):
         handle = os.open(stream, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(handle, number)
     runpy.run_path(command[0], run_name="__main__")
 
 
 def join(processes: list, timeout: float = 120) -> list[int]:
-    """The exit statuses; whatever is left after `timeout` seconds is killed and fails the test."""
+    """Returns the exit codes; processes still running after `timeout` seconds are killed and fail the test."""
     deadline = time.monotonic() + timeout
     for process in processes:
         process.join(max(0, deadline - time.monotonic()))
     hung = [process.pid for process in processes if process.exitcode is None]
     for process in processes:
         process.kill()
-    assert not hung, f"processes {hung} did not end"
+    assert not hung, f"processes {hung} did not exit"
     return [process.exitcode for process in processes]
 
 
 @pytest.fixture
 def tables(tmp_path: Path) -> list[str]:
-    """Overrides that name two tiny tables: 30 genes in two relations, 200 samples of 1 to 3 deletions."""
+    """Overrides for two tiny tables: 30 genes in two relations, 200 samples of 1 to 3 deletions."""
     draw = random.Random(0)
     genes = [f"Y{i:02d}" for i in range(30)]
     edges = [(*draw.sample(genes[:28], 2), draw.choice(["physical", "regulatory"])) for _ in range(120)]
@@ -231,6 +249,15 @@ def tables(tmp_path: Path) -> list[str]:
     write_table(tmp_path / "edges.tsv", [("source", "target", "relation"), *edges])
     write_table(tmp_path / "scores.tsv", [("genes", "score"), *samples])
     return ["data.source=tsv", "data.edges=edges.tsv", "data.perturbations=scores.tsv"]
+
+
+def copy_template(folder: Path) -> Path:
+    """Copies what a user would copy, without runs and caches, and returns the folder."""
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    names = ("config.yaml", "launch.sh", "pyproject.toml", "requirements.txt", "README.md")
+    for path in (*ROOT.glob("*.py"), *(ROOT / name for name in names)):
+        shutil.copy(path, folder)
+    return folder
 
 
 def write_table(path: Path, rows: list[tuple]) -> Path:

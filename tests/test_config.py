@@ -11,8 +11,8 @@ from tests.conftest import MODULES, ROOT
 from train import Config, load_config, parse_arguments
 
 
-def load(*words: str) -> Config:
-    return load_config(parse_arguments(list(words)))
+def load(*arguments: str) -> Config:
+    return load_config(parse_arguments(list(arguments)))
 
 
 def test_config_yaml_lists_every_option_with_its_default_and_a_comment():
@@ -27,8 +27,8 @@ def test_config_yaml_lists_every_option_with_its_default_and_a_comment():
     assert [line for line in options if "  # " not in line] == []
 
 
-def test_every_option_is_read_somewhere():
-    """Its check in `__post_init__` does not count."""
+def test_every_option_is_used():
+    """Validation in `__post_init__` does not count as a use."""
     code = ""
     for name in MODULES:
         tree = ast.parse((ROOT / f"{name}.py").read_text())
@@ -48,7 +48,7 @@ def test_help_lists_every_option(capsys):
     assert (ROOT / "config.yaml").read_text() in capsys.readouterr().out
 
 
-def test_command_line_goes_over_the_file(tmp_path):
+def test_the_command_line_overrides_the_file(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("optim: {lr: 1e-2, epochs: 7}\nrun: {name: mine}\nddp:\n")  # an empty section, too
     config = load(
@@ -57,7 +57,7 @@ def test_command_line_goes_over_the_file(tmp_path):
     assert (config.optim.lr, config.optim.epochs, config.run.name) == (0.01, 9, "5")
     assert config.data.undirected is True and config.ddp.device_ids == [2, 0]
     assert config.model == Config().model
-    assert load("optim.lr=1", "run.resume=no").run.resume == "no"  # text stays text, whatever YAML makes of it
+    assert load("optim.lr=1", "run.resume=no").run.resume == "no"  # although YAML parses it as a bool
 
 
 def test_an_empty_file_gives_the_defaults(tmp_path):
@@ -65,30 +65,30 @@ def test_an_empty_file_gives_the_defaults(tmp_path):
     assert load("--config", str(tmp_path / "empty.yaml")) == Config() == load()
 
 
-def test_ddp_options_are_those_of_torch():
-    words = "{bucket_cap_mb: 25, gradient_as_bucket_view: true, static_graph: true, find_unused_parameters: false}"
-    assert load(f"ddp.options={words}").ddp.options == yaml.safe_load(words)
+def test_ddp_options_accept_the_arguments_of_ddp():
+    arguments = "{bucket_cap_mb: 25, gradient_as_bucket_view: true, static_graph: true, find_unused_parameters: false}"
+    assert load(f"ddp.options={arguments}").ddp.options == yaml.safe_load(arguments)
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("argument", "message"),
     [
         ("optim.lrr=1", "unknown option optim.lrr: did you mean optim.lr?"),
         ("lr=1", "unknown option lr: did you mean optim.lr?"),
         ("data.batchsize=8", "unknown option data.batchsize: did you mean data.batch_size?"),
         ("modle.hidden=8", "unknown option modle.hidden: did you mean model.hidden?"),
-        ("optim.lr", "optim.lr must be float from 0, not None"),
-        ("optim.lr=fast", "optim.lr must be float from 0, not 'fast'"),
-        ("optim.lr=nan", "optim.lr must be float from 0, not nan"),
-        ("ddp.timeout_s=inf", "ddp.timeout_s must be float from 0, not inf"),
-        ("optim.lr=true", "optim.lr must be float from 0, not True"),
-        ("optim.lr=-1", "optim.lr must be float from 0, not -1.0"),
-        ("optim.epochs=2.5", "optim.epochs must be int from 1, not 2.5"),
-        ("optim.epochs=", "optim.epochs must be int from 1, not None"),
+        ("optim.lr", "optim.lr must be float >= 0, not None"),
+        ("optim.lr=fast", "optim.lr must be float >= 0, not 'fast'"),
+        ("optim.lr=nan", "optim.lr must be float >= 0, not nan"),
+        ("ddp.timeout_s=inf", "ddp.timeout_s must be float >= 0, not inf"),
+        ("optim.lr=true", "optim.lr must be float >= 0, not True"),
+        ("optim.lr=-1", "optim.lr must be float >= 0, not -1.0"),
+        ("optim.epochs=2.5", "optim.epochs must be int >= 1, not 2.5"),
+        ("optim.epochs=", "optim.epochs must be int >= 1, not None"),
         ("optim.epochs=[", "cannot read the configuration optim.epochs=[: while parsing"),
         ("optim.lr=2024-13-45", "cannot read the configuration optim.lr=2024-13-45: month must be in 1..12"),
-        ("run.seed=-1", "run.seed must be int from 0, not -1"),
-        ("data.split_seed=100000000000000000000", "data.split_seed must be int from 0, not 100000000000000000000"),
+        ("run.seed=-1", "run.seed must be int >= 0, not -1"),
+        ("data.split_seed=100000000000000000000", "data.split_seed must be int >= 0, not 100000000000000000000"),
         ("--config=", "cannot read the configuration"),
         ("--config=no.yaml", "cannot read the configuration no.yaml: [Errno 2] No such file or directory"),
         ("data.undirected=1", "data.undirected must be bool, not 1"),
@@ -97,20 +97,20 @@ def test_ddp_options_are_those_of_torch():
         ("data.source=csv", "data.source must be synthetic or tsv, not 'csv'"),
         ("data.source=tsv", "data.source=tsv needs two files: set data.edges and data.perturbations"),
         ("data.preset=large", "data.preset must be small or yeast, not 'large'"),
-        ("data.val_fraction=0.95", "must be over 0 and leave rows for training"),
+        ("data.val_fraction=0.95", "must be positive and leave rows for training"),
         ("model.dropout=1", "model.dropout must be in [0, 1), not 1.0"),
         ("ddp.options=3", "ddp.options must be"),
-        ("ddp.options={bucket_cap: 3}", "ddp.options: torch's DistributedDataParallel takes no bucket_cap=3"),
-        ("ddp.options={bucket_cap_mb: big}", "torch's DistributedDataParallel takes no bucket_cap_mb='big'"),
-        ("ddp.options={device_ids: 1}", "torch's DistributedDataParallel takes no device_ids=1"),
-        ("ddp.options={static_graph: 1}", "torch's DistributedDataParallel takes no static_graph=1"),
+        ("ddp.options={bucket_cap: 3}", "ddp.options: DistributedDataParallel does not accept bucket_cap=3"),
+        ("ddp.options={bucket_cap_mb: big}", "DistributedDataParallel does not accept bucket_cap_mb='big'"),
+        ("ddp.options={device_ids: 1}", "DistributedDataParallel does not accept device_ids=1"),
+        ("ddp.options={static_graph: 1}", "DistributedDataParallel does not accept static_graph=1"),
         ("--lr=3", "unrecognized arguments: --lr=3"),
         ("--predict=table.tsv", "--predict TABLE and --checkpoint FILE go together"),
     ],
 )
-def test_a_wrong_word_is_one_sentence(word, message):
+def test_a_wrong_argument_gives_a_one_line_error(argument, message):
     with pytest.raises(UserError) as caught:
-        load(word)
+        load(argument)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.status == 2
@@ -120,11 +120,11 @@ def test_a_wrong_word_is_one_sentence(word, message):
     "option", ["data.batch_size", "model.layers", "optim.epochs", "optim.accumulate", "checkpoint.keep_last"]
 )
 def test_a_count_of_zero_is_refused(option):
-    with pytest.raises(UserError, match=f"^{option} must be int from 1, not 0$"):
+    with pytest.raises(UserError, match=f"^{option} must be int >= 1, not 0$"):
         load(f"{option}=0")
 
 
-def test_zero_is_a_value_where_it_is_the_default_or_no_count():
+def test_options_that_are_not_counts_accept_zero():
     config = load("optim.clip=0", "optim.warmup=0", "data.workers=0", "log.profile_steps=0", "run.seed=0")
     assert (config.optim.clip, config.optim.warmup) == (0.0, 0.0)
 
@@ -133,17 +133,17 @@ def test_zero_is_a_value_where_it_is_the_default_or_no_count():
     ("text", "message"),
     [
         ("optim: {lrr: 1}", "unknown option optim.lrr: did you mean optim.lr?"),
-        ("optim: {lr: true}", "optim.lr must be float from 0, not True"),
+        ("optim: {lr: true}", "optim.lr must be float >= 0, not True"),
         ("run: {name: 5}", "run.name must be str, not 5"),
-        ("optim: 3", "{path} does not hold sections of options, see config.yaml"),
-        ("- a", "{path} does not hold sections of options, see config.yaml"),
+        ("optim: 3", "{path} does not contain sections of options: see config.yaml"),
+        ("- a", "{path} does not contain sections of options: see config.yaml"),
         ("optim: [", "cannot read the configuration {path}: while parsing"),
         ("optim: {lr: 2024-13-45}", "cannot read the configuration {path}: month must be in 1..12"),
         ("[" * 5000, "cannot read the configuration {path}: "),
         (None, "cannot read the configuration {path}: [Errno 2] No such file or directory"),
     ],
 )
-def test_a_wrong_file_is_one_sentence(tmp_path, text, message):
+def test_a_wrong_file_gives_a_one_line_error(tmp_path, text, message):
     path = tmp_path / "mine.yaml"
     if text is not None:
         path.write_text(text)

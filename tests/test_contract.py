@@ -1,12 +1,14 @@
-"""What a replaced model.py or data.py must hold for the rest to work: `./launch.sh test -m contract`.
+"""What a replaced model.py or data.py must satisfy for the rest to work: `./launch.sh test -m contract`.
 
-The model and tables are those of config.yaml as it stands.
+The model and tables are those that config.yaml configures.
 """
 
 import copy
 import dataclasses
 import itertools
-import sys
+import os
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ import torch
 from data import KnockoutDataset, StepSampler, load, make_loader, pack
 from mask import SharedGraph
 from tests.bench import CountSynchronisations
+from tests.conftest import launch_forked
+from tests.tools import parity
 from train import build_model, load_config, parse_arguments, squared_error
 
 pytestmark = pytest.mark.contract
@@ -37,7 +41,7 @@ def graph(tables):
 
 @pytest.fixture
 def model(config, tables):
-    """As training builds it, but without the zeros behind which a part may hide at the start."""
+    """The model as training builds it, plus noise: parts that are initialised to zero would hide errors."""
     torch.manual_seed(0)
     model = build_model(config, tables)
     with torch.no_grad():
@@ -57,7 +61,7 @@ def batch_of(graph, tables):
 
 @pytest.fixture
 def sets(tables):
-    """As different knock-outs as the tables have, and none at all."""
+    """Sets of knocked-out nodes of every size in the first 200 rows, and an empty one."""
     bounds, nodes = tables.perturbed_ptr.tolist(), tables.perturbed.tolist()
     rows = [nodes[a:b] for a, b in itertools.pairwise(bounds[:200])]
     by_size = {len(row): row for row in rows}
@@ -72,7 +76,7 @@ def test_every_row_is_in_one_split_and_every_node_in_the_graph(tables):
     assert tables.perturbed.min() >= 0 and tables.perturbed.max() < len(tables.genes)
 
 
-def test_an_epoch_gives_each_training_row_once_whatever_the_number_of_ranks(config, tables, graph):
+def test_an_epoch_yields_each_training_row_once_on_any_number_of_ranks(config, tables, graph):
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
     rows = tables.rows("train")[:100]
     for world_size in (1, 2, 3):
@@ -84,7 +88,7 @@ def test_an_epoch_gives_each_training_row_once_whatever_the_number_of_ranks(conf
         assert sorted(seen) == rows.tolist()
 
 
-def test_predictions_have_one_finite_value_a_sample(model, graph, batch_of, sets):
+def test_predictions_have_one_finite_value_per_sample(model, graph, batch_of, sets):
     batch = batch_of(sets)
     prediction = model(graph, batch)
     assert prediction.shape == batch.y.shape and prediction.isfinite().all()
@@ -109,7 +113,7 @@ def test_a_prediction_does_not_depend_on_its_batch_or_on_the_order_of_its_nodes(
 
 
 def test_every_parameter_gets_a_finite_gradient(model, graph, batch_of, sets):
-    """Also from a batch that is padding alone: a rank without rows in the last step takes part in the exchange."""
+    """Even for a batch of nothing but padding: a rank without rows in the last step still joins the all-reduce."""
     model.train()
     for batch in (batch_of(sets), batch_of([[]])):
         model.zero_grad()
@@ -122,8 +126,9 @@ def test_every_parameter_gets_a_finite_gradient(model, graph, batch_of, sets):
     assert all((parameter.grad == 0).all() for parameter in model.parameters())
 
 
-def test_two_ranks_train_what_one_trains(run):
-    run([sys.executable, "-m", "tests.check", "parity", "--world-sizes", "1,2"], timeout=600).check()
+def test_two_ranks_train_the_same_model_as_one(monkeypatch):
+    monkeypatch.setattr(parity, "launch", partial(launch_forked, cwd=os.getcwd()))
+    assert parity.parity(SimpleNamespace(world_sizes=[1, 2], arguments=[], timeout=600))
 
 
 def test_the_state_dict_holds_everything(config, tables, model, graph, batch_of, sets, tmp_path):
@@ -134,7 +139,7 @@ def test_the_state_dict_holds_everything(config, tables, model, graph, batch_of,
     assert torch.equal(other(graph, batch), model(graph, batch))
 
 
-def test_the_seed_decides_the_weights_and_the_dropout(config, tables, graph, batch_of, sets):
+def test_the_seed_determines_the_weights_and_the_dropout(config, tables, graph, batch_of, sets):
     batch, results = batch_of(sets), []
     for _ in range(2):
         torch.manual_seed(5)
@@ -144,7 +149,7 @@ def test_the_seed_decides_the_weights_and_the_dropout(config, tables, graph, bat
 
 
 def test_forward_stays_on_its_device_and_does_not_wait_for_it(model, graph, batch_of, sets):
-    """On `meta`, a device without values, a tensor made on the CPU by mistake raises, and so does reading a value."""
+    """On `meta`, a device without values, using a tensor made on the CPU by mistake raises, as does reading a value."""
     batch = batch_of(sets)
     with CountSynchronisations() as count:
         model(graph, batch)

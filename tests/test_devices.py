@@ -1,7 +1,7 @@
-"""Four GPUs on a machine without one: fake tensors know their device and shape, and hold no values.
+"""Four GPUs on a machine without one: fake tensors have a device and a shape, but no values.
 
-What would mix devices on a machine with four GPUs mixes them here, and what would wait for the GPU (a value read, a
-shape that depends on values) raises. Builds of PyTorch without CUDA cannot record gradients there, hence `no_grad`.
+Code that would mix devices on a machine with four GPUs raises here, and so does code that would wait for the GPU
+(reading a value, a shape that depends on values). PyTorch without CUDA cannot record gradients there, hence `no_grad`.
 """
 
 import pytest
@@ -21,7 +21,7 @@ from train import squared_error
 
 
 class FakeGPUs:
-    """Fakes on one of four GPUs of what lies on the CPU."""
+    """Turns tensors and modules on the CPU into fakes on one of four GPUs."""
 
     def __init__(self):
         self.mode = FakeTensorMode()
@@ -49,7 +49,7 @@ def gpus():
 
 @pytest.mark.parametrize("route", ["shared", "expanded"])
 @pytest.mark.parametrize("readout", ["both", "local", "global"])
-def test_masks_model_and_loss_stay_on_their_gpu_and_never_wait(gpus, shared, set_block, route, readout):  # noqa: F811
+def test_masks_model_and_loss_stay_on_their_gpu_without_syncs(gpus, shared, set_block, route, readout):  # noqa: F811
     set_block(2)
     batch = make_batch(shared, SETS).apply(gpus.tensor)
     graph = gpus.module(shared)
@@ -76,7 +76,7 @@ def test_a_batch_on_another_device_is_refused(gpus, shared, device, readout):  #
             call(batch)
 
 
-def test_the_fakes_catch_what_they_are_for(gpus, shared: SharedGraph):  # noqa: F811
+def test_the_fakes_catch_mixed_devices_and_syncs(gpus, shared: SharedGraph):  # noqa: F811
     graph = gpus.module(shared)
     indices = gpus.tensor(torch.tensor([1, 2]), "cuda:0")
     with gpus.mode:

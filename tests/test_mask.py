@@ -1,4 +1,4 @@
-"""The mask kernel against a plain loop."""
+"""The mask kernel, compared with a plain loop over the edges."""
 
 import copy
 
@@ -12,12 +12,12 @@ from mask import SharedGraph
 from tests.bench import CountSynchronisations
 
 NUM_NODES = 9
-SETS = [[0, 3], [], [5, 5, 5], [8], [2, 0, 7, 1]]  # node 4 is never knocked out, 5 is named three times
+SETS = [[0, 3], [], [5, 5, 5], [8], [2, 0, 7, 1]]  # node 4 is never knocked out, 5 is listed three times
 
 
 @pytest.fixture
 def graph() -> HeteroData:
-    """Three relations: with self-loops, hubs and a double edge; without an edge; and one more."""
+    """Three relations: one with self-loops, hubs and a duplicate edge, one without edges, and one more."""
     generator = torch.Generator().manual_seed(0)
     graph = HeteroData()
     graph["gene"].num_nodes = NUM_NODES
@@ -35,7 +35,7 @@ def make_batch(shared: SharedGraph, sets: list[list[int]]) -> Data:
 
 
 def loop_masks(graph: HeteroData, sets: list[list[int]]) -> dict:
-    """One edge at a time."""
+    """Computes the masks one edge at a time."""
     return {
         relation: torch.tensor(
             [
@@ -49,7 +49,7 @@ def loop_masks(graph: HeteroData, sets: list[list[int]]) -> dict:
     }
 
 
-def test_keep_is_false_for_the_knocked_out_nodes_alone(graph):
+def test_keep_is_false_only_for_knocked_out_nodes(graph):
     shared = SharedGraph(graph)
     keep = shared.keep(make_batch(shared, SETS))
     expected = torch.tensor([[node not in dead for dead in SETS] for node in range(NUM_NODES)])
@@ -66,15 +66,15 @@ def test_edge_masks_equal_a_loop(graph):
     assert not all(mask.all() for mask in masks.values())
 
 
-def test_edge_masks_are_exact_from_call_to_call_and_use_their_memory_again(graph):
+def test_edge_masks_stay_exact_while_their_memory_is_reused(graph):
     shared = SharedGraph(graph)
-    calls = [SETS, SETS[::-1], [[1]] * 5, [[2, 3]], [], [[], [8, 1]], SETS]  # other nodes, and other numbers of samples
+    calls = [SETS, SETS[::-1], [[1]] * 5, [[2, 3]], [], [[], [8, 1]], SETS]  # different nodes and numbers of samples
     addresses = set()
     for sets in calls:
         masks, expected = shared.edge_masks(make_batch(shared, sets)), loop_masks(graph, sets)
         assert all(torch.equal(masks[relation], expected[relation]) for relation in graph.edge_types), sets
         addresses.add(masks["gene", "a", "gene"].data_ptr())
-    assert len(addresses - {0}) == 1  # an empty mask lies nowhere
+    assert len(addresses - {0}) == 1  # an empty mask has no memory
     larger = SETS * 2
     masks, expected = shared.edge_masks(make_batch(shared, larger)), loop_masks(graph, larger)
     assert all(torch.equal(masks[relation], expected[relation]) for relation in graph.edge_types)
@@ -93,7 +93,7 @@ def test_edge_masks_stay_exact_when_the_graph_moves(graph):
         assert torch.equal(mask, expected[relation])
 
 
-def test_a_backward_pass_with_masks_of_an_earlier_call_is_refused(graph):
+def test_a_backward_pass_with_masks_of_an_earlier_call_raises(graph):
     shared = SharedGraph(graph)
     batches = [make_batch(shared, sets) for sets in (SETS, SETS[::-1])]
     x = torch.randn(5 * 30, requires_grad=True)
@@ -106,7 +106,7 @@ def test_a_backward_pass_with_masks_of_an_earlier_call_is_refused(graph):
     assert torch.equal(x.grad.bool(), loop_masks(graph, SETS)["gene", "a", "gene"])
 
 
-def test_dead_edges_are_positions_in_the_masks_one_after_another(graph):
+def test_dead_edges_index_the_concatenated_masks(graph):
     shared = SharedGraph(graph)
     dead = shared.dead_edges(make_batch(shared, SETS))
     expected = (~torch.cat(list(loop_masks(graph, SETS).values()))).nonzero().flatten()
@@ -121,13 +121,13 @@ def test_degree_counts_a_self_loop_once(graph):
     assert SharedGraph(graph).degree.tolist() == expected
 
 
-def test_a_self_loop_dies_once(graph):
+def test_a_self_loop_is_dead_only_once(graph):
     shared = SharedGraph(graph)
     dead = shared.dead_edges(make_batch(shared, [[0]]))
     assert len(dead) == len(dead.unique()) == shared.degree[0]
 
 
-def test_expand_lies_as_a_pyg_batch_lies(graph):
+def test_expand_has_the_layout_of_a_pyg_batch(graph):
     from torch_geometric.data import Batch
 
     shared = SharedGraph(graph)
@@ -138,7 +138,7 @@ def test_expand_lies_as_a_pyg_batch_lies(graph):
 
 
 @pytest.mark.parametrize("sets", [[], [[]], [[], []]])
-def test_nothing_to_knock_out(graph, sets):
+def test_empty_knock_out_sets_mask_nothing(graph, sets):
     shared = SharedGraph(graph)
     batch = make_batch(shared, sets)
     assert shared.keep(batch).shape == (NUM_NODES, len(sets))
@@ -164,26 +164,26 @@ def test_propagate_equals_a_dense_product_with_its_gradient(graph):
         torch.testing.assert_close(gradient, dense.T @ upstream, rtol=1e-6, atol=1e-7)
 
 
-def test_the_product_has_the_layout_that_tracing_is_promised(graph):
+def test_propagate_has_the_layout_declared_for_tracing(graph):
     shared = SharedGraph(graph)
     for r in range(len(shared.relations)):
         for x in (torch.randn(NUM_NODES, 6), torch.randn(6, NUM_NODES).T, torch.randn(NUM_NODES, 1).expand(-1, 6)):
-            promised = shared.to("meta").propagate(r, x.to("meta"))
+            declared = shared.to("meta").propagate(r, x.to("meta"))
             shared = SharedGraph(graph)
             product = shared.propagate(r, x)
-            assert (product.shape, product.stride()) == (promised.shape, promised.stride())
+            assert (product.shape, product.stride()) == (declared.shape, declared.stride())
 
 
-def test_everything_moves_with_the_module_and_nothing_is_saved(graph):
+def test_all_buffers_move_with_the_module_and_none_is_saved(graph):
     shared = SharedGraph(graph)
     assert not shared.state_dict() and not list(shared.parameters())
     tensors = {name for name, value in vars(shared).items() if isinstance(value, Tensor)}
-    assert tensors == {"degree"}  # by contract on the CPU
+    assert tensors == {"degree"}  # which stays on the CPU
     assert all(buffer.device.type == "meta" for buffer in SharedGraph(graph).to("meta").buffers())
     assert shared.degree.device.type == "cpu"
 
 
-def test_a_batch_on_another_device_is_refused_with_the_call_that_mends_it(graph):
+def test_a_batch_on_another_device_is_refused_with_the_call_that_fixes_it(graph):
     shared = SharedGraph(graph)
     batch = make_batch(shared, SETS)
     for call in (shared.keep, shared.dead_edges, shared.edge_masks, shared.expand):
@@ -207,19 +207,19 @@ def test_wrong_graphs_are_refused(graph):
     with pytest.raises(ValueError, match="does not connect 'gene' with itself"):
         SharedGraph(graph)
     graph["gene", "a", "gene"].edge_index[0, 0] = NUM_NODES
-    with pytest.raises(ValueError, match=r"names a node outside \[0, 9\)"):
+    with pytest.raises(ValueError, match=r"contains a node outside \[0, 9\)"):
         SharedGraph(graph)
 
 
 def test_the_batch_path_never_waits_for_the_device(graph):
-    """Operators that would synchronise on a GPU are counted as they are dispatched, on the CPU."""
+    """Counts, on the CPU, the dispatched operators that would synchronise on a GPU."""
     shared = SharedGraph(graph)
     batch = make_batch(shared, SETS)
     with CountSynchronisations() as count:
         for _ in range(2):
             shared.keep(batch), shared.dead_edges(batch), shared.edge_masks(batch), shared.expand(batch)
     assert count.seen == []
-    with CountSynchronisations() as count:  # the counter does count
+    with CountSynchronisations() as count:  # the counter itself works
         batch.perturbed[batch.perturbed > 2].sum().item()
         batch.perturbed[batch.perturbed > 2] = 0
         batch.perturbed.repeat_interleave(batch.perturbed)

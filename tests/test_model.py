@@ -1,4 +1,4 @@
-"""The model: two routes with one result, and samples that do not see each other."""
+"""The model: both message-passing routes agree, and the samples of a batch do not affect each other."""
 
 import itertools
 from collections.abc import Callable
@@ -36,13 +36,13 @@ def make_model(dtype: torch.dtype = torch.float32, **options) -> KnockoutGNN:
     torch.manual_seed(0)
     config = ModelConfig(**{"hidden": 8, "layers": 2, "dropout": 0.0, **options})
     model = KnockoutGNN(config, NUM_NODES, num_relations=3, y_mean=0.3, y_std=2.0).to(dtype)
-    for parameter in model.parameters():  # no part may hide behind an initial zero
+    for parameter in model.parameters():  # parts that are initialised to zero would hide errors
         torch.nn.init.normal_(parameter, std=0.3)
     return model
 
 
 def outputs_and_gradients(model: KnockoutGNN, shared: SharedGraph, batch: Data) -> tuple[torch.Tensor, torch.Tensor]:
-    """Predictions [B], and the gradient of all parameters as one vector."""
+    """Returns the predictions [B], and the gradient of all parameters as one vector."""
     prediction = model(shared, batch)
     (prediction - batch.y).square().sum().backward()
     return prediction.detach(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
@@ -84,12 +84,12 @@ def test_an_empty_batch_gives_no_predictions(shared, route, readout):
 
 @pytest.fixture
 def set_block(monkeypatch) -> Callable[[int], None]:
-    """set_block(k): the model runs k samples at once, where small states would run all."""
+    """set_block(k) makes the model process k samples at a time; the small states here would fit in one block."""
     return lambda size: monkeypatch.setattr(model_module, "block_size", lambda wild_type: size)
 
 
 @pytest.mark.parametrize("block", [1, 2, 4, 100])
-def test_blocks_of_samples_change_nothing(shared, set_block, block):
+def test_the_block_size_does_not_change_the_result(shared, set_block, block):
     shared = shared.double()
     batch = make_batch(shared, SETS)
     expected = outputs_and_gradients(make_model(torch.float64), shared, batch)
@@ -98,7 +98,7 @@ def test_blocks_of_samples_change_nothing(shared, set_block, block):
         torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-12)
 
 
-def test_a_block_is_as_large_as_the_cache_and_never_empty():
+def test_a_block_fits_the_cache_and_is_never_empty():
     assert block_size(torch.empty(6607, 1, 32)) == 1
     assert block_size(torch.empty(400, 1, 32)) == 20
     assert block_size(torch.empty(10**6, 1, 64, device="meta")) == 1
@@ -114,7 +114,7 @@ def test_the_order_of_the_knocked_out_nodes_does_not_matter(shared):
 
 
 def test_the_knock_out_reaches_the_prediction_through_the_graph(shared):
-    """With the global part alone, a node matters by its edges: one without any changes nothing."""
+    """With the global readout alone, only a node's edges matter: knocking out a node without any changes nothing."""
     model = make_model(readout="global")
     nothing, isolated, connected = model(shared, make_batch(shared, [[], [10], [0]])).tolist()
     assert isolated == pytest.approx(nothing, abs=1e-6)
@@ -137,22 +137,22 @@ def test_local_readout_runs_no_knock_out_pass(shared, set_block, monkeypatch):
     passes.clear()
     set_block(2)
     make_model(readout="both")(shared, batch)
-    assert passes == [1, 2, 2, 1]  # one intact graph for the batch, then blocks of samples
+    assert passes == [1, 2, 2, 1]  # one wild-type pass per batch, then blocks of samples
 
 
-def test_dropout_does_not_show_as_damage(shared):
-    """Both passes drop the same channels, so a sample without knock-outs differs in nothing from the wild type."""
+def test_dropout_does_not_look_like_a_knock_out(shared):
+    """Both passes drop the same channels, so a sample without knock-outs does not differ from the wild type."""
     model = make_model(readout="global", dropout=0.5).train()
     pooled = []
     model.global_readout.head.register_forward_pre_hook(lambda head, inputs: pooled.append(inputs[0]))
     model(shared, make_batch(shared, [[], [0]]))
     assert pooled[0][0].abs().max() < 1e-5 < pooled[0][1].abs().max()
     first, second = (model(shared, make_batch(shared, [[0]])) for _ in range(2))
-    assert first != second  # there is dropout
+    assert first != second  # dropout is active
 
 
-def test_the_global_part_starts_at_zero_and_is_trained(shared):
-    """It adds to what the local part says from the first steps on, and does not disturb it."""
+def test_the_global_readout_starts_at_zero_and_is_trained(shared):
+    """It adds nothing to the local readout at first, but gets a gradient from the first step on."""
     torch.manual_seed(0)
     model = KnockoutGNN(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, num_relations=3)
     batch, last = make_batch(shared, SETS), model.global_readout.head[-2]
@@ -167,7 +167,7 @@ def test_the_global_part_starts_at_zero_and_is_trained(shared):
 
 
 @pytest.mark.parametrize("route", ["shared", "expanded"])
-def test_checkpointing_keeps_less_and_changes_nothing(shared, set_block, route):
+def test_checkpointing_saves_memory_and_changes_nothing(shared, set_block, route):
     results, kept = [], []
     set_block(1)
     for checkpointing in (False, True):
@@ -185,14 +185,14 @@ def test_checkpointing_keeps_less_and_changes_nothing(shared, set_block, route):
 
 
 def test_every_parameter_is_used(shared):
-    """DDP waits for the gradient of every parameter, also from a batch of padding alone."""
+    """DDP waits for the gradient of every parameter, even for a batch of nothing but padding."""
     for readout, sets in itertools.product(["both", "local", "global"], [SETS, [[]]]):
         model = make_model(readout=readout)
         model(shared, make_batch(shared, sets)).sum().backward()
         assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
-def test_predictions_are_in_the_unit_of_y_and_checkpoints_carry_it(shared):
+def test_predictions_are_in_units_of_y_and_checkpoints_hold_the_scale(shared):
     model = make_model()
     assert {"y_mean", "y_std"} <= set(model.state_dict())
     with torch.no_grad():
@@ -201,6 +201,6 @@ def test_predictions_are_in_the_unit_of_y_and_checkpoints_carry_it(shared):
     torch.testing.assert_close(model(shared, make_batch(shared, SETS)), torch.full((len(SETS),), 0.3))
 
 
-def test_a_dropout_of_everything_is_refused():
+def test_a_dropout_of_one_is_refused():
     with pytest.raises(ValueError, match=r"model.dropout must be in \[0, 1\), not 1.0"):
         ModelConfig(dropout=1.0)

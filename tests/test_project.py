@@ -1,4 +1,4 @@
-"""What holds for the project as a whole."""
+"""Properties of the project as a whole."""
 
 import ast
 import subprocess
@@ -18,7 +18,7 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
-def test_ruff_is_content(command):
+def test_ruff_passes(command):
     result = subprocess.run([sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
@@ -31,7 +31,13 @@ def test_imports_point_one_way(module):
     assert imported & set(IMPORTS) == IMPORTS[module]
 
 
-def test_runtime_requirements_are_four_and_pinned():
+def test_the_tests_and_their_subprocesses_see_no_gpu(run):
+    """GPUs are few and their sums not bitwise reproducible: only test_gpu.py uses them, with `-m gpu`."""
+    code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'] == '')"
+    assert run([sys.executable, "-c", code]).check().stdout == "True\n"
+
+
+def test_the_four_runtime_requirements_are_pinned():
     lines = (ROOT / "requirements.txt").read_text().split()
     assert [line.split("==")[0] for line in lines] == ["torch", "torch-geometric", "pyyaml", "tqdm"]
     assert all("==" in line for line in lines)

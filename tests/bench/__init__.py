@@ -1,9 +1,9 @@
-"""Benchmarks: `python -m tests.bench.NAME [--json FILE]`, each a table of its own.
+"""Benchmarks: `python -m tests.bench.NAME [--json FILE]` prints Markdown tables.
 
 masks: the mask kernel. step: a training step against masked copies of the graph. program: train.py against a bare
-loop. growth: what a step costs as the problem grows. scaling: what more processes bring. agreement: what it costs that
-ranks decide together. What is compared is timed in turn within one process, so that a machine that slows down slows all
-of it; quote the ratios.
+loop. growth: how the cost of a step grows with the problem. scaling: the speed-up from more processes. agreement: the
+cost of the ranks' agreement after each step. Contestants are timed in turn within one process, so that a slowdown of
+the machine affects all of them; quote the ratios.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from mask import SharedGraph
 
 
 def arguments(description: str, **options: dict) -> argparse.Namespace:
-    """The command line that all benchmarks have, and `options` of one: {name: arguments of add_argument}."""
+    """Parses the options of all benchmarks and those of this one, `options`: {name: arguments of add_argument}."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the tables to this file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
@@ -38,7 +38,7 @@ def arguments(description: str, **options: dict) -> argparse.Namespace:
 
 
 def machine(device: torch.device) -> str:
-    """What the figures were measured on, in one line."""
+    """Returns a one-line description of the machine that was measured."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
@@ -46,16 +46,16 @@ def machine(device: torch.device) -> str:
 
 
 def count_cores() -> int:
-    """Those that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def report(tables: dict[str, list[dict]], device: torch.device, path: Path | None) -> None:
-    """Print {title: rows} as Markdown tables, and write them with the machine to `path`, if any."""
+    """Prints {title: rows} as Markdown tables, and writes them with the machine to `path`, if given."""
     print(f"\n{machine(device)}")
     for title, rows in tables.items():
         columns = list(rows[0])
-        cells = [columns, *([shown(row[column]) for column in columns] for row in rows)]
+        cells = [columns, *([format_cell(row[column]) for column in columns] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in cells]
         lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
@@ -64,7 +64,7 @@ def report(tables: dict[str, list[dict]], device: torch.device, path: Path | Non
         path.write_text(json.dumps({"machine": machine(device), "tables": tables}, indent=1) + "\n")
 
 
-def shown(value: object) -> str:
+def format_cell(value: object) -> str:
     return (
         f"{value:,.4g}"
         if isinstance(value, float) and abs(value) < 1e4
@@ -77,7 +77,7 @@ def shown(value: object) -> str:
 def in_turn(
     functions: dict[str, Callable[[], object]], device: torch.device, repeats: dict[str, int], warm: bool = False
 ) -> dict:
-    """Median milliseconds of a call of each function, called in turn, after one call each unless they are `warm`."""
+    """Returns the median ms per call of functions called in turn, after a warm-up call each unless they are `warm`."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for round_ in range(0 if warm else -1, max(repeats.values())):
         for name, function in functions.items():
@@ -97,7 +97,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_mb(function: Callable[[], object], device: torch.device) -> float:
-    """MB that a call of `function` needs at its peak beyond what is held before."""
+    """Returns the peak memory in MB that a call of `function` needs on top of what is in use."""
     gc.collect()
     synchronize(device)
     if device.type == "cuda":
@@ -106,10 +106,10 @@ def peak_mb(function: Callable[[], object], device: torch.device) -> float:
         function()
         synchronize(device)
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    with contextlib.suppress(OSError, AttributeError):  # glibc: what is free goes back, or it would hide what is needed
+    with contextlib.suppress(OSError, AttributeError):  # glibc keeps freed memory, which would hide part of the peak
         ctypes.CDLL(None).malloc_trim(0)
     before = resident_kb("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     function()
     return (resident_kb("VmHWM") - before) / 2**10
 
@@ -122,7 +122,7 @@ def resident_kb(field: str) -> int:
 class CountSynchronisations(TorchDispatchMode):
     """Counts, on any device, the operators that make the host wait for a GPU: `with CountSynchronisations() as count`.
 
-    Reading a number, and shapes that depend on values: nonzero, boolean indexing, unique, repeat_interleave without
+    They read a value, or their shape depends on values: nonzero, boolean indexing, unique, repeat_interleave without
     `output_size`. `count.seen` lists their names.
     """
 
@@ -141,23 +141,23 @@ class CountSynchronisations(TorchDispatchMode):
             if isinstance(indices, Sequence)
             for index in indices
         )
-        if unsized or boolean or any(word in name for word in self.WAITING):
-            self.note(name)
+        if unsized or boolean or any(part in name for part in self.WAITING):
+            self.record(name)
         return func(*args, **kwargs)
 
-    def note(self, operator: str) -> None:
+    def record(self, operator: str) -> None:
         self.seen.append(operator)
 
 
 def build_graph(preset: str, share: float = 1.0):
-    """A synthetic graph of a preset's shape, as a `HeteroData`, with `share` times its edges."""
+    """Returns a synthetic `HeteroData` graph with the shape of a preset and `share` times its edges."""
     shape = PRESETS[preset]
     edges = {relation: max(1, round(count * share)) for relation, count in shape.num_edges.items()}
     return synthetic_tables(type(shape)(**{**vars(shape), "num_edges": edges, "num_samples": 100}), seed=0).graph()
 
 
 def build_batch(shared: SharedGraph, num_samples: int, deletions: int = 3) -> Data:
-    """Random knock-outs, on the graph's device."""
+    """Returns a batch of random knock-outs, on the graph's device."""
     generator = torch.Generator().manual_seed(0)
     sets = [torch.randperm(shared.num_nodes, generator=generator)[:deletions].tolist() for _ in range(num_samples)]
     scores = torch.randn(num_samples, generator=generator)

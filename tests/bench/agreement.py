@@ -1,10 +1,10 @@
-"""What it costs that all ranks agree before each step whether to go on, within a run of the default configuration.
+"""Cost of the collective by which ranks agree after each step whether to stop, in a run with the default configuration.
 
 torchrun --standalone --nproc_per_node=4 -m tests.bench.agreement [--epochs 20] [--json FILE]
 
-Ten steps with the exchange and ten without follow each other through the whole run; a step counts from its start to the
-next one's, so that what ranks would wait for anyway at the gradients is not blamed on the exchange. `in a loop` is the
-exchange alone, called again and again.
+Blocks of ten steps with and without the collective alternate throughout the run. A step is timed from its start to the
+start of the next, so that time ranks would otherwise spend waiting in the gradient all-reduce is not attributed to the
+collective. `in a loop` is the collective alone, called repeatedly.
 """
 
 import argparse
@@ -22,7 +22,7 @@ CALLS = 200
 
 def measure(options: argparse.Namespace, env: Distributed) -> None:
     times: dict[bool, list[float]] = {True: [], False: []}
-    agree = env.stopping
+    agree = env.stop_reason
     start = time.perf_counter()
     for step in range(CALLS):
         agree(step)
@@ -30,16 +30,16 @@ def measure(options: argparse.Namespace, env: Distributed) -> None:
 
     last = 0, time.perf_counter()
 
-    def stopping(step: int) -> str:
+    def timed_stop_reason(step: int) -> str:
         nonlocal last
-        (step_before, before), last = last, (step, time.perf_counter())
-        if step == step_before + 1:
-            times[step_before // 10 % 2 == 0].append(1e3 * (last[1] - before))
+        (previous_step, before), last = last, (step, time.perf_counter())
+        if step == previous_step + 1:
+            times[previous_step // 10 % 2 == 0].append(1e3 * (last[1] - before))
         return agree(step) if step // 10 % 2 == 0 else ""
 
-    env.stopping = stopping
+    env.stop_reason = timed_stop_reason
     with tempfile.TemporaryDirectory() as parent:
-        folder = env.from_main(parent)
+        folder = env.broadcast(parent)
         train.train(train.Config(run=train.RunConfig(dir=folder), optim=train.OptimConfig(epochs=options.epochs)), env)
     if env.rank == 0:
         with_it, without = median(times[True]), median(times[False])

@@ -1,9 +1,9 @@
-"""What a training step on the shared graph costs as the graph, the batch and the knock-outs grow.
+"""How the cost of a training step on the shared graph grows with the edges, the samples and the deletions per sample.
 
     python -m tests.bench.growth [--json FILE]
 
-Linear in edges and samples, nearly flat in deletions is what to expect. The nodes stay the same as the edges grow, so a
-part of the time does not grow with them.
+Expect it to be linear in edges and samples, and nearly flat in deletions. The number of nodes is fixed as edges are
+added, so a part of the time does not grow with them.
 """
 
 import torch
@@ -31,7 +31,7 @@ def main() -> None:
     series = {
         "edges (x the preset's)": {share: step(share=share) for share in graphs},
         "samples": {n: step(num_samples=n) for n in (4, 8, 16, 32, 64)},
-        "deletions a sample": {n: step(deletions=n) for n in (1, 3, 30, 300) if n < graphs[1].num_nodes},
+        "deletions per sample": {n: step(deletions=n) for n in (1, 3, 30, 300) if n < graphs[1].num_nodes},
     }
     tables = {}
     for title, steps in series.items():
@@ -39,10 +39,10 @@ def main() -> None:
         tables[f"Step time against {title}"] = [
             {
                 title: size,
-                "ms a step": times[size],
-                "ms a sample": times[size] / len(steps[size].batch.y),
-                "times that of the first": times[size] / times[next(iter(times))],
-                "dead edges a sample": steps[size].batch.num_dead_edges / len(steps[size].batch.y),
+                "ms per step": times[size],
+                "ms per sample": times[size] / len(steps[size].batch.y),
+                "relative to the first": times[size] / times[next(iter(times))],
+                "dead edges per sample": steps[size].batch.num_dead_edges / len(steps[size].batch.y),
             }
             for size in times
         ]

@@ -1,10 +1,10 @@
-"""The mask kernel against upstream's ways, all relations of a batch of 32 samples with 3 deletions each.
+"""The mask kernel against upstream's methods, on all relations of a batch of 32 samples with 3 deletions each.
 
     python -m tests.bench.masks [--json FILE]
 
-loop: per sample, knocked-out node and relation one `.item()`. padded: per relation a table [N, largest degree] of
-incident edges, vectorised over the batch. dead_edges and edge_masks: `mask.SharedGraph`. Each row's result is checked
-against the last one's.
+loop: one `.item()` per sample, knocked-out node and relation. padded: a table [N, largest degree] of incident edges per
+relation, vectorised over the batch. dead_edges and edge_masks: `mask.SharedGraph`. All results are checked against
+those of edge_masks.
 """
 
 import time
@@ -18,7 +18,7 @@ from tests.bench import CountSynchronisations, arguments, build_batch, build_gra
 
 
 def incident_edges(edge_index: Tensor, num_nodes: int) -> list[Tensor]:
-    """Of each node, the ids of its edges."""
+    """Returns the ids of each node's edges."""
     source, target = edge_index
     once = source != target
     ids = torch.arange(edge_index.size(1), device=edge_index.device)
@@ -27,7 +27,7 @@ def incident_edges(edge_index: Tensor, num_nodes: int) -> list[Tensor]:
 
 
 class Loop:
-    """One knocked-out node of one sample in one relation at a time."""
+    """Processes one knocked-out node of one sample in one relation at a time."""
 
     def __init__(self, graph: HeteroData):
         self.num_edges = {relation: graph[relation].num_edges for relation in graph.edge_types}
@@ -46,7 +46,7 @@ class Loop:
 
 
 class Padded:
-    """Tables of incident edges, padded to the largest degree with -1."""
+    """Looks up incident edges in tables that are padded with -1 to the largest degree."""
 
     def __init__(self, graph: HeteroData):
         self.num_edges = {relation: graph[relation].num_edges for relation in graph.edge_types}
@@ -106,8 +106,8 @@ def main() -> None:
         rows.append(
             {
                 "masks": name,
-                "faster than padded": times["padded"] / times[name],
-                "ms a batch": times[name],
+                "speed-up over padded": times["padded"] / times[name],
+                "ms per batch": times[name],
                 "synchronisations": len(count.seen),
                 "MB held": kept / 2**20,
                 "build s": seconds.get(name, seconds["shared"]),

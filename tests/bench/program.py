@@ -1,9 +1,9 @@
-"""`train.py` itself: against a bare loop, its data loading, and its start-up.
+"""`train.py` as a whole: against a bare loop, its data loading, and its start-up.
 
     python -m tests.bench.program [--json FILE]
 
-The bare loop has the same model, batches and optimiser step, and no logging, checkpoints or checks; both run on the
-default configuration, in turn, in this process. Data loading and start-up are those of the yeast preset, second start.
+The bare loop has the same model, batches and optimiser step, but no logging, checkpoints or checks; both run in turn in
+this process, on the default configuration. Data loading and start-up use the yeast preset and a warm cache.
 """
 
 import json
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def whole_program(config: train.Config, env: Distributed) -> float:
-    """Samples a second of the training steps of `train.train`, logging and mid-epoch checkpoints included."""
+    """Returns samples per second in the training steps of `train.train`, with logging and mid-epoch checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         config = train.Config(**{**vars(config), "run": train.RunConfig(dir=folder)})
         train.train(config, env)
@@ -44,7 +44,7 @@ def whole_program(config: train.Config, env: Distributed) -> float:
 
 
 def bare_loop(config: train.Config, device: torch.device) -> float:
-    """Samples a second of the same steps, and nothing else."""
+    """Returns samples per second of the same steps and nothing else."""
     tables = load(config.data)
     graph = SharedGraph(tables.graph()).to(device)
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
@@ -68,7 +68,7 @@ def bare_loop(config: train.Config, device: torch.device) -> float:
 
 
 def loading(device: torch.device) -> list[dict]:
-    """Batches a second of 32 samples, and the share of data loading in a yeast-sized step."""
+    """Measures how fast batches of 32 are built, and the share of data loading in a yeast-sized step."""
     tables = load(DataConfig(preset="yeast"))
     graph = SharedGraph(tables.graph())
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
@@ -87,23 +87,23 @@ def loading(device: torch.device) -> list[dict]:
     synchronize(device)
     step = time.perf_counter() - built
     return [
-        {"data loading": "batches of 32 a second", "value": rate},
+        {"data loading": "batches of 32 per second", "value": rate},
         {"data loading": "% of a yeast step (hidden 64, 3 layers, B=32)", "value": 100 / rate / step},
         {"data loading": "first batch, ms", "value": 1e3 * (built - start)},
     ]
 
 
 def start_up() -> list[dict]:
-    """Seconds from the command to the first step, and where they go."""
+    """Measures the seconds from the command to the first step, and what they are spent on."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [f"run.dir={folder}", "data.preset=yeast", "data.batch_size=4", "log.every_steps=1"]
+        arguments = [f"run.dir={folder}", "data.preset=yeast", "data.batch_size=4", "log.every_steps=1"]
         metrics = Path(folder) / "default/metrics.jsonl"
         start = time.perf_counter()
-        process = subprocess.Popen([sys.executable, ROOT / "train.py", *words], stdout=subprocess.DEVNULL)
+        process = subprocess.Popen([sys.executable, ROOT / "train.py", *arguments], stdout=subprocess.DEVNULL)
         try:
             while not (metrics.exists() and '"train"' in metrics.read_text()):
                 if process.poll() is not None:
-                    raise RuntimeError(f"train.py ended with {process.returncode} before its first step")
+                    raise RuntimeError(f"train.py exited with {process.returncode} before its first step")
                 time.sleep(0.01)
             total = time.perf_counter() - start
         finally:
@@ -129,8 +129,8 @@ def start_up() -> list[dict]:
         "tables from the cache": loaded - start,
         "shared graph": built - loaded,
     }
-    rest = {"model, baseline, first step and what is left": total - sum(spent.values())}
-    return [{"start-up": name, "s": value} for name, value in {**spent, **rest, "all": total}.items()]
+    rest = {"model, baseline, first step and the rest": total - sum(spent.values())}
+    return [{"start-up": name, "s": value} for name, value in {**spent, **rest, "total": total}.items()]
 
 
 def main() -> None:

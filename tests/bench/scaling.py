@@ -1,12 +1,12 @@
-"""How a training step scales over the processes of this machine, and what that predicts for more of them.
+"""How a training step scales over the processes of this machine, and a prediction for more of them.
 
     python -m tests.bench.scaling [--processes N] [--network-gbytes 12.5] [--network-us 20] [--json FILE]
 
-All is measured in turn in one launch of N processes (default: one a GPU, or a core). For each k up to N, the first k
-train while the others wait, with a batch each (weak scaling) or a share of one batch (strong), under DDP and without
-any exchange: that is k independent processes that share the machine, which is what can be achieved. Each process has an
-N-th of the machine's threads, as if it had a device of its own. A time is that of the slowest process; medians of the
-rounds are shown, and ratios are medians of each round's ratio.
+Everything is measured in turn in one launch of N processes (default: one per GPU, or per core). For each k up to N, the
+first k train while the others wait, with a batch each (weak scaling) or a share of one batch (strong), under DDP and
+without communication; the latter, k independent processes on the same machine, is the best achievable. Each process has
+an N-th of the machine's threads, as if it had its own device. Times are those of the slowest process, as medians over
+rounds; ratios are medians of each round's ratio.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from tests.bench.step import Step
 from train import squared_error
 
 PREDICTED = (8, 64, 256, 1024)
-BACKWARD = 2 / 3  # of a step's computing: an exchange can hide behind that
+BACKWARD = 2 / 3  # of a step's computation, which an all-reduce can overlap with
 
 
 class ScaledStep(Step):
-    """A step of `accumulate` equal micro-batches, under DDP if there is a `group`."""
+    """A step of `accumulate` equal micro-batches, under DDP if `group` is given."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace, env: Distributed) -> None:
     n, B = env.world_size, options.batch
     sizes = [k for k in (*(2**i for i in range(n.bit_length())), n) if k <= n]
     sizes = sorted(set(sizes))
-    groups = {k: dist.new_group(range(k)) for k in sizes}  # all ranks take part in making each
+    groups = {k: dist.new_group(range(k)) for k in sizes}  # a collective call: every rank must create every group
     plan = {("weak", k): B for k in sizes} | {("strong", k): B // k for k in sizes[1:] if B % k == 0}
     variants = {
         "ddp.options={bucket_cap_mb: 1}": {"bucket_cap_mb": 1},
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace, env: Distributed) -> None:
         **(
             {"bf16 compression hook": {"hook": bf16_compress_hook}}
             if env.device.type == "cuda"
-            else {"fp16 compression hook": {"hook": fp16_compress_hook}}  # torch refuses the other on the CPU
+            else {"fp16 compression hook": {"hook": fp16_compress_hook}}  # torch does not support bf16 here on the CPU
         ),
         "optim.accumulate=4": {"accumulate": 4},
     }
@@ -106,34 +106,34 @@ def measure(options: argparse.Namespace, env: Distributed) -> None:
         {
             "scaling": scaling,
             "processes": k,
-            "samples each": samples,
-            "compute, ms": ms[scaling, k, "alone"],
-            "exchange not hidden, ms": max(0.0, ms[scaling, k, "ddp"] - ms[scaling, k, "alone"]),
+            "samples per process": samples,
+            "computation, ms": ms[scaling, k, "alone"],
+            "exposed communication, ms": max(0.0, ms[scaling, k, "ddp"] - ms[scaling, k, "alone"]),
             "speed-up": ratio(("weak", 1, "alone"), (scaling, k, "ddp")) * (k if scaling == "weak" else 1),
-            "achievable": ratio(("weak", 1, "alone"), (scaling, k, "alone")) * (k if scaling == "weak" else 1),
+            "achievable speed-up": ratio(("weak", 1, "alone"), (scaling, k, "alone")) * (k if scaling == "weak" else 1),
             "efficiency, %": 100 * ratio((scaling, k, "alone"), (scaling, k, "ddp")),
         }
         for (scaling, k), samples in plan.items()
     ]
-    tried = []
+    trials = []
     for name, settings in variants.items():
         micro = settings.get("accumulate", 1)
         share = 100 * ratio(("variant", n, name), ("weak", n, "ddp")) / micro
-        tried.append({"variant": name, "ms a batch": ms["variant", n, name] / micro, "of DDP's default, %": share})
+        trials.append({"variant": name, "ms per batch": ms["variant", n, name] / micro, "of DDP's default, %": share})
 
     model, compute = steps["weak", n, "ddp"].model, ms["weak", n, "alone"]
-    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    grad_bytes = sum(parameter.nbytes for parameter in model.parameters())
     tensors = {size: torch.zeros(size // 4, device=env.device) for size in (10**i for i in range(3, 9))}
     calls = {size: partial(dist.all_reduce, tensor) for size, tensor in tensors.items()}
     points = [(size, 1e3 * statistics.median(values)) for size, values in in_turn_together(calls, env, 7).items()]
-    latency_ms, rate = fitted(points)
+    latency_ms, rate = fit_line(points)
     here = [{"bytes": size, "ms": ms, "fitted, ms": latency_ms + size / rate / 1e6} for size, ms in points]
     predicted = []
     for k in PREDICTED:
-        exchange = ring_ms(gradient_bytes, k, options.network_us, options.network_gbytes)
+        exchange = ring_ms(grad_bytes, k, options.network_us, options.network_gbytes)
         left = max(0.0, exchange - BACKWARD * compute)
-        row = {"processes": k, "exchange, ms": exchange, "efficiency, none hidden, %": compute / (compute + exchange)}
-        row["behind the backward pass, %"] = compute / (compute + left)
+        row = {"processes": k, "all-reduce, ms": exchange, "efficiency, no overlap, %": compute / (compute + exchange)}
+        row["efficiency, overlap, %"] = compute / (compute + left)
         predicted.append({name: 100 * v if "%" in name else v for name, v in row.items()})
 
     tables = synthetic_tables(PRESETS[options.preset], seed=0)
@@ -144,14 +144,14 @@ def measure(options: argparse.Namespace, env: Distributed) -> None:
     data_ms = 1e3 * (time.perf_counter() - start) / 5
     if env.rank != 0:
         return
-    network = f"{options.network_gbytes:g} GB/s a process and {options.network_us:g} us a message"
-    title = f"{options.preset}, hidden {options.hidden}, {options.layers} layers, {gradient_bytes / 1e6:.1f} MB a model"
+    network = f"{options.network_gbytes:g} GB/s per process and {options.network_us:g} us per message"
+    title = f"{options.preset}, hidden {options.hidden}, {options.layers} layers, {grad_bytes / 1e6:.1f} MB gradients"
     report(
         {
             f"Steps ({title})": rows,
-            f"Tried with {n} processes": tried,
+            f"Variants on {n} processes": trials,
             f"All-reduce over {n} processes here: {latency_ms:.2f} ms + bytes / {rate:.2f} GB/s": here,
-            f"Predicted: a ring all-reduce, {network}, {B} samples a process as fast as here": predicted,
+            f"Predicted: a ring all-reduce, {network}, {B} samples per process, computing as fast as here": predicted,
         },
         env.device,
         options.json,
@@ -161,13 +161,13 @@ def measure(options: argparse.Namespace, env: Distributed) -> None:
 
 
 def in_turn_together(steps: dict[Any, Callable], env: Distributed, rounds: int) -> dict[Any, list[float]]:
-    """Seconds of each step in each round after one that does not count, of the slowest rank, on every rank."""
+    """Returns, on every rank, the seconds that the slowest rank takes for each step in each round after a warm-up."""
     times: dict[Any, list[float]] = {key: [] for key in steps}
     for turn in range(-1, rounds):
         for key, step in steps.items():
             dist.barrier()
             start = time.perf_counter()
-            with env.phase("step"):  # which the watchdog sees
+            with env.phase("step"):  # counts as progress for the watchdog
                 step()
                 synchronize(env.device)
             slowest = max(env.gather(time.perf_counter() - start))
@@ -176,8 +176,8 @@ def in_turn_together(steps: dict[Any, Callable], env: Distributed, rounds: int) 
     return times
 
 
-def fitted(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Latency in ms and rate in GB/s of the line through (bytes, ms) that has the least squared relative errors."""
+def fit_line(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Fits a line to points (bytes, ms) by least squared relative errors; returns latency in ms and rate in GB/s."""
     x = torch.tensor(points, dtype=torch.float64)
     weight = 1 / x[:, 1:]
     line = torch.linalg.lstsq(weight * torch.stack([torch.ones(len(x), dtype=x.dtype), x[:, 0]], 1), weight * x[:, 1:])
@@ -186,21 +186,21 @@ def fitted(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def ring_ms(num_bytes: float, processes: int, latency_us: float, gbytes: float) -> float:
-    """A ring all-reduce sends 2 (k - 1) messages of a k-th of the bytes, one after the other."""
+    """Returns the ms of a ring all-reduce: 2 (k - 1) messages of a k-th of the bytes, one after the other."""
     return 2 * (processes - 1) * (1e-3 * latency_us + num_bytes / processes / gbytes / 1e6)
 
 
 def advice(exchange: float, data: float, model: nn.Module, num_samples: int) -> list[str]:
-    """At most three sentences that follow from the shares of a step and the model; none when all is well."""
+    """Returns advice that follows from the shares of a step and the model: at most three lines, or none."""
     sentences = []
     if exchange > 0.3:
         sentences.append(
-            f"advice: exchange takes {exchange:.0%} of a step: more samples a process, or optim.accumulate."
+            f"advice: communication takes {exchange:.0%} of a step: use more samples per process or optim.accumulate."
         )
     if data > 0.1:
         sentences.append(f"advice: building batches takes {data:.0%} of a step: set data.workers.")
     if num_samples < 16 and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        sentences.append(f"advice: BatchNorm sees {num_samples} samples a process: set ddp.sync_batchnorm=true.")
+        sentences.append(f"advice: BatchNorm sees {num_samples} samples per process: set ddp.sync_batchnorm=true.")
     return sentences
 
 
@@ -210,12 +210,12 @@ def main() -> None:
         __doc__,
         **{
             "processes": {**number, "default": torch.cuda.device_count() or count_cores()},
-            "batch": {**number, "default": 4, "help": "samples a process (default: %(default)s)"},
+            "batch": {**number, "default": 4, "help": "samples per process (default: %(default)s)"},
             "hidden": {**number, "default": 64},
             "layers": {**number, "default": 3},
             "rounds": {**number, "default": 5},
-            "network-gbytes": {"type": float, "default": 12.5, "help": "GB/s that a process sends (default: 12.5)"},
-            "network-us": {"type": float, "default": 20.0, "help": "latency of a message (default: 20)"},
+            "network-gbytes": {"type": float, "default": 12.5, "help": "GB/s that each process sends (default: 12.5)"},
+            "network-us": {"type": float, "default": 20.0, "help": "latency per message in us (default: 20)"},
         },
     )
     if "WORLD_SIZE" not in os.environ:

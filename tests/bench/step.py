@@ -2,10 +2,10 @@
 
     python -m tests.bench.step [--json FILE]
 
-`expanded` copies the graph per sample and runs at the largest batch, up to 28, that fits in memory. The floor of a
-`shared` row is the least time that its arithmetic or its memory traffic takes at this machine's measured rates: dense
+`expanded` copies the graph per sample and runs with the largest batch, up to 28, that fits in memory. The floor of a
+`shared` row is the least time that its arithmetic or memory traffic would take at this machine's measured rates: dense
 and sparse products at the rate of a large matrix product, bytes at the rate of a copy. The traffic counts each node
-state, message sum and gradient once, and the edges (index and value) once a block of samples, layer and direction.
+state, message sum and gradient once, and the edges (index and value) once per block of samples, layer and direction.
 """
 
 import time
@@ -19,7 +19,7 @@ from train import squared_error
 
 
 class Step:
-    """One optimiser step of the model of the benchmark on one batch."""
+    """One optimiser step of the benchmark's model on one batch."""
 
     def __init__(self, shared: SharedGraph, route: str, num_samples: int, hidden: int, layers: int, dtype=None):
         torch.manual_seed(0)
@@ -36,22 +36,22 @@ class Step:
         self.optimizer.zero_grad()
 
     def floor(self) -> tuple[float, float]:
-        """GFLOP and GB that a step on the shared graph must at least do and move; backward is twice forward."""
+        """Returns the least GFLOP and GB that a step on the shared graph needs; backward counts as twice forward."""
         config, shared, num_samples = self.model.config, self.shared, len(self.batch.y)
         num_edges, num_nodes, hidden = shared.edge_index.size(1), shared.num_nodes, config.hidden
         state = num_nodes * hidden
         block = block_size(torch.empty(num_nodes, 1, hidden, device=shared.device))
-        dense = 3 * 2 * 2 * state * hidden  # two products of [N, H] with [H, H], backward two each
+        dense = 3 * 2 * 2 * state * hidden  # two products of [N, H] with [H, H], and two more for each in backward
         sparse = 2 * 2 * num_edges * hidden
-        # Samples that pass each layer: all, and the intact graph; the first layer's sums are the intact graph's.
+        # All samples and the intact graph pass each layer, but the first layer sums messages on the intact graph only.
         flop = (num_samples + 1) * config.layers * dense + ((num_samples + 1) * (config.layers - 1) + 1) * sparse
         edges = 2 * 8 * num_edges * (-(-num_samples // block) * (config.layers - 1) + config.layers)
-        states = (num_samples + 1) * config.layers * 3 * 2 * 4 * state  # a state and a sum, both ways and re-read
+        states = (num_samples + 1) * config.layers * 3 * 2 * 4 * state  # state and sum, forward, backward and re-read
         return flop / 1e9, (edges + states) / 1e9
 
 
 def rates(device: torch.device) -> tuple[float, float]:
-    """GFLOP/s of a large float32 matrix product and GB/s of a copy (read plus write), the best of five."""
+    """Returns GFLOP/s of a large float32 matrix product and GB/s of a copy (read plus write), the best of five."""
     a = torch.randn(2048, 2048, device=device)
     b = torch.empty(2**26, device=device)
     c = torch.randn(2**26, device=device)
@@ -104,11 +104,11 @@ def main() -> None:
     for name, step in steps.items():
         row = {
             "step": name,
-            "faster a sample": times[reference] / samples[reference] / (times[name] / samples[name]),
+            "speed-up per sample": times[reference] / samples[reference] / (times[name] / samples[name]),
             "samples/s": 1e3 * samples[name] / times[name],
-            "ms a sample": times[name] / samples[name],
+            "ms per sample": times[name] / samples[name],
             "it/s": 1e3 / times[name],
-            "peak MB a sample": memory[name] / samples[name],
+            "peak MB per sample": memory[name] / samples[name],
             "peak MB": memory[name],
         }
         gflop, gbyte = step.floor()

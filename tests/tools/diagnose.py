@@ -1,4 +1,4 @@
-"""The tools `python -m tests.check rows` and `trace`: which rows break a step, and where the time of a step goes."""
+"""`python -m tests.check rows` and `trace`: the rows behind a non-finite step, and where the time of a step goes."""
 
 import argparse
 import json
@@ -14,16 +14,16 @@ import train
 from ddp_setup import Distributed, UserError, setup
 from mask import SharedGraph
 
-SHOWN = 20  # bad rows
+SHOWN = 20  # bad rows printed at most
 PHASES = ("data", "forward", "backward", "optimiser", "agreement", "evaluation", "save")
 
 
 def rows(options: argparse.Namespace) -> bool:
-    """Whether all squared errors of the run's newest model are finite; prints the rows of those that are not."""
-    config = train.load_config(train.parse_arguments(options.words))
+    """Prints the rows whose squared error under the newest model is not finite; returns whether there are none."""
+    config = train.load_config(train.parse_arguments(options.arguments))
     env = setup(Distributed(config.ddp))
     dtype, autocast_dtype = train.PRECISIONS[config.optim.precision]
-    with env.together(data.DataError):
+    with env.sync_errors(data.DataError):
         tables = data.load(config.data)
         torch.manual_seed(config.run.seed)
         model = train.build_model(config, tables)
@@ -31,10 +31,10 @@ def rows(options: argparse.Namespace) -> bool:
         if checkpoint := folder.newest_checkpoint():
             train.load_model(model, checkpoint["model"], folder.path)
     model = model.to(env.device, dtype)
-    source = f"step {checkpoint['step']}" if checkpoint else "step 0, as there is no checkpoint"
-    print(f"{folder.path}: the model of {source}")
+    source = f"step {checkpoint['step']}" if checkpoint else "step 0 (no checkpoint found)"
+    print(f"{folder.path}: model of {source}")
     if broken := [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]:
-        print(f"its weights are not finite, so every row's prediction is bad: {', '.join(broken)}")
+        print(f"the model has non-finite weights, so no row is to blame: {', '.join(broken)}")
         return False
 
     graph = SharedGraph(tables.graph()).to(env.device, dtype)
@@ -42,12 +42,12 @@ def rows(options: argparse.Namespace) -> bool:
     chosen, training = torch.cat([tables.rows(split) for split in data.SPLITS]), tables.rows("train")
     with torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None):
         prediction = train.predict_rows(model, graph, dataset, chosen, config.data.batch_size, env).to(dtype)
-    error = ((prediction - dataset.y) / model.y_std.cpu()).square()  # overflows where that of training does
+    error = ((prediction - dataset.y) / model.y_std.cpu()).square()  # overflows where the training loss does
     bad = chosen[~error[chosen].isfinite()]
     if len(bad):
-        print(f"{len(bad)} of {len(chosen)} rows (0 is the table's first) have a squared error that is not finite:")
+        print(f"{len(bad)} of {len(chosen)} rows (numbered from 0) have a non-finite squared error:")
     else:
-        print("every squared error is finite: lower optim.lr, if a step is not; the largest ones in training:")
+        print("every squared error is finite; if a step is not, lower optim.lr. Largest in the training split:")
     for row in (bad[:SHOWN] if len(bad) else training[error[training].argsort(descending=True)[:5]]).tolist():
         genes = tables.perturbed[tables.perturbed_ptr[row] : tables.perturbed_ptr[row + 1]].tolist()
         print(
@@ -58,27 +58,27 @@ def rows(options: argparse.Namespace) -> bool:
 
 
 def trace(options: argparse.Namespace) -> None:
-    """Prints where the steps went that `log.profile_steps` traced, over all ranks of a run folder."""
-    if len(options.words) != 1:
+    """Prints where the time went in the steps that `log.profile_steps` traced, over all ranks of a run folder."""
+    if len(options.arguments) != 1:
         raise UserError("trace takes one run folder, such as runs/default")
-    folder = Path(options.words[0])
+    folder = Path(options.arguments[0])
     ranks = {path.name.removeprefix("trace.").removesuffix(".json"): path for path in folder.glob("trace.rank*.json")}
     if not ranks:
-        raise UserError(f"{folder} holds no trace.rank*.json: train with log.profile_steps=5")
+        raise UserError(f"{folder} contains no trace.rank*.json: train with log.profile_steps=5")
     times = {rank: read_trace(path) for rank, path in ranks.items()}
     mean = {name: statistics.mean(time[name] for time in times.values()) for name in next(iter(times.values()))}
     print(f"{mean['steps']:g} steps of {mean['step']:.1f} ms, mean of {len(times)} ranks:")
     for name in (*PHASES, "rest"):
         print(f"  {name:10s} {100 * mean[name] / mean['step']:5.1f} %")
-    print(f"communication that no computing hides, in these: {100 * mean['exposed'] / mean['step']:.1f} %")
+    print(f"communication not overlapped with computation, in the above: {100 * mean['exposed'] / mean['step']:.1f} %")
     own = {rank: time["step"] - time["agreement"] - time["exposed"] for rank, time in times.items()}
     slowest, median = max(own, key=own.__getitem__), statistics.median(own.values())
-    print(f"slowest: {slowest} with {own[slowest]:.1f} ms of its own a step, the median is {median:.1f}")
-    print("ui.perfetto.dev shows the traces; on GPUs the phases are those of the host, which runs ahead of the device")
+    print(f"slowest: {slowest} with {own[slowest]:.1f} ms of its own work per step, median {median:.1f}")
+    print("open the traces in ui.perfetto.dev; on GPUs, phases are those of the host, which runs ahead of the device")
 
 
 def read_trace(path: Path) -> dict[str, float]:
-    """The number of steps in a rank's trace, and ms a step in all, in each phase, outside of them, and exposed."""
+    """Returns the number of steps in a rank's trace, and ms per step: in total, per phase, outside phases, exposed."""
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     try:
         for event in json.loads(path.read_text())["traceEvents"]:
@@ -87,9 +87,9 @@ def read_trace(path: Path) -> dict[str, float]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a readable trace: {error}") from None
     if not (steps := len(spans["ProfilerStep"])):
-        raise UserError(f"{path} holds no whole step: set log.profile_steps to fewer than the run has, less 3")
+        raise UserError(f"{path} contains no complete step: set log.profile_steps to less than the run's steps minus 3")
     busy, exchange = spans["device"], spans["nccl"]
-    if not busy:  # a trace of the CPU; what the host waits for in agreement is a phase of its own
+    if not busy:  # a CPU trace; agreement is a phase of its own, not exposed communication
         busy, exchange = spans["host"] + spans["agreement"], spans["gloo"]
     length = {"step": covered(spans["ProfilerStep"]), **{phase: covered(spans[phase]) for phase in PHASES}}
     length["rest"] = length["step"] - sum(length[phase] for phase in PHASES)
@@ -98,7 +98,7 @@ def read_trace(path: Path) -> dict[str, float]:
 
 
 def kind(event: dict) -> str:
-    """`ProfilerStep`, a phase, `gloo`, `nccl`, or what computes: `device` (kernels, copies) or `host` (operators)."""
+    """Returns `ProfilerStep`, a phase, `gloo`, `nccl`, `device` (kernels, copies), `host` (operators), or ""."""
     category, name = event.get("cat"), event["name"]
     if category == "user_annotation":  # "ProfilerStep#3", "gloo:all_reduce"
         return name.replace("#", ":").split(":")[0]
@@ -108,7 +108,7 @@ def kind(event: dict) -> str:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
+    """Returns the length of the union of intervals."""
     length, reached = 0.0, -math.inf
     for start, end in sorted(spans):
         length += max(0.0, end - max(start, reached))

@@ -1,4 +1,4 @@
-"""Several machines: two network namespaces joined by a cable."""
+"""Several machines: two network namespaces joined by a virtual cable."""
 
 import contextlib
 import json
@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.conftest import ROOT, Finished, clean_environment, fork_ranks, join
+from tests.tools.runs import difference, read_metrics
 
 RDZV = "alpha:29500"
 SMALL = ["model.hidden=8", "model.readout=local", "log.every_steps=1"]
@@ -27,15 +27,15 @@ VARIABLES = {
 }
 
 
-def sh(*words: str, timeout: float = 30, **variables: str) -> str:
+def sh(*arguments: str, timeout: float = 30, **variables: str) -> str:
     environment = {**clean_environment(), **VARIABLES, **variables}
-    result = subprocess.run(words, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
-    assert result.returncode == 0, f"{words}\n{result.stdout}\n{result.stderr}"
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+    assert result.returncode == 0, f"{arguments}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
 
 class Machine:
-    """A network namespace and a folder, its local disk."""
+    """A network namespace, with a folder as its local disk."""
 
     def __init__(self, name: str, address: str, disk: Path, run: Callable[..., Finished]):
         self.name, self.address, self.disk, self.run = name, address, disk, run
@@ -43,19 +43,19 @@ class Machine:
         self.pool = ThreadPoolExecutor()
         self.run_folder = disk / "runs/default"
 
-    def launch(self, *words: str, timeout: float = 120, **variables: str) -> "Future[Finished]":
-        command = ["ip", "netns", "exec", self.space, "env", "-C", str(self.disk), str(ROOT / "launch.sh"), *words]
+    def launch(self, *arguments: str, timeout: float = 120, **variables: str) -> "Future[Finished]":
+        command = ["ip", "netns", "exec", self.space, "env", "-C", str(self.disk), str(ROOT / "launch.sh"), *arguments]
         variables = {**VARIABLES, "NNODES": "2", "RDZV": RDZV, "RDZV_TIMEOUT": "60", **variables}
         return self.pool.submit(self.run, command, timeout, **variables)
 
     def wait_for_the_end_of_ranks(self) -> None:
-        wait_until(lambda: not self.processes(b"LOCAL_RANK="), 60, lambda: f"ranks of {self.name} are left")
+        wait_until(lambda: not self.processes(b"LOCAL_RANK="), 60, lambda: f"ranks of {self.name} are still running")
 
     def processes(self, what: bytes) -> list[str]:
-        """The ids of those here with this word in the command or the environment."""
+        """Returns the ids of the processes here with `what` in their command or environment."""
         found = []
         for pid in sh("ip", "netns", "pids", self.space).split():
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # the process has exited
                 if any(what in Path("/proc", pid, file).read_bytes() for file in ("cmdline", "environ")):
                     found.append(pid)
         return found
@@ -63,7 +63,7 @@ class Machine:
 
 @pytest.fixture
 def machines(run, tables, tmp_path) -> Iterator[tuple[Machine, Machine]]:
-    """Two machines with the tables on their disks; each takes its own name for 127.0.1.1, as Debian does."""
+    """Two machines with the tables on their disks; each resolves its own name to 127.0.1.1, as on Debian."""
     if os.geteuid() != 0 or not shutil.which("ip"):
         pytest.skip("network namespaces need root and iproute2")
     pair = []
@@ -96,13 +96,13 @@ def machines(run, tables, tmp_path) -> Iterator[tuple[Machine, Machine]]:
         for machine in pair:
             subprocess.run(["ip", "netns", "del", machine.space], capture_output=True, timeout=30, check=False)
             shutil.rmtree(Path("/etc/netns", machine.space), ignore_errors=True)
-        with contextlib.suppress(OSError):  # of other namespaces, or not there
+        with contextlib.suppress(OSError):  # it is missing, or has files of other namespaces
             Path("/etc/netns").rmdir()
 
 
 @pytest.fixture
 def one_machine(tables, tmp_path) -> Callable[..., Path]:
-    """one_machine(world_size, *overrides): the run folder of an uninterrupted run on this machine."""
+    """one_machine(world_size, *overrides) returns the run folder of an uninterrupted run on this machine."""
 
     def start(world_size: int, *overrides: str) -> Path:
         _store, ranks = fork_ranks(tmp_path, world_size, "train.py", [*tables, *SMALL, *overrides, "run.name=one"])
@@ -112,33 +112,14 @@ def one_machine(tables, tmp_path) -> Callable[..., Path]:
     return start
 
 
-def rows(folder: Path) -> list[dict]:
-    """The rows of metrics.jsonl without times."""
-    clocks = {"samples_per_s", "data_ms", "step_ms", "memory_mb"}
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in clocks} for row in lines if row["kind"] != "event"]
-
-
 def events(folder: Path) -> list[str]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["event"] for row in lines if row["kind"] == "event"]
+    return [row["event"] for row in read_metrics(folder, "event")]
 
 
-def parameters(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(max((folder / "checkpoints").glob("step_*.pt")), weights_only=True)["model"]
-
-
-def assert_same_run(folder: Path, other: Path) -> None:
-    assert rows(folder) == rows(other)
-    there = parameters(other)
-    for name, tensor in parameters(folder).items():
-        assert torch.equal(tensor, there[name]), name
-
-
-def wait_until(what: Callable[[], object], seconds: float, story: Callable[[], str]) -> None:
+def wait_until(condition: Callable[[], object], seconds: float, message: Callable[[], str]) -> None:
     deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, story()
+    while not condition():
+        assert time.monotonic() < deadline, message()
         time.sleep(0.1)
 
 
@@ -148,16 +129,16 @@ def has_a_checkpoint(folder: Path) -> bool:
 
 def test_two_machines_with_one_and_two_processes_train_as_one(machines, tables, one_machine):
     alpha, beta = machines
-    words = [*tables, *SMALL, "data.batch_size=30", "optim.epochs=2"]
-    address = f"{alpha.address}:29500"  # where the others use a name
-    second = beta.launch(*words, NPROC="2", RDZV=address)
-    first = alpha.launch(*words, RDZV=address).result().check()
+    arguments = [*tables, *SMALL, "data.batch_size=30", "optim.epochs=2"]
+    address = f"{alpha.address}:29500"  # the other tests use a host name
+    second = beta.launch(*arguments, NPROC="2", RDZV=address)
+    first = alpha.launch(*arguments, RDZV=address).result().check()
     second.result().check()
     assert "3 ranks x 10 samples" in first.stdout
     assert first.stderr == ""
-    # torchrun's own farewell where the machine that holds its store has left before
+    # torchrun's warning if the machine that hosts its store has exited first
     assert all("failed to shutdown the rendezvous" in line for line in second.result().stderr.splitlines())
-    assert_same_run(alpha.run_folder, one_machine(3, "data.batch_size=30", "optim.epochs=2"))
+    assert difference(alpha.run_folder, one_machine(3, "data.batch_size=30", "optim.epochs=2")) == ""
     assert {path.name for path in beta.run_folder.iterdir()} == {"log.rank1.txt", "log.rank2.txt"}
     for machine in machines:
         assert len(list((machine.disk / ".cache").glob("tables-*.pt"))) == 1
@@ -165,17 +146,16 @@ def test_two_machines_with_one_and_two_processes_train_as_one(machines, tables, 
 
 def test_machines_of_an_elastic_run_come_and_go(machines, tables, tmp_path):
     alpha, beta = machines
-    words = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=500", f"run.dir={tmp_path}/shared"]
+    arguments = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=500", f"run.dir={tmp_path}/shared"]
     elastic = {"NNODES": "1:2", "MAX_RESTARTS": "3", "RDZV_TIMEOUT": "60"}
     folder = tmp_path / "shared/default"
 
     def world_sizes() -> list[int]:
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [row["world_size"] for row in lines if row.get("event") in ("started", "resumed")]
+        return [row["world_size"] for row in read_metrics(folder, "event") if "world_size" in row]
 
-    first = alpha.launch(*words, **elastic)
+    first = alpha.launch(*arguments, **elastic)
     wait_until(lambda: has_a_checkpoint(folder), 60, lambda: "no checkpoint")
-    second = beta.launch(*words, **elastic)
+    second = beta.launch(*arguments, **elastic)
     wait_until(lambda: world_sizes() == [1, 2], 60, lambda: f"world sizes {world_sizes()}")
     processes = sh("ip", "netns", "pids", beta.space).split()
     sh("kill", "-9", *[pid for pid in processes if b"LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()])
@@ -191,42 +171,42 @@ def test_machines_of_an_elastic_run_come_and_go(machines, tables, tmp_path):
 def test_two_torchruns_of_one_machine_train_as_one(run, tables, one_machine, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    words = [str(ROOT / "launch.sh"), *tables, *SMALL, "data.batch_size=32", "optim.epochs=2"]
+    arguments = [str(ROOT / "launch.sh"), *tables, *SMALL, "data.batch_size=32", "optim.epochs=2"]
     variables = {**VARIABLES, "NNODES": "2", "RDZV": f"127.0.0.1:{port}", "RDZV_TIMEOUT": "60"}
     with ThreadPoolExecutor() as pool:
-        both = [pool.submit(run, words, 120, **variables) for _ in range(2)]
+        both = [pool.submit(run, arguments, 120, **variables) for _ in range(2)]
     output = "".join(future.result().check().stdout for future in both)
     assert output.count("2 ranks x 16 samples") == 1
-    assert_same_run(tmp_path / "runs/default", one_machine(2, "data.batch_size=32", "optim.epochs=2"))
+    assert difference(tmp_path / "runs/default", one_machine(2, "data.batch_size=32", "optim.epochs=2")) == ""
 
 
-def test_a_machine_that_does_not_come_is_waited_for_so_long(machines, tables):
+def test_waiting_for_a_missing_machine_times_out(machines, tables):
     alpha, beta = machines
     waiting = alpha.launch(*tables, RDZV_TIMEOUT="5", timeout=60)
     lost = beta.launch(*tables, RDZV="alpha:29501", RDZV_TIMEOUT="2", timeout=60)
-    told = "error: nothing answered at alpha:29501 (RDZV) for 2 s (RDZV_TIMEOUT): start it on each machine\n"
-    assert lost.result() == Finished(1, "", told)
+    expected = "error: nothing answered at alpha:29501 (RDZV) for 2 s (RDZV_TIMEOUT): run the command on each machine\n"
+    assert lost.result() == Finished(1, "", expected)
     assert waiting.result().returncode == 1
-    assert waiting.result().stderr.splitlines()[-1].endswith(".RendezvousTimeoutError")  # torchrun's word for it
+    assert waiting.result().stderr.splitlines()[-1].endswith(".RendezvousTimeoutError")  # torchrun's own error
 
 
 def test_a_machine_that_is_stopped_stops_the_other(machines, tables):
     alpha, beta = machines
-    words = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=10000"]
-    first, second = (machine.launch(*words) for machine in machines)
+    arguments = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=10000"]
+    first, second = (machine.launch(*arguments) for machine in machines)
     wait_until(lambda: has_a_checkpoint(alpha.run_folder), 60, lambda: "no checkpoint")
     sh("kill", "-USR1", *beta.processes(b"torch.distributed.run"))
     assert second.result().returncode == 1
     alpha.wait_for_the_end_of_ranks()
-    sh("kill", "-9", *alpha.processes(b"torch.distributed.run"))  # or it waits minutes for the other one
+    sh("kill", "-9", *alpha.processes(b"torch.distributed.run"))  # or it would wait minutes for the other one
     assert "error" not in first.result().stderr
     assert json.loads((alpha.run_folder / "status.json").read_text())["state"] == "stopped"
 
 
-def test_a_cut_ends_both_machines_and_the_run_goes_on_when_they_are_back(machines, tables, one_machine):
+def test_a_network_cut_ends_both_machines_and_a_restart_resumes_the_run(machines, tables, one_machine):
     alpha, beta = machines
-    words = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=60", "ddp.timeout_s=4"]
-    both = [machine.launch(*words) for machine in machines]
+    arguments = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=60", "ddp.timeout_s=4"]
+    both = [machine.launch(*arguments) for machine in machines]
     wait_until(lambda: has_a_checkpoint(alpha.run_folder), 60, lambda: "no checkpoint")
     sh("ip", "-n", alpha.space, "link", "set", "cable", "down")
     beta.wait_for_the_end_of_ranks()
@@ -237,9 +217,9 @@ def test_a_cut_ends_both_machines_and_the_run_goes_on_when_they_are_back(machine
 
     sh("ip", "-n", alpha.space, "link", "set", "cable", "up")
     sh("ip", "-n", alpha.space, "route", "replace", "default", "dev", "cable")
-    second = both[1].result()  # its torchrun hears only now that the other one is gone
+    second = both[1].result()  # only now can its torchrun notice that the other one is gone
     assert second.returncode == 1 and "its machine is gone or cut off" in second.stderr
-    for future in [machine.launch(*words) for machine in machines]:
+    for future in [machine.launch(*arguments) for machine in machines]:
         future.result().check()
     assert events(alpha.run_folder) == ["started", "failed", "resumed", "finished"]
-    assert_same_run(alpha.run_folder, one_machine(2, "data.batch_size=32", "optim.epochs=60"))
+    assert difference(alpha.run_folder, one_machine(2, "data.batch_size=32", "optim.epochs=60")) == ""

@@ -1,4 +1,4 @@
-"""The audits of `python -m tests.check devices` and `syncs`: a live training step, looked at from outside."""
+"""`python -m tests.check devices` and `syncs`: audits of real training steps."""
 
 import argparse
 import contextlib
@@ -19,13 +19,13 @@ from torch_geometric.data import Data
 import train
 from ddp_setup import Distributed, run
 from tests.bench import CountSynchronisations
-from tests.check import ROOT, launch
+from tests.tools.runs import ROOT, launch
 
 WARM_UP, STEPS = 3, 10
 
 
-class Enough(Exception):
-    """The audit has seen what it wanted."""
+class AuditDone(Exception):
+    """Raised to end training once the audit has seen enough."""
 
 
 def devices(options: argparse.Namespace) -> bool:
@@ -37,21 +37,21 @@ def syncs(options: argparse.Namespace) -> bool:
 
 
 def audit(name: str, world_size: int, options: argparse.Namespace) -> bool:
-    status, output = launch(world_size, ["audit-worker", name, *options.words], options.timeout, cpu=False)
+    status, output = launch(world_size, ["audit-worker", name, *options.arguments], options.timeout, cpu=False)
     if status:
         raise RuntimeError(f"the audit failed:\n{output}")
     print(output, end="")
     return "MISPLACED" not in output and "WAITS" not in output
 
 
-def audit_worker(name: str, words: list[str]) -> None:
-    config, never = train.load_config(train.parse_arguments(words)), 2**31
+def audit_worker(name: str, arguments: list[str]) -> None:
+    config, never = train.load_config(train.parse_arguments(arguments)), 2**31
 
     def program(env: Distributed) -> None:
         with tempfile.TemporaryDirectory() as folder:
             short = dataclasses.replace(
                 config,
-                run=train.RunConfig(dir=env.from_main(folder)),
+                run=train.RunConfig(dir=env.broadcast(folder)),
                 model=dataclasses.replace(config.model, compile=False),
                 optim=dataclasses.replace(config.optim, epochs=max(config.optim.epochs, 30)),
                 log=train.LogConfig(every_steps=never),
@@ -63,29 +63,29 @@ def audit_worker(name: str, words: list[str]) -> None:
 
 
 def audit_devices(config: train.Config, env: Distributed) -> None:
-    """Print what lies where in the second step, rank by rank."""
+    """Prints the device of every tensor in the second step, for each rank."""
     found: dict[str, Any] = {}
 
     def build_model(*args, **kwargs) -> nn.Module:
         found["model"] = model = original_model(*args, **kwargs)
         names = list(inspect.signature(model.forward).parameters)
 
-        def look(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        def record(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
             found.update(zip(names, args, strict=False), **kwargs, output=output)
 
-        model.register_forward_hook(look, with_kwargs=True)
+        model.register_forward_hook(record, with_kwargs=True)
         return model
 
     def build_optimizer(*args, **kwargs) -> torch.optim.Optimizer:
         found["optimizer"] = optimizer = original_optimizer(*args, **kwargs)
         steps = Counter()
 
-        def look(*_: object) -> None:
+        def stop_after_two(*_: object) -> None:
             steps["done"] += 1
             if steps["done"] == 2:
-                raise Enough
+                raise AuditDone
 
-        optimizer.register_step_post_hook(look)
+        optimizer.register_step_post_hook(stop_after_two)
         return optimizer
 
     def criterion(*args, **kwargs) -> Tensor:
@@ -97,14 +97,14 @@ def audit_devices(config: train.Config, env: Distributed) -> None:
     train.build_model, train.build_optimizer, train.squared_error = build_model, build_optimizer, criterion
     try:
         train.train(config, env)
-    except Enough:
+    except AuditDone:
         for lines in env.gather(placement(found, env.device)):
             if env.rank == 0:
                 print(f"on {lines[0]}", *lines[1:], sep="\n")
 
 
 def placement(found: dict[str, Any], device: torch.device) -> list[str]:
-    """The device, a line for each kind of tensor in `found`, and one for each tensor that is not on the device."""
+    """Returns the device, a line per kind of tensor in `found`, and a line per tensor on another device."""
     kinds: dict[str, Counter] = {}
     misplaced = []
     for kind, path, tensor in tensors(found):
@@ -118,7 +118,7 @@ def placement(found: dict[str, Any], device: torch.device) -> list[str]:
 
 
 def tensors(found: dict[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
-    """Kind, full path and tensor of all that a step touches."""
+    """Yields kind, full path and tensor of everything that a step uses."""
     names = {parameter: name for name, parameter in found["model"].named_parameters()}
     for name, value in found.items():
         if isinstance(value, nn.Module):
@@ -134,60 +134,60 @@ def tensors(found: dict[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
                     if isinstance(tensor, Tensor):
                         yield f"{name} state", f"{name}.state[{names.get(parameter, '?')}].{key}", tensor
         else:
-            for path, tensor in inside(name, value):
+            for path, tensor in nested_tensors(name, value):
                 yield name, path, tensor
 
 
-def inside(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def nested_tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping | Data):
         for key, item in value.to_dict().items() if isinstance(value, Data) else value.items():
-            yield from inside(f"{path}.{key}", item)
+            yield from nested_tensors(f"{path}.{key}", item)
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            yield from inside(f"{path}[{i}]", item)
+            yield from nested_tensors(f"{path}[{i}]", item)
 
 
 def audit_syncs(config: train.Config, env: Distributed) -> None:
-    """Print the places that wait in ten steps; those at the end of an epoch, which log and save, are left out."""
+    """Prints the lines that make the host wait in ten steps, leaving out the ends of epochs, which log and save."""
     watch = WatchOnGPU() if env.device.type == "cuda" else WatchOnCPU(env)
     places, done, last_step = Counter(), 0, 0
-    phase, stopping = env.phase, env.stopping
+    phase, stop_reason = env.phase, env.stop_reason
 
-    def phase_and_look(name: str) -> contextlib.AbstractContextManager:
+    def watched_phase(name: str) -> contextlib.AbstractContextManager:
         if name == "evaluation" and watch.active:
             watch.end()
         return phase(name)
 
-    def stopping_and_look(step: int) -> str:
+    def watched_stop_reason(step: int) -> str:
         nonlocal done, last_step
         if watch.active:
             done += 1
             places.update(watch.end())
         if done == STEPS:
-            raise Enough
-        reason = stopping(step)
+            raise AuditDone
+        reason = stop_reason(step)
         if step > max(last_step, WARM_UP):
             watch.begin()
         last_step = step
         return reason
 
-    env.phase, env.stopping = phase_and_look, stopping_and_look
+    env.phase, env.stop_reason = watched_phase, watched_stop_reason
     try:
         train.train(config, env)
-    except Enough:
+    except AuditDone:
         print(f"{STEPS} steps on {env.device}")
         for (place, what), count in sorted(places.items()):
             print(f"  WAITS  {place}: {what}, in {count} of {STEPS} steps")
         if not places:
             print("  nothing waits for the device")
         return
-    raise RuntimeError("an epoch has too few steps to look at: set a smaller data.batch_size")
+    raise RuntimeError("an epoch has too few steps to audit: set a smaller data.batch_size")
 
 
 class WatchOnCPU(CountSynchronisations):
-    """Notes the operators that would wait if this were a GPU, but for those on host data."""
+    """Records the operators that would make the host wait on a GPU, except those on host data."""
 
     def __init__(self, env: Distributed):
         super().__init__()
@@ -199,8 +199,8 @@ class WatchOnCPU(CountSynchronisations):
         self.__enter__()
         self.active = True
 
-    def note(self, operator: str) -> None:
-        if self.env.place[2] not in ("data", "agreement"):
+    def record(self, operator: str) -> None:
+        if self.env.progress[2] not in ("data", "agreement"):
             self.found.add((caller(), operator))
 
     def end(self) -> set[tuple[str, str]]:
@@ -210,7 +210,7 @@ class WatchOnCPU(CountSynchronisations):
 
 
 class WatchOnGPU:
-    """What CUDA's synchronisation debug mode warns of."""
+    """Records the warnings of CUDA's synchronisation debug mode."""
 
     def __init__(self):
         self.active = False
@@ -221,6 +221,7 @@ class WatchOnGPU:
         self.caught = warnings.catch_warnings()
         self.caught.__enter__()
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # on setting it
         warnings.showwarning = lambda message, *_, **__: self.found.add((caller(), str(message).split(" (")[0]))
         torch.cuda.set_sync_debug_mode("warn")
         self.active = True
@@ -233,6 +234,6 @@ class WatchOnGPU:
 
 
 def caller() -> str:
-    """File and line of the innermost frame in the template's own modules."""
+    """Returns file and line of the innermost frame in the template's own modules."""
     frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).parent == ROOT]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].line})" if frames else "outside"

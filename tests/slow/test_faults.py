@@ -1,4 +1,4 @@
-"""What is left of a run that was killed, stopped or fed with NaN; `python -m tests.check faults` has them all."""
+"""Runs that are killed, stopped or given a NaN; `python -m tests.check faults` runs all such faults."""
 
 import json
 import os
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_setup import DDPConfig, Distributed, RunError, StopRequest, Watchdog
-from tests import check, faults
 from tests.bench import CountSynchronisations
 from tests.conftest import ROOT, fork_ranks, join, launch_forked
-from tests.faults import FAULTS, difference, endure
+from tests.tools.faults import FAULTS, run_fault
+from tests.tools.runs import difference, launch, newest_checkpoint, read_metrics
 from train import MAX_SKIPS, Meter, OptimConfig, TrainState, build_optimizer, optimizer_step, write_atomically
 
 SETTINGS = ["data.batch_size=32", "model.hidden=8", "optim.epochs=8", "optim.accumulate=2", "log.every_steps=1"]
@@ -25,16 +25,16 @@ SETTINGS += ["checkpoint.every_steps=2", "checkpoint.keep_last=3"]
 
 
 def test_sixteen_kills_at_random_moments_lose_nothing(tmp_path, tables):
-    """Of one rank or of all, mostly in training, several in a row on one run."""
-    words = [*tables, *SETTINGS]
-    _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*words, "run.name=whole"])
+    """One rank or all are killed, mostly during training, several times in a row in the same run."""
+    arguments = [*tables, *SETTINGS]
+    _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*arguments, "run.name=whole"])
     assert join(ranks) == [0, 0]
     draw, kills, number = random.Random(), 0, 0
     seed = draw.randrange(10**6)
     draw.seed(seed)
     while kills < 16:
         folder = tmp_path / "runs" / str(number)
-        _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*words, f"run.name={number}"])
+        _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*arguments, f"run.name={number}"])
         wait_for_growth(folder / "metrics.jsonl", ranks)
         time.sleep(draw.uniform(0, 0.7))
         victims = draw.choice([ranks, ranks[:1], ranks[1:]])
@@ -42,12 +42,12 @@ def test_sixteen_kills_at_random_moments_lose_nothing(tmp_path, tables):
         for process in victims:
             process.kill()
         codes = join(ranks)
-        if codes == [0, 0]:  # it was over before
-            assert difference(folder, tmp_path / "runs/whole", 0.0) == "", f"seed {seed}, {kills} kills"
+        if codes == [0, 0]:  # the run finished before the kill
+            assert difference(folder, tmp_path / "runs/whole") == "", f"seed {seed}, {kills} kills"
             number += 1
-    _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*words, f"run.name={number}"])
+    _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*arguments, f"run.name={number}"])
     assert join(ranks) == [0, 0]
-    assert difference(tmp_path / "runs" / str(number), tmp_path / "runs/whole", 0.0) == "", f"seed {seed}"
+    assert difference(tmp_path / "runs" / str(number), tmp_path / "runs/whole") == "", f"seed {seed}"
 
 
 def wait_for_growth(path: Path, ranks: list) -> None:
@@ -60,26 +60,29 @@ def wait_for_growth(path: Path, ranks: list) -> None:
 
 
 def test_kills_of_torchrun_at_random_moments_lose_nothing(tmp_path, tables):
-    """Its workers save and leave by themselves, and the next start waits for them."""
+    """Its workers save and exit by themselves, and the next start waits for them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
-    words = [*tables, *SETTINGS]
-    _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*words, "run.name=whole"])
+    arguments = [*tables, *SETTINGS]
+    _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*arguments, "run.name=whole"])
     assert join(ranks) == [0, 0]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for kill in (True, True, False):
         with (tmp_path / "output").open("w") as output:
             process = subprocess.Popen(
-                [*command, *words], cwd=tmp_path, env=environment, stdout=output, stderr=output, start_new_session=True
+                [*command, *arguments],
+                cwd=tmp_path,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
             if kill:
                 wait_for_growth(tmp_path / "runs/default/metrics.jsonl", [])
                 time.sleep(random.uniform(0, 0.3))
                 process.kill()
             assert process.wait(60) == (-signal.SIGKILL if kill else 0), (tmp_path / "output").read_text()
-    rows = (tmp_path / "runs/default/metrics.jsonl").read_text().splitlines()
-    events = [json.loads(row).get("reason") for row in rows]
-    assert events.count("the end of torchrun") >= 1
-    assert difference(tmp_path / "runs/default", tmp_path / "runs/whole", 0.0) == ""
+    assert "torchrun exited" in [row.get("reason") for row in read_metrics(tmp_path / "runs/default", "event")]
+    assert difference(tmp_path / "runs/default", tmp_path / "runs/whole") == ""
 
 
 WITH_TORCHRUN = ["a rank killed under --max-restarts=3", "SIGTERM to torchrun"]
@@ -90,14 +93,14 @@ WITHOUT = [
     "SIGINT to a rank, mid-accumulation",
     "SIGUSR1 to a rank in evaluation",
     "a checkpoint that holds code",
-    "the disk full at a checkpoint",
+    "a full disk at a checkpoint",
     "a NaN in one rank's loss",
     "an infinite loss",
     "a NaN with optim.on_nonfinite=skip",
-    "weights that are not finite",
-    "an exception in rank 0's data",
+    "non-finite weights",
+    "an exception in rank 0's data loading",
     "an exception in evaluation",
-    "a rank asleep in its data",
+    "a rank hanging in data loading",
 ]
 
 
@@ -113,33 +116,32 @@ def undisturbed(tmp_path_factory) -> Path:
 def test_a_fault_loses_nothing(undisturbed, name):
     number, fault = next((i, fault) for i, fault in enumerate(FAULTS) if fault.name == name)
     folder = undisturbed.parent / str(number)
-    words = ["fault-worker", str(undisturbed.parent), *fault.words]
-    launch = check.launch if name in WITH_TORCHRUN else launch_forked
-    assert endure(fault, folder, undisturbed, words, launch) == ""
+    arguments = ["fault-worker", str(undisturbed.parent), *fault.arguments]
+    assert run_fault(fault, folder, undisturbed, arguments, launch if name in WITH_TORCHRUN else launch_forked) == ""
 
 
-def test_a_changed_result_is_seen(undisturbed, tmp_path):
-    """What `faults` compares with, changed in one number."""
+def test_a_changed_result_is_detected(undisturbed, tmp_path):
+    """Changes one number at a time in what `faults` compares."""
     other = tmp_path / "other"
     (other / "checkpoints").mkdir(parents=True)
     lines = (undisturbed / "metrics.jsonl").read_text()
     (other / "metrics.jsonl").write_text(lines)
-    newest = faults.newest(undisturbed)
+    newest = newest_checkpoint(undisturbed)
     state = torch.load(newest, weights_only=True)
     torch.save(state, other / "checkpoints" / newest.name)
-    assert difference(other, undisturbed, 0.0) == ""
+    assert difference(other, undisturbed) == ""
     state["model"]["embedding"][0, 0] += 1e-6
     torch.save(state, other / "checkpoints" / newest.name)
-    assert "embedding differs" in difference(other, undisturbed, 0.0)
+    assert "embedding differs" in difference(other, undisturbed)
     state["model"]["embedding"].copy_(torch.load(newest, weights_only=True)["model"]["embedding"])
     torch.save(state, other / "checkpoints" / newest.name)
     (other / "metrics.jsonl").write_text(lines.replace('"loss": 1.', '"loss": 2.', 1))
-    assert "loss differs" in difference(other, undisturbed, 0.0)
+    assert "loss differs" in difference(other, undisturbed)
 
 
 def test_a_frozen_rank_is_named_and_the_job_ends(tmp_path, tables):
-    words = [*tables, *SETTINGS, "optim.epochs=500", "ddp.timeout_s=2"]
-    _store, ranks = fork_ranks(tmp_path, 2, "train.py", words)
+    arguments = [*tables, *SETTINGS, "optim.epochs=500", "ddp.timeout_s=2"]
+    _store, ranks = fork_ranks(tmp_path, 2, "train.py", arguments)
     wait_for_growth(tmp_path / "runs/default/metrics.jsonl", ranks)
     time.sleep(0.5)
     os.kill(ranks[1].pid, signal.SIGSTOP)
@@ -149,19 +151,19 @@ def test_a_frozen_rank_is_named_and_the_job_ends(tmp_path, tables):
     join(ranks)
     output = (tmp_path / "rank0.stderr").read_text()
     assert "error: no progress for 2 s" in output and "rank 1: frozen, or its machine is gone, last in " in output
-    assert "rank 0 is here (no progress" in output and "train.py" in output
+    assert "stack of rank 0 (no progress" in output and "train.py" in output
     status = json.loads((tmp_path / "runs/default/status.json").read_text())
     assert status["state"] == "failed" and "rank 1: frozen" in status["reason"]
 
 
 def test_ctrl_c_in_one_process_stops_at_a_step_boundary(tmp_path, tables):
-    words = [*tables, *SETTINGS, "optim.epochs=500", "checkpoint.every_steps=100000"]
-    command = [sys.executable, ROOT / "train.py", *words]
+    arguments = [*tables, *SETTINGS, "optim.epochs=500", "checkpoint.every_steps=100000"]
+    command = [sys.executable, ROOT / "train.py", *arguments]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
     wait_for_growth(tmp_path / "runs/default/metrics.jsonl", [])
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
-    assert process.returncode == 0 and "asked by SIGINT: the same command goes on from there" in output
+    assert process.returncode == 0 and "(SIGINT): the same command resumes the run" in output
     status = json.loads((tmp_path / "runs/default/status.json").read_text())
     assert status["state"] == "stopped" and status["reason"] == "SIGINT"
     assert (tmp_path / f"runs/default/checkpoints/step_{status['step']:08d}.pt").exists()
@@ -172,7 +174,7 @@ def meter() -> Meter:
     return Meter(Distributed(DDPConfig()), OptimConfig(on_nonfinite="skip"))
 
 
-def test_skipped_steps_are_counted_in_a_row_and_under_fp16_only_at_scale_one(meter):
+def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     good, bad = torch.tensor(1.0), torch.tensor(float("nan"))
     state = TrainState(None, None, scaler)
@@ -193,7 +195,7 @@ def test_skipped_steps_are_counted_in_a_row_and_under_fp16_only_at_scale_one(met
         take(bad)
 
 
-def test_a_row_has_the_mean_loss_since_the_row_before(meter):
+def test_a_row_has_the_mean_loss_since_the_previous_row(meter):
     scaler, state = torch.amp.GradScaler("cpu", init_scale=1.0), TrainState(None, None, None)
     for total, num_samples in ((3.0, 2), (1.0, 2), (2.0, 1)):
         meter.squared_error += total
@@ -201,8 +203,8 @@ def test_a_row_has_the_mean_loss_since_the_row_before(meter):
     assert meter.read(state)["loss"] == pytest.approx(6.0 / 5)
 
 
-def test_a_step_and_its_count_wait_for_no_value(meter):
-    """What would be a host synchronisation on a GPU; the optimiser of `torch` in its default form would need one."""
+def test_a_step_and_its_meter_do_not_wait_for_the_device(meter):
+    """Counts what would be a host synchronisation on a GPU; AdamW without `fused=True` would need one."""
     model = torch.nn.Linear(2, 1)
     for fused in (True, False):
         optimizer = build_optimizer(model, OptimConfig(), meter.env)
@@ -226,10 +228,10 @@ def test_stop_requests_have_reasons(tmp_path, monkeypatch):
             stop = StopRequest(tmp_path / "STOP")
             assert StopRequest.REASONS[stop.code()] == ""
             (tmp_path / name).touch()
-            stop.next_look = 0
-            assert StopRequest.REASONS[stop.code()] == "the file STOP"
+            stop.next_check = 0
+            assert StopRequest.REASONS[stop.code()] == "STOP file"
             (tmp_path / name).unlink()
-            assert stop.code()  # asked is asked
+            assert stop.code()  # a request cannot be withdrawn
         os.kill(os.getpid(), signal.SIGUSR1)
         assert StopRequest.REASONS[stop.code()] == "SIGUSR1"
     finally:
@@ -242,17 +244,17 @@ def test_a_rank_that_waits_for_a_slow_one_is_not_stuck():
     env.world_size, env.store = 2, dist.HashStore()
     watchdog = Watchdog(env)
     watchdog.store = env.store
-    beats = round(3 / watchdog.beat_s / 2)
+    beats = round(3 / watchdog.heartbeat_s / 2)
 
     def look(place: list, moving: bool = False, silent: bool = False) -> str:
-        """Rank 0 waits in its evaluation; what is said of rank 1 after half the limit."""
+        """Returns the reason to end the job, if any, while rank 0 waits in evaluation and rank 1 is at `place`."""
         watchdog.seen.clear()
         env.store.delete_key("end")
         for beat in range(beats + 1):
-            env.store.set("place/0", json.dumps([beat, [9, 7, "evaluation", 20]]))
-            env.store.set("place/1", json.dumps([0 if silent else beat, [*place, beat if moving else 0]]))
-            watchdog.look()
-        return env.claim("")[0]
+            env.store.set("progress/0", json.dumps([beat, [9, 7, "evaluation", 20]]))
+            env.store.set("progress/1", json.dumps([0 if silent else beat, [*place, beat if moving else 0]]))
+            watchdog.check_ranks()
+        return env.record_end_reason("")[0]
 
     assert look([9, 7, "evaluation"], moving=True) == ""
     assert look([9, 6, "save"], moving=True) == ""
@@ -267,21 +269,21 @@ def test_the_watchdog_waits_longer_until_the_first_step_is_over():
     env = Distributed(DDPConfig(startup_timeout_s=9, timeout_s=3))
     with env.phase("forward"):
         assert env.limit_s == 9
-    assert env.stopping(8) == "" and env.limit_s == 3
-    assert env.place[0] == 8
+    assert env.stop_reason(8) == "" and env.limit_s == 3
+    assert env.progress[0] == 8
 
 
 def test_a_signal_to_all_processes_stops_cleanly_with_loader_processes(tmp_path, tables):
-    """As Ctrl-C in a terminal and a cluster's cancel do."""
-    words = [*tables, *SETTINGS, "optim.epochs=500", "data.workers=2"]
-    command = [sys.executable, ROOT / "train.py", *words]
+    """Ctrl-C in a terminal and a scheduler's cancel signal all processes."""
+    arguments = [*tables, *SETTINGS, "optim.epochs=500", "data.workers=2"]
+    command = [sys.executable, ROOT / "train.py", *arguments]
     process = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
-    wait_for_growth(tmp_path / "runs/default/checkpoints/best.pt", [])  # the first row comes before the loader
+    wait_for_growth(tmp_path / "runs/default/checkpoints/best.pt", [])  # written when the loader is running
     os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and "asked by SIGTERM" in output, output
+    assert process.returncode == 0 and "(SIGTERM)" in output, output
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
 
@@ -300,35 +302,35 @@ train.main()
 """
 
 
-def test_a_step_that_is_not_finite_is_not_saved_by_a_clean_stop(train, tmp_path):
+def test_a_clean_stop_does_not_save_a_nonfinite_step(train, tmp_path):
     (tmp_path / "spoiled.py").write_text(STOPPED_AFTER_NAN)
-    words = ["optim.epochs=2", "log.every_steps=4", "checkpoint.every_steps=3"]
-    train(0, *words, "run.name=whole").check()
-    result = train(0, *words, script=tmp_path / "spoiled.py")
+    arguments = ["optim.epochs=2", "log.every_steps=4", "checkpoint.every_steps=3"]
+    train(0, *arguments, "run.name=whole").check()
+    result = train(0, *arguments, script=tmp_path / "spoiled.py")
     assert result.returncode == 1 and "step 6 is not finite" in result.stderr
-    train(0, *words, script=tmp_path / "spoiled.py").check()
-    assert difference(tmp_path / "runs/default", tmp_path / "runs/whole", 0.0) == ""
+    train(0, *arguments, script=tmp_path / "spoiled.py").check()
+    assert difference(tmp_path / "runs/default", tmp_path / "runs/whole") == ""
 
 
 SIGNALLED_EARLY = """
 import os, signal, sys, data, train
-load, whom, number = data.load, *sys.argv.pop().split()
+load, target, number = data.load, *sys.argv.pop().split()
 def load_and_signal(*arguments):
     if os.environ.get("RANK", "0") == "0":
-        os.kill(os.getppid() if whom == "torchrun" else os.getpid(), signal.Signals[number])
+        os.kill(os.getppid() if target == "torchrun" else os.getpid(), signal.Signals[number])
     return load(*arguments)
 data.load = load_and_signal
 train.main()
 """
 
 
-@pytest.mark.parametrize(("nproc", "whom"), [(0, "rank SIGTERM"), (0, "rank SIGINT"), (2, "torchrun SIGKILL")])
-def test_a_signal_before_the_first_step_stops_after_it(torchrun, tables, tmp_path, nproc, whom):
+@pytest.mark.parametrize(("nproc", "target"), [(0, "rank SIGTERM"), (0, "rank SIGINT"), (2, "torchrun SIGKILL")])
+def test_a_signal_before_the_first_step_stops_after_it(torchrun, tables, tmp_path, nproc, target):
     (tmp_path / "early.py").write_text(SIGNALLED_EARLY)
-    result = torchrun(nproc, tmp_path / "early.py", *tables, *SETTINGS, whom)
+    result = torchrun(nproc, tmp_path / "early.py", *tables, *SETTINGS, target)
     assert result.returncode == (-signal.SIGKILL if nproc else 0)
-    reason = "the end of torchrun" if nproc else whom.split()[1]
-    assert f"stopped   at step 1, asked by {reason}" in result.stdout
+    reason = "torchrun exited" if nproc else target.split()[1]
+    assert f"stopped   at step 1 ({reason})" in result.stdout
     status = json.loads((tmp_path / "runs/default/status.json").read_text())
     assert status == {"state": "stopped", "step": 1, "epoch": 0, "reason": reason}
 
@@ -358,20 +360,31 @@ def test_a_failure_ends_ranks_that_are_busy_with_something_else(tmp_path, tables
     assert status["state"] == "failed" and status["reason"] == "rank 1: ZeroDivisionError: division by zero"
 
 
-def test_a_file_that_cannot_be_finished_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda number: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_atomically(tmp_path / "file", "text")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_suspended_job_goes_on(tmp_path, tables):
-    """As a scheduler suspends all its processes, for longer than ddp.timeout_s."""
-    words = [*tables, *SETTINGS, "optim.epochs=40", "ddp.timeout_s=4"]
-    _store, ranks = fork_ranks(tmp_path, 2, "train.py", words)
+def test_a_suspended_job_continues(tmp_path, tables):
+    """Suspends all processes, as a scheduler does, for longer than ddp.timeout_s."""
+    arguments = [*tables, *SETTINGS, "optim.epochs=40", "ddp.timeout_s=4"]
+    _store, ranks = fork_ranks(tmp_path, 2, "train.py", arguments)
     wait_for_growth(tmp_path / "runs/default/metrics.jsonl", ranks)
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for rank in ranks:
             os.kill(rank.pid, number)
         time.sleep(8 if number == signal.SIGSTOP else 0)
     assert join(ranks) == [0, 0], (tmp_path / "rank0.stderr").read_text()
+
+
+def test_a_failing_rank_ends_the_job_with_its_traceback(train, tmp_path):
+    """Rank 1 fails for a reason other than wrong input, such as a bug in the code."""
+    (tmp_path / "bug.py").write_text(
+        "import os, torch, train\nif os.environ['RANK'] == '1':\n"
+        "    torch.optim.AdamW.step = lambda *a, **k: 1 / 0\ntrain.main()\n"
+    )
+    result = train(2, script=tmp_path / "bug.py", launcher=True)
+    assert result.returncode == 1
+    assert "ZeroDivisionError: division by zero" in result.stderr

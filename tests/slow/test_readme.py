@@ -4,7 +4,6 @@ import contextlib
 import io
 import re
 import shlex
-import shutil
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,22 +12,20 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from ddp_setup import UserError
-from tests.conftest import ROOT, fork, join, write_table
+from tests.conftest import ROOT, SMALL, copy_template, fork, join, write_table
 from train import Config, load_config, parse_arguments
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "tests/bench/README.md"]
 SECTIONS = {section.name: {f.name for f in fields(section.type)} for section in fields(Config)}
 PROGRAMS = ("./launch.sh", "torchrun", "python", "pip", "srun", "sbatch")
-PLAIN = ("export", "cd", "cp", "touch", "tensorboard")  # of which nothing is checked
-OF_OTHERS = ("OMP_", "MALLOC_", "CUDA_", "NCCL_", "GLOO_", "TORCH")  # variables that launch.sh need not know
-# Appended to a training command, so that it takes seconds.
-SMALL = ["data.batch_size=32", "model.hidden=8", "model.compile=false", "optim.epochs=1"]
+PLAIN = ("export", "cd", "cp", "touch", "tensorboard")  # which are not checked
+EXTERNAL = ("OMP_", "MALLOC_", "CUDA_", "NCCL_", "GLOO_", "TORCH")  # variables that launch.sh does not read
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, without its comment, and what it starts with variables and launchers stripped off."""
+    """A command line without its comment, its variables, and its words without variables and launchers."""
 
     text: str
     variables: tuple[str, ...]
@@ -36,18 +33,18 @@ class Command:
 
     @property
     def trains(self) -> bool:
-        """Whether the words from the second one on are for train.py."""
+        """Whether the words after the first are arguments of train.py."""
         program, *words = self.words or [""]
         return program == "train.py" or (program == "./launch.sh" and words[:1] != ["test"])
 
 
 def parse(text: str) -> Command:
-    words = shlex.split(text.replace("%a", "0"), comments=True)  # launch.sh puts the number of an array's task there
+    words = shlex.split(text.replace("%a", "0"), comments=True)  # launch.sh replaces it with the array task's number
     line = shlex.join(words)
     variables = []
     while words and ("=" in words[0] or words[0] == "export"):
         variables.append(words.pop(0))
-    if words[:1] in (["srun"], ["sbatch"]):  # whose options are not ours
+    if words[:1] in (["srun"], ["sbatch"]):  # whose own options are not checked
         words = words[next(i for i, word in enumerate(words) if word in PROGRAMS[:3] or word.endswith(".sh")) :]
     if words[:1] == ["launch.sh"]:
         words[0] = "./launch.sh"
@@ -59,32 +56,32 @@ def parse(text: str) -> Command:
 
 
 def torchrun_words(words: list[str]) -> list[str]:
-    """Script or module and its arguments; torchrun's own options must be such."""
+    """Returns the script or module and its arguments; fails the test on an unknown torchrun option."""
     words = [re.sub(r"\$\{?\w+\}?", "1", word) for word in words]  # a number in place of a shell variable
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             options = get_args_parser().parse_args(words)
     except SystemExit:
-        pytest.fail(f"torchrun {shlex.join(words)}: {said.getvalue()}")
+        pytest.fail(f"torchrun {shlex.join(words)}: {stderr.getvalue()}")
     return [options.training_script, *options.training_script_args]
 
 
 def block_commands(page: Path) -> list[Command]:
-    """Every command of the bash blocks."""
+    """Returns every command in the bash blocks."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", page.read_text(), re.M | re.S)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [parse(line) for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
 def inline_commands(page: Path) -> list[Command]:
-    """Every command that stands in a sentence or a table."""
+    """Returns every command within sentences and tables."""
     starts = re.compile(rf"([A-Z_]+=\S+ )*({'|'.join(map(re.escape, PROGRAMS))}) ?")
     return [parse(span) for span in spans(page) if starts.match(span) and span not in ("torchrun", "python", "sbatch")]
 
 
 def spans(page: Path) -> list[str]:
-    """Code within sentences and tables."""
+    """Returns the code spans within sentences and tables."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S))
 
 
@@ -92,16 +89,16 @@ COMMANDS = list(dict.fromkeys(command for page in PAGES for command in block_com
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.text[:60])
-def test_what_a_command_names_exists(command, tmp_path, monkeypatch):
+def test_what_a_command_refers_to_exists(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program, *words = command.words or ["export"]
     for variable in command.variables:
         name = variable.split("=")[0]
-        assert name in (ROOT / "launch.sh").read_text() or name.startswith(OF_OTHERS), variable
+        assert name in (ROOT / "launch.sh").read_text() or name.startswith(EXTERNAL), variable
     if command.trains:
         assert (ROOT / program).is_file()
         (tmp_path / "mine.yaml").write_text("")  # the file of the section "Own tables"
-        if not {"--checkpoint", "--help"} & set(words):  # with a configuration of its own, or none
+        if not {"--checkpoint", "--help"} & set(words):  # which need no valid configuration here
             load_config(parse_arguments(words))
         if "--help" not in words:
             parse_arguments(words)
@@ -116,7 +113,7 @@ def test_what_a_command_names_exists(command, tmp_path, monkeypatch):
     elif program.startswith("tests."):
         check_module(program, words)
     elif program not in PLAIN:
-        pytest.fail(f"a command that this test does not know: {command.text}")
+        pytest.fail(f"this test does not know the command {command.text}")
 
 
 def check_module(module: str, words: list[str]) -> None:
@@ -134,7 +131,7 @@ def check_module(module: str, words: list[str]) -> None:
 
 
 def test_options_are_known_and_their_values_valid():
-    """Also those in sentences and tables, each alone."""
+    """Includes those in sentences and tables, each tried alone."""
     text = README.read_text().replace("%a", "0")
     given = set(re.findall(rf"\b((?:{'|'.join(SECTIONS)})\.\w+)=([^\s`,;:)]+)", text))
     as_yaml = set(re.findall(rf"`((?:{'|'.join(SECTIONS)})\.\w+): ([^`]+)`", text))
@@ -176,9 +173,8 @@ def headings(page: Path) -> list[str]:
 
 @pytest.fixture
 def here(tables, tmp_path):
-    """The template in `tmp_path`, beside small tables under the names that the README uses."""
-    for path in (*ROOT.glob("*.py"), ROOT / "config.yaml", ROOT / "launch.sh", ROOT / "requirements.txt"):
-        shutil.copy(path, tmp_path)
+    """Copies the template to `tmp_path`, next to small tables with the file names of the README."""
+    copy_template(tmp_path)
     write_table(tmp_path / "pairs.tsv", [("genes",), ("Y01,Y02",), ("Y03",), ("",), ("no such gene",)])
     (tmp_path / "mine.yaml").write_text(
         re.search(r"^```yaml\n# mine.yaml[^\n]*\n(.*?)^```$", README.read_text(), re.M | re.S)[1]
@@ -186,18 +182,18 @@ def here(tables, tmp_path):
     return [*tables, *SMALL]
 
 
-AS_THEY_STAND = {  # by their beginning, and the run folder where two would share one
+WAYS_TO_START = {  # how each command begins, and an override where two would share a run folder
     "torchrun --standalone": ["run.name=torchrun"],
     "python train.py": [],
     "./launch.sh --config mine.yaml": [],
-    "python train.py --predict": [],  # by the model of the one before
+    "python train.py --predict": [],  # with the model that the command above trained
 }
 
 
-def test_each_way_to_start_works_as_it_stands(run, here, tmp_path):
-    """One command of each kind, those that train with small overrides appended."""
+def test_each_way_to_start_works(run, here, tmp_path):
+    """Runs one command of each kind; those that train get small overrides appended."""
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    for beginning, name in AS_THEY_STAND.items():
+    for beginning, name in WAYS_TO_START.items():
         command = next(c for c in block_commands(README) if f"{c.text} ".startswith(f"{beginning} "))
         more = [] if "--predict" in command.words else [*here, *name]
         line = f"{command.text} {shlex.join(more)}"
@@ -207,7 +203,7 @@ def test_each_way_to_start_works_as_it_stands(run, here, tmp_path):
 
 
 def test_training_commands_train(here, tmp_path):
-    """The options of each, in one forked process, with small overrides appended."""
+    """Runs the options of each in one forked process, with small overrides appended."""
     options = {command.words[1:] for command in block_commands(README) if command.trains}
     options = sorted(words for words in options if not {"--predict", "--help"} & set(words))
     assert len(options) >= 3

@@ -1,14 +1,14 @@
-"""The proofs for users: they pass on the template and fail on one that is broken."""
+"""The checks for users pass on the template and fail on broken copies of it."""
 
 import re
-import shutil
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from tests import check
-from tests.conftest import ROOT, launch_forked
+from tests.conftest import copy_template, launch_forked
+from tests.tools import parity
 
 PARITY = [sys.executable, "-m", "tests.check", "parity", "model.hidden=8"]
 BROKEN = {
@@ -19,7 +19,7 @@ BROKEN = {
     ),
     "DDP's average not undone": ("train.py", "num_samples * env.world_size", "num_samples"),
     "gradients exchanged too early": ("train.py", "last=micro == optim.accumulate - 1", "last=micro == 0"),
-    "an order of its own on each rank": (
+    "a different order on each rank": (
         "train.py",
         "env.rank, seed)\n    loader",
         "env.rank, seed + env.rank)\n    loader",
@@ -40,21 +40,13 @@ def test_parity_holds_on_1_2_and_4_ranks(run, tables, tmp_path):
 @pytest.mark.parametrize("name", BROKEN)
 def test_parity_fails_on_a_broken_copy(tables, tmp_path, monkeypatch, capsys, name):
     file, right, wrong = BROKEN[name]
-    copy = tmp_path / "copy"
-    shutil.copytree(
-        ROOT,
-        copy,
-        ignore=lambda folder, names: {n for n in names if not n.endswith(".py") and n not in ("tests", "bench")},
-    )
-    shutil.copy(ROOT / "config.yaml", copy)
+    copy = copy_template(tmp_path / "copy")
     text = (copy / file).read_text()
     assert text.count(right) == 1
     (copy / file).write_text(text.replace(right, wrong))
-    monkeypatch.setattr(
-        check, "launch", lambda n, words, timeout: launch_forked(n, words, script=f"{copy}/tests/check.py")
-    )
-    words = ["model.hidden=8", *(re.sub(r"=(.*\.tsv)", rf"={tmp_path}/\1", word) for word in tables)]
-    assert not check.parity(SimpleNamespace(world_sizes=[1, 2], words=words, timeout=60))
+    monkeypatch.setattr(parity, "launch", partial(launch_forked, script=f"{copy}/tests/check.py"))
+    arguments = ["model.hidden=8", *(re.sub(r"=(.*\.tsv)", rf"={tmp_path}/\1", override) for override in tables)]
+    assert not parity.parity(SimpleNamespace(world_sizes=[1, 2], arguments=arguments, timeout=60))
     assert "FAIL" in capsys.readouterr().out
 
 

@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import ROOT
-from tests.test_machines import (
+from tests.slow.test_machines import (
     SMALL,
     VARIABLES,
-    assert_same_run,
     events,
     has_a_checkpoint,
     one_machine,  # noqa: F401
     sh,
     wait_until,
 )
+from tests.tools.runs import difference
 
 SLURM = ROOT.parent / "shared/slurm"
 LAUNCH = str(ROOT / "launch.sh")
@@ -34,9 +34,9 @@ PartitionName=high Nodes=n1,n2 PriorityTier=2 PreemptMode=OFF
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[SimpleNamespace]:
-    """A cluster of the nodes n1 and n2: slurm.sh(command, ...) with its SLURM_CONF.
+    """A cluster of the nodes n1 and n2; slurm.sh(command, ...) runs a command with its SLURM_CONF.
 
-    Jobs of the partition `high` preempt those of `low`, which have some seconds to stop by themselves.
+    Jobs in partition `high` preempt those in `low`, which get a few seconds to stop by themselves.
     """
     if not SLURM.is_dir():
         pytest.skip(f"{SLURM} is missing")
@@ -45,13 +45,13 @@ def slurm() -> Iterator[SimpleNamespace]:
     for tool in ("munged", "slurmctld", "slurmd", "sbatch"):
         if not shutil.which(tool, path=VARIABLES["PATH"]):
             pytest.skip(f"SLURM is not installed ({tool} is missing)")
-    folder = tempfile.mkdtemp(prefix="slurm-", dir="/tmp")  # SLURM wants a short path
+    folder = tempfile.mkdtemp(prefix="slurm-", dir="/tmp")  # SLURM needs a short path
     try:
         sh(str(SLURM / "slurm_up.sh"), folder, timeout=120, SLURM_UP_CPUS="2")
         configuration = Path(folder, "slurm.conf")
         with configuration.open("a") as file:
             file.write(PREEMPTION)
-        cluster = SimpleNamespace(sh=lambda *words: sh(*words, SLURM_CONF=str(configuration)))
+        cluster = SimpleNamespace(sh=lambda *arguments: sh(*arguments, SLURM_CONF=str(configuration)))
         cluster.sh("scontrol", "reconfigure")
         yield cluster
     finally:
@@ -62,12 +62,12 @@ def slurm() -> Iterator[SimpleNamespace]:
 class Job:
     """A job of launch.sh in `folder`."""
 
-    def __init__(self, slurm: SimpleNamespace, folder: Path, *words: str):
+    def __init__(self, slurm: SimpleNamespace, folder: Path, *arguments: str):
         self.sh, self.folder = slurm.sh, folder
-        self.id = self.sh("sbatch", "--parsable", f"--chdir={folder}", "--time=60", *words).strip()
+        self.id = self.sh("sbatch", "--parsable", f"--chdir={folder}", "--time=60", *arguments).strip()
 
     def show(self, key: str) -> list[str]:
-        """The values of a key, for each task of an array."""
+        """Returns the values of a key, one for each task of an array."""
         text = self.sh("scontrol", "--oneliner", "show", "job", self.id)
         return [word.partition("=")[2] for word in text.split() if word.startswith(f"{key}=")]
 
@@ -83,7 +83,7 @@ class Job:
         return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("slurm-*.out")))
 
 
-def test_a_job_of_two_nodes_is_stopped_and_preempted_and_goes_on(slurm, tables, one_machine, tmp_path):  # noqa: F811
+def test_a_job_of_two_nodes_is_stopped_preempted_and_resumed(slurm, tables, one_machine, tmp_path):  # noqa: F811
     folder, length = tmp_path / "runs/default", ["data.batch_size=32", "optim.epochs=120"]
     job = Job(slurm, tmp_path, "--nodes=2", "--partition=low", LAUNCH, *tables, *SMALL, *length)
     wait_until(lambda: has_a_checkpoint(folder), 90, job.log)
@@ -94,7 +94,7 @@ def test_a_job_of_two_nodes_is_stopped_and_preempted_and_goes_on(slurm, tables, 
     assert job.show("JobState") == ["COMPLETED"], job.log()
     assert job.show("ExitCode") == ["0:0"] and job.show("Restarts") == ["2"], job.log()
     assert events(folder) == ["started", "stopped", "resumed", "stopped", "resumed", "finished"], job.log()
-    assert_same_run(folder, one_machine(2, *length))
+    assert difference(folder, one_machine(2, *length)) == ""
     for node in (0, 1):
         assert (tmp_path / f"slurm-{job.id}.node{node}.out").exists()
     assert (tmp_path / f"slurm-{job.id}.out").read_text().count("stopped, requeued") == 2
@@ -102,22 +102,22 @@ def test_a_job_of_two_nodes_is_stopped_and_preempted_and_goes_on(slurm, tables, 
 
 
 def test_the_status_of_a_job_is_that_of_its_training(slurm, tables, tmp_path):
-    words = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=300", "run.seed=%a"]
-    shared = Job(slurm, tmp_path, "--array=0-1", LAUNCH, *words).finish()
+    arguments = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=300", "run.seed=%a"]
+    shared = Job(slurm, tmp_path, "--array=0-1", LAUNCH, *arguments).finish()
     assert sorted(shared.show("ExitCode")) == ["0:0", "1:0"], shared.log()
-    assert shared.log().count("another process trains in runs/default") == 1
+    assert shared.log().count("another process is training in runs/default") == 1
     failed = Job(slurm, tmp_path, "--nodes=2", LAUNCH, *tables, "data.edges=none.tsv").finish()
     assert failed.show("ExitCode") == ["1:0"], failed.log()
     log = (tmp_path / f"slurm-{failed.id}.out").read_text()
     assert log.endswith(f"error: the training ended with status 1: see slurm-{failed.id}.node*.out\n")
 
 
-def test_an_array_requeues_the_task_that_was_asked_and_none_that_was_cancelled(slurm, tables, tmp_path):
+def test_an_array_requeues_a_signalled_task_but_no_stopped_or_cancelled_one(slurm, tables, tmp_path):
     (tmp_path / "sweep").mkdir()
     for task in (0, 1):
         (tmp_path / f"sweep/{task}.yaml").write_text(f"run: {{name: seed{task}, seed: {task}}}\n")
-    words = ["--config", "sweep/%a.yaml", *tables, *SMALL, "data.batch_size=32", "optim.epochs=100000"]
-    job = Job(slurm, tmp_path, "--array=0-1", "--oversubscribe", "--cpus-per-task=1", LAUNCH, *words)
+    arguments = ["--config", "sweep/%a.yaml", *tables, *SMALL, "data.batch_size=32", "optim.epochs=100000"]
+    job = Job(slurm, tmp_path, "--array=0-1", "--oversubscribe", "--cpus-per-task=1", LAUNCH, *arguments)
     folders = [tmp_path / f"runs/seed{task}" for task in (0, 1)]
     wait_until(lambda: all(map(has_a_checkpoint, folders)), 90, job.log)
     assert all(f"seed: {task}\n" in (folders[task] / "config.yaml").read_text() for task in (0, 1))

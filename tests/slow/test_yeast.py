@@ -1,4 +1,4 @@
-"""The real tables, where they are at hand."""
+"""Yeast-sized data: the real tables, if available, and the synthetic preset."""
 
 from pathlib import Path
 
@@ -7,10 +7,11 @@ import torch
 
 from data import DataConfig, additive_baseline, load
 from tests.conftest import ROOT
-from tests.test_train import rows_of
+from tests.test_data import compare_with_preset
+from tests.tools.runs import read_metrics
 
 FOLDER = ROOT.parent / "shared/data/yeast"
-pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"the real tables are not in {FOLDER}")
+real = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"the real tables are not in {FOLDER}")
 
 TABLES = {"edges": str(FOLDER / "edges.tsv"), "perturbations": str(FOLDER / "digenic.tsv"), "undirected": True}
 
@@ -20,7 +21,12 @@ def tables(tmp_path: Path):
     return load(DataConfig(source="tsv", cache_dir=str(tmp_path), **TABLES))
 
 
-def test_the_tables_are_read_whole(tables):
+def test_the_yeast_preset_has_the_declared_shape():
+    compare_with_preset("yeast")
+
+
+@real
+def test_the_tables_are_read_completely(tables):
     assert (len(tables.genes), len(tables.relations), len(tables.y)) == (4618, 6, 18152)
     assert sum(index.size(1) for index in tables.edge_indices) == 2 * 105_022
     assert "(16 isolated)" in tables.summary()
@@ -29,20 +35,22 @@ def test_the_tables_are_read_whole(tables):
     assert tables.noise_ceiling() is None
 
 
-def test_the_additive_baseline_is_what_others_found(tables):
+@real
+def test_the_additive_baseline_has_the_known_pearson(tables):
     rows = tables.rows("test")
     pearson = torch.corrcoef(torch.stack([additive_baseline(tables)[rows], tables.y[rows]]))[0, 1].item()
     assert 0.17 < pearson < 0.33  # 0.25 +- 0.04 over random splits
 
 
-def test_it_trains_as_it_is(torchrun, tmp_path):
-    words = [
+@real
+def test_training_beats_the_additive_baseline(torchrun, tmp_path):
+    arguments = [
         "data.source=tsv",
         *(f"data.{key}={str(value).lower()}" for key, value in TABLES.items() if key == "undirected"),
     ]
-    words += [f"data.edges={TABLES['edges']}", f"data.perturbations={TABLES['perturbations']}"]
+    arguments += [f"data.edges={TABLES['edges']}", f"data.perturbations={TABLES['perturbations']}"]
     settings = ["model.readout=local", "model.hidden=16", "data.batch_size=256", "optim.epochs=6", "run.name=real"]
-    torchrun(2, ROOT / "train.py", *words, *settings, timeout=200).check()
-    (test,) = rows_of(tmp_path / "runs/real", "test")
+    torchrun(2, ROOT / "train.py", *arguments, *settings, timeout=200).check()
+    (test,) = read_metrics(tmp_path / "runs/real", "test")
     assert test["n"] == 1815
     assert test["pearson"] > test["baseline_pearson"] > 0.17

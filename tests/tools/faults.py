@@ -1,4 +1,4 @@
-"""The faults of `python -m tests.check faults`: what befalls a run, and what must be left of it."""
+"""`python -m tests.check faults`: the faults that are injected into runs, and the outcome expected of each."""
 
 import argparse
 import contextlib
@@ -20,41 +20,38 @@ import torch
 import data
 import train
 from ddp_setup import Distributed
-from tests.check import BATCH_SIZE, TOLERANCE, few_rows, final_model, launch, original
+from tests.tools.parity import BATCH_SIZE, TOLERANCE, few_rows, original
+from tests.tools.runs import difference, launch, newest_checkpoint, series
 
 STEP_OF_SAVE, EPOCH_END, LAST_STEP = 6, 4, 8  # two epochs of four steps, a checkpoint every three and at epoch ends
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`action` befalls `rank` when it enters `phase` at `step` (of those done) in the first of two runs."""
+    """`action` happens to `rank` when it enters `phase` after `step` completed steps, in the first of two runs."""
 
     name: str
     action: str
     phase: str = "forward"
     step: int = 5
     rank: int = 1
-    state: str = "failed"  # in status.json after the first run
-    says: str = ""  # in its output
-    words: tuple[str, ...] = ()  # overrides for both runs
+    state: str = "failed"  # expected in status.json after the first run
+    prints: str = ""  # expected in its output
+    arguments: tuple[str, ...] = ()  # overrides for both runs
     torchrun: tuple[str, ...] = ()  # options for the first run
-    mend: Callable[[Path], None] = lambda folder: None  # between the runs
-    again_says: str = ""  # in the output of the second run
+    repair: Callable[[Path], None] = lambda folder: None  # between the runs
+    again_prints: str = ""  # expected in the output of the second run
     again_ranks: int = 2
 
 
-def newest(folder: Path) -> Path:
-    return max((folder / "checkpoints").glob("step_*.pt"))
-
-
-KILLED = {"says": "another rank was killed or cannot be reached"}
-STOPPED = {"state": "stopped", "says": "the same command goes on from there"}
-EXACT = {"words": ("model.dropout=0", "optim.precision=fp64")}
-IMPATIENT = {"words": ("ddp.timeout_s=3",)}
-PASSED_OVER = {"again_says": "passed over a damaged checkpoint"}
+KILLED = {"prints": "another rank was killed or cannot be reached"}
+STOPPED = {"state": "stopped", "prints": "the same command resumes the run"}
+EXACT = {"arguments": ("model.dropout=0", "optim.precision=fp64")}
+TIMEOUT = {"arguments": ("ddp.timeout_s=3",)}
+DAMAGED = {"again_prints": "skipped a damaged checkpoint"}
 
 FAULTS = [
-    Fault("a rank killed in data", "SIGKILL", "data", **KILLED),
+    Fault("a rank killed in data loading", "SIGKILL", "data", **KILLED),
     Fault("a rank killed in the forward pass", "SIGKILL", "forward", **KILLED),
     Fault("a rank killed in the backward pass, mid-accumulation", "SIGKILL", "backward", **KILLED),
     Fault("a rank killed in the optimiser", "SIGKILL", "optimiser", **KILLED),
@@ -70,99 +67,109 @@ FAULTS = [
     Fault("a rank killed under --max-restarts=3", "SIGKILL", state="finished", torchrun=("--max-restarts=3",)),
     Fault("SIGTERM to torchrun", "SIGTERM torchrun", **STOPPED),
     Fault("SIGINT to torchrun", "SIGINT torchrun", **STOPPED),
-    Fault("SIGUSR1 to torchrun, which it dies of", "SIGUSR1 torchrun", **STOPPED),
+    Fault("SIGUSR1 to torchrun, which kills it", "SIGUSR1 torchrun", **STOPPED),
     Fault("SIGTERM to a rank", "SIGTERM", **STOPPED),
     Fault("SIGINT to a rank, mid-accumulation", "SIGINT", "backward", **STOPPED),
     Fault("SIGUSR1 to a rank in evaluation", "SIGUSR1", "evaluation", EPOCH_END, **STOPPED),
     Fault("SIGTERM to torchrun in the last evaluation", "SIGTERM torchrun", "evaluation", LAST_STEP, **STOPPED),
     Fault("SIGTERM to torchrun while a rank is slow", "SIGTERM torchrun, then slow", **STOPPED),
     Fault("SIGTERM to torchrun while rank 0 saves", "SIGTERM torchrun", "save", STEP_OF_SAVE, 0, **STOPPED),
-    Fault("a file STOP", "STOP", **STOPPED),
-    Fault("a checkpoint truncated", "SIGKILL", mend=lambda folder: os.truncate(newest(folder), 1000), **PASSED_OVER),
-    Fault("a checkpoint emptied", "SIGKILL", mend=lambda folder: os.truncate(newest(folder), 0), **PASSED_OVER),
+    Fault("a STOP file", "STOP", **STOPPED),
+    Fault(
+        "a truncated checkpoint",
+        "SIGKILL",
+        repair=lambda folder: os.truncate(newest_checkpoint(folder), 1000),
+        **DAMAGED,
+    ),
+    Fault(
+        "an empty checkpoint",
+        "SIGKILL",
+        repair=lambda folder: os.truncate(newest_checkpoint(folder), 0),
+        **DAMAGED,
+    ),
     Fault(
         "a checkpoint that holds code",
         "SIGKILL",
-        mend=lambda folder: torch.save({"model": train.OptimConfig()}, newest(folder)),
-        **PASSED_OVER,
+        repair=lambda folder: torch.save({"model": train.OptimConfig()}, newest_checkpoint(folder)),
+        **DAMAGED,
     ),
-    Fault("all checkpoints gone", "SIGKILL", mend=lambda folder: shutil.rmtree(folder / "checkpoints")),
-    Fault("the disk full at a checkpoint", "disk full", "optimiser", rank=0, says="File too large"),
+    Fault("all checkpoints deleted", "SIGKILL", repair=lambda folder: shutil.rmtree(folder / "checkpoints")),
+    Fault("a full disk at a checkpoint", "disk full", "optimiser", rank=0, prints="File too large"),
     Fault(
         "a checkpoint that cannot be written",
         "blocked",
         "optimiser",
         rank=0,
-        says="Is a directory",
-        mend=lambda folder: (folder / "checkpoints/step_00000006.pt.tmp").rmdir(),
+        prints="Is a directory",
+        repair=lambda folder: (folder / "checkpoints/step_00000006.pt.tmp").rmdir(),
     ),
-    Fault("a NaN in one rank's loss", "nan", says="step 6 is not finite"),
-    Fault("an infinite loss", "inf", says="step 6 is not finite"),
-    Fault("a NaN with optim.on_nonfinite=skip", "nan", state="finished", words=("optim.on_nonfinite=skip",)),
-    Fault("weights that are not finite", "inf weights", "save", STEP_OF_SAVE, 0, says="which is not saved"),
-    Fault("an exception in the forward pass", "raise", says="ZeroDivisionError: injected"),
-    Fault("an exception in rank 0's data", "raise", "data", rank=0, says="ZeroDivisionError: injected"),
-    Fault("an exception in evaluation", "raise", "evaluation", EPOCH_END, says="ZeroDivisionError: injected"),
-    Fault("a rank asleep in its data", "sleep", "data", says="rank 1: in data of step 5", **IMPATIENT),
-    Fault("rank 0 asleep in a save", "sleep", "save", STEP_OF_SAVE, 0, says="rank 0: in save of step 6", **IMPATIENT),
-    Fault("a rank frozen (SIGSTOP)", "SIGSTOP", says="rank 1: frozen, or its machine is gone, last in", **IMPATIENT),
+    Fault("a NaN in one rank's loss", "nan", prints="step 6 is not finite"),
+    Fault("an infinite loss", "inf", prints="step 6 is not finite"),
+    Fault("a NaN with optim.on_nonfinite=skip", "nan", state="finished", arguments=("optim.on_nonfinite=skip",)),
+    Fault("non-finite weights", "inf weights", "save", STEP_OF_SAVE, 0, prints="no checkpoint is saved"),
+    Fault("an exception in the forward pass", "raise", prints="ZeroDivisionError: injected"),
+    Fault("an exception in rank 0's data loading", "raise", "data", rank=0, prints="ZeroDivisionError: injected"),
+    Fault("an exception in evaluation", "raise", "evaluation", EPOCH_END, prints="ZeroDivisionError: injected"),
+    Fault("a rank hanging in data loading", "sleep", "data", prints="rank 1: in data of step 5", **TIMEOUT),
+    Fault("rank 0 hanging in a save", "sleep", "save", STEP_OF_SAVE, 0, prints="rank 0: in save of step 6", **TIMEOUT),
+    Fault("a rank frozen (SIGSTOP)", "SIGSTOP", prints="rank 1: frozen, or its machine is gone, last in", **TIMEOUT),
     Fault("a rank killed, resumed on 1 rank", "SIGKILL", again_ranks=1, **EXACT, **KILLED),
     Fault("a rank killed, resumed on 4 ranks", "SIGKILL", again_ranks=4, **EXACT, **KILLED),
 ]
 
 
 def faults(options: argparse.Namespace) -> bool:
-    """Whether every disturbed run ends, after the second start, as an undisturbed one does."""
+    """Prints the outcome of each fault; returns whether every run, once restarted, ends like an undisturbed one."""
     chosen = [fault for fault in FAULTS if options.only in fault.name]
     launch_once = partial(launch, timeout=options.timeout)
     passed = 0
     with tempfile.TemporaryDirectory() as parent:
         for number, fault in enumerate(chosen):
-            reference = Path(parent, "-".join(["reference", *fault.words]))
-            words = ["fault-worker", parent, *options.words, *fault.words]
+            reference = Path(parent, "-".join(["reference", *fault.arguments]))
+            arguments = ["fault-worker", parent, *options.arguments, *fault.arguments]
             if not reference.exists():
-                status, output = launch_once(2, [*words, f"run.name={reference.name}"])
+                status, output = launch_once(2, [*arguments, f"run.name={reference.name}"])
                 if status:
                     raise RuntimeError(f"the undisturbed run failed:\n{output}")
             start = time.monotonic()
-            problem = endure(
-                fault, Path(parent, str(number)), reference, words, partial(launch, timeout=options.timeout)
+            problem = run_fault(
+                fault, Path(parent, str(number)), reference, arguments, partial(launch, timeout=options.timeout)
             )
             passed += not problem
             outcome = problem or f"{fault.state}, then the undisturbed result; {time.monotonic() - start:.0f} s"
             print(f"{'FAIL' if problem else 'PASS'}  {fault.name:52s} {outcome}", flush=True)
-    print(f"{passed} of {len(chosen)}: nothing lost")
+    print(f"{passed} of {len(chosen)} faults lost nothing")
     return passed == len(chosen) > 0
 
 
-def endure(fault: Fault, folder: Path, reference: Path, words: list[str], launch: Callable) -> str:
-    """Run with the fault, then again without, by `launch`; what is wrong with the outcome, or nothing."""
-    words = [*words, f"run.name={folder.name}"]
-    inject = json.dumps([fault.rank, fault.step, fault.phase, fault.action])
-    status, output = launch(2, words, torchrun=fault.torchrun, variables={"FAULT": inject})
+def run_fault(fault: Fault, folder: Path, reference: Path, arguments: list[str], launch: Callable) -> str:
+    """Runs with the fault, then without it; returns what is wrong with the outcome, or ""."""
+    arguments = [*arguments, f"run.name={folder.name}"]
+    fault_json = json.dumps([fault.rank, fault.step, fault.phase, fault.action])
+    status, output = launch(2, arguments, torchrun=fault.torchrun, variables={"FAULT": fault_json})
     path = folder / "status.json"
     state = json.loads(path.read_text())["state"] if path.exists() else "none"
     if left := orphans(folder):
-        return f"processes {left} lived on:\n{output}"
+        return f"processes {left} are still running:\n{output}"
     if not (folder / "fault").exists():
-        return f"the fault did not happen:\n{output}"
+        return f"the fault was not injected:\n{output}"
     clean = state == "finished" or (state == "stopped" and "torchrun" not in fault.action)
     if state != fault.state or (status == 0) != clean:
         return f"exit status {status}, state {state}:\n{output}"
-    if fault.says not in output:
-        return f"'{fault.says}' was not said:\n{output}"
+    if fault.prints not in output:
+        return f"'{fault.prints}' is missing from the output:\n{output}"
     if "skip" in fault.name:
-        skipped = [row["skipped"] for row in metrics(folder) if "skipped" in row]
+        skipped = [row["skipped"] for row in series(folder) if "skipped" in row]
         return "" if skipped == [0] * 5 + [1] * 3 else f"skipped steps in metrics.jsonl: {skipped}"
-    fault.mend(folder)
-    status, output = launch(fault.again_ranks, words)
-    if status or fault.again_says not in output:
+    fault.repair(folder)
+    status, output = launch(fault.again_ranks, arguments)
+    if status or fault.again_prints not in output:
         return f"exit status {status} of the second run:\n{output}"
     return difference(folder, reference, 0.0 if fault.again_ranks == 2 else TOLERANCE)
 
 
 def orphans(folder: Path) -> list[int]:
-    """Workers of the first run that have not ended a while after it."""
+    """Kills and returns the workers that are still alive ten seconds after the first run."""
     pids = [int(path.read_text()) for path in folder.glob("pid.*")]
     alive = pids
     for _ in range(100):
@@ -174,62 +181,40 @@ def orphans(folder: Path) -> list[int]:
     return alive
 
 
-def metrics(folder: Path) -> list[dict]:
-    """The rows of the series, without events and times."""
-    times = ("samples_per_s", "data_ms", "step_ms", "memory_mb", "time")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in times} for row in rows if row["kind"] != "event"]
-
-
-def difference(folder: Path, reference: Path, tolerance: float) -> str:
-    ours, theirs = final_model(folder), final_model(reference)
-    for name, value in theirs.items():
-        if (ours[name] - value).norm() > tolerance * value.norm():
-            return f"the final {name} differs from the undisturbed run's"
-    for row, other in zip(metrics(folder), metrics(reference), strict=True):
-        for key, value in other.items():
-            same = row[key] == value
-            if not same and isinstance(value, float):
-                same = abs(row[key] - value) <= tolerance * abs(value)
-            if not same:
-                return f"{key} differs from the undisturbed run's: {row} and {other}"
-    return ""
-
-
-def fault_worker(parent: str, words: list[str]) -> None:
-    """`train.main` on a few rows of the user's tables, with what FAULT in the environment says going wrong."""
+def fault_worker(parent: str, arguments: list[str]) -> None:
+    """Runs `train.main` on a few rows of the user's tables, with the fault described in the variable FAULT."""
     settings = {"run.dir": parent, "data.batch_size": BATCH_SIZE, "optim.epochs": 2}
     settings |= {"optim.accumulate": 2, "checkpoint.every_steps": 3, "checkpoint.keep_last": 2, "log.every_steps": 1}
-    sys.argv[1:] = [*words, *(f"{key}={value}" for key, value in settings.items())]
+    sys.argv[1:] = [*arguments, *(f"{key}={value}" for key, value in settings.items())]
     data.load = lambda options: few_rows(original(options))
     if "FAULT" in os.environ:
-        (name,) = (word.removeprefix("run.name=") for word in words if word.startswith("run.name="))
+        (name,) = (override.removeprefix("run.name=") for override in arguments if override.startswith("run.name="))
         arm(Path(parent, name), *json.loads(os.environ["FAULT"]))
     train.main()
 
 
 def arm(folder: Path, rank: int, step: int, phase: str, action: str) -> None:
-    """Let the fault happen at its place, once, however often torchrun restarts the workers."""
+    """Injects the fault at its rank, step and phase, once, even if torchrun restarts the workers."""
     folder.mkdir(exist_ok=True)
     (folder / f"pid.{os.environ['RANK']}").write_text(str(os.getpid()))
     phase_of = Distributed.phase
 
     def phase_with_fault(env: Distributed, name: str) -> contextlib.AbstractContextManager:
-        if (env.rank, env.place[0], name) == (rank, step, phase) and not (folder / "fault").exists():
+        if (env.rank, env.progress[0], name) == (rank, step, phase) and not (folder / "fault").exists():
             (folder / "fault").touch()
             context = phase_of(env, name)
-            context.__enter__()  # so that a report names this phase
-            befall(action, folder)
+            context.__enter__()  # so that hang reports name this phase
+            inject(action, folder)
         return phase_of(env, name)
 
     Distributed.phase = phase_with_fault
 
 
-def befall(action: str, folder: Path) -> None:
-    name, _, whom = action.partition(" ")
+def inject(action: str, folder: Path) -> None:
+    name, _, target = action.partition(" ")
     if name in signal.Signals.__members__:
-        os.kill(os.getppid() if "torchrun" in whom else os.getpid(), signal.Signals[name])
-        time.sleep(5 if "slow" in whom else 0.5)  # until torchrun has passed it on
+        os.kill(os.getppid() if "torchrun" in target else os.getpid(), signal.Signals[name])
+        time.sleep(5 if "slow" in target else 0.5)  # until torchrun has forwarded it
     elif action == "kill all":
         pids = [int(path.read_text()) for path in folder.glob("pid.*")]
         for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
@@ -240,7 +225,7 @@ def befall(action: str, folder: Path) -> None:
         os.replace = replace_and_die
     elif action == "STOP":
         (folder / "STOP").touch()
-        time.sleep(1.1)  # it is looked for once a second
+        time.sleep(1.1)  # the file is looked for once a second
     elif action == "disk full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
     elif action == "blocked":

@@ -1,4 +1,4 @@
-"""launch.sh, as far as it goes without installing anything; .ci/run goes the whole way."""
+"""launch.sh without installing anything; .ci/run covers the installation."""
 
 import shutil
 import subprocess
@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-
-MODULES = ("mask", "model", "data", "ddp_setup", "train")
-SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "model.readout=local"]
+from tests.conftest import ROOT, SMALL, copy_template
 
 
 def stand_in(path: Path, script: str) -> None:
@@ -24,17 +21,14 @@ def active_path() -> str:
     return f"{Path(sys.executable).parent}:/usr/bin:/bin"
 
 
-def test_an_active_python_is_used_as_it_is_and_options_pass_through(run, tables, tmp_path, active_path):
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for name in ("launch.sh", "requirements.txt", "config.yaml", *(f"{m}.py" for m in MODULES)):
-        shutil.copy(ROOT / name, copy)
+def test_an_active_environment_is_used_and_options_pass_through(run, tables, tmp_path, active_path):
+    copy = copy_template(tmp_path / "copy")
     (tmp_path / "mine.yaml").write_text("run: {name: mine}\n")
     command = ["bash", str(copy / "launch.sh"), "--config", "mine.yaml", *tables, *SMALL, "optim.accumulate=2"]
     result = run(command, PATH=active_path, CUDA_VISIBLE_DEVICES="").check()
     assert not (copy / ".venv").exists()
     assert "2 ranks x 8 samples x 2 accumulation = 32" in result.stdout
-    assert "OMP_NUM_THREADS" not in result.stderr  # torchrun has nothing to warn of
+    assert "OMP_NUM_THREADS" not in result.stderr  # torchrun does not warn about it
     test_line, run_line = result.stdout.strip().splitlines()[-2:]
     assert "Pearson" in test_line and "additive baseline" in test_line
     assert run_line.endswith("runs/mine")
@@ -46,33 +40,33 @@ def test_nproc_sets_the_number_of_processes(run, tables, active_path):
     assert "1 ranks x 32 samples" in result.stdout
 
 
-def test_a_python3_with_the_packages_is_taken_where_python_has_none(run, tmp_path):
+def test_python3_is_used_if_python_lacks_the_packages(run, tmp_path):
     stand_in(tmp_path / "python", "exit 1")
     stand_in(tmp_path / "python3", '[ "$1" = -c ] && echo 3 || echo "$OMP_NUM_THREADS $*"')
     stand_in(tmp_path / "nproc", "echo 7")
     result = run([str(ROOT / "launch.sh"), "a=b"], timeout=20, PATH=f"{tmp_path}:/usr/bin:/bin", MAX_RESTARTS="2")
-    told = result.check().stdout
-    assert told.startswith("2 -m torch.distributed.run --nproc-per-node=3 --max-restarts=2 ")
-    assert told.endswith(f" --standalone {ROOT}/train.py a=b\n")
+    expected = result.check().stdout
+    assert expected.startswith("2 -m torch.distributed.run --nproc-per-node=3 --max-restarts=2 ")
+    assert expected.endswith(f" --standalone {ROOT}/train.py a=b\n")
 
 
 @pytest.mark.parametrize(
-    ("variables", "told"),
+    ("variables", "expected"),
     [
         ({"NNODES": "2"}, "NNODES=2 needs RDZV=host:port, an address of one of the machines, not ''"),
         ({"NNODES": "1:2", "RDZV": "alpha"}, "NNODES=1:2 needs RDZV=host:port, an address of one of the machines"),
-        ({"NNODES": "2", "RDZV": "none.invalid:1"}, "this machine does not know the host none.invalid (RDZV)"),
+        ({"NNODES": "2", "RDZV": "none.invalid:1"}, "cannot resolve the host none.invalid (RDZV)"),
     ],
 )
-def test_a_wrong_variable_is_an_error_that_names_it(run, tmp_path, variables, told):
-    stand_in(tmp_path / "python", "echo 0")  # what launch.sh asks of it, without importing torch
+def test_a_wrong_variable_is_an_error_that_names_it(run, tmp_path, variables, expected):
+    stand_in(tmp_path / "python", "echo 0")  # stands in for the number of GPUs
     result = run([str(ROOT / "launch.sh")], timeout=20, PATH=f"{tmp_path}:/usr/bin:/bin", **variables)
     assert result.returncode == 1
-    assert result.stderr.startswith(f"error: {told}") and result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"error: {expected}") and result.stderr.count("\n") == 1
 
 
 def test_missing_packages_are_installed_beside_the_script(run, tmp_path):
-    """With a stand-in for pip, which notes what it is asked for: the real one is used by .ci/run."""
+    """Uses a stand-in for pip that prints its arguments; .ci/run uses the real one."""
     copy = tmp_path / "copy"
     copy.mkdir()
     for name in ("launch.sh", "requirements.txt"):
@@ -95,18 +89,18 @@ def test_missing_packages_are_installed_beside_the_script(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("signal", "status", "job", "restarts", "told"),
+    ("signal", "status", "job", "restarts", "expected"),
     [
-        ("USR1", 0, "JobState=RUNNING", 0, "requeue 7_3"),  # the time is over
+        ("USR1", 0, "JobState=RUNNING", 0, "requeue 7_3"),  # near its time limit
         ("TERM", 1, "JobState=RUNNING PreemptTime=2030-01-01", 0, "requeue 7_3"),
         ("CONT", 0, "JobState=RUNNING PreemptTime=None", 0, ""),  # finished
         ("USR1", 3, "JobState=RUNNING", 0, "error: the training ended with status 3: see slurm-7_3.node*.out"),
         ("USR1", 0, "JobState=COMPLETING", 0, ""),  # by scancel
-        ("USR1", 0, "JobState=RUNNING", 100, "error: requeued 100 times: look whether it gets on, and raise --time"),
+        ("USR1", 0, "JobState=RUNNING", 100, "error: requeued 100 times: check its progress, and raise --time"),
     ],
 )
-def test_when_a_slurm_job_is_requeued(run, tmp_path, signal, status, job, restarts, told):
-    """With stand-ins for SLURM's commands; tests/test_slurm.py has the real ones."""
+def test_when_a_slurm_job_is_requeued(run, tmp_path, signal, status, job, restarts, expected):
+    """Uses stand-ins for SLURM's commands; tests/slow/test_slurm.py uses the real ones."""
     stand_ins = {
         "python": "echo 0",
         "scontrol": f'[ $1 = requeue ] && echo "$*" || echo "   Command={ROOT}/launch.sh a %a {job} x"',
@@ -115,7 +109,7 @@ def test_when_a_slurm_job_is_requeued(run, tmp_path, signal, status, job, restar
     for name, text in stand_ins.items():
         stand_in(tmp_path / name, text)
     shutil.copy(ROOT / "launch.sh", tmp_path / "slurm_script")
-    (tmp_path / "slurm-7_3.stop").touch()  # of a start that was killed
+    (tmp_path / "slurm-7_3.stop").touch()  # left by an earlier start that was killed
     variables = {
         "SLURM_JOB_ID": "8",
         "SLURM_NNODES": "1",
@@ -125,14 +119,21 @@ def test_when_a_slurm_job_is_requeued(run, tmp_path, signal, status, job, restar
     }
     command = ["bash", str(tmp_path / "slurm_script"), "run.name=s%a"]
     result = run(command, timeout=20, PATH=f"{tmp_path}:/usr/bin:/bin", **variables)
-    assert (result.stdout + result.stderr).splitlines()[-1:] == [told][: bool(told)]
-    assert result.returncode == (1 if restarts else 0 if "requeue" in told else status)
+    assert (result.stdout + result.stderr).splitlines()[-1:] == [expected][: bool(expected)]
+    assert result.returncode == (1 if restarts else 0 if "requeue" in expected else status)
     asked = [f"{tmp_path}/slurm-7_3.stop run.name=s3", *["slurm-7_3.stop"] * (signal == "USR1")]
     assert (tmp_path / "asked").read_text().splitlines() == asked
     assert not list(tmp_path.glob("*.stop"))
 
 
-def test_the_script_is_valid_bash_and_clean():
+@pytest.mark.parametrize("variable", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
+def test_idle_threads_stop_spinning_unless_the_user_says_otherwise(run, variable):
+    code = "import train, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    expected = {"OMP_WAIT_POLICY": "None", "GOMP_SPINCOUNT": "7"}.get("".join(variable), "100000")
+    assert run([sys.executable, "-c", code], **variable).check().stdout.strip() == expected
+
+
+def test_the_scripts_are_valid_bash_and_pass_shellcheck():
     subprocess.run(["bash", "-n", str(ROOT / "launch.sh")], check=True)
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")

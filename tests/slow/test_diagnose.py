@@ -1,4 +1,4 @@
-"""The tools for users: the rows behind a NaN, and where the time of a step goes."""
+"""The diagnostic tools for users: the rows behind a NaN, and where the time of a step goes."""
 
 import json
 import re
@@ -13,7 +13,7 @@ import train as TRAIN
 from ddp_setup import UserError
 from tests import check
 from tests.conftest import write_table
-from tests.diagnose import PHASES, covered, rows, trace
+from tests.tools.diagnose import PHASES, covered, rows, trace
 
 LINE = r"  row (\d+) \((\w+)\): genes (.*), score (.*), prediction (.*), squared error (.*)"
 
@@ -26,7 +26,7 @@ def test_the_row_with_a_score_too_large_is_named(run, tables, tmp_path):
     result = run([sys.executable, "-m", "tests.check", "rows", *tables, "model.hidden=8"])
     assert result.returncode == 1, result.stderr
     first, count, line, verdict = result.stdout.splitlines()
-    assert first == "runs/default: the model of step 0, as there is no checkpoint" and verdict == "FAIL"
+    assert first == "runs/default: model of step 0 (no checkpoint found)" and verdict == "FAIL"
     assert count.startswith("1 of 200 rows ")
     assert re.fullmatch(LINE, line).group(1, 2, 3, 4, 6) == ("19", "val", "Y03", "1e+25", "inf")
 
@@ -34,7 +34,7 @@ def test_the_row_with_a_score_too_large_is_named(run, tables, tmp_path):
 def test_the_rows_whose_prediction_is_nan_are_named(tables, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sets = [line.split("\t")[0].split(",") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
-    options = SimpleNamespace(words=[*tables, "data.batch_size=32", "model.hidden=8"])
+    options = SimpleNamespace(arguments=[*tables, "data.batch_size=32", "model.hidden=8"])
 
     def named() -> list[tuple]:
         _, _, *lines = capsys.readouterr().out.splitlines()
@@ -61,12 +61,12 @@ def test_the_rows_whose_prediction_is_nan_are_named(tables, tmp_path, monkeypatc
     assert {int(row) for row, *_ in bad} == {row for row, names in enumerate(sets) if "Y03" in names}
 
 
-def test_the_newest_checkpoint_is_what_predicts(train, tables, tmp_path, monkeypatch, capsys):
+def test_rows_uses_the_newest_checkpoint(train, tables, tmp_path, monkeypatch, capsys):
     train(0).check()
     monkeypatch.chdir(tmp_path)
-    assert rows(SimpleNamespace(words=[*tables, "data.batch_size=32", "model.hidden=8"]))
+    assert rows(SimpleNamespace(arguments=[*tables, "data.batch_size=32", "model.hidden=8"]))
     first, _, line, *_ = capsys.readouterr().out.splitlines()
-    assert first == "runs/default: the model of step 5"
+    assert first == "runs/default: model of step 5"
     (row, prediction) = re.fullmatch(LINE, line).group(1, 5)
     table = tmp_path / "one.tsv"
     table.write_text("genes\n" + (tmp_path / "scores.tsv").read_text().splitlines()[1 + int(row)].split("\t")[0] + "\n")
@@ -75,7 +75,7 @@ def test_the_newest_checkpoint_is_what_predicts(train, tables, tmp_path, monkeyp
     assert float(prediction) == pytest.approx(float(predicted), rel=1e-5)
 
 
-def test_weights_that_are_not_finite_are_told_from_rows(tables, tmp_path, monkeypatch, capsys):
+def test_nonfinite_weights_are_distinguished_from_bad_rows(tables, tmp_path, monkeypatch, capsys):
     build = TRAIN.build_model
 
     def broken(*arguments) -> torch.nn.Module:
@@ -85,9 +85,9 @@ def test_weights_that_are_not_finite_are_told_from_rows(tables, tmp_path, monkey
 
     monkeypatch.setattr(TRAIN, "build_model", broken)
     monkeypatch.chdir(tmp_path)
-    assert not rows(SimpleNamespace(words=tables))
+    assert not rows(SimpleNamespace(arguments=tables))
     output = capsys.readouterr().out
-    assert "its weights are not finite, so every row's prediction is bad: embedding" in output and "row 0" not in output
+    assert "the model has non-finite weights, so no row is to blame: embedding" in output and "row 0" not in output
 
 
 def test_a_trace_of_each_rank_shows_the_slowest(train, tmp_path, capsys):
@@ -96,13 +96,13 @@ def test_a_trace_of_each_rank_shows_the_slowest(train, tmp_path, capsys):
         "    data.KnockoutDataset.__getitems__ = lambda *a: time.sleep(0.3) or build(*a)\ntrain.main()\n"
     )
     train(2, "log.profile_steps=3", "optim.epochs=2", script=tmp_path / "slow.py").check()
-    trace(SimpleNamespace(words=[str(tmp_path / "runs/default")]))
+    trace(SimpleNamespace(arguments=[str(tmp_path / "runs/default")]))
     output = capsys.readouterr().out
     assert re.match(r"3 steps of [\d.]+ ms, mean of 2 ranks:\n", output)
     shares = {name: float(share) for name, share in re.findall(r"^  (\w+) +([\d.]+) %$", output, re.M)}
     assert list(shares) == [*PHASES, "rest"] and sum(shares.values()) == pytest.approx(100, abs=0.5)
     assert shares["data"] > 15 and shares["rest"] < 20
-    slowest = re.search(r"slowest: rank(\d) with ([\d.]+) ms of its own a step, the median is ([\d.]+)", output)
+    slowest = re.search(r"slowest: rank(\d) with ([\d.]+) ms of its own work per step, median ([\d.]+)", output)
     assert slowest[1] == "1" and float(slowest[2]) > float(slowest[3]) + 10  # the others wait 300 ms for it
 
 
@@ -111,12 +111,12 @@ def test_a_run_that_traces_nothing_has_no_profiler(train, tmp_path):
         "import torch, train\ntorch.profiler.profile = lambda *a, **k: 1 / 0\ntrain.main()\n"
     )
     train(1, script=tmp_path / "none.py").check()
-    with pytest.raises(UserError, match=r"runs/default holds no trace.rank\*.json: train with log.profile_steps"):
-        trace(SimpleNamespace(words=[str(tmp_path / "runs/default")]))
+    with pytest.raises(UserError, match=r"runs/default contains no trace.rank\*.json: train with log.profile_steps"):
+        trace(SimpleNamespace(arguments=[str(tmp_path / "runs/default")]))
 
 
 def write_trace(path, *events: tuple) -> None:
-    """Events are (category, name, start, end) in milliseconds."""
+    """Writes a trace of events (category, name, start, end), in milliseconds."""
     keys = [
         {"ph": "X", "cat": category, "name": name, "ts": 1e3 * start, "dur": 1e3 * (end - start)}
         for category, name, start, end in events
@@ -124,13 +124,13 @@ def write_trace(path, *events: tuple) -> None:
     path.write_text(json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *keys]}))
 
 
-def test_what_is_communicated_while_nothing_is_computed(tmp_path, monkeypatch, capsys):
+def test_trace_measures_exposed_communication(tmp_path, monkeypatch, capsys):
     host = [("user_annotation", f"ProfilerStep#{3 + i}", 100 * i, 100 * i + 100) for i in range(2)]
     host += [("user_annotation", "forward", 0, 50), ("user_annotation", "agreement", 150, 160)]
     cpu = [("cpu_op", "aten::mm", 10, 20), ("cpu_op", "c10d::allreduce_", 20, 80)]
     cpu += [("user_annotation", "gloo:all_reduce", 15, 40), ("user_annotation", "gloo:all_reduce", 150, 160)]
     write_trace(tmp_path / "trace.rank0.json", *host, *cpu)
-    # The host's operators hide nothing on a GPU; the ranges that its kernels fill are not the host's.
+    # On GPUs, only kernels and copies overlap communication, and phases are the host's ranges, not the GPU's.
     gpu = [("kernel", "sgemm", 10, 20), ("gpu_memcpy", "Memcpy HtoD", 30, 34), ("cpu_op", "aten::mm", 20, 60)]
     gpu += [
         ("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)", 15, 40),
@@ -138,27 +138,27 @@ def test_what_is_communicated_while_nothing_is_computed(tmp_path, monkeypatch, c
     ]
     write_trace(tmp_path / "trace.rank1.json", *host, *gpu)
     monkeypatch.setattr(sys, "argv", ["check", "trace", str(tmp_path)])
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as raised:
         check.main()
-    assert not left.value.code
+    assert not raised.value.code
     output = capsys.readouterr().out
     assert output.startswith("2 steps of 100.0 ms, mean of 2 ranks:\n")
     assert (
         "  forward     25.0 %\n" in output and "  agreement    5.0 %\n" in output and "  rest        70.0 %\n" in output
     )
-    assert "hides, in these: 9.0 %\n" in output  # 20 and 16 ms in 2 steps
-    assert "slowest: rank1 with 87.0 ms of its own a step, the median is 86.0\n" in output
+    assert "in the above: 9.0 %\n" in output  # 20 and 16 ms in 2 steps
+    assert "slowest: rank1 with 87.0 ms of its own work per step, median 86.0\n" in output
 
 
 def test_a_damaged_trace_is_named(tmp_path):
     (tmp_path / "trace.rank0.json").write_text('{"traceEvents": [{"ph"')
     with pytest.raises(UserError, match=r"trace.rank0.json is not a readable trace"):
-        trace(SimpleNamespace(words=[str(tmp_path)]))
+        trace(SimpleNamespace(arguments=[str(tmp_path)]))
     write_trace(tmp_path / "trace.rank0.json", ("user_annotation", "forward", 0, 50))
-    with pytest.raises(UserError, match=r"trace.rank0.json holds no whole step"):
-        trace(SimpleNamespace(words=[str(tmp_path)]))
+    with pytest.raises(UserError, match=r"trace.rank0.json contains no complete step"):
+        trace(SimpleNamespace(arguments=[str(tmp_path)]))
 
 
-def test_spans_are_counted_once():
+def test_overlapping_spans_are_counted_once():
     assert covered([(0, 2), (1, 3), (1, 2), (10, 11)]) == 4
     assert covered([]) == 0

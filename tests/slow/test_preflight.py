@@ -1,15 +1,16 @@
-"""What is found before and beside training: preflight, audits, scaling."""
+"""Diagnostics outside of training: preflight, audits, scaling."""
 
 import re
 import sys
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from tests.audits import placement
-from tests.bench.scaling import advice, fitted, ring_ms
+from tests.bench.scaling import advice, fit_line, ring_ms
 from tests.conftest import ROOT, fork, fork_ranks, join
+from tests.tools.audits import WatchOnGPU, placement
 
 SINGLE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 SINGLE |= {"MASTER_PORT": "29500"}
@@ -23,56 +24,56 @@ def test_preflight_of_a_good_machine(torchrun, nproc):
     assert [rank.split()[0] for rank in ranks] == [str(rank) for rank in range(max(1, nproc))]
     lines = [line.split() for line in result.stdout.splitlines() if line.startswith(("OK", "NOTE"))]
     names = ["ranks", "versions", "speed"] + ["all-reduce"] * 4 * (nproc > 0)
-    assert [words[1] for words in lines] == names
-    assert all(words[0] == "OK" for words in lines if words[1] != "speed")  # other processes may be at work here
+    assert [line[1] for line in lines] == names
+    assert all(line[0] == "OK" for line in lines if line[1] != "speed")  # other processes may slow down a rank
 
 
 @pytest.mark.parametrize(
-    ("what", "status", "stream", "told"),
+    ("what", "status", "stream", "expected"),
     [
-        ("slow", 0, "stdout", "NOTE   speed        a matrix product takes .* to 9000.0 ms, longest on rank 1"),
-        ("torch", 2, "stderr", "error: rank 1 has another torch than rank 0: 1.0 and"),
+        ("slow", 0, "stdout", "NOTE   speed        a matrix product takes .* to 9000.0 ms, slowest on rank 1"),
+        ("torch", 2, "stderr", "error: torch differs between ranks: 1.0 on rank 1, "),
         ("sum", 1, "stderr", "error: an all-reduce gives [12].0 instead of 3: do not train on these machines"),
     ],
 )
-def test_preflight_of_a_bad_machine(tmp_path, what, status, stream, told):
+def test_preflight_of_a_bad_machine(tmp_path, what, status, stream, expected):
     _store, ranks = fork_ranks(tmp_path, 2, "tests/workers.py", ["preflight_of_a_bad_machine", what])
     assert join(ranks) == [status] * 2
     output = "".join((tmp_path / f"rank{rank}.{stream}").read_text() for rank in (0, 1))
-    assert len(re.findall(told, output)) == 1, output
+    assert len(re.findall(expected, output)) == 1, output
 
 
 @pytest.mark.parametrize(
-    ("variables", "words"),
+    ("variables", "message"),
     [
-        ({"RANK": "one"}, "WORLD_SIZE is set, .*'one'.* is not: start with torchrun, or unset it"),
+        ({"RANK": "one"}, "WORLD_SIZE is set, but not by torchrun .*'one'.*: use torchrun, or unset it"),
         (
             {"MASTER_PORT": ""},
-            "rank 1 on .* cannot meet the others by MASTER_ADDR=localhost MASTER_PORT= .*MASTER_PORT",
+            "rank 1 on .* cannot reach the others at MASTER_ADDR=localhost MASTER_PORT= .*MASTER_PORT",
         ),
-        ({"MASTER_ADDR": "nowhere.invalid"}, "rank 1 on .* cannot meet the others by MASTER_ADDR=nowhere.invalid .*"),
+        ({"MASTER_ADDR": "nowhere.invalid"}, "rank 1 on .* cannot reach the others at MASTER_ADDR=nowhere.invalid .*"),
         (
             {"MASTER_PORT": "1"},
-            "cannot meet the others by MASTER_ADDR=localhost MASTER_PORT=1 .*set the address of rank",
+            "cannot reach the others at MASTER_ADDR=localhost MASTER_PORT=1 .*set the address of rank",
         ),
     ],
 )
-def test_a_launch_that_cannot_work_is_refused_in_a_sentence(tmp_path, tables, variables, words):
+def test_a_launch_that_cannot_work_gives_a_one_line_error(tmp_path, tables, variables, message):
     command = [str(ROOT / "train.py"), *tables, "ddp.startup_timeout_s=1"]
     (code,) = join([fork(tmp_path, "train", command, {**SINGLE, **variables})], timeout=30)
     error = (tmp_path / "train.stderr").read_text()
     assert code == 2
-    assert re.search(f"^error: .*{words}.*\n", error, re.M), error
+    assert re.search(f"^error: .*{message}.*\n", error, re.M), error
     assert "Traceback" not in error
 
 
-def test_other_versions_on_a_rank_stop_the_run(train, tmp_path):
+def test_different_versions_on_a_rank_stop_the_run(train, tmp_path):
     (tmp_path / "other.py").write_text(
         "import os, torch, train\nif os.environ['RANK'] == '1':\n    torch.version.cuda = '99.9'\ntrain.main()\n"
     )
     result = train(2, script=tmp_path / "other.py")
     assert result.returncode == 2
-    assert result.stderr.count("error: rank 1 has another CUDA than rank 0: 99.9 and") == 1
+    assert result.stderr.count("error: CUDA differs between ranks: 99.9 on rank 1, ") == 1
 
 
 def test_the_audits_pass_on_the_template(run, tables):
@@ -96,7 +97,18 @@ def test_the_audit_names_the_line_that_waits(run, tables, tmp_path):
     )
 
 
-def test_the_audit_names_what_lies_elsewhere():
+def test_the_audit_of_a_gpu_reports_waits_but_not_the_warning_of_the_debug_mode(monkeypatch):
+    notice = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+    monkeypatch.setattr(
+        torch.cuda, "set_sync_debug_mode", lambda mode: mode == "warn" and warnings.warn(notice, stacklevel=1)
+    )
+    watch = WatchOnGPU()
+    watch.begin()
+    warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1)
+    assert [what for _, what in watch.end()] == ["called a synchronizing CUDA operation"]
+
+
+def test_the_audit_names_misplaced_tensors():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -127,10 +139,10 @@ def test_the_scaling_report(run):
 
 
 def test_the_parts_of_the_scaling_report():
-    latency, rate = fitted([(size, 0.5 + size / 2e6) for size in (1e3, 1e5, 1e7)])
+    latency, rate = fit_line([(size, 0.5 + size / 2e6) for size in (1e3, 1e5, 1e7)])
     assert latency == pytest.approx(0.5) and rate == pytest.approx(2.0)
     assert ring_ms(8e6, 4, 10.0, 1.0) == pytest.approx(6 * (0.01 + 2.0))
-    well = nn.Linear(1, 1)
-    assert advice(0.1, 0.01, well, 4) == []
+    linear = nn.Linear(1, 1)
+    assert advice(0.1, 0.01, linear, 4) == []
     assert [sentence.split(":")[0] for sentence in advice(0.4, 0.2, nn.BatchNorm1d(1), 4)] == ["advice"] * 3
     assert advice(0.1, 0.01, nn.BatchNorm1d(1), 64) == []

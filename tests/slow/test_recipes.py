@@ -1,0 +1,245 @@
+"""Each patch of tests/recipes, applied as a user does it, gives a copy of the template that trains as it should."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from data import KnockoutDataset, Preset, pack, synthetic_tables
+from mask import SharedGraph
+from model import ModelConfig
+from tests.conftest import ROOT, SMALL, copy_template, fork_ranks, join
+from tests.tools.parity import TOLERANCE, parameter_difference
+from tests.tools.runs import newest_checkpoint, read_metrics
+
+PAGE = ROOT / "README.md"
+RECIPES = sorted(path.stem for path in ROOT.glob("tests/recipes/*.patch"))
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return copy_template(tmp_path / "copy")
+
+
+def git_apply(copy: Path, name: str, *options: str) -> None:
+    subprocess.run(["git", "apply", *options, f"tests/recipes/{name}.patch"], cwd=copy, check=True)
+
+
+def adapt(copy: Path, name: str, overrides: list[str]) -> None:
+    """Applies the patch, lets ruff look at the result, and writes the overrides into config.yaml."""
+    git_apply(copy, name)
+    for command in (["check"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "."]
+        result = subprocess.run(ruff, cwd=copy, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    for override in [*SMALL, *overrides]:
+        key, value = override.split("=")
+        section, option = key.split(".")
+        config[section][option] = yaml.safe_load(value)
+    (copy / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def launch(copy: Path, world_size: int, script: str, *arguments: str) -> None:
+    """Runs a script of the copy on forked ranks, in the folder around the copy; all of them must succeed."""
+    _store, ranks = fork_ranks(copy.parent, world_size, str(copy / script), [*arguments])
+    codes = join(ranks)
+    output = [path.read_text() for rank in range(world_size) for path in copy.parent.glob(f"rank{rank}.std*")]
+    assert codes == [0] * world_size, "\n".join(output)
+
+
+def train(copy: Path, *overrides: str, name: str = "run", script: str = "train.py") -> tuple[dict, list[dict]]:
+    """Returns the last checkpoint and the metrics of a run on two ranks, which must finish."""
+    launch(copy, 2, script, *overrides, f"run.name={name}")
+    run = copy.parent / "runs" / name
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+    (test,) = read_metrics(run, "test")
+    assert test["loss"] > 0 and test["pearson"] is not None
+    return torch.load(newest_checkpoint(run), weights_only=True), read_metrics(run)
+
+
+def assert_parity(copy: Path) -> None:
+    """Computes what `python -m tests.check parity --world-sizes 1,2` does, without its start-up time."""
+    folder = copy.parent / "parity"
+    for world_size in (1, 2):
+        launch(copy, world_size, "tests/check.py", "parity-worker", str(folder))
+    for accumulate in (1, 2):
+        assert parameter_difference(folder / f"2-{accumulate}", folder / "1-1") <= TOLERANCE
+
+
+def assert_contract(copy: Path) -> None:
+    """Runs what `./launch.sh test -m contract` does, except for its parity test."""
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-m", "contract", "-k", "not two_ranks"]
+    (copy / "contract.py").write_text(
+        f"import sys, pytest\nsys.exit(pytest.main([*{options}, '{copy / 'tests/test_contract.py'}']))\n"
+    )
+    launch(copy, 1, "contract.py")
+
+
+@pytest.mark.parametrize("repository", [None, ".", ".."], ids=["in no repository", "in its own", "within another"])
+def test_every_patch_can_be_applied_and_taken_back(copy, repository):
+    def sources():
+        return {path.name: path.read_text() for path in [*copy.glob("*.py"), copy / "config.yaml"]}
+
+    if repository:
+        subprocess.run(["git", "init", "--quiet", repository], cwd=copy, check=True)
+    original = sources()
+    for name in RECIPES:
+        git_apply(copy, name)
+        changed = {file for file, text in sources().items() if original.get(file) != text}
+        patch = (ROOT / f"tests/recipes/{name}.patch").read_text()
+        assert changed == set(re.findall(r"^\+\+\+ b/(.*)$", patch, re.M))
+        git_apply(copy, name, "--reverse")
+        assert sources() == original
+
+
+def test_the_page_shows_code_of_every_patch():
+    text = re.split(r"^## ", PAGE.read_text().partition("## Adapt it\n")[2], maxsplit=1, flags=re.M)[0]
+    shown = []
+    for section in re.split(r"^### ", text, flags=re.M)[1:]:
+        (name,) = set(re.findall(r"tests/recipes/(\w+)\.patch", section))
+        patch = (ROOT / f"tests/recipes/{name}.patch").read_text().splitlines()
+        lines = {line[1:] for line in patch if line[:1] in "+ "}
+        (block,) = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
+        for part in block.split("\n\n"):
+            indented = [textwrap.indent(part, " " * spaces).splitlines() for spaces in range(0, 20, 4)]
+            assert any(lines.issuperset(candidate) for candidate in indented), part
+        shown.append(name)
+    assert sorted(shown) == RECIPES
+
+
+def test_weighted_dataset(copy, tables, tmp_path):
+    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    for name, deviations in (("uneven", (0.1, 1.0)), ("even", (0.5, 0.5))):
+        samples = [
+            {"genes": genes.split(","), "score": float(score), "sd": deviations[i % 2]}
+            for i, (genes, score) in enumerate(rows)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    adapt(copy, "weighted_dataset", [*tables, "data.perturbations=uneven.jsonl"])
+    checkpoint, metrics = train(copy)
+    even, even_metrics = train(copy, "data.perturbations=even.jsonl", name="even")
+    assert metrics[1]["kind"] == even_metrics[1]["kind"] == "train"
+    assert metrics[1]["loss"] != pytest.approx(even_metrics[1]["loss"], rel=1e-3)
+    assert checkpoint["data"] != even["data"]
+    assert_parity(copy)
+
+    module = runpy.run_path(str(copy / "data.py"))
+    files = [str(tmp_path / name) for name in ("edges.tsv", "uneven.jsonl")]
+    data = module["read_tables"](module["DataConfig"]("tsv", "small", *files))
+    degree = torch.zeros(len(data.genes), dtype=torch.long)
+    dataset = module["KnockoutDataset"](data.perturbed, data.perturbed_ptr, data.y, degree, data.weight)
+    weight = dataset.__getitems__([*range(len(rows)), -1]).weight  # 1 / 0.1 ** 2 and 1 / 1.0 ** 2 in turns, and padding
+    torch.testing.assert_close(weight, torch.tensor([100.0, 1.0] * 100 + [0.0]) / 50.5)
+
+
+@pytest.fixture
+def graph_and_batch():
+    graph = SharedGraph(synthetic_tables(Preset(20, {"physical": 60, "b": 30}, 2, 10, (1, 3)), seed=0).graph())
+    return graph, KnockoutDataset(*pack([[1, 5], [], [7]]), torch.zeros(3), graph.degree).__getitems__(range(3))
+
+
+def test_own_model(copy, tables, graph_and_batch):
+    adapt(copy, "own_model", tables)
+    checkpoint, _ = train(copy)
+    assert {name.split(".")[0] for name in checkpoint["model"]} == {"embedding", "layers", "head", "y_mean", "y_std"}
+    assert_parity(copy)
+    assert_contract(copy)
+
+    graph, batch = graph_and_batch
+    gcn = runpy.run_path(str(copy / "gcn.py"))["GCN"](ModelConfig(hidden=4, dropout=0.0), 20, 0.0, 1.0)
+    prediction = gcn(graph, batch)[0]
+    prediction.backward()
+    touched = gcn.embedding.grad.abs().sum(1) > 0
+    assert touched.tolist() == graph.keep(batch)[:, 0].tolist()
+    target = torch.cat([torch.arange(20).repeat_interleave(ptr.diff()) for ptr in graph.forward_ptr])
+    dead_edges = torch.isin(torch.stack([graph.forward_col, target]), batch.perturbed[:2]).any(0)
+    graph.forward_weight[dead_edges] = 0
+    assert dead_edges.any() and torch.equal(gcn(graph, batch)[0], prediction)
+
+
+def test_several_targets(copy, tables, tmp_path):
+    header, *rows = (tmp_path / "scores.tsv").read_text().splitlines()
+    second = [f"{row},{100 + 10 * len(row.split(',')):.1f}" for row in rows]  # the number of deletions, in its own unit
+    (tmp_path / "scores.tsv").write_text("\n".join([header, *second]) + "\n")
+    adapt(copy, "several_targets", tables)
+    checkpoint, _ = train(copy)
+    assert checkpoint["model"]["y_mean"].shape == (2,) and checkpoint["model"]["y_mean"][1] > 100
+    assert_parity(copy)
+    assert_contract(copy)
+    launch(copy, 2, "train.py", "--predict", "scores.tsv", "--checkpoint", "runs/run/checkpoints/best.pt")
+    predictions = (tmp_path / "scores.predictions.tsv").read_text().splitlines()[1:]
+    values = torch.tensor([[float(value) for value in line.split("\t")[1].split(",")] for line in predictions])
+    assert values.shape == (200, 2) and values[:, 1].min() > 50
+
+
+def test_attention(copy, tables, graph_and_batch):
+    adapt(copy, "attention", [*tables, "model.layers=1"])
+    checkpoint, _ = train(copy)
+    assert "layers.0.convs.1.att" in checkpoint["model"]
+    assert_parity(copy)
+    assert_contract(copy)
+
+    graph, batch = graph_and_batch
+    module, seen = runpy.run_path(str(copy / "model.py")), []
+    layer = module["AttentionConv"](4, 2)
+    for conv in layer.convs:
+        conv.register_forward_pre_hook(lambda conv, inputs: seen.append(inputs[1]))
+    layer(torch.randn(20, 3, 4), module["ExpandedMessages"](graph, batch), 0)
+    masks, everything, spare = graph.edge_masks(batch), graph.expand(batch), 3 * 20
+    for relation, edge_index in zip(graph.relations, seen, strict=True):
+        assert torch.equal(edge_index[:, masks[relation]], everything[relation][:, masks[relation]])
+        assert (edge_index[:, ~masks[relation]] == spare).all() and not masks[relation].all()
+
+
+# Stands in for `torch.utils.tensorboard`, which needs the package tensorboard: each call becomes a line of a file.
+BOARD = """
+import json, runpy, sys, types
+from pathlib import Path
+
+
+class SummaryWriter:
+    def __init__(self, log_dir, purge_step=None):
+        Path(log_dir).mkdir(exist_ok=True)
+        self.file = Path(log_dir, "calls.jsonl").open("a")
+        print(json.dumps(["purge", purge_step]), file=self.file)
+
+    def add_scalar(self, tag, scalar_value, global_step):
+        print(json.dumps([tag, float(scalar_value), global_step]), file=self.file)
+
+    def flush(self):
+        self.file.flush()
+
+
+sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+sys.argv[0] = str(Path(__file__).with_name("train.py"))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_tensorboard(copy, tables, tmp_path):
+    adapt(copy, "tensorboard", tables)
+    (copy / "board.py").write_text(BOARD)
+    train(copy, script="board.py")
+    _, rows = train(copy, "optim.epochs=2", script="board.py")
+    calls = [json.loads(line) for line in (tmp_path / "runs/run/tensorboard/calls.jsonl").read_text().splitlines()]
+    resumed = next(row["step"] for row in rows if row.get("event") == "resumed")
+    assert resumed > 0 and [step for tag, step, *_ in calls if tag == "purge"] == [1, resumed + 1]
+    expected = {
+        (f"{row['kind']}/{name}", value, row["step"])
+        for row in rows
+        if row["kind"] != "event"
+        for name, value in row.items()
+        if name not in ("kind", "step", "epoch") and value is not None
+    }
+    written = {tuple(call) for call in calls if call[0] != "purge"}
+    assert {tag for tag, *_ in expected} >= {"train/loss", "train/lr", "val/pearson", "test/pearson"}
+    # A resumed run has no row of the first run's test, which TensorBoard shows at its step.
+    assert expected <= written and {tag.split("/")[0] for tag, *_ in written - expected} == {"test"}

@@ -1,0 +1,55 @@
+"""Errors that the user can fix give one message and status 2 on any number of ranks, and leave no files behind."""
+
+import fcntl
+import re
+
+import pytest
+
+from tests.conftest import write_table
+
+WRONG_INPUT = [
+    (["optim.lrr=1"], "unknown option optim.lrr: did you mean optim.lr?"),
+    (["--lr=1"], "unrecognized arguments: --lr=1"),
+    (["--config", "missing.yaml"], "cannot read the configuration missing.yaml: [Errno 2] No such file or directory"),
+    (["data.batch_size=31", "optim.accumulate=8"], "(ranks x optim.accumulate): try 32"),
+    (["ddp.options={bucket_cap: 1}"], "ddp.options: DistributedDataParallel does not accept bucket_cap=1"),
+    (["ddp.options={static_graph: 3}"], "ddp.options: DistributedDataParallel does not accept static_graph=3"),
+    (["data.edges=missing.tsv"], "data.edges: cannot read missing.tsv: No such file or directory"),
+    (["data.perturbations=wrong.tsv"], "wrong.tsv:3: the score 'high' is not a finite number"),
+    (["run.dir=.", "run.name=taken"], "cannot write taken: Is a directory; fix that or set run.dir"),
+    (["run.dir=scores.tsv"], "cannot write scores.tsv/default: Not a directory; fix that or set run.dir"),
+]
+
+
+@pytest.mark.parametrize("nproc", [0, 4])
+def test_wrong_input_gives_one_message_and_leaves_no_files(train, tmp_path, nproc):
+    for arguments, message in WRONG_INPUT:
+        result = train_with_wrong_input(train, tmp_path, message, nproc, *arguments)
+        assert result.returncode == 2
+
+
+def test_torchrun_reports_status_2(train, tmp_path):
+    arguments, message = WRONG_INPUT[-1]
+    result = train_with_wrong_input(train, tmp_path, message, 4, *arguments, launcher=True)
+    assert result.returncode == 1  # torchrun's own status
+    assert "exitcode  : 2" in result.stderr, result.stderr
+
+
+def train_with_wrong_input(train, tmp_path, message, *arguments, **options):
+    write_table(tmp_path / "wrong.tsv", [("genes", "score"), ("Y01", 1), ("Y02", "high")])
+    (tmp_path / "taken/config.yaml").mkdir(parents=True, exist_ok=True)
+    result = train(*arguments, **options)
+    assert result.stderr.count("error: ") == 1 and message in result.stderr, result.stderr
+    assert not re.search(r'File ".*/(mask|model|data|ddp_setup|train)\.py"', result.stderr), result.stderr
+    assert not (tmp_path / "runs").exists()
+    return result
+
+
+def test_two_runs_in_one_folder_are_refused(train, tmp_path):
+    folder = tmp_path / "runs/default"
+    folder.mkdir(parents=True)
+    with (folder / "log.rank0.txt").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = train(0)
+    assert result.returncode == 2
+    assert "another process is training in runs/default" in result.stderr

@@ -1,0 +1,90 @@
+"""`python -m tests.check parity`: the same result on any number of processes."""
+
+import argparse
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import torch
+
+import data
+import train
+from data import SPLITS, Tables
+from ddp_setup import Distributed, run
+from tests.tools.runs import launch, parameters, read_metrics
+
+BATCH_SIZE, NUM_TRAIN, NUM_EVAL = 24, 77, 7  # the last step has 5 rows: too few for 4 ranks x 2 micro-batches
+TOLERANCE = 1e-9
+
+
+def parity(options: argparse.Namespace) -> bool:
+    """Prints how runs with several world sizes differ from the first one; returns whether they agree with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        for world_size in options.world_sizes:
+            status, output = launch(world_size, ["parity-worker", folder, *options.arguments], options.timeout)
+            if status:
+                raise RuntimeError(f"{world_size} processes failed:\n{output}")
+        reference, *others = [
+            (f"{world_size} ranks, accumulate {accumulate}", Path(folder, f"{world_size}-{accumulate}"))
+            for world_size in options.world_sizes
+            for accumulate in (1, 2)
+        ]
+        print(f"compared with {reference[0]}: largest relative difference of a parameter tensor and of a metric")
+        passed = True
+        for name, path in others:
+            differences = parameter_difference(path, reference[1]), metric_difference(path, reference[1])
+            same = max(differences) <= TOLERANCE
+            passed &= same
+            print(f"{name:24s} {differences[0]:8.1e} {differences[1]:8.1e}  {'PASS' if same else 'FAIL'}")
+    return passed
+
+
+def parity_worker(folder: str, arguments: list[str]) -> None:
+    """Runs `train.train` with one world size, on a few rows of the user's tables."""
+    config = train.load_config(train.parse_arguments(arguments))
+    data.load = lambda options: few_rows(original(options))
+
+    def program(env: Distributed) -> None:
+        for accumulate in (1, 2):
+            train.train(
+                dataclasses.replace(
+                    config,
+                    run=train.RunConfig(name=f"{env.world_size}-{accumulate}", dir=folder),
+                    data=dataclasses.replace(config.data, batch_size=BATCH_SIZE),
+                    model=dataclasses.replace(config.model, dropout=0.0),
+                    optim=dataclasses.replace(config.optim, epochs=2, accumulate=accumulate, precision="fp64"),
+                    log=train.LogConfig(every_steps=1),
+                ),
+                env,
+            )
+
+    run(program, config.ddp)
+
+
+original = data.load
+
+
+def few_rows(tables: Tables) -> Tables:
+    """Returns the tables with a few rows per split, which vary as much as possible in the number of deletions."""
+    counts = tables.perturbed_ptr.diff()
+    split = torch.full_like(tables.split, -1)
+    for number, name in enumerate(SPLITS):
+        rows = tables.rows(name)
+        turn = torch.zeros(len(rows), dtype=torch.long)  # position among the rows with equally many deletions
+        for count in counts[rows].unique():
+            of_count = (counts[rows] == count).nonzero().flatten()
+            turn[of_count] = torch.arange(len(of_count))
+        split[rows[turn.argsort(stable=True)][: NUM_TRAIN if name == "train" else NUM_EVAL]] = number
+    return dataclasses.replace(tables, split=split)
+
+
+def parameter_difference(path: Path, reference: Path) -> float:
+    ours, theirs = (parameters(folder) for folder in (path, reference))
+    return max(((ours[name] - value).norm() / value.norm().clamp(min=1e-300)).item() for name, value in theirs.items())
+
+
+def metric_difference(path: Path, reference: Path) -> float:
+    rows = zip(read_metrics(path), read_metrics(reference), strict=True)
+    names = ("loss", "mse", "pearson", "grad_norm")
+    pairs = [(ours[name], theirs[name]) for ours, theirs in rows for name in names if theirs.get(name) is not None]
+    return max(abs(a - b) / max(abs(b), 1e-300) for a, b in pairs)

@@ -1,0 +1,99 @@
+"""Launches runs of the template and reads their results."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMES = ("samples_per_s", "data_ms", "step_ms", "memory_mb")
+
+
+def read_metrics(folder: Path, kind: str | None = None) -> list[dict]:
+    """Returns the rows of a run folder's metrics.jsonl, or only those of one kind."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if kind in (None, row["kind"])]
+
+
+def series(folder: Path) -> list[dict]:
+    """Returns the train, val and test rows without times, which are equal for runs that computed the same."""
+    rows = [row for row in read_metrics(folder) if row["kind"] != "event"]
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    return max((folder / "checkpoints").glob("step_*.pt"))
+
+
+def parameters(folder: Path) -> dict[str, Tensor]:
+    """Returns the model's state dict from the newest checkpoint."""
+    return torch.load(newest_checkpoint(folder), weights_only=True)["model"]
+
+
+def difference(folder: Path, reference: Path, tolerance: float = 0.0) -> str:
+    """Returns which tensor or metric first differs between two runs by more than the relative tolerance, or ""."""
+    ours, theirs = parameters(folder), parameters(reference)
+    for name, value in theirs.items():
+        if not (ours[name] - value).norm() <= tolerance * value.norm():
+            return f"the final {name} differs from the undisturbed run's"
+    for row, other in zip(series(folder), series(reference), strict=True):
+        for key, value in other.items():
+            same = row[key] == value
+            if not same and isinstance(value, float):
+                same = abs(row[key] - value) <= tolerance * abs(value)
+            if not same:
+                return f"{key} differs from the undisturbed run's: {row} and {other}"
+    return ""
+
+
+def launch(
+    world_size: int,
+    arguments: list[str],
+    timeout: float = 120,
+    torchrun: tuple[str, ...] = (),
+    variables: dict[str, str] | None = None,
+    cpu: bool = True,
+) -> tuple[int, str]:
+    """Runs `tests.check` with `arguments` under torchrun, or plain python if `world_size` is 1; `cpu` hides the GPUs.
+
+    Returns the exit status and the output.
+
+    Raises:
+        RuntimeError: The processes did not finish within `timeout` seconds.
+    """
+    command = [sys.executable]
+    if world_size > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", *torchrun]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        **({"CUDA_VISIBLE_DEVICES": ""} if cpu else {}),
+        **(variables or {}),
+    }
+    process = subprocess.Popen(
+        [*command, "-m", "tests.check", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except BaseException as error:
+        # On SIGTERM, torchrun stops its workers, which are in their own sessions.
+        process.terminate()
+        try:
+            process.wait(timeout=40)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise RuntimeError(f"{world_size} processes did not finish within {timeout} s") from None
+    return process.returncode, output
