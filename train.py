@@ -599,7 +599,7 @@ def explain_write_errors(path: Path, kind: type[UserError] = RunError) -> Iterat
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save may wrap an OSError
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        cause = error if isinstance(error, OSError) else error.__context__ or error
         reason = getattr(cause, "strerror", cause)
         raise kind(f"cannot write {path}: {reason}; fix that or set run.dir, and start again") from None
 

@@ -15,9 +15,9 @@ import torch
 
 from data import KnockoutDataset, StepSampler, load, make_loader, pack
 from mask import SharedGraph
-from tests.bench import CountSynchronisations
 from tests.conftest import launch_forked
 from tests.tools import parity
+from tests.tools.syncs import CountSynchronisations
 from train import build_model, load_config, parse_arguments, squared_error
 
 pytestmark = pytest.mark.contract

@@ -9,7 +9,7 @@ from torch_geometric.data import Data, HeteroData
 
 from data import KnockoutDataset, pack
 from mask import SharedGraph
-from tests.bench import CountSynchronisations
+from tests.tools.syncs import CountSynchronisations
 
 NUM_NODES = 9
 SETS = [[0, 3], [], [5, 5, 5], [8], [2, 0, 7, 1]]  # node 4 is never knocked out, 5 is listed three times

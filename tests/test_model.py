@@ -199,8 +199,3 @@ def test_predictions_are_in_units_of_y_and_checkpoints_hold_the_scale(shared):
         for parameter in model.parameters():
             parameter.zero_()
     torch.testing.assert_close(model(shared, make_batch(shared, SETS)), torch.full((len(SETS),), 0.3))
-
-
-def test_a_dropout_of_one_is_refused():
-    with pytest.raises(ValueError, match=r"model.dropout must be in \[0, 1\), not 1.0"):
-        ModelConfig(dropout=1.0)

@@ -148,7 +148,7 @@ def refused(config: DDPConfig, *parts: str) -> None:
 
 
 def pretend_gpus(count: int, uuid: str = "") -> None:
-    torch.cuda.is_available = lambda: True
+    torch.cuda.is_available, dist.is_nccl_available = lambda: True, lambda: False  # NCCL would look for them
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)
     torch.cuda.device_count = lambda: count
     torch.cuda.set_device = lambda device: None

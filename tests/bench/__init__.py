@@ -15,11 +15,10 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.data import Data
 
 from data import PRESETS, KnockoutDataset, pack, synthetic_tables
@@ -117,36 +116,6 @@ def peak_mb(function: Callable[[], object], device: torch.device) -> float:
 def resident_kb(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
-
-
-class CountSynchronisations(TorchDispatchMode):
-    """Counts, on any device, the operators that make the host wait for a GPU: `with CountSynchronisations() as count`.
-
-    They read a value, or their shape depends on values: nonzero, boolean indexing, unique, repeat_interleave without
-    `output_size`. `count.seen` lists their names.
-    """
-
-    WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "unique")
-
-    def __init__(self):
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, kwargs = str(func), kwargs or {}
-        unsized = "repeat_interleave.Tensor" in name and kwargs.get("output_size") is None
-        boolean = "aten.index" in name and any(
-            isinstance(index, torch.Tensor) and index.dtype == torch.bool
-            for indices in args[1:2]
-            if isinstance(indices, Sequence)
-            for index in indices
-        )
-        if unsized or boolean or any(part in name for part in self.WAITING):
-            self.record(name)
-        return func(*args, **kwargs)
-
-    def record(self, operator: str) -> None:
-        self.seen.append(operator)
 
 
 def build_graph(preset: str, share: float = 1.0):

@@ -1,4 +1,4 @@
-"""The mask kernel against upstream's methods, on all relations of a batch of 32 samples with 3 deletions each.
+"""The mask kernel against a loop and padded tables, on all relations of a batch of 32 samples with 3 deletions each.
 
     python -m tests.bench.masks [--json FILE]
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from mask import SharedGraph
-from tests.bench import CountSynchronisations, arguments, build_batch, build_graph, in_turn, report
+from tests.bench import arguments, build_batch, build_graph, in_turn, report
+from tests.tools.syncs import CountSynchronisations
 
 
 def incident_edges(edge_index: Tensor, num_nodes: int) -> list[Tensor]:

@@ -14,11 +14,20 @@ import torch
 import torch.distributed as dist
 
 from ddp_setup import DDPConfig, Distributed, RunError, StopRequest, Watchdog
-from tests.bench import CountSynchronisations
 from tests.conftest import ROOT, fork_ranks, join, launch_forked
 from tests.tools.faults import FAULTS, run_fault
 from tests.tools.runs import difference, launch, newest_checkpoint, read_metrics
-from train import MAX_SKIPS, Meter, OptimConfig, TrainState, build_optimizer, optimizer_step, write_atomically
+from tests.tools.syncs import CountSynchronisations
+from train import (
+    MAX_SKIPS,
+    Meter,
+    OptimConfig,
+    TrainState,
+    build_optimizer,
+    explain_write_errors,
+    optimizer_step,
+    write_atomically,
+)
 
 SETTINGS = ["data.batch_size=32", "model.hidden=8", "optim.epochs=8", "optim.accumulate=2", "log.every_steps=1"]
 SETTINGS += ["checkpoint.every_steps=2", "checkpoint.keep_last=3"]
@@ -365,6 +374,19 @@ def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         write_atomically(tmp_path / "file", "text")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_reason_of_a_write_error_is_its_own(tmp_path):
+    """mkdir(parents=True) meets a missing folder before the one that it may not write; torch.save wraps errors."""
+    for outer, inner in (
+        (PermissionError(13, "Permission denied"), OSError(2, "No such file")),
+        (RuntimeError("wrap"), OSError(28, "Permission denied")),
+    ):
+        with pytest.raises(RunError, match=r"cannot write .*: Permission denied; "), explain_write_errors(tmp_path):
+            try:
+                raise inner
+            except OSError:
+                raise outer  # noqa: B904
 
 
 def test_a_suspended_job_continues(tmp_path, tables):

@@ -18,8 +18,8 @@ from torch_geometric.data import Data
 
 import train
 from ddp_setup import Distributed, run
-from tests.bench import CountSynchronisations
 from tests.tools.runs import ROOT, launch
+from tests.tools.syncs import CountSynchronisations
 
 WARM_UP, STEPS = 3, 10
 

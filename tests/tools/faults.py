@@ -132,9 +132,7 @@ def faults(options: argparse.Namespace) -> bool:
                 if status:
                     raise RuntimeError(f"the undisturbed run failed:\n{output}")
             start = time.monotonic()
-            problem = run_fault(
-                fault, Path(parent, str(number)), reference, arguments, partial(launch, timeout=options.timeout)
-            )
+            problem = run_fault(fault, Path(parent, str(number)), reference, arguments, launch_once)
             passed += not problem
             outcome = problem or f"{fault.state}, then the undisturbed result; {time.monotonic() - start:.0f} s"
             print(f"{'FAIL' if problem else 'PASS'}  {fault.name:52s} {outcome}", flush=True)
