@@ -257,7 +257,7 @@ class KnockoutDataset(Dataset):
     def __init__(self, perturbed: Tensor, perturbed_ptr: Tensor, y: Tensor, degree: Tensor):
         sets = perturbed.split(perturbed_ptr.diff().tolist())
         self.perturbed, self.perturbed_ptr = pack([nodes.tolist() for nodes in sets])
-        self.y, self.degree = y.float(), degree
+        self.y, self.degree, self.transform = y.float(), degree, None  # transforms batches, as `mask.ReachPlanner`
 
     def __len__(self) -> int:
         return len(self.y)
@@ -279,7 +279,7 @@ class KnockoutDataset(Dataset):
             first = outside.nonzero()[0]
             found = f"sample {index[sample[first]].item()}: knocked-out node {perturbed[first].item()}"
             raise IndexError(f"{found} is outside [0, {len(self.degree)}), the graph's nodes")
-        return Data(
+        batch = Data(
             perturbed=perturbed,
             perturbed_batch=sample,
             perturbed_ptr=ptr,
@@ -288,6 +288,7 @@ class KnockoutDataset(Dataset):
             index=index,
             num_dead_edges=int(self.degree[perturbed].sum()),
         )
+        return self.transform(batch) if self.transform else batch
 
 
 class StepSampler(DistributedSampler):

@@ -6,14 +6,17 @@ nodes are masked and summation is linear, aggregation over the live edges of B s
     sum over live edges = keep * (A @ (keep * X))        X: [N, B, H], keep: [N, B, 1], A: one shared [N, N] matrix
 
 `SharedGraph.keep` and `SharedGraph.propagate` compute the two factors, keep and A. Layers that need per-edge values
-(attention, say) use `expand` and `edge_masks`: B block-diagonal copies of the graph and a boolean per copied edge.
+(attention, say) use `expand` and `edge_masks`: B block-diagonal copies of the graph and a boolean per copied edge. Most
+states do not differ from the intact graph's; `ReachPlanner` lists those that do, for a model that computes only these.
 
 Shapes: N nodes, R relations, E edges over all relations, E_r edges of relation r, H channels, B samples in the batch,
 P knocked-out nodes in the batch, D dead edges in the batch.
 """
 
 import warnings
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
@@ -126,14 +129,6 @@ class SharedGraph(nn.Module):
             base = base.int()  # half the memory traffic
         return base.flatten().index_select(0, segment).add_(edge).long()
 
-    def dead_messages(self, batch: Data) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Returns sample, relation, source, target and weight of dead edges, each [D], in the order of `dead_edges`."""
-        self.check(batch)
-        edge, segment = self._dead(batch)
-        source, target = self.edge_index.index_select(1, edge)
-        sample = batch.perturbed_batch.index_select(0, segment // len(self.relations))
-        return sample, segment % len(self.relations), source, target, self.edge_weight.index_select(0, edge)
-
     def edge_masks(self, batch: Data) -> dict[EdgeType, Tensor]:
         """Returns {edge type: bool [B * E_r]}, True where the edge is alive; sample k is `[k * E_r, (k + 1) * E_r)`.
 
@@ -170,7 +165,7 @@ class SharedGraph(nn.Module):
         """
         forward = self._block(relation, self.forward_ptr, self.forward_col, self.forward_weight)
         backward = self._block(relation, self.backward_ptr, self.backward_col, self.backward_weight)
-        return _spmm(*forward, *backward, x.to(self.edge_weight.dtype)).to(x.dtype)
+        return product((*forward, *backward), x)
 
     def _block(self, relation: int, ptr: Tensor, col: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns one relation's CSR matrix from all relations' `ptr` [R, N + 1], `col` [E] and `weight` [E]."""
@@ -193,6 +188,98 @@ class SharedGraph(nn.Module):
         self.register_buffer(name, value, persistent=False)
 
 
+class ReachedRows(NamedTuple):
+    """The states that differ from the intact graph's after one layer, in a block of samples, by sample and node.
+
+    Its matrix [S, C * (R + 1)] sums what the C senders contribute to them: the dead nodes, and the states that differed
+    before the layer. Column c * (R + 1) + r holds the out-edges of sender c by relation r, the last the sender itself.
+    """
+
+    node: Tensor  # long [S]
+    sample: Tensor  # long [S], counted from the block's first sample
+    sender: Tensor  # long, the node of each state of the layer before
+    previous: Tensor  # long, the position of each state of the layer before among these
+    matrix: tuple[Tensor, ...]  # for `product`
+
+
+class ReachBlock(NamedTuple):
+    """What the knock-outs of some consecutive samples of a batch change, in the first `len(layers)` layers."""
+
+    num_samples: int
+    dead: Tensor  # long, the knocked-out nodes, one sample after another
+    layers: list[ReachedRows]
+    row_ptr: list[int]  # the last layer's rows of sample k are `row_ptr[k] : row_ptr[k + 1]`
+
+
+class ReachPlanner:
+    """Finds the states that knock-outs change, layer by layer, from the topology alone, on the CPU.
+
+    A layer changes the living out-neighbours of the dead nodes and of the nodes that the layer before has changed. As
+    the `transform` of a `data.KnockoutDataset` it adds `reach` to each batch, a list of `ReachBlock`. A block's plan
+    ends before the first layer that is cheaper on all nodes.
+    """
+
+    BLOCK = 32  # samples whose reached states stay in cache
+    # A layer on all nodes costs as much as this share of the edges and so many edges per node in a plan (measured).
+    MAX_EDGES = 0.04, 13.0
+
+    def __init__(self, graph: SharedGraph, num_layers: int):
+        self.num_nodes, self.num_layers = graph.num_nodes, num_layers
+        self.max_edges = self.MAX_EDGES[0] * sum(graph.num_edges.values()) + self.MAX_EDGES[1] * graph.num_nodes
+        # Out-edges by relation, and from each node to itself.
+        ptr = (graph.backward_ptr + graph.edge_offsets.unsqueeze(1)).cpu()
+        loops, weight = torch.arange(graph.num_nodes + 1), graph.backward_weight.cpu()
+        self.ptr = torch.cat([ptr, len(weight) + loops.unsqueeze(0)]).numpy()  # [R + 1, N + 1]
+        self.col = torch.cat([graph.backward_col.cpu(), loops[:-1]]).numpy()
+        self.weight = torch.cat([weight, weight.new_ones(graph.num_nodes)])
+        self.position = np.zeros(self.BLOCK * graph.num_nodes, dtype=np.int32)  # of a state; -1 where the node is dead
+
+    def __call__(self, batch: Data) -> Data:
+        """Adds `reach` to a batch on the CPU, and returns it."""
+        ptr = batch.perturbed_ptr.tolist()
+        starts = range(0, len(ptr) - 1, self.BLOCK)
+        batch.reach = [self._block(batch, ptr[start : start + self.BLOCK + 1], start) for start in starts]
+        return batch
+
+    def _block(self, batch: Data, ptr: list[int], first: int) -> ReachBlock:
+        part, num_samples = slice(ptr[0], ptr[-1]), len(ptr) - 1
+        node = batch.perturbed[part]
+        dead = (node + (batch.perturbed_batch[part] - first) * self.num_nodes).numpy()  # states are sample * N + node
+        self.position[dead] = -1
+        layers, states = [], dead[:0]
+        for _ in range(self.num_layers):
+            senders = np.concatenate([dead, states])
+            sender = senders % self.num_nodes
+            start = self.ptr[:, sender].T.ravel()
+            length = self.ptr[:, sender + 1].T.ravel() - start
+            if length.sum() > num_samples * self.max_edges:
+                break
+            column = np.repeat(np.arange(len(length), dtype=np.int32), length)
+            edge = np.arange(len(column)) + np.repeat(start - length.cumsum() + length, length)
+            target = np.repeat(senders - sender, length.reshape(-1, len(self.ptr)).sum(1)) + self.col[edge]
+            alive = self.position[target] >= 0
+            column, edge, target = column[alive], edge[alive], target[alive]
+            self.position[target] = np.arange(len(target))  # the last edge into a state stays: it stands for the state
+            reached = np.sort(target[self.position[target] == np.arange(len(target))])
+            self.position[reached] = np.arange(len(reached))
+            row, column, weight = torch.from_numpy(self.position[target]), torch.from_numpy(column), self.weight[edge]
+            order = torch.argsort(row, stable=True)
+            matrix = (_row_pointer(row, len(reached)).int(), column[order], weight[order])
+            matrix += (_row_pointer(column, len(length)).int(), row, weight)
+            sample, reached_node = map(torch.from_numpy, np.divmod(reached, self.num_nodes))
+            previous = torch.from_numpy(self.position[states]).long()
+            layers.append(ReachedRows(reached_node, sample, torch.from_numpy(sender[len(dead) :]), previous, matrix))
+            states = reached
+        self.position[dead] = 0
+        row_ptr = np.searchsorted(states, np.arange(num_samples + 1) * self.num_nodes).tolist()
+        return ReachBlock(num_samples, node, layers, row_ptr)
+
+
+def product(matrix: tuple[Tensor, ...], x: Tensor) -> Tensor:
+    """Returns A @ x in the dtype of x, computed in that of A: CSR row pointer, columns and weights, and A.T's."""
+    return _spmm(*matrix, x.to(matrix[2].dtype)).to(x.dtype)
+
+
 @torch.library.custom_op("shared_graph::spmm", mutates_args=())
 def _spmm(
     ptr: Tensor, col: Tensor, weight: Tensor, ptr_t: Tensor, col_t: Tensor, weight_t: Tensor, x: Tensor
@@ -203,7 +290,7 @@ def _spmm(
     traced with fake tensors.
     """
     if col.numel() == 0:
-        return x.new_zeros(x.shape)
+        return x.new_zeros(ptr.numel() - 1, x.size(1))
     matrix = torch.sparse_csr_tensor(ptr, col, weight, (ptr.numel() - 1, x.size(0)), check_invariants=False)
     with torch.autocast(x.device.type, enabled=False):  # sparse products do not support half precision
         return matrix @ x.contiguous()
@@ -211,7 +298,7 @@ def _spmm(
 
 @_spmm.register_fake
 def _(ptr, col, weight, ptr_t, col_t, weight_t, x):
-    return x.new_empty(x.shape)  # contiguous like the result, for any strides of x
+    return x.new_empty(ptr.numel() - 1, x.size(1))  # contiguous like the result, for any strides of x
 
 
 def _spmm_setup_context(ctx, inputs, output):

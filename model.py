@@ -8,9 +8,10 @@ Shapes: N nodes, R relations, E_r edges of relation r, B samples, P knocked-out 
 Node states are node-major, [N, B, H], so that one sparse product serves all samples at once.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
-from mask import SharedGraph
+from mask import ReachBlock, ReachPlanner, SharedGraph, product
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class ModelConfig:
     hidden: int = 32
     layers: int = 2
     dropout: float = 0.1
-    message_passing: Literal["shared", "expanded"] = "shared"
+    message_passing: Literal["auto", "shared", "reach", "expanded"] = "auto"
     readout: Literal["both", "local", "global"] = "both"
     checkpointing: bool = False
     compile: bool = False
@@ -65,10 +66,11 @@ class KnockoutGNN(nn.Module):
         graph.check(batch)
         # Both passes share one dropout mask per layer: with different masks, noise would drown the knock-outs' effect.
         ones = self.embedding.new_ones(len(self.layers) + 1, *self.embedding.shape)
-        masks = nn.functional.dropout(ones, self.config.dropout, self.training).unsqueeze(2)
+        masks = nn.functional.dropout(ones, self.config.dropout, self.training).unsqueeze(2).unbind()
         expanded = self.config.message_passing == "expanded"
-        intact = ExpandedMessages(graph, intact_batch(graph.device)) if expanded else IntactMessages(graph)
-        wild_type = self.encode(intact, masks)  # [N, 1, H]
+        messages = ExpandedMessages(graph, intact_batch(graph.device)) if expanded else SharedMessages(graph)
+        x, intact = self.encode(self.embedding.unsqueeze(1) * masks[0], messages, masks)
+        wild_type = self.norm(x)  # [N, 1, H]
         prediction = 0.0
         if self.local_readout is not None:
             prediction = prediction + self.local_readout(wild_type.squeeze(1), batch)
@@ -76,29 +78,84 @@ class KnockoutGNN(nn.Module):
             prediction = prediction + self.global_readout(self.changes(graph, batch, masks, intact, wild_type))
         return self.y_mean + self.y_std * prediction.to(self.y_mean.dtype)
 
-    def changes(self, graph: SharedGraph, batch: Data, masks: Tensor, intact: "Messages", wild_type: Tensor) -> Tensor:
-        """Returns the change that knock-outs make to the states of living nodes, pooled over these nodes, [B, H]."""
-        keep = graph.keep(batch)
+    def encode(self, x: Tensor, messages: "Messages", masks: Sequence[Tensor], depth: int = 0) -> tuple[Tensor, list]:
+        """Returns node states [N, B, H] after the layers from `depth` on, and (x, h, p) of each of these layers.
 
-        def pool(messages: Messages, alive: Tensor) -> Tensor:
-            return self.global_readout.pool(wild_type, self.encode(messages, masks), alive)
+        `masks`, each [N, 1, H], are dropout factors of the embedding and of each layer's output.
+        """
+        trace = []
+        for layer, mask in zip(self.layers[depth:], masks[depth + 1 :], strict=True):
+            h = layer.norm(x)
+            p = layer(h, messages).to(x.dtype)  # as sparse gradients do not add up in half precision
+            trace.append((x, h, p))
+            x = x + mask * nn.functional.gelu(p)
+        return x, trace
 
-        if self.config.checkpointing and self.training:
-            pool = partial(checkpoint, pool, use_reentrant=False)
+    def encode_reached(self, block: ReachBlock, intact: list, masks: Sequence[Tensor]) -> Tensor:
+        """Returns the states that the block's knock-outs change, after the layers that it plans, [S, H].
+
+        p is linear in h, so it is that of the intact graph plus what the changes of h add; the h of a dead node, which
+        sends nothing, changes to zero.
+        """
+        x = masks[0].new_zeros(0, masks[0].size(2))
+        for layer, mask, reached, trace in zip(self.layers, masks[1:], block.layers, intact, strict=False):
+            wild_x, wild_h, wild_p = (states.squeeze(1) for states in trace)
+            changed = layer.norm(x) - self.rows(wild_h, reached.sender)
+            change = torch.cat([-self.rows(wild_h, block.dead), changed])
+            p = self.rows(wild_p, reached.node) + layer.propagate_change(change, reached.matrix)
+            x = self.rows(wild_x, reached.node).index_copy_(0, reached.previous, x)
+            x = x + mask.squeeze(1).index_select(0, reached.node) * nn.functional.gelu(p)
+        return x
+
+    def changes(
+        self, graph: SharedGraph, batch: Data, masks: Sequence[Tensor], intact: list, wild_type: Tensor
+    ) -> Tensor:
+        """Returns the change that knock-outs make to the states of living nodes, pooled over these nodes, [B, H].
+
+        In the layers that the batch's plan covers, only states that change are computed (see `mask.ReachPlanner`);
+        further layers, or all of a batch without a plan, run on all nodes.
+        """
+        run = partial(checkpoint, use_reentrant=False) if self.config.checkpointing and self.training else call
+
+        def pool(x: Tensor, messages: Messages, alive: Tensor, depth: int) -> Tensor:
+            return self.global_readout.pool(wild_type, self.norm(self.encode(x, messages, masks, depth)[0]), alive)
+
         if self.config.message_passing == "expanded":
-            return pool(ExpandedMessages(graph, batch), keep)
-        # Each block of samples runs through the whole network, so that its states stay in cache.
-        size = block_size(wild_type)
-        blocks = zip(keep.split(size, dim=1), intact.lost_messages(batch).split(size, dim=1), strict=True)
-        return torch.cat([pool(SharedMessages(intact, alive, lost), alive) for alive, lost in blocks])
+            return run(pool, intact[0][0], ExpandedMessages(graph, batch), graph.keep(batch), 0)
+        num_samples = batch.perturbed_ptr.numel() - 1
+        blocks = [ReachBlock(num_samples, batch.perturbed, [], [])]
+        if "reach" in batch and not torch.compiler.is_compiling():  # inductor's gradients of reached states are wrong
+            blocks = batch.reach
+        pooled, last = [wild_type.new_zeros(0, wild_type.size(2))], 0
+        keep = graph.keep(batch) if any(len(block.layers) < len(self.layers) for block in blocks) else None
+        for block in blocks:
+            first, last = last, last + block.num_samples
+            depth, x = len(block.layers), run(self.encode_reached, block, intact, masks)
+            if depth == len(self.layers):
+                change = self.norm(x) - self.rows(wild_type.squeeze(1), block.layers[-1].node)
+                pooled.append(self.global_readout.pool_reached(change, block, len(wild_type)))
+                continue
+            # Few samples at once run through the remaining layers, so that their states stay in cache.
+            size = block_size(wild_type)
+            for start in range(0, block.num_samples, size):
+                count = min(size, block.num_samples - start)
+                alive = keep.narrow(1, first + start, count)
+                dense = intact[depth][0].expand(-1, count, -1)
+                if depth:
+                    part = block.row_ptr[start], block.row_ptr[start + count] - block.row_ptr[start]
+                    node, sample = (rows.narrow(0, *part) for rows in (block.layers[-1].node, block.layers[-1].sample))
+                    row, reached = node * count + sample - start, x.narrow(0, *part)
+                    dense = dense.flatten(0, 1).index_copy(0, row, reached).view_as(dense)
+                pooled.append(run(pool, dense, SharedMessages(graph, alive), alive, depth))
+        return torch.cat(pooled)
 
-    def encode(self, messages: "Messages", masks: Tensor) -> Tensor:
-        """Returns node states [N, B, H] after all layers; `masks` [layers + 1, N, 1, H] are dropout factors."""
-        input_mask, *layer_masks = masks
-        x = self.embedding.unsqueeze(1) * input_mask
-        for depth, (layer, mask) in enumerate(zip(self.layers, layer_masks, strict=True)):
-            x = x + mask * layer(x, messages, depth)
-        return self.norm(x)
+    def rows(self, states: Tensor, node: Tensor) -> Tensor:
+        """Returns states[node], [S, H].
+
+        The gradient is sparse, as a dense one takes time in proportion to N for each block, and is added to the dense
+        gradients from the rest of the wild-type pass; without the local readout, its last states have none.
+        """
+        return nn.functional.embedding(node, states, sparse=self.local_readout is not None)
 
 
 class KnockoutConv(nn.Module):
@@ -119,59 +176,30 @@ class KnockoutConv(nn.Module):
         self.gate = nn.Parameter(torch.randn(num_relations, hidden) / num_relations**0.5)
         self.out = nn.Linear(hidden, hidden, bias=False)
 
-    def forward(self, x: Tensor, messages: "Messages", depth: int) -> Tensor:
-        """Maps x [N, B, H] to [N, B, H]; at depth 0, x is [N, 1, H], the same for all samples."""
-        h = self.norm(x)
-        return nn.functional.gelu(self.root(h) + self.out(messages(h, self.SCALE * self.gate, depth)))
+    def forward(self, h: Tensor, messages: "Messages") -> Tensor:
+        """Maps h [N, B, H], the normalised states, to the argument of gelu [N, B, H], which is linear in h."""
+        return self.root(h) + self.out(messages(h, self.SCALE * self.gate))
 
-
-class IntactMessages:
-    """Sums messages over all edges of the graph: x [N, 1, H] and gate [R, H] give [N, 1, H].
-
-    In the first layer all samples have the same states, so a sample's sums are those of the intact graph minus the
-    messages of its dead nodes: `first_sums - lost_messages(batch)`. Later layers have no such shortcut.
-    """
-
-    def __init__(self, graph: SharedGraph):
-        self.graph = graph
-
-    def __call__(self, x: Tensor, gate: Tensor, depth: int) -> Tensor:
-        sums = aggregate(self.graph, x, gate)
-        if depth == 0:
-            self.first_x, self.first_gate, self.first_sums = x, gate, sums
-        return sums
-
-    def lost_messages(self, batch: Data) -> Tensor:
-        """Returns the part of the first layer's sums that came from each sample's dead nodes, [N, B, H].
-
-        Rows of dead nodes also contain the messages sent to them, some twice; nothing reads these rows.
-        """
-        x = self.first_x.squeeze(1)  # [N, H]
-        sample, relation, source, target, weight = self.graph.dead_messages(batch)
-        message = x.index_select(0, source) * self.first_gate.index_select(0, relation) * weight.unsqueeze(1)
-        num_samples = batch.perturbed_ptr.numel() - 1
-        lost = message.new_zeros(len(x) * num_samples, x.size(1))
-        return lost.index_add(0, target * num_samples + sample, message).view(len(x), num_samples, x.size(1))
+    def propagate_change(self, change: Tensor, matrix: tuple[Tensor, ...]) -> Tensor:
+        """Maps changes of h [C, H] to changes of `forward` at the nodes they reach [S, H] (see `mask.ReachedRows`)."""
+        by_relation = self.out(change.unsqueeze(1) * (self.SCALE * self.gate))  # [C, R, H]
+        by_root = nn.functional.linear(change, self.root.weight).unsqueeze(1)
+        return product(matrix, torch.cat([by_relation, by_root], dim=1).flatten(0, 1))
 
 
 class SharedMessages:
-    """Sums messages over each sample's live edges on the one shared graph: A @ (keep * x).
+    """Sums messages over each sample's live edges on the one shared graph: A @ (keep * h).
 
-    The left factor of keep * (A @ (keep * x)) is left out: it would only zero sums of dead nodes, which nothing reads.
+    The left factor of keep * (A @ (keep * h)) is left out: it would only zero sums of dead nodes, which nothing reads.
     """
 
-    def __init__(self, intact: IntactMessages, keep: Tensor, lost: Tensor):
-        self.graph = intact.graph
-        self.keep = keep.unsqueeze(-1)  # [N, B, 1]
-        self.first_sums = intact.first_sums - lost
+    def __init__(self, graph: SharedGraph, keep: Tensor | None = None):
+        self.graph, self.keep = graph, keep  # [N, B], or None if all nodes are alive
 
-    def __call__(self, x: Tensor, gate: Tensor, depth: int) -> Tensor:
-        return self.first_sums if depth == 0 else aggregate(self.graph, self.keep * x, gate)
-
-
-def aggregate(graph: SharedGraph, x: Tensor, gate: Tensor) -> Tensor:
-    """Returns the sum over relations r of A_r @ (gate_r * x), for x [N, B, H] and gate [R, H]."""
-    return sum(graph.propagate(r, (x * gate_r).flatten(1)) for r, gate_r in enumerate(gate)).view_as(x)
+    def __call__(self, h: Tensor, gate: Tensor) -> Tensor:
+        h = h if self.keep is None else self.keep.unsqueeze(-1) * h
+        sums = (self.graph.propagate(r, (h * gate_r).flatten(1)) for r, gate_r in enumerate(gate))
+        return sum(sums).view_as(h)
 
 
 class ExpandedMessages:
@@ -188,7 +216,7 @@ class ExpandedMessages:
             value = graph.weight(r).repeat(self.num_samples) * edge_masks[relation]
             self.edges.append((*edge_index[relation], value))
 
-    def __call__(self, x: Tensor, gate: Tensor, depth: int) -> Tensor:
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         x = x.expand(-1, self.num_samples, -1)
         copies = x.transpose(0, 1).flatten(0, 1)  # sample-major, [B * N, H]
         out = 0.0
@@ -198,7 +226,7 @@ class ExpandedMessages:
         return out.view(self.num_samples, len(x), x.size(2)).transpose(0, 1)
 
 
-Messages = IntactMessages | SharedMessages | ExpandedMessages
+Messages = SharedMessages | ExpandedMessages
 
 
 def intact_batch(device: torch.device) -> Data:
@@ -254,6 +282,11 @@ class GlobalReadout(nn.Module):
         """Maps wild_type [N, 1, H], knocked_out [N, B, H] and keep [N, B] to [B, H], scaled by 1 / sqrt(N)."""
         return torch.einsum("nbh,nb->bh", knocked_out - wild_type, keep.to(knocked_out.dtype)) / len(keep) ** 0.5
 
+    def pool_reached(self, change: Tensor, block: ReachBlock, num_nodes: int) -> Tensor:
+        """Maps the changes of the block's reached states [S, H] to [B, H], as `pool` does."""
+        pooled = change.new_zeros(block.num_samples, change.size(1))
+        return pooled.index_add(0, block.layers[-1].sample, change) / num_nodes**0.5
+
     def forward(self, pooled: Tensor) -> Tensor:
         """Maps pooled [B, H] to [B]; asinh compresses the large sums that a hub's thousands of neighbours give."""
         return self.head(torch.asinh(pooled))
@@ -262,6 +295,30 @@ class GlobalReadout(nn.Module):
 def readout_head(inputs: int, hidden: int, dropout: float) -> nn.Module:
     """Returns an MLP that maps [B, inputs] to [B]."""
     return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, hidden), nn.GELU(), nn.Linear(hidden, 1), nn.Flatten(0))
+
+
+def call(function: Callable, *arguments) -> Any:
+    return function(*arguments)
+
+
+def choose_route(config: ModelConfig, graph: SharedGraph, dataset: Any) -> str:
+    """Makes the dataset plan its batches as `message_passing` needs; returns the route, with what it is chosen by.
+
+    `auto` takes `reach` if the plan of some hundred samples, evenly spaced, covers more than the first layer. `shared`
+    plans that one, too: all samples enter it with the same states, so little of it changes on any graph.
+    """
+    if config.message_passing == "expanded" or config.readout == "local":
+        return config.message_passing
+    planner = ReachPlanner(graph, 1 if config.message_passing == "shared" else config.layers)
+    sample = planner(dataset.__getitems__(range(0, len(dataset), len(dataset) // 128 + 1)))
+    planned = min((len(block.layers) for block in sample.reach), default=0)
+    counts = [sum(len(block.layers[depth].node) for block in sample.reach) for depth in range(planned)]
+    route = "shared" if planned < min(2, config.layers) else "reach"
+    planner.num_layers = config.layers if config.message_passing == "reach" else planned
+    dataset.transform = planner
+    shares = ", ".join(f"{100 * count / len(sample.y) / graph.num_nodes:.2g}" for count in counts)
+    reached = f"a knock-out reaches {shares} % of the nodes in {planned} of {config.layers} layers"
+    return f"{reached}: {route if config.message_passing == 'auto' else config.message_passing}"
 
 
 def block_size(wild_type: Tensor) -> int:

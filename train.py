@@ -2,7 +2,6 @@
 
     python train.py                                         one process
     torchrun --standalone --nproc_per_node=4 train.py       one process per GPU (without GPUs, on CPU over gloo)
-    torchrun ... train.py --config my.yaml optim.lr=1e-3 run.name=slow
     python train.py --predict TABLE --checkpoint FILE       predictions for a table of knock-out sets
 
 Options are listed in config.yaml; `section.key=value` on the command line overrides the file. The same command starts
@@ -46,7 +45,7 @@ import data
 from data import DataConfig, DataError, KnockoutDataset, StepSampler, Tables
 from ddp_setup import DDPConfig, Distributed, RunError, StopRequest, UserError, describe, library_versions, run
 from mask import SharedGraph
-from model import KnockoutGNN, ModelConfig
+from model import KnockoutGNN, ModelConfig, choose_route
 
 log = logging.getLogger("train")
 RESULT = "loss {loss:.4f}, Pearson {pearson:.4f}, additive baseline {baseline_pearson:.4f}"
@@ -168,7 +167,8 @@ def train(config: Config, env: Distributed) -> None:
     autocast = torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None)
     baseline, ceiling, progress = data.additive_baseline(tables), tables.noise_ceiling(), ""
     log.info(f"data      {tables.summary()}")
-    log.info(f"model     {sum(p.numel() for p in model.parameters()):,} parameters")
+    route = choose_route(config.model, graph, dataset)
+    log.info(f"model     {sum(p.numel() for p in model.parameters()):,} parameters; {route}")
     share = f"{batch_size // shares} samples x {optim.accumulate} accumulation = {batch_size}"
     log.info(f"batch     {env.world_size} ranks x {share}; {steps_per_epoch} steps per epoch, {total_steps} in total")
 
@@ -425,10 +425,10 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
     known = [all(gene in number for gene in genes) for genes in knockouts]
     sets = [[number[gene] for gene in genes if gene in number] for genes in knockouts]
     dataset = KnockoutDataset(*data.pack(sets), torch.zeros(len(sets)), graph.degree)
+    choose_route(config.model, graph, dataset)
     rows = torch.tensor(known).nonzero().flatten()
     predictions = predict_rows(model, graph, dataset, rows, config.data.batch_size, env).tolist()
-    answers = zip(knockouts, known, predictions, strict=True)
-    lines = [f"{','.join(genes)}\t{prediction if is_known else ''}" for genes, is_known, prediction in answers]
+    lines = [f"{','.join(g)}\t{y if ok else ''}" for g, ok, y in zip(knockouts, known, predictions, strict=True)]
     output = Path(Path(table).name.removesuffix(".gz").removesuffix(".tsv") + ".predictions.tsv")
     with env.sync_errors(), explain_write_errors(output, UserError):
         if env.rank == 0:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from mask import SharedGraph
+from mask import ReachPlanner, SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.test_model import NUM_NODES, SETS, make_batch, set_block, shared  # noqa: F401
 from train import squared_error
@@ -47,11 +47,12 @@ def gpus():
         yield gpus
 
 
-@pytest.mark.parametrize("route", ["shared", "expanded"])
+@pytest.mark.parametrize("route", ["shared", "reach", "expanded"])
 @pytest.mark.parametrize("readout", ["both", "local", "global"])
 def test_masks_model_and_loss_stay_on_their_gpu_without_syncs(gpus, shared, set_block, route, readout):  # noqa: F811
     set_block(2)
-    batch = make_batch(shared, SETS).apply(gpus.tensor)
+    planner = {"shared": ReachPlanner(shared, 1), "reach": ReachPlanner(shared, 2)}.get(route)
+    batch = make_batch(shared, SETS, planner).apply(gpus.tensor)
     graph = gpus.module(shared)
     config = ModelConfig(hidden=8, message_passing=route, readout=readout)
     model = gpus.module(KnockoutGNN(config, NUM_NODES, num_relations=3)).train()

@@ -1,6 +1,7 @@
 """The mask kernel, compared with a plain loop over the edges."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from data import KnockoutDataset, pack
-from mask import SharedGraph
+from mask import ReachPlanner, SharedGraph
 from tests.tools.syncs import CountSynchronisations
 
 NUM_NODES = 9
@@ -111,6 +112,27 @@ def test_dead_edges_index_the_concatenated_masks(graph):
     dead = shared.dead_edges(make_batch(shared, SETS))
     expected = (~torch.cat(list(loop_masks(graph, SETS).values()))).nonzero().flatten()
     assert torch.equal(dead.unique(), expected)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_reached_states_are_those_that_a_loop_finds(graph, order):
+    """Whatever batch the planner has seen before."""
+    shared = SharedGraph(graph)
+    planner = ReachPlanner(shared, 3)
+    planner.max_edges = math.inf
+    edges = [edge for relation in graph.edge_types for edge in graph[relation].edge_index.T.tolist()]
+    for sets in (SETS, SETS[::-1], [[]], [], SETS * 9)[::order]:
+        reached: list[set] = [set() for _ in sets]
+        plan = [block.layers for block in planner(make_batch(shared, sets)).reach]
+        for depth in range(3):
+            for dead, changed in zip(sets, reached, strict=True):
+                senders = changed | set(dead)
+                changed |= {target for source, target in edges if source in senders and target not in dead}
+            found: list[set] = [set() for _ in sets]
+            for block, layers in enumerate(plan):
+                for node, sample in zip(layers[depth].node.tolist(), layers[depth].sample.tolist(), strict=True):
+                    found[block * planner.BLOCK + sample].add(node)
+            assert found == reached
 
 
 def test_degree_counts_a_self_loop_once(graph):

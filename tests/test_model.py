@@ -1,6 +1,7 @@
 """The model: both message-passing routes agree, and the samples of a batch do not affect each other."""
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,8 +10,9 @@ from torch_geometric.data import Data, HeteroData
 
 import model as model_module
 from data import KnockoutDataset, pack
-from mask import SharedGraph
-from model import KnockoutGNN, ModelConfig, block_size
+from mask import ReachPlanner, SharedGraph
+from model import KnockoutGNN, ModelConfig, block_size, choose_route
+from tests.tools.syncs import CountSynchronisations
 
 NUM_NODES = 12
 SETS = [[0, 3], [], [5], [8, 1], [2, 0, 7, 1, 11]]  # ragged; node 10 has no edge
@@ -27,8 +29,9 @@ def shared() -> SharedGraph:
     return SharedGraph(graph)
 
 
-def make_batch(shared: SharedGraph, sets: list[list[int]]) -> Data:
+def make_batch(shared: SharedGraph, sets: list[list[int]], planner: ReachPlanner | None = None) -> Data:
     dataset = KnockoutDataset(*pack(sets), torch.arange(len(sets)) / 3, shared.degree)
+    dataset.transform = planner
     return dataset.__getitems__(list(range(len(sets))))
 
 
@@ -61,6 +64,67 @@ def test_shared_and_expanded_routes_agree_in_outputs_and_gradients(shared, dtype
     for ours, reference in zip(*routes, strict=True):
         assert reference.norm() > 0
         assert (ours - reference).norm() <= tolerance * reference.norm()
+
+
+@pytest.fixture
+def limited_planner(monkeypatch) -> Callable[..., ReachPlanner]:
+    """limited_planner(graph, layers, max_edges): plans small blocks, as long as they have so many edges per sample."""
+
+    def make(graph: SharedGraph, layers: int, max_edges: float) -> ReachPlanner:
+        monkeypatch.setattr(ReachPlanner, "BLOCK", 3)
+        planner = ReachPlanner(graph, layers)
+        planner.max_edges = max_edges
+        return planner
+
+    return make
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_reached_states_give_what_masked_copies_give(shared, set_block, limited_planner, dtype, tolerance, layers):
+    """For all layers, for the first one, and where blocks of a batch are planned for different numbers of layers."""
+    shared, everything = shared.to(dtype), list(range(NUM_NODES))
+    sets = [*SETS, [10], everything, *([node] for node in range(NUM_NODES)), [0, 10], []]
+    reference = outputs_and_gradients(
+        make_model(dtype, layers=layers, message_passing="expanded"), shared, make_batch(shared, sets)
+    )
+    set_block(2)
+    mixed = False
+    for depth, max_edges, checkpointing in itertools.product({1, layers}, (30, math.inf), (False, True)):
+        batch = make_batch(shared, sets, limited_planner(shared, depth, max_edges))
+        depths = {len(block.layers) for block in batch.reach}
+        mixed |= len(depths) > 1
+        assert max_edges == 30 or depths == {depth}
+        model = make_model(dtype, layers=layers, checkpointing=checkpointing).train()
+        for ours, expected in zip(outputs_and_gradients(model, shared, batch), reference, strict=True):
+            assert (ours - expected).norm() <= tolerance * expected.norm(), (depth, max_edges)
+    assert mixed
+
+
+def test_reached_states_keep_dropout_and_need_no_host(shared, limited_planner):
+    results = []
+    for planner in (None, limited_planner(shared, 3, math.inf)):
+        batch, model = make_batch(shared, SETS, planner), make_model(dropout=0.4, layers=3).train()
+        torch.manual_seed(2)
+        with CountSynchronisations() as count:
+            results.append(model(shared, batch))
+        assert count.seen == []
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
+    dataset = KnockoutDataset(*pack(SETS), torch.zeros(len(SETS)), shared.degree)
+    for edges_per_node, chosen, planned in ((99.0, "reach", 3), (0.01, "shared", 0)):
+        monkeypatch.setattr(ReachPlanner, "MAX_EDGES", (0.0, edges_per_node))
+        line = choose_route(ModelConfig(layers=3), shared, dataset)
+        assert line.endswith(f" in {planned} of 3 layers: {chosen}") and dataset.transform.num_layers == planned
+    monkeypatch.setattr(ReachPlanner, "MAX_EDGES", (0.0, 99.0))
+    for route, planned in (("shared", 1), ("reach", 3)):
+        assert choose_route(ModelConfig(layers=3, message_passing=route), shared, dataset).endswith(f": {route}")
+        assert dataset.transform.num_layers == planned
+    dataset.transform = None
+    for config in (ModelConfig(message_passing="expanded"), ModelConfig(readout="local")):
+        assert choose_route(config, shared, dataset) == config.message_passing and dataset.transform is None
 
 
 @pytest.mark.parametrize("route", ["shared", "expanded"])
@@ -125,10 +189,10 @@ def test_local_readout_runs_no_knock_out_pass(shared, set_block, monkeypatch):
     passes = []
     original = KnockoutGNN.encode
 
-    def counted(self, messages, masks):
-        states = original(self, messages, masks)
-        passes.append(states.size(1))
-        return states
+    def counted(self, *arguments):
+        x, trace = original(self, *arguments)
+        passes.append(x.size(1))
+        return x, trace
 
     monkeypatch.setattr(KnockoutGNN, "encode", counted)
     batch = make_batch(shared, SETS)

@@ -23,6 +23,7 @@ from torch_geometric.data import Data
 
 from data import PRESETS, KnockoutDataset, pack, synthetic_tables
 from mask import SharedGraph
+from model import ModelConfig, choose_route
 
 
 def arguments(description: str, **options: dict) -> argparse.Namespace:
@@ -125,10 +126,12 @@ def build_graph(preset: str, share: float = 1.0):
     return synthetic_tables(type(shape)(**{**vars(shape), "num_edges": edges, "num_samples": 100}), seed=0).graph()
 
 
-def build_batch(shared: SharedGraph, num_samples: int, deletions: int = 3) -> Data:
-    """Returns a batch of random knock-outs, on the graph's device."""
+def build_batch(shared: SharedGraph, num_samples: int, deletions: int = 3, model: ModelConfig | None = None) -> Data:
+    """Returns a batch of random knock-outs, on the graph's device, planned as the model's route needs."""
     generator = torch.Generator().manual_seed(0)
     sets = [torch.randperm(shared.num_nodes, generator=generator)[:deletions].tolist() for _ in range(num_samples)]
     scores = torch.randn(num_samples, generator=generator)
     dataset = KnockoutDataset(*pack(sets), scores, shared.degree)
+    if model:
+        choose_route(model, shared, dataset)
     return dataset.__getitems__(range(num_samples)).to(shared.device)

@@ -25,7 +25,7 @@ def main() -> None:
 
     def step(share: float = 1, num_samples: int = 8, deletions: int = 3) -> Step:
         made = Step(graphs[share], "shared", num_samples, options.hidden, options.layers)
-        made.batch = build_batch(graphs[share], num_samples, deletions)
+        made.batch = build_batch(graphs[share], num_samples, deletions, made.model.config)
         return made
 
     series = {

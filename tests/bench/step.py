@@ -26,7 +26,7 @@ class Step:
         config = ModelConfig(hidden=hidden, layers=layers, dropout=0.0, message_passing=route)
         self.model = KnockoutGNN(config, shared.num_nodes, len(shared.relations)).to(shared.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.shared, self.batch, self.dtype = shared, build_batch(shared, num_samples), dtype
+        self.shared, self.batch, self.dtype = shared, build_batch(shared, num_samples, model=config), dtype
 
     def __call__(self) -> None:
         with torch.autocast(self.shared.device.type, self.dtype, enabled=self.dtype is not None):

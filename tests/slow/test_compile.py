@@ -4,7 +4,7 @@ from tests.tools.runs import parameters
 
 
 def test_compile_keeps_the_names_and_the_result(train, tmp_path):
-    settings = ["optim.precision=fp64", "model.dropout=0", "data.batch_size=160", "model.layers=1"]
+    settings = ["optim.precision=fp64", "model.dropout=0", "data.batch_size=32", "model.layers=1"]
     train(0, *settings, "run.name=eager").check()
     train(1, *settings, "run.name=compiled", "model.compile=true").check()
     eager, compiled = (parameters(tmp_path / "runs" / name) for name in ("eager", "compiled"))

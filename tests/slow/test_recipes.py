@@ -192,7 +192,7 @@ def test_attention(copy, tables, graph_and_batch):
     layer = module["AttentionConv"](4, 2)
     for conv in layer.convs:
         conv.register_forward_pre_hook(lambda conv, inputs: seen.append(inputs[1]))
-    layer(torch.randn(20, 3, 4), module["ExpandedMessages"](graph, batch), 0)
+    layer(torch.randn(20, 3, 4), module["ExpandedMessages"](graph, batch))
     masks, everything, spare = graph.edge_masks(batch), graph.expand(batch), 3 * 20
     for relation, edge_index in zip(graph.relations, seen, strict=True):
         assert torch.equal(edge_index[:, masks[relation]], everything[relation][:, masks[relation]])
