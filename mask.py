@@ -23,8 +23,9 @@ from torch_geometric.data import Data, HeteroData
 
 EdgeType = tuple[str, str, str]
 
-# torch warns once per process that CSR is in beta, which users can do nothing about.
-warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+# torch warns once per process about sparse tensors, which users can do nothing about.
+for _message in "Sparse CSR tensor support is in beta state", "Sparse invariant checks are implicitly disabled":
+    warnings.filterwarnings("ignore", message=_message)
 
 
 class SharedGraph(nn.Module):

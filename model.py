@@ -104,7 +104,7 @@ class KnockoutGNN(nn.Module):
             change = torch.cat([-self.rows(wild_h, block.dead), changed])
             p = self.rows(wild_p, reached.node) + layer.propagate_change(change, reached.matrix)
             x = self.rows(wild_x, reached.node).index_copy_(0, reached.previous, x)
-            x = x + mask.squeeze(1).index_select(0, reached.node) * nn.functional.gelu(p)
+            x = torch.addcmul(x, mask.squeeze(1).index_select(0, reached.node), nn.functional.gelu(p))
         return x
 
     def changes(
@@ -124,7 +124,8 @@ class KnockoutGNN(nn.Module):
             return run(pool, intact[0][0], ExpandedMessages(graph, batch), graph.keep(batch), 0)
         num_samples = batch.perturbed_ptr.numel() - 1
         blocks = [ReachBlock(num_samples, batch.perturbed, [], [])]
-        if "reach" in batch and not torch.compiler.is_compiling():  # inductor's gradients of reached states are wrong
+        # Inductor has no sparse gradients; before torch 2.14, its gradients of gathers may be wrong (pytorch #185509).
+        if "reach" in batch and not torch.compiler.is_compiling():
             blocks = batch.reach
         pooled, last = [wild_type.new_zeros(0, wild_type.size(2))], 0
         keep = graph.keep(batch) if any(len(block.layers) < len(self.layers) for block in blocks) else None
@@ -152,10 +153,11 @@ class KnockoutGNN(nn.Module):
     def rows(self, states: Tensor, node: Tensor) -> Tensor:
         """Returns states[node], [S, H].
 
-        The gradient is sparse, as a dense one takes time in proportion to N for each block, and is added to the dense
-        gradients from the rest of the wild-type pass; without the local readout, its last states have none.
+        The gradient is sparse if that is smaller than a dense one, so that its cost does not follow N. It is added to
+        dense gradients from the rest of the wild-type pass; without the local readout, the last states have none.
         """
-        return nn.functional.embedding(node, states, sparse=self.local_readout is not None)
+        sparse = self.local_readout is not None and len(node) < len(states)
+        return nn.functional.embedding(node, states, sparse=sparse)
 
 
 class KnockoutConv(nn.Module):

@@ -7,12 +7,7 @@ Code that would mix devices on a machine with four GPUs raises here, and so does
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorDeviceMismatchError,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from mask import ReachPlanner, SharedGraph
 from model import KnockoutGNN, ModelConfig
@@ -81,7 +76,7 @@ def test_the_fakes_catch_mixed_devices_and_syncs(gpus, shared: SharedGraph):  # 
     graph = gpus.module(shared)
     indices = gpus.tensor(torch.tensor([1, 2]), "cuda:0")
     with gpus.mode:
-        with pytest.raises(FakeTensorDeviceMismatchError):
+        with pytest.raises(RuntimeError, match="device"):
             graph.edge_weight.index_select(0, indices)
         with pytest.raises(DataDependentOutputException):
             graph.edge_weight.sum().item()

@@ -1,12 +1,14 @@
 """How the cost of a training step on the shared graph grows with the edges, the samples and the deletions per sample.
 
-    python -m tests.bench.growth [--json FILE]
+    python -m tests.bench.growth [--json FILE] [--nodes N ...]
 
 Expect it to be linear in edges and samples, and nearly flat in deletions. The number of nodes is fixed as edges are
-added, so a part of the time does not grow with them.
+added, so a part of the time does not grow with them. The last table is of reached states, on random graphs of 10 edges
+per node: what 127 more samples cost, beyond the wild-type pass, should hardly depend on the number of nodes.
 """
 
 import torch
+from torch_geometric.data import HeteroData
 
 from mask import SharedGraph
 from tests.bench import arguments, build_batch, build_graph, in_turn, report
@@ -19,6 +21,7 @@ def main() -> None:
         hidden={"type": int, "default": 64},
         layers={"type": int, "default": 3},
         repeats={"type": int, "default": 3},
+        nodes={"type": int, "nargs": "+", "default": [10_000, 100_000, 1_000_000]},
     )
     device = torch.device(options.device)
     graphs = {share: SharedGraph(build_graph(options.preset, share)).to(device) for share in (0.25, 0.5, 1, 2)}
@@ -46,7 +49,20 @@ def main() -> None:
             }
             for size in times
         ]
+    title = f"Step time against nodes (reached states, 10 edges per node, hidden {options.hidden}, 2 layers)"
+    tables[title] = [reached(num_nodes, options.hidden, options.repeats, device) for num_nodes in options.nodes]
     report(tables, device, options.json)
+
+
+def reached(num_nodes: int, hidden: int, repeats: int, device: torch.device) -> dict:
+    """Returns a row of the last table: the times of steps with 1 and 128 samples of 3 deletions."""
+    graph = HeteroData()
+    graph["gene"].num_nodes = num_nodes
+    graph["gene", "edge", "gene"].edge_index = torch.randint(num_nodes, (2, 10 * num_nodes))
+    shared = SharedGraph(graph).to(device)
+    steps = {num_samples: Step(shared, "reach", num_samples, hidden, layers=2) for num_samples in (1, 128)}
+    times = in_turn(steps, device, dict.fromkeys(steps, repeats))
+    return {"nodes": num_nodes, "ms, B=1": times[1], "ms, B=128": times[128], "difference": times[128] - times[1]}
 
 
 if __name__ == "__main__":
