@@ -27,6 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_convert
@@ -35,6 +36,7 @@ from torch_geometric.utils import coalesce, to_undirected
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
+PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # of the additive baseline, from 0.1 to 1000
 
 
 class DataError(ValueError):
@@ -44,11 +46,12 @@ class DataError(ValueError):
 @dataclass(frozen=True)
 class DataConfig:
     source: Literal["synthetic", "tsv"] = "synthetic"
-    preset: Literal["small", "yeast"] = "small"
+    preset: Literal["small", "yeast", "network"] = "small"
     edges: str = ""
     perturbations: str = ""
     undirected: bool = False
     batch_size: int = 128
+    split: Literal["random", "nodes"] = "random"
     split_seed: int = 0
     val_fraction: float = 0.1
     test_fraction: float = 0.1
@@ -71,6 +74,7 @@ class Preset:
     num_modules: int
     num_samples: int
     deletions: tuple[int, int]
+    rounds: int = 0  # of failures that spread along edges, which then make the scores: see `failure_losses`
 
 
 PRESETS = {
@@ -85,6 +89,10 @@ PRESETS = {
             "cooccurence": 11_115, "coexpression": 1_002_538, "experimental": 825_101, "database": 73_818,
         },
     ),
+    "network": Preset(
+        num_nodes=400, num_modules=16, num_samples=8000, deletions=(1, 3), rounds=3,
+        num_edges={"physical": 1600, "regulatory": 800},
+    ),
 }  # fmt: skip
 
 
@@ -98,7 +106,7 @@ class Tables:
     perturbed: Tensor  # long [total], the knocked-out nodes of all samples, concatenated
     perturbed_ptr: Tensor  # long [n + 1]; sample i knocks out `perturbed[perturbed_ptr[i] : perturbed_ptr[i + 1]]`
     y: Tensor  # float64 [n], the measured effects
-    split: Tensor | None = None  # int8 [n], index into `SPLITS`
+    split: Tensor | None = None  # int8 [n], index into `SPLITS`, -1 for rows in none
     signal: Tensor | None = None  # float64 [n], y without its noise, where that is known
 
     def graph(self) -> HeteroData:
@@ -112,6 +120,17 @@ class Tables:
     def rows(self, split: str) -> Tensor:
         """Returns the row numbers of one split, in ascending order."""
         return (self.split == SPLITS.index(split)).nonzero().flatten()
+
+    def sample(self) -> Tensor:
+        """Returns the row of each entry of `perturbed`, long [total]."""
+        return torch.repeat_interleave(torch.arange(len(self.y)), self.perturbed_ptr.diff())
+
+    def unseen(self) -> Tensor:
+        """Returns how many of each row's knocked-out nodes occur in no training row, long [n]."""
+        row = self.sample()
+        seen = torch.zeros(len(self.genes), dtype=torch.bool)
+        seen[self.perturbed[self.split[row] == SPLITS.index("train")]] = True
+        return torch.bincount(row[~seen[self.perturbed]], minlength=len(self.y))
 
     def fingerprint(self) -> str:
         """Returns a hash of all fields, including any you add; it is equal on ranks that have the same data."""
@@ -138,7 +157,18 @@ class Tables:
             f"{sum(e.size(1) for e in self.edge_indices):,} edges in {len(self.relations)} relations, "
             f"{len(self.y):,} samples of {counts.min()} to {counts.max()} deletions: "
             + ", ".join(f"{len(self.rows(split)):,} {split}" for split in SPLITS)
+            + f" ({self.shared_pairs():,} with two nodes of a training row)"
         )
+
+    def shared_pairs(self) -> int:
+        """Returns how many test rows knock out two nodes of a training row, among rows of at most 10 deletions."""
+        row, n = self.sample(), len(self.genes)
+        few = self.perturbed_ptr.diff()[row] <= 10
+        row, node = row[few], self.perturbed[few]
+        pairs = [torch.stack([node[:-k] * n + node[k:], row[:-k]])[:, row[:-k] == row[k:]] for k in range(1, 10)]
+        pair, row = torch.cat(pairs, dim=1)
+        train, test = (self.split[row] == SPLITS.index(split) for split in ("train", "test"))
+        return len(row[test][torch.isin(pair[test], pair[train])].unique())
 
 
 def load(config: DataConfig) -> Tables:
@@ -158,13 +188,15 @@ def load(config: DataConfig) -> Tables:
             raise DataError(f"data.{option}: cannot read {path}: {error.strerror}") from None
     build = partial(read_tables, config) if tsv else partial(synthetic_tables, PRESETS[config.preset], seed=0)
     tables = _cached(Path(config.cache_dir, f"tables-{key.hexdigest()[:32]}.pt"), build)
+    if tables.split is not None and config.split == "nodes":
+        raise DataError(f"{config.perturbations} has a column split: remove it, or set data.split=random to use it")
     if tables.split is None:
-        tables.split = random_split(tables, config)
+        tables.split = (node_split if config.split == "nodes" else random_split)(tables, config)
     if empty := [split for split in SPLITS if len(tables.rows(split)) == 0]:
         raise DataError(
             f"{config.perturbations if tsv else 'the synthetic table'}: no rows in the {empty[0]} split of "
-            f"{len(tables.y)} rows (those with the same knock-outs stay together): change data.val_fraction and "
-            "data.test_fraction, or add rows"
+            f"{len(tables.y)} rows (data.split={config.split}): change data.val_fraction and data.test_fraction, "
+            "or add rows"
         )
     return tables
 
@@ -240,6 +272,24 @@ def random_split(tables: Tables, config: DataConfig) -> Tensor:
     split_of_group[order[:num_test]] = SPLITS.index("test")
     split_of_group[order[num_test : num_test + num_val]] = SPLITS.index("val")
     return split_of_group[torch.tensor(group)]
+
+
+def node_split(tables: Tables, config: DataConfig) -> Tensor:
+    """Returns a split of the knocked-out nodes, int8 [n]: no node of a test row that is a test node is ever trained on.
+
+    The knocked-out nodes are shuffled once. The test nodes are fold number `split_seed`, a share `test_fraction` of
+    them; validation nodes are the first of those that follow. Rows with both are left out, with neither they train.
+    """
+    nodes = tables.perturbed.unique()
+    num_test = round(len(nodes) * config.test_fraction)
+    order = nodes[np.random.default_rng(0).permutation(len(nodes))].roll(-config.split_seed * num_test)
+    split_of_node = torch.zeros(len(tables.genes), dtype=torch.long)
+    split_of_node[order[:num_test]] = SPLITS.index("test")
+    split_of_node[order[num_test : num_test + round(len(nodes) * config.val_fraction)]] = SPLITS.index("val")
+    contains = torch.zeros(len(tables.y), len(SPLITS), dtype=torch.bool)
+    contains[tables.sample(), split_of_node[tables.perturbed]] = True
+    _, val, test = contains.T
+    return (val * SPLITS.index("val") + test * SPLITS.index("test")).where(~(val & test), -1).to(torch.int8)
 
 
 # ---- Batches --------------------------------------------------------------------------------------------------------
@@ -345,36 +395,40 @@ def shard(rows: Tensor, batch_size: int, world_size: int, rank: int) -> list[lis
 
 
 # ---- Baseline and synthetic tables ----------------------------------------------------------------------------------
-def additive_baseline(tables: Tables, ridge: float = 1.0, iterations: int = 200) -> Tensor:
-    """Returns predictions, float64 [n], that add up one effect per knocked-out node and a constant.
+def additive_baseline(tables: Tables, penalties: Sequence[float] = PENALTIES) -> tuple[Tensor, Tensor]:
+    """Returns an effect per node, float64 [N], and predictions that add them up and the training mean, float64 [n].
 
-    The effects are a ridge regression on the training rows, solved by conjugate gradients on the normal equations:
-    what can be predicted from the set of knocked-out nodes without a graph.
+    The effects are a ridge regression on the training rows, by conjugate gradients on the normal equations, with the
+    penalty that suits the validation rows best: what can be predicted from the set of knocked-out nodes alone.
     """
-    sample = torch.repeat_interleave(torch.arange(len(tables.y)), tables.perturbed_ptr.diff())
-    train = (tables.split == SPLITS.index("train")).double()
-    mean = (tables.y * train).sum() / train.sum()
+    row, train, val = tables.sample(), tables.rows("train"), tables.rows("val")
+    weight = torch.zeros_like(tables.y).index_fill_(0, train, 1.0)
+    mean = tables.y[train].mean()
+    best, best_error = None, math.inf
 
     def predict(effect: Tensor) -> Tensor:
-        return torch.zeros_like(tables.y).index_add(0, sample, effect[tables.perturbed])
+        return torch.zeros_like(tables.y).index_add(0, row, effect[tables.perturbed])
 
     def collect(values: Tensor) -> Tensor:
-        return effect.new_zeros(len(tables.genes)).index_add(0, tables.perturbed, (values * train)[sample])
+        return effect.new_zeros(len(tables.genes)).index_add(0, tables.perturbed, (values * weight)[row])
 
     effect = torch.zeros(len(tables.genes), dtype=torch.float64)
-    residual = collect(tables.y - mean)
-    direction, norm = residual, residual.square().sum()
-    tolerance = 1e-20 * norm
-    for _ in range(iterations):
-        if norm <= tolerance:
-            break
-        product = collect(predict(direction)) + ridge * direction
-        step = norm / (direction * product).sum()
-        effect = effect + step * direction
-        residual = residual - step * product
-        norm, previous = residual.square().sum(), norm
-        direction = residual + norm / previous * direction
-    return mean + predict(effect)
+    tolerance = 1e-20 * collect(tables.y - mean).square().sum()
+    for penalty in sorted(penalties, reverse=True):  # each starts from the solution for the next larger one
+        direction = residual = collect(tables.y - mean - predict(effect)) - penalty * effect
+        norm = residual.square().sum()
+        for _ in range(200):
+            if norm <= tolerance:
+                break
+            product = collect(predict(direction)) + penalty * direction
+            step = norm / (direction * product).sum()
+            effect, residual = effect + step * direction, residual - step * product
+            norm, previous = residual.square().sum(), norm
+            direction = residual + norm / previous * direction
+        error = (mean + predict(effect) - tables.y)[val].square().mean()
+        if best is None or error < best_error:
+            best, best_error = effect, error
+    return best, mean + predict(best)
 
 
 def synthetic_tables(preset: Preset, seed: int) -> Tables:
@@ -382,7 +436,8 @@ def synthetic_tables(preset: Preset, seed: int) -> Tables:
 
     Most edges stay within a module, and their ends are drawn with power-law weights. A score is a weighted sum of the
     knocked-out nodes' own effects, an effect per pair within a module, the paths of one or two `physical` edges between
-    each pair, and noise. Nodes knocked out together share a module, are neighbours, or are drawn at random.
+    each pair, and noise. Nodes knocked out together share a module, are neighbours, or are drawn at random. With
+    `preset.rounds`, a score is the sample's `failure_losses` and noise.
     """
     generator = torch.Generator().manual_seed(seed)
     uniform = partial(torch.rand, dtype=torch.float64, generator=generator)
@@ -435,6 +490,12 @@ def synthetic_tables(preset: Preset, seed: int) -> Tables:
     rows = zip(torch.stack(columns, dim=1).tolist(), deletions.tolist(), strict=True)
     perturbed, perturbed_ptr = pack([nodes[:count] for nodes, count in rows])
 
+    genes = [f"G{i:05d}" for i in range(n)]
+    tables = partial(Tables, genes, list(edge_indices), list(edge_indices.values()), perturbed, perturbed_ptr)
+    if preset.rounds:
+        signal = failure_losses(list(edge_indices.values()), n, perturbed, perturbed_ptr, preset.rounds)
+        return tables(y=signal + 0.2 * signal.std() * normal(num_samples), signal=signal)
+
     # Scores of 2000 samples at a time; `dead` [N, samples] is 1 for knocked-out nodes.
     additive, in_module, paths = torch.zeros(3, num_samples, dtype=torch.float64)
     own_effect, module_effect = normal(n), normal(preset.num_modules)
@@ -454,8 +515,38 @@ def synthetic_tables(preset: Preset, seed: int) -> Tables:
         paths[chunk] = (((dead + reached) * reached).sum(0) - own_paths @ dead) / 2
     signal = sum(share * part / part.std() for share, part in ((0.55, additive), (0.55, in_module), (0.45, paths)))
     y = signal + 0.4 * signal.std() * normal(num_samples)
-    genes = [f"G{i:05d}" for i in range(n)]
-    return Tables(genes, list(edge_indices), list(edge_indices.values()), perturbed, perturbed_ptr, y, signal=signal)
+    return tables(y=y, signal=signal)
+
+
+def failure_losses(
+    edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor, perturbed_ptr: Tensor, rounds: int
+) -> Tensor:
+    """Returns how much activity the living nodes lose in all when failures spread along edges, float64 [n].
+
+    It is a supply network: an edge's source supplies its target, with half the weight of the relation before. In each
+    round, a node's activity becomes a steep function of the weighted share of its suppliers that work, one half where
+    40 % have failed: most nodes survive the loss of one supplier, but not of two that back each other up, and their
+    failure is passed on. All nodes count alike, so that what matters is where a node lies in the damaged graph.
+    """
+    weight = torch.cat([torch.full((e.size(1),), 0.5**r, dtype=torch.float64) for r, e in enumerate(edge_indices)])
+    source, target = torch.cat(edge_indices, dim=1)
+    share = weight / weight.new_zeros(num_nodes).index_add(0, target, weight)[target]
+    shares = torch.sparse_coo_tensor(torch.stack([target, source]), share, (num_nodes,) * 2, check_invariants=False)
+
+    def spread(alive: Tensor) -> Tensor:
+        activity = alive
+        for _ in range(rounds):
+            activity = alive * torch.sigmoid(12 * (0.4 - torch.sparse.mm(shares, 1 - activity)))
+        return activity
+
+    intact, losses = spread(weight.new_ones(num_nodes, 1)), weight.new_zeros(len(perturbed_ptr) - 1)
+    sample = torch.repeat_interleave(torch.arange(len(losses)), perturbed_ptr.diff())
+    for chunk in torch.arange(len(losses)).split(2000):
+        part = slice(perturbed_ptr[chunk[0]], perturbed_ptr[chunk[-1] + 1])
+        alive = weight.new_ones(num_nodes, len(chunk))
+        alive[perturbed[part], sample[part] - chunk[0]] = 0
+        losses[chunk] = (alive * intact - spread(alive)).sum(0)
+    return losses
 
 
 # ---- Helpers --------------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ class Distributed:
     def stop_reason(self, step: int) -> str:
         """Records that `step` steps are done; returns why all ranks must stop now, "" if they need not."""
         self.progress = (step, 0, *self.progress[2:])
-        self.limit_s = self.config.timeout_s
+        self.limit_s = self.config.timeout_s if step else self.limit_s  # the first step may compile
         return StopRequest.REASONS[self.agree(self.stop.code() if self.stop else 0)]
 
     def sum(self, values: Tensor) -> Tensor:

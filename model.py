@@ -53,7 +53,8 @@ class KnockoutGNN(nn.Module):
         super().__init__()
         self.config = config
         hidden = config.hidden
-        self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))
+        self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))  # what nodes send in the first layer
+        self.identity = nn.Parameter(torch.zeros(num_nodes, hidden))  # their states before it
         self.layers = nn.ModuleList(KnockoutConv(hidden, num_relations) for _ in range(config.layers))
         self.norm = nn.LayerNorm(hidden)
         self.local_readout = LocalReadout(num_nodes, hidden, config.dropout) if config.readout != "global" else None
@@ -69,7 +70,9 @@ class KnockoutGNN(nn.Module):
         masks = nn.functional.dropout(ones, self.config.dropout, self.training).unsqueeze(2).unbind()
         expanded = self.config.message_passing == "expanded"
         messages = ExpandedMessages(graph, intact_batch(graph.device)) if expanded else SharedMessages(graph)
-        x, intact = self.encode(self.embedding.unsqueeze(1) * masks[0], messages, masks)
+        # An identity stays 0 until a training row knocks the node out. Dropping others teaches the model to do without.
+        known = nn.functional.dropout(self.embedding.new_ones(graph.num_nodes, 1), self.config.dropout, self.training)
+        x, intact = self.encode((self.identity * known).unsqueeze(1), messages, masks)
         wild_type = self.norm(x)  # [N, 1, H]
         prediction = 0.0
         if self.local_readout is not None:
@@ -84,9 +87,9 @@ class KnockoutGNN(nn.Module):
         `masks`, each [N, 1, H], are dropout factors of the embedding and of each layer's output.
         """
         trace = []
-        for layer, mask in zip(self.layers[depth:], masks[depth + 1 :], strict=True):
-            h = layer.norm(x)
-            p = layer(h, messages).to(x.dtype)  # as sparse gradients do not add up in half precision
+        for i, (layer, mask) in enumerate(zip(self.layers[depth:], masks[depth + 1 :], strict=True), depth):
+            h = layer.norm(x if i else self.embedding.unsqueeze(1) * masks[0])
+            p = layer(h if i else x, h, messages).to(x.dtype)  # as sparse gradients do not add up in half precision
             trace.append((x, h, p))
             x = x + mask * nn.functional.gelu(p)
         return x, trace
@@ -165,6 +168,9 @@ class KnockoutConv(nn.Module):
 
     A relational graph convolution whose messages are the source's state times a vector of the relation (CompGCN,
     Vashishth et al. 2020, arXiv:1911.03082). The root term is not masked: nothing reads the states of dead nodes.
+
+    In the first layer, h is the normalised embedding, but the root term takes x, the nodes' identities: of a node that
+    no training row knocks out, only what its neighbours send is known.
     """
 
     # With weights 1/sqrt(d_i * d_j) the sums are small: 0.3 on yeast, where h has a standard deviation of 1. Scaling
@@ -178,9 +184,9 @@ class KnockoutConv(nn.Module):
         self.gate = nn.Parameter(torch.randn(num_relations, hidden) / num_relations**0.5)
         self.out = nn.Linear(hidden, hidden, bias=False)
 
-    def forward(self, h: Tensor, messages: "Messages") -> Tensor:
-        """Maps h [N, B, H], the normalised states, to the argument of gelu [N, B, H], which is linear in h."""
-        return self.root(h) + self.out(messages(h, self.SCALE * self.gate))
+    def forward(self, own: Tensor, h: Tensor, messages: "Messages") -> Tensor:
+        """Maps the nodes' own and sent states, each [N, B, H], to the argument of gelu [N, B, H], linear in both."""
+        return self.root(own) + self.out(messages(h, self.SCALE * self.gate))
 
     def propagate_change(self, change: Tensor, matrix: tuple[Tensor, ...]) -> Tensor:
         """Maps changes of h [C, H] to changes of `forward` at the nodes they reach [S, H] (see `mask.ReachedRows`)."""
@@ -242,7 +248,8 @@ class LocalReadout(nn.Module):
     """A permutation-invariant function of the wild-type states of any number of knocked-out nodes.
 
     It adds a learned effect per node, a weighted product per pair of nodes (a factorisation machine, Rendle 2010), and
-    an MLP of the summed node and pair features.
+    an MLP of the summed node and pair features. The last two start at zero, so that training starts from the effects,
+    which `train.build_model` sets to the additive baseline's.
     """
 
     def __init__(self, num_nodes: int, hidden: int, dropout: float):
@@ -252,6 +259,7 @@ class LocalReadout(nn.Module):
         self.pair = nn.Linear(2 * hidden, 1, bias=False)
         self.norm = nn.LayerNorm(4 * hidden)
         self.head = readout_head(4 * hidden, 2 * hidden, dropout)
+        nn.init.zeros_(self.pair.weight)
 
     def forward(self, wild_type: Tensor, batch: Data) -> Tensor:
         """Maps wild_type [N, H] to [B]."""
@@ -271,14 +279,12 @@ class LocalReadout(nn.Module):
 class GlobalReadout(nn.Module):
     """An MLP of the difference between knock-out and wild-type states, summed over the living nodes.
 
-    The MLP's last layer is initialised to zero, so that training starts from the local part alone.
+    It starts at zero, so that training starts from the local part alone.
     """
 
     def __init__(self, hidden: int, dropout: float):
         super().__init__()
         self.head = readout_head(hidden, 2 * hidden, dropout)
-        nn.init.zeros_(self.head[-2].weight)
-        nn.init.zeros_(self.head[-2].bias)
 
     def pool(self, wild_type: Tensor, knocked_out: Tensor, keep: Tensor) -> Tensor:
         """Maps wild_type [N, 1, H], knocked_out [N, B, H] and keep [N, B] to [B, H], scaled by 1 / sqrt(N)."""
@@ -295,8 +301,11 @@ class GlobalReadout(nn.Module):
 
 
 def readout_head(inputs: int, hidden: int, dropout: float) -> nn.Module:
-    """Returns an MLP that maps [B, inputs] to [B]."""
-    return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, hidden), nn.GELU(), nn.Linear(hidden, 1), nn.Flatten(0))
+    """Returns an MLP that maps [B, inputs] to [B], at first to zeros."""
+    last = nn.Linear(hidden, 1)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, hidden), nn.GELU(), last, nn.Flatten(0))
 
 
 def call(function: Callable, *arguments) -> Any:

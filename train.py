@@ -48,7 +48,7 @@ from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig, choose_route
 
 log = logging.getLogger("train")
-RESULT = "loss {loss:.4f}, Pearson {pearson:.4f}, additive baseline {baseline_pearson:.4f}"
+PEARSON = "Pearson {pearson:.4f}, additive baseline {baseline_pearson:.4f}"
 
 # dtype of parameters and optimiser, and of autocast (None: off)
 PRECISIONS = {
@@ -77,6 +77,8 @@ class OptimConfig:
     warmup: float = 0.05
     weight_decay: float = 0.1
     clip: float = 1.0
+    patience: int = 0
+    loss: Literal["squared", "binary"] = "squared"
     accumulate: int = 1
     zero: bool = False
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
@@ -92,6 +94,7 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class LogConfig:
     every_steps: int = 10
+    threshold: float = -math.inf
     profile_steps: int = 0
 
 
@@ -142,8 +145,10 @@ def train(config: Config, env: Distributed) -> None:
             larger = batch_size + -batch_size % shares
             raise UserError(f"data.batch_size must be a multiple of {shares} (ranks x optim.accumulate): try {larger}")
         tables = data.load(config.data)
+        check_scores(tables, config)
+        effect, baseline = data.additive_baseline(tables)
         torch.manual_seed(seed)
-        model = build_model(config, tables).to(env.device, dtype)
+        model = build_model(config, tables, effect).to(env.device, dtype)
         folder = RunFolder(config, env, tables.fingerprint())
         checkpoint = folder.open(model)
     env.check_equal({**asdict(config), "data (hash)": folder.fingerprint, **library_versions()})
@@ -165,15 +170,30 @@ def train(config: Config, env: Distributed) -> None:
         model.compile()
     ddp_model = env.wrap(model)
     autocast = torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None)
-    baseline, ceiling, progress = data.additive_baseline(tables), tables.noise_ceiling(), ""
     log.info(f"data      {tables.summary()}")
     route = choose_route(config.model, graph, dataset)
     log.info(f"model     {sum(p.numel() for p in model.parameters()):,} parameters; {route}")
     share = f"{batch_size // shares} samples x {optim.accumulate} accumulation = {batch_size}"
     log.info(f"batch     {env.world_size} ranks x {share}; {steps_per_epoch} steps per epoch, {total_steps} in total")
 
-    profile = profiler(config, env, folder.path)
-    for epoch in range(state.epoch, optim.epochs):
+    profile, progress = profiler(config, env, folder.path), ""
+    for epoch in range(state.epoch, optim.epochs + 1):
+        if state.best is None or epoch > state.epoch:  # the state that enters the epoch has not been validated
+            prediction = predict_rows(model, graph, dataset, tables.rows("val"), config, env)
+            if reason := env.stop_reason(state.step):
+                folder.save(state)
+                return folder.stop(state, reason)
+            val = metrics(tables.rows("val"), prediction, tables, baseline, config)
+            if improved := env.broadcast(state.best is None or quality(val) > quality(state.best)):
+                state.best, state.best_model = {"step": state.step, **val}, copy.deepcopy(model.state_dict())
+            state.epoch = epoch
+            folder.write("val", state, **val)
+            folder.save(state, improved)
+            title = f"epoch {epoch}/{optim.epochs}  step {state.step}  {progress}"
+            log.info(f"{title}val loss {val['loss']:.4f}, {PEARSON.format(**val)}")
+        waited = epoch - state.best["step"] // steps_per_epoch
+        if epoch == optim.epochs or (optim.patience and waited >= optim.patience):
+            break
         sampler.set_epoch(epoch, first_step=state.step - epoch * steps_per_epoch)
         model.train()
         batches, meter = iter(loader), Meter(env, optim)
@@ -191,10 +211,10 @@ def train(config: Config, env: Distributed) -> None:
                     with env.phase("forward"), autocast:
                         prediction = ddp_model(graph, batch)
                     with env.phase("backward"):
-                        error = squared_error(prediction, batch, model)
+                        loss = criterion(prediction, batch, model, optim.loss)
                         # Mean over the samples of the whole step; world_size undoes DDP's averaging over ranks.
-                        scaler.scale(error / num_samples * env.world_size).backward()
-                meter.squared_error += error.detach()
+                        scaler.scale(loss / num_samples * env.world_size).backward()
+                meter.loss += loss.detach()
             with env.phase("optimiser"):
                 grad_norm = optimizer_step(model, optimizer, scaler, optim)
             state.step += 1
@@ -207,41 +227,53 @@ def train(config: Config, env: Distributed) -> None:
             if reason or save_now or end_of_epoch or state.step % config.log.every_steps == 0:
                 row, meter = meter.read(state), Meter(env, optim)
                 folder.write("train", state, lr=lr, grad_norm=grad_norm.item(), **row)
-                progress = f"loss {row['loss']:.4f}  {row['samples_per_s']:,.0f} samples/s"
+                progress = f"loss {row['loss']:.4f}  {row['samples_per_s']:,.0f} samples/s  "
                 bar.set_postfix_str(progress, refresh=False)
             if reason or save_now:
                 folder.save(state)
             if reason:
                 return folder.stop(state, reason)
 
-        val = evaluate(model, graph, dataset, baseline, tables.rows("val"), batch_size, env)
-        if reason := env.stop_reason(state.step):
-            folder.save(state)
-            return folder.stop(state, reason)
-        if improved := state.best is None or quality(val) > quality(state.best):
-            state.best, state.best_model = {"step": state.step, **val}, copy.deepcopy(model.state_dict())
-        state.epoch = epoch + 1
-        folder.write("val", state, **val)
-        folder.save(state, improved)
-        log.info(f"{title}  step {state.step}  {progress}  val {RESULT.format(**val)}")
-
     profile.stop()
     model.load_state_dict(state.best_model)
-    test = evaluate(model, graph, dataset, baseline, tables.rows("test"), batch_size, env)
+    prediction = predict_rows(model, graph, dataset, tables.rows("test"), config, env)
     if reason := env.stop_reason(state.step):
         return folder.stop(state, reason)
-    folder.write("test", state, **test, noise_ceiling=ceiling, best_step=state.best["step"])
+    test = test_metrics(prediction, tables, baseline, config)
+    folder.write("test", state, **test, best_step=state.best["step"])
     folder.event("finished", state)
-    limit = "" if ceiling is None else f", noise ceiling {ceiling:.4f}"
-    log.info(f"test      {RESULT.format(**test)}{limit} ({test['n']} samples, model of step {state.best['step']})")
-    log.info(f"run       {folder.path}")
+    log.info(f"run       {folder.path}, model of step {state.best['step']}")
 
 
-def build_model(config: Config, tables: Tables) -> nn.Module:
+def check_scores(tables: Tables, config: Config) -> None:
+    """Raises `UserError` for scores that optim.loss cannot take; notes options that do not suit the scores."""
+    binary = bool(((tables.y == 0) | (tables.y == 1)).all())
+    if config.optim.loss == "binary" and not binary:
+        raise UserError("optim.loss=binary needs scores of 0 and 1: set optim.loss=squared")
+    if config.optim.loss == "squared" and binary:
+        log.warning("note      all scores are 0 or 1: optim.loss=binary predicts probabilities")
+    if -math.inf < config.log.threshold <= tables.y.min():
+        log.warning(f"note      no score is below log.threshold={config.log.threshold:g}")
+
+
+def scale(tables: Tables) -> tuple[Tensor, Tensor]:
+    """Returns the mean and standard deviation of the training scores, the latter 1 if they are constant."""
     y = tables.y[tables.rows("train")]
     spread = y.std(dim=0, correction=0)
-    spread = spread.where(spread > 1e-30, 1.0)  # constant scores
-    return KnockoutGNN(config.model, len(tables.genes), len(tables.relations), y.mean(dim=0).tolist(), spread.tolist())
+    return y.mean(dim=0), spread.where(spread > 1e-12 * y.abs().amax(dim=0), 1.0)
+
+
+def build_model(config: Config, tables: Tables, effect: Tensor | None = None) -> nn.Module:
+    """Returns a model that starts from the additive baseline with this `effect` of each node, if given, [N]."""
+    mean, std = scale(tables)
+    effect = mean.new_zeros(len(tables.genes), *mean.shape) if effect is None else effect
+    if config.optim.loss == "binary":  # logits, which are the baseline's for rows of one deletion
+        effect, mean, std = torch.logit(mean + effect, eps=1e-3), torch.logit(mean, eps=1e-3), torch.ones_like(std)
+        effect = effect - mean
+    model = KnockoutGNN(config.model, len(tables.genes), len(tables.relations), mean.tolist(), std.tolist())
+    if model.local_readout is not None:
+        model.local_readout.effect.data = (effect / std).float()
+    return model
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, env: Distributed) -> torch.optim.Optimizer:
@@ -256,9 +288,16 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, env: Distributed) -> t
     return torch.optim.AdamW(groups, lr=optim.lr, fused=True)
 
 
-def squared_error(prediction: Tensor, batch: Data, model: nn.Module) -> Tensor:
-    """Returns the weighted sum over the batch of squared errors, in units of the training targets' variance."""
-    return (batch.weight * ((prediction - batch.y) / model.y_std).square()).sum()
+def criterion(prediction: Tensor, batch: Data, model: nn.Module, loss: str = "squared") -> Tensor:
+    """Returns the weighted sum of squared errors, in units of the training scores' variance, or of cross-entropies.
+
+    For binary cross-entropies, predictions are logits.
+    """
+    if loss == "binary":
+        losses = nn.functional.binary_cross_entropy_with_logits(prediction, batch.y.to(prediction), reduction="none")
+    else:
+        losses = ((prediction - batch.y) / model.y_std).square()
+    return (batch.weight * losses).sum()
 
 
 def optimizer_step(
@@ -320,7 +359,7 @@ class Meter:
 
     def __init__(self, env: Distributed, optim: OptimConfig):
         self.env, self.optim, self.start = env, optim, time.perf_counter()
-        self.squared_error = torch.zeros((), dtype=torch.float64, device=env.device)  # of this rank's samples
+        self.loss = torch.zeros((), dtype=torch.float64, device=env.device)  # of this rank's samples
         self.num_samples, self.nonfinite = 0, []
         env.seconds.clear()
 
@@ -346,7 +385,7 @@ class Meter:
             log.warning(f"skipped   {sum(nonfinite)} steps that were not finite, {state.skipped} in total")
         gpu, kilobytes = self.env.device.type == "cuda", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {
-            "loss": self.env.sum(self.squared_error).item() / self.num_samples,
+            "loss": self.env.sum(self.loss).item() / self.num_samples,
             "skipped": state.skipped,
             "samples_per_s": round(self.num_samples / elapsed, 1),
             "data_ms": round(1e3 * self.env.seconds["data"] / steps, 3),
@@ -370,44 +409,95 @@ def profiler(config: Config, env: Distributed, path: Path) -> torch.profiler.pro
 # ---- Evaluation and prediction --------------------------------------------------------------------------------------
 @torch.no_grad()
 def predict_rows(
-    model: nn.Module, graph: SharedGraph, dataset: KnockoutDataset, rows: Tensor, batch_size: int, env: Distributed
+    model: nn.Module, graph: SharedGraph, dataset: KnockoutDataset, rows: Tensor, config: Config, env: Distributed
 ) -> Tensor:
     """Returns float64 [len(dataset)] with the predictions of `rows` and 0 elsewhere, the same on every rank.
 
     Each row is predicted on one rank, by the bare model; the all-reduce adds only zeros to it and is therefore exact.
+    With optim.loss=binary, predictions are probabilities.
     """
     model.eval()
     predictions = torch.zeros(dataset.y.shape, dtype=torch.float64, device=env.device)
-    batches = data.shard(rows, math.ceil(batch_size / env.world_size), env.world_size, env.rank)
+    batches = data.shard(rows, math.ceil(config.data.batch_size / env.world_size), env.world_size, env.rank)
     for batch in data.make_loader(dataset, batches, workers=0, pin=env.device.type == "cuda"):
         with env.phase("evaluation"):
             if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
                 break
             batch = batch.to(env.device, non_blocking=True)
-            predictions[batch.index] = model(graph, batch).double()
+            output = model(graph, batch).double()
+            predictions[batch.index] = output.sigmoid() if config.optim.loss == "binary" else output
     return env.sum(predictions).cpu()
 
 
-def evaluate(
-    model: nn.Module,
-    graph: SharedGraph,
-    dataset: KnockoutDataset,
-    baseline: Tensor,
-    rows: Tensor,
-    batch_size: int,
-    env: Distributed,
-) -> dict[str, Any]:
-    """Returns loss, MSE, Pearson's r and the additive baseline's Pearson's r on `rows`, the same on every rank."""
-    prediction, y = predict_rows(model, graph, dataset, rows, batch_size, env)[rows], dataset.y[rows].double()
-    correlation = torch.corrcoef(torch.stack([y, prediction, baseline[rows]]))[0].tolist()  # nan where undefined
-    mse = (prediction - y).square().mean().item()
-    result = {"loss": mse / model.y_std.item() ** 2, "mse": mse}
-    return {**result, "pearson": correlation[1], "baseline_pearson": correlation[2], "n": len(rows)}
+def metrics(rows: Tensor, prediction: Tensor, tables: Tables, baseline: Tensor, config: Config) -> dict[str, Any]:
+    """Returns metrics of the predictions [n] of `rows`, beside the additive baseline's Pearson; nan where undefined.
+
+    `average_precision` and `auroc` are those of finding scores of 1 (optim.loss=binary) or below log.threshold.
+    """
+    y, prediction = tables.y[rows], prediction[rows]
+    mse = (prediction - y).square().mean()
+    binary = config.optim.loss == "binary"
+    loss = nn.functional.binary_cross_entropy(prediction, y) if binary else mse / scale(tables)[1].square()
+    result = {
+        "loss": loss.item(),
+        "mse": mse.item(),
+        "r2": 1 - (mse / y.var(correction=0)).item(),
+        "pearson": pearson(y, prediction).item(),
+        "spearman": pearson(rank(y), rank(prediction)).item(),
+        "baseline_pearson": pearson(y, baseline[rows]).item(),
+        "n": len(rows),
+    }
+    positive, prediction = (y == 1, prediction) if binary else (y < config.log.threshold, -prediction)
+    if positive.any():
+        count = int(positive.sum())
+        _, group, size = (-prediction).unique(return_inverse=True, return_counts=True)
+        hits = torch.bincount(group[positive], minlength=len(size)).double()  # per distinct prediction, best first
+        result["average_precision"] = ((hits * hits.cumsum(0) / size.cumsum(0)).sum() / count).item()
+        area = (rank(prediction)[positive].mean() - (count + 1) / 2) / (len(rows) - count)
+        result["auroc"] = area.item()
+    return result
+
+
+def test_metrics(prediction: Tensor, tables: Tables, baseline: Tensor, config: Config) -> dict[str, Any]:
+    """Logs and returns the metrics of the test rows, also by the numbers of unseen and of knocked-out nodes.
+
+    `gain` is the 95 % interval of Pearson's r less the additive baseline's, by a paired bootstrap over the rows.
+    """
+    rows, generator, gains = tables.rows("test"), torch.Generator().manual_seed(0), []
+    test = metrics(rows, prediction, tables, baseline, config)
+    for _ in range(1000):
+        chosen = rows[torch.randint(len(rows), (len(rows),), generator=generator)]
+        y = tables.y[chosen]
+        gains.append(pearson(y, prediction[chosen]) - pearson(y, baseline[chosen]))
+    test["gain"] = torch.stack(gains).nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    test["noise_ceiling"] = tables.noise_ceiling()
+    limit = "" if test["noise_ceiling"] is None else f", noise ceiling {test['noise_ceiling']:.4f}"
+    log.info(f"test      loss {test['loss']:.4f}, {PEARSON.format(**test)}{limit} ({len(rows):,} samples)")
+    log.info("test      Pearson less the baseline's: {:.4f} to {:.4f} (95 % interval)".format(*test["gain"]))
+    for name, counts in {"unseen": tables.unseen(), "deletions": tables.perturbed_ptr.diff()}.items():
+        groups = counts[rows].clamp(max=3)
+        parts = {k: metrics(rows[groups == k], prediction, tables, baseline, config) for k in groups.unique().tolist()}
+        test[f"by_{name}"] = parts
+        for count, part in parts.items() if len(parts) > 1 else ():
+            log.info(f"test      {name} {count}{'+' * (count == 3)}: {PEARSON.format(**part)} ({part['n']:,} samples)")
+    return test
+
+
+def pearson(a: Tensor, b: Tensor) -> Tensor:
+    """Returns Pearson's r of a [n] and b [n], nan where one is constant."""
+    a, b = a - a.mean(dim=0), b - b.mean(dim=0)
+    return ((a * b).sum(dim=0) / (a.norm(dim=0) * b.norm(dim=0))).mean()
+
+
+def rank(values: Tensor) -> Tensor:
+    """Returns ranks from 1, float64 [n], of which equal values share the mean."""
+    _, group, count = values.unique(return_inverse=True, return_counts=True)
+    return (count.cumsum(0) - (count - 1) / 2).double()[group]
 
 
 def quality(result: dict[str, Any]) -> tuple[float, float]:
     """Returns a sort key, larger is better: Pearson's r, then the loss where that is undefined or equal."""
-    return -2.0 if math.isnan(result["pearson"]) else result["pearson"], -result["loss"]
+    return 0.0 if math.isnan(result["pearson"]) else result["pearson"], -result["loss"]
 
 
 def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> None:
@@ -417,6 +507,8 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
         tables = data.load(config.data)
         if state["data"] != tables.fingerprint():
             raise UserError(f"{checkpoint} was trained on different data from the configuration's")
+        if (loss := state["config"]["optim"].get("loss", "squared")) != config.optim.loss:
+            raise UserError(f"{checkpoint} was trained with optim.loss={loss}, not {config.optim.loss}")
         knockouts, _, _ = data.read_knockouts(table, scored=False)
         model = build_model(config, tables)
         load_model(model, state["model"], checkpoint)
@@ -427,7 +519,7 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
     dataset = KnockoutDataset(*data.pack(sets), torch.zeros(len(sets)), graph.degree)
     choose_route(config.model, graph, dataset)
     rows = torch.tensor(known).nonzero().flatten()
-    predictions = predict_rows(model, graph, dataset, rows, config.data.batch_size, env).tolist()
+    predictions = predict_rows(model, graph, dataset, rows, config, env).tolist()
     lines = [f"{','.join(g)}\t{y if ok else ''}" for g, ok, y in zip(knockouts, known, predictions, strict=True)]
     output = Path(Path(table).name.removesuffix(".gz").removesuffix(".tsv") + ".predictions.tsv")
     with env.sync_errors(), explain_write_errors(output, UserError):
@@ -466,8 +558,8 @@ class RunFolder:
         if (checkpoint := self.newest_checkpoint()) is None:
             return None
         load_model(model, checkpoint["model"], self.path)
-        for section, name in (("run", "seed"), ("data", "batch_size")):
-            saved, value = checkpoint["config"][section][name], asdict(self.config)[section][name]
+        for section, name in (("run", "seed"), ("data", "batch_size"), ("optim", "loss")):
+            saved, value = checkpoint["config"][section].get(name, "squared"), asdict(self.config)[section][name]
             if saved != value:
                 raise UserError(f"{self.path} has {section}.{name}={saved}, not {value}: set another run.name")
         if checkpoint["data"] != self.fingerprint:
@@ -490,20 +582,22 @@ class RunFolder:
             for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else []:
                 with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut off by a kill
                     row = json.loads(line)
-                    keep = {"train": row["step"] <= state.step, "val": row["epoch"] <= state.epoch, "test": False}
+                    validated = state.best is not None and row["epoch"] <= state.epoch
+                    keep = {"train": row["step"] <= state.step, "val": validated, "test": False}
                     self.rows += [row] if keep.get(row["kind"], True) else []
             write_atomically(metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
             self.metrics = metrics.open("a")
-        self.event("resumed" if state.step else "started", state, world_size=self.env.world_size)
+        resumed = state.step or state.best
+        self.event("resumed" if resumed else "started", state, world_size=self.env.world_size)
         self.env.on_failure.append(lambda reason: self.event("failed", state, reason))
         log.info("\n".join(ranks))
-        log.info(f"run       {self.path}, {f'resumed at step {state.step}' if state.step else 'from the start'}")
+        log.info(f"run       {self.path}, {f'resumed at step {state.step}' if resumed else 'from the start'}")
 
     def write(self, kind: str, state: TrainState, **values: Any) -> None:
         """Appends a row to metrics.jsonl, with null for non-finite numbers; a val row also redraws curves.svg."""
         if self.env.rank != 0:
             return
-        values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        values = json.loads(json.dumps(values), parse_constant=lambda name: None)
         self.rows.append({"kind": kind, "step": state.step, "epoch": state.epoch + (kind == "train"), **values})
         with explain_write_errors(self.path / "metrics.jsonl"):
             self.metrics.write(json.dumps(self.rows[-1]) + "\n")
@@ -625,7 +719,7 @@ def curves_svg(rows: list[dict]) -> str:
     dotted = f'stroke="{grey}" stroke-dasharray="1 4"'
     loss = [("train", "loss", "training", blue, ""), ("val", "loss", "validation", orange, "")]
     pearson = [("val", "pearson", "model", orange, ""), ("val", "baseline_pearson", "additive baseline", grey, "6 4")]
-    panels = {"Squared error / variance of the training scores": loss, "Pearson correlation, validation": pearson}
+    panels = {"Loss": loss, "Pearson correlation, validation": pearson}
     last = max((row["step"] for row in rows), default=0) or 1
     resumed = sorted({row["step"] for row in rows if row.get("event") == "resumed"})
     svg = [
@@ -725,7 +819,8 @@ def load_config(arguments: argparse.Namespace) -> Config:
 def convert(key: str, value: Any, option: Field) -> Any:
     """Returns `value` as the option's type; raises `UserError` if that would lose information or is out of range."""
     kind, choices = option.type, get_args(option.type)
-    least = 1 if kind is int and option.default else 0  # an int may be 0 only if that is its default
+    # An int may be 0 only if that is its default, a float negative only if its default is.
+    least = 1 if kind is int and option.default else min(0, option.default if kind is float else 0)
     if kind is float and type(value) in (int, str):  # YAML reads 1e-3 as a string
         with contextlib.suppress(ValueError, OverflowError):
             value = float(value)

@@ -245,7 +245,8 @@ def tables(tmp_path: Path) -> list[str]:
     samples = []
     for _ in range(200):
         dead = draw.sample(genes, draw.randint(1, 3))
-        samples.append((",".join(dead), f"{sum(effect[g] for g in dead) + draw.gauss(0, 0.1):.4f}"))
+        total = sum(effect[gene] for gene in dead)
+        samples.append((",".join(dead), f"{total + total**2 + draw.gauss(0, 0.1):.4f}"))
     write_table(tmp_path / "edges.tsv", [("source", "target", "relation"), *edges])
     write_table(tmp_path / "scores.tsv", [("genes", "score"), *samples])
     return ["data.source=tsv", "data.edges=edges.tsv", "data.perturbations=scores.tsv"]

@@ -96,7 +96,7 @@ def test_ddp_options_accept_the_arguments_of_ddp():
         ("optim.precision=fp8", "optim.precision must be fp64 or fp32 or bf16 or fp16, not 'fp8'"),
         ("data.source=csv", "data.source must be synthetic or tsv, not 'csv'"),
         ("data.source=tsv", "data.source=tsv needs two files: set data.edges and data.perturbations"),
-        ("data.preset=large", "data.preset must be small or yeast, not 'large'"),
+        ("data.preset=large", "data.preset must be small or yeast or network, not 'large'"),
         ("data.val_fraction=0.95", "must be positive and leave rows for training"),
         ("model.dropout=1", "model.dropout must be in [0, 1), not 1.0"),
         ("ddp.options=3", "ddp.options must be"),

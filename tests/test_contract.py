@@ -18,7 +18,7 @@ from mask import SharedGraph
 from tests.conftest import launch_forked
 from tests.tools import parity
 from tests.tools.syncs import CountSynchronisations
-from train import build_model, load_config, parse_arguments, squared_error
+from train import build_model, criterion, load_config, parse_arguments
 
 pytestmark = pytest.mark.contract
 
@@ -117,12 +117,12 @@ def test_every_parameter_gets_a_finite_gradient(model, graph, batch_of, sets):
     model.train()
     for batch in (batch_of(sets), batch_of([[]])):
         model.zero_grad()
-        squared_error(model(graph, batch), batch, model).backward()
+        criterion(model(graph, batch), batch, model).backward()
         wrong = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
         assert not wrong, f"no finite gradient: {wrong}"
     batch.weight.zero_()
     model.zero_grad()
-    squared_error(model(graph, batch), batch, model).backward()
+    criterion(model(graph, batch), batch, model).backward()
     assert all((parameter.grad == 0).all() for parameter in model.parameters())
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import math
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,10 @@ from data import (
     StepSampler,
     Tables,
     additive_baseline,
+    failure_losses,
     load,
     make_loader,
+    node_split,
     pack,
     random_split,
     read_knockouts,
@@ -282,6 +285,47 @@ def test_shards_hold_each_row_once(world_size, num_rows):
     assert Counter(row for part in shards for batch in part for row in batch) == Counter(range(num_rows))
 
 
+def small_tables(sets: list[list[int]], num_nodes: int = 20) -> Tables:
+    y = torch.arange(len(sets), dtype=torch.float64)
+    return Tables([f"g{i:02}" for i in range(num_nodes)], ["r"], [torch.tensor([[0], [1]])], *pack(sets), y)
+
+
+def test_the_node_split_trains_on_no_test_node_and_its_folds_cover_all_nodes():
+    generator = torch.Generator().manual_seed(0)
+    sets = [torch.randperm(20, generator=generator)[: k % 4].tolist() for k in range(400)]
+    tables, tested = small_tables(sets), []
+    for fold in range(6):
+        split = node_split(tables, DataConfig(split="nodes", split_seed=fold, test_fraction=0.2, val_fraction=0.1))
+        rows = list(zip(sets, split.tolist(), strict=True))
+        train, val, test = ({node for nodes, s in rows if s == k for node in nodes} for k in range(3))
+        val, test = val - train, test - train
+        assert len(train) == 14 and len(val) == 2 and len(test) == 4
+        for nodes, s in rows:
+            assert s == (-1 if test & {*nodes} and val & {*nodes} else 2 if test & {*nodes} else bool(val & {*nodes}))
+        tested.append(test)
+    assert set.union(*tested[:5]) == set(range(20)) and tested[5] == tested[0]
+
+
+def test_unseen_nodes_and_shared_pairs_are_counted_by_row():
+    sets = [[0, 1, 2], [3], [], [0, 1], [0, 2, 4], [0, 3], [4, 5], [1, 2]]
+    tables = small_tables(sets)
+    tables.split = torch.tensor([0, 0, 0, 2, 2, 2, 2, 1], dtype=torch.int8)
+    assert tables.unseen().tolist() == [0, 0, 0, 0, 1, 0, 2, 0]
+    assert tables.shared_pairs() == 2
+    assert "(2 with two nodes of a training row)" in tables.summary()
+    alone = small_tables([[1], [2], [1]])
+    alone.split = torch.tensor([0, 1, 2], dtype=torch.int8)
+    assert alone.shared_pairs() == 0
+
+
+def test_a_node_split_beside_a_split_column_or_without_rows_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"has a column split: remove it, or set data.split=random to use it"):
+        load(config(tmp_path, split="nodes"))
+    unsplit = [row[:2] for row in SCORES]
+    with pytest.raises(DataError, match=r"no rows in the val split of 3 rows \(data.split=nodes\): change"):
+        load(config(tmp_path, scores=unsplit, split="nodes", test_fraction=0.4))
+
+
 def test_additive_baseline_is_the_ridge_solution():
     tables = synthetic_tables(PRESETS["small"], seed=1)
     tables.split = random_split(tables, DataConfig())
@@ -290,19 +334,33 @@ def test_additive_baseline_is_the_ridge_solution():
     rows = tables.rows("train")
     x, mean = design[rows], tables.y[rows].mean()
     effect = torch.linalg.solve(x.T @ x + torch.eye(x.size(1)), x.T @ (tables.y[rows] - mean))
-    torch.testing.assert_close(additive_baseline(tables), mean + design @ effect, rtol=1e-8, atol=1e-8)
+    found, prediction = additive_baseline(tables, [1.0])
+    torch.testing.assert_close(found, effect, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(prediction, mean + design @ effect, rtol=1e-8, atol=1e-8)
+
+
+def test_the_additive_baseline_takes_the_penalty_that_suits_the_validation_rows():
+    tables = synthetic_tables(PRESETS["small"], seed=1)
+    tables.split = random_split(tables, DataConfig())
+    tables.y = tables.y[torch.randperm(len(tables.y), generator=torch.Generator().manual_seed(0))]  # only noise
+    val = tables.rows("val")
+    errors = [(additive_baseline(tables, [p])[1] - tables.y)[val].square().mean() for p in (0.1, 10.0, 1000.0)]
+    assert errors[0] > errors[1] > errors[2]
+    expected = additive_baseline(tables, [1000.0])
+    torch.testing.assert_close(additive_baseline(tables, [0.1, 1000.0, 10.0]), expected)
 
 
 def test_additive_baseline_does_not_depend_on_the_unit_of_the_scores():
     tables = synthetic_tables(PRESETS["small"], seed=1)
     tables.split = random_split(tables, DataConfig())
-    reference = additive_baseline(tables)
+    _, reference = additive_baseline(tables)
     tables.y *= 1e-12
-    torch.testing.assert_close(1e12 * additive_baseline(tables), reference, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(1e12 * additive_baseline(tables)[1], reference, rtol=1e-8, atol=1e-8)
 
 
-def test_the_small_preset_has_the_declared_shape():
-    compare_with_preset("small")
+@pytest.mark.parametrize("preset", ["small", "network"])
+def test_a_quick_preset_has_the_declared_shape(preset):
+    compare_with_preset(preset)
 
 
 def compare_with_preset(preset: str) -> None:
@@ -319,7 +377,7 @@ def compare_with_preset(preset: str) -> None:
     assert (counts.min(), counts.max()) == shape.deletions
     degree = torch.bincount(torch.cat(tables.edge_indices, dim=1).flatten(), minlength=shape.num_nodes)
     assert degree.max() > 5 * degree.float().mean()  # hubs
-    assert preset == "small" or degree.max() > 5000
+    assert preset != "yeast" or degree.max() > 5000
     assert 0.85 < tables.noise_ceiling() < 0.99
 
 
@@ -332,10 +390,28 @@ def test_synthetic_scores_depend_on_the_graph():
     physical = tables.edge_indices[tables.relations.index("physical")]
     linked = torch.zeros(len(tables.genes), len(tables.genes), dtype=torch.bool)
     linked[physical[0], physical[1]] = linked[physical[1], physical[0]] = True
-    residual = (tables.signal - additive_baseline(tables))[pairs]
+    residual = (tables.signal - additive_baseline(tables)[1])[pairs]
     joined = linked[first, second]
     assert joined.sum() > 100 and (~joined).sum() > 100
     assert residual[joined].mean() > residual[~joined].mean() + 0.5 * residual.std()
+
+
+def test_failures_spread_as_a_loop_over_nodes_says():
+    edge_indices = [torch.tensor([[0, 1, 2, 3], [2, 2, 3, 4]]), torch.tensor([[0, 4, 5], [3, 5, 4]])]
+    perturbed, perturbed_ptr = pack([[], [0], [0, 1], [2, 5]])
+    losses = failure_losses(edge_indices, 6, perturbed, perturbed_ptr, rounds=3)
+    suppliers = [[(i, 0.5**r) for r, e in enumerate(edge_indices) for i, j in e.T.tolist() if j == k] for k in range(6)]
+
+    def activities(dead: list[int]) -> list[float]:
+        now = [float(k not in dead) for k in range(6)]
+        for _ in range(3):
+            lost = [sum(w * (1 - now[i]) for i, w in pairs) / (sum(w for _, w in pairs) or 1) for pairs in suppliers]
+            now = [(k not in dead) / (1 + math.exp(-12 * (0.4 - lost[k]))) for k in range(6)]
+        return now
+
+    for loss, dead in zip(losses.tolist(), ([], [0], [0, 1], [2, 5]), strict=True):
+        intact, now = activities([]), activities(dead)
+        assert loss == pytest.approx(sum(intact[k] - now[k] for k in range(6) if k not in dead), abs=1e-12)
 
 
 def test_synthetic_tables_depend_on_their_seed_alone():

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from mask import ReachPlanner, SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.test_model import NUM_NODES, SETS, make_batch, set_block, shared  # noqa: F401
-from train import squared_error
+from train import criterion
 
 
 class FakeGPUs:
@@ -54,7 +54,7 @@ def test_masks_model_and_loss_stay_on_their_gpu_without_syncs(gpus, shared, set_
     with gpus.mode:
         results = [graph.keep(batch), graph.dead_edges(batch)]
         results += [*graph.edge_masks(batch).values(), *graph.expand(batch).values()]
-        loss = squared_error(model(graph, batch), batch, model)
+        loss = criterion(model(graph, batch), batch, model)
     assert {result.device for result in (*results, loss)} == {torch.device("cuda:3")}
     assert loss.shape == () and all(result.numel() for result in results if result.size(-1))
 

@@ -93,7 +93,7 @@ def test_a_run_gives_the_same_model_and_metrics_on_1_2_and_4_ranks(train, tmp_pa
 def test_low_precision_trains(train, tmp_path, precision):
     train(2, f"optim.precision={precision}", "optim.epochs=4", f"run.name={precision}").check()
     losses = [row["loss"] for row in read_metrics(tmp_path / "runs" / precision, "train")]
-    assert losses[-1] < 0.9 * losses[0]
+    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])  # of the last and the first epoch
     state = torch.load(tmp_path / f"runs/{precision}/checkpoints/best.pt", weights_only=True)
     assert all(value.dtype == torch.float32 for value in state["model"].values())
     assert (state["scaler"]["scale"] > 1) is (precision == "fp16")

@@ -7,7 +7,7 @@ import torch
 
 from ddp_setup import DDPConfig, Distributed
 from tests.test_model import SETS, make_batch, make_model, outputs_and_gradients, shared  # noqa: F401
-from train import Meter, OptimConfig, build_optimizer, optimizer_step, squared_error
+from train import Meter, OptimConfig, build_optimizer, criterion, optimizer_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,10 +41,10 @@ def test_ten_training_steps_never_wait_for_the_gpu(shared, dtype):  # noqa: F811
             on_gpu = copy.copy(batch).to("cuda", non_blocking=True)  # Data.to moves the batch in place
             with torch.autocast("cuda", dtype, enabled=dtype is not None):
                 prediction = model(graph, on_gpu)
-            loss = squared_error(prediction, on_gpu, model)
+            loss = criterion(prediction, on_gpu, model)
             scaler.scale(loss).backward()
             grad_norm = optimizer_step(model, optimizer, scaler, OptimConfig())
-            meter.squared_error += loss.detach()
+            meter.loss += loss.detach()
             meter.count(len(batch.y), grad_norm, scaler)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -4,17 +4,19 @@ import json
 import math
 import re
 import signal
+from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 
-from data import DataConfig, KnockoutDataset, load, pack
+from data import DataConfig, KnockoutDataset, Tables, load, pack
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.conftest import SMALL, fork_ranks, join, write_table
 from tests.tools.runs import difference, read_metrics, series
-from train import OptimConfig, curves_svg, learning_rate, nice_ticks, quality
+from train import Config, LogConfig, OptimConfig, curves_svg, learning_rate, metrics, nice_ticks, quality, scale
 
 
 def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
@@ -27,12 +29,14 @@ def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
     }  # fmt: skip
     train_rows, val_rows, (test_row,) = (read_metrics(folder, kind) for kind in ("train", "val", "test"))
     assert [row["step"] for row in train_rows] == list(range(1, 16))
-    assert [(row["step"], row["epoch"]) for row in val_rows] == [(5, 1), (10, 2), (15, 3)]
+    assert [(row["step"], row["epoch"]) for row in val_rows] == [(0, 0), (5, 1), (10, 2), (15, 3)]
     needed = {"loss", "lr", "grad_norm", "samples_per_s", "data_ms", "step_ms", "memory_mb"}
     assert all(needed <= set(row) and all(math.isfinite(row[key]) for key in needed) for row in train_rows)
-    assert all(row.keys() >= {"mse", "pearson", "baseline_pearson", "n"} for row in [*val_rows, test_row])
+    assert all(
+        row.keys() >= {"mse", "r2", "pearson", "spearman", "baseline_pearson", "n"} for row in [*val_rows, test_row]
+    )
     assert all(15 < row["n"] < 25 for row in [*val_rows, test_row])
-    assert train_rows[-1]["loss"] < train_rows[0]["loss"]
+    assert sum(row["loss"] for row in train_rows[-5:]) < sum(row["loss"] for row in train_rows[:5])  # of an epoch
     assert json.loads((folder / "status.json").read_text()) == {
         "state": "finished", "step": 15, "epoch": 3, "reason": "",
     }  # fmt: skip
@@ -42,10 +46,11 @@ def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
         and f"torch: {torch.__version__.split('+')[0]}" in environment
     )
     ElementTree.parse(folder / "curves.svg")
-    last = result.stdout.strip().splitlines()[-2:]
+    last = result.stdout[result.stdout.index("test  ") :].splitlines()
     assert f"Pearson {test_row['pearson']:.4f}" in last[0]
     assert f"additive baseline {test_row['baseline_pearson']:.4f}" in last[0]
-    assert "runs/first" in last[1]
+    assert "{:.4f} to {:.4f} (95 % interval)".format(*test_row["gain"]) in last[1]
+    assert "runs/first" in last[-1]
     assert result.stdout.count("epoch 1/3") == 1  # only rank 0 prints
     assert "2 ranks x 8 samples x 2 accumulation = 32; 5 steps per epoch, 15 in total" in result.stdout
 
@@ -54,7 +59,7 @@ def test_checkpoint_loads_without_pickle_and_holds_the_bare_model(train, tmp_pat
     train(1, "run.name=saved").check()  # one process under torchrun also uses DDP
     state = torch.load(tmp_path / "runs/saved/checkpoints/best.pt", weights_only=True)
     assert "embedding" in state["model"] and not any(name.startswith("module.") for name in state["model"])
-    assert state["step"] == 5 and state["config"]["model"]["hidden"] == 8
+    assert state["step"] == state["best"]["step"] and state["config"]["model"]["hidden"] == 8
 
 
 @pytest.mark.parametrize("nproc", [0, 2])
@@ -169,11 +174,11 @@ def test_a_checkpoint_of_another_run_is_not_resumed(train, tmp_path, change, mes
 
 
 def test_the_best_checkpoint_is_used_if_no_other_is_left(train, tmp_path):
-    train(0, "optim.lr=1e-30", "optim.epochs=2").check()  # nothing is learnt: the first epoch is the best
+    train(0, "optim.lr=1e-30", "optim.epochs=2").check()  # nothing is learnt: the first validation is best
     checkpoints = tmp_path / "runs/default/checkpoints"
     for path in checkpoints.glob("step_*"):
         path.unlink()
-    assert "resumed at step 5" in train(0, "optim.lr=1e-30", "optim.epochs=2").check().stdout
+    assert "resumed at step 0" in train(0, "optim.lr=1e-30", "optim.epochs=2").check().stdout
 
 
 def test_the_best_model_is_tested_even_if_best_pt_is_damaged(train, tmp_path):
@@ -212,8 +217,9 @@ def test_resuming_in_another_precision_resets_the_loss_scale(train, tmp_path, be
 
 
 def test_models_with_undefined_pearson_are_ranked_by_loss():
-    results = [{"pearson": math.nan, "loss": 2.0}, {"pearson": math.nan, "loss": 1.0}, {"pearson": -0.5, "loss": 3.0}]
-    results += [{"pearson": 0.0, "loss": 3.0}, {"pearson": 0.1, "loss": 4.0}]
+    """A constant prediction, whose Pearson is undefined, ranks as one of 0."""
+    results = [{"pearson": -0.5, "loss": 1.0}, {"pearson": 0.0, "loss": 3.0}, {"pearson": math.nan, "loss": 2.0}]
+    results += [{"pearson": math.nan, "loss": 1.0}, {"pearson": 0.1, "loss": 4.0}]
     assert sorted([results[i] for i in (4, 2, 0, 3, 1)], key=quality) == results
 
 
@@ -299,8 +305,10 @@ def test_a_run_prints_its_plan_and_progress(train):
     result = train(0).check()
     lines = result.stdout.splitlines()
     assert lines[0].split()[:2] == ["rank", "host"] and lines[1].split()[4] == "cpu"
-    assert [line.split()[0] for line in lines[2:]] == ["run", "data", "model", "batch", "epoch", "test", "run"]
-    assert re.fullmatch(r"epoch 1/1  step 5  loss [\d.]+  [\d,]+ samples/s  val loss .*, Pearson .*", lines[6])
+    kinds = [line.split()[0] for line in lines[2:]]
+    assert kinds[:7] == ["run", "data", "model", "batch", "epoch", "epoch", "test"] and kinds[-2:] == ["test", "run"]
+    assert re.fullmatch(r"epoch 0/1  step 0  val loss .*, Pearson .*", lines[6])
+    assert re.fullmatch(r"epoch 1/1  step 5  loss [\d.]+  [\d,]+ samples/s  val loss .*, Pearson .*", lines[7])
     assert result.stderr == ""  # outside a terminal, the progress bar first appears after 30 s
 
 
@@ -312,15 +320,121 @@ def test_the_second_rank_prints_nothing(tmp_path, tables):
     assert "test      loss" in (tmp_path / "runs/default/log.rank1.txt").read_text()
 
 
+def test_metrics_equal_their_definitions():
+    generator = torch.Generator().manual_seed(0)
+    y, prediction, baseline = torch.randint(-4, 5, (3, 60), generator=generator).double()  # with ties
+    tables = Tables(["g"], ["r"], [torch.zeros(2, 0)], torch.zeros(0), torch.zeros(61), y, torch.zeros(60))
+    rows = torch.arange(10, 60)
+    found = metrics(rows, prediction, tables, baseline, Config(log=LogConfig(threshold=-1.5)))
+    y, prediction, baseline = (values[10:].numpy() for values in (y, prediction, baseline))
+
+    def ranks(values: np.ndarray) -> np.ndarray:
+        return np.array([(values < v).sum() + ((values == v).sum() + 1) / 2 for v in values])
+
+    assert found["pearson"] == pytest.approx(np.corrcoef(y, prediction)[0, 1])
+    assert found["baseline_pearson"] == pytest.approx(np.corrcoef(y, baseline)[0, 1])
+    assert found["spearman"] == pytest.approx(np.corrcoef(ranks(y), ranks(prediction))[0, 1])
+    assert found["mse"] == pytest.approx(((y - prediction) ** 2).mean())
+    assert found["loss"] == pytest.approx(found["mse"] / tables.y.numpy().var())
+    assert found["r2"] == pytest.approx(1 - ((y - prediction) ** 2).sum() / ((y - y.mean()) ** 2).sum())
+    hit, miss = prediction[y < -1.5], prediction[y >= -1.5]
+    wins = (hit[:, None] < miss).mean() + (hit[:, None] == miss).mean() / 2
+    assert found["auroc"] == pytest.approx(wins)
+    precision = [(y[prediction <= value] < -1.5).mean() for value in hit]
+    assert found["average_precision"] == pytest.approx(np.mean(precision))
+
+
+def test_a_run_never_ends_below_the_additive_baseline(train, tmp_path):
+    """The first predictions are the baseline's, and their validation counts for best.pt."""
+    train(0, "optim.lr=1", "optim.epochs=2", "optim.clip=0", "model.dropout=0").check()
+    val, test = read_metrics(tmp_path / "runs/default", "val"), read_metrics(tmp_path / "runs/default", "test")
+    assert val[0]["pearson"] == pytest.approx(val[0]["baseline_pearson"], abs=1e-6)
+    best = max(val, key=lambda row: row["pearson"])
+    assert test[0]["best_step"] == best["step"] and test[0]["pearson"] > -1
+
+
+def test_training_ends_when_patience_runs_out(train, tmp_path):
+    options = ["optim.lr=0", "optim.patience=2", "optim.epochs=9"]
+    assert "model of step 0" in train(0, *options).check().stdout
+    assert [row["epoch"] for row in read_metrics(tmp_path / "runs/default", "val")] == [0, 1, 2]
+    assert "resumed at step 10" in train(0, *options).check().stdout
+    assert [row["epoch"] for row in read_metrics(tmp_path / "runs/default", "val")] == [0, 1, 2]
+
+
+def write_binary_scores(tmp_path: Path) -> None:
+    """Makes the scores of the tiny tables 1 for every row with one of five genes, else 0."""
+    rows = [line.split("\t")[0] for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    scores = [(genes, int(bool({*genes.split(",")} & {"Y01", "Y02", "Y03", "Y04", "Y05"}))) for genes in rows]
+    write_table(tmp_path / "scores.tsv", [("genes", "score"), *scores])
+
+
+def test_scores_of_0_and_1_are_fitted_as_probabilities(train, tmp_path):
+    write_binary_scores(tmp_path)
+    assert "note      all scores are 0 or 1: optim.loss=binary predicts probabilities" in train(0).check().stdout
+    options = ["optim.loss=binary", "run.name=binary", "optim.epochs=20", "model.dropout=0"]
+    train(0, *options).check()
+    val, (test,) = (read_metrics(tmp_path / "runs/binary", kind) for kind in ("val", "test"))
+    assert val[0]["pearson"] > 0.8 and val[-1]["loss"] < 0.5 * val[0]["loss"]  # begins with the baseline's ranking
+    assert test["auroc"] > 0.95 and test["average_precision"] > 0.9
+    predict = ["--predict", "scores.tsv", "--checkpoint", "runs/binary/checkpoints/best.pt"]
+    train(0, *predict, *options[:1]).check()
+    lines = (tmp_path / "scores.predictions.tsv").read_text().splitlines()[1:]
+    values = [float(line.split("\t")[1]) for line in lines]
+    assert 0 <= min(values) < 0.2 and 0.8 < max(values) <= 1
+
+
+def test_a_model_is_resumed_and_asked_with_its_own_loss_only(train, tmp_path):
+    write_binary_scores(tmp_path)
+    train(0, "optim.loss=binary").check()
+    resumed = train(0)
+    assert resumed.returncode == 2 and "has optim.loss=binary, not squared: set another run.name" in resumed.stderr
+    predicted = train(
+        0, "--predict", "scores.tsv", "--checkpoint", "runs/default/checkpoints/best.pt", "optim.loss=squared"
+    )
+    assert predicted.returncode == 2 and "was trained with optim.loss=binary, not squared" in predicted.stderr
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 123.456])
+def test_constant_scores_have_the_scale_1(value):
+    y = torch.full((1000,), value, dtype=torch.float64)
+    tables = Tables(["g"], ["r"], [torch.zeros(2, 0)], torch.zeros(0), torch.zeros(1001), y, torch.zeros(1000))
+    assert scale(tables)[1] == 1
+
+
+def test_a_run_stopped_between_an_epoch_and_its_validation_resumes_with_the_validation(train, tmp_path):
+    options = ["optim.lr=0.05", "optim.epochs=4", "optim.patience=1"]
+    train(0, *options, "run.name=whole").check()
+    (tmp_path / "stop.py").write_text(STOPPED_IN_THE_TEST.replace("== 5", "== 2"))
+    assert "stopped   at step 5" in train(0, *options, script=tmp_path / "stop.py").check().stdout
+    train(0, *options).check()
+    assert difference(tmp_path / "runs/default", tmp_path / "runs/whole") == ""
+
+
+def test_options_that_do_not_suit_the_scores(train):
+    wrong = train(0, "optim.loss=binary")
+    assert wrong.returncode == 2 and "optim.loss=binary needs scores of 0 and 1: set optim.loss=squared" in wrong.stderr
+    assert "note      no score is below log.threshold=-99" in train(0, "log.threshold=-99").check().stdout
+
+
+def test_a_node_split_reports_by_the_number_of_unseen_nodes(train, tmp_path):
+    lines = train(0, "data.split=nodes", "data.test_fraction=0.2", "log.threshold=1").check().stdout.splitlines()
+    (test,) = read_metrics(tmp_path / "runs/default", "test")
+    assert test["by_unseen"].keys() >= {"1", "2"} and test["by_deletions"].keys() == {"1", "2", "3"}
+    assert sum(part["n"] for part in test["by_unseen"].values()) == test["n"]
+    first = test["by_unseen"]["1"]
+    assert first["baseline_pearson"] != test["baseline_pearson"] and 0 < first["average_precision"] <= 1
+    assert f"test      unseen 1: Pearson {first['pearson']:.4f}, " in "\n".join(lines)
+
+
 STOPPED_IN_THE_TEST = """
 import os, signal, train
-evaluate, calls = train.evaluate, []
+predict_rows, calls = train.predict_rows, []
 def evaluate_and_stop(*arguments):
     calls.append(1)
-    if len(calls) == 4:
+    if len(calls) == 5:
         os.kill(os.getpid(), signal.SIGTERM)
-    return evaluate(*arguments)
-train.evaluate = evaluate_and_stop
+    return predict_rows(*arguments)
+train.predict_rows = evaluate_and_stop
 train.main()
 """
 

@@ -57,7 +57,7 @@ def bare_loop(config: train.Config, device: torch.device) -> float:
         sampler.set_epoch(epoch)
         for rows in sampler:
             batch = dataset.__getitems__(rows).to(device)
-            loss = train.squared_error(model(graph, batch), batch, model) / len(rows)
+            loss = train.criterion(model(graph, batch), batch, model) / len(rows)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
             optimizer.step()
@@ -83,7 +83,7 @@ def loading(device: torch.device) -> list[dict]:
     start = time.perf_counter()
     batch = dataset.__getitems__(batches[0]).to(device)
     built = time.perf_counter()
-    train.squared_error(model(graph, batch), batch, model).backward()
+    train.criterion(model(graph, batch), batch, model).backward()
     synchronize(device)
     step = time.perf_counter() - built
     return [

@@ -30,7 +30,7 @@ from ddp_setup import DDPConfig, Distributed, run
 from mask import SharedGraph
 from tests.bench import arguments, build_graph, count_cores, report, synchronize
 from tests.bench.step import Step
-from train import squared_error
+from train import criterion
 
 PREDICTED = (8, 64, 256, 1024)
 BACKWARD = 2 / 3  # of a step's computation, which an all-reduce can overlap with
@@ -62,7 +62,7 @@ class ScaledStep(Step):
             last = micro == self.accumulate - 1
             with contextlib.nullcontext() if last else self.net.no_sync():
                 prediction = self.net(self.shared, self.batch)
-                (squared_error(prediction, self.batch, self.model) / len(self.batch.y)).backward()
+                (criterion(prediction, self.batch, self.model) / len(self.batch.y)).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

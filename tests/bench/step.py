@@ -15,7 +15,7 @@ import torch
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig, block_size
 from tests.bench import arguments, build_batch, build_graph, in_turn, peak_mb, report, synchronize
-from train import squared_error
+from train import criterion
 
 
 class Step:
@@ -31,7 +31,7 @@ class Step:
     def __call__(self) -> None:
         with torch.autocast(self.shared.device.type, self.dtype, enabled=self.dtype is not None):
             prediction = self.model(self.shared, self.batch)
-        (squared_error(prediction, self.batch, self.model) / len(self.batch.y)).backward()
+        (criterion(prediction, self.batch, self.model) / len(self.batch.y)).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

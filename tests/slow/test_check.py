@@ -14,8 +14,8 @@ PARITY = [sys.executable, "-m", "tests.check", "parity", "model.hidden=8"]
 BROKEN = {
     "loss divided by the local batch": (
         "train.py",
-        "error / num_samples",
-        "error / batch.weight.sum().clamp(min=1)",
+        "loss / num_samples",
+        "loss / batch.weight.sum().clamp(min=1)",
     ),
     "DDP's average not undone": ("train.py", "num_samples * env.world_size", "num_samples"),
     "gradients exchanged too early": ("train.py", "last=micro == optim.accumulate - 1", "last=micro == 0"),

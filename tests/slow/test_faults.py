@@ -207,7 +207,7 @@ def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
 def test_a_row_has_the_mean_loss_since_the_previous_row(meter):
     scaler, state = torch.amp.GradScaler("cpu", init_scale=1.0), TrainState(None, None, None)
     for total, num_samples in ((3.0, 2), (1.0, 2), (2.0, 1)):
-        meter.squared_error += total
+        meter.loss += total
         meter.count(num_samples, torch.tensor(1.0), scaler)
     assert meter.read(state)["loss"] == pytest.approx(6.0 / 5)
 
@@ -224,7 +224,7 @@ def test_a_step_and_its_meter_do_not_wait_for_the_device(meter):
         scaler.scale(loss).backward()
         with CountSynchronisations() as count:
             grad_norm = optimizer_step(model, optimizer, scaler, OptimConfig())
-            meter.squared_error += loss.detach()
+            meter.loss += loss.detach()
             meter.count(1, grad_norm, scaler)
         assert (count.seen == []) is fused
 
@@ -299,11 +299,11 @@ def test_a_signal_to_all_processes_stops_cleanly_with_loader_processes(tmp_path,
 
 STOPPED_AFTER_NAN = """
 import os, pathlib, signal, train
-learning_rate, squared_error = train.learning_rate, train.squared_error
+learning_rate, criterion = train.learning_rate, train.criterion
 def spoil(step, *arguments):
     if step == 5 and not pathlib.Path("done").exists():
         pathlib.Path("done").touch()
-        train.squared_error = lambda *a: squared_error(*a) * float("nan")
+        train.criterion = lambda *a: criterion(*a) * float("nan")
         os.kill(os.getpid(), signal.SIGTERM)
     return learning_rate(step, *arguments)
 train.learning_rate = spoil
@@ -334,14 +334,14 @@ train.main()
 
 
 @pytest.mark.parametrize(("nproc", "target"), [(0, "rank SIGTERM"), (0, "rank SIGINT"), (2, "torchrun SIGKILL")])
-def test_a_signal_before_the_first_step_stops_after_it(torchrun, tables, tmp_path, nproc, target):
+def test_a_signal_before_the_first_step_stops_before_it(torchrun, tables, tmp_path, nproc, target):
     (tmp_path / "early.py").write_text(SIGNALLED_EARLY)
     result = torchrun(nproc, tmp_path / "early.py", *tables, *SETTINGS, target)
     assert result.returncode == (-signal.SIGKILL if nproc else 0)
     reason = "torchrun exited" if nproc else target.split()[1]
-    assert f"stopped   at step 1 ({reason})" in result.stdout
+    assert f"stopped   at step 0 ({reason})" in result.stdout
     status = json.loads((tmp_path / "runs/default/status.json").read_text())
-    assert status == {"state": "stopped", "step": 1, "epoch": 0, "reason": reason}
+    assert status == {"state": "stopped", "step": 0, "epoch": 0, "reason": reason}
 
 
 BUSY = """

@@ -31,7 +31,7 @@ def test_an_active_environment_is_used_and_options_pass_through(run, tables, tmp
     assert "OMP_NUM_THREADS" not in result.stderr  # torchrun does not warn about it
     test_line, run_line = result.stdout.strip().splitlines()[-2:]
     assert "Pearson" in test_line and "additive baseline" in test_line
-    assert run_line.endswith("runs/mine")
+    assert "runs/mine, model of step" in run_line
     assert (tmp_path / "runs/mine/checkpoints/best.pt").exists()
 
 

@@ -93,8 +93,8 @@ def audit_devices(config: train.Config, env: Distributed) -> None:
         return found["loss"]
 
     original_model, original_optimizer = train.build_model, train.build_optimizer
-    original_criterion = train.squared_error
-    train.build_model, train.build_optimizer, train.squared_error = build_model, build_optimizer, criterion
+    original_criterion = train.criterion
+    train.build_model, train.build_optimizer, train.criterion = build_model, build_optimizer, criterion
     try:
         train.train(config, env)
     except AuditDone:

@@ -41,7 +41,7 @@ def rows(options: argparse.Namespace) -> bool:
     dataset = data.KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
     chosen, training = torch.cat([tables.rows(split) for split in data.SPLITS]), tables.rows("train")
     with torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None):
-        prediction = train.predict_rows(model, graph, dataset, chosen, config.data.batch_size, env).to(dtype)
+        prediction = train.predict_rows(model, graph, dataset, chosen, config, env).to(dtype)
     error = ((prediction - dataset.y) / model.y_std.cpu()).square()  # overflows where the training loss does
     bad = chosen[~error[chosen].isfinite()]
     if len(bad):

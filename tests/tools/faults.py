@@ -254,13 +254,13 @@ def replace_and_die(source: Path, target: Path) -> None:
 
 
 def spoil_the_next_loss(value: float) -> None:
-    squared_error = train.squared_error
+    criterion = train.criterion
 
     def spoiled_error(*arguments):
-        train.squared_error = squared_error
-        return squared_error(*arguments) * value
+        train.criterion = criterion
+        return criterion(*arguments) * value
 
-    train.squared_error = spoiled_error
+    train.criterion = spoiled_error
 
 
 def spoiled(state: dict) -> dict:

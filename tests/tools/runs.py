@@ -35,6 +35,15 @@ def parameters(folder: Path) -> dict[str, Tensor]:
     return torch.load(newest_checkpoint(folder), weights_only=True)["model"]
 
 
+def equal(value: object, other: object, tolerance: float) -> bool:
+    """Returns whether two values of a metrics row, which may be nested, differ by at most the relative tolerance."""
+    if isinstance(other, dict):
+        return value.keys() == other.keys() and all(equal(value[key], other[key], tolerance) for key in other)
+    if isinstance(other, list):
+        return len(value) == len(other) and all(equal(*pair, tolerance) for pair in zip(value, other, strict=True))
+    return value == other or (isinstance(other, float) and abs(value - other) <= tolerance * abs(other))
+
+
 def difference(folder: Path, reference: Path, tolerance: float = 0.0) -> str:
     """Returns which tensor or metric first differs between two runs by more than the relative tolerance, or ""."""
     ours, theirs = parameters(folder), parameters(reference)
@@ -43,10 +52,7 @@ def difference(folder: Path, reference: Path, tolerance: float = 0.0) -> str:
             return f"the final {name} differs from the undisturbed run's"
     for row, other in zip(series(folder), series(reference), strict=True):
         for key, value in other.items():
-            same = row[key] == value
-            if not same and isinstance(value, float):
-                same = abs(row[key] - value) <= tolerance * abs(value)
-            if not same:
+            if not equal(row[key], value, tolerance):
                 return f"{key} differs from the undisturbed run's: {row} and {other}"
     return ""
 

@@ -1,0 +1,202 @@
+"""What can be known about a knock-out's effect without a trained model: predictors in closed form.
+
+Each function in `BASELINES` maps a `Problem` to predictions of all its rows, float64 [n]. It is fitted on the training
+rows, and its settings are those with the least squared error on the validation rows.
+
+Shapes: K nodes that are knocked out in some row, n rows, q ordered pairs of nodes of one row.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+import data
+from data import Tables
+
+RANKS, PENALTIES = (2, 8, 32), (1.0, 3.0, 10.0, 30.0, 100.0)  # of the low-rank pairs, in units of the residuals
+TEMPERATURES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # of the graph neighbours
+
+
+class Problem:
+    """A split as the baselines read it: the K nodes are numbered from 0, pairs stand in both orders."""
+
+    def __init__(self, tables: Tables):
+        self.tables, self.num_rows = tables, len(tables.y)
+        self.nodes, self.member = tables.perturbed.unique(return_inverse=True)  # [K]; [total], as tables.perturbed
+        self.row, self.train = tables.sample(), tables.split == data.SPLITS.index("train")  # [total], [n]
+        effect, self.additive = data.additive_baseline(tables)
+        self.effect, self.residual = effect[self.nodes], tables.y - self.additive  # [K], [n]
+        self.seen = torch.zeros(len(self.nodes), dtype=torch.bool)  # [K], in a training row
+        self.seen[self.member[self.train[self.row]]] = True
+        pairs = [torch.empty(3, 0, dtype=torch.long)]
+        for k in range(1, int(tables.perturbed_ptr.diff().max())):  # k positions apart in a row
+            i, j, row = self.member[:-k], self.member[k:], self.row[:-k]
+            pairs += [torch.stack([i, j, row])[:, row == self.row[k:]]]
+        self.pairs = torch.cat([*pairs, *(part[[1, 0, 2]] for part in pairs)], dim=1)  # [3, q]: i, j, row
+        self.train_pairs = self.pairs[:, self.train[self.pairs[2]]]
+
+    def add(self, row: Tensor, values: Tensor) -> Tensor:
+        """Returns the sum of the values of each row, [n]."""
+        return values.new_zeros(self.num_rows).index_add(0, row, values)
+
+    def best(self, predictions: Iterable[Tensor]) -> Tensor:
+        """Returns the prediction [n] with the least squared error on the validation rows."""
+        rows = self.tables.rows("val")
+        return min(predictions, key=lambda prediction: (prediction - self.tables.y)[rows].square().mean().item())
+
+    @cached_property
+    def cosine(self) -> Tensor:
+        """The cosine of each two nodes' adjacency rows, float64 [K, K], 0 for nodes without edges.
+
+        A row is that of all relations and both directions, joined end to end.
+        """
+        size, number = len(self.nodes), torch.full((len(self.tables.genes),), -1)
+        number[self.nodes] = torch.arange(size)
+        product = torch.zeros(size, size, dtype=torch.float64)
+        for edge_index in self.tables.edge_indices:
+            for end, other in (edge_index, edge_index.flip(0)):
+                index = torch.stack([number[end], other])[:, number[end] >= 0]
+                value = torch.ones(index.size(1), dtype=torch.float64)
+                adjacency = torch.sparse_coo_tensor(index, value, (size, len(number)), check_invariants=False)
+                product += torch.sparse.mm(adjacency, adjacency.T).to_dense()
+        norm = product.diagonal().clamp(min=1).rsqrt()
+        return norm.unsqueeze(1) * product * norm
+
+    def impute(self, values: Tensor, temperature: float) -> Tensor:
+        """Returns `values` [K, ...] in which nodes in no training row have the mean of the others, weighted as in
+        `neighbours`."""
+        share = (self.cosine[~self.seen] / temperature).softmax(1) * self.seen
+        values = values.clone()
+        values[~self.seen] = share / share.sum(1, keepdim=True) @ values
+        return values
+
+    def unseen_effects(self, temperature: float) -> Tensor:
+        """Returns what the imputed effects of such nodes, which the ridge takes to be 0, add to each row, [n]."""
+        return self.add(self.row, (self.impute(self.effect, temperature) - self.effect)[self.member])
+
+
+def mean(problem: Problem) -> Tensor:
+    return problem.tables.y[problem.train].mean().expand(problem.num_rows)
+
+
+def additive(problem: Problem) -> Tensor:
+    return data.additive_baseline(problem.tables)[1]
+
+
+def recurring_pairs(problem: Problem) -> Tensor:
+    """The additive ridge with an effect also for each pair of nodes that several training rows have in common."""
+    tables, (i, j, row) = problem.tables, problem.pairs[:, problem.pairs[0] < problem.pairs[1]]
+    pair = i * len(problem.nodes) + j
+    found, count = pair[problem.train[row]].unique(return_counts=True)
+    recurring = found[count > 1]
+    known = torch.isin(pair, recurring)
+    number = len(tables.genes) + torch.searchsorted(recurring, pair[known])  # pairs are numbered after the nodes
+    rows, order = torch.cat([problem.row, row[known]]).sort(stable=True)
+    perturbed = torch.cat([tables.perturbed, number])[order]
+    pointer = torch.bincount(rows + 1, minlength=problem.num_rows + 1).cumsum(0)
+    genes = [*tables.genes, *map(str, recurring.tolist())]
+    return data.additive_baseline(replace(tables, genes=genes, perturbed=perturbed, perturbed_ptr=pointer))[1]
+
+
+def low_rank(problem: Problem) -> Tensor:
+    """The additive ridge and, for each pair (i, j) of a row, u_i v_j + u_j v_i; rank and penalty by validation."""
+    return problem.best(add_pairs(problem, u, v) for u, v in factorisations(problem))
+
+
+def add_pairs(problem: Problem, u: Tensor, v: Tensor) -> Tensor:
+    i, j, row = problem.pairs
+    return problem.additive + problem.add(row, (u[i] * v[j]).sum(1))
+
+
+def factorisations(problem: Problem) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields factors u and v of the ridge's residuals, each [K, rank], for all ranks and penalties.
+
+    Alternating least squares: with v fixed, u is a ridge regression. The equations of a row's nodes are coupled, so it
+    is solved for all nodes at once, by a few conjugate-gradient steps from the last u (Takács, Pilászy and Tikk 2011,
+    doi:10.1145/2043932.2043987). Factors of nodes in no training row are zero.
+    """
+    i, j, row = problem.train_pairs
+    spread = problem.residual[problem.train].std().clamp(min=1e-30)
+    target = problem.residual / spread
+
+    def solve(u: Tensor, v: Tensor, penalty: float, steps: int = 3) -> Tensor:
+        factor = v[j]  # [pairs, rank]
+
+        def predict(u: Tensor) -> Tensor:
+            return problem.add(row, (u[i] * factor).sum(1))
+
+        def collect(values: Tensor) -> Tensor:
+            return torch.zeros_like(u).index_add(0, i, factor * values[row].unsqueeze(1))
+
+        direction = residual = collect(target - predict(u)) - penalty * u
+        norm = residual.square().sum()
+        for _ in range(steps):
+            product = collect(predict(direction)) + penalty * direction
+            step = norm / (direction * product).sum().clamp(min=1e-300)
+            u, residual = u + step * direction, residual - step * product
+            norm, previous = residual.square().sum(), norm
+            direction = residual + norm / previous.clamp(min=1e-300) * direction
+        return u
+
+    for rank in RANKS:
+        for penalty in PENALTIES:
+            generator = torch.Generator().manual_seed(0)
+            start = torch.randn(2, len(problem.nodes), rank, dtype=torch.float64, generator=generator)
+            u, v = 0.3 * start * problem.seen.unsqueeze(1)
+            for _ in range(10):
+                u = solve(u, v, penalty)
+                v = solve(v, u, penalty)
+            yield spread * u, v
+
+
+def neighbours(problem: Problem, temperatures: Iterable[float] = TEMPERATURES) -> Tensor:
+    """The additive ridge and interactions averaged over graph neighbours; the temperature by validation.
+
+    Node c stands in for node a with weight w_ac = exp(cosine of their adjacency rows / temperature). A node in no
+    training row gets the weighted mean of the others' effects. The interaction of a and b is the weighted mean of those
+    of the training pairs (c, b) and (a, d): if a is in no training row, of the profiles of the nodes like a. If b is in
+    none either, it is the mean over all training pairs (c, d), with weights w_ac w_bd. The interaction of a training
+    pair is the residual of its row, shared evenly by the pairs of that row.
+    """
+    (i, j, row), index, unseen = problem.pairs, problem.train_pairs[:2], ~problem.seen
+    num_pairs = problem.add(row, torch.full(row.shape, 0.5).double())  # of each row
+    values = torch.stack([problem.residual / num_pairs, torch.ones_like(problem.residual)])[:, problem.train_pairs[2]]
+    size = (len(problem.nodes), len(problem.nodes))
+    total, count = (torch.sparse_coo_tensor(index, value, size, check_invariants=False) for value in values)
+
+    def predict(temperature: float) -> Tensor:
+        weight = (problem.cosine / temperature).exp()
+        sums, weights = torch.sparse.mm(total, weight), torch.sparse.mm(count, weight)  # over (c, b) and a, [K, K]
+        interaction = (sums + sums.T) / (weights + weights.T)
+        of_unseen = weight[unseen]
+        far = (of_unseen @ sums[:, unseen]) / (of_unseen @ weights[:, unseen])
+        interaction[unseen.nonzero(), unseen.nonzero().T] = far  # where `sums` and `weights` are 0
+        pairs = problem.add(row, interaction[i, j].nan_to_num(0.0)) / 2  # 0 without any pair in training rows
+        return problem.additive + problem.unseen_effects(temperature) + pairs
+
+    return problem.best(map(predict, temperatures))
+
+
+def low_rank_neighbours(problem: Problem) -> Tensor:
+    """The low-rank pairs, where a node in no training row gets the effects and factors of the others, averaged with the
+    weights of `neighbours`; rank, penalty and temperature by validation."""
+
+    def predict(u: Tensor, v: Tensor, temperature: float) -> Tensor:
+        pairs = add_pairs(problem, *(problem.impute(x, temperature) for x in (u, v)))
+        return pairs + problem.unseen_effects(temperature)
+
+    temperatures = TEMPERATURES[:1] if problem.seen.all() else TEMPERATURES  # it matters for such nodes only
+    return problem.best(predict(u, v, t) for u, v in factorisations(problem) for t in temperatures)
+
+
+BASELINES: dict[str, Callable[[Problem], Tensor]] = {
+    "mean": mean,
+    "additive ridge": additive,
+    "ridge + recurring pairs": recurring_pairs,
+    "ridge + low-rank pairs": low_rank,
+    "graph neighbours": neighbours,
+    "low-rank pairs + neighbours": low_rank_neighbours,
+}

@@ -1,0 +1,248 @@
+"""What the model is worth: Pearson's r on test rows beside what can be known without it, on several splits.
+
+    python -m tests.bench.quality [--config FILE] [--splits random:0 nodes:0 ...] [--json FILE] [section.key=value ...]
+
+The rivals are those of `tests.bench.baselines`. Variants of our model are trained by train.py with the given options:
+`local`, `global` and `both` name model.readout; `permuted` is `both` on a graph in which the genes' names are permuted,
+so that it says nothing. All settings are chosen on validation rows, and so is the best baseline of each kind of split,
+to which the others are compared by a paired bootstrap over the test rows. Splits by nodes hold out a fifth of the nodes
+unless data.test_fraction is given. After an interruption, the same command resumes the study: runs in `--dir` are kept
+as long as their options, their data and the modules are the same.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+import data
+import train
+from data import DataError, KnockoutDataset
+from ddp_setup import Distributed, UserError, setup
+from mask import SharedGraph
+from model import choose_route
+from tests.bench import report
+from tests.bench.baselines import BASELINES, Problem
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = ("data.py", "ddp_setup.py", "mask.py", "model.py", "train.py")
+MODELS = ("local", "global", "both", "permuted")
+SPLITS = [f"{kind}:{seed}" for kind in ("random", "nodes") for seed in range(3)]
+
+
+# ---- The tables -----------------------------------------------------------------------------------------------------
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    options = parse_arguments(sys.argv[1:])
+    try:
+        env = setup(Distributed(load_config(options.config, options.overrides).ddp))
+        results = [contest(split, options, env) for split in options.splits]
+    except (UserError, DataError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command resumes the study")
+    kinds = dict.fromkeys(split.partition(":")[0] for split in options.splits)
+    tables = {}
+    for kind in kinds:
+        tables |= summary(kind, {s: r for s, r in zip(options.splits, results, strict=True) if s.startswith(kind)})
+    report(tables, env.device, options.json)
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    overrides = [argument for argument in arguments if re.match(r"\w+\.\w+=", argument)]
+    parser.add_argument("--config", metavar="FILE", help="options of train.py (default: config.yaml)")
+    parser.add_argument("--splits", nargs="+", default=SPLITS, metavar="KIND:SEED", help="default: " + " ".join(SPLITS))
+    parser.add_argument("--models", nargs="*", default=MODELS, choices=MODELS, help="variants of ours (default: all)")
+    parser.add_argument("--dir", type=Path, default=Path("runs/quality"), help="of the runs (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the tables to this file")
+    options = parser.parse_args([argument for argument in arguments if argument not in overrides])
+    if wrong := [split for split in options.splits if not re.fullmatch(r"(random|nodes):\d+", split)]:
+        parser.error(f"--splits: {wrong[0]!r} is not random:SEED or nodes:FOLD")
+    options.overrides = overrides
+    return options
+
+
+def load_config(file: str | None, overrides: list[str]) -> train.Config:
+    return train.load_config(SimpleNamespace(config=file, overrides=overrides, checkpoint=None))
+
+
+def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[str, dict]:
+    """Returns {contestant: figures and test predictions} on one split; prints a line for each contestant."""
+    kind, _, seed = split.partition(":")
+    overrides = ["data.test_fraction=0.2"] * (kind == "nodes") + options.overrides
+    overrides += [f"data.split={kind}", f"data.split_seed={seed}"]
+    tables = data.load(load_config(options.config, overrides).data)
+    val, test = (tables.rows(part) for part in ("val", "test"))
+    problem, results = Problem(tables), {}
+    for name in [*BASELINES, *(f"ours, {variant}" for variant in options.models)]:
+        start = time.perf_counter()
+        if name in BASELINES:
+            prediction = BASELINES[name](problem)
+            seconds = time.perf_counter() - start
+        else:
+            prediction, seconds = ours(name.removeprefix("ours, "), overrides, options, env)
+        results[name] = {
+            "validation": pearson(tables.y[val], prediction[val, None]).item(),
+            "Pearson": pearson(tables.y[test], prediction[test, None]).item(),
+            "MSE": (prediction - tables.y)[test].square().mean().item(),
+            "seconds": round(seconds, 2),
+            "y": tables.y[test],
+            "prediction": prediction[test],
+        }
+        line = "{validation:.4f} on validation rows, {Pearson:.4f} on test rows, {seconds:,.1f} s"
+        print(f"{split}  {name}: Pearson {line.format(**results[name])}", file=sys.stderr, flush=True)
+    return results
+
+
+def summary(kind: str, splits: dict[str, dict[str, dict]]) -> dict[str, list[dict]]:
+    """Returns {title: rows} of two tables, means over the splits of a kind and figures of each split."""
+
+    def figures(name: str, key: str) -> Tensor:
+        return torch.tensor([results[name][key] for results in splits.values()], dtype=torch.float64)
+
+    names = list(next(iter(splits.values())))
+    best = max(BASELINES, key=lambda name: figures(name, "validation").mean().nan_to_num(-2.0).item())
+    gains = torch.stack([bootstrap(results, names.index(best)) for results in splits.values()])  # [splits, 1000, names]
+    means, each = [], []
+    for k, name in enumerate(names):
+        tests = figures(name, "Pearson")
+        row = {"contestant": name} | dict(zip(splits, tests.tolist(), strict=True))
+        row |= {"mean": tests.mean(), "spread": tests.std() if len(tests) > 1 else math.nan}
+        row |= {"MSE": figures(name, "MSE").mean(), **interval(tests - figures(best, "Pearson"), gains[:, :, k])}
+        means.append(row | {"seconds": figures(name, "seconds").mean()})
+        for s, (split, results) in enumerate(splits.items()):
+            row = {key: results[name][key] for key in ("validation", "Pearson", "MSE")}
+            gain = interval(tests[s : s + 1] - figures(best, "Pearson")[s], gains[s : s + 1, :, k])
+            each.append({"split": split, "contestant": name, **row, **gain, "seconds": results[name]["seconds"]})
+    each.sort(key=lambda row: list(splits).index(row["split"]))
+    count = " + ".join(f"{len(results[best]['y']):,}" for results in splits.values())
+    title = f"Splits by {kind}: Pearson on {count} test rows, mean and spread over splits, difference to '{best}'"
+    return {
+        heading: [{key: clean(value) for key, value in row.items()} for row in rows]
+        for heading, rows in ((title, means), (f"Each split by {kind}", each))
+    }
+
+
+def interval(difference: Tensor, resampled: Tensor) -> dict[str, Tensor]:
+    """Returns the mean over splits of the differences [splits] and the 95 % interval of resampled ones [splits, R]."""
+    low, high = resampled.mean(0).nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
+    return {"difference": difference.mean(), "2.5 %": low, "97.5 %": high}
+
+
+def clean(value: object) -> object:
+    value = float(value) if isinstance(value, Tensor) else value
+    return "-" if isinstance(value, float) and math.isnan(value) else value
+
+
+def pearson(y: Tensor, predictions: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Returns Pearson's r of y [n] and predictions [n, c] on samples that hold row i `counts[:, i]` times, [R, c].
+
+    Without counts [R, n], R is 1 and the sample is all rows. r is nan for predictions that differ by rounding only.
+    """
+    weight = torch.ones(1, len(y)).double() / len(y) if counts is None else counts / counts.sum(1, keepdim=True)
+    y, x = (y - y.mean()).unsqueeze(1), predictions - predictions.mean(0)
+    x = x.where(x.abs().amax(0) > 1e-12 * predictions.abs().amax(0), math.nan)
+    covariance = weight @ (x * y) - (weight @ x) * (weight @ y)
+    variance = [weight @ values.square() - (weight @ values).square() for values in (x, y)]
+    return covariance / (variance[0] * variance[1]).sqrt()
+
+
+def bootstrap(results: dict[str, dict], best: int, resamples: int = 1000) -> Tensor:
+    """Returns each contestant's Pearson less that of number `best`, on resampled test rows, [R, contestants].
+
+    Rows are drawn independently of each other, though those that share a node are not independent.
+    """
+    y, generator = next(iter(results.values()))["y"], torch.Generator().manual_seed(0)
+    chosen = torch.randint(len(y), (resamples, len(y)), generator=generator)
+    counts = torch.stack([torch.bincount(rows, minlength=len(y)) for rows in chosen]).double()
+    correlation = pearson(y, torch.stack([row["prediction"] for row in results.values()], dim=1), counts)
+    return correlation - correlation[:, best : best + 1]
+
+
+# ---- Our model ------------------------------------------------------------------------------------------------------
+def ours(name: str, overrides: list[str], options: argparse.Namespace, env: Distributed) -> tuple[Tensor, float]:
+    """Trains a variant of the model, or resumes or finds its run; returns its predictions [n] and the seconds spent."""
+    overrides = [*overrides, f"model.readout={'both' if name == 'permuted' else name}"]
+    if name == "permuted":
+        overrides += permute_names(load_config(options.config, overrides), options.dir)
+    config = load_config(options.config, overrides)
+    tables = data.load(config.data)
+    modules = [(ROOT / module).read_text() for module in MODULES]
+    settings = {**asdict(config), "run": config.run.seed, "data": [config.data.batch_size, tables.fingerprint()]}
+    key = hashlib.sha256(json.dumps([settings, modules]).encode()).hexdigest()[:8]
+    folder = options.dir / f"{config.data.split}-{config.data.split_seed}-{name}-{key}"
+    events = finished_run(folder)
+    if not events:
+        where = [f"run.dir={options.dir}", f"run.name={folder.name}"]
+        command = [sys.executable, str(ROOT / "train.py"), *overrides, *where]
+        command += ["--config", options.config] if options.config else []
+        # In a session of its own, so that Ctrl-C reaches only this process, which then ends the run cleanly.
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+        try:
+            if status := process.wait():
+                sys.exit(f"train.py ended with exit status {status}: see {folder}/log.rank0.txt")
+        finally:
+            process.terminate()
+            process.wait()
+        if not (events := finished_run(folder)):
+            sys.exit(f"{folder} was stopped: the same command resumes it")
+    checkpoint = folder / "checkpoints/best.pt"
+    model = train.build_model(config, tables)
+    train.load_model(model, train.read_checkpoint(checkpoint)["model"], checkpoint)
+    graph = SharedGraph(tables.graph()).to(env.device)
+    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
+    choose_route(config.model, graph, dataset)
+    rows = torch.cat([tables.rows("val"), tables.rows("test")])
+    prediction = train.predict_rows(model.to(env.device), graph, dataset, rows, config, env)
+    sessions = [(a["time"], b["time"]) for a, b in pairwise(events) if b["event"] in ("stopped", "finished")]
+    return prediction, sum(end - start for start, end in sessions)  # of killed sessions the end is not known
+
+
+def finished_run(folder: Path) -> list[dict]:
+    """Returns the events of a run that has its test row, else an empty list."""
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    finished = any(row["kind"] == "test" for row in rows)
+    return [row for row in rows if row["kind"] == "event"] if finished else []
+
+
+def permute_names(config: train.Config, folder: Path) -> list[str]:
+    """Writes the tables with the genes' names permuted in the graph; returns the options that name the files."""
+    tables = data.load(config.data)
+    generator = torch.Generator().manual_seed(config.data.split_seed)
+    order = torch.randperm(len(tables.genes), generator=generator).tolist()
+    name = [tables.genes[node] for node in order]
+    edges = [
+        f"{name[source]}\t{name[target]}\t{relation}"
+        for relation, edge_index in zip(tables.relations, tables.edge_indices, strict=True)
+        for source, target in edge_index.T.tolist()
+    ]
+    stem = f"{config.data.split}-{config.data.split_seed}-permuted"
+    files = {"edges": ["source\ttarget\trelation", *edges]}
+    if config.data.source == "synthetic":
+        nodes, bounds = tables.perturbed.tolist(), pairwise(tables.perturbed_ptr.tolist())
+        sets = [",".join(tables.genes[node] for node in nodes[a:b]) for a, b in bounds]
+        rows = [f"{genes}\t{score!r}" for genes, score in zip(sets, tables.y.tolist(), strict=True)]
+        files["perturbations"] = ["genes\tscore", *rows]
+    folder.mkdir(parents=True, exist_ok=True)
+    for option, lines in files.items():
+        train.write_atomically(folder / f"{stem}.{option}.tsv", "\n".join([*lines, ""]))
+    return ["data.source=tsv", *(f"data.{option}={folder / stem}.{option}.tsv" for option in files)]
+
+
+if __name__ == "__main__":
+    main()

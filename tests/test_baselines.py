@@ -1,0 +1,199 @@
+"""The baselines of tests.bench.quality, on tables whose effects they can know or not, and the figures made of them."""
+
+import copy
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import data
+import train
+from data import DataConfig, Tables, pack
+from tests.bench.baselines import BASELINES, Problem, low_rank, low_rank_neighbours, neighbours, recurring_pairs
+from tests.bench.quality import bootstrap, pearson, permute_names, summary
+
+NUM_GENES = 40
+
+
+def make_tables(score, size: int, split: str, num_rows: int | None = None, edges: torch.Tensor | None = None) -> Tables:
+    """Returns a table of all or `num_rows` sets of `size` genes and their `score`, without edges unless given."""
+    sets = list(itertools.combinations(range(NUM_GENES), size))
+    order = torch.randperm(len(sets), generator=torch.Generator().manual_seed(0))[:num_rows]
+    sets = [sets[k] for k in order]
+    genes = [f"G{i:02d}" for i in range(NUM_GENES)]
+    y = torch.tensor([float(score(genes)) for genes in sets], dtype=torch.float64)
+    edges = torch.empty(2, 0, dtype=torch.long) if edges is None else edges
+    tables = Tables(genes, ["x"], [edges], *pack(sets), y)
+    make_split = data.node_split if split == "nodes" else data.random_split
+    tables.split = make_split(tables, DataConfig(split=split, test_fraction=0.2))
+    return tables
+
+
+def on_test_rows(tables: Tables, prediction: torch.Tensor) -> float:
+    rows = tables.rows("test")
+    return pearson(tables.y[rows], prediction[rows, None]).item()
+
+
+def normal(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def module_edges() -> torch.Tensor:
+    """Returns edges from each gene of four modules, of the genes k, k + 4, ..., to two of the module's own."""
+    genes = torch.arange(NUM_GENES)
+    return torch.stack([torch.cat([genes, genes]), torch.cat([genes % 4, genes % 4 + 4])])
+
+
+@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("split", ["random", "nodes"])
+def test_a_baseline_does_not_see_the_test_scores(name, split):
+    effect = normal(NUM_GENES, 3)
+    tables = make_tables(lambda genes: effect[list(genes)].prod(0).sum(), 2, split, edges=module_edges())
+    before = BASELINES[name](Problem(tables))
+    changed = copy.deepcopy(tables)
+    changed.y[changed.rows("test")] = 100 * normal(len(changed.rows("test")))
+    assert torch.equal(BASELINES[name](Problem(changed)), before)
+    assert before.shape == tables.y.shape and before.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_low_rank_pairs_are_found_in_rows_of_any_size(size):
+    effect, profile = normal(NUM_GENES), normal(NUM_GENES, 2, seed=1)
+
+    def score(genes):
+        pairs = itertools.combinations(genes, 2)
+        return effect[list(genes)].sum() + sum(
+            profile[a, 0] * profile[b, 0] - profile[a, 1] * profile[b, 1] for a, b in pairs
+        )
+
+    tables = make_tables(score, size, "random", num_rows=1500)
+    problem = Problem(tables)
+    assert on_test_rows(tables, problem.additive) < 0.9
+    assert on_test_rows(tables, low_rank(problem)) > 0.97
+
+
+def test_recurring_pairs_get_an_effect_of_their_own():
+    effect = normal(NUM_GENES)
+    tables = make_tables(lambda genes: effect[list(genes)].sum() + 5 * ({0, 1} <= set(genes)), 3, "random")
+    problem = Problem(tables)
+    both = torch.isin(torch.arange(len(tables.y)), tables.sample()[tables.perturbed == 0]) & torch.isin(
+        torch.arange(len(tables.y)), tables.sample()[tables.perturbed == 1]
+    )
+    error = (recurring_pairs(problem) - tables.y).abs()
+    assert error[both].max() < 0.5 < (problem.additive - tables.y).abs()[both].min()
+
+
+def test_without_recurring_pairs_the_ridge_remains():
+    tables = make_tables(lambda genes: sum(genes), 2, "random")
+    problem = Problem(tables)
+    torch.testing.assert_close(recurring_pairs(problem), problem.additive)
+
+
+@pytest.mark.parametrize("baseline", [neighbours, low_rank_neighbours])
+def test_an_unseen_gene_is_known_by_its_neighbours(baseline):
+    """Scores depend on the genes' modules only, which the graph tells."""
+    effect = normal(4, 4)
+    tables = make_tables(
+        lambda genes: effect[genes[0] % 4, genes[1] % 4] + effect[genes[1] % 4, genes[0] % 4],
+        2,
+        "nodes",
+        edges=module_edges(),
+    )
+    assert on_test_rows(tables, Problem(tables).additive) < 0.8
+    assert on_test_rows(tables, baseline(Problem(tables))) > 0.95
+    nothing = replace(tables, edge_indices=[torch.empty(2, 0, dtype=torch.long)])
+    assert on_test_rows(nothing, baseline(Problem(nothing))) < 0.8
+
+
+@pytest.mark.parametrize("split", ["random", "nodes"])
+def test_neighbours_equal_a_plain_loop(split):
+    edges = torch.randint(NUM_GENES, (2, 150), generator=torch.Generator().manual_seed(1))
+    effect = normal(NUM_GENES, NUM_GENES)
+    tables = make_tables(lambda genes: effect[genes], 2, split, num_rows=300, edges=edges)
+    problem, train_rows = Problem(tables), set(tables.rows("train").tolist())
+    adjacency = torch.zeros(NUM_GENES, 2 * NUM_GENES)
+    for source, target in edges.T.tolist():
+        adjacency[source, target] += 1
+        adjacency[target, NUM_GENES + source] += 1
+    adjacency = torch.nn.functional.normalize(adjacency, dim=1).double()
+    weight = (adjacency @ adjacency.T / 0.3).exp()
+    interaction, seen = {}, set()
+    for row, pair in enumerate(tables.perturbed.view(-1, 2).tolist()):
+        if row in train_rows:
+            interaction[tuple(pair)] = interaction[tuple(pair[::-1])] = problem.residual[row]
+            seen |= set(pair)
+    ridge = dict(zip(problem.nodes.tolist(), problem.effect.tolist(), strict=True))
+
+    def average(terms):
+        terms = list(terms)
+        return sum(w * value for w, value in terms) / sum(w for w, _ in terms) if terms else None
+
+    expected = []
+    for a, b in tables.perturbed.view(-1, 2).tolist():
+        near = [(weight[a, c], r) for (c, d), r in interaction.items() if d == b]
+        near += [(weight[b, d], r) for (c, d), r in interaction.items() if c == a]
+        far = [(weight[a, c] * weight[b, d], r) for (c, d), r in interaction.items()]
+        effects = [ridge[x] if x in seen else average((weight[x, c], ridge[c]) for c in seen) for x in (a, b)]
+        expected.append(tables.y[tables.rows("train")].mean() + sum(effects) + average(near or far))
+    torch.testing.assert_close(neighbours(problem, [0.3]), torch.stack(expected))
+
+
+def test_pearson_and_bootstrap_equal_those_of_torch():
+    y, prediction = (
+        normal(50),
+        torch.stack([normal(50, seed=1), normal(50, seed=2) + 1000, 1 + 1e-15 * normal(50)], 1),
+    )
+    expected = [torch.corrcoef(torch.stack([y, x]))[0, 1] for x in prediction.T[:2]]
+    torch.testing.assert_close(pearson(y, prediction)[0, :2], torch.stack(expected))
+    assert pearson(y, prediction)[0, 2].isnan()
+    counts = torch.randint(3, (4, 50), generator=torch.Generator().manual_seed(0))
+    for row, found in zip(counts, pearson(y, prediction, counts.double()), strict=True):
+        again = torch.stack([y, *prediction.T[:2]]).repeat_interleave(row, dim=1)
+        torch.testing.assert_close(found[:2], torch.corrcoef(again)[0, 1:])
+
+
+def test_the_summary_compares_with_the_baseline_that_validation_prefers():
+    y = normal(400)
+
+    def result(noise: float, validation: float, seed: int) -> dict:
+        prediction = y + noise * normal(400, seed=seed)
+        r = pearson(y, prediction.unsqueeze(1)).item()
+        return {"validation": validation, "Pearson": r, "MSE": 1.0, "seconds": 0.0, "y": y, "prediction": prediction}
+
+    noises = dict(zip(BASELINES, (3.0, 1.0, 0.3, 2.0, 2.0, 2.0), strict=True)) | {"ours, both": 0.5}
+    splits = {
+        f"random:{s}": {
+            name: result(noise, 0.9 if name == "additive ridge" else 0.1, k + 10 * s + 1)
+            for k, (name, noise) in enumerate(noises.items())
+        }
+        for s in range(2)
+    }
+    means, each = summary("random", splits).values()
+    rows = {row["contestant"]: row for row in means}
+    assert len(each) == 2 * len(noises) and rows["additive ridge"]["difference"] == 0
+    ours = rows["ours, both"]
+    assert ours["2.5 %"] < ours["difference"] < ours["97.5 %"] and ours["2.5 %"] > 0
+    assert ours["mean"] == pytest.approx((ours["random:0"] + ours["random:1"]) / 2)
+    assert ours["spread"] == pytest.approx(abs(ours["random:0"] - ours["random:1"]) / math.sqrt(2))
+    gains = bootstrap(splits["random:0"], best=1)[:, -1]
+    single = next(row for row in each if row["contestant"] == "ours, both")
+    assert single["2.5 %"] == pytest.approx(gains.quantile(0.025).item())
+
+
+@pytest.mark.parametrize("split", ["random", "nodes"])
+def test_permuted_names_change_nothing_but_the_graph(tmp_path, split):
+    config = train.Config(data=DataConfig(split=split, cache_dir=str(tmp_path)))
+    overrides = permute_names(config, tmp_path)
+    options = dict(override.removeprefix("data.").split("=") for override in overrides)
+    before, after = data.load(config.data), data.load(replace(config.data, **options))
+    assert all(Path(options[name]).parent == tmp_path for name in ("edges", "perturbations"))
+    for name in ("genes", "relations"):
+        assert getattr(after, name) == getattr(before, name)
+    for name in ("perturbed", "perturbed_ptr", "y", "split"):
+        assert torch.equal(getattr(after, name), getattr(before, name))
+    for old, new in zip(before.edge_indices, after.edge_indices, strict=True):
+        degrees = [torch.bincount(edges[0], minlength=400) for edges in (old, new)]
+        assert not torch.equal(*degrees) and torch.equal(*(degree.sort().values for degree in degrees))
