@@ -70,7 +70,7 @@ class KnockoutGNN(nn.Module):
         masks = nn.functional.dropout(ones, self.config.dropout, self.training).unsqueeze(2).unbind()
         expanded = self.config.message_passing == "expanded"
         messages = ExpandedMessages(graph, intact_batch(graph.device)) if expanded else SharedMessages(graph)
-        # An identity stays 0 until a training row knocks the node out. Dropping others teaches the model to do without.
+        # Dropping identities teaches the model to do without those of nodes that no training row knocks out.
         known = nn.functional.dropout(self.embedding.new_ones(graph.num_nodes, 1), self.config.dropout, self.training)
         x, intact = self.encode((self.identity * known).unsqueeze(1), messages, masks)
         wild_type = self.norm(x)  # [N, 1, H]
@@ -169,8 +169,8 @@ class KnockoutConv(nn.Module):
     A relational graph convolution whose messages are the source's state times a vector of the relation (CompGCN,
     Vashishth et al. 2020, arXiv:1911.03082). The root term is not masked: nothing reads the states of dead nodes.
 
-    In the first layer, h is the normalised embedding, but the root term takes x, the nodes' identities: of a node that
-    no training row knocks out, only what its neighbours send is known.
+    In the first layer, h is the normalised embedding, but the root term takes x, the nodes' identities, which for a
+    node that no training row knocks out are learnt only from what it sends to others in later layers.
     """
 
     # With weights 1/sqrt(d_i * d_j) the sums are small: 0.3 on yeast, where h has a standard deviation of 1. Scaling
