@@ -38,6 +38,8 @@ log.addHandler(logging.NullHandler())  # without it, the preflight check would p
 
 PARENT_PID = os.getppid()  # torchrun, if it launched this process
 GRACE_S = 5.0  # seconds a rank has to exit by itself after another one has failed
+# Seconds without progress after SIGTERM until a rank gives up, half of those until torchrun kills it.
+SIGTERM_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) / 2
 
 
 class UserError(Exception):
@@ -106,8 +108,10 @@ class Distributed:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if "TORCH_DISTRIBUTED_DEBUG" not in os.environ:
             dist.set_debug_level(dist.DebugLevel.INFO)  # so that DDP names parameters without a gradient
-        ids = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=ids, **self.config.options)
+        options = {"device_ids": [self.device.index] if self.device.type == "cuda" else None}
+        # Only running statistics (BatchNorm's) change; broadcasting buffers costs a collective per forward pass.
+        options["broadcast_buffers"] = any(name.endswith("running_mean") for name, _ in model.named_buffers())
+        return DistributedDataParallel(model, **options | self.config.options)
 
     def accumulating(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager:
         """Wraps a micro-batch's forward and backward, so that only the last one of a step all-reduces gradients."""
@@ -222,6 +226,11 @@ class StopRequest:
         self.files = [file, Path(os.environ.get("STOP_FILE", file))]  # launch.sh sets STOP_FILE under SLURM
         self.reason, self.next_check = 0, 0.0  # a position in REASONS, and when to look for the files
         self.pid = os.getpid()
+        # Python runs handlers between its instructions; the watchdog also sees signals while a call never returns.
+        self.received, sender = os.pipe()
+        os.set_blocking(self.received, False)
+        os.set_blocking(sender, False)
+        signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
         for number in self.SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._handle)
@@ -233,6 +242,12 @@ class StopRequest:
         if number == signal.SIGINT and self.reason == reason:
             os._exit(128 + number)  # a second Ctrl-C
         self.reason = reason
+
+    def told_to_end(self) -> bool:
+        """Returns whether a SIGTERM has arrived since the last call, even if no handler could run."""
+        with contextlib.suppress(BlockingIOError):
+            return signal.SIGTERM in os.read(self.received, 64)
+        return False
 
     def code(self) -> int:
         """Returns a position in `REASONS`, 0 for no request; looks for the files at most once a second."""
@@ -260,9 +275,14 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         threading.Thread(target=self.watch_store, name="watchdog of the store", daemon=True).start()
-        progress, stalled, ending = None, 0, 0  # the last two count heartbeats
+        progress, stalled, ending, told = None, 0, 0, 0  # the last three count heartbeats
         for heartbeat in itertools.count():
             progress, stalled = self.env.progress, stalled + 1 if progress == self.env.progress else 0
+            # A rank that waits in NCCL for a dead one cannot handle torchrun's SIGTERM.
+            told = told + 1 if told and stalled else int(bool(self.env.stop) and self.env.stop.told_to_end())
+            if told * self.heartbeat_s > SIGTERM_S:
+                reason = f"rank {self.env.rank}: SIGTERM while it waits in {progress[2]} of step {progress[0]}"
+                self.abort(self.env.record_end_reason(reason)[0])
             with contextlib.suppress(dist.DistError):  # torchrun is gone, which StopRequest notices
                 self.store.set(f"progress/{self.env.rank}", json.dumps([heartbeat, progress]))
                 if stalled * self.heartbeat_s < self.env.limit_s / 2:
@@ -413,16 +433,17 @@ def preflight(env: Distributed) -> None:
         if env.rank == 0:
             print(f"{'OK' if ok else 'NOTE':6s} {name:12s} {finding}", flush=True)
 
-    def slowest(function: Callable[[], object]) -> tuple[list[float], int]:
-        """Returns the median milliseconds of a call on each rank, and the slowest rank."""
-        times = env.gather(1e3 * statistics.median(timeit.repeat(function, number=1, repeat=6)[1:]))
+    def slowest(function: Callable[[], object], repeat: int = 6) -> tuple[list[float], int]:
+        """Returns the median milliseconds of a call on each rank, after as many to warm up, and the slowest rank."""
+        times = env.gather(1e3 * statistics.median(timeit.repeat(function, number=1, repeat=repeat)[repeat // 2 :]))
         return times, max(range(env.world_size), key=times.__getitem__)
 
     report("ranks", "\n".join(["", *describe(env)]))
     env.check_equal(library_versions())
     report("versions", "the same on all ranks")
-    matrix = torch.ones(1024, 1024, device=env.device)
-    times, rank = slowest(lambda: (matrix @ matrix).sum().item())
+    size = 8192 if env.device.type == "cuda" else 1024  # large enough for an idle GPU to raise its clock
+    matrix = torch.ones(size, size, device=env.device)
+    times, rank = slowest(lambda: (matrix @ matrix).sum().item(), repeat=20)
     finding = f"a matrix product takes {min(times):.1f} to {times[rank]:.1f} ms, slowest on rank {rank}"
     report("speed", finding, times[rank] <= 1.5 * statistics.median_low(times))
     if not env.launched:

@@ -8,7 +8,6 @@ Shapes: N nodes, R relations, E_r edges of relation r, B samples, P knocked-out 
 Node states are node-major, [N, B, H], so that one sparse product serves all samples at once.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -45,14 +44,21 @@ class KnockoutGNN(nn.Module):
     Args:
         num_nodes, num_relations: size of the graph that `forward` takes.
         y_mean, y_std: mean and standard deviation of the training targets, saved in checkpoints as buffers.
+        unseen: share of nodes whose own identity and effect a training step hides, so that the model learns to predict
+            nodes that no training row knocks out; 0 if dropout is.
     """
 
     def __init__(
-        self, config: ModelConfig, num_nodes: int, num_relations: int, y_mean: float = 0.0, y_std: float = 1.0
+        self,
+        config: ModelConfig,
+        num_nodes: int,
+        num_relations: int,
+        y_mean: float = 0.0,
+        y_std: float = 1.0,
+        unseen: float = 0.0,
     ):
         super().__init__()
-        self.config = config
-        hidden = config.hidden
+        self.config, self.unseen, hidden = config, unseen * (config.dropout > 0), config.hidden
         self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))  # what nodes send in the first layer
         self.identity = nn.Parameter(torch.zeros(num_nodes, hidden))  # their states before it
         self.layers = nn.ModuleList(KnockoutConv(hidden, num_relations) for _ in range(config.layers))
@@ -65,79 +71,73 @@ class KnockoutGNN(nn.Module):
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
         """Returns predictions [B]; raises `RuntimeError` if the batch and the graph are on different devices."""
         graph.check(batch)
-        # Both passes share one dropout mask per layer: with different masks, noise would drown the knock-outs' effect.
-        ones = self.embedding.new_ones(len(self.layers) + 1, *self.embedding.shape)
-        masks = nn.functional.dropout(ones, self.config.dropout, self.training).unsqueeze(2).unbind()
         expanded = self.config.message_passing == "expanded"
         messages = ExpandedMessages(graph, intact_batch(graph.device)) if expanded else SharedMessages(graph)
-        # Dropping identities teaches the model to do without those of nodes that no training row knocks out.
-        known = nn.functional.dropout(self.embedding.new_ones(graph.num_nodes, 1), self.config.dropout, self.training)
-        x, intact = self.encode((self.identity * known).unsqueeze(1), messages, masks)
+        known = nn.functional.dropout(self.identity.new_ones(graph.num_nodes), self.unseen, self.training) > 0
+        sent = nn.functional.dropout(self.embedding, self.config.dropout, self.training)  # the same in both passes
+        x, h = self.identity * known.unsqueeze(1), self.layers[0].norm(sent)
+        x, intact = self.encode(x.unsqueeze(1), h.unsqueeze(1), messages)
         wild_type = self.norm(x)  # [N, 1, H]
         prediction = 0.0
         if self.local_readout is not None:
-            prediction = prediction + self.local_readout(wild_type.squeeze(1), batch)
+            prediction = prediction + self.local_readout(wild_type.squeeze(1), known, batch)
         if self.global_readout is not None:
-            prediction = prediction + self.global_readout(self.changes(graph, batch, masks, intact, wild_type))
+            prediction = prediction + self.global_readout(self.changes(graph, batch, intact, wild_type))
         return self.y_mean + self.y_std * prediction.to(self.y_mean.dtype)
 
-    def encode(self, x: Tensor, messages: "Messages", masks: Sequence[Tensor], depth: int = 0) -> tuple[Tensor, list]:
-        """Returns node states [N, B, H] after the layers from `depth` on, and (x, h, p) of each of these layers.
-
-        `masks`, each [N, 1, H], are dropout factors of the embedding and of each layer's output.
-        """
+    def encode(self, x: Tensor, h: Tensor, messages: "Messages", depth: int = 0) -> tuple[Tensor, list]:
+        """Returns `x` [N, B, H] after the layers from `depth` on, the first sending `h`, and (x, h, p) of each one."""
         trace = []
-        for i, (layer, mask) in enumerate(zip(self.layers[depth:], masks[depth + 1 :], strict=True), depth):
-            h = layer.norm(x if i else self.embedding.unsqueeze(1) * masks[0])
+        for i, layer in enumerate(self.layers[depth:], depth):
+            h = h if i == depth else layer.norm(x)
             p = layer(h if i else x, h, messages).to(x.dtype)  # as sparse gradients do not add up in half precision
             trace.append((x, h, p))
-            x = x + mask * nn.functional.gelu(p)
+            x = x + nn.functional.gelu(p)
         return x, trace
 
-    def encode_reached(self, block: ReachBlock, intact: list, masks: Sequence[Tensor]) -> Tensor:
+    def encode_reached(self, block: ReachBlock, intact: list) -> Tensor:
         """Returns the states that the block's knock-outs change, after the layers that it plans, [S, H].
 
         p is linear in h, so it is that of the intact graph plus what the changes of h add; the h of a dead node, which
         sends nothing, changes to zero.
         """
-        x = masks[0].new_zeros(0, masks[0].size(2))
-        for layer, mask, reached, trace in zip(self.layers, masks[1:], block.layers, intact, strict=False):
+        x = self.identity.new_zeros(0, self.config.hidden)
+        for layer, reached, trace in zip(self.layers, block.layers, intact, strict=False):
             wild_x, wild_h, wild_p = (states.squeeze(1) for states in trace)
             changed = layer.norm(x) - self.rows(wild_h, reached.sender)
             change = torch.cat([-self.rows(wild_h, block.dead), changed])
             p = self.rows(wild_p, reached.node) + layer.propagate_change(change, reached.matrix)
-            x = self.rows(wild_x, reached.node).index_copy_(0, reached.previous, x)
-            x = torch.addcmul(x, mask.squeeze(1).index_select(0, reached.node), nn.functional.gelu(p))
+            x = self.rows(wild_x, reached.node).index_copy_(0, reached.previous, x) + nn.functional.gelu(p)
         return x
 
-    def changes(
-        self, graph: SharedGraph, batch: Data, masks: Sequence[Tensor], intact: list, wild_type: Tensor
-    ) -> Tensor:
-        """Returns the change that knock-outs make to the states of living nodes, pooled over these nodes, [B, H].
+    def changes(self, graph: SharedGraph, batch: Data, intact: list, wild_type: Tensor) -> Tensor:
+        """Returns the change that knock-outs make to the states of living nodes, summed and over sqrt(N), [B, H].
 
         In the layers that the batch's plan covers, only states that change are computed (see `mask.ReachPlanner`);
         further layers, or all of a batch without a plan, run on all nodes.
         """
-        run = partial(checkpoint, use_reentrant=False) if self.config.checkpointing and self.training else call
+        checkpointing = self.config.checkpointing and self.training
+        run = partial(checkpoint, use_reentrant=False) if checkpointing else lambda part, *arguments: part(*arguments)
 
         def pool(x: Tensor, messages: Messages, alive: Tensor, depth: int) -> Tensor:
-            return self.global_readout.pool(wild_type, self.norm(self.encode(x, messages, masks, depth)[0]), alive)
+            h = self.layers[depth].norm(x) if depth else intact[0][1]
+            change = self.norm(self.encode(x, h, messages, depth)[0]) - wild_type
+            return torch.einsum("nbh,nb->bh", change, alive.to(change.dtype)) / len(alive) ** 0.5
 
         if self.config.message_passing == "expanded":
             return run(pool, intact[0][0], ExpandedMessages(graph, batch), graph.keep(batch), 0)
-        num_samples = batch.perturbed_ptr.numel() - 1
-        blocks = [ReachBlock(num_samples, batch.perturbed, [], [])]
         # Inductor has no sparse gradients; before torch 2.14, its gradients of gathers may be wrong (pytorch #185509).
-        if "reach" in batch and not torch.compiler.is_compiling():
-            blocks = batch.reach
+        planned = "reach" in batch and not torch.compiler.is_compiling()
+        blocks = batch.reach if planned else [ReachBlock(graph.check(batch), batch.perturbed, [], [])]
         pooled, last = [wild_type.new_zeros(0, wild_type.size(2))], 0
         keep = graph.keep(batch) if any(len(block.layers) < len(self.layers) for block in blocks) else None
         for block in blocks:
             first, last = last, last + block.num_samples
-            depth, x = len(block.layers), run(self.encode_reached, block, intact, masks)
+            depth, x = len(block.layers), run(self.encode_reached, block, intact)
             if depth == len(self.layers):
                 change = self.norm(x) - self.rows(wild_type.squeeze(1), block.layers[-1].node)
-                pooled.append(self.global_readout.pool_reached(change, block, len(wild_type)))
+                total = change.new_zeros(block.num_samples, change.size(1))
+                pooled.append(total.index_add(0, block.layers[-1].sample, change) / len(wild_type) ** 0.5)
                 continue
             # Few samples at once run through the remaining layers, so that their states stay in cache.
             size = block_size(wild_type)
@@ -147,8 +147,9 @@ class KnockoutGNN(nn.Module):
                 dense = intact[depth][0].expand(-1, count, -1)
                 if depth:
                     part = block.row_ptr[start], block.row_ptr[start + count] - block.row_ptr[start]
-                    node, sample = (rows.narrow(0, *part) for rows in (block.layers[-1].node, block.layers[-1].sample))
-                    row, reached = node * count + sample - start, x.narrow(0, *part)
+                    rows = block.layers[-1].node, block.layers[-1].sample, x
+                    node, sample, reached = (values.narrow(0, *part) for values in rows)
+                    row = node * count + sample - start
                     dense = dense.flatten(0, 1).index_copy(0, row, reached).view_as(dense)
                 pooled.append(run(pool, dense, SharedMessages(graph, alive), alive, depth))
         return torch.cat(pooled)
@@ -180,6 +181,7 @@ class KnockoutConv(nn.Module):
     def __init__(self, hidden: int, num_relations: int):
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
+        nn.init.normal_(self.norm.bias.data[: hidden // 8], std=0.3)  # these channels count living neighbours
         self.root = nn.Linear(hidden, hidden)
         self.gate = nn.Parameter(torch.randn(num_relations, hidden) / num_relations**0.5)
         self.out = nn.Linear(hidden, hidden, bias=False)
@@ -217,9 +219,8 @@ class ExpandedMessages:
     """
 
     def __init__(self, graph: SharedGraph, batch: Data):
+        self.num_samples, self.edges = graph.check(batch), []
         edge_index, edge_masks = graph.expand(batch), graph.edge_masks(batch)
-        self.num_samples = batch.perturbed_ptr.numel() - 1
-        self.edges = []
         for r, relation in enumerate(graph.relations):
             value = graph.weight(r).repeat(self.num_samples) * edge_masks[relation]
             self.edges.append((*edge_index[relation], value))
@@ -240,8 +241,7 @@ Messages = SharedMessages | ExpandedMessages
 def intact_batch(device: torch.device) -> Data:
     """Returns a batch of one sample without knock-outs."""
     none = torch.empty(0, dtype=torch.long, device=device)
-    ptr = torch.zeros(2, dtype=torch.long, device=device)
-    return Data(perturbed=none, perturbed_batch=none, perturbed_ptr=ptr, num_dead_edges=0)
+    return Data(perturbed=none, perturbed_batch=none, perturbed_ptr=none.new_zeros(2), num_dead_edges=0)
 
 
 class LocalReadout(nn.Module):
@@ -261,39 +261,22 @@ class LocalReadout(nn.Module):
         self.head = readout_head(4 * hidden, 2 * hidden, dropout)
         nn.init.zeros_(self.pair.weight)
 
-    def forward(self, wild_type: Tensor, batch: Data) -> Tensor:
-        """Maps wild_type [N, H] to [B]."""
-        num_samples = batch.perturbed_ptr.numel() - 1
-
-        def total(values: Tensor) -> Tensor:
-            out = values.new_zeros(num_samples, *values.shape[1:])
-            return out.index_add(0, batch.perturbed_batch, values)
-
+    def forward(self, wild_type: Tensor, known: Tensor, batch: Data) -> Tensor:
+        """Maps wild_type [N, H] to [B]; nodes that are not `known` [N] have no effect of their own."""
+        total = partial(scatter, index=batch.perturbed_batch, dim_size=batch.perturbed_ptr.numel() - 1)
         state = self.embed(wild_type.index_select(0, batch.perturbed))  # [P, 2H]
         nodes = total(state)
         pairs = (nodes.square() - total(state.square())) / 2  # sum over pairs i < j of state_i * state_j
-        effects = total(self.effect.index_select(0, batch.perturbed))
+        effects = total((self.effect * known).index_select(0, batch.perturbed))
         return effects + self.pair(pairs).squeeze(1) + self.head(self.norm(torch.cat([nodes, pairs], dim=1)))
 
 
 class GlobalReadout(nn.Module):
-    """An MLP of the difference between knock-out and wild-type states, summed over the living nodes.
-
-    It starts at zero, so that training starts from the local part alone.
-    """
+    """An MLP of the pooled `KnockoutGNN.changes`. It starts at zero: training starts from the local part alone."""
 
     def __init__(self, hidden: int, dropout: float):
         super().__init__()
         self.head = readout_head(hidden, 2 * hidden, dropout)
-
-    def pool(self, wild_type: Tensor, knocked_out: Tensor, keep: Tensor) -> Tensor:
-        """Maps wild_type [N, 1, H], knocked_out [N, B, H] and keep [N, B] to [B, H], scaled by 1 / sqrt(N)."""
-        return torch.einsum("nbh,nb->bh", knocked_out - wild_type, keep.to(knocked_out.dtype)) / len(keep) ** 0.5
-
-    def pool_reached(self, change: Tensor, block: ReachBlock, num_nodes: int) -> Tensor:
-        """Maps the changes of the block's reached states [S, H] to [B, H], as `pool` does."""
-        pooled = change.new_zeros(block.num_samples, change.size(1))
-        return pooled.index_add(0, block.layers[-1].sample, change) / num_nodes**0.5
 
     def forward(self, pooled: Tensor) -> Tensor:
         """Maps pooled [B, H] to [B]; asinh compresses the large sums that a hub's thousands of neighbours give."""
@@ -306,10 +289,6 @@ def readout_head(inputs: int, hidden: int, dropout: float) -> nn.Module:
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
     return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, hidden), nn.GELU(), last, nn.Flatten(0))
-
-
-def call(function: Callable, *arguments) -> Any:
-    return function(*arguments)
 
 
 def choose_route(config: ModelConfig, graph: SharedGraph, dataset: Any) -> str:

@@ -52,11 +52,9 @@ PEARSON = "Pearson {pearson:.4f}, additive baseline {baseline_pearson:.4f}"
 
 # dtype of parameters and optimiser, and of autocast (None: off)
 PRECISIONS = {
-    "fp64": (torch.float64, None),
-    "fp32": (torch.float32, None),
-    "bf16": (torch.float32, torch.bfloat16),
-    "fp16": (torch.float32, torch.float16),
-}
+    "fp64": (torch.float64, None), "bf16": (torch.float32, torch.bfloat16),
+    "fp32": (torch.float32, None), "fp16": (torch.float32, torch.float16),
+}  # fmt: skip
 TQDM_OPTIONS = {} if sys.stderr.isatty() else {"mininterval": 30, "delay": 30}  # keeps log files short
 MAX_SKIPS = 10  # consecutive non-finite steps after which even optim.on_nonfinite=skip ends the run
 
@@ -196,9 +194,8 @@ def train(config: Config, env: Distributed) -> None:
             break
         sampler.set_epoch(epoch, first_step=state.step - epoch * steps_per_epoch)
         model.train()
-        batches, meter = iter(loader), Meter(env, optim)
-        steps, title = range(sampler.first_step, steps_per_epoch), f"epoch {epoch + 1}/{optim.epochs}"
-        bar = tqdm(steps, title, leave=False, disable=env.rank != 0, **TQDM_OPTIONS)
+        batches, meter, steps = iter(loader), Meter(env, optim), range(sampler.first_step, steps_per_epoch)
+        bar = tqdm(steps, f"epoch {epoch + 1}/{optim.epochs}", leave=False, disable=env.rank != 0, **TQDM_OPTIONS)
         for step_in_epoch in bar:
             seed_step(seed, state.step, env.rank)
             for group in optimizer.param_groups:
@@ -239,8 +236,7 @@ def train(config: Config, env: Distributed) -> None:
     prediction = predict_rows(model, graph, dataset, tables.rows("test"), config, env)
     if reason := env.stop_reason(state.step):
         return folder.stop(state, reason)
-    test = test_metrics(prediction, tables, baseline, config)
-    folder.write("test", state, **test, best_step=state.best["step"])
+    folder.write("test", state, **test_metrics(prediction, tables, baseline, config), best_step=state.best["step"])
     folder.event("finished", state)
     log.info(f"run       {folder.path}, model of step {state.best['step']}")
 
@@ -270,7 +266,10 @@ def build_model(config: Config, tables: Tables, effect: Tensor | None = None) ->
     if config.optim.loss == "binary":  # logits, which are the baseline's for rows of one deletion
         effect, mean, std = torch.logit(mean + effect, eps=1e-3), torch.logit(mean, eps=1e-3), torch.ones_like(std)
         effect = effect - mean
-    model = KnockoutGNN(config.model, len(tables.genes), len(tables.relations), mean.tolist(), std.tolist())
+    rows = tables.rows("val")  # training hides as many nodes as are unseen there
+    unseen = tables.unseen()[rows].sum() / tables.perturbed_ptr.diff()[rows].sum().clamp(min=1)
+    size = len(tables.genes), len(tables.relations)
+    model = KnockoutGNN(config.model, *size, mean.tolist(), std.tolist(), unseen.item())
     if model.local_readout is not None:
         model.local_readout.effect.data = (effect / std).float()
     return model
@@ -278,10 +277,9 @@ def build_model(config: Config, tables: Tables, effect: Tensor | None = None) ->
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, env: Distributed) -> torch.optim.Optimizer:
     """Returns AdamW, whose state `optim.zero` shards over ranks; only matrices get weight decay."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if optim.zero and env.launched:
         return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, lr=optim.lr, fused=True)
     # With fused AdamW, GradScaler skips a non-finite step without a host sync; other optimisers (and ZeRO) sync.
@@ -289,15 +287,11 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, env: Distributed) -> t
 
 
 def criterion(prediction: Tensor, batch: Data, model: nn.Module, loss: str = "squared") -> Tensor:
-    """Returns the weighted sum of squared errors, in units of the training scores' variance, or of cross-entropies.
-
-    For binary cross-entropies, predictions are logits.
-    """
+    """Returns the weighted sum of squared errors over the training variance, or of the cross-entropies of logits."""
     if loss == "binary":
-        losses = nn.functional.binary_cross_entropy_with_logits(prediction, batch.y.to(prediction), reduction="none")
-    else:
-        losses = ((prediction - batch.y) / model.y_std).square()
-    return (batch.weight * losses).sum()
+        y = batch.y.to(prediction)
+        return nn.functional.binary_cross_entropy_with_logits(prediction, y, batch.weight, reduction="sum")
+    return (batch.weight * ((prediction - batch.y) / model.y_std).square()).sum()
 
 
 def optimizer_step(
@@ -341,12 +335,14 @@ class TrainState:
     skipped_in_row: int = 0
 
     def state_dict(self) -> dict[str, Any]:
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: part.state_dict() if hasattr(part, "state_dict") else part for name, part in parts.items()}
+        return {name: part.state_dict() if hasattr(part, "state_dict") else part for name, part in vars(self).items()}
 
     def load_state_dict(self, state: dict[str, Any], optim: OptimConfig) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        inner = getattr(self.optimizer, "optim", self.optimizer)
+        for parameter, values in inner.state.items():  # ZeRO leaves steps on the CPU, fused AdamW needs its own device
+            values["step"] = values["step"].to(parameter.device)
         self.optimizer.param_groups[0]["weight_decay"] = optim.weight_decay  # the configuration's, not the checkpoint's
         if state["config"]["optim"]["precision"] == optim.precision:  # the loss scale depends on it
             self.scaler.load_state_dict(state["scaler"])
@@ -398,10 +394,9 @@ def profiler(config: Config, env: Distributed, path: Path) -> torch.profiler.pro
     """Returns a started profiler that skips three steps, then traces log.profile_steps; a no-op if that is 0."""
     if not config.log.profile_steps:
         return SimpleNamespace(step=lambda: None, stop=lambda: None)
-    profile = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=1, warmup=2, active=config.log.profile_steps, repeat=1),
-        on_trace_ready=lambda done: done.export_chrome_trace(str(path / f"trace.rank{env.rank}.json")),
-    )
+    schedule = torch.profiler.schedule(wait=1, warmup=2, active=config.log.profile_steps, repeat=1)
+    file = str(path / f"trace.rank{env.rank}.json")
+    profile = torch.profiler.profile(schedule=schedule, on_trace_ready=lambda done: done.export_chrome_trace(file))
     profile.start()
     return profile
 
@@ -411,10 +406,9 @@ def profiler(config: Config, env: Distributed, path: Path) -> torch.profiler.pro
 def predict_rows(
     model: nn.Module, graph: SharedGraph, dataset: KnockoutDataset, rows: Tensor, config: Config, env: Distributed
 ) -> Tensor:
-    """Returns float64 [len(dataset)] with the predictions of `rows` and 0 elsewhere, the same on every rank.
+    """Returns float64 [n] on every rank: predictions of `rows`, 0 elsewhere; probabilities if optim.loss=binary.
 
     Each row is predicted on one rank, by the bare model; the all-reduce adds only zeros to it and is therefore exact.
-    With optim.loss=binary, predictions are probabilities.
     """
     model.eval()
     predictions = torch.zeros(dataset.y.shape, dtype=torch.float64, device=env.device)
@@ -438,24 +432,16 @@ def metrics(rows: Tensor, prediction: Tensor, tables: Tables, baseline: Tensor, 
     mse = (prediction - y).square().mean()
     binary = config.optim.loss == "binary"
     loss = nn.functional.binary_cross_entropy(prediction, y) if binary else mse / scale(tables)[1].square()
-    result = {
-        "loss": loss.item(),
-        "mse": mse.item(),
-        "r2": 1 - (mse / y.var(correction=0)).item(),
-        "pearson": pearson(y, prediction).item(),
-        "spearman": pearson(rank(y), rank(prediction)).item(),
-        "baseline_pearson": pearson(y, baseline[rows]).item(),
-        "n": len(rows),
-    }
+    result = {"loss": loss, "mse": mse, "r2": 1 - mse / y.var(correction=0), "pearson": pearson(y, prediction)}
+    result |= {"spearman": pearson(rank(y), rank(prediction)), "baseline_pearson": pearson(y, baseline[rows])}
     positive, prediction = (y == 1, prediction) if binary else (y < config.log.threshold, -prediction)
     if positive.any():
         count = int(positive.sum())
         _, group, size = (-prediction).unique(return_inverse=True, return_counts=True)
         hits = torch.bincount(group[positive], minlength=len(size)).double()  # per distinct prediction, best first
-        result["average_precision"] = ((hits * hits.cumsum(0) / size.cumsum(0)).sum() / count).item()
-        area = (rank(prediction)[positive].mean() - (count + 1) / 2) / (len(rows) - count)
-        result["auroc"] = area.item()
-    return result
+        result["average_precision"] = (hits * hits.cumsum(0) / size.cumsum(0)).sum() / count
+        result["auroc"] = (rank(prediction)[positive].mean() - (count + 1) / 2) / (len(rows) - count)
+    return {name: value.item() for name, value in result.items()} | {"n": len(rows)}
 
 
 def test_metrics(prediction: Tensor, tables: Tables, baseline: Tensor, config: Config) -> dict[str, Any]:
@@ -606,12 +592,9 @@ class RunFolder:
                 write_atomically(self.path / "curves.svg", curves_svg(self.rows))
 
     def save(self, state: TrainState, improved: bool = False) -> None:
-        """Writes this step's checkpoint, and best.pt if `improved`; raises `RunError` on every rank if it cannot.
-
-        A collective: every rank must call it. Under ZeRO, each holds a shard of the optimiser state.
-        """
+        """A collective: writes this step's checkpoint, and best.pt if `improved`; raises `RunError` on every rank."""
         if isinstance(state.optimizer, ZeroRedundancyOptimizer):
-            state.optimizer.consolidate_state_dict()
+            state.optimizer.consolidate_state_dict()  # each rank holds a shard
         with self.env.sync_errors(phase="save"):
             if self.env.rank != 0:
                 return
@@ -693,8 +676,7 @@ def explain_write_errors(path: Path, kind: type[UserError] = RunError) -> Iterat
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save may wrap an OSError
-        cause = error if isinstance(error, OSError) else error.__context__ or error
-        reason = getattr(cause, "strerror", cause)
+        reason = getattr(error, "strerror", None) or getattr(error.__context__, "strerror", error)
         raise kind(f"cannot write {path}: {reason}; fix that or set run.dir, and start again") from None
 
 
@@ -722,10 +704,8 @@ def curves_svg(rows: list[dict]) -> str:
     panels = {"Loss": loss, "Pearson correlation, validation": pearson}
     last = max((row["step"] for row in rows), default=0) or 1
     resumed = sorted({row["step"] for row in rows if row.get("event") == "resumed"})
-    svg = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 360" font-family="sans-serif" font-size="12">',
-        "<style>text{fill:#495057} @media(prefers-color-scheme:dark){text{fill:#ced4da}}</style>",
-    ]
+    svg = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 360" font-family="sans-serif" font-size="12">']
+    svg.append("<style>text{fill:#495057} @media(prefers-color-scheme:dark){text{fill:#ced4da}}</style>")
     for left, (title, curves) in zip((56, 516), panels.items(), strict=True):
         svg.append(f'<g transform="translate({left} 64)"><text y="-44" font-weight="bold">{title}</text>')
         points = [

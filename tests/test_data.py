@@ -237,11 +237,14 @@ def test_a_node_listed_twice_in_a_sample_counts_once():
     assert batch.num_dead_edges == 1 + 3 + 2 + 3
 
 
-def test_loader_workers_give_the_same_batches():
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+@pytest.mark.parametrize("pin", [False, True])
+def test_loader_workers_give_the_same_batches(pin):
     dataset, batches = make_dataset(20), [[0, 5, 6], [7, -1, 19]]
-    for ours, reference in zip(
-        make_loader(dataset, batches, 2, False), make_loader(dataset, batches, 0, False), strict=True
-    ):
+    with_workers = make_loader(dataset, batches, 1 + (not pin), pin)
+    context = with_workers.multiprocessing_context
+    assert context.get_start_method() == "spawn" if pin else context is None  # on a GPU, a fork would break CUDA
+    for ours, reference in zip(with_workers, make_loader(dataset, batches, 0, False), strict=True):
         assert ours.to_dict().keys() == reference.to_dict().keys()
         assert all(torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(reference[key])) for key in ours.to_dict())
 

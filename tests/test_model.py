@@ -204,6 +204,21 @@ def test_local_readout_runs_no_knock_out_pass(shared, set_block, monkeypatch):
     assert passes == [1, 2, 2, 1]  # one wild-type pass per batch, then blocks of samples
 
 
+def test_training_hides_what_nodes_know_of_themselves_and_prediction_does_not(shared):
+    """With everything hidden, neither a node's effect nor its identity matters to a training step."""
+    model, batch = make_model(), make_batch(shared, [[0, 3], [5], [8, 1]])
+    model.unseen = 1.0
+    hidden, shown = model.train()(shared, batch), model.eval()(shared, batch)
+    with torch.no_grad():
+        model.local_readout.effect.add_(1.0)
+        model.identity.add_(torch.randn(model.identity.shape))
+    assert model.train()(shared, batch).equal(hidden)
+    assert not model.eval()(shared, batch).isclose(shown).any()
+    model.unseen = 0.5
+    first, second = (model.train()(shared, batch) for _ in range(2))
+    assert not first.equal(second)
+
+
 def test_dropout_does_not_look_like_a_knock_out(shared):
     """Both passes drop the same channels, so a sample without knock-outs does not differ from the wild type."""
     model = make_model(readout="global", dropout=0.5).train()

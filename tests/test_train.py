@@ -16,7 +16,18 @@ from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.conftest import SMALL, fork_ranks, join, write_table
 from tests.tools.runs import difference, read_metrics, series
-from train import Config, LogConfig, OptimConfig, curves_svg, learning_rate, metrics, nice_ticks, quality, scale
+from train import (
+    Config,
+    LogConfig,
+    OptimConfig,
+    build_model,
+    curves_svg,
+    learning_rate,
+    metrics,
+    nice_ticks,
+    quality,
+    scale,
+)
 
 
 def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
@@ -351,6 +362,16 @@ def test_a_run_never_ends_below_the_additive_baseline(train, tmp_path):
     assert val[0]["pearson"] == pytest.approx(val[0]["baseline_pearson"], abs=1e-6)
     best = max(val, key=lambda row: row["pearson"])
     assert test[0]["best_step"] == best["step"]
+
+
+def test_training_hides_as_many_nodes_as_are_unseen_in_validation(tmp_path):
+    cases = {"random": ([0, 0, 1, 2], 0.0), "nodes": ([0, 2, 1, 1], 0.6)}
+    for split, (parts, expected) in cases.items():
+        perturbed, pointer = pack([[0, 1], [2], [0, 3], [1, 3, 4]] if split == "nodes" else [[0], [1], [0, 1], []])
+        edges = [torch.tensor([[0], [1]])]
+        tables = Tables(["a", "b", "c", "d", "e"], ["r"], edges, perturbed, pointer, torch.arange(4.0).double())
+        tables.split = torch.tensor(parts, dtype=torch.int8)
+        assert build_model(Config(), tables).unseen == pytest.approx(expected)
 
 
 def test_training_ends_when_patience_runs_out(train, tmp_path):

@@ -3,11 +3,11 @@
     python -m tests.bench.quality [--config FILE] [--splits random:0 nodes:0 ...] [--json FILE] [section.key=value ...]
 
 The rivals are those of `tests.bench.baselines`. Variants of our model are trained by train.py with the given options:
-`local`, `global` and `both` name model.readout; `permuted` is `both` on a graph in which the genes' names are permuted,
-so that it says nothing. All settings are chosen on validation rows, and so is the best baseline of each kind of split,
-to which the others are compared by a paired bootstrap over the test rows. Splits by nodes hold out a fifth of the nodes
-unless data.test_fraction is given. After an interruption, the same command resumes the study: runs in `--dir` are kept
-as long as their options, their data and the modules are the same.
+`local`, `global` and `both` name model.readout; `permuted` keeps the options' readout, on a graph in which the genes'
+names are permuted, so that it says nothing. All settings are chosen on validation rows, and so is the best baseline of
+each kind of split, to which the others are compared by a paired bootstrap over the test rows. Splits by nodes hold out
+a fifth of the nodes unless data.test_fraction is given. After an interruption, the same command resumes the study: runs
+in `--dir` are kept as long as their options, their data and the modules are the same.
 """
 
 import argparse
@@ -176,9 +176,10 @@ def bootstrap(results: dict[str, dict], best: int, resamples: int = 1000) -> Ten
 # ---- Our model ------------------------------------------------------------------------------------------------------
 def ours(name: str, overrides: list[str], options: argparse.Namespace, env: Distributed) -> tuple[Tensor, float]:
     """Trains a variant of the model, or resumes or finds its run; returns its predictions [n] and the seconds spent."""
-    overrides = [*overrides, f"model.readout={'both' if name == 'permuted' else name}"]
     if name == "permuted":
-        overrides += permute_names(load_config(options.config, overrides), options.dir)
+        overrides = [*overrides, *permute_names(load_config(options.config, overrides), options.dir)]
+    else:
+        overrides = [*overrides, f"model.readout={name}"]
     config = load_config(options.config, overrides)
     tables = data.load(config.data)
     modules = [(ROOT / module).read_text() for module in MODULES]

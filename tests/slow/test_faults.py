@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,6 +166,36 @@ def test_a_frozen_rank_is_named_and_the_job_ends(tmp_path, tables):
     assert status["state"] == "failed" and "rank 1: frozen" in status["reason"]
 
 
+STUCK = """
+import ctypes, ddp_setup, train
+step, ddp_setup.SIGTERM_S = train.optimizer_step, 1.0
+def stuck(*arguments):
+    if train.os.environ["RANK"] == "0":
+        mutex = ctypes.create_string_buffer(64)  # unlike sleep, a mutex does not wake up for signals
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    return step(*arguments)
+train.optimizer_step = stuck
+train.main()
+"""
+
+
+def test_a_rank_that_hangs_outside_python_obeys_sigterm(tmp_path, tables):
+    """So a rank waits in NCCL for one that was killed; torchrun would kill it, and its run would seem to go on."""
+    (tmp_path / "stuck.py").write_text(STUCK)
+    _store, ranks = fork_ranks(tmp_path, 2, str(tmp_path / "stuck.py"), [*tables, *SETTINGS])
+    wait_for_growth(tmp_path / "runs/default/checkpoints/best.pt", ranks)
+    time.sleep(2)
+    ranks[0].terminate()
+    ranks[0].join(20)
+    assert ranks[0].exitcode == 1
+    ranks[1].kill()
+    join(ranks)
+    status = json.loads((tmp_path / "runs/default/status.json").read_text())
+    assert status["state"] == "failed"
+    assert status["reason"] == "rank 0: SIGTERM while it waits in optimiser of step 0"
+
+
 def test_ctrl_c_in_one_process_stops_at_a_step_boundary(tmp_path, tables):
     arguments = [*tables, *SETTINGS, "optim.epochs=500", "checkpoint.every_steps=100000"]
     command = [sys.executable, ROOT / "train.py", *arguments]
@@ -202,6 +233,17 @@ def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
     assert take(bad, good, *[bad] * (MAX_SKIPS - 1))["skipped"] == MAX_SKIPS
     with pytest.raises(RunError, match=f"step {state.step + 1} is not finite, {MAX_SKIPS} in a row"):
         take(bad)
+
+
+def test_a_resumed_optimiser_has_its_step_counts_beside_its_parameters():
+    """ZeRO loads them on the CPU (pytorch #124133), where fused AdamW of a GPU refuses them."""
+    parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
+    nothing = SimpleNamespace(load_state_dict=lambda state: None)
+    inner = SimpleNamespace(state={parameter: {"step": torch.tensor(3.0)}})
+    zero = SimpleNamespace(optim=inner, param_groups=[{}], load_state_dict=lambda state: None)
+    checkpoint = TrainState(None, None, None).state_dict() | {"config": {"optim": {"precision": "bf16"}}}
+    TrainState(nothing, zero, nothing).load_state_dict(checkpoint, OptimConfig())
+    assert inner.state[parameter]["step"].device == parameter.device
 
 
 def test_a_row_has_the_mean_loss_since_the_previous_row(meter):
