@@ -108,10 +108,8 @@ class Distributed:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if "TORCH_DISTRIBUTED_DEBUG" not in os.environ:
             dist.set_debug_level(dist.DebugLevel.INFO)  # so that DDP names parameters without a gradient
-        options = {"device_ids": [self.device.index] if self.device.type == "cuda" else None}
-        # Only running statistics (BatchNorm's) change; broadcasting buffers costs a collective per forward pass.
-        options["broadcast_buffers"] = any(name.endswith("running_mean") for name, _ in model.named_buffers())
-        return DistributedDataParallel(model, **options | self.config.options)
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=ids, **self.config.options)
 
     def accumulating(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager:
         """Wraps a micro-batch's forward and backward, so that only the last one of a step all-reduces gradients."""
@@ -433,17 +431,16 @@ def preflight(env: Distributed) -> None:
         if env.rank == 0:
             print(f"{'OK' if ok else 'NOTE':6s} {name:12s} {finding}", flush=True)
 
-    def slowest(function: Callable[[], object], repeat: int = 6) -> tuple[list[float], int]:
-        """Returns the median milliseconds of a call on each rank, after as many to warm up, and the slowest rank."""
-        times = env.gather(1e3 * statistics.median(timeit.repeat(function, number=1, repeat=repeat)[repeat // 2 :]))
+    def slowest(function: Callable[[], object]) -> tuple[list[float], int]:
+        """Returns the median milliseconds of a call on each rank, and the slowest rank."""
+        times = env.gather(1e3 * statistics.median(timeit.repeat(function, number=1, repeat=6)[1:]))
         return times, max(range(env.world_size), key=times.__getitem__)
 
     report("ranks", "\n".join(["", *describe(env)]))
     env.check_equal(library_versions())
     report("versions", "the same on all ranks")
-    size = 8192 if env.device.type == "cuda" else 1024  # large enough for an idle GPU to raise its clock
-    matrix = torch.ones(size, size, device=env.device)
-    times, rank = slowest(lambda: (matrix @ matrix).sum().item(), repeat=20)
+    matrix = torch.ones(1024, 1024, device=env.device)
+    times, rank = slowest(lambda: (matrix @ matrix).sum().item())
     finding = f"a matrix product takes {min(times):.1f} to {times[rank]:.1f} ms, slowest on rank {rank}"
     report("speed", finding, times[rank] <= 1.5 * statistics.median_low(times))
     if not env.launched:

@@ -191,11 +191,9 @@ def preflight_of_a_bad_machine(what: str) -> None:
 
 
 def options() -> None:
-    """`ddp.options` reach DDP: a tiny bucket_cap_mb gives several buckets. Only running statistics are broadcast."""
+    """`ddp.options` reach DDP: a tiny bucket_cap_mb gives several buckets."""
     env = start(options={"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True})
     assert exchanged_buckets(env) > 1
-    models = nn.Linear(1, 1), nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
-    assert [env.wrap(model).broadcast_buffers for model in models] == [False, True]
     env.close()  # no DDP module may outlive the group
 
 
