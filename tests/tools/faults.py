@@ -61,7 +61,7 @@ FAULTS = [
     Fault("rank 0 killed in the forward pass", "SIGKILL", rank=0, state="running"),
     Fault("rank 0 killed before a save", "SIGKILL", "save", STEP_OF_SAVE, 0, "running"),
     Fault("rank 0 killed with half a checkpoint written", "kill half-way", "save", STEP_OF_SAVE, 0, "running"),
-    Fault("rank 0 killed between best.pt and the checkpoint", "kill after best", "save", LAST_STEP, 0, "running"),
+    Fault("rank 0 killed between best.pt and the checkpoint", "kill after best", "save", 0, 0, "running"),
     Fault("all ranks killed", "kill all", state="running"),
     Fault("torchrun killed", "SIGKILL torchrun", state="stopped"),
     Fault("a rank killed under --max-restarts=3", "SIGKILL", state="finished", torchrun=("--max-restarts=3",)),
