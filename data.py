@@ -1,9 +1,10 @@
 """Tables in, batches out: the shared graph, knock-out samples, splits, and the order in which ranks see the samples.
 
-Edge table: header `source<TAB>target<TAB>relation`. Knock-out table: header `genes<TAB>score[<TAB>split]`, with
-comma-separated genes (empty for an intact control) and split one of train, val, test. Both may be gzipped (`.gz`).
+Edge table: header `source<TAB>target<TAB>relation`. Knock-out table: header `genes`, then one or more scores of any
+names, and optionally `split` (train, val, test) and `weight`, or `sd`, from which the weight is 1 / sd**2. Genes are
+separated by commas (empty for an intact control); an empty score or NA is missing. Both may be gzipped (`.gz`).
 
-Shapes: N nodes, E_r edges of relation r, n samples in the table, B samples in a batch, P knocked-out nodes in a batch.
+Shapes: N nodes, E_r edges of relation r, n samples of T scores; B samples with P knocked-out nodes in a batch.
 """
 
 import contextlib
@@ -20,16 +21,18 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_convert
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.index import index2ptr
 from torch_geometric.utils import coalesce, to_undirected
+from tqdm import tqdm
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
@@ -98,9 +101,14 @@ class Tables:
     edge_indices: list[Tensor]  # long [2, E_r] for each relation
     perturbed: Tensor  # long [total], the knocked-out nodes of all samples, concatenated
     perturbed_ptr: Tensor  # long [n + 1]; sample i knocks out `perturbed[perturbed_ptr[i] : perturbed_ptr[i + 1]]`
-    y: Tensor  # float64 [n], the measured effects
+    y: Tensor  # float64 [n, T], or [n], the measured effects, nan where one is missing
     split: Tensor | None = None  # int8 [n], index into `SPLITS`, -1 for rows in none
-    signal: Tensor | None = None  # float64 [n], y without its noise, where that is known
+    weight: Tensor | None = None  # float64 [n], of each sample in the loss
+    targets: Sequence[str] = ("score",)  # name of each of the T effects
+    signal: Tensor | None = None  # float64 [n, 1], y without its noise, where that is known
+
+    def __post_init__(self):
+        self.y = self.y if self.y.dim() > 1 else self.y.unsqueeze(1)
 
     def graph(self) -> HeteroData:
         """Returns the graph, with node type `gene` and one edge type per relation."""
@@ -138,7 +146,7 @@ class Tables:
         """Returns Pearson's r of y and its noise-free part on the test rows, a model's limit; None if unknown."""
         if self.signal is None:
             return None
-        return torch.corrcoef(torch.stack([self.y, self.signal])[:, self.rows("test")])[0, 1].item()
+        return torch.corrcoef(torch.cat([self.y, self.signal], dim=1)[self.rows("test")].T)[0, 1].item()
 
     def summary(self) -> str:
         """Returns the numbers of genes, edges and samples as one line for the log."""
@@ -166,21 +174,22 @@ def load(config: DataConfig) -> Tables:
 
     Raises `DataError` if a file is missing, malformed or empty, or a split has no rows.
     """
-    tsv = config.source == "tsv"
-    # The key includes this file, so that editing the parser or generator invalidates the cache.
-    key = hashlib.sha256(Path(__file__).read_bytes() + f"{config.preset} {config.undirected}".encode())
+    tsv, key = config.source == "tsv", f"{config.preset} {config.undirected}"
     for option in ("edges", "perturbations") if tsv else ():
         path = Path(getattr(config, option))
         try:
-            key.update(hashlib.sha256(path.read_bytes()).digest())
+            with path.open("rb") as file:
+                key += f" {hashlib.file_digest(file, 'sha256').hexdigest()}"
         except OSError as error:
             raise DataError(f"data.{option}: cannot read {path}: {error.strerror}") from None
     build = partial(read_tables, config) if tsv else partial(synthetic_tables, PRESETS[config.preset], seed=0)
-    tables = _cached(Path(config.cache_dir, f"tables-{key.hexdigest()[:32]}.pt"), build)
+    tables = Tables(**cached(config, "tables", key, lambda: vars(build())))
     if tables.split is not None and config.split == "nodes":
         raise DataError(f"{config.perturbations} has a column split: remove it, or set data.split=random to use it")
     if tables.split is None:
-        tables.split = (node_split if config.split == "nodes" else random_split)(tables, config)
+        split = partial(node_split if config.split == "nodes" else random_split, tables, config)
+        key += f" {config.split} {config.split_seed} {config.val_fraction} {config.test_fraction}"
+        tables.split = cached(config, "split", key, lambda: {"split": split()})["split"]
     if empty := [split for split in SPLITS if len(tables.rows(split)) == 0]:
         table = config.perturbations if tsv else "the synthetic table"
         found = f"no rows in the {empty[0]} split of {len(tables.y)} rows (data.split={config.split})"
@@ -190,74 +199,142 @@ def load(config: DataConfig) -> Tables:
 
 def read_tables(config: DataConfig) -> Tables:
     """Returns both files as `Tables`; nodes are numbered by sorted gene name, and duplicate edges are merged."""
-    edges = read_edges(config.edges)
-    knockouts, scores, splits = read_knockouts(config.perturbations)
-    genes = sorted({gene for pair in edges.values() for side in pair for gene in side}.union(*knockouts))
-    number = {gene: i for i, gene in enumerate(genes)}
-    merge = to_undirected if config.undirected else coalesce
-    edge_indices = [merge(torch.tensor([[number[gene] for gene in side] for side in pair])) for pair in edges.values()]
-    perturbed, perturbed_ptr = pack([[number[gene] for gene in names] for names in knockouts])
-    y = torch.tensor(scores, dtype=torch.float64)
-    split = torch.tensor([SPLITS.index(name) for name in splits], dtype=torch.int8) if all(splits) else None
-    return Tables(genes, list(edges), edge_indices, perturbed, perturbed_ptr, y, split)
+    number = Numbers()
+    relations, relation, edges = read_edges(config.edges, number)
+    row, node, y, split, weight, targets = read_knockouts(config.perturbations, number)
+    genes = sorted(number)
+    order = torch.empty(len(genes), dtype=torch.long)
+    order[torch.tensor([number[gene] for gene in genes])] = torch.arange(len(genes))
+    edges, merge = order[edges], to_undirected if config.undirected else coalesce
+    edge_indices = [merge(edges[:, relation == r]) for r in range(len(relations))]
+    perturbed, perturbed_ptr = pack_arrays(row, order[node], len(y))
+    return Tables(genes, relations, edge_indices, perturbed, perturbed_ptr, y, split, weight, targets)
 
 
-def read_edges(path: str) -> dict[str, tuple[list[str], list[str]]]:
-    """Returns {relation: (sources, targets)}, in order of first appearance; raises `DataError`."""
-    edges: dict[str, tuple[list[str], list[str]]] = {}
-    for line, cells in _read_rows(path, ("source", "target", "relation"), required=3):
-        source, target, relation = (cell.strip() for cell in cells)
-        if not (source and target and relation):
+class Numbers(dict):
+    """Numbers names from 0 in order of first appearance: `Numbers()[name]`."""
+
+    def __missing__(self, name: str) -> int:
+        self[name] = number = len(self)
+        return number
+
+    def of(self, names: Sequence[str]) -> Tensor:
+        """Returns the numbers of these names, long [n]."""
+        return torch.from_numpy(np.fromiter(map(self.__getitem__, names), dtype=np.int64, count=len(names)))
+
+
+def read_edges(path: str, number: Numbers) -> tuple[list[str], Tensor, Tensor]:
+    """Returns the relations' names, each edge's relation [E] and its source and target [2, E], numbered by `number`.
+
+    Raises `DataError`.
+    """
+    relations, parts = Numbers(), []
+    for lines, table in _read_rows(path, "source", "target", "relation"):
+        columns = [[cell.strip() for cell in column] for column in table.values()]
+        if any("" in column for column in columns):
+            line = next(line for line, *cells in zip(lines, *columns, strict=True) if "" in cells)
             raise DataError(f"{path}:{line}: an empty source, target or relation")
-        sources, targets = edges.setdefault(relation, ([], []))
-        sources.append(source)
-        targets.append(target)
-    if not edges:
-        raise DataError(f"{path}: no edges below the header")
-    return edges
+        parts.append(torch.stack([relations.of(columns[2]), number.of(columns[0]), number.of(columns[1])]))
+    relation, source, target = torch.cat(parts, dim=1)
+    return list(relations), relation, torch.stack([source, target])
 
 
-def read_knockouts(path: str, scored: bool = True) -> tuple[list[list[str]], list[float], list[str | None]]:
-    """Returns each row's genes, scores and splits; with `scored=False` only genes. Raises `DataError`."""
-    knockouts, scores, splits = [], [], []
-    for line, (genes, score, split) in _read_rows(path, ("genes", "score", "split"), required=2 if scored else 1):
-        knockouts.append([gene.strip() for gene in genes.split(",")] if genes.strip() else [])
-        if "" in knockouts[-1]:
-            raise DataError(f"{path}:{line}: an empty gene name in '{genes}'")
-        if not scored:
-            continue
+def read_knockouts(
+    path: str, number: Numbers
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, list[str]]:
+    """Returns the table's knock-outs and, as in `Tables`, its y, split, weight and targets.
+
+    The knock-outs are the row and the node of each, [total]; nodes are numbered by `number`. Raises `DataError`.
+    """
+    parts, num_rows = [], 0
+    for lines, table in _read_rows(path, "genes", others=True):
+        column = partial(_numbers, path, lines)
+        row, node = _sets(path, lines, table.pop("genes"), number)
+        splits, weight, sd = (table.pop(name, None) for name in ("split", "weight", "sd"))
+        if not table or (weight and sd):
+            raise DataError(f"{path}:1: the header needs scores after genes, and weight or sd, not both")
+        if splits and (unknown := set(splits) - set(SPLITS)):
+            line, found = next(pair for pair in zip(lines, splits, strict=True) if pair[1] in unknown)
+            raise DataError(f"{path}:{line}: the split '{found}' is not one of {', '.join(SPLITS)}")
+        y = torch.stack([column(name, cells) for name, cells in table.items()], dim=1)
+        split = splits and torch.tensor(list(map(SPLITS.index, splits)), dtype=torch.int8)
+        weight = column("sd", sd, "positive") ** -2 if sd else weight and column("weight", weight, "positive")
+        parts.append((row + num_rows, node, y, split, weight))
+        num_rows += len(lines)
+    row, node, y, split, weight = (None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
+    return row, node, y, split, weight, list(table)
+
+
+def read_sets(path: str, number: Numbers) -> Iterator[tuple[Sequence[str], Tensor, Tensor]]:
+    """Yields, for some rows at once, their cells of the column `genes`, and the row and node of each knock-out.
+
+    The paths `all-singles` and `all-pairs` stand for all sets of one or of two names in `number`. Raises `DataError`.
+    """
+    if path in ("all-singles", "all-pairs"):
+        size = ("all-singles", "all-pairs").index(path) + 1
+        sets = combinations(list(number), size)
+        while part := list(islice(sets, 100_000)):
+            row = torch.arange(len(part)).repeat_interleave(size)
+            yield list(map(",".join, part)), row, number.of([name for names in part for name in names])
+        return
+    for lines, table in _read_rows(path, "genes", others=True):
+        yield table["genes"], *_sets(path, lines, table["genes"], number)
+
+
+def _sets(path: str, lines: Sequence[int], genes: Sequence[str], number: Numbers) -> tuple[Tensor, Tensor]:
+    """Returns the row and the node of each gene in cells such as `A,B`; raises `DataError` for an empty name."""
+    names = [name.strip() for name in ",".join(genes).split(",")]
+    row = torch.arange(len(genes)).repeat_interleave(torch.tensor([cell.count(",") + 1 for cell in genes]))
+    if "" in names:
+        for line, cell in zip(lines, genes, strict=True):
+            if cell.strip() and not all(name.strip() for name in cell.split(",")):
+                raise DataError(f"{path}:{line}: an empty gene name in '{cell}'")
+        row, names = row[[name != "" for name in names]], [name for name in names if name]
+    return row, number.of(names)
+
+
+def _numbers(path: str, lines: Sequence[int], name: str, cells: Sequence[str], kind: str = "finite") -> Tensor:
+    """Returns a column of `kind` numbers, float64 [n], nan where a finite one is missing; else raises `DataError`."""
+    values = []
+    for line, cell in zip(lines, cells, strict=True):
+        missing = cell in ("", "NA") and kind == "finite"
         try:
-            scores.append(float(score))
+            values.append(math.nan if missing else float(cell))
         except ValueError:
-            scores.append(math.nan)
-        if not abs(scores[-1]) < 1e30 or "_" in score:
-            raise DataError(f"{path}:{line}: the score '{score}' is not a finite number")
-        if split not in (None, *SPLITS):
-            raise DataError(f"{path}:{line}: the split '{split}' is not one of {', '.join(SPLITS)}")
-        splits.append(split)
-    if not knockouts:
-        raise DataError(f"{path}: no samples below the header")
-    return knockouts, scores, splits
+            values.append(math.inf)
+        if not (missing or (-1e30 if kind == "finite" else 0) < values[-1] < 1e30) or "_" in cell:
+            raise DataError(f"{path}:{line}: the {name} '{cell}' is not a {kind} number")
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def pack(sets: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Returns `perturbed` [total] and `perturbed_ptr` [n + 1] for n node sets, sorted and without duplicates."""
-    sets = [sorted(set(nodes)) for nodes in sets]
-    pointer = torch.tensor([0] + [len(nodes) for nodes in sets]).cumsum(0)
-    return torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long), pointer
+    counts = torch.tensor([len(nodes) for nodes in sets], dtype=torch.long)
+    nodes = torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long)
+    return pack_arrays(torch.repeat_interleave(counts), nodes, len(sets))
+
+
+def pack_arrays(row: Tensor, node: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """As `pack`, from the row and the node of each entry, [total] each."""
+    low, high = node.aminmax() if len(node) else (0, 0)
+    size = int(high - low) + 1
+    row, node = map(torch.from_numpy, np.divmod(np.unique((row * size + node - low).numpy()), size))
+    return node + low, index2ptr(row, num_rows)
 
 
 def random_split(tables: Tables, config: DataConfig) -> Tensor:
     """Returns a random split, int8 [n], seeded by `split_seed`; rows with the same knock-outs stay together."""
-    groups: dict[tuple[int, ...], int] = {}
-    bounds, nodes = tables.perturbed_ptr.tolist(), tables.perturbed.tolist()
-    group = [groups.setdefault(tuple(nodes[a:b]), len(groups)) for a, b in pairwise(bounds)]
-    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(config.split_seed))
-    num_test, num_val = (round(len(groups) * f) for f in (config.test_fraction, config.val_fraction))
-    split_of_group = torch.zeros(len(groups), dtype=torch.int8)
+    # Equal sets have equal sums of random 64-bit codes; others have with a probability of n * n / 2**64.
+    codes = torch.from_numpy(np.random.default_rng(0).integers(-(2**63), 2**63, len(tables.genes)))
+    total = codes.new_zeros(len(tables.y)).index_add(0, tables.sample(), codes[tables.perturbed])
+    _, first, group = np.unique(total.numpy(), return_index=True, return_inverse=True)
+    groups = np.argsort(np.argsort(first))  # numbered in order of first appearance
+    order = torch.randperm(len(first), generator=torch.Generator().manual_seed(config.split_seed))
+    num_test, num_val = (round(len(first) * f) for f in (config.test_fraction, config.val_fraction))
+    split_of_group = torch.zeros(len(first), dtype=torch.int8)
     split_of_group[order[:num_test]] = SPLITS.index("test")
     split_of_group[order[num_test : num_test + num_val]] = SPLITS.index("val")
-    return split_of_group[torch.tensor(group)]
+    return split_of_group[torch.from_numpy(groups[group])]
 
 
 def node_split(tables: Tables, config: DataConfig) -> Tensor:
@@ -282,18 +359,22 @@ def node_split(tables: Tables, config: DataConfig) -> Tensor:
 class KnockoutDataset(Dataset):
     """Builds a whole batch at once from a list of row numbers, in which -1 is padding.
 
-    A batch is a PyG `Data` with `perturbed` [P], `perturbed_batch` [P], `perturbed_ptr` [B + 1], `y` [B], `weight` [B]
-    (0 for padding), `index` [B] (the row, -1 for padding) and `num_dead_edges`, an int that sizes the masks' tensors.
+    A batch is a PyG `Data` with `perturbed` [P], `perturbed_batch` [P], `perturbed_ptr` [B + 1], `y` [B, T], `weight`
+    [B, T] (0 for missing scores and padding), `index` [B] (the row, -1 for padding) and `num_dead_edges`, an int that
+    sizes the masks' tensors.
 
     Args:
-        perturbed, perturbed_ptr, y: as in `Tables`; duplicate nodes within a sample are dropped.
+        perturbed, perturbed_ptr, y: as in `Tables`; a node is listed once in a sample, as `pack` sees to.
         degree: `SharedGraph.degree`, long [N].
+        weight: as in `Tables`; scaled to a mean of 1.
     """
 
-    def __init__(self, perturbed: Tensor, perturbed_ptr: Tensor, y: Tensor, degree: Tensor):
-        sets = perturbed.split(perturbed_ptr.diff().tolist())
-        self.perturbed, self.perturbed_ptr = pack([nodes.tolist() for nodes in sets])
-        self.y, self.degree, self.transform = y.float(), degree, None  # transforms batches, as `mask.ReachPlanner`
+    def __init__(
+        self, perturbed: Tensor, perturbed_ptr: Tensor, y: Tensor, degree: Tensor, weight: Tensor | None = None
+    ):
+        self.perturbed, self.perturbed_ptr, self.y = perturbed, perturbed_ptr, y if y.dim() > 1 else y.unsqueeze(1)
+        self.weight = y.new_ones(len(y)) if weight is None else weight / weight.mean()
+        self.degree, self.transform = degree, None  # transforms batches, as `mask.ReachPlanner`
 
     def __len__(self) -> int:
         return len(self.y)
@@ -316,7 +397,8 @@ class KnockoutDataset(Dataset):
             found = f"sample {index[sample[first]].item()}: knocked-out node {perturbed[first].item()}"
             raise IndexError(f"{found} is outside [0, {len(self.degree)}), the graph's nodes")
         knockouts = {"perturbed": perturbed, "perturbed_batch": sample, "perturbed_ptr": ptr}
-        scores = {"y": self.y[row] * real, "weight": real.float(), "index": index}
+        y, weight = self.y[row].float(), (self.weight[row] * real).float().unsqueeze(1)
+        scores = {"y": y.nan_to_num() * real.unsqueeze(1), "weight": weight * ~y.isnan(), "index": index}
         batch = Data(**knockouts, **scores, num_dead_edges=int(self.degree[perturbed].sum()))
         return self.transform(batch) if self.transform else batch
 
@@ -328,28 +410,43 @@ class StepSampler(DistributedSampler):
     last step of an epoch takes what is left. Row counts that do not divide evenly are padded with -1.
     """
 
-    def __init__(self, rows: Tensor, batch_size: int, accumulate: int, world_size: int, rank: int, seed: int):
+    def __init__(
+        self,
+        rows: Tensor,
+        batch_size: int,
+        accumulate: int,
+        world_size: int,
+        rank: int,
+        seed: int,
+        y: Tensor | None = None,
+    ):
         super().__init__(rows, num_replicas=world_size, rank=rank, seed=seed)
-        self.rows, self.batch_size, self.accumulate = rows, batch_size, accumulate
+        self.rows, self.batch_size, self.accumulate, self.y = rows, batch_size, accumulate, y
         self.steps_per_epoch = math.ceil(len(rows) / batch_size)
-        self.first_step = 0
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Sets the epoch to iterate next; `first_step` skips the steps that a resumed epoch has already done."""
         super().set_epoch(epoch)
         self.first_step = first_step
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        self.order = torch.randperm(len(self.rows), generator=generator, dtype=torch.int32)
 
-    def samples_in_step(self, step: int) -> int:
-        """Returns the number of rows in a step of the epoch over all ranks and micro-batches, without padding."""
-        return min(self.batch_size, len(self.rows) - step * self.batch_size)
+    def rows_in_step(self, step: int) -> Tensor:
+        """Returns the rows of a step of the epoch over all ranks and micro-batches, without padding."""
+        return self.rows[self.order[step * self.batch_size : (step + 1) * self.batch_size]]
+
+    def scores_in_step(self, step: int) -> int:
+        """Returns the number of scores in these rows that `y` has, one of each row without `y`."""
+        rows = self.rows_in_step(step)
+        return len(rows) if self.y is None else int(np.isfinite(self.y[rows].numpy()).sum())
 
     def __len__(self) -> int:
         return (self.steps_per_epoch - self.first_step) * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = self.rows[torch.randperm(len(self.rows), generator=generator)]
-        for rows in order.split(self.batch_size)[self.first_step :]:
+        for step in range(self.first_step, self.steps_per_epoch):
+            rows = self.rows_in_step(step)
             size = math.ceil(len(rows) / (self.num_replicas * self.accumulate))  # of one rank's micro-batch
             padded = rows.new_full((self.accumulate * size * self.num_replicas,), -1)
             padded[: len(rows)] = rows
@@ -368,43 +465,52 @@ def _ignore_sigterm(worker_id: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun signals workers, too, but their rank stops them
 
 
-def shard(rows: Tensor, batch_size: int, world_size: int, rank: int) -> list[list[int]]:
-    """Returns this rank's evaluation batches of row numbers: each row is on exactly one rank, without padding."""
-    return [part.tolist() for part in rows[rank::world_size].split(batch_size)] if rank < len(rows) else []
+def shard(rows: Tensor, batch_size: int, world_size: int, rank: int) -> Iterator[list[int]]:
+    """Yields this rank's evaluation batches of row numbers: each row is on exactly one rank, without padding."""
+    part = rows[rank::world_size]
+    return (part[start : start + batch_size].tolist() for start in range(0, len(part), batch_size))
 
 
 # ---- Baseline and synthetic tables ----------------------------------------------------------------------------------
+def derive(tables: Tables, fingerprint: str, config: DataConfig) -> tuple[Tensor, Tensor, str]:
+    """Returns the `additive_baseline` and the summary of tables with this fingerprint, from the cache if possible."""
+    return cached(config, "derived", fingerprint, lambda: (*additive_baseline(tables), tables.summary()))
+
+
 def additive_baseline(tables: Tables, penalties: Sequence[float] = PENALTIES) -> tuple[Tensor, Tensor]:
-    """Returns an effect per node, float64 [N], and predictions that add them up and the training mean, float64 [n].
+    """Returns an effect per node, float64 [N, T], and predictions that add up the training mean and effects, [n, T].
 
     The effects are a ridge regression on the training rows, by conjugate gradients on the normal equations, with the
     penalty that suits the validation rows best: what can be predicted from the set of knocked-out nodes alone.
     """
-    row, val = tables.sample(), tables.rows("val")
-    weight, mean = (tables.split == SPLITS.index("train")).double(), tables.y[tables.rows("train")].mean()
+    row, present = tables.sample(), ~tables.y.isnan()
+    train, val = (present & (tables.split == SPLITS.index(split)).unsqueeze(1) for split in ("train", "val"))
+    y = tables.y.nan_to_num()
+    mean = (y * train).sum(0) / train.sum(0)
 
     def predict(effect: Tensor) -> Tensor:
-        return torch.zeros_like(tables.y).index_add(0, row, effect[tables.perturbed])
+        return torch.zeros_like(y).index_add(0, row, effect[tables.perturbed])
 
     def collect(values: Tensor) -> Tensor:
-        return effect.new_zeros(len(tables.genes)).index_add(0, tables.perturbed, (values * weight)[row])
+        return effect.new_zeros(effect.shape).index_add(0, tables.perturbed, (values * train)[row])
 
-    effect, found = torch.zeros(len(tables.genes), dtype=torch.float64), []
-    tolerance = 1e-20 * collect(tables.y - mean).square().sum()
+    effect, found = y.new_zeros(len(tables.genes), y.size(1)), []
+    tolerance = 1e-20 * collect(y - mean).square().sum(0)
     for penalty in sorted(penalties, reverse=True):  # each starts from the solution for the next larger one
-        direction = residual = collect(tables.y - mean - predict(effect)) - penalty * effect
-        norm = residual.square().sum()
+        direction = residual = collect(y - mean - predict(effect)) - penalty * effect
+        norm = residual.square().sum(0)
         for _ in range(200):
-            if norm <= tolerance:
+            if (norm <= tolerance).all():
                 break
             product = collect(predict(direction)) + penalty * direction
-            step = norm / (direction * product).sum()
+            step = (norm / (direction * product).sum(0)).nan_to_num()  # of a target that is done, 0 / 0
             effect, residual = effect + step * direction, residual - step * product
-            norm, previous = residual.square().sum(), norm
-            direction = residual + norm / previous * direction
-        prediction = mean + predict(effect)
-        found.append(((prediction - tables.y)[val].square().mean(), effect, prediction))
-    return min(found, key=lambda solution: solution[0])[1:]
+            norm, previous = residual.square().sum(0), norm
+            direction = residual + (norm / previous).nan_to_num() * direction
+        found.append((((mean + predict(effect) - y).square() * val).sum(0), effect))
+    errors, effects = (torch.stack(parts) for parts in zip(*found, strict=True))  # [P, T] and [P, N, T]
+    effect = torch.take_along_dim(effects, errors.argmin(0).view(1, 1, -1), dim=0).squeeze(0)
+    return effect, mean + predict(effect)
 
 
 def synthetic_tables(preset: Preset, seed: int) -> Tables:
@@ -466,10 +572,14 @@ def synthetic_tables(preset: Preset, seed: int) -> Tables:
     perturbed, perturbed_ptr = pack([nodes[:count] for nodes, count in rows])
 
     genes = [f"G{i:05d}" for i in range(n)]
-    tables = partial(Tables, genes, list(edge_indices), list(edge_indices.values()), perturbed, perturbed_ptr)
+    graph = genes, list(edge_indices), list(edge_indices.values())
+
+    def tables(signal: Tensor, noise: float) -> Tables:
+        y = signal + noise * signal.std() * normal(num_samples)
+        return Tables(*graph, perturbed, perturbed_ptr, y, signal=signal.unsqueeze(1))
+
     if preset.rounds:
-        signal = failure_losses(list(edge_indices.values()), n, perturbed, perturbed_ptr, preset.rounds)
-        return tables(y=signal + 0.2 * signal.std() * normal(num_samples), signal=signal)
+        return tables(failure_losses(graph[2], n, perturbed, perturbed_ptr, preset.rounds), noise=0.2)
 
     sample = torch.repeat_interleave(perturbed_ptr.diff())
     own_effect, module_effect = normal(n), normal(preset.num_modules)
@@ -484,7 +594,7 @@ def synthetic_tables(preset: Preset, seed: int) -> Tables:
     own_paths = torch.zeros_like(norm).index_add(0, source, value.square())  # paths from a node to itself
     paths = (((dead + reached) * reached).sum(0).to_dense() - own_paths @ dead) / 2
     signal = sum(share * part / part.std() for share, part in ((0.55, additive), (0.55, in_module), (0.45, paths)))
-    return tables(y=signal + 0.4 * signal.std() * normal(num_samples), signal=signal)
+    return tables(signal, noise=0.4)
 
 
 def failure_losses(edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor, ptr: Tensor, rounds: int) -> Tensor:
@@ -509,27 +619,47 @@ def failure_losses(edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor
 
 
 # ---- Helpers --------------------------------------------------------------------------------------------------------
-def _read_rows(path: str, columns: tuple[str, ...], required: int) -> Iterator[tuple[int, list[str | None]]]:
-    """Yields each data line's number and cells; columns after the first `required` may be absent (cell None)."""
+def _read_rows(
+    path: str, *first: str, others: bool = False
+) -> Iterator[tuple[Sequence[int], dict[str, tuple[str, ...]]]]:
+    """Yields, for up to 100,000 data lines at once, their numbers and {column: cells}; `others` may follow `first`."""
     try:
         with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
             header = next(file, "").rstrip("\r\n").split("\t")
-            if tuple(header) != columns[: max(len(header), required)]:
-                found, expected = "\t".join(header)[:80], "\t".join(columns[:required])
+            if tuple(header[: None if not others else len(first)]) != first or len(set(header)) < len(header):
+                found, expected = "\t".join(header)[:80], "\t".join(first) + ", then distinct names" * others
                 raise DataError(f"{path}:1: the header is {found!r}, not {expected!r}")
-            for number, line in enumerate(file, start=2):
-                cells = line.rstrip("\r\n").split("\t")
-                if cells == [""] and len(header) > 1:
-                    continue
-                if len(cells) != len(header):
-                    raise DataError(f"{path}:{number}: {len(cells)} fields where the header has {len(header)}")
-                yield number, cells + [None] * (len(columns) - len(header))
+            hidden = True if os.environ.get("RANK", "0") != "0" else None  # None: unless on a terminal
+            start, empty = 2, True
+            bar = tqdm(desc=f"reading {path}", unit=" lines", unit_scale=True, delay=5, leave=False, disable=hidden)
+            while cells := [line.rstrip("\r\n").split("\t") for line in islice(file, 100_000)]:
+                lines = range(start, start + len(cells))
+                start += len(cells)
+                if len(header) > 1 and [""] in cells:  # blank lines
+                    lines = [number for number, row in zip(lines, cells, strict=True) if row != [""]]
+                    cells = [row for row in cells if row != [""]]
+                for number, row in zip(lines, cells, strict=True):
+                    if len(row) != len(header):
+                        raise DataError(f"{path}:{number}: {len(row)} fields where the header has {len(header)}")
+                if cells:
+                    empty = False
+                    yield lines, dict(zip(header, zip(*cells, strict=True), strict=True))
+                bar.update(len(cells))
+            bar.close()
+            if empty:
+                raise DataError(f"{path}: no rows below the header")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
 
 
-def _cached(path: Path, build: Callable[[], Tables]) -> Tables:
-    """Returns the result of `build`, cached in a file; of several processes, one builds while the others wait."""
+def cached(config: DataConfig, kind: str, key: str, build: Callable[[], Any]) -> Any:
+    """Returns the result of `build`, cached in a file; of several processes, one builds while the others wait.
+
+    The file is that of `key` and of this file's content, so that editing the parser, a split or the baseline makes
+    another one. Its tensors are mapped into memory, which the processes of a machine share.
+    """
+    digest = hashlib.sha256(Path(__file__).read_bytes() + key.encode()).hexdigest()
+    path = Path(config.cache_dir, f"{kind}-{digest[:32]}.pt")
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # an unwritable folder is reported below
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -537,14 +667,14 @@ def _cached(path: Path, build: Callable[[], Tables]) -> Tables:
             fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.exists(path):
             try:
-                return Tables(**torch.load(path, weights_only=True))
+                return torch.load(path, weights_only=True, mmap=True)
             except Exception as error:  # a damaged file fails in many ways
                 log.warning("cache %s is damaged (%s) and will be rebuilt", path, type(error).__name__)
-        tables = build()
+        content = build()
         try:
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # renamed once complete
-                torch.save(vars(tables), Path(folder, path.name))
+                torch.save(content, Path(folder, path.name))
                 os.replace(Path(folder, path.name), path)
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-            log.warning("the tables are not cached: %s", error)
-    return tables
+            log.warning("%s is not cached: %s", path.name, error)
+    return content

@@ -8,7 +8,6 @@
 import contextlib
 import gc
 import inspect
-import itertools
 import json
 import logging
 import os
@@ -108,6 +107,9 @@ class Distributed:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if "TORCH_DISTRIBUTED_DEBUG" not in os.environ:
             dist.set_debug_level(dist.DebugLevel.INFO)  # so that DDP names parameters without a gradient
+        buffers = [name for name, _ in model.named_buffers()]
+        if not any(name.endswith("running_mean") for name in buffers):  # constants need no broadcast in each pass
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
         ids = [self.device.index] if self.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=ids, **self.config.options)
 
@@ -156,8 +158,7 @@ class Distributed:
     def sync_errors(self, *errors: type[Exception], phase: str = "set-up") -> Iterator[None]:
         """If the block raises `UserError` on any rank, every rank raises the error of the lowest such rank.
 
-        Exceptions of the types `errors` count as `UserError`. The block must not contain a collective: a rank that
-        has failed would not join it, and the others would hang.
+        Exceptions of the types `errors` count as `UserError`. The block must hold no collective: it could hang.
         """
         problem = None
         try:
@@ -273,16 +274,17 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         threading.Thread(target=self.watch_store, name="watchdog of the store", daemon=True).start()
-        progress, stalled, ending, told = None, 0, 0, 0  # the last three count heartbeats
-        for heartbeat in itertools.count():
+        progress, sigterm, stalled, ending, told = None, False, 0, 0, 0  # the last three count heartbeats
+        while not self.finished.wait(self.heartbeat_s):
             progress, stalled = self.env.progress, stalled + 1 if progress == self.env.progress else 0
             # A rank that waits in NCCL for a dead one cannot handle torchrun's SIGTERM.
-            told = told + 1 if told and stalled else int(bool(self.env.stop) and self.env.stop.told_to_end())
+            sigterm = sigterm or (bool(self.env.stop) and self.env.stop.told_to_end())
+            told = told + 1 if sigterm and stalled else 0
             if told * self.heartbeat_s > SIGTERM_S:
                 reason = f"rank {self.env.rank}: SIGTERM while it waits in {progress[2]} of step {progress[0]}"
                 self.abort(self.env.record_end_reason(reason)[0])
             with contextlib.suppress(dist.DistError):  # torchrun is gone, which StopRequest notices
-                self.store.set(f"progress/{self.env.rank}", json.dumps([heartbeat, progress]))
+                self.store.set(f"progress/{self.env.rank}", json.dumps([self.replies, progress]))
                 if stalled * self.heartbeat_s < self.env.limit_s / 2:
                     self.seen.clear()
                 else:
@@ -291,8 +293,6 @@ class Watchdog(threading.Thread):
                 if ending * self.heartbeat_s > GRACE_S:  # the main thread is busy or hangs
                     self.abort(self.env.record_end_reason("")[0])
                 self.replies += 1
-            if self.finished.wait(self.heartbeat_s):
-                return
 
     def watch_store(self) -> None:
         """Ends this rank when the store hangs: calls to the store of an unreachable machine never return."""
@@ -306,8 +306,7 @@ class Watchdog(threading.Thread):
     def check_ranks(self) -> None:
         """Records the ranks furthest behind as the reason to end the job, if none of them has moved for too long."""
         for rank in range(self.env.world_size):
-            known = self.store.check([f"progress/{rank}"])
-            beat, progress = json.loads(self.store.get(f"progress/{rank}")) if known else (-1, [0, -1, "start", 0])
+            beat, progress = json.loads(self.store.compare_set(f"progress/{rank}", "", '[-1, [0, -1, "start", 0]]'))
             last_beat, last_progress, silent, stalled = self.seen.get(rank, (None, None, 0, 0))
             silent, stalled = silent + 1 if beat == last_beat else 0, stalled + 1 if progress == last_progress else 0
             self.seen[rank] = (beat, progress, silent, stalled)
@@ -351,8 +350,7 @@ def setup(env: Distributed) -> Distributed:
 
 def join_group(env: Distributed) -> None:
     seconds = env.config.startup_timeout_s
-    # A backstop: the watchdog ends a hang earlier, with a report.
-    timeout = timedelta(seconds=seconds + env.config.timeout_s)
+    timeout = timedelta(seconds=seconds + env.config.timeout_s)  # a backstop: the watchdog ends a hang earlier
     # gloo as well as nccl, so that agreement between ranks does not involve the GPU.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     try:
@@ -364,12 +362,10 @@ def join_group(env: Distributed) -> None:
         env.watchdog.start()
         dist.init_process_group(backend, store=env.store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     except (RuntimeError, OSError, ValueError) as error:
-        address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
-        raise UserError(
-            f"rank {env.rank} on {platform.node()} cannot reach the others at MASTER_ADDR={address} MASTER_PORT={port} "
-            f"({str(error).splitlines()[0]}): set the address of rank 0, open all ports between the machines, or name "
-            "the network interface in GLOO_SOCKET_IFNAME"
-        ) from None
+        place = " ".join(f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+        found = f"rank {env.rank} on {platform.node()} cannot reach the others at {place}"
+        advice = "set the address of rank 0, open all ports between the machines, or name the network interface"
+        raise UserError(f"{found} ({str(error).splitlines()[0]}): {advice} in GLOO_SOCKET_IFNAME") from None
 
 
 def choose_device(env: Distributed) -> torch.device:
@@ -381,10 +377,9 @@ def choose_device(env: Distributed) -> torch.device:
     if visible == 1 and env.local_world_size > 1 and not env.config.device_ids:
         return torch.device("cuda", 0)  # a scheduler may expose a different GPU to each process
     if any(gpu not in range(visible) for gpu in chosen) or env.local_world_size > len(chosen):
-        raise UserError(
-            f"{env.local_world_size} processes on {platform.node()} but {visible} GPUs, ddp.device_ids={chosen}: "
-            "set --nproc_per_node to the number of GPUs to use, or CUDA_VISIBLE_DEVICES= to run on the CPU"
-        )
+        found = f"{env.local_world_size} processes on {platform.node()} but {visible} GPUs, ddp.device_ids={chosen}"
+        advice = "set --nproc_per_node to the number of GPUs to use, or CUDA_VISIBLE_DEVICES= to run on the CPU"
+        raise UserError(f"{found}: {advice}")
     return torch.device("cuda", chosen[env.local_rank])
 
 
@@ -432,14 +427,15 @@ def preflight(env: Distributed) -> None:
             print(f"{'OK' if ok else 'NOTE':6s} {name:12s} {finding}", flush=True)
 
     def slowest(function: Callable[[], object]) -> tuple[list[float], int]:
-        """Returns the median milliseconds of a call on each rank, and the slowest rank."""
-        times = env.gather(1e3 * statistics.median(timeit.repeat(function, number=1, repeat=6)[1:]))
-        return times, max(range(env.world_size), key=times.__getitem__)
+        """Returns the median milliseconds of a call on each rank, after six to warm up, and the slowest rank."""
+        times = env.gather(1e3 * statistics.median(timeit.repeat(function, number=1, repeat=12)[6:]))
+        return times, times.index(max(times))
 
     report("ranks", "\n".join(["", *describe(env)]))
     env.check_equal(library_versions())
     report("versions", "the same on all ranks")
-    matrix = torch.ones(1024, 1024, device=env.device)
+    size = 8192 if env.device.type == "cuda" else 1024  # so that an idle GPU raises its clock meanwhile
+    matrix = torch.ones(size, size, device=env.device)
     times, rank = slowest(lambda: (matrix @ matrix).sum().item())
     finding = f"a matrix product takes {min(times):.1f} to {times[rank]:.1f} ms, slowest on rank {rank}"
     report("speed", finding, times[rank] <= 1.5 * statistics.median_low(times))

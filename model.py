@@ -8,6 +8,7 @@ Shapes: N nodes, R relations, E_r edges of relation r, B samples, P knocked-out 
 Node states are node-major, [N, B, H], so that one sparse product serves all samples at once.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -43,7 +44,7 @@ class KnockoutGNN(nn.Module):
 
     Args:
         num_nodes, num_relations: size of the graph that `forward` takes.
-        y_mean, y_std: mean and standard deviation of the training targets, saved in checkpoints as buffers.
+        y_mean, y_std: mean and standard deviation of each training target, [T], saved in checkpoints as buffers.
         unseen: share of nodes whose own identity and effect a training step hides, so that the model learns to predict
             nodes that no training row knocks out; 0 if dropout is.
     """
@@ -53,8 +54,8 @@ class KnockoutGNN(nn.Module):
         config: ModelConfig,
         num_nodes: int,
         num_relations: int,
-        y_mean: float = 0.0,
-        y_std: float = 1.0,
+        y_mean: Sequence[float] = (0.0,),
+        y_std: Sequence[float] = (1.0,),
         unseen: float = 0.0,
     ):
         super().__init__()
@@ -63,13 +64,14 @@ class KnockoutGNN(nn.Module):
         self.identity = nn.Parameter(torch.zeros(num_nodes, hidden))  # their states before it
         self.layers = nn.ModuleList(KnockoutConv(hidden, num_relations) for _ in range(config.layers))
         self.norm = nn.LayerNorm(hidden)
-        self.local_readout = LocalReadout(num_nodes, hidden, config.dropout) if config.readout != "global" else None
-        self.global_readout = GlobalReadout(hidden, config.dropout) if config.readout != "local" else None
+        size = hidden, config.dropout, len(y_mean)
+        self.local_readout = LocalReadout(num_nodes, *size) if config.readout != "global" else None
+        self.global_readout = GlobalReadout(*size) if config.readout != "local" else None
         self.register_buffer("y_mean", torch.tensor(y_mean))
         self.register_buffer("y_std", torch.tensor(y_std))
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
-        """Returns predictions [B]; raises `RuntimeError` if the batch and the graph are on different devices."""
+        """Returns predictions [B, T]; raises `RuntimeError` if the batch and the graph are on different devices."""
         graph.check(batch)
         expanded = self.config.message_passing == "expanded"
         messages = ExpandedMessages(graph, intact_batch(graph.device)) if expanded else SharedMessages(graph)
@@ -122,7 +124,7 @@ class KnockoutGNN(nn.Module):
         def pool(x: Tensor, messages: Messages, alive: Tensor, depth: int) -> Tensor:
             h = self.layers[depth].norm(x) if depth else intact[0][1]
             change = self.norm(self.encode(x, h, messages, depth)[0]) - wild_type
-            return torch.einsum("nbh,nb->bh", change, alive.to(change.dtype)) / len(alive) ** 0.5
+            return (change * alive.unsqueeze(-1)).sum(0) / len(alive) ** 0.5
 
         if self.config.message_passing == "expanded":
             return run(pool, intact[0][0], ExpandedMessages(graph, batch), graph.keep(batch), 0)
@@ -207,9 +209,7 @@ class SharedMessages:
         self.graph, self.keep = graph, keep  # [N, B], or None if all nodes are alive
 
     def __call__(self, h: Tensor, gate: Tensor) -> Tensor:
-        h = h if self.keep is None else self.keep.unsqueeze(-1) * h
-        sums = (self.graph.propagate(r, (h * gate_r).flatten(1)) for r, gate_r in enumerate(gate))
-        return sum(sums).view_as(h)
+        return self.graph.propagate(h if self.keep is None else self.keep.unsqueeze(-1) * h, gate)
 
 
 class ExpandedMessages:
@@ -252,43 +252,43 @@ class LocalReadout(nn.Module):
     which `train.build_model` sets to the additive baseline's.
     """
 
-    def __init__(self, num_nodes: int, hidden: int, dropout: float):
+    def __init__(self, num_nodes: int, hidden: int, dropout: float, num_targets: int):
         super().__init__()
-        self.effect = nn.Parameter(torch.zeros(num_nodes))
+        self.effect = nn.Parameter(torch.zeros(num_nodes * num_targets))  # no matrix: without weight decay
         self.embed = nn.Sequential(nn.Dropout(dropout), nn.Linear(hidden, 2 * hidden))
-        self.pair = nn.Linear(2 * hidden, 1, bias=False)
+        self.pair = nn.Linear(2 * hidden, num_targets, bias=False)
         self.norm = nn.LayerNorm(4 * hidden)
-        self.head = readout_head(4 * hidden, 2 * hidden, dropout)
+        self.head = readout_head(4 * hidden, 2 * hidden, dropout, num_targets)
         nn.init.zeros_(self.pair.weight)
 
     def forward(self, wild_type: Tensor, known: Tensor, batch: Data) -> Tensor:
-        """Maps wild_type [N, H] to [B]; nodes that are not `known` [N] have no effect of their own."""
+        """Maps wild_type [N, H] to [B, T]; nodes that are not `known` [N] have no effect of their own."""
         total = partial(scatter, index=batch.perturbed_batch, dim_size=batch.perturbed_ptr.numel() - 1)
         state = self.embed(wild_type.index_select(0, batch.perturbed))  # [P, 2H]
         nodes = total(state)
         pairs = (nodes.square() - total(state.square())) / 2  # sum over pairs i < j of state_i * state_j
-        effects = total((self.effect * known).index_select(0, batch.perturbed))
-        return effects + self.pair(pairs).squeeze(1) + self.head(self.norm(torch.cat([nodes, pairs], dim=1)))
+        effects = total((self.effect.view(len(known), -1) * known.unsqueeze(1)).index_select(0, batch.perturbed))
+        return effects + self.pair(pairs) + self.head(self.norm(torch.cat([nodes, pairs], dim=1)))
 
 
 class GlobalReadout(nn.Module):
     """An MLP of the pooled `KnockoutGNN.changes`. It starts at zero: training starts from the local part alone."""
 
-    def __init__(self, hidden: int, dropout: float):
+    def __init__(self, hidden: int, dropout: float, num_targets: int):
         super().__init__()
-        self.head = readout_head(hidden, 2 * hidden, dropout)
+        self.head = readout_head(hidden, 2 * hidden, dropout, num_targets)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """Maps pooled [B, H] to [B]; asinh compresses the large sums that a hub's thousands of neighbours give."""
+        """Maps pooled [B, H] to [B, T]; asinh compresses the large sums that a hub's thousands of neighbours give."""
         return self.head(torch.asinh(pooled))
 
 
-def readout_head(inputs: int, hidden: int, dropout: float) -> nn.Module:
-    """Returns an MLP that maps [B, inputs] to [B], at first to zeros."""
-    last = nn.Linear(hidden, 1)
+def readout_head(inputs: int, hidden: int, dropout: float, outputs: int) -> nn.Module:
+    """Returns an MLP that maps [B, inputs] to [B, outputs], at first to zeros."""
+    last = nn.Linear(hidden, outputs)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
-    return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, hidden), nn.GELU(), last, nn.Flatten(0))
+    return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, hidden), nn.GELU(), last)
 
 
 def choose_route(config: ModelConfig, graph: SharedGraph, dataset: Any) -> str:

@@ -65,6 +65,7 @@ class RunConfig:
     name: str = "default"
     dir: str = "runs"
     seed: int = 0
+    deterministic: bool = False
     resume: str = "auto"
 
 
@@ -136,6 +137,8 @@ def main() -> None:
 def train(config: Config, env: Distributed) -> None:
     """Trains or resumes a run. On every rank, raises `UserError` for wrong input and `RunError` for a later failure."""
     env.stop = StopRequest(Path(config.run.dir, config.run.name, "STOP"))
+    if config.run.deterministic:
+        use_deterministic_algorithms()
     optim, batch_size, seed = config.optim, config.data.batch_size, config.run.seed
     (dtype, autocast_dtype), shares = PRECISIONS[optim.precision], env.world_size * optim.accumulate
     with env.sync_errors(DataError):
@@ -144,10 +147,11 @@ def train(config: Config, env: Distributed) -> None:
             raise UserError(f"data.batch_size must be a multiple of {shares} (ranks x optim.accumulate): try {larger}")
         tables = data.load(config.data)
         check_scores(tables, config)
-        effect, baseline = data.additive_baseline(tables)
+        fingerprint = tables.fingerprint()
+        effect, baseline, summary = data.derive(tables, fingerprint, config.data)
         torch.manual_seed(seed)
         model = build_model(config, tables, effect).to(env.device, dtype)
-        folder = RunFolder(config, env, tables.fingerprint())
+        folder = RunFolder(config, env, fingerprint)
         checkpoint = folder.open(model)
     env.check_equal({**asdict(config), "data (hash)": folder.fingerprint, **library_versions()})
     optimizer = build_optimizer(model, optim, env)
@@ -160,15 +164,17 @@ def train(config: Config, env: Distributed) -> None:
         folder.start(state, ranks)
 
     graph = SharedGraph(tables.graph()).to(env.device, dtype)
-    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
-    sampler = StepSampler(tables.rows("train"), batch_size, optim.accumulate, env.world_size, env.rank, seed)
+    if env.device.type == "cuda" and autocast_dtype and (dense := graph.densify(autocast_dtype)):
+        log.info(f"graph     dense, on tensor cores in {optim.precision}: {', '.join(dense)}")
+    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree, tables.weight)
+    sampler = StepSampler(tables.rows("train"), batch_size, optim.accumulate, env.world_size, env.rank, seed, tables.y)
     loader = data.make_loader(dataset, sampler, config.data.workers, pin=env.device.type == "cuda")
     steps_per_epoch, total_steps = sampler.steps_per_epoch, sampler.steps_per_epoch * optim.epochs
     if config.model.compile:
         model.compile()
     ddp_model = env.wrap(model)
     autocast = torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None)
-    log.info(f"data      {tables.summary()}")
+    log.info(f"data      {summary}")
     route = choose_route(config.model, graph, dataset)
     log.info(f"model     {sum(p.numel() for p in model.parameters()):,} parameters; {route}")
     share = f"{batch_size // shares} samples x {optim.accumulate} accumulation = {batch_size}"
@@ -200,7 +206,7 @@ def train(config: Config, env: Distributed) -> None:
             seed_step(seed, state.step, env.rank)
             for group in optimizer.param_groups:
                 group["lr"] = lr = learning_rate(state.step, total_steps, optim)
-            num_samples = sampler.samples_in_step(step_in_epoch)
+            num_samples, num_scores = len(sampler.rows_in_step(step_in_epoch)), sampler.scores_in_step(step_in_epoch)
             for micro in range(optim.accumulate):
                 with env.phase("data"):
                     batch = next(batches).to(env.device, non_blocking=True)
@@ -209,13 +215,13 @@ def train(config: Config, env: Distributed) -> None:
                         prediction = ddp_model(graph, batch)
                     with env.phase("backward"):
                         loss = criterion(prediction, batch, model, optim.loss)
-                        # Mean over the samples of the whole step; world_size undoes DDP's averaging over ranks.
-                        scaler.scale(loss / num_samples * env.world_size).backward()
+                        # Mean over the scores of the whole step; world_size undoes DDP's averaging over ranks.
+                        scaler.scale(loss * (env.world_size / max(1, num_scores))).backward()
                 meter.loss += loss.detach()
             with env.phase("optimiser"):
                 grad_norm = optimizer_step(model, optimizer, scaler, optim)
             state.step += 1
-            meter.count(num_samples, grad_norm, scaler)
+            meter.count(num_samples, num_scores, grad_norm, scaler)
             profile.step()
 
             reason = env.stop_reason(state.step)
@@ -223,7 +229,7 @@ def train(config: Config, env: Distributed) -> None:
             save_now = state.step % config.checkpoint.every_steps == 0 and not end_of_epoch
             if reason or save_now or end_of_epoch or state.step % config.log.every_steps == 0:
                 row, meter = meter.read(state), Meter(env, optim)
-                folder.write("train", state, lr=lr, grad_norm=grad_norm.item(), **row)
+                folder.write("train", state, lr=lr, **row)
                 progress = f"loss {row['loss']:.4f}  {row['samples_per_s']:,.0f} samples/s  "
                 bar.set_postfix_str(progress, refresh=False)
             if reason or save_now:
@@ -241,28 +247,39 @@ def train(config: Config, env: Distributed) -> None:
     log.info(f"run       {folder.path}, model of step {state.best['step']}")
 
 
+def use_deterministic_algorithms() -> None:
+    """Makes a GPU compute the same bits each time; what has no deterministic form is named in the log."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    logging.captureWarnings(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 def check_scores(tables: Tables, config: Config) -> None:
     """Raises `UserError` for scores that optim.loss cannot take; notes options that do not suit the scores."""
-    binary = bool(((tables.y == 0) | (tables.y == 1)).all())
+    y = tables.y[tables.rows("train")]
+    if empty := [name for name, missing in zip(tables.targets, y.isnan().all(dim=0).tolist(), strict=True) if missing]:
+        raise UserError(f"no training row has a score {empty[0]}: remove that column, or change the split")
+    binary = bool(((tables.y == 0) | (tables.y == 1) | tables.y.isnan()).all())
     if config.optim.loss == "binary" and not binary:
         raise UserError("optim.loss=binary needs scores of 0 and 1: set optim.loss=squared")
     if config.optim.loss == "squared" and binary:
         log.warning("note      all scores are 0 or 1: optim.loss=binary predicts probabilities")
-    if -math.inf < config.log.threshold <= tables.y.min():
+    if -math.inf < config.log.threshold and not (tables.y < config.log.threshold).any():
         log.warning(f"note      no score is below log.threshold={config.log.threshold:g}")
 
 
 def scale(tables: Tables) -> tuple[Tensor, Tensor]:
-    """Returns the mean and standard deviation of the training scores, the latter 1 if they are constant."""
+    """Returns the mean and standard deviation of each training score, [T], the latter 1 where it is constant."""
     y = tables.y[tables.rows("train")]
-    spread = y.std(dim=0, correction=0)
-    return y.mean(dim=0), spread.where(spread > 1e-12 * y.abs().amax(dim=0), 1.0)
+    mean = y.nanmean(dim=0)
+    spread = (y - mean).square().nanmean(dim=0).sqrt()
+    return mean, spread.where(spread > 1e-12 * y.nan_to_num().abs().amax(dim=0), 1.0)
 
 
 def build_model(config: Config, tables: Tables, effect: Tensor | None = None) -> nn.Module:
-    """Returns a model that starts from the additive baseline with this `effect` of each node, if given, [N]."""
+    """Returns a model that starts from the additive baseline with this `effect` of each node, if given, [N, T]."""
     mean, std = scale(tables)
-    effect = mean.new_zeros(len(tables.genes), *mean.shape) if effect is None else effect
+    effect = mean.new_zeros(len(tables.genes), len(mean)) if effect is None else effect
     if config.optim.loss == "binary":  # logits, which are the baseline's for rows of one deletion
         effect, mean, std = torch.logit(mean + effect, eps=1e-3), torch.logit(mean, eps=1e-3), torch.ones_like(std)
         effect = effect - mean
@@ -271,7 +288,7 @@ def build_model(config: Config, tables: Tables, effect: Tensor | None = None) ->
     size = len(tables.genes), len(tables.relations)
     model = KnockoutGNN(config.model, *size, mean.tolist(), std.tolist(), unseen.item())
     if model.local_readout is not None:
-        model.local_readout.effect.data = (effect / std).float()
+        model.local_readout.effect.data = (effect / std).float().flatten()
     return model
 
 
@@ -356,32 +373,38 @@ class Meter:
     def __init__(self, env: Distributed, optim: OptimConfig):
         self.env, self.optim, self.start = env, optim, time.perf_counter()
         self.loss = torch.zeros((), dtype=torch.float64, device=env.device)  # of this rank's samples
-        self.num_samples, self.nonfinite = 0, []
+        self.one = torch.ones((), device=env.device)
+        self.num_samples, self.num_scores, self.norms, self.scales = 0, 0, [], []
         env.seconds.clear()
 
-    def count(self, num_samples: int, grad_norm: Tensor, scaler: torch.amp.GradScaler) -> None:
+    def count(self, num_samples: int, num_scores: int, grad_norm: Tensor, scaler: torch.amp.GradScaler) -> None:
         self.num_samples += num_samples
-        # Gradients are equal on all ranks. Under fp16 GradScaler itself handles overflows while the scale is above 1.
-        self.nonfinite.append(~grad_norm.isfinite() & (scaler.scale(torch.ones_like(grad_norm)) <= 1))
+        self.num_scores += num_scores
+        self.norms.append(grad_norm)
+        self.scales.append(scaler.scale(self.one))
 
     def read(self, state: TrainState) -> dict[str, Any]:
         """Returns the values of the train row; raises `RunError`, on every rank, for too many non-finite steps."""
-        nonfinite = torch.stack(self.nonfinite).tolist()  # syncs with the device
-        steps, elapsed = len(nonfinite), time.perf_counter() - self.start
+        steps, elapsed = len(self.norms), time.perf_counter() - self.start
+        values = torch.cat([torch.stack(part).double() for part in (self.norms, self.scales, [self.loss])])
+        *values, loss = values.tolist()  # waits for the device, once
+        norms, scales = values[:steps], values[steps:]
+        # Gradients are equal on all ranks. Under fp16 GradScaler itself handles overflows while the scale is above 1.
+        nonfinite = [not math.isfinite(norm) and scale <= 1 for norm, scale in zip(norms, scales, strict=True)]
         limit = MAX_SKIPS if self.optim.on_nonfinite == "skip" else 1
         for step, is_nonfinite in enumerate(nonfinite, start=state.step - steps + 1):
             state.skipped += is_nonfinite
             state.skipped_in_row = (state.skipped_in_row + 1) * is_nonfinite
             if state.skipped_in_row >= limit:
-                raise RunError(
-                    f"step {step} is not finite, {limit} in a row (optim.on_nonfinite): lower optim.lr or optim.clip, "
-                    "or find bad rows with `python -m tests.check rows` and the same options"
-                )
+                found = f"step {step} is not finite, {limit} in a row (optim.on_nonfinite)"
+                check = "find bad rows with `python -m tests.check rows` and the same options"
+                raise RunError(f"{found}: lower optim.lr or optim.clip, or {check}")
         if any(nonfinite):
             log.warning(f"skipped   {sum(nonfinite)} steps that were not finite, {state.skipped} in total")
         gpu, kilobytes = self.env.device.type == "cuda", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {
-            "loss": self.env.sum(self.loss).item() / self.num_samples,
+            "loss": self.env.sum(torch.tensor(loss, dtype=torch.float64)).item() / max(1, self.num_scores),
+            "grad_norm": norms[-1],
             "skipped": state.skipped,
             "samples_per_s": round(self.num_samples / elapsed, 1),
             "data_ms": round(1e3 * self.env.seconds["data"] / steps, 3),
@@ -406,42 +429,59 @@ def profiler(config: Config, env: Distributed, path: Path) -> torch.profiler.pro
 def predict_rows(
     model: nn.Module, graph: SharedGraph, dataset: KnockoutDataset, rows: Tensor, config: Config, env: Distributed
 ) -> Tensor:
-    """Returns float64 [n] on every rank: predictions of `rows`, 0 elsewhere; probabilities if optim.loss=binary.
+    """Returns float64 [len(rows), T] on every rank: predictions of `rows`; probabilities if optim.loss=binary.
 
     Each row is predicted on one rank, by the bare model; the all-reduce adds only zeros to it and is therefore exact.
     """
     model.eval()
-    predictions = torch.zeros(dataset.y.shape, dtype=torch.float64, device=env.device)
-    batches = data.shard(rows, math.ceil(config.data.batch_size / env.world_size), env.world_size, env.rank)
+    batch_size = config.data.batch_size if config.model.readout != "local" else max(config.data.batch_size, 8192)
+    predictions = torch.zeros(len(rows), dataset.y.size(1), dtype=torch.float64, device=env.device)
+    own, start = predictions[env.rank :: env.world_size], 0
+    batches = data.shard(rows, math.ceil(batch_size / env.world_size), env.world_size, env.rank)
     for batch in data.make_loader(dataset, batches, workers=0, pin=env.device.type == "cuda"):
         with env.phase("evaluation"):
             if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
                 break
-            batch = batch.to(env.device, non_blocking=True)
-            output = model(graph, batch).double()
-            predictions[batch.index] = output.sigmoid() if config.optim.loss == "binary" else output
+            output = model(graph, batch.to(env.device, non_blocking=True)).double()
+            own[start : start + len(output)] = output.sigmoid() if config.optim.loss == "binary" else output
+            start += len(output)
     return env.sum(predictions).cpu()
 
 
 def metrics(rows: Tensor, prediction: Tensor, tables: Tables, baseline: Tensor, config: Config) -> dict[str, Any]:
-    """Returns metrics of the predictions [n] of `rows`, beside the additive baseline's Pearson; nan where undefined.
+    """Returns metrics of the predictions of `rows`, beside the additive baseline's Pearson; nan where undefined.
+
+    They are means over the targets, whose own are in `targets` if there are several.
+    """
+    scores, spreads, parts = tables.y[rows], scale(tables)[1], {}
+    for name, y, p, b, spread in zip(tables.targets, scores.T, prediction.T, baseline[rows].T, spreads, strict=True):
+        present = ~y.isnan()
+        parts[name] = target_metrics(y[present], p[present], b[present], spread, config)
+    result = {}
+    for key in dict.fromkeys(key for part in parts.values() for key in part):
+        values = [part[key] for part in parts.values() if not math.isnan(part.get(key, math.nan))]
+        result[key] = sum(values) / len(values) if values else math.nan
+    return result | ({"targets": parts} if len(parts) > 1 else {}) | {"n": len(rows)}
+
+
+def target_metrics(y: Tensor, prediction: Tensor, baseline: Tensor, spread: Tensor, config: Config) -> dict[str, float]:
+    """Returns the metrics of one target, from [n] scores of which none is missing.
 
     `average_precision` and `auroc` are those of finding scores of 1 (optim.loss=binary) or below log.threshold.
     """
-    y, prediction = tables.y[rows], prediction[rows]
     mse = (prediction - y).square().mean()
     binary = config.optim.loss == "binary"
-    loss = nn.functional.binary_cross_entropy(prediction, y) if binary else mse / scale(tables)[1].square()
+    loss = nn.functional.binary_cross_entropy(prediction, y) if binary else mse / spread.square()
     result = {"loss": loss, "mse": mse, "r2": 1 - mse / y.var(correction=0), "pearson": pearson(y, prediction)}
-    result |= {"spearman": pearson(rank(y), rank(prediction)), "baseline_pearson": pearson(y, baseline[rows])}
+    result |= {"spearman": pearson(rank(y), rank(prediction)), "baseline_pearson": pearson(y, baseline)}
     positive, prediction = (y == 1, prediction) if binary else (y < config.log.threshold, -prediction)
     if positive.any():
         count = int(positive.sum())
         _, group, size = (-prediction).unique(return_inverse=True, return_counts=True)
         hits = torch.bincount(group[positive], minlength=len(size)).double()  # per distinct prediction, best first
         result["average_precision"] = (hits * hits.cumsum(0) / size.cumsum(0)).sum() / count
-        result["auroc"] = (rank(prediction)[positive].mean() - (count + 1) / 2) / (len(rows) - count)
-    return {name: value.item() for name, value in result.items()} | {"n": len(rows)}
+        result["auroc"] = (rank(prediction)[positive].mean() - (count + 1) / 2) / (len(y) - count)
+    return {name: value.item() for name, value in result.items()}
 
 
 def test_metrics(prediction: Tensor, tables: Tables, baseline: Tensor, config: Config) -> dict[str, Any]:
@@ -451,10 +491,10 @@ def test_metrics(prediction: Tensor, tables: Tables, baseline: Tensor, config: C
     """
     rows, generator, gains = tables.rows("test"), torch.Generator().manual_seed(0), []
     test = metrics(rows, prediction, tables, baseline, config)
+    y, additive = tables.y[rows], baseline[rows]
     for _ in range(1000):
-        chosen = rows[torch.randint(len(rows), (len(rows),), generator=generator)]
-        y = tables.y[chosen]
-        gains.append(pearson(y, prediction[chosen]) - pearson(y, baseline[chosen]))
+        chosen = torch.randint(len(rows), (len(rows),), generator=generator)
+        gains.append(pearson(y[chosen], prediction[chosen]) - pearson(y[chosen], additive[chosen]))
     test["gain"] = torch.stack(gains).nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     test["noise_ceiling"] = tables.noise_ceiling()
     limit = "" if test["noise_ceiling"] is None else f", noise ceiling {test['noise_ceiling']:.4f}"
@@ -462,7 +502,9 @@ def test_metrics(prediction: Tensor, tables: Tables, baseline: Tensor, config: C
     log.info("test      Pearson less the baseline's: {:.4f} to {:.4f} (95 % interval)".format(*test["gain"]))
     for name, counts in {"unseen": tables.unseen(), "deletions": tables.perturbed_ptr.diff()}.items():
         groups = counts[rows].clamp(max=3)
-        parts = {k: metrics(rows[groups == k], prediction, tables, baseline, config) for k in groups.unique().tolist()}
+        parts = {}
+        for k in groups.unique().tolist():
+            parts[k] = metrics(rows[groups == k], prediction[groups == k], tables, baseline, config)
         test[f"by_{name}"] = parts
         for count, part in parts.items() if len(parts) > 1 else ():
             log.info(f"test      {name} {count}{'+' * (count == 3)}: {PEARSON.format(**part)} ({part['n']:,} samples)")
@@ -470,9 +512,10 @@ def test_metrics(prediction: Tensor, tables: Tables, baseline: Tensor, config: C
 
 
 def pearson(a: Tensor, b: Tensor) -> Tensor:
-    """Returns Pearson's r of a [n] and b [n], nan where one is constant."""
-    a, b = a - a.mean(dim=0), b - b.mean(dim=0)
-    return ((a * b).sum(dim=0) / (a.norm(dim=0) * b.norm(dim=0))).mean()
+    """Returns Pearson's r of a and b, [n, T], where a is not nan: its mean over targets for which both vary."""
+    present = ~a.isnan()
+    a, b = (((x - x.where(present, math.nan).nanmean(dim=0)).where(present, 0.0)) for x in (a, b))
+    return ((a * b).sum(dim=0) / (a.norm(dim=0) * b.norm(dim=0))).nanmean()
 
 
 def rank(values: Tensor) -> Tensor:
@@ -487,7 +530,10 @@ def quality(result: dict[str, Any]) -> tuple[float, float]:
 
 
 def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> None:
-    """Writes a prediction for each row of `table`, in order, to `<table>.predictions.tsv` in the working directory."""
+    """Writes a prediction for each row of `table`, in order, to `<table>.predictions.tsv` in the working directory.
+
+    Rows with unknown genes get an empty cell. `table` may be `all-singles` or `all-pairs`, of the graph's genes.
+    """
     with env.sync_errors(DataError):
         state = read_checkpoint(checkpoint)
         tables = data.load(config.data)
@@ -495,26 +541,44 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
             raise UserError(f"{checkpoint} was trained on different data from the configuration's")
         if (loss := state["config"]["optim"].get("loss", "squared")) != config.optim.loss:
             raise UserError(f"{checkpoint} was trained with optim.loss={loss}, not {config.optim.loss}")
-        knockouts, _, _ = data.read_knockouts(table, scored=False)
         model = build_model(config, tables)
         load_model(model, state["model"], checkpoint)
     graph, model = SharedGraph(tables.graph()).to(env.device), model.to(env.device)
-    number = {gene: i for i, gene in enumerate(tables.genes)}
-    known = [all(gene in number for gene in genes) for genes in knockouts]
-    sets = [[number[gene] for gene in genes if gene in number] for genes in knockouts]
-    dataset = KnockoutDataset(*data.pack(sets), torch.zeros(len(sets)), graph.degree)
-    choose_route(config.model, graph, dataset)
-    rows = torch.tensor(known).nonzero().flatten()
-    predictions = predict_rows(model, graph, dataset, rows, config, env).tolist()
-    lines = [f"{','.join(g)}\t{y if ok else ''}" for g, ok, y in zip(knockouts, known, predictions, strict=True)]
+    trained = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
+    choose_route(config.model, graph, trained)
+    number = data.Numbers(zip(tables.genes, range(graph.num_nodes), strict=True))
     output = Path(Path(table).name.removesuffix(".gz").removesuffix(".tsv") + ".predictions.tsv")
-    with env.sync_errors(), explain_write_errors(output, UserError):
-        if env.rank == 0:
-            write_atomically(output, "\n".join(["genes\tprediction", *lines, ""]))
-    if unknown := sorted({gene for genes in knockouts for gene in genes} - number.keys()):
+    temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
+    columns = tables.targets if len(tables.targets) > 1 else ["prediction"]
+    sets, mode, text = data.read_sets(table, number), "w", "\t".join(["genes", *columns]) + "\n"
+    num_rows = num_predicted = 0
+    try:
+        while text:
+            with env.sync_errors(DataError), explain_write_errors(output, UserError):
+                genes, row, node = next(sets, ((), *torch.empty(2, 0, dtype=torch.long)))
+                if env.rank == 0:
+                    with temporary.open(mode) as file:
+                        file.write(text)
+                    if not genes:
+                        os.replace(temporary, output)
+            unknown = node >= graph.num_nodes
+            known = torch.ones(len(genes), dtype=torch.bool).index_fill(0, row[unknown], False)
+            knockouts = data.pack_arrays(row[~unknown], node[~unknown], len(genes))
+            dataset = KnockoutDataset(*knockouts, tables.y.new_zeros(len(genes), len(columns)), graph.degree)
+            dataset.transform = trained.transform
+            predictions = predict_rows(model, graph, dataset, known.nonzero().flatten(), config, env)
+            cells = ("\t".join(map(str, scores)) for scores in predictions.tolist())
+            rows, empty = zip(genes, known.tolist(), strict=True), "\t" * (len(columns) - 1)
+            mode, text = "a", "".join(f"{names}\t{next(cells) if ok else empty}\n" for names, ok in rows)
+            num_rows, num_predicted = num_rows + len(genes), num_predicted + len(predictions)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    if unknown := list(number)[graph.num_nodes :]:
         names = ", ".join(unknown[:10]) + " ..." * (len(unknown) > 10)
-        log.warning(f"{known.count(False)} rows have no prediction: these genes are not in the graph: {names}")
-    log.info(f"{len(rows)} predictions written to {output}")
+        found = f"{num_rows - num_predicted} rows have no prediction: these genes are not in the graph"
+        log.warning(f"{found}: {names}")
+    log.info(f"{num_predicted} predictions written to {output}")
 
 
 # ---- The run folder -------------------------------------------------------------------------------------------------
@@ -563,7 +627,11 @@ class RunFolder:
             if self.env.rank != 0:
                 return
             write_atomically(self.path / "config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
-            write_atomically(self.path / "environment.txt", environment(ranks))
+            folder = shlex.quote(str(Path(__file__).resolve().parent))
+            commit = subprocess.getoutput(f"git -C {folder} describe --always --dirty --abbrev=40")
+            packages = [f"{name}: {version(name)}" for name in ("torch", "torch-geometric", "pyyaml", "tqdm")]
+            lines = [f"command: {shlex.join([sys.executable, *sys.argv])}", f"git commit: {commit}", *packages, *ranks]
+            write_atomically(self.path / "environment.txt", "\n".join([*lines, ""]))
             metrics = self.path / "metrics.jsonl"
             for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else []:
                 with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut off by a kill
@@ -662,14 +730,6 @@ def load_model(model: nn.Module, state: dict[str, Tensor], where: str | Path) ->
         raise UserError(f"the model saved in {where} does not match: {' '.join(str(error).split())[:300]}") from None
 
 
-def environment(ranks: list[str]) -> str:
-    folder = shlex.quote(str(Path(__file__).resolve().parent))
-    commit = subprocess.getoutput(f"git -C {folder} describe --always --dirty --abbrev=40")
-    packages = [f"{name}: {version(name)}" for name in ("torch", "torch-geometric", "pyyaml", "tqdm")]
-    command = shlex.join([sys.executable, *sys.argv])
-    return "\n".join([f"command: {command}", f"git commit: {commit}", *packages, *ranks, ""])
-
-
 @contextlib.contextmanager
 def explain_write_errors(path: Path, kind: type[UserError] = RunError) -> Iterator[None]:
     """Turns a failure to write `path` into an error of type `kind`, which says why in one sentence."""
@@ -690,8 +750,7 @@ def write_atomically(path: Path, content: str | dict) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # on a full disk, logging the error needs its space
+        temporary.unlink(missing_ok=True)  # on a full disk, logging the error needs its space
         raise
 
 
@@ -755,7 +814,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__, epilog=options, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="an option of config.yaml")
     parser.add_argument("--config", metavar="FILE", help="default: config.yaml beside train.py, or the checkpoint's")
-    parser.add_argument("--predict", metavar="TABLE", help="predict this table of knock-out sets instead of training")
+    parser.add_argument(
+        "--predict", metavar="TABLE", help="predict a table of knock-out sets, all-singles or all-pairs"
+    )
     parser.add_argument("--checkpoint", metavar="FILE", help="the trained model for --predict")
     parsed = parser.parse_intermixed_args(arguments)
     if bool(parsed.predict) != bool(parsed.checkpoint):

@@ -181,6 +181,7 @@ def launch_forked(
     variables: dict[str, str] | None = None,
     script: str = "tests/check.py",
     cwd: str = "",
+    cpu: bool = True,
 ) -> tuple[int, str]:
     """Like `launch` in tests/tools/runs.py, without the seconds that imports take; arguments[1] gets the output."""
     folder = Path(arguments[1])

@@ -19,6 +19,7 @@ from data import (
     DataConfig,
     DataError,
     KnockoutDataset,
+    Numbers,
     StepSampler,
     Tables,
     additive_baseline,
@@ -27,8 +28,10 @@ from data import (
     make_loader,
     node_split,
     pack,
+    pack_arrays,
     random_split,
     read_knockouts,
+    read_sets,
     shard,
     synthetic_tables,
 )
@@ -52,7 +55,7 @@ def test_tables_are_read_correctly(tmp_path):
     assert [index.tolist() for index in tables.edge_indices] == [[[1, 2], [0, 2]], [[0], [2]]]  # no duplicate edge
     assert tables.perturbed.tolist() == [0, 1, 3]
     assert tables.perturbed_ptr.tolist() == [0, 2, 3, 3]
-    assert tables.y.tolist() == [0.5, -1.0, 0.2]
+    assert tables.y.tolist() == [[0.5], [-1.0], [0.2]]
     assert [tables.rows(split).tolist() for split in data.SPLITS] == [[0], [1], [2]]
     assert "4 genes (1 isolated), 3 edges in 2 relations, 3 samples of 0 to 2 deletions" in tables.summary()
 
@@ -80,16 +83,16 @@ def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
             SCORES,
             r"edges.tsv:1: the header is 'source\\ttarget', not 'source\\ttarget\\trelation'",
         ),
-        (EDGES[:1], SCORES, "edges.tsv: no edges below the header"),
+        (EDGES[:1], SCORES, "edges.tsv: no rows below the header"),
         ([*EDGES, ("a", "b")], SCORES, "edges.tsv:6: 2 fields where the header has 3"),
         ([*EDGES, ("a", "", "x")], SCORES, "edges.tsv:6: an empty source, target or relation"),
-        (EDGES, SCORES[:1], "scores.tsv: no samples below the header"),
-        (EDGES, [], r"scores.tsv:1: the header is '', not 'genes\\tscore'"),
+        (EDGES, SCORES[:1], "scores.tsv: no rows below the header"),
+        (EDGES, [], r"scores.tsv:1: the header is '', not 'genes, then distinct names'"),
         (EDGES, [*SCORES, ("a", "high", "train")], "scores.tsv:5: the score 'high' is not a finite number"),
         (EDGES, [*SCORES, ("a", "nan", "train")], "scores.tsv:5: the score 'nan' is not a finite number"),
         (EDGES, [*SCORES, ("a", "1e39", "train")], "scores.tsv:5: the score '1e39' is not a finite number"),
         (EDGES, [*SCORES, ("a", "1_0", "train")], "scores.tsv:5: the score '1_0' is not a finite number"),
-        (EDGES, [*SCORES, ("", "", "train")], "scores.tsv:5: the score '' is not a finite number"),
+        (EDGES, [*SCORES, ("", "one", "train")], "scores.tsv:5: the score 'one' is not a finite number"),
         (EDGES, [*SCORES, ("a", 1, "dev")], "scores.tsv:5: the split 'dev' is not one of train, val, test"),
         (EDGES, [*SCORES, ("a,,b", 1, "val")], "scores.tsv:5: an empty gene name in 'a,,b'"),
         (EDGES, SCORES[:3], "scores.tsv: no rows in the test split of 2 rows"),
@@ -104,7 +107,36 @@ def test_errors_in_tables_name_file_and_line(tmp_path, edges, scores, message):
 
 def test_a_blank_line_of_a_one_column_table_is_a_sample_without_knock_outs(tmp_path):
     path = write_table(tmp_path / "ask.tsv", [("genes",), ("a,b",), ("",), ("c",)])
-    assert read_knockouts(str(path), scored=False)[0] == [["a", "b"], [], ["c"]]
+    ((genes, row, node),) = read_sets(str(path), number := Numbers())
+    assert list(genes) == ["a,b", "", "c"] and row.tolist() == [0, 0, 2] and node.tolist() == [0, 1, 2]
+    assert list(number) == ["a", "b", "c"]
+
+
+def test_all_sets_of_one_or_two_names():
+    number = Numbers({"a": 0, "b": 1, "c": 2})
+    ((genes, row, node),) = read_sets("all-singles", number)
+    assert (genes, row.tolist(), node.tolist()) == (["a", "b", "c"], [0, 1, 2], [0, 1, 2])
+    ((genes, row, node),) = read_sets("all-pairs", number)
+    assert (genes, row.tolist(), node.tolist()) == (["a,b", "a,c", "b,c"], [0, 0, 1, 1, 2, 2], [0, 1, 0, 2, 1, 2])
+
+
+def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
+    """Blank lines, spaces, controls and an error, at 100,000 lines a part."""
+    lines = [f"g{i % 50},g{i % 37} ,g{i % 50}\t{i}" for i in range(150_000)]
+    lines[7], lines[120_000], lines[130_000] = "\t1.5", "", "  \t2.5"
+    path = tmp_path / "scores.tsv"
+    path.write_text("\n".join(["genes\tscore", *lines, ""]))
+    row, node, y, split, weight, targets = read_knockouts(str(path), number := Numbers())
+    perturbed, ptr = pack_arrays(row, node, len(y))
+    rows = [line.split("\t") for line in lines if line]
+    expected = [sorted({number[gene.strip()] for gene in genes.split(",") if gene.strip()}) for genes, _ in rows]
+    assert (split, weight, targets) == (None, None, ["score"])
+    assert y.tolist() == [[float(score)] for _, score in rows]
+    assert [part.tolist() for part in perturbed.split(ptr.diff().tolist())] == expected
+    for line, wrong in ((140_001, "g1,,g2\t0"), (140_002, "g1\tNaN"), (140_003, "g1\t1\t2"), (140_004, "g1\t1_0")):
+        path.write_text("\n".join(["genes\tscore", *lines[: line - 2], wrong, *lines[line - 2 :], ""]))
+        with pytest.raises(DataError, match=rf"scores.tsv:{line}: "):
+            read_knockouts(str(path), Numbers())
 
 
 def test_unreadable_files_are_named(tmp_path):
@@ -150,36 +182,37 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, damage, caplog):
 
 @pytest.mark.parametrize("damage", [None, b"not a checkpoint"])
 def test_one_process_builds_the_cache_and_the_others_wait(tmp_path, damage):
-    built, path = [], tmp_path / "cache" / "tables.pt"
-    tables = synthetic_tables(PRESETS["small"], seed=0)
+    built, options = [], DataConfig(cache_dir=str(tmp_path / "cache"))
     if damage:
-        path.parent.mkdir()
+        data.cached(options, "numbers", "key", dict)
+        (path,) = (tmp_path / "cache").glob("*.pt")
         path.write_bytes(damage)
 
-    def build() -> Tables:
+    def build() -> dict:
         built.append(1)
         time.sleep(0.3)
-        return tables
+        return {"numbers": torch.arange(5)}
 
     with ThreadPoolExecutor(4) as pool:  # flock is per open file, so threads can stand in for processes
-        results = list(pool.map(lambda _: data._cached(path, build), range(4)))
+        results = list(pool.map(lambda _: data.cached(options, "numbers", "key", build), range(4)))
     assert len(built) == 1
-    assert all(torch.equal(result.y, tables.y) for result in results)
+    assert all(result["numbers"].tolist() == [0, 1, 2, 3, 4] for result in results)
+    assert data.cached(options, "numbers", "another key", dict) == {}
 
 
 def test_the_cache_is_written_atomically(tmp_path, monkeypatch, caplog):
     """A full disk leaves no partial file behind."""
-    path, tables = tmp_path / "tables.pt", synthetic_tables(PRESETS["small"], seed=0)
+    content = {"numbers": torch.arange(5)}
 
     def full(content: dict, file: Path) -> None:
         file.write_bytes(b"a part")
-        assert not path.exists()
+        assert not list(tmp_path.glob("*.pt"))
         raise RuntimeError("no space left")
 
     monkeypatch.setattr(torch, "save", full)
-    assert data._cached(path, lambda: tables) is tables
-    assert "the tables are not cached: no space left" in caplog.text
-    assert [left.name for left in tmp_path.iterdir()] == ["tables.lock"]
+    assert data.cached(DataConfig(cache_dir=str(tmp_path)), "numbers", "key", lambda: content) is content
+    assert "is not cached: no space left" in caplog.text
+    assert [left.suffix for left in tmp_path.iterdir()] == [".lock"]
 
 
 def test_an_unwritable_cache_folder_only_disables_the_cache(tmp_path, caplog):
@@ -219,8 +252,8 @@ def test_a_batch_holds_its_rows_and_padding_has_zero_weight():
     assert batch.perturbed.tolist() == [2, 3, 0, 1, 2]
     assert batch.perturbed_batch.tolist() == [0, 0, 3, 3, 3]
     assert batch.perturbed_ptr.tolist() == [0, 2, 2, 2, 5]
-    assert batch.y.tolist() == [1.0, 0.0, 0.0, 3.5]
-    assert batch.weight.tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert batch.y.tolist() == [[1.0], [0.0], [0.0], [3.5]]
+    assert batch.weight.tolist() == [[1.0], [0.0], [1.0], [1.0]]
     assert batch.index.tolist() == [2, -1, 0, 7]
     assert batch.num_dead_edges == 2 + 3 + 0 + 1 + 2 and isinstance(batch.num_dead_edges, int)
     assert dataset[7].perturbed.tolist() == [0, 1, 2]
@@ -228,9 +261,7 @@ def test_a_batch_holds_its_rows_and_padding_has_zero_weight():
 
 
 def test_a_node_listed_twice_in_a_sample_counts_once():
-    dataset = KnockoutDataset(
-        torch.tensor([3, 3, 1, 2, 3]), torch.tensor([0, 3, 3, 5]), torch.zeros(3), torch.arange(5)
-    )
+    dataset = KnockoutDataset(*pack([[3, 3, 1], [], [2, 3]]), torch.zeros(3), torch.arange(5))
     batch = dataset.__getitems__([0, 1, 2])
     assert batch.perturbed.tolist() == [1, 3, 2, 3]
     assert batch.perturbed_ptr.tolist() == [0, 2, 2, 4]
@@ -266,7 +297,7 @@ def test_a_step_takes_the_same_rows_with_any_world_size(world_size, accumulate):
         together = [row for part in parts for batch in part for row in batch]
         assert len({len(batch) for part in parts for batch in part}) == 1
         assert sorted(row for row in together if row >= 0) == sorted(step)
-        assert ranks[0].samples_in_step(number) == len(step)
+        assert len(ranks[0].rows_in_step(number)) == ranks[0].scores_in_step(number) == len(step)
 
 
 def test_epochs_and_seeds_differ_and_a_resumed_epoch_continues():
@@ -426,9 +457,9 @@ def test_synthetic_tables_depend_on_their_seed_alone():
 
 def test_the_fingerprint_depends_on_every_field():
     tables = synthetic_tables(PRESETS["small"], 0)
-    tables.split = random_split(tables, DataConfig())
+    tables.split, tables.weight = random_split(tables, DataConfig()), torch.arange(float(len(tables.y)))
     for name, value in vars(tables).items():
-        if isinstance(value, list):
+        if isinstance(value, list | tuple):
             other = [*value[:-1], value[-1].flip(0) if isinstance(value[-1], torch.Tensor) else "another"]
         else:
             other = value.flip(0)
@@ -451,3 +482,20 @@ def test_the_fingerprint_covers_added_fields():
     assert fingerprint(["a\nb", "c"]) != fingerprint(["a", "b\nc"])
     assert fingerprint({"a": "1"}) != fingerprint({"a": 1}) != fingerprint({"b": 1})
     assert len({fingerprint(value) for value in (0, 0.5, "", None, False, [], {}, torch.tensor(0))}) == 8
+
+
+def test_a_part_of_blank_lines_alone_is_no_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "islice", lambda lines, size: itertools.islice(lines, 3))
+    rows = "a\t1\nb\t2\nc\t3\n"
+    (tmp_path / "scores.tsv").write_text(f"genes\tscore\n{rows}\n\n\n\n{rows}\n")
+    row, node, y, *_ = read_knockouts(str(tmp_path / "scores.tsv"), Numbers())
+    assert row.tolist() == [0, 1, 2, 3, 4, 5] and node.tolist() == [0, 1, 2] * 2 and len(y) == 6
+    (tmp_path / "blank.tsv").write_text("genes\tscore\n\n\n")
+    with pytest.raises(DataError, match="no rows below the header"):
+        read_knockouts(str(tmp_path / "blank.tsv"), Numbers())
+
+
+def test_a_table_of_intact_samples_alone_has_a_fingerprint(tmp_path):
+    rows = [("", k, split) for k, split in enumerate(("train", "val", "test"))]
+    tables = load(config(tmp_path, EDGES, [SCORES[0], *rows]))
+    assert tables.perturbed.shape == (0,) and len(tables.fingerprint()) == 64

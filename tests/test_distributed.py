@@ -20,6 +20,10 @@ def test_options_reach_ddp(workers):
     workers(2, "options")
 
 
+def test_constant_buffers_are_not_broadcast(workers):
+    workers(2, "buffers")
+
+
 UNUSED = """
 import torch, train
 build = train.build_model

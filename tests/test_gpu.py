@@ -45,7 +45,7 @@ def test_ten_training_steps_never_wait_for_the_gpu(shared, dtype):  # noqa: F811
             scaler.scale(loss).backward()
             grad_norm = optimizer_step(model, optimizer, scaler, OptimConfig())
             meter.loss += loss.detach()
-            meter.count(len(batch.y), grad_norm, scaler)
+            meter.count(len(batch.y), len(batch.y), grad_norm, scaler)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from data import KnockoutDataset, pack
-from mask import ReachPlanner, SharedGraph
+from mask import ReachPlanner, SharedGraph, _segment_product, product
 from tests.tools.syncs import CountSynchronisations
 
 NUM_NODES = 9
@@ -171,29 +171,83 @@ def test_empty_knock_out_sets_mask_nothing(graph, sets):
     assert all(index.size(1) == len(sets) * shared.num_edges[r] for r, index in shared.expand(batch).items())
 
 
-def test_propagate_equals_a_dense_product_with_its_gradient(graph):
-    shared = SharedGraph(graph).double()
-    for r, relation in enumerate(shared.relations):
+def matrices(graph: HeteroData) -> Tensor:
+    """Returns A_r of each relation, float64 [R, N, N], entry by entry."""
+    matrices = torch.zeros(len(graph.edge_types), NUM_NODES, NUM_NODES, dtype=torch.float64)
+    for matrix, relation in zip(matrices, graph.edge_types, strict=True):
         source, target = graph[relation].edge_index
         out_degree, in_degree = (torch.bincount(side, minlength=NUM_NODES) for side in (source, target))
-        dense = torch.zeros(NUM_NODES, NUM_NODES, dtype=torch.float64)
         for s, t in zip(source.tolist(), target.tolist(), strict=True):
-            dense[t, s] += 1 / (out_degree[s] * in_degree[t]).sqrt()
-        x = torch.randn(NUM_NODES, 6, dtype=torch.float64, requires_grad=True)
-        torch.testing.assert_close(shared.propagate(r, x), dense @ x, rtol=1e-6, atol=1e-7)
-        upstream = torch.randn(NUM_NODES, 6, dtype=torch.float64)
-        (gradient,) = torch.autograd.grad(shared.propagate(r, x), x, upstream)
-        torch.testing.assert_close(gradient, dense.T @ upstream, rtol=1e-6, atol=1e-7)
+            matrix[t, s] += 1 / (out_degree[s] * in_degree[t]).sqrt()
+    return matrices
 
 
-def test_propagate_has_the_layout_declared_for_tracing(graph):
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "dense", "density", "tolerance"),
+    [
+        (torch.float64, None, 0.0, 1e-7),  # as weights are rounded to float32 before they are float64
+        (torch.float32, None, 0.0, 1e-6),
+        (torch.float64, torch.float64, 0.0, 1e-7),
+        (torch.float64, torch.float64, 0.2, 1e-7),
+        (torch.float32, torch.bfloat16, 0.0, 1e-2),
+        (torch.float32, torch.bfloat16, 0.2, 1e-2),
+    ],
+)
+def test_propagate_equals_dense_products_with_their_gradients(
+    graph, monkeypatch, gated, dtype, dense, density, tolerance
+):
+    shared, expected = SharedGraph(graph).to(dtype), matrices(graph)
+    monkeypatch.setattr(SharedGraph, "DENSITY", density)
+    if dense is not None:
+        assert shared.densify(dense) == (["a"] if density else ["a", "b"])
+    generator = torch.Generator().manual_seed(0)
+    shapes = (NUM_NODES, 2, 8), (len(expected), 8), (NUM_NODES, 2, 8)
+    x, gate, upstream = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    x, gate = x.to(dtype).requires_grad_(), gate.to(dtype).requires_grad_()
+    inputs = (x, gate) if gated else (x,)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dense is not None):
+        ours = shared.propagate(*inputs)
+    factor = gate.double() if gated else torch.ones(3, 8, dtype=torch.float64)
+    reference = torch.einsum("rts,sbh,rh->tbh", expected, x.double(), factor)
+    pairs = zip(
+        (ours, *torch.autograd.grad(ours, inputs, upstream.to(dtype))),
+        (reference, *torch.autograd.grad(reference, inputs, upstream)),
+        strict=True,
+    )
+    for found, wanted in pairs:
+        assert found.dtype == dtype
+        assert (found - wanted).norm() <= tolerance * wanted.norm()
+
+
+def test_dense_relations_serve_autocast_only(graph, monkeypatch):
+    monkeypatch.setattr(SharedGraph, "DENSITY", 0.0)
+    shared, x = SharedGraph(graph), torch.randn(NUM_NODES, 1, 8)
+    exact = shared.propagate(x)
+    shared.densify(torch.bfloat16)
+    assert torch.equal(shared.propagate(x), exact)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.equal(shared.propagate(x), exact)
+    monkeypatch.setattr(SharedGraph, "DENSITY", 1.0)
+    assert SharedGraph(graph).densify(torch.bfloat16) == []
+
+
+def test_segments_give_what_the_sparse_product_gives(graph):
+    shared, x = SharedGraph(graph), torch.randn(NUM_NODES, 100)
+    matrix = shared.forward_ptr, shared.forward_col, shared.forward_weight
+    expected = product((*matrix, *matrix), x)
+    torch.testing.assert_close(_segment_product(*matrix, x), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_the_product_obeys_the_contract_of_torch_operators(graph):
+    """Schema, autograd, and the shapes and strides that it declares for tracing, for any strides of x."""
     shared = SharedGraph(graph)
-    for r in range(len(shared.relations)):
-        for x in (torch.randn(NUM_NODES, 6), torch.randn(6, NUM_NODES).T, torch.randn(NUM_NODES, 1).expand(-1, 6)):
-            declared = shared.to("meta").propagate(r, x.to("meta"))
-            shared = SharedGraph(graph)
-            product = shared.propagate(r, x)
-            assert (product.shape, product.stride()) == (declared.shape, declared.stride())
+    transpose = torch.sparse_csr_tensor(shared.forward_ptr, shared.forward_col, shared.forward_weight, (27, 9))
+    transpose = transpose.to_sparse_coo().T.coalesce().to_sparse_csr()
+    parts = transpose.crow_indices().int(), transpose.col_indices().int(), transpose.values().clone()
+    for x in (torch.randn(NUM_NODES, 6), torch.randn(6, NUM_NODES).T, torch.randn(NUM_NODES, 1).expand(-1, 6)):
+        arguments = shared.forward_ptr, shared.forward_col, shared.forward_weight, *parts, x.requires_grad_()
+        torch.library.opcheck(torch.ops.shared_graph.spmm.default, arguments)
 
 
 def test_all_buffers_move_with_the_module_and_none_is_saved(graph):

@@ -333,11 +333,11 @@ def test_the_second_rank_prints_nothing(tmp_path, tables):
 
 def test_metrics_equal_their_definitions():
     generator = torch.Generator().manual_seed(0)
-    y, prediction, baseline = torch.randint(-4, 5, (3, 60), generator=generator).double()  # with ties
+    y, prediction, baseline = torch.randint(-4, 5, (3, 60, 1), generator=generator).double()  # with ties
     tables = Tables(["g"], ["r"], [torch.zeros(2, 0)], torch.zeros(0), torch.zeros(61), y, torch.zeros(60))
     rows = torch.arange(10, 60)
-    found = metrics(rows, prediction, tables, baseline, Config(log=LogConfig(threshold=-1.5)))
-    y, prediction, baseline = (values[10:].numpy() for values in (y, prediction, baseline))
+    found = metrics(rows, prediction[rows], tables, baseline, Config(log=LogConfig(threshold=-1.5)))
+    y, prediction, baseline = (values[10:, 0].numpy() for values in (y, prediction, baseline))
 
     def ranks(values: np.ndarray) -> np.ndarray:
         return np.array([(values < v).sum() + ((values == v).sum() + 1) / 2 for v in values])
@@ -472,3 +472,23 @@ def test_a_stop_in_the_test_evaluation_leaves_the_last_checkpoint_unchanged(trai
     )
     assert whole["best"]["step"] < 15
     assert all(torch.equal(value, whole["model"][name]) for name, value in stopped["model"].items())
+
+
+DETERMINISTIC = """
+import os, torch, train
+predict_rows = train.predict_rows
+def report(*arguments):
+    torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))  # which has no deterministic form
+    print("deterministic", torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+    return predict_rows(*arguments)
+train.predict_rows = report
+train.main()
+"""
+
+
+def test_deterministic_algorithms_are_used_on_request(train, tmp_path):
+    (tmp_path / "report.py").write_text(DETERMINISTIC)
+    output = train(0, "run.deterministic=true", script=tmp_path / "report.py").check().stdout
+    assert "deterministic True :4096:8" in output and "put_ does not have a deterministic implementation" in output
+    result = train(0, "run.name=other", script=tmp_path / "report.py", CUBLAS_WORKSPACE_CONFIG=":16:8").check()
+    assert "deterministic False :16:8" in result.stdout

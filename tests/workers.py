@@ -70,7 +70,7 @@ def compare_gradients(env: Distributed, accumulate: int) -> None:
         for micro in range(accumulate):
             batch = dataset.__getitems__(next(batches))
             with env.accumulating(ddp_model, last=micro == accumulate - 1):
-                loss = criterion(ddp_model(graph, batch), batch, model) / sampler.samples_in_step(step)
+                loss = criterion(ddp_model(graph, batch), batch, model) / sampler.scores_in_step(step)
                 (loss * env.world_size).backward()
         ours = torch.cat([p.grad.flatten() for p in model.parameters()])
         assert len(exchanges) == len(set(exchanges)) > 0, "a bucket was reduced more than once in a step"
@@ -175,11 +175,11 @@ def own_gpu() -> None:
 def preflight_of_a_bad_machine(what: str) -> None:
     """Rank 1 is slow or has another torch version, or the sum over ranks is wrong."""
     if what == "slow" and os.environ["RANK"] == "1":
-        repeat = ddp_setup.timeit.repeat
+        original = ddp_setup.timeit.repeat
 
         def slow_once(*_: object, **__: object) -> list[float]:
-            ddp_setup.timeit.repeat = repeat
-            return [9.0] * 6
+            ddp_setup.timeit.repeat = original
+            return [9.0] * 12
 
         ddp_setup.timeit.repeat = slow_once
     if what == "torch" and os.environ["RANK"] == "1":
@@ -195,6 +195,20 @@ def options() -> None:
     env = start(options={"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True})
     assert exchanged_buckets(env) > 1
     env.close()  # no DDP module may outlive the group
+
+
+def buffers() -> None:
+    """A forward pass broadcasts rank 0's buffers only if some change, as the statistics of BatchNorm do."""
+    env = start()
+    for norm, expected in ((nn.LayerNorm(4), env.rank), (nn.BatchNorm1d(4), 0)):
+        module = nn.Sequential(nn.Linear(4, 4), norm)
+        module.register_buffer("constant", torch.zeros(()))
+        model = env.wrap(module)
+        module.constant.fill_(env.rank)
+        model(torch.randn(3, 4)).sum().backward()
+        assert module.constant.item() == expected
+        del model, module  # no DDP module may outlive the group
+    env.close()
 
 
 def exchanged_buckets(env: Distributed) -> int:

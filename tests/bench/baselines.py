@@ -24,11 +24,11 @@ class Problem:
     """A split as the baselines read it: the K nodes are numbered from 0, pairs stand in both orders."""
 
     def __init__(self, tables: Tables):
-        self.tables, self.num_rows = tables, len(tables.y)
+        self.tables, self.num_rows, (self.y,) = tables, len(tables.y), tables.y.T  # one target
         self.nodes, self.member = tables.perturbed.unique(return_inverse=True)  # [K]; [total], as tables.perturbed
         self.row, self.train = tables.sample(), tables.split == data.SPLITS.index("train")  # [total], [n]
-        effect, self.additive = data.additive_baseline(tables)
-        self.effect, self.residual = effect[self.nodes], tables.y - self.additive  # [K], [n]
+        effect, self.additive = (values.squeeze(1) for values in data.additive_baseline(tables))
+        self.effect, self.residual = effect[self.nodes], self.y - self.additive  # [K], [n]
         self.seen = torch.zeros(len(self.nodes), dtype=torch.bool)  # [K], in a training row
         self.seen[self.member[self.train[self.row]]] = True
         pairs = [torch.empty(3, 0, dtype=torch.long)]
@@ -45,7 +45,7 @@ class Problem:
     def best(self, predictions: Iterable[Tensor]) -> Tensor:
         """Returns the prediction [n] with the least squared error on the validation rows."""
         rows = self.tables.rows("val")
-        return min(predictions, key=lambda prediction: (prediction - self.tables.y)[rows].square().mean().item())
+        return min(predictions, key=lambda prediction: (prediction - self.y)[rows].square().mean().item())
 
     @cached_property
     def cosine(self) -> Tensor:
@@ -79,11 +79,11 @@ class Problem:
 
 
 def mean(problem: Problem) -> Tensor:
-    return problem.tables.y[problem.train].mean().expand(problem.num_rows)
+    return problem.y[problem.train].mean().expand(problem.num_rows)
 
 
 def additive(problem: Problem) -> Tensor:
-    return data.additive_baseline(problem.tables)[1]
+    return problem.additive
 
 
 def recurring_pairs(problem: Problem) -> Tensor:
@@ -98,7 +98,9 @@ def recurring_pairs(problem: Problem) -> Tensor:
     perturbed = torch.cat([tables.perturbed, number])[order]
     pointer = torch.bincount(rows + 1, minlength=problem.num_rows + 1).cumsum(0)
     genes = [*tables.genes, *map(str, recurring.tolist())]
-    return data.additive_baseline(replace(tables, genes=genes, perturbed=perturbed, perturbed_ptr=pointer))[1]
+    return data.additive_baseline(replace(tables, genes=genes, perturbed=perturbed, perturbed_ptr=pointer))[1].squeeze(
+        1
+    )
 
 
 def low_rank(problem: Problem) -> Tensor:

@@ -87,7 +87,7 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
     overrides += [f"data.split={kind}", f"data.split_seed={seed}"]
     tables = data.load(load_config(options.config, overrides).data)
     val, test = (tables.rows(part) for part in ("val", "test"))
-    problem, results = Problem(tables), {}
+    problem, (y,), results = Problem(tables), tables.y.T, {}
     for name in [*BASELINES, *(f"ours, {variant}" for variant in options.models)]:
         start = time.perf_counter()
         if name in BASELINES:
@@ -96,11 +96,11 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
         else:
             prediction, seconds = ours(name.removeprefix("ours, "), overrides, options, env)
         results[name] = {
-            "validation": pearson(tables.y[val], prediction[val, None]).item(),
-            "Pearson": pearson(tables.y[test], prediction[test, None]).item(),
-            "MSE": (prediction - tables.y)[test].square().mean().item(),
+            "validation": pearson(y[val], prediction[val, None]).item(),
+            "Pearson": pearson(y[test], prediction[test, None]).item(),
+            "MSE": (prediction - y)[test].square().mean().item(),
             "seconds": round(seconds, 2),
-            "y": tables.y[test],
+            "y": y[test],
             "prediction": prediction[test],
         }
         line = "{validation:.4f} on validation rows, {Pearson:.4f} on test rows, {seconds:,.1f} s"
@@ -208,7 +208,8 @@ def ours(name: str, overrides: list[str], options: argparse.Namespace, env: Dist
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
     choose_route(config.model, graph, dataset)
     rows = torch.cat([tables.rows("val"), tables.rows("test")])
-    prediction = train.predict_rows(model.to(env.device), graph, dataset, rows, config, env)
+    prediction = torch.zeros_like(tables.y[:, 0])
+    prediction[rows] = train.predict_rows(model.to(env.device), graph, dataset, rows, config, env).squeeze(1)
     sessions = [(a["time"], b["time"]) for a, b in pairwise(events) if b["event"] in ("stopped", "finished")]
     return prediction, sum(end - start for start, end in sessions)  # of killed sessions the end is not known
 
@@ -237,7 +238,7 @@ def permute_names(config: train.Config, folder: Path) -> list[str]:
     if config.data.source == "synthetic":
         nodes, bounds = tables.perturbed.tolist(), pairwise(tables.perturbed_ptr.tolist())
         sets = [",".join(tables.genes[node] for node in nodes[a:b]) for a, b in bounds]
-        rows = [f"{genes}\t{score!r}" for genes, score in zip(sets, tables.y.tolist(), strict=True)]
+        rows = [f"{genes}\t{score!r}" for genes, score in zip(sets, tables.y[:, 0].tolist(), strict=True)]
         files["perturbations"] = ["genes\tscore", *rows]
     folder.mkdir(parents=True, exist_ok=True)
     for option, lines in files.items():

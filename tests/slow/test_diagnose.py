@@ -52,7 +52,7 @@ def test_the_rows_whose_prediction_is_nan_are_named(tables, tmp_path, monkeypatc
 
     def without_y03(model, graph, batch) -> Tensor:  # gene 3
         with_it = torch.zeros(len(batch.y)).index_add(0, batch.perturbed_batch, (batch.perturbed == 3).float())
-        return forward(model, graph, batch) + 0 / (1 - with_it)
+        return forward(model, graph, batch) + 0 / (1 - with_it).unsqueeze(1)
 
     monkeypatch.setattr(TRAIN.KnockoutGNN, "forward", without_y03)
     assert not rows(options)

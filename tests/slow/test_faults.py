@@ -222,9 +222,9 @@ def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
     def take(*norms: torch.Tensor) -> dict:
         for norm in norms:
             state.step += 1
-            meter.count(1, norm, scaler)
+            meter.count(1, 1, norm, scaler)
         row = meter.read(state)
-        meter.nonfinite.clear()
+        meter.norms.clear(), meter.scales.clear()
         return row
 
     scaler.scale(good)
@@ -250,7 +250,7 @@ def test_a_row_has_the_mean_loss_since_the_previous_row(meter):
     scaler, state = torch.amp.GradScaler("cpu", init_scale=1.0), TrainState(None, None, None)
     for total, num_samples in ((3.0, 2), (1.0, 2), (2.0, 1)):
         meter.loss += total
-        meter.count(num_samples, torch.tensor(1.0), scaler)
+        meter.count(num_samples, num_samples, torch.tensor(1.0), scaler)
     assert meter.read(state)["loss"] == pytest.approx(6.0 / 5)
 
 
@@ -267,7 +267,7 @@ def test_a_step_and_its_meter_do_not_wait_for_the_device(meter):
         with CountSynchronisations() as count:
             grad_norm = optimizer_step(model, optimizer, scaler, OptimConfig())
             meter.loss += loss.detach()
-            meter.count(1, grad_norm, scaler)
+            meter.count(1, 1, grad_norm, scaler)
         assert (count.seen == []) is fused
 
 

@@ -41,8 +41,10 @@ def rows(options: argparse.Namespace) -> bool:
     dataset = data.KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
     chosen, training = torch.cat([tables.rows(split) for split in data.SPLITS]), tables.rows("train")
     with torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None):
-        prediction = train.predict_rows(model, graph, dataset, chosen, config, env).to(dtype)
-    error = ((prediction - dataset.y) / model.y_std.cpu()).square()  # overflows where the training loss does
+        prediction = torch.zeros(dataset.y.shape, dtype=dtype)
+        prediction[chosen] = train.predict_rows(model, graph, dataset, chosen, config, env).to(dtype)
+    error = ((prediction - dataset.y.float()) / model.y_std.cpu()).square()  # overflows where the training loss does
+    error = error.where(~dataset.y.isnan(), 0.0).sum(1)
     bad = chosen[~error[chosen].isfinite()]
     if len(bad):
         print(f"{len(bad)} of {len(chosen)} rows (numbered from 0) have a non-finite squared error:")
@@ -52,9 +54,13 @@ def rows(options: argparse.Namespace) -> bool:
         genes = tables.perturbed[tables.perturbed_ptr[row] : tables.perturbed_ptr[row + 1]].tolist()
         print(
             f"  row {row} ({data.SPLITS[tables.split[row]]}): genes {','.join(tables.genes[i] for i in genes)}, score "
-            f"{tables.y[row]:g}, prediction {prediction[row]:g}, squared error {error[row]:.3g}"
+            f"{shown(tables.y[row])}, prediction {shown(prediction[row])}, squared error {error[row]:.3g}"
         )
     return not len(bad)
+
+
+def shown(scores: torch.Tensor) -> str:
+    return ",".join(f"{score:g}" for score in scores.tolist())
 
 
 def trace(options: argparse.Namespace) -> None:

@@ -121,7 +121,7 @@ FAULTS = [
 def faults(options: argparse.Namespace) -> bool:
     """Prints the outcome of each fault; returns whether every run, once restarted, ends like an undisturbed one."""
     chosen = [fault for fault in FAULTS if options.only in fault.name]
-    launch_once = partial(launch, timeout=options.timeout)
+    launch_once = partial(launch, timeout=options.timeout, cpu=options.cpu)
     passed = 0
     with tempfile.TemporaryDirectory() as parent:
         for number, fault in enumerate(chosen):

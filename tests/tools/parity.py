@@ -21,7 +21,9 @@ def parity(options: argparse.Namespace) -> bool:
     """Prints how runs with several world sizes differ from the first one; returns whether they agree with it."""
     with tempfile.TemporaryDirectory() as folder:
         for world_size in options.world_sizes:
-            status, output = launch(world_size, ["parity-worker", folder, *options.arguments], options.timeout)
+            status, output = launch(
+                world_size, ["parity-worker", folder, *options.arguments], options.timeout, cpu=options.cpu
+            )
             if status:
                 raise RuntimeError(f"{world_size} processes failed:\n{output}")
         reference, *others = [

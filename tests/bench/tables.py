@@ -1,0 +1,122 @@
+"""Tables of the size of a full screen: the first read, later starts, memory of each rank, batches, and prediction.
+
+    python -m tests.bench.tables [--rows N] [--edges N] [--genes N] [--folder DIR] [--json FILE]
+
+Each phase runs in a process of its own. A later start is from the command to the first batch of training, imports
+included. Memory is the peak of the first read, and what a rank of a later start holds for itself with the tables mapped
+into memory (Private_Clean and Private_Dirty of the kernel's smaps_rollup) after its first batches.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import data
+from mask import SharedGraph
+from tests.bench import report, resident_kb
+
+BATCH_SIZE = 128
+
+
+def write_tables(folder: Path, rows: int, edges: int, genes: int) -> None:
+    """Writes random tables of pairs and edges."""
+    draw, names = np.random.default_rng(0), np.array([f"Y{i:05d}W" for i in range(genes)])
+    with (folder / "scores.tsv").open("w") as file:
+        file.write("genes\tscore\n")
+        for start in range(0, rows, 10**6):
+            pairs = names[draw.integers(genes, size=(min(10**6, rows - start), 2))]
+            scores = draw.normal(size=len(pairs))
+            file.writelines(f"{a},{b}\t{score:.5f}\n" for (a, b), score in zip(pairs.tolist(), scores, strict=True))
+    with (folder / "edges.tsv").open("w") as file:
+        file.write("source\ttarget\trelation\n")
+        for start in range(0, edges, 10**6):
+            ends = names[draw.integers(genes, size=(min(10**6, edges - start), 2))].tolist()
+            file.writelines(f"{a}\t{b}\tr{i % 9}\n" for i, (a, b) in enumerate(ends))
+
+
+def config(folder: str) -> data.DataConfig:
+    tables = {"edges": f"{folder}/edges.tsv", "perturbations": f"{folder}/scores.tsv"}
+    return data.DataConfig(source="tsv", cache_dir=f"{folder}/cache", **tables)
+
+
+def first_read(folder: str) -> dict[str, float]:
+    start = time.perf_counter()
+    tables = data.load(config(folder))
+    read = time.perf_counter() - start
+    data.derive(tables, tables.fingerprint(), config(folder))
+    return {"read": read, "with baseline": time.perf_counter() - start, "peak GB": resident_kb("VmHWM") / 2**20}
+
+
+def read_graph(folder: str) -> dict[str, float]:
+    start = time.perf_counter()
+    data.read_edges(f"{folder}/edges.tsv", data.Numbers())
+    read = time.perf_counter() - start
+    tables = data.load(config(folder))
+    start = time.perf_counter()
+    graph = SharedGraph(tables.graph())
+    return {"read": read, "build": time.perf_counter() - start, "edges": float(graph.edge_index.size(1))}
+
+
+def later_start(folder: str) -> dict[str, float]:
+    tables = data.load(config(folder))
+    dataset = data.KnockoutDataset(
+        tables.perturbed, tables.perturbed_ptr, tables.y, torch.ones(len(tables.genes)).long()
+    )
+    sampler = data.StepSampler(tables.rows("train"), BATCH_SIZE, 1, 1, 0, seed=0)
+    data.derive(tables, tables.fingerprint(), config(folder))
+    tables.unseen()
+    sampler.set_epoch(1, first_step=sampler.steps_per_epoch // 2)  # a resumed run
+    batches = iter(data.make_loader(dataset, sampler, 0, pin=False))
+    next(batches)
+    since = time.time() - float(os.environ["STARTED"])
+    start = time.perf_counter()
+    for _ in range(1000):
+        next(batches)
+    rate = 1000 / (time.perf_counter() - start)
+    private = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()]
+    kilobytes = sum(int(line[1]) for line in private if line[0] in ("Private_Clean:", "Private_Dirty:"))
+    return {"seconds": since, "private MB": kilobytes / 2**10, "batches per s": rate}
+
+
+PHASES = {"first read": first_read, "graph": read_graph, "later start": later_start}
+
+
+def run(phase: str, folder: Path) -> dict[str, float]:
+    command = [sys.executable, "-m", "tests.bench.tables", "--phase", phase, "--folder", str(folder)]
+    environment = {**os.environ, "STARTED": str(time.time())}
+    return json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=13_500_000)
+    parser.add_argument("--edges", type=int, default=10_000_000)
+    parser.add_argument("--genes", type=int, default=6_600)
+    parser.add_argument("--folder", type=Path, help="where the tables are kept (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to this file")
+    parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.phase:
+        return print(json.dumps(PHASES[options.phase](str(options.folder))))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "edges.tsv").exists():
+            write_tables(folder, options.rows, options.edges, options.genes)
+        rows = [
+            {"phase": phase} | {"figures": "; ".join(f"{k} {v:,.2f}" for k, v in run(phase, folder).items())}
+            for phase in PHASES
+        ]
+    report({f"{options.rows:,} pairs, {options.edges:,} edges": rows}, torch.device("cpu"), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Tables with several scores, of which some are missing, and with weights."""
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch_geometric.data import HeteroData
+
+from data import DataConfig, DataError, KnockoutDataset, StepSampler, additive_baseline, load, pack
+from mask import SharedGraph
+from model import KnockoutGNN, ModelConfig
+from tests.conftest import write_table
+from tests.tools.runs import difference, read_metrics
+from train import Config, build_model, criterion, metrics
+
+HEADER = ("genes", "growth", "cell size", "split", "sd")
+ROWS = [("a,b", 0.5, "NA", "train", 0.5), ("c", "", 7, "val", 1), ("", 1.5, -2, "test", 2), ("a", "NA", "", "train", 1)]
+
+
+def config(folder: Path, rows: list[tuple], header: tuple = HEADER) -> DataConfig:
+    edges = write_table(folder / "edges.tsv", [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x")])
+    table = write_table(folder / "scores.tsv", [header, *rows])
+    return DataConfig(source="tsv", edges=str(edges), perturbations=str(table), cache_dir=str(folder / "cache"))
+
+
+def test_scores_gaps_and_weights_are_read(tmp_path):
+    tables = load(config(tmp_path, ROWS))
+    assert list(tables.targets) == ["growth", "cell size"]
+    expected = torch.tensor([[0.5, math.nan], [math.nan, 7], [1.5, -2], [math.nan, math.nan]], dtype=torch.float64)
+    torch.testing.assert_close(tables.y, expected, equal_nan=True)
+    assert tables.weight.tolist() == [4, 1, 0.25, 1] and tables.split.tolist() == [0, 1, 2, 0]
+    weighted = load(config(tmp_path, [(*row[:4], row[4] ** -2) for row in ROWS], (*HEADER[:4], "weight")))
+    assert torch.equal(weighted.weight, tables.weight) and weighted.fingerprint() == tables.fingerprint()
+
+    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, torch.zeros(3).long(), tables.weight)
+    batch = dataset.__getitems__([0, -1, 2, 3])
+    assert batch.y.tolist() == [[0.5, 0], [0, 0], [1.5, -2], [0, 0]]
+    torch.testing.assert_close(batch.weight, torch.tensor([[4, 0], [0, 0], [0.25, 0.25], [0, 0]]) / (6.25 / 4))
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "message"),
+    [
+        (HEADER, ("a", 1, "x", "val", 1), r"scores.tsv:6: the cell size 'x' is not a finite number"),
+        (HEADER, ("a", "nan", 1, "val", 1), r"scores.tsv:6: the growth 'nan' is not a finite number"),
+        (HEADER, ("a", 1, 1, "val", -1), r"scores.tsv:6: the sd '-1' is not a positive number"),
+        (HEADER, ("a", 1, 1, "val", 0), r"scores.tsv:6: the sd '0' is not a positive number"),
+        (HEADER, ("a", 1, 1, "val", "NA"), r"scores.tsv:6: the sd 'NA' is not a positive number"),
+        (HEADER, ("a", 1, 1, "", 1), r"scores.tsv:6: the split '' is not one of train, val, test"),
+        (
+            (*HEADER[:4], "weight"),
+            ("a", 1, 1, "val", "inf"),
+            r"scores.tsv:6: the weight 'inf' is not a positive number",
+        ),
+        (("genes", "s", "split", "weight", "sd"), ("a", 1, "val", 1, 1), r"scores.tsv:1: .* weight or sd, not both"),
+        (("genes", "split", "weight"), ("a", "val", 1), r"scores.tsv:1: the header needs scores after genes"),
+        (
+            ("genes", "s", "s"),
+            ("a", 1, 1),
+            r"scores.tsv:1: the header is 'genes\\ts\\ts', not 'genes, then distinct names'",
+        ),
+    ],
+)
+def test_errors_name_line_and_column(tmp_path, header, row, message):
+    rows = [(*row[:4], 1) for row in ROWS] if header[1:4] == HEADER[1:4] else []
+    with pytest.raises(DataError, match=message):
+        load(config(tmp_path, [*rows, row] if rows else [row], header))
+
+
+def gappy_tables(folder: Path, num_rows: int = 300) -> list[str]:
+    """Writes a table of two scores in different units, a third of them missing; returns the overrides."""
+    draw = random.Random(0)
+    genes = [f"Y{i:02d}" for i in range(30)]
+    edges = [(*draw.sample(genes, 2), draw.choice(["physical", "regulatory"])) for _ in range(120)]
+    effect = {gene: draw.gauss(0, 1) for gene in genes}
+    rows = []
+    for _ in range(num_rows):
+        dead = draw.sample(genes, draw.randint(1, 3))
+        total = sum(effect[gene] for gene in dead)
+        scores = total + draw.gauss(0, 0.1), 1000 - 50 * total**2 + draw.gauss(0, 1)
+        cells = [f"{score:.4f}" if draw.random() > 1 / 3 else draw.choice(["", "NA"]) for score in scores]
+        rows.append((",".join(dead), *cells, draw.choice([0.5, 1, 2])))
+    write_table(folder / "edges.tsv", [("source", "target", "relation"), *edges])
+    write_table(folder / "gaps.tsv", [("genes", "fitness", "size", "weight"), *rows])
+    return ["data.source=tsv", "data.edges=edges.tsv", "data.perturbations=gaps.tsv"]
+
+
+def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(tmp_path):
+    gappy_tables(tmp_path)
+    tables = load(DataConfig("tsv", "small", f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
+    effects, prediction = additive_baseline(tables)
+    rows = tables.rows("val")
+    found = metrics(rows, prediction[rows] + 1, tables, prediction, Config())
+    for t, name in enumerate(("fitness", "size")):
+        present = ~tables.y[:, t].isnan()
+        sets = [nodes.tolist() for nodes in tables.perturbed.split(tables.perturbed_ptr.diff().tolist())]
+        own = [nodes for nodes, is_present in zip(sets, present.tolist(), strict=True) if is_present]
+        perturbed, pointer = pack(own)
+        alone = replace(
+            tables, perturbed=perturbed, perturbed_ptr=pointer, y=tables.y[present, t], split=tables.split[present],
+            weight=None, targets=[name],
+        )  # fmt: skip
+        effect, expected = additive_baseline(alone)
+        torch.testing.assert_close(effects[:, t : t + 1], effect, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(prediction[present, t : t + 1], expected, rtol=1e-8, atol=1e-8)
+        part = metrics(alone.rows("val"), expected[alone.rows("val")] + 1, alone, expected, Config())
+        del part["n"]
+        assert found["targets"][name] == pytest.approx(part, rel=1e-7)
+    for key in ("loss", "pearson", "spearman"):
+        assert found[key] == pytest.approx(sum(found["targets"][name][key] for name in ("fitness", "size")) / 2)
+
+
+def test_the_loss_is_the_weighted_mean_over_the_scores_that_are_there(tmp_path):
+    gappy_tables(tmp_path)
+    tables = load(DataConfig("tsv", "small", f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
+    model = build_model(Config(model=ModelConfig(hidden=8)), tables)
+    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, torch.zeros(30).long(), tables.weight)
+    sampler = StepSampler(tables.rows("train"), 16, 1, 1, 0, 0, tables.y)
+    rows = sampler.rows_in_step(1)
+    y, weight = tables.y[rows], (tables.weight / tables.weight.mean())[rows]
+    prediction = torch.randn(16, 2, dtype=torch.float64)
+    train = tables.y[tables.rows("train")]
+    expected = [
+        w * ((prediction[i, t] - y[i, t]) / train[:, t][~train[:, t].isnan()].std(correction=0)).square()
+        for i, w in enumerate(weight)
+        for t in (0, 1)
+        if not y[i, t].isnan()
+    ]
+    found = criterion(prediction, dataset.__getitems__(rows.tolist()), model) / sampler.scores_in_step(1)
+    torch.testing.assert_close(found, torch.stack(expected).mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_gaps_do_not_break_parity_and_each_target_is_predicted(train, tmp_path):
+    tables = gappy_tables(tmp_path)
+    settings = [*tables, "data.batch_size=36", "optim.precision=fp64", "model.dropout=0", "optim.epochs=2"]
+    for nproc, accumulate in ((0, 1), (2, 1), (3, 2)):
+        train(nproc, *settings, f"run.name={nproc}", f"optim.accumulate={accumulate}").check()
+    for nproc in (2, 3):
+        assert difference(tmp_path / f"runs/{nproc}", tmp_path / "runs/0", 1e-9) == ""
+    (test,) = read_metrics(tmp_path / "runs/0", "test")
+    assert set(test["targets"]) == {"fitness", "size"} and test["pearson"] > 0.5
+
+    (tmp_path / "ask.tsv").write_text("genes\nY03,Y07\nnobody\n\n")
+    train(2, *tables, "--predict=ask.tsv", "--checkpoint=runs/0/checkpoints/best.pt").check()
+    header, pair, unknown, intact = (tmp_path / "ask.predictions.tsv").read_text().splitlines()
+    assert header == "genes\tfitness\tsize" and unknown == "nobody\t\t"
+    assert [len(line.split("\t")) for line in (pair, intact)] == [3, 3] and intact.startswith("\t")
+    assert 500 < float(pair.split("\t")[2]) < 1500
+
+
+def test_a_score_that_no_training_row_has_is_named(train, tmp_path):
+    gappy_tables(tmp_path)
+    _, *rows = (line.split("\t") for line in (tmp_path / "gaps.tsv").read_text().splitlines())
+    parts = ["train", "val", "test"]
+    table = [(*row[:2], "NA" if i % 3 == 0 else "1", parts[i % 3]) for i, row in enumerate(rows)]
+    write_table(tmp_path / "gaps.tsv", [("genes", "fitness", "size", "split"), *table])
+    result = train(2, "data.perturbations=gaps.tsv")
+    assert result.returncode == 2
+    assert result.stderr.count("error: no training row has a score size: remove that column, or change the split") == 1
+
+
+def test_the_model_has_an_output_for_each_target():
+    model = KnockoutGNN(ModelConfig(hidden=8), 5, 1, y_mean=[1.0, 2.0, 3.0], y_std=[1.0, 1.0, 1.0])
+    model.local_readout.effect.data = torch.arange(15.0)  # of node 0 for targets 0 to 2, of node 1, ...
+    graph = HeteroData()
+    graph["gene"].num_nodes, graph["gene", "a", "gene"].edge_index = 5, torch.tensor([[0, 1], [1, 2]])
+    shared = SharedGraph(graph)
+    batch = KnockoutDataset(*pack([[], [1], [0, 4]]), torch.zeros(3, 3), shared.degree).__getitems__([0, 1, 2])
+    assert model.eval()(shared, batch).tolist() == [[1, 2, 3], [4, 6, 8], [13, 16, 19]]
