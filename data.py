@@ -176,12 +176,14 @@ def load(config: DataConfig) -> Tables:
     """
     tsv, key = config.source == "tsv", f"{config.preset} {config.undirected}"
     for option in ("edges", "perturbations") if tsv else ():
-        path = Path(getattr(config, option))
+        path, digest = Path(getattr(config, option)), hashlib.sha256()
         try:
             with path.open("rb") as file:
-                key += f" {hashlib.file_digest(file, 'sha256').hexdigest()}"
+                while part := file.read(2**20):
+                    digest.update(part)
         except OSError as error:
             raise DataError(f"data.{option}: cannot read {path}: {error.strerror}") from None
+        key += f" {digest.hexdigest()}"
     build = partial(read_tables, config) if tsv else partial(synthetic_tables, PRESETS[config.preset], seed=0)
     tables = Tables(**cached(config, "tables", key, lambda: vars(build())))
     if tables.split is not None and config.split == "nodes":
