@@ -1,10 +1,12 @@
 """Tables in, batches out: the shared graph, knock-out samples, splits, and the order in which ranks see the samples.
 
-Edge table: header `source<TAB>target<TAB>relation`. Knock-out table: header `genes`, then one or more scores of any
-names, and optionally `split` (train, val, test) and `weight`, or `sd`, from which the weight is 1 / sd**2. Genes are
-separated by commas (empty for an intact control); an empty score or NA is missing. Both may be gzipped (`.gz`).
+Edge table: header `source<TAB>target<TAB>relation` and optionally `weight`. Knock-out table: header `genes`, then one
+or more scores of any names, and optionally `split` (train, val, test) and `weight`, or `sd`, from which the weight is
+1 / sd**2. Genes are separated by commas (empty for an intact control). Feature table: header `gene`, then the features'
+names. An empty score or feature, or NA, is missing. All may be gzipped (`.gz`).
 
-Shapes: N nodes, E_r edges of relation r, n samples of T scores; B samples with P knocked-out nodes in a batch.
+Shapes: N nodes of F features, E_r edges of relation r, n samples of T scores; B samples with P knocked-out nodes in a
+batch.
 """
 
 import contextlib
@@ -36,6 +38,7 @@ from tqdm import tqdm
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
+ARRAYS = (".npy", ".pt")  # node features beside a .txt file that names their rows
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # of the additive baseline, from 0.1 to 1000
 
 
@@ -49,6 +52,7 @@ class DataConfig:
     preset: Literal["small", "yeast", "network"] = "small"
     edges: str = ""
     perturbations: str = ""
+    features: str = ""
     undirected: bool = False
     batch_size: int = 128
     split: Literal["random", "nodes"] = "random"
@@ -61,6 +65,8 @@ class DataConfig:
     def __post_init__(self):
         if self.source == "tsv" and not (self.edges and self.perturbations):
             raise ValueError("data.source=tsv needs two files: set data.edges and data.perturbations")
+        if self.source == "synthetic" and (self.edges or self.perturbations or self.features):
+            raise ValueError("data.source=synthetic reads no files: set data.source=tsv")
         if min(self.val_fraction, self.test_fraction) <= 0 or self.val_fraction + self.test_fraction >= 1:
             raise ValueError("data.val_fraction and data.test_fraction must be positive and leave rows for training")
 
@@ -105,6 +111,8 @@ class Tables:
     split: Tensor | None = None  # int8 [n], index into `SPLITS`, -1 for rows in none
     weight: Tensor | None = None  # float64 [n], of each sample in the loss
     targets: Sequence[str] = ("score",)  # name of each of the T effects
+    edge_weights: list[Tensor | None] | None = None  # float [E_r] for each relation; None: all are 1
+    features: Tensor | None = None  # float32 [N, F], standardised, 0 where missing
     signal: Tensor | None = None  # float64 [n, 1], y without its noise, where that is known
 
     def __post_init__(self):
@@ -112,10 +120,11 @@ class Tables:
 
     def graph(self) -> HeteroData:
         """Returns the graph, with node type `gene` and one edge type per relation."""
-        graph = HeteroData()
-        graph["gene"].num_nodes = len(self.genes)
-        for relation, edge_index in zip(self.relations, self.edge_indices, strict=True):
-            graph["gene", relation, "gene"].edge_index = edge_index
+        graph, weights = HeteroData(), self.edge_weights or [None] * len(self.relations)
+        graph["gene"].num_nodes, graph["gene"].x = len(self.genes), self.features
+        for relation, edge_index, weight in zip(self.relations, self.edge_indices, weights, strict=True):
+            edges = graph["gene", relation, "gene"]
+            edges.edge_index, edges.edge_weight = edge_index, weight
         return graph
 
     def rows(self, split: str) -> Tensor:
@@ -151,11 +160,15 @@ class Tables:
     def summary(self) -> str:
         """Returns the numbers of genes, edges and samples as one line for the log."""
         edges, counts, unused = torch.cat(self.edge_indices, dim=1), self.perturbed_ptr.diff(), (self.split < 0).sum()
+        x = torch.empty(0, 0) if self.features is None else self.features
+        features = f", {(x != 0).any(dim=1).sum():,} with {x.size(1):,} features" * (len(x) > 0)
         splits = ", ".join(f"{len(self.rows(split)):,} {split}" for split in SPLITS)
         return (
-            f"{len(self.genes):,} genes ({len(self.genes) - len(edges.unique()):,} isolated), {edges.size(1):,} edges "
-            f"in {len(self.relations)} relations, {len(self.y):,} samples of {counts.min()} to {counts.max()} deletions"
-            f": {splits} ({self.shared_pairs():,} with two nodes of a training row), {unused:,} in no split"
+            f"{len(self.genes):,} genes ({len(self.genes) - len(edges.unique()):,} isolated{features}), "
+            f"{edges.size(1):,} edges in {len(self.relations)} relations, "
+            f"{len(self.y):,} samples of {counts.min()} to {counts.max()} deletions: {splits} "
+            f"({self.shared_pairs():,} with two nodes of a training row), {unused:,} in no split; scores: "
+            f"{', '.join(self.targets)}"
         )
 
     def shared_pairs(self) -> int:
@@ -172,17 +185,22 @@ class Tables:
 def load(config: DataConfig) -> Tables:
     """Returns the tables that `config` names, with their split; tables that were read before come from the cache.
 
+    Weights are scaled to a mean of 1 over the training rows.
+
     Raises `DataError` if a file is missing, malformed or empty, or a split has no rows.
     """
     tsv, key = config.source == "tsv", f"{config.preset} {config.undirected}"
-    for option in ("edges", "perturbations") if tsv else ():
-        path, digest = Path(getattr(config, option)), hashlib.sha256()
+    files = [config.edges, config.perturbations, config.features]
+    if config.features.endswith(ARRAYS):
+        files.append(str(Path(config.features).with_suffix(".txt")))
+    for path in filter(None, files):
+        digest = hashlib.sha256()
         try:
-            with path.open("rb") as file:
+            with open(path, "rb") as file:
                 while part := file.read(2**20):
                     digest.update(part)
         except OSError as error:
-            raise DataError(f"data.{option}: cannot read {path}: {error.strerror}") from None
+            raise DataError(f"cannot read {path}: {error.strerror}") from None
         key += f" {digest.hexdigest()}"
     build = partial(read_tables, config) if tsv else partial(synthetic_tables, PRESETS[config.preset], seed=0)
     tables = Tables(**cached(config, "tables", key, lambda: vars(build())))
@@ -193,24 +211,28 @@ def load(config: DataConfig) -> Tables:
         key += f" {config.split} {config.split_seed} {config.val_fraction} {config.test_fraction}"
         tables.split = cached(config, "split", key, lambda: {"split": split()})["split"]
     if empty := [split for split in SPLITS if len(tables.rows(split)) == 0]:
-        table = config.perturbations if tsv else "the synthetic table"
+        table = config.perturbations or "the synthetic table"
         found = f"no rows in the {empty[0]} split of {len(tables.y)} rows (data.split={config.split})"
         raise DataError(f"{table}: {found}: change data.val_fraction and data.test_fraction, or add rows")
+    if tables.weight is not None:
+        tables.weight = tables.weight / tables.weight[tables.rows("train")].mean()
     return tables
 
 
 def read_tables(config: DataConfig) -> Tables:
-    """Returns both files as `Tables`; nodes are numbered by sorted gene name, and duplicate edges are merged."""
+    """Returns the files as `Tables`; nodes are numbered by sorted gene name, and duplicate edges merged by mean."""
     number = Numbers()
-    relations, relation, edges = read_edges(config.edges, number)
+    relations, relation, edges, edge_weight = read_edges(config.edges, number)
     row, node, y, split, weight, targets = read_knockouts(config.perturbations, number)
     genes = sorted(number)
-    order = torch.empty(len(genes), dtype=torch.long)
-    order[torch.tensor([number[gene] for gene in genes])] = torch.arange(len(genes))
+    order = number.of(genes).argsort()  # of each number, the position of its gene
     edges, merge = order[edges], to_undirected if config.undirected else coalesce
-    edge_indices = [merge(edges[:, relation == r]) for r in range(len(relations))]
-    perturbed, perturbed_ptr = pack_arrays(row, order[node], len(y))
-    return Tables(genes, relations, edge_indices, perturbed, perturbed_ptr, y, split, weight, targets)
+    chosen = (relation == r for r in range(len(relations)))
+    merged = [merge(edges[:, r], None if edge_weight is None else edge_weight[r], reduce="mean") for r in chosen]
+    edge_indices, edge_weights = map(list, zip(*merged, strict=True))
+    knockouts = *pack(row, order[node], len(y)), y, split, weight, targets
+    features = read_features(config.features, genes) if config.features else None
+    return Tables(genes, relations, edge_indices, *knockouts, edge_weights, features)
 
 
 class Numbers(dict):
@@ -225,31 +247,71 @@ class Numbers(dict):
         return torch.from_numpy(np.fromiter(map(self.__getitem__, names), dtype=np.int64, count=len(names)))
 
 
-def read_edges(path: str, number: Numbers) -> tuple[list[str], Tensor, Tensor]:
-    """Returns the relations' names, each edge's relation [E] and its source and target [2, E], numbered by `number`.
+def read_edges(path: str, number: Numbers) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
+    """Returns the relations' names and each edge's relation [E], source and target [2, E], and weight [E], if any.
 
-    Raises `DataError`.
+    Nodes are numbered by `number`. Raises `DataError`.
     """
-    relations, parts = Numbers(), []
+    relations, parts, weights = Numbers(), [], []
     for lines, table in _read_rows(path, "source", "target", "relation"):
+        if list(table)[3:] not in ([], ["weight"]):
+            raise DataError(f"{path}:1: after relation the header may have weight, not {', '.join(list(table)[3:])}")
+        if "weight" in table:
+            weights.append(_numbers(path, lines, "weight", table.pop("weight"), "positive"))
         columns = [[cell.strip() for cell in column] for column in table.values()]
         if any("" in column for column in columns):
             line = next(line for line, *cells in zip(lines, *columns, strict=True) if "" in cells)
             raise DataError(f"{path}:{line}: an empty source, target or relation")
         parts.append(torch.stack([relations.of(columns[2]), number.of(columns[0]), number.of(columns[1])]))
     relation, source, target = torch.cat(parts, dim=1)
-    return list(relations), relation, torch.stack([source, target])
+    return list(relations), relation, torch.stack([source, target]), torch.cat(weights) if weights else None
 
 
-def read_knockouts(
-    path: str, number: Numbers
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, list[str]]:
+def read_features(path: str, genes: list[str]) -> Tensor:
+    """Returns the genes' features, float32 [N, F], each with mean 0 and standard deviation 1, and 0 where missing.
+
+    They come from a table, or from an array [n, F] (.npy, or .pt by `torch.save`) beside a text file of the same name
+    that has a line with the gene of each row. Raises `DataError`.
+    """
+    lines, names, parts, source = [], [], [], path
+    if path.endswith(ARRAYS):
+        source = str(Path(path).with_suffix(".txt"))
+        try:
+            names = [line.strip() for line in Path(source).read_text(encoding="utf-8-sig").splitlines()]
+            load_array = np.load if path.endswith(".npy") else partial(torch.load, map_location="cpu")
+            lines, values = range(1, len(names) + 1), torch.as_tensor(load_array(path)).detach().to_dense().double()
+        except Exception as error:  # a damaged file fails in many ways
+            raise DataError(f"cannot read {path} with {source}: {' '.join(str(error).split())[:300]}") from None
+    else:
+        for numbers, table in _read_rows(path, "gene"):
+            if len(table) == 1:
+                raise DataError(f"{path}:1: the header has no features after gene")
+            lines += numbers
+            names += map(str.strip, table.pop("gene"))
+            parts.append(torch.stack([_numbers(path, numbers, *column) for column in table.items()], dim=1))
+        values = torch.cat(parts)
+    if values.dim() != 2 or len(values) != len(names) or values.numel() == 0:
+        raise DataError(f"{path} has the shape {list(values.shape)}, not one row for each of the {len(names)} genes")
+    row = {name: i for i, name in enumerate(names)}
+    for i, (line, large) in enumerate(zip(lines, (values.abs() >= 1e30).any(dim=1).tolist(), strict=True)):
+        if large or row[names[i]] != i:
+            problem = "has a number beyond 1e30" if large else "stands twice"
+            raise DataError(f"{source}:{line}: the gene '{names[i]}' {problem}")
+    position = torch.tensor([row.get(gene, -1) for gene in genes])
+    if (position < 0).all():
+        raise DataError(f"{source}: none of its genes is in the tables of edges and knock-outs")
+    values = values[position].where(position.unsqueeze(1) >= 0, math.nan)
+    mean, std = mean_and_std(values)
+    return ((values - mean) / std).nan_to_num().float()
+
+
+def read_knockouts(path: str, number: Numbers) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, list]:
     """Returns the table's knock-outs and, as in `Tables`, its y, split, weight and targets.
 
     The knock-outs are the row and the node of each, [total]; nodes are numbered by `number`. Raises `DataError`.
     """
     parts, num_rows = [], 0
-    for lines, table in _read_rows(path, "genes", others=True):
+    for lines, table in _read_rows(path, "genes"):
         column = partial(_numbers, path, lines)
         row, node = _sets(path, lines, table.pop("genes"), number)
         splits, weight, sd = (table.pop(name, None) for name in ("split", "weight", "sd"))
@@ -272,14 +334,13 @@ def read_sets(path: str, number: Numbers) -> Iterator[tuple[Sequence[str], Tenso
 
     The paths `all-singles` and `all-pairs` stand for all sets of one or of two names in `number`. Raises `DataError`.
     """
-    if path in ("all-singles", "all-pairs"):
-        size = ("all-singles", "all-pairs").index(path) + 1
-        sets = combinations(list(number), size)
+    if size := {"all-singles": 1, "all-pairs": 2}.get(path):
+        sets = combinations(number, size)
         while part := list(islice(sets, 100_000)):
             row = torch.arange(len(part)).repeat_interleave(size)
             yield list(map(",".join, part)), row, number.of([name for names in part for name in names])
         return
-    for lines, table in _read_rows(path, "genes", others=True):
+    for lines, table in _read_rows(path, "genes"):
         yield table["genes"], *_sets(path, lines, table["genes"], number)
 
 
@@ -297,31 +358,32 @@ def _sets(path: str, lines: Sequence[int], genes: Sequence[str], number: Numbers
 
 def _numbers(path: str, lines: Sequence[int], name: str, cells: Sequence[str], kind: str = "finite") -> Tensor:
     """Returns a column of `kind` numbers, float64 [n], nan where a finite one is missing; else raises `DataError`."""
-    values = []
+    values, least = [], -1e30 if kind == "finite" else 1e-30
     for line, cell in zip(lines, cells, strict=True):
         missing = cell in ("", "NA") and kind == "finite"
         try:
             values.append(math.nan if missing else float(cell))
         except ValueError:
             values.append(math.inf)
-        if not (missing or (-1e30 if kind == "finite" else 0) < values[-1] < 1e30) or "_" in cell:
-            raise DataError(f"{path}:{line}: the {name} '{cell}' is not a {kind} number")
+        if not (missing or least < values[-1] < 1e30) or "_" in cell:
+            raise DataError(f"{path}:{line}: the {name} '{cell}' is not a {kind} number from {least:g} to 1e+30")
     return torch.tensor(values, dtype=torch.float64)
 
 
-def pack(sets: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Returns `perturbed` [total] and `perturbed_ptr` [n + 1] for n node sets, sorted and without duplicates."""
-    counts = torch.tensor([len(nodes) for nodes in sets], dtype=torch.long)
-    nodes = torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long)
-    return pack_arrays(torch.repeat_interleave(counts), nodes, len(sets))
-
-
-def pack_arrays(row: Tensor, node: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """As `pack`, from the row and the node of each entry, [total] each."""
+def pack(row: Tensor, node: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Returns `perturbed` [total] and `perturbed_ptr` [num_rows + 1] from the row and node of each knock-out, once."""
     low, high = node.aminmax() if len(node) else (0, 0)
     size = int(high - low) + 1
     row, node = map(torch.from_numpy, np.divmod(np.unique((row * size + node - low).numpy()), size))
     return node + low, index2ptr(row, num_rows)
+
+
+def mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the mean [T] and standard deviation [T], 1 where it would be 0, of the values [n, T] that are not nan."""
+    middle = values.nanmedian(dim=0).values  # so that the mean of equal values is exact
+    mean = middle + (values - middle).nanmean(dim=0)
+    std = (values - mean).square().nanmean(dim=0).sqrt()
+    return mean, std.where(std > 1e-12 * values.nan_to_num().abs().amax(dim=0), 1.0)
 
 
 def random_split(tables: Tables, config: DataConfig) -> Tensor:
@@ -363,23 +425,23 @@ class KnockoutDataset(Dataset):
 
     A batch is a PyG `Data` with `perturbed` [P], `perturbed_batch` [P], `perturbed_ptr` [B + 1], `y` [B, T], `weight`
     [B, T] (0 for missing scores and padding), `index` [B] (the row, -1 for padding) and `num_dead_edges`, an int that
-    sizes the masks' tensors.
-
-    Args:
-        perturbed, perturbed_ptr, y: as in `Tables`; a node is listed once in a sample, as `pack` sees to.
-        degree: `SharedGraph.degree`, long [N].
-        weight: as in `Tables`; scaled to a mean of 1.
+    sizes the masks' tensors. The arguments are as in `Tables`, where a node is listed once in a sample, as `pack` sees
+    to, but for `degree`, which is `SharedGraph.degree`, long [N].
     """
 
     def __init__(
         self, perturbed: Tensor, perturbed_ptr: Tensor, y: Tensor, degree: Tensor, weight: Tensor | None = None
     ):
         self.perturbed, self.perturbed_ptr, self.y = perturbed, perturbed_ptr, y if y.dim() > 1 else y.unsqueeze(1)
-        self.weight = y.new_ones(len(y)) if weight is None else weight / weight.mean()
+        self.weight = y.new_ones(1).expand(len(y)) if weight is None else weight
         self.degree, self.transform = degree, None  # transforms batches, as `mask.ReachPlanner`
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def num_scores(self, rows: Tensor) -> int:
+        """Returns how many scores of these rows are not missing."""
+        return int(np.isfinite(self.y[rows].numpy()).sum())
 
     def __getitem__(self, row: int) -> Data:
         return self.__getitems__([row])
@@ -412,18 +474,10 @@ class StepSampler(DistributedSampler):
     last step of an epoch takes what is left. Row counts that do not divide evenly are padded with -1.
     """
 
-    def __init__(
-        self,
-        rows: Tensor,
-        batch_size: int,
-        accumulate: int,
-        world_size: int,
-        rank: int,
-        seed: int,
-        y: Tensor | None = None,
-    ):
+    def __init__(self, rows: Tensor, batch_size: int, accumulate: int, world_size: int, rank: int, seed: int):
+        rows = rows.int()  # there may be ten million
         super().__init__(rows, num_replicas=world_size, rank=rank, seed=seed)
-        self.rows, self.batch_size, self.accumulate, self.y = rows, batch_size, accumulate, y
+        self.rows, self.batch_size, self.accumulate = rows, batch_size, accumulate
         self.steps_per_epoch = math.ceil(len(rows) / batch_size)
         self.set_epoch(0)
 
@@ -437,11 +491,6 @@ class StepSampler(DistributedSampler):
     def rows_in_step(self, step: int) -> Tensor:
         """Returns the rows of a step of the epoch over all ranks and micro-batches, without padding."""
         return self.rows[self.order[step * self.batch_size : (step + 1) * self.batch_size]]
-
-    def scores_in_step(self, step: int) -> int:
-        """Returns the number of scores in these rows that `y` has, one of each row without `y`."""
-        rows = self.rows_in_step(step)
-        return len(rows) if self.y is None else int(np.isfinite(self.y[rows].numpy()).sum())
 
     def __len__(self) -> int:
         return (self.steps_per_epoch - self.first_step) * self.accumulate
@@ -465,12 +514,6 @@ def make_loader(dataset: Dataset, batches: StepSampler | list[list[int]], worker
 
 def _ignore_sigterm(worker_id: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun signals workers, too, but their rank stops them
-
-
-def shard(rows: Tensor, batch_size: int, world_size: int, rank: int) -> Iterator[list[int]]:
-    """Yields this rank's evaluation batches of row numbers: each row is on exactly one rank, without padding."""
-    part = rows[rank::world_size]
-    return (part[start : start + batch_size].tolist() for start in range(0, len(part), batch_size))
 
 
 # ---- Baseline and synthetic tables ----------------------------------------------------------------------------------
@@ -570,33 +613,28 @@ def synthetic_tables(preset: Preset, seed: int) -> Tables:
             partner = torch.where(taken, torch.randint(n, (num_samples,), generator=generator), partner)
         columns.append(partner)
     deletions = torch.randint(preset.deletions[0], preset.deletions[1] + 1, (num_samples,), generator=generator)
-    rows = zip(torch.stack(columns, dim=1).tolist(), deletions.tolist(), strict=True)
-    perturbed, perturbed_ptr = pack([nodes[:count] for nodes, count in rows])
+    row, column = (torch.arange(len(columns)) < deletions.unsqueeze(1)).nonzero().T
+    perturbed, perturbed_ptr = pack(row, torch.stack(columns)[column, row], num_samples)
 
-    genes = [f"G{i:05d}" for i in range(n)]
-    graph = genes, list(edge_indices), list(edge_indices.values())
-
-    def tables(signal: Tensor, noise: float) -> Tables:
-        y = signal + noise * signal.std() * normal(num_samples)
-        return Tables(*graph, perturbed, perturbed_ptr, y, signal=signal.unsqueeze(1))
-
+    edges, noise = list(edge_indices.values()), 0.2 if preset.rounds else 0.4
     if preset.rounds:
-        return tables(failure_losses(graph[2], n, perturbed, perturbed_ptr, preset.rounds), noise=0.2)
-
-    sample = torch.repeat_interleave(perturbed_ptr.diff())
-    own_effect, module_effect = normal(n), normal(preset.num_modules)
-    additive = torch.zeros(num_samples, dtype=torch.float64).index_add(0, sample, own_effect[perturbed])
-    counts = torch.bincount(module[perturbed] * num_samples + sample, minlength=preset.num_modules * num_samples)
-    in_module = module_effect @ (counts * (counts - 1) / 2).double().view(-1, num_samples)
-    sparse = partial(torch.sparse_coo_tensor, check_invariants=False)
-    norm = degree.double().clamp(min=1).rsqrt()
-    value = norm[source] * norm[target]
-    dead = sparse(torch.stack([perturbed, sample]), norm.new_ones(len(perturbed)), (n, num_samples))
-    reached = torch.sparse.mm(sparse(physical, value, (n, n)), dead)  # one-edge paths from the dead nodes
-    own_paths = torch.zeros_like(norm).index_add(0, source, value.square())  # paths from a node to itself
-    paths = (((dead + reached) * reached).sum(0).to_dense() - own_paths @ dead) / 2
-    signal = sum(share * part / part.std() for share, part in ((0.55, additive), (0.55, in_module), (0.45, paths)))
-    return tables(signal, noise=0.4)
+        signal = failure_losses(edges, n, perturbed, perturbed_ptr, preset.rounds)
+    else:
+        sample = torch.repeat_interleave(perturbed_ptr.diff())
+        own_effect, module_effect = normal(n), normal(preset.num_modules)
+        additive = torch.zeros(num_samples, dtype=torch.float64).index_add(0, sample, own_effect[perturbed])
+        counts = torch.bincount(module[perturbed] * num_samples + sample, minlength=preset.num_modules * num_samples)
+        in_module = module_effect @ (counts * (counts - 1) / 2).double().view(-1, num_samples)
+        sparse = partial(torch.sparse_coo_tensor, check_invariants=False)
+        norm = degree.double().clamp(min=1).rsqrt()
+        value = norm[source] * norm[target]
+        dead = sparse(torch.stack([perturbed, sample]), norm.new_ones(len(perturbed)), (n, num_samples))
+        reached = torch.sparse.mm(sparse(physical, value, (n, n)), dead)  # one-edge paths from the dead nodes
+        own_paths = torch.zeros_like(norm).index_add(0, source, value.square())  # paths from a node to itself
+        paths = (((dead + reached) * reached).sum(0).to_dense() - own_paths @ dead) / 2
+        signal = sum(share * part / part.std() for share, part in ((0.55, additive), (0.55, in_module), (0.45, paths)))
+    y, genes = signal + noise * signal.std() * normal(num_samples), [f"G{i:05d}" for i in range(n)]
+    return Tables(genes, list(edge_indices), edges, perturbed, perturbed_ptr, y, signal=signal.unsqueeze(1))
 
 
 def failure_losses(edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor, ptr: Tensor, rounds: int) -> Tensor:
@@ -621,36 +659,34 @@ def failure_losses(edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor
 
 
 # ---- Helpers --------------------------------------------------------------------------------------------------------
-def _read_rows(
-    path: str, *first: str, others: bool = False
-) -> Iterator[tuple[Sequence[int], dict[str, tuple[str, ...]]]]:
-    """Yields, for up to 100,000 data lines at once, their numbers and {column: cells}; `others` may follow `first`."""
+def _read_rows(path: str, *first: str) -> Iterator[tuple[Sequence[int], dict[str, Sequence[str]]]]:
+    """Yields, for up to 100,000 data lines at once, their numbers and {column: cells}, of which `first` come first."""
+    settings = {"unit": " lines", "unit_scale": True, "delay": 5, "leave": False}
+    settings["disable"] = True if os.environ.get("RANK", "0") != "0" else None  # None: unless on a terminal
+    open_file, start, empty = gzip.open if path.endswith(".gz") else open, 2, True
     try:
-        with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
+        with open_file(path, "rt", encoding="utf-8-sig") as file, tqdm(desc=f"reading {path}", **settings) as bar:
             header = next(file, "").rstrip("\r\n").split("\t")
-            if tuple(header[: None if not others else len(first)]) != first or len(set(header)) < len(header):
-                found, expected = "\t".join(header)[:80], "\t".join(first) + ", then distinct names" * others
-                raise DataError(f"{path}:1: the header is {found!r}, not {expected!r}")
-            hidden = True if os.environ.get("RANK", "0") != "0" else None  # None: unless on a terminal
-            start, empty = 2, True
-            bar = tqdm(desc=f"reading {path}", unit=" lines", unit_scale=True, delay=5, leave=False, disable=hidden)
-            while cells := [line.rstrip("\r\n").split("\t") for line in islice(file, 100_000)]:
-                lines = range(start, start + len(cells))
-                start += len(cells)
-                if len(header) > 1 and [""] in cells:  # blank lines
-                    lines = [number for number, row in zip(lines, cells, strict=True) if row != [""]]
-                    cells = [row for row in cells if row != [""]]
-                for number, row in zip(lines, cells, strict=True):
+            if tuple(header[: len(first)]) != first or len(set(header)) < len(header):
+                found, expected = "\t".join(header)[:80], "\t".join(first)
+                raise DataError(f"{path}:1: the header is {found!r}: begin with {expected!r}, name each column once")
+            while rows := [line.rstrip("\r\n").split("\t") for line in islice(file, 100_000)]:
+                numbers, start = range(start, start + len(rows)), start + len(rows)
+                if len(header) > 1 and [""] in rows:  # blank lines
+                    numbers = [number for number, row in zip(numbers, rows, strict=True) if row != [""]]
+                    rows = [row for row in rows if row != [""]]
+                for number, row in zip(numbers, rows, strict=True):
                     if len(row) != len(header):
                         raise DataError(f"{path}:{number}: {len(row)} fields where the header has {len(header)}")
-                if cells:
+                if rows:
                     empty = False
-                    yield lines, dict(zip(header, zip(*cells, strict=True), strict=True))
-                bar.update(len(cells))
-            bar.close()
+                    yield numbers, dict(zip(header, zip(*rows, strict=True), strict=True))
+                bar.update(len(rows))
             if empty:
                 raise DataError(f"{path}: no rows below the header")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8 text: save it as UTF-8") from None
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {error}") from None
 
 

@@ -119,12 +119,7 @@ class Distributed:
 
     def agree(self, flag: int) -> int:
         """Returns the maximum over ranks. Any choice on which ranks could differ goes through here, on the CPU."""
-        if not self.launched:
-            return flag
-        votes = torch.tensor(flag)
-        with self.phase("agreement"):
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        return int(votes)
+        return int(self._reduce(torch.tensor(flag), dist.ReduceOp.MAX))
 
     def stop_reason(self, step: int) -> str:
         """Records that `step` steps are done; returns why all ranks must stop now, "" if they need not."""
@@ -134,10 +129,12 @@ class Distributed:
 
     def sum(self, values: Tensor) -> Tensor:
         """Returns the sum over ranks, on every rank; `values` is not modified."""
-        values = values.clone()
+        return self._reduce(values.clone(), dist.ReduceOp.SUM)
+
+    def _reduce(self, values: Tensor, op: dist.ReduceOp) -> Tensor:
         if self.launched:
             with self.phase("agreement"):
-                dist.all_reduce(values)
+                dist.all_reduce(values, op)
         return values
 
     def gather(self, value: Any) -> list:

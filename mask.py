@@ -13,9 +13,7 @@ Shapes: N nodes, R relations, E edges over all relations, E_r edges of relation 
 P knocked-out nodes in the batch, D dead edges in the batch.
 """
 
-import math
 import warnings
-from collections.abc import Sequence
 from functools import partialmethod
 from typing import NamedTuple
 
@@ -39,7 +37,8 @@ class SharedGraph(nn.Module):
     on another device raises `RuntimeError`. Methods that take a batch never synchronise with the host.
 
     Args:
-        graph: a `HeteroData` whose edge types all connect `node_type` with itself, each with an `edge_index` [2, E_r].
+        graph: a `HeteroData` whose edge types all connect `node_type` with itself, each with an `edge_index` [2, E_r]
+            and, unless all are 1, `edge_weight` [E_r], positive; nodes may have features `x` [N, F].
         node_type: the type of the nodes that are knocked out.
 
     Raises:
@@ -65,25 +64,26 @@ class SharedGraph(nn.Module):
         self.index_dtype = torch.int32 if edge_index.size(1) < 2**31 else torch.int64
 
         # Incidence as CSR with one row per (node, relation): row n * R + r lists the edges of r that touch n.
-        edge_id = torch.arange(edge_index.size(1))
-        proper = source != target  # list self-loops once
-        incident = torch.cat([edge_id, edge_id[proper]])
+        proper = (source != target).nonzero().squeeze(1)  # list self-loops once
+        incident = torch.cat([torch.arange(len(source)), proper])
         rows, order = (torch.cat([source, target[proper]]) * len(counts) + relation[incident]).sort(stable=True)
         self._buffer("incidence", incident[order].to(self.index_dtype))
         self._buffer("incidence_ptr", index2ptr(rows, num_nodes * len(counts)))
         self.degree = self.incidence_ptr[:: len(counts)].diff()  # edges that die with each node, [N], always on the CPU
 
-        # Weights as in GCN (Kipf and Welling 2017), per relation: 1 / sqrt(out-degree of source * in-degree of target).
+        # As in GCN (Kipf and Welling 2017), per relation: weight / sqrt(out-degree of source * in-degree of target).
+        weight = torch.cat([graph[r].get("edge_weight", torch.ones(n)) for r, n in self.num_edges.items()]).double()
         sender, receiver = relation * num_nodes + source, relation * num_nodes + target
-        norm = sender.bincount()[sender] * receiver.bincount()[receiver]
+        norm = sender.bincount(weight)[sender] * receiver.bincount(weight)[receiver]
+        self._buffer("x", graph[node_type].get("x", torch.empty(num_nodes, 0)).float())
         self._buffer("edge_index", edge_index)
-        self._buffer("edge_weight", norm.double().rsqrt().float())
-        self._store("", range(len(counts)))
+        self._buffer("edge_weight", (weight * norm.rsqrt()).float())
         self._buffer("dense", None)  # see `densify`
 
         # For each relation: its number of edges, and the id of its first edge.
         self._buffer("edge_counts", torch.tensor(counts))
         self._buffer("edge_offsets", self.edge_counts.cumsum(0) - self.edge_counts)
+        self._store("", torch.arange(len(counts)))
         # The memory that `edge_masks` reuses, and the positions that its last call set to False.
         self._buffer("alive", torch.ones(0, dtype=torch.bool))
         self._buffer("last_dead", torch.empty(0, dtype=torch.long))
@@ -103,10 +103,8 @@ class SharedGraph(nn.Module):
 
     def keep(self, batch: Data) -> Tensor:
         """Returns bool [N, B], True where the node is alive in the sample."""
-        num_samples = self.check(batch)
-        keep = torch.ones(self.num_nodes * num_samples, dtype=torch.bool, device=self.device)
-        keep.index_fill_(0, batch.perturbed * num_samples + batch.perturbed_batch, False)
-        return keep.view(self.num_nodes, num_samples)
+        keep = torch.ones(self.num_nodes, self.check(batch), dtype=torch.bool, device=self.device)
+        return keep.index_put_((batch.perturbed, batch.perturbed_batch), keep.new_zeros(()))
 
     def dead_edges(self, batch: Data) -> Tensor:
         """Returns the flat ids of the dead edges, long [D], in O(D); an edge between two dead nodes is listed twice.
@@ -122,9 +120,7 @@ class SharedGraph(nn.Module):
         position = (start - first).index_select(0, segment)
         position.add_(torch.arange(batch.num_dead_edges, device=self.device))
         base = batch.perturbed_batch.unsqueeze(1) * self.edge_counts + (num_samples - 1) * self.edge_offsets
-        if num_samples * self.edge_index.size(1) < 2**31:
-            base = base.int()  # half the memory traffic
-        return base.flatten().index_select(0, segment).add_(self.incidence.index_select(0, position)).long()
+        return base.flatten().index_select(0, segment).add_(self.incidence.index_select(0, position))
 
     def edge_masks(self, batch: Data) -> dict[EdgeType, Tensor]:
         """Returns {edge type: bool [B * E_r]}, True where the edge is alive; sample k is `[k * E_r, (k + 1) * E_r)`.
@@ -154,11 +150,13 @@ class SharedGraph(nn.Module):
         """Returns the relation's fixed edge weights, float [E_r], in the order of its `edge_index`."""
         return self.edge_weight.narrow(0, *self.edge_ranges[relation])
 
-    def propagate(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Returns the sum over relations r of gate_r * (A_r @ x), [N, B, H], for x [N, B, H] and gate [R, H], or ones.
+    def propagate(self, x: Tensor, gate: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+        """Returns the sum over relations r of gate_r * (A_r @ (keep * x)), [N, B, H], for x [N, B, H].
 
+        `gate` is [R, H], `keep` [N, B]; without them, all are ones. Sums of dead nodes, which nothing reads, stay.
         Products are in the graph's dtype, those of dense relations under autocast in `densify`'s; the result is in x's.
         """
+        x = x if keep is None else keep.unsqueeze(-1) * x
         value = x.to(self.edge_weight.dtype)
         gate = (x.new_ones(len(self.relations), x.size(2)) if gate is None else gate).to(value.dtype)
         if self.dense is None or not torch.is_autocast_enabled(x.device.type):
@@ -175,10 +173,10 @@ class SharedGraph(nn.Module):
         It takes at most an eighth of the free GPU memory. Rows are padded to 16-byte multiples, or cuBLAS is slow.
         """
         size = self.num_nodes + -self.num_nodes % 8
-        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else math.inf
-        fit = free / 8 / (self.num_nodes * size * dtype.itemsize)
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 2**63
+        fit = free // (8 * self.num_nodes * size * dtype.itemsize)
         dense = [r for r, (_, count) in enumerate(self.edge_ranges) if count > self.DENSITY * self.num_nodes**2]
-        if dense := dense[: int(min(fit, len(dense)))]:
+        if dense := dense[:fit]:
             matrix = torch.zeros(self.num_nodes, len(dense), size, dtype=dtype, device=self.device)
             for i, r in enumerate(dense):
                 source, target = self.edge_index.narrow(1, *self.edge_ranges[r])
@@ -187,19 +185,18 @@ class SharedGraph(nn.Module):
             self._buffer("dense", matrix.flatten(1))
             self._buffer("dense_ids", torch.tensor(dense, device=self.device))
             self._buffer("sparse_ids", torch.tensor(sparse, dtype=torch.long, device=self.device))
-            self._store("sparse_", sparse)
+            self._store("sparse_", self.sparse_ids)
         return [self.relations[r][1] for r in dense]
 
-    def _store(self, prefix: str, relations: Sequence[int]) -> None:
-        """Stores the A_r of some relations, and their transposes, each as one CSR matrix [len(relations) * N, N]."""
-        parts = [torch.arange(first, first + count, device=self.device) for first, count in self.edge_ranges]
-        edges = torch.cat([parts[0][:0], *(parts[r] for r in relations)])
-        counts = torch.tensor([len(parts[r]) for r in relations], dtype=torch.long, device=self.device)
-        first_row = torch.repeat_interleave(counts) * self.num_nodes  # of the edge's relation
+    def _store(self, prefix: str, relations: Tensor) -> None:
+        """Stores the A_r of some relations, in order, and their transposes, each as one CSR matrix [n * N, N]."""
+        relation = torch.repeat_interleave(self.edge_counts)
+        edges = torch.isin(relation, relations).nonzero().squeeze(1)
+        first_row = torch.searchsorted(relations, relation[edges]) * self.num_nodes  # of the edge's relation
         source, target = self.edge_index[:, edges]
         for name, row, col in (("forward", first_row + target, source), ("backward", first_row + source, target)):
             order = torch.argsort(row * self.num_nodes + col)
-            ptr = index2ptr(row[order], len(counts) * self.num_nodes)
+            ptr = index2ptr(row[order], len(relations) * self.num_nodes)
             self._buffer(f"{prefix}{name}_ptr", ptr.to(self.index_dtype))
             self._buffer(f"{prefix}{name}_col", col[order].to(self.index_dtype))
             self._buffer(f"{prefix}{name}_weight", self.edge_weight[edges[order]])
@@ -218,9 +215,8 @@ class ReachedRows(NamedTuple):
 
     node: Tensor  # long [S]
     sample: Tensor  # long [S], counted from the block's first sample
-    sender: Tensor  # long, the node of each state of the layer before
     previous: Tensor  # long, the position of each state of the layer before among these
-    matrix: tuple[Tensor, ...]  # for `product`
+    matrix: tuple[Tensor, ...]  # for `spmm`
 
 
 class ReachBlock(NamedTuple):
@@ -288,8 +284,7 @@ class ReachPlanner:
             matrix = (index2ptr(row[order], len(reached)), column[order], weight[order])
             matrix += (index2ptr(column, len(length)), row, weight)
             sample, reached_node = map(torch.from_numpy, np.divmod(reached, self.num_nodes))
-            previous = torch.from_numpy(self.position[states]).long()
-            layers.append(ReachedRows(reached_node, sample, torch.from_numpy(sender[len(dead) :]), previous, matrix))
+            layers.append(ReachedRows(reached_node, sample, torch.from_numpy(self.position[states]).long(), matrix))
             states = reached
         self.position[dead] = 0
         row_ptr = np.searchsorted(states, np.arange(num_samples + 1) * self.num_nodes).tolist()
@@ -302,58 +297,49 @@ class _Propagate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, gate: Tensor, *matrices: Tensor) -> Tensor:
         ctx.save_for_backward(x, gate, *matrices)
-        sums = _spmm(*matrices, x.flatten(1)).view(len(gate), *x.shape)
+        sums = spmm(*matrices, x.flatten(1)).view(len(gate), *x.shape)
         return sums.mul_(gate.view(-1, 1, 1, x.size(2))).sum(0)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, *matrices = ctx.saved_tensors
-        sums = _spmm(*matrices[3:], *matrices[:3], grad.flatten(1)).view(len(gate), *x.shape)
+        sums = spmm(*matrices[3:], *matrices[:3], grad.flatten(1)).view(len(gate), *x.shape)
         grad_gate = (sums * x).sum((1, 2))
         return sums.mul_(gate.view(-1, 1, 1, x.size(2))).sum(0), grad_gate, *(None,) * 6
 
 
-def product(matrix: tuple[Tensor, ...], x: Tensor) -> Tensor:
-    """Returns A @ x in the dtype of x, computed in that of A: CSR row pointer, columns and weights, and A.T's."""
-    return _spmm(*matrix, x.to(matrix[2].dtype)).to(x.dtype)
-
-
 @torch.library.custom_op("shared_graph::spmm", mutates_args=())
-def _spmm(ptr: Tensor, col: Tensor, value: Tensor, ptr_t: Tensor, col_t: Tensor, value_t: Tensor, x: Tensor) -> Tensor:
-    """Returns A @ x for a CSR matrix A, given with its transpose for the backward pass.
+def spmm(ptr: Tensor, col: Tensor, value: Tensor, ptr_t: Tensor, col_t: Tensor, value_t: Tensor, x: Tensor) -> Tensor:
+    """Returns A @ x, in the dtype of x, for a CSR matrix A, given with its transpose for the backward pass.
 
     A custom op: autograd's own sparse product sorts the transpose in each backward pass and cannot be traced.
     """
+    y, size = x.to(value.dtype), (ptr.numel() - 1, x.size(0))
     if col.numel() == 0:
-        return x.new_zeros(ptr.numel() - 1, x.size(1))
+        return x.new_zeros(size[0], x.size(1))
     if x.is_cuda and torch.are_deterministic_algorithms_enabled():
-        return _segment_product(ptr, col, value, x)
-    matrix = torch.sparse_csr_tensor(ptr, col, value, (ptr.numel() - 1, x.size(0)), check_invariants=False)
-    out = x.new_empty(ptr.numel() - 1, x.size(1))
+        return _segment_product(ptr, col, value, y).to(x.dtype)
+    matrix = torch.sparse_csr_tensor(ptr, col, value, size, check_invariants=False)
+    out = y.new_empty(size[0], y.size(1))
     with torch.autocast(x.device.type, enabled=False):  # sparse products do not support half precision
-        return torch.addmm(out, matrix, x.contiguous(), beta=0, out=out)  # matrix @ x would first fill it with zeros
+        torch.addmm(out, matrix, y.contiguous(), beta=0, out=out)  # matrix @ y would first fill it with zeros
+    return out.to(x.dtype)
 
 
 def _segment_product(ptr: Tensor, col: Tensor, value: Tensor, x: Tensor) -> Tensor:
     """Returns A @ x with the same bits each time, unlike cuSPARSE; 64 columns at once, as it keeps all messages."""
-    sums = []
-    for columns in x.split(64, dim=1):
-        messages = columns.index_select(0, col) * value.unsqueeze(1)
-        sums.append(torch.segment_reduce(messages, "sum", offsets=ptr, initial=0))
-    return torch.cat(sums, dim=1)
-
-
-@_spmm.register_fake
-def _(ptr, col, value, ptr_t, col_t, value_t, x):
-    return x.new_empty(ptr.numel() - 1, x.size(1))  # contiguous like the result, for any strides of x
+    messages = (columns.index_select(0, col) * value.unsqueeze(1) for columns in x.split(64, dim=1))
+    return torch.cat([torch.segment_reduce(part, "sum", offsets=ptr, initial=0) for part in messages], dim=1)
 
 
 def _spmm_backward(ctx, grad):
     *forward, ptr_t, col_t, value_t = ctx.saved_tensors  # activation checkpointing allows reading this once
-    return *(None,) * 6, _spmm(ptr_t, col_t, value_t, *forward, grad)
+    return *(None,) * 6, spmm(ptr_t, col_t, value_t, *forward, grad)
 
 
-_spmm.register_autograd(_spmm_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:6]))
+# Contiguous like the result, for any strides of x.
+spmm.register_fake(lambda ptr, col, value, ptr_t, col_t, value_t, x: x.new_empty(ptr.numel() - 1, x.size(1)))
+spmm.register_autograd(_spmm_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:6]))
 
 
 def _edge_index(graph: HeteroData, relation: EdgeType, node_type: str) -> Tensor:

@@ -8,7 +8,7 @@ Shapes: N nodes, R relations, E_r edges of relation r, B samples, P knocked-out 
 Node states are node-major, [N, B, H], so that one sparse product serves all samples at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -19,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
-from mask import ReachBlock, ReachPlanner, SharedGraph, product
+from mask import ReachBlock, ReachPlanner, SharedGraph, spmm
+
+Messages = Callable[[Tensor, Tensor], Tensor]  # sums gate_r * h, of h [N, B, H] and gate [R, H], over live edges of r
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class ModelConfig:
     hidden: int = 32
     layers: int = 2
     dropout: float = 0.1
+    embedding: bool = True
     message_passing: Literal["auto", "shared", "reach", "expanded"] = "auto"
     readout: Literal["both", "local", "global"] = "both"
     checkpointing: bool = False
@@ -43,7 +46,7 @@ class KnockoutGNN(nn.Module):
     Normalisation is per node, so a prediction never depends on the other samples of its batch.
 
     Args:
-        num_nodes, num_relations: size of the graph that `forward` takes.
+        num_nodes, num_relations, num_features: size of the graph that `forward` takes.
         y_mean, y_std: mean and standard deviation of each training target, [T], saved in checkpoints as buffers.
         unseen: share of nodes whose own identity and effect a training step hides, so that the model learns to predict
             nodes that no training row knocks out; 0 if dropout is.
@@ -54,19 +57,22 @@ class KnockoutGNN(nn.Module):
         config: ModelConfig,
         num_nodes: int,
         num_relations: int,
+        num_features: int = 0,
         y_mean: Sequence[float] = (0.0,),
         y_std: Sequence[float] = (1.0,),
         unseen: float = 0.0,
     ):
         super().__init__()
         self.config, self.unseen, hidden = config, unseen * (config.dropout > 0), config.hidden
-        self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))  # what nodes send in the first layer
-        self.identity = nn.Parameter(torch.zeros(num_nodes, hidden))  # their states before it
+        if config.embedding:
+            self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))  # what nodes send in the first layer
+            self.identity = nn.Parameter(torch.zeros(num_nodes, hidden))  # their states before it
+        self.project = nn.Linear(num_features, 2 * hidden, bias=False) if num_features else None  # features add to both
         self.layers = nn.ModuleList(KnockoutConv(hidden, num_relations) for _ in range(config.layers))
         self.norm = nn.LayerNorm(hidden)
         size = hidden, config.dropout, len(y_mean)
         self.local_readout = LocalReadout(num_nodes, *size) if config.readout != "global" else None
-        self.global_readout = GlobalReadout(*size) if config.readout != "local" else None
+        self.global_readout = readout_head(hidden, *size) if config.readout != "local" else None
         self.register_buffer("y_mean", torch.tensor(y_mean))
         self.register_buffer("y_std", torch.tensor(y_std))
 
@@ -74,20 +80,24 @@ class KnockoutGNN(nn.Module):
         """Returns predictions [B, T]; raises `RuntimeError` if the batch and the graph are on different devices."""
         graph.check(batch)
         expanded = self.config.message_passing == "expanded"
-        messages = ExpandedMessages(graph, intact_batch(graph.device)) if expanded else SharedMessages(graph)
-        known = nn.functional.dropout(self.identity.new_ones(graph.num_nodes), self.unseen, self.training) > 0
-        sent = nn.functional.dropout(self.embedding, self.config.dropout, self.training)  # the same in both passes
-        x, h = self.identity * known.unsqueeze(1), self.layers[0].norm(sent)
-        x, intact = self.encode(x.unsqueeze(1), h.unsqueeze(1), messages)
+        messages = ExpandedMessages(graph, intact_batch(graph.device)) if expanded else graph.propagate
+        known = nn.functional.dropout(self.y_mean.new_ones(graph.num_nodes), self.unseen, self.training) > 0
+        nodes = self.y_mean.new_zeros(graph.num_nodes, 2 * self.config.hidden)
+        x, sent = (nodes if self.project is None else nodes + self.project(graph.x)).chunk(2, dim=1)
+        if self.config.embedding:
+            x, sent = x + self.identity * known.unsqueeze(1), sent + self.embedding
+        sent = nn.functional.dropout(sent, self.config.dropout, self.training)  # the same in both passes
+        x, intact = self.encode(x.unsqueeze(1), self.layers[0].norm(sent).unsqueeze(1), messages)
         wild_type = self.norm(x)  # [N, 1, H]
         prediction = 0.0
         if self.local_readout is not None:
             prediction = prediction + self.local_readout(wild_type.squeeze(1), known, batch)
         if self.global_readout is not None:
-            prediction = prediction + self.global_readout(self.changes(graph, batch, intact, wild_type))
+            pooled = self.changes(graph, batch, intact, wild_type)
+            prediction = prediction + self.global_readout(torch.asinh(pooled))  # a hub's thousands of neighbours add up
         return self.y_mean + self.y_std * prediction.to(self.y_mean.dtype)
 
-    def encode(self, x: Tensor, h: Tensor, messages: "Messages", depth: int = 0) -> tuple[Tensor, list]:
+    def encode(self, x: Tensor, h: Tensor, messages: Messages, depth: int = 0) -> tuple[Tensor, list]:
         """Returns `x` [N, B, H] after the layers from `depth` on, the first sending `h`, and (x, h, p) of each one."""
         trace = []
         for i, layer in enumerate(self.layers[depth:], depth):
@@ -103,13 +113,13 @@ class KnockoutGNN(nn.Module):
         p is linear in h, so it is that of the intact graph plus what the changes of h add; the h of a dead node, which
         sends nothing, changes to zero.
         """
-        x = self.identity.new_zeros(0, self.config.hidden)
+        x, node = self.y_mean.new_zeros(0, self.config.hidden), block.dead.new_empty(0)
         for layer, reached, trace in zip(self.layers, block.layers, intact, strict=False):
             wild_x, wild_h, wild_p = (states.squeeze(1) for states in trace)
-            changed = layer.norm(x) - self.rows(wild_h, reached.sender)
-            change = torch.cat([-self.rows(wild_h, block.dead), changed])
-            p = self.rows(wild_p, reached.node) + layer.propagate_change(change, reached.matrix)
-            x = self.rows(wild_x, reached.node).index_copy_(0, reached.previous, x) + nn.functional.gelu(p)
+            change = torch.cat([-self.rows(wild_h, block.dead), layer.norm(x) - self.rows(wild_h, node)])
+            node = reached.node
+            p = self.rows(wild_p, node) + layer.propagate_change(change, reached.matrix)
+            x = self.rows(wild_x, node).index_copy_(0, reached.previous, x) + nn.functional.gelu(p)
         return x
 
     def changes(self, graph: SharedGraph, batch: Data, intact: list, wild_type: Tensor) -> Tensor:
@@ -151,9 +161,8 @@ class KnockoutGNN(nn.Module):
                     part = block.row_ptr[start], block.row_ptr[start + count] - block.row_ptr[start]
                     rows = block.layers[-1].node, block.layers[-1].sample, x
                     node, sample, reached = (values.narrow(0, *part) for values in rows)
-                    row = node * count + sample - start
-                    dense = dense.flatten(0, 1).index_copy(0, row, reached).view_as(dense)
-                pooled.append(run(pool, dense, SharedMessages(graph, alive), alive, depth))
+                    dense = dense.index_put((node, sample - start), reached)
+                pooled.append(run(pool, dense, partial(graph.propagate, keep=alive), alive, depth))
         return torch.cat(pooled)
 
     def rows(self, states: Tensor, node: Tensor) -> Tensor:
@@ -188,7 +197,7 @@ class KnockoutConv(nn.Module):
         self.gate = nn.Parameter(torch.randn(num_relations, hidden) / num_relations**0.5)
         self.out = nn.Linear(hidden, hidden, bias=False)
 
-    def forward(self, own: Tensor, h: Tensor, messages: "Messages") -> Tensor:
+    def forward(self, own: Tensor, h: Tensor, messages: Messages) -> Tensor:
         """Maps the nodes' own and sent states, each [N, B, H], to the argument of gelu [N, B, H], linear in both."""
         return self.root(own) + self.out(messages(h, self.SCALE * self.gate))
 
@@ -196,24 +205,11 @@ class KnockoutConv(nn.Module):
         """Maps changes of h [C, H] to changes of `forward` at the nodes they reach [S, H] (see `mask.ReachedRows`)."""
         by_relation = self.out(change.unsqueeze(1) * (self.SCALE * self.gate))  # [C, R, H]
         by_root = nn.functional.linear(change, self.root.weight).unsqueeze(1)
-        return product(matrix, torch.cat([by_relation, by_root], dim=1).flatten(0, 1))
-
-
-class SharedMessages:
-    """Sums messages over each sample's live edges on the one shared graph: A @ (keep * h).
-
-    The left factor of keep * (A @ (keep * h)) is left out: it would only zero sums of dead nodes, which nothing reads.
-    """
-
-    def __init__(self, graph: SharedGraph, keep: Tensor | None = None):
-        self.graph, self.keep = graph, keep  # [N, B], or None if all nodes are alive
-
-    def __call__(self, h: Tensor, gate: Tensor) -> Tensor:
-        return self.graph.propagate(h if self.keep is None else self.keep.unsqueeze(-1) * h, gate)
+        return spmm(*matrix, torch.cat([by_relation, by_root], dim=1).flatten(0, 1))
 
 
 class ExpandedMessages:
-    """Sums the same messages, in either pass, over B block-diagonal copies of the graph with masked edges.
+    """Sums what `SharedGraph.propagate` does, in either pass, over B block-diagonal copies of the graph, edges masked.
 
     This is the reference for the shared route, and the one to use for layers that need per-edge values.
     """
@@ -233,9 +229,6 @@ class ExpandedMessages:
             message = (copies * relation_gate).index_select(0, source) * value.unsqueeze(-1)
             out = out + scatter(message, target, dim=0, dim_size=len(copies), reduce="sum")
         return out.view(self.num_samples, len(x), x.size(2)).transpose(0, 1)
-
-
-Messages = SharedMessages | ExpandedMessages
 
 
 def intact_batch(device: torch.device) -> Data:
@@ -258,7 +251,7 @@ class LocalReadout(nn.Module):
         self.embed = nn.Sequential(nn.Dropout(dropout), nn.Linear(hidden, 2 * hidden))
         self.pair = nn.Linear(2 * hidden, num_targets, bias=False)
         self.norm = nn.LayerNorm(4 * hidden)
-        self.head = readout_head(4 * hidden, 2 * hidden, dropout, num_targets)
+        self.head = readout_head(4 * hidden, hidden, dropout, num_targets)
         nn.init.zeros_(self.pair.weight)
 
     def forward(self, wild_type: Tensor, known: Tensor, batch: Data) -> Tensor:
@@ -271,24 +264,12 @@ class LocalReadout(nn.Module):
         return effects + self.pair(pairs) + self.head(self.norm(torch.cat([nodes, pairs], dim=1)))
 
 
-class GlobalReadout(nn.Module):
-    """An MLP of the pooled `KnockoutGNN.changes`. It starts at zero: training starts from the local part alone."""
-
-    def __init__(self, hidden: int, dropout: float, num_targets: int):
-        super().__init__()
-        self.head = readout_head(hidden, 2 * hidden, dropout, num_targets)
-
-    def forward(self, pooled: Tensor) -> Tensor:
-        """Maps pooled [B, H] to [B, T]; asinh compresses the large sums that a hub's thousands of neighbours give."""
-        return self.head(torch.asinh(pooled))
-
-
 def readout_head(inputs: int, hidden: int, dropout: float, outputs: int) -> nn.Module:
-    """Returns an MLP that maps [B, inputs] to [B, outputs], at first to zeros."""
-    last = nn.Linear(hidden, outputs)
+    """Returns an MLP that maps [B, inputs] to [B, outputs], at first to zeros, so that training starts without it."""
+    last = nn.Linear(2 * hidden, outputs)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
-    return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, hidden), nn.GELU(), last)
+    return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, 2 * hidden), nn.GELU(), last)
 
 
 def choose_route(config: ModelConfig, graph: SharedGraph, dataset: Any) -> str:

@@ -107,6 +107,10 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
+    def __post_init__(self):
+        if not (self.model.embedding or self.data.features):
+            raise ValueError("model.embedding=false needs node features: set data.features")
+
 
 def main() -> None:
     console = logging.StreamHandler(sys.stdout)
@@ -114,12 +118,11 @@ def main() -> None:
     console.addFilter(lambda record: record.levelno < logging.ERROR)  # errors go to stderr
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[console])
     logging.raiseExceptions = False  # stdout may be a closed pipe
-    config, config_error = Config(), None
     try:
         arguments = parse_arguments(sys.argv[1:])
-        config = load_config(arguments)
+        config, config_error = load_config(arguments), None
     except UserError as error:
-        config_error = error
+        config, config_error = Config(), error
 
     def program(env: Distributed) -> None:
         with env.sync_errors():  # so that a wrong configuration is reported once, not by every rank
@@ -167,7 +170,7 @@ def train(config: Config, env: Distributed) -> None:
     if env.device.type == "cuda" and autocast_dtype and (dense := graph.densify(autocast_dtype)):
         log.info(f"graph     dense, on tensor cores in {optim.precision}: {', '.join(dense)}")
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree, tables.weight)
-    sampler = StepSampler(tables.rows("train"), batch_size, optim.accumulate, env.world_size, env.rank, seed, tables.y)
+    sampler = StepSampler(tables.rows("train"), batch_size, optim.accumulate, env.world_size, env.rank, seed)
     loader = data.make_loader(dataset, sampler, config.data.workers, pin=env.device.type == "cuda")
     steps_per_epoch, total_steps = sampler.steps_per_epoch, sampler.steps_per_epoch * optim.epochs
     if config.model.compile:
@@ -206,7 +209,8 @@ def train(config: Config, env: Distributed) -> None:
             seed_step(seed, state.step, env.rank)
             for group in optimizer.param_groups:
                 group["lr"] = lr = learning_rate(state.step, total_steps, optim)
-            num_samples, num_scores = len(sampler.rows_in_step(step_in_epoch)), sampler.scores_in_step(step_in_epoch)
+            rows = sampler.rows_in_step(step_in_epoch)
+            num_samples, num_scores = len(rows), dataset.num_scores(rows)
             for micro in range(optim.accumulate):
                 with env.phase("data"):
                     batch = next(batches).to(env.device, non_blocking=True)
@@ -258,7 +262,7 @@ def check_scores(tables: Tables, config: Config) -> None:
     """Raises `UserError` for scores that optim.loss cannot take; notes options that do not suit the scores."""
     y = tables.y[tables.rows("train")]
     if empty := [name for name, missing in zip(tables.targets, y.isnan().all(dim=0).tolist(), strict=True) if missing]:
-        raise UserError(f"no training row has a score {empty[0]}: remove that column, or change the split")
+        raise UserError(f"no training row has a score '{empty[0]}': remove that column, or change the split")
     binary = bool(((tables.y == 0) | (tables.y == 1) | tables.y.isnan()).all())
     if config.optim.loss == "binary" and not binary:
         raise UserError("optim.loss=binary needs scores of 0 and 1: set optim.loss=squared")
@@ -268,24 +272,16 @@ def check_scores(tables: Tables, config: Config) -> None:
         log.warning(f"note      no score is below log.threshold={config.log.threshold:g}")
 
 
-def scale(tables: Tables) -> tuple[Tensor, Tensor]:
-    """Returns the mean and standard deviation of each training score, [T], the latter 1 where it is constant."""
-    y = tables.y[tables.rows("train")]
-    mean = y.nanmean(dim=0)
-    spread = (y - mean).square().nanmean(dim=0).sqrt()
-    return mean, spread.where(spread > 1e-12 * y.nan_to_num().abs().amax(dim=0), 1.0)
-
-
 def build_model(config: Config, tables: Tables, effect: Tensor | None = None) -> nn.Module:
     """Returns a model that starts from the additive baseline with this `effect` of each node, if given, [N, T]."""
-    mean, std = scale(tables)
+    mean, std = data.mean_and_std(tables.y[tables.rows("train")])
     effect = mean.new_zeros(len(tables.genes), len(mean)) if effect is None else effect
     if config.optim.loss == "binary":  # logits, which are the baseline's for rows of one deletion
         effect, mean, std = torch.logit(mean + effect, eps=1e-3), torch.logit(mean, eps=1e-3), torch.ones_like(std)
         effect = effect - mean
     rows = tables.rows("val")  # training hides as many nodes as are unseen there
     unseen = tables.unseen()[rows].sum() / tables.perturbed_ptr.diff()[rows].sum().clamp(min=1)
-    size = len(tables.genes), len(tables.relations)
+    size = len(tables.genes), len(tables.relations), 0 if tables.features is None else tables.features.size(1)
     model = KnockoutGNN(config.model, *size, mean.tolist(), std.tolist(), unseen.item())
     if model.local_readout is not None:
         model.local_readout.effect.data = (effect / std).float().flatten()
@@ -373,7 +369,6 @@ class Meter:
     def __init__(self, env: Distributed, optim: OptimConfig):
         self.env, self.optim, self.start = env, optim, time.perf_counter()
         self.loss = torch.zeros((), dtype=torch.float64, device=env.device)  # of this rank's samples
-        self.one = torch.ones((), device=env.device)
         self.num_samples, self.num_scores, self.norms, self.scales = 0, 0, [], []
         env.seconds.clear()
 
@@ -381,7 +376,7 @@ class Meter:
         self.num_samples += num_samples
         self.num_scores += num_scores
         self.norms.append(grad_norm)
-        self.scales.append(scaler.scale(self.one))
+        self.scales.append(scaler.scale(torch.ones_like(grad_norm)))
 
     def read(self, state: TrainState) -> dict[str, Any]:
         """Returns the values of the train row; raises `RunError`, on every rank, for too many non-finite steps."""
@@ -437,7 +432,7 @@ def predict_rows(
     batch_size = config.data.batch_size if config.model.readout != "local" else max(config.data.batch_size, 8192)
     predictions = torch.zeros(len(rows), dataset.y.size(1), dtype=torch.float64, device=env.device)
     own, start = predictions[env.rank :: env.world_size], 0
-    batches = data.shard(rows, math.ceil(batch_size / env.world_size), env.world_size, env.rank)
+    batches = rows[env.rank :: env.world_size].split(math.ceil(batch_size / env.world_size))
     for batch in data.make_loader(dataset, batches, workers=0, pin=env.device.type == "cuda"):
         with env.phase("evaluation"):
             if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
@@ -451,37 +446,32 @@ def predict_rows(
 def metrics(rows: Tensor, prediction: Tensor, tables: Tables, baseline: Tensor, config: Config) -> dict[str, Any]:
     """Returns metrics of the predictions of `rows`, beside the additive baseline's Pearson; nan where undefined.
 
-    They are means over the targets, whose own are in `targets` if there are several.
+    They are means over the targets, whose own are in `targets` if there are several. `average_precision` and `auroc`
+    are those of finding scores of 1 (optim.loss=binary) or below log.threshold.
     """
-    scores, spreads, parts = tables.y[rows], scale(tables)[1], {}
-    for name, y, p, b, spread in zip(tables.targets, scores.T, prediction.T, baseline[rows].T, spreads, strict=True):
-        present = ~y.isnan()
-        parts[name] = target_metrics(y[present], p[present], b[present], spread, config)
+    scores, spreads, parts = tables.y[rows], data.mean_and_std(tables.y[tables.rows("train")])[1], {}
+    binary = config.optim.loss == "binary"
+    for name, *columns, spread in zip(tables.targets, scores.T, prediction.T, baseline[rows].T, spreads, strict=True):
+        missing = columns[0].isnan()
+        y, p, additive = (column[~missing | missing.all()] for column in columns)  # never no rows
+        mse = (p - y).square().mean()
+        loss = nn.functional.binary_cross_entropy(p, y) if binary else mse / spread.square()
+        part = {"loss": loss, "mse": mse, "r2": pearson(y, y) - mse / y.var(correction=0), "pearson": pearson(y, p)}
+        p = p.float()  # rounding must not order the predictions of equal rows
+        part |= {"spearman": pearson(rank(y), rank(p)), "baseline_pearson": pearson(y, additive)}
+        positive, p = (y == 1, p) if binary else (y < config.log.threshold, -p)
+        if positive.any():
+            count = int(positive.sum())
+            _, group, size = (-p).unique(return_inverse=True, return_counts=True)
+            hits = torch.bincount(group[positive], minlength=len(size)).double()  # per distinct p, best first
+            part["average_precision"] = (hits * hits.cumsum(0) / size.cumsum(0)).sum() / count
+            part["auroc"] = (rank(p)[positive].mean() - (count + 1) / 2) / (len(y) - count)
+        parts[name] = {key: value.item() for key, value in part.items()}
     result = {}
     for key in dict.fromkeys(key for part in parts.values() for key in part):
         values = [part[key] for part in parts.values() if not math.isnan(part.get(key, math.nan))]
         result[key] = sum(values) / len(values) if values else math.nan
     return result | ({"targets": parts} if len(parts) > 1 else {}) | {"n": len(rows)}
-
-
-def target_metrics(y: Tensor, prediction: Tensor, baseline: Tensor, spread: Tensor, config: Config) -> dict[str, float]:
-    """Returns the metrics of one target, from [n] scores of which none is missing.
-
-    `average_precision` and `auroc` are those of finding scores of 1 (optim.loss=binary) or below log.threshold.
-    """
-    mse = (prediction - y).square().mean()
-    binary = config.optim.loss == "binary"
-    loss = nn.functional.binary_cross_entropy(prediction, y) if binary else mse / spread.square()
-    result = {"loss": loss, "mse": mse, "r2": 1 - mse / y.var(correction=0), "pearson": pearson(y, prediction)}
-    result |= {"spearman": pearson(rank(y), rank(prediction)), "baseline_pearson": pearson(y, baseline)}
-    positive, prediction = (y == 1, prediction) if binary else (y < config.log.threshold, -prediction)
-    if positive.any():
-        count = int(positive.sum())
-        _, group, size = (-prediction).unique(return_inverse=True, return_counts=True)
-        hits = torch.bincount(group[positive], minlength=len(size)).double()  # per distinct prediction, best first
-        result["average_precision"] = (hits * hits.cumsum(0) / size.cumsum(0)).sum() / count
-        result["auroc"] = (rank(prediction)[positive].mean() - (count + 1) / 2) / (len(y) - count)
-    return {name: value.item() for name, value in result.items()}
 
 
 def test_metrics(prediction: Tensor, tables: Tables, baseline: Tensor, config: Config) -> dict[str, Any]:
@@ -492,7 +482,7 @@ def test_metrics(prediction: Tensor, tables: Tables, baseline: Tensor, config: C
     rows, generator, gains = tables.rows("test"), torch.Generator().manual_seed(0), []
     test = metrics(rows, prediction, tables, baseline, config)
     y, additive = tables.y[rows], baseline[rows]
-    for _ in range(1000):
+    for _ in range(max(100, min(1000, 10**8 // len(rows)))):  # a minute at most
         chosen = torch.randint(len(rows), (len(rows),), generator=generator)
         gains.append(pearson(y[chosen], prediction[chosen]) - pearson(y[chosen], additive[chosen]))
     test["gain"] = torch.stack(gains).nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
@@ -501,27 +491,29 @@ def test_metrics(prediction: Tensor, tables: Tables, baseline: Tensor, config: C
     log.info(f"test      loss {test['loss']:.4f}, {PEARSON.format(**test)}{limit} ({len(rows):,} samples)")
     log.info("test      Pearson less the baseline's: {:.4f} to {:.4f} (95 % interval)".format(*test["gain"]))
     for name, counts in {"unseen": tables.unseen(), "deletions": tables.perturbed_ptr.diff()}.items():
-        groups = counts[rows].clamp(max=3)
-        parts = {}
+        groups, test[f"by_{name}"] = counts[rows].clamp(max=3), {}
         for k in groups.unique().tolist():
-            parts[k] = metrics(rows[groups == k], prediction[groups == k], tables, baseline, config)
-        test[f"by_{name}"] = parts
-        for count, part in parts.items() if len(parts) > 1 else ():
-            log.info(f"test      {name} {count}{'+' * (count == 3)}: {PEARSON.format(**part)} ({part['n']:,} samples)")
+            part = metrics(rows[groups == k], prediction[groups == k], tables, baseline, config)
+            test[f"by_{name}"][k] = part
+            if part["n"] < len(rows):  # there are several groups
+                log.info(f"test      {name} {k}{'+' * (k == 3)}: {PEARSON.format(**part)} ({part['n']:,} samples)")
     return test
 
 
 def pearson(a: Tensor, b: Tensor) -> Tensor:
-    """Returns Pearson's r of a and b, [n, T], where a is not nan: its mean over targets for which both vary."""
-    present = ~a.isnan()
-    a, b = (((x - x.where(present, math.nan).nanmean(dim=0)).where(present, 0.0)) for x in (a, b))
-    return ((a * b).sum(dim=0) / (a.norm(dim=0) * b.norm(dim=0))).nanmean()
+    """Returns Pearson's r of a and b, [n, T], where a is not nan: its mean over targets for which a varies.
+
+    It is 0 for a constant b, so that the means of all predictions are over the same targets.
+    """
+    moments = ((x, *data.mean_and_std(x)) for x in (a, b.where(~a.isnan(), math.nan)))
+    a, b = ((x - mean) / std for x, mean, std in moments)
+    return (a * b).nanmean(dim=0).where(a.square().nanmean(dim=0) > 0.5, math.nan).nanmean()
 
 
 def rank(values: Tensor) -> Tensor:
-    """Returns ranks from 1, float64 [n], of which equal values share the mean."""
+    """Returns ranks from 1, float64 [n], of which equal values share the mean; nan stays."""
     _, group, count = values.unique(return_inverse=True, return_counts=True)
-    return (count.cumsum(0) - (count - 1) / 2).double()[group]
+    return (count.cumsum(0) - (count - 1) / 2).double()[group].where(~values.isnan(), math.nan)
 
 
 def quality(result: dict[str, Any]) -> tuple[float, float]:
@@ -554,16 +546,15 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
     num_rows = num_predicted = 0
     try:
         while text:
-            with env.sync_errors(DataError), explain_write_errors(output, UserError):
+            with env.sync_errors(DataError), explain_write_errors(output, UserError, "change the working folder"):
                 genes, row, node = next(sets, ((), *torch.empty(2, 0, dtype=torch.long)))
                 if env.rank == 0:
                     with temporary.open(mode) as file:
                         file.write(text)
                     if not genes:
                         os.replace(temporary, output)
-            unknown = node >= graph.num_nodes
-            known = torch.ones(len(genes), dtype=torch.bool).index_fill(0, row[unknown], False)
-            knockouts = data.pack_arrays(row[~unknown], node[~unknown], len(genes))
+            known = torch.ones(len(genes), dtype=torch.bool).index_fill(0, row[node >= graph.num_nodes], False)
+            knockouts = data.pack(row, node, len(genes))
             dataset = KnockoutDataset(*knockouts, tables.y.new_zeros(len(genes), len(columns)), graph.degree)
             dataset.transform = trained.transform
             predictions = predict_rows(model, graph, dataset, known.nonzero().flatten(), config, env)
@@ -576,8 +567,7 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
             temporary.unlink()
     if unknown := list(number)[graph.num_nodes :]:
         names = ", ".join(unknown[:10]) + " ..." * (len(unknown) > 10)
-        found = f"{num_rows - num_predicted} rows have no prediction: these genes are not in the graph"
-        log.warning(f"{found}: {names}")
+        log.warning(f"{num_rows - num_predicted} rows have no prediction: these genes are not in the graph: {names}")
     log.info(f"{num_predicted} predictions written to {output}")
 
 
@@ -731,13 +721,13 @@ def load_model(model: nn.Module, state: dict[str, Tensor], where: str | Path) ->
 
 
 @contextlib.contextmanager
-def explain_write_errors(path: Path, kind: type[UserError] = RunError) -> Iterator[None]:
-    """Turns a failure to write `path` into an error of type `kind`, which says why in one sentence."""
+def explain_write_errors(path: Path, kind: type[UserError] = RunError, advice: str = "set run.dir") -> Iterator[None]:
+    """Turns a failure to write `path` into an error of type `kind`, which says why in one sentence, with `advice`."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save may wrap an OSError
         reason = getattr(error, "strerror", None) or getattr(error.__context__, "strerror", error)
-        raise kind(f"cannot write {path}: {reason}; fix that or set run.dir, and start again") from None
+        raise kind(f"cannot write {path}: {reason}; fix that or {advice}, and start again") from None
 
 
 def write_atomically(path: Path, content: str | dict) -> None:
@@ -749,9 +739,8 @@ def write_atomically(path: Path, content: str | dict) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)  # on a full disk, logging the error needs its space
-        raise
 
 
 def curves_svg(rows: list[dict]) -> str:
@@ -814,9 +803,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__, epilog=options, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="an option of config.yaml")
     parser.add_argument("--config", metavar="FILE", help="default: config.yaml beside train.py, or the checkpoint's")
-    parser.add_argument(
-        "--predict", metavar="TABLE", help="predict a table of knock-out sets, all-singles or all-pairs"
-    )
+    parser.add_argument("--predict", metavar="TABLE", help="a table of knock-out sets, all-singles or all-pairs")
     parser.add_argument("--checkpoint", metavar="FILE", help="the trained model for --predict")
     parsed = parser.parse_intermixed_args(arguments)
     if bool(parsed.predict) != bool(parsed.checkpoint):
@@ -824,19 +811,26 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return parsed
 
 
+class UniqueKeyLoader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [key.value for key, _ in node.value]
+        for i, (key, _) in enumerate(node.value):
+            if key.value in keys[:i]:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} stands twice", problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def load_config(arguments: argparse.Namespace) -> Config:
     """Returns the file's options, overridden by the command line; raises `UserError` for a wrong file or option."""
     options = {f"{section.name}.{f.name}": f for section in fields(Config) for f in fields(section.type)}
     default = arguments.checkpoint or Path(__file__).with_name("config.yaml")
     source = default if arguments.config is None else arguments.config
-    given: dict[str, Any] = {}
     try:
         if source == arguments.checkpoint:
             sections = read_checkpoint(source)["config"]
         else:
-            sections = yaml.safe_load(Path(source).read_text()) or {}
-        for name, values in sections.items():
-            given |= {f"{name}.{key}": value for key, value in ({} if values is None else values).items()}
+            sections = yaml.load(Path(source).read_text(), UniqueKeyLoader) or {}
+        given = {f"{name}.{key}": value for name, values in sections.items() for key, value in (values or {}).items()}
         for source in arguments.overrides:
             key, _, text = source.partition("=")
             given[key] = text if key in options and options[key].type is str else yaml.safe_load(text)

@@ -11,9 +11,20 @@ import torch
 
 import data
 import train
-from data import DataConfig, Tables, pack
-from tests.bench.baselines import BASELINES, Problem, low_rank, low_rank_neighbours, neighbours, recurring_pairs
-from tests.bench.quality import bootstrap, pearson, permute_names, summary
+from data import DataConfig, Tables
+from ddp_setup import UserError
+from tests.bench.baselines import (
+    BASELINES,
+    Problem,
+    features,
+    low_rank,
+    low_rank_neighbours,
+    neighbours,
+    recurring_pairs,
+)
+from tests.bench.quality import bootstrap, pearson, permute_names, random_features, summary
+from tests.conftest import write_table
+from tests.tools.runs import pack_sets
 
 NUM_GENES = 40
 
@@ -26,7 +37,7 @@ def make_tables(score, size: int, split: str, num_rows: int | None = None, edges
     genes = [f"G{i:02d}" for i in range(NUM_GENES)]
     y = torch.tensor([float(score(genes)) for genes in sets], dtype=torch.float64)
     edges = torch.empty(2, 0, dtype=torch.long) if edges is None else edges
-    tables = Tables(genes, ["x"], [edges], *pack(sets), y)
+    tables = Tables(genes, ["x"], [edges], *pack_sets(sets), y)
     make_split = data.node_split if split == "nodes" else data.random_split
     tables.split = make_split(tables, DataConfig(split=split, test_fraction=0.2))
     return tables
@@ -108,6 +119,32 @@ def test_an_unseen_gene_is_known_by_its_neighbours(baseline):
     assert on_test_rows(nothing, baseline(Problem(nothing))) < 0.8
 
 
+def test_an_unseen_gene_is_known_by_its_features():
+    """Random vectors in their place tell nothing."""
+    x = normal(NUM_GENES, 3)
+    tables = make_tables(lambda genes: (x[list(genes)] @ torch.tensor([1.0, -2.0, 0.5]).double()).sum(), 2, "nodes")
+    assert on_test_rows(tables, features(Problem(tables))) == on_test_rows(tables, Problem(tables).additive) < 0.8
+    tables.features = x.float()
+    assert on_test_rows(tables, features(Problem(tables))) > 0.95
+    tables.features = normal(NUM_GENES, 3, seed=2).float()
+    assert on_test_rows(tables, features(Problem(tables))) < 0.8
+
+
+def test_random_features_stand_in_for_those_of_the_same_genes(tmp_path):
+    rows = {
+        "edges": [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x")],
+        "perturbations": [("genes", "score", "split"), ("a", 1, "train"), ("b", 2, "val"), ("c", 3, "test")],
+        "features": [("gene", "f", "g"), ("c", 1, 0), ("a", 0, 1)],
+    }
+    paths = {name: str(write_table(tmp_path / f"{name}.tsv", table)) for name, table in rows.items()}
+    config = train.Config(data=DataConfig("tsv", "small", **paths, cache_dir=str(tmp_path)))
+    (override,) = random_features(config, tmp_path / "new")
+    before, after = data.load(config.data), data.load(replace(config.data, features=override.partition("=")[2]))
+    assert torch.equal(before.features != 0, after.features != 0) and not torch.equal(before.features, after.features)
+    with pytest.raises(UserError, match=r"set data\.features"):
+        random_features(train.Config(data=replace(config.data, features="")), tmp_path)
+
+
 @pytest.mark.parametrize("split", ["random", "nodes"])
 def test_neighbours_equal_a_plain_loop(split):
     edges = torch.randint(NUM_GENES, (2, 150), generator=torch.Generator().manual_seed(1))
@@ -163,7 +200,7 @@ def test_the_summary_compares_with_the_baseline_that_validation_prefers():
         r = pearson(y, prediction.unsqueeze(1)).item()
         return {"validation": validation, "Pearson": r, "MSE": 1.0, "seconds": 0.0, "y": y, "prediction": prediction}
 
-    noises = dict(zip(BASELINES, (3.0, 1.0, 0.3, 2.0, 2.0, 2.0), strict=True)) | {"ours, both": 0.5}
+    noises = dict(zip(BASELINES, (3.0, 1.0, 0.3, 2.0, 2.0, 2.0, 2.0), strict=True)) | {"ours, both": 0.5}
     splits = {
         f"random:{s}": {
             name: result(noise, 0.9 if name == "additive ridge" else 0.1, k + 10 * s + 1)

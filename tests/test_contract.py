@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data import KnockoutDataset, StepSampler, load, make_loader, pack
+from data import KnockoutDataset, StepSampler, load, make_loader
 from mask import SharedGraph
 from tests.conftest import launch_forked
 from tests.tools import parity
+from tests.tools.runs import pack_sets
 from tests.tools.syncs import CountSynchronisations
 from train import build_model, criterion, load_config, parse_arguments
 
@@ -54,7 +55,7 @@ def model(config, tables):
 def batch_of(graph, tables):
     def build(sets):
         y = torch.zeros(len(sets), *tables.y.shape[1:])
-        return KnockoutDataset(*pack(sets), y, graph.degree).__getitems__(range(len(sets)))
+        return KnockoutDataset(*pack_sets(sets), y, graph.degree).__getitems__(range(len(sets)))
 
     return build
 

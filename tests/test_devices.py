@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from mask import ReachPlanner, SharedGraph
 from model import KnockoutGNN, ModelConfig
-from tests.test_model import NUM_NODES, SETS, make_batch, set_block, shared  # noqa: F401
+from tests.test_model import NUM_FEATURES, NUM_NODES, SETS, make_batch, set_block, shared  # noqa: F401
 from train import criterion
 
 
@@ -50,7 +50,7 @@ def test_masks_model_and_loss_stay_on_their_gpu_without_syncs(gpus, shared, set_
     batch = make_batch(shared, SETS, planner).apply(gpus.tensor)
     graph = gpus.module(shared)
     config = ModelConfig(hidden=8, message_passing=route, readout=readout)
-    model = gpus.module(KnockoutGNN(config, NUM_NODES, num_relations=3)).train()
+    model = gpus.module(KnockoutGNN(config, NUM_NODES, 3, NUM_FEATURES)).train()
     with gpus.mode:
         results = [graph.keep(batch), graph.dead_edges(batch)]
         results += [*graph.edge_masks(batch).values(), *graph.expand(batch).values()]

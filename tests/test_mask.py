@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from data import KnockoutDataset, pack
-from mask import ReachPlanner, SharedGraph, _segment_product, product
+from data import KnockoutDataset
+from mask import ReachPlanner, SharedGraph, _segment_product, spmm
+from tests.tools.runs import pack_sets
 from tests.tools.syncs import CountSynchronisations
 
 NUM_NODES = 9
@@ -27,11 +28,12 @@ def graph() -> HeteroData:
     graph["gene", "a", "gene"].edge_index = edges
     graph["gene", "none", "gene"].edge_index = torch.empty(2, 0, dtype=torch.long)
     graph["gene", "b", "gene"].edge_index = torch.randint(NUM_NODES, (2, 12), generator=generator)
+    graph["gene", "b", "gene"].edge_weight = torch.rand(12, generator=generator) + 0.1
     return graph
 
 
 def make_batch(shared: SharedGraph, sets: list[list[int]]) -> Data:
-    dataset = KnockoutDataset(*pack(sets), torch.zeros(len(sets)), shared.degree)
+    dataset = KnockoutDataset(*pack_sets(sets), torch.zeros(len(sets)), shared.degree)
     return dataset.__getitems__(list(range(len(sets))))
 
 
@@ -176,9 +178,10 @@ def matrices(graph: HeteroData) -> Tensor:
     matrices = torch.zeros(len(graph.edge_types), NUM_NODES, NUM_NODES, dtype=torch.float64)
     for matrix, relation in zip(matrices, graph.edge_types, strict=True):
         source, target = graph[relation].edge_index
-        out_degree, in_degree = (torch.bincount(side, minlength=NUM_NODES) for side in (source, target))
-        for s, t in zip(source.tolist(), target.tolist(), strict=True):
-            matrix[t, s] += 1 / (out_degree[s] * in_degree[t]).sqrt()
+        weight = graph[relation].get("edge_weight", torch.ones(len(source))).double()
+        out_degree, in_degree = (torch.bincount(side, weight, minlength=NUM_NODES) for side in (source, target))
+        for s, t, w in zip(source.tolist(), target.tolist(), weight, strict=True):
+            matrix[t, s] += w / (out_degree[s] * in_degree[t]).sqrt()
     return matrices
 
 
@@ -235,7 +238,7 @@ def test_dense_relations_serve_autocast_only(graph, monkeypatch):
 def test_segments_give_what_the_sparse_product_gives(graph):
     shared, x = SharedGraph(graph), torch.randn(NUM_NODES, 100)
     matrix = shared.forward_ptr, shared.forward_col, shared.forward_weight
-    expected = product((*matrix, *matrix), x)
+    expected = spmm(*matrix, *matrix, x)
     torch.testing.assert_close(_segment_product(*matrix, x), expected, rtol=1e-6, atol=1e-7)
 
 

@@ -9,13 +9,14 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 import model as model_module
-from data import KnockoutDataset, pack
+from data import KnockoutDataset
 from mask import ReachPlanner, SharedGraph
 from model import KnockoutGNN, ModelConfig, block_size, choose_route
 from tests.bench.host import count_kernels, tiny_step
+from tests.tools.runs import pack_sets
 from tests.tools.syncs import CountSynchronisations
 
-NUM_NODES = 12
+NUM_NODES, NUM_FEATURES = 12, 3
 SETS = [[0, 3], [], [5], [8, 1], [2, 0, 7, 1, 11]]  # ragged; node 10 has no edge
 
 
@@ -27,11 +28,13 @@ def shared() -> SharedGraph:
     for relation, count in (("a", 40), ("none", 0), ("b", 25)):
         nodes = torch.tensor([node for node in range(NUM_NODES) if node != 10])
         graph["gene", relation, "gene"].edge_index = nodes[torch.randint(len(nodes), (2, count), generator=generator)]
+    graph["gene"].x = torch.randn(NUM_NODES, NUM_FEATURES, generator=generator)
+    graph["gene", "b", "gene"].edge_weight = torch.rand(25, generator=generator) + 0.1
     return SharedGraph(graph)
 
 
 def make_batch(shared: SharedGraph, sets: list[list[int]], planner: ReachPlanner | None = None) -> Data:
-    dataset = KnockoutDataset(*pack(sets), torch.arange(len(sets)) / 3, shared.degree)
+    dataset = KnockoutDataset(*pack_sets(sets), torch.arange(len(sets)) / 3, shared.degree)
     dataset.transform = planner
     return dataset.__getitems__(list(range(len(sets))))
 
@@ -39,7 +42,7 @@ def make_batch(shared: SharedGraph, sets: list[list[int]], planner: ReachPlanner
 def make_model(dtype: torch.dtype = torch.float32, **options) -> KnockoutGNN:
     torch.manual_seed(0)
     config = ModelConfig(**{"hidden": 8, "layers": 2, "dropout": 0.0, **options})
-    model = KnockoutGNN(config, NUM_NODES, num_relations=3, y_mean=[0.3], y_std=[2.0]).to(dtype)
+    model = KnockoutGNN(config, NUM_NODES, 3, NUM_FEATURES, y_mean=[0.3], y_std=[2.0]).to(dtype)
     for parameter in model.parameters():  # parts that are initialised to zero would hide errors
         torch.nn.init.normal_(parameter, std=0.3)
     return model
@@ -54,12 +57,14 @@ def outputs_and_gradients(model: KnockoutGNN, shared: SharedGraph, batch: Data) 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("readout", ["both", "local", "global"])
-@pytest.mark.parametrize("layers", [1, 2, 3])
-def test_shared_and_expanded_routes_agree_in_outputs_and_gradients(shared, dtype, tolerance, readout, layers):
-    shared = shared.to(dtype)
+@pytest.mark.parametrize(("layers", "embedding"), [(1, True), (2, True), (2, False), (3, True)])
+def test_shared_and_expanded_routes_agree_in_outputs_and_gradients(
+    shared, dtype, tolerance, readout, layers, embedding
+):
+    shared, options = shared.to(dtype), {"readout": readout, "layers": layers, "embedding": embedding}
     batch = make_batch(shared, SETS)
     routes = [
-        outputs_and_gradients(make_model(dtype, readout=readout, message_passing=route, layers=layers), shared, batch)
+        outputs_and_gradients(make_model(dtype, message_passing=route, **options), shared, batch)
         for route in ("shared", "expanded")
     ]
     for ours, reference in zip(*routes, strict=True):
@@ -114,7 +119,7 @@ def test_reached_states_keep_dropout_and_need_no_host(shared, limited_planner):
 
 
 def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
-    dataset = KnockoutDataset(*pack(SETS), torch.zeros(len(SETS)), shared.degree)
+    dataset = KnockoutDataset(*pack_sets(SETS), torch.zeros(len(SETS)), shared.degree)
     for edges_per_node, chosen, planned in ((99.0, "reach", 3), (0.01, "shared", 0)):
         monkeypatch.setattr(ReachPlanner, "MAX_EDGES", (0.0, edges_per_node))
         line = choose_route(ModelConfig(layers=3), shared, dataset)
@@ -224,7 +229,7 @@ def test_dropout_does_not_look_like_a_knock_out(shared):
     """Both passes drop the same channels, so a sample without knock-outs does not differ from the wild type."""
     model = make_model(readout="global", dropout=0.5).train()
     pooled = []
-    model.global_readout.head.register_forward_pre_hook(lambda head, inputs: pooled.append(inputs[0]))
+    model.global_readout.register_forward_pre_hook(lambda head, inputs: pooled.append(inputs[0]))
     model(shared, make_batch(shared, [[], [0]]))
     assert pooled[0][0].abs().max() < 1e-5 < pooled[0][1].abs().max()
     first, second = (model(shared, make_batch(shared, [[0]])) for _ in range(2))
@@ -235,7 +240,7 @@ def test_the_global_readout_starts_at_zero_and_is_trained(shared):
     """It adds nothing to the local readout at first, but gets a gradient from the first step on."""
     torch.manual_seed(0)
     model = KnockoutGNN(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, num_relations=3)
-    batch, last = make_batch(shared, SETS), model.global_readout.head[-1]
+    batch, last = make_batch(shared, SETS), model.global_readout[-1]
     added = []
     model.global_readout.register_forward_hook(lambda readout, inputs, output: added.append(output))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

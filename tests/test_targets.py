@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch_geometric.data import HeteroData
 
-from data import DataConfig, DataError, KnockoutDataset, StepSampler, additive_baseline, load, pack
+from data import DataConfig, DataError, KnockoutDataset, StepSampler, additive_baseline, load
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.conftest import write_table
-from tests.tools.runs import difference, read_metrics
-from train import Config, build_model, criterion, metrics
+from tests.tools.runs import difference, pack_sets, read_metrics
+from train import Config, build_model, criterion, metrics, pearson
 
 HEADER = ("genes", "growth", "cell size", "split", "sd")
 ROWS = [("a,b", 0.5, "NA", "train", 0.5), ("c", "", 7, "val", 1), ("", 1.5, -2, "test", 2), ("a", "NA", "", "train", 1)]
@@ -31,14 +31,15 @@ def test_scores_gaps_and_weights_are_read(tmp_path):
     assert list(tables.targets) == ["growth", "cell size"]
     expected = torch.tensor([[0.5, math.nan], [math.nan, 7], [1.5, -2], [math.nan, math.nan]], dtype=torch.float64)
     torch.testing.assert_close(tables.y, expected, equal_nan=True)
-    assert tables.weight.tolist() == [4, 1, 0.25, 1] and tables.split.tolist() == [0, 1, 2, 0]
+    assert tables.weight.tolist() == [1.6, 0.4, 0.1, 0.4] and tables.split.tolist() == [0, 1, 2, 0]  # 1 in training
+    assert tables.summary().endswith("; scores: growth, cell size")
     weighted = load(config(tmp_path, [(*row[:4], row[4] ** -2) for row in ROWS], (*HEADER[:4], "weight")))
     assert torch.equal(weighted.weight, tables.weight) and weighted.fingerprint() == tables.fingerprint()
 
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, torch.zeros(3).long(), tables.weight)
     batch = dataset.__getitems__([0, -1, 2, 3])
     assert batch.y.tolist() == [[0.5, 0], [0, 0], [1.5, -2], [0, 0]]
-    torch.testing.assert_close(batch.weight, torch.tensor([[4, 0], [0, 0], [0.25, 0.25], [0, 0]]) / (6.25 / 4))
+    torch.testing.assert_close(batch.weight, torch.tensor([[1.6, 0], [0, 0], [0.1, 0.1], [0, 0]]))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_scores_gaps_and_weights_are_read(tmp_path):
         (
             ("genes", "s", "s"),
             ("a", 1, 1),
-            r"scores.tsv:1: the header is 'genes\\ts\\ts', not 'genes, then distinct names'",
+            r"scores.tsv:1: the header is 'genes\\ts\\ts': begin with 'genes', name each column once",
         ),
     ],
 )
@@ -98,7 +99,7 @@ def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(t
         present = ~tables.y[:, t].isnan()
         sets = [nodes.tolist() for nodes in tables.perturbed.split(tables.perturbed_ptr.diff().tolist())]
         own = [nodes for nodes, is_present in zip(sets, present.tolist(), strict=True) if is_present]
-        perturbed, pointer = pack(own)
+        perturbed, pointer = pack_sets(own)
         alone = replace(
             tables, perturbed=perturbed, perturbed_ptr=pointer, y=tables.y[present, t], split=tables.split[present],
             weight=None, targets=[name],
@@ -118,9 +119,9 @@ def test_the_loss_is_the_weighted_mean_over_the_scores_that_are_there(tmp_path):
     tables = load(DataConfig("tsv", "small", f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
     model = build_model(Config(model=ModelConfig(hidden=8)), tables)
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, torch.zeros(30).long(), tables.weight)
-    sampler = StepSampler(tables.rows("train"), 16, 1, 1, 0, 0, tables.y)
+    sampler = StepSampler(tables.rows("train"), 16, 1, 1, 0, 0)
     rows = sampler.rows_in_step(1)
-    y, weight = tables.y[rows], (tables.weight / tables.weight.mean())[rows]
+    y, weight = tables.y[rows], (tables.weight / tables.weight[tables.rows("train")].mean())[rows]
     prediction = torch.randn(16, 2, dtype=torch.float64)
     train = tables.y[tables.rows("train")]
     expected = [
@@ -129,7 +130,7 @@ def test_the_loss_is_the_weighted_mean_over_the_scores_that_are_there(tmp_path):
         for t in (0, 1)
         if not y[i, t].isnan()
     ]
-    found = criterion(prediction, dataset.__getitems__(rows.tolist()), model) / sampler.scores_in_step(1)
+    found = criterion(prediction, dataset.__getitems__(rows.tolist()), model) / dataset.num_scores(rows)
     torch.testing.assert_close(found, torch.stack(expected).mean(), rtol=1e-5, atol=1e-6)
 
 
@@ -159,7 +160,9 @@ def test_a_score_that_no_training_row_has_is_named(train, tmp_path):
     write_table(tmp_path / "gaps.tsv", [("genes", "fitness", "size", "split"), *table])
     result = train(2, "data.perturbations=gaps.tsv")
     assert result.returncode == 2
-    assert result.stderr.count("error: no training row has a score size: remove that column, or change the split") == 1
+    assert (
+        result.stderr.count("error: no training row has a score 'size': remove that column, or change the split") == 1
+    )
 
 
 def test_the_model_has_an_output_for_each_target():
@@ -168,5 +171,38 @@ def test_the_model_has_an_output_for_each_target():
     graph = HeteroData()
     graph["gene"].num_nodes, graph["gene", "a", "gene"].edge_index = 5, torch.tensor([[0, 1], [1, 2]])
     shared = SharedGraph(graph)
-    batch = KnockoutDataset(*pack([[], [1], [0, 4]]), torch.zeros(3, 3), shared.degree).__getitems__([0, 1, 2])
+    batch = KnockoutDataset(*pack_sets([[], [1], [0, 4]]), torch.zeros(3, 3), shared.degree).__getitems__([0, 1, 2])
     assert model.eval()(shared, batch).tolist() == [[1, 2, 3], [4, 6, 8], [13, 16, 19]]
+
+
+@pytest.mark.parametrize("value", [0.1, 0.7, 1e20])
+@pytest.mark.parametrize("n", [3, 7, 10, 49])
+def test_a_constant_prediction_has_no_correlation_and_constant_scores_none(n, value):
+    constant, varies = torch.full((n,), value, dtype=torch.float64), torch.arange(float(n), dtype=torch.float64)
+    assert pearson(varies, constant) == 0 and pearson(constant, varies).isnan() and pearson(constant, constant).isnan()
+    # A target of constant scores does not count; one with a constant prediction counts in every mean.
+    y = torch.stack([varies, varies, constant], dim=1)
+    assert pearson(y, torch.stack([2 * varies, constant, varies], dim=1)).item() == pytest.approx(0.5)
+
+
+def test_metrics_of_predictions_that_say_nothing_of_a_target_are_means_over_the_same_targets(tmp_path):
+    gappy_tables(tmp_path)
+    tables = load(DataConfig("tsv", "small", f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
+    rows, nothing = tables.rows("val"), torch.zeros_like(tables.y)
+    tables.y[:, 1] = tables.y[:, 1].where(tables.y[:, 1].isnan(), torch.rand(len(tables.y)))
+    result = metrics(
+        rows, torch.stack([tables.y[rows, 0].nan_to_num(), nothing[rows, 1]], 1), tables, nothing, Config()
+    )
+    assert result["pearson"] == pytest.approx(0.5) and result["baseline_pearson"] == 0
+    assert [part["pearson"] for part in result["targets"].values()] == pytest.approx([1, 0])
+    tables.y[rows, 1] = math.nan
+    result = metrics(rows, nothing[rows], tables, nothing, Config())
+    assert result["pearson"] == 0 and all(math.isnan(value) for value in result["targets"]["size"].values())
+
+
+def test_rows_outside_training_do_not_set_the_scale_of_the_weights(tmp_path):
+    weight = {}
+    for sd in (1, 1e-7):
+        rows = [("a", 1, 2, "train", 1), ("b", 1, 2, "train", 2), ("c", 1, 2, "val", 1), ("a,b", 1, 2, "test", sd)]
+        weight[sd] = load(config(tmp_path, rows)).weight[:3].tolist()
+    assert weight[1] == weight[1e-7] == pytest.approx([1.6, 0.4, 1.6])

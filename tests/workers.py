@@ -15,11 +15,12 @@ from torch.futures import Future
 
 import ddp_setup
 import train
-from data import DataConfig, KnockoutDataset, StepSampler, pack
+from data import DataConfig, KnockoutDataset, StepSampler
 from ddp_setup import DDPConfig, Distributed, RunError, UserError, setup
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.test_model import NUM_NODES
+from tests.tools.runs import pack_sets
 from train import criterion
 
 
@@ -36,7 +37,7 @@ def build(env: Distributed) -> tuple:
     graph["gene", "a", "gene"].edge_index = torch.randint(NUM_NODES, (2, 40), generator=generator)
     shared = SharedGraph(graph).double()
     sets = [torch.randperm(NUM_NODES, generator=generator)[: 1 + row % 3].tolist() for row in range(22)]
-    dataset = KnockoutDataset(*pack(sets), torch.randn(22, generator=generator), shared.degree)
+    dataset = KnockoutDataset(*pack_sets(sets), torch.randn(22, generator=generator), shared.degree)
     torch.manual_seed(env.rank)  # differs between ranks on purpose: DDP must broadcast rank 0's parameters
     model = KnockoutGNN(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, 1).double()
     for parameter in model.parameters():  # parts that are initialised to zero would hide errors
@@ -70,7 +71,7 @@ def compare_gradients(env: Distributed, accumulate: int) -> None:
         for micro in range(accumulate):
             batch = dataset.__getitems__(next(batches))
             with env.accumulating(ddp_model, last=micro == accumulate - 1):
-                loss = criterion(ddp_model(graph, batch), batch, model) / sampler.scores_in_step(step)
+                loss = criterion(ddp_model(graph, batch), batch, model) / dataset.num_scores(sampler.rows_in_step(step))
                 (loss * env.world_size).backward()
         ours = torch.cat([p.grad.flatten() for p in model.parameters()])
         assert len(exchanges) == len(set(exchanges)) > 0, "a bucket was reduced more than once in a step"

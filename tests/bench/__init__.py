@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 from torch_geometric.data import Data
 
-from data import PRESETS, KnockoutDataset, pack, synthetic_tables
+from data import PRESETS, KnockoutDataset, synthetic_tables
 from mask import SharedGraph
 from model import ModelConfig, choose_route
+from tests.tools.runs import pack_sets
 
 
 def arguments(description: str, **options: dict) -> argparse.Namespace:
@@ -132,7 +133,7 @@ def build_batch(shared: SharedGraph, num_samples: int, deletions: int = 3, model
     generator = torch.Generator().manual_seed(0)
     sets = [torch.randperm(shared.num_nodes, generator=generator)[:deletions].tolist() for _ in range(num_samples)]
     scores = torch.randn(num_samples, generator=generator)
-    dataset = KnockoutDataset(*pack(sets), scores, shared.degree)
+    dataset = KnockoutDataset(*pack_sets(sets), scores, shared.degree)
     if model:
         choose_route(model, shared, dataset)
     return dataset.__getitems__(range(num_samples)).to(shared.device)

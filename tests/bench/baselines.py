@@ -51,18 +51,21 @@ class Problem:
     def cosine(self) -> Tensor:
         """The cosine of each two nodes' adjacency rows, float64 [K, K], 0 for nodes without edges.
 
-        A row is that of all relations and both directions, joined end to end.
+        A row is that of all relations and both directions, joined end to end, with the edges' weights.
         """
         size, number = len(self.nodes), torch.full((len(self.tables.genes),), -1)
         number[self.nodes] = torch.arange(size)
         product = torch.zeros(size, size, dtype=torch.float64)
-        for edge_index in self.tables.edge_indices:
+        weights = self.tables.edge_weights or [None] * len(self.tables.relations)
+        for edge_index, weight in zip(self.tables.edge_indices, weights, strict=True):
+            weight = torch.ones(edge_index.size(1)) if weight is None else weight
             for end, other in (edge_index, edge_index.flip(0)):
-                index = torch.stack([number[end], other])[:, number[end] >= 0]
-                value = torch.ones(index.size(1), dtype=torch.float64)
+                known = number[end] >= 0
+                index, value = torch.stack([number[end], other])[:, known], weight[known].double()
                 adjacency = torch.sparse_coo_tensor(index, value, (size, len(number)), check_invariants=False)
                 product += torch.sparse.mm(adjacency, adjacency.T).to_dense()
-        norm = product.diagonal().clamp(min=1).rsqrt()
+        norm = product.diagonal()
+        norm = norm.where(norm > 0, 1).rsqrt()
         return norm.unsqueeze(1) * product * norm
 
     def impute(self, values: Tensor, temperature: float) -> Tensor:
@@ -182,6 +185,24 @@ def neighbours(problem: Problem, temperatures: Iterable[float] = TEMPERATURES) -
     return problem.best(map(predict, temperatures))
 
 
+def features(problem: Problem) -> Tensor:
+    """The additive ridge, where nodes in no training row get the effects that a ridge regression of the others' effects
+    on their features predicts, with a penalty by validation; without features, the additive ridge alone."""
+    if problem.tables.features is None:
+        return problem.additive
+    x, effect = problem.tables.features[problem.nodes].double(), problem.effect
+    known, mean = x[problem.seen], effect[problem.seen].mean()
+
+    def predict(penalty: float) -> Tensor:
+        matrix = known.T @ known + penalty * torch.eye(x.size(1), dtype=torch.float64)
+        weight = torch.linalg.solve(matrix, known.T @ (effect[problem.seen] - mean))
+        return problem.additive + problem.add(
+            problem.row, ((mean + x @ weight - effect) * ~problem.seen)[problem.member]
+        )
+
+    return problem.best(map(predict, PENALTIES))
+
+
 def low_rank_neighbours(problem: Problem) -> Tensor:
     """The low-rank pairs, where a node in no training row gets the effects and factors of the others, averaged with the
     weights of `neighbours`; rank, penalty and temperature by validation."""
@@ -200,5 +221,6 @@ BASELINES: dict[str, Callable[[Problem], Tensor]] = {
     "ridge + recurring pairs": recurring_pairs,
     "ridge + low-rank pairs": low_rank,
     "graph neighbours": neighbours,
+    "ridge + features": features,
     "low-rank pairs + neighbours": low_rank_neighbours,
 }

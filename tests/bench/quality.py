@@ -3,11 +3,12 @@
     python -m tests.bench.quality [--config FILE] [--splits random:0 nodes:0 ...] [--json FILE] [section.key=value ...]
 
 The rivals are those of `tests.bench.baselines`. Variants of our model are trained by train.py with the given options:
-`local`, `global` and `both` name model.readout; `permuted` keeps the options' readout, on a graph in which the genes'
-names are permuted, so that it says nothing. All settings are chosen on validation rows, and so is the best baseline of
-each kind of split, to which the others are compared by a paired bootstrap over the test rows. Splits by nodes hold out
-a fifth of the nodes unless data.test_fraction is given. After an interruption, the same command resumes the study: runs
-in `--dir` are kept as long as their options, their data and the modules are the same.
+`local`, `global` and `both` name model.readout; `permuted` and `random` keep the options' readout, on a graph in which
+the genes' names are permuted, so that it says nothing, and with random vectors in place of data.features. All settings
+are chosen on validation rows, and so is the best baseline of each kind of split, to which the others are compared by a
+paired bootstrap over the test rows. Splits by nodes hold out a fifth of the nodes unless data.test_fraction is given.
+After an interruption, the same command resumes the study: runs in `--dir` are kept as long as their options, their data
+and the modules are the same.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from tests.bench.baselines import BASELINES, Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("data.py", "ddp_setup.py", "mask.py", "model.py", "train.py")
-MODELS = ("local", "global", "both", "permuted")
+MODELS = ("local", "global", "both", "permuted", "random")
 SPLITS = [f"{kind}:{seed}" for kind in ("random", "nodes") for seed in range(3)]
 
 
@@ -66,7 +67,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     overrides = [argument for argument in arguments if re.match(r"\w+\.\w+=", argument)]
     parser.add_argument("--config", metavar="FILE", help="options of train.py (default: config.yaml)")
     parser.add_argument("--splits", nargs="+", default=SPLITS, metavar="KIND:SEED", help="default: " + " ".join(SPLITS))
-    parser.add_argument("--models", nargs="*", default=MODELS, choices=MODELS, help="variants of ours (default: all)")
+    parser.add_argument("--models", nargs="*", choices=MODELS, help="variants of ours (default: all that apply)")
     parser.add_argument("--dir", type=Path, default=Path("runs/quality"), help="of the runs (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the tables to this file")
     options = parser.parse_args([argument for argument in arguments if argument not in overrides])
@@ -88,7 +89,9 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
     tables = data.load(load_config(options.config, overrides).data)
     val, test = (tables.rows(part) for part in ("val", "test"))
     problem, (y,), results = Problem(tables), tables.y.T, {}
-    for name in [*BASELINES, *(f"ours, {variant}" for variant in options.models)]:
+    models = [name for name in MODELS if name != "random" or tables.features is not None]
+    models = models if options.models is None else options.models
+    for name in [*BASELINES, *(f"ours, {variant}" for variant in models)]:
         start = time.perf_counter()
         if name in BASELINES:
             prediction = BASELINES[name](problem)
@@ -178,6 +181,8 @@ def ours(name: str, overrides: list[str], options: argparse.Namespace, env: Dist
     """Trains a variant of the model, or resumes or finds its run; returns its predictions [n] and the seconds spent."""
     if name == "permuted":
         overrides = [*overrides, *permute_names(load_config(options.config, overrides), options.dir)]
+    elif name == "random":
+        overrides = [*overrides, *random_features(load_config(options.config, overrides), options.dir)]
     else:
         overrides = [*overrides, f"model.readout={name}"]
     config = load_config(options.config, overrides)
@@ -222,19 +227,34 @@ def finished_run(folder: Path) -> list[dict]:
     return [row for row in rows if row["kind"] == "event"] if finished else []
 
 
+def random_features(config: train.Config, folder: Path) -> list[str]:
+    """Writes random vectors for the genes that have features; returns the option that names the file."""
+    tables = data.load(config.data)
+    if tables.features is None:
+        raise UserError("the variant random needs node features: set data.features")
+    generator = torch.Generator().manual_seed(config.data.split_seed)
+    known = (tables.features != 0).any(dim=1).nonzero().flatten().tolist()
+    stem = folder / f"{config.data.split}-{config.data.split_seed}-random"
+    folder.mkdir(parents=True, exist_ok=True)
+    train.write_atomically(stem.with_suffix(".txt"), "\n".join([tables.genes[node] for node in known]))
+    torch.save(torch.randn(len(known), tables.features.size(1), generator=generator), stem.with_suffix(".pt"))
+    return [f"data.features={stem}.pt"]
+
+
 def permute_names(config: train.Config, folder: Path) -> list[str]:
     """Writes the tables with the genes' names permuted in the graph; returns the options that name the files."""
     tables = data.load(config.data)
     generator = torch.Generator().manual_seed(config.data.split_seed)
     order = torch.randperm(len(tables.genes), generator=generator).tolist()
     name = [tables.genes[node] for node in order]
-    edges = [
-        f"{name[source]}\t{name[target]}\t{relation}"
-        for relation, edge_index in zip(tables.relations, tables.edge_indices, strict=True)
-        for source, target in edge_index.T.tolist()
-    ]
+    edges, graph = [], tables.graph()
+    for _, relation, _ in graph.edge_types:
+        part = graph["gene", relation, "gene"]
+        weights = part.get("edge_weight", torch.ones(part.num_edges)).tolist()
+        for (source, target), weight in zip(part.edge_index.T.tolist(), weights, strict=True):
+            edges.append(f"{name[source]}\t{name[target]}\t{relation}\t{weight!r}")
     stem = f"{config.data.split}-{config.data.split_seed}-permuted"
-    files = {"edges": ["source\ttarget\trelation", *edges]}
+    files = {"edges": ["source\ttarget\trelation\tweight", *edges]}
     if config.data.source == "synthetic":
         nodes, bounds = tables.perturbed.tolist(), pairwise(tables.perturbed_ptr.tolist())
         sets = [",".join(tables.genes[node] for node in nodes[a:b]) for a, b in bounds]

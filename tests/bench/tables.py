@@ -3,8 +3,8 @@
     python -m tests.bench.tables [--rows N] [--edges N] [--genes N] [--folder DIR] [--json FILE]
 
 Each phase runs in a process of its own. A later start is from the command to the first batch of training, imports
-included. Memory is the peak of the first read, and what a rank of a later start holds for itself with the tables mapped
-into memory (Private_Clean and Private_Dirty of the kernel's smaps_rollup) after its first batches.
+included. Memory is the peak of the first read, and what a rank of a later start, whose tables are mapped into memory,
+cannot share with other ranks after its first batches (Private_Dirty of the kernel's smaps_rollup).
 """
 
 import argparse
@@ -82,7 +82,7 @@ def later_start(folder: str) -> dict[str, float]:
         next(batches)
     rate = 1000 / (time.perf_counter() - start)
     private = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()]
-    kilobytes = sum(int(line[1]) for line in private if line[0] in ("Private_Clean:", "Private_Dirty:"))
+    kilobytes = sum(int(line[1]) for line in private if line[0] == "Private_Dirty:")
     return {"seconds": since, "private MB": kilobytes / 2**10, "batches per s": rate}
 
 

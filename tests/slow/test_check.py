@@ -21,8 +21,8 @@ BROKEN = {
     "gradients exchanged too early": ("train.py", "last=micro == optim.accumulate - 1", "last=micro == 0"),
     "a different order on each rank": (
         "train.py",
-        "env.rank, seed, tables.y)\n    loader",
-        "env.rank, seed + env.rank, tables.y)\n    loader",
+        "env.rank, seed)\n    loader",
+        "env.rank, seed + env.rank)\n    loader",
     ),
     "the same rows on each rank": ("data.py", "[:, :, self.rank]", "[:, :, 0]"),
 }

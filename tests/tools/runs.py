@@ -10,8 +10,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data import pack
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMES = ("samples_per_s", "data_ms", "step_ms", "memory_mb")
+
+
+def pack_sets(sets: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Returns `data.pack` of node sets."""
+    row = torch.repeat_interleave(torch.tensor([len(nodes) for nodes in sets], dtype=torch.long))
+    return pack(row, torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long), len(sets))
 
 
 def read_metrics(folder: Path, kind: str | None = None) -> list[dict]:

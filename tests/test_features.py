@@ -1,0 +1,182 @@
+"""Node features and edge weights: from the tables to what a model learns from them."""
+
+import math
+import random
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data import DataConfig, DataError, KnockoutDataset, load
+from mask import SharedGraph
+from model import ModelConfig
+from tests.conftest import write_table
+from tests.tools.runs import pack_sets, parameters, read_metrics
+from train import Config, build_model
+
+EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x"), ("c", "d", "y")]
+SCORES = [("genes", "score", "split"), ("a,b", 0.5, "train"), ("d", -1, "val"), ("", "2e-1", "test")]
+FEATURES = [
+    ("gene", "size", "charge", "same"),
+    ("a", 1, -1, 7),
+    ("c", 3, "NA", 7),
+    ("other", 100, 0, 7),
+    ("d", 8, 2, 7),
+]
+
+
+def config(folder: Path, features: str = "", edges=EDGES, **options) -> DataConfig:
+    paths = write_table(folder / "edges.tsv", edges), write_table(folder / "scores.tsv", SCORES)
+    settings = {"features": str(folder / features) if features else "", "cache_dir": str(folder / "cache")}
+    return DataConfig("tsv", "small", *map(str, paths), **settings, **options)
+
+
+@pytest.mark.parametrize("kind", ["tsv", "npy", "pt"])
+def test_features_are_standardised_and_0_where_they_are_missing(tmp_path, kind):
+    rows = FEATURES[1:]
+    if kind == "tsv":
+        write_table(tmp_path / "features.tsv", FEATURES)
+    else:
+        array = np.array([[math.nan if cell == "NA" else cell for cell in row[1:]] for row in rows], dtype=np.float32)
+        np.save(tmp_path / "features.npy", array)
+        torch.save(torch.nn.Parameter(torch.from_numpy(array)), tmp_path / "features.pt")
+        (tmp_path / "features.txt").write_text("\n".join(row[0] for row in rows) + "\n", encoding="utf-8-sig")
+    tables = load(config(tmp_path, f"features.{kind}"))
+    assert tables.genes == ["a", "b", "c", "d"]
+    root = math.sqrt(26 / 3)  # the standard deviation of 1, 3 and 8
+    expected = [[-3 / root, -1, 0], [0, 0, 0], [-1 / root, 0, 0], [4 / root, 1, 0]]
+    torch.testing.assert_close(tables.features, torch.tensor(expected), atol=1e-6, rtol=0)
+    assert "4 genes (0 isolated, 3 with 3 features)" in tables.summary()
+    assert tables.graph()["gene"].x is tables.features
+    assert tables.fingerprint() != load(config(tmp_path)).fingerprint()
+    if kind != "tsv":  # the names are read again, too
+        (tmp_path / "features.txt").write_text("b\nc\nother\nd\n")
+        assert load(config(tmp_path, f"features.{kind}")).features[0].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([*FEATURES, ("b", 1, 2)], r"features.tsv:6: 3 fields where the header has 4"),
+        ([*FEATURES, ("a", 1, 2, 7)], r"features.tsv:2: the gene 'a' stands twice"),
+        ([*FEATURES, ("b", 1, "inf", 7)], r"features.tsv:6: the charge 'inf' is not a finite number"),
+        ([*FEATURES, ("b", "large", 1, 7)], r"features.tsv:6: the size 'large' is not a finite number"),
+        ([("gene",), ("a",)], r"features.tsv:1: the header has no features after gene"),
+        ([("name", "size"), ("a", 1)], r"features.tsv:1: the header is 'name\\tsize': begin with 'gene'"),
+        ([("gene", "size"), ("A", 1)], r"features.tsv: none of its genes is in the tables of edges and knock-outs"),
+        ([], r"features.tsv:1: the header is ''"),
+    ],
+)
+def test_errors_in_a_table_of_features_name_file_and_line(tmp_path, rows, message):
+    write_table(tmp_path / "features.tsv", rows)
+    with pytest.raises(DataError, match=message):
+        load(config(tmp_path, "features.tsv"))
+
+
+@pytest.mark.parametrize(
+    ("array", "names", "message"),
+    [
+        (np.zeros((2, 3)), "a\n", r"features.npy has the shape \[2, 3\], not one row for each of the 1 genes"),
+        (np.zeros(2), "a\nb\n", r"features.npy has the shape \[2\], not one row"),
+        (np.zeros((2, 0)), "a\nb\n", r"features.npy has the shape \[2, 0\], not one row"),
+        (np.zeros((2, 3)), "b\nb\n", r"features.txt:1: the gene 'b' stands twice"),
+        (np.array([[1.0], [np.inf]]), "a\nb\n", r"features.txt:2: the gene 'b' has a number beyond 1e30"),
+        (np.array([[1.0], [-1e200]]), "a\nb\n", r"features.txt:2: the gene 'b' has a number beyond 1e30"),
+        (np.zeros((2, 3)), None, r"cannot read .*features.txt: No such file"),
+        (np.array([["x"]]), "a\n", r"cannot read .*features.npy with .*features.txt"),
+        (np.array([[{}]]), "a\n", r"cannot read .*features.npy with .*features.txt"),
+    ],
+)
+def test_errors_in_an_array_of_features_are_one_sentence(tmp_path, array, names, message):
+    np.save(tmp_path / "features.npy", array)
+    if names:
+        (tmp_path / "features.txt").write_text(names)
+    with pytest.raises(DataError, match=message) as error:
+        load(config(tmp_path, "features.npy"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("undirected", [False, True])
+def test_edge_weights_of_duplicate_edges_are_averaged(tmp_path, undirected):
+    edges = [(*row, weight) for row, weight in zip(EDGES, ("weight", 2, 0.5, 1e-3), strict=True)]
+    tables = load(config(tmp_path, edges=[*edges, ("a", "b", "x", 4)], undirected=undirected))
+    found = [
+        dict(zip(map(tuple, index.T.tolist()), weight.tolist(), strict=True))
+        for index, weight in zip(tables.edge_indices, tables.edge_weights, strict=True)
+    ]
+    expected = [{(0, 1): 3.0, (1, 2): 0.5}, {(2, 3): 1e-3}]
+    if undirected:
+        expected = [part | {(target, source): w for (source, target), w in part.items()} for part in expected]
+    assert found == expected
+    plain = load(config(tmp_path))
+    assert plain.edge_weights == [None, None] and plain.fingerprint() != tables.fingerprint()
+
+
+@pytest.mark.parametrize("weight", ["", "NA", 0, -1, "inf", "heavy", 1e-150])
+def test_edge_weights_must_be_positive(tmp_path, weight):
+    with pytest.raises(DataError, match=f"edges.tsv:2: the weight '{weight}' is not a positive number"):
+        load(config(tmp_path, edges=[(*EDGES[0], "weight"), ("a", "b", "x", weight)]))
+
+
+def test_an_edge_table_has_no_other_columns(tmp_path):
+    with pytest.raises(DataError, match=r"edges.tsv:1: after relation the header may have weight, not score"):
+        load(config(tmp_path, edges=[(*EDGES[0], "score"), ("a", "b", "x", 1)]))
+
+
+def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path):
+    """d and e can only be told apart by what a model learns of each by name."""
+    write_table(tmp_path / "features.tsv", [("gene", "size"), ("c", 5), ("d", 1), ("e", 1)])
+    options = config(tmp_path, "features.tsv", edges=[EDGES[0], ("c", "d", "x"), ("c", "e", "x")])
+    tables = load(options)
+    graph = SharedGraph(tables.graph())
+    batch = KnockoutDataset(*pack_sets([[3], [4]]), torch.zeros(2), graph.degree).__getitems__([0, 1])
+    for embedding in (True, False):
+        model = build_model(replace(Config(), model=ModelConfig(embedding=embedding), data=options), tables).eval()
+        for parameter in model.parameters():  # some parts start at zero
+            torch.nn.init.normal_(parameter)
+        model.local_readout.effect.data.zero_()  # the additive baseline's
+        d, e = model(graph, batch)
+        assert d.isclose(e) == (not embedding)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model.embedding=false"], "error: model.embedding=false needs node features: set data.features"),
+        (["data.source=synthetic"], "error: data.source=synthetic reads no files: set data.source=tsv"),
+        (["data.features=none.tsv"], "error: cannot read none.tsv: No such file or directory"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(train, arguments, message):
+    finished = train(0, *arguments)
+    assert finished.returncode == 2 and message in finished.stderr
+
+
+def test_features_predict_genes_that_no_training_row_has(train, tmp_path):
+    """The score is a sum over nodes of a linear function of their features; edges say nothing."""
+    generator = random.Random(0)
+    genes = {f"g{i:03}": [generator.gauss(0, 1) for _ in range(3)] for i in range(150)}
+    effect = {name: x[0] - 2 * x[1] for name, x in genes.items()}
+    pairs = generator.sample(list(combinations(genes, 2)), 3000)
+    rows = [(f"{a},{b}", effect[a] + effect[b] + generator.gauss(0, 0.1)) for a, b in pairs]
+    edges = [(*generator.sample(list(genes), 2), "x", generator.random()) for _ in range(100)]
+    files = {
+        "edges": write_table(tmp_path / "e.tsv", [("source", "target", "relation", "weight"), *edges]),
+        "perturbations": write_table(tmp_path / "p.tsv", [("genes", "score"), *rows]),
+        "features": write_table(tmp_path / "f.tsv", [("gene", *"abc"), *((name, *x) for name, x in genes.items())]),
+    }
+    settings = [f"data.{name}={path}" for name, path in files.items()]
+    settings += ["data.split=nodes", "data.test_fraction=0.2", "model.readout=local", "model.hidden=16"]
+    for name, embedding in (("added", "true"), ("alone", "false")):
+        options = "optim.lr=0.02", "optim.epochs=8", f"model.embedding={embedding}", f"run.name={name}"
+        train(2, *settings, *options).check()
+        test = read_metrics(tmp_path / "runs" / name, "test")[0]
+        assert test["pearson"] > 0.85 > test["baseline_pearson"] + 0.15
+    assert not {"embedding", "identity"} & parameters(tmp_path / "runs/alone").keys()
+    arguments = "--predict", str(files["perturbations"]), "--checkpoint", "runs/alone/checkpoints/best.pt"
+    train(0, *settings, "model.embedding=false", *arguments).check()
+    lines = (tmp_path / "p.predictions.tsv").read_text().splitlines()
+    assert len(lines) == 3001 and all(float(line.split("\t")[1]) for line in lines[1:])
