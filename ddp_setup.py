@@ -1,6 +1,7 @@
-"""The process group, the device of this process, DDP wrapping, and collectives by which ranks agree.
+"""The process group, the device of this process, DDP wrapping, and how ranks agree.
 
-`Distributed` has the same interface for one process and for many. Run as a script, this file is the preflight check:
+`Distributed` has the same interface for one process and for many. Run as a script, this file is the
+preflight check:
 
     torchrun --standalone --nproc_per_node=4 ddp_setup.py
 """
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,16 +34,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 log = logging.getLogger("ddp_setup")
-log.addHandler(logging.NullHandler())  # without it, the preflight check would print errors twice
+log.addHandler(logging.NullHandler())  # or the preflight check prints errors twice
 
 PARENT_PID = os.getppid()  # torchrun, if it launched this process
 GRACE_S = 5.0  # seconds a rank has to exit by itself after another one has failed
-# Seconds without progress after SIGTERM until a rank gives up, half of those until torchrun kills it.
+# After SIGTERM, seconds without progress until a rank gives up, half of those that torchrun waits.
 SIGTERM_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) / 2
 
 
 class UserError(Exception):
-    """An error that the user can fix, explained in one sentence; the process exits with `status`."""
+    """An error that the user can fix, in one sentence; the process exits with `status`."""
 
     status = 2
 
@@ -62,34 +63,39 @@ class DDPConfig:
     options: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        known, fixed = inspect.signature(DistributedDataParallel).parameters, ("module", "device_ids", "process_group")
+        known = dict(inspect.signature(DistributedDataParallel).parameters)
+        for name in ("module", "device_ids", "process_group"):
+            del known[name]
         for name, value in self.options.items():
             kind = bool if name in known and known[name].default is False else int | float
-            if name in fixed or name not in known or not isinstance(value, kind):
-                raise ValueError(f"ddp.options: DistributedDataParallel does not accept {name}={value!r}")
+            if name not in known or not isinstance(value, kind):
+                raise ValueError(
+                    f"ddp.options: DistributedDataParallel does not accept {name}={value!r}"
+                )
 
 
-# ---- Rank, collectives, stopping and failing ------------------------------------------------------------------------
+# ---- Rank, collectives, stopping and failing -----------------------------------------------------
 class Distributed:
-    """Rank, device and collectives of this process; without torchrun, rank 0 of 1 with no process group."""
+    """Rank, device and collectives of this process; without torchrun, it is rank 0 of 1."""
 
     def __init__(self, config: DDPConfig):
         self.config = config
         self.launched = "WORLD_SIZE" in os.environ
-        self.rank, self.local_rank, self.world_size, self.local_world_size = 0, 0, 1, 1
+        self.rank = self.local_rank = 0
+        self.world_size = self.local_world_size = 1
         self.device = torch.device("cpu")
         self.store: dist.Store | None = None  # torchrun's, set in `join_group` with the watchdog
         self.watchdog: Watchdog | None = None
         self.stop: StopRequest | None = None
-        self.on_failure: list[Callable[[str], None]] = []  # called with the reason before exiting on failure
+        self.on_failure: list[Callable[[str], None]] = []  # called with the reason before exiting
         # Steps done, phase changes since the last step, current phase, phases entered in total.
         self.progress = (0, 0, "start", 0)
-        self.limit_s = config.startup_timeout_s  # without progress, after which the watchdog ends the job
+        self.limit_s = config.startup_timeout_s  # without progress: the watchdog ends the job
         self.seconds: dict[str, float] = defaultdict(float)  # time spent in each phase
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Labels what this rank is doing, for hang reports, times in metrics.jsonl and ranges in profiler traces."""
+        """Labels what this rank is doing, for hang reports, metrics.jsonl and profiler traces."""
         step, changes, previous, entered = self.progress
         self.progress = (step, changes + (name != previous), name, entered + 1)
         start = time.perf_counter()
@@ -98,34 +104,41 @@ class Distributed:
         self.seconds[name] += time.perf_counter() - start
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Returns `model`, which must be on its device, wrapped in DDP; without torchrun, returns it unchanged."""
+        """Returns `model`, which must be on its device, in DDP; without torchrun, unchanged."""
         if not self.launched:
             return model
         if self.config.sync_batchnorm:
             if self.device.type == "cpu":
-                raise UserError("ddp.sync_batchnorm=true needs GPUs, SyncBatchNorm has no CPU version: set it to false")
+                raise UserError(
+                    "ddp.sync_batchnorm=true needs GPUs, SyncBatchNorm has no CPU version: "
+                    "set it to false"
+                )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if "TORCH_DISTRIBUTED_DEBUG" not in os.environ:
-            dist.set_debug_level(dist.DebugLevel.INFO)  # so that DDP names parameters without a gradient
+            dist.set_debug_level(
+                dist.DebugLevel.INFO
+            )  # so that DDP names parameters without a gradient
         buffers = [name for name, _ in model.named_buffers()]
-        if not any(name.endswith("running_mean") for name in buffers):  # constants need no broadcast in each pass
+        if not any(name.endswith("running_mean") for name in buffers):  # constants: no broadcast
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
         ids = [self.device.index] if self.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=ids, **self.config.options)
 
     def accumulating(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager:
-        """Wraps a micro-batch's forward and backward, so that only the last one of a step all-reduces gradients."""
+        """Wraps a micro-batch, so that only the last one of a step all-reduces gradients."""
         return contextlib.nullcontext() if last or not self.launched else model.no_sync()
 
     def agree(self, flag: int) -> int:
-        """Returns the maximum over ranks. Any choice on which ranks could differ goes through here, on the CPU."""
+        """Returns the maximum over ranks: any choice on which ranks could differ, on the CPU."""
         return int(self._reduce(torch.tensor(flag), dist.ReduceOp.MAX))
 
     def stop_reason(self, step: int) -> str:
-        """Records that `step` steps are done; returns why all ranks must stop now, "" if they need not."""
+        """Records that `step` steps are done; returns why all ranks must stop, "" if not."""
         self.progress = (step, 0, *self.progress[2:])
-        self.limit_s = self.config.timeout_s if step else self.limit_s  # the first step may compile
-        return StopRequest.REASONS[self.agree(self.stop.code() if self.stop else 0)]
+        if step > 0:  # the first one may compile
+            self.limit_s = self.config.timeout_s
+        code = self.stop.code() if self.stop else 0
+        return StopRequest.REASONS[self.agree(code)]
 
     def sum(self, values: Tensor) -> Tensor:
         """Returns the sum over ranks, on every rank; `values` is not modified."""
@@ -153,9 +166,10 @@ class Distributed:
 
     @contextlib.contextmanager
     def sync_errors(self, *errors: type[Exception], phase: str = "set-up") -> Iterator[None]:
-        """If the block raises `UserError` on any rank, every rank raises the error of the lowest such rank.
+        """If the block raises `UserError` on any rank, every rank raises that of the lowest one.
 
-        Exceptions of the types `errors` count as `UserError`. The block must hold no collective: it could hang.
+        Exceptions of the types `errors` count as `UserError`. The block must hold no collective: it
+        could hang.
         """
         problem = None
         try:
@@ -167,43 +181,56 @@ class Distributed:
             raise next(found for found in self.gather(problem) if found)
 
     def check_equal(self, values: dict[str, Any]) -> None:
-        """Raises `UserError` on every rank, naming the rank and the key, if a value differs from rank 0's."""
+        """Raises `UserError` on every rank, naming rank and key, if a value is not rank 0's."""
         first, *others = self.gather(values)
         for rank, other in enumerate(others, start=1):
             for name, value in first.items():
                 if other[name] != value:
-                    raise UserError(f"{name} differs between ranks: {other[name]} on rank {rank}, {value} on rank 0")
+                    raise UserError(
+                        f"{name} differs between ranks: {other[name]} on rank {rank}, "
+                        f"{value} on rank 0"
+                    )
 
     def close(self) -> None:
-        """Destroys the process group. Only after success: while another rank is in a collective, both would hang."""
+        """Destroys the process group. Only after success: a rank in a collective would hang."""
         if self.launched:
             self.watchdog.finished.set()
             self.watchdog.join()
-            gc.collect()  # a DDP module that outlives the group can deadlock with a gloo thread that needs the GIL
+            gc.collect()  # a DDP module that outlives the group can deadlock with a gloo thread
             dist.destroy_process_group()
 
     def record_end_reason(self, reason: str) -> tuple[str, bool]:
-        """Records why the job ends if no rank has yet; returns the recorded reason and whether it is this rank's."""
+        """Records why the job ends, if no rank has yet.
+
+        Returns the recorded reason and whether it is this rank's.
+        """
         with contextlib.suppress(dist.DistError):  # torchrun is gone
             if self.store:
-                rank, _, first = self.store.compare_set("end", "", f"{self.rank} {reason}").decode().partition(" ")
+                recorded = self.store.compare_set("end", "", f"{self.rank} {reason}").decode()
+                rank, _, first = recorded.partition(" ")
                 return first, int(rank) == self.rank
         return reason, True
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Exits with the status of a `UserError`, else with 1 and a traceback; only the first rank to fail prints."""
+        """Exits with the status of a `UserError`, else with 1 and a traceback.
+
+        Only the first rank to fail prints.
+        """
         trace, reason = "", str(error)
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in reason):
-            reason = f"rank {self.rank}: another rank was killed or cannot be reached ({' '.join(reason.split())[:99]})"
+        of_gloo = isinstance(error, RuntimeError) and "/gloo/" in reason
+        if isinstance(error, dist.DistError) or of_gloo:
+            detail = " ".join(reason.split())[:99]
+            reason = f"rank {self.rank}: another rank was killed or cannot be reached ({detail})"
         elif not isinstance(error, UserError):
             trace = "".join(traceback.format_exception(error))
             reason = f"rank {self.rank}: {type(error).__name__}: {reason}"
         first, is_first = self.record_end_reason(reason)
-        (log_and_print if is_first else log.error)(f"{trace}error: {reason}")
+        report = log_and_print if is_first else log.error
+        report(f"{trace}error: {reason}")
         self.exit_now(first, getattr(error, "status", 1))
 
     def exit_now(self, reason: str, status: int) -> NoReturn:
-        """Exits after the `on_failure` hooks, without interpreter shutdown, which can hang waiting for other ranks."""
+        """Exits after the `on_failure` hooks, without interpreter shutdown, which can hang."""
         for hook in self.on_failure:
             with contextlib.suppress(UserError):  # the disk may be full
                 hook(reason)
@@ -213,26 +240,29 @@ class Distributed:
 
 
 class StopRequest:
-    """Notices a request to stop: a signal, a STOP file, or the exit of the torchrun that launched this process."""
+    """Notices a request to stop: a signal, a STOP file, or the exit of this process's torchrun."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
     REASONS = ("", "STOP file", "torchrun exited", *(number.name for number in SIGNALS))
 
     def __init__(self, file: Path):
-        self.files = [file, Path(os.environ.get("STOP_FILE", file))]  # launch.sh sets STOP_FILE under SLURM
-        self.reason, self.next_check = 0, 0.0  # a position in REASONS, and when to look for the files
+        self.files = [file, Path(os.environ.get("STOP_FILE", file))]  # launch.sh sets it for SLURM
+        self.reason = 0  # a position in REASONS
+        self.next_check = 0.0  # when to look for the files
         self.pid = os.getpid()
-        # Python runs handlers between its instructions; the watchdog also sees signals while a call never returns.
+        # Python runs handlers between its instructions; the watchdog also sees signals while a call
+        # never returns.
         self.received, sender = os.pipe()
         os.set_blocking(self.received, False)
         os.set_blocking(sender, False)
         signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
         for number in self.SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            by_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+            if not by_nohup:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: object) -> None:
-        if os.getpid() != self.pid:  # a DataLoader worker inherits this handler; its rank shuts it down
+        if os.getpid() != self.pid:  # a DataLoader worker inherits this; its rank shuts it down
             return
         reason = self.REASONS.index(signal.Signals(number).name)
         if number == signal.SIGINT and self.reason == reason:
@@ -240,48 +270,67 @@ class StopRequest:
         self.reason = reason
 
     def told_to_end(self) -> bool:
-        """Returns whether a SIGTERM has arrived since the last call, even if no handler could run."""
+        """Returns whether a SIGTERM has arrived since the last call, even if no handler ran."""
         with contextlib.suppress(BlockingIOError):
             return signal.SIGTERM in os.read(self.received, 64)
         return False
 
     def code(self) -> int:
-        """Returns a position in `REASONS`, 0 for no request; looks for the files at most once a second."""
+        """Returns a position in `REASONS`, 0 for no request; looks for files once a second."""
         if not self.reason and dist.is_torchelastic_launched() and os.getppid() != PARENT_PID:
-            self.reason = 2
+            self.reason = self.REASONS.index("torchrun exited")
         if not self.reason and time.monotonic() > self.next_check:
-            self.reason, self.next_check = int(any(file.exists() for file in self.files)), time.monotonic() + 1
+            self.next_check = time.monotonic() + 1
+            if any(file.exists() for file in self.files):
+                self.reason = self.REASONS.index("STOP file")
         return self.reason
+
+
+class Observed(NamedTuple):
+    """What a watchdog has seen of a rank."""
+
+    heartbeat: int | None
+    progress: list | None
+    silent: int  # heartbeats of this rank during which the other's has not changed
+    stalled: int  # and its progress has not
 
 
 class Watchdog(threading.Thread):
     """Ends the job with a report when a rank makes no progress for too long.
 
-    With each heartbeat, every rank writes its progress to the store. The watchdog of a rank that has stalled for half
-    of `limit_s` observes all ranks for the other half; if those furthest behind have not moved, it names them, and
-    every rank prints its stack and exits. Time is counted in heartbeats, which pause while the job is suspended.
+    With each heartbeat, every rank writes its progress to the store. The watchdog of a rank that
+    has stalled for half of `limit_s` observes all ranks for the other half; if those furthest
+    behind have not moved, it names them, and every rank prints its stack and exits. Time is counted
+    in heartbeats, which pause while the job is suspended.
     """
 
     def __init__(self, env: Distributed):
         super().__init__(name="watchdog", daemon=True)
-        self.env, self.store = env, env.store.clone()  # own connection: waits on the other would block it
-        self.heartbeat_s = max(0.1, min(2.0, env.config.timeout_s / 8, env.config.startup_timeout_s / 8))
-        self.finished, self.replies = threading.Event(), 0  # heartbeats that reached the store
-        self.seen: dict[int, tuple] = {}  # rank: (heartbeat, progress, number of heartbeats each has been unchanged)
+        self.env = env
+        self.store = env.store.clone()  # an own connection: waits on the other would block it
+        shorter = min(env.config.timeout_s, env.config.startup_timeout_s)
+        self.heartbeat_s = max(0.1, min(2.0, shorter / 8))
+        self.finished = threading.Event()
+        self.replies = 0  # heartbeats that reached the store
+        self.seen: dict[int, Observed] = {}  # by rank
 
     def run(self) -> None:
         threading.Thread(target=self.watch_store, name="watchdog of the store", daemon=True).start()
-        progress, sigterm, stalled, ending, told = None, False, 0, 0, 0  # the last three count heartbeats
+        progress, told_to_end = None, False
+        stalled = waited = ending = 0  # heartbeats without progress, after SIGTERM, after an end
         while not self.finished.wait(self.heartbeat_s):
-            progress, stalled = self.env.progress, stalled + 1 if progress == self.env.progress else 0
+            stalled = stalled + 1 if progress == self.env.progress else 0
+            progress = self.env.progress
             # A rank that waits in NCCL for a dead one cannot handle torchrun's SIGTERM.
-            sigterm = sigterm or (bool(self.env.stop) and self.env.stop.told_to_end())
-            told = told + 1 if sigterm and stalled else 0
-            if told * self.heartbeat_s > SIGTERM_S:
-                reason = f"rank {self.env.rank}: SIGTERM while it waits in {progress[2]} of step {progress[0]}"
-                self.abort(self.env.record_end_reason(reason)[0])
-            with contextlib.suppress(dist.DistError):  # torchrun is gone, which StopRequest notices
-                self.store.set(f"progress/{self.env.rank}", json.dumps([self.replies, progress]))
+            told_to_end = told_to_end or bool(self.env.stop and self.env.stop.told_to_end())
+            waited = waited + 1 if told_to_end and stalled else 0
+            if waited * self.heartbeat_s > SIGTERM_S:
+                step, _, phase, _ = progress
+                reason = f"SIGTERM while it waits in {phase} of step {step}"
+                self.abort(self.env.record_end_reason(f"rank {self.env.rank}: {reason}")[0])
+            with contextlib.suppress(dist.DistError):  # torchrun is gone, as StopRequest notices
+                state = json.dumps([self.replies, progress])
+                self.store.set(f"progress/{self.env.rank}", state)
                 if stalled * self.heartbeat_s < self.env.limit_s / 2:
                     self.seen.clear()
                 else:
@@ -292,96 +341,134 @@ class Watchdog(threading.Thread):
                 self.replies += 1
 
     def watch_store(self) -> None:
-        """Ends this rank when the store hangs: calls to the store of an unreachable machine never return."""
+        """Ends this rank when calls to the store never return, as of an unreachable machine."""
         last, stalled = None, 0
         while not self.finished.wait(self.heartbeat_s):
             current = (self.replies, self.env.progress)
-            last, stalled = current, stalled + 1 if current == last else 0
+            stalled = stalled + 1 if current == last else 0
+            last = current
             if stalled * self.heartbeat_s > self.env.limit_s:
-                self.abort("no progress, and torchrun's store does not answer: its machine is gone or cut off")
+                self.abort(
+                    "no progress, and torchrun's store does not answer: "
+                    "its machine is gone or cut off"
+                )
 
     def check_ranks(self) -> None:
-        """Records the ranks furthest behind as the reason to end the job, if none of them has moved for too long."""
+        """Records the ranks furthest behind as the reason to end, if none has moved for long."""
         for rank in range(self.env.world_size):
-            beat, progress = json.loads(self.store.compare_set(f"progress/{rank}", "", '[-1, [0, -1, "start", 0]]'))
-            last_beat, last_progress, silent, stalled = self.seen.get(rank, (None, None, 0, 0))
-            silent, stalled = silent + 1 if beat == last_beat else 0, stalled + 1 if progress == last_progress else 0
-            self.seen[rank] = (beat, progress, silent, stalled)
-        least, half = min(progress[:2] for _, progress, _, _ in self.seen.values()), self.env.limit_s / 2
-        behind = {rank: seen for rank, seen in self.seen.items() if seen[1][:2] == least}
-        if any(stalled * self.heartbeat_s < half for *_, stalled in behind.values()):
+            nothing = '[-1, [0, -1, "start", 0]]'
+            heartbeat, progress = json.loads(
+                self.store.compare_set(f"progress/{rank}", "", nothing)
+            )
+            last = self.seen.get(rank, Observed(None, None, 0, 0))
+            silent = last.silent + 1 if heartbeat == last.heartbeat else 0
+            stalled = last.stalled + 1 if progress == last.progress else 0
+            self.seen[rank] = Observed(heartbeat, progress, silent, stalled)
+        least = min(seen.progress[:2] for seen in self.seen.values())
+        behind = {rank: seen for rank, seen in self.seen.items() if seen.progress[:2] == least}
+        half = self.env.limit_s / 2
+        if any(seen.stalled * self.heartbeat_s < half for seen in behind.values()):
             return
         found = []
-        for rank, (_, (step, _, phase, _), silent, _) in behind.items():
-            frozen = "frozen, or its machine is gone, last " if silent * self.heartbeat_s >= half else ""
+        for rank, seen in behind.items():
+            is_silent = seen.silent * self.heartbeat_s >= half
+            frozen = "frozen, or its machine is gone, last " if is_silent else ""
+            step, _, phase, _ = seen.progress
             found.append(f"rank {rank}: {frozen}in {phase} of step {step}")
-        reason = f"no progress for {self.env.limit_s:.0f} s (ddp.timeout_s, ddp.startup_timeout_s): {'; '.join(found)}"
+        reason = (
+            f"no progress for {self.env.limit_s:.0f} s (ddp.timeout_s, ddp.startup_timeout_s): "
+            f"{'; '.join(found)}"
+        )
         if self.env.record_end_reason(reason)[1]:
             log_and_print(f"error: {reason}")
 
     def abort(self, reason: str) -> NoReturn:
-        stack = "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident]))
+        stack = "".join(
+            traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
+        )
         log_and_print(f"stack of rank {self.env.rank} ({reason}):\n{stack}")
         self.env.exit_now(reason, 1)
 
 
-# ---- Set-up ---------------------------------------------------------------------------------------------------------
+# ---- Set-up --------------------------------------------------------------------------------------
 def setup(env: Distributed) -> Distributed:
-    """Joins the process group, selects this rank's device and returns `env`; raises `UserError` if it cannot."""
+    """Joins the process group, selects this rank's device and returns `env`; raises `UserError`."""
     if env.launched:
         try:
-            names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-            env.rank, env.local_rank, env.world_size, env.local_world_size = (int(os.environ[name]) for name in names)
+            env.rank = int(os.environ["RANK"])
+            env.local_rank = int(os.environ["LOCAL_RANK"])
+            env.world_size = int(os.environ["WORLD_SIZE"])
+            env.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
         except (KeyError, ValueError) as error:
-            raise UserError(f"WORLD_SIZE is set, but not by torchrun ({error}): use torchrun, or unset it") from None
+            raise UserError(
+                f"WORLD_SIZE is set, but not by torchrun ({error}): use torchrun, or unset it"
+            ) from None
         join_group(env)
     with env.sync_errors():  # if one rank finds no device, all exit rather than wait for it
         env.device = choose_device(env)
+    gpu = ""
     if env.device.type == "cuda":
         torch.cuda.set_device(env.device)
-    gpus = env.gather(str(torch.cuda.get_device_properties(env.device).uuid) if env.device.type == "cuda" else "")
-    if shared := [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]:
-        raise UserError(f"ranks {shared} share a GPU: start one process per GPU, or set CUDA_VISIBLE_DEVICES= for CPU")
+        gpu = str(torch.cuda.get_device_properties(env.device).uuid)
+    gpus = env.gather(gpu)
+    shared = [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
+    if shared:
+        raise UserError(
+            f"ranks {shared} share a GPU: start one process per GPU, "
+            "or set CUDA_VISIBLE_DEVICES= for CPU"
+        )
     return env
 
 
 def join_group(env: Distributed) -> None:
-    seconds = env.config.startup_timeout_s
-    timeout = timedelta(seconds=seconds + env.config.timeout_s)  # a backstop: the watchdog ends a hang earlier
+    startup_s = env.config.startup_timeout_s
+    timeout = timedelta(seconds=startup_s + env.config.timeout_s)  # the watchdog is earlier
     # gloo as well as nccl, so that agreement between ranks does not involve the GPU.
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=min(300.0, seconds))))
+        rendezvous_timeout = timedelta(seconds=min(300.0, startup_s))
+        store, _, _ = next(dist.rendezvous("env://", timeout=rendezvous_timeout))
         store.set_timeout(timeout)
-        # torchrun keeps its store across restarts: without the prefix, ranks would use addresses of dead ones.
-        env.store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        # torchrun keeps its store across restarts: without the prefix, ranks would use addresses of
+        # dead ones.
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        env.store = dist.PrefixStore(f"restart {restart}", store)
         env.watchdog = Watchdog(env)
         env.watchdog.start()
-        dist.init_process_group(backend, store=env.store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=env.store, rank=env.rank, world_size=env.world_size, timeout=timeout
+        )
     except (RuntimeError, OSError, ValueError) as error:
-        place = " ".join(f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
-        found = f"rank {env.rank} on {platform.node()} cannot reach the others at {place}"
-        advice = "set the address of rank 0, open all ports between the machines, or name the network interface"
-        raise UserError(f"{found} ({str(error).splitlines()[0]}): {advice} in GLOO_SOCKET_IFNAME") from None
+        address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise UserError(
+            f"rank {env.rank} on {platform.node()} cannot reach the others at "
+            f"MASTER_ADDR={address} MASTER_PORT={port} ({str(error).splitlines()[0]}): "
+            "set the address of rank 0, open all ports between the machines, "
+            "or name the network interface in GLOO_SOCKET_IFNAME"
+        ) from None
 
 
 def choose_device(env: Distributed) -> torch.device:
-    """Returns this rank's GPU, or the CPU if there is none; raises `UserError` for fewer GPUs than processes."""
+    """Returns this rank's GPU, or the CPU if there is none; raises `UserError` for too few GPUs."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     chosen = env.config.device_ids or list(range(visible))
     if not chosen:
         return torch.device("cpu")
     if visible == 1 and env.local_world_size > 1 and not env.config.device_ids:
         return torch.device("cuda", 0)  # a scheduler may expose a different GPU to each process
-    if any(gpu not in range(visible) for gpu in chosen) or env.local_world_size > len(chosen):
-        found = f"{env.local_world_size} processes on {platform.node()} but {visible} GPUs, ddp.device_ids={chosen}"
-        advice = "set --nproc_per_node to the number of GPUs to use, or CUDA_VISIBLE_DEVICES= to run on the CPU"
-        raise UserError(f"{found}: {advice}")
+    missing = [gpu for gpu in chosen if gpu not in range(visible)]
+    if missing or env.local_world_size > len(chosen):
+        raise UserError(
+            f"{env.local_world_size} processes on {platform.node()} but {visible} GPUs, "
+            f"ddp.device_ids={chosen}: set --nproc_per_node to the number of GPUs to use, "
+            "or CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
     return torch.device("cuda", chosen[env.local_rank])
 
 
 def run(program: Callable[[Distributed], None], config: DDPConfig) -> None:
-    """Calls `program` with this process's `Distributed`; an exception on any rank ends the job with a message."""
+    """Calls `program` with this process's `Distributed`; an exception on any rank ends the job."""
     env = Distributed(config)
     try:
         program(setup(env))
@@ -398,53 +485,81 @@ def log_and_print(text: str) -> None:
 
 def library_versions() -> dict[str, str]:
     """Returns the versions that must be the same on all ranks."""
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
-    cuda = torch.version.cuda or "none"
-    return {"python": platform.python_version(), "torch": torch.__version__, "CUDA": cuda, "NCCL": nccl}
+    has_gpu = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "none",
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else "none",
+    }
 
 
 def describe(env: Distributed) -> list[str]:
-    """Returns the lines of a table with each rank's host, device, threads and versions, the same on every rank."""
-    gpu = env.device.type == "cuda"
-    row = {"rank": env.rank, "host": platform.node(), "pid": os.getpid(), "LOCAL_RANK": env.local_rank}
-    row |= {"device": env.device, "name": torch.cuda.get_device_name(env.device) if gpu else platform.machine()}
-    row |= {"free GB": f"{torch.cuda.mem_get_info(env.device)[0] / 2**30:.1f}" if gpu else "-"}
-    row |= {"threads": torch.get_num_threads(), **library_versions()}
-    cells = [list(row), *(list(map(str, other.values())) for other in env.gather(row))]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+    """Returns the lines of a table with each rank's host, device, threads and versions."""
+    name, free = platform.machine(), "-"
+    if env.device.type == "cuda":
+        name = torch.cuda.get_device_name(env.device)
+        free = f"{torch.cuda.mem_get_info(env.device)[0] / 2**30:.1f}"
+    row = {
+        "rank": env.rank,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "LOCAL_RANK": env.local_rank,
+        "device": env.device,
+        "name": name,
+        "free GB": free,
+        "threads": torch.get_num_threads(),
+        **library_versions(),
+    }
+    lines = [list(row)]
+    for other in env.gather(row):
+        lines.append([str(value) for value in other.values()])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
-# ---- Preflight ------------------------------------------------------------------------------------------------------
+# ---- Preflight -----------------------------------------------------------------------------------
 def preflight(env: Distributed) -> None:
-    """Prints the ranks, their speed and that of all-reduces; raises `UserError` if versions or a sum are wrong."""
+    """Prints the ranks, their speed and that of all-reduces.
+
+    Raises `UserError` if versions differ, `RunError` if a sum is wrong.
+    """
 
     def report(name: str, finding: str, ok: bool = True) -> None:
         if env.rank == 0:
             print(f"{'OK' if ok else 'NOTE':6s} {name:12s} {finding}", flush=True)
 
-    def slowest(function: Callable[[], object]) -> tuple[list[float], int]:
-        """Returns the median milliseconds of a call on each rank, after six to warm up, and the slowest rank."""
-        times = env.gather(1e3 * statistics.median(timeit.repeat(function, number=1, repeat=12)[6:]))
-        return times, times.index(max(times))
+    def milliseconds(function: Callable[[], object]) -> list[float]:
+        """Returns the median time of a call on each rank, after six to warm up."""
+        times = timeit.repeat(function, number=1, repeat=12)[6:]
+        return env.gather(1e3 * statistics.median(times))
 
     report("ranks", "\n".join(["", *describe(env)]))
     env.check_equal(library_versions())
     report("versions", "the same on all ranks")
-    size = 8192 if env.device.type == "cuda" else 1024  # so that an idle GPU raises its clock meanwhile
+    size = 8192 if env.device.type == "cuda" else 1024  # an idle GPU raises its clock meanwhile
     matrix = torch.ones(size, size, device=env.device)
-    times, rank = slowest(lambda: (matrix @ matrix).sum().item())
-    finding = f"a matrix product takes {min(times):.1f} to {times[rank]:.1f} ms, slowest on rank {rank}"
-    report("speed", finding, times[rank] <= 1.5 * statistics.median_low(times))
+    times = milliseconds(lambda: (matrix @ matrix).sum().item())
+    slowest = max(times)
+    report(
+        "speed",
+        f"a matrix product takes {min(times):.1f} to {slowest:.1f} ms, "
+        f"slowest on rank {times.index(slowest)}",
+        ok=slowest <= 1.5 * statistics.median_low(times),
+    )
     if not env.launched:
         return
-    total, expected = env.sum(torch.tensor(env.rank + 1.0, device=env.device)).item(), sum(range(env.world_size + 1))
+    total = env.sum(torch.tensor(env.rank + 1.0, device=env.device)).item()
+    expected = sum(range(env.world_size + 1))
     if total != expected:
-        raise RunError(f"an all-reduce gives {total} instead of {expected}: do not train on these machines")
+        raise RunError(
+            f"an all-reduce gives {total} instead of {expected}: do not train on these machines"
+        )
     for size in (10**3, 10**5, 10**7, 10**8):
         tensor = torch.zeros(size // 4, device=env.device)
-        times, rank = slowest(lambda tensor=tensor: env.sum(tensor)[0].item())
-        report("all-reduce", f"{size:11,d} bytes in {times[rank]:9.2f} ms, {size / times[rank] / 1e6:6.2f} GB/s")
+        time_ms = max(milliseconds(lambda tensor=tensor: env.sum(tensor)[0].item()))
+        rate = size / time_ms / 1e6
+        report("all-reduce", f"{size:11,d} bytes in {time_ms:9.2f} ms, {rate:6.2f} GB/s")
 
 
 if __name__ == "__main__":

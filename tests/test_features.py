@@ -50,7 +50,7 @@ def test_features_are_standardised_and_0_where_they_are_missing(tmp_path, kind):
     expected = [[-3 / root, -1, 0], [0, 0, 0], [-1 / root, 0, 0], [4 / root, 1, 0]]
     torch.testing.assert_close(tables.features, torch.tensor(expected), atol=1e-6, rtol=0)
     assert "4 genes (0 isolated, 3 with 3 features)" in tables.summary()
-    assert tables.graph()["gene"].x is tables.features
+    assert tables.graph()["gene"].x is tables.features and not tables.features.requires_grad
     assert tables.fingerprint() != load(config(tmp_path)).fingerprint()
     if kind != "tsv":  # the names are read again, too
         (tmp_path / "features.txt").write_text("b\nc\nother\nd\n")

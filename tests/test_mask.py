@@ -237,7 +237,7 @@ def test_dense_relations_serve_autocast_only(graph, monkeypatch):
 
 def test_segments_give_what_the_sparse_product_gives(graph):
     shared, x = SharedGraph(graph), torch.randn(NUM_NODES, 100)
-    matrix = shared.forward_ptr, shared.forward_col, shared.forward_weight
+    matrix = shared.stack.forward_ptr, shared.stack.forward_col, shared.stack.forward_weight
     expected = spmm(*matrix, *matrix, x)
     torch.testing.assert_close(_segment_product(*matrix, x), expected, rtol=1e-6, atol=1e-7)
 
@@ -245,11 +245,19 @@ def test_segments_give_what_the_sparse_product_gives(graph):
 def test_the_product_obeys_the_contract_of_torch_operators(graph):
     """Schema, autograd, and the shapes and strides that it declares for tracing, for any strides of x."""
     shared = SharedGraph(graph)
-    transpose = torch.sparse_csr_tensor(shared.forward_ptr, shared.forward_col, shared.forward_weight, (27, 9))
+    transpose = torch.sparse_csr_tensor(
+        shared.stack.forward_ptr, shared.stack.forward_col, shared.stack.forward_weight, (27, 9)
+    )
     transpose = transpose.to_sparse_coo().T.coalesce().to_sparse_csr()
     parts = transpose.crow_indices().int(), transpose.col_indices().int(), transpose.values().clone()
     for x in (torch.randn(NUM_NODES, 6), torch.randn(6, NUM_NODES).T, torch.randn(NUM_NODES, 1).expand(-1, 6)):
-        arguments = shared.forward_ptr, shared.forward_col, shared.forward_weight, *parts, x.requires_grad_()
+        arguments = (
+            shared.stack.forward_ptr,
+            shared.stack.forward_col,
+            shared.stack.forward_weight,
+            *parts,
+            x.requires_grad_(),
+        )
         torch.library.opcheck(torch.ops.shared_graph.spmm.default, arguments)
 
 

@@ -417,7 +417,7 @@ def test_a_model_is_resumed_and_asked_with_its_own_loss_only(train, tmp_path):
 @pytest.mark.parametrize("value", [0.0, 0.1, 123.456])
 def test_constant_scores_have_the_scale_1(value):
     y = torch.full((1000,), value, dtype=torch.float64)
-    assert mean_and_std(y.unsqueeze(1))[1] == 1
+    assert mean_and_std(y.unsqueeze(1)) == (value, 1)
 
 
 def test_a_run_stopped_between_an_epoch_and_its_validation_resumes_with_the_validation(train, tmp_path):

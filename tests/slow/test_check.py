@@ -14,16 +14,12 @@ PARITY = [sys.executable, "-m", "tests.check", "parity", "model.hidden=8"]
 BROKEN = {
     "loss divided by the local batch": (
         "train.py",
-        "(env.world_size / max(1, num_scores))",
-        "(env.world_size / batch.weight.sum().clamp(min=1))",
+        "env.world_size / max(1, num_scores)",
+        "env.world_size / batch.weight.sum().clamp(min=1)",
     ),
-    "DDP's average not undone": ("train.py", "(env.world_size / max(1, num_scores))", "(1 / max(1, num_scores))"),
+    "DDP's average not undone": ("train.py", "env.world_size / max(1, num_scores)", "1 / max(1, num_scores)"),
     "gradients exchanged too early": ("train.py", "last=micro == optim.accumulate - 1", "last=micro == 0"),
-    "a different order on each rank": (
-        "train.py",
-        "env.rank, seed)\n    loader",
-        "env.rank, seed + env.rank)\n    loader",
-    ),
+    "a different order on each rank": ("train.py", "*shares, seed)", "*shares, seed + env.rank)"),
     "the same rows on each rank": ("data.py", "[:, :, self.rank]", "[:, :, 0]"),
 }
 

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from mask import SharedGraph
+from mask import DenseRelations
 from tests.conftest import fork_ranks, join
 from tests.tools import gpu
 
@@ -29,9 +29,9 @@ def test_values_and_steps_pass_on_the_cpu(capsys):
 
 
 def test_what_is_wrong_or_raises_is_reported(monkeypatch, capsys):
-    segments, weight = gpu._segment_product, SharedGraph.weight
+    segments, dense = gpu._segment_product, DenseRelations.forward
     monkeypatch.setattr(gpu, "_segment_product", lambda *arguments: 1.001 * segments(*arguments))
-    monkeypatch.setattr(SharedGraph, "weight", lambda graph, relation: 1.1 * weight(graph, relation))  # of dense ones
+    monkeypatch.setattr(DenseRelations, "forward", lambda *arguments: 1.1 * dense(*arguments))
     monkeypatch.setattr(gpu.train, "criterion", lambda *_: 1 / 0)
     report = gpu.Report()
     gpu.products(report, CPU, "small"), gpu.steps(report, CPU)

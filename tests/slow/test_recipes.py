@@ -159,9 +159,10 @@ def test_own_model(copy, tables, graph_and_batch):
     prediction.backward()
     touched = gcn.embedding.grad.abs().sum(1) > 0
     assert touched.tolist() == graph.keep(batch)[:, 0].tolist()
-    target = torch.arange(len(graph.forward_ptr) - 1).repeat_interleave(graph.forward_ptr.diff()) % graph.num_nodes
-    dead_edges = torch.isin(torch.stack([graph.forward_col, target]), batch.perturbed[:2]).any(0)
-    graph.forward_weight[dead_edges] = 0
+    ptr = graph.stack.forward_ptr
+    target = torch.arange(len(ptr) - 1).repeat_interleave(ptr.diff()) % graph.num_nodes
+    dead_edges = torch.isin(torch.stack([graph.stack.forward_col, target]), batch.perturbed[:2]).any(0)
+    graph.stack.forward_weight[dead_edges] = 0
     assert dead_edges.any() and torch.equal(gcn(graph, batch)[0], prediction)
 
 

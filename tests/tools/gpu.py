@@ -106,7 +106,7 @@ def products(report: Report, device: torch.device, preset: str) -> None:
             report(name, error <= tolerance, f"relative error {error:.1e}" + f", dense: {dense}" * bool(half))
     with report.guard(name := f"sums over neighbours, {preset}, deterministic"):
         graph = copy.deepcopy(host).to(device)
-        matrix = graph.forward_ptr, graph.forward_col, graph.forward_weight
+        matrix = graph.stack.forward_ptr, graph.stack.forward_col, graph.stack.forward_weight
         sums = [_segment_product(*matrix, x.flatten(1).to(device, torch.float32)) for _ in range(3)]
         expected = copy.deepcopy(host).double().propagate(x)
         error = distance([sums[0].view(-1, *size).sum(0)], [expected])
