@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import numpy as np
 import torch
@@ -36,11 +36,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_co
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.index import index2ptr
 from torch_geometric.utils import coalesce, cumsum, to_undirected
-from tqdm import tqdm
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
-ARRAYS = (".npy", ".pt")  # node features beside a .txt file that names their rows
+CHUNK = 2**23  # characters of a table that are parsed at once
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # of the additive baseline: 0.1 to 1000
 
 
@@ -237,8 +236,6 @@ def load(config: DataConfig) -> Tables:
     missing, malformed or empty, or a split has no rows.
     """
     files = [config.edges, config.perturbations, config.features]
-    if config.features.endswith(ARRAYS):
-        files.append(str(Path(config.features).with_suffix(".txt")))
     key = f"{config.preset} {config.undirected}"
     for path in filter(None, files):
         key += f" {file_digest(path)}"
@@ -390,46 +387,49 @@ def parse_number(cell: str) -> float:
 
 
 def read_rows(path: str, *first: str) -> Iterator[Rows]:
-    """Yields up to 100,000 rows of a table at once; its columns must begin with `first`."""
+    """Yields the rows of a table, those of some megabytes at once.
+
+    Its columns must begin with `first`. Raises `DataError`.
+    """
     open_file = gzip.open if path.endswith(".gz") else open
-    hide = True if os.environ.get("RANK", "0") != "0" else None  # None: unless on a terminal
-    bar = tqdm(
-        desc=f"reading {path}", unit=" lines", unit_scale=True, delay=5, leave=False, disable=hide
-    )
-    next_line, is_empty = 2, True
     try:
-        with open_file(path, "rt", encoding="utf-8-sig") as file, bar:
-            header = next(file, "").rstrip("\r\n").split("\t")
-            if tuple(header[: len(first)]) != first or len(set(header)) < len(header):
-                found, expected = "\t".join(header)[:80], "\t".join(first)
-                raise DataError(
-                    f"{path}:1: the header is {found!r}: begin with {expected!r}, "
-                    "name each column once"
-                )
-            while texts := [line.rstrip("\r\n") for line in islice(file, 100_000)]:
-                bar.update(len(texts))
-                lines = range(next_line, next_line + len(texts))
-                next_line += len(texts)
-                if len(header) > 1 and "" in texts:  # blank lines
-                    lines = [line for line, text in zip(lines, texts, strict=True) if text]
-                    texts = list(filter(None, texts))
-                for line, text in zip(lines, texts, strict=True):
-                    fields = text.count("\t") + 1
-                    if fields != len(header):
-                        problem = f"{fields} fields where the header has {len(header)}"
-                        raise DataError(f"{path}:{line}: {problem}")
-                if texts:
-                    is_empty = False
-                    # One list per column: one per row would keep the garbage collector busy.
-                    cells = "\t".join(texts).split("\t")
-                    columns = {name: cells[i :: len(header)] for i, name in enumerate(header)}
-                    yield Rows(path, lines, columns)
-        if is_empty:
-            raise DataError(f"{path}: no rows below the header")
+        with open_file(path, "rt", encoding="utf-8-sig") as file:
+            yield from parse_rows(path, file, first)
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8 text: save it as UTF-8") from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {error}") from None
+
+
+def parse_rows(path: str, file: TextIO, first: tuple[str, ...]) -> Iterator[Rows]:
+    header = next(file, "").rstrip("\r\n").split("\t")
+    if tuple(header[: len(first)]) != first or len(set(header)) < len(header):
+        found, expected = "\t".join(header)[:80], "\t".join(first)
+        raise DataError(
+            f"{path}:1: the header is {found!r}: begin with {expected!r}, name each column once"
+        )
+    next_line, is_empty = 2, True
+    while texts := [line.rstrip("\r\n") for line in file.readlines(CHUNK)]:
+        lines = range(next_line, next_line + len(texts))
+        next_line += len(texts)
+        if len(header) > 1 and "" in texts:  # blank lines
+            lines = [line for line, text in zip(lines, texts, strict=True) if text]
+            texts = list(filter(None, texts))
+        for line, text in zip(lines, texts, strict=True):
+            fields = text.count("\t") + 1
+            if fields != len(header):
+                raise DataError(
+                    f"{path}:{line}: {fields} fields where the header has {len(header)}"
+                )
+        if texts:
+            is_empty = False
+            # One list per column: one per row would keep the garbage collector busy.
+            cells = "\t".join(texts).split("\t")
+            yield Rows(
+                path, lines, {name: cells[i :: len(header)] for i, name in enumerate(header)}
+            )
+    if is_empty:
+        raise DataError(f"{path}: no rows below the header")
 
 
 def read_edges(path: str, number: Numbers) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
@@ -510,55 +510,25 @@ def read_sets(path: str, number: Numbers) -> Iterator[tuple[Sequence[str], Tenso
 def read_features(path: str, genes: list[str]) -> Tensor:
     """Returns the genes' features, float32 [N, F], standardised, and 0 where missing.
 
-    They come from a table, or from an array [n, F] (.npy, or .pt by `torch.save`) beside a text
-    file of the same name that has a line with the gene of each row. Raises `DataError`.
+    Raises `DataError`.
     """
-    read = read_feature_array if path.endswith(ARRAYS) else read_feature_table
-    rows, values = read(path)
-    names = rows.cells["gene"]
-    row_of = {name: row for row, name in enumerate(names)}
-    for row, name in enumerate(names):
-        if row_of[name] != row:
-            raise rows.error(row, f"the gene '{name}' stands twice")
-    chosen = torch.tensor([row_of.get(gene, -1) for gene in genes])
-    if (chosen < 0).all():
-        problem = "none of its genes is in the tables of edges and knock-outs"
-        raise DataError(f"{rows.path}: {problem}")
-    values = values[chosen].where(chosen.unsqueeze(1) >= 0, math.nan)
-    return standardise(values).nan_to_num().float()
-
-
-def read_feature_table(path: str) -> tuple[Rows, Tensor]:
-    """Returns the names, as rows of one column, and the features of a table, float64 [n, F]."""
-    every, parts = Rows(path, [], {"gene": []}), []
+    row_of: dict[str, int] = {}
+    parts = []
     for rows in read_rows(path, "gene"):
         _, *features = rows.cells
         if not features:
             raise DataError(f"{path}:1: the header has no features after gene")
-        every.lines += rows.lines
-        every.cells["gene"] += rows.names("gene")
+        for row, name in enumerate(rows.names("gene")):
+            if name in row_of:
+                raise rows.error(row, f"the gene '{name}' stands twice")
+            row_of[name] = len(row_of)
         parts.append(torch.stack([rows.numbers(name) for name in features], dim=1))
-    return every, torch.cat(parts)
-
-
-def read_feature_array(path: str) -> tuple[Rows, Tensor]:
-    """Returns what `read_feature_table` does, from an array and a text file of names."""
-    source = str(Path(path).with_suffix(".txt"))
-    try:
-        names = Path(source).read_text(encoding="utf-8-sig").splitlines()
-        array = np.load(path) if path.endswith(".npy") else torch.load(path, map_location="cpu")
-        values = torch.as_tensor(array).detach().to_dense().double()
-    except Exception as error:  # a damaged file fails in many ways
-        reason = " ".join(str(error).split())[:300]
-        raise DataError(f"cannot read {path} with {source}: {reason}") from None
-    if values.dim() != 2 or len(values) != len(names) or values.numel() == 0:
-        problem = f"not one row for each of the {len(names)} genes"
-        raise DataError(f"{path} has the shape {list(values.shape)}, {problem}")
-    rows = Rows(source, range(1, len(names) + 1), {"gene": names})
-    rows.cells["gene"] = rows.names("gene")
-    for row in (values.abs() >= 1e30).any(dim=1).nonzero().flatten().tolist():
-        raise rows.error(row, f"the gene '{rows.cells['gene'][row]}' has a number beyond 1e30")
-    return rows, values
+    row = torch.tensor([row_of.get(gene, -1) for gene in genes])
+    if (row < 0).all():
+        problem = "none of its genes is in the tables of edges and knock-outs"
+        raise DataError(f"{path}: {problem}")
+    values = torch.cat(parts)[row].where(row.unsqueeze(1) >= 0, math.nan)
+    return standardise(values).nan_to_num().float()
 
 
 def pack(row: Tensor, node: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -1000,12 +970,14 @@ def cached(config: DataConfig, kind: str, key: str, build: Callable[[], Any]) ->
     """
     digest = hashlib.sha256(Path(__file__).read_bytes() + key.encode()).hexdigest()
     path = Path(config.cache_dir, f"{kind}-{digest[:32]}.pt")
+    if not path.exists():
+        log.info(f"cache     making {path}")
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # an unwritable folder is reported below
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(path.with_suffix(".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.path.exists(path):
+        if path.exists():
             try:
                 return torch.load(path, weights_only=True, mmap=True)
             except Exception as error:  # a damaged file fails in many ways

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -34,17 +33,9 @@ def config(folder: Path, features: str = "", edges=EDGES, **options) -> DataConf
     return DataConfig("tsv", "small", *map(str, paths), **settings, **options)
 
 
-@pytest.mark.parametrize("kind", ["tsv", "npy", "pt"])
-def test_features_are_standardised_and_0_where_they_are_missing(tmp_path, kind):
-    rows = FEATURES[1:]
-    if kind == "tsv":
-        write_table(tmp_path / "features.tsv", FEATURES)
-    else:
-        array = np.array([[math.nan if cell == "NA" else cell for cell in row[1:]] for row in rows], dtype=np.float32)
-        np.save(tmp_path / "features.npy", array)
-        torch.save(torch.nn.Parameter(torch.from_numpy(array)), tmp_path / "features.pt")
-        (tmp_path / "features.txt").write_text("\n".join(row[0] for row in rows) + "\n", encoding="utf-8-sig")
-    tables = load(config(tmp_path, f"features.{kind}"))
+def test_features_are_standardised_and_0_where_they_are_missing(tmp_path):
+    write_table(tmp_path / "features.tsv", FEATURES)
+    tables = load(config(tmp_path, "features.tsv"))
     assert tables.genes == ["a", "b", "c", "d"]
     root = math.sqrt(26 / 3)  # the standard deviation of 1, 3 and 8
     expected = [[-3 / root, -1, 0], [0, 0, 0], [-1 / root, 0, 0], [4 / root, 1, 0]]
@@ -52,16 +43,13 @@ def test_features_are_standardised_and_0_where_they_are_missing(tmp_path, kind):
     assert "4 genes (0 isolated, 3 with 3 features)" in tables.summary()
     assert tables.graph()["gene"].x is tables.features and not tables.features.requires_grad
     assert tables.fingerprint() != load(config(tmp_path)).fingerprint()
-    if kind != "tsv":  # the names are read again, too
-        (tmp_path / "features.txt").write_text("b\nc\nother\nd\n")
-        assert load(config(tmp_path, f"features.{kind}")).features[0].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([*FEATURES, ("b", 1, 2)], r"features.tsv:6: 3 fields where the header has 4"),
-        ([*FEATURES, ("a", 1, 2, 7)], r"features.tsv:2: the gene 'a' stands twice"),
+        ([*FEATURES, ("a", 1, 2, 7)], r"features.tsv:6: the gene 'a' stands twice"),
         ([*FEATURES, ("b", 1, "inf", 7)], r"features.tsv:6: the charge 'inf' is not a finite number"),
         ([*FEATURES, ("b", "large", 1, 7)], r"features.tsv:6: the size 'large' is not a finite number"),
         ([("gene",), ("a",)], r"features.tsv:1: the header has no features after gene"),
@@ -74,29 +62,6 @@ def test_errors_in_a_table_of_features_name_file_and_line(tmp_path, rows, messag
     write_table(tmp_path / "features.tsv", rows)
     with pytest.raises(DataError, match=message):
         load(config(tmp_path, "features.tsv"))
-
-
-@pytest.mark.parametrize(
-    ("array", "names", "message"),
-    [
-        (np.zeros((2, 3)), "a\n", r"features.npy has the shape \[2, 3\], not one row for each of the 1 genes"),
-        (np.zeros(2), "a\nb\n", r"features.npy has the shape \[2\], not one row"),
-        (np.zeros((2, 0)), "a\nb\n", r"features.npy has the shape \[2, 0\], not one row"),
-        (np.zeros((2, 3)), "b\nb\n", r"features.txt:1: the gene 'b' stands twice"),
-        (np.array([[1.0], [np.inf]]), "a\nb\n", r"features.txt:2: the gene 'b' has a number beyond 1e30"),
-        (np.array([[1.0], [-1e200]]), "a\nb\n", r"features.txt:2: the gene 'b' has a number beyond 1e30"),
-        (np.zeros((2, 3)), None, r"cannot read .*features.txt: No such file"),
-        (np.array([["x"]]), "a\n", r"cannot read .*features.npy with .*features.txt"),
-        (np.array([[{}]]), "a\n", r"cannot read .*features.npy with .*features.txt"),
-    ],
-)
-def test_errors_in_an_array_of_features_are_one_sentence(tmp_path, array, names, message):
-    np.save(tmp_path / "features.npy", array)
-    if names:
-        (tmp_path / "features.txt").write_text(names)
-    with pytest.raises(DataError, match=message) as error:
-        load(config(tmp_path, "features.npy"))
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("undirected", [False, True])
