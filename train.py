@@ -1047,8 +1047,8 @@ def write_atomically(path: Path, content: str | dict) -> None:
 
 
 # ---- Curves --------------------------------------------------------------------------------------
-BLUE, ORANGE, GREY = "#228be6", "#e8590c", "#868e96"
 WIDTH, HEIGHT = 380, 240  # of a panel
+GREY = "#868e96"
 
 
 class Curve(NamedTuple):
@@ -1058,17 +1058,16 @@ class Curve(NamedTuple):
     key: str
     label: str
     colour: str
-    dashes: str = ""
 
 
 PANELS = {
     "Loss": (
-        Curve("train", "loss", "training", BLUE),
-        Curve("val", "loss", "validation", ORANGE),
+        Curve("train", "loss", "training", "#228be6"),
+        Curve("val", "loss", "validation", "#e8590c"),
     ),
     "Pearson correlation, validation": (
-        Curve("val", "pearson", "model", ORANGE),
-        Curve("val", "baseline_pearson", "additive baseline", GREY, "6 4"),
+        Curve("val", "pearson", "model", "#e8590c"),
+        Curve("val", "baseline_pearson", "additive baseline", GREY),
     ),
 }
 
@@ -1078,11 +1077,8 @@ def curves_svg(rows: list[dict]) -> str:
 
     A dotted line stands where a run resumed.
     """
-    svg = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 360" '
-        'font-family="sans-serif" font-size="12">',
-        "<style>text{fill:#495057} @media(prefers-color-scheme:dark){text{fill:#ced4da}}</style>",
-    ]
+    style = f'font-family="sans-serif" font-size="12" fill="{GREY}"'
+    svg = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 360" {style}>']
     for left, (title, curves) in zip((56, 516), PANELS.items(), strict=True):
         svg.append(f'<g transform="translate({left} 64)">')
         svg.append(f'<text y="-44" font-weight="bold">{title}</text>')
@@ -1091,63 +1087,40 @@ def curves_svg(rows: list[dict]) -> str:
     return "\n".join([*svg, "</svg>\n"])
 
 
-def panel_svg(curves: tuple[Curve, ...], rows: list[dict]) -> list[str]:
+def panel_svg(curves: Sequence[Curve], rows: list[dict]) -> list[str]:
+    """Returns the lines of one panel: a grid with five numbers on each axis, and the curves."""
     points = []
     for curve in curves:
         own = [row for row in rows if row["kind"] == curve.kind and row.get(curve.key) is not None]
         points.append([(row["step"], row[curve.key]) for row in own])
-    ticks = nice_ticks([value for pairs in points for _, value in pairs] or [0.0, 1.0])
-    low, high = ticks[0], ticks[-1]
+    values = [value for pairs in points for _, value in pairs] or [0.0]
+    low = min(values)
+    span = (max(values) - low) or 1.0
     last = max((row["step"] for row in rows), default=0) or 1
-    resumed = sorted({row["step"] for row in rows if row.get("event") == "resumed"})
 
     def x(step: float) -> str:
         return f"{WIDTH * step / last:.1f}"
 
-    def y(value: float) -> float:
-        return HEIGHT * (high - value) / (high - low)
+    def y(value: float) -> str:
+        return f"{HEIGHT * (1 - (value - low) / span):.1f}"
 
     svg = []
-    for tick in ticks:
-        svg.append(f'<path d="M0 {y(tick):.1f}h{WIDTH}" stroke="{GREY}" stroke-opacity=".3"/>')
-        svg.append(f'<text x="-8" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
-    for step in nice_ticks([0, last]):
-        if step <= last:
-            place = f'x="{x(step)}" y="{HEIGHT + 18}" text-anchor="middle"'
-            svg.append(f"<text {place}>{step:,.0f}</text>")
-    place = f'x="{WIDTH / 2}" y="{HEIGHT + 38}" text-anchor="middle"'
-    svg.append(f"<text {place}>optimiser step</text>")
-    dotted = f'stroke="{GREY}" stroke-dasharray="1 4"'
-    for step in resumed:
-        svg.append(f'<path d="M{x(step)} 0v{HEIGHT}" {dotted}/>')
-
-    legend = []
-    for curve, pairs in zip(curves, points, strict=True):
-        line = " ".join(f"{x(step)},{y(value):.1f}" for step, value in pairs)
-        style = f'fill="none" stroke="{curve.colour}" stroke-width="1.8" '
-        style += f'stroke-dasharray="{curve.dashes}"'
-        svg.append(f'<polyline points="{line}" {style}/>')
-        legend.append((curve.label, style))
-    if resumed:
-        legend.append(("resumed", dotted))
-    left = 0.0
-    for label, style in legend:
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        value, step = low + share * span, share * last
+        svg.append(f'<path d="M0 {y(value)}h{WIDTH}" stroke="{GREY}" stroke-opacity=".3"/>')
+        svg.append(f'<text x="-8" y="{y(value)}" dy="4" text-anchor="end">{value:.3g}</text>')
+        svg.append(f'<text x="{x(step)}" y="258" text-anchor="middle">{step:,.0f}</text>')
+    svg.append('<text x="190" y="278" text-anchor="middle">optimiser step</text>')
+    for step in sorted({row["step"] for row in rows if row.get("event") == "resumed"}):
+        svg.append(f'<path d="M{x(step)} 0v{HEIGHT}" stroke="{GREY}" stroke-dasharray="1 4"/>')
+        svg.append(f'<text x="{x(step)}" y="-4" text-anchor="middle">resumed</text>')
+    for left, curve, pairs in zip((0, 120), curves, points, strict=True):
+        line = " ".join(f"{x(step)},{y(value)}" for step, value in pairs)
+        svg.append(f'<text x="{left}" y="-24" fill="{curve.colour}">{curve.label}</text>')
         svg.append(
-            f'<path d="M{left} -24h22" {style}/><text x="{left + 28}" y="-20">{label}</text>'
+            f'<polyline points="{line}" fill="none" stroke="{curve.colour}" stroke-width="1.5"/>'
         )
-        left += 54 + 6.5 * len(label)
     return svg
-
-
-def nice_ticks(values: list[float]) -> list[float]:
-    """Returns a few evenly spaced round numbers that span `values`."""
-    low, high = min(values), max(values)
-    span = max(high - low, 1e-9 * max(1.0, abs(low), abs(high)))
-    step = 10.0 ** math.floor(math.log10(span / 4))
-    step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= 7)
-    first = math.floor(low / step)
-    last = max(math.ceil(high / step), first + 1)
-    return [step * i for i in range(first, last + 1)]
 
 
 # ---- Command line --------------------------------------------------------------------------------
