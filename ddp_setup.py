@@ -75,6 +75,15 @@ class DDPConfig:
 
 
 # ---- Rank, collectives, stopping and failing -----------------------------------------------------
+class Progress(NamedTuple):
+    """How far a rank has come."""
+
+    step: int = 0  # steps done
+    changes: int = 0  # of the phase, since the last step
+    phase: str = "start"  # what it is doing
+    entered: int = 0  # phases entered in total, the same one again included
+
+
 class Distributed:
     """Rank, device and collectives of this process; without torchrun, it is rank 0 of 1."""
 
@@ -88,16 +97,16 @@ class Distributed:
         self.watchdog: Watchdog | None = None
         self.stop: StopRequest | None = None
         self.on_failure: list[Callable[[str], None]] = []  # called with the reason before exiting
-        # Steps done, phase changes since the last step, current phase, phases entered in total.
-        self.progress = (0, 0, "start", 0)
+        self.progress = Progress()
         self.limit_s = config.startup_timeout_s  # without progress: the watchdog ends the job
         self.seconds: dict[str, float] = defaultdict(float)  # time spent in each phase
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Labels what this rank is doing, for hang reports, metrics.jsonl and profiler traces."""
-        step, changes, previous, entered = self.progress
-        self.progress = (step, changes + (name != previous), name, entered + 1)
+        before = self.progress
+        changes = before.changes if name == before.phase else before.changes + 1
+        self.progress = Progress(before.step, changes, name, before.entered + 1)
         start = time.perf_counter()
         with record_function(name):
             yield
@@ -134,7 +143,7 @@ class Distributed:
 
     def stop_reason(self, step: int) -> str:
         """Records that `step` steps are done; returns why all ranks must stop, "" if not."""
-        self.progress = (step, 0, *self.progress[2:])
+        self.progress = self.progress._replace(step=step, changes=0)
         if step > 0:  # the first one may compile
             self.limit_s = self.config.timeout_s
         code = self.stop.code() if self.stop else 0
@@ -290,7 +299,7 @@ class Observed(NamedTuple):
     """What a watchdog has seen of a rank."""
 
     heartbeat: int | None
-    progress: list | None
+    progress: Progress | None
     silent: int  # heartbeats of this rank during which the other's has not changed
     stalled: int  # and its progress has not
 
@@ -325,8 +334,7 @@ class Watchdog(threading.Thread):
             told_to_end = told_to_end or bool(self.env.stop and self.env.stop.told_to_end())
             waited = waited + 1 if told_to_end and stalled else 0
             if waited * self.heartbeat_s > SIGTERM_S:
-                step, _, phase, _ = progress
-                reason = f"SIGTERM while it waits in {phase} of step {step}"
+                reason = f"SIGTERM while it waits in {progress.phase} of step {progress.step}"
                 self.abort(self.env.record_end_reason(f"rank {self.env.rank}: {reason}")[0])
             with contextlib.suppress(dist.DistError):  # torchrun is gone, as StopRequest notices
                 state = json.dumps([self.replies, progress])
@@ -355,11 +363,11 @@ class Watchdog(threading.Thread):
 
     def check_ranks(self) -> None:
         """Records the ranks furthest behind as the reason to end, if none has moved for long."""
+        not_seen_yet = json.dumps([-1, Progress(changes=-1)])
         for rank in range(self.env.world_size):
-            nothing = '[-1, [0, -1, "start", 0]]'
-            heartbeat, progress = json.loads(
-                self.store.compare_set(f"progress/{rank}", "", nothing)
-            )
+            state = self.store.compare_set(f"progress/{rank}", "", not_seen_yet)
+            heartbeat, progress = json.loads(state)
+            progress = Progress(*progress)
             last = self.seen.get(rank, Observed(None, None, 0, 0))
             silent = last.silent + 1 if heartbeat == last.heartbeat else 0
             stalled = last.stalled + 1 if progress == last.progress else 0
@@ -373,8 +381,9 @@ class Watchdog(threading.Thread):
         for rank, seen in behind.items():
             is_silent = seen.silent * self.heartbeat_s >= half
             frozen = "frozen, or its machine is gone, last " if is_silent else ""
-            step, _, phase, _ = seen.progress
-            found.append(f"rank {rank}: {frozen}in {phase} of step {step}")
+            found.append(
+                f"rank {rank}: {frozen}in {seen.progress.phase} of step {seen.progress.step}"
+            )
         reason = (
             f"no progress for {self.env.limit_s:.0f} s (ddp.timeout_s, ddp.startup_timeout_s): "
             f"{'; '.join(found)}"

@@ -861,7 +861,7 @@ class RunFolder:
             handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt")
             handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
             logging.getLogger().addHandler(handler)
-            self.env.progress = (state.step, *self.env.progress[1:])
+            self.env.progress = self.env.progress._replace(step=state.step)
             if self.env.rank != 0:
                 return
             config = yaml.safe_dump(asdict(self.config), sort_keys=False)

@@ -322,7 +322,7 @@ def test_the_watchdog_waits_longer_until_the_first_step_is_over():
     with env.phase("forward"):
         assert env.limit_s == 9
     assert env.stop_reason(8) == "" and env.limit_s == 3
-    assert env.progress[0] == 8
+    assert env.progress.step == 8
 
 
 def test_a_signal_to_all_processes_stops_cleanly_with_loader_processes(tmp_path, tables):

@@ -200,7 +200,7 @@ class WatchOnCPU(CountSynchronisations):
         self.active = True
 
     def record(self, operator: str) -> None:
-        if self.env.progress[2] not in ("data", "agreement"):
+        if self.env.progress.phase not in ("data", "agreement"):
             self.found.add((caller(), operator))
 
     def end(self) -> set[tuple[str, str]]:

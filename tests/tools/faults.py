@@ -198,7 +198,7 @@ def arm(folder: Path, rank: int, step: int, phase: str, action: str) -> None:
     phase_of = Distributed.phase
 
     def phase_with_fault(env: Distributed, name: str) -> contextlib.AbstractContextManager:
-        if (env.rank, env.progress[0], name) == (rank, step, phase) and not (folder / "fault").exists():
+        if (env.rank, env.progress.step, name) == (rank, step, phase) and not (folder / "fault").exists():
             (folder / "fault").touch()
             context = phase_of(env, name)
             context.__enter__()  # so that hang reports name this phase
