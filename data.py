@@ -722,14 +722,15 @@ def make_loader(
         pin_memory=pin,
         num_workers=workers,
         persistent_workers=workers > 0,
-        worker_init_fn=_ignore_sigterm,
+        worker_init_fn=_ignore_signals,
         multiprocessing_context="spawn" if pin and workers else None,  # NCCL survives no fork
     )
 
 
-def _ignore_sigterm(worker_id: int) -> None:
+def _ignore_signals(worker_id: int) -> None:
     # torchrun signals workers, too, but their rank stops them.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 # ---- Baseline and synthetic tables ---------------------------------------------------------------

@@ -38,8 +38,11 @@ log.addHandler(logging.NullHandler())  # or the preflight check prints errors tw
 
 PARENT_PID = os.getppid()  # torchrun, if it launched this process
 GRACE_S = 5.0  # seconds a rank has to exit by itself after another one has failed
-# After SIGTERM, seconds without progress until a rank gives up, half of those that torchrun waits.
+# After SIGTERM, seconds without progress until a rank gives up: half of those that torchrun waits,
+# which are 30 where a rank has died.
 SIGTERM_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) / 2
+SIGTERM_AFTER_DEATH_S = min(15.0, SIGTERM_S)
+SILENCE_S = 10.0  # without a heartbeat, after which a rank counts as dead
 
 
 class UserError(Exception):
@@ -93,7 +96,7 @@ class Distributed:
         self.rank = self.local_rank = 0
         self.world_size = self.local_world_size = 1
         self.device = torch.device("cpu")
-        self.store: dist.Store | None = None  # torchrun's, set in `join_group` with the watchdog
+        self.store: dist.Store | None = None  # torchrun's, or one of this process
         self.watchdog: Watchdog | None = None
         self.stop: StopRequest | None = None
         self.on_failure: list[Callable[[str], None]] = []  # called with the reason before exiting
@@ -202,9 +205,9 @@ class Distributed:
 
     def close(self) -> None:
         """Destroys the process group. Only after success: a rank in a collective would hang."""
+        self.watchdog.finished.set()
+        self.watchdog.join()
         if self.launched:
-            self.watchdog.finished.set()
-            self.watchdog.join()
             gc.collect()  # a DDP module that outlives the group can deadlock with a gloo thread
             dist.destroy_process_group()
 
@@ -333,15 +336,22 @@ class Watchdog(threading.Thread):
             # A rank that waits in NCCL for a dead one cannot handle torchrun's SIGTERM.
             told_to_end = told_to_end or bool(self.env.stop and self.env.stop.told_to_end())
             waited = waited + 1 if told_to_end and stalled else 0
-            if waited * self.heartbeat_s > SIGTERM_S:
+            silence_s = self.heartbeat_s * max(
+                [seen.silent for seen in self.seen.values()], default=0
+            )
+            limit_s = SIGTERM_AFTER_DEATH_S if silence_s > SILENCE_S else SIGTERM_S
+            if waited * self.heartbeat_s > limit_s:
                 reason = f"SIGTERM while it waits in {progress.phase} of step {progress.step}"
                 self.abort(self.env.record_end_reason(f"rank {self.env.rank}: {reason}")[0])
             with contextlib.suppress(dist.DistError):  # torchrun is gone, as StopRequest notices
                 state = json.dumps([self.replies, progress])
                 self.store.set(f"progress/{self.env.rank}", state)
-                if stalled * self.heartbeat_s < self.env.limit_s / 2:
-                    self.seen.clear()
+                is_stalled = stalled * self.heartbeat_s >= self.env.limit_s / 2
+                if is_stalled or told_to_end:
+                    self.observe_ranks()
                 else:
+                    self.seen.clear()
+                if is_stalled:
                     self.check_ranks()
                 ending += self.store.check(["end"])
                 if ending * self.heartbeat_s > GRACE_S:  # the main thread is busy or hangs
@@ -361,8 +371,8 @@ class Watchdog(threading.Thread):
                     "its machine is gone or cut off"
                 )
 
-    def check_ranks(self) -> None:
-        """Records the ranks furthest behind as the reason to end, if none has moved for long."""
+    def observe_ranks(self) -> None:
+        """Counts the heartbeats since each rank was last heard of, and since it last moved."""
         not_seen_yet = json.dumps([-1, Progress(changes=-1)])
         for rank in range(self.env.world_size):
             state = self.store.compare_set(f"progress/{rank}", "", not_seen_yet)
@@ -372,6 +382,9 @@ class Watchdog(threading.Thread):
             silent = last.silent + 1 if heartbeat == last.heartbeat else 0
             stalled = last.stalled + 1 if progress == last.progress else 0
             self.seen[rank] = Observed(heartbeat, progress, silent, stalled)
+
+    def check_ranks(self) -> None:
+        """Records the ranks furthest behind as the reason to end, if none has moved for long."""
         least = min(seen.progress[:2] for seen in self.seen.values())
         behind = {rank: seen for rank, seen in self.seen.items() if seen.progress[:2] == least}
         half = self.env.limit_s / 2
@@ -413,6 +426,9 @@ def setup(env: Distributed) -> Distributed:
                 f"WORLD_SIZE is set, but not by torchrun ({error}): use torchrun, or unset it"
             ) from None
         join_group(env)
+    else:
+        env.store = dist.HashStore()
+        start_watchdog(env)
     with env.sync_errors():  # if one rank finds no device, all exit rather than wait for it
         env.device = choose_device(env)
     gpu = ""
@@ -429,6 +445,11 @@ def setup(env: Distributed) -> Distributed:
     return env
 
 
+def start_watchdog(env: Distributed) -> None:
+    env.watchdog = Watchdog(env)
+    env.watchdog.start()
+
+
 def join_group(env: Distributed) -> None:
     startup_s = env.config.startup_timeout_s
     timeout = timedelta(seconds=startup_s + env.config.timeout_s)  # the watchdog is earlier
@@ -443,8 +464,7 @@ def join_group(env: Distributed) -> None:
         # dead ones.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         env.store = dist.PrefixStore(f"restart {restart}", store)
-        env.watchdog = Watchdog(env)
-        env.watchdog.start()
+        start_watchdog(env)
         dist.init_process_group(
             backend, store=env.store, rank=env.rank, world_size=env.world_size, timeout=timeout
         )
@@ -468,8 +488,11 @@ def choose_device(env: Distributed) -> torch.device:
         return torch.device("cuda", 0)  # a scheduler may expose a different GPU to each process
     missing = [gpu for gpu in chosen if gpu not in range(visible)]
     if missing or env.local_world_size > len(chosen):
+        processes = (
+            "1 process" if env.local_world_size == 1 else f"{env.local_world_size} processes"
+        )
         raise UserError(
-            f"{env.local_world_size} processes on {platform.node()} but {visible} GPUs, "
+            f"{processes} on {platform.node()} but {visible} GPUs, "
             f"ddp.device_ids={chosen}: set --nproc_per_node to the number of GPUs to use, "
             "or CUDA_VISIBLE_DEVICES= to run on the CPU"
         )

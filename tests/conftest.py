@@ -132,16 +132,21 @@ def train(torchrun: Callable[..., Finished], tables: list[str], tmp_path: Path) 
     """
 
     def start(
-        nproc: int, *overrides: str, script: Path = ROOT / "train.py", launcher: bool = False, **env: str
+        nproc: int,
+        *overrides: str,
+        script: Path = ROOT / "train.py",
+        launcher: bool = False,
+        timeout: float = 120,
+        **env: str,
     ) -> Finished:
         arguments = [*tables, *SMALL, *overrides]
         if launcher:
-            return torchrun(nproc, script, *arguments, **env)
+            return torchrun(nproc, script, *arguments, timeout=timeout, **env)
         if nproc:
             _store, processes = fork_ranks(tmp_path, nproc, str(script), arguments, env)
         else:
             processes = [fork(tmp_path, "rank0", [str(script), *arguments], {"OMP_NUM_THREADS": "1", **env})]
-        codes = join(processes)
+        codes = join(processes, timeout)
         output = [
             "".join((tmp_path / f"rank{rank}.{stream}").read_text() for rank in range(len(processes)))
             for stream in ("stdout", "stderr")

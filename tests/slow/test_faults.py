@@ -197,6 +197,64 @@ def test_a_rank_that_hangs_outside_python_obeys_sigterm(tmp_path, tables):
     assert status["reason"] == "rank 0: SIGTERM while it waits in optimiser of step 0"
 
 
+BEHIND_A_KILLED_RANK = """
+import ctypes, os, signal, train
+def step(*arguments):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+train.optimizer_step = step
+train.main()
+"""
+
+
+def test_a_rank_stuck_behind_a_killed_one_says_so_before_torchrun_kills_it(torchrun, tables, tmp_path):
+    """torchrun gives it 30 s, however long it waits for ranks that it stops on request."""
+    (tmp_path / "killed.py").write_text(BEHIND_A_KILLED_RANK)
+    script = [tmp_path / "killed.py", *tables, *SETTINGS]
+    assert torchrun(2, *script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="240").returncode == 1
+    status = json.loads((tmp_path / "runs/default/status.json").read_text())
+    assert status["state"] == "failed"
+    assert status["reason"] == "rank 0: SIGTERM while it waits in optimiser of step 0"
+
+
+HUNG = """
+import threading, train
+train.criterion = lambda *arguments: threading.Event().wait()
+train.main()
+"""
+
+
+@pytest.mark.parametrize("signalled", [False, True], ids=["no progress", "SIGTERM"])
+def test_a_single_process_that_hangs_ends_with_a_report(tmp_path, tables, signalled):
+    (tmp_path / "hung.py").write_text(HUNG)
+    limit = "" if signalled else "ddp.startup_timeout_s=6"
+    command = [sys.executable, "hung.py", *tables, *SETTINGS, *filter(None, [limit])]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4", "PYTHONPATH": str(ROOT)},
+    )
+    wait_for_growth(tmp_path / "runs/default/checkpoints/best.pt", [])
+    if signalled:
+        process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    status = json.loads((tmp_path / "runs/default/status.json").read_text())
+    assert status["state"] == "failed"
+    if signalled:
+        assert status["reason"] == "rank 0: SIGTERM while it waits in backward of step 0"
+    else:
+        assert "no progress for 6 s" in errors and "rank 0: in backward of step 0" in status["reason"]
+    assert "stack of rank 0 (" in errors and "hung.py" in errors
+
+
 def test_ctrl_c_in_one_process_stops_at_a_step_boundary(tmp_path, tables):
     arguments = [*tables, *SETTINGS, "optim.epochs=500", "checkpoint.every_steps=100000"]
     command = [sys.executable, ROOT / "train.py", *arguments]
@@ -305,6 +363,7 @@ def test_a_rank_that_waits_for_a_slow_one_is_not_stuck():
         for beat in range(beats + 1):
             env.store.set("progress/0", json.dumps([beat, [9, 7, "evaluation", 20]]))
             env.store.set("progress/1", json.dumps([0 if silent else beat, [*place, beat if moving else 0]]))
+            watchdog.observe_ranks()
             watchdog.check_ranks()
         return env.record_end_reason("")[0]
 
@@ -338,6 +397,40 @@ def test_a_signal_to_all_processes_stops_cleanly_with_loader_processes(tmp_path,
     assert process.returncode == 0 and "(SIGTERM)" in output, output
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+SPAWNED = """
+import data, train
+loader = data.DataLoader
+def spawned(*arguments, **options):
+    context = "spawn" if options["num_workers"] else None
+    return loader(*arguments, **{**options, "multiprocessing_context": context})
+data.DataLoader = spawned
+if __name__ == "__main__":
+    train.main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_a_signal_to_torchrun_stops_cleanly_with_spawned_loader_processes(tmp_path, tables, name):
+    """As on GPUs, where loader processes are spawned; torchrun signals the whole process group of each rank."""
+    (tmp_path / "spawned.py").write_text(SPAWNED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    command += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1", "spawned.py", *tables, *SETTINGS]
+    process = subprocess.Popen(
+        [*command, "optim.epochs=500", "data.workers=1"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    wait_for_growth(tmp_path / "runs/default/checkpoints/step_00000004.pt", [])
+    process.send_signal(getattr(signal, name))
+    output, _ = process.communicate(timeout=60)
+    status = json.loads((tmp_path / "runs/default/status.json").read_text())
+    assert (status["state"], status["reason"]) == ("stopped", name), output
 
 
 STOPPED_AFTER_NAN = """
