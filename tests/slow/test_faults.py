@@ -1,5 +1,6 @@
 """Runs that are killed, stopped or given a NaN; `python -m tests.check faults` runs all such faults."""
 
+import contextlib
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -220,6 +222,19 @@ def test_a_rank_stuck_behind_a_killed_one_says_so_before_torchrun_kills_it(torch
     assert status["reason"] == "rank 0: SIGTERM while it waits in optimiser of step 0"
 
 
+@contextlib.contextmanager
+def started(command: list[str], folder: Path, **variables: str) -> Iterator[subprocess.Popen]:
+    """Starts a command in `folder`, in a process group of its own that does not outlive the block."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 HUNG = """
 import threading, train
 train.criterion = lambda *arguments: threading.Event().wait()
@@ -230,21 +245,14 @@ train.main()
 @pytest.mark.parametrize("signalled", [False, True], ids=["no progress", "SIGTERM"])
 def test_a_single_process_that_hangs_ends_with_a_report(tmp_path, tables, signalled):
     (tmp_path / "hung.py").write_text(HUNG)
-    limit = "" if signalled else "ddp.startup_timeout_s=6"
-    command = [sys.executable, "hung.py", *tables, *SETTINGS, *filter(None, [limit])]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4", "PYTHONPATH": str(ROOT)},
-    )
-    wait_for_growth(tmp_path / "runs/default/checkpoints/best.pt", [])
-    if signalled:
-        process.terminate()
-    _, errors = process.communicate(timeout=60)
+    command = [sys.executable, "hung.py", *tables, *SETTINGS]
+    if not signalled:
+        command.append("ddp.startup_timeout_s=6")
+    with started(command, tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="4") as process:
+        wait_for_growth(tmp_path / "runs/default/checkpoints/best.pt", [])
+        if signalled:
+            process.terminate()
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     status = json.loads((tmp_path / "runs/default/status.json").read_text())
     assert status["state"] == "failed"
@@ -417,20 +425,12 @@ def test_a_signal_to_torchrun_stops_cleanly_with_spawned_loader_processes(tmp_pa
     (tmp_path / "spawned.py").write_text(SPAWNED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
     command += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1", "spawned.py", *tables, *SETTINGS]
-    process = subprocess.Popen(
-        [*command, "optim.epochs=500", "data.workers=1"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    wait_for_growth(tmp_path / "runs/default/checkpoints/step_00000004.pt", [])
-    process.send_signal(getattr(signal, name))
-    output, _ = process.communicate(timeout=60)
+    with started([*command, "optim.epochs=500", "data.workers=1"], tmp_path) as process:
+        wait_for_growth(tmp_path / "runs/default/checkpoints/step_00000004.pt", [])
+        process.send_signal(getattr(signal, name))
+        _, errors = process.communicate(timeout=60)
     status = json.loads((tmp_path / "runs/default/status.json").read_text())
-    assert (status["state"], status["reason"]) == ("stopped", name), output
+    assert (status["state"], status["reason"]) == ("stopped", name), errors
 
 
 STOPPED_AFTER_NAN = """
