@@ -610,7 +610,8 @@ class KnockoutDataset(Dataset):
     `y` [B, T], `weight` [B, T] (0 for missing scores and padding), `index` [B] (the row, -1 for
     padding) and `num_dead_edges`, an int that sizes the masks' tensors. The arguments are as in
     `Tables`, where a node is listed once in a sample, as `pack` sees to, but for `degree`, which is
-    `SharedGraph.degree`, long [N].
+    `SharedGraph.degree`, long [N], and `transform`, such as `mask.ReachPlanner`, which takes each
+    batch and returns what the model gets.
     """
 
     def __init__(
@@ -620,13 +621,14 @@ class KnockoutDataset(Dataset):
         y: Tensor,
         degree: Tensor,
         weight: Tensor | None = None,
+        transform: Callable[[Data], Data] | None = None,
     ):
         self.perturbed = perturbed
         self.perturbed_ptr = perturbed_ptr
         self.y = y if y.dim() > 1 else y.unsqueeze(1)
         self.degree = degree
         self.weight = y.new_ones(1).expand(len(y)) if weight is None else weight
-        self.transform: Callable[[Data], Data] | None = None  # such as `mask.ReachPlanner`
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.y)

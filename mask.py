@@ -32,16 +32,6 @@ warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta 
 warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
 
 
-class Edges(NamedTuple):
-    """The edges of some relations."""
-
-    num_relations: int
-    relation: Tensor  # long [E]
-    source: Tensor  # long [E]
-    target: Tensor  # long [E]
-    weight: Tensor  # float [E]
-
-
 class SharedGraph(nn.Module):
     """The graph's topology on one device, without parameters or entries in the state dict.
 
@@ -61,8 +51,6 @@ class SharedGraph(nn.Module):
             outside [0, N).
     """
 
-    DENSITY = 0.007  # share of all N * N edges from which a dense matrix on tensor cores is cheaper
-
     def __init__(self, graph: HeteroData, node_type: str = "gene"):
         super().__init__()
         self.num_nodes = int(graph[node_type].num_nodes)
@@ -77,18 +65,15 @@ class SharedGraph(nn.Module):
         # The edges of all relations, one relation after another.
         edge_index = torch.cat(edge_indices, dim=1)
         relation = torch.repeat_interleave(torch.tensor(counts))
-        weight = _normalised(torch.cat(weights).double(), relation * self.num_nodes + edge_index)
+        ends = relation * self.num_nodes + edge_index  # as each relation has its own degrees
+        weight = _normalised(torch.cat(weights).double(), ends).float()
         self._buffer("edge_index", edge_index)
-        self._buffer("edge_weight", weight.float())
+        self._buffer("edge_weight", weight)
         self._buffer("edge_counts", torch.tensor(counts))
         self._buffer("edge_offsets", self.edge_counts.cumsum(0) - self.edge_counts)
         self._buffer("x", graph[node_type].get("x", torch.empty(self.num_nodes, 0)).float())
 
-        # What `propagate` multiplies by. `densify` adds the other two, for use under autocast.
-        self.stack = RelationStack(self._edges_of(torch.arange(len(counts))), self.num_nodes)
-        self.sparse: RelationStack | None = None
-        self.dense: DenseRelations | None = None
-
+        self.stack = RelationStack(edge_index, relation, weight, len(counts), self.num_nodes)
         self._add_incidence(relation)
         # The memory that `edge_masks` reuses, and the positions that its last call set to False.
         self._buffer("alive", torch.ones(0, dtype=torch.bool))
@@ -97,14 +82,14 @@ class SharedGraph(nn.Module):
     def _add_incidence(self, relation: Tensor) -> None:
         """Stores, as CSR, which edges of relation r touch node n in row n * R + r."""
         source, target = self.edge_index
-        size = len(self.relations)
-        proper = (source != target).nonzero().squeeze(1)  # a self-loop is listed once
-        edge = torch.cat([torch.arange(len(source)), proper])
-        node = torch.cat([source, target[proper]])
-        row, order = (node * size + relation[edge]).sort(stable=True)
+        num_relations = len(self.relations)
+        no_loop = (source != target).nonzero().squeeze(1)  # as a self-loop is listed once
+        edge = torch.cat([torch.arange(len(source)), no_loop])
+        node = torch.cat([source, target[no_loop]])
+        row, order = (node * num_relations + relation[edge]).sort(stable=True)
         self._buffer("incidence", edge[order].int())
-        self._buffer("incidence_ptr", index2ptr(row, self.num_nodes * size))
-        self.degree = self.incidence_ptr[::size].diff()  # edges that die with each node, [N]
+        self._buffer("incidence_ptr", index2ptr(row, self.num_nodes * num_relations))
+        self.degree = self.incidence_ptr[::num_relations].diff()  # edges that die with each node
 
     def _buffer(self, name: str, tensor: Tensor) -> None:
         self.register_buffer(name, tensor, persistent=False)
@@ -135,10 +120,11 @@ class SharedGraph(nn.Module):
         dead nodes is listed twice.
         """
         num_samples = self.check(batch)
-        size = len(self.relations)
+        num_relations = len(self.relations)
         # Segment k * R + r holds the edges of relation r that touch knocked-out node number k.
-        bounds = self.incidence_ptr.unfold(0, size + 1, size).index_select(0, batch.perturbed)
-        start = bounds.narrow(1, 0, size).flatten()  # [P * R]
+        bounds = self.incidence_ptr.unfold(0, num_relations + 1, num_relations)  # [N, R + 1]
+        bounds = bounds.index_select(0, batch.perturbed)
+        start = bounds.narrow(1, 0, num_relations).flatten()  # [P * R]
         length = bounds.diff().flatten()
         # Dead edge i is entry i - first[s] of its segment s.
         first = length.cumsum(0) - length
@@ -146,10 +132,11 @@ class SharedGraph(nn.Module):
         position = torch.arange(batch.num_dead_edges, device=self.device)
         position += (start - first).index_select(0, segment)
         edge = self.incidence.index_select(0, position)
-        # B copies of each earlier relation precede it, and one of its own per earlier sample.
+        # B copies of each earlier relation precede it, of which `edge` counts one, and a copy of
+        # its own relation for each earlier sample.
         sample = batch.perturbed_batch.unsqueeze(1)
-        base = (num_samples - 1) * self.edge_offsets + sample * self.edge_counts
-        return base.flatten().index_select(0, segment).add_(edge)
+        preceding = (num_samples - 1) * self.edge_offsets + sample * self.edge_counts  # [P, R]
+        return preceding.flatten().index_select(0, segment).add_(edge)
 
     def edge_masks(self, batch: Data) -> dict[EdgeType, Tensor]:
         """Returns {edge type: bool [B * E_r]}, True where the edge is alive.
@@ -176,8 +163,8 @@ class SharedGraph(nn.Module):
         Node n of sample k is `k * N + n`.
         """
         offset = torch.arange(self.check(batch), device=self.device).unsqueeze(1) * self.num_nodes
-        edges = self.edge_index.unsqueeze(1).split(list(self.num_edges.values()), dim=2)
-        copies = [(edge_index + offset).flatten(1) for edge_index in edges]
+        edge_indices = self.edge_index.unsqueeze(1).split(list(self.num_edges.values()), dim=2)
+        copies = [(edge_index + offset).flatten(1) for edge_index in edge_indices]
         return dict(zip(self.relations, copies, strict=True))
 
     def weights(self) -> tuple[Tensor, ...]:
@@ -190,88 +177,45 @@ class SharedGraph(nn.Module):
         """Returns the sum over relations r of gate_r * (A_r @ (keep * x)), [N, B, H].
 
         `x` is [N, B, H], `gate` [R, H], `keep` [N, B]; without them, all are ones. Sums of dead
-        nodes, which nothing reads, stay. Products are in the graph's dtype, those of dense
-        relations under autocast in `densify`'s; the result is in x's.
+        nodes, which nothing reads, stay. Products are in the graph's dtype, the result is in x's.
         """
         if keep is not None:
             x = keep.unsqueeze(-1) * x
         if gate is None:
             gate = x.new_ones(len(self.relations), x.size(2))
-        value = x.to(self.edge_weight.dtype)
-        gate = gate.to(self.edge_weight.dtype)
-        if self.dense is None or not torch.is_autocast_enabled(x.device.type):
-            return self.stack(value, gate).to(x.dtype)
-        sparse = self.sparse(value, gate.index_select(0, self.sparse_ids))
-        dense = self.dense(value, gate.index_select(0, self.dense_ids))
-        return (sparse + dense).to(x.dtype)
-
-    def densify(self, dtype: torch.dtype) -> list[str]:
-        """Makes `propagate` use a matrix of `dtype` for dense relations under autocast.
-
-        Returns the names of these relations, whose matrix takes at most an eighth of the free GPU
-        memory.
-        """
-        least = self.DENSITY * self.num_nodes**2
-        dense = [r for r, count in enumerate(self.num_edges.values()) if count > least]
-        if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            dense = dense[: free // (8 * self.num_nodes**2 * dtype.itemsize)]
-        if dense:
-            sparse = [r for r in range(len(self.relations)) if r not in dense]
-            self._buffer("dense_ids", torch.tensor(dense, device=self.device))
-            self._buffer("sparse_ids", torch.tensor(sparse, dtype=torch.long, device=self.device))
-            self.sparse = RelationStack(self._edges_of(self.sparse_ids), self.num_nodes)
-            self.dense = DenseRelations(self._edges_of(self.dense_ids), self.num_nodes, dtype)
-        return [self.relations[r][1] for r in dense]
-
-    def _edges_of(self, relations: Tensor) -> Edges:
-        """Returns the edges of some relations, numbered by their positions in `relations`."""
-        relation = torch.repeat_interleave(self.edge_counts)
-        chosen = torch.isin(relation, relations).nonzero().squeeze(1)
-        number = torch.searchsorted(relations, relation[chosen])
-        return Edges(len(relations), number, *self.edge_index[:, chosen], self.edge_weight[chosen])
+        dtype = self.edge_weight.dtype
+        return self.stack(x.to(dtype), gate.to(dtype)).to(x.dtype)
 
 
 class RelationStack(nn.Module):
-    """The A_r of n relations as one CSR matrix [n * N, N], and their transposes as another."""
+    """The A_r one below the other as a CSR matrix [R * N, N], and their transposes as another."""
 
-    def __init__(self, edges: Edges, num_nodes: int):
+    def __init__(
+        self,
+        edge_index: Tensor,
+        relation: Tensor,
+        weight: Tensor,
+        num_relations: int,
+        num_nodes: int,
+    ):
         super().__init__()
-        ends = {"forward": (edges.target, edges.source), "backward": (edges.source, edges.target)}
+        source, target = edge_index
+        ends = {"forward": (target, source), "backward": (source, target)}
         for name, (row, col) in ends.items():
-            row = edges.relation * num_nodes + row
+            row = relation * num_nodes + row
             order = torch.argsort(row * num_nodes + col)
-            ptr = index2ptr(row[order], edges.num_relations * num_nodes)
+            ptr = index2ptr(row[order], num_relations * num_nodes)
             self.register_buffer(f"{name}_ptr", ptr.int(), persistent=False)
             self.register_buffer(f"{name}_col", col[order].int(), persistent=False)
-            self.register_buffer(f"{name}_weight", edges.weight[order], persistent=False)
+            self.register_buffer(f"{name}_weight", weight[order], persistent=False)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Returns the sum over relations r of gate_r * (A_r @ x), [N, B, H]."""
         return _Propagate.apply(x, gate, *self.buffers())
 
 
-class DenseRelations(nn.Module):
-    """The A_r of n relations side by side as one dense matrix [N, n * N], for tensor cores."""
-
-    def __init__(self, edges: Edges, num_nodes: int, dtype: torch.dtype):
-        super().__init__()
-        self.padding = -num_nodes % 8  # to rows of a multiple of 16 bytes, or cuBLAS is slow
-        size = (num_nodes, edges.num_relations, num_nodes + self.padding)
-        matrix = torch.zeros(size, dtype=dtype, device=edges.weight.device)
-        index = (edges.target, edges.relation, edges.source)
-        matrix.index_put_(index, edges.weight.to(dtype), accumulate=True)
-        self.register_buffer("matrix", matrix.flatten(1), persistent=False)
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Returns the sum over relations r of A_r @ (gate_r * x), [N, B, H]."""
-        messages = (x * gate.view(-1, 1, 1, x.size(2))).to(self.matrix.dtype)  # [n, N, B, H]
-        messages = nn.functional.pad(messages, (0, 0, 0, 0, 0, self.padding))
-        return (self.matrix @ messages.view(self.matrix.size(1), -1)).view_as(x)
-
-
-class ReachedRows(NamedTuple):
-    """The states that differ from the intact graph's after one layer, in a block of samples.
+class ReachedStates(NamedTuple):
+    """The S states that differ from the intact graph's after one layer, in a block of samples.
 
     They are sorted by sample and node. The matrix [S, C * (R + 1)] sums what the C senders
     contribute to them: the dead nodes, and the states that differed before the layer. Column
@@ -280,7 +224,7 @@ class ReachedRows(NamedTuple):
 
     node: Tensor  # long [S]
     sample: Tensor  # long [S], counted from the block's first sample
-    previous: Tensor  # long, the position of each state of the layer before among these
+    previous: Tensor  # long, the positions among these of the layer before's
     matrix: tuple[Tensor, ...]  # for `spmm`
 
 
@@ -289,8 +233,10 @@ class ReachBlock(NamedTuple):
 
     num_samples: int
     dead: Tensor  # long, the knocked-out nodes, one sample after another
-    layers: Sequence[ReachedRows] = ()
-    row_ptr: Sequence[int] = ()  # the last layer's rows of sample k: row_ptr[k] : row_ptr[k + 1]
+    layers: Sequence[ReachedStates] = ()
+    sample_ptr: Sequence[
+        int
+    ] = ()  # where each sample's states begin in the last layer, and their end
 
 
 class ReachPlanner:
@@ -303,83 +249,103 @@ class ReachPlanner:
     """
 
     BLOCK = 32  # samples whose reached states stay in cache
-    # A layer on all nodes costs as much as this share of the edges and so many edges per node in a
-    # plan (measured).
-    MAX_EDGES = 0.04, 13.0
+    # A layer on all nodes costs as much as this share of all edges in a plan, and so many edges per
+    # node (measured).
+    EDGE_SHARE = 0.04
+    EDGES_PER_NODE = 13.0
 
     def __init__(self, graph: SharedGraph, num_layers: int):
         self.num_nodes = graph.num_nodes
         self.num_layers = num_layers
-        share, per_node = self.MAX_EDGES
-        self.max_edges = share * sum(graph.num_edges.values()) + per_node * graph.num_nodes
+        num_edges = sum(graph.num_edges.values())
+        self.max_edges = self.EDGE_SHARE * num_edges + self.EDGES_PER_NODE * self.num_nodes
         # The out-edges of each node by relation and, as if by one more, from each node to itself.
+        node = torch.arange(self.num_nodes + 1)
+        ptr = graph.stack.backward_ptr.cpu().unfold(0, len(node), self.num_nodes)  # [R, N + 1]
+        col = graph.stack.backward_col.cpu()
         weight = graph.stack.backward_weight.cpu()
-        loops = torch.arange(self.num_nodes + 1)
-        ptr = graph.stack.backward_ptr.cpu().unfold(0, len(loops), self.num_nodes)  # [R, N + 1]
-        self.ptr = torch.cat([ptr, len(weight) + loops.unsqueeze(0)]).numpy()
-        self.col = torch.cat([graph.stack.backward_col.cpu(), loops[:-1]]).numpy()
+        self.ptr = torch.cat([ptr, len(col) + node.unsqueeze(0)]).numpy()
+        self.col = torch.cat([col, node[:-1]]).numpy()
         self.weight = torch.cat([weight, weight.new_ones(self.num_nodes)])
         # Of each state, numbered sample * N + node: its row in the plan; -1 where the node is dead.
         self.row = np.zeros(self.BLOCK * self.num_nodes, dtype=np.int32)
 
     def __call__(self, batch: Data) -> Data:
         """Adds `reach` to a batch on the CPU, and returns it."""
-        ptr = batch.perturbed_ptr.tolist()
-        starts = range(0, len(ptr) - 1, self.BLOCK)
-        batch.reach = [self._plan(batch, k, ptr[k : k + self.BLOCK + 1]) for k in starts]
+        batch.reach = self.plan(batch)
         return batch
 
-    def _plan(self, batch: Data, first: int, bounds: list[int]) -> ReachBlock:
-        """Returns the plan of samples from `first` on, whose knock-outs begin at `bounds`."""
-        num_samples = len(bounds) - 1
-        node = batch.perturbed[bounds[0] : bounds[-1]]
-        sample = batch.perturbed_batch[bounds[0] : bounds[-1]] - first
+    def plan(self, batch: Data) -> list[ReachBlock]:
+        """Returns the plan of a batch on the CPU, in blocks of `BLOCK` samples."""
+        num_samples = len(batch.perturbed_ptr) - 1
+        blocks = []
+        for first in range(0, num_samples, self.BLOCK):
+            end = min(first + self.BLOCK, num_samples)
+            knockouts = slice(batch.perturbed_ptr[first], batch.perturbed_ptr[end])
+            sample = batch.perturbed_batch[knockouts] - first
+            blocks.append(self._plan_block(batch.perturbed[knockouts], sample, end - first))
+        return blocks
+
+    def _plan_block(self, node: Tensor, sample: Tensor, num_samples: int) -> ReachBlock:
+        """Returns the plan of samples, given the node and the sample of each knock-out."""
         dead = (sample * self.num_nodes + node).numpy()
         self.row[dead] = -1
-        layers: list[ReachedRows] = []
+        layers: list[ReachedStates] = []
         reached = dead[:0]
-        while len(layers) < self.num_layers:
+        for _ in range(self.num_layers):
             senders = np.concatenate([dead, reached])
-            # Column c * (R + 1) + r: the out-edges of sender c by relation r.
             sender_node = senders % self.num_nodes
-            first_state = np.repeat(senders - sender_node, len(self.ptr))  # of the same sample
+            # Column c * (R + 1) + r: the out-edges of sender c by relation r.
             start = self.ptr[:, sender_node].T.ravel()
             length = self.ptr[:, sender_node + 1].T.ravel() - start
             if length.sum() > num_samples * self.max_edges:
                 break
+            first_state = np.repeat(senders - sender_node, len(self.ptr))  # of the same sample
             previous = reached
             reached, matrix = self._layer(first_state, start, length)
-            sample_of, node_of = np.divmod(reached, self.num_nodes)
-            rows = (node_of, sample_of, self.row[previous].astype(np.int64))
-            layers.append(ReachedRows(*map(torch.from_numpy, rows), matrix))
+            reached_sample, reached_node = np.divmod(reached, self.num_nodes)
+            layers.append(
+                ReachedStates(
+                    torch.from_numpy(reached_node),
+                    torch.from_numpy(reached_sample),
+                    torch.from_numpy(self.row[previous]).long(),
+                    matrix,
+                )
+            )
         self.row[dead] = 0
-        row_ptr = np.searchsorted(reached, np.arange(num_samples + 1) * self.num_nodes)
-        return ReachBlock(num_samples, node, layers, row_ptr.tolist())
+        sample_ptr = np.searchsorted(reached, np.arange(num_samples + 1) * self.num_nodes)
+        return ReachBlock(num_samples, node, layers, sample_ptr.tolist())
 
     def _layer(
         self, first_state: np.ndarray, start: np.ndarray, length: np.ndarray
     ) -> tuple[np.ndarray, tuple[Tensor, ...]]:
         """Returns the living states that out-edges reach, ascending, and the matrix [S, columns].
 
-        The edges of a column are `start[column] : start[column] + length[column]`.
+        The edges of a column are `start[column] : start[column] + length[column]`, and lead to
+        states of the sample whose node 0 is `first_state[column]`.
         """
         column = np.repeat(np.arange(len(length), dtype=np.int32), length)
         edge = np.arange(len(column)) + np.repeat(start - (length.cumsum() - length), length)
         target = np.repeat(first_state, length) + self.col[edge]
         alive = self.row[target] >= 0
-        column, edge, target = column[alive], edge[alive], target[alive]
+        column = column[alive]
+        edge = edge[alive]
+        target = target[alive]
 
-        # As np.unique(target), but sorting only distinct states: the last edge into a state stays.
+        # As np.unique(target), but sorting only distinct states: of all edges into a state, only
+        # the one whose number was written last finds it again.
         number = np.arange(len(target))
         self.row[target] = number
         reached = np.sort(target[self.row[target] == number])
         self.row[reached] = np.arange(len(reached))
 
-        row, column = torch.from_numpy(self.row[target]), torch.from_numpy(column)
+        row = torch.from_numpy(self.row[target])
+        column = torch.from_numpy(column)
         weight = self.weight[edge]
         order = torch.argsort(row, stable=True)
-        forward = (index2ptr(row[order], len(reached)), column[order], weight[order])
-        return reached, (*forward, index2ptr(column, len(length)), row, weight)
+        by_row = (index2ptr(row[order], len(reached)), column[order], weight[order])
+        by_column = (index2ptr(column, len(length)), row, weight)
+        return reached, (*by_row, *by_column)
 
 
 class _Propagate(torch.autograd.Function):

@@ -143,8 +143,12 @@ class KnockoutGNN(nn.Module):
         """
         trace = []
         for depth, layer in enumerate(self.layers[first:], first):
-            h = layer.norm(x) if depth else sent
-            p = layer(h if depth else x, h, messages)
+            if depth == 0:
+                own = x
+                h = sent
+            else:
+                own = h = layer.norm(x)
+            p = layer(own, h, messages)
             p = p.to(x.dtype)  # as sparse gradients do not add up in half precision
             trace.append(LayerStates(x, h, p))
             x = x + nn.functional.gelu(p)
@@ -159,25 +163,21 @@ class KnockoutGNN(nn.Module):
         if self.config.message_passing == "expanded":
             messages = ExpandedMessages(graph, batch)
             return self.run(self.sum_all, wild.layers[0].x, 0, messages, graph.keep(batch), wild)
-        # Inductor has no sparse gradients; before torch 2.14, its gradients of gathers may be wrong
-        # (pytorch #185509).
-        planned = "reach" in batch and not torch.compiler.is_compiling()
-        blocks = batch.reach if planned else [ReachBlock(graph.check(batch), batch.perturbed)]
-        first, sums = 0, [wild.final.new_zeros(0, self.config.hidden)]
+        if "reach" in batch and not torch.compiler.is_compiling():
+            blocks = batch.reach
+        else:
+            # Inductor has no sparse gradients; before torch 2.14, its gradients of gathers may be
+            # wrong (pytorch #185509).
+            blocks = [ReachBlock(graph.check(batch), batch.perturbed)]
+        sums = [wild.final.new_zeros(0, self.config.hidden)]
+        first = 0
         for block in blocks:
             reached = self.run(self.encode_reached, block, wild)
-            depth = len(block.layers)
-            if depth == len(self.layers):
+            if len(block.layers) == len(self.layers):
                 sums.append(self.sum_reached(block, reached, wild))
             else:
-                # Few samples run through the other layers at once, so that they stay in cache.
-                size = block_size(wild.final)
-                for start in range(0, block.num_samples, size):
-                    count = min(size, block.num_samples - start)
-                    alive = graph.keep(batch).narrow(1, first + start, count)
-                    messages = partial(graph.propagate, keep=alive)
-                    x = self.all_states(block, reached, wild, start, count)
-                    sums.append(self.run(self.sum_all, x, depth, messages, alive, wild))
+                alive = graph.keep(batch).narrow(1, first, block.num_samples)
+                sums += self.sum_unplanned(graph, block, reached, alive, wild)
             first += block.num_samples
         return torch.cat(sums)
 
@@ -196,21 +196,38 @@ class KnockoutGNN(nn.Module):
         x = self.y_mean.new_zeros(0, self.config.hidden)
         node = block.dead.new_empty(0)
         for layer, reached, states in zip(self.layers, block.layers, wild.layers, strict=False):
-            of_dead = -self.rows(states.h, block.dead)
-            of_changed = layer.norm(x) - self.rows(states.h, node)
+            of_dead = -self.select(states.h, block.dead)
+            of_changed = layer.norm(x) - self.select(states.h, node)
             change = torch.cat([of_dead, of_changed])
             node = reached.node
-            p = self.rows(states.p, node) + layer.propagate_change(change, reached.matrix)
-            x = self.rows(states.x, node).index_copy_(0, reached.previous, x)
+            p = self.select(states.p, node) + layer.propagate_change(change, reached.matrix)
+            x = self.select(states.x, node).index_copy_(0, reached.previous, x)
             x = x + nn.functional.gelu(p)
         return x
 
     def sum_reached(self, block: ReachBlock, reached: Tensor, wild: WildType) -> Tensor:
         """Returns the summed changes of each sample, [B, H], if only `reached` [S, H] change."""
         last = block.layers[-1]
-        change = self.norm(reached) - self.rows(wild.final, last.node)
+        change = self.norm(reached) - self.select(wild.final, last.node)
         total = change.new_zeros(block.num_samples, change.size(1))
         return total.index_add(0, last.sample, change)
+
+    def sum_unplanned(
+        self, graph: SharedGraph, block: ReachBlock, reached: Tensor, alive: Tensor, wild: WildType
+    ) -> list[Tensor]:
+        """Returns the summed changes of each sample, several [B, H], if the plan leaves layers out.
+
+        Few samples run through these layers at once, so that they stay in cache.
+        """
+        size = block_size(wild.final)
+        sums = []
+        for start in range(0, block.num_samples, size):
+            count = min(size, block.num_samples - start)
+            keep = alive.narrow(1, start, count)
+            x = self.all_states(block, reached, wild, start, count)
+            messages = partial(graph.propagate, keep=keep)
+            sums.append(self.run(self.sum_all, x, len(block.layers), messages, keep, wild))
+        return sums
 
     def all_states(
         self, block: ReachBlock, reached: Tensor, wild: WildType, start: int, count: int
@@ -219,11 +236,11 @@ class KnockoutGNN(nn.Module):
         x = wild.layers[len(block.layers)].x.expand(-1, count, -1)
         if not block.layers:
             return x
-        first = block.row_ptr[start]
-        num_rows = block.row_ptr[start + count] - first
-        node = block.layers[-1].node.narrow(0, first, num_rows)
-        sample = block.layers[-1].sample.narrow(0, first, num_rows) - start
-        return x.index_put((node, sample), reached.narrow(0, first, num_rows))
+        first = block.sample_ptr[start]
+        num_reached = block.sample_ptr[start + count] - first
+        node = block.layers[-1].node.narrow(0, first, num_reached)
+        sample = block.layers[-1].sample.narrow(0, first, num_reached) - start
+        return x.index_put((node, sample), reached.narrow(0, first, num_reached))
 
     def sum_all(
         self, x: Tensor, depth: int, messages: Messages, alive: Tensor, wild: WildType
@@ -232,7 +249,7 @@ class KnockoutGNN(nn.Module):
         x, _ = self.encode(x, wild.layers[0].h, messages, depth)
         return ((self.norm(x) - wild.final) * alive.unsqueeze(-1)).sum(0)
 
-    def rows(self, states: Tensor, node: Tensor) -> Tensor:
+    def select(self, states: Tensor, node: Tensor) -> Tensor:
         """Returns states[node], [S, H], of states [N, 1, H].
 
         The gradient is sparse if that is smaller than a dense one, so that its cost does not follow
@@ -278,7 +295,7 @@ class KnockoutConv(nn.Module):
     def propagate_change(self, change: Tensor, matrix: tuple[Tensor, ...]) -> Tensor:
         """Maps changes of h [C, H] to those of `forward` where they reach [S, H].
 
-        `matrix` is that of `mask.ReachedRows`.
+        `matrix` is that of `mask.ReachedStates`.
         """
         by_relation = self.out(change.unsqueeze(1) * (self.SCALE * self.gate))  # [C, R, H]
         by_root = nn.functional.linear(change, self.root.weight).unsqueeze(1)
@@ -337,12 +354,13 @@ class LocalReadout(nn.Module):
     def forward(self, wild_type: Tensor, known: Tensor, batch: Data) -> Tensor:
         """Maps wild_type [N, H] to [B, T]; nodes that are not `known` [N] have no own effect."""
         num_samples = batch.perturbed_ptr.numel() - 1
-        total = partial(scatter, index=batch.perturbed_batch, dim_size=num_samples)
+        sum_by_sample = partial(scatter, index=batch.perturbed_batch, dim_size=num_samples)
         state = self.embed(wild_type.index_select(0, batch.perturbed))  # [P, 2H]
-        nodes = total(state)
-        pairs = (nodes.square() - total(state.square())) / 2  # sum over i < j of state_i * state_j
+        nodes = sum_by_sample(state)
+        squares = sum_by_sample(state.square())
+        pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
         effect = self.effect.view(len(known), -1) * known.unsqueeze(1)
-        effects = total(effect.index_select(0, batch.perturbed))
+        effects = sum_by_sample(effect.index_select(0, batch.perturbed))
         return effects + self.pair(pairs) + self.head(self.norm(torch.cat([nodes, pairs], dim=1)))
 
 
@@ -354,31 +372,32 @@ def readout_head(inputs: int, hidden: int, dropout: float, outputs: int) -> nn.M
     return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, 2 * hidden), nn.GELU(), last)
 
 
-def choose_route(config: ModelConfig, graph: SharedGraph, dataset: Any) -> str:
-    """Makes the dataset plan its batches as `message_passing` needs; returns a line for the log.
+def choose_route(
+    config: ModelConfig, graph: SharedGraph, batch: Data
+) -> tuple[ReachPlanner | None, str]:
+    """Returns what plans batches as `message_passing` needs, if anything, and a line for the log.
 
-    `auto` takes `reach` if the plan of some hundred samples, evenly spaced, covers more than the
-    first layer. `shared` plans that one, too: all samples enter it with the same states, so little
-    of it changes on any graph.
+    `auto` takes `reach` if the plan of `batch`, some hundred samples, covers more than the first
+    layer. `shared` plans that one, too: all samples enter it with the same states, so little of it
+    changes on any graph.
     """
     route = config.message_passing
     if route == "expanded" or config.readout == "local":
-        return route
+        return None, route
     planner = ReachPlanner(graph, 1 if route == "shared" else config.layers)
-    rows = range(0, len(dataset), len(dataset) // 128 + 1)
-    blocks = planner(dataset.__getitems__(rows)).reach
+    blocks = planner.plan(batch)
     planned = min((len(block.layers) for block in blocks), default=0)
     if route != "reach":
         planner.num_layers = planned
     if route == "auto":
         route = "shared" if planned < min(2, config.layers) else "reach"
-    dataset.transform = planner
+    num_states = sum(block.num_samples for block in blocks) * graph.num_nodes
     shares = []
     for depth in range(planned):
         reached = sum(len(block.layers[depth].node) for block in blocks)
-        shares.append(f"{100 * reached / len(rows) / graph.num_nodes:.2g}")
+        shares.append(f"{100 * reached / num_states:.2g}")
     covered = f"{planned} of {config.layers} layers"
-    return f"a knock-out reaches {', '.join(shares)} % of the nodes in {covered}: {route}"
+    return planner, f"a knock-out reaches {', '.join(shares)} % of the nodes in {covered}: {route}"
 
 
 def block_size(wild_type: Tensor) -> int:

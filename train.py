@@ -53,7 +53,7 @@ from ddp_setup import (
     library_versions,
     run,
 )
-from mask import SharedGraph
+from mask import ReachPlanner, SharedGraph
 from model import KnockoutGNN, ModelConfig, choose_route
 
 log = logging.getLogger("train")
@@ -162,10 +162,10 @@ def train(config: Config, env: Distributed) -> None:
     dtype, autocast_dtype = PRECISIONS[optim.precision]
     tables, baseline, state, folder = set_up(config, env)
     model = state.model
-    graph, dataset, route = build_graph(config, tables, env, dtype)
-    if env.device.type == "cuda" and autocast_dtype:
-        names = graph.densify(autocast_dtype) or ["none"]
-        log.info(f"graph     dense, on tensor cores in {optim.precision}: {', '.join(names)}")
+    graph, planner, route = build_graph(config, tables, env, dtype)
+    dataset = KnockoutDataset(
+        tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree, tables.weight, planner
+    )
     rows = tables.rows("train")
     shares = (optim.accumulate, env.world_size, env.rank)
     sampler = StepSampler(rows, config.data.batch_size, *shares, seed)
@@ -330,13 +330,13 @@ def log_batch(config: Config, env: Distributed, sampler: StepSampler) -> None:
 
 def build_graph(
     config: Config, tables: Tables, env: Distributed, dtype: torch.dtype
-) -> tuple[SharedGraph, KnockoutDataset, str]:
-    """Returns the graph on its device, the samples on it, and a line about the model's route."""
+) -> tuple[SharedGraph, ReachPlanner | None, str]:
+    """Returns the graph on its device, what plans batches on it, and a line about the route."""
     graph = SharedGraph(tables.graph()).to(env.device, dtype)
-    dataset = KnockoutDataset(
-        tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree, tables.weight
-    )
-    return graph, dataset, choose_route(config.model, graph, dataset)
+    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
+    some_rows = range(0, len(dataset), len(dataset) // 128 + 1)  # evenly spaced
+    planner, route = choose_route(config.model, graph, dataset.__getitems__(some_rows))
+    return graph, planner, route
 
 
 def build_model(config: Config, tables: Tables, effect: Tensor | None = None) -> nn.Module:
@@ -735,7 +735,7 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
     with env.sync_errors(DataError):
         model, tables = load_trained(config, checkpoint)
     model = model.to(env.device)
-    graph, trained, _ = build_graph(config, tables, env, torch.float32)
+    graph, planner, _ = build_graph(config, tables, env, torch.float32)
     number = data.Numbers(zip(tables.genes, range(graph.num_nodes), strict=True))
     sets = data.read_sets(table, number)
     columns = tables.targets if len(tables.targets) > 1 else ["prediction"]
@@ -762,8 +762,8 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
             known[row[node >= graph.num_nodes]] = False
             rows = known.nonzero().flatten()
             y = tables.y.new_zeros(len(genes), len(columns))
-            dataset = KnockoutDataset(*data.pack(row, node, len(genes)), y, graph.degree)
-            dataset.transform = trained.transform
+            knockouts = data.pack(row, node, len(genes))
+            dataset = KnockoutDataset(*knockouts, y, graph.degree, transform=planner)
             predictions = predict_rows(model, graph, dataset, rows, config, env)
             write(prediction_lines(genes, rows, predictions))
             num_rows += len(genes)

@@ -185,31 +185,17 @@ def matrices(graph: HeteroData) -> Tensor:
     return matrices
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(
-    ("dtype", "dense", "density", "tolerance"),
-    [
-        (torch.float64, None, 0.0, 1e-7),  # as weights are rounded to float32 before they are float64
-        (torch.float32, None, 0.0, 1e-6),
-        (torch.float64, torch.float64, 0.0, 1e-7),
-        (torch.float64, torch.float64, 0.2, 1e-7),
-        (torch.float32, torch.bfloat16, 0.0, 1e-2),
-        (torch.float32, torch.bfloat16, 0.2, 1e-2),
-    ],
-)
-def test_propagate_equals_dense_products_with_their_gradients(
-    graph, monkeypatch, gated, dtype, dense, density, tolerance
-):
-    shared, expected = SharedGraph(graph).to(dtype), matrices(graph)
-    monkeypatch.setattr(SharedGraph, "DENSITY", density)
-    if dense is not None:
-        assert shared.densify(dense) == (["a"] if density else ["a", "b"])
+def assert_propagates_as_dense_products(
+    shared: SharedGraph, graph: HeteroData, gated: bool, autocast: torch.dtype | None, tolerance: float
+) -> None:
+    """Compares the sums over neighbours and their gradients with products of dense float64 matrices."""
+    dtype, expected = shared.edge_weight.dtype, matrices(graph)
     generator = torch.Generator().manual_seed(0)
     shapes = (NUM_NODES, 2, 8), (len(expected), 8), (NUM_NODES, 2, 8)
     x, gate, upstream = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     x, gate = x.to(dtype).requires_grad_(), gate.to(dtype).requires_grad_()
     inputs = (x, gate) if gated else (x,)
-    with torch.autocast("cpu", torch.bfloat16, enabled=dense is not None):
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
         ours = shared.propagate(*inputs)
     factor = gate.double() if gated else torch.ones(3, 8, dtype=torch.float64)
     reference = torch.einsum("rts,sbh,rh->tbh", expected, x.double(), factor)
@@ -223,16 +209,15 @@ def test_propagate_equals_dense_products_with_their_gradients(
         assert (found - wanted).norm() <= tolerance * wanted.norm()
 
 
-def test_dense_relations_serve_autocast_only(graph, monkeypatch):
-    monkeypatch.setattr(SharedGraph, "DENSITY", 0.0)
-    shared, x = SharedGraph(graph), torch.randn(NUM_NODES, 1, 8)
-    exact = shared.propagate(x)
-    shared.densify(torch.bfloat16)
-    assert torch.equal(shared.propagate(x), exact)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not torch.equal(shared.propagate(x), exact)
-    monkeypatch.setattr(SharedGraph, "DENSITY", 1.0)
-    assert SharedGraph(graph).densify(torch.bfloat16) == []
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-7), (torch.float32, 1e-6)],  # as weights are rounded to float32 before they are float64
+)
+def test_propagate_equals_dense_products_with_their_gradients(graph, gated, autocast, dtype, tolerance):
+    """Also under autocast, as sums over many neighbours need the graph's precision."""
+    assert_propagates_as_dense_products(SharedGraph(graph).to(dtype), graph, gated, autocast, tolerance)
 
 
 def test_segments_give_what_the_sparse_product_gives(graph):

@@ -34,8 +34,7 @@ def shared() -> SharedGraph:
 
 
 def make_batch(shared: SharedGraph, sets: list[list[int]], planner: ReachPlanner | None = None) -> Data:
-    dataset = KnockoutDataset(*pack_sets(sets), torch.arange(len(sets)) / 3, shared.degree)
-    dataset.transform = planner
+    dataset = KnockoutDataset(*pack_sets(sets), torch.arange(len(sets)) / 3, shared.degree, transform=planner)
     return dataset.__getitems__(list(range(len(sets))))
 
 
@@ -119,18 +118,19 @@ def test_reached_states_keep_dropout_and_need_no_host(shared, limited_planner):
 
 
 def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
-    dataset = KnockoutDataset(*pack_sets(SETS), torch.zeros(len(SETS)), shared.degree)
+    batch = make_batch(shared, SETS)
+    monkeypatch.setattr(ReachPlanner, "EDGE_SHARE", 0.0)
     for edges_per_node, chosen, planned in ((99.0, "reach", 3), (0.01, "shared", 0)):
-        monkeypatch.setattr(ReachPlanner, "MAX_EDGES", (0.0, edges_per_node))
-        line = choose_route(ModelConfig(layers=3), shared, dataset)
-        assert line.endswith(f" in {planned} of 3 layers: {chosen}") and dataset.transform.num_layers == planned
-    monkeypatch.setattr(ReachPlanner, "MAX_EDGES", (0.0, 99.0))
+        monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", edges_per_node)
+        planner, line = choose_route(ModelConfig(layers=3), shared, batch)
+        assert line.endswith(f" in {planned} of 3 layers: {chosen}") and planner.num_layers == planned
+    monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", 99.0)
     for route, planned in (("shared", 1), ("reach", 3)):
-        assert choose_route(ModelConfig(layers=3, message_passing=route), shared, dataset).endswith(f": {route}")
-        assert dataset.transform.num_layers == planned
-    dataset.transform = None
+        planner, line = choose_route(ModelConfig(layers=3, message_passing=route), shared, batch)
+        assert line.endswith(f": {route}") and planner.num_layers == planned
     for config in (ModelConfig(message_passing="expanded"), ModelConfig(readout="local")):
-        assert choose_route(config, shared, dataset) == config.message_passing and dataset.transform is None
+        assert choose_route(config, shared, batch) == (None, config.message_passing)
+    assert "reach" not in batch
 
 
 @pytest.mark.parametrize("route", ["shared", "expanded"])

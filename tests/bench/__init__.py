@@ -133,7 +133,8 @@ def build_batch(shared: SharedGraph, num_samples: int, deletions: int = 3, model
     generator = torch.Generator().manual_seed(0)
     sets = [torch.randperm(shared.num_nodes, generator=generator)[:deletions].tolist() for _ in range(num_samples)]
     scores = torch.randn(num_samples, generator=generator)
-    dataset = KnockoutDataset(*pack_sets(sets), scores, shared.degree)
+    batch = KnockoutDataset(*pack_sets(sets), scores, shared.degree).__getitems__(range(num_samples))
     if model:
-        choose_route(model, shared, dataset)
-    return dataset.__getitems__(range(num_samples)).to(shared.device)
+        planner, _ = choose_route(model, shared, batch)
+        batch = planner(batch) if planner else batch
+    return batch.to(shared.device)

@@ -32,8 +32,6 @@ import data
 import train
 from data import DataError, KnockoutDataset
 from ddp_setup import Distributed, UserError, setup
-from mask import SharedGraph
-from model import choose_route
 from tests.bench import report
 from tests.bench.baselines import BASELINES, Problem
 
@@ -209,9 +207,8 @@ def ours(name: str, overrides: list[str], options: argparse.Namespace, env: Dist
     checkpoint = folder / "checkpoints/best.pt"
     model = train.build_model(config, tables)
     train.load_model(model, train.read_checkpoint(checkpoint)["model"], checkpoint)
-    graph = SharedGraph(tables.graph()).to(env.device)
-    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
-    choose_route(config.model, graph, dataset)
+    graph, planner, _ = train.build_graph(config, tables, env, torch.float32)
+    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree, transform=planner)
     rows = torch.cat([tables.rows("val"), tables.rows("test")])
     prediction = torch.zeros_like(tables.y[:, 0])
     prediction[rows] = train.predict_rows(model.to(env.device), graph, dataset, rows, config, env).squeeze(1)

@@ -74,13 +74,16 @@ def assert_parity(copy: Path) -> None:
         assert parameter_difference(folder / f"2-{accumulate}", folder / "1-1") <= TOLERANCE
 
 
+def run_tests(copy: Path, file: str, *options: str) -> None:
+    """Runs tests of the copy; all of them must pass."""
+    arguments = ["-q", "--tb=short", "-p", "no:cacheprovider", *options, str(copy / file)]
+    (copy / "run_tests.py").write_text(f"import sys, pytest\nsys.exit(pytest.main({arguments}))\n")
+    launch(copy, 1, "run_tests.py")
+
+
 def assert_contract(copy: Path) -> None:
     """Runs what `./launch.sh test -m contract` does, except for its parity test."""
-    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-m", "contract", "-k", "not two_ranks"]
-    (copy / "contract.py").write_text(
-        f"import sys, pytest\nsys.exit(pytest.main([*{options}, '{copy / 'tests/test_contract.py'}']))\n"
-    )
-    launch(copy, 1, "contract.py")
+    run_tests(copy, "tests/test_contract.py", "-m", "contract", "-k", "not two_ranks")
 
 
 @pytest.mark.parametrize("repository", [None, ".", ".."], ids=["in no repository", "in its own", "within another"])
@@ -183,6 +186,17 @@ def test_attention(copy, tables, graph_and_batch):
     for relation, edge_index in zip(graph.relations, seen, strict=True):
         assert torch.equal(edge_index[:, masks[relation]], everything[relation][:, masks[relation]])
         assert (edge_index[:, ~masks[relation]] == spare).all() and not masks[relation].all()
+
+
+def test_dense(copy, tables):
+    adapt(copy, "dense", [*tables, "optim.precision=bf16"])
+    train(copy)
+    log = (copy.parent / "runs/run/log.rank0.txt").read_text()
+    (names,) = re.findall("dense relations, in bf16: (.*)", log)
+    assert set(names.split(", ")) == {"physical", "regulatory"}
+    assert_parity(copy)
+    assert_contract(copy)
+    run_tests(copy, "tests/recipes/dense.py")
 
 
 # Stands in for `torch.utils.tensorboard`, which needs the package tensorboard: each call becomes a line of a file.

@@ -82,6 +82,11 @@ def distance(ours: list[Tensor], reference: list[Tensor]) -> float:
     return max(((a.double().cpu() - b).norm() / b.norm()).item() for a, b in pairs)
 
 
+def densify(graph: SharedGraph, dtype: torch.dtype | None) -> list[str]:
+    """Returns the relations that a copy with tests/recipes/dense.patch multiplies in `dtype`, as training does."""
+    return graph.densify(dtype) if dtype and hasattr(graph, "densify") else []
+
+
 def products(report: Report, device: torch.device, preset: str) -> None:
     """`SharedGraph.propagate`, its gradients and the deterministic product against float64 on the CPU."""
     host = SharedGraph(build_graph(preset))
@@ -100,10 +105,13 @@ def products(report: Report, device: torch.device, preset: str) -> None:
         with report.guard(name := f"sums over neighbours, {preset}, {precision}"):
             dtype, half = train.PRECISIONS[precision]
             graph = copy.deepcopy(host).to(device, dtype)
-            dense = graph.densify(half) if half else []
+            dense = densify(graph, half)
             with torch.autocast(device.type, half, enabled=half is not None):
                 error = distance(results(graph), reference)
-            report(name, error <= tolerance, f"relative error {error:.1e}" + f", dense: {dense}" * bool(half))
+            figure = f"relative error {error:.1e}"
+            if dense:
+                figure += f", dense: {', '.join(dense)}"
+            report(name, error <= tolerance, figure)
     with report.guard(name := f"sums over neighbours, {preset}, deterministic"):
         graph = copy.deepcopy(host).to(device)
         matrix = graph.stack.forward_ptr, graph.stack.forward_col, graph.stack.forward_weight
@@ -129,8 +137,7 @@ def models(report: Report, device: torch.device) -> None:
             dtype, half = train.PRECISIONS[precision]
             graph, ours, there = copy.deepcopy(host).to(where, dtype), copy.deepcopy(model), copy.copy(batch).to(where)
             ours.to(where, dtype)
-            if half:
-                graph.densify(half)
+            densify(graph, half)
             with torch.autocast(where.type, half, enabled=half is not None):
                 prediction = ours(graph, there)
             train.criterion(prediction.float() if half else prediction, there, ours).backward()
