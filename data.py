@@ -23,8 +23,7 @@ import signal
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import combinations, islice
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -40,6 +39,7 @@ from torch_geometric.utils import coalesce, cumsum, to_undirected
 log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
 CHUNK = 2**23  # characters of a table that are parsed at once
+EXAMPLE = Path(__file__).with_name("tests") / "example"  # tables that are read if none are given
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # of the additive baseline: 0.1 to 1000
 
 
@@ -49,8 +49,6 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: Literal["synthetic", "tsv"] = "synthetic"
-    preset: Literal["small", "yeast", "network"] = "small"
     edges: str = ""
     perturbations: str = ""
     features: str = ""
@@ -64,64 +62,12 @@ class DataConfig:
     cache_dir: str = ".cache"
 
     def __post_init__(self):
-        if self.source == "tsv" and not (self.edges and self.perturbations):
-            raise ValueError(
-                "data.source=tsv needs two files: set data.edges and data.perturbations"
-            )
-        if self.source == "synthetic" and (self.edges or self.perturbations or self.features):
-            raise ValueError("data.source=synthetic reads no files: set data.source=tsv")
+        if bool(self.edges) != bool(self.perturbations):
+            raise ValueError("data.edges and data.perturbations go together: set both or neither")
         fractions = (self.val_fraction, self.test_fraction)
         if min(fractions) <= 0 or sum(fractions) >= 1:
             names = "data.val_fraction and data.test_fraction"
             raise ValueError(f"{names} must be positive and leave rows for training")
-
-
-@dataclass(frozen=True)
-class Preset:
-    """The size of a synthetic problem."""
-
-    num_nodes: int
-    num_edges: dict[str, int]
-    num_modules: int
-    num_samples: int
-    deletions: tuple[int, int]  # the smallest and largest number of knock-outs in a sample
-    rounds: int = 0  # of failures that spread along edges and make the scores: `failure_losses`
-
-
-PRESETS = {
-    "small": Preset(
-        num_nodes=400,
-        num_edges={"physical": 2400, "regulatory": 800, "coexpression": 4800},
-        num_modules=16,
-        num_samples=6000,
-        deletions=(1, 3),
-    ),
-    "yeast": Preset(
-        num_nodes=6607,
-        num_edges={
-            "regulatory": 9_753,
-            "physical": 139_463,
-            "tflink": 201_898,
-            "neighborhood": 147_874,
-            "fusion": 11_810,
-            "cooccurence": 11_115,
-            "coexpression": 1_002_538,
-            "experimental": 825_101,
-            "database": 73_818,
-        },
-        num_modules=120,
-        num_samples=20_000,
-        deletions=(3, 3),
-    ),
-    "network": Preset(
-        num_nodes=400,
-        num_edges={"physical": 1600, "regulatory": 800},
-        num_modules=16,
-        num_samples=8000,
-        deletions=(1, 3),
-        rounds=3,
-    ),
-}
 
 
 @dataclass
@@ -139,7 +85,6 @@ class Tables:
     targets: Sequence[str] = ("score",)  # name of each of the T effects
     edge_weights: list[Tensor | None] | None = None  # float [E_r] for each relation; None: all 1
     features: Tensor | None = None  # float32 [N, F], standardised, 0 where missing
-    signal: Tensor | None = None  # float64 [n, 1], y without its noise, where that is known
 
     def __post_init__(self):
         if self.y.dim() == 1:
@@ -186,13 +131,6 @@ class Tables:
 
         return hashlib.sha256(json.dumps(vars(self), default=encode).encode()).hexdigest()
 
-    def noise_ceiling(self) -> float | None:
-        """Returns Pearson's r of y and its noise-free part on the test rows, a model's limit."""
-        if self.signal is None:
-            return None
-        pair = torch.cat([self.y, self.signal], dim=1)[self.rows("test")]
-        return torch.corrcoef(pair.T)[0, 1].item()
-
     def summary(self) -> str:
         """Returns the numbers of genes, edges and samples as one line for the log."""
         edges = torch.cat(self.edge_indices, dim=1)
@@ -230,22 +168,17 @@ class Tables:
 
 
 def load(config: DataConfig) -> Tables:
-    """Returns the tables that `config` names, with their split, from the cache if possible.
+    """Returns the tables of `config`, or of the example, with their split, cached if possible.
 
     Weights are scaled to a mean of 1 over the training rows. Raises `DataError` if a file is
     missing, malformed or empty, or a split has no rows.
     """
+    config = with_example(config)
     files = [config.edges, config.perturbations, config.features]
-    key = f"{config.preset} {config.undirected}"
+    key = str(config.undirected)
     for path in filter(None, files):
         key += f" {file_digest(path)}"
-
-    def build_tables() -> dict[str, Any]:
-        if config.source == "tsv":
-            return vars(read_tables(config))
-        return vars(synthetic_tables(PRESETS[config.preset], seed=0))
-
-    tables = Tables(**cached(config, "tables", key, build_tables))
+    tables = Tables(**cached(config, "tables", key, lambda: vars(read_tables(config))))
     if tables.split is None:
         make_split = node_split if config.split == "nodes" else random_split
         key += f" {config.split} {config.split_seed} {config.val_fraction} {config.test_fraction}"
@@ -258,13 +191,29 @@ def load(config: DataConfig) -> Tables:
     for split in SPLITS:
         if len(tables.rows(split)) == 0:
             raise DataError(
-                f"{config.perturbations or 'the synthetic table'}: no rows in the {split} split of "
+                f"{config.perturbations}: no rows in the {split} split of "
                 f"{len(tables.y)} rows (data.split={config.split}): "
                 "change data.val_fraction and data.test_fraction, or add rows"
             )
     if tables.weight is not None:
         tables.weight = tables.weight / tables.weight[tables.rows("train")].mean()
     return tables
+
+
+def with_example(config: DataConfig) -> DataConfig:
+    """Returns `config`, with the example's tables if it names none.
+
+    Raises `DataError` if this copy of the template is without them.
+    """
+    if config.edges:
+        return config
+    if not EXAMPLE.is_dir():
+        raise DataError(f"no example in {EXAMPLE}: set data.edges and data.perturbations")
+    return replace(
+        config,
+        edges=str(EXAMPLE / "edges.tsv"),
+        perturbations=str(EXAMPLE / "scores.tsv"),
+    )
 
 
 def file_digest(path: str) -> str:
@@ -735,7 +684,7 @@ def _ignore_signals(worker_id: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-# ---- Baseline and synthetic tables ---------------------------------------------------------------
+# ---- Baseline ------------------------------------------------------------------------------------
 def derive(tables: Tables, fingerprint: str, config: DataConfig) -> tuple[Tensor, Tensor, str]:
     """Returns the `additive_baseline` and summary of tables with this fingerprint, cached."""
     return cached(
@@ -802,165 +751,6 @@ def conjugate_gradients(
         norm = residual.square().sum(0)
         direction = residual + (norm / previous).nan_to_num() * direction
     return x
-
-
-class Draw:
-    """Draws random numbers, and nodes with power-law weights or from a node's module."""
-
-    def __init__(self, preset: Preset, seed: int):
-        generator = torch.Generator().manual_seed(seed)
-        self.uniform = partial(torch.rand, dtype=torch.float64, generator=generator)
-        self.normal = partial(torch.randn, dtype=torch.float64, generator=generator)
-        self.integers = partial(torch.randint, generator=generator)
-        self.permutation = partial(torch.randperm, generator=generator)
-        self.num_nodes = n = preset.num_nodes
-        # Nodes are sorted by module: a module is an interval of `total`, the cumulative weight.
-        self.module = self.integers(preset.num_modules, (n,)).sort().values
-        weight = torch.arange(1, n + 1, dtype=torch.float64)[self.permutation(n)].pow(-0.5)
-        self.total = cumsum(weight)  # [n + 1]
-        self.low = self.total[torch.searchsorted(self.module, self.module)]
-        self.high = self.total[torch.searchsorted(self.module, self.module, right=True)]
-
-    def nodes(self, count: int) -> Tensor:
-        """Returns nodes of the whole graph, by weight."""
-        return self._at(self.uniform(count) * self.total[-1])
-
-    def partners(self, node: Tensor) -> Tensor:
-        """Returns a node from the module of each node, by weight."""
-        low, high = self.low[node], self.high[node]
-        return self._at(low + self.uniform(len(node)) * (high - low))
-
-    def _at(self, weight: Tensor) -> Tensor:
-        return torch.searchsorted(self.total[1:], weight).clamp(max=self.num_nodes - 1)
-
-    def edges(self, count: int) -> Tensor:
-        """Returns [2, count] distinct edges without self-loops, most of them within a module."""
-        n = self.num_nodes
-        codes = torch.empty(0, dtype=torch.long)
-        while len(codes) < count:
-            source = self.nodes(2 * (count - len(codes)) + 64)
-            within = self.uniform(len(source)) < 0.8
-            target = torch.where(within, self.partners(source), self.nodes(len(source)))
-            codes = torch.cat([codes, (source * n + target)[source != target]]).unique()
-        codes = codes[self.permutation(len(codes))[:count]]
-        return torch.stack([codes // n, codes % n])
-
-    def knockouts(self, preset: Preset, physical: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns `perturbed` and `perturbed_ptr`.
-
-        Each sample has a first node, and partners that share its module, are its neighbours by
-        `physical` edges (sorted by source), or are drawn at random.
-        """
-        num_samples = preset.num_samples
-        source, target = physical
-        degree = torch.bincount(source, minlength=self.num_nodes)
-        first_edge = degree.cumsum(0) - degree
-        first = self.integers(self.num_nodes, (num_samples,))
-        columns = [first]
-        for _ in range(preset.deletions[1] - 1):
-            edge = first_edge[first] + (self.uniform(num_samples) * degree[first]).long()
-            neighbour = target[edge.clamp(max=len(target) - 1)]
-            partner = self.integers(self.num_nodes, (num_samples,))
-            choice = self.uniform(num_samples)
-            partner = torch.where(choice < 0.7, self.partners(first), partner)
-            partner = torch.where(choice < 0.3, neighbour, partner)
-            while (taken := (torch.stack(columns) == partner).any(0)).any():
-                other = self.integers(self.num_nodes, (num_samples,))
-                partner = torch.where(taken, other, partner)
-            columns.append(partner)
-        low, high = preset.deletions
-        count = low + self.integers(high + 1 - low, (num_samples,))
-        row, column = (torch.arange(high) < count.unsqueeze(1)).nonzero().T
-        return pack(row, torch.stack(columns)[column, row], num_samples)
-
-
-def synthetic_tables(preset: Preset, seed: int) -> Tables:
-    """Returns a random graph with hubs and modules, and samples whose scores depend on it.
-
-    With `preset.rounds`, a score is the sample's `failure_losses` and noise, else its
-    `interaction_scores` and noise.
-    """
-    draw = Draw(preset, seed)
-    n, num_samples = preset.num_nodes, preset.num_samples
-    edge_indices = {relation: draw.edges(count) for relation, count in preset.num_edges.items()}
-    physical = to_undirected(edge_indices["physical"], num_nodes=n)  # sorted by source
-    perturbed, perturbed_ptr = draw.knockouts(preset, physical)
-    edges = list(edge_indices.values())
-    if preset.rounds:
-        noise = 0.2
-        signal = failure_losses(edges, n, perturbed, perturbed_ptr, preset.rounds)
-    else:
-        noise = 0.4
-        signal = interaction_scores(draw, preset, physical, perturbed, perturbed_ptr)
-    return Tables(
-        genes=[f"G{i:05d}" for i in range(n)],
-        relations=list(edge_indices),
-        edge_indices=edges,
-        perturbed=perturbed,
-        perturbed_ptr=perturbed_ptr,
-        y=signal + noise * signal.std() * draw.normal(num_samples),
-        signal=signal.unsqueeze(1),
-    )
-
-
-def interaction_scores(
-    draw: Draw, preset: Preset, physical: Tensor, perturbed: Tensor, perturbed_ptr: Tensor
-) -> Tensor:
-    """Returns a weighted sum of three terms of each sample's knocked-out nodes, float64 [n].
-
-    They are the nodes' own effects, an effect per pair within a module, and the paths of one or two
-    `physical` edges between each pair.
-    """
-    n, num_modules, num_samples = preset.num_nodes, preset.num_modules, preset.num_samples
-    own_effect, module_effect = draw.normal(n), draw.normal(num_modules)
-    sample = torch.repeat_interleave(perturbed_ptr.diff())
-    additive = own_effect.new_zeros(num_samples).index_add(0, sample, own_effect[perturbed])
-
-    place = draw.module[perturbed] * num_samples + sample
-    counts = torch.bincount(place, minlength=num_modules * num_samples).view(num_modules, -1)
-    in_module = module_effect @ (counts * (counts - 1) / 2).double()
-
-    sparse = partial(torch.sparse_coo_tensor, check_invariants=False)
-    source, target = physical
-    norm = torch.bincount(source, minlength=n).double().clamp(min=1).rsqrt()
-    value = norm[source] * norm[target]
-    ones = norm.new_ones(len(perturbed))
-    dead = sparse(torch.stack([perturbed, sample]), ones, (n, num_samples))
-    reached = torch.sparse.mm(sparse(physical, value, (n, n)), dead)  # one edge from dead nodes
-    own_paths = torch.zeros_like(norm).index_add(0, source, value.square())  # from a node to itself
-    paths = (((dead + reached) * reached).sum(0).to_dense() - own_paths @ dead) / 2
-    terms = ((0.55, additive), (0.55, in_module), (0.45, paths))
-    return sum(share * term / term.std() for share, term in terms)
-
-
-def failure_losses(
-    edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor, ptr: Tensor, rounds: int
-) -> Tensor:
-    """Returns how much activity living nodes lose when failures spread along edges, float64 [n].
-
-    It is a supply network: an edge's source supplies its target, with half the weight of the
-    relation before. In each round, a node's activity becomes a steep function of the weighted share
-    of its suppliers that work, one half where 40 % have failed: most nodes survive the loss of one
-    supplier, but not of two that back each other up, and their failure is passed on. All nodes
-    count alike, so that what matters is where a node lies in the damaged graph.
-    """
-    weights = [
-        torch.full((edges.size(1),), 0.5**r, dtype=torch.float64)
-        for r, edges in enumerate(edge_indices)
-    ]
-    weight = torch.cat(weights)
-    source, target = torch.cat(edge_indices, dim=1)
-    share = weight / weight.new_zeros(num_nodes).index_add(0, target, weight)[target]
-    supply = torch.sparse_coo_tensor(
-        torch.stack([target, source]), share, (num_nodes, num_nodes), check_invariants=False
-    )
-    alive = weight.new_ones(num_nodes, len(ptr))  # the last column is the intact graph
-    alive[perturbed, torch.repeat_interleave(ptr.diff())] = 0
-    activity = alive
-    for _ in range(rounds):
-        failed = torch.sparse.mm(supply, 1 - activity)
-        activity = alive * torch.sigmoid(12 * (0.4 - failed))
-    return (alive * (activity[:, -1:] - activity)).sum(0)[:-1]
 
 
 # ---- Cache ---------------------------------------------------------------------------------------

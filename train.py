@@ -670,11 +670,9 @@ def test_metrics(
     rows = tables.rows("test")
     test = metrics(rows, prediction, tables, baseline, config)
     test["gain"] = gain_interval(tables.y[rows], prediction, baseline[rows])
-    test["noise_ceiling"] = ceiling = tables.noise_ceiling()
-    limit = "" if ceiling is None else f", noise ceiling {ceiling:.4f}"
     samples = f"{len(rows):,} samples"
     low, high = test["gain"]
-    log.info(f"test      loss {test['loss']:.4f}, {PEARSON.format(**test)}{limit} ({samples})")
+    log.info(f"test      loss {test['loss']:.4f}, {PEARSON.format(**test)} ({samples})")
     log.info(f"test      Pearson less the baseline's: {low:.4f} to {high:.4f} (95 % interval)")
     counts = {"unseen": tables.unseen(), "deletions": tables.perturbed_ptr.diff()}
     for name, count in counts.items():

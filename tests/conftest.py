@@ -255,7 +255,7 @@ def tables(tmp_path: Path) -> list[str]:
         samples.append((",".join(dead), f"{total + total**2 + draw.gauss(0, 0.1):.4f}"))
     write_table(tmp_path / "edges.tsv", [("source", "target", "relation"), *edges])
     write_table(tmp_path / "scores.tsv", [("genes", "score"), *samples])
-    return ["data.source=tsv", "data.edges=edges.tsv", "data.perturbations=scores.tsv"]
+    return ["data.edges=edges.tsv", "data.perturbations=scores.tsv"]
 
 
 def copy_template(folder: Path) -> Path:

@@ -13,6 +13,7 @@ import data
 import train
 from data import DataConfig, Tables
 from ddp_setup import UserError
+from tests.bench import quality
 from tests.bench.baselines import (
     BASELINES,
     Problem,
@@ -137,7 +138,7 @@ def test_random_features_stand_in_for_those_of_the_same_genes(tmp_path):
         "features": [("gene", "f", "g"), ("c", 1, 0), ("a", 0, 1)],
     }
     paths = {name: str(write_table(tmp_path / f"{name}.tsv", table)) for name, table in rows.items()}
-    config = train.Config(data=DataConfig("tsv", "small", **paths, cache_dir=str(tmp_path)))
+    config = train.Config(data=DataConfig(**paths, cache_dir=str(tmp_path)))
     (override,) = random_features(config, tmp_path / "new")
     before, after = data.load(config.data), data.load(replace(config.data, features=override.partition("=")[2]))
     assert torch.equal(before.features != 0, after.features != 0) and not torch.equal(before.features, after.features)
@@ -220,13 +221,22 @@ def test_the_summary_compares_with_the_baseline_that_validation_prefers():
     assert single["2.5 %"] == pytest.approx(gains.quantile(0.025).item())
 
 
+def test_the_noise_ceiling_of_a_preset_is_a_contestant(tmp_path, monkeypatch):
+    """It and the ridge have the figures of README.md."""
+    monkeypatch.setattr(quality, "BASELINES", {"additive ridge": BASELINES["additive ridge"]})
+    arguments = ["--preset=small", f"--dir={tmp_path}", f"data.cache_dir={tmp_path}/cache", "--models"]
+    results = quality.contest("random:0", quality.parse_arguments(arguments), env=None)
+    rounded = {name: round(figures["Pearson"], 3) for name, figures in results.items()}
+    assert rounded == {"additive ridge": 0.684, "noise ceiling": 0.934}
+
+
 @pytest.mark.parametrize("split", ["random", "nodes"])
 def test_permuted_names_change_nothing_but_the_graph(tmp_path, split):
     config = train.Config(data=DataConfig(split=split, cache_dir=str(tmp_path)))
     overrides = permute_names(config, tmp_path)
     options = dict(override.removeprefix("data.").split("=") for override in overrides)
     before, after = data.load(config.data), data.load(replace(config.data, **options))
-    assert all(Path(options[name]).parent == tmp_path for name in ("edges", "perturbations"))
+    assert Path(options["edges"]).parent == tmp_path and Path(options["perturbations"]) == data.EXAMPLE / "scores.tsv"
     for name in ("genes", "relations"):
         assert getattr(after, name) == getattr(before, name)
     for name in ("perturbed", "perturbed_ptr", "y", "split"):

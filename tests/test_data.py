@@ -6,14 +6,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 
 import data
+import train
 from data import (
-    PRESETS,
     DataConfig,
     DataError,
     KnockoutDataset,
@@ -21,7 +20,6 @@ from data import (
     StepSampler,
     Tables,
     additive_baseline,
-    failure_losses,
     load,
     make_loader,
     node_split,
@@ -29,8 +27,10 @@ from data import (
     random_split,
     read_knockouts,
     read_sets,
-    synthetic_tables,
 )
+from tests.bench import synthetic
+from tests.bench.quality import pearson
+from tests.bench.synthetic import PRESETS, failure_losses, generate, synthetic_tables
 from tests.conftest import write_table
 from tests.tools.runs import pack_sets
 
@@ -42,7 +42,7 @@ def config(folder: Path, edges=EDGES, scores=SCORES, **options) -> DataConfig:
     paths = {"edges": folder / "edges.tsv", "perturbations": folder / "scores.tsv"}
     for path, rows in zip(paths.values(), (edges, scores), strict=True):
         write_table(path, rows)
-    return DataConfig(source="tsv", **{k: str(v) for k, v in paths.items()}, cache_dir=str(folder / "cache"), **options)
+    return DataConfig(**{k: str(v) for k, v in paths.items()}, cache_dir=str(folder / "cache"), **options)
 
 
 def test_tables_are_read_correctly(tmp_path):
@@ -68,7 +68,7 @@ def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
     for path in (packed.edges, packed.perturbations):
         text = Path(path).read_bytes().replace(b"\n", b"\r\n") + b"\r\n"
         Path(path + ".gz").write_bytes(gzip.compress(text))
-    again = load(DataConfig(source="tsv", edges=packed.edges + ".gz", perturbations=packed.perturbations + ".gz"))
+    again = load(DataConfig(edges=packed.edges + ".gz", perturbations=packed.perturbations + ".gz"))
     assert again.fingerprint() == plain.fingerprint()
 
 
@@ -224,10 +224,48 @@ def test_wrong_options_are_refused():
     for fractions in ({"val_fraction": 0.0}, {"test_fraction": 0.95}):
         with pytest.raises(ValueError, match="must be positive and leave rows for training"):
             DataConfig(**fractions)
-    for files in ({}, {"edges": "edges.tsv"}, {"perturbations": "scores.tsv"}):
-        with pytest.raises(ValueError, match=r"data\.source=tsv needs two files"):
-            DataConfig(source="tsv", **files)
-    assert get_args(DataConfig.__annotations__["preset"]) == tuple(PRESETS)
+    for files in ({"edges": "edges.tsv"}, {"perturbations": "scores.tsv"}):
+        with pytest.raises(ValueError, match=r"data\.edges and data\.perturbations go together: set both or neither"):
+            DataConfig(**files)
+
+
+def test_the_example_is_what_the_preset_small_gives(tmp_path, monkeypatch):
+    """Whatever the working directory is; only the scores are rounded and the edges in another order."""
+    monkeypatch.chdir(tmp_path)
+    example, expected = load(DataConfig()), synthetic_tables(PRESETS["small"])
+    for name in ("genes", "relations", "targets"):
+        assert list(getattr(example, name)) == list(getattr(expected, name))
+    for name in ("perturbed", "perturbed_ptr"):
+        assert torch.equal(getattr(example, name), getattr(expected, name))
+    assert torch.equal(example.split, random_split(expected, DataConfig()))
+    torch.testing.assert_close(example.y, expected.y, rtol=5.1e-6, atol=0)  # six digits
+    for ours, drawn in zip(example.edge_indices, expected.edge_indices, strict=True):
+        assert ours.T.tolist() == sorted(drawn.T.tolist())
+
+
+def test_a_preset_is_written_as_tables_that_train_reads(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["synthetic", "network", str(tmp_path / "new/tables")])
+    synthetic.main()
+    overrides = capsys.readouterr().out.split()
+    tables = load(train.load_config(train.parse_arguments([*overrides, f"data.cache_dir={tmp_path}"])).data)
+    expected = synthetic_tables(PRESETS["network"])
+    assert torch.equal(tables.perturbed_ptr, expected.perturbed_ptr)
+    assert torch.equal(tables.perturbed, expected.perturbed)
+    torch.testing.assert_close(tables.y, expected.y, rtol=5.1e-6, atol=0)
+    assert [e.size(1) for e in tables.edge_indices] == [e.size(1) for e in expected.edge_indices]
+
+
+def test_without_the_example_the_tables_must_be_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "EXAMPLE", tmp_path / "example")
+    with pytest.raises(DataError, match=r"no example in .*/example: set data\.edges and data\.perturbations"):
+        load(DataConfig(cache_dir=str(tmp_path)))
+    assert len(load(config(tmp_path)).y) == 3
+
+
+def test_features_may_be_added_to_the_example(tmp_path):
+    write_table(tmp_path / "features.tsv", [("gene", "size"), ("G00001", 1), ("G00002", 2)])
+    tables = load(DataConfig(features=str(tmp_path / "features.tsv"), cache_dir=str(tmp_path)))
+    assert tables.features.ne(0).flatten().nonzero().flatten().tolist() == [1, 2]
 
 
 def test_random_split_depends_on_its_seed_alone_and_keeps_replicates_together():
@@ -391,7 +429,7 @@ def test_a_quick_preset_has_the_declared_shape(preset):
 
 def compare_with_preset(preset: str) -> None:
     shape = PRESETS[preset]
-    tables = synthetic_tables(shape, seed=0)
+    tables, signal = generate(shape)
     tables.split = random_split(tables, DataConfig())
     assert len(tables.genes) == shape.num_nodes
     assert dict(zip(tables.relations, [e.size(1) for e in tables.edge_indices], strict=True)) == shape.num_edges
@@ -404,19 +442,20 @@ def compare_with_preset(preset: str) -> None:
     degree = torch.bincount(torch.cat(tables.edge_indices, dim=1).flatten(), minlength=shape.num_nodes)
     assert degree.max() > 5 * degree.float().mean()  # hubs
     assert preset != "yeast" or degree.max() > 5000
-    assert 0.85 < tables.noise_ceiling() < 0.99
+    rows = tables.rows("test")
+    assert 0.85 < pearson(tables.y[rows, 0], signal[rows, None]).item() < 0.99
 
 
 def test_synthetic_scores_depend_on_the_graph():
     """The residual of the additive baseline is larger for pairs of genes that an edge joins."""
-    tables = synthetic_tables(PRESETS["small"], seed=0)
+    tables, signal = generate(PRESETS["small"])
     tables.split = random_split(tables, DataConfig())
     pairs = (tables.perturbed_ptr.diff() == 2).nonzero().flatten()
     first, second = (tables.perturbed[tables.perturbed_ptr[pairs] + k] for k in (0, 1))
     physical = tables.edge_indices[tables.relations.index("physical")]
     linked = torch.zeros(len(tables.genes), len(tables.genes), dtype=torch.bool)
     linked[physical[0], physical[1]] = linked[physical[1], physical[0]] = True
-    residual = (tables.signal - additive_baseline(tables)[1])[pairs]
+    residual = (signal[:, None] - additive_baseline(tables)[1])[pairs]
     joined = linked[first, second]
     assert joined.sum() > 100 and (~joined).sum() > 100
     assert residual[joined].mean() > residual[~joined].mean() + 0.5 * residual.std()

@@ -30,7 +30,7 @@ FEATURES = [
 def config(folder: Path, features: str = "", edges=EDGES, **options) -> DataConfig:
     paths = write_table(folder / "edges.tsv", edges), write_table(folder / "scores.tsv", SCORES)
     settings = {"features": str(folder / features) if features else "", "cache_dir": str(folder / "cache")}
-    return DataConfig("tsv", "small", *map(str, paths), **settings, **options)
+    return DataConfig(*map(str, paths), **settings, **options)
 
 
 def test_features_are_standardised_and_0_where_they_are_missing(tmp_path):
@@ -111,7 +111,7 @@ def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path)
     ("arguments", "message"),
     [
         (["model.embedding=false"], "error: model.embedding=false needs node features: set data.features"),
-        (["data.source=synthetic"], "error: data.source=synthetic reads no files: set data.source=tsv"),
+        (["data.edges="], "error: data.edges and data.perturbations go together: set both or neither"),
         (["data.features=none.tsv"], "error: cannot read none.tsv: No such file or directory"),
     ],
 )

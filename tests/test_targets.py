@@ -23,7 +23,7 @@ ROWS = [("a,b", 0.5, "NA", "train", 0.5), ("c", "", 7, "val", 1), ("", 1.5, -2, 
 def config(folder: Path, rows: list[tuple], header: tuple = HEADER) -> DataConfig:
     edges = write_table(folder / "edges.tsv", [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x")])
     table = write_table(folder / "scores.tsv", [header, *rows])
-    return DataConfig(source="tsv", edges=str(edges), perturbations=str(table), cache_dir=str(folder / "cache"))
+    return DataConfig(edges=str(edges), perturbations=str(table), cache_dir=str(folder / "cache"))
 
 
 def test_scores_gaps_and_weights_are_read(tmp_path):
@@ -86,12 +86,12 @@ def gappy_tables(folder: Path, num_rows: int = 300) -> list[str]:
         rows.append((",".join(dead), *cells, draw.choice([0.5, 1, 2])))
     write_table(folder / "edges.tsv", [("source", "target", "relation"), *edges])
     write_table(folder / "gaps.tsv", [("genes", "fitness", "size", "weight"), *rows])
-    return ["data.source=tsv", "data.edges=edges.tsv", "data.perturbations=gaps.tsv"]
+    return ["data.edges=edges.tsv", "data.perturbations=gaps.tsv"]
 
 
 def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(tmp_path):
     gappy_tables(tmp_path)
-    tables = load(DataConfig("tsv", "small", f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
+    tables = load(DataConfig(f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
     effects, prediction = additive_baseline(tables)
     rows = tables.rows("val")
     found = metrics(rows, prediction[rows] + 1, tables, prediction, Config())
@@ -116,7 +116,7 @@ def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(t
 
 def test_the_loss_is_the_weighted_mean_over_the_scores_that_are_there(tmp_path):
     gappy_tables(tmp_path)
-    tables = load(DataConfig("tsv", "small", f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
+    tables = load(DataConfig(f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
     model = build_model(Config(model=ModelConfig(hidden=8)), tables)
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, torch.zeros(30).long(), tables.weight)
     sampler = StepSampler(tables.rows("train"), 16, 1, 1, 0, 0)
@@ -187,7 +187,7 @@ def test_a_constant_prediction_has_no_correlation_and_constant_scores_none(n, va
 
 def test_metrics_of_predictions_that_say_nothing_of_a_target_are_means_over_the_same_targets(tmp_path):
     gappy_tables(tmp_path)
-    tables = load(DataConfig("tsv", "small", f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
+    tables = load(DataConfig(f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
     rows, nothing = tables.rows("val"), torch.zeros_like(tables.y)
     tables.y[:, 1] = tables.y[:, 1].where(tables.y[:, 1].isnan(), torch.rand(len(tables.y)))
     result = metrics(

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch_geometric.data import Data
 
-from data import PRESETS, KnockoutDataset, synthetic_tables
+from data import KnockoutDataset
 from mask import SharedGraph
 from model import ModelConfig, choose_route
 from tests.tools.runs import pack_sets
@@ -30,6 +30,8 @@ from tests.tools.runs import pack_sets
 
 def arguments(description: str, **options: dict) -> argparse.Namespace:
     """Parses the options of all benchmarks and those of this one, `options`: {name: arguments of add_argument}."""
+    from tests.bench.synthetic import PRESETS  # a program, too, which this package must not import before it runs
+
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the tables to this file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
@@ -119,13 +121,6 @@ def peak_mb(function: Callable[[], object], device: torch.device) -> float:
 def resident_kb(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
-
-
-def build_graph(preset: str, share: float = 1.0):
-    """Returns a synthetic `HeteroData` graph with the shape of a preset and `share` times its edges."""
-    shape = PRESETS[preset]
-    edges = {relation: max(1, round(count * share)) for relation, count in shape.num_edges.items()}
-    return synthetic_tables(type(shape)(**{**vars(shape), "num_edges": edges, "num_samples": 100}), seed=0).graph()
 
 
 def build_batch(shared: SharedGraph, num_samples: int, deletions: int = 3, model: ModelConfig | None = None) -> Data:

@@ -11,8 +11,9 @@ import torch
 from torch_geometric.data import HeteroData
 
 from mask import SharedGraph
-from tests.bench import arguments, build_batch, build_graph, in_turn, report
+from tests.bench import arguments, build_batch, in_turn, report
 from tests.bench.step import Step
+from tests.bench.synthetic import build_graph
 
 
 def main() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from mask import SharedGraph
-from tests.bench import arguments, build_batch, build_graph, in_turn, report
+from tests.bench import arguments, build_batch, in_turn, report
+from tests.bench.synthetic import build_graph
 from tests.tools.syncs import CountSynchronisations
 
 

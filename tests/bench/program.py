@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 import train
-from data import DataConfig, KnockoutDataset, StepSampler, load
+from data import KnockoutDataset, StepSampler, load
 from ddp_setup import Distributed, setup
 from mask import SharedGraph
-from model import ModelConfig
 from tests.bench import arguments, report, synchronize
+from tests.bench.synthetic import PRESETS, synthetic_tables, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,9 +67,9 @@ def bare_loop(config: train.Config, device: torch.device) -> float:
     return samples / (time.perf_counter() - start)
 
 
-def loading(device: torch.device) -> list[dict]:
+def loading(config: train.Config, device: torch.device) -> list[dict]:
     """Measures how fast batches of 32 are built, and the share of data loading in a yeast-sized step."""
-    tables = load(DataConfig(preset="yeast"))
+    tables = load(config.data)
     graph = SharedGraph(tables.graph())
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
     batches = list(StepSampler(tables.rows("train"), 32, 1, 1, 0, seed=0))
@@ -77,7 +77,6 @@ def loading(device: torch.device) -> list[dict]:
     for rows in batches:
         dataset.__getitems__(rows)
     rate = len(batches) / (time.perf_counter() - start)
-    config = train.Config(data=DataConfig(preset="yeast"), model=ModelConfig(hidden=64, layers=3))
     model = train.build_model(config, tables).to(device)
     graph = graph.to(device)
     start = time.perf_counter()
@@ -93,10 +92,10 @@ def loading(device: torch.device) -> list[dict]:
     ]
 
 
-def start_up() -> list[dict]:
+def start_up(overrides: list[str], config: train.Config) -> list[dict]:
     """Measures the seconds from the command to the first step, and what they are spent on."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [f"run.dir={folder}", "data.preset=yeast", "data.batch_size=4", "log.every_steps=1"]
+        arguments = [*overrides, f"run.dir={folder}", "data.batch_size=4", "log.every_steps=1"]
         metrics = Path(folder) / "default/metrics.jsonl"
         start = time.perf_counter()
         process = subprocess.Popen([sys.executable, ROOT / "train.py", *arguments], stdout=subprocess.DEVNULL)
@@ -117,7 +116,7 @@ def start_up() -> list[dict]:
 
     imports = {name: seconds(name) for name in ("torch", "torch, torch_geometric.data", "train")}
     start = time.perf_counter()
-    tables = load(DataConfig(preset="yeast"))
+    tables = load(config.data)
     loaded = time.perf_counter()
     SharedGraph(tables.graph())
     built = time.perf_counter()
@@ -138,8 +137,12 @@ def main() -> None:
     device = torch.device(options.device)
     config = train.Config(optim=train.OptimConfig(epochs=options.epochs))
     env = setup(Distributed(config.ddp))
-    load(DataConfig(preset="yeast"))  # fills the cache
-    start = start_up()
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [*write(synthetic_tables(PRESETS["yeast"]), Path(folder)), f"data.cache_dir={folder}/cache"]
+        yeast = train.load_config(train.parse_arguments([*overrides, "model.hidden=64", "model.layers=3"]))
+        load(yeast.data)  # fills the cache
+        start = start_up(overrides, yeast)
+        batches = loading(yeast, env.device)
     rates: dict[str, list[float]] = {"train.py": [], "bare loop": []}
     for _ in range(options.rounds):
         rates["train.py"].append(whole_program(config, env))
@@ -147,7 +150,7 @@ def main() -> None:
     speed = [{"program": name, "samples/s": median(values)} for name, values in rates.items()]
     ratios = [ours / bare for ours, bare in zip(*rates.values(), strict=True)]
     speed.append({"program": "train.py / bare loop", "samples/s": median(ratios)})
-    tables = {"Whole program": speed, "Data loading": loading(env.device), "Start-up, yeast preset": start}
+    tables = {"Whole program": speed, "Data loading": batches, "Start-up, yeast preset": start}
     report(tables, device, options.json)
 
 

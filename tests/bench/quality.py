@@ -1,12 +1,14 @@
 """What the model is worth: Pearson's r on test rows beside what can be known without it, on several splits.
 
-    python -m tests.bench.quality [--config FILE] [--splits random:0 nodes:0 ...] [--json FILE] [section.key=value ...]
+    python -m tests.bench.quality [--config FILE] [--preset NAME] [--splits random:0 ...] [section.key=value ...]
 
 The rivals are those of `tests.bench.baselines`. Variants of our model are trained by train.py with the given options:
 `local`, `global` and `both` name model.readout; `permuted` and `random` keep the options' readout, on a graph in which
 the genes' names are permuted, so that it says nothing, and with random vectors in place of data.features. All settings
 are chosen on validation rows, and so is the best baseline of each kind of split, to which the others are compared by a
 paired bootstrap over the test rows. Splits by nodes hold out a fifth of the nodes unless data.test_fraction is given.
+With `--preset`, the tables are those of `tests.bench.synthetic`, and their scores without noise are a contestant, the
+noise ceiling, which no model can beat.
 After an interruption, the same command resumes the study: runs in `--dir` are kept as long as their options, their data
 and the modules are the same.
 """
@@ -34,10 +36,12 @@ from data import DataError, KnockoutDataset
 from ddp_setup import Distributed, UserError, setup
 from tests.bench import report
 from tests.bench.baselines import BASELINES, Problem
+from tests.bench.synthetic import PRESETS, generate, write
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("data.py", "ddp_setup.py", "mask.py", "model.py", "train.py")
 MODELS = ("local", "global", "both", "permuted", "random")
+CEILING = "noise ceiling"
 SPLITS = [f"{kind}:{seed}" for kind in ("random", "nodes") for seed in range(3)]
 
 
@@ -64,6 +68,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     overrides = [argument for argument in arguments if re.match(r"\w+\.\w+=", argument)]
     parser.add_argument("--config", metavar="FILE", help="options of train.py (default: config.yaml)")
+    parser.add_argument("--preset", choices=PRESETS, help="read these synthetic tables, and show their noise ceiling")
     parser.add_argument("--splits", nargs="+", default=SPLITS, metavar="KIND:SEED", help="default: " + " ".join(SPLITS))
     parser.add_argument("--models", nargs="*", choices=MODELS, help="variants of ours (default: all that apply)")
     parser.add_argument("--dir", type=Path, default=Path("runs/quality"), help="of the runs (default: %(default)s)")
@@ -71,7 +76,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args([argument for argument in arguments if argument not in overrides])
     if wrong := [split for split in options.splits if not re.fullmatch(r"(random|nodes):\d+", split)]:
         parser.error(f"--splits: {wrong[0]!r} is not random:SEED or nodes:FOLD")
-    options.overrides = overrides
+    options.overrides, options.signal = overrides, None
+    if options.preset:
+        tables, options.signal = generate(PRESETS[options.preset])
+        options.overrides += write(tables, options.dir / options.preset)
     return options
 
 
@@ -89,9 +97,12 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
     problem, (y,), results = Problem(tables), tables.y.T, {}
     models = [name for name in MODELS if name != "random" or tables.features is not None]
     models = models if options.models is None else options.models
-    for name in [*BASELINES, *(f"ours, {variant}" for variant in models)]:
+    ceiling = [] if options.signal is None else [CEILING]
+    for name in [*BASELINES, *(f"ours, {variant}" for variant in models), *ceiling]:
         start = time.perf_counter()
-        if name in BASELINES:
+        if name == CEILING:
+            prediction, seconds = options.signal, 0.0
+        elif name in BASELINES:
             prediction = BASELINES[name](problem)
             seconds = time.perf_counter() - start
         else:
@@ -239,7 +250,7 @@ def random_features(config: train.Config, folder: Path) -> list[str]:
 
 
 def permute_names(config: train.Config, folder: Path) -> list[str]:
-    """Writes the tables with the genes' names permuted in the graph; returns the options that name the files."""
+    """Writes the edges with the genes' names permuted; returns the options that name both tables."""
     tables = data.load(config.data)
     generator = torch.Generator().manual_seed(config.data.split_seed)
     order = torch.randperm(len(tables.genes), generator=generator).tolist()
@@ -250,17 +261,10 @@ def permute_names(config: train.Config, folder: Path) -> list[str]:
         weights = part.get("edge_weight", torch.ones(part.num_edges)).tolist()
         for (source, target), weight in zip(part.edge_index.T.tolist(), weights, strict=True):
             edges.append(f"{name[source]}\t{name[target]}\t{relation}\t{weight!r}")
-    stem = f"{config.data.split}-{config.data.split_seed}-permuted"
-    files = {"edges": ["source\ttarget\trelation\tweight", *edges]}
-    if config.data.source == "synthetic":
-        nodes, bounds = tables.perturbed.tolist(), pairwise(tables.perturbed_ptr.tolist())
-        sets = [",".join(tables.genes[node] for node in nodes[a:b]) for a, b in bounds]
-        rows = [f"{genes}\t{score!r}" for genes, score in zip(sets, tables.y[:, 0].tolist(), strict=True)]
-        files["perturbations"] = ["genes\tscore", *rows]
+    path = folder / f"{config.data.split}-{config.data.split_seed}-permuted.edges.tsv"
     folder.mkdir(parents=True, exist_ok=True)
-    for option, lines in files.items():
-        train.write_atomically(folder / f"{stem}.{option}.tsv", "\n".join([*lines, ""]))
-    return ["data.source=tsv", *(f"data.{option}={folder / stem}.{option}.tsv" for option in files)]
+    train.write_atomically(path, "\n".join(["source\ttarget\trelation\tweight", *edges, ""]))
+    return [f"data.edges={path}", f"data.perturbations={data.with_example(config.data).perturbations}"]
 
 
 if __name__ == "__main__":

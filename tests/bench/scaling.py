@@ -25,11 +25,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from data import PRESETS, KnockoutDataset, synthetic_tables
+from data import KnockoutDataset
 from ddp_setup import DDPConfig, Distributed, run
 from mask import SharedGraph
-from tests.bench import arguments, build_graph, count_cores, report, synchronize
+from tests.bench import arguments, count_cores, report, synchronize
 from tests.bench.step import Step
+from tests.bench.synthetic import PRESETS, build_graph, synthetic_tables
 from train import criterion
 
 PREDICTED = (8, 64, 256, 1024)
@@ -136,7 +137,7 @@ def measure(options: argparse.Namespace, env: Distributed) -> None:
         row["efficiency, overlap, %"] = compute / (compute + left)
         predicted.append({name: 100 * v if "%" in name else v for name, v in row.items()})
 
-    tables = synthetic_tables(PRESETS[options.preset], seed=0)
+    tables = synthetic_tables(PRESETS[options.preset])
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, shared.degree)
     start = time.perf_counter()
     for _ in range(5):

@@ -44,7 +44,7 @@ def write_tables(folder: Path, rows: int, edges: int, genes: int) -> None:
 
 def config(folder: str) -> data.DataConfig:
     tables = {"edges": f"{folder}/edges.tsv", "perturbations": f"{folder}/scores.tsv"}
-    return data.DataConfig(source="tsv", cache_dir=f"{folder}/cache", **tables)
+    return data.DataConfig(cache_dir=f"{folder}/cache", **tables)
 
 
 def first_read(folder: str) -> dict[str, float]:

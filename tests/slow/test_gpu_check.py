@@ -44,7 +44,6 @@ def test_what_is_wrong_or_raises_is_reported(monkeypatch, capsys):
 def test_programs_on_the_cpu(tmp_path, monkeypatch, capsys):
     """Ranks are forked, which starts faster than torchrun; two on one GPU cannot be tried here."""
     monkeypatch.setattr(gpu, "OPTIONS", {"of a kind": ("optim.precision=bf16",)})
-    monkeypatch.setattr(gpu, "YEAST", ("optim.epochs=100000", "model.hidden=8", "model.readout=local"))
     stop_after = gpu.stop_after
     monkeypatch.setattr(gpu, "stop_after", lambda folder, steps, seconds=1e9: stop_after(folder, steps, seconds / 10))
 
@@ -56,7 +55,7 @@ def test_programs_on_the_cpu(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(gpu, "torchrun", torchrun)
     report = gpu.Report()
-    gpu.programs(report, tmp_path / "runs", 100)
+    gpu.programs(report, tmp_path / "runs", ["optim.epochs=100000", "model.hidden=8", "model.readout=local"], 100)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["OK", "WRONG", *["OK"] * 5]
     assert "GB/s" in lines[0] and "test Pearson 0." in lines[2] and " it/s, " in lines[-1]

@@ -136,7 +136,7 @@ def test_options_are_known_and_their_values_valid():
     given = set(re.findall(rf"\b((?:{'|'.join(SECTIONS)})\.\w+)=([^\s`,;:)]+)", text))
     as_yaml = set(re.findall(rf"`((?:{'|'.join(SECTIONS)})\.\w+): ([^`]+)`", text))
     assert len(given) > 10 and len(as_yaml) > 1
-    files = ["data.source=tsv", "data.edges=edges.tsv", "data.perturbations=p.tsv", "data.features=f.tsv"]
+    files = ["data.edges=edges.tsv", "data.perturbations=p.tsv", "data.features=f.tsv"]
     for key, value in sorted(given | as_yaml):
         try:
             load_config(parse_arguments([*files, f"{key}={value}"]))

@@ -12,9 +12,10 @@ import pytest
 import torch
 import yaml
 
-from data import KnockoutDataset, Preset, synthetic_tables
+from data import KnockoutDataset
 from mask import SharedGraph
 from model import ModelConfig
+from tests.bench.synthetic import Preset, synthetic_tables
 from tests.conftest import ROOT, SMALL, copy_template, fork_ranks, join
 from tests.tools.parity import TOLERANCE, parameter_difference
 from tests.tools.runs import newest_checkpoint, pack_sets, read_metrics
@@ -136,7 +137,7 @@ def test_weighted_dataset(copy, tables, tmp_path):
 
     module = runpy.run_path(str(copy / "data.py"))
     files = [str(tmp_path / name) for name in ("edges.tsv", "uneven.jsonl")]
-    data = module["read_tables"](module["DataConfig"]("tsv", "small", *files))
+    data = module["read_tables"](module["DataConfig"](*files))
     degree = torch.zeros(len(data.genes), dtype=torch.long)
     dataset = module["KnockoutDataset"](data.perturbed, data.perturbed_ptr, data.y, degree, data.weight)
     weight = dataset.__getitems__([*range(len(rows)), -1]).weight  # 1 / 0.1 ** 2 and 1 / 1.0 ** 2 in turns, and padding

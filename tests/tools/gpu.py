@@ -22,13 +22,14 @@ import train
 from ddp_setup import DDPConfig, Distributed, UserError
 from mask import SharedGraph, _segment_product
 from model import KnockoutGNN, ModelConfig
-from tests.bench import build_batch, build_graph
+from tests.bench import build_batch
+from tests.bench.synthetic import PRESETS, build_graph, synthetic_tables, write
 from tests.tools.faults import faults
 from tests.tools.parity import parity
 from tests.tools.runs import ROOT, difference, read_metrics
 
 SMALL = ("data.batch_size=64", "optim.epochs=2", "log.every_steps=1", "checkpoint.every_steps=20")
-YEAST = ("data.preset=yeast", "data.batch_size=28", "model.hidden=64", "model.layers=3", "log.every_steps=10")
+YEAST = ("data.batch_size=28", "model.hidden=64", "model.layers=3", "log.every_steps=10")
 OPTIONS = {  # of runs that must train
     "bf16": ("optim.precision=bf16",),
     "fp16": ("optim.precision=fp16",),
@@ -47,9 +48,10 @@ def gpu(options: argparse.Namespace) -> bool:
     models(report, device)
     steps(report, device)
     with tempfile.TemporaryDirectory() as folder:
-        programs(report, Path(folder), options.timeout)
+        yeast = [*write(synthetic_tables(PRESETS["yeast"]), Path(folder, "tables")), *YEAST]
+        programs(report, Path(folder), yeast, options.timeout)
         if count > 1:
-            several(report, Path(folder), count, options)
+            several(report, Path(folder), yeast, count, options)
         else:
             print("one GPU: parity, a killed rank, SyncBatchNorm and scaling need two")
     return not report.wrong
@@ -237,8 +239,8 @@ def stop_after(folder: Path, steps: int, seconds: float = 1e9) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def programs(report: Report, folder: Path, timeout: float) -> None:
-    """The preflight check, training by precision and option, stopping and resuming, and the speed at yeast's size."""
+def programs(report: Report, folder: Path, yeast: list[str], timeout: float) -> None:
+    """The preflight check, training by precision and option, stopping and resuming, and the speed on `yeast` tables."""
 
     def run(name: str, *options: str, nproc: int = 1) -> tuple[int, str]:
         where = f"run.dir={folder}", f"run.name={name}", f"data.cache_dir={folder}/cache"
@@ -270,11 +272,11 @@ def programs(report: Report, folder: Path, timeout: float) -> None:
     for precision in ("fp32", "bf16"):
         name = f"yeast, {precision}"
         stop_after(folder / name, 10**6, 20.0)
-        problem = ended(folder / name, *run(name, *YEAST, f"optim.precision={precision}"), "stopped")
+        problem = ended(folder / name, *run(name, *yeast, f"optim.precision={precision}"), "stopped")
         report(f"a training step of {name}, 28 samples", not problem, problem or speed(folder / name))
 
 
-def several(report: Report, folder: Path, count: int, options: argparse.Namespace) -> None:
+def several(report: Report, folder: Path, yeast: list[str], count: int, options: argparse.Namespace) -> None:
     """What needs two GPUs: the same result on any number, a killed rank, SyncBatchNorm, and the gain in speed."""
     options.cpu, options.world_sizes, options.only = False, [1, 2], "a rank killed in the forward pass"
     report("parity on 1 and 2 GPUs", parity(options), "see above")
@@ -285,7 +287,7 @@ def several(report: Report, folder: Path, count: int, options: argparse.Namespac
     for nproc in (1, count):
         name, where = f"scaling {nproc}", (f"run.dir={folder}", f"data.cache_dir={folder}/cache")
         stop_after(folder / name, 10**6, 20.0)
-        settings = (*YEAST, f"data.batch_size={28 * nproc}", f"run.name={name}")
+        settings = (*yeast, f"data.batch_size={28 * nproc}", f"run.name={name}")
         status, output = torchrun(nproc, options.timeout, "train.py", *where, *settings)
         problem = ended(folder / name, status, output, "stopped")
         report(f"28 samples on each of {nproc} GPUs", not problem, problem or speed(folder / name))

@@ -1,0 +1,265 @@
+"""Tables drawn at random, whose scores depend on the graph in a known way: `tests/example`, and larger ones.
+
+    python -m tests.bench.synthetic small|yeast|network FOLDER
+
+writes `edges.tsv` and `scores.tsv` into FOLDER and prints the options of train.py that name them. The graph has hubs
+and modules, and a sample knocks out a few nodes that are often related. A score of `small`, which is tests/example, or
+of `yeast`, whose graph has the size of the real one, is a sum of effects of single nodes, of pairs within a module, and
+of short paths between the nodes. A score of `network` is what is lost when failures spread along edges. Noise is added
+to all of them.
+"""
+
+import argparse
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch_geometric.data import HeteroData
+from torch_geometric.utils import cumsum, to_undirected
+
+from data import Tables, pack
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The size of a synthetic problem."""
+
+    num_nodes: int
+    num_edges: dict[str, int]
+    num_modules: int
+    num_samples: int
+    deletions: tuple[int, int]  # the smallest and largest number of knock-outs in a sample
+    rounds: int = 0  # of failures that spread along edges and make the scores: `failure_losses`
+
+
+PRESETS = {
+    "small": Preset(
+        num_nodes=400,
+        num_edges={"physical": 2400, "regulatory": 800, "coexpression": 4800},
+        num_modules=16,
+        num_samples=6000,
+        deletions=(1, 3),
+    ),
+    "yeast": Preset(
+        num_nodes=6607,
+        num_edges={
+            "regulatory": 9_753,
+            "physical": 139_463,
+            "tflink": 201_898,
+            "neighborhood": 147_874,
+            "fusion": 11_810,
+            "cooccurence": 11_115,
+            "coexpression": 1_002_538,
+            "experimental": 825_101,
+            "database": 73_818,
+        },
+        num_modules=120,
+        num_samples=20_000,
+        deletions=(3, 3),
+    ),
+    "network": Preset(
+        num_nodes=400,
+        num_edges={"physical": 1600, "regulatory": 800},
+        num_modules=16,
+        num_samples=8000,
+        deletions=(1, 3),
+        rounds=3,
+    ),
+}
+
+
+def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
+    """Returns tables without a split, and their scores without noise, float64 [n].
+
+    With `preset.rounds`, a score is the sample's `failure_losses` and noise, else its `interaction_scores` and noise.
+    """
+    draw = Draw(preset, seed)
+    n, num_samples = preset.num_nodes, preset.num_samples
+    edge_indices = {relation: draw.edges(count) for relation, count in preset.num_edges.items()}
+    physical = to_undirected(edge_indices["physical"], num_nodes=n)  # sorted by source
+    perturbed, perturbed_ptr = draw.knockouts(preset, physical)
+    edges = list(edge_indices.values())
+    if preset.rounds:
+        noise = 0.2
+        signal = failure_losses(edges, n, perturbed, perturbed_ptr, preset.rounds)
+    else:
+        noise = 0.4
+        signal = interaction_scores(draw, preset, physical, perturbed, perturbed_ptr)
+    tables = Tables(
+        genes=[f"G{i:05d}" for i in range(n)],
+        relations=list(edge_indices),
+        edge_indices=edges,
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        y=signal + noise * signal.std() * draw.normal(num_samples),
+    )
+    return tables, signal
+
+
+def synthetic_tables(preset: Preset, seed: int = 0) -> Tables:
+    """Returns the tables of `generate`."""
+    tables, _ = generate(preset, seed)
+    return tables
+
+
+def build_graph(name: str, share: float = 1.0) -> HeteroData:
+    """Returns a graph with the shape of the preset `name` and `share` times its edges."""
+    preset = PRESETS[name]
+    edges = {relation: max(1, round(count * share)) for relation, count in preset.num_edges.items()}
+    return synthetic_tables(replace(preset, num_edges=edges, num_samples=100)).graph()
+
+
+def write(tables: Tables, folder: Path) -> list[str]:
+    """Writes `edges.tsv` and `scores.tsv`, with scores of six digits; returns the options that name them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "edges.tsv").open("w") as file:
+        file.write("source\ttarget\trelation\n")
+        for relation, edge_index in zip(tables.relations, tables.edge_indices, strict=True):
+            for source, target in edge_index.T.tolist():
+                file.write(f"{tables.genes[source]}\t{tables.genes[target]}\t{relation}\n")
+    sets = tables.perturbed.split(tables.perturbed_ptr.diff().tolist())
+    with (folder / "scores.tsv").open("w") as file:
+        file.write("genes\tscore\n")
+        for nodes, score in zip(sets, tables.y[:, 0].tolist(), strict=True):
+            genes = ",".join(tables.genes[node] for node in nodes.tolist())
+            file.write(f"{genes}\t{score:.6g}\n")
+    return [f"data.edges={folder}/edges.tsv", f"data.perturbations={folder}/scores.tsv"]
+
+
+class Draw:
+    """Draws random numbers, and nodes with power-law weights or from a node's module."""
+
+    def __init__(self, preset: Preset, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        self.uniform = partial(torch.rand, dtype=torch.float64, generator=generator)
+        self.normal = partial(torch.randn, dtype=torch.float64, generator=generator)
+        self.integers = partial(torch.randint, generator=generator)
+        self.permutation = partial(torch.randperm, generator=generator)
+        self.num_nodes = n = preset.num_nodes
+        # Nodes are sorted by module: a module is an interval of `total`, the cumulative weight.
+        self.module = self.integers(preset.num_modules, (n,)).sort().values
+        weight = torch.arange(1, n + 1, dtype=torch.float64)[self.permutation(n)].pow(-0.5)
+        self.total = cumsum(weight)  # [n + 1]
+        self.low = self.total[torch.searchsorted(self.module, self.module)]
+        self.high = self.total[torch.searchsorted(self.module, self.module, right=True)]
+
+    def nodes(self, count: int) -> Tensor:
+        """Returns nodes of the whole graph, by weight."""
+        return self._at(self.uniform(count) * self.total[-1])
+
+    def partners(self, node: Tensor) -> Tensor:
+        """Returns a node from the module of each node, by weight."""
+        low, high = self.low[node], self.high[node]
+        return self._at(low + self.uniform(len(node)) * (high - low))
+
+    def _at(self, weight: Tensor) -> Tensor:
+        return torch.searchsorted(self.total[1:], weight).clamp(max=self.num_nodes - 1)
+
+    def edges(self, count: int) -> Tensor:
+        """Returns [2, count] distinct edges without self-loops, most of them within a module."""
+        n = self.num_nodes
+        codes = torch.empty(0, dtype=torch.long)
+        while len(codes) < count:
+            source = self.nodes(2 * (count - len(codes)) + 64)
+            within = self.uniform(len(source)) < 0.8
+            target = torch.where(within, self.partners(source), self.nodes(len(source)))
+            codes = torch.cat([codes, (source * n + target)[source != target]]).unique()
+        codes = codes[self.permutation(len(codes))[:count]]
+        return torch.stack([codes // n, codes % n])
+
+    def knockouts(self, preset: Preset, physical: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns `perturbed` and `perturbed_ptr`.
+
+        Each sample has a first node, and partners that share its module, are its neighbours by
+        `physical` edges (sorted by source), or are drawn at random.
+        """
+        num_samples = preset.num_samples
+        source, target = physical
+        degree = torch.bincount(source, minlength=self.num_nodes)
+        first_edge = degree.cumsum(0) - degree
+        first = self.integers(self.num_nodes, (num_samples,))
+        columns = [first]
+        for _ in range(preset.deletions[1] - 1):
+            edge = first_edge[first] + (self.uniform(num_samples) * degree[first]).long()
+            neighbour = target[edge.clamp(max=len(target) - 1)]
+            partner = self.integers(self.num_nodes, (num_samples,))
+            choice = self.uniform(num_samples)
+            partner = torch.where(choice < 0.7, self.partners(first), partner)
+            partner = torch.where(choice < 0.3, neighbour, partner)
+            while (taken := (torch.stack(columns) == partner).any(0)).any():
+                other = self.integers(self.num_nodes, (num_samples,))
+                partner = torch.where(taken, other, partner)
+            columns.append(partner)
+        low, high = preset.deletions
+        count = low + self.integers(high + 1 - low, (num_samples,))
+        row, column = (torch.arange(high) < count.unsqueeze(1)).nonzero().T
+        return pack(row, torch.stack(columns)[column, row], num_samples)
+
+
+def interaction_scores(
+    draw: Draw, preset: Preset, physical: Tensor, perturbed: Tensor, perturbed_ptr: Tensor
+) -> Tensor:
+    """Returns a weighted sum of three terms of each sample's knocked-out nodes, float64 [n].
+
+    They are the nodes' own effects, an effect per pair within a module, and the paths of one or two
+    `physical` edges between each pair.
+    """
+    n, num_modules, num_samples = preset.num_nodes, preset.num_modules, preset.num_samples
+    own_effect, module_effect = draw.normal(n), draw.normal(num_modules)
+    sample = torch.repeat_interleave(perturbed_ptr.diff())
+    additive = own_effect.new_zeros(num_samples).index_add(0, sample, own_effect[perturbed])
+
+    place = draw.module[perturbed] * num_samples + sample
+    counts = torch.bincount(place, minlength=num_modules * num_samples).view(num_modules, -1)
+    in_module = module_effect @ (counts * (counts - 1) / 2).double()
+
+    sparse = partial(torch.sparse_coo_tensor, check_invariants=False)
+    source, target = physical
+    norm = torch.bincount(source, minlength=n).double().clamp(min=1).rsqrt()
+    value = norm[source] * norm[target]
+    ones = norm.new_ones(len(perturbed))
+    dead = sparse(torch.stack([perturbed, sample]), ones, (n, num_samples))
+    reached = torch.sparse.mm(sparse(physical, value, (n, n)), dead)  # one edge from dead nodes
+    own_paths = torch.zeros_like(norm).index_add(0, source, value.square())  # from a node to itself
+    paths = (((dead + reached) * reached).sum(0).to_dense() - own_paths @ dead) / 2
+    terms = ((0.55, additive), (0.55, in_module), (0.45, paths))
+    return sum(share * term / term.std() for share, term in terms)
+
+
+def failure_losses(edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor, ptr: Tensor, rounds: int) -> Tensor:
+    """Returns how much activity living nodes lose when failures spread along edges, float64 [n].
+
+    It is a supply network: an edge's source supplies its target, with half the weight of the
+    relation before. In each round, a node's activity becomes a steep function of the weighted share
+    of its suppliers that work, one half where 40 % have failed: most nodes survive the loss of one
+    supplier, but not of two that back each other up, and their failure is passed on. All nodes
+    count alike, so that what matters is where a node lies in the damaged graph.
+    """
+    weights = [torch.full((edges.size(1),), 0.5**r, dtype=torch.float64) for r, edges in enumerate(edge_indices)]
+    weight = torch.cat(weights)
+    source, target = torch.cat(edge_indices, dim=1)
+    share = weight / weight.new_zeros(num_nodes).index_add(0, target, weight)[target]
+    supply = torch.sparse_coo_tensor(
+        torch.stack([target, source]), share, (num_nodes, num_nodes), check_invariants=False
+    )
+    alive = weight.new_ones(num_nodes, len(ptr))  # the last column is the intact graph
+    alive[perturbed, torch.repeat_interleave(ptr.diff())] = 0
+    activity = alive
+    for _ in range(rounds):
+        failed = torch.sparse.mm(supply, 1 - activity)
+        activity = alive * torch.sigmoid(12 * (0.4 - failed))
+    return (alive * (activity[:, -1:] - activity)).sum(0)[:-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset", choices=PRESETS)
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    print(*write(synthetic_tables(PRESETS[options.preset]), options.folder))
+
+
+if __name__ == "__main__":
+    main()
