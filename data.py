@@ -145,26 +145,8 @@ class Tables:
             f"({len(self.genes) - len(edges.unique()):,} isolated{features}), "
             f"{edges.size(1):,} edges in {len(self.relations)} relations, "
             f"{len(self.y):,} samples of {deletions.min()} to {deletions.max()} deletions: "
-            f"{splits} ({self.shared_pairs():,} with two nodes of a training row), "
-            f"{(self.split < 0).sum():,} in no split; scores: {', '.join(self.targets)}"
+            f"{splits}, {(self.split < 0).sum():,} in no split; scores: {', '.join(self.targets)}"
         )
-
-    def shared_pairs(self) -> int:
-        """Returns how many test rows knock out two nodes of a training row.
-
-        Only rows of at most 10 deletions count.
-        """
-        row = self.sample()
-        few = self.perturbed_ptr.diff()[row] <= 10
-        row, node = row[few], self.perturbed[few]
-        pairs = []
-        for k in range(1, 10):  # nodes that stand k apart in the same row
-            pair = torch.stack([node[:-k] * len(self.genes) + node[k:], row[:-k]])
-            pairs.append(pair[:, row[:-k] == row[k:]])
-        pair, row = torch.cat(pairs, dim=1)
-        is_train, is_test = self.is_in("train")[row], self.is_in("test")[row]
-        shared = torch.isin(pair[is_test], pair[is_train])
-        return len(row[is_test][shared].unique())
 
 
 def load(config: DataConfig) -> Tables:

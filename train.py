@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import Field, asdict, dataclass, fields
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
@@ -105,7 +106,6 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class LogConfig:
     every_steps: int = 10
-    threshold: float = -math.inf
     profile_steps: int = 0
 
 
@@ -161,6 +161,7 @@ def train(config: Config, env: Distributed) -> None:
     optim, seed = config.optim, config.run.seed
     dtype, autocast_dtype = PRECISIONS[optim.precision]
     tables, baseline, state, folder = set_up(config, env)
+    _, std = data.mean_and_std(tables.y[tables.rows("train")])
     model = state.model
     graph, planner, route = build_graph(config, tables, env, dtype)
     dataset = KnockoutDataset(
@@ -187,7 +188,7 @@ def train(config: Config, env: Distributed) -> None:
             if reason := env.stop_reason(state.step):
                 folder.save(state)
                 return folder.stop(state, reason)
-            val = metrics(tables.rows("val"), prediction, tables, baseline, config)
+            val = metrics(tables.rows("val"), prediction, tables, baseline, std, config)
             state.epoch = epoch
             folder.save_validation(state, val)
             title = f"epoch {epoch}/{optim.epochs}  step {state.step}  {progress}"
@@ -247,10 +248,9 @@ def train(config: Config, env: Distributed) -> None:
     prediction = predict_rows(model, graph, dataset, tables.rows("test"), config, env)
     if reason := env.stop_reason(state.step):
         return folder.stop(state, reason)
-    test = test_metrics(prediction, tables, baseline, config)
-    folder.write("test", state, **test, best_step=state.best["step"])
-    folder.event("finished", state)
-    log.info(f"run       {folder.path}, model of step {state.best['step']}")
+    folder.save_test(tables, prediction, baseline)
+    test = metrics(tables.rows("test"), prediction, tables, baseline, std, config)
+    folder.finish(state, test)
 
 
 def set_up(config: Config, env: Distributed) -> tuple[Tables, Tensor, "TrainState", "RunFolder"]:
@@ -313,9 +313,6 @@ def check_scores(tables: Tables, config: Config) -> None:
         raise UserError("optim.loss=binary needs scores of 0 and 1: set optim.loss=squared")
     if config.optim.loss == "squared" and binary:
         log.warning("note      all scores are 0 or 1: optim.loss=binary predicts probabilities")
-    threshold = config.log.threshold
-    if threshold > -math.inf and not (tables.y < threshold).any():
-        log.warning(f"note      no score is below log.threshold={threshold:g}")
 
 
 def log_batch(config: Config, env: Distributed, sampler: StepSampler) -> None:
@@ -598,123 +595,81 @@ def predict_rows(
 
 
 def metrics(
-    rows: Tensor, prediction: Tensor, tables: Tables, baseline: Tensor, config: Config
-) -> dict[str, Any]:
-    """Returns metrics of the predictions of `rows`, beside the additive baseline's Pearson.
+    rows: Tensor,
+    prediction: Tensor,
+    tables: Tables,
+    baseline: Tensor,
+    std: Tensor,
+    config: Config,
+) -> dict[str, float]:
+    """Returns metrics of the predictions [len(rows), T] of `rows`, and the baseline's Pearson.
 
-    They are means over the targets for which they are defined, nan if there are none. If there are
-    several targets, their own are in `targets`.
+    `baseline` [n, T] is the additive one, `std` [T] that of the training scores. A metric is the
+    mean over the targets for which it is defined, nan if there are none.
     """
-    _, spread = data.mean_and_std(tables.y[tables.rows("train")])
-    targets = {}
-    for t, name in enumerate(tables.targets):
-        columns = (tables.y[rows, t], prediction[:, t], baseline[rows, t])
-        targets[name] = target_metrics(*columns, spread[t], config)
-    means: dict[str, Any] = {}
-    for key in dict.fromkeys(key for target in targets.values() for key in target):
-        values = [target[key] for target in targets.values() if key in target]
-        means[key] = torch.tensor(values, dtype=torch.float64).nanmean().item()
-    if len(targets) > 1:
-        means["targets"] = targets
+    y = tables.y[rows]
+    mse = mean_present((prediction - y).square(), y)
+    # Rounding must not order the predictions of equal rows.
+    ranks = rank(prediction.float().where(~y.isnan(), math.nan))
+    per_target = {
+        "loss": mse / std.square(),
+        "mse": mse,
+        "pearson": pearson(y, prediction),
+        "spearman": pearson(rank(y), ranks),
+        "baseline_pearson": pearson(y, baseline[rows]),
+    }
+    if config.optim.loss == "binary":
+        cross_entropy = nn.functional.binary_cross_entropy(
+            prediction, y.nan_to_num(), reduction="none"
+        )
+        per_target["loss"] = mean_present(cross_entropy, y)
+        per_target["auroc"] = auroc(y == 1, ranks)
+    means = {name: values.nanmean().item() for name, values in per_target.items()}
     return {**means, "n": len(rows)}
 
 
-def target_metrics(
-    y: Tensor, prediction: Tensor, baseline: Tensor, spread: Tensor, config: Config
-) -> dict[str, float]:
-    """Returns metrics of one target, nan where undefined; each argument is [n] but for `spread`.
-
-    `average_precision` and `auroc` are those of finding scores of 1 (optim.loss=binary) or below
-    log.threshold.
-    """
+def mean_present(values: Tensor, y: Tensor) -> Tensor:
+    """Returns the mean of each target's values [n, T] where y is not nan, [T]."""
     present = ~y.isnan()
-    if not present.any():
-        present = ~present  # all are nan, and so are the metrics
-    y, prediction, baseline = y[present], prediction[present], baseline[present]
-    mse = (prediction - y).square().mean()
-    ranked = prediction.float()  # rounding must not order the predictions of equal rows
-    result = {
-        "loss": mse / spread.square(),
-        "mse": mse,
-        "r2": pearson(y, y) - mse / y.var(correction=0),
-        "pearson": pearson(y, prediction),
-        "spearman": pearson(rank(y), rank(ranked)),
-        "baseline_pearson": pearson(y, baseline),
-    }
-    positive, certainty = y < config.log.threshold, -ranked
-    if config.optim.loss == "binary":
-        result["loss"] = nn.functional.binary_cross_entropy(prediction, y)
-        positive, certainty = y == 1, ranked
-    if positive.any():
-        result["average_precision"], result["auroc"] = detection(positive, certainty)
-    return {key: value.item() for key, value in result.items()}
-
-
-def detection(positive: Tensor, certainty: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns average precision and AUROC of finding the positive rows; equal ones share a rank."""
-    count = int(positive.sum())
-    _, group, size = (-certainty).unique(return_inverse=True, return_counts=True)
-    hits = torch.bincount(group[positive], minlength=len(size)).double()  # most certain first
-    precision = hits.cumsum(0) / size.cumsum(0)
-    wins = rank(certainty)[positive].mean() - (count + 1) / 2  # negatives below a positive row
-    return (hits * precision).sum() / count, wins / (len(positive) - count)
-
-
-def test_metrics(
-    prediction: Tensor, tables: Tables, baseline: Tensor, config: Config
-) -> dict[str, Any]:
-    """Logs and returns metrics of the test rows, also by number of unseen and knocked-out nodes.
-
-    `gain` is the 95 % interval of Pearson's r less the additive baseline's.
-    """
-    rows = tables.rows("test")
-    test = metrics(rows, prediction, tables, baseline, config)
-    test["gain"] = gain_interval(tables.y[rows], prediction, baseline[rows])
-    samples = f"{len(rows):,} samples"
-    low, high = test["gain"]
-    log.info(f"test      loss {test['loss']:.4f}, {PEARSON.format(**test)} ({samples})")
-    log.info(f"test      Pearson less the baseline's: {low:.4f} to {high:.4f} (95 % interval)")
-    counts = {"unseen": tables.unseen(), "deletions": tables.perturbed_ptr.diff()}
-    for name, count in counts.items():
-        group = count[rows].clamp(max=3)
-        test[f"by_{name}"] = {}
-        for k in group.unique().tolist():
-            chosen = group == k
-            part = metrics(rows[chosen], prediction[chosen], tables, baseline, config)
-            test[f"by_{name}"][k] = part
-            if not chosen.all():
-                label = f"{name} {k}+" if k == 3 else f"{name} {k}"
-                log.info(f"test      {label}: {PEARSON.format(**part)} ({part['n']:,} samples)")
-    return test
-
-
-def gain_interval(y: Tensor, prediction: Tensor, baseline: Tensor) -> list[float]:
-    """Returns the 95 % interval of Pearson's r less the baseline's, by a bootstrap over rows."""
-    generator = torch.Generator().manual_seed(0)
-    gains = []
-    for _ in range(max(100, min(1000, 10**8 // len(y)))):  # a minute at most
-        rows = torch.randint(len(y), (len(y),), generator=generator)
-        gains.append(pearson(y[rows], prediction[rows]) - pearson(y[rows], baseline[rows]))
-    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return torch.stack(gains).nanquantile(ends).tolist()
+    return values.where(present, 0.0).sum(dim=0) / present.sum(dim=0)
 
 
 def pearson(a: Tensor, b: Tensor) -> Tensor:
-    """Returns Pearson's r of a and b, [n, T], where a is not nan: its mean over targets.
+    """Returns Pearson's r of a and b, [n, T], over the rows where a is not nan, for each target.
 
-    Targets for which a is constant do not count. It is 0 for a constant b, so that the means of all
-    predictions are over the same targets.
+    It is nan where a is constant, so that such targets count in no mean, and 0 where only b is, so
+    that the means of all predictions are over the same targets.
     """
-    a, b = data.standardise(a), data.standardise(b.where(~a.isnan(), math.nan))
+    a = data.standardise(a)
+    b = data.standardise(b.where(~a.isnan(), math.nan))
     varies = a.square().nanmean(dim=0) > 0.5
-    return (a * b).nanmean(dim=0).where(varies, math.nan).nanmean()
+    return (a * b).nanmean(dim=0).where(varies, math.nan)
 
 
 def rank(values: Tensor) -> Tensor:
-    """Returns ranks from 1, float64 [n], of which equal values share the mean; nan stays."""
-    _, group, count = values.unique(return_inverse=True, return_counts=True)
-    ranks = count.cumsum(0) - (count - 1) / 2
-    return ranks.double()[group].where(~values.isnan(), math.nan)
+    """Returns ranks from 1 among each target's values [n, T], float64; equal ones share the mean.
+
+    A nan takes no rank and stays.
+    """
+    columns = values.T.nan_to_num(math.inf).contiguous()  # nan comes last
+    ordered, order = columns.sort(dim=1)
+    smaller = torch.searchsorted(ordered, ordered)
+    not_larger = torch.searchsorted(ordered, ordered, right=True)
+    of_ordered = (smaller + not_larger + 1).double() / 2
+    ranks = torch.empty_like(of_ordered).scatter(1, order, of_ordered).T
+    return ranks.where(~values.isnan(), math.nan)
+
+
+def auroc(positive: Tensor, ranks: Tensor) -> Tensor:
+    """Returns the AUROC of finding each target's `positive` rows, [n, T], by their ranks, [T].
+
+    The most certain row has the highest rank. A nan rank is no row; it is nan without two classes.
+    """
+    num_positive = positive.sum(dim=0)
+    num_negative = (~ranks.isnan()).sum(dim=0) - num_positive
+    mean_rank = ranks.where(positive, math.nan).nanmean(dim=0)
+    negatives_below = mean_rank - (num_positive + 1) / 2
+    return negatives_below / num_negative
 
 
 def quality(result: dict[str, Any]) -> tuple[float, float]:
@@ -865,6 +820,7 @@ class RunFolder:
             config = yaml.safe_dump(asdict(self.config), sort_keys=False)
             write_atomically(self.path / "config.yaml", config)
             write_atomically(self.path / "environment.txt", environment(ranks))
+            (self.path / "test.tsv").unlink(missing_ok=True)  # of an earlier end
             self._open_metrics(state)
         resumed = state.step or state.best
         self.event("resumed" if resumed else "started", state, world_size=self.env.world_size)
@@ -890,6 +846,13 @@ class RunFolder:
                     self.rows.append(row)
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.metrics = path.open("a")
+
+    def save_test(self, tables: Tables, prediction: Tensor, baseline: Tensor) -> None:
+        """A collective: writes test.tsv, see `test_lines`; raises `RunError` on every rank."""
+        path = self.path / "test.tsv"
+        with self.env.sync_errors(phase="save"), explain_write_errors(path):
+            if self.env.rank == 0:
+                write_atomically(path, test_lines(tables, prediction, baseline))
 
     def write(self, kind: str, state: TrainState, **values: Any) -> None:
         """Appends a row to metrics.jsonl, with null for non-finite numbers.
@@ -955,6 +918,16 @@ class RunFolder:
             write_atomically(self.path / "status.json", json.dumps(row) + "\n")
         self.write("event", state, event=event, reason=reason, time=time.time(), **values)
 
+    def finish(self, state: TrainState, test: dict[str, Any]) -> None:
+        """Records the end of the run and the metrics of its test rows."""
+        self.write("test", state, **test, best_step=state.best["step"])
+        self.event("finished", state)
+        log.info(f"run       {self.path}, model of step {state.best['step']}")
+        result = f"loss {test['loss']:.4f}, {PEARSON.format(**test)}"
+        log.info(f"test      {result} ({test['n']:,} samples)")
+        command = f"python -m tests.check test {shlex.quote(str(self.path))}"
+        log.info(f"test      intervals, groups of rows and a plot: {command}")
+
     def stop(self, state: TrainState, reason: str) -> None:
         """Records that the run stopped on request, and removes the file STOP."""
         if self.env.local_rank == 0:  # on every machine: the disk need not be shared
@@ -976,6 +949,33 @@ class RunFolder:
                 log.warning(f"skipped a damaged checkpoint: {error}")
         resume = self.config.run.resume
         return None if resume == "auto" else read_checkpoint(resume)
+
+
+def test_lines(tables: Tables, prediction: Tensor, baseline: Tensor) -> Iterator[str]:
+    """Yields the lines of test.tsv: for each test row its genes, how many of them no training row
+    has, and for each target score, prediction [len(rows), T] and additive baseline [n, T].
+
+    A missing score is an empty cell.
+    """
+    header = ["genes", "unseen"]
+    for name in tables.targets:
+        header += [name, f"{name}_prediction", f"{name}_baseline"]
+    yield "\t".join(header) + "\n"
+
+    rows = tables.rows("test")
+    nodes = tables.perturbed[tables.is_in("test")[tables.sample()]]
+    names = (tables.genes[node] for node in nodes.tolist())
+    deletions = tables.perturbed_ptr.diff()
+    unseen = tables.unseen()
+    template = "\t%.7g" * (3 * len(tables.targets)) + "\n"
+    for part, predicted in zip(rows.split(100), prediction.split(100), strict=True):
+        counts = torch.stack([deletions[part], unseen[part]], dim=1)
+        scores = torch.stack([tables.y[part], predicted, baseline[part]], dim=2)
+        numbers = scores.flatten(start_dim=1)
+        for (num_deleted, num_unseen), row in zip(counts.tolist(), numbers.tolist(), strict=True):
+            genes = ",".join(islice(names, num_deleted))
+            cells = template % tuple(row)
+            yield f"{genes}\t{num_unseen}" + cells.replace("\tnan", "\t")
 
 
 def environment(ranks: list[str]) -> str:
@@ -1028,15 +1028,17 @@ def explain_write_errors(
         ) from None
 
 
-def write_atomically(path: Path, content: str | dict) -> None:
-    """Writes a file that appears complete or not at all; a dict is written by `torch.save`."""
+def write_atomically(path: Path, content: str | Iterator[str] | dict) -> None:
+    """Writes text, its lines, or, by `torch.save`, a dict; the file is never seen incomplete."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             if isinstance(content, str):
                 file.write(content.encode())
-            else:
+            elif isinstance(content, dict):
                 torch.save(content, file)
+            else:
+                file.writelines(line.encode() for line in content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -1223,8 +1225,8 @@ def convert(key: str, value: Any, option: Field) -> Any:
     if choices:
         valid, expected = value in choices, " or ".join(choices)
     elif kind in (int, float):
-        # An int may be 0 only if that is its default, a float negative only if its default is.
-        least = min(0, option.default) if kind is float else min(1, option.default)
+        # An int may be 0 only if that is its default.
+        least = 0 if kind is float else min(1, option.default)
         valid = type(value) is kind and least <= value < 2**32
         expected = f"{kind.__name__} >= {least}"
     else:

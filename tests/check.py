@@ -12,8 +12,11 @@ rows      explains a non-finite step, given the run's own options: prints the ro
 gpu       proves on a machine with GPUs, in less than ten minutes, what the CPU cannot show: values by precision, no
           waits, NCCL, ZeRO, resuming to the same bits, speed; with two or more also parity, a killed rank, scaling
 trace     python -m tests.check trace RUN_FOLDER: prints where the time went in the steps that log.profile_steps traced
+test      python -m tests.check test RUN_FOLDER: prints what the predictions in a run's test.tsv are worth, with intervals,
+          by groups of rows and by score, and writes test.json and test.svg, a plot (--threshold X: also how well scores
+          below X are found)
 
-Each except trace prints its findings and PASS or FAIL; the exit status is 0, 1 for FAIL, or 2 if it could not run.
+Each but test and trace prints its findings and PASS or FAIL; the exit status is 0, 1 for FAIL, or 2 if it could not run.
 """
 
 import argparse
@@ -22,6 +25,7 @@ import sys
 
 import train
 from ddp_setup import UserError
+from tests.tools.analysis import test
 from tests.tools.audits import audit_worker, devices, syncs
 from tests.tools.diagnose import rows, trace
 from tests.tools.faults import fault_worker, faults
@@ -44,15 +48,16 @@ def main() -> None:
         return worker(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     checks = {"parity": parity, "faults": faults, "devices": devices, "syncs": syncs, "rows": rows}
-    checks |= {"gpu": gpu, "trace": trace}
+    checks |= {"gpu": gpu, "trace": trace, "test": test}
     parser.add_argument("name", choices=list(checks))
     parser.add_argument("--world-sizes", type=world_sizes, default="1,2,4", metavar="N,N", help="default: 1,2,4")
     parser.add_argument("--only", default="", metavar="TEXT", help="faults: only those whose name contains TEXT")
+    parser.add_argument("--threshold", type=float, metavar="X", help="test: also how well scores below X are found")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per launch (default: 600)")
     parser.set_defaults(cpu=True)
     options, options.arguments = parser.parse_known_args()  # the rest is for train.py
     try:
-        if options.name != "trace":
+        if options.name not in ("trace", "test"):
             train.load_config(train.parse_arguments(options.arguments))
         passed = checks[options.name](options)
     except (RuntimeError, UserError) as error:

@@ -37,6 +37,7 @@ from ddp_setup import Distributed, UserError, setup
 from tests.bench import report
 from tests.bench.baselines import BASELINES, Problem
 from tests.bench.synthetic import PRESETS, generate, write
+from tests.tools.analysis import figures, interval, resampled_pearson
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("data.py", "ddp_setup.py", "mask.py", "model.py", "train.py")
@@ -94,7 +95,7 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
     overrides += [f"data.split={kind}", f"data.split_seed={seed}"]
     tables = data.load(load_config(options.config, overrides).data)
     val, test = (tables.rows(part) for part in ("val", "test"))
-    problem, (y,), results = Problem(tables), tables.y.T, {}
+    problem, y, results = Problem(tables), tables.y, {}
     models = [name for name in MODELS if name != "random" or tables.features is not None]
     models = models if options.models is None else options.models
     ceiling = [] if options.signal is None else [CEILING]
@@ -107,10 +108,12 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
             seconds = time.perf_counter() - start
         else:
             prediction, seconds = ours(name.removeprefix("ours, "), overrides, options, env)
+        prediction = prediction.unsqueeze(1)
+        on_test = figures(y[test], prediction[test])
         results[name] = {
-            "validation": pearson(y[val], prediction[val, None]).item(),
-            "Pearson": pearson(y[test], prediction[test, None]).item(),
-            "MSE": (prediction - y)[test].square().mean().item(),
+            "validation": figures(y[val], prediction[val])["pearson"].item(),
+            "Pearson": on_test["pearson"].item(),
+            "MSE": on_test["mse"].item(),
             "seconds": round(seconds, 2),
             "y": y[test],
             "prediction": prediction[test],
@@ -123,22 +126,22 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
 def summary(kind: str, splits: dict[str, dict[str, dict]]) -> dict[str, list[dict]]:
     """Returns {title: rows} of two tables, means over the splits of a kind and figures of each split."""
 
-    def figures(name: str, key: str) -> Tensor:
+    def of_splits(name: str, key: str) -> Tensor:
         return torch.tensor([results[name][key] for results in splits.values()], dtype=torch.float64)
 
     names = list(next(iter(splits.values())))
-    best = max(BASELINES, key=lambda name: figures(name, "validation").mean().nan_to_num(-2.0).item())
+    best = max(BASELINES, key=lambda name: of_splits(name, "validation").mean().nan_to_num(-2.0).item())
     gains = torch.stack([bootstrap(results, names.index(best)) for results in splits.values()])  # [splits, 1000, names]
     means, each = [], []
     for k, name in enumerate(names):
-        tests = figures(name, "Pearson")
+        tests = of_splits(name, "Pearson")
         row = {"contestant": name} | dict(zip(splits, tests.tolist(), strict=True))
         row |= {"mean": tests.mean(), "spread": tests.std() if len(tests) > 1 else math.nan}
-        row |= {"MSE": figures(name, "MSE").mean(), **interval(tests - figures(best, "Pearson"), gains[:, :, k])}
-        means.append(row | {"seconds": figures(name, "seconds").mean()})
+        row |= {"MSE": of_splits(name, "MSE").mean(), **difference(tests - of_splits(best, "Pearson"), gains[:, :, k])}
+        means.append(row | {"seconds": of_splits(name, "seconds").mean()})
         for s, (split, results) in enumerate(splits.items()):
             row = {key: results[name][key] for key in ("validation", "Pearson", "MSE")}
-            gain = interval(tests[s : s + 1] - figures(best, "Pearson")[s], gains[s : s + 1, :, k])
+            gain = difference(tests[s : s + 1] - of_splits(best, "Pearson")[s], gains[s : s + 1, :, k])
             each.append({"split": split, "contestant": name, **row, **gain, "seconds": results[name]["seconds"]})
     each.sort(key=lambda row: list(splits).index(row["split"]))
     count = " + ".join(f"{len(results[best]['y']):,}" for results in splits.values())
@@ -149,10 +152,10 @@ def summary(kind: str, splits: dict[str, dict[str, dict]]) -> dict[str, list[dic
     }
 
 
-def interval(difference: Tensor, resampled: Tensor) -> dict[str, Tensor]:
+def difference(differences: Tensor, resampled: Tensor) -> dict[str, float]:
     """Returns the mean over splits of the differences [splits] and the 95 % interval of resampled ones [splits, R]."""
-    low, high = resampled.mean(0).nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-    return {"difference": difference.mean(), "2.5 %": low, "97.5 %": high}
+    low, high = interval(resampled.mean(0))
+    return {"difference": differences.mean(), "2.5 %": low, "97.5 %": high}
 
 
 def clean(value: object) -> object:
@@ -160,28 +163,13 @@ def clean(value: object) -> object:
     return "-" if isinstance(value, float) and math.isnan(value) else value
 
 
-def pearson(y: Tensor, predictions: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Returns Pearson's r of y [n] and predictions [n, c] on samples that hold row i `counts[:, i]` times, [R, c].
-
-    Without counts [R, n], R is 1 and the sample is all rows. r is nan for predictions that differ by rounding only.
-    """
-    weight = torch.ones(1, len(y)).double() / len(y) if counts is None else counts / counts.sum(1, keepdim=True)
-    y, x = (y - y.mean()).unsqueeze(1), predictions - predictions.mean(0)
-    x = x.where(x.abs().amax(0) > 1e-12 * predictions.abs().amax(0), math.nan)
-    covariance = weight @ (x * y) - (weight @ x) * (weight @ y)
-    variance = [weight @ values.square() - (weight @ values).square() for values in (x, y)]
-    return covariance / (variance[0] * variance[1]).sqrt()
-
-
 def bootstrap(results: dict[str, dict], best: int, resamples: int = 1000) -> Tensor:
     """Returns each contestant's Pearson less that of number `best`, on resampled test rows, [R, contestants].
 
     Rows are drawn independently of each other, though those that share a node are not independent.
     """
-    y, generator = next(iter(results.values()))["y"], torch.Generator().manual_seed(0)
-    chosen = torch.randint(len(y), (resamples, len(y)), generator=generator)
-    counts = torch.stack([torch.bincount(rows, minlength=len(y)) for rows in chosen]).double()
-    correlation = pearson(y, torch.stack([row["prediction"] for row in results.values()], dim=1), counts)
+    each = [resampled_pearson(result["y"], result["prediction"], resamples) for result in results.values()]
+    correlation = torch.stack(each, dim=1)
     return correlation - correlation[:, best : best + 1]
 
 

@@ -1,0 +1,341 @@
+"""`python -m tests.check test RUN`: what the predictions of a run's test rows are worth.
+
+Shapes: n rows of T scores.
+"""
+
+import argparse
+import json
+import math
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+import data
+import train
+from data import DataError, Tables
+from ddp_setup import UserError
+
+MOST = 3  # of deletions and unseen genes; rows with more are counted with those
+CELLS = 10**8  # rows x targets x resamples of an interval, about, which takes half a minute
+SHOWN = 20  # targets printed at most
+POINTS = 2000  # in the plot at most
+SIZE = 400  # of the plot
+COLUMNS = {
+    "n": "rows",
+    "pearson": "Pearson",
+    "baseline_pearson": "baseline",
+    "gain": "difference (95 %)",
+    "spearman": "Spearman",
+    "r2": "R2",
+    "mse": "MSE",
+    "auroc": "AUROC",
+    "average_precision": "avg. precision",
+}
+
+
+@dataclass
+class Predictions:
+    """The content of a test.tsv."""
+
+    genes: list[str]  # of each row, separated by commas
+    unseen: Tensor  # long [n], how many of them occur in no training row
+    targets: list[str]  # name of each of the T scores
+    y: Tensor  # float64 [n, T], nan where a score is missing
+    prediction: Tensor  # float64 [n, T]
+    baseline: Tensor  # float64 [n, T], the additive one
+
+    def deletions(self) -> Tensor:
+        """Returns how many genes each row knocks out, long [n]."""
+        return torch.tensor([names.count(",") + 1 if names else 0 for names in self.genes])
+
+
+# ---- The check ------------------------------------------------------------------------------------------------------
+def test(options: argparse.Namespace) -> None:
+    """Prints what a run's test.tsv says, and writes it to test.json and test.svg beside it; raises `UserError`."""
+    if len(options.arguments) != 1:
+        raise UserError("test takes one run folder, such as runs/default")
+    folder = Path(options.arguments[0])
+    rows = read_predictions(folder / "test.tsv")
+    config = train.load_config(SimpleNamespace(config=folder / "config.yaml", overrides=[], checkpoint=None))
+    if options.threshold is not None and not (rows.y < options.threshold).any():
+        raise UserError(f"{folder / 'test.tsv'} has no score below --threshold={options.threshold:g}")
+    result = analyse(rows, config.optim.loss, options.threshold)
+    print(f"{folder / 'test.tsv'}: rows {len(rows.y):,}, scores {len(rows.targets):,}")
+    print("\n".join(table(result)))
+    try:
+        result["shared_pairs"] = shared_pairs(tables_of(rows, config.data))
+        print(f"{result['shared_pairs']:,} rows knock out two nodes of a training row")
+    except (DataError, UserError) as error:
+        print(f"rows that knock out two nodes of a training row were not counted: {error}")
+    write(folder / "test.json", json.dumps(without_nan(result), indent=1) + "\n")
+    write(folder / "test.svg", scatter_svg(rows))
+    print(f"written: {folder / 'test.json'}, {folder / 'test.svg'}")
+
+
+def read_predictions(path: Path) -> Predictions:
+    """Returns the rows of a test.tsv; raises `UserError` if it is missing or not as train.py writes it."""
+    genes, unseen, numbers = [], [], array("d")
+    line_number = 1
+    try:
+        with path.open(encoding="utf-8", newline="\n") as file:
+            header = file.readline().rstrip("\n").split("\t")
+            targets = header[2::3]
+            columns = [name + suffix for name in targets for suffix in ("", "_prediction", "_baseline")]
+            if not targets or header != ["genes", "unseen", *columns]:
+                raise ValueError("the header is not genes, unseen, and three columns for each score")
+            for line in file:
+                line_number += 1
+                cells = line.rstrip("\n").split("\t")
+                if len(cells) != len(header):
+                    raise ValueError(f"{len(cells)} cells under {len(header)} columns")
+                genes.append(cells[0])
+                unseen.append(int(cells[1]))
+                numbers.extend([float(cell or "nan") for cell in cells[2:]])
+            if not genes:
+                raise ValueError("there are no rows")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; a run writes it when it finishes") from None
+    except ValueError as error:
+        raise UserError(f"{path}:{line_number}: {error}; start the run again, which writes it anew") from None
+    scores = torch.frombuffer(numbers, dtype=torch.float64).view(len(genes), len(targets), 3)
+    y, prediction, baseline = (values.clone() for values in scores.unbind(dim=2))
+    return Predictions(genes, torch.tensor(unseen), targets, y, prediction, baseline)
+
+
+def tables_of(rows: Predictions, config: data.DataConfig) -> Tables:
+    """Returns the tables that these rows are from; raises `DataError` or `UserError` if they cannot be read."""
+    tables = data.load(config)
+    test = tables.rows("test")
+    y = tables.y[test]
+    same = y.shape == rows.y.shape and torch.equal(tables.perturbed_ptr.diff()[test], rows.deletions())
+    if not (same and torch.allclose(y, rows.y, rtol=1e-6, equal_nan=True)):
+        raise UserError("the tables have changed since the run")
+    return tables
+
+
+def write(path: Path, text: str) -> None:
+    with train.explain_write_errors(path, UserError, "copy the run folder"):
+        train.write_atomically(path, text)
+
+
+def without_nan(value: object) -> object:
+    """Returns nested results with None, which JSON knows, in place of nan."""
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- Figures --------------------------------------------------------------------------------------------------------
+def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = None) -> dict:
+    """Returns `summary` of all rows, by number of unseen and deleted genes, and each target's figures if T > 1."""
+    resamples = max(100, min(1000, CELLS // rows.y.numel()))
+    options = {"loss": loss, "threshold": threshold, "resamples": resamples}
+    result = summary(rows.y, rows.prediction, rows.baseline, **options)
+    for name, count in {"unseen": rows.unseen, "deletions": rows.deletions()}.items():
+        group = count.clamp(max=MOST)
+        result[f"by_{name}"] = {}
+        for k in group.unique().tolist():
+            chosen = group == k
+            values = (rows.y[chosen], rows.prediction[chosen], rows.baseline[chosen])
+            result[f"by_{name}"][str(k)] = summary(*values, **options)
+    if len(rows.targets) > 1:
+        each = target_figures(rows.y, rows.prediction, rows.baseline, loss, threshold)
+        result["targets"] = {
+            target: {name: values[t].item() for name, values in each.items()} for t, target in enumerate(rows.targets)
+        }
+    return result
+
+
+def summary(
+    y: Tensor, prediction: Tensor, baseline: Tensor, loss: str, threshold: float | None, resamples: int
+) -> dict:
+    """Returns the number of rows, the means over targets of `target_figures`, and `gain`.
+
+    That is the 95 % interval of Pearson's r less the baseline's.
+    """
+    each = target_figures(y, prediction, baseline, loss, threshold)
+    means = {name: values.nanmean().item() for name, values in each.items()}
+    gains = resampled_pearson(y, prediction, resamples) - resampled_pearson(y, baseline, resamples)
+    return {"n": len(y), **means, "gain": interval(gains)}
+
+
+def target_figures(
+    y: Tensor, prediction: Tensor, baseline: Tensor, loss: str = "squared", threshold: float | None = None
+) -> dict[str, Tensor]:
+    """Returns each target's `figures`, and the baseline's Pearson; with a threshold, or binary scores, `detection`.
+
+    Scores below the threshold are to be found by low predictions, scores of 1 by high ones.
+    """
+    result = {**figures(y, prediction), "baseline_pearson": train.pearson(y, baseline)}
+    if threshold is not None:
+        result |= detection(y < threshold, -as_ranked(y, prediction))
+    elif loss == "binary":
+        result |= detection(y == 1, as_ranked(y, prediction))
+    return result
+
+
+def figures(y: Tensor, prediction: Tensor) -> dict[str, Tensor]:
+    """Returns mse, r2, pearson and spearman of each target, [T], nan where undefined."""
+    mse = train.mean_present((prediction - y).square(), y)
+    r = train.pearson(y, prediction)
+    _, std = data.mean_and_std(y)
+    return {
+        "mse": mse,
+        "r2": (1 - mse / std.square()).where(~r.isnan(), math.nan),
+        "pearson": r,
+        "spearman": train.pearson(train.rank(y), train.rank(as_ranked(y, prediction))),
+    }
+
+
+def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
+    """Returns the predictions of scores that are there, else nan, in float32: rounding must not order equal ones."""
+    return prediction.float().where(~y.isnan(), math.nan)
+
+
+def detection(positive: Tensor, certainty: Tensor) -> dict[str, Tensor]:
+    """Returns AUROC and average precision of finding each target's `positive` rows, [n, T], by their certainty."""
+    found = at_least_as_certain(certainty, positive)
+    precision = found / at_least_as_certain(certainty, ~certainty.isnan())
+    return {
+        "auroc": train.auroc(positive, train.rank(certainty)),
+        "average_precision": precision.where(positive, math.nan).nanmean(dim=0),
+    }
+
+
+def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
+    """Returns for each row how many of the `counted` rows, bool [n, T], are at least as certain, [n, T]."""
+    doubt = (-certainty).T.nan_to_num(math.inf).contiguous()
+    ordered = doubt.where(counted.T, math.inf).sort(dim=1).values
+    return torch.searchsorted(ordered, doubt, right=True).T
+
+
+def resampled_pearson(y: Tensor, prediction: Tensor, resamples: int) -> Tensor:
+    """Returns Pearson's r as the mean over targets, of as many rows drawn with replacement, [resamples].
+
+    Calls for the same rows draw the same ones, so that the results of two predictions can be compared in pairs.
+    """
+    present = ~y.isnan()
+    a = data.standardise(y).nan_to_num()
+    b = data.standardise(prediction.where(present, math.nan)).nan_to_num()
+    products = torch.stack([present.double(), a, b, a * a, b * b, a * b], dim=1)
+    columns = products.flatten(start_dim=1)
+    generator = torch.Generator().manual_seed(0)
+    sums = []
+    for _ in range(resamples):
+        rows = torch.randint(len(y), (len(y),), generator=generator)
+        times = torch.bincount(rows, minlength=len(y)).double()
+        sums.append(times @ columns)
+    count, *sums = torch.stack(sums).view(resamples, 6, -1).unbind(dim=1)
+    mean_a, mean_b, mean_aa, mean_bb, mean_ab = (total / count for total in sums)
+    variance_a = mean_aa - mean_a.square()
+    variance_b = mean_bb - mean_b.square()
+    r = (mean_ab - mean_a * mean_b) / (variance_a * variance_b).sqrt()
+    # As in `train.pearson`; what differs by rounding is constant.
+    r = r.where(variance_b > 1e-12, 0.0).where(variance_a > 1e-12, math.nan)
+    return r.nanmean(dim=1)
+
+
+def interval(values: Tensor) -> list[float]:
+    """Returns the ends of the interval that holds the middle 95 % of the values [R]."""
+    return values.nanquantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
+
+
+def shared_pairs(tables: Tables) -> int:
+    """Returns how many test rows knock out two nodes of a training row.
+
+    Only rows of at most 10 deletions count.
+    """
+    row = tables.sample()
+    few = tables.perturbed_ptr.diff()[row] <= 10
+    row, node = row[few], tables.perturbed[few]
+    pairs = []
+    for k in range(1, 10):  # nodes that stand k apart in the same row
+        pair = torch.stack([node[:-k] * len(tables.genes) + node[k:], row[:-k]])
+        pairs.append(pair[:, row[:-k] == row[k:]])
+    pair, row = torch.cat(pairs, dim=1)
+    is_train, is_test = tables.is_in("train")[row], tables.is_in("test")[row]
+    shared = torch.isin(pair[is_test], pair[is_train])
+    return len(row[is_test][shared].unique())
+
+
+# ---- What is shown --------------------------------------------------------------------------------------------------
+def table(result: dict) -> list[str]:
+    """Returns the lines of a table: all rows, each group that is not all of them, and the first targets."""
+    lines = {"all": result}
+    for name in ("unseen", "deletions"):
+        for k, group in result[f"by_{name}"].items():
+            if group["n"] < result["n"]:
+                lines[f"{name} {k}+" if k == str(MOST) else f"{name} {k}"] = group
+    targets = result.get("targets", {})
+    lines |= dict(list(targets.items())[:SHOWN])
+    columns = [name for name in COLUMNS if name in result]
+    cells = [["", *(COLUMNS[name] for name in columns)]]
+    cells += [[label, *(cell(values.get(name)) for name in columns)] for label, values in lines.items()]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    text = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+    if len(targets) > SHOWN:
+        text.append(f"and {len(targets) - SHOWN:,} more scores, which are in test.json")
+    return text
+
+
+def cell(value: object) -> str:
+    """Returns a figure as text: an interval, a number of rows, or a number, "-" if it is undefined."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        low, high = value
+        return "-" if math.isnan(low) else f"{low:.4f} to {high:.4f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if math.isnan(value):
+        return "-"
+    return f"{value:.4f}" if 1e-3 < abs(value) < 1e4 or value == 0 else f"{value:.3e}"
+
+
+def scatter_svg(rows: Predictions) -> str:
+    """Returns an SVG of scores against predictions, in units of each score's standard deviation if T > 1."""
+    y, prediction, unit = rows.y, rows.prediction, ""
+    if len(rows.targets) > 1:
+        mean, std = data.mean_and_std(y)
+        y, prediction, unit = (y - mean) / std, (prediction - mean) / std, " (standard units)"
+    pairs = torch.stack([prediction.flatten(), y.flatten()], dim=1)
+    pairs = pairs[pairs.isfinite().all(dim=1)]
+    if len(pairs) > POINTS:
+        pairs = pairs[torch.linspace(0, len(pairs) - 1, POINTS, dtype=torch.float64).long()]
+    low, high = pairs.aminmax() if len(pairs) else (0.0, 1.0)
+    low, high = float(low), float(high)
+    high = high if high > low else low + 1.0
+
+    def place(value: float) -> float:
+        return SIZE * (value - low) / (high - low)
+
+    svg = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIZE + 90} {SIZE + 90}" '
+        'font-family="sans-serif" font-size="12">',
+        "<style>text{fill:#495057} @media(prefers-color-scheme:dark){text{fill:#ced4da}}</style>",
+        '<g transform="translate(70 20)" stroke="#868e96" fill="none">',
+        f'<path d="M0 0V{SIZE}H{SIZE}"/><path d="M0 {SIZE}L{SIZE} 0" stroke-dasharray="6 4"/>',
+        "</g>",
+        f'<text x="{70 + SIZE / 2}" y="{SIZE + 60}" text-anchor="middle">prediction{unit}</text>',
+        f'<text transform="translate(16 {20 + SIZE / 2}) rotate(-90)" text-anchor="middle">score{unit}</text>',
+    ]
+    for tick in ticks(low, high):
+        svg.append(f'<text x="{70 + place(tick):.1f}" y="{SIZE + 38}" text-anchor="middle">{tick:.4g}</text>')
+        svg.append(f'<text x="62" y="{24 + SIZE - place(tick):.1f}" text-anchor="end">{tick:.4g}</text>')
+    svg.append('<g transform="translate(70 20)" fill="#228be6" fill-opacity=".5">')
+    svg += [f'<circle cx="{place(x):.1f}" cy="{SIZE - place(score):.1f}" r="2.5"/>' for x, score in pairs.tolist()]
+    return "\n".join([*svg, "</g>", "</svg>\n"])
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Returns two to ten round numbers from `low` to `high`."""
+    step = 10.0 ** math.floor(math.log10(high - low))
+    if (high - low) / step < 4:
+        step /= 4 if (high - low) / step < 2 else 2
+    return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
