@@ -76,14 +76,15 @@ class Tables:
 
     genes: list[str]  # name of each node
     relations: list[str]  # name of each relation
-    edge_indices: list[Tensor]  # long [2, E_r] for each relation
+    edge_index: Tensor  # long [2, E], the edges of one relation after another
+    edge_type: Tensor  # long [E], index into `relations`
     perturbed: Tensor  # long [total], the knocked-out nodes of all samples, concatenated
     perturbed_ptr: Tensor  # long [n + 1]; those of sample i are from ptr[i] to ptr[i + 1]
     y: Tensor  # float64 [n, T], or [n], the measured effects, nan where one is missing
     split: Tensor | None = None  # int8 [n], index into `SPLITS`, -1 for rows in none
     weight: Tensor | None = None  # float64 [n], of each sample in the loss
     targets: Sequence[str] = ("score",)  # name of each of the T effects
-    edge_weights: list[Tensor | None] | None = None  # float [E_r] for each relation; None: all 1
+    edge_weight: Tensor | None = None  # float64 [E]; None: all are 1
     features: Tensor | None = None  # float32 [N, F], standardised, 0 where missing
 
     def __post_init__(self):
@@ -95,12 +96,11 @@ class Tables:
         graph = HeteroData()
         graph["gene"].num_nodes = len(self.genes)
         graph["gene"].x = self.features
-        weights = self.edge_weights or [None] * len(self.relations)
-        for relation, edge_index, weight in zip(
-            self.relations, self.edge_indices, weights, strict=True
-        ):
-            graph["gene", relation, "gene"].edge_index = edge_index
-            graph["gene", relation, "gene"].edge_weight = weight
+        for r, relation in enumerate(self.relations):
+            chosen = self.edge_type == r
+            edges = graph["gene", relation, "gene"]
+            edges.edge_index = self.edge_index[:, chosen]
+            edges.edge_weight = None if self.edge_weight is None else self.edge_weight[chosen]
         return graph
 
     def is_in(self, split: str) -> Tensor:
@@ -133,7 +133,7 @@ class Tables:
 
     def summary(self) -> str:
         """Returns the numbers of genes, edges and samples as one line for the log."""
-        edges = torch.cat(self.edge_indices, dim=1)
+        num_isolated = len(self.genes) - len(self.edge_index.unique())
         deletions = self.perturbed_ptr.diff()
         features = ""
         if self.features is not None:
@@ -141,9 +141,8 @@ class Tables:
             features = f", {known:,} with {self.features.size(1):,} features"
         splits = ", ".join(f"{len(self.rows(split)):,} {split}" for split in SPLITS)
         return (
-            f"{len(self.genes):,} genes "
-            f"({len(self.genes) - len(edges.unique()):,} isolated{features}), "
-            f"{edges.size(1):,} edges in {len(self.relations)} relations, "
+            f"{len(self.genes):,} genes ({num_isolated:,} isolated{features}), "
+            f"{len(self.edge_type):,} edges in {len(self.relations)} relations, "
             f"{len(self.y):,} samples of {deletions.min()} to {deletions.max()} deletions: "
             f"{splits}, {(self.split < 0).sum():,} in no split; scores: {', '.join(self.targets)}"
         )
@@ -213,31 +212,28 @@ def file_digest(path: str) -> str:
 def read_tables(config: DataConfig) -> Tables:
     """Returns the files as `Tables`: nodes sorted by name, duplicate edges merged by mean."""
     number = Numbers()
-    relations, relation, edges, weights = read_edges(config.edges, number)
+    relations, edge_index, edge_type, edge_weight = read_edges(config.edges, number)
     row, node, y, split, weight, targets = read_knockouts(config.perturbations, number)
     genes = sorted(number)
     position = number.of(genes).argsort()  # of each number, the position of its gene
     perturbed, perturbed_ptr = pack(row, position[node], len(y))
-
+    # Each relation has its own range of node numbers, so that all are merged at once.
     merge = to_undirected if config.undirected else coalesce
-    edge_indices, edge_weights = [], []
-    for r in range(len(relations)):
-        edge_weight = None if weights is None else weights[relation == r]
-        merged = merge(position[edges[:, relation == r]], edge_weight, reduce="mean")
-        edge_indices.append(merged[0])
-        edge_weights.append(merged[1])
+    edge_index = position[edge_index] + edge_type * len(genes)
+    edge_index, edge_weight = merge(edge_index, edge_weight, reduce="mean")
     features = read_features(config.features, genes) if config.features else None
     return Tables(
         genes=genes,
         relations=relations,
-        edge_indices=edge_indices,
+        edge_index=edge_index % len(genes),
+        edge_type=edge_index[0] // len(genes),
         perturbed=perturbed,
         perturbed_ptr=perturbed_ptr,
         y=y,
         split=split,
         weight=weight,
         targets=targets,
-        edge_weights=edge_weights,
+        edge_weight=edge_weight,
         features=features,
     )
 
@@ -364,11 +360,12 @@ def parse_rows(path: str, file: TextIO, first: tuple[str, ...]) -> Iterator[Rows
 
 
 def read_edges(path: str, number: Numbers) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
-    """Returns the relations' names, and of each edge relation [E], ends [2, E] and any weight [E].
+    """Returns the relations' names and, as in `Tables`, edge_index, edge_type and any edge_weight.
 
     Nodes are numbered by `number`. Raises `DataError`.
     """
-    relations, edges, weights = Numbers(), [], []
+    relations = Numbers()
+    edges, weights = [], []
     for rows in read_rows(path, "source", "target", "relation"):
         more = list(rows.cells)[3:]
         if more not in ([], ["weight"]):
@@ -376,16 +373,14 @@ def read_edges(path: str, number: Numbers) -> tuple[list[str], Tensor, Tensor, T
             raise DataError(f"{path}:1: {problem}")
         if more:
             weights.append(rows.numbers("weight", positive=True))
-        names = [rows.names(column) for column in ("source", "target", "relation")]
-        for column in names:
-            if "" in column:
-                raise rows.error(column.index(""), "an empty source, target or relation")
-        edges.append(
-            torch.stack([number.of(names[0]), number.of(names[1]), relations.of(names[2])])
-        )
-    source, target, relation = torch.cat(edges, dim=1)
+        source, target, relation = map(rows.names, ("source", "target", "relation"))
+        for names in (source, target, relation):
+            if "" in names:
+                raise rows.error(names.index(""), "an empty source, target or relation")
+        edges.append(torch.stack([number.of(source), number.of(target), relations.of(relation)]))
+    edges = torch.cat(edges, dim=1)
     weight = torch.cat(weights) if weights else None
-    return list(relations), relation, torch.stack([source, target]), weight
+    return list(relations), edges[:2], edges[2], weight
 
 
 def read_knockouts(

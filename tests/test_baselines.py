@@ -38,7 +38,7 @@ def make_tables(score, size: int, split: str, num_rows: int | None = None, edges
     genes = [f"G{i:02d}" for i in range(NUM_GENES)]
     y = torch.tensor([float(score(genes)) for genes in sets], dtype=torch.float64)
     edges = torch.empty(2, 0, dtype=torch.long) if edges is None else edges
-    tables = Tables(genes, ["x"], [edges], *pack_sets(sets), y)
+    tables = Tables(genes, ["x"], edges, torch.zeros_like(edges[0]), *pack_sets(sets), y)
     make_split = data.node_split if split == "nodes" else data.random_split
     tables.split = make_split(tables, DataConfig(split=split, test_fraction=0.2))
     return tables
@@ -116,7 +116,7 @@ def test_an_unseen_gene_is_known_by_its_neighbours(baseline):
     )
     assert on_test_rows(tables, Problem(tables).additive) < 0.8
     assert on_test_rows(tables, baseline(Problem(tables))) > 0.95
-    nothing = replace(tables, edge_indices=[torch.empty(2, 0, dtype=torch.long)])
+    nothing = replace(tables, edge_index=torch.empty(2, 0).long(), edge_type=torch.empty(0).long())
     assert on_test_rows(nothing, baseline(Problem(nothing))) < 0.8
 
 
@@ -241,6 +241,6 @@ def test_permuted_names_change_nothing_but_the_graph(tmp_path, split):
         assert getattr(after, name) == getattr(before, name)
     for name in ("perturbed", "perturbed_ptr", "y", "split"):
         assert torch.equal(getattr(after, name), getattr(before, name))
-    for old, new in zip(before.edge_indices, after.edge_indices, strict=True):
+    for old, new in zip(before.graph().edge_index_dict.values(), after.graph().edge_index_dict.values(), strict=True):
         degrees = [torch.bincount(edges[0], minlength=400) for edges in (old, new)]
         assert not torch.equal(*degrees) and torch.equal(*(degree.sort().values for degree in degrees))

@@ -49,7 +49,10 @@ def test_tables_are_read_correctly(tmp_path):
     tables = load(config(tmp_path))
     assert tables.genes == ["a", "b", "c", "d"]  # d has no edge
     assert tables.relations == ["x", "y"]
-    assert [index.tolist() for index in tables.edge_indices] == [[[1, 2], [0, 2]], [[0], [2]]]  # no duplicate edge
+    assert [index.tolist() for index in tables.graph().edge_index_dict.values()] == [
+        [[1, 2], [0, 2]],
+        [[0], [2]],
+    ]  # no duplicate edge
     assert tables.perturbed.tolist() == [0, 1, 3]
     assert tables.perturbed_ptr.tolist() == [0, 2, 3, 3]
     assert tables.y.tolist() == [[0.5], [-1.0], [0.2]]
@@ -59,7 +62,10 @@ def test_tables_are_read_correctly(tmp_path):
 
 def test_undirected_adds_reverse_edges_but_no_second_self_loop(tmp_path):
     tables = load(config(tmp_path, undirected=True))
-    assert [index.T.tolist() for index in tables.edge_indices] == [[[0, 1], [1, 0], [2, 2]], [[0, 2], [2, 0]]]
+    assert [index.T.tolist() for index in tables.graph().edge_index_dict.values()] == [
+        [[0, 1], [1, 0], [2, 2]],
+        [[0, 2], [2, 0]],
+    ]
 
 
 def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
@@ -160,7 +166,7 @@ def test_the_cache_is_reused_while_its_inputs_are_unchanged(tmp_path, monkeypatc
     write_table(Path(options.perturbations), [*SCORES, ("c", 3, "train")])
     assert len(load(options).y) == 4
     assert calls == [1]
-    assert load(replace(options, undirected=True)).edge_indices[1].size(1) == 2
+    assert (load(replace(options, undirected=True)).edge_type == 1).sum() == 2
     assert calls == [1, 1]
     assert not list(tmp_path.glob("cache/tmp*"))
 
@@ -239,7 +245,9 @@ def test_the_example_is_what_the_preset_small_gives(tmp_path, monkeypatch):
         assert torch.equal(getattr(example, name), getattr(expected, name))
     assert torch.equal(example.split, random_split(expected, DataConfig()))
     torch.testing.assert_close(example.y, expected.y, rtol=5.1e-6, atol=0)  # six digits
-    for ours, drawn in zip(example.edge_indices, expected.edge_indices, strict=True):
+    for ours, drawn in zip(
+        example.graph().edge_index_dict.values(), expected.graph().edge_index_dict.values(), strict=True
+    ):
         assert ours.T.tolist() == sorted(drawn.T.tolist())
 
 
@@ -252,7 +260,7 @@ def test_a_preset_is_written_as_tables_that_train_reads(tmp_path, monkeypatch, c
     assert torch.equal(tables.perturbed_ptr, expected.perturbed_ptr)
     assert torch.equal(tables.perturbed, expected.perturbed)
     torch.testing.assert_close(tables.y, expected.y, rtol=5.1e-6, atol=0)
-    assert [e.size(1) for e in tables.edge_indices] == [e.size(1) for e in expected.edge_indices]
+    assert tables.edge_type.bincount().tolist() == expected.edge_type.bincount().tolist()
 
 
 def test_without_the_example_the_tables_must_be_named(tmp_path, monkeypatch):
@@ -270,7 +278,9 @@ def test_features_may_be_added_to_the_example(tmp_path):
 
 def test_random_split_depends_on_its_seed_alone_and_keeps_replicates_together():
     sets = [[i % 50] for i in range(200)]
-    tables = Tables(["g"] * 50, ["r"], [torch.zeros(2, 0, dtype=torch.long)], *pack_sets(sets), y=torch.zeros(200))
+    tables = Tables(
+        ["g"] * 50, ["r"], torch.zeros(2, 0).long(), torch.zeros(0).long(), *pack_sets(sets), y=torch.zeros(200)
+    )
     splits = [random_split(tables, DataConfig(split_seed=seed)) for seed in (0, 0, 1)]
     assert torch.equal(splits[0], splits[1]) and not torch.equal(splits[0], splits[2])
     assert torch.bincount(splits[0].int()).tolist() == [160, 20, 20]
@@ -351,7 +361,9 @@ def test_epochs_and_seeds_differ_and_a_resumed_epoch_continues():
 
 def small_tables(sets: list[list[int]], num_nodes: int = 20) -> Tables:
     y = torch.arange(len(sets), dtype=torch.float64)
-    return Tables([f"g{i:02}" for i in range(num_nodes)], ["r"], [torch.tensor([[0], [1]])], *pack_sets(sets), y)
+    return Tables(
+        [f"g{i:02}" for i in range(num_nodes)], ["r"], torch.tensor([[0], [1]]), torch.tensor([0]), *pack_sets(sets), y
+    )
 
 
 def test_the_node_split_trains_on_no_test_node_and_its_folds_cover_all_nodes():
@@ -432,14 +444,14 @@ def compare_with_preset(preset: str) -> None:
     tables, signal = generate(shape)
     tables.split = random_split(tables, DataConfig())
     assert len(tables.genes) == shape.num_nodes
-    assert dict(zip(tables.relations, [e.size(1) for e in tables.edge_indices], strict=True)) == shape.num_edges
-    for edge_index in tables.edge_indices:
+    assert dict(zip(tables.relations, tables.edge_type.bincount().tolist(), strict=True)) == shape.num_edges
+    for edge_index in tables.graph().edge_index_dict.values():
         source, target = edge_index
         assert (source != target).all()
         assert len((source * shape.num_nodes + target).unique()) == edge_index.size(1)
     counts = tables.perturbed_ptr.diff()
     assert (counts.min(), counts.max()) == shape.deletions
-    degree = torch.bincount(torch.cat(tables.edge_indices, dim=1).flatten(), minlength=shape.num_nodes)
+    degree = torch.bincount(tables.edge_index.flatten(), minlength=shape.num_nodes)
     assert degree.max() > 5 * degree.float().mean()  # hubs
     assert preset != "yeast" or degree.max() > 5000
     rows = tables.rows("test")
@@ -452,7 +464,7 @@ def test_synthetic_scores_depend_on_the_graph():
     tables.split = random_split(tables, DataConfig())
     pairs = (tables.perturbed_ptr.diff() == 2).nonzero().flatten()
     first, second = (tables.perturbed[tables.perturbed_ptr[pairs] + k] for k in (0, 1))
-    physical = tables.edge_indices[tables.relations.index("physical")]
+    physical = tables.graph()["physical"].edge_index
     linked = torch.zeros(len(tables.genes), len(tables.genes), dtype=torch.bool)
     linked[physical[0], physical[1]] = linked[physical[1], physical[0]] = True
     residual = (signal[:, None] - additive_baseline(tables)[1])[pairs]
@@ -489,7 +501,7 @@ def test_synthetic_tables_depend_on_their_seed_alone():
 def test_the_fingerprint_depends_on_every_field():
     tables = synthetic_tables(PRESETS["small"], 0)
     tables.split, tables.weight = random_split(tables, DataConfig()), torch.arange(float(len(tables.y)))
-    tables.features, tables.edge_weights = torch.arange(400.0).view(-1, 1), [torch.arange(4800.0)] * 3
+    tables.features, tables.edge_weight = torch.arange(400.0).view(-1, 1), torch.arange(8000.0)
     for name, value in vars(tables).items():
         if isinstance(value, list | tuple):
             other = [*value[:-1], value[-1].flip(0) if isinstance(value[-1], torch.Tensor) else "another"]

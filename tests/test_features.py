@@ -68,16 +68,17 @@ def test_errors_in_a_table_of_features_name_file_and_line(tmp_path, rows, messag
 def test_edge_weights_of_duplicate_edges_are_averaged(tmp_path, undirected):
     edges = [(*row, weight) for row, weight in zip(EDGES, ("weight", 2, 0.5, 1e-3), strict=True)]
     tables = load(config(tmp_path, edges=[*edges, ("a", "b", "x", 4)], undirected=undirected))
+    graph = tables.graph()
     found = [
         dict(zip(map(tuple, index.T.tolist()), weight.tolist(), strict=True))
-        for index, weight in zip(tables.edge_indices, tables.edge_weights, strict=True)
+        for index, weight in zip(graph.edge_index_dict.values(), graph.edge_weight_dict.values(), strict=True)
     ]
     expected = [{(0, 1): 3.0, (1, 2): 0.5}, {(2, 3): 1e-3}]
     if undirected:
         expected = [part | {(target, source): w for (source, target), w in part.items()} for part in expected]
     assert found == expected
     plain = load(config(tmp_path))
-    assert plain.edge_weights == [None, None] and plain.fingerprint() != tables.fingerprint()
+    assert plain.edge_weight is None and plain.fingerprint() != tables.fingerprint()
 
 
 @pytest.mark.parametrize("weight", ["", "NA", 0, -1, "inf", "heavy", 1e-150])

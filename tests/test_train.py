@@ -322,7 +322,9 @@ def test_the_second_rank_prints_nothing(tmp_path, tables):
 def test_metrics_equal_their_definitions():
     generator = torch.Generator().manual_seed(0)
     y, prediction, baseline = torch.randint(-4, 5, (3, 60, 1), generator=generator).double()  # with ties
-    tables = Tables(["g"], ["r"], [torch.zeros(2, 0)], torch.zeros(0), torch.zeros(61), y, torch.zeros(60))
+    tables = Tables(
+        ["g"], ["r"], torch.zeros(2, 0), torch.zeros(0), torch.zeros(0), torch.zeros(61), y, torch.zeros(60)
+    )
     rows = torch.arange(10, 60)
     found = metrics(rows, prediction[rows], tables, baseline, Config(log=LogConfig(threshold=-1.5)))
     y, prediction, baseline = (values[10:, 0].numpy() for values in (y, prediction, baseline))
@@ -356,8 +358,8 @@ def test_training_hides_as_many_nodes_as_are_unseen_in_validation():
     cases = {"random": ([0, 0, 1, 2], 0.0), "nodes": ([0, 2, 1, 1], 0.6)}
     for split, (parts, expected) in cases.items():
         perturbed, pointer = pack_sets([[0, 1], [2], [0, 3], [1, 3, 4]] if split == "nodes" else [[0], [1], [0, 1], []])
-        edges = [torch.tensor([[0], [1]])]
-        tables = Tables(["a", "b", "c", "d", "e"], ["r"], edges, perturbed, pointer, torch.arange(4.0).double())
+        edges = torch.tensor([[0], [1]]), torch.tensor([0])
+        tables = Tables(["a", "b", "c", "d", "e"], ["r"], *edges, perturbed, pointer, torch.arange(4.0).double())
         tables.split = torch.tensor(parts, dtype=torch.int8)
         assert build_model(Config(), tables).unseen == pytest.approx(expected)
 

@@ -56,14 +56,16 @@ class Problem:
         size, number = len(self.nodes), torch.full((len(self.tables.genes),), -1)
         number[self.nodes] = torch.arange(size)
         product = torch.zeros(size, size, dtype=torch.float64)
-        weights = self.tables.edge_weights or [None] * len(self.tables.relations)
-        for edge_index, weight in zip(self.tables.edge_indices, weights, strict=True):
-            weight = torch.ones(edge_index.size(1)) if weight is None else weight
-            for end, other in (edge_index, edge_index.flip(0)):
-                known = number[end] >= 0
-                index, value = torch.stack([number[end], other])[:, known], weight[known].double()
-                adjacency = torch.sparse_coo_tensor(index, value, (size, len(number)), check_invariants=False)
-                product += torch.sparse.mm(adjacency, adjacency.T).to_dense()
+        edge_index, edge_type = self.tables.edge_index, self.tables.edge_type
+        weight = self.tables.edge_weight
+        if weight is None:
+            weight = torch.ones(len(edge_type))
+        shape = (size, len(self.tables.relations) * len(number))
+        for end, other in (edge_index, edge_index.flip(0)):
+            known = number[end] >= 0
+            index = torch.stack([number[end], edge_type * len(number) + other])[:, known]
+            adjacency = torch.sparse_coo_tensor(index, weight[known].double(), shape, check_invariants=False)
+            product += torch.sparse.mm(adjacency, adjacency.T).to_dense()
         norm = product.diagonal()
         norm = norm.where(norm > 0, 1).rsqrt()
         return norm.unsqueeze(1) * product * norm

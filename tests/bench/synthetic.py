@@ -90,7 +90,8 @@ def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
     tables = Tables(
         genes=[f"G{i:05d}" for i in range(n)],
         relations=list(edge_indices),
-        edge_indices=edges,
+        edge_index=torch.cat(edges, dim=1),
+        edge_type=torch.arange(len(edges)).repeat_interleave(torch.tensor([e.size(1) for e in edges])),
         perturbed=perturbed,
         perturbed_ptr=perturbed_ptr,
         y=signal + noise * signal.std() * draw.normal(num_samples),
@@ -116,9 +117,9 @@ def write(tables: Tables, folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "edges.tsv").open("w") as file:
         file.write("source\ttarget\trelation\n")
-        for relation, edge_index in zip(tables.relations, tables.edge_indices, strict=True):
-            for source, target in edge_index.T.tolist():
-                file.write(f"{tables.genes[source]}\t{tables.genes[target]}\t{relation}\n")
+        for relation, source, target in torch.cat([tables.edge_type.unsqueeze(0), tables.edge_index]).T.tolist():
+            names = (tables.genes[source], tables.genes[target], tables.relations[relation])
+            file.write("\t".join(names) + "\n")
     sets = tables.perturbed.split(tables.perturbed_ptr.diff().tolist())
     with (folder / "scores.tsv").open("w") as file:
         file.write("genes\tscore\n")
