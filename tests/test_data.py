@@ -49,10 +49,9 @@ def test_tables_are_read_correctly(tmp_path):
     tables = load(config(tmp_path))
     assert tables.genes == ["a", "b", "c", "d"]  # d has no edge
     assert tables.relations == ["x", "y"]
-    assert [index.tolist() for index in tables.graph().edge_index_dict.values()] == [
-        [[1, 2], [0, 2]],
-        [[0], [2]],
-    ]  # no duplicate edge
+    assert tables.edge_index.tolist() == [[1, 2, 0], [0, 2, 2]]  # no duplicate edge
+    assert tables.edge_type.tolist() == [0, 0, 1]
+    assert [index.tolist() for index in tables.graph().edge_index_dict.values()] == [[[1, 2], [0, 2]], [[0], [2]]]
     assert tables.perturbed.tolist() == [0, 1, 3]
     assert tables.perturbed_ptr.tolist() == [0, 2, 3, 3]
     assert tables.y.tolist() == [[0.5], [-1.0], [0.2]]
@@ -62,10 +61,8 @@ def test_tables_are_read_correctly(tmp_path):
 
 def test_undirected_adds_reverse_edges_but_no_second_self_loop(tmp_path):
     tables = load(config(tmp_path, undirected=True))
-    assert [index.T.tolist() for index in tables.graph().edge_index_dict.values()] == [
-        [[0, 1], [1, 0], [2, 2]],
-        [[0, 2], [2, 0]],
-    ]
+    assert tables.edge_index.T.tolist() == [[0, 1], [1, 0], [2, 2], [0, 2], [2, 0]]
+    assert tables.edge_type.tolist() == [0, 0, 0, 1, 1]
 
 
 def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
@@ -245,9 +242,8 @@ def test_the_example_is_what_the_preset_small_gives(tmp_path, monkeypatch):
         assert torch.equal(getattr(example, name), getattr(expected, name))
     assert torch.equal(example.split, random_split(expected, DataConfig()))
     torch.testing.assert_close(example.y, expected.y, rtol=5.1e-6, atol=0)  # six digits
-    for ours, drawn in zip(
-        example.graph().edge_index_dict.values(), expected.graph().edge_index_dict.values(), strict=True
-    ):
+    graphs = example.graph(), expected.graph()
+    for ours, drawn in zip(*(graph.edge_index_dict.values() for graph in graphs), strict=True):
         assert ours.T.tolist() == sorted(drawn.T.tolist())
 
 
