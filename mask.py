@@ -89,7 +89,8 @@ class SharedGraph(nn.Module):
         row, order = (node * num_relations + relation[edge]).sort(stable=True)
         self._buffer("incidence", edge[order].int())
         self._buffer("incidence_ptr", index2ptr(row, self.num_nodes * num_relations))
-        self.degree = self.incidence_ptr[::num_relations].diff()  # edges that die with each node
+        # How many edges die with each node, [N]: for datasets, which stay on the CPU.
+        self.degree = self.incidence_ptr[::num_relations].diff()
 
     def _buffer(self, name: str, tensor: Tensor) -> None:
         self.register_buffer(name, tensor, persistent=False)
@@ -201,6 +202,7 @@ class RelationStack(nn.Module):
         super().__init__()
         source, target = edge_index
         ends = {"forward": (target, source), "backward": (source, target)}
+        # Registered in the order in which `spmm` takes them.
         for name, (row, col) in ends.items():
             row = relation * num_nodes + row
             order = torch.argsort(row * num_nodes + col)
@@ -224,7 +226,7 @@ class ReachedStates(NamedTuple):
 
     node: Tensor  # long [S]
     sample: Tensor  # long [S], counted from the block's first sample
-    previous: Tensor  # long, the positions among these of the layer before's
+    previous: Tensor  # long, where the states of the layer before stand among these
     matrix: tuple[Tensor, ...]  # for `spmm`
 
 
@@ -234,9 +236,8 @@ class ReachBlock(NamedTuple):
     num_samples: int
     dead: Tensor  # long, the knocked-out nodes, one sample after another
     layers: Sequence[ReachedStates] = ()
-    sample_ptr: Sequence[
-        int
-    ] = ()  # where each sample's states begin in the last layer, and their end
+    # The last layer's states of sample k begin at sample_ptr[k] and end before sample_ptr[k + 1].
+    sample_ptr: Sequence[int] = ()
 
 
 class ReachPlanner:

@@ -133,6 +133,24 @@ def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
     assert "reach" not in batch
 
 
+REPORT_PLANS = """
+import train
+changes = train.KnockoutGNN.changes
+def report(model, graph, batch, wild):
+    print("planned:", "reach" in batch)
+    return changes(model, graph, batch, wild)
+train.KnockoutGNN.changes = report
+train.main()
+"""
+
+
+def test_training_and_prediction_take_planned_batches(train, tmp_path):
+    (tmp_path / "report.py").write_text(REPORT_PLANS)
+    for arguments in ((), ("--predict", "all-singles", "--checkpoint", "runs/default/checkpoints/best.pt")):
+        output = train(0, *arguments, script=tmp_path / "report.py").check().stdout
+        assert "planned: True" in output and "planned: False" not in output
+
+
 @pytest.mark.parametrize("route", ["shared", "expanded"])
 def test_a_prediction_does_not_depend_on_its_batch(shared, route):
     model = make_model(torch.float64, message_passing=route)
