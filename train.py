@@ -848,11 +848,11 @@ class RunFolder:
         self.metrics = path.open("a")
 
     def save_test(self, tables: Tables, prediction: Tensor, baseline: Tensor) -> None:
-        """A collective: writes test.tsv, see `test_lines`; raises `RunError` on every rank."""
+        """A collective: writes test.tsv, see `result_lines`; raises `RunError` on every rank."""
         path = self.path / "test.tsv"
         with self.env.sync_errors(phase="save"), explain_write_errors(path):
             if self.env.rank == 0:
-                write_atomically(path, test_lines(tables, prediction, baseline))
+                write_atomically(path, result_lines(tables, prediction, baseline))
 
     def write(self, kind: str, state: TrainState, **values: Any) -> None:
         """Appends a row to metrics.jsonl, with null for non-finite numbers.
@@ -951,7 +951,7 @@ class RunFolder:
         return None if resume == "auto" else read_checkpoint(resume)
 
 
-def test_lines(tables: Tables, prediction: Tensor, baseline: Tensor) -> Iterator[str]:
+def result_lines(tables: Tables, prediction: Tensor, baseline: Tensor) -> Iterator[str]:
     """Yields the lines of test.tsv: for each test row its genes, how many of them no training row
     has, and for each target score, prediction [len(rows), T] and additive baseline [n, T].
 

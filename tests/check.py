@@ -12,11 +12,11 @@ rows      explains a non-finite step, given the run's own options: prints the ro
 gpu       proves on a machine with GPUs, in less than ten minutes, what the CPU cannot show: values by precision, no
           waits, NCCL, ZeRO, resuming to the same bits, speed; with two or more also parity, a killed rank, scaling
 trace     python -m tests.check trace RUN_FOLDER: prints where the time went in the steps that log.profile_steps traced
-test      python -m tests.check test RUN_FOLDER: prints what the predictions in a run's test.tsv are worth, with intervals,
-          by groups of rows and by score, and writes test.json and test.svg, a plot (--threshold X: also how well scores
-          below X are found)
+test      python -m tests.check test RUN_FOLDER: prints what the predictions in a run's test.tsv are worth, by groups of
+          rows and by score, with an interval, and writes test.json and a plot, test.svg (--threshold X: also how well
+          scores below X are found)
 
-Each but test and trace prints its findings and PASS or FAIL; the exit status is 0, 1 for FAIL, or 2 if it could not run.
+Each but test and trace prints its findings and PASS or FAIL; the exit status is 0, 1 for FAIL, 2 if it could not run.
 """
 
 import argparse

@@ -378,16 +378,11 @@ def test_the_node_split_trains_on_no_test_node_and_its_folds_cover_all_nodes():
     assert set.union(*tested[:5]) == set(range(20)) and tested[5] == tested[0]
 
 
-def test_unseen_nodes_and_shared_pairs_are_counted_by_row():
+def test_unseen_nodes_are_counted_by_row():
     sets = [[0, 1, 2], [3], [], [0, 1], [0, 2, 4], [0, 3], [4, 5], [1, 2]]
     tables = small_tables(sets)
     tables.split = torch.tensor([0, 0, 0, 2, 2, 2, 2, 1], dtype=torch.int8)
     assert tables.unseen().tolist() == [0, 0, 0, 0, 1, 0, 2, 0]
-    assert tables.shared_pairs() == 2
-    assert "(2 with two nodes of a training row)" in tables.summary()
-    alone = small_tables([[1], [2], [1]])
-    alone.split = torch.tensor([0, 1, 2], dtype=torch.int8)
-    assert alone.shared_pairs() == 0
 
 
 def test_a_node_split_beside_a_split_column_or_without_rows_is_an_error(tmp_path):

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch_geometric.data import HeteroData
 
-from data import DataConfig, DataError, KnockoutDataset, StepSampler, additive_baseline, load
+from data import DataConfig, DataError, KnockoutDataset, StepSampler, additive_baseline, load, mean_and_std
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.conftest import write_table
+from tests.tools.analysis import target_figures
 from tests.tools.runs import difference, pack_sets, read_metrics
-from train import Config, build_model, criterion, metrics, pearson
+from train import Config, OptimConfig, build_model, criterion, metrics, pearson
 
 HEADER = ("genes", "growth", "cell size", "split", "sd")
 ROWS = [("a,b", 0.5, "NA", "train", 0.5), ("c", "", 7, "val", 1), ("", 1.5, -2, "test", 2), ("a", "NA", "", "train", 1)]
@@ -94,7 +95,10 @@ def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(t
     tables = load(DataConfig(f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
     effects, prediction = additive_baseline(tables)
     rows = tables.rows("val")
-    found = metrics(rows, prediction[rows] + 1, tables, prediction, Config())
+    _, std = mean_and_std(tables.y[tables.rows("train")])
+    found = metrics(rows, prediction[rows] + 1, tables, prediction, std, Config())
+    each = target_figures(tables.y[rows], prediction[rows] + 1, prediction[rows])
+    parts = []
     for t, name in enumerate(("fitness", "size")):
         present = ~tables.y[:, t].isnan()
         sets = [nodes.tolist() for nodes in tables.perturbed.split(tables.perturbed_ptr.diff().tolist())]
@@ -107,11 +111,39 @@ def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(t
         effect, expected = additive_baseline(alone)
         torch.testing.assert_close(effects[:, t : t + 1], effect, rtol=1e-8, atol=1e-10)
         torch.testing.assert_close(prediction[present, t : t + 1], expected, rtol=1e-8, atol=1e-8)
-        part = metrics(alone.rows("val"), expected[alone.rows("val")] + 1, alone, expected, Config())
-        del part["n"]
-        assert found["targets"][name] == pytest.approx(part, rel=1e-7)
-    for key in ("loss", "pearson", "spearman"):
-        assert found[key] == pytest.approx(sum(found["targets"][name][key] for name in ("fitness", "size")) / 2)
+        own_rows = alone.rows("val")
+        parts.append(metrics(own_rows, expected[own_rows] + 1, alone, expected, std[t : t + 1], Config()))
+        assert parts[t].pop("n") < len(rows)
+        for key in ("mse", "pearson", "spearman", "baseline_pearson"):
+            assert each[key][t].item() == pytest.approx(parts[t][key], rel=1e-7)
+    assert found.pop("n") == len(rows) and found.keys() == parts[0].keys()
+    for key, value in found.items():
+        assert value == pytest.approx((parts[0][key] + parts[1][key]) / 2, rel=1e-7)
+
+
+def test_metrics_of_binary_scores_are_those_of_each_target_alone(tmp_path):
+    """The third target has no ones, so that it has a loss but neither Pearson nor AUROC."""
+    gappy_tables(tmp_path)
+    tables = load(DataConfig("tsv", "small", f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
+    y = torch.cat([tables.y, tables.y[:, :1]], dim=1)
+    ones = torch.cat([(tables.y > tables.y.nanmedian(dim=0).values), torch.zeros(len(y), 1)], dim=1).double()
+    y = ones.where(~y.isnan(), math.nan)
+    prediction = torch.rand(y.shape, generator=torch.Generator().manual_seed(0)).double()
+    rows = tables.rows("val")
+    config = Config(optim=OptimConfig(loss="binary"))
+
+    def of(y: torch.Tensor, prediction: torch.Tensor, rows: torch.Tensor) -> dict[str, float]:
+        return metrics(rows, prediction[rows], replace(tables, y=y), prediction, torch.ones(y.size(1)), config)
+
+    found = of(y, prediction, rows)
+    parts = []
+    for t in range(3):
+        present = ~y[:, t].isnan()
+        parts.append(of(y[:, t : t + 1], prediction[:, t : t + 1], rows[present[rows]]))
+    assert math.isnan(parts[2]["auroc"]) and math.isnan(parts[2]["pearson"])
+    assert found["loss"] == pytest.approx(sum(part["loss"] for part in parts) / 3)
+    for key in ("pearson", "auroc", "spearman", "baseline_pearson"):
+        assert found[key] == pytest.approx((parts[0][key] + parts[1][key]) / 2)
 
 
 def test_the_loss_is_the_weighted_mean_over_the_scores_that_are_there(tmp_path):
@@ -142,7 +174,8 @@ def test_gaps_do_not_break_parity_and_each_target_is_predicted(train, tmp_path):
     for nproc in (2, 3):
         assert difference(tmp_path / f"runs/{nproc}", tmp_path / "runs/0", 1e-9) == ""
     (test,) = read_metrics(tmp_path / "runs/0", "test")
-    assert set(test["targets"]) == {"fitness", "size"} and test["pearson"] > 0.5
+    assert test["pearson"] > 0.5
+    assert (tmp_path / "runs/2/test.tsv").read_text() == (tmp_path / "runs/0/test.tsv").read_text()
 
     (tmp_path / "ask.tsv").write_text("genes\nY03,Y07\nnobody\n\n")
     train(2, *tables, "--predict=ask.tsv", "--checkpoint=runs/0/checkpoints/best.pt").check()
@@ -182,7 +215,8 @@ def test_a_constant_prediction_has_no_correlation_and_constant_scores_none(n, va
     assert pearson(varies, constant) == 0 and pearson(constant, varies).isnan() and pearson(constant, constant).isnan()
     # A target of constant scores does not count; one with a constant prediction counts in every mean.
     y = torch.stack([varies, varies, constant], dim=1)
-    assert pearson(y, torch.stack([2 * varies, constant, varies], dim=1)).item() == pytest.approx(0.5)
+    r = pearson(y, torch.stack([2 * varies, constant, varies], dim=1))
+    torch.testing.assert_close(r, torch.tensor([1.0, 0.0, math.nan]).double(), equal_nan=True)
 
 
 def test_metrics_of_predictions_that_say_nothing_of_a_target_are_means_over_the_same_targets(tmp_path):
@@ -190,14 +224,16 @@ def test_metrics_of_predictions_that_say_nothing_of_a_target_are_means_over_the_
     tables = load(DataConfig(f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
     rows, nothing = tables.rows("val"), torch.zeros_like(tables.y)
     tables.y[:, 1] = tables.y[:, 1].where(tables.y[:, 1].isnan(), torch.rand(len(tables.y)))
-    result = metrics(
-        rows, torch.stack([tables.y[rows, 0].nan_to_num(), nothing[rows, 1]], 1), tables, nothing, Config()
-    )
+    _, std = mean_and_std(tables.y[tables.rows("train")])
+    prediction = torch.stack([tables.y[rows, 0].nan_to_num(), nothing[rows, 1]], dim=1)
+    result = metrics(rows, prediction, tables, nothing, std, Config())
     assert result["pearson"] == pytest.approx(0.5) and result["baseline_pearson"] == 0
-    assert [part["pearson"] for part in result["targets"].values()] == pytest.approx([1, 0])
+    assert target_figures(tables.y[rows], prediction, nothing[rows])["pearson"].tolist() == pytest.approx([1, 0])
     tables.y[rows, 1] = math.nan
-    result = metrics(rows, nothing[rows], tables, nothing, Config())
-    assert result["pearson"] == 0 and all(math.isnan(value) for value in result["targets"]["size"].values())
+    result = metrics(rows, nothing[rows], tables, nothing, std, Config())
+    assert result["pearson"] == 0 and result["loss"] > 0
+    each = target_figures(tables.y[rows], nothing[rows], nothing[rows])
+    assert all(values[1].isnan() and not values[0].isnan() for values in each.values())
 
 
 def test_rows_outside_training_do_not_set_the_scale_of_the_weights(tmp_path):

@@ -15,16 +15,17 @@ from data import DataConfig, KnockoutDataset, Tables, load, mean_and_std
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.conftest import SMALL, fork_ranks, join, write_table
+from tests.tools.analysis import analyse, read_predictions
 from tests.tools.runs import difference, pack_sets, read_metrics, series
 from train import (
     Config,
-    LogConfig,
     OptimConfig,
     build_model,
     curves_svg,
     learning_rate,
     metrics,
     quality,
+    rank,
 )
 
 
@@ -33,7 +34,7 @@ def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
     folder = tmp_path / "runs" / "first"
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert names == {
-        "config.yaml", "environment.txt", "metrics.jsonl", "curves.svg", "status.json", "log.rank0.txt",
+        "config.yaml", "environment.txt", "metrics.jsonl", "curves.svg", "test.tsv", "status.json", "log.rank0.txt",
         "log.rank1.txt", "checkpoints/best.pt", "checkpoints/step_00000010.pt", "checkpoints/step_00000015.pt",
     }  # fmt: skip
     train_rows, val_rows, (test_row,) = (read_metrics(folder, kind) for kind in ("train", "val", "test"))
@@ -41,9 +42,8 @@ def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
     assert [(row["step"], row["epoch"]) for row in val_rows] == [(0, 0), (5, 1), (10, 2), (15, 3)]
     needed = {"loss", "lr", "grad_norm", "samples_per_s", "data_ms", "step_ms", "memory_mb"}
     assert all(needed <= set(row) and all(math.isfinite(row[key]) for key in needed) for row in train_rows)
-    assert all(
-        row.keys() >= {"mse", "r2", "pearson", "spearman", "baseline_pearson", "n"} for row in [*val_rows, test_row]
-    )
+    needed = {"kind", "step", "epoch", "loss", "mse", "pearson", "spearman", "baseline_pearson", "n"}
+    assert all(row.keys() == needed for row in val_rows) and test_row.keys() == {*needed, "best_step"}
     assert all(15 < row["n"] < 25 for row in [*val_rows, test_row])
     assert sum(row["loss"] for row in train_rows[-5:]) < sum(row["loss"] for row in train_rows[:5])  # of an epoch
     assert json.loads((folder / "status.json").read_text()) == {
@@ -58,8 +58,8 @@ def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
     last = result.stdout[result.stdout.index("test  ") :].splitlines()
     assert f"Pearson {test_row['pearson']:.4f}" in last[0]
     assert f"additive baseline {test_row['baseline_pearson']:.4f}" in last[0]
-    assert "{:.4f} to {:.4f} (95 % interval)".format(*test_row["gain"]) in last[1]
-    assert "runs/first" in last[-1]
+    assert last[1:] == ["test      intervals, groups of rows and a plot: python -m tests.check test runs/first"]
+    assert "run       runs/first, model of step " in result.stdout
     assert result.stdout.count("epoch 1/3") == 1  # only rank 0 prints
     assert "2 ranks x 8 samples x 2 accumulation = 32; 5 steps per epoch, 15 in total" in result.stdout
 
@@ -85,6 +85,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(train, tmp_path, nproc)
     again = train(nproc, *settings, "run.name=cut").check()
     assert "resumed at step 3" in again.stdout
     assert series(cut) == series(whole)
+    assert (cut / "test.tsv").read_text() == (whole / "test.tsv").read_text()
     assert [row["event"] for row in read_metrics(cut, "event")] == ["started", "finished", "resumed", "finished"]
     states = [torch.load(folder / "checkpoints/step_00000010.pt", weights_only=True) for folder in (whole, cut)]
     for name, value in states[0]["model"].items():
@@ -94,7 +95,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(train, tmp_path, nproc)
 def test_restarting_a_finished_run_repeats_its_result_and_more_epochs_extend_it(train, tmp_path):
     first = train(0, "run.name=long").check()
     again = train(0, "run.name=long").check()
-    assert again.stdout.splitlines()[-2:] == first.stdout.splitlines()[-2:]
+    assert again.stdout.splitlines()[-3:] == first.stdout.splitlines()[-3:]
     train(0, "run.name=long", "optim.epochs=2").check()
     assert [row["step"] for row in read_metrics(tmp_path / "runs/long", "train")] == list(range(1, 11))
     assert len(read_metrics(tmp_path / "runs/long", "test")) == 1
@@ -305,7 +306,7 @@ def test_a_run_prints_its_plan_and_progress(train):
     assert [re.match(r"cache     making \.cache/(\w+)-", line)[1] for line in made] == ["tables", "split", "derived"]
     assert lines[0].split()[:2] == ["rank", "host"] and lines[1].split()[4] == "cpu"
     kinds = [line.split()[0] for line in lines[2:]]
-    assert kinds[:7] == ["run", "data", "model", "batch", "epoch", "epoch", "test"] and kinds[-2:] == ["test", "run"]
+    assert kinds == ["run", "data", "model", "batch", "epoch", "epoch", "run", "test", "test"]
     assert re.fullmatch(r"epoch 0/1  step 0  val loss .*, Pearson .*", lines[6])
     assert re.fullmatch(r"epoch 1/1  step 5  loss [\d.]+  [\d,]+ samples/s  val loss .*, Pearson .*", lines[7])
     assert result.stderr == ""  # outside a terminal, the progress bar first appears after 30 s
@@ -319,6 +320,9 @@ def test_the_second_rank_prints_nothing(tmp_path, tables):
     assert "test      loss" in (tmp_path / "runs/default/log.rank1.txt").read_text()
 
 
+BINARY = Config(optim=OptimConfig(loss="binary"))
+
+
 def test_metrics_equal_their_definitions():
     generator = torch.Generator().manual_seed(0)
     y, prediction, baseline = torch.randint(-4, 5, (3, 60, 1), generator=generator).double()  # with ties
@@ -326,7 +330,8 @@ def test_metrics_equal_their_definitions():
         ["g"], ["r"], torch.zeros(2, 0), torch.zeros(0), torch.zeros(0), torch.zeros(61), y, torch.zeros(60)
     )
     rows = torch.arange(10, 60)
-    found = metrics(rows, prediction[rows], tables, baseline, Config(log=LogConfig(threshold=-1.5)))
+    _, std = mean_and_std(tables.y)
+    found = metrics(rows, prediction[rows], tables, baseline, std, Config())
     y, prediction, baseline = (values[10:, 0].numpy() for values in (y, prediction, baseline))
 
     def ranks(values: np.ndarray) -> np.ndarray:
@@ -337,12 +342,23 @@ def test_metrics_equal_their_definitions():
     assert found["spearman"] == pytest.approx(np.corrcoef(ranks(y), ranks(prediction))[0, 1])
     assert found["mse"] == pytest.approx(((y - prediction) ** 2).mean())
     assert found["loss"] == pytest.approx(found["mse"] / tables.y.numpy().var())
-    assert found["r2"] == pytest.approx(1 - ((y - prediction) ** 2).sum() / ((y - y.mean()) ** 2).sum())
-    hit, miss = prediction[y < -1.5], prediction[y >= -1.5]
-    wins = (hit[:, None] < miss).mean() + (hit[:, None] == miss).mean() / 2
-    assert found["auroc"] == pytest.approx(wins)
-    precision = [(y[prediction <= value] < -1.5).mean() for value in hit]
-    assert found["average_precision"] == pytest.approx(np.mean(precision))
+    tables.y = (tables.y > 0).double()
+    found = metrics(rows, torch.from_numpy(prediction[:, None]).sigmoid(), tables, tables.y, std, BINARY)
+    ones, p = y > 0, 1 / (1 + np.exp(-prediction))
+    assert found["loss"] == pytest.approx(-np.log(np.where(ones, p, 1 - p)).mean())
+    hit, miss = prediction[ones, None], prediction[~ones]
+    assert found["auroc"] == pytest.approx((hit > miss).mean() + (hit == miss).mean() / 2)
+
+
+def test_ranks_are_those_of_each_target_alone():
+    """Equal values share the mean rank; a nan takes none, and infinite values come last or first."""
+    values = torch.randint(5, (40, 3), generator=torch.Generator().manual_seed(0)).double()
+    values[::3, 1], values[:, 2] = math.nan, math.nan
+    values[1, 1], values[4, 1], values[5, 1] = math.inf, -math.inf, math.inf
+    for column, found in zip(values.T, rank(values).T, strict=True):
+        expected = [((column < v).sum() + ((column == v).sum() + 1) / 2).item() for v in column]
+        expected = torch.tensor(expected, dtype=torch.float64).where(~column.isnan(), math.nan)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_run_never_ends_below_the_additive_baseline(train, tmp_path):
@@ -386,7 +402,9 @@ def test_scores_of_0_and_1_are_fitted_as_probabilities(train, tmp_path):
     train(0, *options).check()
     val, (test,) = (read_metrics(tmp_path / "runs/binary", kind) for kind in ("val", "test"))
     assert val[0]["pearson"] > 0.8 and val[-1]["loss"] < 0.5 * val[0]["loss"]  # begins with the baseline's ranking
-    assert test["auroc"] > 0.95 and test["average_precision"] > 0.9
+    assert test["auroc"] > 0.95
+    result = analyse(read_predictions(tmp_path / "runs/binary/test.tsv"), "binary")
+    assert result["auroc"] == pytest.approx(test["auroc"]) and result["average_precision"] > 0.9
     predict = ["--predict", "scores.tsv", "--checkpoint", "runs/binary/checkpoints/best.pt"]
     train(0, *predict, *options[:1]).check()
     lines = (tmp_path / "scores.predictions.tsv").read_text().splitlines()[1:]
@@ -423,17 +441,33 @@ def test_a_run_stopped_between_an_epoch_and_its_validation_resumes_with_the_vali
 def test_options_that_do_not_suit_the_scores(train):
     wrong = train(0, "optim.loss=binary")
     assert wrong.returncode == 2 and "optim.loss=binary needs scores of 0 and 1: set optim.loss=squared" in wrong.stderr
-    assert "note      no score is below log.threshold=-99" in train(0, "log.threshold=-99").check().stdout
 
 
-def test_a_node_split_reports_by_the_number_of_unseen_nodes(train, tmp_path):
-    lines = train(0, "data.split=nodes", "data.test_fraction=0.2", "log.threshold=1").check().stdout.splitlines()
-    (test,) = read_metrics(tmp_path / "runs/default", "test")
-    assert test["by_unseen"].keys() >= {"1", "2"} and test["by_deletions"].keys() == {"1", "2", "3"}
-    assert sum(part["n"] for part in test["by_unseen"].values()) == test["n"]
-    first = test["by_unseen"]["1"]
-    assert first["baseline_pearson"] != test["baseline_pearson"] and 0 < first["average_precision"] <= 1
-    assert f"test      unseen 1: Pearson {first['pearson']:.4f}, " in "\n".join(lines)
+FULL_DISK = """
+import resource, train
+lines = train.result_lines
+def fill_the_disk(*arguments):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+    return lines(*arguments)
+train.result_lines = fill_the_disk
+train.main()
+"""
+
+
+def test_a_run_whose_test_predictions_cannot_be_written_fails_and_resumes(train, tmp_path):
+    (tmp_path / "full.py").write_text(FULL_DISK)
+    folder = tmp_path / "runs/default"
+    train(2).check()
+    failed = train(2, script=tmp_path / "full.py")
+    assert failed.returncode == 1 and failed.stderr.count("error: ") == 1 and "Traceback" not in failed.stderr
+    assert "error: cannot write runs/default/test.tsv: File too large; fix that or set run.dir" in failed.stderr
+    status = json.loads((folder / "status.json").read_text())
+    assert status["state"] == "failed" and "test.tsv: File too large" in status["reason"]
+    assert not list(folder.glob("test.tsv*")) and read_metrics(folder, "test") == []
+    train(2).check()
+    train(2, "run.name=whole").check()
+    assert difference(folder, tmp_path / "runs/whole") == ""
+    assert (folder / "test.tsv").read_text() == (tmp_path / "runs/whole/test.tsv").read_text()
 
 
 STOPPED_IN_THE_TEST = """
