@@ -26,11 +26,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_convert
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.index import index2ptr
@@ -662,50 +663,129 @@ def _ignore_signals(worker_id: int) -> None:
 
 
 # ---- Baseline ------------------------------------------------------------------------------------
-def derive(tables: Tables, fingerprint: str, config: DataConfig) -> tuple[Tensor, Tensor, str]:
+class Additive(NamedTuple):
+    """A function of the knocked-out nodes: intercept + the sum over them of slope + effect."""
+
+    intercept: Tensor  # float64 [T]
+    slope: Tensor  # float64 [T], the same for every node
+    effect: Tensor  # float64 [N, T], 0 for a node that no training row knocks out
+
+    def predict(self, tables: Tables) -> Tensor:
+        """Returns the function of each row, [n, T]."""
+        count = tables.perturbed_ptr.diff().unsqueeze(1)
+        start = self.intercept + self.slope * count
+        return start.index_add_(0, tables.sample(), self.effect[tables.perturbed])
+
+
+class Baseline(NamedTuple):
+    """What is known of the scores without the graph; for optim.loss=binary, of their logits."""
+
+    intercept: Tensor  # these three are the fields of an `Additive`
+    slope: Tensor
+    effect: Tensor
+    mean: Tensor  # float64 [T], of the training scores
+    std: Tensor  # float64 [T], of the training scores; 1 for binary ones
+    prediction: Tensor  # float64 [n, T], of the additive function for each row, in the units of y
+
+
+def derive(tables: Tables, fingerprint: str, config: DataConfig, loss: str) -> tuple[Baseline, str]:
     """Returns the `additive_baseline` and summary of tables with this fingerprint, cached."""
-    return cached(
-        config, "derived", fingerprint, lambda: (*additive_baseline(tables), tables.summary())
-    )
+
+    def build() -> tuple[Any, ...]:
+        return *additive_baseline(tables, loss), tables.summary()
+
+    *baseline, summary = cached(config, "derived", f"{fingerprint} {loss}", build)
+    return Baseline(*baseline), summary
 
 
 def additive_baseline(
-    tables: Tables, penalties: Sequence[float] = PENALTIES
-) -> tuple[Tensor, Tensor]:
-    """Returns an effect per node, [N, T], and predictions: the training mean and effects, [n, T].
+    tables: Tables, loss: str = "squared", penalties: Sequence[float] = PENALTIES
+) -> Baseline:
+    """Returns the ridge regression on the training rows that suits the validation rows best.
 
-    The effects are a ridge regression on the training rows, by conjugate gradients on the normal
-    equations, with the penalty that suits the validation rows best: what can be predicted from the
-    set of knocked-out nodes alone.
+    For the loss `binary`, it is a logistic one.
     """
-    row = tables.sample()
     present = ~tables.y.isnan()
-    train = present & tables.is_in("train").unsqueeze(1)
+    train = (present & tables.is_in("train").unsqueeze(1)).double()
     val = present & tables.is_in("val").unsqueeze(1)
     y = tables.y.nan_to_num()
-    mean = (y * train).sum(0) / train.sum(0)
+    mean, std = mean_and_std(tables.y[tables.rows("train")])
+    if loss == "binary":
+        mean = mean.logit(eps=1e-3)
+        std = torch.ones_like(std)
+    effect = y.new_zeros(len(tables.genes), y.size(1))
+    fit = best = Additive(mean, torch.zeros_like(mean), effect)
+    least = torch.full_like(mean, math.inf)
+    for penalty in sorted(penalties, reverse=True):  # each starts from the one before
+        if loss == "binary":
+            fit = logistic_ridge(tables, y, train, penalty, fit)
+            logit = fit.predict(tables)
+            error = binary_cross_entropy_with_logits(logit, y, reduction="none")
+        else:
+            fit = ridge(tables, y, train, penalty, fit)
+            error = (fit.predict(tables) - y).square()
+        error = (error * val).sum(0)
+        best = Additive(*(a.where(error < least, b) for a, b in zip(fit, best, strict=True)))
+        least = least.minimum(error)
+    prediction = best.predict(tables)
+    if loss == "binary":
+        prediction = prediction.sigmoid()
+    return Baseline(*best, mean, std, prediction)
 
-    def predict(effect: Tensor) -> Tensor:
-        return torch.zeros_like(y).index_add(0, row, effect[tables.perturbed])
+
+def logistic_ridge(
+    tables: Tables, y: Tensor, train: Tensor, penalty: float, start: Additive
+) -> Additive:
+    """Returns a penalised logistic regression, by iteratively reweighted least squares."""
+    fit = start
+    for _ in range(8):
+        logit = fit.predict(tables)
+        probability = logit.sigmoid()
+        weight = (probability * (1 - probability)).clamp(min=1e-3)
+        response = logit + (y - probability) / weight
+        fit = ridge(tables, response, train * weight, penalty, fit)
+    return fit
+
+
+def ridge(tables: Tables, y: Tensor, weight: Tensor, penalty: float, start: Additive) -> Additive:
+    """Returns the least of sum(weight * (y - function)**2) + penalty * sum(effect**2) per target.
+
+    y and weight are [n, T]. For given effects, intercept and slope are those of a line through what
+    the effects leave; the effects' normal equations are solved by conjugate gradients.
+    """
+    row = tables.sample()
+    count = tables.perturbed_ptr.diff().unsqueeze(1)
+    total = weight.sum(0)
+    mean_count = (count * weight).sum(0) / total
+    centred = count - mean_count
+    variance = (centred.square() * weight).sum(0) / total
+
+    def line(values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the values' mean, and their slope against the count, 0 if that is constant."""
+        mean = (values * weight).sum(0) / total
+        slope = (values * weight * centred).sum(0) / total / variance
+        return mean, slope.where(variance > 1e-9, 0.0)
+
+    def without_line(values: Tensor) -> Tensor:
+        mean, slope = line(values)
+        return values - mean - slope * centred
+
+    def sums(effect: Tensor) -> Tensor:
+        return torch.zeros_like(y).index_add_(0, row, effect[tables.perturbed])
 
     def collect(values: Tensor) -> Tensor:
-        per_row = (values * train)[row]
-        return torch.zeros_like(effect).index_add(0, tables.perturbed, per_row)
+        per_row = (values * weight)[row]
+        return torch.zeros_like(start.effect).index_add_(0, tables.perturbed, per_row)
 
-    effect = best = y.new_zeros(len(tables.genes), y.size(1))
-    least = y.new_full((y.size(1),), math.inf)
-    tolerance = 1e-20 * collect(y - mean).square().sum(0)
-    for penalty in sorted(penalties, reverse=True):  # each starts from the one before
+    def normal(effect: Tensor) -> Tensor:
+        return collect(without_line(sums(effect))) + penalty * effect
 
-        def normal(effect: Tensor, penalty: float = penalty) -> Tensor:
-            return collect(predict(effect)) + penalty * effect
-
-        residual = collect(y - mean - predict(effect)) - penalty * effect
-        effect = conjugate_gradients(normal, effect, residual, tolerance)
-        error = ((mean + predict(effect) - y).square() * val).sum(0)
-        best = effect.where(error < least, best)
-        least = least.minimum(error)
-    return best, mean + predict(best)
+    right = collect(without_line(y))
+    residual = right - normal(start.effect)
+    tolerance = 1e-20 * right.square().sum(0)
+    effect = conjugate_gradients(normal, start.effect, residual, tolerance)
+    mean, slope = line(y - sums(effect))
+    return Additive(mean - slope * mean_count, slope, effect)
 
 
 def conjugate_gradients(

@@ -66,7 +66,7 @@ class KnockoutGNN(nn.Module):
 
     Args:
         num_nodes, num_relations, num_features: size of the graph that `forward` takes.
-        y_mean, y_std: mean and standard deviation of each training target, [T], saved in
+        y_offset, y_std: what is predicted before any other term, and its unit, [T], saved in
             checkpoints as buffers.
         unseen: share of nodes whose own identity and effect a training step hides, so that the
             model learns to predict nodes that no training row knocks out; 0 if dropout is.
@@ -78,7 +78,7 @@ class KnockoutGNN(nn.Module):
         num_nodes: int,
         num_relations: int,
         num_features: int = 0,
-        y_mean: Sequence[float] = (0.0,),
+        y_offset: Sequence[float] = (0.0,),
         y_std: Sequence[float] = (1.0,),
         unseen: float = 0.0,
     ):
@@ -97,10 +97,10 @@ class KnockoutGNN(nn.Module):
         self.norm = nn.LayerNorm(hidden)
         self.local_readout = self.global_readout = None
         if config.readout != "global":
-            self.local_readout = LocalReadout(num_nodes, hidden, config.dropout, len(y_mean))
+            self.local_readout = LocalReadout(num_nodes, hidden, config.dropout, len(y_offset))
         if config.readout != "local":
-            self.global_readout = readout_head(hidden, hidden, config.dropout, len(y_mean))
-        self.register_buffer("y_mean", torch.tensor(y_mean))
+            self.global_readout = readout_head(hidden, hidden, config.dropout, len(y_offset))
+        self.register_buffer("y_offset", torch.tensor(y_offset))
         self.register_buffer("y_std", torch.tensor(y_std))
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
@@ -109,7 +109,7 @@ class KnockoutGNN(nn.Module):
         messages = graph.propagate
         if self.config.message_passing == "expanded":
             messages = ExpandedMessages(graph, intact_batch(graph.device))
-        ones = self.y_mean.new_ones(graph.num_nodes)
+        ones = self.y_offset.new_ones(graph.num_nodes)
         known = nn.functional.dropout(ones, self.unseen, self.training) > 0
         x, sent = self.embed(graph, known)
         x, layers = self.encode(x.unsqueeze(1), sent.unsqueeze(1), messages)
@@ -121,11 +121,11 @@ class KnockoutGNN(nn.Module):
             pooled = self.changes(graph, batch, wild) / graph.num_nodes**0.5
             pooled = torch.asinh(pooled)  # a hub's thousands of neighbours add up
             prediction = prediction + self.global_readout(pooled)
-        return self.y_mean + self.y_std * prediction.to(self.y_mean.dtype)
+        return self.y_offset + self.y_std * prediction.to(self.y_offset.dtype)
 
     def embed(self, graph: SharedGraph, known: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the nodes' states before the first layer and what they send in it, [N, H]."""
-        x = sent = self.y_mean.new_zeros(graph.num_nodes, self.config.hidden)
+        x = sent = self.y_offset.new_zeros(graph.num_nodes, self.config.hidden)
         if self.project is not None:
             x, sent = self.project(graph.x).to(x.dtype).chunk(2, dim=1)
         if self.config.embedding:
@@ -193,7 +193,7 @@ class KnockoutGNN(nn.Module):
         p is linear in h, so it is that of the intact graph plus what the changes of h add; the h of
         a dead node, which sends nothing, changes to zero.
         """
-        x = self.y_mean.new_zeros(0, self.config.hidden)
+        x = self.y_offset.new_zeros(0, self.config.hidden)
         node = block.dead.new_empty(0)
         for layer, reached, states in zip(self.layers, block.layers, wild.layers, strict=False):
             of_dead = -self.select(states.h, block.dead)
@@ -336,15 +336,17 @@ def intact_batch(device: torch.device) -> Data:
 class LocalReadout(nn.Module):
     """A permutation-invariant function of the wild-type states of any number of knocked-out nodes.
 
-    It adds a learned effect per node, a weighted product per pair of nodes (a factorisation
-    machine, Rendle 2010), and an MLP of the summed node and pair features. The last two start at
-    zero, so that training starts from the effects, which `train.build_model` sets to the additive
-    baseline's.
+    It adds a learned effect per node, with a part that is the same for all, a weighted product per
+    pair of nodes (a factorisation machine, Rendle 2010), and an MLP of the summed node and pair
+    features. The last two start at zero, so that training starts from the effects, which
+    `train.build_model` sets to the additive baseline's.
     """
 
     def __init__(self, num_nodes: int, hidden: int, dropout: float, num_targets: int):
         super().__init__()
-        self.effect = nn.Parameter(torch.zeros(num_nodes * num_targets))  # 1-d: no weight decay
+        # One-dimensional, and so without weight decay.
+        self.slope = nn.Parameter(torch.zeros(num_targets))
+        self.effect = nn.Parameter(torch.zeros(num_nodes * num_targets))
         self.embed = nn.Sequential(nn.Dropout(dropout), nn.Linear(hidden, 2 * hidden))
         self.pair = nn.Linear(2 * hidden, num_targets, bias=False)
         self.norm = nn.LayerNorm(4 * hidden)
@@ -360,7 +362,7 @@ class LocalReadout(nn.Module):
         squares = sum_by_sample(state.square())
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
         effect = self.effect.view(len(known), -1) * known.unsqueeze(1)
-        effects = sum_by_sample(effect.index_select(0, batch.perturbed))
+        effects = sum_by_sample(self.slope + effect.index_select(0, batch.perturbed))
         return effects + self.pair(pairs) + self.head(self.norm(torch.cat([nodes, pairs], dim=1)))
 
 

@@ -43,7 +43,7 @@ from torch_geometric.data import Data
 from tqdm import tqdm
 
 import data
-from data import DataConfig, DataError, KnockoutDataset, StepSampler, Tables
+from data import Baseline, DataConfig, DataError, KnockoutDataset, StepSampler, Tables
 from ddp_setup import (
     DDPConfig,
     Distributed,
@@ -161,7 +161,6 @@ def train(config: Config, env: Distributed) -> None:
     optim, seed = config.optim, config.run.seed
     dtype, autocast_dtype = PRECISIONS[optim.precision]
     tables, baseline, state, folder = set_up(config, env)
-    _, std = data.mean_and_std(tables.y[tables.rows("train")])
     model = state.model
     graph, planner, route = build_graph(config, tables, env, dtype)
     dataset = KnockoutDataset(
@@ -188,7 +187,7 @@ def train(config: Config, env: Distributed) -> None:
             if reason := env.stop_reason(state.step):
                 folder.save(state)
                 return folder.stop(state, reason)
-            val = metrics(tables.rows("val"), prediction, tables, baseline, std, config)
+            val = metrics(tables.rows("val"), prediction, tables, baseline, config)
             state.epoch = epoch
             folder.save_validation(state, val)
             title = f"epoch {epoch}/{optim.epochs}  step {state.step}  {progress}"
@@ -248,13 +247,13 @@ def train(config: Config, env: Distributed) -> None:
     prediction = predict_rows(model, graph, dataset, tables.rows("test"), config, env)
     if reason := env.stop_reason(state.step):
         return folder.stop(state, reason)
-    folder.save_test(tables, prediction, baseline)
-    test = metrics(tables.rows("test"), prediction, tables, baseline, std, config)
+    folder.save_test(tables, prediction, baseline.prediction)
+    test = metrics(tables.rows("test"), prediction, tables, baseline, config)
     folder.finish(state, test)
 
 
-def set_up(config: Config, env: Distributed) -> tuple[Tables, Tensor, "TrainState", "RunFolder"]:
-    """Returns the tables, their additive baseline, the state to train from, and the run folder.
+def set_up(config: Config, env: Distributed) -> tuple[Tables, Baseline, "TrainState", "RunFolder"]:
+    """Returns the tables, what is known without the graph, the state to train from, and the folder.
 
     Whatever can be wrong with the input is found here; every rank raises that `UserError`.
     """
@@ -263,10 +262,10 @@ def set_up(config: Config, env: Distributed) -> tuple[Tables, Tensor, "TrainStat
         tables = data.load(config.data)
         check_scores(tables, config)
         fingerprint = tables.fingerprint()
-        effect, baseline, summary = data.derive(tables, fingerprint, config.data)
+        baseline, summary = data.derive(tables, fingerprint, config.data, config.optim.loss)
         torch.manual_seed(config.run.seed)
         dtype, _ = PRECISIONS[config.optim.precision]
-        model = build_model(config, tables, effect).to(env.device, dtype)
+        model = build_model(config, tables, baseline).to(env.device, dtype)
         folder = RunFolder(config, env, fingerprint)
         checkpoint = folder.open(model)
     env.check_equal({**asdict(config), "data (hash)": fingerprint, **library_versions()})
@@ -336,18 +335,13 @@ def build_graph(
     return graph, planner, route
 
 
-def build_model(config: Config, tables: Tables, effect: Tensor | None = None) -> nn.Module:
-    """Returns a model that starts from the additive baseline with this `effect` per node, [N, T].
+def build_model(config: Config, tables: Tables, baseline: Baseline | None = None) -> nn.Module:
+    """Returns a model that starts from the additive baseline, or from the mean without a readout
+    of the knocked-out nodes.
 
-    Without `effect`, it starts from the mean.
+    Without `baseline`, it is to be loaded from a checkpoint.
     """
-    mean, std = data.mean_and_std(tables.y[tables.rows("train")])
-    if effect is None:
-        effect = mean.new_zeros(len(tables.genes), len(mean))
-    if config.optim.loss == "binary":  # logits, which are the baseline's for rows of one deletion
-        logit = torch.logit(mean, eps=1e-3)
-        effect = torch.logit(mean + effect, eps=1e-3) - logit
-        mean, std = logit, torch.ones_like(std)
+    num_targets = len(tables.targets)
     rows = tables.rows("val")  # training hides as many nodes as are unseen there
     unseen = tables.unseen()[rows].sum() / tables.perturbed_ptr.diff()[rows].sum().clamp(min=1)
     model = KnockoutGNN(
@@ -355,12 +349,14 @@ def build_model(config: Config, tables: Tables, effect: Tensor | None = None) ->
         num_nodes=len(tables.genes),
         num_relations=len(tables.relations),
         num_features=0 if tables.features is None else tables.features.size(1),
-        y_mean=mean.tolist(),
-        y_std=std.tolist(),
+        y_offset=[0.0] * num_targets if baseline is None else baseline.mean.tolist(),
+        y_std=[1.0] * num_targets if baseline is None else baseline.std.tolist(),
         unseen=unseen.item(),
     )
-    if model.local_readout is not None:
-        model.local_readout.effect.data = (effect / std).float().flatten()
+    if model.local_readout is not None and baseline is not None:
+        model.y_offset.copy_(baseline.intercept)
+        model.local_readout.slope.data.copy_(baseline.slope / baseline.std)
+        model.local_readout.effect.data.copy_((baseline.effect / baseline.std).flatten())
     return model
 
 
@@ -598,25 +594,23 @@ def metrics(
     rows: Tensor,
     prediction: Tensor,
     tables: Tables,
-    baseline: Tensor,
-    std: Tensor,
+    baseline: Baseline,
     config: Config,
 ) -> dict[str, float]:
     """Returns metrics of the predictions [len(rows), T] of `rows`, and the baseline's Pearson.
 
-    `baseline` [n, T] is the additive one, `std` [T] that of the training scores. A metric is the
-    mean over the targets for which it is defined, nan if there are none.
+    A metric is the mean over the targets for which it is defined, nan if there are none.
     """
     y = tables.y[rows]
     mse = mean_present((prediction - y).square(), y)
     # Rounding must not order the predictions of equal rows.
     ranks = rank(prediction.float().where(~y.isnan(), math.nan))
     per_target = {
-        "loss": mse / std.square(),
+        "loss": mse / baseline.std.square(),
         "mse": mse,
         "pearson": pearson(y, prediction),
         "spearman": pearson(rank(y), ranks),
-        "baseline_pearson": pearson(y, baseline[rows]),
+        "baseline_pearson": pearson(y, baseline.prediction[rows]),
     }
     if config.optim.loss == "binary":
         cross_entropy = nn.functional.binary_cross_entropy(

@@ -70,7 +70,7 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(train, 
 
     read = read_predictions(Path("runs/default/test.tsv"))
     torch.testing.assert_close(read.y, tables.y[rows], rtol=1e-6, atol=1e-6, equal_nan=True)
-    torch.testing.assert_close(read.baseline, additive_baseline(tables)[1][rows], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(read.baseline, additive_baseline(tables).prediction[rows], rtol=1e-6, atol=1e-6)
     write_table(tmp_path / "ask.tsv", [("genes",), *((line[0],) for line in lines)])
     train(0, *options, "--predict=ask.tsv", "--checkpoint=runs/default/checkpoints/best.pt").check()
     asked = [line.split("\t")[1:] for line in (tmp_path / "ask.predictions.tsv").read_text().splitlines()[1:]]

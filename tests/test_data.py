@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -29,7 +30,6 @@ from data import (
     read_sets,
 )
 from tests.bench import synthetic
-from tests.bench.quality import pearson
 from tests.bench.synthetic import PRESETS, failure_losses, generate, synthetic_tables
 from tests.conftest import write_table
 from tests.tools.runs import pack_sets
@@ -393,17 +393,77 @@ def test_a_node_split_beside_a_split_column_or_without_rows_is_an_error(tmp_path
         load(config(tmp_path, scores=unsplit, split="nodes", test_fraction=0.4))
 
 
-def test_additive_baseline_is_the_ridge_solution():
-    tables = synthetic_tables(PRESETS["small"], seed=1)
-    tables.split = random_split(tables, DataConfig())
+def mixed_tables() -> Tables:
+    """Returns 400 samples of none to five of 30 genes, whose effects have a mean, and three gappy scores.
+
+    Four of the genes occur in no training row.
+    """
+    random, generator = Random(0), torch.Generator().manual_seed(0)
+    sets = [random.sample(range(26), random.choice([0, 1, 1, 2, 3, 5])) for _ in range(360)]
+    sets += [random.sample(range(30), 2) for _ in range(40)]
+    effect = 1 + torch.randn(30, 3, dtype=torch.float64, generator=generator)
+    noise = torch.randn(400, 3, dtype=torch.float64, generator=generator)
+    y = 5 + 0.3 * noise + torch.stack([effect[nodes].sum(0) for nodes in sets])
+    y[torch.rand(400, 3, generator=generator) < 0.2] = math.nan
+    edges = torch.tensor([[0], [1]]), torch.tensor([0])
+    tables = Tables([f"g{i:02}" for i in range(30)], ["r"], *edges, *pack_sets(sets), y, targets=["a", "b", "c"])
+    tables.split = torch.tensor([0, 0, 0, 1] * 90 + [1, 2] * 20, dtype=torch.int8)
+    return tables
+
+
+def dense_design(tables: Tables) -> torch.Tensor:
+    """Returns the columns intercept, number of knock-outs, and an indicator of each node."""
     design = torch.zeros(len(tables.y), len(tables.genes), dtype=torch.float64)
-    design[torch.repeat_interleave(torch.arange(len(tables.y)), tables.perturbed_ptr.diff()), tables.perturbed] = 1
-    rows = tables.rows("train")
-    x, mean = design[rows], tables.y[rows].mean()
-    effect = torch.linalg.solve(x.T @ x + torch.eye(x.size(1)), x.T @ (tables.y[rows] - mean))
-    found, prediction = additive_baseline(tables, [1.0])
-    torch.testing.assert_close(found, effect, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(prediction, mean + design @ effect, rtol=1e-8, atol=1e-8)
+    design[tables.sample(), tables.perturbed] = 1
+    return torch.cat([torch.ones(len(design), 1), design.sum(1, keepdim=True), design], dim=1)
+
+
+@pytest.mark.parametrize("sizes", ["mixed", "pairs"])
+def test_additive_baseline_is_the_ridge_solution(sizes):
+    """Intercept and count are not penalised; where all rows knock out two nodes, the count says nothing."""
+    tables = mixed_tables()
+    if sizes == "pairs":
+        tables.perturbed_ptr = torch.arange(0, 801, 2)
+        tables.perturbed = torch.randint(26, (800,), generator=torch.Generator().manual_seed(1))
+        tables.perturbed[1::2] = (tables.perturbed[::2] + 1 + torch.arange(400) % 20) % 26
+    design = dense_design(tables)
+    found = additive_baseline(tables, penalties=[2.0])
+    unpenalised = [0] if sizes == "pairs" else [0, 1]
+    columns = [*unpenalised, *range(2, design.size(1))]
+    penalty = 2 * torch.eye(len(columns), dtype=torch.float64)
+    penalty[: len(unpenalised)] = 0
+    for t in range(3):
+        rows = tables.rows("train")
+        rows = rows[~tables.y[rows, t].isnan()]
+        x, y = design[rows][:, columns], tables.y[rows, t]
+        solution = torch.linalg.solve(x.T @ x + penalty, x.T @ y)
+        torch.testing.assert_close(found.prediction[:, t], design[:, columns] @ solution, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(found.effect[:, t], solution[len(unpenalised) :], rtol=1e-8, atol=1e-8)
+        assert found.mean[t] == pytest.approx(y.mean().item()) and found.std[t] == pytest.approx(
+            y.std(correction=0).item()
+        )
+    if sizes == "mixed":
+        assert (found.effect[26:] == 0).all()
+        assert found.slope.sub(1).abs().max() < 0.5 and found.intercept.sub(5).abs().max() < 0.5
+    else:
+        assert (found.slope == 0).all()
+
+
+def test_the_logistic_baseline_is_the_penalised_maximum_of_the_likelihood():
+    tables = mixed_tables()
+    tables.y = (tables.y > tables.y.nanmedian(dim=0).values).double().where(~tables.y.isnan(), math.nan)
+    found = additive_baseline(tables, "binary", [2.0])
+    design = dense_design(tables)
+    for t in range(3):
+        rows = tables.rows("train")
+        rows = rows[~tables.y[rows, t].isnan()]
+        parameters = torch.cat([found.intercept[t : t + 1], found.slope[t : t + 1], found.effect[:, t]])
+        probability = (design @ parameters).sigmoid()
+        torch.testing.assert_close(found.prediction[:, t], probability)
+        gradient = design[rows].T @ (probability[rows] - tables.y[rows, t])
+        gradient[2:] += 2 * parameters[2:]
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-5)
+    assert found.std.tolist() == [1, 1, 1]
 
 
 def test_the_additive_baseline_takes_the_penalty_that_suits_the_validation_rows():
@@ -411,18 +471,21 @@ def test_the_additive_baseline_takes_the_penalty_that_suits_the_validation_rows(
     tables.split = random_split(tables, DataConfig())
     tables.y = tables.y[torch.randperm(len(tables.y), generator=torch.Generator().manual_seed(0))]  # only noise
     val = tables.rows("val")
-    errors = [(additive_baseline(tables, [p])[1] - tables.y)[val].square().mean() for p in (0.1, 10.0, 1000.0)]
+
+    def prediction(*penalties: float) -> torch.Tensor:
+        return additive_baseline(tables, penalties=penalties).prediction
+
+    errors = [(prediction(p) - tables.y)[val].square().mean() for p in (0.1, 10.0, 1000.0)]
     assert errors[0] > errors[1] > errors[2]
-    expected = additive_baseline(tables, [1000.0])
-    torch.testing.assert_close(additive_baseline(tables, [0.1, 1000.0, 10.0]), expected)
+    torch.testing.assert_close(prediction(0.1, 1000.0, 10.0), prediction(1000.0))
 
 
 def test_additive_baseline_does_not_depend_on_the_unit_of_the_scores():
     tables = synthetic_tables(PRESETS["small"], seed=1)
     tables.split = random_split(tables, DataConfig())
-    _, reference = additive_baseline(tables)
+    reference = additive_baseline(tables).prediction
     tables.y *= 1e-12
-    torch.testing.assert_close(1e12 * additive_baseline(tables)[1], reference, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(1e12 * additive_baseline(tables).prediction, reference, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("preset", ["small", "network"])
@@ -446,7 +509,7 @@ def compare_with_preset(preset: str) -> None:
     assert degree.max() > 5 * degree.float().mean()  # hubs
     assert preset != "yeast" or degree.max() > 5000
     rows = tables.rows("test")
-    assert 0.85 < pearson(tables.y[rows, 0], signal[rows, None]).item() < 0.99
+    assert 0.85 < train.pearson(tables.y[rows], signal[rows, None]).item() < 0.99
 
 
 def test_synthetic_scores_depend_on_the_graph():
@@ -458,7 +521,7 @@ def test_synthetic_scores_depend_on_the_graph():
     physical = tables.graph()["physical"].edge_index
     linked = torch.zeros(len(tables.genes), len(tables.genes), dtype=torch.bool)
     linked[physical[0], physical[1]] = linked[physical[1], physical[0]] = True
-    residual = (signal[:, None] - additive_baseline(tables)[1])[pairs]
+    residual = (signal[:, None] - additive_baseline(tables).prediction)[pairs]
     joined = linked[first, second]
     assert joined.sum() > 100 and (~joined).sum() > 100
     assert residual[joined].mean() > residual[~joined].mean() + 0.5 * residual.std()

@@ -41,7 +41,7 @@ def make_batch(shared: SharedGraph, sets: list[list[int]], planner: ReachPlanner
 def make_model(dtype: torch.dtype = torch.float32, **options) -> KnockoutGNN:
     torch.manual_seed(0)
     config = ModelConfig(**{"hidden": 8, "layers": 2, "dropout": 0.0, **options})
-    model = KnockoutGNN(config, NUM_NODES, 3, NUM_FEATURES, y_mean=[0.3], y_std=[2.0]).to(dtype)
+    model = KnockoutGNN(config, NUM_NODES, 3, NUM_FEATURES, y_offset=[0.3], y_std=[2.0]).to(dtype)
     for parameter in model.parameters():  # parts that are initialised to zero would hide errors
         torch.nn.init.normal_(parameter, std=0.3)
     return model
@@ -297,7 +297,7 @@ def test_every_parameter_is_used(shared):
 
 def test_predictions_are_in_units_of_y_and_checkpoints_hold_the_scale(shared):
     model = make_model()
-    assert {"y_mean", "y_std"} <= set(model.state_dict())
+    assert {"y_offset", "y_std"} <= set(model.state_dict())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,10 +94,10 @@ def gappy_tables(folder: Path, num_rows: int = 300) -> list[str]:
 def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(tmp_path):
     gappy_tables(tmp_path)
     tables = load(DataConfig(f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
-    effects, prediction = additive_baseline(tables)
+    baseline = additive_baseline(tables)
+    prediction = baseline.prediction
     rows = tables.rows("val")
-    _, std = mean_and_std(tables.y[tables.rows("train")])
-    found = metrics(rows, prediction[rows] + 1, tables, prediction, std, Config())
+    found = metrics(rows, prediction[rows] + 1, tables, baseline, Config())
     each = target_figures(tables.y[rows], prediction[rows] + 1, prediction[rows])
     parts = []
     for t, name in enumerate(("fitness", "size")):
@@ -108,11 +109,12 @@ def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(t
             tables, perturbed=perturbed, perturbed_ptr=pointer, y=tables.y[present, t], split=tables.split[present],
             weight=None, targets=[name],
         )  # fmt: skip
-        effect, expected = additive_baseline(alone)
-        torch.testing.assert_close(effects[:, t : t + 1], effect, rtol=1e-8, atol=1e-10)
+        own_baseline = additive_baseline(alone)
+        expected = own_baseline.prediction
+        torch.testing.assert_close(baseline.effect[:, t : t + 1], own_baseline.effect, rtol=1e-8, atol=1e-10)
         torch.testing.assert_close(prediction[present, t : t + 1], expected, rtol=1e-8, atol=1e-8)
         own_rows = alone.rows("val")
-        parts.append(metrics(own_rows, expected[own_rows] + 1, alone, expected, std[t : t + 1], Config()))
+        parts.append(metrics(own_rows, expected[own_rows] + 1, alone, own_baseline, Config()))
         assert parts[t].pop("n") < len(rows)
         for key in ("mse", "pearson", "spearman", "baseline_pearson"):
             assert each[key][t].item() == pytest.approx(parts[t][key], rel=1e-7)
@@ -124,7 +126,7 @@ def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(t
 def test_metrics_of_binary_scores_are_those_of_each_target_alone(tmp_path):
     """The third target has no ones, so that it has a loss but neither Pearson nor AUROC."""
     gappy_tables(tmp_path)
-    tables = load(DataConfig("tsv", "small", f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
+    tables = load(DataConfig(f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
     y = torch.cat([tables.y, tables.y[:, :1]], dim=1)
     ones = torch.cat([(tables.y > tables.y.nanmedian(dim=0).values), torch.zeros(len(y), 1)], dim=1).double()
     y = ones.where(~y.isnan(), math.nan)
@@ -133,7 +135,8 @@ def test_metrics_of_binary_scores_are_those_of_each_target_alone(tmp_path):
     config = Config(optim=OptimConfig(loss="binary"))
 
     def of(y: torch.Tensor, prediction: torch.Tensor, rows: torch.Tensor) -> dict[str, float]:
-        return metrics(rows, prediction[rows], replace(tables, y=y), prediction, torch.ones(y.size(1)), config)
+        baseline = SimpleNamespace(prediction=prediction, std=torch.ones(y.size(1)))
+        return metrics(rows, prediction[rows], replace(tables, y=y), baseline, config)
 
     found = of(y, prediction, rows)
     parts = []
@@ -199,7 +202,7 @@ def test_a_score_that_no_training_row_has_is_named(train, tmp_path):
 
 
 def test_the_model_has_an_output_for_each_target():
-    model = KnockoutGNN(ModelConfig(hidden=8), 5, 1, y_mean=[1.0, 2.0, 3.0], y_std=[1.0, 1.0, 1.0])
+    model = KnockoutGNN(ModelConfig(hidden=8), 5, 1, y_offset=[1.0, 2.0, 3.0], y_std=[1.0, 1.0, 1.0])
     model.local_readout.effect.data = torch.arange(15.0)  # of node 0 for targets 0 to 2, of node 1, ...
     graph = HeteroData()
     graph["gene"].num_nodes, graph["gene", "a", "gene"].edge_index = 5, torch.tensor([[0, 1], [1, 2]])
@@ -224,13 +227,13 @@ def test_metrics_of_predictions_that_say_nothing_of_a_target_are_means_over_the_
     tables = load(DataConfig(f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
     rows, nothing = tables.rows("val"), torch.zeros_like(tables.y)
     tables.y[:, 1] = tables.y[:, 1].where(tables.y[:, 1].isnan(), torch.rand(len(tables.y)))
-    _, std = mean_and_std(tables.y[tables.rows("train")])
+    baseline = SimpleNamespace(prediction=nothing, std=mean_and_std(tables.y[tables.rows("train")])[1])
     prediction = torch.stack([tables.y[rows, 0].nan_to_num(), nothing[rows, 1]], dim=1)
-    result = metrics(rows, prediction, tables, nothing, std, Config())
+    result = metrics(rows, prediction, tables, baseline, Config())
     assert result["pearson"] == pytest.approx(0.5) and result["baseline_pearson"] == 0
     assert target_figures(tables.y[rows], prediction, nothing[rows])["pearson"].tolist() == pytest.approx([1, 0])
     tables.y[rows, 1] = math.nan
-    result = metrics(rows, nothing[rows], tables, nothing, std, Config())
+    result = metrics(rows, nothing[rows], tables, baseline, Config())
     assert result["pearson"] == 0 and result["loss"] > 0
     each = target_figures(tables.y[rows], nothing[rows], nothing[rows])
     assert all(values[1].isnan() and not values[0].isnan() for values in each.values())

@@ -5,6 +5,7 @@ import math
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -330,8 +331,8 @@ def test_metrics_equal_their_definitions():
         ["g"], ["r"], torch.zeros(2, 0), torch.zeros(0), torch.zeros(0), torch.zeros(61), y, torch.zeros(60)
     )
     rows = torch.arange(10, 60)
-    _, std = mean_and_std(tables.y)
-    found = metrics(rows, prediction[rows], tables, baseline, std, Config())
+    known = SimpleNamespace(prediction=baseline, std=mean_and_std(tables.y)[1])
+    found = metrics(rows, prediction[rows], tables, known, Config())
     y, prediction, baseline = (values[10:, 0].numpy() for values in (y, prediction, baseline))
 
     def ranks(values: np.ndarray) -> np.ndarray:
@@ -343,7 +344,7 @@ def test_metrics_equal_their_definitions():
     assert found["mse"] == pytest.approx(((y - prediction) ** 2).mean())
     assert found["loss"] == pytest.approx(found["mse"] / tables.y.numpy().var())
     tables.y = (tables.y > 0).double()
-    found = metrics(rows, torch.from_numpy(prediction[:, None]).sigmoid(), tables, tables.y, std, BINARY)
+    found = metrics(rows, torch.from_numpy(prediction[:, None]).sigmoid(), tables, known, BINARY)
     ones, p = y > 0, 1 / (1 + np.exp(-prediction))
     assert found["loss"] == pytest.approx(-np.log(np.where(ones, p, 1 - p)).mean())
     hit, miss = prediction[ones, None], prediction[~ones]

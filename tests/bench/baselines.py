@@ -27,8 +27,10 @@ class Problem:
         self.tables, self.num_rows, (self.y,) = tables, len(tables.y), tables.y.T  # one target
         self.nodes, self.member = tables.perturbed.unique(return_inverse=True)  # [K]; [total], as tables.perturbed
         self.row, self.train = tables.sample(), tables.split == data.SPLITS.index("train")  # [total], [n]
-        effect, self.additive = (values.squeeze(1) for values in data.additive_baseline(tables))
-        self.effect, self.residual = effect[self.nodes], self.y - self.additive  # [K], [n]
+        baseline = data.additive_baseline(tables)
+        self.additive = baseline.prediction.squeeze(1)  # [n]
+        self.residual = self.y - self.additive
+        self.effect = baseline.effect[self.nodes, 0]  # [K], beyond what every node has
         self.seen = torch.zeros(len(self.nodes), dtype=torch.bool)  # [K], in a training row
         self.seen[self.member[self.train[self.row]]] = True
         pairs = [torch.empty(3, 0, dtype=torch.long)]
@@ -103,9 +105,8 @@ def recurring_pairs(problem: Problem) -> Tensor:
     perturbed = torch.cat([tables.perturbed, number])[order]
     pointer = torch.bincount(rows + 1, minlength=problem.num_rows + 1).cumsum(0)
     genes = [*tables.genes, *map(str, recurring.tolist())]
-    return data.additive_baseline(replace(tables, genes=genes, perturbed=perturbed, perturbed_ptr=pointer))[1].squeeze(
-        1
-    )
+    with_pairs = replace(tables, genes=genes, perturbed=perturbed, perturbed_ptr=pointer)
+    return data.additive_baseline(with_pairs).prediction.squeeze(1)
 
 
 def low_rank(problem: Problem) -> Tensor:

@@ -26,7 +26,8 @@ def rows(options: argparse.Namespace) -> bool:
     with env.sync_errors(data.DataError):
         tables = data.load(config.data)
         torch.manual_seed(config.run.seed)
-        model = train.build_model(config, tables)
+        baseline, _ = data.derive(tables, tables.fingerprint(), config.data, config.optim.loss)
+        model = train.build_model(config, tables, baseline)
         folder = train.RunFolder(config, env, tables.fingerprint())
         if checkpoint := folder.newest_checkpoint():
             train.load_model(model, checkpoint["model"], folder.path)
