@@ -239,7 +239,7 @@ def test_the_example_is_what_the_preset_small_gives(tmp_path, monkeypatch):
     for name in ("perturbed", "perturbed_ptr"):
         assert torch.equal(getattr(example, name), getattr(expected, name))
     assert torch.equal(example.split, random_split(expected, DataConfig()))
-    torch.testing.assert_close(example.y, expected.y, rtol=5.1e-6, atol=0)  # six digits
+    torch.testing.assert_close(example.y, expected.y, rtol=5.1e-11, atol=1e-12)  # 11 digits
     for ours, drawn in zip(example.edge_indices, expected.edge_indices, strict=True):
         assert ours.T.tolist() == sorted(drawn.T.tolist())
 
@@ -252,7 +252,7 @@ def test_a_preset_is_written_as_tables_that_train_reads(tmp_path, monkeypatch, c
     expected = synthetic_tables(PRESETS["network"])
     assert torch.equal(tables.perturbed_ptr, expected.perturbed_ptr)
     assert torch.equal(tables.perturbed, expected.perturbed)
-    torch.testing.assert_close(tables.y, expected.y, rtol=5.1e-6, atol=0)
+    torch.testing.assert_close(tables.y, expected.y, rtol=5.1e-11, atol=1e-12)
     assert [e.size(1) for e in tables.edge_indices] == [e.size(1) for e in expected.edge_indices]
 
 
