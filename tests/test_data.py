@@ -241,7 +241,7 @@ def test_the_example_is_what_the_preset_small_gives(tmp_path, monkeypatch):
     for name in ("perturbed", "perturbed_ptr"):
         assert torch.equal(getattr(example, name), getattr(expected, name))
     assert torch.equal(example.split, random_split(expected, DataConfig()))
-    torch.testing.assert_close(example.y, expected.y, rtol=5.1e-6, atol=0)  # six digits
+    torch.testing.assert_close(example.y, expected.y, rtol=5.1e-11, atol=1e-12)  # 11 digits
     graphs = example.graph(), expected.graph()
     for ours, drawn in zip(*(graph.edge_index_dict.values() for graph in graphs), strict=True):
         assert ours.T.tolist() == sorted(drawn.T.tolist())
@@ -255,7 +255,7 @@ def test_a_preset_is_written_as_tables_that_train_reads(tmp_path, monkeypatch, c
     expected = synthetic_tables(PRESETS["network"])
     assert torch.equal(tables.perturbed_ptr, expected.perturbed_ptr)
     assert torch.equal(tables.perturbed, expected.perturbed)
-    torch.testing.assert_close(tables.y, expected.y, rtol=5.1e-6, atol=0)
+    torch.testing.assert_close(tables.y, expected.y, rtol=5.1e-11, atol=1e-12)
     assert tables.edge_type.bincount().tolist() == expected.edge_type.bincount().tolist()
 
 
