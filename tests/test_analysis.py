@@ -91,7 +91,8 @@ def test_what_is_written_is_read(tmp_path, num_rows):
     y, baseline = normal(2 * num_rows, 2), normal(2 * num_rows, 2, seed=1)
     y[0, 1] = math.nan
     genes = ["a", "b", "ü\x85\u2028", "nan"]  # of which some are line ends elsewhere
-    tables = Tables(genes, ["r"], [torch.zeros(2, 0)], *pack_sets(sets), y, split, targets=["s", "s_prediction"])
+    edges = torch.zeros(2, 0), torch.zeros(0)
+    tables = Tables(genes, ["r"], *edges, *pack_sets(sets), y, split, targets=["s", "s_prediction"])
     prediction = normal(num_rows, 2, seed=2)
     prediction[-1, 0] = math.nan
     write_atomically(tmp_path / "test.tsv", result_lines(tables, prediction, baseline))
@@ -281,7 +282,8 @@ def test_test_rows_with_a_pair_of_a_training_row_are_counted():
     def tables(sets: list[list[int]], split: list[int]) -> Tables:
         y = torch.arange(float(len(sets)))
         names = [f"g{i}" for i in range(20)]
-        return Tables(names, ["r"], [torch.tensor([[0], [1]])], *pack_sets(sets), y, torch.tensor(split).char())
+        edges = torch.tensor([[0], [1]]), torch.tensor([0])
+        return Tables(names, ["r"], *edges, *pack_sets(sets), y, torch.tensor(split).char())
 
     sets = [[0, 1, 2], [3], [], [0, 1], [0, 2, 4], [0, 3], [4, 5], [1, 2]]
     assert analysis.shared_pairs(tables(sets, [0, 0, 0, 2, 2, 2, 2, 1])) == 2

@@ -152,7 +152,7 @@ def test_metrics_of_binary_scores_are_those_of_each_target_alone(tmp_path):
 def test_the_loss_is_the_weighted_mean_over_the_scores_that_are_there(tmp_path):
     gappy_tables(tmp_path)
     tables = load(DataConfig(f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
-    model = build_model(Config(model=ModelConfig(hidden=8)), tables)
+    model = build_model(Config(model=ModelConfig(hidden=8)), tables, additive_baseline(tables))
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, torch.zeros(30).long(), tables.weight)
     sampler = StepSampler(tables.rows("train"), 16, 1, 1, 0, 0)
     rows = sampler.rows_in_step(1)

@@ -230,11 +230,14 @@ def random_features(config: train.Config, folder: Path) -> list[str]:
         raise UserError("the variant random needs node features: set data.features")
     generator = torch.Generator().manual_seed(config.data.split_seed)
     known = (tables.features != 0).any(dim=1).nonzero().flatten().tolist()
-    stem = folder / f"{config.data.split}-{config.data.split_seed}-random"
+    vectors = torch.randn(len(known), tables.features.size(1), generator=generator)
+    lines = ["\t".join(["gene", *map(str, range(vectors.size(1)))])]
+    for node, vector in zip(known, vectors.tolist(), strict=True):
+        lines.append("\t".join([tables.genes[node], *map(str, vector)]))
     folder.mkdir(parents=True, exist_ok=True)
-    train.write_atomically(stem.with_suffix(".txt"), "\n".join([tables.genes[node] for node in known]))
-    torch.save(torch.randn(len(known), tables.features.size(1), generator=generator), stem.with_suffix(".pt"))
-    return [f"data.features={stem}.pt"]
+    path = folder / f"{config.data.split}-{config.data.split_seed}-random.tsv"
+    train.write_atomically(path, "\n".join(lines) + "\n")
+    return [f"data.features={path}"]
 
 
 def permute_names(config: train.Config, folder: Path) -> list[str]:
