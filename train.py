@@ -335,13 +335,11 @@ def build_graph(
     return graph, planner, route
 
 
-def build_model(config: Config, tables: Tables, baseline: Baseline | None = None) -> nn.Module:
-    """Returns a model that starts from the additive baseline, or from the mean without a readout
-    of the knocked-out nodes.
+def build_model(config: Config, tables: Tables, baseline: Baseline) -> nn.Module:
+    """Returns a model that starts from the additive baseline.
 
-    Without `baseline`, it is to be loaded from a checkpoint.
+    Without a readout of the knocked-out nodes, it starts from the mean of the training scores.
     """
-    num_targets = len(tables.targets)
     rows = tables.rows("val")  # training hides as many nodes as are unseen there
     unseen = tables.unseen()[rows].sum() / tables.perturbed_ptr.diff()[rows].sum().clamp(min=1)
     model = KnockoutGNN(
@@ -349,11 +347,11 @@ def build_model(config: Config, tables: Tables, baseline: Baseline | None = None
         num_nodes=len(tables.genes),
         num_relations=len(tables.relations),
         num_features=0 if tables.features is None else tables.features.size(1),
-        y_offset=[0.0] * num_targets if baseline is None else baseline.mean.tolist(),
-        y_std=[1.0] * num_targets if baseline is None else baseline.std.tolist(),
+        y_offset=baseline.mean.tolist(),
+        y_std=baseline.std.tolist(),
         unseen=unseen.item(),
     )
-    if model.local_readout is not None and baseline is not None:
+    if model.local_readout is not None:
         model.y_offset.copy_(baseline.intercept)
         model.local_readout.slope.data.copy_(baseline.slope / baseline.std)
         model.local_readout.effect.data.copy_((baseline.effect / baseline.std).flatten())
@@ -738,12 +736,14 @@ def load_trained(config: Config, checkpoint: str) -> tuple[nn.Module, Tables]:
     """Returns the model of a checkpoint and the tables it was trained on; raises `UserError`."""
     state = read_checkpoint(checkpoint)
     tables = data.load(config.data)
-    if state["data"] != tables.fingerprint():
+    fingerprint = tables.fingerprint()
+    if state["data"] != fingerprint:
         raise UserError(f"{checkpoint} was trained on different data from the configuration's")
     loss = state["config"]["optim"]["loss"]
     if loss != config.optim.loss:
         raise UserError(f"{checkpoint} was trained with optim.loss={loss}, not {config.optim.loss}")
-    model = build_model(config, tables)
+    baseline, _ = data.derive(tables, fingerprint, config.data, loss)
+    model = build_model(config, tables, baseline)
     load_model(model, state["model"], checkpoint)
     return model, tables
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data import KnockoutDataset, StepSampler, load, make_loader
+from data import KnockoutDataset, StepSampler, additive_baseline, load, make_loader
 from mask import SharedGraph
 from tests.conftest import launch_forked
 from tests.tools import parity
@@ -40,11 +40,16 @@ def graph(tables):
     return SharedGraph(tables.graph())
 
 
+@pytest.fixture(scope="module")
+def baseline(config, tables):
+    return additive_baseline(tables, config.optim.loss)
+
+
 @pytest.fixture
-def model(config, tables):
+def model(config, tables, baseline):
     """The model as training builds it, plus noise: parts that are initialised to zero would hide errors."""
     torch.manual_seed(0)
-    model = build_model(config, tables)
+    model = build_model(config, tables, baseline)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -132,19 +137,19 @@ def test_two_ranks_train_the_same_model_as_one(monkeypatch):
     assert parity.parity(SimpleNamespace(world_sizes=[1, 2], arguments=[], timeout=600, cpu=True))
 
 
-def test_the_state_dict_holds_everything(config, tables, model, graph, batch_of, sets, tmp_path):
+def test_the_state_dict_holds_everything(config, tables, baseline, model, graph, batch_of, sets, tmp_path):
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    other = build_model(config, tables).eval()
+    other = build_model(config, tables, baseline).eval()
     other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     batch = batch_of(sets)
     assert torch.equal(other(graph, batch), model(graph, batch))
 
 
-def test_the_seed_determines_the_weights_and_the_dropout(config, tables, graph, batch_of, sets):
+def test_the_seed_determines_the_weights_and_the_dropout(config, tables, baseline, graph, batch_of, sets):
     batch, results = batch_of(sets), []
     for _ in range(2):
         torch.manual_seed(5)
-        model = build_model(config, tables).train()
+        model = build_model(config, tables, baseline).train()
         results.append((model(graph, batch), *model.state_dict().values()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

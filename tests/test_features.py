@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data import DataConfig, DataError, KnockoutDataset, load
+from data import DataConfig, DataError, KnockoutDataset, additive_baseline, load
 from mask import SharedGraph
 from model import ModelConfig
 from tests.conftest import write_table
@@ -100,7 +100,8 @@ def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path)
     graph = SharedGraph(tables.graph())
     batch = KnockoutDataset(*pack_sets([[3], [4]]), torch.zeros(2), graph.degree).__getitems__([0, 1])
     for embedding in (True, False):
-        model = build_model(replace(Config(), model=ModelConfig(embedding=embedding), data=options), tables).eval()
+        changed = replace(Config(), model=ModelConfig(embedding=embedding), data=options)
+        model = build_model(changed, tables, additive_baseline(tables)).eval()
         for parameter in model.parameters():  # some parts start at zero
             torch.nn.init.normal_(parameter)
         model.local_readout.effect.data.zero_()  # the additive baseline's

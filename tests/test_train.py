@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import DataConfig, KnockoutDataset, Tables, load, mean_and_std
+from data import DataConfig, KnockoutDataset, Tables, additive_baseline, load, mean_and_std
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.conftest import SMALL, fork_ranks, join, write_table
@@ -378,7 +378,7 @@ def test_training_hides_as_many_nodes_as_are_unseen_in_validation():
         edges = torch.tensor([[0], [1]]), torch.tensor([0])
         tables = Tables(["a", "b", "c", "d", "e"], ["r"], *edges, perturbed, pointer, torch.arange(4.0).double())
         tables.split = torch.tensor(parts, dtype=torch.int8)
-        assert build_model(Config(), tables).unseen == pytest.approx(expected)
+        assert build_model(Config(), tables, additive_baseline(tables)).unseen == pytest.approx(expected)
 
 
 def test_training_ends_when_patience_runs_out(train, tmp_path):

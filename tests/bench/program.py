@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import train
-from data import KnockoutDataset, StepSampler, load
+from data import KnockoutDataset, StepSampler, additive_baseline, load
 from ddp_setup import Distributed, setup
 from mask import SharedGraph
 from tests.bench import arguments, report, synchronize
@@ -50,7 +50,7 @@ def bare_loop(config: train.Config, device: torch.device) -> float:
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
     sampler = StepSampler(tables.rows("train"), config.data.batch_size, 1, 1, 0, seed=0)
     torch.manual_seed(0)
-    model = train.build_model(config, tables).to(device).train()
+    model = train.build_model(config, tables, additive_baseline(tables)).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
     samples, start = 0, time.perf_counter()
     for epoch in range(config.optim.epochs):
@@ -77,7 +77,7 @@ def loading(config: train.Config, device: torch.device) -> list[dict]:
     for rows in batches:
         dataset.__getitems__(rows)
     rate = len(batches) / (time.perf_counter() - start)
-    model = train.build_model(config, tables).to(device)
+    model = train.build_model(config, tables, additive_baseline(tables)).to(device)
     graph = graph.to(device)
     start = time.perf_counter()
     batch = dataset.__getitems__(batches[0]).to(device)

@@ -204,7 +204,7 @@ def ours(name: str, overrides: list[str], options: argparse.Namespace, env: Dist
         if not (events := finished_run(folder)):
             sys.exit(f"{folder} was stopped: the same command resumes it")
     checkpoint = folder / "checkpoints/best.pt"
-    model = train.build_model(config, tables)
+    model = train.build_model(config, tables, data.additive_baseline(tables, config.optim.loss))
     train.load_model(model, train.read_checkpoint(checkpoint)["model"], checkpoint)
     graph, planner, _ = train.build_graph(config, tables, env, torch.float32)
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree, transform=planner)
