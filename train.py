@@ -175,6 +175,10 @@ def train(config: Config, env: Distributed) -> None:
         model.compile()
     ddp_model = env.wrap(model)
     autocast = torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None)
+    if env.launched:
+        padding = dataset.__getitems__([-1, -1]).to(env.device)
+        with autocast:
+            order_buckets(ddp_model, model, graph, padding)
     total_steps = sampler.steps_per_epoch * optim.epochs
     log.info(f"model     {sum(p.numel() for p in model.parameters()):,} parameters; {route}")
     log_batch(config, env, sampler)
@@ -356,6 +360,22 @@ def build_model(config: Config, tables: Tables, baseline: Baseline) -> nn.Module
         model.local_readout.slope.data.copy_(baseline.slope / baseline.std)
         model.local_readout.effect.data.copy_((baseline.effect / baseline.std).flatten())
     return model
+
+
+def order_buckets(
+    ddp_model: nn.Module, model: nn.Module, graph: SharedGraph, padding: Data
+) -> None:
+    """Makes DDP order its buckets now, by a backward pass that changes nothing.
+
+    DDP does so after the first backward pass of a process, and the order in which the numbers of
+    three or more ranks are added depends on their places in a bucket: otherwise, the first step of
+    a resumed run would differ from the same step of an undisturbed run.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # of BatchNorm
+    model.train()
+    criterion(ddp_model(graph, padding), padding, model).backward()
+    model.zero_grad(set_to_none=True)
+    model.load_state_dict(buffers, strict=False)
 
 
 def build_optimizer(

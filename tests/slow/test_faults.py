@@ -133,6 +133,18 @@ def test_a_fault_loses_nothing(undisturbed, name):
     assert run_fault(fault, folder, undisturbed, arguments, launch if name in WITH_TORCHRUN else launch_forked) == ""
 
 
+@pytest.mark.parametrize(
+    "name", ["one of 3 ranks killed, mid-accumulation", "one of 4 ranks killed in the forward pass"]
+)
+def test_a_resumed_run_adds_the_gradients_of_more_than_two_ranks_in_the_same_order(tmp_path, name):
+    """Three numbers have sums that depend on the order; DDP orders its buckets by a process's first backward pass."""
+    (fault,) = (fault for fault in FAULTS if fault.name == name)
+    arguments = ["fault-worker", str(tmp_path)]
+    status, output = launch_forked(fault.ranks, [*arguments, "run.name=reference"])
+    assert status == 0, output
+    assert run_fault(fault, tmp_path / "0", tmp_path / "reference", arguments, launch_forked) == ""
+
+
 def test_a_changed_result_is_detected(undisturbed, tmp_path):
     """Changes one number at a time in what `faults` compares."""
     other = tmp_path / "other"

@@ -41,7 +41,8 @@ class Fault:
     torchrun: tuple[str, ...] = ()  # options for the first run
     repair: Callable[[Path], None] = lambda folder: None  # between the runs
     again_prints: str = ""  # expected in the output of the second run
-    again_ranks: int = 2
+    ranks: int = 2
+    again_ranks: int = 0  # of the second run; 0: as many
 
 
 KILLED = {"prints": "another rank was killed or cannot be reached"}
@@ -113,6 +114,8 @@ FAULTS = [
     Fault("a rank hanging in data loading", "sleep", "data", prints="rank 1: in data of step 5", **TIMEOUT),
     Fault("rank 0 hanging in a save", "sleep", "save", STEP_OF_SAVE, 0, prints="rank 0: in save of step 6", **TIMEOUT),
     Fault("a rank frozen (SIGSTOP)", "SIGSTOP", prints="rank 1: frozen, or its machine is gone, last in", **TIMEOUT),
+    Fault("one of 3 ranks killed, mid-accumulation", "SIGKILL", "backward", ranks=3, **KILLED),
+    Fault("one of 4 ranks killed in the forward pass", "SIGKILL", ranks=4, **KILLED),
     Fault("a rank killed, resumed on 1 rank", "SIGKILL", again_ranks=1, **EXACT, **KILLED),
     Fault("a rank killed, resumed on 4 ranks", "SIGKILL", again_ranks=4, **EXACT, **KILLED),
 ]
@@ -125,10 +128,10 @@ def faults(options: argparse.Namespace) -> bool:
     passed = 0
     with tempfile.TemporaryDirectory() as parent:
         for number, fault in enumerate(chosen):
-            reference = Path(parent, "-".join(["reference", *fault.arguments]))
+            reference = Path(parent, "-".join(["reference", str(fault.ranks), *fault.arguments]))
             arguments = ["fault-worker", parent, *options.arguments, *fault.arguments]
             if not reference.exists():
-                status, output = launch_once(2, [*arguments, f"run.name={reference.name}"])
+                status, output = launch_once(fault.ranks, [*arguments, f"run.name={reference.name}"])
                 if status:
                     raise RuntimeError(f"the undisturbed run failed:\n{output}")
             start = time.monotonic()
@@ -144,7 +147,7 @@ def run_fault(fault: Fault, folder: Path, reference: Path, arguments: list[str],
     """Runs with the fault, then without it; returns what is wrong with the outcome, or ""."""
     arguments = [*arguments, f"run.name={folder.name}"]
     fault_json = json.dumps([fault.rank, fault.step, fault.phase, fault.action])
-    status, output = launch(2, arguments, torchrun=fault.torchrun, variables={"FAULT": fault_json})
+    status, output = launch(fault.ranks, arguments, torchrun=fault.torchrun, variables={"FAULT": fault_json})
     path = folder / "status.json"
     state = json.loads(path.read_text())["state"] if path.exists() else "none"
     if left := orphans(folder):
@@ -160,10 +163,11 @@ def run_fault(fault: Fault, folder: Path, reference: Path, arguments: list[str],
         skipped = [row["skipped"] for row in series(folder) if "skipped" in row]
         return "" if skipped == [0] * 5 + [1] * 3 else f"skipped steps in metrics.jsonl: {skipped}"
     fault.repair(folder)
-    status, output = launch(fault.again_ranks, arguments)
+    ranks = fault.again_ranks or fault.ranks
+    status, output = launch(ranks, arguments)
     if status or fault.again_prints not in output:
         return f"exit status {status} of the second run:\n{output}"
-    return difference(folder, reference, 0.0 if fault.again_ranks == 2 else TOLERANCE)
+    return difference(folder, reference, 0.0 if ranks == fault.ranks else TOLERANCE)
 
 
 def orphans(folder: Path) -> list[int]:
