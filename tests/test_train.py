@@ -341,6 +341,8 @@ def test_metrics_equal_their_definitions():
     rows = torch.arange(10, 60)
     _, std = mean_and_std(tables.y)
     found = metrics(rows, prediction[rows], tables, baseline, std, Config())
+    rounded = prediction * (1 + 1e-12 * torch.randn(60, 1, generator=generator).double())
+    assert metrics(rows, rounded[rows], tables, baseline, std, Config())["spearman"] == found["spearman"]
     y, prediction, baseline = (values[10:, 0].numpy() for values in (y, prediction, baseline))
 
     def ranks(values: np.ndarray) -> np.ndarray:
