@@ -362,22 +362,6 @@ def build_model(config: Config, tables: Tables, baseline: Baseline) -> nn.Module
     return model
 
 
-def order_buckets(
-    ddp_model: nn.Module, model: nn.Module, graph: SharedGraph, padding: Data
-) -> None:
-    """Makes DDP order its buckets now, by a backward pass that changes nothing.
-
-    DDP does so after the first backward pass of a process, and the order in which the numbers of
-    three or more ranks are added depends on their places in a bucket: otherwise, the first step of
-    a resumed run would differ from the same step of an undisturbed run.
-    """
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # of BatchNorm
-    model.train()
-    criterion(ddp_model(graph, padding), padding, model).backward()
-    model.zero_grad(set_to_none=True)
-    model.load_state_dict(buffers, strict=False)
-
-
 def build_optimizer(
     model: nn.Module, optim: OptimConfig, env: Distributed
 ) -> torch.optim.Optimizer:
@@ -399,6 +383,22 @@ def build_optimizer(
 def build_scaler(optim: OptimConfig, env: Distributed) -> torch.amp.GradScaler:
     scale = 2.0**16 if optim.precision == "fp16" else 1.0  # and stays 1, see `optimizer_step`
     return torch.amp.GradScaler(env.device.type, init_scale=scale)
+
+
+def order_buckets(
+    ddp_model: nn.Module, model: nn.Module, graph: SharedGraph, padding: Data
+) -> None:
+    """Makes DDP order its buckets now, by a backward pass that changes nothing.
+
+    DDP does so after the first backward pass of a process, and the order in which the numbers of
+    three or more ranks are added depends on their places in a bucket: otherwise, the first step of
+    a resumed run would differ from the same step of an undisturbed run.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # of BatchNorm
+    model.train()
+    criterion(ddp_model(graph, padding), padding, model).backward()
+    model.zero_grad(set_to_none=True)
+    model.load_state_dict(buffers, strict=False)
 
 
 def criterion(prediction: Tensor, batch: Data, model: nn.Module, loss: str = "squared") -> Tensor:

@@ -259,6 +259,21 @@ def test_resampled_pearson_equals_that_of_torch_on_the_same_rows():
         torch.testing.assert_close(r, expected / 2)
 
 
+def test_a_resample_of_one_row_has_no_pearson():
+    y, prediction = normal(3, 1), normal(3, 1, seed=1)
+    generator = torch.Generator().manual_seed(0)
+    undefined = 0
+    for r in resampled_pearson(y, prediction, 200):
+        rows = torch.randint(3, (3,), generator=generator)
+        if len(rows.unique()) == 1:
+            undefined += 1
+            assert r.isnan()
+        else:
+            expected = torch.corrcoef(torch.cat([y, prediction], dim=1)[rows].T)[0, 1]
+            torch.testing.assert_close(r, expected)
+    assert undefined > 10
+
+
 def test_the_interval_of_the_gain_holds_the_difference():
     rows = make_rows(2000)
     result = analyse(rows)
@@ -294,10 +309,14 @@ def test_test_rows_with_a_pair_of_a_training_row_are_counted():
 def test_the_plot_has_at_most_two_thousand_points_evenly_chosen():
     rows = make_rows(3000, 2)
     rows.y *= torch.tensor([1.0, 1000.0])
+    rows.prediction = rows.y
     svg = analysis.scatter_svg(rows)
     assert svg.count("<circle") == analysis.POINTS and svg.count("(standard units)") == 2
-    points = [float(point.get("cx")) for point in ElementTree.fromstring(svg).iter() if point.tag.endswith("circle")]
-    assert min(points) >= 0 and max(points) <= analysis.SIZE
+    points = [point for point in ElementTree.fromstring(svg).iter() if point.tag.endswith("circle")]
+    x = torch.tensor([float(point.get("cx")) for point in points])
+    y = torch.tensor([float(point.get("cy")) for point in points])
+    torch.testing.assert_close(x + y, torch.full((2000,), float(analysis.SIZE)), rtol=0, atol=0.11)
+    assert 0 <= x.min() < x.max() <= analysis.SIZE and 40 < x.std() < 80  # of both targets
     few = make_rows(30)
     assert analysis.scatter_svg(few).count("<circle") == (~few.y.isnan()).sum() < 30
     assert "standard" not in analysis.scatter_svg(few)

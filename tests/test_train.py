@@ -333,6 +333,8 @@ def test_metrics_equal_their_definitions():
     rows = torch.arange(10, 60)
     known = SimpleNamespace(prediction=baseline, std=mean_and_std(tables.y)[1])
     found = metrics(rows, prediction[rows], tables, known, Config())
+    rounded = prediction * (1 + 1e-12 * torch.randn(60, 1, generator=generator).double())
+    assert metrics(rows, rounded[rows], tables, known, Config())["spearman"] == found["spearman"]
     y, prediction, baseline = (values[10:, 0].numpy() for values in (y, prediction, baseline))
 
     def ranks(values: np.ndarray) -> np.ndarray:

@@ -81,7 +81,7 @@ def read_predictions(path: Path) -> Predictions:
     genes, unseen, numbers = [], [], array("d")
     line_number = 1
     try:
-        with path.open(encoding="utf-8", newline="\n") as file:
+        with path.open(encoding="utf-8") as file:
             header = file.readline().rstrip("\n").split("\t")
             targets = header[2::3]
             columns = [name + suffix for name in targets for suffix in ("", "_prediction", "_baseline")]
