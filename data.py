@@ -21,10 +21,12 @@ import math
 import os
 import signal
 import tempfile
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
@@ -651,15 +653,24 @@ def make_loader(
         pin_memory=pin,
         num_workers=workers,
         persistent_workers=workers > 0,
-        worker_init_fn=_ignore_signals,
+        worker_init_fn=_start_worker,
         multiprocessing_context="spawn" if pin and workers else None,  # NCCL survives no fork
     )
 
 
-def _ignore_signals(worker_id: int) -> None:
+def _start_worker(worker_id: int) -> None:
+    # Each tensor of a batch would take a file descriptor, of which 1,024 may be allowed.
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)
     # torchrun signals workers, too, but their rank stops them.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _end_worker(error: Exception, batch: Any) -> None:
+    # Or the rank would wait for a batch that cannot be sent.
+    traceback.print_exception(error)
+    os._exit(1)
 
 
 # ---- Baseline ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import platform
+import re
 import signal
 import statistics
 import sys
@@ -230,9 +231,15 @@ class Distributed:
         """
         trace, reason = "", str(error)
         of_gloo = isinstance(error, RuntimeError) and "/gloo/" in reason
+        allocated = re.search(r"tried to allocate ([\d.]+ \w+)", reason, re.IGNORECASE)
         if isinstance(error, dist.DistError) or of_gloo:
             detail = " ".join(reason.split())[:99]
             reason = f"rank {self.rank}: another rank was killed or cannot be reached ({detail})"
+        elif allocated:
+            reason = (
+                f"rank {self.rank}: there is no memory for another {allocated[1]}: lower "
+                "model.hidden or data.batch_size, or raise optim.accumulate"
+            )
         elif not isinstance(error, UserError):
             trace = "".join(traceback.format_exception(error))
             reason = f"rank {self.rank}: {type(error).__name__}: {reason}"
@@ -456,6 +463,8 @@ def join_group(env: Distributed) -> None:
     # gloo as well as nccl, so that agreement between ranks does not involve the GPU.
     has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
+    # Or NCCL kills this process when another one dies, before status.json says so.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
         rendezvous_timeout = timedelta(seconds=min(300.0, startup_s))
         store, _, _ = next(dist.rendezvous("env://", timeout=rendezvous_timeout))

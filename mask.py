@@ -61,6 +61,7 @@ class SharedGraph(nn.Module):
         counts = [edge_index.size(1) for edge_index in edge_indices]
         self.num_edges: dict[EdgeType, int] = dict(zip(self.relations, counts, strict=True))
         weights = [graph[r].get("edge_weight", torch.ones(n)) for r, n in self.num_edges.items()]
+        weights = [weight.cpu() for weight in weights]
 
         # The edges of all relations, one relation after another.
         edge_index = torch.cat(edge_indices, dim=1)
@@ -71,7 +72,7 @@ class SharedGraph(nn.Module):
         self._buffer("edge_weight", weight)
         self._buffer("edge_counts", torch.tensor(counts))
         self._buffer("edge_offsets", self.edge_counts.cumsum(0) - self.edge_counts)
-        self._buffer("x", graph[node_type].get("x", torch.empty(self.num_nodes, 0)).float())
+        self._buffer("x", graph[node_type].get("x", torch.empty(self.num_nodes, 0)).float().cpu())
 
         self.stack = RelationStack(edge_index, relation, weight, len(counts), self.num_nodes)
         self._add_incidence(relation)

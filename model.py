@@ -163,11 +163,9 @@ class KnockoutGNN(nn.Module):
         if self.config.message_passing == "expanded":
             messages = ExpandedMessages(graph, batch)
             return self.run(self.sum_all, wild.layers[0].x, 0, messages, graph.keep(batch), wild)
-        if "reach" in batch and not torch.compiler.is_compiling():
+        if "reach" in batch:
             blocks = batch.reach
         else:
-            # Inductor has no sparse gradients; before torch 2.14, its gradients of gathers may be
-            # wrong (pytorch #185509).
             blocks = [ReachBlock(graph.check(batch), batch.perturbed)]
         sums = [wild.final.new_zeros(0, self.config.hidden)]
         first = 0
@@ -219,7 +217,7 @@ class KnockoutGNN(nn.Module):
 
         Few samples run through these layers at once, so that they stay in cache.
         """
-        size = block_size(wild.final)
+        size = block_size(wild.final, len(graph.relations))
         sums = []
         for start in range(0, block.num_samples, size):
             count = min(size, block.num_samples - start)
@@ -386,6 +384,10 @@ def choose_route(
     route = config.message_passing
     if route == "expanded" or config.readout == "local":
         return None, route
+    if config.compile:
+        # Inductor has no sparse gradients; before torch 2.14, its gradients of gathers may be wrong
+        # (pytorch #185509).
+        return None, "shared, as model.compile takes no plan"
     planner = ReachPlanner(graph, 1 if route == "shared" else config.layers)
     blocks = planner.plan(batch)
     planned = min((len(block.layers) for block in blocks), default=0)
@@ -402,7 +404,10 @@ def choose_route(
     return planner, f"a knock-out reaches {', '.join(shares)} % of the nodes in {covered}: {route}"
 
 
-def block_size(wild_type: Tensor) -> int:
-    """Returns how many samples' states fit in 1 MB, about a CPU core's cache, or 1 GB on a GPU."""
-    size = 2**30 if wild_type.is_cuda else 2**20
+def block_size(wild_type: Tensor, num_relations: int) -> int:
+    """Returns for how many samples states fit in 1 MB, about a CPU core's cache.
+
+    On a GPU, it is for how many each relation's sums of states fit in 4 GB together.
+    """
+    size = 2**32 // num_relations if wild_type.is_cuda else 2**20
     return max(1, size // (wild_type.numel() * wild_type.element_size()))

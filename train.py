@@ -176,9 +176,8 @@ def train(config: Config, env: Distributed) -> None:
     ddp_model = env.wrap(model)
     autocast = torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None)
     if env.launched:
-        padding = dataset.__getitems__([-1, -1]).to(env.device)
         with autocast:
-            order_buckets(ddp_model, model, graph, padding)
+            order_buckets(ddp_model, model, graph, dataset)
     total_steps = sampler.steps_per_epoch * optim.epochs
     log.info(f"model     {sum(p.numel() for p in model.parameters()):,} parameters; {route}")
     log_batch(config, env, sampler)
@@ -386,7 +385,7 @@ def build_scaler(optim: OptimConfig, env: Distributed) -> torch.amp.GradScaler:
 
 
 def order_buckets(
-    ddp_model: nn.Module, model: nn.Module, graph: SharedGraph, padding: Data
+    ddp_model: nn.Module, model: nn.Module, graph: SharedGraph, dataset: KnockoutDataset
 ) -> None:
     """Makes DDP order its buckets now, by a backward pass that changes nothing.
 
@@ -394,6 +393,7 @@ def order_buckets(
     three or more ranks are added depends on their places in a bucket: otherwise, the first step of
     a resumed run would differ from the same step of an undisturbed run.
     """
+    padding = dataset.__getitems__([-1, -1]).to(graph.device)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # of BatchNorm
     model.train()
     criterion(ddp_model(graph, padding), padding, model).backward()

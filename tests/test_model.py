@@ -173,7 +173,7 @@ def test_an_empty_batch_gives_no_predictions(shared, route, readout):
 @pytest.fixture
 def set_block(monkeypatch) -> Callable[[int], None]:
     """set_block(k) makes the model process k samples at a time; the small states here would fit in one block."""
-    return lambda size: monkeypatch.setattr(model_module, "block_size", lambda wild_type: size)
+    return lambda size: monkeypatch.setattr(model_module, "block_size", lambda wild_type, num_relations: size)
 
 
 @pytest.mark.parametrize("block", [1, 2, 4, 100])
@@ -187,9 +187,9 @@ def test_the_block_size_does_not_change_the_result(shared, set_block, block):
 
 
 def test_a_block_fits_the_cache_and_is_never_empty():
-    assert block_size(torch.empty(6607, 1, 32)) == 1
-    assert block_size(torch.empty(400, 1, 32)) == 20
-    assert block_size(torch.empty(10**6, 1, 64, device="meta")) == 1
+    assert block_size(torch.empty(6607, 1, 32), 9) == 1
+    assert block_size(torch.empty(400, 1, 32), 3) == 20
+    assert block_size(torch.empty(10**6, 1, 64, device="meta"), 3) == 1
 
 
 def test_the_order_of_the_knocked_out_nodes_does_not_matter(shared):

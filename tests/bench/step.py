@@ -41,7 +41,7 @@ class Step:
         config, shared, num_samples = self.model.config, self.shared, len(self.batch.y)
         num_edges, num_nodes, hidden = shared.edge_index.size(1), shared.num_nodes, config.hidden
         state = num_nodes * hidden
-        block = block_size(torch.empty(num_nodes, 1, hidden, device=shared.device))
+        block = block_size(torch.empty(num_nodes, 1, hidden, device=shared.device), len(shared.relations))
         dense = 3 * 2 * 2 * state * hidden  # two products of [N, H] with [H, H], and two more for each in backward
         sparse = 2 * 2 * num_edges * hidden
         # All samples and the intact graph pass each layer, but the first layer sums messages on the intact graph only.

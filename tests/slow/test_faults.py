@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -443,6 +444,41 @@ def test_a_signal_to_torchrun_stops_cleanly_with_spawned_loader_processes(tmp_pa
         _, errors = process.communicate(timeout=60)
     status = json.loads((tmp_path / "runs/default/status.json").read_text())
     assert (status["state"], status["reason"]) == ("stopped", name), errors
+
+
+def test_loader_processes_need_few_file_descriptors(run, tmp_path):
+    """Each of the hundreds of tensors of a planned batch would take one, of which 1,024 are usually allowed."""
+    options = "data.batch_size=1024 data.workers=4 optim.epochs=1 model.hidden=8"
+    result = run(["bash", "-c", f"ulimit -n 1024; exec {sys.executable} {ROOT}/train.py {options}"], timeout=240)
+    assert "test      loss" in result.check().stdout
+
+
+UNSENDABLE = """
+import data, train
+build = data.KnockoutDataset.__getitems__
+def with_a_function(*arguments):
+    batch = build(*arguments)
+    batch.function = lambda: 0
+    return batch
+data.KnockoutDataset.__getitems__ = with_a_function
+train.main()
+"""
+
+
+def test_a_batch_that_a_loader_process_cannot_send_ends_the_run_with_the_reason(torchrun, tables, tmp_path):
+    (tmp_path / "unsendable.py").write_text(UNSENDABLE)
+    result = torchrun(0, tmp_path / "unsendable.py", *tables, *SETTINGS, "data.workers=1")
+    assert result.returncode == 1
+    assert "with_a_function.<locals>.<lambda>" in result.stderr  # what cannot be pickled
+    assert "error: rank 0: RuntimeError: DataLoader worker" in result.stderr
+
+
+def test_a_model_too_large_for_memory_is_an_error_of_one_sentence(train, tmp_path):
+    result = train(0, "model.hidden=4000000000")
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert re.fullmatch(
+        r"error: rank 0: there is no memory for another \d+ bytes: lower model.hidden or [^\n]*\n", result.stderr
+    )
 
 
 STOPPED_AFTER_NAN = """
