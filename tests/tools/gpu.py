@@ -206,7 +206,10 @@ def torchrun(nproc: int, timeout: float, *arguments: str, **variables: str) -> t
         return process.returncode, output
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun stops its workers, which have their own sessions
-        return 124, process.communicate(timeout=60)[0]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        process.kill()
+        return 124, process.communicate()[0]
 
 
 def ended(folder: Path, status: int, output: str, state: str = "finished") -> str:
@@ -261,7 +264,7 @@ def programs(report: Report, folder: Path, yeast: list[str], timeout: float) -> 
             figure += speed(folder / str(number))
         report(f"training: {name}", not problem, figure)
     for name, options in {"": (), ", ZeRO": ("optim.zero=true",)}.items():
-        options = (*SMALL, "run.deterministic=true", *options)
+        options = (*SMALL, "optim.epochs=6", "run.deterministic=true", *options)  # long enough to be stopped
         whole, parts = folder / f"whole{name}", folder / f"parts{name}"
         problem = ended(whole, *run(whole.name, *options))
         stop_after(parts, 30)
