@@ -29,7 +29,7 @@ def test_an_active_environment_is_used_and_options_pass_through(run, tables, tmp
     assert not (copy / ".venv").exists()
     assert "2 ranks x 8 samples x 2 accumulation = 32" in result.stdout
     assert "OMP_NUM_THREADS" not in result.stderr  # torchrun does not warn about it
-    test_line, run_line = result.stdout.strip().splitlines()[-2:]
+    run_line, test_line, _ = result.stdout.strip().splitlines()[-3:]
     assert "Pearson" in test_line and "additive baseline" in test_line
     assert "runs/mine, model of step" in run_line
     assert (tmp_path / "runs/mine/checkpoints/best.pt").exists()

@@ -155,15 +155,15 @@ def test_machines_of_an_elastic_run_come_and_go(machines, tables, tmp_path):
         return [row["world_size"] for row in read_metrics(folder, "event") if "world_size" in row]
 
     first = alpha.launch(*arguments, **elastic)
-    wait_until(lambda: has_a_checkpoint(folder), 60, lambda: "no checkpoint")
+    wait_until(lambda: has_a_checkpoint(folder), 120, lambda: "no checkpoint")
     second = beta.launch(*arguments, **elastic)
-    wait_until(lambda: world_sizes() == [1, 2], 60, lambda: f"world sizes {world_sizes()}")
+    wait_until(lambda: world_sizes() == [1, 2], 120, lambda: f"world sizes {world_sizes()}")
     processes = sh("ip", "netns", "pids", beta.space).split()
     sh("kill", "-9", *[pid for pid in processes if b"LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()])
-    wait_until(lambda: world_sizes() == [1, 2, 2], 60, lambda: f"world sizes {world_sizes()}")
+    wait_until(lambda: world_sizes() == [1, 2, 2], 120, lambda: f"world sizes {world_sizes()}")
     sh("kill", "-9", *sh("ip", "netns", "pids", beta.space).split())
     assert second.result().returncode != 0
-    wait_until(lambda: world_sizes() == [1, 2, 2, 1], 90, lambda: f"world sizes {world_sizes()}")
+    wait_until(lambda: world_sizes() == [1, 2, 2, 1], 150, lambda: f"world sizes {world_sizes()}")
     (folder / "STOP").touch()
     first.result().check()
     assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
