@@ -464,9 +464,8 @@ def pack(row: Tensor, node: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Returns `perturbed` [total] and `perturbed_ptr` [num_rows + 1] of knock-outs, each once."""
     low, high = node.aminmax() if len(node) else (0, 0)
     size = int(high - low) + 1
-    codes = np.unique((row * size + node - low).numpy())
-    row, node = map(torch.from_numpy, np.divmod(codes, size))
-    return node + low, index2ptr(row, num_rows)
+    codes = (row * size + node - low).unique()  # np.unique is 60 times slower
+    return codes % size + low, index2ptr(codes // size, num_rows)
 
 
 def mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
