@@ -345,6 +345,7 @@ def build_model(config: Config, tables: Tables, baseline: Baseline) -> nn.Module
     """
     rows = tables.rows("val")  # training hides as many nodes as are unseen there
     unseen = tables.unseen()[rows].sum() / tables.perturbed_ptr.diff()[rows].sum().clamp(min=1)
+    seen_nodes = tables.is_seen().nonzero().flatten()
     model = KnockoutGNN(
         config.model,
         num_nodes=len(tables.genes),
@@ -353,11 +354,14 @@ def build_model(config: Config, tables: Tables, baseline: Baseline) -> nn.Module
         y_offset=baseline.mean.tolist(),
         y_std=baseline.std.tolist(),
         unseen=unseen.item(),
+        seen_nodes=seen_nodes,
+        target_nodes=tables.target_nodes() if config.model.readout == "nodes" else None,
     )
-    if model.local_readout is not None:
+    if model.additive is not None:
         model.y_offset.copy_(baseline.intercept)
-        model.local_readout.slope.data.copy_(baseline.slope / baseline.std)
-        model.local_readout.effect.data.copy_((baseline.effect / baseline.std).flatten())
+        model.additive.slope.data.copy_(baseline.slope / baseline.std)
+        effect = baseline.effect[seen_nodes] / baseline.std
+        model.additive.effect.data[: effect.numel()] = effect.flatten()
     return model
 
 

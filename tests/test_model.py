@@ -234,7 +234,8 @@ def test_training_hides_what_nodes_know_of_themselves_and_prediction_does_not(sh
     model.unseen = 1.0
     hidden, shown = model.train()(shared, batch), model.eval()(shared, batch)
     with torch.no_grad():
-        model.local_readout.effect.add_(1.0)
+        model.additive.effect[:-1].add_(1.0)
+        model.additive.slope.add_(1.0)
         model.identity.add_(torch.randn(model.identity.shape))
     assert model.train()(shared, batch).equal(hidden)
     assert not model.eval()(shared, batch).isclose(shown).any()
@@ -247,7 +248,7 @@ def test_dropout_does_not_look_like_a_knock_out(shared):
     """Both passes drop the same channels, so a sample without knock-outs does not differ from the wild type."""
     model = make_model(readout="global", dropout=0.5).train()
     pooled = []
-    model.global_readout.register_forward_pre_hook(lambda head, inputs: pooled.append(inputs[0]))
+    model.change_readout.head.register_forward_pre_hook(lambda head, inputs: pooled.append(inputs[0]))
     model(shared, make_batch(shared, [[], [0]]))
     assert pooled[0][0].abs().max() < 1e-5 < pooled[0][1].abs().max()
     first, second = (model(shared, make_batch(shared, [[0]])) for _ in range(2))
@@ -258,9 +259,9 @@ def test_the_global_readout_starts_at_zero_and_is_trained(shared):
     """It adds nothing to the local readout at first, but gets a gradient from the first step on."""
     torch.manual_seed(0)
     model = KnockoutGNN(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, num_relations=3)
-    batch, last = make_batch(shared, SETS), model.global_readout[-1]
+    batch, last = make_batch(shared, SETS), model.change_readout.head[-1]
     added = []
-    model.global_readout.register_forward_hook(lambda readout, inputs, output: added.append(output))
+    model.change_readout.register_forward_hook(lambda readout, inputs, output: added.append(output))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     (model(shared, batch) - batch.y).square().sum().backward()
     assert (added[0] == 0).all() and last.weight.grad.abs().max() > 0
