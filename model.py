@@ -122,9 +122,9 @@ class KnockoutGNN(nn.Module):
         messages = graph.propagate
         if self.config.message_passing == "expanded":
             messages = ExpandedMessages(graph, intact_batch(graph.device))
-        ones = self.y_offset.new_ones(2, graph.num_nodes)
+        unseen = self.unseen if self.training else 0.0
         # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
-        known, counted = nn.functional.dropout(ones, self.unseen, self.training) > 0
+        known, counted = torch.rand(2, graph.num_nodes, device=graph.device) >= unseen
         x, sent = self.embed(graph, known)
         x, layers = self.encode(x.unsqueeze(1), sent.unsqueeze(1), messages)
         wild = WildType(layers, self.norm(x))
@@ -368,7 +368,7 @@ class AdditiveReadout(nn.Module):
         effect = self.effect.view(-1, len(self.slope))
         effect = nn.functional.embedding(row, effect, padding_idx=self.none)
         counted = counted.index_select(0, batch.perturbed).unsqueeze(1)
-        return sum_by_sample(torch.addcmul(effect, self.slope, counted), batch)
+        return sum_by_sample(effect + self.slope * counted, batch)
 
 
 class LocalReadout(nn.Module):

@@ -189,8 +189,34 @@ def figures(y: Tensor, prediction: Tensor) -> dict[str, Tensor]:
         "mse": mse,
         "r2": (1 - mse / std.square()).where(~r.isnan(), math.nan),
         "pearson": r,
-        "spearman": train.pearson(train.rank(y), train.rank(as_ranked(y, prediction))),
+        "spearman": train.pearson(rank(y), rank(as_ranked(y, prediction))),
     }
+
+
+def rank(values: Tensor) -> Tensor:
+    """Returns ranks from 1 among each target's values [n, T], float64; equal ones share the mean.
+
+    A nan takes no rank and stays.
+    """
+    columns = values.T.nan_to_num(math.inf).contiguous()  # nan comes last
+    ordered, order = columns.sort(dim=1)
+    smaller = torch.searchsorted(ordered, ordered)
+    not_larger = torch.searchsorted(ordered, ordered, right=True)
+    of_ordered = (smaller + not_larger + 1).double() / 2
+    ranks = torch.empty_like(of_ordered).scatter(1, order, of_ordered).T
+    return ranks.where(~values.isnan(), math.nan)
+
+
+def auroc(positive: Tensor, ranks: Tensor) -> Tensor:
+    """Returns the AUROC of finding each target's `positive` rows, [n, T], by their ranks, [T].
+
+    The most certain row has the highest rank. A nan rank is no row; it is nan without two classes.
+    """
+    num_positive = positive.sum(dim=0)
+    num_negative = (~ranks.isnan()).sum(dim=0) - num_positive
+    mean_rank = ranks.where(positive, math.nan).nanmean(dim=0)
+    negatives_below = mean_rank - (num_positive + 1) / 2
+    return negatives_below / num_negative
 
 
 def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
@@ -203,7 +229,7 @@ def detection(positive: Tensor, certainty: Tensor) -> dict[str, Tensor]:
     found = at_least_as_certain(certainty, positive)
     precision = found / at_least_as_certain(certainty, ~certainty.isnan())
     return {
-        "auroc": train.auroc(positive, train.rank(certainty)),
+        "auroc": auroc(positive, rank(certainty)),
         "average_precision": precision.where(positive, math.nan).nanmean(dim=0),
     }
 
