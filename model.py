@@ -354,19 +354,18 @@ class AdditiveReadout(nn.Module):
 
     def __init__(self, num_nodes: int, nodes: Tensor, num_targets: int):
         super().__init__()
-        # One-dimensional, and so without weight decay.
+        # One-dimensional, and so without weight decay. The first effect is that of other nodes, 0.
         self.slope = nn.Parameter(torch.zeros(num_targets))
-        self.effect = nn.Parameter(torch.zeros((len(nodes) + 1) * num_targets))
-        self.none = len(nodes)  # the last effect stays 0
-        row = torch.full((num_nodes,), self.none)
-        row[nodes] = torch.arange(len(nodes))
+        self.effect = nn.Parameter(torch.zeros((1 + len(nodes)) * num_targets))
+        row = torch.zeros(num_nodes, dtype=torch.long)
+        row[nodes] = torch.arange(len(nodes)) + 1
         self.register_buffer("row", row, persistent=False)
 
     def forward(self, known: Tensor, counted: Tensor, batch: Data) -> Tensor:
         """Returns [B, T]; only `known` nodes have an effect, only `counted` ones a slope, [N]."""
-        row = self.row.where(known, self.none).index_select(0, batch.perturbed)
+        row = (self.row * known).index_select(0, batch.perturbed)
         effect = self.effect.view(-1, len(self.slope))
-        effect = nn.functional.embedding(row, effect, padding_idx=self.none)
+        effect = nn.functional.embedding(row, effect, padding_idx=0)  # which gets no gradient
         counted = counted.index_select(0, batch.perturbed).unsqueeze(1)
         return sum_by_sample(effect + self.slope * counted, batch)
 

@@ -365,7 +365,7 @@ def build_model(config: Config, tables: Tables, baseline: Baseline) -> nn.Module
         model.y_offset.copy_(baseline.intercept)
         model.additive.slope.data.copy_(baseline.slope / baseline.std)
         effect = baseline.effect[seen_nodes] / baseline.std
-        model.additive.effect.data[: effect.numel()] = effect.flatten()
+        model.additive.effect.data[len(baseline.mean) :] = effect.flatten()
     return model
 
 
