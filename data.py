@@ -132,13 +132,13 @@ class Tables:
     def target_nodes(self) -> Tensor:
         """Returns the node of each target, long [T]; raises `DataError` if one is no node."""
         number = {gene: node for node, gene in enumerate(self.genes)}
-        for name in self.targets:
-            if name not in number:
-                raise DataError(
-                    f"the score '{name}' is no node of the graph, which model.readout=nodes needs: "
-                    "remove that column, or set model.readout=both"
-                )
-        return torch.tensor([number[name] for name in self.targets])
+        try:
+            return torch.tensor([number[name] for name in self.targets])
+        except KeyError as error:
+            raise DataError(
+                f"the score {error} is no node of the graph, which model.readout=nodes needs: "
+                "remove that column, or set model.readout=both"
+            ) from None
 
     def fingerprint(self) -> str:
         """Returns a hash of all fields, added ones too; it is equal on ranks with the same data."""
@@ -220,14 +220,11 @@ def with_example(config: DataConfig) -> DataConfig:
 
 def file_digest(path: str) -> str:
     """Returns the SHA-256 hash of a file; raises `DataError` if it cannot be read."""
-    digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
-            while content := file.read(2**20):
-                digest.update(content)
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
-    return digest.hexdigest()
 
 
 def read_tables(config: DataConfig) -> Tables:
@@ -734,28 +731,27 @@ def additive_baseline(
     For the loss `binary`, it is a logistic one. The penalty is chosen for each target.
     """
     if tables.y.size(1) > TARGETS_AT_ONCE:
-        some = [replace(tables, y=y) for y in tables.y.split(TARGETS_AT_ONCE, dim=1)]
-        baselines = [additive_baseline(part, loss, penalties) for part in some]
+        some_targets = tables.y.split(TARGETS_AT_ONCE, dim=1)
+        baselines = [additive_baseline(replace(tables, y=y), loss, penalties) for y in some_targets]
         return Baseline(*(torch.cat(fields, dim=-1) for fields in zip(*baselines, strict=True)))
-    rows = tables.rows("train")
-    weight = (~tables.y[rows].isnan()).double()
-    mean, std = mean_and_std(tables.y[rows])
+    present = ~tables.y.isnan()
+    weight = (present & tables.is_in("train").unsqueeze(1)).double()
+    is_validated = present & tables.is_in("val").unsqueeze(1)
+    y = tables.y.nan_to_num()
+    mean, std = mean_and_std(tables.y[tables.rows("train")])
     if loss == "binary":
         mean = mean.logit(eps=1e-3)
         std = torch.ones_like(std)
-    y = tables.y.nan_to_num()
-    is_validated = ~tables.y.isnan() & tables.is_in("val").unsqueeze(1)
-    design = Design(tables)
     effect = y.new_zeros(len(tables.genes), y.size(1))
     fit = best = Additive(mean, torch.zeros_like(mean), effect)
     least = torch.full_like(mean, math.inf)
     for penalty in sorted(penalties, reverse=True):  # each starts from the one before
         if loss == "binary":
-            fit = logistic_ridge(design, y[rows], weight, penalty, fit)
+            fit = logistic_ridge(tables, y, weight, penalty, fit)
             logit = fit.predict(tables)
             error = binary_cross_entropy_with_logits(logit, y, reduction="none")
         else:
-            fit = ridge(design, y[rows], weight, penalty, fit)
+            fit = ridge(tables, y, weight, penalty, fit)
             error = (fit.predict(tables) - y).square()
         error = (error * is_validated).sum(0)
         best = Additive(*(a.where(error < least, b) for a, b in zip(fit, best, strict=True)))
@@ -766,80 +762,59 @@ def additive_baseline(
     return Baseline(*best, mean, std, prediction)
 
 
-class Design:
-    """Which of the K nodes that training rows knock out each of these m rows does."""
-
-    def __init__(self, tables: Tables):
-        is_train = tables.is_in("train")
-        is_seen = tables.is_seen()
-        self.nodes = is_seen.nonzero().flatten()  # long [K]
-        # Of each knock-out, the number of its row and of its node among these.
-        row = tables.sample()
-        in_train = is_train[row]
-        self.row = (is_train.cumsum(0) - 1)[row[in_train]]
-        self.member = (is_seen.cumsum(0) - 1)[tables.perturbed[in_train]]
-        self.count = tables.perturbed_ptr.diff()[is_train].unsqueeze(1)  # of knock-outs, [m, 1]
-
-    def sums(self, effect: Tensor) -> Tensor:
-        """Returns the sum over each row's nodes of their effect [K, T], [m, T]."""
-        total = effect.new_zeros(len(self.count), effect.size(1))
-        return total.index_add_(0, self.row, effect[self.member])
-
-    def collect(self, values: Tensor) -> Tensor:
-        """Returns the sum over each node's rows of the values [m, T], [K, T]."""
-        total = values.new_zeros(len(self.nodes), values.size(1))
-        return total.index_add_(0, self.member, values[self.row])
-
-
 def logistic_ridge(
-    design: Design, y: Tensor, weight: Tensor, penalty: float, start: Additive
+    tables: Tables, y: Tensor, weight: Tensor, penalty: float, start: Additive
 ) -> Additive:
     """Returns a penalised logistic regression, by iteratively reweighted least squares."""
     fit = start
     for _ in range(8):
-        effects = design.sums(fit.effect[design.nodes])
-        logit = fit.intercept + fit.slope * design.count + effects
+        logit = fit.predict(tables)
         probability = logit.sigmoid()
         variance = (probability * (1 - probability)).clamp(min=1e-3)
         response = logit + (y - probability) / variance
-        fit = ridge(design, response, weight * variance, penalty, fit)
+        fit = ridge(tables, response, weight * variance, penalty, fit)
     return fit
 
 
-def ridge(design: Design, y: Tensor, weight: Tensor, penalty: float, start: Additive) -> Additive:
+def ridge(tables: Tables, y: Tensor, weight: Tensor, penalty: float, start: Additive) -> Additive:
     """Returns the least of sum(weight * (y - function)**2) + penalty * sum(effect**2) per target.
 
-    y and weight are [m, T]. For given effects, intercept and slope are those of a line through what
-    the effects leave; the effects' normal equations are solved by conjugate gradients.
+    y and weight are [n, T], the weight is 0 but in training rows. The normal equations are solved
+    by conjugate gradients for x [2 + K, T]: the level at the mean count of knock-outs, the slope,
+    and the effects of the K nodes that training rows knock out.
     """
-    total = weight.sum(0)
-    mean_count = (design.count * weight).sum(0) / total
-    centred = weight * (design.count - mean_count)
-    variance = (centred * design.count).sum(0)
-    # What the line of a row's effects is, as sums over the nodes, [K, T].
-    of_mean = design.collect(weight)
-    of_slope = design.collect(centred)
+    row = tables.sample()
+    is_seen = tables.is_seen()
+    number = is_seen.cumsum(0) - 1  # of other nodes, it does not matter
+    member = number.clamp(min=0)[tables.perturbed]
+    count = tables.perturbed_ptr.diff().unsqueeze(1)
+    mean_count = (count * weight).sum(0) / weight.sum(0)
+    centred = count - mean_count
 
-    def slope_of(covariance: Tensor) -> Tensor:
-        """Returns the slope against the count, 0 if that is constant."""
-        return (covariance / variance).where(variance > 1e-9 * total, 0.0)
+    def function(x: Tensor) -> Tensor:
+        level, slope, effect = x[0], x[1], x[2:]
+        return (level + slope * centred).index_add_(0, row, effect[member])
 
-    def normal(effect: Tensor) -> Tensor:
-        mean = (of_mean * effect).sum(0) / total
-        slope = slope_of((of_slope * effect).sum(0))
-        line = of_mean * mean + of_slope * slope
-        return design.collect(weight * design.sums(effect)) - line + penalty * effect
+    def collect(values: Tensor) -> Tensor:
+        """Returns the product of the transposed function's matrix and the weighted values."""
+        weighted = weight * values
+        line = torch.stack([weighted.sum(0), (weighted * centred).sum(0)])
+        effect = torch.zeros_like(x[2:]).index_add_(0, member, weighted[row])
+        return torch.cat([line, effect])
 
-    mean = (weight * y).sum(0) / total
-    slope = slope_of((centred * y).sum(0))
-    right = design.collect(weight * y) - of_mean * mean - of_slope * slope
-    effect = start.effect[design.nodes]
+    def normal(x: Tensor) -> Tensor:
+        product = collect(function(x))
+        product[2:] += penalty * x[2:]
+        return product
+
+    level = start.intercept + start.slope * mean_count
+    x = torch.cat([torch.stack([level, start.slope]), start.effect[is_seen]])
+    right = collect(y)
     tolerance = 1e-20 * right.square().sum(0)
-    effect = conjugate_gradients(normal, effect, right - normal(effect), tolerance)
-    mean = mean - (of_mean * effect).sum(0) / total
-    slope = slope - slope_of((of_slope * effect).sum(0))
-    all_effects = torch.zeros_like(start.effect).index_copy_(0, design.nodes, effect)
-    return Additive(mean - slope * mean_count, slope, all_effects)
+    x = conjugate_gradients(normal, x, right - normal(x), tolerance)
+    effect = torch.zeros_like(start.effect)
+    effect[is_seen] = x[2:]
+    return Additive(x[0] - x[1] * mean_count, x[1], effect)
 
 
 def conjugate_gradients(

@@ -267,6 +267,7 @@ class StopRequest:
     def __init__(self, file: Path):
         self.files = [file, Path(os.environ.get("STOP_FILE", file))]  # launch.sh sets it for SLURM
         self.reason = 0  # a position in REASONS
+        self.is_training = False  # until then, there is nothing to save: a signal ends the process
         self.next_check = 0.0  # when to look for the files
         self.pid = os.getpid()
         # Python runs handlers between its instructions; the watchdog also sees signals while a call
@@ -284,8 +285,9 @@ class StopRequest:
         if os.getpid() != self.pid:  # a DataLoader worker inherits this; its rank shuts it down
             return
         reason = self.REASONS.index(signal.Signals(number).name)
-        if number == signal.SIGINT and self.reason == reason:
-            os._exit(128 + number)  # a second Ctrl-C
+        is_second = number == signal.SIGINT and self.reason == reason  # Ctrl-C
+        if is_second or not self.is_training:
+            os._exit(128 + number)
         self.reason = reason
 
     def told_to_end(self) -> bool:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
-from mask import ReachBlock, ReachedStates, ReachPlanner, SharedGraph, spmm
+from mask import ReachBlock, ReachPlanner, SharedGraph, spmm
 
 # Sums gate_r * h over the living edges of each relation r, for h [N, B, H] and gate [R, H].
 Messages = Callable[[Tensor, Tensor], Tensor]
@@ -71,7 +71,7 @@ class KnockoutGNN(nn.Module):
             checkpoints as buffers.
         unseen: share of nodes whose own identity and effect a training step hides, so that the
             model learns to predict nodes that no training row knocks out; 0 if dropout is.
-        seen_nodes: the nodes that have an effect of their own, long [K]; None: all.
+        is_seen: which nodes have an effect of their own, bool [N]; None: all.
         target_nodes: the node of each target, long [T], for the readout `nodes`.
     """
 
@@ -84,7 +84,7 @@ class KnockoutGNN(nn.Module):
         y_offset: Sequence[float] = (0.0,),
         y_std: Sequence[float] = (1.0,),
         unseen: float = 0.0,
-        seen_nodes: Tensor | None = None,
+        is_seen: Tensor | None = None,
         target_nodes: Tensor | None = None,
     ):
         super().__init__()
@@ -103,9 +103,9 @@ class KnockoutGNN(nn.Module):
         self.additive = self.local_readout = self.change_readout = None
         num_targets = len(y_offset)
         if config.readout != "global":
-            if seen_nodes is None:
-                seen_nodes = torch.arange(num_nodes)
-            self.additive = AdditiveReadout(num_nodes, seen_nodes, num_targets)
+            if is_seen is None:
+                is_seen = torch.ones(num_nodes, dtype=torch.bool)
+            self.additive = AdditiveReadout(is_seen, num_targets)
         if config.readout in ("local", "both"):
             self.local_readout = LocalReadout(hidden, config.dropout, num_targets)
         if config.readout in ("global", "both"):
@@ -220,10 +220,8 @@ class KnockoutGNN(nn.Module):
 
     def read_reached(self, block: ReachBlock, reached: Tensor, wild: WildType) -> Tensor:
         """Returns what the readout keeps, [B, width], if only `reached` [S, H] change."""
-        last = block.layers[-1]
-        before = self.select(wild.final, last.node)
-        change = self.norm(reached) - before
-        return self.change_readout.of_reached(change, before, last, block.num_samples)
+        before = self.select(wild.final, block.layers[-1].node)
+        return self.change_readout.of_reached(self.norm(reached) - before, before, block)
 
     def read_unplanned(
         self, graph: SharedGraph, block: ReachBlock, reached: Tensor, alive: Tensor, wild: WildType
@@ -349,16 +347,15 @@ def intact_batch(device: torch.device) -> Data:
 class AdditiveReadout(nn.Module):
     """The sum over the knocked-out nodes of a slope, the same for all, and of an effect of each.
 
-    `train.build_model` sets them to the additive baseline's. Only `nodes` [K] have an effect.
+    `train.build_model` sets them to the additive baseline's. Only `is_seen` nodes have an effect.
     """
 
-    def __init__(self, num_nodes: int, nodes: Tensor, num_targets: int):
+    def __init__(self, is_seen: Tensor, num_targets: int):
         super().__init__()
+        row = is_seen * is_seen.cumsum(0)
         # One-dimensional, and so without weight decay. The first effect is that of other nodes, 0.
         self.slope = nn.Parameter(torch.zeros(num_targets))
-        self.effect = nn.Parameter(torch.zeros((1 + len(nodes)) * num_targets))
-        row = torch.zeros(num_nodes, dtype=torch.long)
-        row[nodes] = torch.arange(len(nodes)) + 1
+        self.effect = nn.Parameter(torch.zeros((1 + int(row.max())) * num_targets))
         self.register_buffer("row", row, persistent=False)
 
     def forward(self, known: Tensor, counted: Tensor, batch: Data) -> Tensor:
@@ -408,12 +405,10 @@ class GlobalReadout(nn.Module):
         self.scale = num_nodes**-0.5
         self.head = readout_head(hidden, hidden, dropout, num_targets)
 
-    def of_reached(
-        self, change: Tensor, wild_type: Tensor, states: ReachedStates, num_samples: int
-    ) -> Tensor:
-        """Sums the changes of the `states` that change, [S, H], to [B, H]."""
-        total = change.new_zeros(num_samples, self.width)
-        return total.index_add(0, states.sample, change)
+    def of_reached(self, change: Tensor, wild_type: Tensor, block: ReachBlock) -> Tensor:
+        """Sums the changes of the states that change, [S, H], to [B, H]."""
+        total = change.new_zeros(block.num_samples, self.width)
+        return total.index_add(0, block.layers[-1].sample, change)
 
     def of_all(self, change: Tensor, wild_type: Tensor, alive: Tensor) -> Tensor:
         """Sums the changes of all states, [N, B, H], where they are `alive` [N, B], to [B, H]."""
@@ -449,12 +444,11 @@ class NodeReadout(nn.Module):
         response = nn.functional.gelu(self.change(self.dropout(change)))
         return (response * self.weight(wild_type)).sum(-1).to(change.dtype)
 
-    def of_reached(
-        self, change: Tensor, wild_type: Tensor, states: ReachedStates, num_samples: int
-    ) -> Tensor:
-        """Returns the effects [B, N], given the changes of the `states` that change, [S, H]."""
-        none = change.new_zeros(num_samples, self.width)
-        return none.index_put((states.sample, states.node), self.effect(change, wild_type))
+    def of_reached(self, change: Tensor, wild_type: Tensor, block: ReachBlock) -> Tensor:
+        """Returns the effects [B, N], given the changes of the states that change, [S, H]."""
+        last = block.layers[-1]
+        none = change.new_zeros(block.num_samples, self.width)
+        return none.index_put((last.sample, last.node), self.effect(change, wild_type))
 
     def of_all(self, change: Tensor, wild_type: Tensor, alive: Tensor) -> Tensor:
         """Returns the effects [B, N], given all changes [N, B, H] and what is `alive` [N, B]."""

@@ -163,6 +163,7 @@ def train(config: Config, env: Distributed) -> None:
     optim, seed = config.optim, config.run.seed
     dtype, autocast_dtype = PRECISIONS[optim.precision]
     tables, baseline, state, folder = set_up(config, env)
+    env.stop.is_training = True
     model = state.model
     graph, planner, route = build_graph(config, tables, env, dtype)
     dataset = KnockoutDataset(
@@ -306,9 +307,8 @@ def check_batch_size(config: Config, world_size: int) -> None:
 
 def check_scores(tables: Tables, config: Config) -> None:
     """Raises `UserError` for scores that optim.loss cannot take; notes options that do not suit."""
-    missing = tables.y[tables.rows("train")].isnan().all(dim=0)
-    for name, is_missing in zip(tables.targets, missing.tolist(), strict=True):
-        if is_missing:
+    for name, scores in zip(tables.targets, tables.y[tables.rows("train")].T, strict=True):
+        if scores.isnan().all():
             raise UserError(
                 f"no training row has a score '{name}': remove that column, or change the split"
             )
@@ -349,7 +349,7 @@ def build_model(config: Config, tables: Tables, baseline: Baseline) -> nn.Module
     """
     rows = tables.rows("val")  # training hides as many nodes as are unseen there
     unseen = tables.unseen()[rows].sum() / tables.perturbed_ptr.diff()[rows].sum().clamp(min=1)
-    seen_nodes = tables.is_seen().nonzero().flatten()
+    is_seen = tables.is_seen()
     model = KnockoutGNN(
         config.model,
         num_nodes=len(tables.genes),
@@ -358,13 +358,13 @@ def build_model(config: Config, tables: Tables, baseline: Baseline) -> nn.Module
         y_offset=baseline.mean.tolist(),
         y_std=baseline.std.tolist(),
         unseen=unseen.item(),
-        seen_nodes=seen_nodes,
+        is_seen=is_seen,
         target_nodes=tables.target_nodes() if config.model.readout == "nodes" else None,
     )
     if model.additive is not None:
         model.y_offset.copy_(baseline.intercept)
         model.additive.slope.data.copy_(baseline.slope / baseline.std)
-        effect = baseline.effect[seen_nodes] / baseline.std
+        effect = baseline.effect[is_seen] / baseline.std
         model.additive.effect.data[len(baseline.mean) :] = effect.flatten()
     return model
 
@@ -402,11 +402,9 @@ def order_buckets(
     a resumed run would differ from the same step of an undisturbed run.
     """
     padding = dataset.__getitems__([-1, -1]).to(graph.device)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # of BatchNorm
-    model.train()
+    ddp_model.eval()  # or the padding would count in BatchNorm's statistics
     criterion(ddp_model(graph, padding), padding, model).backward()
     model.zero_grad(set_to_none=True)
-    model.load_state_dict(buffers, strict=False)
 
 
 def criterion(prediction: Tensor, batch: Data, model: nn.Module, loss: str = "squared") -> Tensor:
@@ -1088,10 +1086,7 @@ PANELS = {
 
 
 def curves_svg(rows: list[dict]) -> str:
-    """Returns an SVG of loss and Pearson's r against the optimiser step.
-
-    A dotted line stands where a run resumed.
-    """
+    """Returns an SVG of loss and Pearson's r against the optimiser step."""
     style = f'font-family="sans-serif" font-size="12" fill="{GREY}"'
     svg = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 360" {style}>']
     for left, (title, curves) in zip((56, 516), PANELS.items(), strict=True):
@@ -1126,9 +1121,6 @@ def panel_svg(curves: Sequence[Curve], rows: list[dict]) -> list[str]:
         svg.append(f'<text x="-8" y="{y(value)}" dy="4" text-anchor="end">{value:.3g}</text>')
         svg.append(f'<text x="{x(step)}" y="258" text-anchor="middle">{step:,.0f}</text>')
     svg.append('<text x="190" y="278" text-anchor="middle">optimiser step</text>')
-    for step in sorted({row["step"] for row in rows if row.get("event") == "resumed"}):
-        svg.append(f'<path d="M{x(step)} 0v{HEIGHT}" stroke="{GREY}" stroke-dasharray="1 4"/>')
-        svg.append(f'<text x="{x(step)}" y="-4" text-anchor="middle">resumed</text>')
     for left, curve, pairs in zip((0, 120), curves, points, strict=True):
         line = " ".join(f"{x(step)},{y(value)}" for step, value in pairs)
         svg.append(f'<text x="{left}" y="-24" fill="{curve.colour}">{curve.label}</text>')
@@ -1165,19 +1157,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return parsed
 
 
-class UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice in a mapping, of which YAML itself takes the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                problem = f"{key.value} stands twice"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def load_config(arguments: argparse.Namespace) -> Config:
     """Returns the file's options, overridden by the command line.
 
@@ -1212,7 +1191,7 @@ def given_options(arguments: argparse.Namespace, options: dict[str, Field]) -> d
         if source == arguments.checkpoint:
             sections = read_checkpoint(source)["config"]
         else:
-            sections = yaml.load(Path(source).read_text(), UniqueKeyLoader) or {}
+            sections = yaml.safe_load(Path(source).read_text()) or {}
         for section, values in sections.items():
             for name, value in (values or {}).items():
                 given[f"{section}.{name}"] = value

@@ -507,7 +507,7 @@ def test_a_clean_stop_does_not_save_a_nonfinite_step(train, tmp_path):
 
 SIGNALLED_EARLY = """
 import os, signal, sys, data, train
-load, target, number = data.load, *sys.argv.pop().split()
+load, (target, number) = data.load, sys.argv.pop().split()
 def load_and_signal(*arguments):
     if os.environ.get("RANK", "0") == "0":
         os.kill(os.getppid() if target == "torchrun" else os.getpid(), signal.Signals[number])
@@ -517,15 +517,22 @@ train.main()
 """
 
 
-@pytest.mark.parametrize(("nproc", "target"), [(0, "rank SIGTERM"), (0, "rank SIGINT"), (2, "torchrun SIGKILL")])
-def test_a_signal_before_the_first_step_stops_before_it(torchrun, tables, tmp_path, nproc, target):
+def test_without_torchrun_a_run_stops_before_its_first_step(torchrun, tables, tmp_path):
     (tmp_path / "early.py").write_text(SIGNALLED_EARLY)
-    result = torchrun(nproc, tmp_path / "early.py", *tables, *SETTINGS, target)
-    assert result.returncode == (-signal.SIGKILL if nproc else 0)
-    reason = "torchrun exited" if nproc else target.split()[1]
-    assert f"stopped   at step 0 ({reason})" in result.stdout
+    result = torchrun(2, tmp_path / "early.py", *tables, *SETTINGS, "torchrun SIGKILL")
+    assert result.returncode == -signal.SIGKILL
+    assert "stopped   at step 0 (torchrun exited)" in result.stdout
     status = json.loads((tmp_path / "runs/default/status.json").read_text())
-    assert status == {"state": "stopped", "step": 0, "epoch": 0, "reason": reason}
+    assert status == {"state": "stopped", "step": 0, "epoch": 0, "reason": "torchrun exited"}
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_a_signal_while_the_tables_are_read_ends_the_process_at_once(torchrun, tables, tmp_path, name):
+    """There is nothing to save; a run that stopped at a checkpoint is left as it was."""
+    (tmp_path / "early.py").write_text(SIGNALLED_EARLY)
+    result = torchrun(0, tmp_path / "early.py", *tables, *SETTINGS, f"rank {name}")
+    assert result.returncode == 128 + signal.Signals[name] and result.stderr == ""
+    assert not (tmp_path / "runs").exists()
 
 
 BUSY = """
