@@ -79,7 +79,7 @@ PRESETS = {
         num_doubles=100,
     ),
 }
-REGULATION = {"activates": -1.0, "represses": 0.8, "binds": -0.2}  # what the loss of an edge's source does to its target
+REGULATION = {"activates": -1.0, "represses": 0.8, "binds": -0.2}  # what the loss of its source does to a target
 
 
 def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:

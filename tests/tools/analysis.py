@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from ddp_setup import UserError
 
 MOST = 3  # of deletions and unseen genes; rows with more are counted with those
 CELLS = 10**8  # rows x targets x resamples of an interval, about, which takes half a minute
-SHOWN = 20  # targets printed at most
+SHOWN = 20  # targets printed at most, and those of a row whose scores are largest that mse_top20 is of
 POINTS = 2000  # in the plot at most
 SIZE = 400  # of the plot
 COLUMNS = {
@@ -134,7 +135,7 @@ def without_nan(value: object) -> object:
 # ---- Figures --------------------------------------------------------------------------------------------------------
 def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = None) -> dict:
     """Returns `summary` of all rows, by number of unseen and deleted genes, and each target's figures if T > 1."""
-    resamples = max(100, min(1000, CELLS // rows.y.numel()))
+    resamples = number_of_resamples(rows.y.numel())
     options = {"loss": loss, "threshold": threshold, "resamples": resamples}
     result = summary(rows.y, rows.prediction, rows.baseline, **options)
     for name, count in {"unseen": rows.unseen, "deletions": rows.deletions()}.items():
@@ -193,6 +194,11 @@ def figures(y: Tensor, prediction: Tensor) -> dict[str, Tensor]:
     }
 
 
+def pearson_of_rows(y: Tensor, prediction: Tensor) -> Tensor:
+    """Returns Pearson's r over the scores of each row, [n], nan where undefined."""
+    return train.pearson(y.T, prediction.T)
+
+
 def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
     """Returns the predictions of scores that are there, else nan, in float32: rounding must not order equal ones."""
     return prediction.float().where(~y.isnan(), math.nan)
@@ -225,13 +231,8 @@ def resampled_pearson(y: Tensor, prediction: Tensor, resamples: int) -> Tensor:
     b = data.standardise(prediction.where(present, math.nan)).nan_to_num()
     products = torch.stack([present.double(), a, b, a * a, b * b, a * b], dim=1)
     columns = products.flatten(start_dim=1)
-    generator = torch.Generator().manual_seed(0)
-    sums = []
-    for _ in range(resamples):
-        rows = torch.randint(len(y), (len(y),), generator=generator)
-        times = torch.bincount(rows, minlength=len(y)).double()
-        sums.append(times @ columns)
-    count, *sums = torch.stack(sums).view(resamples, 6, -1).unbind(dim=1)
+    sums = [times @ columns for times in resampled_rows(len(y), resamples)]
+    count, *sums = torch.cat(sums).view(resamples, 6, -1).unbind(dim=1)
     mean_a, mean_b, mean_aa, mean_bb, mean_ab = (total / count for total in sums)
     variance_a = mean_aa - mean_a.square()
     variance_b = mean_bb - mean_b.square()
@@ -239,6 +240,30 @@ def resampled_pearson(y: Tensor, prediction: Tensor, resamples: int) -> Tensor:
     # As in `train.pearson`; what differs by rounding is constant.
     r = r.where(variance_b > 1e-12, 0.0).where(variance_a > 1e-12, math.nan)
     return r.nanmean(dim=1)
+
+
+def resampled_mean(values: Tensor, resamples: int) -> Tensor:
+    """Returns the mean of the values [n] that are not nan, of the same rows as `resampled_pearson`, [resamples]."""
+    present = ~values.isnan()
+    columns = torch.stack([values.nan_to_num(), present.double()], dim=1)
+    total, count = torch.cat([times @ columns for times in resampled_rows(len(values), resamples)]).T
+    return total / count
+
+
+def resampled_rows(num_rows: int, resamples: int) -> Iterator[Tensor]:
+    """Yields how often each row is drawn, for some resamples at once, float64 [resamples, num_rows]."""
+    generator = torch.Generator().manual_seed(0)
+    for start in range(0, resamples, 32):
+        draws = []
+        for _ in range(min(32, resamples - start)):
+            rows = torch.randint(num_rows, (num_rows,), generator=generator)
+            draws.append(torch.bincount(rows, minlength=num_rows).double())
+        yield torch.stack(draws)
+
+
+def number_of_resamples(num_cells: int) -> int:
+    """Returns how many resamples an interval takes from a table of so many scores."""
+    return max(100, min(1000, CELLS // num_cells))
 
 
 def interval(values: Tensor) -> list[float]:
