@@ -60,7 +60,8 @@ class KnockedOut:
         `neighbours`."""
         share = (self.cosine[~self.seen] / temperature).softmax(1) * self.seen
         values = values.clone()
-        values[~self.seen] = share / share.sum(1, keepdim=True) @ values
+        share = share / share.sum(1, keepdim=True)
+        values[~self.seen] = share.to(values.dtype) @ values
         return values
 
 

@@ -60,7 +60,7 @@ class Profiles(KnockedOut):
         return predict(torch.arange(self.num_rows), *min(settings, key=error))
 
     def effect(self, penalty: float) -> Tensor:
-        """Returns what each node adds to the mean profile, by ridge regression, float64 [K, T]; without rows, 0."""
+        """Returns what each node adds to the mean profile, by ridge regression, float32 [K, T]; without rows, 0."""
         if penalty not in self.effects:
             self.effects[penalty] = self.fit_effects(penalty)
         return self.effects[penalty]
@@ -68,7 +68,7 @@ class Profiles(KnockedOut):
     def fit_effects(self, penalty: float) -> Tensor:
         """Solves the normal equations of all targets at once, by preconditioned conjugate gradients."""
         rows = self.train.nonzero().flatten()
-        deviation = self.y[rows] - self.mean
+        deviation = (self.y[rows] - self.mean).float()
         present = ~deviation.isnan()
         known = self.train[self.row]
         place = torch.searchsorted(rows, self.row[known])
@@ -121,8 +121,8 @@ def low_rank(problem: Profiles) -> Tensor:
     factors = {}
     for penalty in PENALTIES:
         effect = problem.effect(penalty)
-        _, vectors = torch.linalg.eigh(effect @ effect.T)
-        vectors = vectors.flip(1)[:, : max(RANKS)]  # the largest first
+        _, vectors = torch.linalg.eigh((effect @ effect.T).double())
+        vectors = vectors.flip(1)[:, : max(RANKS)].float()  # the largest first
         factors[penalty] = vectors, vectors.T @ effect  # [K, rank], [rank, T]
 
     def predict(rows: Tensor, penalty: float, rank: int, temperature: float) -> Tensor:
