@@ -22,7 +22,8 @@ from ddp_setup import UserError
 
 MOST = 3  # of deletions and unseen genes; rows with more are counted with those
 CELLS = 10**8  # rows x targets x resamples of an interval, about, which takes half a minute
-SHOWN = 20  # targets printed at most, and those of a row whose scores are largest that mse_top20 is of
+SHOWN = 20  # targets printed at most
+TOP = 20  # targets of mse_top20; with more, a row is a profile
 POINTS = 2000  # in the plot at most
 SIZE = 400  # of the plot
 COLUMNS = {
@@ -30,6 +31,10 @@ COLUMNS = {
     "pearson": "Pearson",
     "baseline_pearson": "baseline",
     "gain": "difference (95 %)",
+    "row_pearson": "row Pearson",
+    "baseline_row_pearson": "row baseline",
+    "row_gain": "difference (95 %)",
+    "mse_top20": "MSE of top 20",
     "spearman": "Spearman",
     "r2": "R2",
     "mse": "MSE",
@@ -156,14 +161,35 @@ def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = 
 def summary(
     y: Tensor, prediction: Tensor, baseline: Tensor, loss: str, threshold: float | None, resamples: int
 ) -> dict:
-    """Returns the number of rows, the means over targets of `target_figures`, and `gain`.
+    """Returns the number of rows, the means over targets of `target_figures`, `gain`, and `profile_figures`.
 
-    That is the 95 % interval of Pearson's r less the baseline's.
+    `gain` is the 95 % interval of Pearson's r less the baseline's.
     """
     each = target_figures(y, prediction, baseline, loss, threshold)
     means = {name: values.nanmean().item() for name, values in each.items()}
     gains = resampled_pearson(y, prediction, resamples) - resampled_pearson(y, baseline, resamples)
-    return {"n": len(y), **means, "gain": interval(gains)}
+    result = {"n": len(y), **means, "gain": interval(gains)}
+    if y.size(1) > TOP:
+        quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+        for name in ("pearson", "baseline_pearson"):
+            result[f"{name}_quartiles"] = each[name].nanquantile(quartiles).tolist()
+        result |= profile_figures(y, prediction, baseline, resamples)
+    return result
+
+
+def profile_figures(y: Tensor, prediction: Tensor, baseline: Tensor, resamples: int) -> dict:
+    """Returns Pearson's r over the targets of a row as the mean over rows, the baseline's, the 95 % interval of the
+    difference, and the mean squared error over the targets of each row whose scores are the largest, up or down."""
+    r = pearson_of_rows(y, prediction)
+    baseline_r = pearson_of_rows(y, baseline)
+    largest = y.abs().nan_to_num(-1.0).topk(TOP, dim=1).indices
+    error = (prediction - y).square().gather(1, largest)  # nan for a missing score
+    return {
+        "row_pearson": r.nanmean().item(),
+        "baseline_row_pearson": baseline_r.nanmean().item(),
+        "row_gain": interval(resampled_mean(r - baseline_r, resamples)),
+        "mse_top20": error.nanmean(dim=1).nanmean().item(),
+    }
 
 
 def target_figures(
@@ -306,6 +332,10 @@ def table(result: dict) -> list[str]:
     text = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
     if len(targets) > SHOWN:
         text.append(f"and {len(targets) - SHOWN:,} more scores, which are in test.json")
+    for name, title in (("pearson", "Pearson"), ("baseline_pearson", "baseline")):
+        if f"{name}_quartiles" in result:
+            quartiles = ", ".join(map(cell, result[f"{name}_quartiles"]))
+            text.append(f"{title}, quartiles over the scores: {quartiles}")
     return text
 
 
