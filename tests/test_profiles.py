@@ -13,9 +13,10 @@ import data
 import train
 from data import DataConfig, Tables
 from ddp_setup import UserError
-from tests.bench import quality, synthetic
+from tests.bench import profiles, quality, synthetic
 from tests.bench.profiles import RIVALS, Paths, Profiles, edge_paths, low_rank, mean_profile, neighbours
 from tests.bench.synthetic import PRESETS, generate, regulations, write
+from tests.conftest import ROOT, write_table
 from tests.tools.runs import pack_sets
 
 RELATIONS = ("activates", "represses", "binds")
@@ -209,3 +210,38 @@ def test_the_study_refuses_several_scores_that_are_no_profile(tmp_path, monkeypa
     overrides = [*write(tables, tmp_path), f"data.cache_dir={tmp_path}"]
     with pytest.raises(UserError, match="takes one score, or scores that are named after nodes of the graph"):
         quality.contest("random:0", quality.parse_arguments(overrides), env=None)
+
+
+# ---- From AnnData ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("layout", ["dense", "csr_matrix", "csr_array"])
+def test_the_block_of_the_readme_turns_a_screen_into_a_table(tmp_path, monkeypatch, layout):
+    """The gene X of the graph is not measured; the measured gene Z is not in the graph."""
+    anndata = pytest.importorskip("anndata")  # whose dependencies are imported here, too
+    import numpy as np
+    import pandas
+    import scipy.sparse
+
+    monkeypatch.chdir(tmp_path)
+    rows = [("source", "target", "relation"), ("A", "B", "r"), ("B", "C", "r"), ("X", "A", "r"), ("NA", "C", "r")]
+    write_table(tmp_path / "edges.tsv", rows)
+    kinds = ["control", "B+A", "A", "control", "A", "C", "B+A", "control", "X"]
+    values = np.random.default_rng(0).random((9, 4)).astype(np.float32)
+    obs = pandas.DataFrame({"perturbation": pandas.Categorical(kinds, categories=["nothing", *sorted(set(kinds))])})
+    obs.index = obs.index.map("cell{}".format)
+    x = values if layout == "dense" else getattr(scipy.sparse, layout)(values)
+    screen = anndata.AnnData(x, obs=obs, var=pandas.DataFrame(index=["C", "Z", "A", "B"]))
+    screen.write_h5ad("screen.h5ad")
+    (block,) = re.findall(r"^```python\n(import anndata.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert len(block.splitlines()) <= 7
+    exec(block, {})
+
+    tables = data.read_tables(DataConfig(edges="edges.tsv", perturbations="scores.tsv"))
+    assert list(tables.targets) == ["C", "A", "B"] and profiles.are_profiles(tables)
+    found = {
+        ",".join(tables.genes[node] for node in nodes): y for nodes, y in zip(sets_of(tables), tables.y, strict=True)
+    }
+    assert found.keys() == {"A", "A,B", "C", "X"}
+    for genes, y in found.items():
+        mean = values[[kind in (genes, "B+A" if genes == "A,B" else "") for kind in kinds]].mean(0)
+        control = values[[kind == "control" for kind in kinds]].mean(0)
+        torch.testing.assert_close(y, torch.from_numpy((mean - control)[[0, 2, 3]]).double(), rtol=1e-3, atol=1e-6)
