@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
 CHUNK = 2**23  # characters of a table that are parsed at once
 EXAMPLE = Path(__file__).with_name("tests") / "example"  # tables that are read if none are given
+TARGETS_AT_ONCE = 64  # in the fit of the additive baseline, whose numbers then stay in cache
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # of the additive baseline: 0.1 to 1000
 
 
@@ -118,12 +119,26 @@ class Tables:
         """Returns the row of each entry of `perturbed`, long [total]."""
         return torch.repeat_interleave(self.perturbed_ptr.diff())
 
+    def is_seen(self) -> Tensor:
+        """Returns which nodes a training row knocks out, bool [N]."""
+        in_train = self.is_in("train")[self.sample()]
+        return torch.bincount(self.perturbed[in_train], minlength=len(self.genes)) > 0
+
     def unseen(self) -> Tensor:
-        """Returns how many of each row's knocked-out nodes occur in no training row, long [n]."""
-        row = self.sample()
-        seen = torch.zeros(len(self.genes), dtype=torch.bool)
-        seen[self.perturbed[self.is_in("train")[row]]] = True
-        return torch.bincount(row[~seen[self.perturbed]], minlength=len(self.y))
+        """Returns how many of each row's knocked-out nodes no training row does, long [n]."""
+        is_unseen = ~self.is_seen()[self.perturbed]
+        return torch.bincount(self.sample()[is_unseen], minlength=len(self.y))
+
+    def target_nodes(self) -> Tensor:
+        """Returns the node of each target, long [T]; raises `DataError` if one is no node."""
+        number = {gene: node for node, gene in enumerate(self.genes)}
+        for name in self.targets:
+            if name not in number:
+                raise DataError(
+                    f"the score '{name}' is no node of the graph, which model.readout=nodes needs: "
+                    "remove that column, or set model.readout=both"
+                )
+        return torch.tensor([number[name] for name in self.targets])
 
     def fingerprint(self) -> str:
         """Returns a hash of all fields, added ones too; it is equal on ranks with the same data."""
@@ -143,11 +158,14 @@ class Tables:
             known = (self.features != 0).any(dim=1).sum()
             features = f", {known:,} with {self.features.size(1):,} features"
         splits = ", ".join(f"{len(self.rows(split)):,} {split}" for split in SPLITS)
+        targets = ", ".join(self.targets[:5])
+        if len(self.targets) > 5:
+            targets = f"{len(self.targets):,}, {targets}, ..."
         return (
             f"{len(self.genes):,} genes ({num_isolated:,} isolated{features}), "
             f"{len(self.edge_type):,} edges in {len(self.relations)} relations, "
             f"{len(self.y):,} samples of {deletions.min()} to {deletions.max()} deletions: "
-            f"{splits}, {(self.split < 0).sum():,} in no split; scores: {', '.join(self.targets)}"
+            f"{splits}, {(self.split < 0).sum():,} in no split; scores: {targets}"
         )
 
 
@@ -713,28 +731,33 @@ def additive_baseline(
 ) -> Baseline:
     """Returns the ridge regression on the training rows that suits the validation rows best.
 
-    For the loss `binary`, it is a logistic one.
+    For the loss `binary`, it is a logistic one. The penalty is chosen for each target.
     """
-    present = ~tables.y.isnan()
-    train = (present & tables.is_in("train").unsqueeze(1)).double()
-    val = present & tables.is_in("val").unsqueeze(1)
-    y = tables.y.nan_to_num()
-    mean, std = mean_and_std(tables.y[tables.rows("train")])
+    if tables.y.size(1) > TARGETS_AT_ONCE:
+        some = [replace(tables, y=y) for y in tables.y.split(TARGETS_AT_ONCE, dim=1)]
+        baselines = [additive_baseline(part, loss, penalties) for part in some]
+        return Baseline(*(torch.cat(fields, dim=-1) for fields in zip(*baselines, strict=True)))
+    rows = tables.rows("train")
+    weight = (~tables.y[rows].isnan()).double()
+    mean, std = mean_and_std(tables.y[rows])
     if loss == "binary":
         mean = mean.logit(eps=1e-3)
         std = torch.ones_like(std)
+    y = tables.y.nan_to_num()
+    is_validated = ~tables.y.isnan() & tables.is_in("val").unsqueeze(1)
+    design = Design(tables)
     effect = y.new_zeros(len(tables.genes), y.size(1))
     fit = best = Additive(mean, torch.zeros_like(mean), effect)
     least = torch.full_like(mean, math.inf)
     for penalty in sorted(penalties, reverse=True):  # each starts from the one before
         if loss == "binary":
-            fit = logistic_ridge(tables, y, train, penalty, fit)
+            fit = logistic_ridge(design, y[rows], weight, penalty, fit)
             logit = fit.predict(tables)
             error = binary_cross_entropy_with_logits(logit, y, reduction="none")
         else:
-            fit = ridge(tables, y, train, penalty, fit)
+            fit = ridge(design, y[rows], weight, penalty, fit)
             error = (fit.predict(tables) - y).square()
-        error = (error * val).sum(0)
+        error = (error * is_validated).sum(0)
         best = Additive(*(a.where(error < least, b) for a, b in zip(fit, best, strict=True)))
         least = least.minimum(error)
     prediction = best.predict(tables)
@@ -743,59 +766,80 @@ def additive_baseline(
     return Baseline(*best, mean, std, prediction)
 
 
+class Design:
+    """Which of the K nodes that training rows knock out each of these m rows does."""
+
+    def __init__(self, tables: Tables):
+        is_train = tables.is_in("train")
+        is_seen = tables.is_seen()
+        self.nodes = is_seen.nonzero().flatten()  # long [K]
+        # Of each knock-out, the number of its row and of its node among these.
+        row = tables.sample()
+        in_train = is_train[row]
+        self.row = (is_train.cumsum(0) - 1)[row[in_train]]
+        self.member = (is_seen.cumsum(0) - 1)[tables.perturbed[in_train]]
+        self.count = tables.perturbed_ptr.diff()[is_train].unsqueeze(1)  # of knock-outs, [m, 1]
+
+    def sums(self, effect: Tensor) -> Tensor:
+        """Returns the sum over each row's nodes of their effect [K, T], [m, T]."""
+        total = effect.new_zeros(len(self.count), effect.size(1))
+        return total.index_add_(0, self.row, effect[self.member])
+
+    def collect(self, values: Tensor) -> Tensor:
+        """Returns the sum over each node's rows of the values [m, T], [K, T]."""
+        total = values.new_zeros(len(self.nodes), values.size(1))
+        return total.index_add_(0, self.member, values[self.row])
+
+
 def logistic_ridge(
-    tables: Tables, y: Tensor, train: Tensor, penalty: float, start: Additive
+    design: Design, y: Tensor, weight: Tensor, penalty: float, start: Additive
 ) -> Additive:
     """Returns a penalised logistic regression, by iteratively reweighted least squares."""
     fit = start
     for _ in range(8):
-        logit = fit.predict(tables)
+        effects = design.sums(fit.effect[design.nodes])
+        logit = fit.intercept + fit.slope * design.count + effects
         probability = logit.sigmoid()
-        weight = (probability * (1 - probability)).clamp(min=1e-3)
-        response = logit + (y - probability) / weight
-        fit = ridge(tables, response, train * weight, penalty, fit)
+        variance = (probability * (1 - probability)).clamp(min=1e-3)
+        response = logit + (y - probability) / variance
+        fit = ridge(design, response, weight * variance, penalty, fit)
     return fit
 
 
-def ridge(tables: Tables, y: Tensor, weight: Tensor, penalty: float, start: Additive) -> Additive:
+def ridge(design: Design, y: Tensor, weight: Tensor, penalty: float, start: Additive) -> Additive:
     """Returns the least of sum(weight * (y - function)**2) + penalty * sum(effect**2) per target.
 
-    y and weight are [n, T]. For given effects, intercept and slope are those of a line through what
+    y and weight are [m, T]. For given effects, intercept and slope are those of a line through what
     the effects leave; the effects' normal equations are solved by conjugate gradients.
     """
-    row = tables.sample()
-    count = tables.perturbed_ptr.diff().unsqueeze(1)
     total = weight.sum(0)
-    mean_count = (count * weight).sum(0) / total
-    centred = count - mean_count
-    variance = (centred.square() * weight).sum(0) / total
+    mean_count = (design.count * weight).sum(0) / total
+    centred = weight * (design.count - mean_count)
+    variance = (centred * design.count).sum(0)
+    # What the line of a row's effects is, as sums over the nodes, [K, T].
+    of_mean = design.collect(weight)
+    of_slope = design.collect(centred)
 
-    def line(values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the values' mean, and their slope against the count, 0 if that is constant."""
-        mean = (values * weight).sum(0) / total
-        slope = (values * weight * centred).sum(0) / total / variance
-        return mean, slope.where(variance > 1e-9, 0.0)
-
-    def without_line(values: Tensor) -> Tensor:
-        mean, slope = line(values)
-        return values - mean - slope * centred
-
-    def sums(effect: Tensor) -> Tensor:
-        return torch.zeros_like(y).index_add_(0, row, effect[tables.perturbed])
-
-    def collect(values: Tensor) -> Tensor:
-        per_row = (values * weight)[row]
-        return torch.zeros_like(start.effect).index_add_(0, tables.perturbed, per_row)
+    def slope_of(covariance: Tensor) -> Tensor:
+        """Returns the slope against the count, 0 if that is constant."""
+        return (covariance / variance).where(variance > 1e-9 * total, 0.0)
 
     def normal(effect: Tensor) -> Tensor:
-        return collect(without_line(sums(effect))) + penalty * effect
+        mean = (of_mean * effect).sum(0) / total
+        slope = slope_of((of_slope * effect).sum(0))
+        line = of_mean * mean + of_slope * slope
+        return design.collect(weight * design.sums(effect)) - line + penalty * effect
 
-    right = collect(without_line(y))
-    residual = right - normal(start.effect)
+    mean = (weight * y).sum(0) / total
+    slope = slope_of((centred * y).sum(0))
+    right = design.collect(weight * y) - of_mean * mean - of_slope * slope
+    effect = start.effect[design.nodes]
     tolerance = 1e-20 * right.square().sum(0)
-    effect = conjugate_gradients(normal, start.effect, residual, tolerance)
-    mean, slope = line(y - sums(effect))
-    return Additive(mean - slope * mean_count, slope, effect)
+    effect = conjugate_gradients(normal, effect, right - normal(effect), tolerance)
+    mean = mean - (of_mean * effect).sum(0) / total
+    slope = slope - slope_of((of_slope * effect).sum(0))
+    all_effects = torch.zeros_like(start.effect).index_copy_(0, design.nodes, effect)
+    return Additive(mean - slope * mean_count, slope, all_effects)
 
 
 def conjugate_gradients(

@@ -4,7 +4,8 @@ readout comparing them.
 A *wild-type* pass runs once per batch on the intact graph. The *local* part of the readout is a set
 function of the wild-type states of the knocked-out nodes. A *knock-out* pass runs for every sample
 on the graph without its dead nodes; the *global* part of the readout pools how the states of the
-remaining nodes change between the two passes.
+remaining nodes change between the two passes. Where the targets are effects on nodes, the readout
+*nodes* predicts each from how the state of that node changes.
 
 Shapes: N nodes, R relations, E_r edges of relation r, B samples, P knocked-out nodes in the batch,
 H hidden channels, T targets. Node states are node-major, [N, B, H], so that one sparse product
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
-from mask import ReachBlock, ReachPlanner, SharedGraph, spmm
+from mask import ReachBlock, ReachedStates, ReachPlanner, SharedGraph, spmm
 
 # Sums gate_r * h over the living edges of each relation r, for h [N, B, H] and gate [R, H].
 Messages = Callable[[Tensor, Tensor], Tensor]
@@ -35,7 +36,7 @@ class ModelConfig:
     dropout: float = 0.1
     embedding: bool = True
     message_passing: Literal["auto", "shared", "reach", "expanded"] = "auto"
-    readout: Literal["both", "local", "global"] = "both"
+    readout: Literal["both", "local", "global", "nodes"] = "both"
     checkpointing: bool = False
     compile: bool = False
 
@@ -70,6 +71,8 @@ class KnockoutGNN(nn.Module):
             checkpoints as buffers.
         unseen: share of nodes whose own identity and effect a training step hides, so that the
             model learns to predict nodes that no training row knocks out; 0 if dropout is.
+        seen_nodes: the nodes that have an effect of their own, long [K]; None: all.
+        target_nodes: the node of each target, long [T], for the readout `nodes`.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class KnockoutGNN(nn.Module):
         y_offset: Sequence[float] = (0.0,),
         y_std: Sequence[float] = (1.0,),
         unseen: float = 0.0,
+        seen_nodes: Tensor | None = None,
+        target_nodes: Tensor | None = None,
     ):
         super().__init__()
         self.config = config
@@ -95,11 +100,19 @@ class KnockoutGNN(nn.Module):
         layers = [KnockoutConv(hidden, num_relations) for _ in range(config.layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(hidden)
-        self.local_readout = self.global_readout = None
+        self.additive = self.local_readout = self.change_readout = None
+        num_targets = len(y_offset)
         if config.readout != "global":
-            self.local_readout = LocalReadout(num_nodes, hidden, config.dropout, len(y_offset))
-        if config.readout != "local":
-            self.global_readout = readout_head(hidden, hidden, config.dropout, len(y_offset))
+            if seen_nodes is None:
+                seen_nodes = torch.arange(num_nodes)
+            self.additive = AdditiveReadout(num_nodes, seen_nodes, num_targets)
+        if config.readout in ("local", "both"):
+            self.local_readout = LocalReadout(hidden, config.dropout, num_targets)
+        if config.readout in ("global", "both"):
+            self.change_readout = GlobalReadout(num_nodes, hidden, config.dropout, num_targets)
+        if config.readout == "nodes":
+            self.additive.requires_grad_(False)  # thousands of effects per node would learn noise
+            self.change_readout = NodeReadout(num_nodes, hidden, config.dropout, target_nodes)
         self.register_buffer("y_offset", torch.tensor(y_offset))
         self.register_buffer("y_std", torch.tensor(y_std))
 
@@ -109,18 +122,20 @@ class KnockoutGNN(nn.Module):
         messages = graph.propagate
         if self.config.message_passing == "expanded":
             messages = ExpandedMessages(graph, intact_batch(graph.device))
-        ones = self.y_offset.new_ones(graph.num_nodes)
-        known = nn.functional.dropout(ones, self.unseen, self.training) > 0
+        unseen = self.unseen if self.training else 0.0
+        # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
+        known, counted = torch.rand(2, graph.num_nodes, device=graph.device) >= unseen
         x, sent = self.embed(graph, known)
         x, layers = self.encode(x.unsqueeze(1), sent.unsqueeze(1), messages)
         wild = WildType(layers, self.norm(x))
         prediction = 0.0
+        if self.additive is not None:
+            prediction = self.additive(known, counted, batch)
         if self.local_readout is not None:
-            prediction = prediction + self.local_readout(wild.final.squeeze(1), known, batch)
-        if self.global_readout is not None:
-            pooled = self.changes(graph, batch, wild) / graph.num_nodes**0.5
-            pooled = torch.asinh(pooled)  # a hub's thousands of neighbours add up
-            prediction = prediction + self.global_readout(pooled)
+            prediction = prediction + self.local_readout(wild.final.squeeze(1), batch)
+        if self.change_readout is not None:
+            changes = self.changes(graph, batch, wild)
+            prediction = prediction + self.change_readout(changes, wild.final.squeeze(1), batch)
         return self.y_offset + self.y_std * prediction.to(self.y_offset.dtype)
 
     def embed(self, graph: SharedGraph, known: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,29 +170,29 @@ class KnockoutGNN(nn.Module):
         return x, trace
 
     def changes(self, graph: SharedGraph, batch: Data, wild: WildType) -> Tensor:
-        """Returns how knock-outs change the states of the living nodes, summed, [B, H].
+        """Returns what the readout keeps of how knock-outs change the living nodes, [B, width].
 
         In the layers that the batch's plan covers, only states that change are computed (see
         `mask.ReachPlanner`); further layers, or all of a batch without a plan, run on all nodes.
         """
         if self.config.message_passing == "expanded":
             messages = ExpandedMessages(graph, batch)
-            return self.run(self.sum_all, wild.layers[0].x, 0, messages, graph.keep(batch), wild)
+            return self.run(self.read_all, wild.layers[0].x, 0, messages, graph.keep(batch), wild)
         if "reach" in batch:
             blocks = batch.reach
         else:
             blocks = [ReachBlock(graph.check(batch), batch.perturbed)]
-        sums = [wild.final.new_zeros(0, self.config.hidden)]
+        changes = [wild.final.new_zeros(0, self.change_readout.width)]
         first = 0
         for block in blocks:
             reached = self.run(self.encode_reached, block, wild)
             if len(block.layers) == len(self.layers):
-                sums.append(self.sum_reached(block, reached, wild))
+                changes.append(self.read_reached(block, reached, wild))
             else:
                 alive = graph.keep(batch).narrow(1, first, block.num_samples)
-                sums += self.sum_unplanned(graph, block, reached, alive, wild)
+                changes += self.read_unplanned(graph, block, reached, alive, wild)
             first += block.num_samples
-        return torch.cat(sums)
+        return torch.cat(changes)
 
     def run(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Calls `function`, whose activations model.checkpointing recomputes in backward."""
@@ -203,29 +218,29 @@ class KnockoutGNN(nn.Module):
             x = x + nn.functional.gelu(p)
         return x
 
-    def sum_reached(self, block: ReachBlock, reached: Tensor, wild: WildType) -> Tensor:
-        """Returns the summed changes of each sample, [B, H], if only `reached` [S, H] change."""
+    def read_reached(self, block: ReachBlock, reached: Tensor, wild: WildType) -> Tensor:
+        """Returns what the readout keeps, [B, width], if only `reached` [S, H] change."""
         last = block.layers[-1]
-        change = self.norm(reached) - self.select(wild.final, last.node)
-        total = change.new_zeros(block.num_samples, change.size(1))
-        return total.index_add(0, last.sample, change)
+        before = self.select(wild.final, last.node)
+        change = self.norm(reached) - before
+        return self.change_readout.of_reached(change, before, last, block.num_samples)
 
-    def sum_unplanned(
+    def read_unplanned(
         self, graph: SharedGraph, block: ReachBlock, reached: Tensor, alive: Tensor, wild: WildType
     ) -> list[Tensor]:
-        """Returns the summed changes of each sample, several [B, H], if the plan leaves layers out.
+        """Returns what the readout keeps, several [B, width], if the plan leaves layers out.
 
         Few samples run through these layers at once, so that they stay in cache.
         """
         size = block_size(wild.final, len(graph.relations))
-        sums = []
+        changes = []
         for start in range(0, block.num_samples, size):
             count = min(size, block.num_samples - start)
             keep = alive.narrow(1, start, count)
             x = self.all_states(block, reached, wild, start, count)
             messages = partial(graph.propagate, keep=keep)
-            sums.append(self.run(self.sum_all, x, len(block.layers), messages, keep, wild))
-        return sums
+            changes.append(self.run(self.read_all, x, len(block.layers), messages, keep, wild))
+        return changes
 
     def all_states(
         self, block: ReachBlock, reached: Tensor, wild: WildType, start: int, count: int
@@ -240,21 +255,21 @@ class KnockoutGNN(nn.Module):
         sample = block.layers[-1].sample.narrow(0, first, num_reached) - start
         return x.index_put((node, sample), reached.narrow(0, first, num_reached))
 
-    def sum_all(
+    def read_all(
         self, x: Tensor, depth: int, messages: Messages, alive: Tensor, wild: WildType
     ) -> Tensor:
-        """Returns the summed changes of each sample, [B, H], given all states before a layer."""
+        """Returns what the readout keeps, [B, width], given all states before a layer."""
         x, _ = self.encode(x, wild.layers[0].h, messages, depth)
-        return ((self.norm(x) - wild.final) * alive.unsqueeze(-1)).sum(0)
+        return self.change_readout.of_all(self.norm(x) - wild.final, wild.final, alive)
 
     def select(self, states: Tensor, node: Tensor) -> Tensor:
         """Returns states[node], [S, H], of states [N, 1, H].
 
         The gradient is sparse if that is smaller than a dense one, so that its cost does not follow
-        N. It is added to dense gradients from the rest of the wild-type pass; without the local
-        readout, the last states have none.
+        N. It is added to dense gradients from the rest of the wild-type pass; with the readout
+        `global`, the last states have none.
         """
-        sparse = self.local_readout is not None and len(node) < len(states)
+        sparse = self.config.readout != "global" and len(node) < len(states)
         return nn.functional.embedding(node, states.squeeze(1), sparse=sparse)
 
 
@@ -331,37 +346,126 @@ def intact_batch(device: torch.device) -> Data:
     return Data(perturbed=none, perturbed_batch=none, perturbed_ptr=ptr, num_dead_edges=0)
 
 
-class LocalReadout(nn.Module):
-    """A permutation-invariant function of the wild-type states of any number of knocked-out nodes.
+class AdditiveReadout(nn.Module):
+    """The sum over the knocked-out nodes of a slope, the same for all, and of an effect of each.
 
-    It adds a learned effect per node, with a part that is the same for all, a weighted product per
-    pair of nodes (a factorisation machine, Rendle 2010), and an MLP of the summed node and pair
-    features. The last two start at zero, so that training starts from the effects, which
-    `train.build_model` sets to the additive baseline's.
+    `train.build_model` sets them to the additive baseline's. Only `nodes` [K] have an effect.
     """
 
-    def __init__(self, num_nodes: int, hidden: int, dropout: float, num_targets: int):
+    def __init__(self, num_nodes: int, nodes: Tensor, num_targets: int):
         super().__init__()
         # One-dimensional, and so without weight decay.
         self.slope = nn.Parameter(torch.zeros(num_targets))
-        self.effect = nn.Parameter(torch.zeros(num_nodes * num_targets))
+        self.effect = nn.Parameter(torch.zeros((len(nodes) + 1) * num_targets))
+        self.none = len(nodes)  # the last effect stays 0
+        row = torch.full((num_nodes,), self.none)
+        row[nodes] = torch.arange(len(nodes))
+        self.register_buffer("row", row, persistent=False)
+
+    def forward(self, known: Tensor, counted: Tensor, batch: Data) -> Tensor:
+        """Returns [B, T]; only `known` nodes have an effect, only `counted` ones a slope, [N]."""
+        row = self.row.where(known, self.none).index_select(0, batch.perturbed)
+        effect = self.effect.view(-1, len(self.slope))
+        effect = nn.functional.embedding(row, effect, padding_idx=self.none)
+        counted = counted.index_select(0, batch.perturbed).unsqueeze(1)
+        return sum_by_sample(effect + self.slope * counted, batch)
+
+
+class LocalReadout(nn.Module):
+    """A permutation-invariant function of the wild-type states of any number of knocked-out nodes.
+
+    It adds a weighted product per pair of nodes (a factorisation machine, Rendle 2010) and an MLP
+    of the summed node and pair features. Both start at zero.
+    """
+
+    def __init__(self, hidden: int, dropout: float, num_targets: int):
+        super().__init__()
         self.embed = nn.Sequential(nn.Dropout(dropout), nn.Linear(hidden, 2 * hidden))
         self.pair = nn.Linear(2 * hidden, num_targets, bias=False)
         self.norm = nn.LayerNorm(4 * hidden)
         self.head = readout_head(4 * hidden, hidden, dropout, num_targets)
         nn.init.zeros_(self.pair.weight)
 
-    def forward(self, wild_type: Tensor, known: Tensor, batch: Data) -> Tensor:
-        """Maps wild_type [N, H] to [B, T]; nodes that are not `known` [N] have no own effect."""
-        num_samples = batch.perturbed_ptr.numel() - 1
-        sum_by_sample = partial(scatter, index=batch.perturbed_batch, dim_size=num_samples)
+    def forward(self, wild_type: Tensor, batch: Data) -> Tensor:
+        """Maps wild_type [N, H] to [B, T]."""
         state = self.embed(wild_type.index_select(0, batch.perturbed))  # [P, 2H]
-        nodes = sum_by_sample(state)
-        squares = sum_by_sample(state.square())
+        nodes = sum_by_sample(state, batch)
+        squares = sum_by_sample(state.square(), batch)
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
-        effect = self.effect.view(len(known), -1) * known.unsqueeze(1)
-        effects = sum_by_sample(self.slope + effect.index_select(0, batch.perturbed))
-        return effects + self.pair(pairs) + self.head(self.norm(torch.cat([nodes, pairs], dim=1)))
+        return self.pair(pairs) + self.head(self.norm(torch.cat([nodes, pairs], dim=1)))
+
+
+def sum_by_sample(values: Tensor, batch: Data) -> Tensor:
+    """Returns the sum over the knocked-out nodes of each sample, [B, ...], of values [P, ...]."""
+    return scatter(values, batch.perturbed_batch, dim_size=batch.perturbed_ptr.numel() - 1)
+
+
+class GlobalReadout(nn.Module):
+    """An MLP of the changes of the living nodes' states, summed over the nodes."""
+
+    def __init__(self, num_nodes: int, hidden: int, dropout: float, num_targets: int):
+        super().__init__()
+        self.width = hidden
+        self.scale = num_nodes**-0.5
+        self.head = readout_head(hidden, hidden, dropout, num_targets)
+
+    def of_reached(
+        self, change: Tensor, wild_type: Tensor, states: ReachedStates, num_samples: int
+    ) -> Tensor:
+        """Sums the changes of the `states` that change, [S, H], to [B, H]."""
+        total = change.new_zeros(num_samples, self.width)
+        return total.index_add(0, states.sample, change)
+
+    def of_all(self, change: Tensor, wild_type: Tensor, alive: Tensor) -> Tensor:
+        """Sums the changes of all states, [N, B, H], where they are `alive` [N, B], to [B, H]."""
+        return (change * alive.unsqueeze(-1)).sum(0)
+
+    def forward(self, changes: Tensor, wild_type: Tensor, batch: Data) -> Tensor:
+        """Maps summed changes [B, H] to [B, T]."""
+        return self.head(torch.asinh(self.scale * changes))  # as thousands of neighbours add up
+
+
+class NodeReadout(nn.Module):
+    """The effect on each target node, from how that node's own state changes.
+
+    An effect is a sum over channels of a function of the change, 0 for no change, weighted by a
+    function of the node's wild-type state. A target that is itself knocked out has no state; what
+    is measured of it is a function of its wild-type state. Both start at zero.
+    """
+
+    def __init__(self, num_nodes: int, hidden: int, dropout: float, target_nodes: Tensor):
+        super().__init__()
+        self.width = num_nodes
+        self.dropout = nn.Dropout(dropout)
+        self.change = nn.Linear(hidden, 2 * hidden, bias=False)
+        self.weight = nn.Linear(hidden, 2 * hidden)
+        self.dead = nn.Linear(hidden, 1)
+        for layer in (self.weight, self.dead):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        self.register_buffer("target_nodes", target_nodes, persistent=False)
+
+    def effect(self, change: Tensor, wild_type: Tensor) -> Tensor:
+        """Maps changes and wild-type states, [..., H], to the effects on these nodes, [...]."""
+        response = nn.functional.gelu(self.change(self.dropout(change)))
+        return (response * self.weight(wild_type)).sum(-1).to(change.dtype)
+
+    def of_reached(
+        self, change: Tensor, wild_type: Tensor, states: ReachedStates, num_samples: int
+    ) -> Tensor:
+        """Returns the effects [B, N], given the changes of the `states` that change, [S, H]."""
+        none = change.new_zeros(num_samples, self.width)
+        return none.index_put((states.sample, states.node), self.effect(change, wild_type))
+
+    def of_all(self, change: Tensor, wild_type: Tensor, alive: Tensor) -> Tensor:
+        """Returns the effects [B, N], given all changes [N, B, H] and what is `alive` [N, B]."""
+        return (self.effect(change, wild_type) * alive).T
+
+    def forward(self, effects: Tensor, wild_type: Tensor, batch: Data) -> Tensor:
+        """Returns the effects on the targets, [B, T], of those on all nodes, [B, N]."""
+        dead = self.dead(wild_type.index_select(0, batch.perturbed)).squeeze(1).to(effects.dtype)
+        effects = effects.index_put((batch.perturbed_batch, batch.perturbed), dead)
+        return effects.index_select(1, self.target_nodes)
 
 
 def readout_head(inputs: int, hidden: int, dropout: float, outputs: int) -> nn.Module:

@@ -58,7 +58,8 @@ from mask import ReachPlanner, SharedGraph
 from model import KnockoutGNN, ModelConfig, choose_route
 
 log = logging.getLogger("train")
-PEARSON = "Pearson {pearson:.4f}, additive baseline {baseline_pearson:.4f}"
+RESULT = "loss {loss:.4f}, Pearson {pearson:.4f}, additive baseline {baseline_pearson:.4f}"
+ROW_RESULT = "; over a row's scores {row_pearson:.4f}, {baseline_row_pearson:.4f}"
 PROGRESS = "loss {loss:.4f}  {samples_per_s:,.0f} samples/s  "
 
 # dtype of parameters and optimiser, and of autocast (None: off)
@@ -69,6 +70,7 @@ PRECISIONS = {
     "fp16": (torch.float32, torch.float16),
 }
 TQDM_OPTIONS = {} if sys.stderr.isatty() else {"mininterval": 30, "delay": 30}  # short log files
+PROFILE = 20  # targets: with more of them, a row is a profile
 MAX_SKIPS = 10  # non-finite steps in a row after which even optim.on_nonfinite=skip ends the run
 
 
@@ -194,7 +196,7 @@ def train(config: Config, env: Distributed) -> None:
             state.epoch = epoch
             folder.save_validation(state, val)
             title = f"epoch {epoch}/{optim.epochs}  step {state.step}  {progress}"
-            log.info(f"{title}val loss {val['loss']:.4f}, {PEARSON.format(**val)}")
+            log.info(f"{title}val {result_text(val)}")
         waited = epoch - state.best["step"] // sampler.steps_per_epoch
         if epoch == optim.epochs or (optim.patience and waited >= optim.patience):
             break
@@ -315,6 +317,8 @@ def check_scores(tables: Tables, config: Config) -> None:
         raise UserError("optim.loss=binary needs scores of 0 and 1: set optim.loss=squared")
     if config.optim.loss == "squared" and binary:
         log.warning("note      all scores are 0 or 1: optim.loss=binary predicts probabilities")
+    if config.model.readout != "nodes" and set(tables.targets) <= set(tables.genes):
+        log.warning("note      all scores are named after nodes: model.readout=nodes suits them")
 
 
 def log_batch(config: Config, env: Distributed, sampler: StepSampler) -> None:
@@ -345,6 +349,7 @@ def build_model(config: Config, tables: Tables, baseline: Baseline) -> nn.Module
     """
     rows = tables.rows("val")  # training hides as many nodes as are unseen there
     unseen = tables.unseen()[rows].sum() / tables.perturbed_ptr.diff()[rows].sum().clamp(min=1)
+    seen_nodes = tables.is_seen().nonzero().flatten()
     model = KnockoutGNN(
         config.model,
         num_nodes=len(tables.genes),
@@ -353,11 +358,14 @@ def build_model(config: Config, tables: Tables, baseline: Baseline) -> nn.Module
         y_offset=baseline.mean.tolist(),
         y_std=baseline.std.tolist(),
         unseen=unseen.item(),
+        seen_nodes=seen_nodes,
+        target_nodes=tables.target_nodes() if config.model.readout == "nodes" else None,
     )
-    if model.local_readout is not None:
+    if model.additive is not None:
         model.y_offset.copy_(baseline.intercept)
-        model.local_readout.slope.data.copy_(baseline.slope / baseline.std)
-        model.local_readout.effect.data.copy_((baseline.effect / baseline.std).flatten())
+        model.additive.slope.data.copy_(baseline.slope / baseline.std)
+        effect = baseline.effect[seen_nodes] / baseline.std
+        model.additive.effect.data[: effect.numel()] = effect.flatten()
     return model
 
 
@@ -620,24 +628,37 @@ def metrics(
     A metric is the mean over the targets for which it is defined, nan if there are none.
     """
     y = tables.y[rows]
+    additive = baseline.prediction[rows]
     mse = mean_present((prediction - y).square(), y)
-    # Rounding must not order the predictions of equal rows.
-    ranks = rank(prediction.float().where(~y.isnan(), math.nan))
     per_target = {
         "loss": mse / baseline.std.square(),
         "mse": mse,
         "pearson": pearson(y, prediction),
-        "spearman": pearson(rank(y), ranks),
-        "baseline_pearson": pearson(y, baseline.prediction[rows]),
+        "baseline_pearson": pearson(y, additive),
     }
     if config.optim.loss == "binary":
         cross_entropy = nn.functional.binary_cross_entropy(
             prediction, y.nan_to_num(), reduction="none"
         )
         per_target["loss"] = mean_present(cross_entropy, y)
-        per_target["auroc"] = auroc(y == 1, ranks)
     means = {name: values.nanmean().item() for name, values in per_target.items()}
+    if y.size(1) > PROFILE:
+        means |= profile_metrics(y, prediction, additive)
+        quartiles = per_target["pearson"].nanquantile(y.new_tensor([0.25, 0.5, 0.75])).tolist()
+        means |= zip(("pearson_q25", "pearson_q50", "pearson_q75"), quartiles, strict=True)
     return {**means, "n": len(rows)}
+
+
+def profile_metrics(y: Tensor, prediction: Tensor, baseline: Tensor) -> dict[str, float]:
+    """Returns what is usual for profiles: Pearson's r over the targets of a row, averaged over the
+    rows, and the squared error of the targets that change most in each row."""
+    largest = y.abs().nan_to_num().topk(PROFILE, dim=1).indices
+    error = (prediction - y).square().gather(1, largest)
+    return {
+        "row_pearson": pearson(y.T, prediction.T).nanmean().item(),
+        "baseline_row_pearson": pearson(y.T, baseline.T).nanmean().item(),
+        "mse_top20": error.nanmean().item(),
+    }
 
 
 def mean_present(values: Tensor, y: Tensor) -> Tensor:
@@ -658,30 +679,10 @@ def pearson(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).nanmean(dim=0).where(varies, math.nan)
 
 
-def rank(values: Tensor) -> Tensor:
-    """Returns ranks from 1 among each target's values [n, T], float64; equal ones share the mean.
-
-    A nan takes no rank and stays.
-    """
-    columns = values.T.nan_to_num(math.inf).contiguous()  # nan comes last
-    ordered, order = columns.sort(dim=1)
-    smaller = torch.searchsorted(ordered, ordered)
-    not_larger = torch.searchsorted(ordered, ordered, right=True)
-    of_ordered = (smaller + not_larger + 1).double() / 2
-    ranks = torch.empty_like(of_ordered).scatter(1, order, of_ordered).T
-    return ranks.where(~values.isnan(), math.nan)
-
-
-def auroc(positive: Tensor, ranks: Tensor) -> Tensor:
-    """Returns the AUROC of finding each target's `positive` rows, [n, T], by their ranks, [T].
-
-    The most certain row has the highest rank. A nan rank is no row; it is nan without two classes.
-    """
-    num_positive = positive.sum(dim=0)
-    num_negative = (~ranks.isnan()).sum(dim=0) - num_positive
-    mean_rank = ranks.where(positive, math.nan).nanmean(dim=0)
-    negatives_below = mean_rank - (num_positive + 1) / 2
-    return negatives_below / num_negative
+def result_text(result: dict[str, Any]) -> str:
+    """Returns metrics as a part of a line for the log."""
+    template = RESULT + ROW_RESULT if "row_pearson" in result else RESULT
+    return template.format(**result)
 
 
 def quality(result: dict[str, Any]) -> tuple[float, float]:
@@ -747,8 +748,9 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
 def prediction_lines(genes: Sequence[str], rows: Tensor, predictions: Tensor) -> list[str]:
     """Returns a line for each set of genes, with empty cells for those that are not in `rows`."""
     cells = ["\t" * (predictions.size(1) - 1)] * len(genes)
+    template = "\t".join(["%.7g"] * predictions.size(1))
     for row, scores in zip(rows.tolist(), predictions.tolist(), strict=True):
-        cells[row] = "\t".join(map(str, scores))
+        cells[row] = template % tuple(scores)
     return [f"{names}\t{cell}\n" for names, cell in zip(genes, cells, strict=True)]
 
 
@@ -937,8 +939,7 @@ class RunFolder:
         self.write("test", state, **test, best_step=state.best["step"])
         self.event("finished", state)
         log.info(f"run       {self.path}, model of step {state.best['step']}")
-        result = f"loss {test['loss']:.4f}, {PEARSON.format(**test)}"
-        log.info(f"test      {result} ({test['n']:,} samples)")
+        log.info(f"test      {result_text(test)} ({test['n']:,} samples)")
         command = f"python -m tests.check test {shlex.quote(str(self.path))}"
         log.info(f"test      intervals, groups of rows and a plot: {command}")
 

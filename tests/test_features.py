@@ -104,7 +104,7 @@ def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path)
         model = build_model(changed, tables, additive_baseline(tables)).eval()
         for parameter in model.parameters():  # some parts start at zero
             torch.nn.init.normal_(parameter)
-        model.local_readout.effect.data.zero_()  # the additive baseline's
+        model.additive.effect.data.zero_()  # the additive baseline's
         d, e = model(graph, batch)
         assert d.isclose(e) == (not embedding)
 

@@ -18,6 +18,7 @@ from tests.tools.syncs import CountSynchronisations
 
 NUM_NODES, NUM_FEATURES = 12, 3
 SETS = [[0, 3], [], [5], [8, 1], [2, 0, 7, 1, 11]]  # ragged; node 10 has no edge
+TARGETS = [5, 0, 10, 8, 2, 6]  # the nodes of the scores for the readout `nodes`
 
 
 @pytest.fixture
@@ -41,7 +42,9 @@ def make_batch(shared: SharedGraph, sets: list[list[int]], planner: ReachPlanner
 def make_model(dtype: torch.dtype = torch.float32, **options) -> KnockoutGNN:
     torch.manual_seed(0)
     config = ModelConfig(**{"hidden": 8, "layers": 2, "dropout": 0.0, **options})
-    model = KnockoutGNN(config, NUM_NODES, 3, NUM_FEATURES, y_offset=[0.3], y_std=[2.0]).to(dtype)
+    num_targets = len(TARGETS) if config.readout == "nodes" else 1
+    scale = {"y_offset": [0.3] * num_targets, "y_std": [2.0] * num_targets}
+    model = KnockoutGNN(config, NUM_NODES, 3, NUM_FEATURES, **scale, target_nodes=torch.tensor(TARGETS)).to(dtype)
     for parameter in model.parameters():  # parts that are initialised to zero would hide errors
         torch.nn.init.normal_(parameter, std=0.3)
     return model
@@ -51,11 +54,12 @@ def outputs_and_gradients(model: KnockoutGNN, shared: SharedGraph, batch: Data) 
     """Returns the predictions [B], and the gradient of all parameters as one vector."""
     prediction = model(shared, batch)
     (prediction - batch.y).square().sum().backward()
-    return prediction.detach(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return prediction.detach(), torch.cat([parameter.grad.flatten() for parameter in trained])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("readout", ["both", "local", "global"])
+@pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
 @pytest.mark.parametrize(("layers", "embedding"), [(1, True), (2, True), (2, False), (3, True)])
 def test_shared_and_expanded_routes_agree_in_outputs_and_gradients(
     shared, dtype, tolerance, readout, layers, embedding
@@ -85,13 +89,15 @@ def limited_planner(monkeypatch) -> Callable[..., ReachPlanner]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("layers", [1, 2, 3, 4])
-def test_reached_states_give_what_masked_copies_give(shared, set_block, limited_planner, dtype, tolerance, layers):
+@pytest.mark.parametrize(("layers", "readout"), [(1, "both"), (2, "both"), (3, "both"), (4, "both"), (3, "nodes")])
+def test_reached_states_give_what_masked_copies_give(
+    shared, set_block, limited_planner, dtype, tolerance, layers, readout
+):
     """For all layers, for the first one, and where blocks of a batch are planned for different numbers of layers."""
     shared, everything = shared.to(dtype), list(range(NUM_NODES))
     sets = [*SETS, [10], everything, *([node] for node in range(NUM_NODES)), [0, 10], []]
     reference = outputs_and_gradients(
-        make_model(dtype, layers=layers, message_passing="expanded"), shared, make_batch(shared, sets)
+        make_model(dtype, layers=layers, readout=readout, message_passing="expanded"), shared, make_batch(shared, sets)
     )
     set_block(2)
     mixed = False
@@ -100,7 +106,7 @@ def test_reached_states_give_what_masked_copies_give(shared, set_block, limited_
         depths = {len(block.layers) for block in batch.reach}
         mixed |= len(depths) > 1
         assert max_edges == 30 or depths == {depth}
-        model = make_model(dtype, layers=layers, checkpointing=checkpointing).train()
+        model = make_model(dtype, layers=layers, readout=readout, checkpointing=checkpointing).train()
         for ours, expected in zip(outputs_and_gradients(model, shared, batch), reference, strict=True):
             assert (ours - expected).norm() <= tolerance * expected.norm(), (depth, max_edges)
     assert mixed
@@ -234,7 +240,8 @@ def test_training_hides_what_nodes_know_of_themselves_and_prediction_does_not(sh
     model.unseen = 1.0
     hidden, shown = model.train()(shared, batch), model.eval()(shared, batch)
     with torch.no_grad():
-        model.local_readout.effect.add_(1.0)
+        model.additive.effect[:-1].add_(1.0)
+        model.additive.slope.add_(1.0)
         model.identity.add_(torch.randn(model.identity.shape))
     assert model.train()(shared, batch).equal(hidden)
     assert not model.eval()(shared, batch).isclose(shown).any()
@@ -247,7 +254,7 @@ def test_dropout_does_not_look_like_a_knock_out(shared):
     """Both passes drop the same channels, so a sample without knock-outs does not differ from the wild type."""
     model = make_model(readout="global", dropout=0.5).train()
     pooled = []
-    model.global_readout.register_forward_pre_hook(lambda head, inputs: pooled.append(inputs[0]))
+    model.change_readout.head.register_forward_pre_hook(lambda head, inputs: pooled.append(inputs[0]))
     model(shared, make_batch(shared, [[], [0]]))
     assert pooled[0][0].abs().max() < 1e-5 < pooled[0][1].abs().max()
     first, second = (model(shared, make_batch(shared, [[0]])) for _ in range(2))
@@ -258,9 +265,9 @@ def test_the_global_readout_starts_at_zero_and_is_trained(shared):
     """It adds nothing to the local readout at first, but gets a gradient from the first step on."""
     torch.manual_seed(0)
     model = KnockoutGNN(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, num_relations=3)
-    batch, last = make_batch(shared, SETS), model.global_readout[-1]
+    batch, last = make_batch(shared, SETS), model.change_readout.head[-1]
     added = []
-    model.global_readout.register_forward_hook(lambda readout, inputs, output: added.append(output))
+    model.change_readout.register_forward_hook(lambda readout, inputs, output: added.append(output))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     (model(shared, batch) - batch.y).square().sum().backward()
     assert (added[0] == 0).all() and last.weight.grad.abs().max() > 0
@@ -289,10 +296,32 @@ def test_checkpointing_saves_memory_and_changes_nothing(shared, set_block, route
 
 def test_every_parameter_is_used(shared):
     """DDP waits for the gradient of every parameter, even for a batch of nothing but padding."""
-    for readout, sets in itertools.product(["both", "local", "global"], [SETS, [[]]]):
+    for readout, sets in itertools.product(["both", "local", "global", "nodes"], [SETS, [[]]]):
         model = make_model(readout=readout)
         model(shared, make_batch(shared, sets)).sum().backward()
-        assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert [name for name, parameter in trained.items() if parameter.grad is None] == []
+        fixed = {"additive.slope", "additive.effect"} if readout == "nodes" else set()
+        assert {name for name, _ in model.named_parameters()} - trained.keys() == fixed
+
+
+def test_an_effect_on_a_node_comes_from_the_change_of_its_own_state(shared):
+    """Beyond the additive part, nothing changes where no state does; a target that is knocked out has its own part."""
+    model = make_model(readout="nodes", layers=1).double()
+    shared = shared.double()
+    sets = [[], [10], [0], [5, 8]]
+    batch = make_batch(shared, sets)
+    additive = model.y_offset + model.y_std * model.additive(*torch.ones(2, NUM_NODES).bool(), batch)
+    effects = model(shared, batch) - additive
+    source, target = shared.edge_index
+    for sample, nodes in enumerate(sets):
+        reached = set(target[torch.isin(source, torch.tensor(nodes))].tolist()) | set(nodes)
+        for t, node in enumerate(TARGETS):
+            assert (effects[sample, t].abs() > 1e-6) == (node in reached), (nodes, node)
+    model.change_readout.dead.bias.data += 1.0
+    changed = (model(shared, batch) - additive - effects) / model.y_std
+    expected = [[float(node in nodes) for node in TARGETS] for nodes in sets]
+    torch.testing.assert_close(changed, torch.tensor(expected).double())
 
 
 def test_predictions_are_in_units_of_y_and_checkpoints_hold_the_scale(shared):

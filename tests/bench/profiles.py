@@ -157,8 +157,7 @@ class Paths:
             index = tables.edge_index.flip(0)[:, chosen]
             matrix = torch.sparse_coo_tensor(index, value[chosen], size, check_invariants=False)
             self.matrices.append(matrix.coalesce())
-        number = {name: node for node, name in enumerate(tables.genes)}
-        self.target = torch.tensor([number[name] for name in tables.targets])
+        self.target = tables.target_nodes()
         self.sum_training_rows()
 
     def features(self, rows: Tensor) -> Tensor:

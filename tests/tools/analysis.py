@@ -23,7 +23,6 @@ from ddp_setup import UserError
 MOST = 3  # of deletions and unseen genes; rows with more are counted with those
 CELLS = 10**8  # rows x targets x resamples of an interval, about, which takes half a minute
 SHOWN = 20  # targets printed at most
-TOP = 20  # targets of mse_top20; with more, a row is a profile
 POINTS = 2000  # in the plot at most
 SIZE = 400  # of the plot
 COLUMNS = {
@@ -161,35 +160,23 @@ def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = 
 def summary(
     y: Tensor, prediction: Tensor, baseline: Tensor, loss: str, threshold: float | None, resamples: int
 ) -> dict:
-    """Returns the number of rows, the means over targets of `target_figures`, `gain`, and `profile_figures`.
+    """Returns the number of rows, the means over targets of `target_figures`, and `gain`.
 
-    `gain` is the 95 % interval of Pearson's r less the baseline's.
+    That is the 95 % interval of Pearson's r less the baseline's. Of profiles, also `train.profile_metrics`, the 95 %
+    interval of Pearson's r over the targets of a row less the baseline's, and quartiles over the targets.
     """
     each = target_figures(y, prediction, baseline, loss, threshold)
     means = {name: values.nanmean().item() for name, values in each.items()}
     gains = resampled_pearson(y, prediction, resamples) - resampled_pearson(y, baseline, resamples)
     result = {"n": len(y), **means, "gain": interval(gains)}
-    if y.size(1) > TOP:
+    if y.size(1) > train.PROFILE:
         quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
         for name in ("pearson", "baseline_pearson"):
             result[f"{name}_quartiles"] = each[name].nanquantile(quartiles).tolist()
-        result |= profile_figures(y, prediction, baseline, resamples)
+        result |= train.profile_metrics(y, prediction, baseline)
+        row_gains = pearson_of_rows(y, prediction) - pearson_of_rows(y, baseline)
+        result["row_gain"] = interval(resampled_mean(row_gains, resamples))
     return result
-
-
-def profile_figures(y: Tensor, prediction: Tensor, baseline: Tensor, resamples: int) -> dict:
-    """Returns Pearson's r over the targets of a row as the mean over rows, the baseline's, the 95 % interval of the
-    difference, and the mean squared error over the targets of each row whose scores are the largest, up or down."""
-    r = pearson_of_rows(y, prediction)
-    baseline_r = pearson_of_rows(y, baseline)
-    largest = y.abs().nan_to_num(-1.0).topk(TOP, dim=1).indices
-    error = (prediction - y).square().gather(1, largest)  # nan for a missing score
-    return {
-        "row_pearson": r.nanmean().item(),
-        "baseline_row_pearson": baseline_r.nanmean().item(),
-        "row_gain": interval(resampled_mean(r - baseline_r, resamples)),
-        "mse_top20": error.nanmean(dim=1).nanmean().item(),
-    }
 
 
 def target_figures(
@@ -216,8 +203,34 @@ def figures(y: Tensor, prediction: Tensor) -> dict[str, Tensor]:
         "mse": mse,
         "r2": (1 - mse / std.square()).where(~r.isnan(), math.nan),
         "pearson": r,
-        "spearman": train.pearson(train.rank(y), train.rank(as_ranked(y, prediction))),
+        "spearman": train.pearson(rank(y), rank(as_ranked(y, prediction))),
     }
+
+
+def rank(values: Tensor) -> Tensor:
+    """Returns ranks from 1 among each target's values [n, T], float64; equal ones share the mean.
+
+    A nan takes no rank and stays.
+    """
+    columns = values.T.nan_to_num(math.inf).contiguous()  # nan comes last
+    ordered, order = columns.sort(dim=1)
+    smaller = torch.searchsorted(ordered, ordered)
+    not_larger = torch.searchsorted(ordered, ordered, right=True)
+    of_ordered = (smaller + not_larger + 1).double() / 2
+    ranks = torch.empty_like(of_ordered).scatter(1, order, of_ordered).T
+    return ranks.where(~values.isnan(), math.nan)
+
+
+def auroc(positive: Tensor, ranks: Tensor) -> Tensor:
+    """Returns the AUROC of finding each target's `positive` rows, [n, T], by their ranks, [T].
+
+    The most certain row has the highest rank. A nan rank is no row; it is nan without two classes.
+    """
+    num_positive = positive.sum(dim=0)
+    num_negative = (~ranks.isnan()).sum(dim=0) - num_positive
+    mean_rank = ranks.where(positive, math.nan).nanmean(dim=0)
+    negatives_below = mean_rank - (num_positive + 1) / 2
+    return negatives_below / num_negative
 
 
 def pearson_of_rows(y: Tensor, prediction: Tensor) -> Tensor:
@@ -235,7 +248,7 @@ def detection(positive: Tensor, certainty: Tensor) -> dict[str, Tensor]:
     found = at_least_as_certain(certainty, positive)
     precision = found / at_least_as_certain(certainty, ~certainty.isnan())
     return {
-        "auroc": train.auroc(positive, train.rank(certainty)),
+        "auroc": auroc(positive, rank(certainty)),
         "average_precision": precision.where(positive, math.nan).nanmean(dim=0),
     }
 
