@@ -300,6 +300,20 @@ def test_figures_of_profiles_equal_their_definitions():
     assert "row_pearson" in found["by_unseen"]["0"] and "row_pearson" not in analyse(make_rows(30, 20))
 
 
+def test_the_interval_of_profiles_holds_the_difference_though_few_rows_change_a_score():
+    signal = torch.zeros(60, 60, dtype=torch.float64)
+    signal[range(60), range(60)] = 3.0  # each row changes a score of its own
+    rows = Predictions(["A"] * 60, torch.zeros(60).long(), [f"t{t}" for t in range(60)], *[signal] * 3)
+    rows.y = signal + 0.5 * normal(60, 60)
+    rows.baseline = normal(60, 60, seed=1)
+    result = analyse(rows)
+    low, high = result["gain"]
+    gain = result["pearson"] - result["baseline_pearson"]
+    assert low < gain < high < 1
+    gains = resampled_pearson(rows.y, rows.prediction, 100) - resampled_pearson(rows.y, rows.baseline, 100)
+    assert gains.quantile(0.975) < gain  # as resamples lack some of these rows
+
+
 def test_a_resampled_mean_is_of_the_rows_of_a_resampled_pearson():
     values = normal(50)
     values[10:15] = math.nan

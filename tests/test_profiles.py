@@ -206,6 +206,8 @@ def test_the_study_has_a_table_of_genes_and_one_of_profiles(tmp_path, monkeypatc
     assert ceiling["mean"] == ceiling["random:0"] == pytest.approx(expected, abs=0.01)  # scores have three decimals
     assert ceiling["2.5 %"] < ceiling["difference"] == pytest.approx(ceiling["mean"] - best["mean"])
     assert {"row validation", "row Pearson"} <= each_row[0].keys()
+    for row in itertools.chain(*study.values()):
+        assert row["2.5 %"] <= row["difference"] + 1e-9 and row["difference"] <= row["97.5 %"] + 1e-9
     assert "of profiles" in capsys.readouterr().err
 
 

@@ -40,7 +40,14 @@ from tests.bench import report
 from tests.bench.baselines import BASELINES, Problem
 from tests.bench.profiles import RIVALS, Profiles, are_profiles
 from tests.bench.synthetic import PRESETS, generate, write
-from tests.tools.analysis import interval, number_of_resamples, pearson_of_rows, resampled_mean, resampled_pearson
+from tests.tools.analysis import (
+    centred,
+    interval,
+    number_of_resamples,
+    pearson_of_rows,
+    resampled_mean,
+    resampled_pearson,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("data.py", "ddp_setup.py", "mask.py", "model.py", "train.py")
@@ -163,6 +170,10 @@ def summary(kind: str, splits: dict[str, dict[str, dict]], measure: str = "Pears
     resamples = number_of_resamples(max(rows * scores for rows, scores in sizes))
     gains = [resample(results, names.index(best), resamples) for results in splits.values()]
     gains = torch.stack(gains)  # [splits, resamples, names]
+    if sizes[0][1] > 1:
+        estimates = torch.stack([of_splits(name, measure) for name in names], dim=1)  # [splits, names]
+        estimates = estimates - estimates[:, names.index(best)].unsqueeze(1)
+        gains = centred(gains.transpose(0, 1), estimates).transpose(0, 1)
     means, each = [], []
     for k, name in enumerate(names):
         tests = of_splits(name, measure)
