@@ -211,6 +211,18 @@ def test_the_study_has_a_table_of_genes_and_one_of_profiles(tmp_path, monkeypatc
     assert "of profiles" in capsys.readouterr().err
 
 
+def test_intervals_of_the_study_hold_the_difference_though_few_rows_change_a_score():
+    """A resample without the row that changes a score has nothing to find there."""
+    signal = 3 * torch.eye(60, dtype=torch.float64)
+    noise = torch.randn(2, 60, 60, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tables = replace(make_tables(), y=signal + 0.5 * noise[0], split=torch.tensor([1, 2]).repeat_interleave(30).char())
+    predictions = {"mean profile": noise[1], "edge paths": signal}
+    results = {name: quality.result(tables, x) | {"seconds": 0.0} for name, x in predictions.items()}
+    means, _ = quality.summary("random", {"random:0": results}).values()
+    assert means[0]["2.5 %"] < means[0]["difference"] < means[0]["97.5 %"] < -0.2
+    assert means[1]["difference"] == 0
+
+
 def test_the_study_refuses_several_scores_that_are_no_profile(tmp_path, monkeypatch):
     tables = make_tables()
     tables.targets, tables.y = ["fitness", "size"], tables.y[:, :2]
