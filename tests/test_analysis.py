@@ -201,8 +201,11 @@ def test_groups_are_analysed_as_their_rows_alone():
 def test_many_scores_are_printed_in_part(capsys):
     lines = analysis.table(analyse(make_rows(50, analysis.SHOWN + 3)))
     assert sum(line.startswith("t") for line in lines) == analysis.SHOWN
-    assert lines[-1] == "and 3 more scores, which are in test.json"
-    assert len({len(line) for line in lines[:-1]}) == 1
+    *lines, more, quartiles, of_baseline = lines
+    assert more == "and 3 more scores, which are in test.json"
+    assert re.fullmatch(r"Pearson, quartiles over the scores: (0\.\d{4}(, |$)){3}", quartiles)
+    assert of_baseline.startswith("baseline, quartiles over the scores: ")
+    assert len({len(line) for line in lines}) == 1
 
 
 def test_undefined_figures_are_null_and_a_dash(tmp_path, monkeypatch, capsys):
@@ -272,6 +275,54 @@ def test_a_resample_of_one_row_has_no_pearson():
             expected = torch.corrcoef(torch.cat([y, prediction], dim=1)[rows].T)[0, 1]
             torch.testing.assert_close(r, expected)
     assert undefined > 10
+
+
+def test_figures_of_profiles_equal_their_definitions():
+    """The last row has two scores, which are among its twenty largest."""
+    rows = make_rows(30, 40)
+    rows.y[-1, 2:] = math.nan
+    found = analyse(rows)
+    r, baseline_r, errors = [], [], []
+    for y, prediction, baseline in zip(*(x.numpy() for x in (rows.y, rows.prediction, rows.baseline)), strict=True):
+        there = ~np.isnan(y)
+        y, prediction, baseline = (values[there] for values in (y, prediction, baseline))
+        r.append(np.corrcoef(y, prediction)[0, 1])
+        baseline_r.append(np.corrcoef(y, baseline)[0, 1])
+        largest = sorted(range(len(y)), key=lambda t: -abs(y[t]))[:20]
+        errors += list((y - prediction)[largest] ** 2)
+    assert found["row_pearson"] == pytest.approx(np.mean(r))
+    assert found["baseline_row_pearson"] == pytest.approx(np.mean(baseline_r))
+    assert found["mse_top20"] == pytest.approx(np.mean(errors))
+    each = [values["pearson"] for values in found["targets"].values()]
+    assert found["pearson_quartiles"] == pytest.approx(np.quantile(each, [0.25, 0.5, 0.75]))
+    low, high = found["row_gain"]
+    assert low < found["row_pearson"] - found["baseline_row_pearson"] < high
+    assert "row_pearson" in found["by_unseen"]["0"] and "row_pearson" not in analyse(make_rows(30, 20))
+
+
+def test_the_interval_of_profiles_holds_the_difference_though_few_rows_change_a_score():
+    signal = torch.zeros(60, 60, dtype=torch.float64)
+    signal[range(60), range(60)] = 3.0  # each row changes a score of its own
+    rows = Predictions(["A"] * 60, torch.zeros(60).long(), [f"t{t}" for t in range(60)], *[signal] * 3)
+    rows.y = signal + 0.5 * normal(60, 60)
+    rows.baseline = normal(60, 60, seed=1)
+    result = analyse(rows)
+    low, high = result["gain"]
+    gain = result["pearson"] - result["baseline_pearson"]
+    assert low < gain < high < 1
+    gains = resampled_pearson(rows.y, rows.prediction, 100) - resampled_pearson(rows.y, rows.baseline, 100)
+    assert gains.quantile(0.975) < gain  # as resamples lack some of these rows
+
+
+def test_a_resampled_mean_is_of_the_rows_of_a_resampled_pearson():
+    values = normal(50)
+    values[10:15] = math.nan
+    generator = torch.Generator().manual_seed(0)
+    found = analysis.resampled_mean(values, 70)
+    assert len(found) == 70
+    for mean in found:
+        rows = torch.randint(50, (50,), generator=generator)
+        torch.testing.assert_close(mean, values[rows].nanmean())
 
 
 def test_the_interval_of_the_gain_holds_the_difference():

@@ -1,9 +1,9 @@
 """Benchmarks: `python -m tests.bench.NAME [--json FILE]` prints Markdown tables.
 
-masks: the mask kernel. step: a training step against masked copies of the graph. program: train.py against a bare
-loop. growth: how the cost of a step grows with the problem. scaling: the speed-up from more processes. agreement: the
-cost of the ranks' agreement after each step. quality: predictions against what can be known without the model, whose
-baselines are in `baselines`. Contestants are timed in turn within one process, so that a slowdown of the machine
+masks: the mask kernel. step: a training step against masked copies of the graph. program: train.py against a bare loop.
+growth: how the cost of a step grows with the problem. scaling: the speed-up from more processes. agreement: the cost of
+the ranks' agreement after each step. quality: predictions against what can be known without the model, whose baselines
+are in `baselines` and `profiles`. Contestants are timed in turn within one process, so that a slowdown of the machine
 affects all of them; quote the ratios.
 """
 

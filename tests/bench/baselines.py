@@ -20,34 +20,17 @@ RANKS, PENALTIES = (2, 8, 32), (1.0, 3.0, 10.0, 30.0, 100.0)  # of the low-rank 
 TEMPERATURES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # of the graph neighbours
 
 
-class Problem:
-    """A split as the baselines read it: the K nodes are numbered from 0, pairs stand in both orders."""
+class KnockedOut:
+    """The K nodes that are knocked out, numbered from 0, and how alike they are in the graph."""
 
     def __init__(self, tables: Tables):
-        self.tables, self.num_rows, (self.y,) = tables, len(tables.y), tables.y.T  # one target
+        self.tables = tables
+        self.num_rows = len(tables.y)
         self.nodes, self.member = tables.perturbed.unique(return_inverse=True)  # [K]; [total], as tables.perturbed
-        self.row, self.train = tables.sample(), tables.split == data.SPLITS.index("train")  # [total], [n]
-        baseline = data.additive_baseline(tables)
-        self.additive = baseline.prediction.squeeze(1)  # [n]
-        self.residual = self.y - self.additive
-        self.effect = baseline.effect[self.nodes, 0]  # [K], beyond what every node has
+        self.row = tables.sample()  # [total]
+        self.train = tables.is_in("train")  # [n]
         self.seen = torch.zeros(len(self.nodes), dtype=torch.bool)  # [K], in a training row
         self.seen[self.member[self.train[self.row]]] = True
-        pairs = [torch.empty(3, 0, dtype=torch.long)]
-        for k in range(1, int(tables.perturbed_ptr.diff().max())):  # k positions apart in a row
-            i, j, row = self.member[:-k], self.member[k:], self.row[:-k]
-            pairs += [torch.stack([i, j, row])[:, row == self.row[k:]]]
-        self.pairs = torch.cat([*pairs, *(part[[1, 0, 2]] for part in pairs)], dim=1)  # [3, q]: i, j, row
-        self.train_pairs = self.pairs[:, self.train[self.pairs[2]]]
-
-    def add(self, row: Tensor, values: Tensor) -> Tensor:
-        """Returns the sum of the values of each row, [n]."""
-        return values.new_zeros(self.num_rows).index_add(0, row, values)
-
-    def best(self, predictions: Iterable[Tensor]) -> Tensor:
-        """Returns the prediction [n] with the least squared error on the validation rows."""
-        rows = self.tables.rows("val")
-        return min(predictions, key=lambda prediction: (prediction - self.y)[rows].square().mean().item())
 
     @cached_property
     def cosine(self) -> Tensor:
@@ -77,8 +60,36 @@ class Problem:
         `neighbours`."""
         share = (self.cosine[~self.seen] / temperature).softmax(1) * self.seen
         values = values.clone()
-        values[~self.seen] = share / share.sum(1, keepdim=True) @ values
+        share = share / share.sum(1, keepdim=True)
+        values[~self.seen] = share.to(values.dtype) @ values
         return values
+
+
+class Problem(KnockedOut):
+    """A split with one target as the baselines read it: pairs stand in both orders."""
+
+    def __init__(self, tables: Tables):
+        super().__init__(tables)
+        (self.y,) = tables.y.T  # one target
+        baseline = data.additive_baseline(tables)
+        self.additive = baseline.prediction.squeeze(1)  # [n]
+        self.residual = self.y - self.additive
+        self.effect = baseline.effect[self.nodes, 0]  # [K], beyond what every node has
+        pairs = [torch.empty(3, 0, dtype=torch.long)]
+        for k in range(1, int(tables.perturbed_ptr.diff().max())):  # k positions apart in a row
+            i, j, row = self.member[:-k], self.member[k:], self.row[:-k]
+            pairs += [torch.stack([i, j, row])[:, row == self.row[k:]]]
+        self.pairs = torch.cat([*pairs, *(part[[1, 0, 2]] for part in pairs)], dim=1)  # [3, q]: i, j, row
+        self.train_pairs = self.pairs[:, self.train[self.pairs[2]]]
+
+    def add(self, row: Tensor, values: Tensor) -> Tensor:
+        """Returns the sum of the values of each row, [n]."""
+        return values.new_zeros(self.num_rows).index_add(0, row, values)
+
+    def best(self, predictions: Iterable[Tensor]) -> Tensor:
+        """Returns the prediction [n] with the least squared error on the validation rows."""
+        rows = self.tables.rows("val")
+        return min(predictions, key=lambda prediction: (prediction - self.y)[rows].square().mean().item())
 
     def unseen_effects(self, temperature: float) -> Tensor:
         """Returns what the imputed effects of such nodes, which the ridge takes to be 0, add to each row, [n]."""

@@ -2,11 +2,13 @@
 
     python -m tests.bench.quality [--config FILE] [--preset NAME] [--splits random:0 ...] [section.key=value ...]
 
-The rivals are those of `tests.bench.baselines`. Variants of our model are trained by train.py with the given options:
-`local`, `global` and `both` name model.readout; `permuted` and `random` keep the options' readout, on a graph in which
-the genes' names are permuted, so that it says nothing, and with random vectors in place of data.features. All settings
-are chosen on validation rows, and so is the best baseline of each kind of split, to which the others are compared by a
-paired bootstrap over the test rows. Splits by nodes hold out a fifth of the nodes unless data.test_fraction is given.
+The rivals are those of `tests.bench.baselines`, or, if the scores are named after nodes of the graph, of
+`tests.bench.profiles`. Variants of our model are trained by train.py with the given options: `local`, `global`, `both`
+and `nodes` name model.readout; `permuted` and `random` keep the options' readout, on a graph in which the genes' names
+are permuted, so that it says nothing, and with random vectors in place of data.features. All settings are chosen on
+validation rows, and so is the best baseline of each kind of split, to which the others are compared by a paired
+bootstrap over the test rows. Pearson's r is over the rows, as the mean over the scores; of profiles, the same over the
+scores of each row stands beside it. Splits by nodes hold out a fifth of the nodes unless data.test_fraction is given.
 With `--preset`, the tables are those of `tests.bench.synthetic`, and their scores without noise are a contestant, the
 noise ceiling, which no model can beat.
 After an interruption, the same command resumes the study: runs in `--dir` are kept as long as their options, their data
@@ -36,12 +38,21 @@ from data import DataError, KnockoutDataset
 from ddp_setup import Distributed, UserError, setup
 from tests.bench import report
 from tests.bench.baselines import BASELINES, Problem
+from tests.bench.profiles import RIVALS, Profiles, are_profiles
 from tests.bench.synthetic import PRESETS, generate, write
-from tests.tools.analysis import figures, interval, resampled_pearson
+from tests.tools.analysis import (
+    centred,
+    interval,
+    number_of_resamples,
+    pearson_of_rows,
+    resampled_mean,
+    resampled_pearson,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("data.py", "ddp_setup.py", "mask.py", "model.py", "train.py")
-MODELS = ("local", "global", "both", "permuted", "random")
+MODELS = ("local", "global", "both", "permuted", "random")  # of tables with one score
+PROFILE_MODELS = ("nodes", "permuted", "random")
 CEILING = "noise ceiling"
 SPLITS = [f"{kind}:{seed}" for kind in ("random", "nodes") for seed in range(3)]
 
@@ -61,7 +72,10 @@ def main() -> None:
     kinds = dict.fromkeys(split.partition(":")[0] for split in options.splits)
     tables = {}
     for kind in kinds:
-        tables |= summary(kind, {s: r for s, r in zip(options.splits, results, strict=True) if s.startswith(kind)})
+        of_kind = {s: r for s, r in zip(options.splits, results, strict=True) if s.startswith(kind)}
+        for measure in MEASURES:
+            if all(measure in figures for figures in results[0].values()):
+                tables |= summary(kind, of_kind, measure)
     report(tables, env.device, options.json)
 
 
@@ -71,7 +85,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", help="options of train.py (default: config.yaml)")
     parser.add_argument("--preset", choices=PRESETS, help="read these synthetic tables, and show their noise ceiling")
     parser.add_argument("--splits", nargs="+", default=SPLITS, metavar="KIND:SEED", help="default: " + " ".join(SPLITS))
-    parser.add_argument("--models", nargs="*", choices=MODELS, help="variants of ours (default: all that apply)")
+    parser.add_argument(
+        "--models", nargs="*", choices=[*MODELS, "nodes"], help="variants of ours (default: all that apply)"
+    )
     parser.add_argument("--dir", type=Path, default=Path("runs/quality"), help="of the runs (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the tables to this file")
     options = parser.parse_args([argument for argument in arguments if argument not in overrides])
@@ -94,61 +110,87 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
     overrides = ["data.test_fraction=0.2"] * (kind == "nodes") + options.overrides
     overrides += [f"data.split={kind}", f"data.split_seed={seed}"]
     tables = data.load(load_config(options.config, overrides).data)
-    val, test = (tables.rows(part) for part in ("val", "test"))
-    problem, y, results = Problem(tables), tables.y, {}
-    models = [name for name in MODELS if name != "random" or tables.features is not None]
-    models = models if options.models is None else options.models
+    is_profile = are_profiles(tables)
+    if tables.y.size(1) > 1 and not is_profile:
+        raise UserError("tests.bench.quality takes one score, or scores that are named after nodes of the graph")
+    rivals = RIVALS if is_profile else BASELINES
+    problem = Profiles(tables) if is_profile else Problem(tables)
+    models = options.models
+    if models is None:
+        models = PROFILE_MODELS if is_profile else MODELS
+        models = [name for name in models if name != "random" or tables.features is not None]
     ceiling = [] if options.signal is None else [CEILING]
-    for name in [*BASELINES, *(f"ours, {variant}" for variant in models), *ceiling]:
+    results = {}
+    for name in [*rivals, *(f"ours, {variant}" for variant in models), *ceiling]:
         start = time.perf_counter()
         if name == CEILING:
             prediction, seconds = options.signal, 0.0
-        elif name in BASELINES:
-            prediction = BASELINES[name](problem)
+        elif name in rivals:
+            prediction = rivals[name](problem)
             seconds = time.perf_counter() - start
         else:
             prediction, seconds = ours(name.removeprefix("ours, "), overrides, options, env)
-        prediction = prediction.unsqueeze(1)
-        on_test = figures(y[test], prediction[test])
-        results[name] = {
-            "validation": figures(y[val], prediction[val])["pearson"].item(),
-            "Pearson": on_test["pearson"].item(),
-            "MSE": on_test["mse"].item(),
-            "seconds": round(seconds, 2),
-            "y": y[test],
-            "prediction": prediction[test],
-        }
+        results[name] = result(tables, prediction.view_as(tables.y)) | {"seconds": round(seconds, 2)}
         line = "{validation:.4f} on validation rows, {Pearson:.4f} on test rows, {seconds:,.1f} s"
+        if is_profile:
+            line += "; of profiles {row validation:.4f} and {row Pearson:.4f}"
         print(f"{split}  {name}: Pearson {line.format(**results[name])}", file=sys.stderr, flush=True)
     return results
 
 
-def summary(kind: str, splits: dict[str, dict[str, dict]]) -> dict[str, list[dict]]:
+def result(tables: data.Tables, prediction: Tensor) -> dict:
+    """Returns the figures of predictions [n, T], and the test rows that they are from."""
+    val, test = tables.rows("val"), tables.rows("test")
+    y = tables.y[test]
+    values = {
+        "validation": train.pearson(tables.y[val], prediction[val]).nanmean().item(),
+        "Pearson": train.pearson(y, prediction[test]).nanmean().item(),
+        "MSE": train.mean_present((prediction[test] - y).square(), y).nanmean().item(),
+        "y": y,
+        "prediction": prediction[test],
+    }
+    if tables.y.size(1) > 1:
+        values["row validation"] = pearson_of_rows(tables.y[val], prediction[val]).nanmean().item()
+        values["rows"] = pearson_of_rows(y, prediction[test])
+        values["row Pearson"] = values["rows"].nanmean().item()
+    return values
+
+
+def summary(kind: str, splits: dict[str, dict[str, dict]], measure: str = "Pearson") -> dict[str, list[dict]]:
     """Returns {title: rows} of two tables, means over the splits of a kind and figures of each split."""
 
     def of_splits(name: str, key: str) -> Tensor:
         return torch.tensor([results[name][key] for results in splits.values()], dtype=torch.float64)
 
+    validation, resample, over = MEASURES[measure]
     names = list(next(iter(splits.values())))
-    best = max(BASELINES, key=lambda name: of_splits(name, "validation").mean().nan_to_num(-2.0).item())
-    gains = torch.stack([bootstrap(results, names.index(best)) for results in splits.values()])  # [splits, 1000, names]
+    rivals = [name for name in names if name != CEILING and not name.startswith("ours, ")]
+    best = max(rivals, key=lambda name: of_splits(name, validation).mean().nan_to_num(-2.0).item())
+    sizes = [results[best]["y"].shape for results in splits.values()]
+    resamples = number_of_resamples(max(rows * scores for rows, scores in sizes))
+    gains = [resample(results, names.index(best), resamples) for results in splits.values()]
+    gains = torch.stack(gains)  # [splits, resamples, names]
+    if sizes[0][1] > 1:
+        estimates = torch.stack([of_splits(name, measure) for name in names], dim=1)  # [splits, names]
+        estimates = estimates - estimates[:, names.index(best)].unsqueeze(1)
+        gains = centred(gains.transpose(0, 1), estimates).transpose(0, 1)
     means, each = [], []
     for k, name in enumerate(names):
-        tests = of_splits(name, "Pearson")
+        tests = of_splits(name, measure)
         row = {"contestant": name} | dict(zip(splits, tests.tolist(), strict=True))
         row |= {"mean": tests.mean(), "spread": tests.std() if len(tests) > 1 else math.nan}
-        row |= {"MSE": of_splits(name, "MSE").mean(), **difference(tests - of_splits(best, "Pearson"), gains[:, :, k])}
+        row |= {"MSE": of_splits(name, "MSE").mean(), **difference(tests - of_splits(best, measure), gains[:, :, k])}
         means.append(row | {"seconds": of_splits(name, "seconds").mean()})
         for s, (split, results) in enumerate(splits.items()):
-            row = {key: results[name][key] for key in ("validation", "Pearson", "MSE")}
-            gain = difference(tests[s : s + 1] - of_splits(best, "Pearson")[s], gains[s : s + 1, :, k])
+            row = {key: results[name][key] for key in (validation, measure, "MSE")}
+            gain = difference(tests[s : s + 1] - of_splits(best, measure)[s], gains[s : s + 1, :, k])
             each.append({"split": split, "contestant": name, **row, **gain, "seconds": results[name]["seconds"]})
     each.sort(key=lambda row: list(splits).index(row["split"]))
-    count = " + ".join(f"{len(results[best]['y']):,}" for results in splits.values())
-    title = f"Splits by {kind}: Pearson on {count} test rows, mean and spread over splits, difference to '{best}'"
+    count = " + ".join(f"{rows:,}" for rows, _ in sizes)
+    title = f"Splits by {kind}: Pearson {over}{count} test rows, mean and spread over splits, difference to '{best}'"
     return {
         heading: [{key: clean(value) for key, value in row.items()} for row in rows]
-        for heading, rows in ((title, means), (f"Each split by {kind}", each))
+        for heading, rows in ((title, means), (f"Each split by {kind}: Pearson {over}{count} test rows", each))
     }
 
 
@@ -173,9 +215,23 @@ def bootstrap(results: dict[str, dict], best: int, resamples: int = 1000) -> Ten
     return correlation - correlation[:, best : best + 1]
 
 
+def bootstrap_rows(results: dict[str, dict], best: int, resamples: int = 1000) -> Tensor:
+    """Returns the same of the Pearson of each row, averaged over the rows."""
+    each = [resampled_mean(result["rows"], resamples) for result in results.values()]
+    correlation = torch.stack(each, dim=1)
+    return correlation - correlation[:, best : best + 1]
+
+
+# By name of a figure: that of validation rows, what resamples its difference, and what it is over.
+MEASURES = {
+    "Pearson": ("validation", bootstrap, "on "),
+    "row Pearson": ("row validation", bootstrap_rows, "over the scores of each of "),
+}
+
+
 # ---- Our model ------------------------------------------------------------------------------------------------------
 def ours(name: str, overrides: list[str], options: argparse.Namespace, env: Distributed) -> tuple[Tensor, float]:
-    """Trains a variant of the model, or resumes or finds its run; returns its predictions [n] and the seconds spent."""
+    """Trains a variant of the model, or resumes or finds its run; returns its predictions [n, T] and the seconds."""
     if name == "permuted":
         overrides = [*overrides, *permute_names(load_config(options.config, overrides), options.dir)]
     elif name == "random":
@@ -209,8 +265,8 @@ def ours(name: str, overrides: list[str], options: argparse.Namespace, env: Dist
     graph, planner, _ = train.build_graph(config, tables, env, torch.float32)
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree, transform=planner)
     rows = torch.cat([tables.rows("val"), tables.rows("test")])
-    prediction = torch.zeros_like(tables.y[:, 0])
-    prediction[rows] = train.predict_rows(model.to(env.device), graph, dataset, rows, config, env).squeeze(1)
+    prediction = torch.zeros_like(tables.y)
+    prediction[rows] = train.predict_rows(model.to(env.device), graph, dataset, rows, config, env)
     sessions = [(a["time"], b["time"]) for a, b in pairwise(events) if b["event"] in ("stopped", "finished")]
     return prediction, sum(end - start for start, end in sessions)  # of killed sessions the end is not known
 

@@ -1,15 +1,17 @@
 """Tables drawn at random, whose scores depend on the graph in a known way: `tests/example`, and larger ones.
 
-    python -m tests.bench.synthetic small|yeast|network FOLDER
+    python -m tests.bench.synthetic small|yeast|network|expression FOLDER
 
 writes `edges.tsv` and `scores.tsv` into FOLDER and prints the options of train.py that name them. The graph has hubs
 and modules, and a sample knocks out a few nodes that are often related. A score of `small`, which is tests/example, or
 of `yeast`, whose graph has the size of the real one, is a sum of effects of single nodes, of pairs within a module, and
-of short paths between the nodes. A score of `network` is what is lost when failures spread along edges. Noise is added
-to all of them.
+of short paths between the nodes. A score of `network` is what is lost when failures spread along edges. A sample of
+`expression` has a score for each node, its profile: what the knock-outs do to the nodes within two edges. Noise is
+added to all of them.
 """
 
 import argparse
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +34,7 @@ class Preset:
     num_samples: int
     deletions: tuple[int, int]  # the smallest and largest number of knock-outs in a sample
     rounds: int = 0  # of failures that spread along edges and make the scores: `failure_losses`
+    num_doubles: int | None = None  # samples of two nodes, each knocked out alone in another; y are then profiles
 
 
 PRESETS = {
@@ -67,15 +70,27 @@ PRESETS = {
         deletions=(1, 3),
         rounds=3,
     ),
+    "expression": Preset(
+        num_nodes=6000,
+        num_edges={"activates": 20_000, "represses": 20_000, "binds": 20_000},
+        num_modules=1,
+        num_samples=1484,
+        deletions=(1, 2),
+        num_doubles=100,
+    ),
 }
+REGULATION = {"activates": -1.0, "represses": 0.8, "binds": -0.2}  # what the loss of its source does to a target
 
 
 def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
-    """Returns tables without a split, and their scores without noise, float64 [n].
+    """Returns tables without a split, and their scores without noise, float64 [n], or [n, N] if they are profiles.
 
-    With `preset.rounds`, a score is the sample's `failure_losses` and noise, else its `interaction_scores` and noise.
+    With `preset.num_doubles`, they are those of `expression_tables`. With `preset.rounds`, a score is the sample's
+    `failure_losses` and noise, else its `interaction_scores` and noise.
     """
     draw = Draw(preset, seed)
+    if preset.num_doubles is not None:
+        return expression_tables(draw, preset)
     n, num_samples = preset.num_nodes, preset.num_samples
     edge_indices = {relation: draw.edges(count) for relation, count in preset.num_edges.items()}
     physical = to_undirected(edge_indices["physical"], num_nodes=n)  # sorted by source
@@ -109,13 +124,14 @@ def build_graph(name: str, share: float = 1.0) -> HeteroData:
     """Returns a graph with the shape of the preset `name` and `share` times its edges."""
     preset = PRESETS[name]
     edges = {relation: max(1, round(count * share)) for relation, count in preset.num_edges.items()}
-    return synthetic_tables(replace(preset, num_edges=edges, num_samples=100)).graph()
+    return synthetic_tables(replace(preset, num_edges=edges, num_samples=200)).graph()
 
 
 def write(tables: Tables, folder: Path) -> list[str]:
     """Writes `edges.tsv` and `scores.tsv`, and returns the options of train.py that name them.
 
-    With 11 digits of each score, a run on `small` is bit for bit that on the scores as they were drawn.
+    With 11 digits of each score, a run on `small` is bit for bit that on the scores as they were drawn. Those of
+    profiles, which are millions, have three decimals.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "edges.tsv").open("w") as file:
@@ -124,11 +140,14 @@ def write(tables: Tables, folder: Path) -> list[str]:
             names = (tables.genes[source], tables.genes[target], tables.relations[relation])
             file.write("\t".join(names) + "\n")
     sets = tables.perturbed.split(tables.perturbed_ptr.diff().tolist())
+    number = "\t%.11g" if len(tables.targets) == 1 else "\t%.3f"
+    template = number * len(tables.targets)
     with (folder / "scores.tsv").open("w") as file:
-        file.write("genes\tscore\n")
-        for nodes, score in zip(sets, tables.y[:, 0].tolist(), strict=True):
+        file.write("\t".join(["genes", *tables.targets]) + "\n")
+        for nodes, scores in zip(sets, tables.y, strict=True):
             genes = ",".join(tables.genes[node] for node in nodes.tolist())
-            file.write(f"{genes}\t{score:.11g}\n")
+            cells = template % tuple(scores.tolist())
+            file.write(genes + cells.replace("\tnan", "\tNA") + "\n")
     return [f"data.edges={folder}/edges.tsv", f"data.perturbations={folder}/scores.tsv"]
 
 
@@ -255,6 +274,64 @@ def failure_losses(edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor
         failed = torch.sparse.mm(supply, 1 - activity)
         activity = alive * torch.sigmoid(12 * (0.4 - failed))
     return (alive * (activity[:, -1:] - activity)).sum(0)[:-1]
+
+
+def expression_tables(draw: Draw, preset: Preset) -> tuple[Tables, Tensor]:
+    """Returns tables whose scores are profiles, one score per node, and the scores without noise, float64 [n, N].
+
+    Few nodes have most of the edges' sources. Knock-outs change the targets of their edges, by the relation and by how
+    strongly a target reacts, and a changed target acts on its own targets: one that rises as against a knock-out. The
+    score of a knocked-out node itself is missing.
+    """
+    n, num_samples = preset.num_nodes, preset.num_samples
+    weight = draw.uniform(n).pow(-2 / 3) - 0.8  # Pareto's distribution: a few sources have thousands of targets
+    reaction = (draw.normal(n) / 2).exp()
+    edge_indices = [regulations(draw, weight, count) for count in preset.num_edges.values()]
+    edge_index = torch.cat(edge_indices, dim=1)
+    edge_type = torch.arange(len(edge_indices)).repeat_interleave(torch.tensor([e.size(1) for e in edge_indices]))
+    strength = torch.tensor([REGULATION[relation] for relation in preset.num_edges], dtype=torch.float64)
+    value = strength[edge_type] * reaction[edge_index[1]]
+    matrix = torch.sparse_coo_tensor(edge_index.flip(0), value, (n, n), check_invariants=False)  # [target, source]
+
+    perturbed, perturbed_ptr = single_and_double(draw, preset)
+    sample = torch.repeat_interleave(perturbed_ptr.diff())
+    dead = torch.zeros(n, num_samples, dtype=torch.float64)
+    dead[perturbed, sample] = 1
+    first = torch.sparse.mm(matrix, dead) * (1 - dead)
+    second = -0.3 * torch.sparse.mm(matrix, first.tanh())
+    signal = 1.5 * ((first + second) / 2).tanh()
+    signal = signal.T.contiguous()
+    y = signal + 0.05 * draw.normal(num_samples, n)
+    y[sample, perturbed] = math.nan
+    genes = [f"G{i:05d}" for i in range(n)]
+    relations = list(preset.num_edges)
+    return Tables(genes, relations, edge_index, edge_type, perturbed, perturbed_ptr, y, targets=genes), signal
+
+
+def regulations(draw: Draw, weight: Tensor, count: int) -> Tensor:
+    """Returns [2, count] distinct edges without self-loops: sources by weight [N], targets evenly."""
+    n = len(weight)
+    total = weight.cumsum(0)
+    codes = torch.empty(0, dtype=torch.long)
+    while len(codes) < count:
+        number = 2 * (count - len(codes)) + 64
+        source = torch.searchsorted(total, draw.uniform(number) * total[-1]).clamp(max=n - 1)
+        target = draw.integers(n, (number,))
+        codes = torch.cat([codes, (source * n + target)[source != target]]).unique()
+    codes = codes[draw.permutation(len(codes))[:count]]
+    return torch.stack([codes // n, codes % n])
+
+
+def single_and_double(draw: Draw, preset: Preset) -> tuple[Tensor, Tensor]:
+    """Returns `perturbed` and `perturbed_ptr`: first samples of one node each, then those of two of these nodes."""
+    num_singles = preset.num_samples - preset.num_doubles
+    single = draw.permutation(preset.num_nodes)[:num_singles]
+    one = draw.integers(num_singles, (preset.num_doubles,))
+    other = (one + draw.integers(1, num_singles, (preset.num_doubles,))) % num_singles
+    node = torch.cat([single, single[one], single[other]])
+    double = torch.arange(num_singles, preset.num_samples)
+    row = torch.cat([torch.arange(num_singles), double, double])
+    return pack(row, node, preset.num_samples)
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ def test_the_page_shows_code_of_every_patch():
         lines = {line[1:] for line in patch if line[:1] in "+ "}
         (block,) = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
         for part in block.split("\n\n"):
-            indented = [textwrap.indent(part, " " * spaces).splitlines() for spaces in range(0, 20, 4)]
+            indented = [textwrap.indent(part, " " * spaces).splitlines() for spaces in range(0, 24, 4)]
             assert any(lines.issuperset(candidate) for candidate in indented), part
         shown.append(name)
     assert sorted(shown) == RECIPES
