@@ -810,7 +810,7 @@ def ridge(tables: Tables, y: Tensor, weight: Tensor, penalty: float, start: Addi
     level = start.intercept + start.slope * mean_count
     x = torch.cat([torch.stack([level, start.slope]), start.effect[is_seen]])
     right = collect(y)
-    tolerance = 1e-20 * right.square().sum(0)
+    tolerance = 1e-24 * right.square().sum(0)
     x = conjugate_gradients(normal, x, right - normal(x), tolerance)
     effect = torch.zeros_like(start.effect)
     effect[is_seen] = x[2:]

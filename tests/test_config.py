@@ -135,11 +135,6 @@ def test_options_that_are_not_counts_accept_zero():
         ("optim: {lrr: 1}", "unknown option optim.lrr: did you mean optim.lr?"),
         ("optim: {lr: true}", "optim.lr must be float >= 0, not True"),
         ("run: {name: 5}", "run.name must be str, not 5"),
-        (
-            "run:\n  seed: 1\n  name: x\n  seed: 2\n",
-            'cannot read the configuration {path}: seed stands twice in "<unicode string>", line 4',
-        ),
-        ("run: {seed: 1}\noptim: {lr: 1}\nrun: {name: x}\n", "cannot read the configuration {path}: run stands twice"),
         ("optim: 3", "{path} does not contain sections of options: see config.yaml"),
         ("- a", "{path} does not contain sections of options: see config.yaml"),
         ("optim: [", "cannot read the configuration {path}: while parsing"),
