@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import data
-import train
+import train as train_module
 from data import DataConfig, Tables
 from ddp_setup import UserError
 from tests.bench import profiles, quality, synthetic
 from tests.bench.profiles import RIVALS, Paths, Profiles, edge_paths, low_rank, mean_profile, neighbours
 from tests.bench.synthetic import PRESETS, generate, regulations, write
 from tests.conftest import ROOT, write_table
-from tests.tools.runs import pack_sets
+from tests.tools.runs import difference, pack_sets, read_metrics
 
 RELATIONS = ("activates", "represses", "binds")
 SMALL = replace(PRESETS["expression"], num_nodes=60, num_edges=dict.fromkeys(RELATIONS, 150), num_samples=70)
@@ -91,7 +91,7 @@ def test_profiles_are_written_as_tables_that_train_reads(tmp_path):
     assert header.split("\t") == ["genes", *tables.genes]
     assert first.split("\t").count("NA") == 1 and all(len(cell) <= 6 for cell in first.split("\t")[1:])
     overrides = [*options, f"data.cache_dir={tmp_path}"]
-    read = data.load(train.load_config(train.parse_arguments(overrides)).data)
+    read = data.load(train_module.load_config(train_module.parse_arguments(overrides)).data)
     assert read.genes == tables.genes and list(read.targets) == tables.genes
     torch.testing.assert_close(read.y, tables.y, rtol=0, atol=5.1e-4, equal_nan=True)
 
@@ -202,7 +202,7 @@ def test_the_study_has_a_table_of_genes_and_one_of_profiles(tmp_path, monkeypatc
     tables, signal = generate(SMALL)
     tables.split = data.random_split(tables, DataConfig())
     test = tables.rows("test")
-    expected = train.pearson(tables.y[test].T, signal[test].T).mean().item()
+    expected = train_module.pearson(tables.y[test].T, signal[test].T).mean().item()
     assert ceiling["mean"] == ceiling["random:0"] == pytest.approx(expected, abs=0.01)  # scores have three decimals
     assert ceiling["2.5 %"] < ceiling["difference"] == pytest.approx(ceiling["mean"] - best["mean"])
     assert {"row validation", "row Pearson"} <= each_row[0].keys()
@@ -264,3 +264,67 @@ def test_the_block_of_the_readme_turns_a_screen_into_a_table(tmp_path, monkeypat
         mean = values[[kind in (genes, "B+A" if genes == "A,B" else "") for kind in kinds]].mean(0)
         control = values[[kind == "control" for kind in kinds]].mean(0)
         torch.testing.assert_close(y, torch.from_numpy((mean - control)[[0, 2, 3]]).double(), rtol=1e-3, atol=1e-6)
+
+
+# ---- Training -------------------------------------------------------------------------------------------------------
+NODES = ["model.readout=nodes", "run.name=nodes", "optim.epochs=2", "data.batch_size=12", "model.dropout=0"]
+
+
+@pytest.fixture
+def profile_tables(tmp_path) -> list[str]:
+    """Options of train.py that name the tables of a small compendium, whose last column is that of the first gene."""
+    tables, _ = generate(SMALL)
+    options = write(tables, tmp_path / "profiles")
+    rows = [line.split("\t") for line in (tmp_path / "profiles/scores.tsv").read_text().splitlines()]
+    write_table(tmp_path / "profiles/scores.tsv", [(row[0], *row[2:], row[1]) for row in rows])
+    return options
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_training_on_profiles_starts_at_the_baseline_and_is_resumed_bit_for_bit(train, profile_tables, tmp_path, nproc):
+    options = [*profile_tables, *NODES, "checkpoint.keep_last=9", "optim.precision=fp64"]
+    result = train(nproc, *options).check()
+    assert re.search(r"; scores: 60, G00001, G00002, G00003, G00004, G00005, \.\.\.\n", result.stdout)
+    assert re.search(r"val loss .*, Pearson .*; over a row's scores -?\d\.\d{4}, -?\d\.\d{4}\n", result.stdout)
+    assert "note" not in result.stdout
+    first, *_, last = read_metrics(tmp_path / "runs/nodes", "val")
+    for key in ("pearson", "row_pearson"):
+        assert first[key] == pytest.approx(first[f"baseline_{key}"], abs=1e-6)
+        assert last[key] > first[key]
+    assert first["pearson_q25"] <= first["pearson_q50"] <= first["pearson_q75"]
+
+    checkpoints = sorted((tmp_path / "runs/nodes/checkpoints").glob("step_*.pt"))
+    resume = f"run.resume={checkpoints[0]}"
+    train(nproc, *options, "run.name=again", resume).check()
+    assert difference(tmp_path / "runs/nodes", tmp_path / "runs/again") == ""
+
+
+def test_profiles_do_not_depend_on_the_route_or_the_number_of_processes(train, profile_tables, tmp_path):
+    options = [*profile_tables, *NODES, "optim.precision=fp64"]
+    for nproc, route in ((0, "expanded"), (1, "shared"), (2, "reach"), (2, "auto")):
+        train(nproc, *options, f"model.message_passing={route}", f"run.name={nproc}-{route}").check()
+    reference = torch.load(tmp_path / "runs/0-expanded/checkpoints/best.pt", weights_only=True)["model"]
+    for name in ("1-shared", "2-reach", "2-auto"):
+        found = torch.load(tmp_path / f"runs/{name}/checkpoints/best.pt", weights_only=True)["model"]
+        for key, tensor in reference.items():
+            torch.testing.assert_close(found[key], tensor, rtol=1e-8, atol=1e-8, msg=f"{name}: {key}")
+
+
+def test_a_profile_is_predicted_with_seven_digits(train, profile_tables, tmp_path):
+    train(0, *profile_tables, *NODES).check()
+    best = "runs/nodes/checkpoints/best.pt"
+    train(0, "--predict=all-singles", f"--checkpoint={best}", *profile_tables, *NODES).check()
+    header, *lines = (tmp_path / "all-singles.predictions.tsv").read_text().splitlines()
+    assert header.split("\t")[:2] == ["genes", "G00001"] and header.endswith("\tG00000") and len(lines) == 60
+    cells = [cell for line in lines for cell in line.split("\t")[1:]]
+    assert len(cells) == 60 * 60 and max(len(cell.strip("-").replace(".", "").lstrip("0")) for cell in cells) <= 11
+
+
+def test_scores_that_are_no_nodes_and_profiles_for_another_readout_are_named(train, profile_tables, tmp_path):
+    result = train(0, *profile_tables, "optim.epochs=1").check()
+    assert "note      all scores are named after nodes: model.readout=nodes suits them" in result.stdout
+    path = tmp_path / "profiles/scores.tsv"
+    path.write_text(path.read_text().replace("\tG00007\t", "\tYAL1\t", 1))
+    result = train(2, *profile_tables, *NODES)
+    assert result.returncode == 2
+    assert result.stderr.count("error: the score 'YAL1' is no node of the graph, which model.readout=nodes needs") == 1
