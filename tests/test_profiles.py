@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -282,7 +283,7 @@ def profile_tables(tmp_path) -> list[str]:
 
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_training_on_profiles_starts_at_the_baseline_and_is_resumed_bit_for_bit(train, profile_tables, tmp_path, nproc):
-    options = [*profile_tables, *NODES, "checkpoint.keep_last=9", "optim.precision=fp64"]
+    options = [*profile_tables, *NODES, "checkpoint.every_steps=1", "checkpoint.keep_last=99"]
     result = train(nproc, *options).check()
     assert re.search(r"; scores: 60, G00001, G00002, G00003, G00004, G00005, \.\.\.\n", result.stdout)
     assert re.search(r"val loss .*, Pearson .*; over a row's scores -?\d\.\d{4}, -?\d\.\d{4}\n", result.stdout)
@@ -293,9 +294,11 @@ def test_training_on_profiles_starts_at_the_baseline_and_is_resumed_bit_for_bit(
         assert last[key] > first[key]
     assert first["pearson_q25"] <= first["pearson_q50"] <= first["pearson_q75"]
 
-    checkpoints = sorted((tmp_path / "runs/nodes/checkpoints").glob("step_*.pt"))
-    resume = f"run.resume={checkpoints[0]}"
-    train(nproc, *options, "run.name=again", resume).check()
+    shutil.copytree(tmp_path / "runs/nodes", tmp_path / "runs/again")
+    first, *later = sorted((tmp_path / "runs/again/checkpoints").glob("step_*.pt"))
+    for path in later:
+        path.unlink()
+    assert f"resumed at step {int(first.stem[5:])}\n" in train(nproc, *options, "run.name=again").check().stdout
     assert difference(tmp_path / "runs/nodes", tmp_path / "runs/again") == ""
 
 
