@@ -792,8 +792,8 @@ def ridge(tables: Tables, y: Tensor, weight: Tensor, penalty: float, start: Addi
     centred = count - mean_count
 
     def function(x: Tensor) -> Tensor:
-        level, slope, effect = x[0], x[1], x[2:]
-        return (level + slope * centred).index_add_(0, row, effect[member])
+        line = x[0] + x[1] * centred
+        return line.index_add_(0, row, x[2:][member])
 
     def collect(values: Tensor) -> Tensor:
         """Returns the product of the transposed function's matrix and the weighted values."""

@@ -60,14 +60,16 @@ class SharedGraph(nn.Module):
         edge_indices = [_edge_index(graph, relation, node_type) for relation in self.relations]
         counts = [edge_index.size(1) for edge_index in edge_indices]
         self.num_edges: dict[EdgeType, int] = dict(zip(self.relations, counts, strict=True))
-        weights = [graph[r].get("edge_weight", torch.ones(n)) for r, n in self.num_edges.items()]
-        weights = [weight.cpu() for weight in weights]
+        weights = [
+            graph[relation].get("edge_weight", torch.ones(count)).cpu()
+            for relation, count in self.num_edges.items()
+        ]
 
         # The edges of all relations, one relation after another.
         edge_index = torch.cat(edge_indices, dim=1)
         relation = torch.repeat_interleave(torch.tensor(counts))
-        ends = relation * self.num_nodes + edge_index  # as each relation has its own degrees
-        weight = _normalised(torch.cat(weights).double(), ends).float()
+        weight = torch.cat(weights).double()
+        weight = _normalised(weight, edge_index[1], relation, self.num_nodes).float()
         self._buffer("edge_index", edge_index)
         self._buffer("edge_weight", weight)
         self._buffer("edge_counts", torch.tensor(counts))
@@ -424,14 +426,15 @@ def _save_matrix(ctx, inputs, output):
 spmm.register_autograd(_spmm_backward, setup_context=_save_matrix)
 
 
-def _normalised(weight: Tensor, ends: Tensor) -> Tensor:
-    """Returns weight / sqrt(out-degree of source * in-degree of target), as in GCN.
+def _normalised(weight: Tensor, target: Tensor, relation: Tensor, num_nodes: int) -> Tensor:
+    """Returns weight / sqrt(in-degree of target * mean degree), sums of the relation's weights.
 
-    Degrees are sums of weights over equal `ends` [2, E] (Kipf and Welling 2017).
+    GCN (Kipf and Welling 2017) has the source's out-degree in place of the mean, so that the loss
+    of a node would count the less for each neighbour, the more it has.
     """
-    source, target = ends
-    degrees = source.bincount(weight)[source] * target.bincount(weight)[target]
-    return weight * degrees.rsqrt()
+    mean = relation.bincount(weight)[relation] / num_nodes
+    target = relation * num_nodes + target
+    return weight * (mean * target.bincount(weight)[target]).rsqrt()
 
 
 def _edge_index(graph: HeteroData, relation: EdgeType, node_type: str) -> Tensor:

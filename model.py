@@ -283,9 +283,9 @@ class KnockoutConv(nn.Module):
     to others in later layers.
     """
 
-    # With weights 1/sqrt(d_i * d_j) the sums are small: 0.3 on yeast, where h has a standard
-    # deviation of 1. Scaling makes neighbours outweigh a node's own embedding, which carries no
-    # information about other nodes.
+    # With normalised weights the sums are small: 0.2 for one of yeast's relations, where h has a
+    # standard deviation of 1. Scaling makes neighbours outweigh a node's own embedding, which
+    # carries no information about other nodes.
     SCALE = 10.0
 
     def __init__(self, hidden: int, num_relations: int):

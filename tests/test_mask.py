@@ -179,9 +179,9 @@ def matrices(graph: HeteroData) -> Tensor:
     for matrix, relation in zip(matrices, graph.edge_types, strict=True):
         source, target = graph[relation].edge_index
         weight = graph[relation].get("edge_weight", torch.ones(len(source))).double()
-        out_degree, in_degree = (torch.bincount(side, weight, minlength=NUM_NODES) for side in (source, target))
+        in_degree = torch.bincount(target, weight, minlength=NUM_NODES)
         for s, t, w in zip(source.tolist(), target.tolist(), weight, strict=True):
-            matrix[t, s] += w / (out_degree[s] * in_degree[t]).sqrt()
+            matrix[t, s] += w / (weight.sum() / NUM_NODES * in_degree[t]).sqrt()
     return matrices
 
 
