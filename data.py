@@ -160,7 +160,7 @@ class Tables:
         splits = ", ".join(f"{len(self.rows(split)):,} {split}" for split in SPLITS)
         targets = ", ".join(self.targets[:5])
         if len(self.targets) > 5:
-            targets = f"{len(self.targets):,}, {targets}, ..."
+            targets += f", ... ({len(self.targets):,})"
         return (
             f"{len(self.genes):,} genes ({num_isolated:,} isolated{features}), "
             f"{len(self.edge_type):,} edges in {len(self.relations)} relations, "
