@@ -11,6 +11,7 @@ rows      explains a non-finite step, given the run's own options: prints the ro
           checkpoint is not finite or, if there are none, the five training rows with the largest errors
 gpu       proves on a machine with GPUs, in less than ten minutes, what the CPU cannot show: values by precision, no
           waits, NCCL, ZeRO, resuming to the same bits, speed; with two or more also parity, a killed rank, scaling
+          (--only TEXT: checks whose name contains TEXT; runs of train.py take your configuration, the rest do not)
 trace     python -m tests.check trace RUN_FOLDER: prints where the time went in the steps that log.profile_steps traced
 test      python -m tests.check test RUN_FOLDER: prints what the predictions in a run's test.tsv are worth, by groups of
           rows and by score, with an interval, and writes test.json and a plot, test.svg (--threshold X: also how well
@@ -51,7 +52,7 @@ def main() -> None:
     checks |= {"gpu": gpu, "trace": trace, "test": test}
     parser.add_argument("name", choices=list(checks))
     parser.add_argument("--world-sizes", type=world_sizes, default="1,2,4", metavar="N,N", help="default: 1,2,4")
-    parser.add_argument("--only", default="", metavar="TEXT", help="faults: only those whose name contains TEXT")
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults, gpu: only those whose name contains TEXT")
     parser.add_argument("--threshold", type=float, metavar="X", help="test: also how well scores below X are found")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per launch (default: 600)")
     parser.set_defaults(cpu=True)

@@ -123,11 +123,13 @@ def resident_kb(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
 
 
-def build_batch(shared: SharedGraph, num_samples: int, deletions: int = 3, model: ModelConfig | None = None) -> Data:
+def build_batch(
+    shared: SharedGraph, num_samples: int, deletions: int = 3, model: ModelConfig | None = None, num_targets: int = 1
+) -> Data:
     """Returns a batch of random knock-outs, on the graph's device, planned as the model's route needs."""
     generator = torch.Generator().manual_seed(0)
     sets = [torch.randperm(shared.num_nodes, generator=generator)[:deletions].tolist() for _ in range(num_samples)]
-    scores = torch.randn(num_samples, generator=generator)
+    scores = torch.randn(num_samples, num_targets, generator=generator)
     batch = KnockoutDataset(*pack_sets(sets), scores, shared.degree).__getitems__(range(num_samples))
     if model:
         planner, _ = choose_route(model, shared, batch)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,8 @@ def later_start(folder: str) -> dict[str, float]:
     data.derive(tables, tables.fingerprint(), config(folder), "squared")
     tables.unseen()
     sampler.set_epoch(1, first_step=sampler.steps_per_epoch // 2)  # a resumed run
-    batches = iter(data.make_loader(dataset, sampler, 0, pin=False))
+    loader = data.make_loader(dataset, sampler, 0, pin=False)
+    batches = chain.from_iterable(repeat(loader))  # as often as it takes
     next(batches)
     since = time.time() - float(os.environ["STARTED"])
     start = time.perf_counter()

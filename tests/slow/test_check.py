@@ -1,14 +1,17 @@
 """The checks for users pass on the template and fail on broken copies of it."""
 
+import math
 import re
 import sys
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.conftest import copy_template, launch_forked
 from tests.tools import parity
+from tests.tools.runs import relative_difference
 
 PARITY = [sys.executable, "-m", "tests.check", "parity", "model.hidden=8"]
 BROKEN = {
@@ -21,6 +24,12 @@ BROKEN = {
     "gradients exchanged too early": ("train.py", "last=micro == optim.accumulate - 1", "last=micro == 0"),
     "a different order on each rank": ("train.py", "*shares, seed)", "*shares, seed + env.rank)"),
     "the same rows on each rank": ("data.py", "[:, :, self.rank]", "[:, :, 0]"),
+    "a buffer of integers": (
+        "model.py",
+        'self.register_buffer("y_offset"',
+        'self.register_buffer("num_ranks", torch.tensor(int(__import__("os").environ.get("WORLD_SIZE", 1))))\n'
+        '        self.register_buffer("y_offset"',
+    ),
 }
 
 
@@ -43,7 +52,17 @@ def test_parity_fails_on_a_broken_copy(tables, tmp_path, monkeypatch, capsys, na
     monkeypatch.setattr(parity, "launch", partial(launch_forked, script=f"{copy}/tests/check.py"))
     arguments = ["model.hidden=8", *(re.sub(r"=(.*\.tsv)", rf"={tmp_path}/\1", override) for override in tables)]
     assert not parity.parity(SimpleNamespace(world_sizes=[1, 2], arguments=arguments, timeout=60, cpu=True))
-    assert "FAIL" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "FAIL, the tensor that differs most is " in output
+    assert ("tensor that differs most is num_ranks" in output) == (name == "a buffer of integers")
+
+
+def test_integers_and_bools_are_compared_by_equality():
+    mask = torch.tensor([True, False])
+    number = torch.tensor(2**53)
+    assert relative_difference(mask, mask.clone()) == relative_difference(number, number.clone()) == 0
+    assert relative_difference(mask, ~mask) == relative_difference(number, number + 1) == math.inf
+    assert relative_difference(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
 
 
 def test_a_check_that_cannot_run_says_why(run):

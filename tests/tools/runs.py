@@ -1,6 +1,7 @@
 """Launches runs of the template and reads their results."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -48,11 +49,20 @@ def equal(value: object, other: object, tolerance: float) -> bool:
     return value == other or (isinstance(other, float) and abs(value - other) <= tolerance * abs(other))
 
 
+def relative_difference(value: Tensor, reference: Tensor) -> float:
+    """Returns the norm of the difference over that of the reference; inf for integers or bools that are not equal."""
+    if torch.equal(value, reference):
+        return 0.0
+    if not reference.is_floating_point():
+        return math.inf
+    return ((value - reference).norm() / reference.norm().clamp(min=1e-300)).item()
+
+
 def difference(folder: Path, reference: Path, tolerance: float = 0.0) -> str:
     """Returns which tensor or metric first differs between two runs by more than the relative tolerance, or ""."""
     ours, theirs = parameters(folder), parameters(reference)
     for name, value in theirs.items():
-        if not (ours[name] - value).norm() <= tolerance * value.norm():
+        if not relative_difference(ours[name], value) <= tolerance:
             return f"the final {name} differs from the undisturbed run's"
     for row, other in zip(series(folder), series(reference), strict=True):
         for key, value in other.items():
