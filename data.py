@@ -221,8 +221,7 @@ def with_example(config: DataConfig) -> DataConfig:
 def file_digest(path: str) -> str:
     """Returns the SHA-256 hash of a file; raises `DataError` if it cannot be read."""
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
 
