@@ -829,7 +829,8 @@ def conjugate_gradients(
         if (norm <= tolerance).all():
             break
         change = product(direction)
-        step = (norm / (direction * change).sum(0)).nan_to_num()  # of a solved column, 0 / 0
+        # The numbers of a solved column would become too small to divide by.
+        step = (norm / (direction * change).sum(0)).where(norm > tolerance, 0.0)
         x = x + step * direction
         residual = residual - step * change
         previous = norm

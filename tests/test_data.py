@@ -486,6 +486,18 @@ def test_the_additive_baseline_takes_the_penalty_that_suits_the_validation_rows(
     torch.testing.assert_close(prediction(0.1, 1000.0, 10.0), prediction(1000.0))
 
 
+def test_a_target_of_one_training_score_is_solved_beside_others_that_take_long():
+    """Once it is solved, its numbers become ever smaller until the slowest target is solved, too."""
+    tables = mixed_tables()
+    tables.y = tables.y.nan_to_num().repeat(1, 20)
+    rows = tables.rows("train")[:57]
+    scores = tables.y[rows, torch.arange(3, 60)]
+    tables.y[tables.is_in("train"), 3:] = math.nan
+    tables.y[rows, torch.arange(3, 60)] = scores
+    found = additive_baseline(tables, penalties=[0.1]).prediction[:, 3:]
+    torch.testing.assert_close(found, scores.expand(400, -1))
+
+
 def test_additive_baseline_does_not_depend_on_the_unit_of_the_scores():
     tables = synthetic_tables(PRESETS["small"], seed=1)
     tables.split = random_split(tables, DataConfig())
