@@ -784,8 +784,9 @@ def ridge(tables: Tables, y: Tensor, weight: Tensor, penalty: float, start: Addi
     """
     row = tables.sample()
     is_seen = tables.is_seen()
+    is_seen[0] = True  # or there may be none; no row has a part in the effect of one that is not
     number = is_seen.cumsum(0) - 1  # of other nodes, it does not matter
-    member = number.clamp(min=0)[tables.perturbed]
+    member = number[tables.perturbed]
     count = tables.perturbed_ptr.diff().unsqueeze(1)
     mean_count = (count * weight).sum(0) / weight.sum(0)
     centred = count - mean_count

@@ -498,6 +498,16 @@ def test_a_target_of_one_training_score_is_solved_beside_others_that_take_long()
     torch.testing.assert_close(found, scores.expand(400, -1))
 
 
+def test_the_additive_baseline_is_a_constant_if_no_training_row_knocks_out_a_node():
+    y = torch.tensor([1.0, 2.0, 5.0, 7.0], dtype=torch.float64)
+    edges = torch.tensor([[0], [1]]), torch.tensor([0])
+    tables = Tables(["a", "b"], ["r"], *edges, *pack_sets([[], [], [0], [0, 1]]), y)
+    tables.split = torch.tensor([0, 0, 1, 2], dtype=torch.int8)
+    found = additive_baseline(tables)
+    torch.testing.assert_close(found.prediction, torch.full((4, 1), 1.5, dtype=torch.float64))
+    assert (found.effect == 0).all() and found.slope == 0
+
+
 def test_additive_baseline_does_not_depend_on_the_unit_of_the_scores():
     tables = synthetic_tables(PRESETS["small"], seed=1)
     tables.split = random_split(tables, DataConfig())
