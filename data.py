@@ -221,8 +221,7 @@ def with_example(config: DataConfig) -> DataConfig:
 def file_digest(path: str) -> str:
     """Returns the SHA-256 hash of a file; raises `DataError` if it cannot be read."""
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
 
@@ -785,8 +784,9 @@ def ridge(tables: Tables, y: Tensor, weight: Tensor, penalty: float, start: Addi
     """
     row = tables.sample()
     is_seen = tables.is_seen()
+    is_seen[0] = True  # or there may be none; no row has a part in the effect of one that is not
     number = is_seen.cumsum(0) - 1  # of other nodes, it does not matter
-    member = number.clamp(min=0)[tables.perturbed]
+    member = number[tables.perturbed]
     count = tables.perturbed_ptr.diff().unsqueeze(1)
     mean_count = (count * weight).sum(0) / weight.sum(0)
     centred = count - mean_count
@@ -830,7 +830,8 @@ def conjugate_gradients(
         if (norm <= tolerance).all():
             break
         change = product(direction)
-        step = (norm / (direction * change).sum(0)).nan_to_num()  # of a solved column, 0 / 0
+        # The numbers of a solved column would become too small to divide by.
+        step = (norm / (direction * change).sum(0)).where(norm > tolerance, 0.0)
         x = x + step * direction
         residual = residual - step * change
         previous = norm

@@ -1,6 +1,7 @@
 """Reading, caching and splitting tables, and building batches from them."""
 
 import gzip
+import hashlib
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -148,6 +149,11 @@ def test_unreadable_files_are_named(tmp_path):
     Path(options.edges).unlink()
     with pytest.raises(DataError, match=r"cannot read .*edges\.tsv: No such file"):
         load(options)
+
+
+def test_tables_are_hashed_by_what_python_3_10_has(tmp_path, monkeypatch):
+    monkeypatch.delattr(hashlib, "file_digest", raising=False)
+    assert load(config(tmp_path)).genes == ["a", "b", "c", "d"]
 
 
 def test_the_cache_is_reused_while_its_inputs_are_unchanged(tmp_path, monkeypatch):
@@ -478,6 +484,25 @@ def test_the_additive_baseline_takes_the_penalty_that_suits_the_validation_rows(
     errors = [(prediction(p) - tables.y)[val].square().mean() for p in (0.1, 10.0, 1000.0)]
     assert errors[0] > errors[1] > errors[2]
     torch.testing.assert_close(prediction(0.1, 1000.0, 10.0), prediction(1000.0))
+
+
+def test_a_column_that_is_solved_early_rests_until_the_slowest_is():
+    """Its residual would go on to the smallest numbers, by which nothing can be divided."""
+    matrix = torch.logspace(-1, 3, 200, dtype=torch.float64).diag()
+    b = torch.randn(200, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    b[5:, 1:] = 0
+    x = data.conjugate_gradients(lambda x: matrix @ x, torch.zeros_like(b), b, 1e-24 * b.square().sum(0))
+    torch.testing.assert_close((matrix @ x)[:, 1:], b[:, 1:], rtol=0, atol=1e-9)
+
+
+def test_the_additive_baseline_is_a_constant_if_no_training_row_knocks_out_a_node():
+    y = torch.tensor([1.0, 2.0, 5.0, 7.0], dtype=torch.float64)
+    edges = torch.tensor([[0], [1]]), torch.tensor([0])
+    tables = Tables(["a", "b"], ["r"], *edges, *pack_sets([[], [], [0], [0, 1]]), y)
+    tables.split = torch.tensor([0, 0, 1, 2], dtype=torch.int8)
+    found = additive_baseline(tables)
+    torch.testing.assert_close(found.prediction, torch.full((4, 1), 1.5, dtype=torch.float64))
+    assert (found.effect == 0).all() and found.slope == 0
 
 
 def test_additive_baseline_does_not_depend_on_the_unit_of_the_scores():
