@@ -59,7 +59,7 @@ def test_what_is_wrong_or_raises_is_reported(monkeypatch, capsys):
 
 
 def test_only_some_checks_run_and_prepare_only_what_they_need(two_gpus, monkeypatch, capsys):
-    for name in ("build_graph", "write", "parity", "faults"):
+    for name in ("build_graph", "synthetic_tables", "parity", "faults"):
         monkeypatch.setattr(gpu, name, None)
     monkeypatch.setattr(gpu, "torchrun", lambda *_: (0, "OK     all-reduce: 7 GB/s"))
     gpu.host_graph.cache_clear()

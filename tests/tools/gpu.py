@@ -99,7 +99,7 @@ class Report:
 
     def check(self, name: str, function: Callable[..., tuple[bool, str]], *arguments: object) -> None:
         """Prints what `function` returns, whether all is well and a figure; an exception is WRONG."""
-        if False:
+        if self.only not in name:
             return
         try:
             self.timeout()  # which raises if it is too late
