@@ -51,8 +51,8 @@ else
   exec 9<"$requirements" # only one launch.sh installs at a time
   if command -v flock >/dev/null; then flock 9; fi
   if ! has_packages "$python"; then
-    base=$(command -v python3 || command -v python) || die "Python is not installed: install Python 3.11 or newer"
-    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$base is older than Python 3.11: activate a newer one"
+    base=$(command -v python3 || command -v python) || die "Python is not installed: install Python 3.10 or newer"
+    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || die "$base is older than Python 3.10: activate a newer one"
     echo "Installing ${requirements##*/} into $here/.venv (once; PyTorch is large)"
     [ -x "$python" ] || "$base" -m venv "$here/.venv" || die "cannot make $here/.venv"
     "$python" -m pip install --quiet --disable-pip-version-check -r "$requirements" || die "pip could not install $requirements"
