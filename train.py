@@ -402,7 +402,7 @@ def order_buckets(
     a resumed run would differ from the same step of an undisturbed run.
     """
     padding = dataset.__getitems__([-1, -1]).to(graph.device)
-    ddp_model.eval()  # or the padding would count in BatchNorm's statistics
+    model.eval()  # or the padding would count in BatchNorm's statistics
     criterion(ddp_model(graph, padding), padding, model).backward()
     model.zero_grad(set_to_none=True)
 
