@@ -169,7 +169,9 @@ def test_a_frozen_rank_is_named_and_the_job_ends(tmp_path, tables):
     arguments = [*tables, *SETTINGS, "optim.epochs=500", "ddp.timeout_s=2"]
     _store, ranks = fork_ranks(tmp_path, 2, "train.py", arguments)
     wait_for_growth(tmp_path / "runs/default/metrics.jsonl", ranks)
-    time.sleep(0.5)
+    deadline = time.monotonic() + 60
+    while not read_metrics(tmp_path / "runs/default", "train") and time.monotonic() < deadline:
+        time.sleep(0.05)  # until the first step, ddp.startup_timeout_s is the limit
     os.kill(ranks[1].pid, signal.SIGSTOP)
     ranks[0].join(30)
     assert ranks[0].exitcode == 1
@@ -363,6 +365,7 @@ def test_stop_requests_have_reasons(tmp_path, monkeypatch):
             assert StopRequest.REASONS[stop.code()] == "STOP file"
             (tmp_path / name).unlink()
             assert stop.code()  # a request cannot be withdrawn
+        stop.is_training = True
         os.kill(os.getpid(), signal.SIGUSR1)
         assert StopRequest.REASONS[stop.code()] == "SIGUSR1"
     finally:
