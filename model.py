@@ -451,8 +451,8 @@ class NodeReadout(nn.Module):
         return none.index_put((last.sample, last.node), self.effect(change, wild_type))
 
     def of_all(self, change: Tensor, wild_type: Tensor, alive: Tensor) -> Tensor:
-        """Returns the effects [B, N], given all changes [N, B, H] and what is `alive` [N, B]."""
-        return (self.effect(change, wild_type) * alive).T
+        """Returns the effects [B, N], given all changes [N, B, H]; dead nodes have any."""
+        return self.effect(change, wild_type).T
 
     def forward(self, effects: Tensor, wild_type: Tensor, batch: Data) -> Tensor:
         """Returns the effects on the targets, [B, T], of those on all nodes, [B, N]."""
