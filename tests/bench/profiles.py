@@ -66,7 +66,7 @@ class Profiles(KnockedOut):
         return self.effects[penalty]
 
     def fit_effects(self, penalty: float) -> Tensor:
-        """Solves the normal equations of all targets at once, by preconditioned conjugate gradients."""
+        """Solves the normal equations of all targets at once."""
         rows = self.train.nonzero().flatten()
         deviation = (self.y[rows] - self.mean).float()
         present = ~deviation.isnan()
@@ -78,23 +78,12 @@ class Profiles(KnockedOut):
             sums = values.new_zeros(len(self.nodes), values.size(1))
             return sums.index_add_(0, member, (values * present)[place])
 
-        diagonal = collect(torch.ones_like(deviation)) + penalty
-        effect = torch.zeros_like(diagonal)
-        residual = collect(deviation.nan_to_num())
-        direction = residual / diagonal
-        start = norm = (residual * direction).sum()
-        for _ in range(100):
-            if norm <= 1e-10 * start:
-                break
-            product = collect(self.sum_rows(rows, direction)) + penalty * direction
-            step = norm / (direction * product).sum()
-            effect += step * direction
-            residual -= step * product
-            scaled = residual / diagonal
-            previous = norm
-            norm = (residual * scaled).sum()
-            direction = scaled + norm / previous * direction
-        return effect
+        def normal(effect: Tensor) -> Tensor:
+            return collect(self.sum_rows(rows, effect)) + penalty * effect
+
+        right = collect(deviation.nan_to_num())
+        tolerance = 1e-10 * right.square().sum(0)
+        return data.conjugate_gradients(normal, torch.zeros_like(right), right, tolerance)
 
 
 def mean_profile(problem: Profiles) -> Tensor:
