@@ -1,14 +1,15 @@
 """Tables in, batches out: the shared graph, knock-out samples, splits, and the order in which ranks
 see the samples.
 
-Edge table: header `source<TAB>target<TAB>relation` and optionally `weight`. Knock-out table: header
-`genes`, then one or more scores of any names, and optionally `split` (train, val, test) and
-`weight`, or `sd`, from which the weight is 1 / sd**2. Genes are separated by commas (empty for an
-intact control). Feature table: header `gene`, then the features' names. An empty score or feature,
-or NA, is missing. All may be gzipped (`.gz`).
+Edge table: header `source<TAB>target<TAB>relation` and optionally `weight` and features of the
+edges. Knock-out table: header `genes` (or `nodes`), then one or more scores of any names, and
+optionally `split` (train, val, test) and `weight`, or `sd`, from which the weight is 1 / sd**2. The
+knocked-out nodes are separated by commas (empty for an intact control). Feature table: header
+`gene` (or `node`), then the features' names. An empty score or feature, or NA, is missing. All may
+be gzipped (`.gz`).
 
-Shapes: N nodes of F features, E_r edges of relation r, n samples of T scores; B samples with P
-knocked-out nodes in a batch.
+Shapes: N nodes, E edges, each of F features, n samples of T scores; B samples with P knocked-out
+nodes in a batch.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
+from modulefinder import ModuleFinder
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
@@ -89,11 +91,17 @@ class Tables:
     weight: Tensor | None = None  # float64 [n], of each sample in the loss
     targets: Sequence[str] = ("score",)  # name of each of the T effects
     edge_weight: Tensor | None = None  # float64 [E]; None: all are 1
-    features: Tensor | None = None  # float32 [N, F], standardised, 0 where missing
+    edge_attr: Tensor | None = None  # float32 [E, F], features of the edges; None: they have none
+    features: Tensor | None = None  # float32 [N, F], of the nodes
 
     def __post_init__(self):
         if self.y.dim() == 1:
             self.y = self.y.unsqueeze(1)
+        num_edges = len(self.edge_type)
+        if self.edge_weight is None:
+            self.edge_weight = torch.ones(num_edges, dtype=torch.float64)
+        if self.edge_attr is None:
+            self.edge_attr = torch.empty(num_edges, 0)
 
     def graph(self) -> HeteroData:
         """Returns the graph, with node type `gene` and one edge type per relation."""
@@ -104,7 +112,8 @@ class Tables:
             chosen = self.edge_type == r
             edges = graph["gene", relation, "gene"]
             edges.edge_index = self.edge_index[:, chosen]
-            edges.edge_weight = None if self.edge_weight is None else self.edge_weight[chosen]
+            edges.edge_weight = self.edge_weight[chosen]
+            edges.edge_attr = self.edge_attr[chosen]
         return graph
 
     def is_in(self, split: str) -> Tensor:
@@ -141,30 +150,41 @@ class Tables:
             ) from None
 
     def fingerprint(self) -> str:
-        """Returns a hash of all fields, added ones too; it is equal on ranks with the same data."""
+        """Returns a hash of all fields, added ones too; it is equal on ranks with the same data.
+
+        Raises `DataError` naming a field whose content has no order, such as a set.
+        """
 
         def encode(tensor: Tensor) -> list:
             content = torch.as_tensor(tensor).contiguous().flatten().view(torch.uint8).numpy()
             return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(content).hexdigest()]
 
-        return hashlib.sha256(json.dumps(vars(self), default=encode).encode()).hexdigest()
+        digest = hashlib.sha256()
+        for name, value in vars(self).items():
+            try:
+                digest.update(json.dumps([name, value], default=encode).encode())
+            except (TypeError, RuntimeError) as error:
+                raise DataError(f"Tables.{name} ({error}): make it a tensor or a list") from None
+        return digest.hexdigest()
 
     def summary(self) -> str:
-        """Returns the numbers of genes, edges and samples as one line for the log."""
+        """Returns the numbers of nodes, edges and samples as one line for the log."""
         num_isolated = len(self.genes) - len(self.edge_index.unique())
-        deletions = self.perturbed_ptr.diff()
+        knockouts = self.perturbed_ptr.diff()
         features = ""
         if self.features is not None:
-            known = (self.features != 0).any(dim=1).sum()
-            features = f", {known:,} with {self.features.size(1):,} features"
+            features = f", {self.features.size(1):,} features"
+        edge_features = ""
+        if self.edge_attr.size(1):
+            edge_features = f" ({self.edge_attr.size(1):,} features)"
         splits = ", ".join(f"{len(self.rows(split)):,} {split}" for split in SPLITS)
         targets = ", ".join(self.targets[:5])
         if len(self.targets) > 5:
             targets += f", ... ({len(self.targets):,})"
         return (
-            f"{len(self.genes):,} genes ({num_isolated:,} isolated{features}), "
-            f"{len(self.edge_type):,} edges in {len(self.relations)} relations, "
-            f"{len(self.y):,} samples of {deletions.min()} to {deletions.max()} deletions: "
+            f"{len(self.genes):,} nodes ({num_isolated:,} isolated{features}), "
+            f"{len(self.edge_type):,} edges in {len(self.relations)} relations{edge_features}, "
+            f"{len(self.y):,} samples of {knockouts.min()} to {knockouts.max()} knock-outs: "
             f"{splits}, {(self.split < 0).sum():,} in no split; scores: {targets}"
         )
 
@@ -229,15 +249,15 @@ def file_digest(path: str) -> str:
 def read_tables(config: DataConfig) -> Tables:
     """Returns the files as `Tables`: nodes sorted by name, duplicate edges merged by mean."""
     number = Numbers()
-    relations, edge_index, edge_type, edge_weight = read_edges(config.edges, number)
+    relations, edge_index, edge_type, edge_values = read_edges(config.edges, number)
     row, node, y, split, weight, targets = read_knockouts(config.perturbations, number)
     genes = sorted(number)
-    position = number.of(genes).argsort()  # of each number, the position of its gene
+    position = number.of(genes).argsort()  # of each number, the position of its name
     perturbed, perturbed_ptr = pack(row, position[node], len(y))
     # Each relation has its own range of node numbers, so that all are merged at once.
     merge = to_undirected if config.undirected else coalesce
     edge_index = position[edge_index] + edge_type * len(genes)
-    edge_index, edge_weight = merge(edge_index, edge_weight, reduce="mean")
+    edge_index, edge_values = merge(edge_index, edge_values, reduce="mean")
     features = read_features(config.features, genes) if config.features else None
     return Tables(
         genes=genes,
@@ -250,7 +270,8 @@ def read_tables(config: DataConfig) -> Tables:
         split=split,
         weight=weight,
         targets=targets,
-        edge_weight=edge_weight,
+        edge_weight=edge_values[:, 0],
+        edge_attr=edge_values[:, 1:].float(),
         features=features,
     )
 
@@ -305,7 +326,7 @@ class Rows:
         return torch.tensor(list(map(SPLITS.index, self.cells["split"])), dtype=torch.int8)
 
     def sets(self, number: Numbers) -> tuple[Tensor, Tensor]:
-        """Returns row and node of each gene in the cells of the column genes, such as `A,B`."""
+        """Returns row and node of each name in the cells of the column genes, such as `A,B`."""
         cells = self.cells["genes"]
         counts = torch.tensor([cell.count(",") + 1 for cell in cells])
         row = torch.arange(len(cells)).repeat_interleave(counts)
@@ -313,7 +334,7 @@ class Rows:
         if "" in names:  # of blank cells, which are empty sets, and of no others
             for i, cell in enumerate(cells):
                 if cell.strip() and not all(map(str.strip, cell.split(","))):
-                    raise self.error(i, f"an empty gene name in '{cell}'")
+                    raise self.error(i, f"an empty name in '{cell}'")
             row = row[torch.tensor([name != "" for name in names])]
             names = list(filter(None, names))
         return row, number.of(names)
@@ -347,6 +368,7 @@ def read_rows(path: str, *first: str) -> Iterator[Rows]:
 
 def parse_rows(path: str, file: TextIO, first: tuple[str, ...]) -> Iterator[Rows]:
     header = next(file, "").rstrip("\r\n").split("\t")
+    header[0] = {"node": "gene", "nodes": "genes"}.get(header[0], header[0])
     if tuple(header[: len(first)]) != first or len(set(header)) < len(header):
         found, expected = "\t".join(header)[:80], "\t".join(first)
         raise DataError(
@@ -376,28 +398,30 @@ def parse_rows(path: str, file: TextIO, first: tuple[str, ...]) -> Iterator[Rows
         raise DataError(f"{path}: no rows below the header")
 
 
-def read_edges(path: str, number: Numbers) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
-    """Returns the relations' names and, as in `Tables`, edge_index, edge_type and any edge_weight.
+def read_edges(path: str, number: Numbers) -> tuple[list[str], Tensor, Tensor, Tensor]:
+    """Returns the relations' names and, as in `Tables`, edge_index and edge_type.
 
-    Nodes are numbered by `number`. Raises `DataError`.
+    The last are the values of each edge, float64 [E, 1 + F]: its weight and then its features,
+    standardised, and 0 where missing. Nodes are numbered by `number`. Raises `DataError`.
     """
     relations = Numbers()
-    edges, weights = [], []
+    edges, values = [], []
     for rows in read_rows(path, "source", "target", "relation"):
-        more = list(rows.cells)[3:]
-        if more not in ([], ["weight"]):
-            problem = f"after relation the header may have weight, not {', '.join(more)}"
-            raise DataError(f"{path}:1: {problem}")
-        if more:
-            weights.append(rows.numbers("weight", positive=True))
+        weight = torch.ones(len(rows.lines), dtype=torch.float64)
+        features = list(rows.cells)[3:]
+        if "weight" in features:
+            features.remove("weight")
+            weight = rows.numbers("weight", positive=True)
+        values.append(torch.stack([weight, *map(rows.numbers, features)], dim=1))
         source, target, relation = map(rows.names, ("source", "target", "relation"))
         for names in (source, target, relation):
             if "" in names:
                 raise rows.error(names.index(""), "an empty source, target or relation")
         edges.append(torch.stack([number.of(source), number.of(target), relations.of(relation)]))
     edges = torch.cat(edges, dim=1)
-    weight = torch.cat(weights) if weights else None
-    return list(relations), edges[:2], edges[2], weight
+    values = torch.cat(values)
+    values[:, 1:] = standardise(values[:, 1:]).nan_to_num()
+    return list(relations), edges[:2], edges[2], values
 
 
 def read_knockouts(
@@ -451,7 +475,7 @@ def read_sets(path: str, number: Numbers) -> Iterator[tuple[Sequence[str], Tenso
 
 
 def read_features(path: str, genes: list[str]) -> Tensor:
-    """Returns the genes' features, float32 [N, F], standardised, and 0 where missing.
+    """Returns the nodes' features, float32 [N, F], standardised, and 0 where missing.
 
     Raises `DataError`.
     """
@@ -463,12 +487,12 @@ def read_features(path: str, genes: list[str]) -> Tensor:
             raise DataError(f"{path}:1: the header has no features after gene")
         for row, name in enumerate(rows.names("gene")):
             if name in row_of:
-                raise rows.error(row, f"the gene '{name}' stands twice")
+                raise rows.error(row, f"'{name}' stands twice")
             row_of[name] = len(row_of)
         parts.append(torch.stack([rows.numbers(name) for name in features], dim=1))
     row = torch.tensor([row_of.get(gene, -1) for gene in genes])
     if (row < 0).all():
-        problem = "none of its genes is in the tables of edges and knock-outs"
+        problem = "none of its nodes is in the tables of edges and knock-outs"
         raise DataError(f"{path}: {problem}")
     values = torch.cat(parts)[row].where(row.unsqueeze(1) >= 0, math.nan)
     return standardise(values).nan_to_num().float()
@@ -844,11 +868,11 @@ def conjugate_gradients(
 def cached(config: DataConfig, kind: str, key: str, build: Callable[[], Any]) -> Any:
     """Returns the result of `build`, cached in a file; one process builds while others wait.
 
-    The file is that of `key` and of this file's content, so that editing the parser, a split or the
+    The file is that of `key` and of `source_code`, so that editing the parser, a split or the
     baseline makes another one. Its tensors are mapped into memory, which the processes of a machine
     share.
     """
-    digest = hashlib.sha256(Path(__file__).read_bytes() + key.encode()).hexdigest()
+    digest = hashlib.sha256(source_code() + key.encode()).hexdigest()
     path = Path(config.cache_dir, f"{kind}-{digest[:32]}.pt")
     if not path.exists():
         log.info(f"cache     making {path}")
@@ -872,3 +896,11 @@ def cached(config: DataConfig, kind: str, key: str, build: Callable[[], Any]) ->
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
             log.warning("%s is not cached: %s", path.name, error)
     return content
+
+
+def source_code() -> bytes:
+    """Returns the content of this file and of the modules beside it that it imports, and so on."""
+    finder = ModuleFinder([str(Path(__file__).parent)])
+    finder.run_script(__file__)
+    files = [module.__file__ for module in finder.modules.values()]
+    return b"".join(Path(file).read_bytes() for file in sorted(filter(None, files)))

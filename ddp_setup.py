@@ -67,15 +67,10 @@ class DDPConfig:
     options: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        known = dict(inspect.signature(DistributedDataParallel).parameters)
-        for name in ("module", "device_ids", "process_group"):
-            del known[name]
-        for name, value in self.options.items():
-            kind = bool if name in known and known[name].default is False else int | float
-            if name not in known or not isinstance(value, kind):
-                raise ValueError(
-                    f"ddp.options: DistributedDataParallel does not accept {name}={value!r}"
-                )
+        try:
+            inspect.signature(DistributedDataParallel).bind(None, device_ids=None, **self.options)
+        except TypeError as error:
+            raise ValueError(f"ddp.options: DistributedDataParallel: {error}") from None
 
 
 # ---- Rank, collectives, stopping and failing -----------------------------------------------------
@@ -499,11 +494,8 @@ def choose_device(env: Distributed) -> torch.device:
         return torch.device("cuda", 0)  # a scheduler may expose a different GPU to each process
     missing = [gpu for gpu in chosen if gpu not in range(visible)]
     if missing or env.local_world_size > len(chosen):
-        processes = (
-            "1 process" if env.local_world_size == 1 else f"{env.local_world_size} processes"
-        )
         raise UserError(
-            f"{processes} on {platform.node()} but {visible} GPUs, "
+            f"{env.local_world_size} processes on {platform.node()} but {visible} GPUs, "
             f"ddp.device_ids={chosen}: set --nproc_per_node to the number of GPUs to use, "
             "or CUDA_VISIBLE_DEVICES= to run on the CPU"
         )

@@ -42,8 +42,8 @@ class SharedGraph(nn.Module):
 
     Args:
         graph: a `HeteroData` whose edge types all connect `node_type` with itself, each with an
-            `edge_index` [2, E_r] and, unless all are 1, `edge_weight` [E_r], positive; nodes may
-            have features `x` [N, F].
+            `edge_index` [2, E_r] and, unless all are 1, `edge_weight` [E_r], positive; edges may
+            have features `edge_attr` [E_r, F], and nodes `x` [N, F].
         node_type: the type of the nodes that are knocked out.
 
     Raises:
@@ -57,21 +57,25 @@ class SharedGraph(nn.Module):
         self.relations: list[EdgeType] = list(graph.edge_types)
         if not self.relations:
             raise ValueError("the graph has no edge types")
-        edge_indices = [_edge_index(graph, relation, node_type) for relation in self.relations]
+        graph.validate()
+        edge_indices, weights, attributes = [], [], []
+        for relation in self.relations:
+            if (relation[0], relation[2]) != (node_type, node_type):
+                raise ValueError(f"edge type {relation} does not connect '{node_type}' with itself")
+            edges = graph[relation].cpu()
+            edge_indices.append(edges.edge_index.long())
+            weights.append(edges.get("edge_weight", torch.ones(edges.num_edges)).double())
+            attributes.append(edges.get("edge_attr", torch.empty(edges.num_edges, 0)).float())
         counts = [edge_index.size(1) for edge_index in edge_indices]
         self.num_edges: dict[EdgeType, int] = dict(zip(self.relations, counts, strict=True))
-        weights = [
-            graph[relation].get("edge_weight", torch.ones(count)).cpu()
-            for relation, count in self.num_edges.items()
-        ]
 
         # The edges of all relations, one relation after another.
         edge_index = torch.cat(edge_indices, dim=1)
         relation = torch.repeat_interleave(torch.tensor(counts))
-        weight = torch.cat(weights).double()
-        weight = _normalised(weight, edge_index[1], relation, self.num_nodes).float()
+        weight = _normalised(torch.cat(weights), edge_index[1], relation, self.num_nodes).float()
         self._buffer("edge_index", edge_index)
         self._buffer("edge_weight", weight)
+        self._buffer("edge_attr", torch.cat(attributes))
         self._buffer("edge_counts", torch.tensor(counts))
         self._buffer("edge_offsets", self.edge_counts.cumsum(0) - self.edge_counts)
         self._buffer("x", graph[node_type].get("x", torch.empty(self.num_nodes, 0)).float().cpu())
@@ -164,7 +168,8 @@ class SharedGraph(nn.Module):
     def expand(self, batch: Data) -> dict[EdgeType, Tensor]:
         """Returns {edge type: long [2, B * E_r]}, block-diagonal edge indices.
 
-        Node n of sample k is `k * N + n`.
+        Node n of sample k is `k * N + n`. The edges of each sample are in the order of the graph's
+        `edge_index`, so that `values.repeat(B, 1)` are those of the copies for values [E_r, F].
         """
         offset = torch.arange(self.check(batch), device=self.device).unsqueeze(1) * self.num_nodes
         edge_indices = self.edge_index.unsqueeze(1).split(list(self.num_edges.values()), dim=2)
@@ -172,8 +177,12 @@ class SharedGraph(nn.Module):
         return dict(zip(self.relations, copies, strict=True))
 
     def weights(self) -> tuple[Tensor, ...]:
-        """Returns the edge weights of each relation, float [E_r], in the order of `edge_index`."""
+        """Returns the normalised edge weights of each relation, float [E_r], in that order."""
         return self.edge_weight.split(list(self.num_edges.values()))
+
+    def attributes(self) -> tuple[Tensor, ...]:
+        """Returns the edge features of each relation, float [E_r, F], in that order."""
+        return self.edge_attr.split(list(self.num_edges.values()))
 
     def propagate(
         self, x: Tensor, gate: Tensor | None = None, keep: Tensor | None = None
@@ -435,18 +444,3 @@ def _normalised(weight: Tensor, target: Tensor, relation: Tensor, num_nodes: int
     mean = relation.bincount(weight)[relation] / num_nodes
     target = relation * num_nodes + target
     return weight * (mean * target.bincount(weight)[target]).rsqrt()
-
-
-def _edge_index(graph: HeteroData, relation: EdgeType, node_type: str) -> Tensor:
-    """Returns the relation's edge index, long [2, E_r] on the CPU; raises `ValueError`."""
-    num_nodes = graph[node_type].num_nodes
-    if (relation[0], relation[2]) != (node_type, node_type):
-        raise ValueError(f"edge type {relation} does not connect '{node_type}' with itself")
-    edge_index = graph[relation].edge_index.cpu().long()
-    if edge_index.dim() != 2 or edge_index.size(0) != 2:
-        raise ValueError(
-            f"edge_index of {relation} has shape {tuple(edge_index.shape)}, not [2, E]"
-        )
-    if ((edge_index < 0) | (edge_index >= num_nodes)).any():
-        raise ValueError(f"edge_index of {relation} contains a node outside [0, {num_nodes})")
-    return edge_index

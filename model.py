@@ -25,6 +25,8 @@ from torch_geometric.utils import scatter
 
 from mask import ReachBlock, ReachPlanner, SharedGraph, spmm
 
+ON_COPIES = ("expanded",)  # values of message_passing that copy the graph for each sample
+
 # Sums gate_r * h over the living edges of each relation r, for h [N, B, H] and gate [R, H].
 Messages = Callable[[Tensor, Tensor], Tensor]
 
@@ -116,11 +118,38 @@ class KnockoutGNN(nn.Module):
         self.register_buffer("y_offset", torch.tensor(y_offset))
         self.register_buffer("y_std", torch.tensor(y_std))
 
+    @classmethod
+    def from_tables(cls, config: ModelConfig, tables: Any, baseline: Any) -> "KnockoutGNN":
+        """Returns a model for `data.Tables` that starts from their `data.Baseline`.
+
+        Without a readout of the knocked-out nodes, it starts from the mean of the training scores.
+        """
+        rows = tables.rows("val")  # training hides as many nodes as are unseen there
+        unseen = tables.unseen()[rows].sum() / tables.perturbed_ptr.diff()[rows].sum().clamp(min=1)
+        is_seen = tables.is_seen()
+        model = cls(
+            config,
+            num_nodes=len(tables.genes),
+            num_relations=len(tables.relations),
+            num_features=0 if tables.features is None else tables.features.size(1),
+            y_offset=baseline.mean.tolist(),
+            y_std=baseline.std.tolist(),
+            unseen=unseen.item(),
+            is_seen=is_seen,
+            target_nodes=tables.target_nodes() if config.readout == "nodes" else None,
+        )
+        if model.additive is not None:
+            model.y_offset.copy_(baseline.intercept)
+            model.additive.slope.data.copy_(baseline.slope / baseline.std)
+            effect = baseline.effect[is_seen] / baseline.std
+            model.additive.effect.data[len(baseline.mean) :] = effect.flatten()
+        return model
+
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
         """Returns predictions [B, T]; raises `RuntimeError` if the batch is on another device."""
         graph.check(batch)
         messages = graph.propagate
-        if self.config.message_passing == "expanded":
+        if self.config.message_passing in ON_COPIES:
             messages = ExpandedMessages(graph, intact_batch(graph.device))
         unseen = self.unseen if self.training else 0.0
         # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
@@ -175,7 +204,7 @@ class KnockoutGNN(nn.Module):
         In the layers that the batch's plan covers, only states that change are computed (see
         `mask.ReachPlanner`); further layers, or all of a batch without a plan, run on all nodes.
         """
-        if self.config.message_passing == "expanded":
+        if self.config.message_passing in ON_COPIES:
             messages = ExpandedMessages(graph, batch)
             return self.run(self.read_all, wild.layers[0].x, 0, messages, graph.keep(batch), wild)
         if "reach" in batch:
@@ -314,27 +343,42 @@ class KnockoutConv(nn.Module):
 
 
 class ExpandedMessages:
-    """Sums as `SharedGraph.propagate` does over B block-diagonal copies of the graph, edges masked.
+    """Sums as `SharedGraph.propagate` does over B block-diagonal copies of the graph.
 
-    This is the reference for the shared route, and the one for layers that need per-edge values.
+    A dead edge is a loop at a spare node, number B * N: to leave it out, the host would wait for
+    the GPU. This is the reference for the shared route, and the one for layers that need per-edge
+    values.
     """
 
     def __init__(self, graph: SharedGraph, batch: Data):
         self.num_samples = graph.check(batch)
-        edge_index, alive = graph.expand(batch), graph.edge_masks(batch)
-        self.edges = []  # source, target and value of each relation's copied edges
-        for relation, weight in zip(graph.relations, graph.weights(), strict=True):
-            value = weight.repeat(self.num_samples) * alive[relation]
-            self.edges.append((*edge_index[relation], value))
+        self.num_nodes = graph.num_nodes
+        self.weights = [weight.repeat(self.num_samples) for weight in graph.weights()]
+        copied, alive = graph.expand(batch), graph.edge_masks(batch)
+        spare = self.num_samples * self.num_nodes
+        self.edge_indices = [copied[name].where(alive[name], spare) for name in graph.relations]
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        x = x.expand(-1, self.num_samples, -1)
-        copies = x.transpose(0, 1).flatten(0, 1)  # sample-major, [B * N, H]
+        copies = self.copy(x)
         sums = 0.0
-        for (source, target, value), relation_gate in zip(self.edges, gate, strict=True):
-            message = (copies * relation_gate).index_select(0, source) * value.unsqueeze(-1)
+        for edge_index, weight, gated in zip(self.edge_indices, self.weights, gate, strict=True):
+            source, target = edge_index
+            message = (copies * gated).index_select(0, source) * weight.unsqueeze(1)
             sums = sums + scatter(message, target, dim=0, dim_size=len(copies), reduce="sum")
-        return sums.view(self.num_samples, len(x), x.size(2)).transpose(0, 1)
+        return self.by_node(sums)
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Maps states [N, B, H], or [N, 1, H] alike in all samples, to the copies' [B * N + 1, H].
+
+        They are sample-major, and the last is that of the spare node.
+        """
+        copies = x.expand(-1, self.num_samples, -1).transpose(0, 1).flatten(0, 1)
+        return nn.functional.pad(copies, (0, 0, 0, 1))
+
+    def by_node(self, states: Tensor) -> Tensor:
+        """Maps states of the copies [B * N + 1, H] to [N, B, H]."""
+        states = states.narrow(0, 0, self.num_samples * self.num_nodes)
+        return states.view(self.num_samples, self.num_nodes, states.size(1)).transpose(0, 1)
 
 
 def intact_batch(device: torch.device) -> Data:
@@ -479,7 +523,9 @@ def choose_route(
     changes on any graph.
     """
     route = config.message_passing
-    if route == "expanded" or config.readout == "local":
+    if config.readout == "local":
+        return None, "no knock-out pass, as model.readout=local"
+    if route in ON_COPIES:
         return None, route
     if config.compile:
         # Inductor has no sparse gradients; before torch 2.14, its gradients of gathers may be wrong

@@ -24,7 +24,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import Field, asdict, dataclass, fields
 from importlib.metadata import version
 from itertools import islice
@@ -343,30 +343,8 @@ def build_graph(
 
 
 def build_model(config: Config, tables: Tables, baseline: Baseline) -> nn.Module:
-    """Returns a model that starts from the additive baseline.
-
-    Without a readout of the knocked-out nodes, it starts from the mean of the training scores.
-    """
-    rows = tables.rows("val")  # training hides as many nodes as are unseen there
-    unseen = tables.unseen()[rows].sum() / tables.perturbed_ptr.diff()[rows].sum().clamp(min=1)
-    is_seen = tables.is_seen()
-    model = KnockoutGNN(
-        config.model,
-        num_nodes=len(tables.genes),
-        num_relations=len(tables.relations),
-        num_features=0 if tables.features is None else tables.features.size(1),
-        y_offset=baseline.mean.tolist(),
-        y_std=baseline.std.tolist(),
-        unseen=unseen.item(),
-        is_seen=is_seen,
-        target_nodes=tables.target_nodes() if config.model.readout == "nodes" else None,
-    )
-    if model.additive is not None:
-        model.y_offset.copy_(baseline.intercept)
-        model.additive.slope.data.copy_(baseline.slope / baseline.std)
-        effect = baseline.effect[is_seen] / baseline.std
-        model.additive.effect.data[len(baseline.mean) :] = effect.flatten()
-    return model
+    """Returns the model that is trained."""
+    return KnockoutGNN.from_tables(config.model, tables, baseline)
 
 
 def build_optimizer(
@@ -693,8 +671,8 @@ def quality(result: dict[str, Any]) -> tuple[float, float]:
 def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> None:
     """Writes a prediction for each row of `table`, in order, to `<table>.predictions.tsv`.
 
-    That file is in the working directory. Rows with unknown genes get an empty cell. `table` may be
-    `all-singles` or `all-pairs`, of the graph's genes.
+    That file is in the working directory. Rows with unknown nodes get an empty cell. `table` may be
+    `all-singles` or `all-pairs`, of the graph's nodes.
     """
     with env.sync_errors(DataError):
         model, tables = load_trained(config, checkpoint)
@@ -706,7 +684,7 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
     output = Path(f"{Path(table).name.removesuffix('.gz').removesuffix('.tsv')}.predictions.tsv")
     temporary = Path(f"{output}.{os.getpid()}.tmp")
 
-    def write(lines: list[str]) -> None:
+    def write(lines: Iterable[str]) -> None:
         advice = "change the working folder"
         with env.sync_errors(), explain_write_errors(output, UserError, advice):
             if env.rank == 0:
@@ -716,20 +694,15 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
     num_rows = num_predicted = 0
     try:
         write(["\t".join(["genes", *columns]) + "\n"])
-        while True:
-            with env.sync_errors(DataError):
-                chunk = next(sets, None)
-            if chunk is None:
-                break
-            genes, row, node = chunk
+        for genes, row, node in in_step(sets, env):
             known = torch.ones(len(genes), dtype=torch.bool)
             known[row[node >= graph.num_nodes]] = False
             rows = known.nonzero().flatten()
-            y = tables.y.new_zeros(len(genes), len(columns))
+            scores = tables.y.new_full((len(genes), len(columns)), math.nan)
             knockouts = data.pack(row, node, len(genes))
-            dataset = KnockoutDataset(*knockouts, y, graph.degree, transform=planner)
-            predictions = predict_rows(model, graph, dataset, rows, config, env)
-            write(prediction_lines(genes, rows, predictions))
+            dataset = KnockoutDataset(*knockouts, scores, graph.degree, transform=planner)
+            scores[rows] = predict_rows(model, graph, dataset, rows, config, env)
+            write(table_lines(iter(genes), scores))
             num_rows += len(genes)
             num_predicted += len(rows)
         if env.rank == 0:
@@ -739,17 +712,18 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
     if unknown := list(number)[graph.num_nodes :]:
         names = ", ".join(unknown[:10]) + (" ..." if len(unknown) > 10 else "")
         missing = f"{num_rows - num_predicted} rows have no prediction"
-        log.warning(f"{missing}: these genes are not in the graph: {names}")
+        log.warning(f"{missing}: these nodes are not in the graph: {names}")
     log.info(f"{num_predicted} predictions written to {output}")
 
 
-def prediction_lines(genes: Sequence[str], rows: Tensor, predictions: Tensor) -> list[str]:
-    """Returns a line for each set of genes, with empty cells for those that are not in `rows`."""
-    cells = ["\t" * (predictions.size(1) - 1)] * len(genes)
-    template = "\t".join(["%.7g"] * predictions.size(1))
-    for row, scores in zip(rows.tolist(), predictions.tolist(), strict=True):
-        cells[row] = template % tuple(scores)
-    return [f"{names}\t{cell}\n" for names, cell in zip(genes, cells, strict=True)]
+def in_step(parts: Iterator, env: Distributed) -> Iterator:
+    """Yields the parts; an error in reading one on any rank is raised on all."""
+    while True:
+        with env.sync_errors(DataError):
+            part = next(parts, None)
+        if part is None:
+            return
+        yield part
 
 
 def load_trained(config: Config, checkpoint: str) -> tuple[nn.Module, Tables]:
@@ -965,7 +939,7 @@ class RunFolder:
 
 
 def result_lines(tables: Tables, prediction: Tensor, baseline: Tensor) -> Iterator[str]:
-    """Yields the lines of test.tsv: for each test row its genes, how many of them no training row
+    """Yields the lines of test.tsv: for each test row its nodes, how many of them no training row
     has, and for each target score, prediction [len(rows), T] and additive baseline [n, T].
 
     A missing score is an empty cell.
@@ -978,17 +952,19 @@ def result_lines(tables: Tables, prediction: Tensor, baseline: Tensor) -> Iterat
     rows = tables.rows("test")
     nodes = tables.perturbed[tables.is_in("test")[tables.sample()]]
     names = (tables.genes[node] for node in nodes.tolist())
-    deletions = tables.perturbed_ptr.diff()
-    unseen = tables.unseen()
-    template = "\t%.7g" * (3 * len(tables.targets)) + "\n"
-    for part, predicted in zip(rows.split(100), prediction.split(100), strict=True):
-        counts = torch.stack([deletions[part], unseen[part]], dim=1)
-        scores = torch.stack([tables.y[part], predicted, baseline[part]], dim=2)
-        numbers = scores.flatten(start_dim=1)
-        for (num_deleted, num_unseen), row in zip(counts.tolist(), numbers.tolist(), strict=True):
-            genes = ",".join(islice(names, num_deleted))
-            cells = template % tuple(row)
-            yield f"{genes}\t{num_unseen}" + cells.replace("\tnan", "\t")
+    counts = tables.perturbed_ptr.diff()[rows].tolist()
+    sets = (",".join(islice(names, count)) for count in counts)
+    unseen = tables.unseen()[rows].unsqueeze(1)
+    scores = torch.stack([tables.y[rows], prediction, baseline[rows]], dim=2)
+    yield from table_lines(sets, torch.cat([unseen, scores.flatten(start_dim=1)], dim=1))
+
+
+def table_lines(sets: Iterator[str], values: Tensor) -> Iterator[str]:
+    """Yields a line for each row of values [n, C]: its set, and a cell each, empty for nan."""
+    template = "\t%.7g" * values.size(1) + "\n"
+    for part in values.split(100):  # as lists, they take four times the memory
+        for row in part.tolist():
+            yield next(sets) + (template % tuple(row)).replace("\tnan", "\t")
 
 
 def environment(ranks: list[str]) -> str:

@@ -117,7 +117,8 @@ def test_an_unseen_gene_is_known_by_its_neighbours(baseline):
     )
     assert on_test_rows(tables, Problem(tables).additive) < 0.8
     assert on_test_rows(tables, baseline(Problem(tables))) > 0.95
-    nothing = replace(tables, edge_index=torch.empty(2, 0).long(), edge_type=torch.empty(0).long())
+    no_edges = {"edge_index": torch.empty(2, 0).long(), "edge_type": torch.empty(0).long()}
+    nothing = replace(tables, **no_edges, edge_weight=None, edge_attr=None)
     assert on_test_rows(nothing, baseline(Problem(nothing))) < 0.8
 
 

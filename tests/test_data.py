@@ -57,7 +57,7 @@ def test_tables_are_read_correctly(tmp_path):
     assert tables.perturbed_ptr.tolist() == [0, 2, 3, 3]
     assert tables.y.tolist() == [[0.5], [-1.0], [0.2]]
     assert [tables.rows(split).tolist() for split in data.SPLITS] == [[0], [1], [2]]
-    assert "4 genes (1 isolated), 3 edges in 2 relations, 3 samples of 0 to 2 deletions" in tables.summary()
+    assert "4 nodes (1 isolated), 3 edges in 2 relations, 3 samples of 0 to 2 knock-outs" in tables.summary()
 
 
 def test_undirected_adds_reverse_edges_but_no_second_self_loop(tmp_path):
@@ -95,7 +95,7 @@ def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
         (EDGES, [*SCORES, ("a", "1_0", "train")], "scores.tsv:5: the score '1_0' is not a finite number"),
         (EDGES, [*SCORES, ("", "one", "train")], "scores.tsv:5: the score 'one' is not a finite number"),
         (EDGES, [*SCORES, ("a", 1, "dev")], "scores.tsv:5: the split 'dev' is not one of train, val, test"),
-        (EDGES, [*SCORES, ("a,,b", 1, "val")], "scores.tsv:5: an empty gene name in 'a,,b'"),
+        (EDGES, [*SCORES, ("a,,b", 1, "val")], "scores.tsv:5: an empty name in 'a,,b'"),
         (EDGES, SCORES[:3], "scores.tsv: no rows in the test split of 2 rows"),
         (EDGES, [("genes", "score"), ("a", 1)], "no rows in the train split|no rows in the val split"),
     ],
@@ -581,12 +581,35 @@ def test_the_fingerprint_depends_on_every_field():
     tables = synthetic_tables(PRESETS["small"], 0)
     tables.split, tables.weight = random_split(tables, DataConfig()), torch.arange(float(len(tables.y)))
     tables.features, tables.edge_weight = torch.arange(400.0).view(-1, 1), torch.arange(8000.0)
+    tables.edge_attr = torch.arange(16000.0).view(-1, 2)
     for name, value in vars(tables).items():
         if isinstance(value, list | tuple):
             other = [*value[:-1], value[-1].flip(0) if isinstance(value[-1], torch.Tensor) else "another"]
         else:
             other = value.flip(0)
         assert replace(tables, **{name: other}).fingerprint() != tables.fingerprint(), name
+
+
+def test_a_field_that_cannot_be_hashed_is_named():
+    tables = synthetic_tables(PRESETS["small"], 0)
+    tables.buses = {"north", "south"}
+    with pytest.raises(DataError, match=r"^Tables.buses \(Could not infer dtype of set\): make it a tensor or a list$"):
+        tables.fingerprint()
+
+
+def test_the_cache_depends_on_every_module_that_data_imports(tmp_path, monkeypatch):
+    """Those that they import, too, but not on others, such as the model's."""
+    (tmp_path / "data.py").write_text("import json\ndef read():\n    from reader import lines\n")
+    (tmp_path / "reader.py").write_text("import units\nlines = []\n")
+    monkeypatch.setattr(data, "__file__", str(tmp_path / "data.py"))
+    seen = set()
+    for name in ("units.py", "reader.py", "data.py"):
+        with (tmp_path / name).open("a") as file:
+            file.write("scale = 100\n")
+        seen.add(data.source_code())
+        (tmp_path / "model.py").write_text(f"after = '{name}'")
+        seen.add(data.source_code())
+    assert len(seen) == 3
 
 
 def test_the_fingerprint_covers_added_fields():

@@ -40,7 +40,7 @@ def test_features_are_standardised_and_0_where_they_are_missing(tmp_path):
     root = math.sqrt(26 / 3)  # the standard deviation of 1, 3 and 8
     expected = [[-3 / root, -1, 0], [0, 0, 0], [-1 / root, 0, 0], [4 / root, 1, 0]]
     torch.testing.assert_close(tables.features, torch.tensor(expected), atol=1e-6, rtol=0)
-    assert "4 genes (0 isolated, 3 with 3 features)" in tables.summary()
+    assert "4 nodes (0 isolated, 3 features)" in tables.summary()
     assert tables.graph()["gene"].x is tables.features and not tables.features.requires_grad
     assert tables.fingerprint() != load(config(tmp_path)).fingerprint()
 
@@ -49,12 +49,12 @@ def test_features_are_standardised_and_0_where_they_are_missing(tmp_path):
     ("rows", "message"),
     [
         ([*FEATURES, ("b", 1, 2)], r"features.tsv:6: 3 fields where the header has 4"),
-        ([*FEATURES, ("a", 1, 2, 7)], r"features.tsv:6: the gene 'a' stands twice"),
+        ([*FEATURES, ("a", 1, 2, 7)], r"features.tsv:6: 'a' stands twice"),
         ([*FEATURES, ("b", 1, "inf", 7)], r"features.tsv:6: the charge 'inf' is not a finite number"),
         ([*FEATURES, ("b", "large", 1, 7)], r"features.tsv:6: the size 'large' is not a finite number"),
         ([("gene",), ("a",)], r"features.tsv:1: the header has no features after gene"),
         ([("name", "size"), ("a", 1)], r"features.tsv:1: the header is 'name\\tsize': begin with 'gene'"),
-        ([("gene", "size"), ("A", 1)], r"features.tsv: none of its genes is in the tables of edges and knock-outs"),
+        ([("gene", "size"), ("A", 1)], r"features.tsv: none of its nodes is in the tables of edges and knock-outs"),
         ([], r"features.tsv:1: the header is ''"),
     ],
 )
@@ -78,7 +78,7 @@ def test_edge_weights_of_duplicate_edges_are_averaged(tmp_path, undirected):
         expected = [part | {(target, source): w for (source, target), w in part.items()} for part in expected]
     assert found == expected
     plain = load(config(tmp_path))
-    assert plain.edge_weight is None and plain.fingerprint() != tables.fingerprint()
+    assert plain.edge_weight.eq(1).all() and plain.fingerprint() != tables.fingerprint()
 
 
 @pytest.mark.parametrize("weight", ["", "NA", 0, -1, "inf", "heavy", 1e-150])
@@ -87,9 +87,39 @@ def test_edge_weights_must_be_positive(tmp_path, weight):
         load(config(tmp_path, edges=[(*EDGES[0], "weight"), ("a", "b", "x", weight)]))
 
 
-def test_an_edge_table_has_no_other_columns(tmp_path):
-    with pytest.raises(DataError, match=r"edges.tsv:1: after relation the header may have weight, not score"):
-        load(config(tmp_path, edges=[(*EDGES[0], "score"), ("a", "b", "x", 1)]))
+def test_further_columns_of_edges_are_features_of_the_edges(tmp_path):
+    """They follow their edges wherever these go: into relations, sorted, merged, reversed, and copied for each sample."""
+    header = (*EDGES[0], "length", "weight", "age")
+    rows = [("b", "c", "x", 3, 1, "NA"), ("c", "d", "y", 8, 2, 2), ("a", "b", "x", 1, 4, -1)]
+    options = config(tmp_path, edges=[header, *rows], undirected=True)
+    tables = load(options)
+    root = math.sqrt(26 / 3)  # the standard deviation of 1, 3 and 8
+    expected = {("a", "b"): [-3 / root, -1], ("b", "c"): [-1 / root, 0], ("c", "d"): [4 / root, 1]}
+    expected |= {(target, source): values for (source, target), values in expected.items()}
+    assert "6 edges in 2 relations (2 features)" in tables.summary()
+    assert tables.fingerprint() != load(config(tmp_path, undirected=True)).fingerprint()
+    shared = SharedGraph(tables.graph())
+    batch = KnockoutDataset(*pack_sets([[], [1], [0]]), torch.zeros(3), shared.degree).__getitems__([0, 1, 2])
+    for relation, values in zip(shared.relations, shared.attributes(), strict=True):
+        copied = shared.expand(batch)[relation].T % shared.num_nodes
+        names = [(tables.genes[source], tables.genes[target]) for source, target in copied.tolist()]
+        assert len(names) == 3 * len(values) > 0
+        torch.testing.assert_close(values.repeat(3, 1), torch.tensor([expected[name] for name in names]))
+
+
+def test_a_feature_of_edges_is_a_number(tmp_path):
+    with pytest.raises(DataError, match=r"edges.tsv:2: the length 'long' is not a finite number"):
+        load(config(tmp_path, edges=[(*EDGES[0], "length"), ("a", "b", "x", "long")]))
+
+
+def test_a_table_may_say_nodes(tmp_path):
+    """In place of genes and gene."""
+    write_table(tmp_path / "features.tsv", FEATURES)
+    expected = load(config(tmp_path, "features.tsv")).fingerprint()
+    write_table(tmp_path / "nodes.tsv", [("node", *FEATURES[0][1:]), *FEATURES[1:]])
+    options = config(tmp_path, "nodes.tsv")
+    write_table(tmp_path / "scores.tsv", [("nodes", *SCORES[0][1:]), *SCORES[1:]])
+    assert load(options).fingerprint() == expected
 
 
 def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path):
@@ -97,11 +127,11 @@ def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path)
     write_table(tmp_path / "features.tsv", [("gene", "size"), ("c", 5), ("d", 1), ("e", 1)])
     options = config(tmp_path, "features.tsv", edges=[EDGES[0], ("c", "d", "x"), ("c", "e", "x")])
     tables = load(options)
-    graph = SharedGraph(tables.graph())
+    graph = SharedGraph(tables.graph()).double()
     batch = KnockoutDataset(*pack_sets([[3], [4]]), torch.zeros(2), graph.degree).__getitems__([0, 1])
     for embedding in (True, False):
         changed = replace(Config(), model=ModelConfig(embedding=embedding), data=options)
-        model = build_model(changed, tables, additive_baseline(tables)).eval()
+        model = build_model(changed, tables, additive_baseline(tables)).double().eval()
         for parameter in model.parameters():  # some parts start at zero
             torch.nn.init.normal_(parameter)
         model.additive.effect.data.zero_()  # the additive baseline's

@@ -275,11 +275,12 @@ def test_wrong_graphs_are_refused(graph):
         empty = HeteroData()
         empty["gene"].num_nodes = 3
         SharedGraph(empty)
+    graph["drug"].num_nodes = 1
     graph["gene", "to", "drug"].edge_index = torch.zeros(2, 1, dtype=torch.long)
     with pytest.raises(ValueError, match="does not connect 'gene' with itself"):
         SharedGraph(graph)
     graph["gene", "a", "gene"].edge_index[0, 0] = NUM_NODES
-    with pytest.raises(ValueError, match=r"contains a node outside \[0, 9\)"):
+    with pytest.raises(ValueError, match="larger source indices than the number of nodes"):
         SharedGraph(graph)
 
 

@@ -134,8 +134,11 @@ def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
     for route, planned in (("shared", 1), ("reach", 3)):
         planner, line = choose_route(ModelConfig(layers=3, message_passing=route), shared, batch)
         assert line.endswith(f": {route}") and planner.num_layers == planned
-    for config in (ModelConfig(message_passing="expanded"), ModelConfig(readout="local")):
-        assert choose_route(config, shared, batch) == (None, config.message_passing)
+    assert choose_route(ModelConfig(message_passing="expanded"), shared, batch) == (None, "expanded")
+    assert choose_route(ModelConfig(readout="local"), shared, batch) == (
+        None,
+        "no knock-out pass, as model.readout=local",
+    )
     assert "reach" not in batch
 
 

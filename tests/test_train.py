@@ -262,7 +262,7 @@ def test_predictions_keep_the_order_of_the_table(train, tmp_path, nproc):
     write_table(tmp_path / "table.tsv", [("genes",), *[(genes,) for genes in sets]])
     checkpoint = "runs/run/checkpoints/best.pt"
     result = train(nproc, "--predict", "table.tsv", "--checkpoint", checkpoint).check()
-    assert "1 rows have no prediction: these genes are not in the graph: NOPE" in result.stdout
+    assert "1 rows have no prediction: these nodes are not in the graph: NOPE" in result.stdout
     lines = [line.split("\t") for line in (tmp_path / "table.predictions.tsv").read_text().splitlines()]
     assert lines[0] == ["genes", "prediction"]
     assert [genes for genes, _ in lines[1:]] == sets

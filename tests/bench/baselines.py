@@ -43,8 +43,6 @@ class KnockedOut:
         product = torch.zeros(size, size, dtype=torch.float64)
         edge_index, edge_type = self.tables.edge_index, self.tables.edge_type
         weight = self.tables.edge_weight
-        if weight is None:
-            weight = torch.ones(len(edge_type))
         shape = (size, len(self.tables.relations) * len(number))
         for end, other in (edge_index, edge_index.flip(0)):
             known = number[end] >= 0

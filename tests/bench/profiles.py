@@ -135,7 +135,7 @@ class Paths:
         tables = problem.tables
         self.num_nodes = len(tables.genes)
         source, target = tables.edge_index
-        value = torch.ones(len(source)) if tables.edge_weight is None else tables.edge_weight.float()
+        value = tables.edge_weight.float()
         for end, exponent in zip((source, target), exponents, strict=True):
             degree = torch.bincount(end, minlength=self.num_nodes).float()
             value = value / degree[end].pow(exponent)
