@@ -25,7 +25,7 @@ from torch_geometric.utils import scatter
 
 from mask import ReachBlock, ReachPlanner, SharedGraph, spmm
 
-ON_COPIES = ("expanded",)  # values of message_passing that copy the graph for each sample
+ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
 
 # Sums gate_r * h over the living edges of each relation r, for h [N, B, H] and gate [R, H].
 Messages = Callable[[Tensor, Tensor], Tensor]

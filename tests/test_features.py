@@ -88,7 +88,7 @@ def test_edge_weights_must_be_positive(tmp_path, weight):
 
 
 def test_further_columns_of_edges_are_features_of_the_edges(tmp_path):
-    """They follow their edges wherever these go: into relations, sorted, merged, reversed, and copied for each sample."""
+    """They follow their edges wherever these go: into relations, sorted, reversed, and copied for each sample."""
     header = (*EDGES[0], "length", "weight", "age")
     rows = [("b", "c", "x", 3, 1, "NA"), ("c", "d", "y", 8, 2, 2), ("a", "b", "x", 1, 4, -1)]
     options = config(tmp_path, edges=[header, *rows], undirected=True)

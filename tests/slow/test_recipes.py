@@ -171,23 +171,31 @@ def test_own_model(copy, tables, graph_and_batch):
     assert dead_edges.any() and torch.equal(gcn(graph, batch)[0], prediction)
 
 
-def test_attention(copy, tables, graph_and_batch):
-    adapt(copy, "attention", [*tables, "model.layers=1"])
+def test_attention(copy, tables, graph_and_batch, tmp_path, monkeypatch):
+    """On a table whose edges have two features."""
+    header, *rows = (tmp_path / "edges.tsv").read_text().splitlines()
+    rows = [f"{row}\t{i % 7}\t{'NA' if i % 5 == 0 else i % 3}" for i, row in enumerate(rows)]
+    (tmp_path / "edges.tsv").write_text("\n".join([f"{header}\tlength\tage", *rows, ""]))
+    adapt(copy, "attention", [*tables, "model.layers=1", "model.message_passing=attention"])
     checkpoint, _ = train(copy)
-    assert "layers.0.convs.1.att" in checkpoint["model"]
+    assert checkpoint["model"]["layers.0.convs.1.lin_edge.weight"].shape == (8, 3)
     assert_parity(copy)
     assert_contract(copy)
 
     graph, batch = graph_and_batch
+    graph.edge_attr = torch.arange(90.0).unsqueeze(1)
+    monkeypatch.syspath_prepend(copy)
     module, seen = runpy.run_path(str(copy / "model.py")), []
-    layer = module["AttentionConv"](4, 2)
+    layer = module["AttentionConv"](4, 2, edge_dim=2)
     for conv in layer.convs:
-        conv.register_forward_pre_hook(lambda conv, inputs: seen.append(inputs[1]))
+        conv.register_forward_pre_hook(lambda conv, inputs: seen.append(inputs[1:]))
     layer(*torch.randn(2, 20, 3, 4), module["ExpandedMessages"](graph, batch))
     masks, everything, spare = graph.edge_masks(batch), graph.expand(batch), 3 * 20
-    for relation, edge_index in zip(graph.relations, seen, strict=True):
+    for relation, (edge_index, edge_attr) in zip(graph.relations, seen, strict=True):
         assert torch.equal(edge_index[:, masks[relation]], everything[relation][:, masks[relation]])
         assert (edge_index[:, ~masks[relation]] == spare).all() and not masks[relation].all()
+        first, count = (0, 60) if relation[1] == "physical" else (60, 30)
+        assert edge_attr[:, 1].tolist() == 3 * list(range(first, first + count))
 
 
 def test_dense(copy, tables):
