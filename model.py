@@ -101,7 +101,8 @@ class KnockoutGNN(nn.Module):
             self.project = nn.Linear(num_features, 2 * hidden, bias=False)
         layers = [KnockoutConv(hidden, num_relations) for _ in range(config.layers)]
         self.layers = nn.ModuleList(layers)
-        self.norm = nn.LayerNorm(hidden)
+        # From differences of states alone, a bias would only learn rounding errors.
+        self.norm = nn.LayerNorm(hidden, bias=config.readout != "global")
         self.additive = self.local_readout = self.change_readout = None
         num_targets = len(y_offset)
         if config.readout != "global":

@@ -1,5 +1,6 @@
 """Fixtures and helpers: tiny tables, and processes that are killed when their test ends."""
 
+import functools
 import multiprocessing
 import os
 import random
@@ -24,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch does DNS look-ups, which the tests must not wait for
 SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
 MODULES = ("mask", "model", "data", "ddp_setup", "train")
+EXAMPLE_SIZE = (400, 8000, 6000, 1)  # nodes, edges, rows and scores of tests/example
+FOR_ANY_MODEL = ("test_contract", "test_mask", "test_config")  # that pass with other models and tables, too
 
 
 # Imports torch once, so that the processes forked from it start at once.
@@ -42,8 +45,36 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skips tests/slow unless --all or a path selects it."""
-    return True if collection_path.name == "slow" and not config.option.all else None
+    """Skips tests/slow unless --all or a path selects it, and in an adapted copy all but `FOR_ANY_MODEL`."""
+    is_slow = collection_path.name == "slow" and not config.option.all
+    is_ours = collection_path.match("test_*.py") and collection_path.stem not in FOR_ANY_MODEL
+    return True if is_slow or (is_ours and replaced()) else None
+
+
+def pytest_report_header() -> str:
+    if not replaced():
+        return ""
+    return f"{replaced()} is not the template's, so that its own tests are left out: {', '.join(FOR_ANY_MODEL)} remain"
+
+
+@functools.cache
+def replaced() -> str:
+    """Returns which function somebody who adapts the template has replaced, judged by what it makes of the example."""
+    import data
+    import model
+    import train
+
+    config = train.Config()
+    try:
+        tables = data.load(config.data)
+        size = (len(tables.genes), len(tables.edge_type), *tables.y.shape)
+    except Exception:
+        size = ()
+    if size != EXAMPLE_SIZE:
+        return "data.load"
+    baseline, _ = data.derive(tables, tables.fingerprint(), config.data, config.optim.loss)
+    built = train.build_model(config, tables, baseline)
+    return "" if type(built) is getattr(model, "KnockoutGNN", None) else "train.build_model"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -140,6 +171,8 @@ def train(torchrun: Callable[..., Finished], tables: list[str], tmp_path: Path) 
         **env: str,
     ) -> Finished:
         arguments = [*tables, *SMALL, *overrides]
+        if not any(argument.startswith("--") for argument in overrides):
+            arguments += ["--config", os.devnull]  # the defaults, whatever config.yaml says in a copy
         if launcher:
             return torchrun(nproc, script, *arguments, timeout=timeout, **env)
         if nproc:

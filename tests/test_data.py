@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import math
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -256,7 +257,7 @@ def test_the_example_is_what_the_preset_small_gives(tmp_path, monkeypatch):
 def test_a_preset_is_written_as_tables_that_train_reads(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["synthetic", "network", str(tmp_path / "new/tables")])
     synthetic.main()
-    overrides = capsys.readouterr().out.split()
+    overrides = [*capsys.readouterr().out.split(), "--config", os.devnull]
     tables = load(train.load_config(train.parse_arguments([*overrides, f"data.cache_dir={tmp_path}"])).data)
     expected = synthetic_tables(PRESETS["network"])
     assert torch.equal(tables.perturbed_ptr, expected.perturbed_ptr)

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -91,7 +92,7 @@ def test_profiles_are_written_as_tables_that_train_reads(tmp_path):
     header, first = (tmp_path / "scores.tsv").read_text().splitlines()[:2]
     assert header.split("\t") == ["genes", *tables.genes]
     assert first.split("\t").count("NA") == 1 and all(len(cell) <= 6 for cell in first.split("\t")[1:])
-    overrides = [*options, f"data.cache_dir={tmp_path}"]
+    overrides = [*options, f"data.cache_dir={tmp_path}", "--config", os.devnull]
     read = data.load(train_module.load_config(train_module.parse_arguments(overrides)).data)
     assert read.genes == tables.genes and list(read.targets) == tables.genes
     torch.testing.assert_close(read.y, tables.y, rtol=0, atol=5.1e-4, equal_nan=True)
@@ -189,7 +190,8 @@ def test_paths_explain_scores_that_are_sums_of_them():
 # ---- The study ------------------------------------------------------------------------------------------------------
 def test_the_study_has_a_table_of_genes_and_one_of_profiles(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(PRESETS, "expression", SMALL)
-    arguments = ["--preset=expression", f"--dir={tmp_path}", f"data.cache_dir={tmp_path}/cache", "--models"]
+    arguments = [f"--config={os.devnull}", "--preset=expression", f"--dir={tmp_path}"]
+    arguments += [f"data.cache_dir={tmp_path}/cache", "--models"]
     arguments += ["--splits", "random:0", "nodes:1", f"--json={tmp_path}/study.json"]
     monkeypatch.setattr("sys.argv", ["quality", *arguments])
     quality.main()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import signal
 from pathlib import Path
@@ -246,7 +247,8 @@ def test_a_run_with_a_killed_rank_fails_and_resumes_to_the_same_result(train, ta
         "    train.learning_rate = lambda s, *a: (s == 7 and os.kill(os.getpid(), signal.SIGKILL)) or rate(s, *a)\n"
         "train.main()\n"
     )
-    _store, ranks = fork_ranks(tmp_path, 2, str(tmp_path / "killed.py"), [*tables, *SMALL, *settings])
+    arguments = [*tables, *SMALL, *settings, "--config", os.devnull]
+    _store, ranks = fork_ranks(tmp_path, 2, str(tmp_path / "killed.py"), arguments)
     assert join(ranks) == [1, -signal.SIGKILL]
     assert json.loads((tmp_path / "runs/killed/status.json").read_text())["state"] == "failed"
     assert "resumed at step 6" in train(2, *settings).check().stdout

@@ -1,6 +1,7 @@
 """The commands of README.md work, and what it names exists: options with their values, files, modules, flags."""
 
 import contextlib
+import dataclasses
 import io
 import re
 import shlex
@@ -9,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+import yaml
 from torch.distributed.run import get_args_parser
 
 from ddp_setup import UserError
@@ -213,3 +215,15 @@ def test_training_commands_train(here, tmp_path):
             [fork(tmp_path, f"command{number}", command, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})]
         )
         assert codes == [0], f"{words}\n{(tmp_path / f'command{number}.stderr').read_text()}"
+
+
+def test_config_yaml_lists_every_option_with_its_default_and_a_comment():
+    text = (ROOT / "config.yaml").read_text()
+    listed, defaults = yaml.safe_load(text), yaml.safe_load(yaml.safe_dump(dataclasses.asdict(Config())))
+    assert listed == defaults
+    assert [list(section) for section in listed.values()] == [
+        [option.name for option in dataclasses.fields(section.type)] for section in dataclasses.fields(Config)
+    ]
+    options = [line for line in text.splitlines() if line.startswith("  ")]
+    assert len(options) == sum(len(section) for section in listed.values())
+    assert [line for line in options if "  # " not in line] == []
