@@ -92,7 +92,7 @@ class Tables:
     targets: Sequence[str] = ("score",)  # name of each of the T effects
     edge_weight: Tensor | None = None  # float64 [E]; None: all are 1
     edge_attr: Tensor | None = None  # float32 [E, F], features of the edges; None: they have none
-    features: Tensor | None = None  # float32 [N, F], of the nodes
+    features: Tensor | None = None  # float32 [N, F], of the nodes; None: they have none
 
     def __post_init__(self):
         if self.y.dim() == 1:
@@ -102,6 +102,8 @@ class Tables:
             self.edge_weight = torch.ones(num_edges, dtype=torch.float64)
         if self.edge_attr is None:
             self.edge_attr = torch.empty(num_edges, 0)
+        if self.features is None:
+            self.features = torch.empty(len(self.genes), 0)
 
     def graph(self) -> HeteroData:
         """Returns the graph, with node type `gene` and one edge type per relation."""
@@ -171,19 +173,14 @@ class Tables:
         """Returns the numbers of nodes, edges and samples as one line for the log."""
         num_isolated = len(self.genes) - len(self.edge_index.unique())
         knockouts = self.perturbed_ptr.diff()
-        features = ""
-        if self.features is not None:
-            features = f", {self.features.size(1):,} features"
-        edge_features = ""
-        if self.edge_attr.size(1):
-            edge_features = f" ({self.edge_attr.size(1):,} features)"
         splits = ", ".join(f"{len(self.rows(split)):,} {split}" for split in SPLITS)
         targets = ", ".join(self.targets[:5])
         if len(self.targets) > 5:
             targets += f", ... ({len(self.targets):,})"
         return (
-            f"{len(self.genes):,} nodes ({num_isolated:,} isolated{features}), "
-            f"{len(self.edge_type):,} edges in {len(self.relations)} relations{edge_features}, "
+            f"{len(self.genes):,} nodes ({num_isolated:,} isolated) "
+            f"of {self.features.size(1):,} features, {len(self.edge_type):,} edges "
+            f"in {len(self.relations)} relations of {self.edge_attr.size(1):,} features, "
             f"{len(self.y):,} samples of {knockouts.min()} to {knockouts.max()} knock-outs: "
             f"{splits}, {(self.split < 0).sum():,} in no split; scores: {targets}"
         )
@@ -569,6 +566,7 @@ def shares(order: Tensor, config: DataConfig, size: int) -> Tensor:
 
 
 # ---- Batches -------------------------------------------------------------------------------------
+@dataclass
 class KnockoutDataset(Dataset):
     """Builds a whole batch at once from a list of row numbers, in which -1 is padding.
 
@@ -580,21 +578,18 @@ class KnockoutDataset(Dataset):
     batch and returns what the model gets.
     """
 
-    def __init__(
-        self,
-        perturbed: Tensor,
-        perturbed_ptr: Tensor,
-        y: Tensor,
-        degree: Tensor,
-        weight: Tensor | None = None,
-        transform: Callable[[Data], Data] | None = None,
-    ):
-        self.perturbed = perturbed
-        self.perturbed_ptr = perturbed_ptr
-        self.y = y if y.dim() > 1 else y.unsqueeze(1)
-        self.degree = degree
-        self.weight = y.new_ones(1).expand(len(y)) if weight is None else weight
-        self.transform = transform
+    perturbed: Tensor
+    perturbed_ptr: Tensor
+    y: Tensor
+    degree: Tensor
+    weight: Tensor | None = None
+    transform: Callable[[Data], Data] | None = None
+
+    def __post_init__(self):
+        if self.y.dim() == 1:
+            self.y = self.y.unsqueeze(1)
+        if self.weight is None:
+            self.weight = self.y.new_ones(1).expand(len(self.y))
 
     def __len__(self) -> int:
         return len(self.y)

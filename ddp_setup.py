@@ -15,11 +15,9 @@ import os
 import platform
 import re
 import signal
-import statistics
 import sys
 import threading
 import time
-import timeit
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -553,49 +551,7 @@ def describe(env: Distributed) -> list[str]:
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
-# ---- Preflight -----------------------------------------------------------------------------------
-def preflight(env: Distributed) -> None:
-    """Prints the ranks, their speed and that of all-reduces.
-
-    Raises `UserError` if versions differ, `RunError` if a sum is wrong.
-    """
-
-    def report(name: str, finding: str, ok: bool = True) -> None:
-        if env.rank == 0:
-            print(f"{'OK' if ok else 'NOTE':6s} {name:12s} {finding}", flush=True)
-
-    def milliseconds(function: Callable[[], object]) -> list[float]:
-        """Returns the median time of a call on each rank, after six to warm up."""
-        times = timeit.repeat(function, number=1, repeat=12)[6:]
-        return env.gather(1e3 * statistics.median(times))
-
-    report("ranks", "\n".join(["", *describe(env)]))
-    env.check_equal(library_versions())
-    report("versions", "the same on all ranks")
-    size = 8192 if env.device.type == "cuda" else 1024  # an idle GPU raises its clock meanwhile
-    matrix = torch.ones(size, size, device=env.device)
-    times = milliseconds(lambda: (matrix @ matrix).sum().item())
-    slowest = max(times)
-    report(
-        "speed",
-        f"a matrix product takes {min(times):.1f} to {slowest:.1f} ms, "
-        f"slowest on rank {times.index(slowest)}",
-        ok=slowest <= 1.5 * statistics.median_low(times),
-    )
-    if not env.launched:
-        return
-    total = env.sum(torch.tensor(env.rank + 1.0, device=env.device)).item()
-    expected = sum(range(env.world_size + 1))
-    if total != expected:
-        raise RunError(
-            f"an all-reduce gives {total} instead of {expected}: do not train on these machines"
-        )
-    for size in (10**3, 10**5, 10**7, 10**8):
-        tensor = torch.zeros(size // 4, device=env.device)
-        time_ms = max(milliseconds(lambda tensor=tensor: env.sum(tensor)[0].item()))
-        rate = size / time_ms / 1e6
-        report("all-reduce", f"{size:11,d} bytes in {time_ms:9.2f} ms, {rate:6.2f} GB/s")
-
-
 if __name__ == "__main__":
-    run(preflight, DDPConfig(startup_timeout_s=30.0))
+    from tests.tools.preflight import main  # which imports this file as a module
+
+    main()

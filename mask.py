@@ -176,13 +176,9 @@ class SharedGraph(nn.Module):
         copies = [(edge_index + offset).flatten(1) for edge_index in edge_indices]
         return dict(zip(self.relations, copies, strict=True))
 
-    def weights(self) -> tuple[Tensor, ...]:
-        """Returns the normalised edge weights of each relation, float [E_r], in that order."""
-        return self.edge_weight.split(list(self.num_edges.values()))
-
-    def attributes(self) -> tuple[Tensor, ...]:
-        """Returns the edge features of each relation, float [E_r, F], in that order."""
-        return self.edge_attr.split(list(self.num_edges.values()))
+    def by_relation(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Returns values of the edges, such as `edge_attr` [E, F], as those of each relation."""
+        return values.split(list(self.num_edges.values()))
 
     def propagate(
         self, x: Tensor, gate: Tensor | None = None, keep: Tensor | None = None

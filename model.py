@@ -132,7 +132,7 @@ class KnockoutGNN(nn.Module):
             config,
             num_nodes=len(tables.genes),
             num_relations=len(tables.relations),
-            num_features=0 if tables.features is None else tables.features.size(1),
+            num_features=tables.features.size(1),
             y_offset=baseline.mean.tolist(),
             y_std=baseline.std.tolist(),
             unseen=unseen.item(),
@@ -354,7 +354,8 @@ class ExpandedMessages:
     def __init__(self, graph: SharedGraph, batch: Data):
         self.num_samples = graph.check(batch)
         self.num_nodes = graph.num_nodes
-        self.weights = [weight.repeat(self.num_samples) for weight in graph.weights()]
+        weights = graph.by_relation(graph.edge_weight)
+        self.weights = [weight.repeat(self.num_samples) for weight in weights]
         copied, alive = graph.expand(batch), graph.edge_masks(batch)
         spare = self.num_samples * self.num_nodes
         self.edge_indices = [copied[name].where(alive[name], spare) for name in graph.relations]

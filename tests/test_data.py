@@ -58,7 +58,10 @@ def test_tables_are_read_correctly(tmp_path):
     assert tables.perturbed_ptr.tolist() == [0, 2, 3, 3]
     assert tables.y.tolist() == [[0.5], [-1.0], [0.2]]
     assert [tables.rows(split).tolist() for split in data.SPLITS] == [[0], [1], [2]]
-    assert "4 nodes (1 isolated), 3 edges in 2 relations, 3 samples of 0 to 2 knock-outs" in tables.summary()
+    assert (
+        "4 nodes (1 isolated) of 0 features, 3 edges in 2 relations of 0 features, 3 samples of 0 to 2 knock-outs"
+        in tables.summary()
+    )
 
 
 def test_undirected_adds_reverse_edges_but_no_second_self_loop(tmp_path):

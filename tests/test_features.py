@@ -40,7 +40,7 @@ def test_features_are_standardised_and_0_where_they_are_missing(tmp_path):
     root = math.sqrt(26 / 3)  # the standard deviation of 1, 3 and 8
     expected = [[-3 / root, -1, 0], [0, 0, 0], [-1 / root, 0, 0], [4 / root, 1, 0]]
     torch.testing.assert_close(tables.features, torch.tensor(expected), atol=1e-6, rtol=0)
-    assert "4 nodes (0 isolated, 3 features)" in tables.summary()
+    assert "4 nodes (0 isolated) of 3 features" in tables.summary()
     assert tables.graph()["gene"].x is tables.features and not tables.features.requires_grad
     assert tables.fingerprint() != load(config(tmp_path)).fingerprint()
 
@@ -96,11 +96,11 @@ def test_further_columns_of_edges_are_features_of_the_edges(tmp_path):
     root = math.sqrt(26 / 3)  # the standard deviation of 1, 3 and 8
     expected = {("a", "b"): [-3 / root, -1], ("b", "c"): [-1 / root, 0], ("c", "d"): [4 / root, 1]}
     expected |= {(target, source): values for (source, target), values in expected.items()}
-    assert "6 edges in 2 relations (2 features)" in tables.summary()
+    assert "6 edges in 2 relations of 2 features" in tables.summary()
     assert tables.fingerprint() != load(config(tmp_path, undirected=True)).fingerprint()
     shared = SharedGraph(tables.graph())
     batch = KnockoutDataset(*pack_sets([[], [1], [0]]), torch.zeros(3), shared.degree).__getitems__([0, 1, 2])
-    for relation, values in zip(shared.relations, shared.attributes(), strict=True):
+    for relation, values in zip(shared.relations, shared.by_relation(shared.edge_attr), strict=True):
         copied = shared.expand(batch)[relation].T % shared.num_nodes
         names = [(tables.genes[source], tables.genes[target]) for source, target in copied.tolist()]
         assert len(names) == 3 * len(values) > 0

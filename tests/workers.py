@@ -20,6 +20,7 @@ from ddp_setup import DDPConfig, Distributed, RunError, UserError, setup
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.test_model import NUM_NODES
+from tests.tools import preflight
 from tests.tools.runs import pack_sets
 from train import criterion
 
@@ -176,19 +177,19 @@ def own_gpu() -> None:
 def preflight_of_a_bad_machine(what: str) -> None:
     """Rank 1 is slow or has another torch version, or the sum over ranks is wrong."""
     if what == "slow" and os.environ["RANK"] == "1":
-        original = ddp_setup.timeit.repeat
+        original = preflight.timeit.repeat
 
         def slow_once(*_: object, **__: object) -> list[float]:
-            ddp_setup.timeit.repeat = original
+            preflight.timeit.repeat = original
             return [9.0] * 12
 
-        ddp_setup.timeit.repeat = slow_once
+        preflight.timeit.repeat = slow_once
     if what == "torch" and os.environ["RANK"] == "1":
-        versions = ddp_setup.library_versions()
-        ddp_setup.library_versions = lambda: {**versions, "torch": "1.0"}
+        versions = preflight.library_versions()
+        preflight.library_versions = lambda: {**versions, "torch": "1.0"}
     if what == "sum":
         ddp_setup.Distributed.sum = lambda env, values: values
-    ddp_setup.run(ddp_setup.preflight, DDPConfig())
+    ddp_setup.run(preflight.preflight, DDPConfig())
 
 
 def options() -> None:

@@ -200,7 +200,7 @@ def neighbours(problem: Problem, temperatures: Iterable[float] = TEMPERATURES) -
 def features(problem: Problem) -> Tensor:
     """The additive ridge, where nodes in no training row get the effects that a ridge regression of the others' effects
     on their features predicts, with a penalty by validation; without features, the additive ridge alone."""
-    if problem.tables.features is None:
+    if not problem.tables.features.size(1):
         return problem.additive
     x, effect = problem.tables.features[problem.nodes].double(), problem.effect
     known, mean = x[problem.seen], effect[problem.seen].mean()

@@ -118,7 +118,7 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
     models = options.models
     if models is None:
         models = PROFILE_MODELS if is_profile else MODELS
-        models = [name for name in models if name != "random" or tables.features is not None]
+        models = [name for name in models if name != "random" or tables.features.size(1)]
     ceiling = [] if options.signal is None else [CEILING]
     results = {}
     for name in [*rivals, *(f"ours, {variant}" for variant in models), *ceiling]:
@@ -282,7 +282,7 @@ def finished_run(folder: Path) -> list[dict]:
 def random_features(config: train.Config, folder: Path) -> list[str]:
     """Writes random vectors for the genes that have features; returns the option that names the file."""
     tables = data.load(config.data)
-    if tables.features is None:
+    if not tables.features.size(1):
         raise UserError("the variant random needs node features: set data.features")
     generator = torch.Generator().manual_seed(config.data.split_seed)
     known = (tables.features != 0).any(dim=1).nonzero().flatten().tolist()

@@ -15,6 +15,7 @@ from ddp_setup import Distributed, UserError, setup
 from mask import SharedGraph
 
 SHOWN = 20  # bad rows printed at most
+WORST = 3  # scores printed of each, at most
 PHASES = ("data", "forward", "backward", "optimiser", "agreement", "evaluation", "save")
 
 
@@ -45,7 +46,8 @@ def rows(options: argparse.Namespace) -> bool:
         prediction = torch.zeros(dataset.y.shape, dtype=dtype)
         prediction[chosen] = train.predict_rows(model, graph, dataset, chosen, config, env).to(dtype)
     error = ((prediction - dataset.y.float()) / model.y_std.cpu()).square()  # overflows where the training loss does
-    error = error.where(~dataset.y.isnan(), 0.0).sum(1)
+    error_by_score = error.where(~dataset.y.isnan(), 0.0)
+    error = error_by_score.sum(1)
     bad = chosen[~error[chosen].isfinite()]
     if len(bad):
         print(f"{len(bad)} of {len(chosen)} rows (numbered from 0) have a non-finite squared error:")
@@ -53,15 +55,15 @@ def rows(options: argparse.Namespace) -> bool:
         print("every squared error is finite; if a step is not, lower optim.lr. Largest in the training split:")
     for row in (bad[:SHOWN] if len(bad) else training[error[training].argsort(descending=True)[:5]]).tolist():
         genes = tables.perturbed[tables.perturbed_ptr[row] : tables.perturbed_ptr[row + 1]].tolist()
+        worst = error_by_score[row].nan_to_num(math.inf).argsort(descending=True)[:WORST]
+        scores = [
+            f"{tables.targets[t]} {tables.y[row, t]:g}, prediction {prediction[row, t]:g}" for t in worst.tolist()
+        ]
         print(
-            f"  row {row} ({data.SPLITS[tables.split[row]]}): genes {','.join(tables.genes[i] for i in genes)}, score "
-            f"{shown(tables.y[row])}, prediction {shown(prediction[row])}, squared error {error[row]:.3g}"
+            f"  row {row} ({data.SPLITS[tables.split[row]]}): genes {','.join(tables.genes[i] for i in genes)}, "
+            f"{'; '.join(scores)}, squared error {error[row]:.3g}"
         )
     return not len(bad)
-
-
-def shown(scores: torch.Tensor) -> str:
-    return ",".join(f"{score:g}" for score in scores.tolist())
 
 
 def trace(options: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from data import SPLITS, Tables
 from ddp_setup import Distributed, run
 from tests.tools.runs import launch, parameters, read_metrics, relative_difference
 
+NUM_EPOCHS = 2  # with each number of micro-batches
 BATCH_SIZE, NUM_TRAIN, NUM_EVAL = 24, 77, 7  # the last step has 5 rows: too few for 4 ranks x 2 micro-batches
 TOLERANCE = 1e-9
 
@@ -21,6 +22,7 @@ def parity(options: argparse.Namespace) -> bool:
     """Prints how runs with several world sizes differ from the first one; returns whether they agree with it."""
     with tempfile.TemporaryDirectory() as folder:
         for world_size in options.world_sizes:
+            print(f"training {2 * NUM_EPOCHS} epochs of {NUM_TRAIN} rows on {world_size} processes", flush=True)
             status, output = launch(
                 world_size, ["parity-worker", folder, *options.arguments], options.timeout, cpu=options.cpu
             )
@@ -57,7 +59,7 @@ def parity_worker(folder: str, arguments: list[str]) -> None:
                     run=train.RunConfig(name=f"{env.world_size}-{accumulate}", dir=folder),
                     data=dataclasses.replace(config.data, batch_size=BATCH_SIZE),
                     model=dataclasses.replace(config.model, dropout=0.0),
-                    optim=dataclasses.replace(config.optim, epochs=2, accumulate=accumulate, precision="fp64"),
+                    optim=dataclasses.replace(config.optim, epochs=NUM_EPOCHS, accumulate=accumulate, precision="fp64"),
                     log=train.LogConfig(every_steps=1),
                 ),
                 env,
