@@ -675,9 +675,16 @@ class StepSampler(DistributedSampler):
 
 
 def make_loader(
-    dataset: Dataset, batches: StepSampler | Sequence[Tensor], workers: int, pin: bool
+    dataset: Dataset,
+    batches: StepSampler | Sequence[Tensor],
+    workers: int,
+    device: torch.device,
 ) -> DataLoader:
-    """Returns a loader of the batches whose row numbers `batches` lists; the dataset collates."""
+    """Returns a loader of the batches whose row numbers `batches` lists; the dataset collates.
+
+    They stay on the CPU, in pinned memory if they are for a GPU.
+    """
+    pin = device.type == "cuda"
     return DataLoader(
         dataset,
         batch_sampler=batches,
@@ -731,14 +738,11 @@ class Baseline(NamedTuple):
     prediction: Tensor  # float64 [n, T], of the additive function for each row, in the units of y
 
 
-def derive(tables: Tables, fingerprint: str, config: DataConfig, loss: str) -> tuple[Baseline, str]:
-    """Returns the `additive_baseline` and summary of tables with this fingerprint, cached."""
-
-    def build() -> tuple[Any, ...]:
-        return *additive_baseline(tables, loss), tables.summary()
-
-    *baseline, summary = cached(config, "derived", f"{fingerprint} {loss}", build)
-    return Baseline(*baseline), summary
+def load_baseline(tables: Tables, fingerprint: str, config: DataConfig, loss: str) -> Baseline:
+    """Returns the `additive_baseline` of tables with this fingerprint, cached."""
+    key = f"{fingerprint} {loss}"
+    fields = cached(config, "baseline", key, lambda: tuple(additive_baseline(tables, loss)))
+    return Baseline(*fields)
 
 
 def additive_baseline(

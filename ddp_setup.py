@@ -141,7 +141,7 @@ class Distributed:
     def stop_reason(self, step: int) -> str:
         """Records that `step` steps are done; returns why all ranks must stop, "" if not."""
         self.progress = self.progress._replace(step=step, changes=0)
-        if step > 0:  # the first one may compile
+        if step > 0:  # the first one loads libraries
             self.limit_s = self.config.timeout_s
         code = self.stop.code() if self.stop else 0
         return StopRequest.REASONS[self.agree(code)]
@@ -528,27 +528,22 @@ def library_versions() -> dict[str, str]:
 
 
 def describe(env: Distributed) -> list[str]:
-    """Returns the lines of a table with each rank's host, device, threads and versions."""
-    name, free = platform.machine(), "-"
+    """Returns a line for each rank with its host, device, threads and versions."""
+    device = str(env.device)
     if env.device.type == "cuda":
-        name = torch.cuda.get_device_name(env.device)
-        free = f"{torch.cuda.mem_get_info(env.device)[0] / 2**30:.1f}"
+        free, _ = torch.cuda.mem_get_info(env.device)
+        device += f" ({torch.cuda.get_device_name(env.device)}, {free / 2**30:.1f} GB free)"
     row = {
         "rank": env.rank,
         "host": platform.node(),
         "pid": os.getpid(),
-        "LOCAL_RANK": env.local_rank,
-        "device": env.device,
-        "name": name,
-        "free GB": free,
+        "local rank": env.local_rank,
+        "device": device,
         "threads": torch.get_num_threads(),
         **library_versions(),
     }
-    lines = [list(row)]
-    for other in env.gather(row):
-        lines.append([str(value) for value in other.values()])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    line = ", ".join(f"{name} {value}" for name, value in row.items())
+    return env.gather(line)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ class ModelConfig:
     message_passing: Literal["auto", "shared", "reach", "expanded"] = "auto"
     readout: Literal["both", "local", "global", "nodes"] = "both"
     checkpointing: bool = False
-    compile: bool = False
 
     def __post_init__(self):
         if self.dropout >= 1:
@@ -529,10 +528,6 @@ def choose_route(
         return None, "no knock-out pass, as model.readout=local"
     if route in ON_COPIES:
         return None, route
-    if config.compile:
-        # Inductor has no sparse gradients; before torch 2.14, its gradients of gathers may be wrong
-        # (pytorch #185509).
-        return None, "shared, as model.compile takes no plan"
     planner = ReachPlanner(graph, 1 if route == "shared" else config.layers)
     blocks = planner.plan(batch)
     planned = min((len(block.layers) for block in blocks), default=0)

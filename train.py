@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import shlex
 import subprocess
@@ -144,7 +145,7 @@ def main() -> None:
             if config_error:
                 raise config_error
         if arguments.predict:
-            predict(config, env, arguments.predict, arguments.checkpoint)
+            predict(arguments, config, env)
         else:
             train(config, env)
 
@@ -165,22 +166,19 @@ def train(config: Config, env: Distributed) -> None:
     tables, baseline, state, folder = set_up(config, env)
     env.stop.is_training = True
     model = state.model
-    graph, planner, route = build_graph(config, tables, env, dtype)
+    graph = SharedGraph(tables.graph()).to(env.device, dtype)
+    planner, route = plan_route(config, tables, graph)
     dataset = KnockoutDataset(
         tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree, tables.weight, planner
     )
     rows = tables.rows("train")
     shares = (optim.accumulate, env.world_size, env.rank)
     sampler = StepSampler(rows, config.data.batch_size, *shares, seed)
-    pin = env.device.type == "cuda"
-    loader = data.make_loader(dataset, sampler, config.data.workers, pin)
-    if config.model.compile:
-        model.compile()
+    loader = data.make_loader(dataset, sampler, config.data.workers, env.device)
     ddp_model = env.wrap(model)
     autocast = torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None)
-    if env.launched:
-        with autocast:
-            order_buckets(ddp_model, model, graph, dataset)
+    with autocast:
+        order_buckets(ddp_model, model, graph, dataset)
     total_steps = sampler.steps_per_epoch * optim.epochs
     log.info(f"model     {sum(p.numel() for p in model.parameters()):,} parameters; {route}")
     log_batch(config, env, sampler)
@@ -268,7 +266,7 @@ def set_up(config: Config, env: Distributed) -> tuple[Tables, Baseline, "TrainSt
         tables = data.load(config.data)
         check_scores(tables, config)
         fingerprint = tables.fingerprint()
-        baseline, summary = data.derive(tables, fingerprint, config.data, config.optim.loss)
+        baseline = data.load_baseline(tables, fingerprint, config.data, config.optim.loss)
         torch.manual_seed(config.run.seed)
         dtype, _ = PRECISIONS[config.optim.precision]
         model = build_model(config, tables, baseline).to(env.device, dtype)
@@ -283,7 +281,7 @@ def set_up(config: Config, env: Distributed) -> tuple[Tables, Baseline, "TrainSt
     ranks = describe(env)
     with env.sync_errors():
         folder.start(state, ranks)
-    log.info(f"data      {summary}")
+    log.info(f"data      {tables.summary()}")
     return tables, baseline, state, folder
 
 
@@ -322,24 +320,19 @@ def check_scores(tables: Tables, config: Config) -> None:
 
 
 def log_batch(config: Config, env: Distributed, sampler: StepSampler) -> None:
-    accumulate, batch_size = config.optim.accumulate, config.data.batch_size
-    own = batch_size // (env.world_size * accumulate)
-    steps = sampler.steps_per_epoch
     log.info(
-        f"batch     {env.world_size} ranks x {own} samples x {accumulate} accumulation = "
-        f"{batch_size}; {steps} steps per epoch, {steps * config.optim.epochs} in total"
+        f"batch     {config.data.batch_size} samples over {env.world_size} ranks "
+        f"and {config.optim.accumulate} micro-batches, {sampler.steps_per_epoch} steps per epoch"
     )
 
 
-def build_graph(
-    config: Config, tables: Tables, env: Distributed, dtype: torch.dtype
-) -> tuple[SharedGraph, ReachPlanner | None, str]:
-    """Returns the graph on its device, what plans batches on it, and a line about the route."""
-    graph = SharedGraph(tables.graph()).to(env.device, dtype)
+def plan_route(
+    config: Config, tables: Tables, graph: SharedGraph
+) -> tuple[ReachPlanner | None, str]:
+    """Returns what plans batches for the model, if anything, and a line about it for the log."""
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
     some_rows = range(0, len(dataset), len(dataset) // 128 + 1)  # evenly spaced
-    planner, route = choose_route(config.model, graph, dataset.__getitems__(some_rows))
-    return graph, planner, route
+    return choose_route(config.model, graph, dataset.__getitems__(some_rows))
 
 
 def build_model(config: Config, tables: Tables, baseline: Baseline) -> nn.Module:
@@ -379,6 +372,8 @@ def order_buckets(
     three or more ranks are added depends on their places in a bucket: otherwise, the first step of
     a resumed run would differ from the same step of an undisturbed run.
     """
+    if ddp_model is model:
+        return
     padding = dataset.__getitems__([-1, -1]).to(graph.device)
     model.eval()  # or the padding would count in BatchNorm's statistics
     criterion(ddp_model(graph, padding), padding, model).backward()
@@ -580,7 +575,7 @@ def predict_rows(
     own = predictions[env.rank :: env.world_size]  # a view
     batches = rows[env.rank :: env.world_size].split(math.ceil(batch_size / env.world_size))
     start = 0
-    for batch in data.make_loader(dataset, batches, workers=0, pin=env.device.type == "cuda"):
+    for batch in data.make_loader(dataset, batches, workers=0, device=env.device):
         with env.phase("evaluation"):
             if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
                 break
@@ -668,19 +663,30 @@ def quality(result: dict[str, Any]) -> tuple[float, float]:
 
 
 # ---- Prediction ----------------------------------------------------------------------------------
-def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> None:
-    """Writes a prediction for each row of `table`, in order, to `<table>.predictions.tsv`.
+class Member(NamedTuple):
+    """A trained model, the only one or one of an ensemble."""
 
-    That file is in the working directory. Rows with unknown nodes get an empty cell. `table` may be
-    `all-singles` or `all-pairs`, of the graph's nodes.
+    config: Config
+    model: nn.Module
+    planner: ReachPlanner | None
+
+
+def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> None:
+    """Writes a prediction for each row of a table, in order, to `<table>.predictions.tsv`.
+
+    That file is in the working directory. Rows with unknown nodes get an empty cell. The table may
+    be `all-singles` or `all-pairs`, of the graph's nodes. Of several checkpoints, it is the mean of
+    their predictions, and their standard deviation stands beside it.
     """
+    table = arguments.predict
     with env.sync_errors(DataError):
-        model, tables = load_trained(config, checkpoint)
-    model = model.to(env.device)
-    graph, planner, _ = build_graph(config, tables, env, torch.float32)
+        tables = data.load(config.data)
+        graph = SharedGraph(tables.graph()).to(env.device)
+        members = []
+        for checkpoint in arguments.checkpoint:
+            members.append(load_member(checkpoint, arguments, config, tables, graph))
     number = data.Numbers(zip(tables.genes, range(graph.num_nodes), strict=True))
     sets = data.read_sets(table, number)
-    columns = tables.targets if len(tables.targets) > 1 else ["prediction"]
     output = Path(f"{Path(table).name.removesuffix('.gz').removesuffix('.tsv')}.predictions.tsv")
     temporary = Path(f"{output}.{os.getpid()}.tmp")
 
@@ -693,16 +699,16 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
 
     num_rows = num_predicted = 0
     try:
+        columns = prediction_columns(tables.targets, len(members))
         write(["\t".join(["genes", *columns]) + "\n"])
         for genes, row, node in in_step(sets, env):
             known = torch.ones(len(genes), dtype=torch.bool)
             known[row[node >= graph.num_nodes]] = False
             rows = known.nonzero().flatten()
-            scores = tables.y.new_full((len(genes), len(columns)), math.nan)
             knockouts = data.pack(row, node, len(genes))
-            dataset = KnockoutDataset(*knockouts, scores, graph.degree, transform=planner)
-            scores[rows] = predict_rows(model, graph, dataset, rows, config, env)
-            write(table_lines(iter(genes), scores))
+            cells = tables.y.new_full((len(genes), len(columns)), math.nan)
+            cells[rows] = predict_sets(members, graph, knockouts, rows, tables, env)
+            write(table_lines(iter(genes), cells))
             num_rows += len(genes)
             num_predicted += len(rows)
         if env.rank == 0:
@@ -710,10 +716,44 @@ def predict(config: Config, env: Distributed, table: str, checkpoint: str) -> No
     finally:
         temporary.unlink(missing_ok=True)
     if unknown := list(number)[graph.num_nodes :]:
-        names = ", ".join(unknown[:10]) + (" ..." if len(unknown) > 10 else "")
         missing = f"{num_rows - num_predicted} rows have no prediction"
-        log.warning(f"{missing}: these nodes are not in the graph: {names}")
+        names = ", ".join(unknown[:10])
+        log.warning(f"{missing}: {len(unknown)} nodes are not in the graph: {names}")
     log.info(f"{num_predicted} predictions written to {output}")
+
+
+def prediction_columns(targets: Sequence[str], num_members: int) -> list[str]:
+    """Returns the names of the columns that `predict_sets` fills."""
+    if len(targets) == 1:
+        return ["prediction", "sd"] if num_members > 1 else ["prediction"]
+    if num_members == 1:
+        return list(targets)
+    return [column for name in targets for column in (name, f"{name}_sd")]
+
+
+def predict_sets(
+    members: list[Member],
+    graph: SharedGraph,
+    knockouts: tuple[Tensor, Tensor],
+    rows: Tensor,
+    tables: Tables,
+    env: Distributed,
+) -> Tensor:
+    """Returns for `rows` of the knock-outs each target's mean over the members, float64 [n, T].
+
+    Of several members, the standard deviation follows each mean, [n, 2 * T].
+    """
+    _, ptr = knockouts
+    y = tables.y.new_empty(len(ptr) - 1, tables.y.size(1))
+    predictions = []
+    for member in members:
+        dataset = KnockoutDataset(*knockouts, y, graph.degree, transform=member.planner)
+        prediction = predict_rows(member.model, graph, dataset, rows, member.config, env)
+        predictions.append(prediction)
+    if len(members) == 1:
+        return prediction
+    std, mean = torch.std_mean(torch.stack(predictions), dim=0)
+    return torch.stack([mean, std], dim=2).flatten(start_dim=1)
 
 
 def in_step(parts: Iterator, env: Distributed) -> Iterator:
@@ -726,20 +766,31 @@ def in_step(parts: Iterator, env: Distributed) -> Iterator:
         yield part
 
 
-def load_trained(config: Config, checkpoint: str) -> tuple[nn.Module, Tables]:
-    """Returns the model of a checkpoint and the tables it was trained on; raises `UserError`."""
+def load_member(
+    checkpoint: str,
+    arguments: argparse.Namespace,
+    first: Config,
+    tables: Tables,
+    graph: SharedGraph,
+) -> Member:
+    """Returns the model of a checkpoint, with its own options unless `arguments` say otherwise.
+
+    Raises `UserError` if its data are not the tables, or its loss is not that of the `first` one.
+    """
     state = read_checkpoint(checkpoint)
-    tables = data.load(config.data)
+    own_arguments = {**vars(arguments), "checkpoint": [checkpoint]}
+    config = load_config(argparse.Namespace(**own_arguments))
     fingerprint = tables.fingerprint()
     if state["data"] != fingerprint:
         raise UserError(f"{checkpoint} was trained on different data from the configuration's")
     loss = state["config"]["optim"]["loss"]
-    if loss != config.optim.loss:
-        raise UserError(f"{checkpoint} was trained with optim.loss={loss}, not {config.optim.loss}")
-    baseline, _ = data.derive(tables, fingerprint, config.data, loss)
+    if loss != first.optim.loss:
+        raise UserError(f"{checkpoint} was trained with optim.loss={loss}, not {first.optim.loss}")
+    baseline = data.load_baseline(tables, fingerprint, config.data, loss)
     model = build_model(config, tables, baseline)
     load_model(model, state["model"], checkpoint)
-    return model, tables
+    planner, _ = plan_route(config, tables, graph)
+    return Member(config, model.to(graph.device), planner)
 
 
 # ---- The run folder ------------------------------------------------------------------------------
@@ -1126,8 +1177,13 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--predict", metavar="TABLE", help="a table of knock-out sets, all-singles or all-pairs"
     )
-    parser.add_argument("--checkpoint", metavar="FILE", help="the trained model for --predict")
+    parser.add_argument(
+        "--checkpoint", metavar="FILE", nargs="+", default=[], help="trained models, for --predict"
+    )
     parsed = parser.parse_intermixed_args(arguments)
+    files = [file for file in parsed.checkpoint if not re.match(r"\w+\.\w+=", file)]
+    parsed.overrides += parsed.checkpoint[len(files) :]
+    parsed.checkpoint = files
     if bool(parsed.predict) != bool(parsed.checkpoint):
         raise UserError("--predict TABLE and --checkpoint FILE go together")
     return parsed
@@ -1159,13 +1215,11 @@ def load_config(arguments: argparse.Namespace) -> Config:
 
 def given_options(arguments: argparse.Namespace, options: dict[str, Field]) -> dict[str, Any]:
     """Returns {section.key: value} of the file and the command line; raises `UserError`."""
-    source = arguments.config
-    if source is None:
-        source = arguments.checkpoint or Path(__file__).with_name("config.yaml")
+    source = arguments.config or Path(__file__).with_name("config.yaml")
     given = {}
     try:
-        if source == arguments.checkpoint:
-            sections = read_checkpoint(source)["config"]
+        if arguments.checkpoint and arguments.config is None:
+            sections = read_checkpoint(arguments.checkpoint[0])["config"]
         else:
             sections = yaml.safe_load(Path(source).read_text()) or {}
         for section, values in sections.items():

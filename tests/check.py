@@ -15,7 +15,8 @@ gpu       proves on a machine with GPUs, in less than ten minutes, what the CPU 
 trace     python -m tests.check trace RUN_FOLDER: prints where the time went in the steps that log.profile_steps traced
 test      python -m tests.check test RUN_FOLDER: prints what the predictions in a run's test.tsv are worth, by groups of
           rows and by score, with an interval, and writes test.json and a plot, test.svg (--threshold X: also how well
-          scores below X are found)
+          scores below X are found); of several run folders, what the mean of their predictions is worth, and whether
+          their standard deviation tells where it errs
 
 Each but test and trace prints its findings and PASS or FAIL; the exit status is 0, 1 for FAIL, 2 if it could not run.
 """

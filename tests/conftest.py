@@ -72,7 +72,7 @@ def replaced() -> str:
         size = ()
     if size != EXAMPLE_SIZE:
         return "data.load"
-    baseline, _ = data.derive(tables, tables.fingerprint(), config.data, config.optim.loss)
+    baseline = data.load_baseline(tables, tables.fingerprint(), config.data, config.optim.loss)
     built = train.build_model(config, tables, baseline)
     return "" if type(built) is getattr(model, "KnockoutGNN", None) else "train.build_model"
 

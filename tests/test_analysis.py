@@ -127,7 +127,7 @@ def test_a_missing_file_and_wrong_arguments_are_one_sentence(tmp_path, monkeypat
     expected = "error: cannot read runs/none/test.tsv: No such file or directory; a run writes it when it finishes\n"
     assert capsys.readouterr().err == expected
     assert run_check(monkeypatch) == 2
-    assert capsys.readouterr().err == "error: test takes one run folder, such as runs/default\n"
+    assert capsys.readouterr().err == "error: test takes run folders, such as runs/default\n"
     write_table(tmp_path / "test.tsv", [HEADER, ("a", 0, 1, 2, 3)])
     assert run_check(monkeypatch, ".") == 2
     assert capsys.readouterr().err.startswith("error: cannot read the configuration config.yaml: ")

@@ -14,21 +14,19 @@ import pytest
 import torch
 
 from data import KnockoutDataset, StepSampler, additive_baseline, load, make_loader
-from ddp_setup import Distributed
 from mask import SharedGraph
 from tests.conftest import launch_forked
 from tests.tools import parity
 from tests.tools.runs import pack_sets
 from tests.tools.syncs import CountSynchronisations
-from train import build_graph, build_model, criterion, load_config, parse_arguments
+from train import build_model, criterion, load_config, parse_arguments, plan_route
 
 pytestmark = pytest.mark.contract
 
 
 @pytest.fixture(scope="module")
 def config():
-    config = load_config(parse_arguments([]))
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, compile=False))
+    return load_config(parse_arguments([]))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +88,7 @@ def test_an_epoch_yields_each_training_row_once_on_any_number_of_ranks(config, t
         seen = []
         for rank in range(world_size):
             sampler = StepSampler(rows, 6 * world_size, 2, world_size, rank, seed=0)
-            for batch in make_loader(dataset, sampler, workers=0, pin=False):
+            for batch in make_loader(dataset, sampler, workers=0, device=torch.device("cpu")):
                 seen += batch.index[batch.index >= 0].tolist()
         assert sorted(seen) == rows.tolist()
 
@@ -107,10 +105,10 @@ def test_a_batch_of_one_an_empty_batch_and_an_empty_knock_out_set_work(model, gr
     assert model(graph, batch_of([[]])).isfinite().all()
 
 
-def test_training_predicts_what_every_other_route_does(config, tables, baseline, model, batch_of, sets):
+def test_training_predicts_what_every_other_route_does(config, tables, baseline, graph, model, batch_of, sets):
     """Training plans its batches, and the other tests here do not; `expanded`, if there is one, is the reference."""
-    graph, planner, _ = build_graph(config, tables, Distributed(config.ddp), torch.float64)
-    model = model.double()
+    graph, model = copy.deepcopy(graph).double(), model.double()
+    planner, _ = plan_route(config, tables, graph)
     expected = model(graph, batch_of(sets))
     batch = batch_of(sets)
     if planner is not None:

@@ -321,13 +321,13 @@ def test_a_node_listed_twice_in_a_sample_counts_once():
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory")
-@pytest.mark.parametrize("pin", [False, True])
-def test_loader_workers_give_the_same_batches(pin):
+@pytest.mark.parametrize(("device", "workers"), [("cpu", 2), ("cuda", 1)])
+def test_loader_workers_give_the_same_batches(device, workers):
     dataset, batches = make_dataset(20), [[0, 5, 6], [7, -1, 19]]
-    with_workers = make_loader(dataset, batches, 1 + (not pin), pin)
+    with_workers = make_loader(dataset, batches, workers, torch.device(device))
     context = with_workers.multiprocessing_context
-    assert context.get_start_method() == "spawn" if pin else context is None  # on a GPU, a fork would break CUDA
-    for ours, reference in zip(with_workers, make_loader(dataset, batches, 0, False), strict=True):
+    assert context.get_start_method() == "spawn" if device == "cuda" else context is None  # a fork would break CUDA
+    for ours, reference in zip(with_workers, make_loader(dataset, batches, 0, torch.device("cpu")), strict=True):
         assert ours.to_dict().keys() == reference.to_dict().keys()
         assert all(torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(reference[key])) for key in ours.to_dict())
 

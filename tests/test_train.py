@@ -62,7 +62,7 @@ def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
     assert last[1:] == ["test      intervals, groups of rows and a plot: python -m tests.check test runs/first"]
     assert "run       runs/first, model of step " in result.stdout
     assert result.stdout.count("epoch 1/3") == 1  # only rank 0 prints
-    assert "2 ranks x 8 samples x 2 accumulation = 32; 5 steps per epoch, 15 in total" in result.stdout
+    assert "batch     32 samples over 2 ranks and 2 micro-batches, 5 steps per epoch" in result.stdout
 
 
 def test_checkpoint_loads_without_pickle_and_holds_the_bare_model(train, tmp_path):
@@ -264,7 +264,7 @@ def test_predictions_keep_the_order_of_the_table(train, tmp_path, nproc):
     write_table(tmp_path / "table.tsv", [("genes",), *[(genes,) for genes in sets]])
     checkpoint = "runs/run/checkpoints/best.pt"
     result = train(nproc, "--predict", "table.tsv", "--checkpoint", checkpoint).check()
-    assert "1 rows have no prediction: these nodes are not in the graph: NOPE" in result.stdout
+    assert "1 rows have no prediction: 1 nodes are not in the graph: NOPE" in result.stdout
     lines = [line.split("\t") for line in (tmp_path / "table.predictions.tsv").read_text().splitlines()]
     assert lines[0] == ["genes", "prediction"]
     assert [genes for genes, _ in lines[1:]] == sets
@@ -303,12 +303,12 @@ def test_curves_need_no_rows_and_skip_undefined_values():
 def test_a_run_prints_its_plan_and_progress(train):
     result = train(0).check()
     made, lines = result.stdout.splitlines()[:3], result.stdout.splitlines()[3:]
-    assert [re.match(r"cache     making \.cache/(\w+)-", line)[1] for line in made] == ["tables", "split", "derived"]
-    assert lines[0].split()[:2] == ["rank", "host"] and lines[1].split()[4] == "cpu"
-    kinds = [line.split()[0] for line in lines[2:]]
+    assert [re.match(r"cache     making \.cache/(\w+)-", line)[1] for line in made] == ["tables", "split", "baseline"]
+    assert re.fullmatch(r"rank 0, host .*, pid \d+, local rank 0, device cpu, threads \d+, python .*", lines[0])
+    kinds = [line.split()[0] for line in lines[1:]]
     assert kinds == ["run", "data", "model", "batch", "epoch", "epoch", "run", "test", "test"]
-    assert re.fullmatch(r"epoch 0/1  step 0  val loss .*, Pearson .*", lines[6])
-    assert re.fullmatch(r"epoch 1/1  step 5  loss [\d.]+  [\d,]+ samples/s  val loss .*, Pearson .*", lines[7])
+    assert re.fullmatch(r"epoch 0/1  step 0  val loss .*, Pearson .*", lines[5])
+    assert re.fullmatch(r"epoch 1/1  step 5  loss [\d.]+  [\d,]+ samples/s  val loss .*, Pearson .*", lines[6])
     assert result.stderr == ""  # outside a terminal, the progress bar first appears after 30 s
 
 

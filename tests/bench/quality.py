@@ -36,6 +36,7 @@ import data
 import train
 from data import DataError, KnockoutDataset
 from ddp_setup import Distributed, UserError, setup
+from mask import SharedGraph
 from tests.bench import report
 from tests.bench.baselines import BASELINES, Problem
 from tests.bench.profiles import RIVALS, Profiles, are_profiles
@@ -262,7 +263,8 @@ def ours(name: str, overrides: list[str], options: argparse.Namespace, env: Dist
     checkpoint = folder / "checkpoints/best.pt"
     model = train.build_model(config, tables, data.additive_baseline(tables, config.optim.loss))
     train.load_model(model, train.read_checkpoint(checkpoint)["model"], checkpoint)
-    graph, planner, _ = train.build_graph(config, tables, env, torch.float32)
+    graph = SharedGraph(tables.graph()).to(env.device)
+    planner, _ = train.plan_route(config, tables, graph)
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree, transform=planner)
     rows = torch.cat([tables.rows("val"), tables.rows("test")])
     prediction = torch.zeros_like(tables.y)

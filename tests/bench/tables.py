@@ -52,7 +52,7 @@ def first_read(folder: str) -> dict[str, float]:
     start = time.perf_counter()
     tables = data.load(config(folder))
     read = time.perf_counter() - start
-    data.derive(tables, tables.fingerprint(), config(folder), "squared")
+    data.load_baseline(tables, tables.fingerprint(), config(folder), "squared")
     return {"read": read, "with baseline": time.perf_counter() - start, "peak GB": resident_kb("VmHWM") / 2**20}
 
 
@@ -72,10 +72,10 @@ def later_start(folder: str) -> dict[str, float]:
         tables.perturbed, tables.perturbed_ptr, tables.y, torch.ones(len(tables.genes)).long()
     )
     sampler = data.StepSampler(tables.rows("train"), BATCH_SIZE, 1, 1, 0, seed=0)
-    data.derive(tables, tables.fingerprint(), config(folder), "squared")
+    data.load_baseline(tables, tables.fingerprint(), config(folder), "squared")
     tables.unseen()
     sampler.set_epoch(1, first_step=sampler.steps_per_epoch // 2)  # a resumed run
-    loader = data.make_loader(dataset, sampler, 0, pin=False)
+    loader = data.make_loader(dataset, sampler, 0, torch.device("cpu"))
     batches = chain.from_iterable(repeat(loader))  # as often as it takes
     next(batches)
     since = time.time() - float(os.environ["STARTED"])

@@ -27,7 +27,7 @@ def test_an_active_environment_is_used_and_options_pass_through(run, tables, tmp
     command = ["bash", str(copy / "launch.sh"), "--config", "mine.yaml", *tables, *SMALL, "optim.accumulate=2"]
     result = run(command, PATH=active_path, CUDA_VISIBLE_DEVICES="").check()
     assert not (copy / ".venv").exists()
-    assert "2 ranks x 8 samples x 2 accumulation = 32" in result.stdout
+    assert "32 samples over 2 ranks and 2 micro-batches" in result.stdout
     assert "OMP_NUM_THREADS" not in result.stderr  # torchrun does not warn about it
     run_line, test_line, _ = result.stdout.strip().splitlines()[-3:]
     assert "Pearson" in test_line and "additive baseline" in test_line

@@ -1,4 +1,4 @@
-"""`python -m tests.check test RUN`: what the predictions of a run's test rows are worth.
+"""`python -m tests.check test RUN...`: what the predictions of test rows are worth, of a run or of several together.
 
 Shapes: n rows of T scores.
 """
@@ -6,6 +6,7 @@ Shapes: n rows of T scores.
 import argparse
 import json
 import math
+import statistics
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,14 +61,19 @@ class Predictions:
 
 # ---- The check ------------------------------------------------------------------------------------------------------
 def test(options: argparse.Namespace) -> None:
-    """Prints what a run's test.tsv says, and writes it to test.json and test.svg beside it; raises `UserError`."""
-    if len(options.arguments) != 1:
-        raise UserError("test takes one run folder, such as runs/default")
+    """Prints what a run's test.tsv says, and writes it to test.json and test.svg beside it; raises `UserError`.
+
+    Of several runs, it prints what they are worth as an ensemble.
+    """
+    if not options.arguments:
+        raise UserError("test takes run folders, such as runs/default")
     folder = Path(options.arguments[0])
     rows = read_predictions(folder / "test.tsv")
     config = train.load_config(SimpleNamespace(config=folder / "config.yaml", overrides=[], checkpoint=None))
     if options.threshold is not None and not (rows.y < options.threshold).any():
         raise UserError(f"{folder / 'test.tsv'} has no score below --threshold={options.threshold:g}")
+    if len(options.arguments) > 1:
+        return test_ensemble(options, config.optim.loss)
     result = analyse(rows, config.optim.loss, options.threshold)
     print(f"{folder / 'test.tsv'}: rows {len(rows.y):,}, scores {len(rows.targets):,}")
     print("\n".join(table(result)))
@@ -79,6 +85,32 @@ def test(options: argparse.Namespace) -> None:
     write(folder / "test.json", json.dumps(without_nan(result), indent=1) + "\n")
     write(folder / "test.svg", scatter_svg(rows))
     print(f"written: {folder / 'test.json'}, {folder / 'test.svg'}")
+
+
+def test_ensemble(options: argparse.Namespace, loss: str) -> None:
+    """Prints the figures of several runs, of the mean of their predictions, and whether their spread tells errors."""
+    paths = [Path(folder, "test.tsv") for folder in options.arguments]
+    members = [read_predictions(path) for path in paths]
+    first = members[0]
+    for path, member in zip(paths, members, strict=True):
+        same = (member.genes, member.targets) == (first.genes, first.targets)
+        if not (same and torch.equal(member.y.nan_to_num(), first.y.nan_to_num())):
+            raise UserError(f"{path} has other test rows than {paths[0]}: compare runs of one split")
+    figures_of_members = []
+    for member in members:
+        each = target_figures(member.y, member.prediction, member.baseline, loss, options.threshold)
+        figures_of_members.append({name: values.nanmean().item() for name, values in each.items()})
+    means = {name: statistics.fmean(each[name] for each in figures_of_members) for name in figures_of_members[0]}
+    std, mean = torch.std_mean(torch.stack([member.prediction for member in members]), dim=0)
+    settings = {"loss": loss, "threshold": options.threshold, "resamples": number_of_resamples(first.y.numel())}
+    ensemble = summary(first.y, mean, first.baseline, **settings)
+    lines = dict(zip(options.arguments, figures_of_members, strict=True))
+    lines |= {"mean of these": means, "ensemble": ensemble}
+    print(f"{len(paths)} runs: rows {len(first.y):,}, scores {len(first.targets):,}")
+    print("\n".join(text_table(lines)))
+    correlation, errors = uncertainty(first.y, mean, std)
+    print(f"Spearman of standard deviation and absolute error: {cell(correlation)}")
+    print(f"mean absolute error by fifths of the standard deviation: {', '.join(map(cell, errors))}")
 
 
 def read_predictions(path: Path) -> Predictions:
@@ -206,6 +238,19 @@ def figures(y: Tensor, prediction: Tensor) -> dict[str, Tensor]:
         "pearson": r,
         "spearman": train.pearson(rank(y), rank(as_ranked(y, prediction))),
     }
+
+
+def uncertainty(y: Tensor, prediction: Tensor, sd: Tensor) -> tuple[float, list[float]]:
+    """Returns Spearman's correlation of `sd` and the absolute error, and the mean error in each fifth by `sd`.
+
+    Both are means over the targets; all are [n, T].
+    """
+    error = (prediction - y).abs()
+    ranks = rank(sd.where(~y.isnan(), math.nan))
+    correlation = train.pearson(rank(error), ranks).nanmean().item()
+    fifth = ((ranks - 0.5) * 5 / (~y.isnan()).sum(dim=0)).floor()
+    errors = [error.where(fifth == k, math.nan).nanmean(dim=0).nanmean().item() for k in range(5)]
+    return correlation, errors
 
 
 def rank(values: Tensor) -> Tensor:
@@ -348,11 +393,7 @@ def table(result: dict) -> list[str]:
                 lines[f"{name} {k}+" if k == str(MOST) else f"{name} {k}"] = group
     targets = result.get("targets", {})
     lines |= dict(list(targets.items())[:SHOWN])
-    columns = [name for name in COLUMNS if name in result]
-    cells = [["", *(COLUMNS[name] for name in columns)]]
-    cells += [[label, *(cell(values.get(name)) for name in columns)] for label, values in lines.items()]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    text = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+    text = text_table(lines)
     if len(targets) > SHOWN:
         text.append(f"and {len(targets) - SHOWN:,} more scores, which are in test.json")
     for name, title in (("pearson", "Pearson"), ("baseline_pearson", "baseline")):
@@ -360,6 +401,15 @@ def table(result: dict) -> list[str]:
             quartiles = ", ".join(map(cell, result[f"{name}_quartiles"]))
             text.append(f"{title}, quartiles over the scores: {quartiles}")
     return text
+
+
+def text_table(lines: dict[str, dict]) -> list[str]:
+    """Returns the lines of a table: a header, and figures under each label."""
+    columns = [name for name in COLUMNS if any(name in values for values in lines.values())]
+    cells = [["", *(COLUMNS[name] for name in columns)]]
+    cells += [[label, *(cell(values.get(name)) for name in columns)] for label, values in lines.items()]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
 
 
 def cell(value: object) -> str:

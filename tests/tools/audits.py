@@ -52,7 +52,6 @@ def audit_worker(name: str, arguments: list[str]) -> None:
             short = dataclasses.replace(
                 config,
                 run=train.RunConfig(dir=env.broadcast(folder)),
-                model=dataclasses.replace(config.model, compile=False),
                 optim=dataclasses.replace(config.optim, epochs=max(config.optim.epochs, 30)),
                 log=train.LogConfig(every_steps=never),
                 checkpoint=train.CheckpointConfig(every_steps=never),

@@ -27,7 +27,7 @@ def rows(options: argparse.Namespace) -> bool:
     with env.sync_errors(data.DataError):
         tables = data.load(config.data)
         torch.manual_seed(config.run.seed)
-        baseline, _ = data.derive(tables, tables.fingerprint(), config.data, config.optim.loss)
+        baseline = data.load_baseline(tables, tables.fingerprint(), config.data, config.optim.loss)
         model = train.build_model(config, tables, baseline)
         folder = train.RunFolder(config, env, tables.fingerprint())
         if checkpoint := folder.newest_checkpoint():

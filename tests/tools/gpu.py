@@ -46,7 +46,6 @@ OPTIONS = {  # of runs that must train
     "fp16": ("optim.precision=fp16",),
     "fp64, checkpointing, accumulation and loader processes": (
         "optim.precision=fp64", "model.checkpointing=true", "optim.accumulate=2", "data.workers=2"),
-    "compile": ("model.compile=true",),
 }  # fmt: skip
 ROUTES = (  # message passing and readout
     ("shared", "both"),
