@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,6 +218,23 @@ def test_the_noise_ceiling_of_a_preset_is_a_contestant(tmp_path, monkeypatch):
     results = quality.contest("random:0", quality.parse_arguments(arguments), env=None)
     rounded = {name: round(figures["Pearson"], 3) for name, figures in results.items()}
     assert rounded == {"additive ridge": 0.772, "noise ceiling": 0.934}
+
+
+def test_the_mean_of_several_seeds_is_a_contestant(tmp_path, monkeypatch):
+    """Members that err independently of each other are better together."""
+    tables = data.load(DataConfig(cache_dir=str(tmp_path)))
+
+    def ours(name, overrides, options, env):
+        seed = int(dict(override.split("=") for override in overrides)["run.seed"])
+        return tables.y + normal(len(tables.y), seed=seed).unsqueeze(1), 2.0
+
+    monkeypatch.setattr(quality, "BASELINES", {"additive ridge": BASELINES["additive ridge"]})
+    monkeypatch.setattr(quality, "ours", ours)
+    arguments = [f"--config={os.devnull}", f"data.cache_dir={tmp_path}", "--models", "local", "--seeds", "3"]
+    results = quality.contest("random:0", quality.parse_arguments(arguments), env=None)
+    names = ["additive ridge", *(f"ours, local, seed {seed}" for seed in range(3)), "ours, local, all 3"]
+    assert list(results) == names and results[names[-1]]["seconds"] == 6.0
+    assert min(results[names[-1]]["Pearson"] - results[name]["Pearson"] for name in names[1:4]) > 0.05
 
 
 @pytest.mark.parametrize("split", ["random", "nodes"])

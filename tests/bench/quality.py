@@ -5,7 +5,8 @@
 The rivals are those of `tests.bench.baselines`, or, if the scores are named after nodes of the graph, of
 `tests.bench.profiles`. Variants of our model are trained by train.py with the given options: `local`, `global`, `both`
 and `nodes` name model.readout; `permuted` and `random` keep the options' readout, on a graph in which the genes' names
-are permuted, so that it says nothing, and with random vectors in place of data.features. All settings are chosen on
+are permuted, so that it says nothing, and with random vectors in place of data.features. With `--seeds 5`, five are
+trained of each, with run.seed 0 to 4, and their mean prediction is a contestant, too. All settings are chosen on
 validation rows, and so is the best baseline of each kind of split, to which the others are compared by a paired
 bootstrap over the test rows. Pearson's r is over the rows, as the mean over the scores; of profiles, the same over the
 scores of each row stands beside it. Splits by nodes hold out a fifth of the nodes unless data.test_fraction is given.
@@ -89,6 +90,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--models", nargs="*", choices=[*MODELS, "nodes"], help="variants of ours (default: all that apply)"
     )
+    parser.add_argument("--seeds", type=int, default=1, help="members of an ensemble of each (default: 1, no ensemble)")
     parser.add_argument("--dir", type=Path, default=Path("runs/quality"), help="of the runs (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the tables to this file")
     options = parser.parse_args([argument for argument in arguments if argument not in overrides])
@@ -120,22 +122,31 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
     if models is None:
         models = PROFILE_MODELS if is_profile else MODELS
         models = [name for name in models if name != "random" or tables.features.size(1)]
-    ceiling = [] if options.signal is None else [CEILING]
     results = {}
-    for name in [*rivals, *(f"ours, {variant}" for variant in models), *ceiling]:
-        start = time.perf_counter()
-        if name == CEILING:
-            prediction, seconds = options.signal, 0.0
-        elif name in rivals:
-            prediction = rivals[name](problem)
-            seconds = time.perf_counter() - start
-        else:
-            prediction, seconds = ours(name.removeprefix("ours, "), overrides, options, env)
+
+    def enter(name: str, prediction: Tensor, seconds: float) -> None:
         results[name] = result(tables, prediction.view_as(tables.y)) | {"seconds": round(seconds, 2)}
         line = "{validation:.4f} on validation rows, {Pearson:.4f} on test rows, {seconds:,.1f} s"
         if is_profile:
             line += "; of profiles {row validation:.4f} and {row Pearson:.4f}"
         print(f"{split}  {name}: Pearson {line.format(**results[name])}", file=sys.stderr, flush=True)
+
+    for name, rival in rivals.items():
+        start = time.perf_counter()
+        prediction = rival(problem)
+        enter(name, prediction, time.perf_counter() - start)
+    for variant in models:
+        members = []
+        for seed in range(options.seeds):
+            own = [*overrides, f"run.seed={seed}"] if options.seeds > 1 else overrides
+            members.append(ours(variant, own, options, env))
+            label = f", seed {seed}" if options.seeds > 1 else ""
+            enter(f"ours, {variant}{label}", *members[-1])
+        if options.seeds > 1:
+            predictions, seconds = zip(*members, strict=True)
+            enter(f"ours, {variant}, all {options.seeds}", torch.stack(predictions).mean(0), sum(seconds))
+    if options.signal is not None:
+        enter(CEILING, options.signal, 0.0)
     return results
 
 
