@@ -41,7 +41,9 @@ class Command:
 
 
 def parse(text: str) -> Command:
-    words = shlex.split(text.replace("%a", "0"), comments=True)  # launch.sh replaces it with the array task's number
+    text = re.sub(r"^for .*; do (.*) & done; wait\b", r"\1", text)
+    text = re.sub(r"%a|\$s\b", "0", text)  # launch.sh replaces %a with the array task's number
+    words = shlex.split(text, comments=True)
     line = shlex.join(words)
     variables = []
     while words and ("=" in words[0] or words[0] == "export"):

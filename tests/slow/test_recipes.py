@@ -5,7 +5,6 @@ import re
 import runpy
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -105,19 +104,16 @@ def test_every_patch_can_be_applied_and_taken_back(copy, repository):
         assert sources() == original
 
 
-def test_the_page_shows_code_of_every_patch():
+def test_the_page_names_every_patch_and_shows_code_of_some():
     text = re.split(r"^## ", PAGE.read_text().partition("## Adapt it\n")[2], maxsplit=1, flags=re.M)[0]
-    shown = []
+    assert sorted(re.findall(r"tests/recipes/([a-z_]+)\.patch", text)) == RECIPES
     for section in re.split(r"^### ", text, flags=re.M)[1:]:
-        (name,) = set(re.findall(r"tests/recipes/(\w+)\.patch", section))
+        name = re.search(r"tests/recipes/(\w+)\.patch", section)[1]
         patch = (ROOT / f"tests/recipes/{name}.patch").read_text().splitlines()
-        lines = {line[1:] for line in patch if line[:1] in "+ "}
-        (block,) = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
-        for part in block.split("\n\n"):
-            indented = [textwrap.indent(part, " " * spaces).splitlines() for spaces in range(0, 24, 4)]
-            assert any(lines.issuperset(candidate) for candidate in indented), part
-        shown.append(name)
-    assert sorted(shown) == RECIPES
+        lines = {line[1:].strip() for line in patch if line[:1] in "+ "}
+        for block in re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S):
+            for line in block.splitlines():
+                assert line.strip() in lines, line
 
 
 def test_weighted_dataset(copy, tables, tmp_path):
@@ -196,6 +192,64 @@ def test_attention(copy, tables, graph_and_batch, tmp_path, monkeypatch):
         assert (edge_index[:, ~masks[relation]] == spare).all() and not masks[relation].all()
         first, count = (0, 60) if relation[1] == "physical" else (60, 30)
         assert edge_attr[:, 1].tolist() == 3 * list(range(first, first + count))
+
+
+def test_edge_knockouts(copy, tables, tmp_path):
+    """Samples remove the edges of three pairs of nodes, or nodes; sums are compared with a loop over the edges."""
+    edges = [line.split("\t") for line in (tmp_path / "edges.tsv").read_text().splitlines()[1:]]
+    removed = [f"{source}>{target}" for source, target, _ in edges[:3]]
+    lines = (tmp_path / "scores.tsv").read_text().splitlines()
+    samples = [f"{removed[i % 3]},{line}" if i % 2 else line for i, line in enumerate(lines[1:])]
+    (tmp_path / "scores.tsv").write_text("\n".join([lines[0], *samples, ""]))
+    adapt(copy, "edge_knockouts", tables)
+    train(copy)
+    assert "; shared, as samples remove edges" in (tmp_path / "runs/run/log.rank0.txt").read_text()
+    assert_parity(copy)
+    assert_contract(copy)
+    run_tests(copy, "tests/test_mask.py")
+
+    (tmp_path / "loop.py").write_text(LOOP_OVER_EDGES)
+    launch(copy, 1, "../loop.py", *removed)
+
+
+# Sums of messages in the copy, from what the file of edges says; its arguments are the removed pairs.
+LOOP_OVER_EDGES = """
+import sys
+sys.path.insert(0, "copy")
+import torch
+from data import DataConfig, DataError, KnockoutDataset, load
+from mask import SharedGraph
+from tests.tools.runs import pack_sets
+
+tables = load(DataConfig("edges.tsv", "scores.tsv", cache_dir="loop"))
+number = {name: node for node, name in enumerate(tables.genes)}
+graph = SharedGraph(tables.graph()).double()
+pairs = [pair.split(">") for pair in sys.argv[1:]]
+sets = [[], [number[name] for name in sys.argv[1:3]], [number[pairs[2][0]], number[sys.argv[1]]]]
+batch = KnockoutDataset(*pack_sets(sets), torch.zeros(3), graph.degree).__getitems__(range(3))
+x = torch.randn(graph.num_nodes, 3, 4, dtype=torch.float64)
+sums = graph.propagate(x, keep=graph.keep(batch))
+expected = torch.zeros_like(sums)
+weights = iter(graph.edge_weight)
+masks = torch.cat([mask.view(3, -1) for mask in graph.edge_masks(batch).values()], dim=1)
+for e, ((start, target), weight) in enumerate(zip(tables.edge_index.T.tolist(), graph.edge_weight)):
+    source = tables.genes[start].split(">")[0]
+    for sample, dead in enumerate(sets):
+        names = {tables.genes[node] for node in dead}
+        alive = not names & {source, tables.genes[target], f"{source}>{tables.genes[target]}"}
+        assert alive == masks[sample, e]
+        if not names & {source, f"{source}>{tables.genes[target]}"}:  # sums of dead targets stay
+            expected[target, sample] += weight * x[number[source], sample]
+torch.testing.assert_close(sums, expected, rtol=1e-12, atol=1e-12)
+assert not masks[1].all() and masks[0].all()
+open("scores.tsv", "a").write("A>B\\t1\\n")
+try:
+    load(DataConfig("edges.tsv", "scores.tsv", cache_dir="loop"))
+except DataError as error:
+    assert str(error) == "scores.tsv: there is no edge A>B"
+else:
+    raise AssertionError("the edge A>B was found")
+"""
 
 
 def test_dense(copy, tables):
