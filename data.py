@@ -171,18 +171,19 @@ class Tables:
 
     def summary(self) -> str:
         """Returns the numbers of nodes, edges and samples as one line for the log."""
-        num_isolated = len(self.genes) - len(self.edge_index.unique())
+        knocked_out = self.perturbed.unique()
+        num_isolated = (~torch.isin(knocked_out, self.edge_index)).sum()
         knockouts = self.perturbed_ptr.diff()
         splits = ", ".join(f"{len(self.rows(split)):,} {split}" for split in SPLITS)
-        targets = ", ".join(self.targets[:5])
-        if len(self.targets) > 5:
-            targets += f", ... ({len(self.targets):,})"
+        some_targets = ", ".join(self.targets[:5])
         return (
-            f"{len(self.genes):,} nodes ({num_isolated:,} isolated) "
-            f"of {self.features.size(1):,} features, {len(self.edge_type):,} edges "
-            f"in {len(self.relations)} relations of {self.edge_attr.size(1):,} features, "
+            f"{len(self.genes):,} nodes of {self.features.size(1):,} features "
+            f"({num_isolated:,} of {len(knocked_out):,} knocked-out ones isolated), "
+            f"{len(self.edge_type):,} edges in {len(self.relations)} relations "
+            f"of {self.edge_attr.size(1):,} features, "
             f"{len(self.y):,} samples of {knockouts.min()} to {knockouts.max()} knock-outs: "
-            f"{splits}, {(self.split < 0).sum():,} in no split; scores: {targets}"
+            f"{splits}, {(self.split < 0).sum():,} in no split; "
+            f"{len(self.targets):,} scores: {some_targets}"
         )
 
 

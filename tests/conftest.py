@@ -36,6 +36,7 @@ SERVER.set_forkserver_preload(["tests.tools.faults"])
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests in tests/slow")
+    parser.addoption("--config", metavar="FILE", help="the contract of its model and tables (default: config.yaml)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,7 +55,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_report_header() -> str:
     if not replaced():
         return ""
-    return f"{replaced()} is not the template's, so that its own tests are left out: {', '.join(FOR_ANY_MODEL)} remain"
+    return f"{replaced()} is not the template's: only {', '.join(FOR_ANY_MODEL)} are run, which hold for any"
 
 
 @functools.cache

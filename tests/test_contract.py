@@ -1,6 +1,6 @@
 """What a replaced model.py or data.py must satisfy for the rest to work: `./launch.sh test -m contract`.
 
-The model and tables are those that config.yaml configures.
+The model and tables are those that config.yaml configures, or the file of the option --config.
 """
 
 import copy
@@ -25,8 +25,14 @@ pytestmark = pytest.mark.contract
 
 
 @pytest.fixture(scope="module")
-def config():
-    return load_config(parse_arguments([]))
+def arguments(request):
+    file = request.config.option.config
+    return ["--config", os.path.abspath(file)] if file else []
+
+
+@pytest.fixture(scope="module")
+def config(arguments):
+    return load_config(parse_arguments(arguments))
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +154,9 @@ def test_every_parameter_gets_a_finite_gradient(model, graph, batch_of, sets):
     assert all((model.get_parameter(name).grad == 0).all() for name in trained)
 
 
-def test_two_ranks_train_the_same_model_as_one(monkeypatch):
+def test_two_ranks_train_the_same_model_as_one(arguments, monkeypatch):
     monkeypatch.setattr(parity, "launch", partial(launch_forked, cwd=os.getcwd()))
-    assert parity.parity(SimpleNamespace(world_sizes=[1, 2], arguments=[], timeout=600, cpu=True))
+    assert parity.parity(SimpleNamespace(world_sizes=[1, 2], arguments=arguments, timeout=600, cpu=True))
 
 
 def test_the_state_dict_holds_everything(config, tables, baseline, model, graph, batch_of, sets, tmp_path):

@@ -58,9 +58,9 @@ def test_tables_are_read_correctly(tmp_path):
     assert tables.perturbed_ptr.tolist() == [0, 2, 3, 3]
     assert tables.y.tolist() == [[0.5], [-1.0], [0.2]]
     assert [tables.rows(split).tolist() for split in data.SPLITS] == [[0], [1], [2]]
-    assert (
-        "4 nodes (1 isolated) of 0 features, 3 edges in 2 relations of 0 features, 3 samples of 0 to 2 knock-outs"
-        in tables.summary()
+    assert tables.summary() == (
+        "4 nodes of 0 features (1 of 3 knocked-out ones isolated), 3 edges in 2 relations of 0 features, "
+        "3 samples of 0 to 2 knock-outs: 1 train, 1 val, 1 test, 0 in no split; 1 scores: score"
     )
 
 

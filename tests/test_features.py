@@ -40,7 +40,7 @@ def test_features_are_standardised_and_0_where_they_are_missing(tmp_path):
     root = math.sqrt(26 / 3)  # the standard deviation of 1, 3 and 8
     expected = [[-3 / root, -1, 0], [0, 0, 0], [-1 / root, 0, 0], [4 / root, 1, 0]]
     torch.testing.assert_close(tables.features, torch.tensor(expected), atol=1e-6, rtol=0)
-    assert "4 nodes (0 isolated) of 3 features" in tables.summary()
+    assert "4 nodes of 3 features (0 of 3 knocked-out ones isolated)" in tables.summary()
     assert tables.graph()["gene"].x is tables.features and not tables.features.requires_grad
     assert tables.fingerprint() != load(config(tmp_path)).fingerprint()
 

@@ -34,7 +34,7 @@ def test_scores_gaps_and_weights_are_read(tmp_path):
     expected = torch.tensor([[0.5, math.nan], [math.nan, 7], [1.5, -2], [math.nan, math.nan]], dtype=torch.float64)
     torch.testing.assert_close(tables.y, expected, equal_nan=True)
     assert tables.weight.tolist() == [1.6, 0.4, 0.1, 0.4] and tables.split.tolist() == [0, 1, 2, 0]  # 1 in training
-    assert tables.summary().endswith("; scores: growth, cell size")
+    assert tables.summary().endswith("; 2 scores: growth, cell size")
     weighted = load(config(tmp_path, [(*row[:4], row[4] ** -2) for row in ROWS], (*HEADER[:4], "weight")))
     assert torch.equal(weighted.weight, tables.weight) and weighted.fingerprint() == tables.fingerprint()
 
