@@ -13,7 +13,7 @@ from tests.tools import faults, gpu, parity
 CPU = torch.device("cpu")
 EXAMPLE = (f"data.edges={ROOT}/tests/example/edges.tsv", f"data.perturbations={ROOT}/tests/example/scores.tsv")
 PROGRAMS = [  # how the lines of `programs` begin, and those of `several`
-    "preflight", "two ranks", *["training: "] * 4, *["stopped and resumed"] * 2, *["a training step of "] * 2,
+    "preflight", "two ranks", *["training: "] * 3, *["stopped and resumed"] * 2, *["a training step of "] * 2,
     "parity", "a killed rank", "SyncBatchNorm", *["28 samples per GPU"] * 2]  # fmt: skip
 
 
@@ -93,10 +93,10 @@ def test_programs_that_raise_are_reported_and_get_the_users_options_first(two_gp
     *lines, count = capsys.readouterr().out.splitlines()
     assert [line[7 : 7 + len(begin)] for line, begin in zip(lines, PROGRAMS, strict=True)] == PROGRAMS
     assert all(line.startswith("WRONG") and "OSError: no more processes" in line for line in lines)
-    assert count == "0 of 15 checks are OK"
+    assert count == "0 of 14 checks are OK"
     trained = [command for command in commands if command[0] == f"{ROOT}/train.py"]
     assert all(command[1:5] == users and "data.batch_size=" in "".join(command[5:]) for command in trained)
-    assert ["data.edges=yeast" in command for command in trained] == [False] * 6 + [True] * 4
+    assert ["data.edges=yeast" in command for command in trained] == [False] * 5 + [True] * 4
     assert [command[2:6] for command in commands if command[0].endswith("-worker")] == [users, users]
 
     commands.clear()

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import sys
 import tempfile
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def parity(options: argparse.Namespace) -> bool:
     """Prints how runs with several world sizes differ from the first one; returns whether they agree with it."""
     with tempfile.TemporaryDirectory() as folder:
         for world_size in options.world_sizes:
-            print(f"training {2 * NUM_EPOCHS} epochs of {NUM_TRAIN} rows on {world_size} processes", flush=True)
+            print(f"training {2 * NUM_EPOCHS} epochs of {NUM_TRAIN} rows on {world_size} processes", file=sys.stderr)
             status, output = launch(
                 world_size, ["parity-worker", folder, *options.arguments], options.timeout, cpu=options.cpu
             )
