@@ -1181,9 +1181,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--checkpoint", metavar="FILE", nargs="+", default=[], help="trained models, for --predict"
     )
     parsed = parser.parse_intermixed_args(arguments)
-    files = [file for file in parsed.checkpoint if not re.match(r"\w+\.\w+=", file)]
-    parsed.overrides += parsed.checkpoint[len(files) :]
-    parsed.checkpoint = files
+    # It also takes the options that follow it.
+    overrides = [word for word in parsed.checkpoint if re.match(r"\w+\.\w+=", word)]
+    parsed.overrides += overrides
+    parsed.checkpoint = [word for word in parsed.checkpoint if word not in overrides]
     if bool(parsed.predict) != bool(parsed.checkpoint):
         raise UserError("--predict TABLE and --checkpoint FILE go together")
     return parsed
