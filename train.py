@@ -686,7 +686,6 @@ def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> 
         for checkpoint in arguments.checkpoint:
             members.append(load_member(checkpoint, arguments, config, tables, graph))
     number = data.Numbers(zip(tables.genes, range(graph.num_nodes), strict=True))
-    sets = data.read_sets(table, number)
     output = Path(f"{Path(table).name.removesuffix('.gz').removesuffix('.tsv')}.predictions.tsv")
     temporary = Path(f"{output}.{os.getpid()}.tmp")
 
@@ -701,7 +700,7 @@ def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> 
     try:
         columns = prediction_columns(tables.targets, len(members))
         write(["\t".join(["genes", *columns]) + "\n"])
-        for genes, row, node in in_step(sets, env):
+        for genes, row, node in in_step(data.read_sets(table, number), env):
             known = torch.ones(len(genes), dtype=torch.bool)
             known[row[node >= graph.num_nodes]] = False
             rows = known.nonzero().flatten()
@@ -778,8 +777,9 @@ def load_member(
     Raises `UserError` if its data are not the tables, or its loss is not that of the `first` one.
     """
     state = read_checkpoint(checkpoint)
-    own_arguments = {**vars(arguments), "checkpoint": [checkpoint]}
-    config = load_config(argparse.Namespace(**own_arguments))
+    own_arguments = copy.copy(arguments)
+    own_arguments.checkpoint = [checkpoint]
+    config = load_config(own_arguments)
     fingerprint = tables.fingerprint()
     if state["data"] != fingerprint:
         raise UserError(f"{checkpoint} was trained on different data from the configuration's")
@@ -1216,7 +1216,9 @@ def load_config(arguments: argparse.Namespace) -> Config:
 
 def given_options(arguments: argparse.Namespace, options: dict[str, Field]) -> dict[str, Any]:
     """Returns {section.key: value} of the file and the command line; raises `UserError`."""
-    source = arguments.config or Path(__file__).with_name("config.yaml")
+    source = arguments.config
+    if source is None:
+        source = Path(__file__).with_name("config.yaml")
     given = {}
     try:
         if arguments.checkpoint and arguments.config is None:

@@ -37,7 +37,7 @@ def test_an_active_environment_is_used_and_options_pass_through(run, tables, tmp
 
 def test_nproc_sets_the_number_of_processes(run, tables, active_path):
     result = run([str(ROOT / "launch.sh"), *tables, *SMALL], PATH=active_path, NPROC="1").check()
-    assert "1 ranks x 32 samples" in result.stdout
+    assert "32 samples over 1 ranks" in result.stdout
 
 
 def test_python3_is_used_if_python_lacks_the_packages(run, tmp_path):
