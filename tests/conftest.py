@@ -43,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hides the GPUs unless `-m gpu` is given: they are few, and their sums are not bitwise reproducible."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)  # files of tests run side by side
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
