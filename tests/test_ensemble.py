@@ -44,6 +44,7 @@ def test_an_ensemble_predicts_the_mean_and_says_how_far_its_members_are_apart(tr
         header, numbers = predictions(tmp_path)
         assert header == ["genes", "prediction"]
         each.append(numbers)
+    assert (tmp_path / "other").is_dir()
     each = torch.cat(each, dim=1)
     expected = torch.stack([each.mean(1), each.std(1)], dim=1)
     assert expected[0, 1] > 0.01 and expected[1].isnan().all()
