@@ -60,9 +60,9 @@ class SharedGraph(nn.Module):
         graph.validate()
         edge_indices, weights, attributes = [], [], []
         for relation in self.relations:
-            if (relation[0], relation[2]) != (node_type, node_type):
+            if {relation[0], relation[2]} != {node_type}:
                 raise ValueError(f"edge type {relation} does not connect '{node_type}' with itself")
-            edges = graph[relation].cpu()
+            edges = graph[relation].clone().cpu()  # which moves in place
             edge_indices.append(edges.edge_index.long())
             weights.append(edges.get("edge_weight", torch.ones(edges.num_edges)).double())
             attributes.append(edges.get("edge_attr", torch.empty(edges.num_edges, 0)).float())

@@ -270,6 +270,15 @@ def test_a_node_outside_the_graph_is_named(graph, node):
         make_batch(shared, [[1], [2, node]])
 
 
+def test_the_given_graph_stays_where_it_is(graph, monkeypatch):
+    """PyG moves a graph, and each of its parts, in place."""
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    stores = [graph["gene", name, "gene"] for name in "ab"]
+    before = [store.edge_index for store in stores]
+    SharedGraph(graph)
+    assert all(store.edge_index is tensor for store, tensor in zip(stores, before, strict=True))
+
+
 def test_wrong_graphs_are_refused(graph):
     with pytest.raises(ValueError, match="no edge types"):
         empty = HeteroData()
