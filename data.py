@@ -14,6 +14,7 @@ nodes in a batch.
 
 import contextlib
 import fcntl
+import functools
 import gzip
 import hashlib
 import json
@@ -898,6 +899,7 @@ def cached(config: DataConfig, kind: str, key: str, build: Callable[[], Any]) ->
     return content
 
 
+@functools.cache
 def source_code() -> bytes:
     """Returns the content of this file and of the modules beside it that it imports, and so on."""
     finder = ModuleFinder([str(Path(__file__).parent)])

@@ -1,6 +1,7 @@
 """Fixtures and helpers: tiny tables, and processes that are killed when their test ends."""
 
 import functools
+import gc
 import multiprocessing
 import os
 import random
@@ -18,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch does DNS look-ups, which the tests must not wait for
@@ -29,9 +28,11 @@ EXAMPLE_SIZE = (400, 8000, 6000, 1)  # nodes, edges, rows and scores of tests/ex
 FOR_ANY_MODEL = ("test_contract", "test_mask", "test_config")  # that pass with other models and tables, too
 
 
+REPLACED_IN_WORKERS: set[str] = set()  # of pytest-xdist
+
 # Imports torch once, so that the processes forked from it start at once.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.tools.faults"])
+SERVER.set_forkserver_preload(["tests.conftest", "tests.tools.faults"])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,7 +44,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hides the GPUs unless `-m gpu` is given: they are few, and their sums are not bitwise reproducible."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.set_num_threads(1)  # files of tests run side by side
+    if runs_tests(config):
+        import torch  # takes seconds, for which the process that deals out tests would keep the others waiting
+
+        torch.set_num_threads(1)  # files of tests run side by side
+
+
+def runs_tests(config: pytest.Config) -> bool:
+    """Returns whether this is a process of pytest-xdist that runs tests, or the only one."""
+    return hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -53,10 +62,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_slow or (is_ours and replaced()) else None
 
 
-def pytest_report_header() -> str:
-    if not replaced():
-        return ""
-    return f"{replaced()} is not the template's: only {', '.join(FOR_ANY_MODEL)} are run, which hold for any"
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["replaced"] = replaced()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    REPLACED_IN_WORKERS.add(getattr(node, "workeroutput", {}).get("replaced", ""))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    found = {replaced()} if runs_tests(config) else REPLACED_IN_WORKERS
+    for name in found - {""}:
+        terminalreporter.line(f"{name} is not the template's: only {', '.join(FOR_ANY_MODEL)} were run")
 
 
 @functools.cache
@@ -118,13 +137,13 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Finished]]:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            _kill_marked(mark)
+            kill_marked(mark)
             stdout, stderr = process.communicate()
             pytest.fail(f"not finished after {timeout} s: {command}\n{stdout}\n{stderr}")
         return Finished(process.returncode, stdout, stderr)
 
     yield start
-    _kill_marked(mark)
+    kill_marked(mark)
 
 
 def clean_environment() -> dict[str, str]:
@@ -134,7 +153,7 @@ def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in names and not k.startswith(("SLURM", "SBATCH"))}
 
 
-def _kill_marked(mark: str) -> None:
+def kill_marked(mark: str) -> None:
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
             if mark.encode() in environ.read_bytes().split(b"\0"):
@@ -201,8 +220,10 @@ def fork(folder: Path, name: str, command: list[str], variables: dict[str, str],
 
 def fork_ranks(
     folder: Path, world_size: int, script: str, arguments: list[str], more: dict[str, str] | None = None, cwd: str = ""
-) -> tuple[dist.TCPStore, list]:
+) -> tuple[Any, list]:
     """Starts ranks as torchrun would; returns the store, which must stay alive while they run, and the processes."""
+    import torch.distributed as dist
+
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     shared |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
@@ -245,6 +266,9 @@ def workers(tmp_path: Path) -> Callable[..., None]:
 
 
 def _run_script(folder: str, name: str, command: list[str], variables: dict[str, str], cwd: str) -> None:
+    import torch
+
+    gc.freeze()  # what was forked is never garbage, and looking for it copies its pages
     os.setsid()
     os.chdir(cwd or folder)
     for variable in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE"):

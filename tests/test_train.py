@@ -31,7 +31,7 @@ from train import (
 
 
 def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
-    result = train(2, "run.name=first", "optim.epochs=3", "optim.accumulate=2", launcher=True).check()
+    result = train(2, "run.name=first", "optim.epochs=3", "optim.accumulate=2").check()
     folder = tmp_path / "runs" / "first"
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert names == {

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ddp_setup import DDPConfig, Distributed, RunError, StopRequest, Watchdog
 from tests.conftest import ROOT, fork_ranks, join, launch_forked
+from tests.test_data import loader_of_compared_workers
 from tests.tools.faults import FAULTS, run_fault
 from tests.tools.runs import difference, launch, newest_checkpoint, read_metrics
 from tests.tools.syncs import CountSynchronisations
@@ -454,6 +455,12 @@ def test_loader_processes_need_few_file_descriptors(run, tmp_path):
     options = "data.batch_size=1024 data.workers=4 optim.epochs=1 model.hidden=8"
     result = run(["bash", "-c", f"ulimit -n 1024; exec {sys.executable} {ROOT}/train.py {options}"], timeout=240)
     assert "test      loss" in result.check().stdout
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+def test_loader_processes_beside_a_gpu_are_spawned():
+    """A fork would break CUDA."""
+    assert loader_of_compared_workers("cuda", 1).multiprocessing_context.get_start_method() == "spawn"
 
 
 UNSENDABLE = """

@@ -1,0 +1,143 @@
+"""Which faults do the quick tests notice? python -m tests.tools.mutants [--number 100] [--seed 0] [--only TEXT]
+
+Changes one token of the five modules at a time, in a copy of the template: an operator, a number, `min` or `max`,
+`and` or `or`, or a condition is negated. Prints each mutant that no quick test notices, and how many were noticed.
+"""
+
+import argparse
+import ast
+import itertools
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import tokenize
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import NamedTuple
+
+from tests.conftest import MODULES, ROOT, copy_template, kill_marked
+
+TIMEOUT = 900  # seconds for all quick tests, which take two minutes
+OTHER = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+", "*": "/", "/": "*"}
+OTHER |= {"//": "/", "%": "//", "**": "*", "@": "*", "&": "|", "|": "&", "+=": "-=", "-=": "+=", "*=": "/=", "|=": "&="}
+OTHER |= {"and": "or", "or": "and", "not": "", "in": "not in", "is": "is not", "if": "if not", "elif": "elif not"}
+OTHER |= {
+    "while": "while not",
+    "True": "False",
+    "False": "True",
+    "min": "max",
+    "max": "min",
+    "any": "all",
+    "all": "any",
+}
+FIRST = {  # the tests that notice most
+    "mask": ["mask", "model"],
+    "model": ["model", "contract", "devices"],
+    "data": ["data", "targets", "features"],
+    "ddp_setup": ["distributed", "train"],
+    "train": ["train", "config", "targets", "ensemble"],
+}
+
+
+class Mutant(NamedTuple):
+    module: str
+    line: int
+    start: int
+    end: int
+    text: str  # in place of the characters `start` to `end` of the line
+
+    def source(self) -> str:
+        lines = (ROOT / f"{self.module}.py").read_text().splitlines(keepends=True)
+        changed = lines[self.line - 1]
+        lines[self.line - 1] = changed[: self.start] + self.text + changed[self.end :]
+        return "".join(lines)
+
+    def __str__(self) -> str:
+        line = self.source().splitlines()[self.line - 1]
+        return f"{self.module}.py:{self.line}:{self.start}: {line.strip()}"
+
+
+def mutants(module: str) -> Iterator[Mutant]:
+    """Yields every change of one token that leaves a program, outside annotations."""
+    path = ROOT / f"{module}.py"
+    annotations = set(annotated(ast.parse(path.read_text())))
+    with path.open("rb") as file:
+        tokens = list(tokenize.tokenize(file.readline))
+    for before, token in itertools.pairwise(tokens):
+        text = OTHER.get(token.string)
+        if token.type == tokenize.NUMBER:
+            text = f"({token.string} + 1)"
+        is_loop = token.string == "in" and before.type == tokenize.NAME  # `for x in`, or `x in`
+        if text is None or token.start in annotations or (is_loop and " for " in token.line):
+            continue
+        mutant = Mutant(module, token.start[0], token.start[1], token.end[1], text)
+        try:
+            compile(mutant.source(), str(path), "exec")
+        except SyntaxError:
+            continue
+        yield mutant
+
+
+def annotated(tree: ast.AST) -> Iterator[tuple[int, int]]:
+    """Yields the positions of all characters in annotations."""
+    for node in ast.walk(tree):
+        for name in ("annotation", "returns"):
+            if annotation := getattr(node, name, None):
+                for line in range(annotation.lineno, annotation.end_lineno + 1):
+                    start = annotation.col_offset if line == annotation.lineno else 0
+                    end = annotation.end_col_offset if line == annotation.end_lineno else 200
+                    yield from ((line, column) for column in range(start, end))
+
+
+def is_noticed(mutant: Mutant, folder: Path) -> bool:
+    """Runs the quick tests on the mutant in a copy of the template; those that hang have noticed it, too."""
+    path = folder / f"{mutant.module}.py"
+    original = path.read_text()
+    path.write_text(mutant.source())
+    mark = f"TEST_MARK={uuid.uuid4()}"
+    files = [f"tests/test_{name}.py" for name in FIRST[mutant.module]]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files, "tests"]
+    environment = {**os.environ, **dict([mark.split("=")]), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        kill_marked(mark)
+        path.write_text(original)
+    return result.returncode != 0 or "is not the template's" in result.stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=100, help="how many mutants are drawn (default: 100)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="of those drawn, the ones whose line contains TEXT")
+    parser.add_argument("--jobs", type=int, default=2, help="how many are tested at a time (default: 2)")
+    options = parser.parse_args()
+    everything = [mutant for module in MODULES for mutant in mutants(module)]
+    drawn = random.Random(options.seed).sample(everything, options.number)
+    chosen = [mutant for mutant in drawn if options.only in str(mutant)]
+    folders: Queue[Path] = Queue()
+
+    def outcome(mutant: Mutant) -> bool:
+        folder = folders.get()
+        noticed = is_noticed(mutant, folder)
+        folders.put(folder)
+        print(f"{'noticed ' if noticed else 'SURVIVED'}  {mutant}", flush=True)
+        return noticed
+
+    with tempfile.TemporaryDirectory() as parent, ThreadPoolExecutor(options.jobs) as pool:
+        for number in range(options.jobs):
+            folders.put(copy_template(Path(parent, str(number))))
+        noticed = sum(pool.map(outcome, chosen))
+    print(f"{noticed} of {len(chosen)} mutants noticed, of {len(everything)} possible ones")
+
+
+if __name__ == "__main__":
+    main()
