@@ -4,6 +4,8 @@ parity    trains a few steps of your configuration and model on 1, 2 and 4 proce
           accumulation, on the CPU in double precision without dropout: parameters and metrics must agree
 faults    kills, stops, hangs and corrupts runs of your configuration and model on 2 CPU processes, then restarts them:
           each must end bitwise equal to an undisturbed run (--only TEXT: faults whose name contains TEXT)
+soak      does so at random, again and again on the same runs until they are finished, on changing numbers of processes,
+          also with a full disk and a cut link (as root): --minutes 60, --ranks 1-4, --seed N
 devices   reports the device of every parameter, buffer, gradient, optimiser state, batch field and output of a
           training step, on all GPUs of this machine, and names the tensors on a wrong device
 syncs     reports file and line of whatever makes the host wait for the device in ten steps of your configuration
@@ -33,6 +35,7 @@ from tests.tools.diagnose import rows, trace
 from tests.tools.faults import fault_worker, faults
 from tests.tools.gpu import gpu
 from tests.tools.parity import parity, parity_worker
+from tests.tools.soak import soak
 
 
 def world_sizes(text: str) -> list[int]:
@@ -40,6 +43,13 @@ def world_sizes(text: str) -> list[int]:
     if min(sizes) < 1:
         raise ValueError
     return sizes
+
+
+def rank_range(text: str) -> list[int]:
+    first, last = text.split("-")
+    if not 1 <= int(first) <= int(last):
+        raise ValueError
+    return list(range(int(first), int(last) + 1))
 
 
 def main() -> None:
@@ -50,11 +60,14 @@ def main() -> None:
         return worker(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     checks = {"parity": parity, "faults": faults, "devices": devices, "syncs": syncs, "rows": rows}
-    checks |= {"gpu": gpu, "trace": trace, "test": test}
+    checks |= {"soak": soak, "gpu": gpu, "trace": trace, "test": test}
     parser.add_argument("name", choices=list(checks))
     parser.add_argument("--world-sizes", type=world_sizes, default="1,2,4", metavar="N,N", help="default: 1,2,4")
     parser.add_argument("--only", default="", metavar="TEXT", help="faults, gpu: only those whose name contains TEXT")
     parser.add_argument("--threshold", type=float, metavar="X", help="test: also how well scores below X are found")
+    parser.add_argument("--minutes", type=float, default=60.0, help="soak: how long (default: 60)")
+    parser.add_argument("--ranks", type=rank_range, default="1-4", metavar="N-N", help="soak: processes (default: 1-4)")
+    parser.add_argument("--seed", type=int, help="soak: of the faults (default: drawn)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per launch (default: 600)")
     parser.set_defaults(cpu=True)
     options, options.arguments = parser.parse_known_args()  # the rest is for train.py

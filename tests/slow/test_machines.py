@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, Finished, clean_environment, fork_ranks, join
+from tests.tools.machines import ADDRESSES, connect, two_machines
 from tests.tools.runs import difference, read_metrics
 
 RDZV = "alpha:29500"
@@ -37,9 +37,8 @@ def sh(*arguments: str, timeout: float = 30, **variables: str) -> str:
 class Machine:
     """A network namespace, with a folder as its local disk."""
 
-    def __init__(self, name: str, address: str, disk: Path, run: Callable[..., Finished]):
-        self.name, self.address, self.disk, self.run = name, address, disk, run
-        self.space = f"{name}-{os.getpid()}"
+    def __init__(self, space: str, address: str, disk: Path, run: Callable[..., Finished]):
+        self.space, self.address, self.disk, self.run = space, address, disk, run
         self.pool = ThreadPoolExecutor()
         self.run_folder = disk / "runs/default"
 
@@ -49,7 +48,7 @@ class Machine:
         return self.pool.submit(self.run, command, timeout, **variables)
 
     def wait_for_the_end_of_ranks(self) -> None:
-        wait_until(lambda: not self.processes(b"LOCAL_RANK="), 60, lambda: f"ranks of {self.name} are still running")
+        wait_until(lambda: not self.processes(b"LOCAL_RANK="), 60, lambda: f"ranks of {self.space} are still running")
 
     def processes(self, what: bytes) -> list[str]:
         """Returns the ids of the processes here with `what` in their command or environment."""
@@ -63,41 +62,19 @@ class Machine:
 
 @pytest.fixture
 def machines(run, tables, tmp_path) -> Iterator[tuple[Machine, Machine]]:
-    """Two machines with the tables on their disks; each resolves its own name to 127.0.1.1, as on Debian."""
-    if os.geteuid() != 0 or not shutil.which("ip"):
-        pytest.skip("network namespaces need root and iproute2")
-    pair = []
-    for name, address in (("alpha", "192.168.77.1"), ("beta", "192.168.77.2")):
-        (tmp_path / name).mkdir()
-        for table in ("edges.tsv", "scores.tsv"):
-            shutil.copy(tmp_path / table, tmp_path / name)
-        pair.append(Machine(name, address, tmp_path / name, run))
-    try:
-        for machine, other in (pair, pair[::-1]):
-            try:
-                sh("ip", "netns", "add", machine.space)
-            except AssertionError as error:
-                pytest.skip(f"no network namespaces here: {error}")
-            files = Path("/etc/netns", machine.space)  # what `ip netns exec` shows as /etc
-            files.mkdir(parents=True)
-            (files / "resolv.conf").write_text("nameserver 127.0.0.1\n")
-            (files / "hosts").write_text(
-                f"127.0.0.1 localhost\n127.0.1.1 {machine.name}\n{other.address} {other.name}\n"
-            )
-        alpha, beta = (machine.space for machine in pair)
-        sh("ip", "link", "add", "cable", "netns", alpha, "type", "veth", "peer", "name", "cable", "netns", beta)
-        for machine in pair:
-            sh("ip", "-n", machine.space, "addr", "add", f"{machine.address}/24", "dev", "cable")
-            sh("ip", "-n", machine.space, "link", "set", "lo", "up")
-            sh("ip", "-n", machine.space, "link", "set", "cable", "up")
-            sh("ip", "-n", machine.space, "route", "add", "default", "dev", "cable")
+    """Two machines with the tables on their disks."""
+    with contextlib.ExitStack() as stack:
+        try:
+            spaces = stack.enter_context(two_machines())
+        except RuntimeError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        pair = []
+        for name, space in spaces.items():
+            (tmp_path / name).mkdir()
+            for table in ("edges.tsv", "scores.tsv"):
+                shutil.copy(tmp_path / table, tmp_path / name)
+            pair.append(Machine(space, ADDRESSES[name], tmp_path / name, run))
         yield pair[0], pair[1]
-    finally:
-        for machine in pair:
-            subprocess.run(["ip", "netns", "del", machine.space], capture_output=True, timeout=30, check=False)
-            shutil.rmtree(Path("/etc/netns", machine.space), ignore_errors=True)
-        with contextlib.suppress(OSError):  # it is missing, or has files of other namespaces
-            Path("/etc/netns").rmdir()
 
 
 @pytest.fixture
@@ -216,8 +193,7 @@ def test_a_network_cut_ends_both_machines_and_a_restart_resumes_the_run(machines
     assert "rank 1: frozen, or its machine is gone, last in" in first.stderr
     assert json.loads((alpha.run_folder / "status.json").read_text())["state"] == "failed"
 
-    sh("ip", "-n", alpha.space, "link", "set", "cable", "up")
-    sh("ip", "-n", alpha.space, "route", "replace", "default", "dev", "cable")
+    connect({"alpha": alpha.space, "beta": beta.space})
     second = both[1].result()  # only now can its torchrun notice that the other one is gone
     assert second.returncode == 1 and "its machine is gone or cut off" in second.stderr
     for future in [machine.launch(*arguments) for machine in machines]:

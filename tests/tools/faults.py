@@ -3,10 +3,12 @@
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +26,8 @@ from tests.tools.parity import BATCH_SIZE, TOLERANCE, few_rows, original
 from tests.tools.runs import difference, launch, newest_checkpoint, series
 
 STEP_OF_SAVE, EPOCH_END, LAST_STEP = 6, 4, 8  # two epochs of four steps, a checkpoint every three and at epoch ends
+
+BALLAST = "ballast"  # a file that fills the disk
 
 
 @dataclass(frozen=True)
@@ -146,8 +150,9 @@ def faults(options: argparse.Namespace) -> bool:
 def run_fault(fault: Fault, folder: Path, reference: Path, arguments: list[str], launch: Callable) -> str:
     """Runs with the fault, then without it; returns what is wrong with the outcome, or ""."""
     arguments = [*arguments, f"run.name={folder.name}"]
-    fault_json = json.dumps([fault.rank, fault.step, fault.phase, fault.action])
-    status, output = launch(fault.ranks, arguments, torchrun=fault.torchrun, variables={"FAULT": fault_json})
+    injected = json.dumps({str(folder / "fault"): [fault.rank, fault.step, fault.phase, fault.action]})
+    torchrun = ("--standalone", *fault.torchrun)
+    status, output = launch(fault.ranks, arguments, torchrun=torchrun, variables={"FAULTS": injected})
     path = folder / "status.json"
     state = json.loads(path.read_text())["state"] if path.exists() else "none"
     if left := orphans(folder):
@@ -184,41 +189,53 @@ def orphans(folder: Path) -> list[int]:
 
 
 def fault_worker(parent: str, arguments: list[str]) -> None:
-    """Runs `train.main` on a few rows of the user's tables, with the fault described in the variable FAULT."""
-    settings = {"run.dir": parent, "data.batch_size": BATCH_SIZE, "optim.epochs": 2}
+    """Runs `train.main` on a few rows of the user's tables, with the faults described in the variable FAULTS.
+
+    The arguments end with the run's name.
+    """
+    settings = {"run.dir": parent, "data.batch_size": BATCH_SIZE, "optim.epochs": os.environ.get("EPOCHS", 2)}
     settings |= {"optim.accumulate": 2, "checkpoint.every_steps": 3, "checkpoint.keep_last": 2, "log.every_steps": 1}
     sys.argv[1:] = [*arguments, *(f"{key}={value}" for key, value in settings.items())]
     data.load = lambda options: few_rows(original(options))
-    if "FAULT" in os.environ:
-        (name,) = (override.removeprefix("run.name=") for override in arguments if override.startswith("run.name="))
-        arm(Path(parent, name), *json.loads(os.environ["FAULT"]))
+    if "FAULTS" in os.environ:
+        name = arguments[-1].removeprefix("run.name=")
+        arm(Path(parent, name), {Path(mark): fault for mark, fault in json.loads(os.environ["FAULTS"]).items()})
     train.main()
 
 
-def arm(folder: Path, rank: int, step: int, phase: str, action: str) -> None:
-    """Injects the fault at its rank, step and phase, once, even if torchrun restarts the workers."""
+def arm(folder: Path, faults: dict[Path, tuple[int, int, str, str]]) -> None:
+    """Injects each fault at its rank, step and phase, and leaves its mark, a file: the seconds since a checkpoint was
+    saved, and those that a hang may take.
+
+    It does so once, even if torchrun restarts the workers.
+    """
     folder.mkdir(exist_ok=True)
-    (folder / f"pid.{os.environ['RANK']}").write_text(str(os.getpid()))
+    for mark in faults:
+        (mark.parent / f"pid.{os.environ['RANK']}").write_text(str(os.getpid()))
+    start = time.time()
     phase_of = Distributed.phase
 
-    def phase_with_fault(env: Distributed, name: str) -> contextlib.AbstractContextManager:
-        if (env.rank, env.progress.step, name) == (rank, step, phase) and not (folder / "fault").exists():
-            (folder / "fault").touch()
-            context = phase_of(env, name)
-            context.__enter__()  # so that hang reports name this phase
-            inject(action, folder)
+    def phase_with_faults(env: Distributed, name: str) -> contextlib.AbstractContextManager:
+        for mark, (*place, action) in faults.items():
+            if place == [env.rank, env.progress.step, name] and not mark.exists():
+                saved = [path.stat().st_mtime for path in folder.glob("checkpoints/step_*.pt")]
+                mark.write_text(json.dumps([time.time() - max([start, *saved]), env.limit_s]))
+                context = phase_of(env, name)
+                context.__enter__()  # so that hang reports name this phase
+                inject(action, folder, mark.parent, env.progress.step)
         return phase_of(env, name)
 
-    Distributed.phase = phase_with_fault
+    Distributed.phase = phase_with_faults
 
 
-def inject(action: str, folder: Path) -> None:
+def inject(action: str, folder: Path, marks: Path, step: int) -> None:
+    """Does what `action` says to the run in `folder`, after `step` steps; `marks` has the process ids of the ranks."""
     name, _, target = action.partition(" ")
     if name in signal.Signals.__members__:
         os.kill(os.getppid() if "torchrun" in target else os.getpid(), signal.Signals[name])
         time.sleep(5 if "slow" in target else 0.5)  # until torchrun has forwarded it
     elif action == "kill all":
-        pids = [int(path.read_text()) for path in folder.glob("pid.*")]
+        pids = [int(path.read_text()) for path in marks.glob("pid.*")]
         for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
             os.kill(pid, signal.SIGKILL)
     elif action == "kill half-way":
@@ -231,7 +248,14 @@ def inject(action: str, folder: Path) -> None:
     elif action == "disk full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
     elif action == "blocked":
-        (folder / "checkpoints/step_00000006.pt.tmp").mkdir()
+        (folder / f"checkpoints/step_{step + 1:08d}.pt.tmp").mkdir(exist_ok=True)
+    elif action == "fill the disk":
+        fill_the_disk(folder)
+    elif action == "kill loader":
+        for process in multiprocessing.active_children():
+            process.kill()
+    elif action == "cut the link":
+        subprocess.run(["ip", "link", "set", "cable", "down"], check=True)
     elif action in ("nan", "inf"):
         spoil_the_next_loss(float(action))
     elif action == "inf weights":
@@ -243,6 +267,14 @@ def inject(action: str, folder: Path) -> None:
         time.sleep(1000)
     else:
         raise AssertionError(action)
+
+
+def fill_the_disk(folder: Path) -> None:
+    block = bytes(2**20)
+    with contextlib.suppress(OSError), (folder / BALLAST).open("wb") as file:
+        while block:
+            file.write(block)
+            file.flush()
 
 
 def half_a_save(state: dict, file) -> None:

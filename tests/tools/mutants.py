@@ -23,7 +23,7 @@ from typing import NamedTuple
 from tests.conftest import MODULES, ROOT, copy_template, kill_marked
 
 TIMEOUT = 900  # seconds for all quick tests, which take two minutes
-OTHER = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+", "*": "/", "/": "*"}
+OTHER = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "==", "+": "-", "-": "+", "*": "/", "/": "*"}
 OTHER |= {"//": "/", "%": "//", "**": "*", "@": "*", "&": "|", "|": "&", "+=": "-=", "-=": "+=", "*=": "/=", "|=": "&="}
 OTHER |= {"and": "or", "or": "and", "not": "", "in": "not in", "is": "is not", "if": "if not", "elif": "elif not"}
 OTHER |= {
@@ -72,8 +72,9 @@ def mutants(module: str) -> Iterator[Mutant]:
         text = OTHER.get(token.string)
         if token.type == tokenize.NUMBER:
             text = f"({token.string} + 1)"
+        is_strict = "strict=" + token.string in token.line  # zip(strict=True) guards against mistakes of other lines
         is_loop = token.string == "in" and before.type == tokenize.NAME  # `for x in`, or `x in`
-        if text is None or token.start in annotations or (is_loop and " for " in token.line):
+        if text is None or token.start in annotations or is_strict or (is_loop and " for " in token.line):
             continue
         mutant = Mutant(module, token.start[0], token.start[1], token.end[1], text)
         try:

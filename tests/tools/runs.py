@@ -75,20 +75,23 @@ def launch(
     world_size: int,
     arguments: list[str],
     timeout: float = 120,
-    torchrun: tuple[str, ...] = (),
+    torchrun: tuple[str, ...] = ("--standalone",),
     variables: dict[str, str] | None = None,
     cpu: bool = True,
+    prefix: tuple[str, ...] = (),
 ) -> tuple[int, str]:
     """Runs `tests.check` with `arguments` under torchrun, or plain python if `world_size` is 1; `cpu` hides the GPUs.
+
+    The command begins with `prefix`, where there is one under torchrun.
 
     Returns the exit status and the output.
 
     Raises:
         RuntimeError: The processes did not finish within `timeout` seconds.
     """
-    command = [sys.executable]
-    if world_size > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", *torchrun]
+    command = [*prefix, sys.executable]
+    if world_size > 1 or prefix:
+        command += ["-m", "torch.distributed.run", f"--nproc_per_node={world_size}", *torchrun]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {
         **os.environ,

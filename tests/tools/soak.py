@@ -1,0 +1,311 @@
+"""`python -m tests.check soak`: random faults, again and again on the same runs, until each is finished."""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.tools.faults import BALLAST, EXACT
+from tests.tools.machines import ADDRESSES, connect, two_machines
+from tests.tools.parity import TOLERANCE
+from tests.tools.runs import difference, launch, newest_checkpoint
+
+EPOCHS, STEPS_PER_EPOCH, STEPS_PER_SAVE = 6, 4, 3
+LAST_STEP = EPOCHS * STEPS_PER_EPOCH
+LAUNCHES_WITH_FAULTS = 10  # of a run, which may finish then
+TIMEOUT_S, STARTUP_TIMEOUT_S = 6, 30
+GRACE_S = 40  # beyond these, until the last process must have ended: torchrun gives a frozen one 30 s
+LOST_S = 20  # of work that a fault may cost
+DISK_MB = 64
+PHASES = ("data", "forward", "backward", "optimiser", "evaluation", "save")
+
+KINDS = {
+    "a rank killed": "SIGKILL",
+    "all ranks killed": "kill all",
+    "torchrun killed": "SIGKILL torchrun",
+    "a rank killed, half a checkpoint written": "kill half-way",
+    "a rank killed between best.pt and checkpoint": "kill after best",
+    "SIGTERM to torchrun": "SIGTERM torchrun",
+    "SIGINT to torchrun": "SIGINT torchrun",
+    "SIGUSR1 to torchrun": "SIGUSR1 torchrun",
+    "SIGTERM to torchrun while a rank is slow": "SIGTERM torchrun, then slow",
+    "SIGTERM to a rank": "SIGTERM",
+    "SIGINT to a rank": "SIGINT",
+    "SIGUSR1 to a rank": "SIGUSR1",
+    "a STOP file": "STOP",
+    "a file that may not grow": "disk full",
+    "a full disk": "fill the disk",
+    "a checkpoint that cannot be written": "blocked",
+    "a NaN in the loss": "nan",
+    "an infinite loss": "inf",
+    "non-finite weights": "inf weights",
+    "an exception": "raise",
+    "a rank that hangs": "sleep",
+    "a frozen rank (SIGSTOP)": "SIGSTOP",
+    "a killed process of the loader": "kill loader",
+    "a cut link between two machines": "cut the link",
+}
+OF_RANK_0 = ("kill half-way", "kill after best", "disk full", "blocked", "inf weights")
+ONLY_PHASE = {"nan": "forward", "inf": "forward", "kill loader": "data", "blocked": "optimiser", "inf weights": "save"}
+DAMAGES = {  # to the newest checkpoint, after some of the faults
+    "a truncated checkpoint": lambda path: os.truncate(path, 1000),
+    "an empty checkpoint": lambda path: os.truncate(path, 0),
+    "a deleted checkpoint": lambda path: path.unlink(),
+    "all checkpoints deleted": lambda path: shutil.rmtree(path.parent),
+}
+
+
+class LostError(Exception):
+    """A run did not survive."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    rank: int
+    step: int
+    phase: str
+
+    def injected(self) -> list:
+        return [self.rank, self.step, self.phase, KINDS[self.kind]]
+
+
+def soak(options: argparse.Namespace) -> bool:
+    """Trains runs with faults for `minutes`; prints what they survived, and returns whether it was all of them."""
+    seed = random.randrange(10**6) if options.seed is None else options.seed
+    problem = ""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        spaces = stack.enter_context(available(two_machines(), "a link is not cut"))
+        disk = stack.enter_context(available(small_disk(folder), "the disk does not fill up")) or folder
+        soaking = Soak(options, random.Random(seed), folder, disk, spaces)
+        deadline = time.monotonic() + 60 * options.minutes
+        while time.monotonic() < deadline and not problem:
+            try:
+                soaking.train_a_run()
+            except (LostError, RuntimeError) as error:
+                problem = f"lost with --seed {seed}: {error}"
+    for kind, count in soaking.survived.most_common():
+        print(f"{count:6d}  {kind}")
+    print(problem or soaking.summary())
+    return not problem
+
+
+@contextlib.contextmanager
+def available(resource: contextlib.AbstractContextManager, otherwise: str) -> Iterator:
+    """Enters `resource`, which needs root; says what is left out where there is none."""
+    with contextlib.ExitStack() as stack:
+        try:
+            entered = stack.enter_context(resource)
+        except RuntimeError as error:
+            print(f"{otherwise}: {str(error).splitlines()[0]}")
+            entered = None
+        yield entered
+
+
+@contextlib.contextmanager
+def small_disk(parent: Path) -> Iterator[Path]:
+    """Yields the folder of a disk of `DISK_MB`; raises `RuntimeError` if it cannot be mounted."""
+    folder = parent / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "soak", str(folder)]
+    try:
+        subprocess.run(command, capture_output=True, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise RuntimeError(str(error)) from None
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=False)
+
+
+class Soak:
+    """The runs on one disk, and what they survived."""
+
+    def __init__(self, options: argparse.Namespace, draw: random.Random, folder: Path, disk: Path, spaces: dict | None):
+        self.options, self.draw, self.folder, self.disk, self.spaces = options, draw, folder, disk, spaces
+        self.survived: Counter[str] = Counter()
+        self.num_runs = 0
+        self.num_launches = 0
+        self.longest_s = 0.0  # from a fault to the end of the last process, beyond the limit of a hang
+        self.lost_s = 0.0
+
+    def summary(self) -> str:
+        return (
+            f"{self.survived.total()} faults in {self.num_launches} launches of {self.num_runs} runs lost nothing; "
+            f"at most {self.lost_s:.1f} s of work were done again, and the last process ended at most "
+            f"{self.longest_s:.0f} s after a fault"
+        )
+
+    def train_a_run(self) -> None:
+        """Launches a run with faults until it is finished; raises `LostError`."""
+        is_changing = self.draw.random() < 0.5  # its number of processes
+        arguments = [*self.options.arguments, *(EXACT["arguments"] if is_changing else ())]
+        num_ranks = self.draw.choice(self.options.ranks)
+        reference = self.reference(self.options.ranks[-1] if is_changing else num_ranks, arguments, is_changing)
+        run = self.disk / f"run{self.num_runs}"
+        survived: list[str] = []
+        status = None
+        for number in range(3 * LAUNCHES_WITH_FAULTS):
+            if is_changing:
+                num_ranks = self.draw.choice(self.options.ranks)
+            faults = self.draw_faults(run, num_ranks) if number < LAUNCHES_WITH_FAULTS else []
+            survived += self.launch(run, num_ranks, arguments, faults)
+            if (status := state(run)) == "finished":
+                break
+            survived += self.damage(run, is_last=number + 1 >= LAUNCHES_WITH_FAULTS)
+        if status != "finished":
+            raise LostError(f"{run.name} is {status} after {number + 1} launches")
+        if problem := difference(run, reference, TOLERANCE if is_changing else 0.0):
+            raise LostError(problem)
+        shutil.rmtree(run)
+        self.survived.update(survived)
+        self.num_runs += 1
+        print(f"{run.name}: {number + 1} launches, {', '.join(survived)}", flush=True)
+
+    def reference(self, num_ranks: int, arguments: list[str], is_changing: bool) -> Path:
+        """Returns the folder of an undisturbed run."""
+        name = "reference-in-fp64" if is_changing else f"reference-{num_ranks}"
+        path = self.folder / name
+        if not path.exists():
+            self.launch(path, num_ranks, arguments, [])
+        if state(path) != "finished":
+            raise LostError("the undisturbed run failed")
+        return path
+
+    def draw_faults(self, run: Path, num_ranks: int) -> list[Fault]:
+        """Returns one fault or two for the steps that follow the newest checkpoint."""
+        saved = [int(path.stem.removeprefix("step_")) for path in run.glob("checkpoints/step_*.pt")]
+        kinds = [kind for kind, action in KINDS.items() if self.is_possible(action, num_ranks)]
+        faults = []
+        for kind in self.draw.sample(kinds, self.draw.choice((1, 1, 2))):
+            action = KINDS[kind]
+            phase = ONLY_PHASE.get(action, self.draw.choice(PHASES))
+            steps = [step for step in range(max(saved, default=0), LAST_STEP + 1) if occurs(phase, step)]
+            step = self.draw.choice(steps[:6])
+            rank = 0 if action in OF_RANK_0 else self.draw.randrange(num_ranks)
+            faults.append(Fault(kind, rank, step, phase))
+        return faults
+
+    def is_possible(self, action: str, num_ranks: int) -> bool:
+        if action == "fill the disk":
+            return self.disk != self.folder
+        if action == "cut the link":
+            return self.spaces is not None and num_ranks % 2 == 0
+        # A single process is not under torchrun, and nobody notices that it is frozen.
+        return num_ranks > 1 or not (action.partition(" ")[2].startswith("torchrun") or action == "SIGSTOP")
+
+    def launch(self, run: Path, num_ranks: int, arguments: list[str], faults: list[Fault]) -> list[str]:
+        """Launches the run once; returns the kinds of faults that came, and raises `LostError` after a hang."""
+        marks = self.folder / f"launch{self.num_launches}"
+        marks.mkdir()
+        self.num_launches += 1
+        injected = {str(marks / str(number)): fault.injected() for number, fault in enumerate(faults)}
+        variables = {"FAULTS": json.dumps(injected), "EPOCHS": str(EPOCHS), "SOAK": str(marks), "OMP_NUM_THREADS": "1"}
+        worker = ["fault-worker", str(run.parent), *arguments, f"ddp.timeout_s={TIMEOUT_S}"]
+        worker += [f"ddp.startup_timeout_s={STARTUP_TIMEOUT_S}"]
+        actions = [KINDS[fault.kind] for fault in faults]
+        if "kill loader" in actions:
+            worker.append("data.workers=1")
+        worker.append(f"run.name={run.name}")
+        with ThreadPoolExecutor() as pool:
+            if "cut the link" in actions:
+                torchruns = [
+                    pool.submit(launch, num_ranks // 2, worker, 300, options, variables, True, prefix)
+                    for prefix, options in self.commands_of_two_machines()
+                ]
+            else:
+                torchruns = [pool.submit(launch, num_ranks, worker, 300, ("--standalone",), variables)]
+            end = self.wait(torchruns, marks)
+        output = "\n".join(future.result()[1] for future in torchruns)
+        fired = [(fault, marks / str(n)) for n, fault in enumerate(faults) if (marks / str(n)).exists()]
+        for fault, mark in fired:
+            lost_s, limit_s = json.loads(mark.read_text())
+            hung_s = end - mark.stat().st_mtime
+            self.lost_s = max(self.lost_s, lost_s)
+            self.longest_s = max(self.longest_s, hung_s)
+            if hung_s > limit_s + GRACE_S or lost_s > LOST_S:
+                raise LostError(f"{fault} ended after {hung_s:.0f} s and lost {lost_s:.0f} s:\n{output}")
+        if not faults and state(run) != "finished":
+            raise LostError(f"{run.name} is {state(run)} although no fault was injected:\n{output}")
+        return [fault.kind for fault, _ in fired]
+
+    def commands_of_two_machines(self) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Yields the beginning of the command and torchrun's options on each machine."""
+        for name, space in self.spaces.items():
+            prefix = ("ip", "netns", "exec", space, "env", "GLOO_SOCKET_IFNAME=cable")
+            host = int(name == "alpha")
+            yield prefix, (
+                "--nnodes=2", f"--local-addr={ADDRESSES[name]}", "--rdzv-backend=c10d", "--rdzv-id=soak",
+                f"--rdzv-endpoint={ADDRESSES['alpha']}:29500", f"--rdzv-conf=is_host={host},join_timeout=60",
+            )  # fmt: skip
+
+    def wait(self, torchruns: list[Future], marks: Path) -> float:
+        """Returns when the last process had ended, or the last rank if a link was cut, which is connected then."""
+        end = 0.0
+        while not all(future.done() for future in torchruns):
+            time.sleep(0.2)
+            if len(torchruns) == 2 and not end and any(marks.glob("[0-9]*")) and not processes(marks, "LOCAL_RANK="):
+                end = time.time()
+                connect(self.spaces)
+        end = end or time.time()
+        for _ in range(100):
+            if left := processes(marks):
+                time.sleep(0.1)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        if left:
+            raise LostError(f"{len(left)} processes are left over")
+        return end
+
+    def damage(self, run: Path, is_last: bool) -> list[str]:
+        """Frees the disk, mostly, and sometimes damages a checkpoint; returns what was done."""
+        for path in run.glob("checkpoints/*.tmp"):
+            if path.is_dir():
+                path.rmdir()
+        if is_last or self.draw.random() < 0.7:
+            (run / BALLAST).unlink(missing_ok=True)
+        if is_last or self.draw.random() < 0.8 or not any(run.glob("checkpoints/step_*.pt")):
+            return []
+        name = self.draw.choice(list(DAMAGES))
+        DAMAGES[name](newest_checkpoint(run))
+        return [name]
+
+
+def occurs(phase: str, step: int) -> bool:
+    """Returns whether a run is in `phase` after `step` steps."""
+    is_epoch_end = step % STEPS_PER_EPOCH == 0
+    if phase == "evaluation":
+        return is_epoch_end
+    if phase == "save":
+        return is_epoch_end or step % STEPS_PER_SAVE == 0
+    return step < LAST_STEP
+
+
+def state(run: Path) -> str:
+    try:
+        return json.loads((run / "status.json").read_text())["state"]
+    except (OSError, ValueError):  # the disk was full
+        return "none"
+
+
+def processes(marks: Path, variable: str = "") -> list[int]:
+    """Returns the processes of the launch of `marks`, or those with an environment variable that starts so."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has exited
+            text = environ.read_text(errors="replace")
+            if f"SOAK={marks}\0" in text and variable in text:
+                found.append(int(environ.parent.name))
+    return found
