@@ -9,6 +9,7 @@ import ast
 import itertools
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,13 +35,6 @@ OTHER |= {
     "max": "min",
     "any": "all",
     "all": "any",
-}
-FIRST = {  # the tests that notice most
-    "mask": ["mask", "model"],
-    "model": ["model", "contract", "devices"],
-    "data": ["data", "targets", "features"],
-    "ddp_setup": ["distributed", "train"],
-    "train": ["train", "config", "targets", "ensemble"],
 }
 
 
@@ -95,23 +89,35 @@ def annotated(tree: ast.AST) -> Iterator[tuple[int, int]]:
                     yield from ((line, column) for column in range(start, end))
 
 
-def is_noticed(mutant: Mutant, folder: Path) -> bool:
-    """Runs the quick tests on the mutant in a copy of the template; those that hang have noticed it, too."""
+def run_tests(folder: Path, *options: str) -> subprocess.CompletedProcess | None:
+    """Runs tests of a copy of the template, one after the other; returns None if they hang."""
+    mark = f"TEST_MARK={uuid.uuid4()}"
+    environment = {**os.environ, **dict([mark.split("=")]), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    try:
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        kill_marked(mark)
+
+
+def fastest_first(folder: Path) -> list[str]:
+    """Returns the quick tests in the order of their duration."""
+    result = run_tests(folder, "-vv", "--durations=0")
+    if result is None or result.returncode:
+        sys.exit(f"the quick tests fail without any change: {result}")
+    found = re.findall(r"^([0-9.]+)s call +(.*?) *$", result.stdout, re.MULTILINE)
+    return [test for seconds, test in sorted(found, key=lambda line: float(line[0]))]
+
+
+def is_noticed(mutant: Mutant, tests: list[str], folder: Path) -> bool:
     path = folder / f"{mutant.module}.py"
     original = path.read_text()
     path.write_text(mutant.source())
-    mark = f"TEST_MARK={uuid.uuid4()}"
-    files = [f"tests/test_{name}.py" for name in FIRST[mutant.module]]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files, "tests"]
-    environment = {**os.environ, **dict([mark.split("=")]), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    try:
-        result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return True
-    finally:
-        kill_marked(mark)
-        path.write_text(original)
-    return result.returncode != 0 or "is not the template's" in result.stdout
+    result = run_tests(folder, "-x", "-q", *tests)
+    path.write_text(original)
+    return result is None or result.returncode != 0 or "is not the template's" in result.stdout
 
 
 def main() -> None:
@@ -128,7 +134,7 @@ def main() -> None:
 
     def outcome(mutant: Mutant) -> bool:
         folder = folders.get()
-        noticed = is_noticed(mutant, folder)
+        noticed = is_noticed(mutant, tests, folder)
         folders.put(folder)
         print(f"{'noticed ' if noticed else 'SURVIVED'}  {mutant}", flush=True)
         return noticed
@@ -136,6 +142,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as parent, ThreadPoolExecutor(options.jobs) as pool:
         for number in range(options.jobs):
             folders.put(copy_template(Path(parent, str(number))))
+        tests = fastest_first(Path(parent, "0"))
         noticed = sum(pool.map(outcome, chosen))
     print(f"{noticed} of {len(chosen)} mutants noticed, of {len(everything)} possible ones")
 
