@@ -1,10 +1,11 @@
 """Benchmarks: `python -m tests.bench.NAME [--json FILE]` prints Markdown tables.
 
-masks: the mask kernel. step: a training step against masked copies of the graph. program: train.py against a bare loop.
-growth: how the cost of a step grows with the problem. scaling: the speed-up from more processes. agreement: the cost of
-the ranks' agreement after each step. quality: predictions against what can be known without the model, whose baselines
-are in `baselines` and `profiles`. Contestants are timed in turn within one process, so that a slowdown of the machine
-affects all of them; quote the ratios.
+masks: the mask kernel. step: a training step against masked copies of the graph. routes: only the states that change
+against all. growth: how the cost of a step grows with the problem. host: the kernels of a step. program: train.py
+against a bare loop. tables: tables of millions of rows. scaling: the speed-up from more processes. agreement: the cost
+of the ranks' agreement after each step. quality: predictions against what can be known without the model, whose
+baselines are in `baselines` and `profiles`. all: these, as one page. Contestants are timed in turn within one process,
+so that a slowdown of the machine affects all of them; quote the ratios.
 """
 
 import argparse
@@ -58,14 +59,19 @@ def report(tables: dict[str, list[dict]], device: torch.device, path: Path | Non
     """Prints {title: rows} as Markdown tables, and writes them with the machine to `path`, if given."""
     print(f"\n{machine(device)}")
     for title, rows in tables.items():
-        columns = list(rows[0])
-        cells = [columns, *([format_cell(row[column]) for column in columns] for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in cells]
-        lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-        print(f"\n{title}\n\n" + "\n".join(lines))
+        print(f"\n{title}\n\n{markdown(rows)}")
     if path:
         path.write_text(json.dumps({"machine": machine(device), "tables": tables}, indent=1) + "\n")
+
+
+def markdown(rows: list[dict]) -> str:
+    """Returns rows with the same columns as a table."""
+    columns = list(rows[0])
+    cells = [columns, *([format_cell(row[column]) for column in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in cells]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
 
 
 def format_cell(value: object) -> str:

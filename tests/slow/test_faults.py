@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ddp_setup import DDPConfig, Distributed, RunError, StopRequest, Watchdog
 from tests.conftest import ROOT, fork_ranks, join, launch_forked
 from tests.test_data import loader_of_compared_workers
+from tests.tools import soak
 from tests.tools.faults import FAULTS, run_fault
 from tests.tools.runs import difference, launch, newest_checkpoint, read_metrics
 from tests.tools.syncs import CountSynchronisations
@@ -448,6 +449,41 @@ def test_a_signal_to_torchrun_stops_cleanly_with_spawned_loader_processes(tmp_pa
         _, errors = process.communicate(timeout=60)
     status = json.loads((tmp_path / "runs/default/status.json").read_text())
     assert (status["state"], status["reason"]) == ("stopped", name), errors
+
+
+@pytest.fixture
+def soak_forked(monkeypatch, capsys) -> Callable[[], tuple[bool, str]]:
+    """soak_forked() soaks a run or two, without torchrun, and returns whether they survived, and what was printed."""
+    with_torchrun = [kind for kind, action in soak.KINDS.items() if "torchrun" in action or action == "SIGSTOP"]
+    for kind in [*with_torchrun, "a cut link between two machines"]:
+        monkeypatch.delitem(soak.KINDS, kind)
+    monkeypatch.setattr(soak, "launch", launch_forked)
+    monkeypatch.setattr(soak, "LAUNCHES_WITH_FAULTS", 2)
+
+    def start() -> tuple[bool, str]:
+        arguments = ["model.hidden=8"]
+        survived = soak.soak(SimpleNamespace(minutes=0.1, ranks=[1, 2, 3], seed=5, arguments=arguments))
+        return survived, capsys.readouterr().out
+
+    return start
+
+
+def test_a_soak_counts_the_faults_that_a_run_survives(soak_forked):
+    survived, output = soak_forked()
+    assert survived, output
+    count = re.search(r"^(\d+) faults in \d+ launches of \d+ runs lost nothing", output, re.MULTILINE)
+    assert int(count[1]) == sum(int(line.split()[0]) for line in output.splitlines() if re.match(r" +\d+  ", line)) > 1
+
+
+def test_a_soak_notices_a_checkpoint_that_another_run_has_written(soak_forked, monkeypatch):
+    def alter(path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        state["model"]["embedding"][0] += 0.1
+        torch.save(state, path)
+
+    monkeypatch.setattr(soak, "DAMAGES", {"an altered checkpoint": alter})
+    survived, output = soak_forked()
+    assert not survived and "differs from the undisturbed run's" in output
 
 
 def test_loader_processes_need_few_file_descriptors(run, tmp_path):
