@@ -296,8 +296,9 @@ class KnockoutGNN(nn.Module):
         N. It is added to dense gradients from the rest of the wild-type pass; with the readout
         `global`, the last states have none.
         """
-        sparse = self.config.readout != "global" and len(node) < len(states)
-        return nn.functional.embedding(node, states.squeeze(1), sparse=sparse)
+        if self.config.readout != "global" and len(node) < len(states):
+            return nn.functional.embedding(node, states.squeeze(1), sparse=True)
+        return states.squeeze(1).index_select(0, node)
 
 
 class KnockoutConv(nn.Module):
