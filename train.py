@@ -857,8 +857,8 @@ class RunFolder:
             if self.env.rank != 0:
                 return
             config = yaml.safe_dump(asdict(self.config), sort_keys=False)
-            write_atomically(self.path / "config.yaml", config)
-            write_atomically(self.path / "environment.txt", environment(ranks))
+            write_atomically(self.path / "config.yaml", [config])
+            write_atomically(self.path / "environment.txt", [environment(ranks)])
             (self.path / "test.tsv").unlink(missing_ok=True)  # of an earlier end
             self._open_metrics(state)
         resumed = state.step or state.best
@@ -883,7 +883,7 @@ class RunFolder:
                 }
                 if is_past[row["kind"]]:
                     self.rows.append(row)
-        write_atomically(path, "".join(json.dumps(row) + "\n" for row in self.rows))
+        write_atomically(path, (json.dumps(row) + "\n" for row in self.rows))
         self.metrics = path.open("a")
 
     def save_test(self, tables: Tables, prediction: Tensor, baseline: Tensor) -> None:
@@ -907,7 +907,7 @@ class RunFolder:
             self.metrics.write(json.dumps(self.rows[-1]) + "\n")
             self.metrics.flush()
             if kind == "val":
-                write_atomically(self.path / "curves.svg", curves_svg(self.rows))
+                write_atomically(self.path / "curves.svg", [curves_svg(self.rows)])
 
     def save_validation(self, state: TrainState, val: dict[str, Any]) -> None:
         """Writes a val row and a checkpoint, and best.pt if no earlier validation was as good."""
@@ -954,7 +954,7 @@ class RunFolder:
         status = "running" if event in ("started", "resumed") else event
         row = {"state": status, "step": state.step, "epoch": state.epoch, "reason": reason}
         with explain_write_errors(self.path / "status.json"):
-            write_atomically(self.path / "status.json", json.dumps(row) + "\n")
+            write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
         self.write("event", state, event=event, reason=reason, time=time.time(), **values)
 
     def finish(self, state: TrainState, test: dict[str, Any]) -> None:
@@ -1068,17 +1068,15 @@ def explain_write_errors(
         ) from None
 
 
-def write_atomically(path: Path, content: str | Iterator[str] | dict) -> None:
-    """Writes text, its lines, or, by `torch.save`, a dict; the file is never seen incomplete."""
+def write_atomically(path: Path, content: Iterable[str] | dict) -> None:
+    """Writes parts of a text or, by `torch.save`, a dict; the file is never seen incomplete."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            if isinstance(content, str):
-                file.write(content.encode())
-            elif isinstance(content, dict):
+            if isinstance(content, dict):
                 torch.save(content, file)
             else:
-                file.writelines(line.encode() for line in content)
+                file.writelines(part.encode() for part in content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

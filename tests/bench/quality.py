@@ -305,7 +305,7 @@ def random_features(config: train.Config, folder: Path) -> list[str]:
         lines.append("\t".join([tables.genes[node], *map(str, vector)]))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{config.data.split}-{config.data.split_seed}-random.tsv"
-    train.write_atomically(path, "\n".join(lines) + "\n")
+    train.write_atomically(path, [line + "\n" for line in lines])
     return [f"data.features={path}"]
 
 
@@ -323,7 +323,7 @@ def permute_names(config: train.Config, folder: Path) -> list[str]:
             edges.append(f"{name[source]}\t{name[target]}\t{relation}\t{weight!r}")
     path = folder / f"{config.data.split}-{config.data.split_seed}-permuted.edges.tsv"
     folder.mkdir(parents=True, exist_ok=True)
-    train.write_atomically(path, "\n".join(["source\ttarget\trelation\tweight", *edges, ""]))
+    train.write_atomically(path, ["\n".join(["source\ttarget\trelation\tweight", *edges, ""])])
     return [f"data.edges={path}", f"data.perturbations={data.with_example(config.data).perturbations}"]
 
 

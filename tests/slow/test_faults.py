@@ -609,7 +609,7 @@ def test_a_failure_ends_ranks_that_are_busy_with_something_else(tmp_path, tables
 def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda number: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        write_atomically(tmp_path / "file", "text")
+        write_atomically(tmp_path / "file", ["text"])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -156,7 +156,7 @@ def tables_of(rows: Predictions, config: data.DataConfig) -> Tables:
 
 def write(path: Path, text: str) -> None:
     with train.explain_write_errors(path, UserError, "copy the run folder"):
-        train.write_atomically(path, text)
+        train.write_atomically(path, [text])
 
 
 def without_nan(value: object) -> object:

@@ -193,7 +193,7 @@ class Soak:
             action = KINDS[kind]
             phase = ONLY_PHASE.get(action, self.draw.choice(PHASES))
             steps = [step for step in range(max(saved, default=0), LAST_STEP + 1) if occurs(phase, step)]
-            step = self.draw.choice(steps[:6])
+            step = self.draw.choice(steps[:6] or [LAST_STEP])  # after the last step, there is an evaluation at most
             rank = 0 if action in OF_RANK_0 else self.draw.randrange(num_ranks)
             faults.append(Fault(kind, rank, step, phase))
         return faults
