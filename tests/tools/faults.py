@@ -211,7 +211,7 @@ def arm(folder: Path, faults: dict[Path, tuple[int, int, str, str]]) -> None:
     """
     folder.mkdir(exist_ok=True)
     for mark in faults:
-        (mark.parent / f"pid.{os.environ['RANK']}").write_text(str(os.getpid()))
+        (mark.parent / f"pid.{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))
     start = time.time()
     phase_of = Distributed.phase
 
