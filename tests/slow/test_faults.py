@@ -453,16 +453,20 @@ def test_a_signal_to_torchrun_stops_cleanly_with_spawned_loader_processes(tmp_pa
 
 @pytest.fixture
 def soak_forked(monkeypatch, capsys) -> Callable[[], tuple[bool, str]]:
-    """soak_forked() soaks a run or two, without torchrun, and returns whether they survived, and what was printed."""
-    with_torchrun = [kind for kind, action in soak.KINDS.items() if "torchrun" in action or action == "SIGSTOP"]
-    for kind in [*with_torchrun, "a cut link between two machines"]:
-        monkeypatch.delitem(soak.KINDS, kind)
+    """soak_forked() soaks a run or two, without torchrun, and returns whether they survived, and what was printed.
+
+    Forked ranks have no children, and nobody kills a frozen one.
+    """
+    kinds = {kind: action for kind, action in soak.KINDS.items() if "torchrun" not in action}
+    for left_out in ("a frozen rank (SIGSTOP)", "a cut link between two machines", "a killed process of the loader"):
+        del kinds[left_out]
+    monkeypatch.setattr(soak, "KINDS", kinds)
     monkeypatch.setattr(soak, "launch", launch_forked)
     monkeypatch.setattr(soak, "LAUNCHES_WITH_FAULTS", 2)
 
     def start() -> tuple[bool, str]:
         arguments = ["model.hidden=8"]
-        survived = soak.soak(SimpleNamespace(minutes=0.1, ranks=[1, 2, 3], seed=5, arguments=arguments))
+        survived = soak.soak(SimpleNamespace(minutes=0.1, ranks=[1, 2, 3], seed=6, arguments=arguments))
         return survived, capsys.readouterr().out
 
     return start
@@ -481,6 +485,7 @@ def test_a_soak_notices_a_checkpoint_that_another_run_has_written(soak_forked, m
         state["model"]["embedding"][0] += 0.1
         torch.save(state, path)
 
+    monkeypatch.setattr(soak, "SHARE_DAMAGED", 1.0)
     monkeypatch.setattr(soak, "DAMAGES", {"an altered checkpoint": alter})
     survived, output = soak_forked()
     assert not survived and "differs from the undisturbed run's" in output

@@ -28,6 +28,8 @@ TIMEOUT_S, STARTUP_TIMEOUT_S = 6, 30
 GRACE_S = 40  # beyond these, until the last process must have ended: torchrun gives a frozen one 30 s
 LOST_S = 20  # of work that a fault may cost
 DISK_MB = 64
+SHARE_DAMAGED = 0.2  # of the launches, after which a checkpoint is damaged
+SHARE_FULL = 0.3  # of the full disks, which stay full for another launch
 PHASES = ("data", "forward", "backward", "optimiser", "evaluation", "save")
 
 KINDS = {
@@ -230,7 +232,8 @@ class Soak:
                 torchruns = [pool.submit(launch, num_ranks, worker, 300, ("--standalone",), variables)]
             end = self.wait(torchruns, marks)
         output = "\n".join(future.result()[1] for future in torchruns)
-        fired = [(fault, marks / str(n)) for n, fault in enumerate(faults) if (marks / str(n)).exists()]
+        fired = [(fault, marks / str(number)) for number, fault in enumerate(faults)]
+        fired = [(fault, mark) for fault, mark in fired if mark.exists() and mark.read_text()]
         for fault, mark in fired:
             lost_s, limit_s = json.loads(mark.read_text())
             hung_s = end - mark.stat().st_mtime
@@ -275,9 +278,9 @@ class Soak:
         for path in run.glob("checkpoints/*.tmp"):
             if path.is_dir():
                 path.rmdir()
-        if is_last or self.draw.random() < 0.7:
+        if is_last or self.draw.random() > SHARE_FULL:
             (run / BALLAST).unlink(missing_ok=True)
-        if is_last or self.draw.random() < 0.8 or not any(run.glob("checkpoints/step_*.pt")):
+        if is_last or self.draw.random() > SHARE_DAMAGED or not any(run.glob("checkpoints/step_*.pt")):
             return []
         name = self.draw.choice(list(DAMAGES))
         DAMAGES[name](newest_checkpoint(run))
