@@ -1116,7 +1116,10 @@ def curves_svg(rows: list[dict]) -> str:
     svg = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 360" {style}>']
     for left, (title, curves) in zip((56, 516), PANELS.items(), strict=True):
         svg.append(f'<g transform="translate({left} 64)">')
-        svg.append(f'<text y="-44" font-weight="bold">{title}</text>')
+        svg.append(
+            f'<text y="-44" font-weight="bold">{title}</text>'
+            '<text x="190" y="278" text-anchor="middle">optimiser step</text>'
+        )
         svg += panel_svg(curves, rows)
         svg.append("</g>")
     return "\n".join([*svg, "</svg>\n"])
@@ -1131,7 +1134,7 @@ def panel_svg(curves: Sequence[Curve], rows: list[dict]) -> list[str]:
     values = [value for pairs in points for _, value in pairs] or [0.0]
     low = min(values)
     span = (max(values) - low) or 1.0
-    last = max((row["step"] for row in rows), default=0) or 1
+    last = max([1, *(row["step"] for row in rows)])
 
     def x(step: float) -> str:
         return f"{WIDTH * step / last:.1f}"
@@ -1145,7 +1148,6 @@ def panel_svg(curves: Sequence[Curve], rows: list[dict]) -> list[str]:
         svg.append(f'<path d="M0 {y(value)}h{WIDTH}" stroke="{GREY}" stroke-opacity=".3"/>')
         svg.append(f'<text x="-8" y="{y(value)}" dy="4" text-anchor="end">{value:.3g}</text>')
         svg.append(f'<text x="{x(step)}" y="258" text-anchor="middle">{step:,.0f}</text>')
-    svg.append('<text x="190" y="278" text-anchor="middle">optimiser step</text>')
     for left, curve, pairs in zip((0, 120), curves, points, strict=True):
         line = " ".join(f"{x(step)},{y(value)}" for step, value in pairs)
         svg.append(f'<text x="{left}" y="-24" fill="{curve.colour}">{curve.label}</text>')

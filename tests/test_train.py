@@ -43,6 +43,7 @@ def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
     assert [(row["step"], row["epoch"]) for row in val_rows] == [(0, 0), (5, 1), (10, 2), (15, 3)]
     needed = {"loss", "lr", "grad_norm", "samples_per_s", "data_ms", "step_ms", "memory_mb"}
     assert all(needed <= set(row) and all(math.isfinite(row[key]) for key in needed) for row in train_rows)
+    assert [row["lr"] for row in train_rows] == [learning_rate(step, 15, OptimConfig()) for step in range(15)]
     needed = {"kind", "step", "epoch", "loss", "mse", "pearson", "baseline_pearson", "n"}
     assert all(row.keys() == needed for row in val_rows) and test_row.keys() == {*needed, "best_step"}
     assert all(15 < row["n"] < 25 for row in [*val_rows, test_row])
@@ -50,6 +51,7 @@ def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
     assert json.loads((folder / "status.json").read_text()) == {
         "state": "finished", "step": 15, "epoch": 3, "reason": "",
     }  # fmt: skip
+    assert (folder / "config.yaml").read_text().startswith("run:\n  name: first\n")
     environment = (folder / "environment.txt").read_text()
     assert re.search(r"^rank 1, host \S+, pid \d+, local rank 1, device cpu, ", environment, re.M)
     assert f"torch: {torch.__version__.split('+')[0]}" in environment
@@ -248,10 +250,27 @@ def test_a_run_with_a_killed_rank_fails_and_resumes_to_the_same_result(train, ta
     arguments = [*tables, *SMALL, *settings, "--config", os.devnull]
     _store, ranks = fork_ranks(tmp_path, 2, str(tmp_path / "killed.py"), arguments)
     assert join(ranks) == [1, -signal.SIGKILL]
+    error = (tmp_path / "rank0.stderr").read_text()
+    assert error.startswith("error: rank 0: another rank was killed or cannot be reached (")
     assert json.loads((tmp_path / "runs/killed/status.json").read_text())["state"] == "failed"
     assert "resumed at step 6" in train(2, *settings).check().stdout
     train(2, *settings, "run.name=whole").check()
     assert difference(tmp_path / "runs/killed", tmp_path / "runs/whole") == ""
+
+
+def test_no_checkpoint_with_a_weight_that_is_not_finite_is_saved(train, tmp_path):
+    (tmp_path / "spoil.py").write_text(
+        "import train\nstate_dict = train.TrainState.state_dict\n"
+        "def spoiled(state):\n"
+        "    checkpoint = state_dict(state)\n"
+        "    checkpoint['model']['embedding'][3, 1] = float('inf')\n"
+        "    return checkpoint\n"
+        "train.TrainState.state_dict = spoiled\n"
+        "train.main()\n"
+    )
+    result = train(0, script=tmp_path / "spoil.py")
+    assert result.stderr == "error: embedding is not finite at step 0, no checkpoint is saved: lower optim.lr\n"
+    assert not list((tmp_path / "runs/default/checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("nproc", [0, 2])

@@ -15,25 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from ddp_setup import DDPConfig, Distributed, RunError, StopRequest, Watchdog
 from tests.conftest import ROOT, fork_ranks, join, launch_forked
 from tests.test_data import loader_of_compared_workers
 from tests.tools import soak
 from tests.tools.faults import FAULTS, run_fault
 from tests.tools.runs import difference, launch, newest_checkpoint, read_metrics
-from tests.tools.syncs import CountSynchronisations
-from train import (
-    MAX_SKIPS,
-    Meter,
-    OptimConfig,
-    TrainState,
-    build_optimizer,
-    explain_write_errors,
-    optimizer_step,
-    write_atomically,
-)
 
 SETTINGS = ["data.batch_size=32", "model.hidden=8", "optim.epochs=8", "optim.accumulate=2", "log.every_steps=1"]
 SETTINGS += ["checkpoint.every_steps=2", "checkpoint.keep_last=3"]
@@ -293,123 +280,6 @@ def test_ctrl_c_in_one_process_stops_at_a_step_boundary(tmp_path, tables):
     assert (tmp_path / f"runs/default/checkpoints/step_{status['step']:08d}.pt").exists()
 
 
-@pytest.fixture
-def meter() -> Meter:
-    return Meter(Distributed(DDPConfig()), OptimConfig(on_nonfinite="skip"))
-
-
-def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    good, bad = torch.tensor(1.0), torch.tensor(float("nan"))
-    state = TrainState(None, None, scaler)
-
-    def take(*norms: torch.Tensor) -> dict:
-        for norm in norms:
-            state.step += 1
-            meter.count(1, 1, norm, scaler)
-        row = meter.read(state)
-        meter.norms.clear(), meter.scales.clear()
-        return row
-
-    scaler.scale(good)
-    assert take(good, bad)["skipped"] == 0  # an overflow at a scale of 2
-    scaler.update(1.0)
-    assert take(bad, good, *[bad] * (MAX_SKIPS - 1))["skipped"] == MAX_SKIPS
-    with pytest.raises(RunError, match=f"step {state.step + 1} is not finite, {MAX_SKIPS} in a row"):
-        take(bad)
-
-
-def test_a_resumed_optimiser_has_its_step_counts_beside_its_parameters():
-    """ZeRO loads them on the CPU (pytorch #124133), where fused AdamW of a GPU refuses them."""
-    parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
-    nothing = SimpleNamespace(load_state_dict=lambda state: None)
-    inner = SimpleNamespace(state={parameter: {"step": torch.tensor(3.0)}})
-    zero = SimpleNamespace(optim=inner, param_groups=[{}], load_state_dict=lambda state: None)
-    checkpoint = TrainState(None, None, None).state_dict() | {"config": {"optim": {"precision": "bf16"}}}
-    TrainState(nothing, zero, nothing).load_state_dict(checkpoint, OptimConfig())
-    assert inner.state[parameter]["step"].device == parameter.device
-
-
-def test_a_row_has_the_mean_loss_since_the_previous_row(meter):
-    scaler, state = torch.amp.GradScaler("cpu", init_scale=1.0), TrainState(None, None, None)
-    for total, num_samples in ((3.0, 2), (1.0, 2), (2.0, 1)):
-        meter.loss += total
-        meter.count(num_samples, num_samples, torch.tensor(1.0), scaler)
-    assert meter.read(state)["loss"] == pytest.approx(6.0 / 5)
-
-
-def test_a_step_and_its_meter_do_not_wait_for_the_device(meter):
-    """Counts what would be a host synchronisation on a GPU; AdamW without `fused=True` would need one."""
-    model = torch.nn.Linear(2, 1)
-    for fused in (True, False):
-        optimizer = build_optimizer(model, OptimConfig(), meter.env)
-        if not fused:
-            optimizer = torch.optim.AdamW(model.parameters())
-        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-        loss = model(torch.ones(1, 2)).sum()
-        scaler.scale(loss).backward()
-        with CountSynchronisations() as count:
-            grad_norm = optimizer_step(model, optimizer, scaler, OptimConfig())
-            meter.loss += loss.detach()
-            meter.count(1, 1, grad_norm, scaler)
-        assert (count.seen == []) is fused
-
-
-def test_stop_requests_have_reasons(tmp_path, monkeypatch):
-    monkeypatch.setenv("STOP_FILE", str(tmp_path / "slurm.stop"))
-    handlers = {number: signal.getsignal(number) for number in StopRequest.SIGNALS}
-    try:
-        for name in ("STOP", "slurm.stop"):
-            stop = StopRequest(tmp_path / "STOP")
-            assert StopRequest.REASONS[stop.code()] == ""
-            (tmp_path / name).touch()
-            stop.next_check = 0
-            assert StopRequest.REASONS[stop.code()] == "STOP file"
-            (tmp_path / name).unlink()
-            assert stop.code()  # a request cannot be withdrawn
-        stop.is_training = True
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert StopRequest.REASONS[stop.code()] == "SIGUSR1"
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def test_a_rank_that_waits_for_a_slow_one_is_not_stuck():
-    env = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
-    env.world_size, env.store = 2, dist.HashStore()
-    watchdog = Watchdog(env)
-    watchdog.store = env.store
-    beats = round(3 / watchdog.heartbeat_s / 2)
-
-    def look(place: list, moving: bool = False, silent: bool = False) -> str:
-        """Returns the reason to end the job, if any, while rank 0 waits in evaluation and rank 1 is at `place`."""
-        watchdog.seen.clear()
-        env.store.delete_key("end")
-        for beat in range(beats + 1):
-            env.store.set("progress/0", json.dumps([beat, [9, 7, "evaluation", 20]]))
-            env.store.set("progress/1", json.dumps([0 if silent else beat, [*place, beat if moving else 0]]))
-            watchdog.observe_ranks()
-            watchdog.check_ranks()
-        return env.record_end_reason("")[0]
-
-    assert look([9, 7, "evaluation"], moving=True) == ""
-    assert look([9, 6, "save"], moving=True) == ""
-    assert look([9, 6, "save"]).endswith(": rank 1: in save of step 9")
-    assert look([9, 7, "evaluation"]).endswith(": rank 0: in evaluation of step 9; rank 1: in evaluation of step 9")
-    assert look([9, 6, "save"], silent=True).endswith(
-        ": rank 1: frozen, or its machine is gone, last in save of step 9"
-    )
-
-
-def test_the_watchdog_waits_longer_until_the_first_step_is_over():
-    env = Distributed(DDPConfig(startup_timeout_s=9, timeout_s=3))
-    with env.phase("forward"):
-        assert env.limit_s == 9
-    assert env.stop_reason(8) == "" and env.limit_s == 3
-    assert env.progress.step == 8
-
-
 def test_a_signal_to_all_processes_stops_cleanly_with_loader_processes(tmp_path, tables):
     """Ctrl-C in a terminal and a scheduler's cancel signal all processes."""
     arguments = [*tables, *SETTINGS, "optim.epochs=500", "data.workers=2"]
@@ -609,26 +479,6 @@ def test_a_failure_ends_ranks_that_are_busy_with_something_else(tmp_path, tables
     assert time.monotonic() - start < 40  # GRACE_S and the start of the processes
     status = json.loads((tmp_path / "runs/default/status.json").read_text())
     assert status["state"] == "failed" and status["reason"] == "rank 1: ZeroDivisionError: division by zero"
-
-
-def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda number: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        write_atomically(tmp_path / "file", ["text"])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_reason_of_a_write_error_is_its_own(tmp_path):
-    """mkdir(parents=True) meets a missing folder before the one that it may not write; torch.save wraps errors."""
-    for outer, inner in (
-        (PermissionError(13, "Permission denied"), OSError(2, "No such file")),
-        (RuntimeError("wrap"), OSError(28, "Permission denied")),
-    ):
-        with pytest.raises(RunError, match=r"cannot write .*: Permission denied; "), explain_write_errors(tmp_path):
-            try:
-                raise inner
-            except OSError:
-                raise outer  # noqa: B904
 
 
 def test_a_suspended_job_continues(tmp_path, tables):

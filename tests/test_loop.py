@@ -1,0 +1,102 @@
+"""Parts of the training loop: the meter, the optimiser step, and what is written."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ddp_setup import DDPConfig, Distributed, RunError
+from tests.tools.syncs import CountSynchronisations
+from train import (
+    MAX_SKIPS,
+    Meter,
+    OptimConfig,
+    TrainState,
+    build_optimizer,
+    explain_write_errors,
+    optimizer_step,
+    write_atomically,
+)
+
+
+@pytest.fixture
+def meter() -> Meter:
+    return Meter(Distributed(DDPConfig()), OptimConfig(on_nonfinite="skip"))
+
+
+def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    good, bad = torch.tensor(1.0), torch.tensor(float("nan"))
+    state = TrainState(None, None, scaler)
+
+    def take(*norms: torch.Tensor) -> dict:
+        for norm in norms:
+            state.step += 1
+            meter.count(1, 1, norm, scaler)
+        row = meter.read(state)
+        meter.norms.clear(), meter.scales.clear()
+        return row
+
+    scaler.scale(good)
+    assert take(good, bad)["skipped"] == 0  # an overflow at a scale of 2
+    scaler.update(1.0)
+    assert take(bad, good, *[bad] * (MAX_SKIPS - 1))["skipped"] == MAX_SKIPS
+    with pytest.raises(RunError, match=f"step {state.step + 1} is not finite, {MAX_SKIPS} in a row"):
+        take(bad)
+
+
+def test_a_row_has_the_mean_loss_since_the_previous_row(meter):
+    scaler, state = torch.amp.GradScaler("cpu", init_scale=1.0), TrainState(None, None, None)
+    for total, num_samples in ((3.0, 2), (1.0, 2), (2.0, 1)):
+        meter.loss += total
+        meter.count(num_samples, num_samples, torch.tensor(1.0), scaler)
+    assert meter.read(state)["loss"] == pytest.approx(6.0 / 5)
+
+
+def test_a_step_and_its_meter_do_not_wait_for_the_device(meter):
+    """Counts what would be a host synchronisation on a GPU; AdamW without `fused=True` would need one."""
+    model = torch.nn.Linear(2, 1)
+    for fused in (True, False):
+        optimizer = build_optimizer(model, OptimConfig(), meter.env)
+        if not fused:
+            optimizer = torch.optim.AdamW(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        loss = model(torch.ones(1, 2)).sum()
+        scaler.scale(loss).backward()
+        with CountSynchronisations() as count:
+            grad_norm = optimizer_step(model, optimizer, scaler, OptimConfig())
+            meter.loss += loss.detach()
+            meter.count(1, 1, grad_norm, scaler)
+        assert (count.seen == []) is fused
+
+
+def test_a_resumed_optimiser_has_its_step_counts_beside_its_parameters():
+    """ZeRO loads them on the CPU (pytorch #124133), where fused AdamW of a GPU refuses them."""
+    parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
+    nothing = SimpleNamespace(load_state_dict=lambda state: None)
+    inner = SimpleNamespace(state={parameter: {"step": torch.tensor(3.0)}})
+    zero = SimpleNamespace(optim=inner, param_groups=[{}], load_state_dict=lambda state: None)
+    checkpoint = TrainState(None, None, None).state_dict() | {"config": {"optim": {"precision": "bf16"}}}
+    TrainState(nothing, zero, nothing).load_state_dict(checkpoint, OptimConfig())
+    assert inner.state[parameter]["step"].device == parameter.device
+
+
+def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda number: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_atomically(tmp_path / "file", ["text"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_reason_of_a_write_error_is_its_own(tmp_path):
+    """mkdir(parents=True) meets a missing folder before the one that it may not write; torch.save wraps errors."""
+    for outer, inner in (
+        (PermissionError(13, "Permission denied"), OSError(2, "No such file")),
+        (RuntimeError("wrap"), OSError(28, "Permission denied")),
+    ):
+        with pytest.raises(RunError, match=r"cannot write .*: Permission denied; "), explain_write_errors(tmp_path):
+            try:
+                raise inner
+            except OSError:
+                raise outer  # noqa: B904
