@@ -886,8 +886,7 @@ def cached(config: DataConfig, kind: str, key: str, build: Callable[[], Any]) ->
             try:
                 return torch.load(path, weights_only=True, mmap=True)
             except Exception as error:  # a damaged file fails in many ways
-                problem = f"is damaged ({type(error).__name__}) and will be rebuilt"
-                log.warning("cache %s %s", path, problem)
+                log.warning(f"cache     {path} is damaged and will be rebuilt: {error}")
         content = build()
         try:
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # renamed once complete
@@ -895,7 +894,7 @@ def cached(config: DataConfig, kind: str, key: str, build: Callable[[], Any]) ->
                 torch.save(content, temporary)
                 os.replace(temporary, path)
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-            log.warning("%s is not cached: %s", path.name, error)
+            log.warning(f"{path.name} is not cached: {error}")
     return content
 
 

@@ -238,9 +238,8 @@ class KnockoutGNN(nn.Module):
         x = self.y_offset.new_zeros(0, self.config.hidden)
         node = block.dead.new_empty(0)
         for layer, reached, states in zip(self.layers, block.layers, wild.layers, strict=False):
-            of_dead = -self.select(states.h, block.dead)
-            of_changed = layer.norm(x) - self.select(states.h, node)
-            change = torch.cat([of_dead, of_changed])
+            sent = nn.functional.pad(layer.norm(x), (0, 0, len(block.dead), 0))  # by the dead: zero
+            change = sent - self.select(states.h, torch.cat([block.dead, node]))
             node = reached.node
             p = self.select(states.p, node) + layer.propagate_change(change, reached.matrix)
             x = self.select(states.x, node).index_copy_(0, reached.previous, x)
