@@ -886,7 +886,9 @@ def cached(config: DataConfig, kind: str, key: str, build: Callable[[], Any]) ->
             try:
                 return torch.load(path, weights_only=True, mmap=True)
             except Exception as error:  # a damaged file fails in many ways
-                log.warning(f"cache     {path} is damaged and will be rebuilt: {error}")
+                log.warning(
+                    f"cache     {path} is damaged and will be rebuilt: {type(error).__name__}"
+                )
         content = build()
         try:
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # renamed once complete

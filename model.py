@@ -293,7 +293,8 @@ class KnockoutGNN(nn.Module):
 
         The gradient is sparse if that is smaller than a dense one, so that its cost does not follow
         N. It is added to dense gradients from the rest of the wild-type pass; with the readout
-        `global`, the last states have none.
+        `global`, the last states have none. The dense one of index_select takes less than half of
+        embedding's time on the CPU.
         """
         if self.config.readout != "global" and len(node) < len(states):
             return nn.functional.embedding(node, states.squeeze(1), sparse=True)

@@ -25,6 +25,7 @@ Each but test and trace prints its findings and PASS or FAIL; the exit status is
 
 import argparse
 import logging
+import signal
 import sys
 
 import train
@@ -58,6 +59,7 @@ def main() -> None:
         if worker is not fault_worker:  # which prints what a full run prints
             logging.basicConfig(level=logging.WARNING, format="%(message)s")
         return worker(sys.argv[2], sys.argv[3:])
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # cleans up: soak has mounted a disk
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     checks = {"parity": parity, "faults": faults, "devices": devices, "syncs": syncs, "rows": rows}
     checks |= {"soak": soak, "gpu": gpu, "trace": trace, "test": test}

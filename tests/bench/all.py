@@ -3,7 +3,7 @@
     python -m tests.bench.all --json FILE [--only TEXT] [--yeast FOLDER]
 
 The page is printed at the end, and FILE keeps what is done: after an interruption, the same command on the same commit
-goes on. It takes some four hours on two cores, which should be idle. `--yeast` is a folder with the tables edges.tsv
+goes on. It takes hours, in which the machine should be idle. `--yeast` is a folder with the tables edges.tsv
 and digenic.tsv of real yeast, without which those parts are left out.
 """
 

@@ -349,7 +349,7 @@ def test_a_soak_counts_the_faults_that_a_run_survives(soak_forked):
     assert int(count[1]) == sum(int(line.split()[0]) for line in output.splitlines() if re.match(r" +\d+  ", line)) > 1
 
 
-def test_a_soak_notices_a_checkpoint_that_another_run_has_written(soak_forked, monkeypatch):
+def test_a_soak_notices_an_altered_checkpoint(soak_forked, monkeypatch):
     def alter(path: Path) -> None:
         state = torch.load(path, weights_only=True)
         state["model"]["embedding"][0] += 0.1

@@ -193,7 +193,7 @@ def fault_worker(parent: str, arguments: list[str]) -> None:
 
     The arguments end with the run's name.
     """
-    settings = {"run.dir": parent, "data.batch_size": BATCH_SIZE, "optim.epochs": os.environ.get("EPOCHS", 2)}
+    settings = {"run.dir": parent, "data.batch_size": BATCH_SIZE, "optim.epochs": os.environ.get("FAULT_EPOCHS", 2)}
     settings |= {"optim.accumulate": 2, "checkpoint.every_steps": 3, "checkpoint.keep_last": 2, "log.every_steps": 1}
     sys.argv[1:] = [*arguments, *(f"{key}={value}" for key, value in settings.items())]
     data.load = lambda options: few_rows(original(options))

@@ -82,7 +82,7 @@ def launch(
 ) -> tuple[int, str]:
     """Runs `tests.check` with `arguments` under torchrun, or plain python if `world_size` is 1; `cpu` hides the GPUs.
 
-    The command begins with `prefix`, where there is one under torchrun.
+    With a `prefix`, such as that of a network namespace, the command begins with it and is always under torchrun.
 
     Returns the exit status and the output.
 
