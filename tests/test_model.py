@@ -262,6 +262,11 @@ def test_dropout_does_not_look_like_a_knock_out(shared):
     assert first != second  # dropout is active
 
 
+def test_by_default_predictions_are_not_scaled_and_no_node_is_hidden():
+    model = KnockoutGNN(ModelConfig(hidden=8), NUM_NODES, num_relations=3)
+    assert model.y_std.tolist() == [1.0] and model.y_offset.tolist() == [0.0] and model.unseen == 0
+
+
 def test_the_global_readout_starts_at_zero_and_is_trained(shared):
     """It adds nothing to the local readout at first, but gets a gradient from the first step on."""
     torch.manual_seed(0)

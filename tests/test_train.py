@@ -317,6 +317,16 @@ def test_curves_need_no_rows_and_skip_undefined_values():
     assert svg.count("<polyline") == 4 and svg.count("optimiser step") == 2
 
 
+def test_curves_have_five_numbers_on_each_axis():
+    rows = [{"kind": "val", "step": step, "loss": step / 8, "pearson": step / 8} for step in (0, 8)]
+    svg = curves_svg(rows)
+    texts = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
+    for numbers in (["2", "4", "6", "8"], ["0.25", "0.5", "0.75", "1"]):
+        assert [text for text in texts if text in numbers] == 2 * numbers  # both panels; each axis starts at 0
+    assert texts.count("0") == 4
+    assert svg.count('points="0.0,240.0 380.0,0.0"') == 2
+
+
 def test_a_run_prints_its_plan_and_progress(train):
     result = train(0).check()
     made, lines = result.stdout.splitlines()[:3], result.stdout.splitlines()[3:]

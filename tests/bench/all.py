@@ -32,7 +32,9 @@ COMMANDS = {  # with the number of threads, 0: all cores
     "growth": 1,
     "host": 1,
     "program": 0,
-    "tables": 0,
+    "screen": 0,
+    f"screen model.readout=local {YEAST}": 0,
+    "tables --edges 1000000": 0,
     "scaling": 1,
     "quality --preset small --seeds 3 --splits random:0 --models both": 1,
     f"quality --config tests/bench/yeast.yaml --models local --seeds 5 {YEAST}": 1,
@@ -49,6 +51,7 @@ def main() -> None:
     parser.add_argument("--yeast", metavar="FOLDER", type=Path, help="real tables (default: without them)")
     options = parser.parse_args()
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
+    yeast = options.yeast.resolve() if options.yeast else ""
     measured = json.loads(options.json.read_text()) if options.json.exists() else {}
     if measured.get("commit") != commit.strip():
         measured = {"commit": commit.strip(), "machine": machine(torch.device("cpu")), "results": {}}
@@ -56,7 +59,7 @@ def main() -> None:
     for number, command in enumerate(chosen, 1):
         if command not in measured["results"]:
             print(f"{number} of {len(chosen)}: {command}", file=sys.stderr, flush=True)
-            measured["results"][command] = measure(command.format(options.yeast), COMMANDS[command])
+            measured["results"][command] = measure(command.format(yeast), COMMANDS[command])
             options.json.write_text(json.dumps(measured, indent=1) + "\n")
     print(f"Commit {measured['commit']}, {measured['machine']}, Python {platform.python_version()}.")
     for command, result in measured["results"].items():

@@ -1,0 +1,56 @@
+"""Every pair of nodes predicted, by one model and by five together: `--predict all-pairs` as its own process.
+
+    python -m tests.bench.screen [--members 5] [--json FILE] [section.key=value ...]
+
+The options name tables, by absolute paths, and model. The members are trained for one epoch each, which is not
+measured; a prediction is measured from the command to its end, by one process.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from tests.bench import report
+from tests.tools.runs import ROOT
+
+
+def run(arguments: list[str], folder: Path) -> float:
+    """Returns the seconds that a command of train.py takes."""
+    start = time.perf_counter()
+    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def predict(checkpoints: list[str], folder: Path) -> dict:
+    """Returns a row of the table."""
+    seconds = run(["--predict", "all-pairs", "--checkpoint", *checkpoints], folder)
+    written = folder / "all-pairs.predictions.tsv"
+    with written.open() as file:
+        pairs = sum(1 for _ in file) - 1
+    megabytes = written.stat().st_size / 2**20
+    return {"models": len(checkpoints), "pairs": pairs, "s": seconds, "pairs per s": pairs / seconds, "MB": megabytes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--members", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the table to this file")
+    options, overrides = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        checkpoints = []
+        for seed in range(options.members):
+            run([*overrides, "optim.epochs=1", f"run.name={seed}", f"run.seed={seed}"], folder)
+            checkpoints.append(f"runs/{seed}/checkpoints/best.pt")
+        rows = [predict(checkpoints[:1], folder), predict(checkpoints, folder)]
+    report({"All pairs of nodes": rows}, torch.device("cpu"), options.json)
+
+
+if __name__ == "__main__":
+    main()
