@@ -220,6 +220,13 @@ def test_propagate_equals_dense_products_with_their_gradients(graph, gated, auto
     assert_propagates_as_dense_products(SharedGraph(graph).to(dtype), graph, gated, autocast, tolerance)
 
 
+def test_the_stacked_matrices_are_sorted_by_row_and_column(graph):
+    stack = SharedGraph(graph).stack
+    for ptr, col in ((stack.forward_ptr, stack.forward_col), (stack.backward_ptr, stack.backward_col)):
+        row = torch.arange(len(ptr) - 1).repeat_interleave(ptr.diff())
+        assert (row * NUM_NODES + col).diff().gt(0).all()
+
+
 def test_segments_give_what_the_sparse_product_gives(graph):
     shared, x = SharedGraph(graph), torch.randn(NUM_NODES, 100)
     matrix = shared.stack.forward_ptr, shared.stack.forward_col, shared.stack.forward_weight
