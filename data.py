@@ -896,7 +896,7 @@ def cached(config: DataConfig, kind: str, key: str, build: Callable[[], Any]) ->
                 torch.save(content, temporary)
                 os.replace(temporary, path)
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-            log.warning(f"{path.name} is not cached: {error}")
+            log.warning(f"cache     {path} cannot be written: {error}")
     return content
 
 

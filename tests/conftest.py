@@ -44,9 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hides the GPUs unless `-m gpu` is given: they are few, and their sums are not bitwise reproducible."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup; what the tests start would inherit that
-        signal.signal(signal.SIGHUP, lambda number, frame: None)
     if runs_tests(config):
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup; what the tests start would inherit that
+            signal.signal(signal.SIGHUP, lambda number, frame: None)
         import torch  # takes seconds, for which the process that deals out tests would keep the others waiting
 
         torch.set_num_threads(1)  # files of tests run side by side

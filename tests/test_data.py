@@ -223,7 +223,7 @@ def test_the_cache_is_written_atomically(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(torch, "save", full)
     assert data.cached(DataConfig(cache_dir=str(tmp_path)), "numbers", "key", lambda: content) is content
-    assert "is not cached: no space left" in caplog.text
+    assert "cannot be written: no space left" in caplog.text
     assert [left.suffix for left in tmp_path.iterdir()] == [".lock"]
 
 

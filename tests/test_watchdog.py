@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -19,9 +20,10 @@ def test_stop_requests_have_reasons(tmp_path, monkeypatch):
     handlers = {number: signal.getsignal(number) for number in StopRequest.SIGNALS}
     try:
         for name in ("STOP", "slurm.stop"):
-            stop = StopRequest(tmp_path / "STOP")
+            stop, start = StopRequest(tmp_path / "STOP"), time.monotonic()
             assert StopRequest.REASONS[stop.code()] == ""
             (tmp_path / name).touch()
+            assert stop.next_check >= start + 1  # files are looked for once a second
             stop.next_check = 0
             assert StopRequest.REASONS[stop.code()] == "STOP file"
             (tmp_path / name).unlink()
@@ -68,6 +70,14 @@ def test_the_watchdog_waits_longer_until_the_first_step_is_over():
         assert env.limit_s == 9
     assert env.stop_reason(8) == "" and env.limit_s == 3
     assert env.progress.step == 8
+
+
+def test_progress_counts_the_phases_entered():
+    env = Distributed(DDPConfig())
+    for name in ("data", "forward", "forward"):
+        with env.phase(name):
+            pass
+    assert env.progress == Progress(step=0, changes=2, phase="forward", entered=3)
 
 
 class EndedError(Exception):

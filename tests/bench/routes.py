@@ -2,9 +2,10 @@
 
     python -m tests.bench.routes [--json FILE] [section.key=value ...]
 
-The options name tables and model, such as data.edges=edges.tsv; without any, the presets `small` and `expression` are
-measured. A step builds its batch, plans it on the host where the route needs that, and does forward, backward and
-optimiser, for the first batch of training rows. The routes are called in turn.
+The options name tables and model, such as data.edges=edges.tsv; the routes set model.message_passing and, unless it is
+`nodes`, model.readout. Without any, the presets `small` and `expression` are measured. A step builds its batch, plans
+it on the host where the route needs that, and does forward, backward and optimiser, for the first batch of training
+rows. The routes are called in turn.
 """
 
 import argparse

@@ -49,7 +49,8 @@ def main() -> None:
             run([*overrides, "optim.epochs=1", f"run.name={seed}", f"run.seed={seed}"], folder)
             checkpoints.append(f"runs/{seed}/checkpoints/best.pt")
         rows = [predict(checkpoints[:1], folder), predict(checkpoints, folder)]
-    report({"All pairs of nodes": rows}, torch.device("cpu"), options.json)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    report({"All pairs of nodes": rows}, device, options.json)
 
 
 if __name__ == "__main__":

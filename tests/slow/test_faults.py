@@ -325,18 +325,19 @@ def test_a_signal_to_torchrun_stops_cleanly_with_spawned_loader_processes(tmp_pa
 def soak_forked(monkeypatch, capsys) -> Callable[[], tuple[bool, str]]:
     """soak_forked() soaks a run or two, without torchrun, and returns whether they survived, and what was printed.
 
-    Forked ranks have no children, and nobody kills a frozen one.
+    Forked ranks have no children, and nobody kills a frozen one. No user may mount a disk or cut a link.
     """
     kinds = {kind: action for kind, action in soak.KINDS.items() if "torchrun" not in action}
-    for left_out in ("a frozen rank (SIGSTOP)", "a cut link between two machines", "a killed process of the loader"):
+    for left_out in ("a frozen rank (SIGSTOP)", "a killed process of the loader"):
         del kinds[left_out]
     monkeypatch.setattr(soak, "KINDS", kinds)
+    monkeypatch.setattr(soak, "available", lambda resource, otherwise: contextlib.nullcontext())
     monkeypatch.setattr(soak, "launch", launch_forked)
     monkeypatch.setattr(soak, "LAUNCHES_WITH_FAULTS", 2)
 
     def start() -> tuple[bool, str]:
         arguments = ["model.hidden=8"]
-        survived = soak.soak(SimpleNamespace(minutes=0.1, ranks=[1, 2, 3], seed=6, arguments=arguments))
+        survived = soak.soak(SimpleNamespace(minutes=0.1, ranks=[1, 2, 3], seed=6, timeout=60, arguments=arguments))
         return survived, capsys.readouterr().out
 
     return start
@@ -355,6 +356,7 @@ def test_a_soak_notices_an_altered_checkpoint(soak_forked, monkeypatch):
         state["model"]["embedding"][0] += 0.1
         torch.save(state, path)
 
+    monkeypatch.setattr(soak, "KINDS", {"a rank killed": "SIGKILL"})
     monkeypatch.setattr(soak, "SHARE_DAMAGED", 1.0)
     monkeypatch.setattr(soak, "DAMAGES", {"an altered checkpoint": alter})
     survived, output = soak_forked()

@@ -218,14 +218,22 @@ def arm(folder: Path, faults: dict[Path, tuple[int, int, str, str]]) -> None:
     def phase_with_faults(env: Distributed, name: str) -> contextlib.AbstractContextManager:
         for mark, (*place, action) in faults.items():
             if place == [env.rank, env.progress.step, name] and not mark.exists():
-                saved = [path.stat().st_mtime for path in folder.glob("checkpoints/step_*.pt")]
-                mark.write_text(json.dumps([time.time() - max([start, *saved]), env.limit_s]))
+                mark.write_text(json.dumps([time.time() - max(start, last_save(folder)), env.limit_s]))
                 context = phase_of(env, name)
                 context.__enter__()  # so that hang reports name this phase
                 inject(action, folder, mark.parent, env.progress.step)
         return phase_of(env, name)
 
     Distributed.phase = phase_with_faults
+
+
+def last_save(folder: Path) -> float:
+    """Returns when the newest checkpoint was written, 0 if there is none."""
+    latest = 0.0
+    for path in folder.glob("checkpoints/step_*.pt"):
+        with contextlib.suppress(FileNotFoundError):  # rank 0 has removed it
+            latest = max(latest, path.stat().st_mtime)
+    return latest
 
 
 def inject(action: str, folder: Path, marks: Path, step: int) -> None:

@@ -1,11 +1,12 @@
 """Which faults do the quick tests notice? python -m tests.tools.mutants [--number 100] [--seed 0] [--only TEXT]
 
-Changes one token of the five modules at a time, in a copy of the template: an operator, a number, `min` or `max`,
-`and` or `or`, or a condition is negated. Prints each mutant that no quick test notices, and how many were noticed.
+Changes one token of the five modules at a time, in a copy of the template: an operator, a number, `True`, `min`, `any`
+or `and` becomes another, or a condition is negated. Prints each mutant, and whether a quick test notices it.
 """
 
 import argparse
 import ast
+import functools
 import itertools
 import os
 import random
@@ -23,7 +24,7 @@ from typing import NamedTuple
 
 from tests.conftest import MODULES, ROOT, copy_template, kill_marked
 
-TIMEOUT = 900  # seconds for all quick tests, which take two minutes
+TIMEOUT = 900  # seconds for all quick tests, one after the other
 OTHER = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "==", "+": "-", "-": "+", "*": "/", "/": "*"}
 OTHER |= {"//": "/", "%": "//", "**": "*", "@": "*", "&": "|", "|": "&", "+=": "-=", "-=": "+=", "*=": "/=", "|=": "&="}
 OTHER |= {"and": "or", "or": "and", "not": "", "in": "not in", "is": "is not", "if": "if not", "elif": "elif not"}
@@ -38,6 +39,11 @@ OTHER |= {
 }
 
 
+@functools.cache
+def original(module: str) -> str:
+    return (ROOT / f"{module}.py").read_text()
+
+
 class Mutant(NamedTuple):
     module: str
     line: int
@@ -46,7 +52,7 @@ class Mutant(NamedTuple):
     text: str  # in place of the characters `start` to `end` of the line
 
     def source(self) -> str:
-        lines = (ROOT / f"{self.module}.py").read_text().splitlines(keepends=True)
+        lines = original(self.module).splitlines(keepends=True)
         changed = lines[self.line - 1]
         lines[self.line - 1] = changed[: self.start] + self.text + changed[self.end :]
         return "".join(lines)
@@ -91,7 +97,7 @@ def annotated(tree: ast.AST) -> Iterator[tuple[int, int]]:
 
 def run_tests(folder: Path, *options: str) -> subprocess.CompletedProcess | None:
     """Runs tests of a copy of the template, one after the other; returns None if they hang."""
-    mark = f"TEST_MARK={uuid.uuid4()}"
+    mark = f"MUTANT_MARK={uuid.uuid4()}"  # beside that of each test
     environment = {**os.environ, **dict([mark.split("=")]), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
     try:
@@ -111,13 +117,14 @@ def fastest_first(folder: Path) -> list[str]:
     return [test for seconds, test in sorted(found, key=lambda line: float(line[0]))]
 
 
-def is_noticed(mutant: Mutant, tests: list[str], folder: Path) -> bool:
+def outcome(mutant: Mutant, tests: list[str], folder: Path) -> str:
     path = folder / f"{mutant.module}.py"
-    original = path.read_text()
     path.write_text(mutant.source())
     result = run_tests(folder, "-x", "-q", *tests)
-    path.write_text(original)
-    return result is None or result.returncode != 0 or "is not the template's" in result.stdout
+    path.write_text(original(mutant.module))
+    if result is None:
+        return "hangs"
+    return "noticed" if result.returncode or "is not the template's" in result.stdout else "SURVIVED"
 
 
 def main() -> None:
@@ -132,18 +139,18 @@ def main() -> None:
     chosen = [mutant for mutant in drawn if options.only in str(mutant)]
     folders: Queue[Path] = Queue()
 
-    def outcome(mutant: Mutant) -> bool:
+    def is_noticed(mutant: Mutant) -> bool:
         folder = folders.get()
-        noticed = is_noticed(mutant, tests, folder)
+        found = outcome(mutant, tests, folder)
         folders.put(folder)
-        print(f"{'noticed ' if noticed else 'SURVIVED'}  {mutant}", flush=True)
-        return noticed
+        print(f"{found:8}  {mutant}", flush=True)
+        return found != "SURVIVED"
 
     with tempfile.TemporaryDirectory() as parent, ThreadPoolExecutor(options.jobs) as pool:
         for number in range(options.jobs):
             folders.put(copy_template(Path(parent, str(number))))
         tests = fastest_first(Path(parent, "0"))
-        noticed = sum(pool.map(outcome, chosen))
+        noticed = sum(pool.map(is_noticed, chosen))
     print(f"{noticed} of {len(chosen)} mutants noticed, of {len(everything)} possible ones")
 
 

@@ -46,7 +46,9 @@ def parameters(folder: Path) -> dict[str, Tensor]:
 
 def equal(value: object, other: object, tolerance: float) -> bool:
     """Returns whether two values of a metrics row differ by at most the relative tolerance."""
-    return value == other or (isinstance(other, float) and abs(value - other) <= tolerance * abs(other))
+    if isinstance(value, float) and isinstance(other, float):
+        return value == other or abs(value - other) <= tolerance * abs(other)
+    return value == other
 
 
 def relative_difference(value: Tensor, reference: Tensor) -> float:
@@ -64,9 +66,12 @@ def difference(folder: Path, reference: Path, tolerance: float = 0.0) -> str:
     for name, value in theirs.items():
         if not relative_difference(ours[name], value) <= tolerance:
             return f"the final {name} differs from the undisturbed run's"
-    for row, other in zip(series(folder), series(reference), strict=True):
+    rows, others = series(folder), series(reference)
+    if len(rows) != len(others):
+        return f"metrics.jsonl has {len(rows)} rows, the undisturbed run's {len(others)}"
+    for row, other in zip(rows, others, strict=True):
         for key, value in other.items():
-            if not equal(row[key], value, tolerance):
+            if not equal(row.get(key), value, tolerance):
                 return f"{key} differs from the undisturbed run's: {row} and {other}"
     return ""
 

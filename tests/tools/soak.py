@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.tools.faults import BALLAST, EXACT
 from tests.tools.machines import ADDRESSES, connect, two_machines
-from tests.tools.parity import TOLERANCE
+from tests.tools.parity import BATCH_SIZE, TOLERANCE
 from tests.tools.runs import difference, launch, newest_checkpoint
 
 EPOCHS, STEPS_PER_EPOCH, STEPS_PER_SAVE = 6, 4, 3
@@ -27,7 +27,7 @@ LAUNCHES_WITH_FAULTS = 10  # of a run, which may finish then
 TIMEOUT_S, STARTUP_TIMEOUT_S = 6, 30
 GRACE_S = 40  # beyond these, until the last process must have ended: torchrun gives a frozen one 30 s
 LOST_S = 20  # of work that a fault may cost
-DISK_MB = 64
+DISK_MB = 512
 SHARE_DAMAGED = 0.2  # of the launches, after which a checkpoint is damaged
 SHARE_FULL = 0.3  # of the full disks, which stay full for another launch
 PHASES = ("data", "forward", "backward", "optimiser", "evaluation", "save")
@@ -96,8 +96,10 @@ def soak(options: argparse.Namespace) -> bool:
         while time.monotonic() < deadline and not problem:
             try:
                 soaking.train_a_run()
-            except (LostError, RuntimeError) as error:
-                problem = f"lost with --seed {seed}: {error}"
+            except Exception as error:
+                kept = tempfile.mkdtemp(prefix="soak-")
+                shutil.copytree(disk, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns(BALLAST))
+                problem = f"lost with --seed {seed}, see {kept}: {error!r}"
     for kind, count in soaking.survived.most_common():
         print(f"{count:6d}  {kind}")
     print(problem or soaking.summary())
@@ -137,6 +139,7 @@ class Soak:
 
     def __init__(self, options: argparse.Namespace, draw: random.Random, folder: Path, disk: Path, spaces: dict | None):
         self.options, self.draw, self.folder, self.disk, self.spaces = options, draw, folder, disk, spaces
+        self.ranks = [number for number in options.ranks if BATCH_SIZE // 2 % number == 0]  # that share a micro-batch
         self.survived: Counter[str] = Counter()
         self.num_runs = 0
         self.num_launches = 0
@@ -154,14 +157,14 @@ class Soak:
         """Launches a run with faults until it is finished; raises `LostError`."""
         is_changing = self.draw.random() < 0.5  # its number of processes
         arguments = [*self.options.arguments, *(EXACT["arguments"] if is_changing else ())]
-        num_ranks = self.draw.choice(self.options.ranks)
-        reference = self.reference(self.options.ranks[-1] if is_changing else num_ranks, arguments, is_changing)
+        num_ranks = self.draw.choice(self.ranks)
+        reference = self.reference(self.ranks[-1] if is_changing else num_ranks, arguments, is_changing)
         run = self.disk / f"run{self.num_runs}"
         survived: list[str] = []
         status = None
         for number in range(3 * LAUNCHES_WITH_FAULTS):
             if is_changing:
-                num_ranks = self.draw.choice(self.options.ranks)
+                num_ranks = self.draw.choice(self.ranks)
             faults = self.draw_faults(run, num_ranks) if number < LAUNCHES_WITH_FAULTS else []
             survived += self.launch(run, num_ranks, arguments, faults)
             if (status := state(run)) == "finished":
@@ -230,15 +233,20 @@ class Soak:
             worker.append("data.workers=1")
         worker.append(f"run.name={run.name}")
         was_disturbed = (run / BALLAST).exists() or (run / "STOP").exists()  # by a fault of an earlier launch
+        timeout = self.options.timeout
         with ThreadPoolExecutor() as pool:
             if "cut the link" in actions:
                 torchruns = [
-                    pool.submit(launch, num_ranks // 2, worker, 300, options, variables, True, prefix)
+                    pool.submit(launch, num_ranks // 2, worker, timeout, options, variables, True, prefix)
                     for prefix, options in self.commands_of_two_machines()
                 ]
             else:
-                torchruns = [pool.submit(launch, num_ranks, worker, 300, ("--standalone",), variables)]
-            end = self.wait(torchruns, marks)
+                torchruns = [pool.submit(launch, num_ranks, worker, timeout, ("--standalone",), variables)]
+            try:
+                end = self.wait(torchruns, marks)
+            except BaseException:  # a request to stop
+                kill(processes(marks))
+                raise
         output = "\n".join(future.result()[1] for future in torchruns)
         fired = [(fault, marks / str(number)) for number, fault in enumerate(faults)]
         fired = [(fault, mark) for fault, mark in fired if mark.exists() and mark.read_text()]
@@ -277,9 +285,7 @@ class Soak:
         deadline = time.monotonic() + 10
         while (left := processes(marks)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(left)
         if left:
             raise LostError(f"{len(left)} processes are left over")
         return end
@@ -313,6 +319,12 @@ def state(run: Path) -> str:
         return json.loads((run / "status.json").read_text())["state"]
     except (OSError, ValueError):  # the disk was full
         return "none"
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def processes(marks: Path, variable: str = "") -> list[int]:
