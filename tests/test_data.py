@@ -231,7 +231,7 @@ def test_an_unwritable_cache_folder_only_disables_the_cache(tmp_path, caplog):
     options = config(tmp_path)
     (tmp_path / "cache").write_text("a file where the folder would be")
     assert len(load(options).y) == 3
-    assert "not cached" in caplog.text
+    assert "cannot be written" in caplog.text
 
 
 def test_wrong_options_are_refused():
