@@ -339,6 +339,13 @@ def test_a_run_prints_its_plan_and_progress(train):
     assert result.stderr == ""  # outside a terminal, the progress bar first appears after 30 s
 
 
+def test_rank_0_shows_its_progress(train, tmp_path):
+    (tmp_path / "at_a_terminal.py").write_text("import train\ntrain.TQDM_OPTIONS = {}\ntrain.main()\n")
+    train(2, script=tmp_path / "at_a_terminal.py").check()
+    assert "epoch 1/1" in (tmp_path / "rank0.stderr").read_text()
+    assert (tmp_path / "rank1.stderr").read_text() == ""
+
+
 def test_the_second_rank_prints_nothing(tmp_path, tables):
     _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*tables, *SMALL])
     assert join(ranks) == [0, 0]
