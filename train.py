@@ -39,7 +39,6 @@ if "OMP_WAIT_POLICY" not in os.environ:  # OpenMP reads these variables when tor
 import torch
 import yaml
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch_geometric.data import Data
 from tqdm import tqdm
 
@@ -353,8 +352,9 @@ def build_optimizer(
     # With fused AdamW, GradScaler skips a non-finite step without a host sync; others (and ZeRO)
     # sync.
     if optim.zero and env.launched:
-        adamw = torch.optim.AdamW
-        return ZeroRedundancyOptimizer(groups, optimizer_class=adamw, lr=optim.lr, fused=True)
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # takes half a second
+
+        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=optim.lr, fused=True)
     return torch.optim.AdamW(groups, lr=optim.lr, fused=True)
 
 
@@ -924,7 +924,7 @@ class RunFolder:
 
         Raises `RunError` on every rank.
         """
-        if isinstance(state.optimizer, ZeroRedundancyOptimizer):
+        if hasattr(state.optimizer, "consolidate_state_dict"):  # ZeRO
             state.optimizer.consolidate_state_dict()  # each rank holds a shard
         with self.env.sync_errors(phase="save"):
             if self.env.rank != 0:

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ COMMANDS = {  # with the number of threads, 0: all cores
     f"routes data.undirected=true model.hidden=64 model.layers=3 data.batch_size=64 {YEAST}": 1,
     "growth": 1,
     "host": 1,
-    "program": 0,
+    "program": 1,
     "screen": 0,
     f"screen model.readout=local {YEAST}": 0,
     "tables --edges 1000000": 0,
@@ -44,6 +45,7 @@ COMMANDS = {  # with the number of threads, 0: all cores
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the benchmark, too
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, required=True, help="what is measured is kept here")
     parser.add_argument("--only", default="", metavar="TEXT", help="only commands that contain TEXT")

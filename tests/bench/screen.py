@@ -7,6 +7,7 @@ measured; a prediction is measured from the command to its end, by one process.
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,7 @@ def predict(checkpoints: list[str], folder: Path) -> dict:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the command, too
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the table to this file")
