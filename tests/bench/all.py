@@ -77,7 +77,8 @@ def print_page(measured: dict) -> None:
         shown = f"{threads}python -m tests.bench.{command.format('yeast')}"
         print(f"\n`{shown}`: {result['minutes']:.0f} minutes on {result['machine']}")
         for title, rows in result["tables"].items():
-            print(f"\n{title}\n\n{markdown(rows)}")
+            if not title.startswith("Each split"):
+                print(f"\n{title}\n\n{markdown(rows)}")
 
 
 def measure(command: str, num_threads: int) -> dict:

@@ -99,7 +99,7 @@ def soak(options: argparse.Namespace) -> bool:
             except Exception as error:
                 kept = tempfile.mkdtemp(prefix="soak-")
                 shutil.copytree(disk, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns(BALLAST))
-                problem = f"lost with --seed {seed}, see {kept}: {error!r}"
+                problem = f"lost with --seed {seed}, see {kept}: {type(error).__name__}: {error}"
     for kind, count in soaking.survived.most_common():
         print(f"{count:6d}  {kind}")
     print(problem or soaking.summary())
