@@ -44,12 +44,17 @@ def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
         take(bad)
 
 
-def test_a_row_has_the_mean_loss_since_the_previous_row(meter):
+def test_a_row_has_the_mean_loss_and_times_since_the_previous_row(meter, monkeypatch):
     scaler, state = torch.amp.GradScaler("cpu", init_scale=1.0), TrainState(None, None, None)
     for total, num_samples in ((3.0, 2), (1.0, 2), (2.0, 1)):
         meter.loss += total
         meter.count(num_samples, num_samples, torch.tensor(1.0), scaler)
-    assert meter.read(state)["loss"] == pytest.approx(6.0 / 5)
+    meter.env.seconds["data"] = 1.5
+    monkeypatch.setattr("train.time", SimpleNamespace(perf_counter=lambda: meter.start + 4.5))
+    row = meter.read(state)
+    assert row["loss"] == pytest.approx(6.0 / 5)
+    times = {name: row[name] for name in ("samples_per_s", "data_ms", "step_ms")}
+    assert times == pytest.approx({"samples_per_s": 1.1, "data_ms": 500.0, "step_ms": 1500.0})
 
 
 def test_a_step_and_its_meter_do_not_wait_for_the_device(meter):

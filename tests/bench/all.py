@@ -39,7 +39,7 @@ COMMANDS = {  # with the number of threads, 0: all cores
     f"quality --config tests/bench/yeast.yaml --models local --seeds 5 {YEAST}": 1,
     f"quality --config tests/bench/yeast.yaml --models permuted --splits random:0 nodes:0 --seeds 5 {YEAST}": 1,
     "quality --preset network --splits nodes:0 nodes:1 nodes:2 --models local both --seeds 3": 1,
-    f"quality --config tests/bench/yeast.yaml --models both {YEAST}": 1,
+    f"quality --config tests/bench/yeast.yaml --models both --splits random:0 nodes:0 {YEAST}": 1,
     "quality --config tests/bench/expression.yaml --preset expression --splits random:0 nodes:0 --models nodes": 1,
 }
 
