@@ -12,6 +12,7 @@ from train import (
     MAX_SKIPS,
     Meter,
     OptimConfig,
+    RunFolder,
     TrainState,
     build_optimizer,
     explain_write_errors,
@@ -72,6 +73,15 @@ def test_a_step_and_its_meter_do_not_wait_for_the_device(meter):
             meter.loss += loss.detach()
             meter.count(1, 1, grad_norm, scaler)
         assert (count.seen == []) is fused
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_one_rank_of_each_machine_removes_the_stop_file(tmp_path, local_rank):
+    (tmp_path / "STOP").touch()
+    env = SimpleNamespace(local_rank=local_rank)
+    folder = SimpleNamespace(env=env, path=tmp_path, event=lambda *values: None)
+    RunFolder.stop(folder, TrainState(None, None, None), "STOP file")
+    assert (tmp_path / "STOP").exists() is (local_rank == 1)
 
 
 def test_a_resumed_optimiser_has_its_step_counts_beside_its_parameters():

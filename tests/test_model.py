@@ -112,6 +112,15 @@ def test_reached_states_give_what_masked_copies_give(
     assert mixed
 
 
+def test_a_few_rows_of_the_wild_type_states_have_a_sparse_gradient():
+    """So that its cost does not follow the number of nodes."""
+    for num_rows in (3, 4):
+        states = torch.ones(4, 1, 8, requires_grad=True)
+        make_model().select(states, torch.arange(num_rows)).sum().backward()
+        assert states.grad.is_sparse is (num_rows == 3)
+        assert states.grad.sum() == 8 * num_rows
+
+
 def test_reached_states_keep_dropout_and_need_no_host(shared, limited_planner):
     results = []
     for planner in (None, limited_planner(shared, 3, math.inf)):
