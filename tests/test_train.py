@@ -40,6 +40,7 @@ def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
     }  # fmt: skip
     train_rows, val_rows, (test_row,) = (read_metrics(folder, kind) for kind in ("train", "val", "test"))
     assert [row["step"] for row in train_rows] == list(range(1, 16))
+    assert [row["epoch"] for row in train_rows] == [1] * 5 + [2] * 5 + [3] * 5
     assert [(row["step"], row["epoch"]) for row in val_rows] == [(0, 0), (5, 1), (10, 2), (15, 3)]
     needed = {"loss", "lr", "grad_norm", "samples_per_s", "data_ms", "step_ms", "memory_mb"}
     assert all(needed <= set(row) and all(math.isfinite(row[key]) for key in needed) for row in train_rows)
