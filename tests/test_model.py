@@ -143,6 +143,8 @@ def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
     for route, planned in (("shared", 1), ("reach", 3)):
         planner, line = choose_route(ModelConfig(layers=3, message_passing=route), shared, batch)
         assert line.endswith(f": {route}") and planner.num_layers == planned
+        reached = sum(len(block.layers[0].node) for block in planner.plan(batch))
+        assert f" reaches {100 * reached / (len(SETS) * NUM_NODES):.2g}" in line
     assert choose_route(ModelConfig(message_passing="expanded"), shared, batch) == (None, "expanded")
     planner, line = choose_route(ModelConfig(readout="local"), shared, batch)
     assert planner is None and line == "no knock-out pass, as model.readout=local"
