@@ -84,6 +84,13 @@ def test_one_rank_of_each_machine_removes_the_stop_file(tmp_path, local_rank):
     assert (tmp_path / "STOP").exists() is (local_rank == 1)
 
 
+def test_a_second_run_does_not_get_the_lock_of_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.time", SimpleNamespace(sleep=lambda seconds: None))
+    with (tmp_path / "lock").open("w") as first, (tmp_path / "lock").open("w") as second:
+        assert RunFolder._acquire_lock(SimpleNamespace(lock=first))
+        assert not RunFolder._acquire_lock(SimpleNamespace(lock=second))
+
+
 def test_a_resumed_optimiser_has_its_step_counts_beside_its_parameters():
     """ZeRO loads them on the CPU (pytorch #124133), where fused AdamW of a GPU refuses them."""
     parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
