@@ -138,11 +138,13 @@ class Distributed:
         """Returns the maximum over ranks: any choice on which ranks could differ, on the CPU."""
         return int(self._reduce(torch.tensor(flag), dist.ReduceOp.MAX))
 
-    def stop_reason(self, step: int) -> str:
-        """Records that `step` steps are done; returns why all ranks must stop, "" if not."""
+    def step_done(self, step: int) -> None:
+        """Records that `step` steps are done."""
         self.progress = self.progress._replace(step=step, changes=0)
-        if step > 0:  # the first one loads libraries
-            self.limit_s = self.config.timeout_s
+        self.limit_s = self.config.timeout_s  # only the first one loads libraries
+
+    def stop_reason(self) -> str:
+        """Returns why all ranks must stop, "" if they need not."""
         code = self.stop.code() if self.stop else 0
         return StopRequest.REASONS[self.agree(code)]
 
@@ -331,7 +333,9 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         threading.Thread(target=self.watch_store, name="watchdog of the store", daemon=True).start()
         progress, told_to_end = None, False
-        stalled = waited = ending = 0  # heartbeats without progress, after SIGTERM, after an end
+        stalled = 0  # heartbeats without progress
+        waited = 0  # of these, heartbeats after SIGTERM
+        ending = 0  # heartbeats since a rank has recorded why the job ends
         while not self.finished.wait(self.heartbeat_s):
             stalled = stalled + 1 if progress == self.env.progress else 0
             progress = self.env.progress

@@ -25,6 +25,7 @@ import shlex
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import Field, asdict, dataclass, fields
 from importlib.metadata import version
@@ -162,7 +163,7 @@ def train(config: Config, env: Distributed) -> None:
         use_deterministic_algorithms()
     optim, seed = config.optim, config.run.seed
     dtype, autocast_dtype = PRECISIONS[optim.precision]
-    tables, baseline, state, folder = set_up(config, env)
+    tables, baseline, state, folder = prepare_run(config, env)
     env.stop.is_training = True
     model = state.model
     graph = SharedGraph(tables.graph()).to(env.device, dtype)
@@ -170,9 +171,14 @@ def train(config: Config, env: Distributed) -> None:
     dataset = KnockoutDataset(
         tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree, tables.weight, planner
     )
-    rows = tables.rows("train")
-    shares = (optim.accumulate, env.world_size, env.rank)
-    sampler = StepSampler(rows, config.data.batch_size, *shares, seed)
+    sampler = StepSampler(
+        tables.rows("train"),
+        config.data.batch_size,
+        accumulate=optim.accumulate,
+        world_size=env.world_size,
+        rank=env.rank,
+        seed=seed,
+    )
     loader = data.make_loader(dataset, sampler, config.data.workers, env.device)
     ddp_model = env.wrap(model)
     autocast = torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None)
@@ -184,10 +190,11 @@ def train(config: Config, env: Distributed) -> None:
 
     meter, progress = Meter(env, optim), ""
     profile = profiler(config, env, folder.path)
+    # Each round validates the state after `epoch` epochs, then trains one more.
     for epoch in range(state.epoch, optim.epochs + 1):
         if state.best is None or epoch > state.epoch:  # the state has not been validated
             prediction = predict_rows(model, graph, dataset, tables.rows("val"), config, env)
-            if reason := env.stop_reason(state.step):
+            if reason := env.stop_reason():
                 folder.save(state)
                 return folder.stop(state, reason)
             val = metrics(tables.rows("val"), prediction, tables, baseline, config)
@@ -231,7 +238,8 @@ def train(config: Config, env: Distributed) -> None:
             meter.count(len(rows), num_scores, grad_norm, state.scaler)
             profile.step()
 
-            reason = env.stop_reason(state.step)
+            env.step_done(state.step)
+            reason = env.stop_reason()
             end_of_epoch = state.step % sampler.steps_per_epoch == 0
             save_now = state.step % config.checkpoint.every_steps == 0 and not end_of_epoch
             log_now = state.step % config.log.every_steps == 0
@@ -248,14 +256,16 @@ def train(config: Config, env: Distributed) -> None:
     profile.stop()
     model.load_state_dict(state.best_model)
     prediction = predict_rows(model, graph, dataset, tables.rows("test"), config, env)
-    if reason := env.stop_reason(state.step):
+    if reason := env.stop_reason():
         return folder.stop(state, reason)
     folder.save_test(tables, prediction, baseline.prediction)
     test = metrics(tables.rows("test"), prediction, tables, baseline, config)
     folder.finish(state, test)
 
 
-def set_up(config: Config, env: Distributed) -> tuple[Tables, Baseline, "TrainState", "RunFolder"]:
+def prepare_run(
+    config: Config, env: Distributed
+) -> tuple[Tables, Baseline, "TrainState", "RunFolder"]:
     """Returns the tables, what is known without the graph, the state to train from, and the folder.
 
     Whatever can be wrong with the input is found here; every rank raises that `UserError`.
@@ -271,7 +281,8 @@ def set_up(config: Config, env: Distributed) -> tuple[Tables, Baseline, "TrainSt
         model = build_model(config, tables, baseline).to(env.device, dtype)
         folder = RunFolder(config, env, fingerprint)
         checkpoint = folder.open(model)
-    env.check_equal({**asdict(config), "data (hash)": fingerprint, **library_versions()})
+    options = by_key(asdict(config))
+    env.check_equal({**options, "data (hash)": fingerprint, **library_versions()})
     optimizer = build_optimizer(model, config.optim, env)
     state = TrainState(model, optimizer, build_scaler(config.optim, env))
     checkpoint = env.broadcast(checkpoint)
@@ -395,12 +406,16 @@ def optimizer_step(
     scaler: torch.amp.GradScaler,
     optim: OptimConfig,
 ) -> Tensor:
-    """Unscales, clips, steps if all gradients are finite, and clears them.
+    """Unscales and clips the gradients, steps if their norm is finite, and clears them.
 
-    Returns their norm before clipping.
+    Returns the norm before clipping.
     """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    gradients[0] += norm - norm  # nan if the norm is not finite, so that GradScaler skips the step
     scaler.unscale_(optimizer)
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), optim.clip or math.inf)
+    grad_norm = norm / scaler.scale(torch.ones_like(norm))
+    nn.utils.clip_grads_with_norm_(model.parameters(), optim.clip or math.inf, grad_norm)
     scaler.step(optimizer)
     scaler.update(None if optim.precision == "fp16" else 1.0)  # without fp16, the scale stays 1
     optimizer.zero_grad(set_to_none=True)
@@ -473,7 +488,7 @@ class Meter:
         self.start = time.perf_counter()
         self.loss = torch.zeros((), dtype=torch.float64, device=self.env.device)  # this rank's
         self.num_samples = self.num_scores = 0
-        self.norms, self.scales = [], []
+        self.steps = []  # of each, the norm of the gradients and the scale of the loss, [2]
         self.env.seconds.clear()
 
     def count(
@@ -481,49 +496,47 @@ class Meter:
     ) -> None:
         self.num_samples += num_samples
         self.num_scores += num_scores
-        self.norms.append(grad_norm)
-        self.scales.append(scaler.scale(torch.ones_like(grad_norm)))
+        scale = scaler.scale(torch.ones_like(grad_norm))
+        self.steps.append(torch.stack([grad_norm, scale]))
 
     def read(self, state: TrainState) -> dict[str, Any]:
         """Returns the values of the train row, and restarts.
 
         Raises `RunError`, on every rank, for too many non-finite steps.
         """
-        steps = len(self.norms)
+        num_steps = len(self.steps)
         elapsed = time.perf_counter() - self.start
-        values = torch.cat([torch.stack(self.norms + self.scales).double(), self.loss.view(1)])
-        *values, loss = values.tolist()  # waits for the device, once
-        norms, scales = values[:steps], values[steps:]
-        self._count_skipped(norms, scales, state)
+        steps = torch.stack(self.steps).tolist()  # waits for the device
+        self._count_skipped(steps, state)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
         if self.env.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated()
-        total = self.env.sum(torch.tensor(loss, dtype=torch.float64)).item()
+        total = self.env.sum(self.loss.cpu()).item()
         row = {
             "loss": total / max(1, self.num_scores),
-            "grad_norm": norms[-1],
+            "grad_norm": steps[-1][0],
             "skipped": state.skipped,
             "samples_per_s": round(self.num_samples / elapsed, 1),
-            "data_ms": round(1e3 * self.env.seconds["data"] / steps, 3),
-            "step_ms": round(1e3 * elapsed / steps, 3),
+            "data_ms": round(1e3 * self.env.seconds["data"] / num_steps, 3),
+            "step_ms": round(1e3 * elapsed / num_steps, 3),
             "memory_mb": round(memory / 2**20, 1),
         }
         self.restart()
         return row
 
-    def _count_skipped(self, norms: list[float], scales: list[float], state: TrainState) -> None:
+    def _count_skipped(self, steps: list[list[float]], state: TrainState) -> None:
         # Gradients are equal on all ranks. Under fp16, GradScaler handles overflows while its scale
         # is above 1.
         limit = MAX_SKIPS if self.optim.on_nonfinite == "skip" else 1
         before = state.skipped
-        for i, (norm, scale) in enumerate(zip(norms, scales, strict=True)):
+        for i, (norm, scale) in enumerate(steps):
             if math.isfinite(norm) or scale > 1:
                 state.skipped_in_row = 0
                 continue
             state.skipped += 1
             state.skipped_in_row += 1
             if state.skipped_in_row >= limit:
-                step = state.step - len(norms) + 1 + i
+                step = state.step - len(steps) + 1 + i
                 raise RunError(
                     f"step {step} is not finite, {limit} in a row (optim.on_nonfinite): "
                     "lower optim.lr or optim.clip, or find bad rows with "
@@ -681,13 +694,15 @@ def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> 
     table = arguments.predict
     with env.sync_errors(DataError):
         tables = data.load(config.data)
+        fingerprint = tables.fingerprint()
         graph = SharedGraph(tables.graph()).to(env.device)
         members = []
         for checkpoint in arguments.checkpoint:
-            members.append(load_member(checkpoint, arguments, config, tables, graph))
+            member = load_member(checkpoint, arguments, config, tables, fingerprint, graph)
+            members.append(member)
     number = data.Numbers(zip(tables.genes, range(graph.num_nodes), strict=True))
     output = Path(f"{Path(table).name.removesuffix('.gz').removesuffix('.tsv')}.predictions.tsv")
-    temporary = Path(f"{output}.{os.getpid()}.tmp")
+    temporary = Path(f"{output}.{uuid.uuid4().hex}.tmp")
 
     def write(lines: Iterable[str]) -> None:
         advice = "change the working folder"
@@ -770,6 +785,7 @@ def load_member(
     arguments: argparse.Namespace,
     first: Config,
     tables: Tables,
+    fingerprint: str,
     graph: SharedGraph,
 ) -> Member:
     """Returns the model of a checkpoint, with its own options unless `arguments` say otherwise.
@@ -780,7 +796,6 @@ def load_member(
     own_arguments = copy.copy(arguments)
     own_arguments.checkpoint = [checkpoint]
     config = load_config(own_arguments)
-    fingerprint = tables.fingerprint()
     if state["data"] != fingerprint:
         raise UserError(f"{checkpoint} was trained on different data from the configuration's")
     loss = state["config"]["optim"]["loss"]
@@ -881,7 +896,7 @@ class RunFolder:
                     "test": False,
                     "event": True,
                 }
-                if is_past[row["kind"]]:
+                if is_past.get(row["kind"], row["step"] <= state.step):  # a kind of the user's
                     self.rows.append(row)
         write_atomically(path, (json.dumps(row) + "\n" for row in self.rows))
         self.metrics = path.open("a")
@@ -1219,15 +1234,12 @@ def given_options(arguments: argparse.Namespace, options: dict[str, Field]) -> d
     source = arguments.config
     if source is None:
         source = Path(__file__).with_name("config.yaml")
-    given = {}
     try:
         if arguments.checkpoint and arguments.config is None:
             sections = read_checkpoint(arguments.checkpoint[0])["config"]
         else:
             sections = yaml.safe_load(Path(source).read_text()) or {}
-        for section, values in sections.items():
-            for name, value in (values or {}).items():
-                given[f"{section}.{name}"] = value
+        given = by_key(sections)
         for source in arguments.overrides:
             key, _, text = source.partition("=")
             is_text = key in options and options[key].type is str
@@ -1237,6 +1249,15 @@ def given_options(arguments: argparse.Namespace, options: dict[str, Field]) -> d
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"cannot read the configuration {source}: {reason}") from None
+    return given
+
+
+def by_key(sections: dict[str, dict | None]) -> dict[str, Any]:
+    """Returns {section.key: value} of {section: {key: value}}."""
+    given = {}
+    for section, values in sections.items():
+        for name, value in (values or {}).items():
+            given[f"{section}.{name}"] = value
     return given
 
 

@@ -84,6 +84,15 @@ def test_a_scheduler_may_expose_one_gpu_to_each_process(workers):
     workers(2, "own_gpu")
 
 
+def test_an_option_that_differs_between_ranks_is_named(train, tmp_path):
+    (tmp_path / "other.py").write_text(
+        "import os, sys, train\nif os.environ['RANK'] == '1':\n    sys.argv.append('optim.lr=0.5')\ntrain.main()\n"
+    )
+    result = train(2, script=tmp_path / "other.py")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert result.stderr == "error: optim.lr differs between ranks: 0.5 on rank 1, 0.01 on rank 0\n"
+
+
 def test_a_run_gives_the_same_model_and_metrics_on_1_2_and_4_ranks(train, tmp_path):
     settings = ["optim.precision=fp64", "model.dropout=0", "optim.epochs=2"]
     runs = {"one": (0, []), "two": (2, ["optim.accumulate=2"]), "four": (4, [])}

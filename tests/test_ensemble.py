@@ -48,10 +48,21 @@ def test_an_ensemble_predicts_the_mean_and_says_how_far_its_members_are_apart(tr
     each = torch.cat(each, dim=1)
     expected = torch.stack([each.mean(1), each.std(1)], dim=1)
     assert expected[0, 1] > 0.01 and expected[1].isnan().all()
+    # What a killed prediction left, by a process with the same number, as a container has, is no part of the next one.
+    (tmp_path / "killed.py").write_text(
+        "import os, train\nos.getpid = lambda: 7\nos.replace = lambda *paths: os._exit(9)\ntrain.main()\n"
+    )
+    assert train(0, "--predict", "ask.tsv", "--checkpoint", members[0], script=tmp_path / "killed.py").returncode == 9
+    (tmp_path / "again.py").write_text(
+        "import os, train\nos.getpid = lambda: 7\nhash_of = train.Tables.fingerprint\n"
+        "train.Tables.fingerprint = lambda tables: print('hashed') or hash_of(tables)\ntrain.main()\n"
+    )
     for nproc in (0, 2):
         (tmp_path / "ask.predictions.tsv").unlink()
         arguments = [members[0], "data.cache_dir=other", *members[1:], "data.workers=0"]
-        train(nproc, "--predict", "ask.tsv", "--checkpoint", *arguments).check()
+        script = tmp_path / "again.py"
+        output = train(nproc, "--predict", "ask.tsv", "--checkpoint", *arguments, script=script).check().stdout
+        assert output.count("hashed") == max(1, nproc)  # tables take seconds
         header, numbers = predictions(tmp_path)
         assert header == ["genes", "prediction", "sd"]
         torch.testing.assert_close(numbers, expected, rtol=1e-4, atol=1e-6, equal_nan=True)

@@ -1,5 +1,7 @@
 """Parts of the training loop: the meter, the optimiser step, and what is written."""
 
+import json
+import math
 import os
 from types import SimpleNamespace
 
@@ -73,6 +75,43 @@ def test_a_step_and_its_meter_do_not_wait_for_the_device(meter):
             meter.loss += loss.detach()
             meter.count(1, 1, grad_norm, scaler)
         assert (count.seen == []) is fused
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("fused", [True, False])  # ZeRO steps as an optimiser that is not fused
+@pytest.mark.parametrize("size", [1e20, math.inf, math.nan])
+def test_a_step_whose_norm_is_not_finite_changes_nothing(meter, size, fused, clip):
+    """Gradients of 1e20 are finite, but their norm is not in fp32."""
+    model = torch.nn.Linear(2, 1)
+    before = [parameter.clone() for parameter in model.parameters()]
+    optim = OptimConfig(clip=clip)
+    optimizer = build_optimizer(model, optim, meter.env) if fused else torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(size * model(torch.ones(1, 2)).sum()).backward()
+    assert not optimizer_step(model, optimizer, scaler, optim).isfinite()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_a_step_clips_the_unscaled_gradients(meter, scale):
+    model = torch.nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    optim = OptimConfig(clip=0.5, precision="fp16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(model(torch.tensor([[3.0, 4.0]]))).sum().backward()
+    assert optimizer_step(model, optimizer, scaler, optim).item() == pytest.approx(5)
+    assert model.weight.flatten().tolist() == pytest.approx([-0.3, -0.4])
+
+
+def test_rows_of_the_users_own_kinds_are_kept_up_to_the_step_of_the_checkpoint(tmp_path):
+    rows = [{"kind": kind, "step": step, "epoch": 1} for step in (3, 4, 5) for kind in ("train", "probe")]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = SimpleNamespace(path=tmp_path, rows=[])
+    RunFolder._open_metrics(folder, TrainState(None, None, None, step=4))
+    folder.metrics.close()
+    assert folder.rows == rows[:4]
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])

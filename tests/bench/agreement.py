@@ -24,18 +24,19 @@ def measure(options: argparse.Namespace, env: Distributed) -> None:
     times: dict[bool, list[float]] = {True: [], False: []}
     agree = env.stop_reason
     start = time.perf_counter()
-    for step in range(CALLS):
-        agree(step)
+    for _ in range(CALLS):
+        agree()
     alone = 1e3 * (time.perf_counter() - start) / CALLS
 
     last = 0, time.perf_counter()
 
-    def timed_stop_reason(step: int) -> str:
+    def timed_stop_reason() -> str:
         nonlocal last
+        step = env.progress.step
         (previous_step, before), last = last, (step, time.perf_counter())
         if step == previous_step + 1:
             times[previous_step // 10 % 2 == 0].append(1e3 * (last[1] - before))
-        return agree(step) if step // 10 % 2 == 0 else ""
+        return agree() if step // 10 % 2 == 0 else ""
 
     env.stop_reason = timed_stop_reason
     with tempfile.TemporaryDirectory() as parent:

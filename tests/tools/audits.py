@@ -159,14 +159,15 @@ def audit_syncs(config: train.Config, env: Distributed) -> None:
             watch.end()
         return phase(name)
 
-    def watched_stop_reason(step: int) -> str:
+    def watched_stop_reason() -> str:
         nonlocal done, last_step
         if watch.active:
             done += 1
             places.update(watch.end())
         if done == STEPS:
             raise AuditDone
-        reason = stop_reason(step)
+        reason = stop_reason()
+        step = env.progress.step
         if step > max(last_step, WARM_UP):
             watch.begin()
         last_step = step
