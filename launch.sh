@@ -61,7 +61,7 @@ else
   exec 9<&-
 fi
 if [ "${1:-}" = test ]; then
-  cd "$here" && exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "${@:2}" # tests mostly wait
+  cd "$here" && exec "$python" -m pytest -c pyproject.toml -p tests.options -n 3 --dist loadfile --no-loadscope-reorder "${@:2}"
 fi
 
 if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${NNODES:-}" ]; then

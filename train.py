@@ -27,7 +27,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import Field, asdict, dataclass, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -72,6 +72,7 @@ PRECISIONS = {
 }
 TQDM_OPTIONS = {} if sys.stderr.isatty() else {"mininterval": 30, "delay": 30}  # short log files
 PROFILE = 20  # targets: with more of them, a row is a profile
+MUST_STAY = ("run.seed", "data.batch_size", "optim.loss", "optim.lr_mult")  # in a resumed run
 MAX_SKIPS = 10  # non-finite steps in a row after which even optim.on_nonfinite=skip ends the run
 
 
@@ -91,6 +92,7 @@ class OptimConfig:
     lr: float = 0.01
     warmup: float = 0.05
     weight_decay: float = 0.1
+    lr_mult: dict = field(default_factory=dict)
     clip: float = 1.0
     patience: int = 0
     loss: Literal["squared", "binary"] = "squared"
@@ -98,6 +100,11 @@ class OptimConfig:
     zero: bool = False
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     on_nonfinite: Literal["stop", "skip"] = "stop"
+
+    def __post_init__(self):
+        for key, value in self.lr_mult.items():
+            if not isinstance(key, str) or not isinstance(value, int | float) or value < 0:
+                raise ValueError(f"optim.lr_mult: {key}: {value} is no part of a name and a factor")
 
 
 @dataclass(frozen=True)
@@ -204,6 +211,8 @@ def train(config: Config, env: Distributed) -> None:
             log.info(f"{title}val {result_text(val)}")
         waited = epoch - state.best["step"] // sampler.steps_per_epoch
         if epoch == optim.epochs or (optim.patience and waited >= optim.patience):
+            option = "epochs" if epoch == optim.epochs else "patience"
+            log.info(f"trained   {epoch} epochs: raise optim.{option} to train on")
             break
 
         sampler.set_epoch(epoch, first_step=state.step - epoch * sampler.steps_per_epoch)
@@ -215,9 +224,8 @@ def train(config: Config, env: Distributed) -> None:
         bar = tqdm(steps, title, leave=False, disable=env.rank != 0, **TQDM_OPTIONS)
         for step_in_epoch in bar:
             seed_step(seed, state.step, env.rank)
-            lr = learning_rate(state.step, total_steps, optim)
-            for group in state.optimizer.param_groups:
-                group["lr"] = lr
+            share_of_lr = schedule(state.step, total_steps, optim)
+            set_learning_rates(state.optimizer, share_of_lr)
             rows = sampler.rows_in_step(step_in_epoch)
             num_scores = dataset.num_scores(rows)
             for micro in range(optim.accumulate):
@@ -245,7 +253,7 @@ def train(config: Config, env: Distributed) -> None:
             log_now = state.step % config.log.every_steps == 0
             if reason or save_now or log_now or end_of_epoch:
                 row = meter.read(state)
-                folder.write("train", state, lr=lr, **row)
+                folder.write("train", state, lr=share_of_lr * optim.lr, **row)
                 progress = PROGRESS.format(**row)
                 bar.set_postfix_str(progress, refresh=False)
             if reason or save_now:
@@ -353,13 +361,8 @@ def build_model(config: Config, tables: Tables, baseline: Baseline) -> nn.Module
 def build_optimizer(
     model: nn.Module, optim: OptimConfig, env: Distributed
 ) -> torch.optim.Optimizer:
-    """Returns AdamW, whose state `optim.zero` shards over ranks; only matrices get weight decay."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": optim.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    """Returns AdamW, whose state `optim.zero` shards over ranks."""
+    groups = parameter_groups(model, optim)
     # With fused AdamW, GradScaler skips a non-finite step without a host sync; others (and ZeRO)
     # sync.
     if optim.zero and env.launched:
@@ -367,6 +370,32 @@ def build_optimizer(
 
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=optim.lr, fused=True)
     return torch.optim.AdamW(groups, lr=optim.lr, fused=True)
+
+
+def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Returns groups of parameters with the same learning rate; only matrices get weight decay.
+
+    The rate is optim.lr times the value of the last key of optim.lr_mult that the parameter's name
+    contains; one of 0 freezes it. Raises `UserError` for a key that no name contains.
+    """
+    names = " ".join(name for name, _ in model.named_parameters())
+    for key in optim.lr_mult:
+        if key not in names:
+            raise UserError(f"optim.lr_mult: no parameter's name contains {key}: {names}")
+    groups: dict[tuple, dict] = {}
+    for name, parameter in model.named_parameters():
+        multiplier = 1.0
+        for key, value in optim.lr_mult.items():
+            if key in name:
+                multiplier = value
+        if multiplier == 0:
+            parameter.requires_grad_(False)
+        is_matrix = parameter.dim() > 1
+        group = groups.setdefault((multiplier, is_matrix), {"params": []})
+        group["params"].append(parameter)
+        group["lr"] = multiplier * optim.lr
+        group["weight_decay"] = optim.weight_decay if is_matrix else 0.0
+    return list(groups.values())
 
 
 def build_scaler(optim: OptimConfig, env: Distributed) -> torch.amp.GradScaler:
@@ -422,13 +451,19 @@ def optimizer_step(
     return grad_norm
 
 
-def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Returns a step's learning rate: linear warm-up, then half a cosine to 0."""
+def schedule(step: int, total_steps: int, optim: OptimConfig) -> float:
+    """Returns a step's share of the peak learning rate: linear warm-up, then half a cosine to 0."""
     warmup = max(1, round(optim.warmup * total_steps))
     if step < warmup:
-        return optim.lr * (step + 1) / warmup
+        return (step + 1) / warmup
     angle = math.pi * (step - warmup) / max(1, total_steps - warmup)
-    return optim.lr * 0.5 * (1 + math.cos(angle))
+    return 0.5 * (1 + math.cos(angle))
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, share: float) -> None:
+    """Sets each parameter group's learning rate to a share of the one it was made with."""
+    for group in optimizer.param_groups:
+        group["lr"] = share * group.setdefault("initial_lr", group["lr"])
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -460,13 +495,19 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any], optim: OptimConfig) -> None:
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        groups = self.optimizer.param_groups
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except ValueError as error:
+            raise UserError(
+                f"the parameters' groups differ from the checkpoint's ({error}): "
+                "start another run.name, or take its parameters alone by run.init"
+            ) from None
+        self.optimizer.param_groups = groups  # with the configuration's rates
         # ZeRO leaves the step counts on the CPU, but fused AdamW needs them on its own device.
         inner = getattr(self.optimizer, "optim", self.optimizer)
         for parameter, values in inner.state.items():
             values["step"] = values["step"].to(parameter.device)
-        # The configuration's, not the checkpoint's.
-        self.optimizer.param_groups[0]["weight_decay"] = optim.weight_decay
         if state["config"]["optim"]["precision"] == optim.precision:  # the scale depends on it
             self.scaler.load_state_dict(state["scaler"])
         for name in ("step", "epoch", "best", "best_model", "skipped", "skipped_in_row"):
@@ -803,7 +844,7 @@ def load_member(
         raise UserError(f"{checkpoint} was trained with optim.loss={loss}, not {first.optim.loss}")
     baseline = data.load_baseline(tables, fingerprint, config.data, loss)
     model = build_model(config, tables, baseline)
-    load_model(model, state["model"], checkpoint)
+    load_model(model, state)
     planner, _ = plan_route(config, tables, graph)
     return Member(config, model.to(graph.device), planner)
 
@@ -837,19 +878,17 @@ class RunFolder:
         checkpoint = self.newest_checkpoint()
         if checkpoint is None:
             return None
-        load_model(model, checkpoint["model"], self.path)
-        config = asdict(self.config)
-        for section, name in (("run", "seed"), ("data", "batch_size"), ("optim", "loss")):
-            value = config[section][name]
-            saved = checkpoint["config"][section][name]
-            if saved != value:
-                raise UserError(
-                    f"{self.path} has {section}.{name}={saved}, not {value}: set another run.name"
-                )
+        file = checkpoint["file"]
+        advice = f"set it so, or another run.name and run.init={file} to start from its parameters"
         if checkpoint["data"] != self.fingerprint:
-            raise UserError(
-                f"{self.path} was trained on different data or splits: set another run.name"
-            )
+            raise UserError(f"{file} cannot be resumed with other data or splits: {advice}")
+        options = by_key(asdict(self.config))
+        for key, saved in by_key(checkpoint["config"]).items():
+            if key in MUST_STAY and saved != options[key]:
+                raise UserError(
+                    f"{file} was trained with {key}={saved}, not {options[key]}: {advice}"
+                )
+        load_model(model, checkpoint)
         return checkpoint
 
     def _acquire_lock(self) -> bool:
@@ -995,12 +1034,16 @@ class RunFolder:
 
     def newest_checkpoint(self) -> dict | None:
         """Returns the folder's newest readable checkpoint, else that of run.resume, if set."""
+        resume = self.config.run.resume
         for path in [*self.step_files(), *self.checkpoints.glob("best.pt")]:
             try:
-                return read_checkpoint(path)
+                checkpoint = read_checkpoint(path)
             except UserError as error:
                 log.warning(f"skipped a damaged checkpoint: {error}")
-        resume = self.config.run.resume
+                continue
+            if resume != "auto":
+                log.info(f"note      run.resume={resume} is ignored: {self.path} has checkpoints")
+            return checkpoint
         return None if resume == "auto" else read_checkpoint(resume)
 
 
@@ -1048,24 +1091,25 @@ def environment(ranks: list[str]) -> str:
 
 
 def read_checkpoint(path: str | Path) -> dict:
-    """Returns a checkpoint on the CPU; raises `UserError` if it is damaged or contains code."""
+    """Returns a checkpoint on the CPU and its `file`; raises `UserError` if it is damaged."""
     names = [field.name for field in fields(TrainState)] + ["config", "data"]
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        return {name: state[name] for name in names}
+        return {name: state[name] for name in names} | {"file": str(path)}
     except FileNotFoundError:
         raise UserError(f"the checkpoint {path} does not exist") from None
     except Exception as error:  # a damaged file fails in many ways
         raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
 
 
-def load_model(model: nn.Module, state: dict[str, Tensor], where: str | Path) -> None:
-    """Loads a state dict; raises `UserError` naming the keys or shapes that do not match."""
+def load_model(model: nn.Module, checkpoint: dict) -> None:
+    """Loads the parameters; raises `UserError` naming the keys or shapes that do not match."""
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(checkpoint["model"])
     except (RuntimeError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"the model saved in {where} does not match: {reason}") from None
+        file = checkpoint["file"]
+        raise UserError(f"the model saved in {file} does not match: {reason}") from None
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = ["tests.options"]
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch does DNS look-ups, which the tests must not wait for
 SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
@@ -33,11 +34,6 @@ REPLACED_IN_WORKERS: set[str] = set()  # of pytest-xdist
 # Imports torch once, so that the processes forked from it start at once.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.conftest", "tests.tools.faults"])
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also run the tests in tests/slow")
-    parser.addoption("--config", metavar="FILE", help="the contract of its model and tables (default: config.yaml)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -53,6 +53,8 @@ def test_ddp_options_accept_the_arguments_of_ddp():
         ("data.batchsize=8", "unknown option data.batchsize: did you mean data.batch_size?"),
         ("modle.hidden=8", "unknown option modle.hidden: did you mean model.hidden?"),
         ("optim.lr", "optim.lr must be float >= 0, not None"),
+        ("optim.lr_mult={embedding: -1}", "optim.lr_mult: embedding: -1 is no part of a name and a factor"),
+        ("optim.lr_mult={0: 1}", "optim.lr_mult: 0: 1 is no part of a name and a factor"),
         ("optim.lr=fast", "optim.lr must be float >= 0, not 'fast'"),
         ("optim.lr=nan", "optim.lr must be float >= 0, not nan"),
         ("ddp.timeout_s=inf", "ddp.timeout_s must be float >= 0, not inf"),

@@ -24,9 +24,9 @@ from train import (
     OptimConfig,
     build_model,
     curves_svg,
-    learning_rate,
     metrics,
     quality,
+    schedule,
 )
 
 
@@ -44,7 +44,7 @@ def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
     assert [(row["step"], row["epoch"]) for row in val_rows] == [(0, 0), (5, 1), (10, 2), (15, 3)]
     needed = {"loss", "lr", "grad_norm", "samples_per_s", "data_ms", "step_ms", "memory_mb"}
     assert all(needed <= set(row) and all(math.isfinite(row[key]) for key in needed) for row in train_rows)
-    assert [row["lr"] for row in train_rows] == [learning_rate(step, 15, OptimConfig()) for step in range(15)]
+    assert [row["lr"] for row in train_rows] == [0.01 * schedule(step, 15, OptimConfig()) for step in range(15)]
     needed = {"kind", "step", "epoch", "loss", "mse", "pearson", "baseline_pearson", "n"}
     assert all(row.keys() == needed for row in val_rows) and test_row.keys() == {*needed, "best_step"}
     assert all(15 < row["n"] < 25 for row in [*val_rows, test_row])
@@ -96,8 +96,10 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(train, tmp_path, nproc)
 
 def test_restarting_a_finished_run_repeats_its_result_and_more_epochs_extend_it(train, tmp_path):
     first = train(0, "run.name=long").check()
-    again = train(0, "run.name=long").check()
-    assert again.stdout.splitlines()[-3:] == first.stdout.splitlines()[-3:]
+    again = train(0, "run.name=long", "optim.lr=0.1", "run.resume=runs/other.pt").check()
+    assert again.stdout.splitlines()[-4:] == first.stdout.splitlines()[-4:]
+    assert "trained   1 epochs: raise optim.epochs to train on" in again.stdout
+    assert "run.resume=runs/other.pt is ignored: runs/long has checkpoints" in again.stdout
     train(0, "run.name=long", "optim.epochs=2").check()
     assert [row["step"] for row in read_metrics(tmp_path / "runs/long", "train")] == list(range(1, 11))
     assert len(read_metrics(tmp_path / "runs/long", "test")) == 1
@@ -138,8 +140,8 @@ def test_an_empty_folder_starts_from_a_checkpoint_file(train, tmp_path):
 
 def test_a_run_stopped_at_the_end_of_an_epoch_validates_it_on_resume(train, tmp_path):
     """The stop comes after the last step of the epoch, before its validation."""
-    stop = "import os, signal, train\ndraw = train.learning_rate\n"
-    stop += "train.learning_rate = lambda s, *a: (s == 4 and os.kill(os.getpid(), signal.SIGTERM)) or draw(s, *a)\n"
+    stop = "import os, signal, train\ndraw = train.schedule\n"
+    stop += "train.schedule = lambda s, *a: (s == 4 and os.kill(os.getpid(), signal.SIGTERM)) or draw(s, *a)\n"
     (tmp_path / "stop.py").write_text(f"{stop}train.main()\n")
     arguments = ["optim.epochs=2", "log.every_steps=3"]
     assert "stopped   at step 5" in train(0, *arguments, script=tmp_path / "stop.py").check().stdout
@@ -151,8 +153,8 @@ def test_a_run_stopped_at_the_end_of_an_epoch_validates_it_on_resume(train, tmp_
 
 
 def test_a_stop_between_two_train_rows_writes_an_extra_one(train, tmp_path):
-    stop = "import os, signal, train\ndraw = train.learning_rate\n"
-    stop += "train.learning_rate = lambda s, *a: (s == 1 and os.kill(os.getpid(), signal.SIGTERM)) or draw(s, *a)\n"
+    stop = "import os, signal, train\ndraw = train.schedule\n"
+    stop += "train.schedule = lambda s, *a: (s == 1 and os.kill(os.getpid(), signal.SIGTERM)) or draw(s, *a)\n"
     (tmp_path / "stop.py").write_text(f"{stop}train.main()\n")
     train(0, "log.every_steps=4", script=tmp_path / "stop.py").check()
     train(0, "log.every_steps=4").check()
@@ -169,11 +171,12 @@ def test_a_stop_between_two_train_rows_writes_an_extra_one(train, tmp_path):
     [
         (
             "model.hidden=16",
-            r"the model saved in runs/run does not match: .*size mismatch for embedding.*\[30, 8\].*\[30, 16\]",
+            r"saved in runs/run/checkpoints/step_00000005.pt does not match: .*embedding.*\[30, 8\].*\[30, 16\]",
         ),
-        ("data.batch_size=16", "runs/run has data.batch_size=32, not 16"),
-        ("run.seed=1", "runs/run has run.seed=0, not 1"),
-        ("data.split_seed=1", "runs/run was trained on different data or splits"),
+        ("data.batch_size=16", "step_00000005.pt was trained with data.batch_size=32, not 16: set it so, or another"),
+        ("run.seed=1", "step_00000005.pt was trained with run.seed=0, not 1: "),
+        ("optim.lr_mult={embedding: 0.5}", r"was trained with optim.lr_mult=\{\}, not \{'embedding': 0.5\}: "),
+        ("data.split_seed=1", "step_00000005.pt cannot be resumed with other data or splits: "),
     ],
 )
 def test_a_checkpoint_of_another_run_is_not_resumed(train, tmp_path, change, message):
@@ -205,11 +208,33 @@ def test_the_best_model_is_tested_even_if_best_pt_is_damaged(train, tmp_path):
     assert read_metrics(tmp_path / "runs/default", "test") == [test]
 
 
-def test_a_resumed_run_takes_its_weight_decay_from_the_configuration(train, tmp_path):
+def test_a_checkpoint_with_other_parameter_groups_is_not_resumed(train, tmp_path):
     train(0).check()
-    train(0, "optim.epochs=2", "optim.weight_decay=0.7").check()
+    (tmp_path / "groups.py").write_text(
+        "import train\ngroups_of = train.parameter_groups\n"
+        "def own_groups(model, optim):\n"
+        "    first, *others = groups_of(model, optim)\n"
+        "    return [{**first, 'params': first['params'][:1]}, {**first, 'params': first['params'][1:]}, *others]\n"
+        "train.parameter_groups = own_groups\ntrain.main()\n"
+    )
+    result = train(0, "optim.epochs=2", script=tmp_path / "groups.py")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "the parameters' groups differ from the checkpoint's (" in result.stderr
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_a_resumed_run_takes_its_rates_from_the_configuration(train, tmp_path, nproc):
+    zero = f"optim.zero={nproc > 0}".lower()
+    mult = "optim.lr_mult={embedding: 0.5, readout: 0.1, change_readout: 0.2, identity: 0}"
+    train(nproc, zero, mult, "optim.weight_decay=0").check()
+    train(nproc, zero, mult, "optim.epochs=2", "optim.weight_decay=0.7", "optim.lr=0.02").check()
     state = torch.load(tmp_path / "runs/default/checkpoints/step_00000010.pt", weights_only=True)
-    assert [group["weight_decay"] for group in state["optimizer"]["param_groups"]] == [0.7, 0.0]
+    groups = state["optimizer"]["param_groups"]
+    expected = {(rate, decay) for rate in (0.02, 0.002, 0.004) for decay in (0.7, 0.0)} | {(0.01, 0.7), (0.0, 0.7)}
+    assert {(group["initial_lr"], group["weight_decay"]) for group in groups} == expected
+    assert len(groups) == len(expected)
+    assert all(group["lr"] < 0.1 * group["initial_lr"] or group["lr"] == 0 for group in groups)
+    assert (state["model"]["identity"] == 0).all() and (state["model"]["layers.0.root.weight"] != 0).any()
 
 
 def test_malformed_lines_in_the_metrics_do_not_stop_a_run(train, tmp_path):
@@ -244,8 +269,8 @@ def test_wrong_input_prints_one_error_on_four_ranks(train, tmp_path):
 def test_a_run_with_a_killed_rank_fails_and_resumes_to_the_same_result(train, tables, tmp_path):
     settings = ["optim.epochs=3", "checkpoint.every_steps=2", "run.name=killed"]
     (tmp_path / "killed.py").write_text(
-        "import os, signal, train\nrate = train.learning_rate\nif os.environ['RANK'] == '1':\n"
-        "    train.learning_rate = lambda s, *a: (s == 7 and os.kill(os.getpid(), signal.SIGKILL)) or rate(s, *a)\n"
+        "import os, signal, train\nrate = train.schedule\nif os.environ['RANK'] == '1':\n"
+        "    train.schedule = lambda s, *a: (s == 7 and os.kill(os.getpid(), signal.SIGKILL)) or rate(s, *a)\n"
         "train.main()\n"
     )
     arguments = [*tables, *SMALL, *settings, "--config", os.devnull]
@@ -302,12 +327,12 @@ def test_predictions_keep_the_order_of_the_table(train, tmp_path, nproc):
 
 
 def test_learning_rate_warms_up_and_decays_to_zero():
-    optim = OptimConfig(lr=2.0, warmup=0.1)
-    rates = [learning_rate(step, 100, optim) for step in range(100)]
-    assert rates[0] == 0.2 and rates[9] == rates[10] == 2.0
+    optim = OptimConfig(warmup=0.1)
+    rates = [schedule(step, 100, optim) for step in range(100)]
+    assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert 0 < rates[-1] < 0.002
-    assert learning_rate(0, 1, optim) == 2.0
+    assert 0 < rates[-1] < 0.001
+    assert schedule(0, 1, optim) == 1.0
 
 
 def test_curves_need_no_rows_and_skip_undefined_values():
@@ -336,7 +361,7 @@ def test_a_run_prints_its_plan_and_progress(train):
     assert [re.match(r"cache     making \.cache/(\w+)-", line)[1] for line in made] == ["tables", "split", "baseline"]
     assert re.fullmatch(r"rank 0, host .*, pid \d+, local rank 0, device cpu, threads \d+, python .*", lines[0])
     kinds = [line.split()[0] for line in lines[1:]]
-    assert kinds == ["run", "data", "model", "batch", "epoch", "epoch", "run", "test", "test"]
+    assert kinds == ["run", "data", "model", "batch", "epoch", "epoch", "trained", "run", "test", "test"]
     assert re.fullmatch(r"epoch 0/1  step 0  val loss .*, Pearson .*", lines[5])
     assert re.fullmatch(r"epoch 1/1  step 5  loss [\d.]+  [\d,]+ samples/s  val loss .*, Pearson .*", lines[6])
     assert result.stderr == ""  # outside a terminal, the progress bar first appears after 30 s
@@ -459,7 +484,7 @@ def test_a_model_is_resumed_and_asked_with_its_own_loss_only(train, tmp_path):
     write_binary_scores(tmp_path)
     train(0, "optim.loss=binary").check()
     resumed = train(0)
-    assert resumed.returncode == 2 and "has optim.loss=binary, not squared: set another run.name" in resumed.stderr
+    assert resumed.returncode == 2 and "was trained with optim.loss=binary, not squared: set it so" in resumed.stderr
     predicted = train(
         0, "--predict", "scores.tsv", "--checkpoint", "runs/default/checkpoints/best.pt", "optim.loss=squared"
     )

@@ -273,7 +273,7 @@ def ours(name: str, overrides: list[str], options: argparse.Namespace, env: Dist
             sys.exit(f"{folder} was stopped: the same command resumes it")
     checkpoint = folder / "checkpoints/best.pt"
     model = train.build_model(config, tables, data.additive_baseline(tables, config.optim.loss))
-    train.load_model(model, train.read_checkpoint(checkpoint)["model"], checkpoint)
+    train.load_model(model, train.read_checkpoint(checkpoint))
     graph = SharedGraph(tables.graph()).to(env.device)
     planner, _ = train.plan_route(config, tables, graph)
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree, transform=planner)

@@ -406,14 +406,14 @@ def test_a_model_too_large_for_memory_is_an_error_of_one_sentence(train, tmp_pat
 
 STOPPED_AFTER_NAN = """
 import os, pathlib, signal, train
-learning_rate, criterion = train.learning_rate, train.criterion
+schedule, criterion = train.schedule, train.criterion
 def spoil(step, *arguments):
     if step == 5 and not pathlib.Path("done").exists():
         pathlib.Path("done").touch()
         train.criterion = lambda *a: criterion(*a) * float("nan")
         os.kill(os.getpid(), signal.SIGTERM)
-    return learning_rate(step, *arguments)
-train.learning_rate = spoil
+    return schedule(step, *arguments)
+train.schedule = spoil
 train.main()
 """
 

@@ -31,7 +31,7 @@ def rows(options: argparse.Namespace) -> bool:
         model = train.build_model(config, tables, baseline)
         folder = train.RunFolder(config, env, tables.fingerprint())
         if checkpoint := folder.newest_checkpoint():
-            train.load_model(model, checkpoint["model"], folder.path)
+            train.load_model(model, checkpoint)
     model = model.to(env.device, dtype)
     source = f"step {checkpoint['step']}" if checkpoint else "step 0 (no checkpoint found)"
     print(f"{folder.path}: model of {source}")
