@@ -72,7 +72,7 @@ def assert_parity(copy: Path) -> None:
         launch(copy, world_size, "tests/check.py", "parity-worker", str(folder))
     for accumulate in (1, 2):
         differences = parameter_differences(folder / f"2-{accumulate}", folder / "1-1")
-        assert max(differences.values()) <= TOLERANCE
+        assert max(differences.values()) <= TOLERANCE["tensor"]
 
 
 def run_tests(copy: Path, file: str, *options: str) -> None:

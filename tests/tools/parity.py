@@ -16,7 +16,8 @@ from tests.tools.runs import launch, parameters, read_metrics, relative_differen
 
 NUM_EPOCHS = 2  # with each number of micro-batches
 BATCH_SIZE, NUM_TRAIN, NUM_EVAL = 24, 77, 7  # the last step has 5 rows: too few for 4 ranks x 2 micro-batches
-TOLERANCE = 1e-9
+# Right runs differ by 1e-16 and 1e-14, those with float32's errors by 1e-9 and 1e-7.
+TOLERANCE = {"tensor": 1e-10, "metric": 1e-11}
 
 
 def parity(options: argparse.Namespace) -> bool:
@@ -34,13 +35,13 @@ def parity(options: argparse.Namespace) -> bool:
             for world_size in options.world_sizes
             for accumulate in (1, 2)
         ]
-        print(f"compared with {reference[0]}: largest relative difference of a parameter tensor and of a metric")
+        print(f"compared with {reference[0]}: largest difference of a tensor over the model's norm, and of a metric")
         passed = True
         for name, path in others:
             tensors = parameter_differences(path, reference[1])
             worst = max(tensors, key=tensors.get)
             of_metrics = metric_difference(path, reference[1])
-            same = tensors[worst] <= TOLERANCE and of_metrics <= TOLERANCE
+            same = tensors[worst] <= TOLERANCE["tensor"] and of_metrics <= TOLERANCE["metric"]
             passed &= same
             outcome = "PASS" if same else f"FAIL, the tensor that differs most is {worst}"
             print(f"{name:24s} {tensors[worst]:8.1e} {of_metrics:8.1e}  {outcome}")
@@ -87,9 +88,13 @@ def few_rows(tables: Tables) -> Tables:
 
 
 def parameter_differences(path: Path, reference: Path) -> dict[str, float]:
-    """Returns `relative_difference` of each parameter and buffer."""
-    ours = parameters(path)
-    return {name: relative_difference(ours[name], value) for name, value in parameters(reference).items()}
+    """Returns the norm of the difference of each parameter and buffer over that of the whole model.
+
+    Over its own, a bias would differ by any amount whose gradient is nothing but rounding errors.
+    """
+    ours, theirs = parameters(path), parameters(reference)
+    numbers = torch.cat([value.flatten() for value in theirs.values() if value.is_floating_point()])
+    return {name: relative_difference(ours[name], value, numbers.norm()) for name, value in theirs.items()}
 
 
 def metric_difference(path: Path, reference: Path) -> float:

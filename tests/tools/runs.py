@@ -51,20 +51,20 @@ def equal(value: object, other: object, tolerance: float) -> bool:
     return value == other
 
 
-def relative_difference(value: Tensor, reference: Tensor) -> float:
-    """Returns the norm of the difference over that of the reference; inf for integers or bools that are not equal."""
+def relative_difference(value: Tensor, reference: Tensor, norm: Tensor) -> float:
+    """Returns the norm of the difference over `norm`; inf for integers or bools that are not equal."""
     if torch.equal(value, reference):
         return 0.0
     if not reference.is_floating_point():
         return math.inf
-    return ((value - reference).norm() / reference.norm().clamp(min=1e-300)).item()
+    return ((value - reference).norm() / norm.clamp(min=1e-300)).item()
 
 
 def difference(folder: Path, reference: Path, tolerance: float = 0.0) -> str:
     """Returns which tensor or metric first differs between two runs by more than the relative tolerance, or ""."""
     ours, theirs = parameters(folder), parameters(reference)
     for name, value in theirs.items():
-        if not relative_difference(ours[name], value) <= tolerance:
+        if not relative_difference(ours[name], value, value.double().norm()) <= tolerance:
             return f"the final {name} differs from the undisturbed run's"
     rows, others = series(folder), series(reference)
     if len(rows) != len(others):
