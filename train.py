@@ -37,6 +37,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args
 if "OMP_WAIT_POLICY" not in os.environ:  # OpenMP reads these variables when torch is imported
     os.environ.setdefault("GOMP_SPINCOUNT", "100000")  # or idle threads spin on others' cores
 
+import numpy as np
 import torch
 import yaml
 from torch import Tensor, nn
@@ -73,6 +74,7 @@ PRECISIONS = {
 TQDM_OPTIONS = {} if sys.stderr.isatty() else {"mininterval": 30, "delay": 30}  # short log files
 PROFILE = 20  # targets: with more of them, a row is a profile
 MUST_STAY = ("run.seed", "data.batch_size", "optim.loss", "optim.lr_mult")  # in a resumed run
+ROWS_OF = {"embedding": "nodes", "identity": "nodes", "gate": "relations"}
 MAX_SKIPS = 10  # non-finite steps in a row after which even optim.on_nonfinite=skip ends the run
 
 
@@ -84,6 +86,7 @@ class RunConfig:
     seed: int = 0
     deterministic: bool = False
     resume: str = "auto"
+    init: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,8 @@ class Config:
     def __post_init__(self):
         if not (self.model.embedding or self.data.features):
             raise ValueError("model.embedding=false needs node features: set data.features")
+        if self.run.init and self.run.resume != "auto":
+            raise ValueError("run.init and run.resume exclude each other: set one of them")
 
 
 def main() -> None:
@@ -287,7 +292,7 @@ def prepare_run(
         torch.manual_seed(config.run.seed)
         dtype, _ = PRECISIONS[config.optim.precision]
         model = build_model(config, tables, baseline).to(env.device, dtype)
-        folder = RunFolder(config, env, fingerprint)
+        folder = RunFolder(config, env, tables, fingerprint)
         checkpoint = folder.open(model)
     options = by_key(asdict(config))
     env.check_equal({**options, "data (hash)": fingerprint, **library_versions()})
@@ -853,10 +858,15 @@ def load_member(
 class RunFolder:
     """The run's files; only global rank 0 writes them, except for each rank's own log."""
 
-    def __init__(self, config: Config, env: Distributed, fingerprint: str):
+    def __init__(self, config: Config, env: Distributed, tables: Tables, fingerprint: str):
         self.config = config
         self.env = env
-        self.fingerprint = fingerprint
+        self.origin = {
+            "config": asdict(config),
+            "data": fingerprint,
+            "nodes": tables.genes,
+            "relations": tables.relations,
+        }
         self.path = Path(config.run.dir, config.run.name)
         self.checkpoints = self.path / "checkpoints"
         self.rows: list[dict] = []  # of metrics.jsonl
@@ -877,10 +887,12 @@ class RunFolder:
             )
         checkpoint = self.newest_checkpoint()
         if checkpoint is None:
+            if self.config.run.init:  # the other ranks get the parameters from DDP
+                take_parameters(model, read_checkpoint(self.config.run.init), self.origin)
             return None
         file = checkpoint["file"]
         advice = f"set it so, or another run.name and run.init={file} to start from its parameters"
-        if checkpoint["data"] != self.fingerprint:
+        if checkpoint["data"] != self.origin["data"]:
             raise UserError(f"{file} cannot be resumed with other data or splits: {advice}")
         options = by_key(asdict(self.config))
         for key, saved in by_key(checkpoint["config"]).items():
@@ -983,8 +995,7 @@ class RunFolder:
         with self.env.sync_errors(phase="save"):
             if self.env.rank != 0:
                 return
-            checkpoint = state.state_dict()
-            checkpoint |= {"config": asdict(self.config), "data": self.fingerprint}
+            checkpoint = state.state_dict() | self.origin
             for name, tensor in checkpoint["model"].items():
                 if not tensor.isfinite().all():
                     raise RunError(
@@ -1092,7 +1103,8 @@ def environment(ranks: list[str]) -> str:
 
 def read_checkpoint(path: str | Path) -> dict:
     """Returns a checkpoint on the CPU and its `file`; raises `UserError` if it is damaged."""
-    names = [field.name for field in fields(TrainState)] + ["config", "data"]
+    names = [field.name for field in fields(TrainState)]
+    names += ["config", "data", "nodes", "relations"]
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         return {name: state[name] for name in names} | {"file": str(path)}
@@ -1110,6 +1122,33 @@ def load_model(model: nn.Module, checkpoint: dict) -> None:
         reason = " ".join(str(error).split())[:300]
         file = checkpoint["file"]
         raise UserError(f"the model saved in {file} does not match: {reason}") from None
+
+
+def take_parameters(model: nn.Module, checkpoint: dict, origin: dict) -> None:
+    """Copies what a checkpoint of any tables has under the same names, in the same shapes.
+
+    Parameters in `ROWS_OF` have a row for each node or relation, and go by the names of these. The
+    additive readout stays, as it starts from the tables' own baseline.
+    """
+    taken, left = [], []
+    for name, parameter in model.named_parameters():
+        saved = checkpoint["model"].get(name)
+        kind = ROWS_OF.get(name.rpartition(".")[2])
+        rows = saved_rows = slice(None)
+        text = name
+        if kind:
+            both, rows, saved_rows = np.intersect1d(
+                origin[kind], checkpoint[kind], return_indices=True
+            )
+            text += f" of {len(both):,} of {len(origin[kind]):,} {kind}"
+        is_own = saved is None or name.startswith("additive.")
+        if is_own or saved[saved_rows].shape != parameter[rows].shape:
+            left.append(name)
+        else:
+            parameter.data[rows] = saved[saved_rows].to(parameter)
+            taken.append(text)
+    file = checkpoint["file"]
+    log.info(f"init      from {file}: {', '.join(taken)}; not from it: {', '.join(left)}")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.conftest import SMALL, fork_ranks, join, write_table
 from tests.tools.analysis import analyse, rank, read_predictions, target_figures
-from tests.tools.runs import difference, pack_sets, read_metrics, series
+from tests.tools.runs import difference, newest_checkpoint, pack_sets, read_metrics, series
 from train import (
     Config,
     OptimConfig,
@@ -206,6 +206,33 @@ def test_the_best_model_is_tested_even_if_best_pt_is_damaged(train, tmp_path):
     (checkpoints / "best.pt").write_bytes(b"garbage")
     assert "resumed at step 14" in train(0, "optim.lr=1", "optim.epochs=3").check().stdout
     assert read_metrics(tmp_path / "runs/default", "test") == [test]
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(train, tmp_path, nproc):
+    """The second graph lacks some nodes and a relation of the first, has others, and another order of both."""
+    train(0, "run.name=first", "optim.epochs=2").check()
+    for name in ("edges", "scores"):
+        header, *rows = (tmp_path / f"{name}.tsv").read_text().replace("Y2", "A2").replace("physical", "a").splitlines()
+        (tmp_path / f"other_{name}.tsv").write_text("\n".join([header, *sorted(rows, key=lambda row: row[-1]), ""]))
+    options = ["data.edges=other_edges.tsv", "data.perturbations=other_scores.tsv", "optim.lr=0"]
+    result = train(nproc, *options, "run.name=tuned", "run.init=runs/first/checkpoints/best.pt").check()
+    assert result.stdout.count("init      from runs/first/checkpoints/best.pt: embedding of 20 of 30 nodes, ") == 1
+    assert "layers.1.gate of 1 of 2 relations" in result.stdout and "not from it: additive.slope, " in result.stdout
+    train(nproc, *options, "run.name=anew").check()
+    files = [newest_checkpoint(tmp_path / "runs" / name) for name in ("first", "tuned", "anew")]
+    first, tuned, anew = (torch.load(file, weights_only=True) for file in files)
+    assert first["relations"] == ["regulatory", "physical"] and tuned["relations"] == ["a", "regulatory"]
+    for name, value in tuned["model"].items():
+        kind = {"embedding": "nodes", "identity": "nodes", "gate": "relations"}.get(name.split(".")[-1])
+        for row, row_name in enumerate(tuned[kind] if kind else []):
+            source, source_row = anew, row
+            if row_name in first[kind]:
+                source, source_row = first, first[kind].index(row_name)
+            assert torch.equal(value[row], source["model"][name][source_row]), (name, row_name)
+        if not kind:
+            source = anew if name.startswith(("additive.", "y_")) else first
+            assert torch.equal(value, source["model"][name]), name
 
 
 def test_a_checkpoint_with_other_parameter_groups_is_not_resumed(train, tmp_path):

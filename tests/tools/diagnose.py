@@ -29,7 +29,7 @@ def rows(options: argparse.Namespace) -> bool:
         torch.manual_seed(config.run.seed)
         baseline = data.load_baseline(tables, tables.fingerprint(), config.data, config.optim.loss)
         model = train.build_model(config, tables, baseline)
-        folder = train.RunFolder(config, env, tables.fingerprint())
+        folder = train.RunFolder(config, env, tables, tables.fingerprint())
         if checkpoint := folder.newest_checkpoint():
             train.load_model(model, checkpoint)
     model = model.to(env.device, dtype)
