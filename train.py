@@ -60,7 +60,6 @@ from mask import ReachPlanner, SharedGraph
 from model import KnockoutGNN, ModelConfig, choose_route
 
 log = logging.getLogger("train")
-RESULT = "loss {loss:.4f}, Pearson {pearson:.4f}, additive baseline {baseline_pearson:.4f}"
 ROW_RESULT = "; over a row's scores {row_pearson:.4f}, {baseline_row_pearson:.4f}"
 PROGRESS = "loss {loss:.4f}  {samples_per_s:,.0f} samples/s  "
 
@@ -663,9 +662,10 @@ def metrics(
     per_target = {
         "loss": mse / baseline.std.square(),
         "mse": mse,
-        "pearson": pearson(y, prediction),
-        "baseline_pearson": pearson(y, additive),
     }
+    for name, metric in METRICS.items():
+        per_target[name] = metric(y, prediction)
+        per_target[f"baseline_{name}"] = metric(y, additive)
     if config.optim.loss == "binary":
         cross_entropy = nn.functional.binary_cross_entropy(
             prediction, y.nan_to_num(), reduction="none"
@@ -709,16 +709,25 @@ def pearson(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).nanmean(dim=0).where(varies, math.nan)
 
 
+# Of scores and predictions [n, T], a figure per target: the larger, the better, nan for none. All
+# are logged, and the first is drawn and chooses best.pt.
+METRICS = {"pearson": pearson}
+FIRST = next(iter(METRICS))
+
+
 def result_text(result: dict[str, Any]) -> str:
     """Returns metrics as a part of a line for the log."""
-    template = RESULT + ROW_RESULT if "row_pearson" in result else RESULT
-    return template.format(**result)
+    text = f"loss {result['loss']:.4f}"
+    for name in METRICS:
+        baseline = result[f"baseline_{name}"]
+        text += f", {name.title()} {result[name]:.4f}, additive baseline {baseline:.4f}"
+    return text + ROW_RESULT.format(**result) if "row_pearson" in result else text
 
 
 def quality(result: dict[str, Any]) -> tuple[float, float]:
-    """Returns a sort key, larger is better: Pearson's r (0 if undefined), then the loss."""
-    r = result["pearson"]
-    return 0.0 if math.isnan(r) else r, -result["loss"]
+    """Returns a sort key, larger is better: the first metric (0 if undefined), then the loss."""
+    value = result.get(FIRST, -math.inf)  # as in a checkpoint from before an edit
+    return 0.0 if math.isnan(value) else value, -result["loss"]
 
 
 # ---- Prediction ----------------------------------------------------------------------------------
@@ -1201,15 +1210,15 @@ PANELS = {
         Curve("train", "loss", "training", "#228be6"),
         Curve("val", "loss", "validation", "#e8590c"),
     ),
-    "Pearson correlation, validation": (
-        Curve("val", "pearson", "model", "#e8590c"),
-        Curve("val", "baseline_pearson", "additive baseline", GREY),
+    f"{FIRST.title()}, validation": (
+        Curve("val", FIRST, "model", "#e8590c"),
+        Curve("val", f"baseline_{FIRST}", "additive baseline", GREY),
     ),
 }
 
 
 def curves_svg(rows: list[dict]) -> str:
-    """Returns an SVG of loss and Pearson's r against the optimiser step."""
+    """Returns an SVG of the loss and the first metric against the optimiser step."""
     style = f'font-family="sans-serif" font-size="12" fill="{GREY}"'
     svg = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 360" {style}>']
     for left, (title, curves) in zip((56, 516), PANELS.items(), strict=True):

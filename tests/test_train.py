@@ -235,6 +235,22 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(t
             assert torch.equal(value, source["model"][name]), name
 
 
+def test_an_own_metric_is_logged_and_chooses_the_best_model(train, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import train\nown = {'worst': lambda y, prediction: -train.pearson(y, prediction)}\n"
+        "train.METRICS = own | train.METRICS\ntrain.FIRST = 'worst'\ntrain.main()\n"
+    )
+    train(0).check()  # whose best validation has no such metric
+    result = train(0, "optim.epochs=3", "optim.lr=0.1", script=tmp_path / "own.py").check()
+    rows = read_metrics(tmp_path / "runs/default", "val")
+    for row in rows[2:]:
+        assert row["worst"] == -row["pearson"] and row["baseline_worst"] == -row["baseline_pearson"]
+    (test,) = read_metrics(tmp_path / "runs/default", "test")
+    assert test["best_step"] == max(rows[2:], key=lambda row: row["worst"])["step"]
+    title = f"loss {test['loss']:.4f}, Worst {test['worst']:.4f}, additive baseline {test['baseline_worst']:.4f}, "
+    assert f"{title}Pearson {test['pearson']:.4f}, additive baseline {test['baseline_pearson']:.4f}" in result.stdout
+
+
 def test_a_checkpoint_with_other_parameter_groups_is_not_resumed(train, tmp_path):
     train(0).check()
     (tmp_path / "groups.py").write_text(
