@@ -239,13 +239,16 @@ class ReachedStates(NamedTuple):
 
 
 class ReachBlock(NamedTuple):
-    """What the knock-outs of some consecutive samples change, in the first `len(layers)` layers."""
+    """Some consecutive samples of a batch: what they change in the first `len(layers)` layers."""
 
-    num_samples: int
-    dead: Tensor  # long, the knocked-out nodes, one sample after another
+    perturbed: Tensor  # and the next two as in a batch
+    perturbed_batch: Tensor
+    perturbed_ptr: Tensor
     layers: Sequence[ReachedStates] = ()
-    # The last layer's states of sample k begin at sample_ptr[k] and end before sample_ptr[k + 1].
-    sample_ptr: Sequence[int] = ()
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.perturbed_ptr) - 1
 
 
 class ReachPlanner:
@@ -286,18 +289,17 @@ class ReachPlanner:
 
     def plan(self, batch: Data) -> list[ReachBlock]:
         """Returns the plan of a batch on the CPU, in blocks of `BLOCK` samples."""
-        num_samples = len(batch.perturbed_ptr) - 1
         blocks = []
-        for first in range(0, num_samples, self.BLOCK):
-            end = min(first + self.BLOCK, num_samples)
-            knockouts = slice(batch.perturbed_ptr[first], batch.perturbed_ptr[end])
+        for first in range(0, len(batch.perturbed_ptr) - 1, self.BLOCK):
+            ptr = batch.perturbed_ptr[first : first + self.BLOCK + 1]
+            knockouts = slice(ptr[0], ptr[-1])
             sample = batch.perturbed_batch[knockouts] - first
-            blocks.append(self._plan_block(batch.perturbed[knockouts], sample, end - first))
+            block = ReachBlock(batch.perturbed[knockouts], sample, ptr - ptr[0])
+            blocks.append(block._replace(layers=self._plan_layers(block)))
         return blocks
 
-    def _plan_block(self, node: Tensor, sample: Tensor, num_samples: int) -> ReachBlock:
-        """Returns the plan of samples, given the node and the sample of each knock-out."""
-        dead = (sample * self.num_nodes + node).numpy()
+    def _plan_layers(self, block: ReachBlock) -> list[ReachedStates]:
+        dead = (block.perturbed_batch * self.num_nodes + block.perturbed).numpy()
         self.row[dead] = -1
         layers: list[ReachedStates] = []
         reached = dead[:0]
@@ -307,7 +309,7 @@ class ReachPlanner:
             # Column c * (R + 1) + r: the out-edges of sender c by relation r.
             start = self.ptr[:, sender_node].T.ravel()
             length = self.ptr[:, sender_node + 1].T.ravel() - start
-            if length.sum() > num_samples * self.max_edges:
+            if length.sum() > block.num_samples * self.max_edges:
                 break
             first_state = np.repeat(senders - sender_node, len(self.ptr))  # of the same sample
             previous = reached
@@ -322,8 +324,7 @@ class ReachPlanner:
                 )
             )
         self.row[dead] = 0
-        sample_ptr = np.searchsorted(reached, np.arange(num_samples + 1) * self.num_nodes)
-        return ReachBlock(num_samples, node, layers, sample_ptr.tolist())
+        return layers
 
     def _layer(
         self, first_state: np.ndarray, start: np.ndarray, length: np.ndarray

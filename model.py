@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
@@ -207,20 +208,16 @@ class KnockoutGNN(nn.Module):
         if self.config.message_passing in ON_COPIES:
             messages = ExpandedMessages(graph, batch)
             return self.run(self.read_all, wild.layers[0].x, 0, messages, graph.keep(batch), wild)
+        blocks = [ReachBlock(batch.perturbed, batch.perturbed_batch, batch.perturbed_ptr)]
         if "reach" in batch:
             blocks = batch.reach
-        else:
-            blocks = [ReachBlock(graph.check(batch), batch.perturbed)]
         changes = [wild.final.new_zeros(0, self.change_readout.width)]
-        first = 0
         for block in blocks:
             reached = self.run(self.encode_reached, block, wild)
             if len(block.layers) == len(self.layers):
                 changes.append(self.read_reached(block, reached, wild))
             else:
-                alive = graph.keep(batch).narrow(1, first, block.num_samples)
-                changes += self.read_unplanned(graph, block, reached, alive, wild)
-            first += block.num_samples
+                changes += self.read_unplanned(graph, block, reached, wild)
         return torch.cat(changes)
 
     def run(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -236,10 +233,11 @@ class KnockoutGNN(nn.Module):
         a dead node, which sends nothing, changes to zero.
         """
         x = self.y_offset.new_zeros(0, self.config.hidden)
-        node = block.dead.new_empty(0)
+        node = block.perturbed.new_empty(0)
         for layer, reached, states in zip(self.layers, block.layers, wild.layers, strict=False):
-            sent = nn.functional.pad(layer.norm(x), (0, 0, len(block.dead), 0))  # by the dead: zero
-            change = sent - self.select(states.h, torch.cat([block.dead, node]))
+            sent = layer.norm(x)
+            sent = nn.functional.pad(sent, (0, 0, len(block.perturbed), 0))  # by the dead: zero
+            change = sent - self.select(states.h, torch.cat([block.perturbed, node]))
             node = reached.node
             p = self.select(states.p, node) + layer.propagate_change(change, reached.matrix)
             x = self.select(states.x, node).index_copy_(0, reached.previous, x)
@@ -252,34 +250,24 @@ class KnockoutGNN(nn.Module):
         return self.change_readout.of_reached(self.norm(reached) - before, before, block)
 
     def read_unplanned(
-        self, graph: SharedGraph, block: ReachBlock, reached: Tensor, alive: Tensor, wild: WildType
+        self, graph: SharedGraph, block: ReachBlock, reached: Tensor, wild: WildType
     ) -> list[Tensor]:
         """Returns what the readout keeps, several [B, width], if the plan leaves layers out.
 
         Few samples run through these layers at once, so that they stay in cache.
         """
+        depth = len(block.layers)
+        x = wild.layers[depth].x.expand(-1, block.num_samples, -1)
+        if block.layers:
+            last = block.layers[-1]
+            x = x.index_put((last.node, last.sample), reached)
         size = block_size(wild.final, len(graph.relations))
+        alive = graph.keep(block)
         changes = []
-        for start in range(0, block.num_samples, size):
-            count = min(size, block.num_samples - start)
-            keep = alive.narrow(1, start, count)
-            x = self.all_states(block, reached, wild, start, count)
-            messages = partial(graph.propagate, keep=keep)
-            changes.append(self.run(self.read_all, x, len(block.layers), messages, keep, wild))
+        for some_x, some_alive in zip(x.split(size, 1), alive.split(size, 1), strict=True):
+            messages = partial(graph.propagate, keep=some_alive)
+            changes.append(self.run(self.read_all, some_x, depth, messages, some_alive, wild))
         return changes
-
-    def all_states(
-        self, block: ReachBlock, reached: Tensor, wild: WildType, start: int, count: int
-    ) -> Tensor:
-        """Returns all states of some of the block's samples after the layers that it plans."""
-        x = wild.layers[len(block.layers)].x.expand(-1, count, -1)
-        if not block.layers:
-            return x
-        first = block.sample_ptr[start]
-        num_reached = block.sample_ptr[start + count] - first
-        node = block.layers[-1].node.narrow(0, first, num_reached)
-        sample = block.layers[-1].sample.narrow(0, first, num_reached) - start
-        return x.index_put((node, sample), reached.narrow(0, first, num_reached))
 
     def read_all(
         self, x: Tensor, depth: int, messages: Messages, alive: Tensor, wild: WildType
@@ -515,14 +503,14 @@ def readout_head(inputs: int, hidden: int, dropout: float, outputs: int) -> nn.M
     return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, 2 * hidden), nn.GELU(), last)
 
 
-def choose_route(
-    config: ModelConfig, graph: SharedGraph, batch: Data
+def plan_route(
+    config: ModelConfig, graph: SharedGraph, dataset: Dataset, rows: Tensor
 ) -> tuple[ReachPlanner | None, str]:
     """Returns what plans batches as `message_passing` needs, if anything, and a line for the log.
 
-    `auto` takes `reach` if the plan of `batch`, some hundred samples, covers more than the first
-    layer. `shared` plans that one, too: all samples enter it with the same states, so little of it
-    changes on any graph.
+    `auto` takes `reach` if the plan of some hundred of the dataset's `rows` covers more than the
+    first layer. `shared` plans that one, too: all samples enter it with the same states, so little
+    of it changes on any graph.
     """
     route = config.message_passing
     if config.readout == "local":
@@ -530,7 +518,7 @@ def choose_route(
     if route in ON_COPIES:
         return None, route
     planner = ReachPlanner(graph, 1 if route == "shared" else config.layers)
-    blocks = planner.plan(batch)
+    blocks = planner.plan(dataset.__getitems__(rows[:: len(rows) // 128 + 1]))
     planned = min((len(block.layers) for block in blocks), default=0)
     if route != "reach":
         planner.num_layers = planned

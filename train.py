@@ -56,8 +56,8 @@ from ddp_setup import (
     library_versions,
     run,
 )
-from mask import ReachPlanner, SharedGraph
-from model import KnockoutGNN, ModelConfig, choose_route
+from mask import SharedGraph
+from model import KnockoutGNN, ModelConfig, plan_route
 
 log = logging.getLogger("train")
 ROW_RESULT = "; over a row's scores {row_pearson:.4f}, {baseline_row_pearson:.4f}"
@@ -178,12 +178,13 @@ def train(config: Config, env: Distributed) -> None:
     env.stop.is_training = True
     model = state.model
     graph = SharedGraph(tables.graph()).to(env.device, dtype)
-    planner, route = plan_route(config, tables, graph)
     dataset = KnockoutDataset(
-        tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree, tables.weight, planner
+        tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree, tables.weight
     )
+    train_rows = tables.rows("train")
+    dataset.transform, route = plan_route(config.model, graph, dataset, train_rows)
     sampler = StepSampler(
-        tables.rows("train"),
+        train_rows,
         config.data.batch_size,
         accumulate=optim.accumulate,
         world_size=env.world_size,
@@ -346,15 +347,6 @@ def log_batch(config: Config, env: Distributed, sampler: StepSampler) -> None:
         f"batch     {config.data.batch_size} samples over {env.world_size} ranks "
         f"and {config.optim.accumulate} micro-batches, {sampler.steps_per_epoch} steps per epoch"
     )
-
-
-def plan_route(
-    config: Config, tables: Tables, graph: SharedGraph
-) -> tuple[ReachPlanner | None, str]:
-    """Returns what plans batches for the model, if anything, and a line about it for the log."""
-    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
-    some_rows = range(0, len(dataset), len(dataset) // 128 + 1)  # evenly spaced
-    return choose_route(config.model, graph, dataset.__getitems__(some_rows))
 
 
 def build_model(config: Config, tables: Tables, baseline: Baseline) -> nn.Module:
@@ -736,7 +728,6 @@ class Member(NamedTuple):
 
     config: Config
     model: nn.Module
-    planner: ReachPlanner | None
 
 
 def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> None:
@@ -816,7 +807,8 @@ def predict_sets(
     y = tables.y.new_empty(len(ptr) - 1, tables.y.size(1))
     predictions = []
     for member in members:
-        dataset = KnockoutDataset(*knockouts, y, graph.degree, transform=member.planner)
+        dataset = KnockoutDataset(*knockouts, y, graph.degree)
+        dataset.transform, _ = plan_route(member.config.model, graph, dataset, rows)
         prediction = predict_rows(member.model, graph, dataset, rows, member.config, env)
         predictions.append(prediction)
     if len(members) == 1:
@@ -859,8 +851,7 @@ def load_member(
     baseline = data.load_baseline(tables, fingerprint, config.data, loss)
     model = build_model(config, tables, baseline)
     load_model(model, state)
-    planner, _ = plan_route(config, tables, graph)
-    return Member(config, model.to(graph.device), planner)
+    return Member(config, model.to(graph.device))
 
 
 # ---- The run folder ------------------------------------------------------------------------------

@@ -63,9 +63,10 @@ def model(config, tables, baseline):
 
 @pytest.fixture
 def batch_of(graph, tables):
-    def build(sets):
+    def build(sets, transform=None):
         y = torch.zeros(len(sets), *tables.y.shape[1:])
-        return KnockoutDataset(*pack_sets(sets), y, graph.degree).__getitems__(range(len(sets)))
+        dataset = KnockoutDataset(*pack_sets(sets), y, graph.degree, transform=transform)
+        return dataset.__getitems__(range(len(sets)))
 
     return build
 
@@ -114,12 +115,10 @@ def test_a_batch_of_one_an_empty_batch_and_an_empty_knock_out_set_work(model, gr
 def test_training_predicts_what_every_other_route_does(config, tables, baseline, graph, model, batch_of, sets):
     """Training plans its batches, and the other tests here do not; `expanded`, if there is one, is the reference."""
     graph, model = copy.deepcopy(graph).double(), model.double()
-    planner, _ = plan_route(config, tables, graph)
+    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
+    planner, _ = plan_route(config.model, graph, dataset, tables.rows("train"))
     expected = model(graph, batch_of(sets))
-    batch = batch_of(sets)
-    if planner is not None:
-        batch = planner(batch)
-    torch.testing.assert_close(model(graph, batch), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model(graph, batch_of(sets, planner)), expected, rtol=1e-9, atol=1e-9)
     if config.model.message_passing in ("auto", "shared", "reach"):
         changed = dataclasses.replace(config.model, message_passing="expanded")
         other = build_model(dataclasses.replace(config, model=changed), tables, baseline).double().eval()

@@ -11,7 +11,7 @@ from torch_geometric.data import Data, HeteroData
 import model as model_module
 from data import KnockoutDataset
 from mask import ReachPlanner, SharedGraph
-from model import KnockoutGNN, ModelConfig, block_size, choose_route
+from model import KnockoutGNN, ModelConfig, block_size, plan_route
 from tests.bench.host import count_kernels, tiny_step
 from tests.tools.runs import pack_sets
 from tests.tools.syncs import CountSynchronisations
@@ -134,21 +134,21 @@ def test_reached_states_keep_dropout_and_need_no_host(shared, limited_planner):
 
 def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
     batch = make_batch(shared, SETS)
+    dataset, rows = KnockoutDataset(*pack_sets([*SETS, [99]]), torch.zeros(6), shared.degree), torch.arange(len(SETS))
     monkeypatch.setattr(ReachPlanner, "EDGE_SHARE", 0.0)
     for edges_per_node, chosen, planned in ((99.0, "reach", 3), (0.01, "shared", 0)):
         monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", edges_per_node)
-        planner, line = choose_route(ModelConfig(layers=3), shared, batch)
+        planner, line = plan_route(ModelConfig(layers=3), shared, dataset, rows)
         assert line.endswith(f" in {planned} of 3 layers: {chosen}") and planner.num_layers == planned
     monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", 99.0)
     for route, planned in (("shared", 1), ("reach", 3)):
-        planner, line = choose_route(ModelConfig(layers=3, message_passing=route), shared, batch)
+        planner, line = plan_route(ModelConfig(layers=3, message_passing=route), shared, dataset, rows)
         assert line.endswith(f": {route}") and planner.num_layers == planned
         reached = sum(len(block.layers[0].node) for block in planner.plan(batch))
         assert f" reaches {100 * reached / (len(SETS) * NUM_NODES):.2g}" in line
-    assert choose_route(ModelConfig(message_passing="expanded"), shared, batch) == (None, "expanded")
-    planner, line = choose_route(ModelConfig(readout="local"), shared, batch)
+    assert plan_route(ModelConfig(message_passing="expanded"), shared, dataset, rows) == (None, "expanded")
+    planner, line = plan_route(ModelConfig(readout="local"), shared, dataset, rows)
     assert planner is None and line == "no knock-out pass, as model.readout=local"
-    assert "reach" not in batch
 
 
 REPORT_PLANS = """

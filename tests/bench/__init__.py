@@ -26,7 +26,7 @@ from torch_geometric.data import Data
 
 from data import KnockoutDataset
 from mask import SharedGraph
-from model import ModelConfig, choose_route
+from model import ModelConfig, plan_route
 from tests.tools.runs import pack_sets
 
 
@@ -137,8 +137,7 @@ def build_batch(
     generator = torch.Generator().manual_seed(0)
     sets = [torch.randperm(shared.num_nodes, generator=generator)[:deletions].tolist() for _ in range(num_samples)]
     scores = torch.randn(num_samples, num_targets, generator=generator)
-    batch = KnockoutDataset(*pack_sets(sets), scores, shared.degree).__getitems__(range(num_samples))
+    dataset, rows = KnockoutDataset(*pack_sets(sets), scores, shared.degree), torch.arange(num_samples)
     if model:
-        planner, _ = choose_route(model, shared, batch)
-        batch = planner(batch) if planner else batch
-    return batch.to(shared.device)
+        dataset.transform, _ = plan_route(model, shared, dataset, rows)
+    return dataset.__getitems__(rows).to(shared.device)

@@ -51,14 +51,14 @@ def bare_loop(config: train.Config, device: torch.device) -> float:
     dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
     sampler = StepSampler(tables.rows("train"), config.data.batch_size, 1, 1, 0, seed=0)
     torch.manual_seed(0)
-    planner, _ = train.plan_route(config, tables, graph)
+    dataset.transform, _ = train.plan_route(config.model, graph, dataset, tables.rows("train"))
     model = train.build_model(config, tables, additive_baseline(tables)).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
     samples, start = 0, time.perf_counter()
     for epoch in range(config.optim.epochs):
         sampler.set_epoch(epoch)
         for rows in sampler:
-            batch = planner(dataset.__getitems__(rows)).to(device)
+            batch = dataset.__getitems__(rows).to(device)
             loss = train.criterion(model(graph, batch), batch, model) / len(rows)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)

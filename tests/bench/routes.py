@@ -40,13 +40,13 @@ class Step:
         baseline = data.load_baseline(tables, tables.fingerprint(), config.data, config.optim.loss)
         self.model = train.build_model(config, tables, baseline).to(graph.device).train()
         self.dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
-        self.planner, self.note = train.plan_route(config, tables, graph)
+        rows = tables.rows("train")
+        self.dataset.transform, self.note = train.plan_route(config.model, graph, self.dataset, rows)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
-        self.graph, self.rows = graph, tables.rows("train")[: config.data.batch_size].tolist()
+        self.graph, self.rows = graph, rows[: config.data.batch_size].tolist()
 
     def planned(self) -> data.Data:
-        batch = self.dataset.__getitems__(self.rows)
-        return self.planner(batch) if self.planner else batch
+        return self.dataset.__getitems__(self.rows)
 
     def __call__(self) -> None:
         batch = self.planned().to(self.graph.device)
