@@ -222,6 +222,8 @@ class KnockoutGNN(nn.Module):
 
     def run(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Calls `function`, whose activations model.checkpointing recomputes in backward."""
+        # Or gradients of the same low-precision copy of a weight add up over all calls.
+        torch.clear_autocast_cache()
         if self.config.checkpointing and self.training:
             return checkpoint(function, *arguments, use_reentrant=False)
         return function(*arguments)
@@ -257,15 +259,16 @@ class KnockoutGNN(nn.Module):
         Few samples run through these layers at once, so that they stay in cache.
         """
         depth = len(block.layers)
-        x = wild.layers[depth].x.expand(-1, block.num_samples, -1)
+        x = wild.layers[depth].x.transpose(0, 1).expand(block.num_samples, -1, -1)
         if block.layers:
             last = block.layers[-1]
-            x = x.index_put((last.node, last.sample), reached)
+            x = x.index_put((last.sample, last.node), reached)
         size = block_size(wild.final, len(graph.relations))
         alive = graph.keep(block)
         changes = []
-        for some_x, some_alive in zip(x.split(size, 1), alive.split(size, 1), strict=True):
+        for some_x, some_alive in zip(x.split(size), alive.split(size, 1), strict=True):
             messages = partial(graph.propagate, keep=some_alive)
+            some_x = some_x.transpose(0, 1)
             changes.append(self.run(self.read_all, some_x, depth, messages, some_alive, wild))
         return changes
 
