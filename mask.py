@@ -225,7 +225,7 @@ class RelationStack(nn.Module):
 
 
 class ReachedStates(NamedTuple):
-    """The S states that differ from the intact graph's after one layer, in a block of samples.
+    """Which S states differ from the intact graph's after one layer, in a block of samples.
 
     They are sorted by sample and node. The matrix [S, C * (R + 1)] sums what the C senders
     contribute to them: the dead nodes, and the states that differed before the layer. Column
@@ -261,6 +261,7 @@ class ReachPlanner:
     """
 
     BLOCK = 32  # samples whose reached states stay in cache
+    STATES = 2**23  # in a block, on all nodes: with 32 channels, they take 1 GB
     # A layer on all nodes costs as much as this share of all edges in a plan, and so many edges per
     # node (measured).
     EDGE_SHARE = 0.04
@@ -279,8 +280,13 @@ class ReachPlanner:
         self.ptr = torch.cat([ptr, len(col) + node.unsqueeze(0)]).numpy()
         self.col = torch.cat([col, node[:-1]]).numpy()
         self.weight = torch.cat([weight, weight.new_ones(self.num_nodes)])
-        # Of each state, numbered sample * N + node: its row in the plan; -1 where the node is dead.
-        self.row = np.zeros(self.BLOCK * self.num_nodes, dtype=np.int32)
+        self.block = min(self.BLOCK, max(1, self.STATES // self.num_nodes))
+        # Of the states of a block, numbered sample * N + node. Only entries of reached states are
+        # written, as most states are not.
+        num_states = self.block * self.num_nodes
+        self.is_dead = np.zeros(num_states, dtype=bool)
+        self.last_edge = np.empty(num_states, dtype=np.int32)
+        self.row = np.empty(num_states, dtype=np.int32)  # in the plan of a layer
 
     def __call__(self, batch: Data) -> Data:
         """Adds `reach` to a batch on the CPU, and returns it."""
@@ -288,10 +294,10 @@ class ReachPlanner:
         return batch
 
     def plan(self, batch: Data) -> list[ReachBlock]:
-        """Returns the plan of a batch on the CPU, in blocks of `BLOCK` samples."""
+        """Returns the plan of a batch on the CPU, in blocks of samples."""
         blocks = []
-        for first in range(0, len(batch.perturbed_ptr) - 1, self.BLOCK):
-            ptr = batch.perturbed_ptr[first : first + self.BLOCK + 1]
+        for first in range(0, len(batch.perturbed_ptr) - 1, self.block):
+            ptr = batch.perturbed_ptr[first : first + self.block + 1]
             knockouts = slice(ptr[0], ptr[-1])
             sample = batch.perturbed_batch[knockouts] - first
             block = ReachBlock(batch.perturbed[knockouts], sample, ptr - ptr[0])
@@ -300,7 +306,7 @@ class ReachPlanner:
 
     def _plan_layers(self, block: ReachBlock) -> list[ReachedStates]:
         dead = (block.perturbed_batch * self.num_nodes + block.perturbed).numpy()
-        self.row[dead] = -1
+        self.is_dead[dead] = True
         layers: list[ReachedStates] = []
         reached = dead[:0]
         for _ in range(self.num_layers):
@@ -323,7 +329,7 @@ class ReachPlanner:
                     matrix,
                 )
             )
-        self.row[dead] = 0
+        self.is_dead[dead] = False
         return layers
 
     def _layer(
@@ -337,16 +343,15 @@ class ReachPlanner:
         column = np.repeat(np.arange(len(length), dtype=np.int32), length)
         edge = np.arange(len(column)) + np.repeat(start - (length.cumsum() - length), length)
         target = np.repeat(first_state, length) + self.col[edge]
-        alive = self.row[target] >= 0
+        alive = ~self.is_dead[target]
         column = column[alive]
         edge = edge[alive]
         target = target[alive]
 
-        # As np.unique(target), but sorting only distinct states: of all edges into a state, only
-        # the one whose number was written last finds it again.
+        # As np.unique(target), but sorting only distinct states.
         number = np.arange(len(target))
-        self.row[target] = number
-        reached = np.sort(target[self.row[target] == number])
+        self.last_edge[target] = number
+        reached = np.sort(target[self.last_edge[target] == number])
         self.row[reached] = np.arange(len(reached))
 
         row = torch.from_numpy(self.row[target])

@@ -83,8 +83,8 @@ class KnockoutGNN(nn.Module):
         num_nodes: int,
         num_relations: int,
         num_features: int = 0,
-        y_offset: Sequence[float] = (0.0,),
-        y_std: Sequence[float] = (1.0,),
+        y_offset: Sequence[float] | Tensor = (0.0,),
+        y_std: Sequence[float] | Tensor = (1.0,),
         unseen: float = 0.0,
         is_seen: Tensor | None = None,
         target_nodes: Tensor | None = None,
@@ -116,8 +116,8 @@ class KnockoutGNN(nn.Module):
         if config.readout == "nodes":
             self.additive.requires_grad_(False)  # thousands of effects per node would learn noise
             self.change_readout = NodeReadout(num_nodes, hidden, config.dropout, target_nodes)
-        self.register_buffer("y_offset", torch.tensor(y_offset))
-        self.register_buffer("y_std", torch.tensor(y_std))
+        self.register_buffer("y_offset", torch.as_tensor(y_offset).float())
+        self.register_buffer("y_std", torch.as_tensor(y_std).float())
 
     @classmethod
     def from_tables(cls, config: ModelConfig, tables: Any, baseline: Any) -> "KnockoutGNN":
@@ -133,8 +133,8 @@ class KnockoutGNN(nn.Module):
             num_nodes=len(tables.genes),
             num_relations=len(tables.relations),
             num_features=tables.features.size(1),
-            y_offset=baseline.mean.tolist(),
-            y_std=baseline.std.tolist(),
+            y_offset=baseline.mean,
+            y_std=baseline.std,
             unseen=unseen.item(),
             is_seen=is_seen,
             target_nodes=tables.target_nodes() if config.readout == "nodes" else None,
@@ -154,13 +154,13 @@ class KnockoutGNN(nn.Module):
             messages = ExpandedMessages(graph, intact_batch(graph.device))
         unseen = self.unseen if self.training else 0.0
         # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
-        known, counted = torch.rand(2, graph.num_nodes, device=graph.device) >= unseen
-        x, sent = self.embed(graph, known)
+        is_known, has_slope = torch.rand(2, graph.num_nodes, device=graph.device) >= unseen
+        x, sent = self.embed(graph, is_known)
         x, layers = self.encode(x.unsqueeze(1), sent.unsqueeze(1), messages)
         wild = WildType(layers, self.norm(x))
         prediction = 0.0
         if self.additive is not None:
-            prediction = self.additive(known, counted, batch)
+            prediction = self.additive(is_known, has_slope, batch)
         if self.local_readout is not None:
             prediction = prediction + self.local_readout(wild.final.squeeze(1), batch)
         if self.change_readout is not None:
@@ -168,13 +168,13 @@ class KnockoutGNN(nn.Module):
             prediction = prediction + self.change_readout(changes, wild.final.squeeze(1), batch)
         return self.y_offset + self.y_std * prediction.to(self.y_offset.dtype)
 
-    def embed(self, graph: SharedGraph, known: Tensor) -> tuple[Tensor, Tensor]:
+    def embed(self, graph: SharedGraph, is_known: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the nodes' states before the first layer and what they send in it, [N, H]."""
         x = sent = self.y_offset.new_zeros(graph.num_nodes, self.config.hidden)
         if self.project is not None:
             x, sent = self.project(graph.x).to(x.dtype).chunk(2, dim=1)
         if self.config.embedding:
-            x = x + self.identity * known.unsqueeze(1)
+            x = x + self.identity * is_known.unsqueeze(1)
             sent = sent + self.embedding
         sent = nn.functional.dropout(sent, self.config.dropout, self.training)
         return x, self.layers[0].norm(sent)
@@ -236,13 +236,13 @@ class KnockoutGNN(nn.Module):
         """
         x = self.y_offset.new_zeros(0, self.config.hidden)
         node = block.perturbed.new_empty(0)
-        for layer, reached, states in zip(self.layers, block.layers, wild.layers, strict=False):
+        for layer, plan, states in zip(self.layers, block.layers, wild.layers, strict=False):
             sent = layer.norm(x)
             sent = nn.functional.pad(sent, (0, 0, len(block.perturbed), 0))  # by the dead: zero
             change = sent - self.select(states.h, torch.cat([block.perturbed, node]))
-            node = reached.node
-            p = self.select(states.p, node) + layer.propagate_change(change, reached.matrix)
-            x = self.select(states.x, node).index_copy_(0, reached.previous, x)
+            node = plan.node
+            p = self.select(states.p, node) + layer.propagate_change(change, plan.matrix)
+            x = self.select(states.x, node).index_copy_(0, plan.previous, x)
             x = x + nn.functional.gelu(p)
         return x
 
@@ -395,13 +395,13 @@ class AdditiveReadout(nn.Module):
         self.effect = nn.Parameter(torch.zeros((1 + int(row.max())) * num_targets))
         self.register_buffer("row", row, persistent=False)
 
-    def forward(self, known: Tensor, counted: Tensor, batch: Data) -> Tensor:
-        """Returns [B, T]; only `known` nodes have an effect, only `counted` ones a slope, [N]."""
-        row = (self.row * known).index_select(0, batch.perturbed)
+    def forward(self, is_known: Tensor, has_slope: Tensor, batch: Data) -> Tensor:
+        """Returns [B, T], given which nodes have an effect and which a slope, bool [N] each."""
+        row = (self.row * is_known).index_select(0, batch.perturbed)
         effect = self.effect.view(-1, len(self.slope))
         effect = nn.functional.embedding(row, effect, padding_idx=0)  # which gets no gradient
-        counted = counted.index_select(0, batch.perturbed).unsqueeze(1)
-        return sum_by_sample(effect + self.slope * counted, batch)
+        has_slope = has_slope.index_select(0, batch.perturbed).unsqueeze(1)
+        return sum_by_sample(effect + self.slope * has_slope, batch)
 
 
 class LocalReadout(nn.Module):

@@ -133,7 +133,7 @@ def test_reached_states_are_those_that_a_loop_finds(graph, order):
             found: list[set] = [set() for _ in sets]
             for block, layers in enumerate(plan):
                 for node, sample in zip(layers[depth].node.tolist(), layers[depth].sample.tolist(), strict=True):
-                    found[block * planner.BLOCK + sample].add(node)
+                    found[block * planner.block + sample].add(node)
             assert found == reached
 
 
