@@ -268,7 +268,7 @@ class KnockoutGNN(nn.Module):
         changes = []
         for some_x, some_alive in zip(x.split(size), alive.split(size, 1), strict=True):
             messages = partial(graph.propagate, keep=some_alive)
-            some_x = some_x.transpose(0, 1)
+            some_x = some_x.transpose(0, 1).contiguous()
             changes.append(self.run(self.read_all, some_x, depth, messages, some_alive, wild))
         return changes
 
