@@ -296,7 +296,7 @@ class ReachPlanner:
     def plan(self, batch: Data) -> list[ReachBlock]:
         """Returns the plan of a batch on the CPU, in blocks of samples."""
         blocks = []
-        for first in range(0, len(batch.perturbed_ptr) - 1, self.block):
+        for first in range(0, max(1, len(batch.perturbed_ptr) - 1), self.block):
             ptr = batch.perturbed_ptr[first : first + self.block + 1]
             knockouts = slice(ptr[0], ptr[-1])
             sample = batch.perturbed_batch[knockouts] - first

@@ -211,11 +211,13 @@ class KnockoutGNN(nn.Module):
         blocks = [ReachBlock(batch.perturbed, batch.perturbed_batch, batch.perturbed_ptr)]
         if "reach" in batch:
             blocks = batch.reach
-        changes = [wild.final.new_zeros(0, self.change_readout.width)]
+        changes = []
         for block in blocks:
             reached = self.run(self.encode_reached, block, wild)
             if len(block.layers) == len(self.layers):
-                changes.append(self.read_reached(block, reached, wild))
+                before = self.select(wild.final, block.layers[-1].node)
+                change = self.norm(reached) - before
+                changes.append(self.change_readout.of_reached(change, before, block))
             else:
                 changes += self.read_unplanned(graph, block, reached, wild)
         return torch.cat(changes)
@@ -245,11 +247,6 @@ class KnockoutGNN(nn.Module):
             x = self.select(states.x, node).index_copy_(0, plan.previous, x)
             x = x + nn.functional.gelu(p)
         return x
-
-    def read_reached(self, block: ReachBlock, reached: Tensor, wild: WildType) -> Tensor:
-        """Returns what the readout keeps, [B, width], if only `reached` [S, H] change."""
-        before = self.select(wild.final, block.layers[-1].node)
-        return self.change_readout.of_reached(self.norm(reached) - before, before, block)
 
     def read_unplanned(
         self, graph: SharedGraph, block: ReachBlock, reached: Tensor, wild: WildType
@@ -521,17 +518,17 @@ def plan_route(
     if route in ON_COPIES:
         return None, route
     planner = ReachPlanner(graph, 1 if route == "shared" else config.layers)
-    blocks = planner.plan(dataset.__getitems__(rows[:: len(rows) // 128 + 1]))
+    some_rows = rows[:: len(rows) // 128 + 1]
+    blocks = planner.plan(dataset.__getitems__(some_rows))
     planned = min((len(block.layers) for block in blocks), default=0)
     if route != "reach":
         planner.num_layers = planned
     if route == "auto":
         route = "shared" if planned < min(2, config.layers) else "reach"
-    num_states = sum(block.num_samples for block in blocks) * graph.num_nodes
     shares = []
     for depth in range(planned):
         reached = sum(len(block.layers[depth].node) for block in blocks)
-        shares.append(f"{100 * reached / num_states:.2g}")
+        shares.append(f"{100 * reached / len(some_rows) / graph.num_nodes:.2g}")
     covered = f"{planned} of {config.layers} layers"
     return planner, f"a knock-out reaches {', '.join(shares)} % of the nodes in {covered}: {route}"
 

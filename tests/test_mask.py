@@ -137,6 +137,17 @@ def test_reached_states_are_those_that_a_loop_finds(graph, order):
             assert found == reached
 
 
+@pytest.mark.parametrize(("states", "sizes"), [(2 * NUM_NODES + 1, [2, 2, 2, 1]), (1, [1] * 7)])
+def test_blocks_of_a_large_graph_have_few_samples(graph, monkeypatch, states, sizes):
+    """So that the states of all nodes in a block fit in memory."""
+    monkeypatch.setattr(ReachPlanner, "STATES", states)
+    shared = SharedGraph(graph)
+    batch = make_batch(shared, (SETS * 7)[:7])
+    blocks = ReachPlanner(shared, 1).plan(batch)
+    assert [block.num_samples for block in blocks] == sizes
+    assert torch.cat([shared.keep(block) for block in blocks], dim=1).equal(shared.keep(batch))
+
+
 def test_degree_counts_a_self_loop_once(graph):
     expected = [
         sum(node in edge for relation in graph.edge_types for edge in graph[relation].edge_index.T.tolist())
