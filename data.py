@@ -40,7 +40,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_convert
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.index import index2ptr
-from torch_geometric.utils import coalesce, cumsum, to_undirected
+from torch_geometric.utils import coalesce, cumsum, scatter, to_undirected
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
@@ -249,10 +249,11 @@ def read_tables(config: DataConfig) -> Tables:
     """Returns the files as `Tables`: nodes sorted by name, duplicate edges merged by mean."""
     number = Numbers()
     relations, edge_index, edge_type, edge_values = read_edges(config.edges, number)
-    row, node, y, split, weight, targets = read_knockouts(config.perturbations, number)
+    columns, targets = read_knockouts(config.perturbations, number)
     genes = sorted(number)
     position = number.of(genes).argsort()  # of each number, the position of its name
-    perturbed, perturbed_ptr = pack(row, position[node], len(y))
+    node = position[columns.pop("node")]
+    perturbed, perturbed_ptr = pack(columns.pop("row"), node, len(columns["y"]))
     # Each relation has its own range of node numbers, so that all are merged at once.
     merge = to_undirected if config.undirected else coalesce
     edge_index = position[edge_index] + edge_type * len(genes)
@@ -265,13 +266,11 @@ def read_tables(config: DataConfig) -> Tables:
         edge_type=edge_index[0] // len(genes),
         perturbed=perturbed,
         perturbed_ptr=perturbed_ptr,
-        y=y,
-        split=split,
-        weight=weight,
         targets=targets,
         edge_weight=edge_values[:, 0],
         edge_attr=edge_values[:, 1:].float(),
         features=features,
+        **columns,
     )
 
 
@@ -326,16 +325,16 @@ class Rows:
 
     def sets(self, number: Numbers) -> tuple[Tensor, Tensor]:
         """Returns row and node of each name in the cells of the column genes, such as `A,B`."""
-        cells = self.cells["genes"]
-        counts = torch.tensor([cell.count(",") + 1 for cell in cells])
-        row = torch.arange(len(cells)).repeat_interleave(counts)
-        names = [name.strip() for name in ",".join(cells).split(",")]
-        if "" in names:  # of blank cells, which are empty sets, and of no others
-            for i, cell in enumerate(cells):
-                if cell.strip() and not all(map(str.strip, cell.split(","))):
-                    raise self.error(i, f"an empty name in '{cell}'")
-            row = row[torch.tensor([name != "" for name in names])]
-            names = list(filter(None, names))
+        counts, names = [], []
+        for cell in self.cells["genes"]:
+            own = cell.split(",") if cell.strip() else []
+            counts.append(len(own))
+            names += own
+        row = torch.repeat_interleave(torch.tensor(counts))
+        names = [name.strip() for name in names]
+        if "" in names:
+            i = int(row[names.index("")])
+            raise self.error(i, f"an empty name in '{self.cells['genes'][i]}'")
         return row, number.of(names)
 
 
@@ -423,36 +422,31 @@ def read_edges(path: str, number: Numbers) -> tuple[list[str], Tensor, Tensor, T
     return list(relations), edges[:2], edges[2], values
 
 
-def read_knockouts(
-    path: str, number: Numbers
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, list[str]]:
-    """Returns the table's knock-outs and, as in `Tables`, its y, split, weight and targets.
+def read_knockouts(path: str, number: Numbers) -> tuple[dict[str, Tensor], list[str]]:
+    """Returns the table's columns, and the names of its scores.
 
-    The knock-outs are the row and the node of each, [total]; nodes are numbered by `number`. Raises
-    `DataError`.
+    The columns are `row` and `node` of each knock-out, [total], and, as in `Tables`, `y` and, if
+    the table has them, `split` and `weight`; nodes are numbered by `number`. Raises `DataError`.
     """
     parts, num_rows = [], 0
     for rows in read_rows(path, "genes"):
-        columns = rows.cells.keys()
-        targets = [name for name in columns if name not in ("genes", "split", "weight", "sd")]
-        if not targets or {"weight", "sd"} <= columns:
+        names = rows.cells.keys()
+        targets = [name for name in names if name not in ("genes", "split", "weight", "sd")]
+        if not targets or {"weight", "sd"} <= names:
             problem = "the header needs scores after genes, and weight or sd, not both"
             raise DataError(f"{path}:1: {problem}")
         row, node = rows.sets(number)
         y = torch.stack([rows.numbers(name) for name in targets], dim=1)
-        split = weight = None
-        if "split" in columns:
-            split = rows.splits()
-        if "weight" in columns:
-            weight = rows.numbers("weight", positive=True)
-        if "sd" in columns:
-            weight = rows.numbers("sd", positive=True) ** -2
-        parts.append((row + num_rows, node, y, split, weight))
+        columns = {"row": row + num_rows, "node": node, "y": y}
+        if "split" in names:
+            columns["split"] = rows.splits()
+        if "weight" in names:
+            columns["weight"] = rows.numbers("weight", positive=True)
+        if "sd" in names:
+            columns["weight"] = rows.numbers("sd", positive=True) ** -2
+        parts.append(columns)
         num_rows += len(y)
-    row, node, y, split, weight = (
-        None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)
-    )
-    return row, node, y, split, weight, targets
+    return {name: torch.cat([part[name] for part in parts]) for name in columns}, targets
 
 
 def read_sets(path: str, number: Numbers) -> Iterator[tuple[Sequence[str], Tensor, Tensor]]:
@@ -529,8 +523,7 @@ def random_split(tables: Tables, config: DataConfig) -> Tensor:
     # n * n / 2**64.
     codes = np.random.default_rng(0).integers(-(2**63), 2**63, len(tables.genes))
     codes = torch.from_numpy(codes)
-    total = codes.new_zeros(len(tables.y))
-    total.index_add_(0, tables.sample(), codes[tables.perturbed])
+    total = scatter(codes[tables.perturbed], tables.sample(), dim_size=len(tables.y))
     _, first, group = np.unique(total.numpy(), return_index=True, return_inverse=True)
     number = np.argsort(np.argsort(first))  # groups in order of their first rows
 

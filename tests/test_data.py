@@ -132,11 +132,12 @@ def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
     lines[7], lines[120_000], lines[130_000] = "\t1.5", "", "  \t2.5"
     path = tmp_path / "scores.tsv"
     path.write_text("\n".join(["genes\tscore", *lines, ""]))
-    row, node, y, split, weight, targets = read_knockouts(str(path), number := Numbers())
+    columns, targets = read_knockouts(str(path), number := Numbers())
+    assert list(columns) == ["row", "node", "y"] and targets == ["score"]
+    row, node, y = columns.values()
     perturbed, ptr = pack(row, node, len(y))
     rows = [line.split("\t") for line in lines if line]
     expected = [sorted({number[gene.strip()] for gene in genes.split(",") if gene.strip()}) for genes, _ in rows]
-    assert (split, weight, targets) == (None, None, ["score"])
     assert y.tolist() == [[float(score)] for _, score in rows]
     assert [part.tolist() for part in perturbed.split(ptr.diff().tolist())] == expected
     for line, wrong in ((140_001, "g1,,g2\t0"), (140_002, "g1\tNaN"), (140_003, "g1\t1\t2"), (140_004, "g1\t1_0")):
@@ -643,7 +644,8 @@ def test_a_part_of_blank_lines_alone_is_no_part(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "CHUNK", 3)  # a row at once, or four blank lines
     rows = "a\t1\nb\t2\nc\t3\n"
     (tmp_path / "scores.tsv").write_text(f"genes\tscore\n{rows}\n\n\n\n{rows}\n")
-    row, node, y, *_ = read_knockouts(str(tmp_path / "scores.tsv"), Numbers())
+    columns, _ = read_knockouts(str(tmp_path / "scores.tsv"), Numbers())
+    row, node, y = columns.values()
     assert row.tolist() == [0, 1, 2, 3, 4, 5] and node.tolist() == [0, 1, 2] * 2 and len(y) == 6
     (tmp_path / "blank.tsv").write_text("genes\tscore\n\n\n")
     with pytest.raises(DataError, match="no rows below the header"):
