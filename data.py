@@ -31,6 +31,7 @@ from itertools import combinations, islice
 from modulefinder import ModuleFinder
 from multiprocessing.queues import Queue
 from pathlib import Path
+from reprlib import Repr
 from typing import Any, Literal, NamedTuple, TextIO
 
 import numpy as np
@@ -47,6 +48,8 @@ SPLITS = ("train", "val", "test")
 CHUNK = 2**23  # characters of a table that are parsed at once
 EXAMPLE = Path(__file__).with_name("tests") / "example"  # tables that are read if none are given
 TARGETS_AT_ONCE = 64  # in the fit of the additive baseline, whose numbers then stay in cache
+QUOTED = Repr()
+QUOTED.maxstring = 60  # characters of a cell in a message
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # of the additive baseline: 0.1 to 1000
 
 
@@ -295,8 +298,9 @@ class Rows:
     lines: Sequence[int]  # number of each row's line in the file
     cells: dict[str, list[str]]  # by column
 
-    def error(self, row: int, problem: str) -> DataError:
-        return DataError(f"{self.path}:{self.lines[row]}: {problem}")
+    def error(self, row: int, column: str, problem: str) -> DataError:
+        cell = QUOTED.repr(self.cells[column][row])
+        return DataError(f"{self.path}:{self.lines[row]}: the {column:.60} {cell} {problem}")
 
     def numbers(self, column: str, positive: bool = False) -> Tensor:
         """Returns a column, float64 [n], nan where missing, unless all must be `positive`."""
@@ -308,19 +312,20 @@ class Rows:
             valid |= numbers.isnan()
         if not valid.all():
             row = int((~valid).nonzero()[0])
-            cell = self.cells[column][row]
-            problem = f"the {column} '{cell}' is not a {kind} number from {least:g} to 1e+30"
-            raise self.error(row, problem)
+            raise self.error(row, column, f"is not a {kind} number from {least:g} to 1e+30")
         return numbers
 
     def names(self, column: str) -> list[str]:
-        return [cell.strip() for cell in self.cells[column]]
+        names = [cell.strip() for cell in self.cells[column]]
+        if "" in names:
+            raise self.error(names.index(""), column, "is empty")
+        return names
 
     def splits(self) -> Tensor:
         """Returns the column split, int8 [n], as in `Tables`."""
         for row, cell in enumerate(self.cells["split"]):
             if cell not in SPLITS:
-                raise self.error(row, f"the split '{cell}' is not one of {', '.join(SPLITS)}")
+                raise self.error(row, "split", f"is not one of {', '.join(SPLITS)}")
         return torch.tensor(list(map(SPLITS.index, self.cells["split"])), dtype=torch.int8)
 
     def sets(self, number: Numbers) -> tuple[Tensor, Tensor]:
@@ -333,8 +338,7 @@ class Rows:
         row = torch.repeat_interleave(torch.tensor(counts))
         names = [name.strip() for name in names]
         if "" in names:
-            i = int(row[names.index("")])
-            raise self.error(i, f"an empty name in '{self.cells['genes'][i]}'")
+            raise self.error(int(row[names.index("")]), "genes", "have an empty name")
         return row, number.of(names)
 
 
@@ -368,9 +372,9 @@ def parse_rows(path: str, file: TextIO, first: tuple[str, ...]) -> Iterator[Rows
     header = next(file, "").rstrip("\r\n").split("\t")
     header[0] = {"node": "gene", "nodes": "genes"}.get(header[0], header[0])
     if tuple(header[: len(first)]) != first or len(set(header)) < len(header):
-        found, expected = "\t".join(header)[:80], "\t".join(first)
+        found, expected = QUOTED.repr("\t".join(header)), "\t".join(first)
         raise DataError(
-            f"{path}:1: the header is {found!r}: begin with {expected!r}, name each column once"
+            f"{path}:1: the header is {found}: begin with {expected!r}, name each column once"
         )
     next_line, is_empty = 2, True
     while texts := [line.rstrip("\r\n") for line in file.readlines(CHUNK)]:
@@ -412,9 +416,6 @@ def read_edges(path: str, number: Numbers) -> tuple[list[str], Tensor, Tensor, T
             weight = rows.numbers("weight", positive=True)
         values.append(torch.stack([weight, *map(rows.numbers, features)], dim=1))
         source, target, relation = map(rows.names, ("source", "target", "relation"))
-        for names in (source, target, relation):
-            if "" in names:
-                raise rows.error(names.index(""), "an empty source, target or relation")
         edges.append(torch.stack([number.of(source), number.of(target), relations.of(relation)]))
     edges = torch.cat(edges, dim=1)
     values = torch.cat(values)
@@ -480,7 +481,7 @@ def read_features(path: str, genes: list[str]) -> Tensor:
             raise DataError(f"{path}:1: the header has no features after gene")
         for row, name in enumerate(rows.names("gene")):
             if name in row_of:
-                raise rows.error(row, f"'{name}' stands twice")
+                raise rows.error(row, "gene", "stands twice")
             row_of[name] = len(row_of)
         parts.append(torch.stack([rows.numbers(name) for name in features], dim=1))
     row = torch.tensor([row_of.get(gene, -1) for gene in genes])

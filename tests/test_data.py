@@ -91,7 +91,7 @@ def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
         ),
         (EDGES[:1], SCORES, "edges.tsv: no rows below the header"),
         ([*EDGES, ("a", "b")], SCORES, "edges.tsv:6: 2 fields where the header has 3"),
-        ([*EDGES, ("a", "", "x")], SCORES, "edges.tsv:6: an empty source, target or relation"),
+        ([*EDGES, ("a", "", "x")], SCORES, "edges.tsv:6: the target '' is empty"),
         (EDGES, SCORES[:1], "scores.tsv: no rows below the header"),
         (EDGES, [], r"scores.tsv:1: the header is '': begin with 'genes', name each column once"),
         (EDGES, [*SCORES, ("a", "high", "train")], "scores.tsv:5: the score 'high' is not a finite number"),
@@ -100,7 +100,7 @@ def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
         (EDGES, [*SCORES, ("a", "1_0", "train")], "scores.tsv:5: the score '1_0' is not a finite number"),
         (EDGES, [*SCORES, ("", "one", "train")], "scores.tsv:5: the score 'one' is not a finite number"),
         (EDGES, [*SCORES, ("a", 1, "dev")], "scores.tsv:5: the split 'dev' is not one of train, val, test"),
-        (EDGES, [*SCORES, ("a,,b", 1, "val")], "scores.tsv:5: an empty name in 'a,,b'"),
+        (EDGES, [*SCORES, ("a,,b", 1, "val")], "scores.tsv:5: the genes 'a,,b' have an empty name"),
         (EDGES, SCORES[:3], "scores.tsv: no rows in the test split of 2 rows"),
         (EDGES, [("genes", "score"), ("a", 1)], "no rows in the train split|no rows in the val split"),
     ],
@@ -109,6 +109,19 @@ def test_errors_in_tables_name_file_and_line(tmp_path, edges, scores, message):
     with pytest.raises(DataError, match=message):
         load(config(tmp_path, edges, scores))
     assert not list(tmp_path.glob("cache/*.tmp"))
+
+
+def test_a_long_cell_is_cut_in_errors(tmp_path):
+    long = "7" * 400
+    wrong_rows = [("a,," + long, 1, "val"), ("a", long, "val"), ("a", 1, long)]
+    tables = [(EDGES, [*SCORES, row]) for row in wrong_rows]
+    tables += [(EDGES, [("genes", long), ("a", "one")]), (EDGES, [(long, "score")])]
+    tables += [([(*EDGES[0], "width"), (*EDGES[1], long)], SCORES)]
+    for edges, scores in tables:
+        options = config(tmp_path, edges, scores)
+        with pytest.raises(DataError, match=r"\.tsv:\d+: ") as error:
+            load(options)
+        assert len(str(error.value).removeprefix(str(tmp_path))) < 220
 
 
 def test_a_blank_line_of_a_one_column_table_is_a_sample_without_knock_outs(tmp_path):

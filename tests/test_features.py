@@ -54,7 +54,7 @@ def test_one_node_with_features_is_enough(tmp_path):
     ("rows", "message"),
     [
         ([*FEATURES, ("b", 1, 2)], r"features.tsv:6: 3 fields where the header has 4"),
-        ([*FEATURES, ("a", 1, 2, 7)], r"features.tsv:6: 'a' stands twice"),
+        ([*FEATURES, ("a", 1, 2, 7)], r"features.tsv:6: the gene 'a' stands twice"),
         ([*FEATURES, ("b", 1, "inf", 7)], r"features.tsv:6: the charge 'inf' is not a finite number"),
         ([*FEATURES, ("b", "large", 1, 7)], r"features.tsv:6: the size 'large' is not a finite number"),
         ([("gene",), ("a",)], r"features.tsv:1: the header has no features after gene"),
