@@ -6,13 +6,14 @@ edges. Knock-out table: header `genes` (or `nodes`), then one or more scores of 
 optionally `split` (train, val, test) and `weight`, or `sd`, from which the weight is 1 / sd**2. The
 knocked-out nodes are separated by commas (empty for an intact control). Feature table: header
 `gene` (or `node`), then the features' names. An empty score or feature, or NA, is missing. All may
-be gzipped (`.gz`).
+be gzipped (`.gz`), and any cell in quotes.
 
 Shapes: N nodes, E edges, each of F features, n samples of T scores; B samples with P knocked-out
 nodes in a batch.
 """
 
 import contextlib
+import csv
 import fcntl
 import functools
 import gzip
@@ -21,6 +22,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import tempfile
 import traceback
@@ -369,7 +371,7 @@ def read_rows(path: str, *first: str) -> Iterator[Rows]:
 
 
 def parse_rows(path: str, file: TextIO, first: tuple[str, ...]) -> Iterator[Rows]:
-    header = next(file, "").rstrip("\r\n").split("\t")
+    header = unquoted(next(file, "").rstrip("\r\n"), f"{path}:1").split("\t")
     header[0] = {"node": "gene", "nodes": "genes"}.get(header[0], header[0])
     if tuple(header[: len(first)]) != first or len(set(header)) < len(header):
         found, expected = QUOTED.repr("\t".join(header)), "\t".join(first)
@@ -383,8 +385,10 @@ def parse_rows(path: str, file: TextIO, first: tuple[str, ...]) -> Iterator[Rows
         if len(header) > 1 and "" in texts:  # blank lines
             lines = [line for line, text in zip(lines, texts, strict=True) if text]
             texts = list(filter(None, texts))
-        for line, text in zip(lines, texts, strict=True):
-            fields = text.count("\t") + 1
+        for i, line in enumerate(lines):
+            if '"' in texts[i]:
+                texts[i] = unquoted(texts[i], f"{path}:{line}")
+            fields = texts[i].count("\t") + 1
             if fields != len(header):
                 raise DataError(
                     f"{path}:{line}: {fields} fields where the header has {len(header)}"
@@ -398,6 +402,18 @@ def parse_rows(path: str, file: TextIO, first: tuple[str, ...]) -> Iterator[Rows
             )
     if is_empty:
         raise DataError(f"{path}: no rows below the header")
+
+
+def unquoted(text: str, place: str) -> str:
+    """Returns a line of a table with its cells in quotes, such as "A,B", read as RFC 4180 says.
+
+    Raises `DataError` for other quotes at the start of a cell or name; those within it are its own.
+    """
+    with contextlib.suppress(csv.Error):
+        text = "\t".join(next(csv.reader([text], delimiter="\t", strict=True), []))
+    if re.search(r'(^|[\t,]) *"', text):
+        raise DataError(f"{place}: {QUOTED.repr(text)} has quotes that enclose no whole cell")
+    return text
 
 
 def read_edges(path: str, number: Numbers) -> tuple[list[str], Tensor, Tensor, Tensor]:

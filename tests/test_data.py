@@ -111,6 +111,42 @@ def test_errors_in_tables_name_file_and_line(tmp_path, edges, scores, message):
     assert not list(tmp_path.glob("cache/*.tmp"))
 
 
+def quote(path: Path) -> None:
+    """Puts quotes around each cell of a table."""
+    lines = path.read_text().splitlines()
+    path.write_text("".join("\t".join(f'"{cell}"' for cell in line.split("\t")) + "\n" for line in lines))
+
+
+def test_cells_in_quotes_are_read(tmp_path):
+    """As spreadsheets write them, in each table and in the header; quotes within a name are its own."""
+    options = config(tmp_path, features=str(tmp_path / "features.tsv"))
+    write_table(tmp_path / "features.tsv", [("gene", "size, um"), ("a", 1), ("d", 2)])
+    plain = load(options)
+    for path in tmp_path.glob("*.tsv"):
+        quote(path)
+    assert load(options).fingerprint() == plain.fingerprint()
+    (tmp_path / "ask.tsv").write_text('genes\n"a,b"\n""\n"ant(2"")-Ia, c"\nant(2")-Ia\nb"\n')
+    ((genes, row, node),) = read_sets(str(tmp_path / "ask.tsv"), number := Numbers())
+    assert list(genes) == ["a,b", "", 'ant(2")-Ia, c', 'ant(2")-Ia', 'b"']
+    assert list(number) == ["a", "b", 'ant(2")-Ia', "c", 'b"']
+    assert row.tolist() == [0, 0, 2, 2, 3, 4] and node.tolist() == [0, 1, 2, 3, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "cells", ['"a,b\t1', 'b,"a"\t1', '"a","b"\t1', '"a"b\t1', '""""\t1', ' "a,b"\t1', '"a,b\nc"\t1', 'a\t"1\n"']
+)
+def test_quotes_that_enclose_no_whole_cell_are_refused(tmp_path, cells):
+    (tmp_path / "scores.tsv").write_text(f"genes\tscore\na\t1\n\n{cells}\nd\t1\ne\t1\n")
+    with pytest.raises(DataError, match=r"scores\.tsv:4: .* has quotes that enclose no whole cell"):
+        read_knockouts(str(tmp_path / "scores.tsv"), Numbers())
+
+
+def test_quotes_about_a_tab_make_fields(tmp_path):
+    (tmp_path / "scores.tsv").write_text('genes\tscore\n"a\tb"\t1\n')
+    with pytest.raises(DataError, match=r"scores\.tsv:2: 3 fields where the header has 2"):
+        read_knockouts(str(tmp_path / "scores.tsv"), Numbers())
+
+
 def test_a_long_cell_is_cut_in_errors(tmp_path):
     long = "7" * 400
     wrong_rows = [("a,," + long, 1, "val"), ("a", long, "val"), ("a", 1, long)]
