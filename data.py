@@ -24,7 +24,6 @@ import math
 import os
 import re
 import signal
-import tempfile
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -888,10 +887,13 @@ def cached(config: DataConfig, kind: str, key: str, build: Callable[[], Any]) ->
     if not path.exists():
         log.info(f"cache     making {path}")
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # an unwritable folder is reported below
+        failure = None
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(path.with_suffix(".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:  # what is there can be read, but two might write at once
+            failure = error
         if path.exists():
             try:
                 return torch.load(path, weights_only=True, mmap=True)
@@ -900,13 +902,16 @@ def cached(config: DataConfig, kind: str, key: str, build: Callable[[], Any]) ->
                     f"cache     {path} is damaged and will be rebuilt: {type(error).__name__}"
                 )
         content = build()
+        temporary = path.with_suffix(".tmp")  # overwrites what a killed process has left
         try:
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # renamed once complete
-                temporary = Path(folder, path.name)
-                torch.save(content, temporary)
-                os.replace(temporary, path)
+            if failure:
+                raise failure
+            torch.save(content, temporary)
+            os.replace(temporary, path)
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
             log.warning(f"cache     {path} cannot be written: {error}")
+            with contextlib.suppress(OSError):
+                temporary.unlink()
     return content
 
 

@@ -226,7 +226,7 @@ def test_the_cache_is_reused_while_its_inputs_are_unchanged(tmp_path, monkeypatc
     assert calls == [1]
     assert (load(replace(options, undirected=True)).edge_type == 1).sum() == 2
     assert calls == [1, 1]
-    assert not list(tmp_path.glob("cache/tmp*"))
+    assert not list(tmp_path.glob("cache/*.tmp"))
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None])
@@ -275,6 +275,38 @@ def test_the_cache_is_written_atomically(tmp_path, monkeypatch, caplog):
     assert data.cached(DataConfig(cache_dir=str(tmp_path)), "numbers", "key", lambda: content) is content
     assert "cannot be written: no space left" in caplog.text
     assert [left.suffix for left in tmp_path.iterdir()] == [".lock"]
+
+
+def test_what_a_process_killed_while_writing_the_cache_leaves_is_overwritten(tmp_path, monkeypatch):
+    def killed(content: dict, file: Path) -> None:
+        file.write_bytes(b"a part" * 1000)
+        os._exit(9)
+
+    content, options = {"numbers": torch.arange(5)}, DataConfig(cache_dir=str(tmp_path))
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(torch, "save", killed)
+        data.cached(options, "numbers", "key", lambda: content)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert len(list(tmp_path.iterdir())) == 2
+    data.cached(options, "numbers", "key", lambda: content)
+    assert sorted(left.suffix for left in tmp_path.iterdir()) == [".lock", ".pt"]
+    assert data.cached(options, "numbers", "key", dict)["numbers"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_cache_that_cannot_be_locked_is_read_but_not_written(tmp_path, monkeypatch, caplog):
+    def no_locks(*_):
+        raise OSError("no locks available")
+
+    content, options = {"numbers": torch.arange(5)}, DataConfig(cache_dir=str(tmp_path))
+    data.cached(options, "numbers", "key", lambda: content)
+    before = sorted(tmp_path.glob("*.pt"))
+    monkeypatch.setattr(data.fcntl, "flock", no_locks)
+    assert data.cached(options, "numbers", "key", dict)["numbers"].tolist() == [0, 1, 2, 3, 4]
+    assert caplog.text == ""
+    assert data.cached(options, "numbers", "another key", dict) == {}
+    assert "cannot be written: no locks available" in caplog.text
+    assert sorted(tmp_path.glob("*.pt")) == before and not list(tmp_path.glob("*.tmp"))
 
 
 def test_an_unwritable_cache_folder_only_disables_the_cache(tmp_path, caplog):
