@@ -279,7 +279,10 @@ def read_tables(config: DataConfig) -> Tables:
 
 
 class Numbers(dict):
-    """Numbers names from 0 in order of first appearance: `Numbers()[name]`."""
+    """Numbers names from 0 in order of first appearance: to look one up adds it, if it is unknown.
+
+    So `train.predict` knows the names that are no nodes of the graph: they follow its nodes'.
+    """
 
     def __missing__(self, name: str) -> int:
         self[name] = number = len(self)
@@ -545,7 +548,7 @@ def random_split(tables: Tables, config: DataConfig) -> Tensor:
 
     generator = torch.Generator().manual_seed(config.split_seed)
     order = torch.randperm(len(first), generator=generator)
-    return shares(order, config, len(first))[torch.from_numpy(number[group])]
+    return split_in_order(order, config, len(first))[torch.from_numpy(number[group])]
 
 
 def node_split(tables: Tables, config: DataConfig) -> Tensor:
@@ -558,7 +561,7 @@ def node_split(tables: Tables, config: DataConfig) -> Tensor:
     nodes = tables.perturbed.unique()
     fold = config.split_seed * round(len(nodes) * config.test_fraction)
     order = nodes[np.random.default_rng(0).permutation(len(nodes))].roll(-fold)
-    split_of_node = shares(order, config, len(tables.genes)).long()
+    split_of_node = split_in_order(order, config, len(tables.genes)).long()
     has = torch.zeros(len(tables.y), len(SPLITS), dtype=torch.bool)
     has[tables.sample(), split_of_node[tables.perturbed]] = True
     _, val, test = has.T
@@ -566,7 +569,7 @@ def node_split(tables: Tables, config: DataConfig) -> Tensor:
     return split.where(~(val & test), -1).to(torch.int8)
 
 
-def shares(order: Tensor, config: DataConfig, size: int) -> Tensor:
+def split_in_order(order: Tensor, config: DataConfig, size: int) -> Tensor:
     """Returns a split, int8 [size]: `order` begins with those to test and to validate."""
     num_test = round(len(order) * config.test_fraction)
     num_val = round(len(order) * config.val_fraction)
@@ -724,29 +727,18 @@ def _end_worker(error: Exception, batch: Any) -> None:
 
 
 # ---- Baseline ------------------------------------------------------------------------------------
-class Additive(NamedTuple):
-    """A function of the knocked-out nodes: intercept + the sum over them of slope + effect."""
+class Baseline(NamedTuple):
+    """What is known of the scores without the graph: an additive function of the knocked-out nodes.
+
+    It is intercept + the sum over them of slope + effect, a logit for optim.loss=binary.
+    """
 
     intercept: Tensor  # float64 [T]
     slope: Tensor  # float64 [T], the same for every node
-    effect: Tensor  # float64 [N, T], 0 for a node that no training row knocks out
-
-    def predict(self, tables: Tables) -> Tensor:
-        """Returns the function of each row, [n, T]."""
-        count = tables.perturbed_ptr.diff().unsqueeze(1)
-        start = self.intercept + self.slope * count
-        return start.index_add_(0, tables.sample(), self.effect[tables.perturbed])
-
-
-class Baseline(NamedTuple):
-    """What is known of the scores without the graph; for optim.loss=binary, of their logits."""
-
-    intercept: Tensor  # these three are the fields of an `Additive`
-    slope: Tensor
-    effect: Tensor
-    mean: Tensor  # float64 [T], of the training scores
+    effect: Tensor  # float64 [K, T], of those nodes that training rows knock out; of others 0
+    mean: Tensor  # float64 [T], of the training scores; for binary ones, of their logits
     std: Tensor  # float64 [T], of the training scores; 1 for binary ones
-    prediction: Tensor  # float64 [n, T], of the additive function for each row, in the units of y
+    prediction: Tensor  # float64 [n, T], for each row, in the units of y
 
 
 def load_baseline(tables: Tables, fingerprint: str, config: DataConfig, loss: str) -> Baseline:
@@ -763,10 +755,13 @@ def additive_baseline(
 
     For the loss `binary`, it is a logistic one. The penalty is chosen for each target.
     """
-    if tables.y.size(1) > TARGETS_AT_ONCE:
-        some_targets = tables.y.split(TARGETS_AT_ONCE, dim=1)
-        baselines = [additive_baseline(replace(tables, y=y), loss, penalties) for y in some_targets]
-        return Baseline(*(torch.cat(fields, dim=-1) for fields in zip(*baselines, strict=True)))
+    some_targets = tables.y.split(TARGETS_AT_ONCE, dim=1)
+    baselines = [fit_baseline(replace(tables, y=y), loss, penalties) for y in some_targets]
+    return Baseline(*(torch.cat(fields, dim=-1) for fields in zip(*baselines, strict=True)))
+
+
+def fit_baseline(tables: Tables, loss: str, penalties: Sequence[float]) -> Baseline:
+    """Returns the `additive_baseline` of a few targets."""
     present = ~tables.y.isnan()
     weight = (present & tables.is_in("train").unsqueeze(1)).double()
     is_validated = present & tables.is_in("val").unsqueeze(1)
@@ -775,80 +770,95 @@ def additive_baseline(
     if loss == "binary":
         mean = mean.logit(eps=1e-3)
         std = torch.ones_like(std)
-    effect = y.new_zeros(len(tables.genes), y.size(1))
-    fit = best = Additive(mean, torch.zeros_like(mean), effect)
+    design = Design(tables, weight)
+    normal = design.normal(weight)
+    fit = y.new_zeros(2 + design.nodes.size(1), y.size(1))
+    fit[0] = mean
+    best = fit
     least = torch.full_like(mean, math.inf)
     for penalty in sorted(penalties, reverse=True):  # each starts from the one before
         if loss == "binary":
-            fit = logistic_ridge(tables, y, weight, penalty, fit)
-            logit = fit.predict(tables)
+            fit = logistic_ridge(design, y, weight, penalty, fit)
+            logit = design.predict(fit)
             error = binary_cross_entropy_with_logits(logit, y, reduction="none")
         else:
-            fit = ridge(tables, y, weight, penalty, fit)
-            error = (fit.predict(tables) - y).square()
+            fit = ridge(normal, design.collect(weight * y), penalty, fit)
+            error = (design.predict(fit) - y).square()
         error = (error * is_validated).sum(0)
-        best = Additive(*(a.where(error < least, b) for a, b in zip(fit, best, strict=True)))
+        best = fit.where(error < least, best)
         least = least.minimum(error)
-    prediction = best.predict(tables)
+    prediction = design.predict(best)
     if loss == "binary":
         prediction = prediction.sigmoid()
-    return Baseline(*best, mean, std, prediction)
+    level, slope = best[:2]
+    return Baseline(level - slope * design.mean_count, slope, best[2:], mean, std, prediction)
 
 
-def logistic_ridge(
-    tables: Tables, y: Tensor, weight: Tensor, penalty: float, start: Additive
-) -> Additive:
-    """Returns a penalised logistic regression, by iteratively reweighted least squares."""
-    fit = start
+class Design:
+    """The matrix of an additive function x [2 + K, T]: a level, a slope, and the effects of nodes.
+
+    The K nodes are those that training rows knock out. The level is the function at the mean count
+    of knock-outs.
+    """
+
+    def __init__(self, tables: Tables, weight: Tensor):
+        count = tables.perturbed_ptr.diff().unsqueeze(1)
+        self.mean_count = (count * weight).sum(0) / weight.sum(0)
+        self.centred = count - self.mean_count  # [n, T]
+        is_seen = tables.is_seen()
+        number = is_seen.cumsum(0) - 1
+        kept = is_seen[tables.perturbed]
+        index = torch.stack([tables.sample()[kept], number[tables.perturbed[kept]]])
+        ones = torch.ones(index.size(1), dtype=torch.float64)
+        nodes = torch.sparse_coo_tensor(index, ones, (len(count), is_seen.sum()))
+        self.nodes = nodes.to_sparse_csr()  # [n, K]
+        self.transposed = nodes.t().to_sparse_csr()
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Returns the function of each row, [n, T]."""
+        return x[0] + x[1] * self.centred + self.nodes @ x[2:]
+
+    def collect(self, values: Tensor) -> Tensor:
+        """Returns the product of the transposed matrix and values [n, T], [2 + K, T]."""
+        line = torch.stack([values.sum(0), (values * self.centred).sum(0)])
+        return torch.cat([line, self.transposed @ values])
+
+    def normal(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        """Returns the product with the normal matrix of rows that have a weight, [n, T]."""
+        many = len(self.nodes.values()) > 5 * len(weight)  # and the matrix would be full
+        if many or weight.size(1) > 1:  # or each target would have its own
+            return lambda x: self.collect(weight * self.predict(x))
+        ptr, row = self.transposed.crow_indices(), self.transposed.col_indices()
+        weighted = torch.sparse_csr_tensor(ptr, row, weight[row, 0], self.transposed.shape)
+        matrix = torch.sparse.mm(weighted.to_sparse_coo(), self.nodes.to_sparse_coo())
+        matrix = matrix.to_sparse_csr()  # of counts, so that the rows are not read again
+        line = torch.cat([torch.ones_like(self.centred), self.centred], dim=1)
+        border = self.collect(weight * line)
+        return lambda x: torch.cat([border.T @ x, border[2:] @ x[:2] + matrix @ x[2:]])
+
+
+def logistic_ridge(design: Design, y: Tensor, weight: Tensor, penalty: float, x: Tensor) -> Tensor:
+    """Returns a penalised logistic regression, by iteratively reweighted least squares from x."""
     for _ in range(8):
-        logit = fit.predict(tables)
+        logit = design.predict(x)
         probability = logit.sigmoid()
         variance = (probability * (1 - probability)).clamp(min=1e-3)
         response = logit + (y - probability) / variance
-        fit = ridge(tables, response, weight * variance, penalty, fit)
-    return fit
+        weighted = weight * variance
+        x = ridge(design.normal(weighted), design.collect(weighted * response), penalty, x)
+    return x
 
 
-def ridge(tables: Tables, y: Tensor, weight: Tensor, penalty: float, start: Additive) -> Additive:
-    """Returns the least of sum(weight * (y - function)**2) + penalty * sum(effect**2) per target.
+def ridge(normal: Callable[[Tensor], Tensor], right: Tensor, penalty: float, x: Tensor) -> Tensor:
+    """Returns the solution of normal(x) + penalty * effects = right, from x."""
 
-    y and weight are [n, T], the weight is 0 but in training rows. The normal equations are solved
-    by conjugate gradients for x [2 + K, T]: the level at the mean count of knock-outs, the slope,
-    and the effects of the K nodes that training rows knock out.
-    """
-    row = tables.sample()
-    is_seen = tables.is_seen()
-    is_seen[0] = True  # or there may be none; no row has a part in the effect of one that is not
-    number = is_seen.cumsum(0) - 1  # of other nodes, it does not matter
-    member = number[tables.perturbed]
-    count = tables.perturbed_ptr.diff().unsqueeze(1)
-    mean_count = (count * weight).sum(0) / weight.sum(0)
-    centred = count - mean_count
+    def product(x: Tensor) -> Tensor:
+        result = normal(x)
+        result[2:] += penalty * x[2:]
+        return result
 
-    def function(x: Tensor) -> Tensor:
-        line = x[0] + x[1] * centred
-        return line.index_add_(0, row, x[2:][member])
-
-    def collect(values: Tensor) -> Tensor:
-        """Returns the product of the transposed function's matrix and the weighted values."""
-        weighted = weight * values
-        line = torch.stack([weighted.sum(0), (weighted * centred).sum(0)])
-        effect = torch.zeros_like(x[2:]).index_add_(0, member, weighted[row])
-        return torch.cat([line, effect])
-
-    def normal(x: Tensor) -> Tensor:
-        product = collect(function(x))
-        product[2:] += penalty * x[2:]
-        return product
-
-    level = start.intercept + start.slope * mean_count
-    x = torch.cat([torch.stack([level, start.slope]), start.effect[is_seen]])
-    right = collect(y)
     tolerance = 1e-24 * right.square().sum(0)
-    x = conjugate_gradients(normal, x, right - normal(x), tolerance)
-    effect = torch.zeros_like(start.effect)
-    effect[is_seen] = x[2:]
-    return Additive(x[0] - x[1] * mean_count, x[1], effect)
+    return conjugate_gradients(product, x, right - product(x), tolerance)
 
 
 def conjugate_gradients(

@@ -142,7 +142,7 @@ class KnockoutGNN(nn.Module):
         if model.additive is not None:
             model.y_offset.copy_(baseline.intercept)
             model.additive.slope.data.copy_(baseline.slope / baseline.std)
-            effect = baseline.effect[is_seen] / baseline.std
+            effect = baseline.effect / baseline.std
             model.additive.effect.data[len(baseline.mean) :] = effect.flatten()
         return model
 

@@ -72,7 +72,9 @@ class Problem(KnockedOut):
         baseline = data.additive_baseline(tables)
         self.additive = baseline.prediction.squeeze(1)  # [n]
         self.residual = self.y - self.additive
-        self.effect = baseline.effect[self.nodes, 0]  # [K], beyond what every node has
+        effect = torch.zeros(len(tables.genes), dtype=torch.float64)
+        effect[tables.is_seen()] = baseline.effect[:, 0]
+        self.effect = effect[self.nodes]  # [K], beyond what every node has
         pairs = [torch.empty(3, 0, dtype=torch.long)]
         for k in range(1, int(tables.perturbed_ptr.diff().max())):  # k positions apart in a row
             i, j, row = self.member[:-k], self.member[k:], self.row[:-k]
