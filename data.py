@@ -824,14 +824,15 @@ class Design:
         return torch.cat([line, self.transposed @ values])
 
     def normal(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
-        """Returns the product with the normal matrix of rows that have a weight, [n, T]."""
+        """Returns the product with the normal matrix of rows that have a weight, [n, T].
+
+        That of one target is made once, [K, K], so that the rows are not read again.
+        """
         many = len(self.nodes.values()) > 5 * len(weight)  # and the matrix would be full
         if many or weight.size(1) > 1:  # or each target would have its own
             return lambda x: self.collect(weight * self.predict(x))
-        ptr, row = self.transposed.crow_indices(), self.transposed.col_indices()
-        weighted = torch.sparse_csr_tensor(ptr, row, weight[row, 0], self.transposed.shape)
-        matrix = torch.sparse.mm(weighted.to_sparse_coo(), self.nodes.to_sparse_coo())
-        matrix = matrix.to_sparse_csr()  # of counts, so that the rows are not read again
+        nodes = self.nodes.to_sparse_coo()
+        matrix = torch.sparse.mm(self.transposed.to_sparse_coo(), nodes * weight).to_sparse_csr()
         line = torch.cat([torch.ones_like(self.centred), self.centred], dim=1)
         border = self.collect(weight * line)
         return lambda x: torch.cat([border.T @ x, border[2:] @ x[:2] + matrix @ x[2:]])
