@@ -663,24 +663,11 @@ def metrics(
             prediction, y.nan_to_num(), reduction="none"
         )
         per_target["loss"] = mean_present(cross_entropy, y)
+    if y.size(1) > PROFILE:  # the mean is over the rows
+        per_target["row_pearson"] = pearson(y.T, prediction.T)
+        per_target["baseline_row_pearson"] = pearson(y.T, additive.T)
     means = {name: values.nanmean().item() for name, values in per_target.items()}
-    if y.size(1) > PROFILE:
-        means |= profile_metrics(y, prediction, additive)
-        quartiles = per_target["pearson"].nanquantile(y.new_tensor([0.25, 0.5, 0.75])).tolist()
-        means |= zip(("pearson_q25", "pearson_q50", "pearson_q75"), quartiles, strict=True)
     return {**means, "n": len(rows)}
-
-
-def profile_metrics(y: Tensor, prediction: Tensor, baseline: Tensor) -> dict[str, float]:
-    """Returns what is usual for profiles: Pearson's r over the targets of a row, averaged over the
-    rows, and the squared error of the targets that change most in each row."""
-    largest = y.abs().nan_to_num().topk(PROFILE, dim=1).indices
-    error = (prediction - y).square().gather(1, largest)
-    return {
-        "row_pearson": pearson(y.T, prediction.T).nanmean().item(),
-        "baseline_row_pearson": pearson(y.T, baseline.T).nanmean().item(),
-        "mse_top20": error.nanmean().item(),
-    }
 
 
 def mean_present(values: Tensor, y: Tensor) -> Tensor:

@@ -295,7 +295,6 @@ def test_training_on_profiles_starts_at_the_baseline_and_is_resumed_bit_for_bit(
     for key in ("pearson", "row_pearson"):
         assert first[key] == pytest.approx(first[f"baseline_{key}"], abs=1e-6)
         assert last[key] > first[key]
-    assert first["pearson_q25"] <= first["pearson_q50"] <= first["pearson_q75"]
 
     shutil.copytree(tmp_path / "runs/nodes", tmp_path / "runs/again")
     first, *later = sorted((tmp_path / "runs/again/checkpoints").glob("step_*.pt"))
