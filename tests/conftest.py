@@ -33,7 +33,7 @@ REPLACED_IN_WORKERS: set[str] = set()  # of pytest-xdist
 
 # Imports torch once, so that the processes forked from it start at once.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.conftest", "tests.tools.faults"])
+SERVER.set_forkserver_preload(["tests.preload"])
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -153,7 +153,7 @@ def test_random_features_stand_in_for_those_of_the_same_genes(tmp_path):
 def test_neighbours_equal_a_plain_loop(split):
     edges = torch.randint(NUM_GENES, (2, 150), generator=torch.Generator().manual_seed(1))
     effect = normal(NUM_GENES, NUM_GENES)
-    tables = make_tables(lambda genes: effect[genes], 2, split, num_rows=300, edges=edges)
+    tables = make_tables(lambda genes: effect[genes], 2, split, num_rows=150, edges=edges)
     problem, train_rows = Problem(tables), set(tables.rows("train").tolist())
     adjacency = torch.zeros(NUM_GENES, 2 * NUM_GENES)
     for source, target in edges.T.tolist():

@@ -176,9 +176,10 @@ def test_all_sets_of_one_or_two_names():
 
 
 def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
-    """Blank lines, spaces, controls and an error, at 100,000 lines a part."""
-    lines = [f"g{i % 50},g{i % 37} ,g{i % 50}\t{i}" for i in range(150_000)]
-    lines[7], lines[120_000], lines[130_000] = "\t1.5", "", "  \t2.5"
+    """Blank lines, spaces, controls and an error, at some 100 lines a part."""
+    monkeypatch.setattr(data, "CHUNK", 1500)
+    lines = [f"g{i % 50},g{i % 37} ,g{i % 50}\t{i}" for i in range(1500)]
+    lines[7], lines[1200], lines[1300] = "\t1.5", "", "  \t2.5"
     path = tmp_path / "scores.tsv"
     path.write_text("\n".join(["genes\tscore", *lines, ""]))
     columns, targets = read_knockouts(str(path), number := Numbers())
@@ -189,7 +190,7 @@ def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
     expected = [sorted({number[gene.strip()] for gene in genes.split(",") if gene.strip()}) for genes, _ in rows]
     assert y.tolist() == [[float(score)] for _, score in rows]
     assert [part.tolist() for part in perturbed.split(ptr.diff().tolist())] == expected
-    for line, wrong in ((140_001, "g1,,g2\t0"), (140_002, "g1\tNaN"), (140_003, "g1\t1\t2"), (140_004, "g1\t1_0")):
+    for line, wrong in ((1401, "g1,,g2\t0"), (1402, "g1\tNaN"), (1403, "g1\t1\t2"), (1404, "g1\t1_0")):
         path.write_text("\n".join(["genes\tscore", *lines[: line - 2], wrong, *lines[line - 2 :], ""]))
         with pytest.raises(DataError, match=rf"scores.tsv:{line}: "):
             read_knockouts(str(path), Numbers())

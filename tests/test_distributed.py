@@ -55,11 +55,11 @@ def test_zero_shards_the_optimiser_state(workers):
 
 def test_zero_gives_the_same_result_and_interchangeable_checkpoints(train, tmp_path):
     settings = ["optim.precision=fp64", "model.dropout=0", "optim.epochs=2", "checkpoint.every_steps=3"]
-    train(2, *settings, "run.name=plain", "checkpoint.keep_last=9").check()
+    train(0, *settings, "run.name=plain", "checkpoint.keep_last=9").check()
     train(2, *settings, "run.name=zero", "checkpoint.keep_last=9", "optim.zero=true").check()
     middle = "run.resume=runs/{}/checkpoints/step_00000006.pt"
     train(0, *settings, "run.name=from_zero", middle.format("zero")).check()
-    train(4, *settings, "run.name=to_zero", middle.format("plain"), "optim.zero=true").check()
+    train(2, *settings, "run.name=to_zero", middle.format("plain"), "optim.zero=true").check()
     plain, *others = (
         torch.load(tmp_path / "runs" / name / "checkpoints/step_00000010.pt", weights_only=True)
         for name in ("plain", "zero", "from_zero", "to_zero")

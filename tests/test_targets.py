@@ -172,13 +172,12 @@ def test_the_loss_is_the_weighted_mean_over_the_scores_that_are_there(tmp_path):
 def test_gaps_do_not_break_parity_and_each_target_is_predicted(train, tmp_path):
     tables = gappy_tables(tmp_path)
     settings = [*tables, "data.batch_size=36", "optim.precision=fp64", "model.dropout=0", "optim.epochs=2"]
-    for nproc, accumulate in ((0, 1), (2, 1), (3, 2)):
-        train(nproc, *settings, f"run.name={nproc}", f"optim.accumulate={accumulate}").check()
-    for nproc in (2, 3):
-        assert difference(tmp_path / f"runs/{nproc}", tmp_path / "runs/0", 1e-9) == ""
+    train(0, *settings, "run.name=0").check()
+    train(3, *settings, "run.name=3", "optim.accumulate=2").check()
+    assert difference(tmp_path / "runs/3", tmp_path / "runs/0", 1e-9) == ""
     (test,) = read_metrics(tmp_path / "runs/0", "test")
     assert test["pearson"] > 0.5
-    assert (tmp_path / "runs/2/test.tsv").read_text() == (tmp_path / "runs/0/test.tsv").read_text()
+    assert (tmp_path / "runs/3/test.tsv").read_text() == (tmp_path / "runs/0/test.tsv").read_text()
 
     (tmp_path / "ask.tsv").write_text("genes\nY03,Y07\nnobody\n\n")
     train(2, *tables, "--predict=ask.tsv", "--checkpoint=runs/0/checkpoints/best.pt").check()

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,8 +79,8 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(train, tmp_path, nproc)
     """Imitates a stop mid-epoch: later checkpoints are removed, and the metrics end in an incomplete row."""
     settings = ["optim.epochs=2", "checkpoint.every_steps=3", "checkpoint.keep_last=9", "model.dropout=0.2"]
     train(nproc, *settings, "run.name=whole").check()
-    train(nproc, *settings, "run.name=cut").check()
     whole, cut = tmp_path / "runs/whole", tmp_path / "runs/cut"
+    shutil.copytree(whole, cut)
     for name in ("best", "step_00000005", "step_00000006", "step_00000009", "step_00000010"):
         (cut / f"checkpoints/{name}.pt").unlink()
     with (cut / "metrics.jsonl").open("a") as file:
@@ -509,7 +510,7 @@ def write_binary_scores(tmp_path: Path) -> None:
 def test_scores_of_0_and_1_are_fitted_as_probabilities(train, tmp_path):
     write_binary_scores(tmp_path)
     assert "note      all scores are 0 or 1: optim.loss=binary predicts probabilities" in train(0).check().stdout
-    options = ["optim.loss=binary", "run.name=binary", "optim.epochs=20", "model.dropout=0"]
+    options = ["optim.loss=binary", "run.name=binary", "optim.epochs=10", "model.dropout=0"]
     train(0, *options).check()
     val, (test,) = (read_metrics(tmp_path / "runs/binary", kind) for kind in ("val", "test"))
     assert val[0]["pearson"] > 0.8 and val[-1]["loss"] < 0.5 * val[0]["loss"]  # begins with the baseline's ranking
