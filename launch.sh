@@ -6,7 +6,7 @@
 #   NNODES=2 RDZV=host:port ./launch.sh ...                   several: the same command on each
 #   sbatch --nodes=2 --gpus-per-node=4 launch.sh ...          SLURM; or ./launch.sh in an salloc, or srun ./launch.sh
 #   sbatch --array=0-3 launch.sh run.name=s%a run.seed=%a     a sweep: %a is the array task's index
-#   ./launch.sh test [--all] [pytest options]                 run the quick tests or all of them, two or three files at a time
+#   ./launch.sh test [--all] [pytest options]                 run the quick tests or all of them, files side by side
 #
 # NPROC         processes on this machine; may differ between machines
 # NNODES        number of machines, or a range such as 1:4 for an elastic run
@@ -61,7 +61,7 @@ else
   exec 9<&-
 fi
 if [ "${1:-}" = test ]; then
-  cd "$here" && exec "$python" -m pytest -c pyproject.toml -p tests.options -n 3 --dist loadfile --no-loadscope-reorder "${@:2}"
+  cd "$here" && exec "$python" -m pytest -c pyproject.toml -p tests.options -n auto --dist loadfile --no-loadscope-reorder "${@:2}"
 fi
 
 if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${NNODES:-}" ]; then

@@ -1,5 +1,6 @@
 """Fixtures and helpers: tiny tables, and processes that are killed when their test ends."""
 
+import contextlib
 import functools
 import gc
 import multiprocessing
@@ -48,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)  # files of tests run side by side
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Returns how many files `./launch.sh test` runs side by side: slow tests mostly wait."""
+    return 3 if config.option.all else 2
+
+
 def runs_tests(config: pytest.Config) -> bool:
     """Returns whether this is a process of pytest-xdist that runs tests, or the only one."""
     return hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
@@ -73,12 +80,12 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     found = {replaced()} if runs_tests(config) else REPLACED_IN_WORKERS
     for name in found - {""}:
-        terminalreporter.line(f"{name} is not the template's: only {', '.join(FOR_ANY_MODEL)} were run")
+        terminalreporter.line(f"not the template's: {name}; only {', '.join(FOR_ANY_MODEL)} were run")
 
 
 @functools.cache
 def replaced() -> str:
-    """Returns which function somebody who adapts the template has replaced, judged by what it makes of the example."""
+    """Returns which functions of the template were replaced in an adapted copy, by what they make of the example."""
     import data
     import model
     import train
@@ -88,12 +95,16 @@ def replaced() -> str:
         tables = data.load(config.data)
         size = (len(tables.genes), len(tables.edge_type), *tables.y.shape)
     except Exception:
-        size = ()
-    if size != EXAMPLE_SIZE:
         return "data.load"
-    baseline = data.load_baseline(tables, tables.fingerprint(), config.data, config.optim.loss)
-    built = train.build_model(config, tables, baseline)
-    return "" if type(built) is getattr(model, "KnockoutGNN", None) else "train.build_model"
+    built = None
+    with contextlib.suppress(Exception):
+        baseline = data.load_baseline(tables, tables.fingerprint(), config.data, config.optim.loss)
+        built = train.build_model(config, tables, baseline)
+    found = {
+        "data.load": size != EXAMPLE_SIZE,
+        "train.build_model": type(built) is not getattr(model, "KnockoutGNN", None),
+    }
+    return ", ".join(name for name, is_replaced in found.items() if is_replaced)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -121,6 +121,17 @@ def test_a_damaged_file_is_named(tmp_path, table, message):
         read_predictions(tmp_path / "test.tsv")
 
 
+def test_a_run_of_another_version_is_named(tmp_path, monkeypatch, capsys):
+    write_table(tmp_path / "test.tsv", [HEADER, ("a", 0, 1, 2, 3)])
+    (tmp_path / "config.yaml").write_text("log: {threshold: 1}\n")
+    assert run_check(monkeypatch, str(tmp_path)) == 2
+    expected = (
+        f"error: unknown option log.threshold: did you mean log.profile_steps? ({tmp_path}/config.yaml); "
+        "analyse a run with the version of the template that wrote it, or repeat it with this one\n"
+    )
+    assert capsys.readouterr().err == expected
+
+
 def test_a_missing_file_and_wrong_arguments_are_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_check(monkeypatch, "runs/none") == 2

@@ -1,6 +1,8 @@
 """Several trained models as one: predictions, and what is said of test rows."""
 
+import json
 import math
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +11,8 @@ import pytest
 import torch
 
 from ddp_setup import UserError
-from tests.conftest import write_table
+from tests.bench import screen
+from tests.conftest import ROOT, SMALL, fork, join, write_table
 from tests.tools.analysis import test as check_test
 from tests.tools.analysis import uncertainty
 
@@ -116,6 +119,23 @@ def test_the_check_compares_members_and_ensemble(train, members, tmp_path, monke
     train(0, "data.split_seed=1", "run.name=other").check()
     with pytest.raises(UserError, match=r"runs/other/test.tsv has other test rows than runs/a/test.tsv"):
         check_test(SimpleNamespace(arguments=["runs/a", "runs/other"], threshold=None))
+
+
+def test_a_screen_is_measured_on_tables_in_the_working_folder(tables, tmp_path, monkeypatch):
+    def run(arguments, folder):
+        process = fork(tmp_path, "run", [str(ROOT / "train.py"), *arguments], {}, cwd=str(folder))
+        assert join([process]) == [0]
+        return 1.0
+
+    monkeypatch.setattr(screen, "run", run)
+    monkeypatch.setattr(
+        "sys.argv", ["screen", "--members=2", "--json=screen.json", "--config", os.devnull, *tables, *SMALL]
+    )
+    monkeypatch.chdir(tmp_path)
+    screen.main()
+    (rows,) = json.loads((tmp_path / "screen.json").read_text())["tables"].values()
+    assert [(row["models"], row["pairs"]) for row in rows] == [(1, 435), (2, 435)]
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_spread_tells_the_error_or_does_not():

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+import train
+from tests import conftest
 from tests.conftest import MODULES, ROOT
 from train import Config
 
@@ -58,3 +60,12 @@ def test_every_option_is_used():
         for option in dataclasses.fields(section.type):
             forms = (f"config.{option.name}", f"{section.name}.{option.name}")
             assert any(form in code for form in forms), f"{section.name}.{option.name}"
+
+
+def test_all_replaced_functions_are_named(monkeypatch):
+    replaced = conftest.replaced.__wrapped__  # without the cache
+    assert replaced() == ""
+    monkeypatch.setattr(train, "build_model", lambda *arguments: None)
+    assert replaced() == "train.build_model"
+    monkeypatch.setattr(conftest, "EXAMPLE_SIZE", (1, 1, 1, 1))
+    assert replaced() == "data.load, train.build_model"

@@ -2,11 +2,12 @@
 
     python -m tests.bench.screen [--members 5] [--json FILE] [section.key=value ...]
 
-The options name tables, by absolute paths, and model. The members are trained for one epoch each, which is not
+The options name tables and model. The members are trained for one epoch each, which is not
 measured; a prediction is measured from the command to its end, by one process.
 """
 
 import argparse
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -15,13 +16,26 @@ import time
 from pathlib import Path
 
 import torch
+import yaml
 
+from ddp_setup import UserError
 from tests.bench import report
 from tests.tools.runs import ROOT
+from train import Config, load_config, parse_arguments
+
+
+def configuration(arguments: list[str]) -> Config:
+    """Returns the configuration of train.py's arguments with absolute paths of tables; raises `UserError`."""
+    config = load_config(parse_arguments(arguments))
+    paths = {}
+    for name in ("edges", "perturbations", "features"):
+        if path := getattr(config.data, name):
+            paths[name] = str(Path(path).resolve())
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **paths))
 
 
 def run(arguments: list[str], folder: Path) -> float:
-    """Returns the seconds that a command of train.py takes."""
+    """Returns the seconds that a command of train.py takes, in `folder`."""
     start = time.perf_counter()
     command = [sys.executable, str(ROOT / "train.py"), *arguments]
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
@@ -44,11 +58,17 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the table to this file")
     options, overrides = parser.parse_known_args()
+    try:
+        config = configuration(overrides)
+    except UserError as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        (folder / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
         checkpoints = []
         for seed in range(options.members):
-            run([*overrides, "optim.epochs=1", f"run.name={seed}", f"run.seed={seed}"], folder)
+            member = ["run.dir=runs", f"run.name={seed}", f"run.seed={seed}"]
+            run(["--config", "config.yaml", "optim.epochs=1", *member], folder)
             checkpoints.append(f"runs/{seed}/checkpoints/best.pt")
         rows = [predict(checkpoints[:1], folder), predict(checkpoints, folder)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

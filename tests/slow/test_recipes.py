@@ -47,12 +47,16 @@ def adapt(copy: Path, name: str, overrides: list[str]) -> None:
     (copy / "config.yaml").write_text(yaml.safe_dump(config))
 
 
-def launch(copy: Path, world_size: int, script: str, *arguments: str) -> None:
-    """Runs a script of the copy on forked ranks, in the folder around the copy; all of them must succeed."""
+def launch(copy: Path, world_size: int, script: str, *arguments: str, code: int = 0) -> str:
+    """Runs a script of the copy on forked ranks, in the folder around the copy; returns what they print.
+
+    All of them must end with the exit status `code`.
+    """
     _store, ranks = fork_ranks(copy.parent, world_size, str(copy / script), [*arguments])
     codes = join(ranks)
     output = [path.read_text() for rank in range(world_size) for path in copy.parent.glob(f"rank{rank}.std*")]
-    assert codes == [0] * world_size, "\n".join(output)
+    assert codes == [code] * world_size, "\n".join(output)
+    return "\n".join(output)
 
 
 def train(copy: Path, *overrides: str, name: str = "run", script: str = "train.py") -> tuple[dict, list[dict]]:
@@ -131,6 +135,8 @@ def test_weighted_dataset(copy, tables, tmp_path):
     assert metrics[2]["loss"] != pytest.approx(even_metrics[2]["loss"], rel=1e-3)
     assert checkpoint["data"] != even["data"]
     assert_parity(copy)
+    output = launch(copy, 2, "train.py", "data.perturbations=scores.tsv", "run.name=tsv", code=2)
+    assert output.count("error: scores.tsv is not of JSON lines: set data.perturbations\n") == 1
 
     module = runpy.run_path(str(copy / "data.py"))
     files = [str(tmp_path / name) for name in ("edges.tsv", "uneven.jsonl")]

@@ -69,7 +69,11 @@ def test(options: argparse.Namespace) -> None:
         raise UserError("test takes run folders, such as runs/default")
     folder = Path(options.arguments[0])
     rows = read_predictions(folder / "test.tsv")
-    config = train.load_config(SimpleNamespace(config=folder / "config.yaml", overrides=[], checkpoint=None))
+    try:
+        config = train.load_config(SimpleNamespace(config=folder / "config.yaml", overrides=[], checkpoint=None))
+    except UserError as error:
+        advice = "analyse a run with the version of the template that wrote it, or repeat it with this one"
+        raise UserError(f"{error} ({folder / 'config.yaml'}); {advice}") from None
     if options.threshold is not None and not (rows.y < options.threshold).any():
         raise UserError(f"{folder / 'test.tsv'} has no score below --threshold={options.threshold:g}")
     if len(options.arguments) > 1:
