@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if runs_tests(config):
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup; what the tests start would inherit that
             signal.signal(signal.SIGHUP, lambda number, frame: None)
+        forkserver.ensure_running()  # it imports while the tests are collected
         import torch  # takes seconds, for which the process that deals out tests would keep the others waiting
 
         torch.set_num_threads(1)  # files of tests run side by side
