@@ -246,9 +246,9 @@ def train(config: Config, env: Distributed) -> None:
                         state.scaler.scale(loss * share).backward()
                 meter.loss += loss.detach()
             with env.phase("optimiser"):
-                grad_norm = optimizer_step(model, state.optimizer, state.scaler, optim)
+                norm_and_scale = optimizer_step(model, state.optimizer, state.scaler, optim)
             state.step += 1
-            meter.count(len(rows), num_scores, grad_norm, state.scaler)
+            meter.count(len(rows), num_scores, norm_and_scale)
             profile.step()
 
             env.step_done(state.step)
@@ -433,18 +433,19 @@ def optimizer_step(
 ) -> Tensor:
     """Unscales and clips the gradients, steps if their norm is finite, and clears them.
 
-    Returns the norm before clipping.
+    Returns the norm before clipping and the scale of the loss, [2].
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
     gradients[0] += norm - norm  # nan if the norm is not finite, so that GradScaler skips the step
     scaler.unscale_(optimizer)
-    grad_norm = norm / scaler.scale(torch.ones_like(norm))
+    scale = scaler.scale(torch.ones_like(norm))
+    grad_norm = norm / scale
     nn.utils.clip_grads_with_norm_(model.parameters(), optim.clip or math.inf, grad_norm)
     scaler.step(optimizer)
     scaler.update(None if optim.precision == "fp16" else 1.0)  # without fp16, the scale stays 1
     optimizer.zero_grad(set_to_none=True)
-    return grad_norm
+    return torch.stack([grad_norm, scale])
 
 
 def schedule(step: int, total_steps: int, optim: OptimConfig) -> float:
@@ -525,16 +526,13 @@ class Meter:
         self.start = time.perf_counter()
         self.loss = torch.zeros((), dtype=torch.float64, device=self.env.device)  # this rank's
         self.num_samples = self.num_scores = 0
-        self.steps = []  # of each, the norm of the gradients and the scale of the loss, [2]
+        self.steps = []  # what `optimizer_step` returned
         self.env.seconds.clear()
 
-    def count(
-        self, num_samples: int, num_scores: int, grad_norm: Tensor, scaler: torch.amp.GradScaler
-    ) -> None:
+    def count(self, num_samples: int, num_scores: int, norm_and_scale: Tensor) -> None:
         self.num_samples += num_samples
         self.num_scores += num_scores
-        scale = scaler.scale(torch.ones_like(grad_norm))
-        self.steps.append(torch.stack([grad_norm, scale]))
+        self.steps.append(norm_and_scale)
 
     def read(self, state: TrainState) -> dict[str, Any]:
         """Returns the values of the train row, and restarts.

@@ -43,9 +43,9 @@ def test_ten_training_steps_never_wait_for_the_gpu(shared, dtype):  # noqa: F811
                 prediction = model(graph, on_gpu)
             loss = criterion(prediction, on_gpu, model)
             scaler.scale(loss).backward()
-            grad_norm = optimizer_step(model, optimizer, scaler, OptimConfig())
+            norm_and_scale = optimizer_step(model, optimizer, scaler, OptimConfig())
             meter.loss += loss.detach()
-            meter.count(len(batch.y), len(batch.y), grad_norm, scaler)
+            meter.count(len(batch.y), len(batch.y), norm_and_scale)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

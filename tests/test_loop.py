@@ -29,29 +29,26 @@ def meter() -> Meter:
 
 
 def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    good, bad = torch.tensor(1.0), torch.tensor(float("nan"))
-    state = TrainState(None, None, scaler)
+    good, bad = 1.0, math.nan
+    state = TrainState(None, None, None)
 
-    def take(*norms: torch.Tensor) -> dict:
+    def take(*norms: float, scale: float = 1.0) -> dict:
         for norm in norms:
             state.step += 1
-            meter.count(1, 1, norm, scaler)
+            meter.count(1, 1, torch.tensor([norm, scale]))
         return meter.read(state)
 
-    scaler.scale(good)
-    assert take(good, bad)["skipped"] == 0  # an overflow at a scale of 2
-    scaler.update(1.0)
+    assert take(good, bad, scale=2.0)["skipped"] == 0  # an overflow at a scale of 2
     assert take(bad, good, *[bad] * (MAX_SKIPS - 1))["skipped"] == MAX_SKIPS
     with pytest.raises(RunError, match=f"step {state.step + 1} is not finite, {MAX_SKIPS} in a row"):
         take(bad)
 
 
 def test_a_row_has_the_mean_loss_and_times_since_the_previous_row(meter, monkeypatch):
-    scaler, state = torch.amp.GradScaler("cpu", init_scale=1.0), TrainState(None, None, None)
+    state = TrainState(None, None, None)
     for total, num_samples in ((3.0, 2), (1.0, 2), (2.0, 1)):
         meter.loss += total
-        meter.count(num_samples, num_samples, torch.tensor(1.0), scaler)
+        meter.count(num_samples, num_samples, torch.ones(2))
     meter.env.seconds["data"] = 1.5
     monkeypatch.setattr("train.time", SimpleNamespace(perf_counter=lambda: meter.start + 4.5))
     row = meter.read(state)
@@ -71,9 +68,9 @@ def test_a_step_and_its_meter_do_not_wait_for_the_device(meter):
         loss = model(torch.ones(1, 2)).sum()
         scaler.scale(loss).backward()
         with CountSynchronisations() as count:
-            grad_norm = optimizer_step(model, optimizer, scaler, OptimConfig())
+            norm_and_scale = optimizer_step(model, optimizer, scaler, OptimConfig())
             meter.loss += loss.detach()
-            meter.count(1, 1, grad_norm, scaler)
+            meter.count(1, 1, norm_and_scale)
         assert (count.seen == []) is fused
 
 
@@ -88,7 +85,8 @@ def test_a_step_whose_norm_is_not_finite_changes_nothing(meter, size, fused, cli
     optimizer = build_optimizer(model, optim, meter.env) if fused else torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     scaler.scale(size * model(torch.ones(1, 2)).sum()).backward()
-    assert not optimizer_step(model, optimizer, scaler, optim).isfinite()
+    norm, _ = optimizer_step(model, optimizer, scaler, optim)
+    assert not norm.isfinite()
     assert all(map(torch.equal, model.parameters(), before))
 
 
@@ -101,7 +99,7 @@ def test_a_step_clips_the_unscaled_gradients(meter, scale):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     scaler.scale(model(torch.tensor([[3.0, 4.0]]))).sum().backward()
-    assert optimizer_step(model, optimizer, scaler, optim).item() == pytest.approx(5)
+    assert optimizer_step(model, optimizer, scaler, optim).tolist() == pytest.approx([5, scale])
     assert model.weight.flatten().tolist() == pytest.approx([-0.3, -0.4])
 
 

@@ -58,7 +58,7 @@ def tiny_step(device: torch.device) -> Callable[[], None]:
         loss = criterion(model(shared, batch), batch, model)
         scaler.scale(loss * (1 / NUM_SAMPLES)).backward()
         meter.loss += loss.detach()
-        meter.count(NUM_SAMPLES, NUM_SAMPLES, optimizer_step(model, optimizer, scaler, optim), scaler)
+        meter.count(NUM_SAMPLES, NUM_SAMPLES, optimizer_step(model, optimizer, scaler, optim))
 
     return step
 

@@ -290,7 +290,7 @@ def ten_steps(device: torch.device, precision: str, checkpointing: bool, route: 
             loss = train.criterion(prediction, there, model)
             scaler.scale(loss / 16).backward()
             meter.loss += loss.detach()
-            meter.count(16, 16, train.optimizer_step(model, optimizer, scaler, optim), scaler)
+            meter.count(16, 16, train.optimizer_step(model, optimizer, scaler, optim))
     row = meter.read(state)
     return row["skipped"] == 0, f"mean loss {row['loss']:.3f}"
 
