@@ -90,7 +90,9 @@ class Tables:
     edge_index: Tensor  # long [2, E], the edges of one relation after another
     edge_type: Tensor  # long [E], index into `relations`
     perturbed: Tensor  # long [total], the knocked-out nodes of all samples, concatenated
-    perturbed_ptr: Tensor  # long [n + 1]; those of sample i are from ptr[i] to ptr[i + 1]
+    perturbed_ptr: (
+        Tensor  # long [n + 1]; those of sample i, each once, are from ptr[i] to ptr[i + 1]
+    )
     y: Tensor  # float64 [n, T], or [n], the measured effects, nan where one is missing
     split: Tensor | None = None  # int8 [n], index into `SPLITS`, -1 for rows in none
     weight: Tensor | None = None  # float64 [n], of each sample in the loss
@@ -468,22 +470,38 @@ def read_knockouts(path: str, number: Numbers) -> tuple[dict[str, Tensor], list[
     return {name: torch.cat([part[name] for part in parts]) for name in columns}, targets
 
 
-def read_sets(path: str, number: Numbers) -> Iterator[tuple[Sequence[str], Tensor, Tensor]]:
-    """Yields, for some rows at once, their cells of the column `genes`, and each knock-out.
+def read_sets(
+    path: str, number: Numbers, tables: Tables
+) -> Iterator[tuple[Sequence[str], Tensor, Tables]]:
+    """Yields, for some rows of a table at once, what they are predicted from.
 
-    A knock-out is its row and node. The paths `all-singles` and `all-pairs` stand for all sets of
-    one or of two names in `number`. Raises `DataError`.
+    That is their cells of the column `genes`, which of them have only nodes of the graph, bool [n],
+    and `tables` with these as its samples. Whatever else a batch is made of must be read here, too.
+    The paths `all-singles` and `all-pairs` stand for all sets of one or of two nodes.
+    Raises `DataError`.
     """
     size = {"all-singles": 1, "all-pairs": 2}.get(path)
-    if size is None:
-        for rows in read_rows(path, "genes"):
-            yield rows.cells["genes"], *rows.sets(number)
-        return
-    sets = combinations(number, size)
-    while part := list(islice(sets, 100_000)):
-        row = torch.arange(len(part)).repeat_interleave(size)
-        node = number.of([name for names in part for name in names])
-        yield list(map(",".join, part)), row, node
+    all_rows = read_rows(path, "genes") if size is None else all_sets(path, tables.genes, size)
+    for rows in all_rows:
+        row, node = rows.sets(number)
+        is_known = torch.ones(len(rows.lines), dtype=torch.bool)
+        is_known[row[node >= len(tables.genes)]] = False
+        num_known = int(is_known.sum())
+        number_of_row = is_known.cumsum(0) - 1
+        chosen = is_known[row]
+        perturbed, ptr = pack(number_of_row[row[chosen]], node[chosen], num_known)
+        y = tables.y.new_full((num_known, len(tables.targets)), math.nan)
+        samples = replace(
+            tables, perturbed=perturbed, perturbed_ptr=ptr, y=y, split=None, weight=None
+        )
+        yield rows.cells["genes"], is_known, samples
+
+
+def all_sets(path: str, names: Sequence[str], size: int) -> Iterator[Rows]:
+    """Yields the rows of a table of all sets of `size` names."""
+    sets = combinations(names, size)
+    while some_sets := list(islice(sets, 100_000)):
+        yield Rows(path, range(len(some_sets)), {"genes": list(map(",".join, some_sets))})
 
 
 def read_features(path: str, genes: list[str]) -> Tensor:
@@ -582,35 +600,25 @@ def split_in_order(order: Tensor, config: DataConfig, size: int) -> Tensor:
 # ---- Batches -------------------------------------------------------------------------------------
 @dataclass
 class KnockoutDataset(Dataset):
-    """Builds a whole batch at once from a list of row numbers, in which -1 is padding.
+    """Builds a whole batch of the tables' rows at once from a list of their numbers; -1 is padding.
 
     A batch is a PyG `Data` with `perturbed` [P], `perturbed_batch` [P], `perturbed_ptr` [B + 1],
     `y` [B, T], `weight` [B, T] (0 for missing scores and padding), `index` [B] (the row, -1 for
-    padding) and `num_dead_edges`, an int that sizes the masks' tensors. The arguments are as in
-    `Tables`, where a node is listed once in a sample, as `pack` sees to, but for `degree`, which is
-    `SharedGraph.degree`, long [N], and `transform`, such as `mask.ReachPlanner`, which takes each
-    batch and returns what the model gets.
+    padding) and `num_dead_edges`, an int that sizes the masks' tensors. `degree` is that of
+    `SharedGraph`, long [N]; `transform`, such as `mask.ReachPlanner`, takes each batch and returns
+    what the model gets.
     """
 
-    perturbed: Tensor
-    perturbed_ptr: Tensor
-    y: Tensor
+    tables: Tables
     degree: Tensor
-    weight: Tensor | None = None
     transform: Callable[[Data], Data] | None = None
 
-    def __post_init__(self):
-        if self.y.dim() == 1:
-            self.y = self.y.unsqueeze(1)
-        if self.weight is None:
-            self.weight = self.y.new_ones(1).expand(len(self.y))
-
     def __len__(self) -> int:
-        return len(self.y)
+        return len(self.tables.y)
 
     def num_scores(self, rows: Tensor) -> int:
         """Returns how many scores of these rows are not missing."""
-        return int(np.isfinite(self.y[rows].numpy()).sum())
+        return int(np.isfinite(self.tables.y[rows].numpy()).sum())
 
     def __getitem__(self, row: int) -> Data:
         return self.__getitems__([row])
@@ -620,25 +628,27 @@ class KnockoutDataset(Dataset):
         index = torch.as_tensor(rows, dtype=torch.long)
         is_real = index >= 0
         row = index.clamp(min=0)
-        start = self.perturbed_ptr[row]
-        ptr = cumsum((self.perturbed_ptr[row + 1] - start) * is_real)
+        start = self.tables.perturbed_ptr[row]
+        ptr = cumsum((self.tables.perturbed_ptr[row + 1] - start) * is_real)
         sample = torch.repeat_interleave(ptr.diff())
         position = torch.arange(len(sample)) + (start - ptr[:-1])[sample]
-        perturbed = self.perturbed[position]
+        perturbed = self.tables.perturbed[position]
         num_nodes = len(self.degree)
         for i in ((perturbed < 0) | (perturbed >= num_nodes)).nonzero().flatten().tolist():
             raise IndexError(
                 f"sample {index[sample[i]]}: knocked-out node {perturbed[i]} "
                 f"is outside [0, {num_nodes}), the graph's nodes"
             )
-        y = self.y[row].float()
-        weight = (self.weight[row] * is_real).float().unsqueeze(1)
+        y = self.tables.y[row].float()
+        weight = is_real.float()
+        if self.tables.weight is not None:
+            weight *= self.tables.weight[row]
         batch = Data(
             perturbed=perturbed,
             perturbed_batch=sample,
             perturbed_ptr=ptr,
             y=y.nan_to_num() * is_real.unsqueeze(1),
-            weight=weight * ~y.isnan(),
+            weight=weight.unsqueeze(1) * ~y.isnan(),
             index=index,
             num_dead_edges=int(self.degree[perturbed].sum()),
         )

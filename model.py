@@ -504,13 +504,13 @@ def readout_head(inputs: int, hidden: int, dropout: float, outputs: int) -> nn.M
 
 
 def plan_route(
-    config: ModelConfig, graph: SharedGraph, dataset: Dataset, rows: Tensor
+    config: ModelConfig, graph: SharedGraph, dataset: Dataset
 ) -> tuple[ReachPlanner | None, str]:
     """Returns what plans batches as `message_passing` needs, if anything, and a line for the log.
 
-    `auto` takes `reach` if the plan of some hundred of the dataset's `rows` covers more than the
-    first layer. `shared` plans that one, too: all samples enter it with the same states, so little
-    of it changes on any graph.
+    `auto` takes `reach` if the plan of some hundred rows of the dataset covers more than the first
+    layer. `shared` plans that one, too: all samples enter it with the same states, so little of it
+    changes on any graph.
     """
     route = config.message_passing
     if config.readout == "local":
@@ -518,7 +518,7 @@ def plan_route(
     if route in ON_COPIES:
         return None, route
     planner = ReachPlanner(graph, 1 if route == "shared" else config.layers)
-    some_rows = rows[:: len(rows) // 128 + 1]
+    some_rows = range(0, len(dataset), len(dataset) // 128 + 1)  # evenly spaced
     blocks = planner.plan(dataset.__getitems__(some_rows))
     planned = min((len(block.layers) for block in blocks), default=0)
     if route != "reach":

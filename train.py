@@ -178,13 +178,9 @@ def train(config: Config, env: Distributed) -> None:
     env.stop.is_training = True
     model = state.model
     graph = SharedGraph(tables.graph()).to(env.device, dtype)
-    dataset = KnockoutDataset(
-        tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree, tables.weight
-    )
-    train_rows = tables.rows("train")
-    dataset.transform, route = plan_route(config.model, graph, dataset, train_rows)
+    dataset, route = make_dataset(config, tables, graph)
     sampler = StepSampler(
-        train_rows,
+        tables.rows("train"),
         config.data.batch_size,
         accumulate=optim.accumulate,
         world_size=env.world_size,
@@ -347,6 +343,13 @@ def log_batch(config: Config, env: Distributed, sampler: StepSampler) -> None:
         f"batch     {config.data.batch_size} samples over {env.world_size} ranks "
         f"and {config.optim.accumulate} micro-batches, {sampler.steps_per_epoch} steps per epoch"
     )
+
+
+def make_dataset(config: Config, tables: Tables, graph: SharedGraph) -> tuple[KnockoutDataset, str]:
+    """Returns the dataset of any tables on the graph, and how the model passes messages, a text."""
+    dataset = KnockoutDataset(tables, graph.degree)
+    dataset.transform, route = plan_route(config.model, graph, dataset)
+    return dataset, route
 
 
 def build_model(config: Config, tables: Tables, baseline: Baseline) -> nn.Module:
@@ -618,7 +621,7 @@ def predict_rows(
     batch_size = config.data.batch_size
     if config.model.readout == "local":
         batch_size = max(batch_size, 8192)
-    size = (len(rows), dataset.y.size(1))
+    size = (len(rows), dataset.tables.y.size(1))
     predictions = torch.zeros(size, dtype=torch.float64, device=env.device)
     own = predictions[env.rank :: env.world_size]  # a view
     batches = rows[env.rank :: env.world_size].split(math.ceil(batch_size / env.world_size))
@@ -746,16 +749,12 @@ def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> 
     try:
         columns = prediction_columns(tables.targets, len(members))
         write(["\t".join(["genes", *columns]) + "\n"])
-        for genes, row, node in in_step(data.read_sets(table, number), env):
-            known = torch.ones(len(genes), dtype=torch.bool)
-            known[row[node >= graph.num_nodes]] = False
-            rows = known.nonzero().flatten()
-            knockouts = data.pack(row, node, len(genes))
+        for genes, is_known, samples in in_step(data.read_sets(table, number, tables), env):
             cells = tables.y.new_full((len(genes), len(columns)), math.nan)
-            cells[rows] = predict_sets(members, graph, knockouts, rows, tables, env)
+            cells[is_known] = predict_samples(members, graph, samples, env)
             write(table_lines(iter(genes), cells))
             num_rows += len(genes)
-            num_predicted += len(rows)
+            num_predicted += len(samples.y)
         if env.rank == 0:
             os.replace(temporary, output)
     finally:
@@ -768,7 +767,7 @@ def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> 
 
 
 def prediction_columns(targets: Sequence[str], num_members: int) -> list[str]:
-    """Returns the names of the columns that `predict_sets` fills."""
+    """Returns the names of the columns that `predict_samples` fills."""
     if len(targets) == 1:
         return ["prediction", "sd"] if num_members > 1 else ["prediction"]
     if num_members == 1:
@@ -776,24 +775,17 @@ def prediction_columns(targets: Sequence[str], num_members: int) -> list[str]:
     return [column for name in targets for column in (name, f"{name}_sd")]
 
 
-def predict_sets(
-    members: list[Member],
-    graph: SharedGraph,
-    knockouts: tuple[Tensor, Tensor],
-    rows: Tensor,
-    tables: Tables,
-    env: Distributed,
+def predict_samples(
+    members: list[Member], graph: SharedGraph, samples: Tables, env: Distributed
 ) -> Tensor:
-    """Returns for `rows` of the knock-outs each target's mean over the members, float64 [n, T].
+    """Returns for each row of the samples each target's mean over the members, float64 [n, T].
 
     Of several members, the standard deviation follows each mean, [n, 2 * T].
     """
-    _, ptr = knockouts
-    y = tables.y.new_empty(len(ptr) - 1, tables.y.size(1))
+    rows = torch.arange(len(samples.y))
     predictions = []
     for member in members:
-        dataset = KnockoutDataset(*knockouts, y, graph.degree)
-        dataset.transform, _ = plan_route(member.config.model, graph, dataset, rows)
+        dataset, _ = make_dataset(member.config, samples, graph)
         prediction = predict_rows(member.model, graph, dataset, rows, member.config, env)
         predictions.append(prediction)
     if len(members) == 1:

@@ -17,9 +17,9 @@ from data import KnockoutDataset, StepSampler, additive_baseline, load, make_loa
 from mask import SharedGraph
 from tests.conftest import launch_forked
 from tests.tools import parity
-from tests.tools.runs import pack_sets
+from tests.tools.runs import tables_of
 from tests.tools.syncs import CountSynchronisations
-from train import build_model, criterion, load_config, parse_arguments, plan_route
+from train import build_model, criterion, load_config, make_dataset, parse_arguments
 
 pytestmark = pytest.mark.contract
 
@@ -65,7 +65,7 @@ def model(config, tables, baseline):
 def batch_of(graph, tables):
     def build(sets, transform=None):
         y = torch.zeros(len(sets), *tables.y.shape[1:])
-        dataset = KnockoutDataset(*pack_sets(sets), y, graph.degree, transform=transform)
+        dataset = KnockoutDataset(tables_of(sets, y), graph.degree, transform=transform)
         return dataset.__getitems__(range(len(sets)))
 
     return build
@@ -89,7 +89,7 @@ def test_every_row_is_in_one_split_and_every_node_in_the_graph(tables):
 
 
 def test_an_epoch_yields_each_training_row_once_on_any_number_of_ranks(config, tables, graph):
-    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
+    dataset, _ = make_dataset(config, tables, graph)
     rows = tables.rows("train")[:100]
     for world_size in (1, 2, 3):
         seen = []
@@ -115,10 +115,9 @@ def test_a_batch_of_one_an_empty_batch_and_an_empty_knock_out_set_work(model, gr
 def test_training_predicts_what_every_other_route_does(config, tables, baseline, graph, model, batch_of, sets):
     """Training plans its batches, and the other tests here do not; `expanded`, if there is one, is the reference."""
     graph, model = copy.deepcopy(graph).double(), model.double()
-    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
-    planner, _ = plan_route(config.model, graph, dataset, tables.rows("train"))
+    dataset, _ = make_dataset(config, tables, graph)
     expected = model(graph, batch_of(sets))
-    torch.testing.assert_close(model(graph, batch_of(sets, planner)), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model(graph, batch_of(sets, dataset.transform)), expected, rtol=1e-9, atol=1e-9)
     if config.model.message_passing in ("auto", "shared", "reach"):
         changed = dataclasses.replace(config.model, message_passing="expanded")
         other = build_model(dataclasses.replace(config, model=changed), tables, baseline).double().eval()

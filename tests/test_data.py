@@ -35,7 +35,7 @@ from data import (
 from tests.bench import synthetic
 from tests.bench.synthetic import PRESETS, failure_losses, generate, synthetic_tables
 from tests.conftest import write_table
-from tests.tools.runs import pack_sets
+from tests.tools.runs import pack_sets, tables_of
 
 EDGES = [("source", "target", "relation"), ("b", "a", "x"), ("a", "c", "y"), ("c", "c", "x"), ("b", "a", "x")]
 SCORES = [("genes", "score", "split"), ("a,b", 0.5, "train"), ("d", -1, "val"), ("", "2e-1", "test")]
@@ -111,6 +111,16 @@ def test_errors_in_tables_name_file_and_line(tmp_path, edges, scores, message):
     assert not list(tmp_path.glob("cache/*.tmp"))
 
 
+def asked(path: str, names: list[str]) -> tuple[list[str], list[bool], list[list[int]], list[str]]:
+    """Returns the cells of a table to predict, which rows are known, their sets of nodes, and all names."""
+    graph = Tables(names, ["r"], torch.empty(2, 0).long(), torch.empty(0).long(), *pack_sets([[0]]), torch.zeros(1))
+    number = Numbers({name: node for node, name in enumerate(names)})
+    ((genes, is_known, samples),) = read_sets(path, number, graph)
+    assert samples.y.shape == (int(is_known.sum()), 1) and samples.y.isnan().all()
+    sets = [nodes.tolist() for nodes in samples.perturbed.split(samples.perturbed_ptr.diff().tolist())]
+    return list(genes), is_known.tolist(), sets, list(number)
+
+
 def quote(path: Path) -> None:
     """Puts quotes around each cell of a table."""
     lines = path.read_text().splitlines()
@@ -126,10 +136,9 @@ def test_cells_in_quotes_are_read(tmp_path):
         quote(path)
     assert load(options).fingerprint() == plain.fingerprint()
     (tmp_path / "ask.tsv").write_text('genes\n"a,b"\n""\n"ant(2"")-Ia, c"\nant(2")-Ia\nb"\n')
-    ((genes, row, node),) = read_sets(str(tmp_path / "ask.tsv"), number := Numbers())
-    assert list(genes) == ["a,b", "", 'ant(2")-Ia, c', 'ant(2")-Ia', 'b"']
-    assert list(number) == ["a", "b", 'ant(2")-Ia', "c", 'b"']
-    assert row.tolist() == [0, 0, 2, 2, 3, 4] and node.tolist() == [0, 1, 2, 3, 2, 4]
+    genes, _, sets, names = asked(str(tmp_path / "ask.tsv"), ["a", "b"])
+    assert genes == ["a,b", "", 'ant(2")-Ia, c', 'ant(2")-Ia', 'b"'] and sets == [[0, 1], []]
+    assert names == ["a", "b", 'ant(2")-Ia', "c", 'b"']
 
 
 @pytest.mark.parametrize(
@@ -161,18 +170,17 @@ def test_a_long_cell_is_cut_in_errors(tmp_path):
 
 
 def test_a_blank_line_of_a_one_column_table_is_a_sample_without_knock_outs(tmp_path):
-    path = write_table(tmp_path / "ask.tsv", [("genes",), ("a,b",), ("",), ("c",)])
-    ((genes, row, node),) = read_sets(str(path), number := Numbers())
-    assert list(genes) == ["a,b", "", "c"] and row.tolist() == [0, 0, 2] and node.tolist() == [0, 1, 2]
-    assert list(number) == ["a", "b", "c"]
+    path = write_table(tmp_path / "ask.tsv", [("genes",), ("a,b",), ("",), ("x,b",), ("c,a",)])
+    genes, is_known, sets, names = asked(str(path), ["a", "b", "c"])
+    assert genes == ["a,b", "", "x,b", "c,a"] and is_known == [True, True, False, True]
+    assert sets == [[0, 1], [], [0, 2]] and names == ["a", "b", "c", "x"]
 
 
 def test_all_sets_of_one_or_two_names():
-    number = Numbers({"a": 0, "b": 1, "c": 2})
-    ((genes, row, node),) = read_sets("all-singles", number)
-    assert (genes, row.tolist(), node.tolist()) == (["a", "b", "c"], [0, 1, 2], [0, 1, 2])
-    ((genes, row, node),) = read_sets("all-pairs", number)
-    assert (genes, row.tolist(), node.tolist()) == (["a,b", "a,c", "b,c"], [0, 0, 1, 1, 2, 2], [0, 1, 0, 2, 1, 2])
+    singles = asked("all-singles", ["a", "b", "c"])
+    assert singles == (["a", "b", "c"], [True] * 3, [[0], [1], [2]], ["a", "b", "c"])
+    genes, _, sets, _ = asked("all-pairs", ["a", "b", "c"])
+    assert genes == ["a,b", "a,c", "b,c"] and sets == [[0, 1], [0, 2], [1, 2]]
 
 
 def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
@@ -379,7 +387,7 @@ def test_random_split_depends_on_its_seed_alone_and_keeps_replicates_together():
 
 def make_dataset(num_rows: int, num_nodes: int = 7) -> KnockoutDataset:
     sets = [[(row + k) % num_nodes for k in range(row % 4)] for row in range(num_rows)]
-    return KnockoutDataset(*pack_sets(sets), torch.arange(num_rows) / 2, torch.arange(num_nodes))
+    return KnockoutDataset(tables_of(sets, torch.arange(num_rows) / 2), torch.arange(num_nodes))
 
 
 def test_a_batch_holds_its_rows_and_padding_has_zero_weight():
@@ -397,7 +405,7 @@ def test_a_batch_holds_its_rows_and_padding_has_zero_weight():
 
 
 def test_a_node_listed_twice_in_a_sample_counts_once():
-    dataset = KnockoutDataset(*pack_sets([[3, 3, 1], [], [2, 3]]), torch.zeros(3), torch.arange(5))
+    dataset = KnockoutDataset(tables_of([[3, 3, 1], [], [2, 3]], torch.zeros(3)), torch.arange(5))
     batch = dataset.__getitems__([0, 1, 2])
     assert batch.perturbed.tolist() == [1, 3, 2, 3]
     assert batch.perturbed_ptr.tolist() == [0, 2, 2, 4]

@@ -13,7 +13,7 @@ from data import DataConfig, DataError, KnockoutDataset, additive_baseline, load
 from mask import SharedGraph
 from model import ModelConfig
 from tests.conftest import write_table
-from tests.tools.runs import pack_sets, parameters, read_metrics
+from tests.tools.runs import parameters, read_metrics, tables_of
 from train import Config, build_model
 
 EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x"), ("c", "d", "y")]
@@ -104,7 +104,7 @@ def test_further_columns_of_edges_are_features_of_the_edges(tmp_path):
     assert "6 edges in 2 relations of 2 features" in tables.summary()
     assert tables.fingerprint() != load(config(tmp_path, undirected=True)).fingerprint()
     shared = SharedGraph(tables.graph())
-    batch = KnockoutDataset(*pack_sets([[], [1], [0]]), torch.zeros(3), shared.degree).__getitems__([0, 1, 2])
+    batch = KnockoutDataset(tables_of([[], [1], [0]], torch.zeros(3)), shared.degree).__getitems__([0, 1, 2])
     for relation, values in zip(shared.relations, shared.by_relation(shared.edge_attr), strict=True):
         copied = shared.expand(batch)[relation].T % shared.num_nodes
         names = [(tables.genes[source], tables.genes[target]) for source, target in copied.tolist()]
@@ -133,7 +133,7 @@ def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path)
     options = config(tmp_path, "features.tsv", edges=[EDGES[0], ("c", "d", "x"), ("c", "e", "x")])
     tables = load(options)
     graph = SharedGraph(tables.graph()).double()
-    batch = KnockoutDataset(*pack_sets([[3], [4]]), torch.zeros(2), graph.degree).__getitems__([0, 1])
+    batch = KnockoutDataset(tables_of([[3], [4]], torch.zeros(2)), graph.degree).__getitems__([0, 1])
     for embedding in (True, False):
         changed = replace(Config(), model=ModelConfig(embedding=embedding), data=options)
         model = build_model(changed, tables, additive_baseline(tables)).double().eval()

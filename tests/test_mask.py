@@ -10,7 +10,7 @@ from torch_geometric.data import Data, HeteroData
 
 from data import KnockoutDataset
 from mask import ReachPlanner, SharedGraph, _segment_product, spmm
-from tests.tools.runs import pack_sets
+from tests.tools.runs import tables_of
 from tests.tools.syncs import CountSynchronisations
 
 NUM_NODES = 9
@@ -33,7 +33,7 @@ def graph() -> HeteroData:
 
 
 def make_batch(shared: SharedGraph, sets: list[list[int]]) -> Data:
-    dataset = KnockoutDataset(*pack_sets(sets), torch.zeros(len(sets)), shared.degree)
+    dataset = KnockoutDataset(tables_of(sets, torch.zeros(len(sets))), shared.degree)
     return dataset.__getitems__(list(range(len(sets))))
 
 

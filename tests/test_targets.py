@@ -15,7 +15,7 @@ from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.conftest import write_table
 from tests.tools.analysis import target_figures
-from tests.tools.runs import difference, pack_sets, read_metrics
+from tests.tools.runs import difference, pack_sets, read_metrics, tables_of
 from train import Config, OptimConfig, build_model, criterion, metrics, pearson
 
 HEADER = ("genes", "growth", "cell size", "split", "sd")
@@ -38,7 +38,7 @@ def test_scores_gaps_and_weights_are_read(tmp_path):
     weighted = load(config(tmp_path, [(*row[:4], row[4] ** -2) for row in ROWS], (*HEADER[:4], "weight")))
     assert torch.equal(weighted.weight, tables.weight) and weighted.fingerprint() == tables.fingerprint()
 
-    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, torch.zeros(3).long(), tables.weight)
+    dataset = KnockoutDataset(tables, torch.zeros(3).long())
     batch = dataset.__getitems__([0, -1, 2, 3])
     assert batch.y.tolist() == [[0.5, 0], [0, 0], [1.5, -2], [0, 0]]
     torch.testing.assert_close(batch.weight, torch.tensor([[1.6, 0], [0, 0], [0.1, 0.1], [0, 0]]))
@@ -153,7 +153,7 @@ def test_the_loss_is_the_weighted_mean_over_the_scores_that_are_there(tmp_path):
     gappy_tables(tmp_path)
     tables = load(DataConfig(f"{tmp_path}/edges.tsv", f"{tmp_path}/gaps.tsv", cache_dir=str(tmp_path)))
     model = build_model(Config(model=ModelConfig(hidden=8)), tables, additive_baseline(tables))
-    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, torch.zeros(30).long(), tables.weight)
+    dataset = KnockoutDataset(tables, torch.zeros(30).long())
     sampler = StepSampler(tables.rows("train"), 16, 1, 1, 0, 0)
     rows = sampler.rows_in_step(1)
     y, weight = tables.y[rows], (tables.weight / tables.weight[tables.rows("train")].mean())[rows]
@@ -206,7 +206,7 @@ def test_the_model_has_an_output_for_each_target():
     graph = HeteroData()
     graph["gene"].num_nodes, graph["gene", "a", "gene"].edge_index = 5, torch.tensor([[0, 1], [1, 2]])
     shared = SharedGraph(graph)
-    batch = KnockoutDataset(*pack_sets([[], [1], [0, 4]]), torch.zeros(3, 3), shared.degree).__getitems__([0, 1, 2])
+    batch = KnockoutDataset(tables_of([[], [1], [0, 4]], torch.zeros(3, 3)), shared.degree).__getitems__([0, 1, 2])
     assert model.eval()(shared, batch).tolist() == [[1, 2, 3], [4, 6, 8], [13, 16, 19]]
 
 

@@ -19,7 +19,7 @@ from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.conftest import SMALL, fork_ranks, join, write_table
 from tests.tools.analysis import analyse, rank, read_predictions, target_figures
-from tests.tools.runs import difference, newest_checkpoint, pack_sets, read_metrics, series
+from tests.tools.runs import difference, newest_checkpoint, pack_sets, read_metrics, series, tables_of
 from train import (
     Config,
     OptimConfig,
@@ -366,7 +366,7 @@ def test_predictions_keep_the_order_of_the_table(train, tmp_path, nproc):
     graph = SharedGraph(tables.graph())
     model = KnockoutGNN(ModelConfig(**state["config"]["model"]), graph.num_nodes, len(graph.relations)).eval()
     model.load_state_dict(state["model"])
-    batch = KnockoutDataset(*pack_sets([[4]]), torch.zeros(1), graph.degree)[0]
+    batch = KnockoutDataset(tables_of([[4]], torch.zeros(1)), graph.degree)[0]
     assert float(lines[8][1]) == pytest.approx(model(graph, batch).item(), rel=1e-4)
 
 

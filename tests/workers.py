@@ -21,7 +21,7 @@ from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.test_model import NUM_NODES
 from tests.tools import preflight
-from tests.tools.runs import pack_sets
+from tests.tools.runs import tables_of
 from train import criterion
 
 
@@ -38,7 +38,7 @@ def build(env: Distributed) -> tuple:
     graph["gene", "a", "gene"].edge_index = torch.randint(NUM_NODES, (2, 40), generator=generator)
     shared = SharedGraph(graph).double()
     sets = [torch.randperm(NUM_NODES, generator=generator)[: 1 + row % 3].tolist() for row in range(22)]
-    dataset = KnockoutDataset(*pack_sets(sets), torch.randn(22, generator=generator), shared.degree)
+    dataset = KnockoutDataset(tables_of(sets, torch.randn(22, generator=generator)), shared.degree)
     torch.manual_seed(env.rank)  # differs between ranks on purpose: DDP must broadcast rank 0's parameters
     model = KnockoutGNN(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, 1).double()
     for parameter in model.parameters():  # parts that are initialised to zero would hide errors

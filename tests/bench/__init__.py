@@ -27,7 +27,7 @@ from torch_geometric.data import Data
 from data import KnockoutDataset
 from mask import SharedGraph
 from model import ModelConfig, plan_route
-from tests.tools.runs import pack_sets
+from tests.tools.runs import tables_of
 
 
 def arguments(description: str, **options: dict) -> argparse.Namespace:
@@ -137,7 +137,7 @@ def build_batch(
     generator = torch.Generator().manual_seed(0)
     sets = [torch.randperm(shared.num_nodes, generator=generator)[:deletions].tolist() for _ in range(num_samples)]
     scores = torch.randn(num_samples, num_targets, generator=generator)
-    dataset, rows = KnockoutDataset(*pack_sets(sets), scores, shared.degree), torch.arange(num_samples)
+    dataset = KnockoutDataset(tables_of(sets, scores), shared.degree)
     if model:
-        dataset.transform, _ = plan_route(model, shared, dataset, rows)
-    return dataset.__getitems__(rows).to(shared.device)
+        dataset.transform, _ = plan_route(model, shared, dataset)
+    return dataset.__getitems__(range(num_samples)).to(shared.device)

@@ -48,10 +48,9 @@ def bare_loop(config: train.Config, device: torch.device) -> float:
     """Returns samples per second of the same steps and nothing else."""
     tables = load(config.data)
     graph = SharedGraph(tables.graph()).to(device)
-    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
+    dataset, _ = train.make_dataset(config, tables, graph)
     sampler = StepSampler(tables.rows("train"), config.data.batch_size, 1, 1, 0, seed=0)
     torch.manual_seed(0)
-    dataset.transform, _ = train.plan_route(config.model, graph, dataset, tables.rows("train"))
     model = train.build_model(config, tables, additive_baseline(tables)).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
     samples, start = 0, time.perf_counter()
@@ -73,7 +72,7 @@ def loading(config: train.Config, device: torch.device) -> list[dict]:
     """Measures how fast batches of 32 are built, and the share of data loading in a yeast-sized step."""
     tables = load(config.data)
     graph = SharedGraph(tables.graph())
-    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
+    dataset = KnockoutDataset(tables, graph.degree)
     batches = list(StepSampler(tables.rows("train"), 32, 1, 1, 0, seed=0))
     start = time.perf_counter()
     for rows in batches:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 import data
 import train
-from data import DataError, KnockoutDataset
+from data import DataError
 from ddp_setup import Distributed, UserError, setup
 from mask import SharedGraph
 from tests.bench import report
@@ -275,8 +275,7 @@ def ours(name: str, overrides: list[str], options: argparse.Namespace, env: Dist
     model = train.build_model(config, tables, data.additive_baseline(tables, config.optim.loss))
     train.load_model(model, train.read_checkpoint(checkpoint))
     graph = SharedGraph(tables.graph()).to(env.device)
-    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
-    dataset.transform, _ = train.plan_route(config.model, graph, dataset, tables.rows("train"))
+    dataset, _ = train.make_dataset(config, tables, graph)
     rows = torch.cat([tables.rows("val"), tables.rows("test")])
     prediction = torch.zeros_like(tables.y)
     prediction[rows] = train.predict_rows(model.to(env.device), graph, dataset, rows, config, env)

@@ -18,7 +18,7 @@ import torch
 
 import data
 import train
-from data import KnockoutDataset, Tables
+from data import Tables
 from mask import SharedGraph
 from tests.bench import in_turn, report
 from tests.bench.synthetic import PRESETS, synthetic_tables, write
@@ -39,11 +39,9 @@ class Step:
         torch.manual_seed(0)
         baseline = data.load_baseline(tables, tables.fingerprint(), config.data, config.optim.loss)
         self.model = train.build_model(config, tables, baseline).to(graph.device).train()
-        self.dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
-        rows = tables.rows("train")
-        self.dataset.transform, self.note = train.plan_route(config.model, graph, self.dataset, rows)
+        self.dataset, self.note = train.make_dataset(config, tables, graph)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
-        self.graph, self.rows = graph, rows[: config.data.batch_size].tolist()
+        self.graph, self.rows = graph, tables.rows("train")[: config.data.batch_size].tolist()
 
     def planned(self) -> data.Data:
         return self.dataset.__getitems__(self.rows)

@@ -138,7 +138,7 @@ def measure(options: argparse.Namespace, env: Distributed) -> None:
         predicted.append({name: 100 * v if "%" in name else v for name, v in row.items()})
 
     tables = synthetic_tables(PRESETS[options.preset])
-    dataset = KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, shared.degree)
+    dataset = KnockoutDataset(tables, shared.degree)
     start = time.perf_counter()
     for _ in range(5):
         dataset.__getitems__(range(B))

@@ -68,9 +68,7 @@ def read_graph(folder: str) -> dict[str, float]:
 
 def later_start(folder: str) -> dict[str, float]:
     tables = data.load(config(folder))
-    dataset = data.KnockoutDataset(
-        tables.perturbed, tables.perturbed_ptr, tables.y, torch.ones(len(tables.genes)).long()
-    )
+    dataset = data.KnockoutDataset(tables, torch.ones(len(tables.genes)).long())
     sampler = data.StepSampler(tables.rows("train"), BATCH_SIZE, 1, 1, 0, seed=0)
     data.load_baseline(tables, tables.fingerprint(), config(folder), "squared")
     tables.unseen()

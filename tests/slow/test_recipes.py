@@ -17,7 +17,7 @@ from model import ModelConfig
 from tests.bench.synthetic import Preset, synthetic_tables
 from tests.conftest import ROOT, SMALL, copy_template, fork_ranks, join
 from tests.tools.parity import TOLERANCE, parameter_differences
-from tests.tools.runs import newest_checkpoint, pack_sets, read_metrics
+from tests.tools.runs import newest_checkpoint, read_metrics, tables_of
 
 PAGE = ROOT / "README.md"
 RECIPES = sorted(path.stem for path in ROOT.glob("tests/recipes/*.patch"))
@@ -150,7 +150,7 @@ def test_weighted_dataset(copy, tables, tmp_path):
 @pytest.fixture
 def graph_and_batch():
     graph = SharedGraph(synthetic_tables(Preset(20, {"physical": 60, "b": 30}, 2, 10, (1, 3)), seed=0).graph())
-    return graph, KnockoutDataset(*pack_sets([[1, 5], [], [7]]), torch.zeros(3), graph.degree).__getitems__(range(3))
+    return graph, KnockoutDataset(tables_of([[1, 5], [], [7]], torch.zeros(3)), graph.degree).__getitems__(range(3))
 
 
 def test_own_model(copy, tables, graph_and_batch):
@@ -225,14 +225,14 @@ sys.path.insert(0, "copy")
 import torch
 from data import DataConfig, DataError, KnockoutDataset, load
 from mask import SharedGraph
-from tests.tools.runs import pack_sets
+from tests.tools.runs import tables_of
 
 tables = load(DataConfig("edges.tsv", "scores.tsv", cache_dir="loop"))
 number = {name: node for node, name in enumerate(tables.genes)}
 graph = SharedGraph(tables.graph()).double()
 pairs = [pair.split(">") for pair in sys.argv[1:]]
 sets = [[], [number[name] for name in sys.argv[1:3]], [number[pairs[2][0]], number[sys.argv[1]]]]
-batch = KnockoutDataset(*pack_sets(sets), torch.zeros(3), graph.degree).__getitems__(range(3))
+batch = KnockoutDataset(tables_of(sets, torch.zeros(3)), graph.degree).__getitems__(range(3))
 x = torch.randn(graph.num_nodes, 3, 4, dtype=torch.float64)
 sums = graph.propagate(x, keep=graph.keep(batch))
 expected = torch.zeros_like(sums)

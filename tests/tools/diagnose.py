@@ -40,13 +40,13 @@ def rows(options: argparse.Namespace) -> bool:
         return False
 
     graph = SharedGraph(tables.graph()).to(env.device, dtype)
-    dataset = data.KnockoutDataset(tables.perturbed, tables.perturbed_ptr, tables.y, graph.degree)
+    dataset, _ = train.make_dataset(config, tables, graph)
     chosen, training = torch.cat([tables.rows(split) for split in data.SPLITS]), tables.rows("train")
     with torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None):
-        prediction = torch.zeros(dataset.y.shape, dtype=dtype)
+        prediction = torch.zeros(tables.y.shape, dtype=dtype)
         prediction[chosen] = train.predict_rows(model, graph, dataset, chosen, config, env).to(dtype)
-    error = ((prediction - dataset.y.float()) / model.y_std.cpu()).square()  # overflows where the training loss does
-    error_by_score = error.where(~dataset.y.isnan(), 0.0)
+    error = ((prediction - tables.y.float()) / model.y_std.cpu()).square()  # overflows where the training loss does
+    error_by_score = error.where(~tables.y.isnan(), 0.0)
     error = error_by_score.sum(1)
     bad = chosen[~error[chosen].isfinite()]
     if len(bad):

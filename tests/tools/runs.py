@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data import pack
+from data import Tables, pack
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMES = ("samples_per_s", "data_ms", "step_ms", "memory_mb")
@@ -21,6 +21,11 @@ def pack_sets(sets: list[list[int]]) -> tuple[Tensor, Tensor]:
     """Returns `data.pack` of node sets."""
     row = torch.repeat_interleave(torch.tensor([len(nodes) for nodes in sets], dtype=torch.long))
     return pack(row, torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long), len(sets))
+
+
+def tables_of(sets: list[list[int]], y: Tensor) -> Tables:
+    """Returns samples of node sets without a graph."""
+    return Tables([], [], torch.empty(2, 0).long(), torch.empty(0).long(), *pack_sets(sets), y)
 
 
 def read_metrics(folder: Path, kind: str | None = None) -> list[dict]:
