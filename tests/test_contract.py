@@ -8,14 +8,15 @@ import dataclasses
 import itertools
 import os
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from data import KnockoutDataset, StepSampler, additive_baseline, load, make_loader
+from data import KnockoutDataset, StepSampler, additive_baseline, load, make_loader, with_example
 from mask import SharedGraph
-from tests.conftest import launch_forked
+from tests.conftest import fork_ranks, join, launch_forked
 from tests.tools import parity
 from tests.tools.runs import tables_of
 from tests.tools.syncs import CountSynchronisations
@@ -137,24 +138,61 @@ def test_a_prediction_does_not_depend_on_its_batch_or_on_the_order_of_its_nodes(
     torch.testing.assert_close(model(graph, batch), alone[:1], rtol=1e-9, atol=1e-9)
 
 
-def test_every_parameter_gets_a_finite_gradient(model, graph, batch_of, sets):
+def test_every_parameter_gets_a_finite_gradient(config, model, graph, batch_of, sets):
     """Even for a batch of nothing but padding: a rank without rows in the last step still joins the all-reduce."""
     model.train()
     for batch in (batch_of(sets), batch_of([[]])):
         model.zero_grad()
-        criterion(model(graph, batch), batch, model).backward()
+        criterion(model(graph, batch), batch, model, config.optim.loss).backward()
         trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
         wrong = [name for name, grad in trained.items() if grad is None or not grad.isfinite().all()]
         assert not wrong, f"no finite gradient: {wrong}"
     batch.weight.zero_()
     model.zero_grad()
-    criterion(model(graph, batch), batch, model).backward()
+    criterion(model(graph, batch), batch, model, config.optim.loss).backward()
     assert all((model.get_parameter(name).grad == 0).all() for name in trained)
 
 
 def test_two_ranks_train_the_same_model_as_one(arguments, monkeypatch):
     monkeypatch.setattr(parity, "launch", partial(launch_forked, cwd=os.getcwd()))
     assert parity.parity(SimpleNamespace(world_sizes=[1, 2], arguments=arguments, timeout=600, cpu=True))
+
+
+IN_A_FOLDER = """
+import os, sys, data, train
+from tests.tools.parity import few_rows
+folder, load = sys.argv.pop(), data.load
+def load_and_enter(options):
+    tables = few_rows(load(options))
+    os.chdir(folder)  # paths in the configuration are relative to where the tests run
+    return tables
+data.load = load_and_enter
+train.main()
+"""
+
+
+def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(arguments, config, tables, tmp_path):
+    """Were a field of the batches forgotten in --predict, it would predict something else without a word."""
+    (tmp_path / "run.py").write_text(IN_A_FOLDER)
+
+    def start(*options):
+        arguments_of_run = [*arguments, *options, str(tmp_path)]
+        _store, ranks = fork_ranks(tmp_path, 1, str(tmp_path / "run.py"), arguments_of_run, cwd=os.getcwd())
+        assert join(ranks, 600) == [0], (tmp_path / "rank0.stderr").read_text()
+
+    start("run.dir=runs", "run.name=run", "run.init=", "run.resume=auto", "optim.epochs=2")
+    header, *rows = [line.split("\t") for line in (tmp_path / "runs/run/test.tsv").read_text().splitlines()]
+    written = [[float(row[header.index(f"{name}_prediction")]) for name in tables.targets] for row in rows]
+    lines = ["genes", *(row[0] for row in rows)]
+    table = Path(with_example(config.data).perturbations).read_bytes()
+    if table.startswith((b"genes\t", b"nodes\t")):  # with all its columns, whatever else --predict reads
+        lines = [line for line in table.decode("utf-8-sig").splitlines() if line]
+        lines = [lines[0], *(lines[1 + row] for row in parity.few_rows(tables).rows("test").tolist())]
+    (tmp_path / "ask.tsv").write_text("\n".join([*lines, ""]))
+    start("--predict", "ask.tsv", "--checkpoint", str(tmp_path / "runs/run/checkpoints/best.pt"))
+    _, *rows = [line.split("\t") for line in (tmp_path / "ask.predictions.tsv").read_text().splitlines()]
+    predicted = [[float(cell) for cell in row[1:]] for row in rows]
+    torch.testing.assert_close(torch.tensor(predicted), torch.tensor(written), rtol=1e-4, atol=1e-4)
 
 
 def test_the_state_dict_holds_everything(config, tables, baseline, model, graph, batch_of, sets, tmp_path):
