@@ -27,7 +27,7 @@ import signal
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, islice
 from modulefinder import ModuleFinder
 from multiprocessing.queues import Queue
@@ -63,6 +63,7 @@ class DataConfig:
     edges: str = ""
     perturbations: str = ""
     features: str = ""
+    scores: list = field(default_factory=list)
     undirected: bool = False
     batch_size: int = 128
     split: Literal["random", "nodes"] = "random"
@@ -97,6 +98,7 @@ class Tables:
     split: Tensor | None = None  # int8 [n], index into `SPLITS`, -1 for rows in none
     weight: Tensor | None = None  # float64 [n], of each sample in the loss
     targets: Sequence[str] = ("score",)  # name of each of the T effects
+    left_out: Sequence[str] = ()  # columns of the samples' table that are not read
     edge_weight: Tensor | None = None  # float64 [E]; None: all are 1
     edge_attr: Tensor | None = None  # float32 [E, F], features of the edges; None: they have none
     features: Tensor | None = None  # float32 [N, F], of the nodes; None: they have none
@@ -177,21 +179,28 @@ class Tables:
         return digest.hexdigest()
 
     def summary(self) -> str:
-        """Returns the numbers of nodes, edges and samples as one line for the log."""
+        """Returns the numbers of nodes, edges and samples as a line for the log, and a warning."""
         knocked_out = self.perturbed.unique()
-        num_isolated = (~np.isin(knocked_out, self.edge_index)).sum()  # ten times faster than torch
+        has_edge = np.isin(knocked_out, self.edge_index)  # ten times faster than torch
+        isolated = knocked_out[~has_edge]
         knockouts = self.perturbed_ptr.diff()
         splits = ", ".join(f"{len(self.rows(split)):,} {split}" for split in SPLITS)
         some_targets = ", ".join(self.targets[:5])
-        return (
+        text = (
             f"{len(self.genes):,} nodes of {self.features.size(1):,} features "
-            f"({num_isolated:,} of {len(knocked_out):,} knocked-out ones isolated), "
+            f"({len(isolated):,} of {len(knocked_out):,} knocked-out ones isolated), "
             f"{len(self.edge_type):,} edges in {len(self.relations)} relations "
             f"of {self.edge_attr.size(1):,} features, "
             f"{len(self.y):,} samples of {knockouts.min()} to {knockouts.max()} knock-outs: "
             f"{splits}, {(self.split < 0).sum():,} in no split; "
             f"{len(self.targets):,} scores: {some_targets}"
         )
+        if self.left_out:
+            text += f"; columns left out: {', '.join(self.left_out)}"
+        if 2 * len(isolated) >= len(knocked_out) > 0:
+            names = ", ".join(self.genes[node] for node in isolated[:10].tolist())
+            text += f"\nnote      no edges: {names}...: do the tables use the same names?"
+        return text
 
 
 def load(config: DataConfig) -> Tables:
@@ -202,7 +211,7 @@ def load(config: DataConfig) -> Tables:
     """
     config = with_example(config)
     files = [config.edges, config.perturbations, config.features]
-    key = str(config.undirected)
+    key = f"{config.undirected} {config.scores}"
     for path in filter(None, files):
         key += f" {file_digest(path)}"
     tables = Tables(**cached(config, "tables", key, lambda: vars(read_tables(config))))
@@ -255,7 +264,7 @@ def read_tables(config: DataConfig) -> Tables:
     """Returns the files as `Tables`: nodes sorted by name, duplicate edges merged by mean."""
     number = Numbers()
     relations, edge_index, edge_type, edge_values = read_edges(config.edges, number)
-    columns, targets = read_knockouts(config.perturbations, number)
+    columns = read_knockouts(config.perturbations, number, config.scores)
     genes = sorted(number)
     position = number.of(genes).argsort()  # of each number, the position of its name
     node = position[columns.pop("node")]
@@ -272,7 +281,6 @@ def read_tables(config: DataConfig) -> Tables:
         edge_type=edge_index[0] // len(genes),
         perturbed=perturbed,
         perturbed_ptr=perturbed_ptr,
-        targets=targets,
         edge_weight=edge_values[:, 0],
         edge_attr=edge_values[:, 1:].float(),
         features=features,
@@ -308,7 +316,7 @@ class Rows:
         cell = QUOTED.repr(self.cells[column][row])
         return DataError(f"{self.path}:{self.lines[row]}: the {column:.60} {cell} {problem}")
 
-    def numbers(self, column: str, positive: bool = False) -> Tensor:
+    def numbers(self, column: str, positive: bool = False, advice: str = "") -> Tensor:
         """Returns a column, float64 [n], nan where missing, unless all must be `positive`."""
         values = [parse_number(cell) for cell in self.cells[column]]
         numbers = torch.tensor(values, dtype=torch.float64)
@@ -318,7 +326,8 @@ class Rows:
             valid |= numbers.isnan()
         if not valid.all():
             row = int((~valid).nonzero()[0])
-            raise self.error(row, column, f"is not a {kind} number from {least:g} to 1e+30")
+            problem = f"is not a {kind} number from {least:g} to 1e+30{advice}"
+            raise self.error(row, column, problem)
         return numbers
 
     def names(self, column: str) -> list[str]:
@@ -443,21 +452,25 @@ def read_edges(path: str, number: Numbers) -> tuple[list[str], Tensor, Tensor, T
     return list(relations), edges[:2], edges[2], values
 
 
-def read_knockouts(path: str, number: Numbers) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns the table's columns, and the names of its scores.
+def read_knockouts(path: str, number: Numbers, scores: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the fields of `Tables` that a table of knock-outs has; raises `DataError`.
 
-    The columns are `row` and `node` of each knock-out, [total], and, as in `Tables`, `y` and, if
-    the table has them, `split` and `weight`; nodes are numbered by `number`. Raises `DataError`.
+    In place of its knock-outs stand the `row` and the `node` of each, [total], numbered by
+    `number`. Without names of `scores`, all columns are scores that are nothing else.
     """
     parts, num_rows = [], 0
     for rows in read_rows(path, "genes"):
         names = rows.cells.keys()
-        targets = [name for name in names if name not in ("genes", "split", "weight", "sd")]
+        others = [name for name in names if name not in ("genes", "split", "weight", "sd")]
+        targets = scores or others
+        if not set(targets) <= names:
+            raise DataError(f"{path}:1: data.scores={scores} are not all in the header")
         if not targets or {"weight", "sd"} <= names:
             problem = "the header needs scores after genes, and weight or sd, not both"
             raise DataError(f"{path}:1: {problem}")
         row, node = rows.sets(number)
-        y = torch.stack([rows.numbers(name) for name in targets], dim=1)
+        advice = ": to leave that column out, name the others in data.scores"
+        y = torch.stack([rows.numbers(name, advice=advice) for name in targets], dim=1)
         columns = {"row": row + num_rows, "node": node, "y": y}
         if "split" in names:
             columns["split"] = rows.splits()
@@ -467,7 +480,9 @@ def read_knockouts(path: str, number: Numbers) -> tuple[dict[str, Tensor], list[
             columns["weight"] = rows.numbers("sd", positive=True) ** -2
         parts.append(columns)
         num_rows += len(y)
-    return {name: torch.cat([part[name] for part in parts]) for name in columns}, targets
+    fields = {name: torch.cat([part[name] for part in parts]) for name in columns}
+    left_out = [name for name in others if name not in targets]
+    return {**fields, "targets": targets, "left_out": left_out}
 
 
 def read_sets(

@@ -156,6 +156,27 @@ def test_quotes_about_a_tab_make_fields(tmp_path):
         read_knockouts(str(tmp_path / "scores.tsv"), Numbers())
 
 
+def test_scores_may_be_named_and_other_columns_are_left_out(tmp_path):
+    scores = [("genes", "drug", "a", "b", "split"), ("a", "MMS", 1, 2, "train"), ("b", "-", 3, 4, "val")]
+    scores += [("c", "-", 5, 6, "test")]
+    with pytest.raises(DataError, match=r"scores\.tsv:2: the drug 'MMS' is not .*: to leave .* in data\.scores"):
+        load(config(tmp_path, scores=scores))
+    tables = load(replace(config(tmp_path, scores=scores), scores=["b"]))
+    assert tables.targets == ["b"] and tables.y.tolist() == [[2], [4], [6]] and tables.left_out == ["drug", "a"]
+    assert tables.summary().endswith("; 1 scores: b; columns left out: drug, a")
+    assert load(replace(config(tmp_path, scores=scores), scores=["b", "a"])).y[0].tolist() == [2, 1]
+    with pytest.raises(DataError, match=r"scores\.tsv:1: data\.scores=\['c'\] are not all in the header"):
+        load(replace(config(tmp_path, scores=scores), scores=["c"]))
+
+
+@pytest.mark.parametrize(("names", "isolated"), [("abx", ""), ("axy", "x, y"), ("wxyz", "w, x, y, z")])
+def test_knocked_out_nodes_are_named_if_half_of_them_have_no_edge(tmp_path, names, isolated):
+    rows = [(name, 1, split) for name, split in zip(names, ("train", "val", "test", "test"), strict=False)]
+    summary = load(config(tmp_path, scores=[("genes", "score", "split"), *rows])).summary()
+    note = summary.partition("\nnote      ")[2]
+    assert note == (f"no edges: {isolated}...: do the tables use the same names?" if isolated else "")
+
+
 def test_a_long_cell_is_cut_in_errors(tmp_path):
     long = "7" * 400
     wrong_rows = [("a,," + long, 1, "val"), ("a", long, "val"), ("a", 1, long)]
@@ -190,9 +211,9 @@ def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
     lines[7], lines[1200], lines[1300] = "\t1.5", "", "  \t2.5"
     path = tmp_path / "scores.tsv"
     path.write_text("\n".join(["genes\tscore", *lines, ""]))
-    columns, targets = read_knockouts(str(path), number := Numbers())
-    assert list(columns) == ["row", "node", "y"] and targets == ["score"]
-    row, node, y = columns.values()
+    columns = read_knockouts(str(path), number := Numbers())
+    assert list(columns) == ["row", "node", "y", "targets", "left_out"] and columns["targets"] == ["score"]
+    row, node, y, *_ = columns.values()
     perturbed, ptr = pack(row, node, len(y))
     rows = [line.split("\t") for line in lines if line]
     expected = [sorted({number[gene.strip()] for gene in genes.split(",") if gene.strip()}) for genes, _ in rows]
@@ -694,7 +715,7 @@ def test_the_fingerprint_depends_on_every_field():
     tables = synthetic_tables(PRESETS["small"], 0)
     tables.split, tables.weight = random_split(tables, DataConfig()), torch.arange(float(len(tables.y)))
     tables.features, tables.edge_weight = torch.arange(400.0).view(-1, 1), torch.arange(8000.0)
-    tables.edge_attr = torch.arange(16000.0).view(-1, 2)
+    tables.edge_attr, tables.left_out = torch.arange(16000.0).view(-1, 2), ["drug"]
     for name, value in vars(tables).items():
         if isinstance(value, list | tuple):
             other = [*value[:-1], value[-1].flip(0) if isinstance(value[-1], torch.Tensor) else "another"]
@@ -748,8 +769,8 @@ def test_a_part_of_blank_lines_alone_is_no_part(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "CHUNK", 3)  # a row at once, or four blank lines
     rows = "a\t1\nb\t2\nc\t3\n"
     (tmp_path / "scores.tsv").write_text(f"genes\tscore\n{rows}\n\n\n\n{rows}\n")
-    columns, _ = read_knockouts(str(tmp_path / "scores.tsv"), Numbers())
-    row, node, y = columns.values()
+    columns = read_knockouts(str(tmp_path / "scores.tsv"), Numbers())
+    row, node, y, *_ = columns.values()
     assert row.tolist() == [0, 1, 2, 3, 4, 5] and node.tolist() == [0, 1, 2] * 2 and len(y) == 6
     (tmp_path / "blank.tsv").write_text("genes\tscore\n\n\n")
     with pytest.raises(DataError, match="no rows below the header"):
