@@ -35,6 +35,16 @@ def test_an_active_environment_is_used_and_options_pass_through(run, tables, tmp
     assert (tmp_path / "runs/mine/checkpoints/best.pt").exists()
 
 
+@pytest.mark.parametrize(("options", "passed"), [("{split_seed: 1}", True), ("{split_sed: 1}", False)])
+def test_the_file_of_the_contract_may_follow_a_space(run, tmp_path, active_path, options, passed):
+    copy = copy_template(tmp_path / "copy")
+    (tmp_path / "mine.yaml").write_text(f"data: {options}\n")
+    command = ["bash", str(copy / "launch.sh"), "test", "-m", "contract", "-k", "one_split"]
+    result = run([*command, "--config", str(tmp_path / "mine.yaml")], PATH=active_path)
+    assert (" 1 passed" in result.stdout) is passed
+    assert ("unknown option data.split_sed: did you mean data.split_seed?" in result.stdout) is not passed
+
+
 def test_nproc_sets_the_number_of_processes(run, tables, active_path):
     result = run([str(ROOT / "launch.sh"), *tables, *SMALL], PATH=active_path, NPROC="1").check()
     assert "32 samples over 1 ranks" in result.stdout
