@@ -528,7 +528,8 @@ def plan_route(
     shares = []
     for depth in range(planned):
         reached = sum(len(block.layers[depth].node) for block in blocks)
-        shares.append(f"{100 * reached / len(some_rows) / graph.num_nodes:.2g}")
+        num_states = max(1, len(some_rows)) * graph.num_nodes
+        shares.append(f"{100 * reached / num_states:.2g}")
     covered = f"{planned} of {config.layers} layers"
     return planner, f"a knock-out reaches {', '.join(shares)} % of the nodes in {covered}: {route}"
 

@@ -358,6 +358,9 @@ def test_predictions_keep_the_order_of_the_table(train, tmp_path, nproc):
     assert lines[4][1] == ""
     values = [float(value) for _, value in lines[1:] if value]
     assert len(values) == 19 and len(set(values)) > 15
+    write_table(tmp_path / "none.tsv", [("genes",), ("NOPE",)])
+    train(nproc, "--predict", "none.tsv", "--checkpoint", checkpoint).check()
+    assert (tmp_path / "none.predictions.tsv").read_text() == "genes\tprediction\nNOPE\t\n"
     # The same prediction without train.py:
     state = torch.load(tmp_path / checkpoint, weights_only=True)
     options = {**state["config"]["data"], "cache_dir": str(tmp_path / "cache")}
