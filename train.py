@@ -500,8 +500,8 @@ class TrainState:
             self.optimizer.load_state_dict(state["optimizer"])
         except ValueError as error:
             raise UserError(
-                f"the parameters' groups differ from the checkpoint's ({error}): "
-                "start another run.name, or take its parameters alone by run.init"
+                f"the parameters' groups differ from the checkpoint's ({error}): in an empty run "
+                f"folder, run.init={state['file']} starts from its parameters"
             ) from None
         self.optimizer.param_groups = groups  # with the configuration's rates
         # ZeRO leaves the step counts on the CPU, but fused AdamW needs them on its own device.
@@ -868,14 +868,15 @@ class RunFolder:
                 take_parameters(model, read_checkpoint(self.config.run.init), self.origin)
             return None
         file = checkpoint["file"]
-        advice = f"set it so, or another run.name and run.init={file} to start from its parameters"
+        advice = f"in an empty run folder, run.init={file} starts from its parameters"
         if checkpoint["data"] != self.origin["data"]:
-            raise UserError(f"{file} cannot be resumed with other data or splits: {advice}")
+            raise UserError(f"{file} was trained on different data or splits: {advice}")
         options = by_key(asdict(self.config))
         for key, saved in by_key(checkpoint["config"]).items():
             if key in MUST_STAY and saved != options[key]:
                 raise UserError(
-                    f"{file} was trained with {key}={saved}, not {options[key]}: {advice}"
+                    f"{file} was trained with {key}={saved}, not {options[key]}: "
+                    f"set it so, or, {advice}"
                 )
         load_model(model, checkpoint)
         return checkpoint
