@@ -84,15 +84,15 @@ def test_the_audits_pass_on_the_template(run, tables):
 
 def test_the_audit_names_the_line_that_waits(run, tables, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
-        "import torch\nclip = torch.nn.utils.clip_grad_norm_\n"
-        "def waiting(*arguments):\n    norm = clip(*arguments)\n    norm.item()\n    return norm\n"
-        "torch.nn.utils.clip_grad_norm_ = waiting\n"
+        "import torch\nget_norm = torch.nn.utils.get_total_norm\n"
+        "def waiting(*arguments):\n    norm = get_norm(*arguments)\n    norm.item()\n    return norm\n"
+        "torch.nn.utils.get_total_norm = waiting\n"
     )
     command = [sys.executable, "-m", "tests.check", "syncs", *tables, "data.batch_size=16", "model.hidden=8"]
     result = run(command, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert result.returncode == 1
     assert re.search(
-        r"WAITS  train.py:\d+ \(grad_norm = .*clip_grad_norm_.*_local_scalar_dense.*in 10 of 10", result.stdout
+        r"WAITS  train.py:\d+ \(norm = .*get_total_norm.*_local_scalar_dense.*in 10 of 10", result.stdout
     )
 
 
