@@ -16,7 +16,7 @@ from mask import SharedGraph
 from model import ModelConfig
 from tests.bench.synthetic import Preset, synthetic_tables
 from tests.conftest import ROOT, SMALL, copy_template, fork_ranks, join
-from tests.tools.parity import TOLERANCE, parameter_differences
+from tests.tools.parity import OVER_THE_MODEL, parameter_differences
 from tests.tools.runs import newest_checkpoint, read_metrics, tables_of
 
 PAGE = ROOT / "README.md"
@@ -76,7 +76,7 @@ def assert_parity(copy: Path) -> None:
         launch(copy, world_size, "tests/check.py", "parity-worker", str(folder))
     for accumulate in (1, 2):
         differences = parameter_differences(folder / f"2-{accumulate}", folder / "1-1")
-        assert max(differences.values()) <= TOLERANCE["tensor"]
+        assert max(differences.values()) <= OVER_THE_MODEL
 
 
 def run_tests(copy: Path, file: str, *options: str) -> None:

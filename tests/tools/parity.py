@@ -16,8 +16,10 @@ from tests.tools.runs import launch, parameters, read_metrics, relative_differen
 
 NUM_EPOCHS = 2  # with each number of micro-batches
 BATCH_SIZE, NUM_TRAIN, NUM_EVAL = 24, 77, 7  # the last step has 5 rows: too few for 4 ranks x 2 micro-batches
-# Right runs differ by 1e-16 and 1e-14, those with float32's errors by 1e-9 and 1e-7.
-TOLERANCE = {"tensor": 1e-10, "metric": 1e-11}
+TOLERANCE = 1e-9  # of a tensor over its own norm, for runs that were disturbed
+# Right runs differ by 1e-16 and 1e-14 here, those with float32's errors by 1e-9 and 1e-7.
+OVER_THE_MODEL = 1e-10  # of a tensor over the norm of the model
+OF_METRICS = 1e-11
 
 
 def parity(options: argparse.Namespace) -> bool:
@@ -41,7 +43,7 @@ def parity(options: argparse.Namespace) -> bool:
             tensors = parameter_differences(path, reference[1])
             worst = max(tensors, key=tensors.get)
             of_metrics = metric_difference(path, reference[1])
-            same = tensors[worst] <= TOLERANCE["tensor"] and of_metrics <= TOLERANCE["metric"]
+            same = tensors[worst] <= OVER_THE_MODEL and of_metrics <= OF_METRICS
             passed &= same
             outcome = "PASS" if same else f"FAIL, the tensor that differs most is {worst}"
             print(f"{name:24s} {tensors[worst]:8.1e} {of_metrics:8.1e}  {outcome}")
