@@ -161,7 +161,7 @@ class Tables:
             ) from None
 
     def fingerprint(self) -> str:
-        """Returns a hash of all fields, added ones too; it is equal on ranks with the same data.
+        """Returns a hash of all fields, added ones too, but what is left out of the table.
 
         Raises `DataError` naming a field whose content has no order, such as a set.
         """
@@ -172,6 +172,8 @@ class Tables:
 
         digest = hashlib.sha256()
         for name, value in vars(self).items():
+            if name == "left_out":
+                continue
             try:
                 digest.update(json.dumps([name, value], default=encode).encode())
             except (TypeError, RuntimeError) as error:
@@ -199,7 +201,7 @@ class Tables:
             text += f"; columns left out: {', '.join(self.left_out)}"
         if 2 * len(isolated) >= len(knocked_out) > 0:
             names = ", ".join(self.genes[node] for node in isolated[:10].tolist())
-            text += f"\nnote      no edges: {names}...: do the tables use the same names?"
+            text += f"\nnote      no edges: {names:.300}: do the tables use the same names?"
         return text
 
 
@@ -462,9 +464,9 @@ def read_knockouts(path: str, number: Numbers, scores: Sequence[str] = ()) -> di
     for rows in read_rows(path, "genes"):
         names = rows.cells.keys()
         others = [name for name in names if name not in ("genes", "split", "weight", "sd")]
-        targets = scores or others
-        if not set(targets) <= names:
-            raise DataError(f"{path}:1: data.scores={scores} are not all in the header")
+        targets = list(dict.fromkeys(map(str, scores))) or others  # each once; 1 is the name "1"
+        if not set(targets) <= set(others):
+            raise DataError(f"{path}:1: data.scores={scores}, but the scores are {others[:20]}")
         if not targets or {"weight", "sd"} <= names:
             problem = "the header needs scores after genes, and weight or sd, not both"
             raise DataError(f"{path}:1: {problem}")

@@ -27,7 +27,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -105,8 +105,10 @@ class OptimConfig:
 
     def __post_init__(self):
         for key, value in self.lr_mult.items():
-            if not isinstance(key, str) or not isinstance(value, int | float) or value < 0:
-                raise ValueError(f"optim.lr_mult: {key}: {value} is no part of a name and a factor")
+            with contextlib.suppress(TypeError, ValueError):  # YAML reads 1e-3 as a string
+                if isinstance(key, str) and 0 <= float(value) < 2**32:
+                    continue
+            raise ValueError(f"optim.lr_mult: {key}: {value} is no part of a name and a factor")
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ def train(config: Config, env: Distributed) -> None:
     meter, progress = Meter(env, optim), ""
     profile = profiler(config, env, folder.path)
     # Each round validates the state after `epoch` epochs, then trains one more.
-    for epoch in range(state.epoch, optim.epochs + 1):
+    for epoch in range(min(state.epoch, optim.epochs), optim.epochs + 1):
         if state.best is None or epoch > state.epoch:  # the state has not been validated
             prediction = predict_rows(model, graph, dataset, tables.rows("val"), config, env)
             if reason := env.stop_reason():
@@ -213,7 +215,7 @@ def train(config: Config, env: Distributed) -> None:
         waited = epoch - state.best["step"] // sampler.steps_per_epoch
         if epoch == optim.epochs or (optim.patience and waited >= optim.patience):
             option = "epochs" if epoch == optim.epochs else "patience"
-            log.info(f"trained   {epoch} epochs: raise optim.{option} to train on")
+            log.info(f"trained   {state.epoch} epochs: raise optim.{option} to train on")
             break
 
         sampler.set_epoch(epoch, first_step=state.step - epoch * sampler.steps_per_epoch)
@@ -374,19 +376,17 @@ def build_optimizer(
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
     """Returns groups of parameters with the same learning rate; only matrices get weight decay.
 
-    The rate is optim.lr times the value of the last key of optim.lr_mult that the parameter's name
-    contains; one of 0 freezes it. Raises `UserError` for a key that no name contains.
+    The rate is optim.lr times the value of the longest key of optim.lr_mult that the parameter's
+    name contains; one of 0 freezes it. Raises `UserError` for a key that no name contains, or if
+    nothing is left to train.
     """
-    names = " ".join(name for name, _ in model.named_parameters())
-    for key in optim.lr_mult:
-        if key not in names:
-            raise UserError(f"optim.lr_mult: no parameter's name contains {key}: {names}")
+    keys = sorted(optim.lr_mult, key=lambda key: (len(key), key))
+    unused = set(keys)
     groups: dict[tuple, dict] = {}
     for name, parameter in model.named_parameters():
-        multiplier = 1.0
-        for key, value in optim.lr_mult.items():
-            if key in name:
-                multiplier = value
+        fitting = [key for key in keys if key in name]
+        unused -= set(fitting)
+        multiplier = float(optim.lr_mult[fitting[-1]]) if fitting else 1.0
         if multiplier == 0:
             parameter.requires_grad_(False)
         is_matrix = parameter.dim() > 1
@@ -394,6 +394,9 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
         group["params"].append(parameter)
         group["lr"] = multiplier * optim.lr
         group["weight_decay"] = optim.weight_decay if is_matrix else 0.0
+    if unused or not any(parameter.requires_grad for parameter in model.parameters()):
+        names = ", ".join(name for name, _ in model.named_parameters())
+        raise UserError(f"optim.lr_mult={optim.lr_mult} fits none or freezes all of {names:.300}")
     return list(groups.values())
 
 
@@ -501,7 +504,7 @@ class TrainState:
         except ValueError as error:
             raise UserError(
                 f"the parameters' groups differ from the checkpoint's ({error}): in an empty run "
-                f"folder, run.init={state['file']} starts from its parameters"
+                f"folder, run.init={state['file']} alone starts from its parameters"
             ) from None
         self.optimizer.param_groups = groups  # with the configuration's rates
         # ZeRO leaves the step counts on the CPU, but fused AdamW needs them on its own device.
@@ -716,6 +719,7 @@ class Member(NamedTuple):
 
     config: Config
     model: nn.Module
+    dataset: KnockoutDataset  # of what it was trained on, with its plan of batches
 
 
 def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> None:
@@ -738,12 +742,14 @@ def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> 
     output = Path(f"{Path(table).name.removesuffix('.gz').removesuffix('.tsv')}.predictions.tsv")
     temporary = Path(f"{output}.{uuid.uuid4().hex}.tmp")
 
-    def write(lines: Iterable[str]) -> None:
+    def write(lines: Iterable[str], is_last: bool = False) -> None:
         advice = "change the working folder"
         with env.sync_errors(), explain_write_errors(output, UserError, advice):
             if env.rank == 0:
                 with temporary.open("a") as file:
                     file.writelines(lines)
+                if is_last:
+                    os.replace(temporary, output)
 
     num_rows = num_predicted = 0
     try:
@@ -755,8 +761,7 @@ def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> 
             write(table_lines(iter(genes), cells))
             num_rows += len(genes)
             num_predicted += len(samples.y)
-        if env.rank == 0:
-            os.replace(temporary, output)
+        write([], is_last=True)
     finally:
         temporary.unlink(missing_ok=True)
     if unknown := list(number)[graph.num_nodes :]:
@@ -785,7 +790,7 @@ def predict_samples(
     rows = torch.arange(len(samples.y))
     predictions = []
     for member in members:
-        dataset, _ = make_dataset(member.config, samples, graph)
+        dataset = replace(member.dataset, tables=samples)
         prediction = predict_rows(member.model, graph, dataset, rows, member.config, env)
         predictions.append(prediction)
     if len(members) == 1:
@@ -828,7 +833,8 @@ def load_member(
     baseline = data.load_baseline(tables, fingerprint, config.data, loss)
     model = build_model(config, tables, baseline)
     load_model(model, state)
-    return Member(config, model.to(graph.device))
+    dataset, _ = make_dataset(config, tables, graph)
+    return Member(config, model.to(graph.device), dataset)
 
 
 # ---- The run folder ------------------------------------------------------------------------------
@@ -862,13 +868,14 @@ class RunFolder:
             raise UserError(
                 f"another process is training in {self.path}: wait for it or set another run.name"
             )
+        init = self.config.run.init
         checkpoint = self.newest_checkpoint()
         if checkpoint is None:
-            if self.config.run.init:  # the other ranks get the parameters from DDP
-                take_parameters(model, read_checkpoint(self.config.run.init), self.origin)
+            if init:  # the other ranks get the parameters from DDP
+                take_parameters(model, read_checkpoint(init), self.origin)
             return None
         file = checkpoint["file"]
-        advice = f"in an empty run folder, run.init={file} starts from its parameters"
+        advice = f"in an empty run folder, run.init={file} alone starts from its parameters"
         if checkpoint["data"] != self.origin["data"]:
             raise UserError(f"{file} was trained on different data or splits: {advice}")
         options = by_key(asdict(self.config))
@@ -919,13 +926,10 @@ class RunFolder:
         for line in lines:
             with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut off by a kill
                 row = json.loads(line)
-                is_past = {
-                    "train": row["step"] <= state.step,
-                    "val": state.best is not None and row["epoch"] <= state.epoch,
-                    "test": False,
-                    "event": True,
-                }
-                if is_past.get(row["kind"], row["step"] <= state.step):  # a kind of the user's
+                is_past = row["kind"] != "test" and row.get("step", 0) <= state.step
+                if row["kind"] == "val":
+                    is_past = state.best is not None and row["epoch"] <= state.epoch
+                if is_past or row["kind"] == "event":
                     self.rows.append(row)
         write_atomically(path, (json.dumps(row) + "\n" for row in self.rows))
         self.metrics = path.open("a")
@@ -1030,8 +1034,9 @@ class RunFolder:
             except UserError as error:
                 log.warning(f"skipped a damaged checkpoint: {error}")
                 continue
-            if resume != "auto":
-                log.info(f"note      run.resume={resume} is ignored: {self.path} has checkpoints")
+            if self.config.run.init or resume != "auto":
+                ignored = "run.init and run.resume are ignored"
+                log.info(f"note      {self.path} goes on from {path}: {ignored}")
             return checkpoint
         return None if resume == "auto" else read_checkpoint(resume)
 
@@ -1081,11 +1086,10 @@ def environment(ranks: list[str]) -> str:
 
 def read_checkpoint(path: str | Path) -> dict:
     """Returns a checkpoint on the CPU and its `file`; raises `UserError` if it is damaged."""
-    names = [field.name for field in fields(TrainState)]
-    names += ["config", "data", "nodes", "relations"]
+    names = [field.name for field in fields(TrainState)] + ["config", "data"]
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        return {name: state[name] for name in names} | {"file": str(path)}
+        return {**state, **{name: state[name] for name in names}, "file": str(path)}
     except FileNotFoundError:
         raise UserError(f"the checkpoint {path} does not exist") from None
     except Exception as error:  # a damaged file fails in many ways
@@ -1110,17 +1114,15 @@ def take_parameters(model: nn.Module, checkpoint: dict, origin: dict) -> None:
     """
     taken, left = [], []
     for name, parameter in model.named_parameters():
-        saved = checkpoint["model"].get(name)
-        kind = ROWS_OF.get(name.rpartition(".")[2])
-        rows = saved_rows = slice(None)
+        saved = checkpoint["model"].get(name, torch.empty(0))
+        rows = saved_rows = ...
         text = name
-        if kind:
-            both, rows, saved_rows = np.intersect1d(
-                origin[kind], checkpoint[kind], return_indices=True
-            )
+        kind = ROWS_OF.get(name.rpartition(".")[2])
+        if kind and parameter.shape[:1] == (len(origin[kind]),):
+            names = checkpoint.get(kind, [])
+            both, rows, saved_rows = np.intersect1d(origin[kind], names, return_indices=True)
             text += f" of {len(both):,} of {len(origin[kind]):,} {kind}"
-        is_own = saved is None or name.startswith("additive.")
-        if is_own or saved[saved_rows].shape != parameter[rows].shape:
+        if name.startswith("additive.") or saved[saved_rows].shape != parameter[rows].shape:
             left.append(name)
         else:
             parameter.data[rows] = saved[saved_rows].to(parameter)
@@ -1210,7 +1212,7 @@ def panel_svg(curves: Sequence[Curve], rows: list[dict]) -> list[str]:
     values = [value for pairs in points for _, value in pairs] or [0.0]
     low = min(values)
     span = (max(values) - low) or 1.0
-    last = max([1, *(row["step"] for row in rows)])
+    last = max([1, *(row.get("step", 0) for row in rows)])
 
     def x(step: float) -> str:
         return f"{WIDTH * step / last:.1f}"

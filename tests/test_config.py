@@ -54,6 +54,8 @@ def test_ddp_options_accept_the_arguments_of_ddp():
         ("modle.hidden=8", "unknown option modle.hidden: did you mean model.hidden?"),
         ("optim.lr", "optim.lr must be float >= 0, not None"),
         ("optim.lr_mult={embedding: -1}", "optim.lr_mult: embedding: -1 is no part of a name and a factor"),
+        ("optim.lr_mult={a: .nan}", "optim.lr_mult: a: nan is no part of a name and a factor"),
+        ("optim.lr_mult={a: x}", "optim.lr_mult: a: x is no part of a name and a factor"),
         ("optim.lr_mult={0: 1}", "optim.lr_mult: 0: 1 is no part of a name and a factor"),
         ("optim.lr=fast", "optim.lr must be float >= 0, not 'fast'"),
         ("optim.lr=nan", "optim.lr must be float >= 0, not nan"),

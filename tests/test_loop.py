@@ -17,6 +17,7 @@ from train import (
     RunFolder,
     TrainState,
     build_optimizer,
+    curves_svg,
     explain_write_errors,
     optimizer_step,
     write_atomically,
@@ -104,12 +105,13 @@ def test_a_step_clips_the_unscaled_gradients(meter, scale):
 
 
 def test_rows_of_the_users_own_kinds_are_kept_up_to_the_step_of_the_checkpoint(tmp_path):
-    rows = [{"kind": kind, "step": step, "epoch": 1} for step in (3, 4, 5) for kind in ("train", "probe")]
+    rows = [{"kind": kind, "step": step} for step in (3, 4, 5) for kind in ("train", "probe")]
+    rows.insert(0, {"kind": "probe", "x": 1})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = SimpleNamespace(path=tmp_path, rows=[])
     RunFolder._open_metrics(folder, TrainState(None, None, None, step=4))
     folder.metrics.close()
-    assert folder.rows == rows[:4]
+    assert folder.rows == rows[:5] and curves_svg(rows)
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])

@@ -100,8 +100,11 @@ def test_restarting_a_finished_run_repeats_its_result_and_more_epochs_extend_it(
     again = train(0, "run.name=long", "optim.lr=0.1", "run.resume=runs/other.pt").check()
     assert again.stdout.splitlines()[-4:] == first.stdout.splitlines()[-4:]
     assert "trained   1 epochs: raise optim.epochs to train on" in again.stdout
-    assert "run.resume=runs/other.pt is ignored: runs/long has checkpoints" in again.stdout
-    train(0, "run.name=long", "optim.epochs=2").check()
+    file = "runs/long/checkpoints/step_00000005.pt"
+    assert f"note      runs/long goes on from {file}: run.init and run.resume are ignored" in again.stdout
+    fewer = train(0, "run.name=long", "optim.epochs=2", "run.init=runs/other.pt").check()
+    assert "run.init and run.resume are ignored" in fewer.stdout
+    assert "trained   2 epochs: raise optim.epochs" in train(0, "run.name=long").check().stdout
     assert [row["step"] for row in read_metrics(tmp_path / "runs/long", "train")] == list(range(1, 11))
     assert len(read_metrics(tmp_path / "runs/long", "test")) == 1
 
@@ -250,6 +253,29 @@ def test_an_own_metric_is_logged_and_chooses_the_best_model(train, tmp_path):
     assert test["best_step"] == max(rows[2:], key=lambda row: row["worst"])["step"]
     title = f"loss {test['loss']:.4f}, Worst {test['worst']:.4f}, additive baseline {test['baseline_worst']:.4f}, "
     assert f"{title}Pearson {test['pearson']:.4f}, additive baseline {test['baseline_pearson']:.4f}" in result.stdout
+
+
+@pytest.mark.parametrize("factors", ["{embeding: 0.1}", "{a: 0, e: 0, o: 0}"])
+def test_learning_rates_that_fit_nothing_or_freeze_everything_are_refused(train, factors):
+    result = train(2, f"optim.lr_mult={factors}")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert re.search(r"error: optim.lr_mult=\{.*\} fits none or freezes all of embedding, identity, ", result.stderr)
+
+
+def test_parameters_of_other_shapes_and_from_before_names_were_saved_stay(train, tmp_path):
+    for hidden, line in (
+        (16, "not from it: embedding, identity, layers.0.norm.weight"),
+        (8, ": embedding of 0 of 30 nodes, identity of 0 of 30 nodes, layers.0.norm.weight"),
+    ):
+        train(0, f"run.name=first{hidden}", f"model.hidden={hidden}").check()
+        best = tmp_path / f"runs/first{hidden}/checkpoints/best.pt"
+        state = torch.load(best, weights_only=True)
+        for name in ("nodes", "relations"):
+            del state[name]
+        state["model"]["norm.bias"] = torch.tensor(1.0)
+        torch.save(state, best)
+        result = train(0, f"run.name=second{hidden}", f"run.init={best}").check()
+        assert line in result.stdout and "norm.bias" in result.stdout.partition("not from it: ")[2]
 
 
 def test_a_checkpoint_with_other_parameter_groups_is_not_resumed(train, tmp_path):

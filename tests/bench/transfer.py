@@ -20,6 +20,8 @@ import torch
 
 import data
 import train
+from data import DataError
+from ddp_setup import UserError
 from tests.bench import report
 from tests.tools.runs import ROOT, read_metrics
 
@@ -36,11 +38,15 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", type=Path)
     options, overrides = parser.parse_known_args()
     overrides = [f"--config={options.config.resolve()}", *overrides, f"data.split={options.split}"]
+    orders = (options.first.resolve(), options.second.resolve()), (options.second.resolve(), options.first.resolve())
     with tempfile.TemporaryDirectory() as folder:
+        try:
+            few = [few_rows(table, Path(folder), overrides) for _, table in orders]
+        except (UserError, DataError, OSError) as error:
+            sys.exit(str(error))
         rows = []
-        for other, table in ((options.first, options.second), (options.second, options.first)):
-            few = few_rows(table.resolve(), Path(folder), overrides)
-            rows.append(compare(other.resolve(), few, folder, overrides, options.seeds) | {"from": other.name})
+        for (other, _), table in zip(orders, few, strict=True):
+            rows.append(compare(other, table, folder, overrides, options.seeds) | {"from": other.name})
     title = f"Test Pearson, split by {options.split}, one in {FEW} training rows, {options.seeds} seeds: mean (sd)"
     columns = ("from", "baseline", "from scratch", "from the other", "difference")
     report({title: [{name: row[name] for name in columns} for row in rows]}, torch.device("cpu"), options.json)
@@ -53,7 +59,9 @@ def few_rows(table: Path, folder: Path, overrides: list[str]) -> Path:
     generator = torch.Generator().manual_seed(0)
     kept = (torch.rand(len(tables.y), generator=generator) < 1 / FEW) | ~tables.is_in("train")
     kept &= tables.split >= 0
-    header, *lines = table.read_text().splitlines()
+    header, *lines = (line for line in table.read_text().split("\n") if line)
+    if "split" in header.split("\t"):
+        raise DataError(f"{table} has a column split: remove it")
     path = folder / table.name
     with path.open("w") as file:
         file.write(f"{header}\tsplit\n")
