@@ -264,8 +264,8 @@ def test_learning_rates_that_fit_nothing_or_freeze_everything_are_refused(train,
 
 def test_parameters_of_other_shapes_and_from_before_names_were_saved_stay(train, tmp_path):
     for hidden, line in (
-        (16, "not from it: embedding, identity, layers.0.norm.weight"),
-        (8, ": embedding of 0 of 30 nodes, identity of 0 of 30 nodes, layers.0.norm.weight"),
+        (16, "not from it: embedding, identity, layers.0.gate, "),
+        (8, ": embedding of 0 of 30 nodes, identity of 0 of 30 nodes, layers.0.gate of 0 of 2 relations, "),
     ):
         train(0, f"run.name=first{hidden}", f"model.hidden={hidden}").check()
         best = tmp_path / f"runs/first{hidden}/checkpoints/best.pt"
