@@ -79,10 +79,20 @@ def assert_parity(copy: Path) -> None:
         assert max(differences.values()) <= OVER_THE_MODEL
 
 
+RUN_TESTS = """
+import multiprocessing, sys
+import pytest
+
+if __name__ == "__main__":  # which processes that the tests start import
+    multiprocessing.current_process().daemon = False  # or they could start none
+    sys.exit(pytest.main({arguments}))
+"""
+
+
 def run_tests(copy: Path, file: str, *options: str) -> None:
     """Runs tests of the copy; all of them must pass."""
     arguments = ["-q", "--tb=short", "-p", "no:cacheprovider", *options, str(copy / file)]
-    (copy / "run_tests.py").write_text(f"import sys, pytest\nsys.exit(pytest.main({arguments}))\n")
+    (copy / "run_tests.py").write_text(RUN_TESTS.format(arguments=arguments))
     launch(copy, 1, "run_tests.py")
 
 
@@ -135,14 +145,17 @@ def test_weighted_dataset(copy, tables, tmp_path):
     assert metrics[2]["loss"] != pytest.approx(even_metrics[2]["loss"], rel=1e-3)
     assert checkpoint["data"] != even["data"]
     assert_parity(copy)
-    output = launch(copy, 2, "train.py", "data.perturbations=scores.tsv", "run.name=tsv", code=2)
-    assert output.count("error: scores.tsv is not of JSON lines: set data.perturbations\n") == 1
+    assert_contract(copy)
+    (tmp_path / "no_sd.jsonl").write_text('{"genes": ["Y00"], "score": 1.0}\n')
+    for name in ("scores.tsv", "no_sd.jsonl"):
+        output = launch(copy, 2, "train.py", f"data.perturbations={name}", "run.name=wrong", code=2)
+        problem = "is not of JSON lines with genes, score and sd: set data.perturbations"
+        assert output.count(f"error: {name} {problem}\n") == 1 and "Traceback" not in output
 
     module = runpy.run_path(str(copy / "data.py"))
     files = [str(tmp_path / name) for name in ("edges.tsv", "uneven.jsonl")]
     data = module["read_tables"](module["DataConfig"](*files))
-    degree = torch.zeros(len(data.genes), dtype=torch.long)
-    dataset = module["KnockoutDataset"](data.perturbed, data.perturbed_ptr, data.y, degree, data.weight)
+    dataset = module["KnockoutDataset"](data, torch.zeros(len(data.genes), dtype=torch.long))
     weight = dataset.__getitems__([*range(len(rows)), -1]).weight  # 1 / 0.1 ** 2 and 1 / 1.0 ** 2 in turns, and padding
     torch.testing.assert_close(weight, torch.tensor([[100.0], [1.0]] * 100 + [[0.0]]))
 
