@@ -18,7 +18,7 @@ from data import KnockoutDataset, StepSampler, additive_baseline, load, make_loa
 from mask import SharedGraph
 from tests.conftest import fork_ranks, join, launch_forked
 from tests.tools import parity
-from tests.tools.runs import tables_of
+from tests.tools.runs import pack_sets
 from tests.tools.syncs import CountSynchronisations
 from train import build_model, criterion, load_config, make_dataset, parse_arguments
 
@@ -63,11 +63,15 @@ def model(config, tables, baseline):
 
 
 @pytest.fixture
-def batch_of(graph, tables):
-    def build(sets, transform=None):
-        y = torch.zeros(len(sets), *tables.y.shape[1:])
-        dataset = KnockoutDataset(tables_of(sets, y), graph.degree, transform=transform)
-        return dataset.__getitems__(range(len(sets)))
+def batch_of(graph, tables, sets):
+    """Batches of some of `sets`, each with whatever else the tables say of its row."""
+    perturbed, ptr = pack_sets(sets)
+    y = torch.zeros(len(sets), *tables.y.shape[1:])
+    samples = dataclasses.replace(tables, perturbed=perturbed, perturbed_ptr=ptr, y=y, weight=None)
+
+    def build(some_sets, transform=None):
+        dataset = KnockoutDataset(samples, graph.degree, transform)
+        return dataset.__getitems__([sets.index(nodes) for nodes in some_sets])
 
     return build
 

@@ -1,8 +1,10 @@
 """Each patch of tests/recipes, applied as a user does it, gives a copy of the template that trains as it should."""
 
 import json
+import random
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from data import KnockoutDataset
 from mask import SharedGraph
 from model import ModelConfig
 from tests.bench.synthetic import Preset, synthetic_tables
-from tests.conftest import ROOT, SMALL, copy_template, fork_ranks, join
+from tests.conftest import ROOT, SMALL, copy_template, fork_ranks, join, write_table
 from tests.tools.parity import OVER_THE_MODEL, parameter_differences
 from tests.tools.runs import newest_checkpoint, read_metrics, tables_of
 
@@ -158,6 +160,71 @@ def test_weighted_dataset(copy, tables, tmp_path):
     dataset = module["KnockoutDataset"](data, torch.zeros(len(data.genes), dtype=torch.long))
     weight = dataset.__getitems__([*range(len(rows)), -1]).weight  # 1 / 0.1 ** 2 and 1 / 1.0 ** 2 in turns, and padding
     torch.testing.assert_close(weight, torch.tensor([[100.0], [1.0]] * 100 + [[0.0]]))
+
+
+def test_step_loss(copy, tables, tmp_path):
+    adapt(copy, "step_loss", [*tables, "optim.loss=pearson", "optim.epochs=3", "optim.lr=0.05"])
+    _, rows = train(copy)
+    (test,) = [row for row in rows if row["kind"] == "test"]
+    validations = [row for row in rows if row["kind"] == "val"]
+    assert test["best_step"] == max(validations, key=lambda row: row["spearman"])["step"]
+    assert test["loss"] == pytest.approx(1 - test["pearson"])
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert all(0 < loss < 2 for loss in losses) and losses[-1] < losses[0]
+    assert_parity(copy)
+    assert_contract(copy)
+
+    spearman = runpy.run_path(str(copy / "train.py"))["spearman"]
+    y = torch.randint(0, 5, (40, 2), generator=torch.Generator().manual_seed(0)).double()
+    prediction = torch.rand(40, 2, generator=torch.Generator().manual_seed(1)).double()
+    y[3, 0] = float("nan")
+    for t in (0, 1):
+        present = ~y[:, t].isnan()
+        own, other = (
+            [sum(b < a for b in values) + sum(b == a for b in values) / 2 for a in values]
+            for values in (y[present, t].tolist(), prediction[present, t].tolist())
+        )
+        expected = torch.corrcoef(torch.tensor([own, other]))[0, 1].item()
+        assert spearman(y, prediction)[t].item() == pytest.approx(expected)
+
+    source = (copy / "train.py").read_text()
+    (copy / "train.py").write_text(source.replace("env.sum(everyone)", "everyone"))  # a loss per rank
+    shutil.rmtree(tmp_path / "parity")
+    with pytest.raises(AssertionError):
+        assert_parity(copy)
+
+
+def test_covariates(copy, tables, tmp_path):
+    """Scores depend on a temperature, some of which are missing, and on a drug."""
+    lines = (tmp_path / "scores.tsv").read_text().splitlines()[1:]
+    draw, samples = random.Random(1), []
+    for line in lines * 3:
+        genes, score = line.split("\t")
+        drug, temperature = draw.choice(["MMS", "none", "CPT"]), draw.uniform(20, 40)
+        effect = {"MMS": 6.0, "none": 0.0, "CPT": -6.0}[drug] + (temperature - 30) / 2
+        samples.append((genes, f"{float(score) + effect:.4f}", f"{temperature:.3f}", drug))
+    header = ("genes", "score", "temperature", "drug")
+    write_table(tmp_path / "scores.tsv", [header, *samples, ("Y01", 1, "NA", "none")])
+    options = [*tables, "data.scores=[score]", "optim.epochs=30", "optim.lr=0.02", "model.readout=local"]
+    adapt(copy, "covariates", [*options, "data.covariates=[temperature, drug]"])
+    _, rows = train(copy)
+    _, without = train(copy, "data.covariates=[]", name="without")
+    found = [next(row for row in part if row["kind"] == "test")["pearson"] for part in (rows, without)]
+    assert found[0] > found[1] + 0.1
+    assert_parity(copy)
+    assert_contract(copy)
+
+    checkpoint = "runs/run/checkpoints/best.pt"
+    for table, message in (
+        ([header[:3], samples[0][:3]], "ask.tsv:1: there is no column 'drug' (data.covariates)"),
+        ([header, (*samples[0][:3], "LSD")], "ask.tsv:2: the drug 'LSD' is none of CPT, MMS, none"),
+        ([header, (*samples[0][:2], "warm", "MMS")], "ask.tsv:2: the temperature 'warm' is not a finite number"),
+    ):
+        write_table(tmp_path / "ask.tsv", table)
+        output = launch(copy, 2, "train.py", "--predict", "ask.tsv", "--checkpoint", checkpoint, code=2)
+        assert output.count(f"error: {message}") == 1 and "Traceback" not in output
+    output = launch(copy, 2, "train.py", "data.covariates=[light]", "run.name=wrong", code=2)
+    assert output.count("error: scores.tsv:1: there is no column 'light' (data.covariates)") == 1
 
 
 @pytest.fixture
