@@ -227,6 +227,64 @@ def test_covariates(copy, tables, tmp_path):
     assert output.count("error: scores.tsv:1: there is no column 'light' (data.covariates)") == 1
 
 
+def test_rules(copy, tables, tmp_path):
+    """The nodes of the graph are reactions, and samples delete genes; rules are evaluated by Python, too."""
+    draw = random.Random(2)
+    genes = [f"g{i}" for i in range(25)]
+    reactions = [f"Y{i:02d}" for i in range(28)]
+    rules = {}
+    for reaction in reactions:
+        a, b, c, d = draw.sample(genes, 4)
+        rules[reaction] = draw.choice([a, f"{a} and {b}", f"({a} and {b}) or {c}", f"{a} or {b} and ({c} or {d})"])
+    rules["Y00"] = " and ".join(genes)
+    effect = {reaction: draw.gauss(0, 1) for reaction in reactions}
+
+    def dead(names):
+        environment = {gene: gene not in names for gene in genes}
+        return {reaction for reaction in reactions if not eval(rules[reaction], environment)}
+
+    ring = zip(reactions, [*reactions[1:], reactions[0]], strict=True)
+    write_table(tmp_path / "edges.tsv", [("source", "target", "relation"), *((a, b, "x") for a, b in ring)])
+    samples = []
+    for _ in range(200):
+        names = draw.sample(genes, draw.randint(1, 3))
+        score = sum(effect[reaction] for reaction in dead(names)) + draw.gauss(0, 0.1)
+        samples.append((",".join(names), f"{score:.4f}"))
+    write_table(tmp_path / "scores.tsv", [("genes", "score"), *samples, ("", 0.0)])
+    write_table(tmp_path / "rules.tsv", [("reaction", "rule"), *rules.items()])
+    adapt(copy, "rules", [*tables, "data.rules=rules.tsv", "data.split=nodes", "data.test_fraction=0.2"])
+    train(copy)
+    assert_parity(copy)
+    assert_contract(copy)
+    (tmp_path / "dead.py").write_text(DEAD_REACTIONS)
+    found = json.loads(launch(copy, 1, "../dead.py"))
+    assert [set(names) for names in found] == [dead(sample[0].split(",")) for sample in samples] + [set()]
+
+    for options, message in (
+        (["data.rules="], "set data.rules to a table of reactions and their rules"),
+        (["data.rules=open.tsv"], "open.tsv:2: the rule '(g1 and g2' lacks a bracket, an operator or a gene"),
+        (["data.rules=other.tsv"], "other.tsv:2: the reaction 'NONE' is no node of the graph"),
+        (["data.rules=few.tsv"], "is in no rule of data.rules"),
+    ):
+        write_table(tmp_path / "open.tsv", [("reaction", "rule"), ("Y01", "(g1 and g2")])
+        write_table(tmp_path / "other.tsv", [("reaction", "rule"), ("NONE", "g1")])
+        write_table(tmp_path / "few.tsv", [("reaction", "rule"), ("Y01", "g1")])
+        output = launch(copy, 2, "train.py", *options, "run.name=wrong", code=2)
+        assert output.count(message) == 1 and "Traceback" not in output
+
+
+# Prints which reactions die in each row, as the copy says.
+DEAD_REACTIONS = """
+import json, sys
+sys.path.insert(0, "copy")
+from data import DataConfig, load
+
+tables = load(DataConfig("edges.tsv", "scores.tsv", rules="rules.tsv", split="nodes", cache_dir="dead"))
+parts = tables.dead.split(tables.dead_ptr.diff().tolist())
+print(json.dumps([[tables.genes[node] for node in part.tolist()] for part in parts]))
+"""
+
+
 @pytest.fixture
 def graph_and_batch():
     graph = SharedGraph(synthetic_tables(Preset(20, {"physical": 60, "b": 30}, 2, 10, (1, 3)), seed=0).graph())
