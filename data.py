@@ -799,6 +799,7 @@ def fit_baseline(tables: Tables, loss: str, penalties: Sequence[float]) -> Basel
         std = torch.ones_like(std)
     design = Design(tables, weight)
     normal = design.normal(weight)
+    right = design.collect(weight * y)
     fit = y.new_zeros(2 + design.nodes.size(1), y.size(1))
     fit[0] = mean
     best = fit
@@ -809,7 +810,7 @@ def fit_baseline(tables: Tables, loss: str, penalties: Sequence[float]) -> Basel
             logit = design.predict(fit)
             error = binary_cross_entropy_with_logits(logit, y, reduction="none")
         else:
-            fit = ridge(normal, design.collect(weight * y), penalty, fit)
+            fit = ridge(normal, right, penalty, fit)
             error = (design.predict(fit) - y).square()
         error = (error * is_validated).sum(0)
         best = fit.where(error < least, best)
@@ -835,11 +836,15 @@ class Design:
         is_seen = tables.is_seen()
         number = is_seen.cumsum(0) - 1
         kept = is_seen[tables.perturbed]
-        index = torch.stack([tables.sample()[kept], number[tables.perturbed[kept]]])
-        ones = torch.ones(index.size(1), dtype=torch.float64)
-        nodes = torch.sparse_coo_tensor(index, ones, (len(count), is_seen.sum()))
-        self.nodes = nodes.to_sparse_csr()  # [n, K]
-        self.transposed = nodes.t().to_sparse_csr()
+        row = tables.sample()[kept]
+        node = number[tables.perturbed[kept]]
+        order = torch.argsort(node, stable=True)
+        size = (len(count), int(is_seen.sum()))
+        ones = torch.ones(len(node), dtype=torch.float64)
+        ptr = index2ptr(row, size[0])
+        ptr_t = index2ptr(node[order], size[1])
+        self.nodes = torch.sparse_csr_tensor(ptr, node, ones, size)  # [n, K]
+        self.transposed = torch.sparse_csr_tensor(ptr_t, row[order], ones, size[::-1])
 
     def predict(self, x: Tensor) -> Tensor:
         """Returns the function of each row, [n, T]."""
