@@ -5,8 +5,8 @@ against all. growth: how the cost of a step grows with the problem. host: the ke
 against a bare loop. transfer: a start from another table's run. tables: tables of millions of rows. screen: every
 pair of nodes predicted, by one model and by five. scaling: the speed-up from more processes. agreement: the cost of
 the ranks' agreement after each step. quality: predictions against what can be known without the model, whose
-baselines are in `baselines` and `profiles`. all: these but agreement, as one page. Contestants within one process are
-timed in turn, so that a slowdown of the machine affects all of them; quote the ratios.
+baselines are in `baselines` and `profiles`. all: these but agreement and transfer, as one page. Contestants within
+one process are timed in turn, so that a slowdown of the machine affects all of them; quote the ratios.
 """
 
 import argparse
