@@ -163,14 +163,19 @@ def test_two_ranks_train_the_same_model_as_one(arguments, monkeypatch):
 
 
 IN_A_FOLDER = """
-import os, sys, data, train
+import os, sys, data, torch, train
 from tests.tools.parity import few_rows
-folder, load = sys.argv.pop(), data.load
+folder, load, build_model = sys.argv.pop(), data.load, train.build_model
 def load_and_enter(options):
     tables = few_rows(load(options))
     os.chdir(folder)  # paths in the configuration are relative to where the tests run
     return tables
-data.load = load_and_enter
+def build_and_disturb(*arguments):
+    model = build_model(*arguments)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)  # or parts that start at zero would hide errors
+    return model
+data.load, train.build_model = load_and_enter, build_and_disturb
 train.main()
 """
 

@@ -91,9 +91,7 @@ def test_the_audit_names_the_line_that_waits(run, tables, tmp_path):
     command = [sys.executable, "-m", "tests.check", "syncs", *tables, "data.batch_size=16", "model.hidden=8"]
     result = run(command, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert result.returncode == 1
-    assert re.search(
-        r"WAITS  train.py:\d+ \(norm = .*get_total_norm.*_local_scalar_dense.*in 10 of 10", result.stdout
-    )
+    assert re.search(r"WAITS  train.py:\d+ \(norm = .*get_total_norm.*_local_scalar_dense.*in 10 of 10", result.stdout)
 
 
 def test_the_audit_of_a_gpu_reports_waits_but_not_the_warning_of_the_debug_mode(monkeypatch):
