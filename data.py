@@ -91,9 +91,7 @@ class Tables:
     edge_index: Tensor  # long [2, E], the edges of one relation after another
     edge_type: Tensor  # long [E], index into `relations`
     perturbed: Tensor  # long [total], the knocked-out nodes of all samples, concatenated
-    perturbed_ptr: (
-        Tensor  # long [n + 1]; those of sample i, each once, are from ptr[i] to ptr[i + 1]
-    )
+    perturbed_ptr: Tensor  # long [n + 1]; sample i has, each once, those from ptr[i] to ptr[i + 1]
     y: Tensor  # float64 [n, T], or [n], the measured effects, nan where one is missing
     split: Tensor | None = None  # int8 [n], index into `SPLITS`, -1 for rows in none
     weight: Tensor | None = None  # float64 [n], of each sample in the loss

@@ -1118,7 +1118,7 @@ def take_parameters(model: nn.Module, checkpoint: dict, origin: dict) -> None:
         rows = saved_rows = ...
         text = name
         kind = ROWS_OF.get(name.rpartition(".")[2])
-        if kind and parameter.shape[:1] == (len(origin[kind]),):
+        if kind and len(saved) and parameter.shape[:1] == (len(origin[kind]),):
             names = checkpoint.get(kind, [])
             both, rows, saved_rows = np.intersect1d(origin[kind], names, return_indices=True)
             text += f" of {len(both):,} of {len(origin[kind]):,} {kind}"

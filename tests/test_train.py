@@ -274,8 +274,9 @@ def test_parameters_of_other_shapes_and_from_before_names_were_saved_stay(train,
             del state[name]
         state["model"]["norm.bias"] = torch.tensor(1.0)
         torch.save(state, best)
-        result = train(0, f"run.name=second{hidden}", f"run.init={best}").check()
-        assert line in result.stdout and "norm.bias" in result.stdout.partition("not from it: ")[2]
+        result = train(0, f"run.name=second{hidden}", f"run.init={best}", "model.layers=3").check()
+        new = result.stdout.partition("not from it: ")[2]
+        assert line in result.stdout and "norm.bias" in new and "layers.2.gate, layers.2.norm.weight" in new
 
 
 def test_a_checkpoint_with_other_parameter_groups_is_not_resumed(train, tmp_path):
