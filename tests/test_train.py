@@ -262,6 +262,12 @@ def test_learning_rates_that_fit_nothing_or_freeze_everything_are_refused(train,
     assert re.search(r"error: optim.lr_mult=\{.*\} fits none or freezes all of embedding, identity, ", result.stderr)
 
 
+def test_layers_that_a_checkpoint_lacks_stay(train):
+    train(0, "run.name=first").check()
+    result = train(0, "run.name=deeper", "run.init=runs/first/checkpoints/best.pt", "model.layers=3").check()
+    assert "not from it: layers.2.gate, layers.2.norm.weight, " in result.stdout
+
+
 def test_parameters_of_other_shapes_and_from_before_names_were_saved_stay(train, tmp_path):
     for hidden, line in (
         (16, "not from it: embedding, identity, layers.0.gate, "),
