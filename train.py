@@ -864,10 +864,12 @@ class RunFolder:
         with explain_write_errors(self.path, UserError):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.lock = (self.path / "log.rank0.txt").open("a")
-        if not self._acquire_lock():
-            raise UserError(
-                f"another process is training in {self.path}: wait for it or set another run.name"
-            )
+            if not self._acquire_lock():
+                raise UserError(
+                    f"another process is training in {self.path}: "
+                    "wait for it or set another run.name"
+                )
+            self._log_to_file()
         init = self.config.run.init
         checkpoint = self.newest_checkpoint()
         if checkpoint is None:
@@ -897,15 +899,18 @@ class RunFolder:
             time.sleep(0.1)
         return False
 
+    def _log_to_file(self) -> None:
+        handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logging.getLogger().addHandler(handler)
+
     def start(self, state: TrainState, ranks: list[str]) -> None:
-        """Opens each rank's log, records configuration and environment, and opens the metrics."""
+        """Opens the other ranks' logs, and records configuration, environment and metrics."""
+        self.env.progress = self.env.progress._replace(step=state.step)
         with explain_write_errors(self.path, UserError):
-            self.path.mkdir(parents=True, exist_ok=True)
-            handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt")
-            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-            logging.getLogger().addHandler(handler)
-            self.env.progress = self.env.progress._replace(step=state.step)
             if self.env.rank != 0:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._log_to_file()
                 return
             config = yaml.safe_dump(asdict(self.config), sort_keys=False)
             write_atomically(self.path / "config.yaml", [config])
