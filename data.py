@@ -32,7 +32,6 @@ from itertools import combinations, islice
 from modulefinder import ModuleFinder
 from multiprocessing.queues import Queue
 from pathlib import Path
-from reprlib import Repr
 from typing import Any, Literal, NamedTuple, TextIO
 
 import numpy as np
@@ -49,8 +48,6 @@ SPLITS = ("train", "val", "test")
 CHUNK = 2**23  # characters of a table that are parsed at once
 EXAMPLE = Path(__file__).with_name("tests") / "example"  # tables that are read if none are given
 TARGETS_AT_ONCE = 64  # in the fit of the additive baseline, whose numbers then stay in cache
-QUOTED = Repr()
-QUOTED.maxstring = 60  # characters of a cell in a message
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # of the additive baseline: 0.1 to 1000
 
 
@@ -313,8 +310,8 @@ class Rows:
     cells: dict[str, list[str]]  # by column
 
     def error(self, row: int, column: str, problem: str) -> DataError:
-        cell = QUOTED.repr(self.cells[column][row])
-        return DataError(f"{self.path}:{self.lines[row]}: the {column:.60} {cell} {problem}")
+        cell = self.cells[column][row]
+        return DataError(f"{self.path}:{self.lines[row]}: the {column:.60} {cell!r:.60} {problem}")
 
     def numbers(self, column: str, positive: bool = False, advice: str = "") -> Tensor:
         """Returns a column, float64 [n], nan where missing, unless all must be `positive`."""
@@ -387,9 +384,9 @@ def parse_rows(path: str, file: TextIO, first: tuple[str, ...]) -> Iterator[Rows
     header = unquoted(next(file, "").rstrip("\r\n"), f"{path}:1").split("\t")
     header[0] = {"node": "gene", "nodes": "genes"}.get(header[0], header[0])
     if tuple(header[: len(first)]) != first or len(set(header)) < len(header):
-        found, expected = QUOTED.repr("\t".join(header)), "\t".join(first)
+        found, expected = "\t".join(header), "\t".join(first)
         raise DataError(
-            f"{path}:1: the header is {found}: begin with {expected!r}, name each column once"
+            f"{path}:1: the header is {found!r:.60}: begin with {expected!r}, name each column once"
         )
     next_line, is_empty = 2, True
     while texts := [line.rstrip("\r\n") for line in file.readlines(CHUNK)]:
@@ -425,7 +422,7 @@ def unquoted(text: str, place: str) -> str:
     with contextlib.suppress(csv.Error):
         text = "\t".join(next(csv.reader([text], delimiter="\t", strict=True), []))
     if re.search(r'(^|[\t,]) *"', text):
-        raise DataError(f"{place}: {QUOTED.repr(text)} has quotes that enclose no whole cell")
+        raise DataError(f"{place}: {text!r:.60} has quotes that enclose no whole cell")
     return text
 
 
