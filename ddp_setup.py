@@ -93,7 +93,7 @@ class Distributed:
         self.store: dist.Store | None = None  # torchrun's, or one of this process
         self.watchdog: Watchdog | None = None
         self.stop: StopRequest | None = None
-        self.on_failure: list[Callable[[str], None]] = []  # called with the reason before exiting
+        self.on_failure: Callable[[str], None] | None = None  # called with the reason on exit
         self.progress = Progress()
         self.limit_s = config.startup_timeout_s  # without progress: the watchdog ends the job
         self.seconds: dict[str, float] = defaultdict(float)  # time spent in each phase
@@ -244,10 +244,10 @@ class Distributed:
         self.exit_now(first, getattr(error, "status", 1))
 
     def exit_now(self, reason: str, status: int) -> NoReturn:
-        """Exits after the `on_failure` hooks, without interpreter shutdown, which can hang."""
-        for hook in self.on_failure:
+        """Exits after the hook `on_failure`, without interpreter shutdown, which can hang."""
+        if self.on_failure:
             with contextlib.suppress(UserError):  # the disk may be full
-                hook(reason)
+                self.on_failure(reason)
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(status)

@@ -919,7 +919,7 @@ class RunFolder:
             self._open_metrics(state)
         resumed = state.step or state.best
         self.event("resumed" if resumed else "started", state, world_size=self.env.world_size)
-        self.env.on_failure.append(lambda reason: self.event("failed", state, reason))
+        self.env.on_failure = lambda reason: self.event("failed", state, reason)
         log.info("\n".join(ranks))
         start = f"resumed at step {state.step}" if resumed else "from the start"
         log.info(f"run       {self.path}, {start}")
