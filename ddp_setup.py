@@ -120,10 +120,8 @@ class Distributed:
                     "set it to false"
                 )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        if "TORCH_DISTRIBUTED_DEBUG" not in os.environ:
-            dist.set_debug_level(
-                dist.DebugLevel.INFO
-            )  # so that DDP names parameters without a gradient
+        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
+        dist.set_debug_level_from_env()  # so that DDP names parameters without a gradient
         buffers = [name for name, _ in model.named_buffers()]
         if not any(name.endswith("running_mean") for name in buffers):  # constants: no broadcast
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
