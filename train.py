@@ -569,23 +569,20 @@ class Meter:
         # Gradients are equal on all ranks. Under fp16, GradScaler handles overflows while its scale
         # is above 1.
         limit = MAX_SKIPS if self.optim.on_nonfinite == "skip" else 1
-        before = state.skipped
-        for i, (norm, scale) in enumerate(steps):
+        first = state.step - len(steps) + 1
+        for step, (norm, scale) in enumerate(steps, first):
             if math.isfinite(norm) or scale > 1:
                 state.skipped_in_row = 0
                 continue
             state.skipped += 1
             state.skipped_in_row += 1
             if state.skipped_in_row >= limit:
-                step = state.step - len(steps) + 1 + i
                 raise RunError(
                     f"step {step} is not finite, {limit} in a row (optim.on_nonfinite): "
                     "lower optim.lr or optim.clip, or find bad rows with "
                     "`python -m tests.check rows` and the same options"
                 )
-        if state.skipped > before:
-            count = state.skipped - before
-            log.warning(f"skipped   {count} steps that were not finite, {state.skipped} in total")
+            log.warning(f"skipped   step {step}, which is not finite, {state.skipped} in total")
 
 
 def profiler(
