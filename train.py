@@ -31,7 +31,6 @@ from dataclasses import Field, asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 if "OMP_WAIT_POLICY" not in os.environ:  # OpenMP reads these variables when torch is imported
@@ -247,7 +246,8 @@ def train(config: Config, env: Distributed) -> None:
                 norm_and_scale = optimizer_step(model, state.optimizer, state.scaler, optim)
             state.step += 1
             meter.count(len(rows), num_scores, norm_and_scale)
-            profile.step()
+            if profile:
+                profile.step()
 
             env.step_done(state.step)
             reason = env.stop_reason()
@@ -264,7 +264,8 @@ def train(config: Config, env: Distributed) -> None:
             if reason:
                 return folder.stop(state, reason)
 
-    profile.stop()
+    if profile:
+        profile.stop()
     model.load_state_dict(state.best_model)
     prediction = predict_rows(model, graph, dataset, tables.rows("test"), config, env)
     if reason := env.stop_reason():
@@ -585,12 +586,10 @@ class Meter:
             log.warning(f"skipped   step {step}, which is not finite, {state.skipped} in total")
 
 
-def profiler(
-    config: Config, env: Distributed, path: Path
-) -> torch.profiler.profile | SimpleNamespace:
+def profiler(config: Config, env: Distributed, path: Path) -> torch.profiler.profile | None:
     """Returns a started profiler that skips three steps, then traces log.profile_steps, if any."""
     if not config.log.profile_steps:
-        return SimpleNamespace(step=lambda: None, stop=lambda: None)
+        return None
     file = str(path / f"trace.rank{env.rank}.json")
     profile = torch.profiler.profile(
         schedule=torch.profiler.schedule(
