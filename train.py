@@ -751,7 +751,13 @@ def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> 
     try:
         columns = prediction_columns(tables.targets, len(members))
         write(["\t".join(["genes", *columns]) + "\n"])
-        for genes, is_known, samples in in_step(data.read_sets(table, number, tables), env):
+        parts = data.read_sets(table, number, tables)
+        while True:
+            with env.sync_errors(DataError):
+                part = next(parts, None)
+            if part is None:
+                break
+            genes, is_known, samples = part
             cells = tables.y.new_full((len(genes), len(columns)), math.nan)
             cells[is_known] = predict_samples(members, graph, samples, env)
             write(table_lines(iter(genes), cells))
@@ -793,16 +799,6 @@ def predict_samples(
         return prediction
     std, mean = torch.std_mean(torch.stack(predictions), dim=0)
     return torch.stack([mean, std], dim=2).flatten(start_dim=1)
-
-
-def in_step(parts: Iterator, env: Distributed) -> Iterator:
-    """Yields the parts; an error in reading one on any rank is raised on all."""
-    while True:
-        with env.sync_errors(DataError):
-            part = next(parts, None)
-        if part is None:
-            return
-        yield part
 
 
 def load_member(
