@@ -59,7 +59,6 @@ from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig, plan_route
 
 log = logging.getLogger("train")
-ROW_RESULT = "; over a row's scores {row_pearson:.4f}, {baseline_row_pearson:.4f}"
 PROGRESS = "loss {loss:.4f}  {samples_per_s:,.0f} samples/s  "
 
 # dtype of parameters and optimiser, and of autocast (None: off)
@@ -697,10 +696,11 @@ FIRST = next(iter(METRICS))
 def result_text(result: dict[str, Any]) -> str:
     """Returns metrics as a part of a line for the log."""
     text = f"loss {result['loss']:.4f}"
-    for name in METRICS:
-        baseline = result[f"baseline_{name}"]
-        text += f", {name.title()} {result[name]:.4f}, additive baseline {baseline:.4f}"
-    return text + ROW_RESULT.format(**result) if "row_pearson" in result else text
+    for name, value in result.items():
+        if f"baseline_{name}" in result:
+            baseline = result[f"baseline_{name}"]
+            text += f", {name.title()} {value:.4f}, additive baseline {baseline:.4f}"
+    return text
 
 
 def quality(result: dict[str, Any]) -> tuple[float, float]:
