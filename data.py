@@ -594,9 +594,8 @@ def node_split(tables: Tables, config: DataConfig) -> Tensor:
     split_of_node = split_in_order(order, config, len(tables.genes)).long()
     has = torch.zeros(len(tables.y), len(SPLITS), dtype=torch.bool)
     has[tables.sample(), split_of_node[tables.perturbed]] = True
-    _, val, test = has.T
-    split = val * SPLITS.index("val") + test * SPLITS.index("test")
-    return split.where(~(val & test), -1).to(torch.int8)
+    _, val, test = has.T.long()
+    return torch.tensor([0, 1, 2, -1], dtype=torch.int8)[val + 2 * test]
 
 
 def split_in_order(order: Tensor, config: DataConfig, size: int) -> Tensor:
