@@ -1164,23 +1164,15 @@ WIDTH, HEIGHT = 380, 240  # of a panel
 GREY = "#868e96"
 
 
-class Curve(NamedTuple):
-    """A column of the rows of one kind, against the step."""
-
-    kind: str
-    key: str
-    label: str
-    colour: str
-
-
+# The curves of each panel: a column of the rows of one kind, its label and its colour.
 PANELS = {
     "Loss": (
-        Curve("train", "loss", "training", "#228be6"),
-        Curve("val", "loss", "validation", "#e8590c"),
+        ("train", "loss", "training", "#228be6"),
+        ("val", "loss", "validation", "#e8590c"),
     ),
     f"{FIRST.title()}, validation": (
-        Curve("val", FIRST, "model", "#e8590c"),
-        Curve("val", f"baseline_{FIRST}", "additive baseline", GREY),
+        ("val", FIRST, "model", "#e8590c"),
+        ("val", f"baseline_{FIRST}", "additive baseline", GREY),
     ),
 }
 
@@ -1190,22 +1182,22 @@ def curves_svg(rows: list[dict]) -> str:
     style = f'font-family="sans-serif" font-size="12" fill="{GREY}"'
     svg = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 360" {style}>']
     for left, (title, curves) in zip((56, 516), PANELS.items(), strict=True):
-        svg.append(f'<g transform="translate({left} 64)">')
-        svg.append(
-            f'<text y="-44" font-weight="bold">{title}</text>'
-            '<text x="190" y="278" text-anchor="middle">optimiser step</text>'
-        )
-        svg += panel_svg(curves, rows)
-        svg.append("</g>")
+        svg += [
+            f'<g transform="translate({left} 64)">',
+            f'<text y="-44" font-weight="bold">{title}</text>',
+            '<text x="190" y="278" text-anchor="middle">optimiser step</text>',
+            *panel_svg(curves, rows),
+            "</g>",
+        ]
     return "\n".join([*svg, "</svg>\n"])
 
 
-def panel_svg(curves: Sequence[Curve], rows: list[dict]) -> list[str]:
+def panel_svg(curves: Sequence[tuple], rows: list[dict]) -> list[str]:
     """Returns the lines of one panel: a grid with five numbers on each axis, and the curves."""
     points = []
-    for curve in curves:
-        own = [row for row in rows if row["kind"] == curve.kind and row.get(curve.key) is not None]
-        points.append([(row["step"], row[curve.key]) for row in own])
+    for kind, key, _, _ in curves:
+        own = [row for row in rows if row["kind"] == kind and row.get(key) is not None]
+        points.append([(row["step"], row[key]) for row in own])
     values = [value for pairs in points for _, value in pairs] or [0.0]
     low = min(values)
     span = (max(values) - low) or 1.0
@@ -1220,15 +1212,18 @@ def panel_svg(curves: Sequence[Curve], rows: list[dict]) -> list[str]:
     svg = []
     for share in (0, 0.25, 0.5, 0.75, 1):
         value, step = low + share * span, share * last
-        svg.append(f'<path d="M0 {y(value)}h{WIDTH}" stroke="{GREY}" stroke-opacity=".3"/>')
-        svg.append(f'<text x="-8" y="{y(value)}" dy="4" text-anchor="end">{value:.3g}</text>')
-        svg.append(f'<text x="{x(step)}" y="258" text-anchor="middle">{step:,.0f}</text>')
+        svg += [
+            f'<path d="M0 {y(value)}h{WIDTH}" stroke="{GREY}" stroke-opacity=".3"/>',
+            f'<text x="-8" y="{y(value)}" dy="4" text-anchor="end">{value:.3g}</text>',
+            f'<text x="{x(step)}" y="258" text-anchor="middle">{step:,.0f}</text>',
+        ]
     for left, curve, pairs in zip((0, 120), curves, points, strict=True):
+        _, _, label, colour = curve
         line = " ".join(f"{x(step)},{y(value)}" for step, value in pairs)
-        svg.append(f'<text x="{left}" y="-24" fill="{curve.colour}">{curve.label}</text>')
-        svg.append(
-            f'<polyline points="{line}" fill="none" stroke="{curve.colour}" stroke-width="1.5"/>'
-        )
+        svg += [
+            f'<text x="{left}" y="-24" fill="{colour}">{label}</text>',
+            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>',
+        ]
     return svg
 
 
