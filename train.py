@@ -295,7 +295,11 @@ def prepare_run(
     options = by_key(asdict(config))
     env.check_equal({**options, "data (hash)": fingerprint, **library_versions()})
     optimizer = build_optimizer(model, config.optim, env)
-    state = TrainState(model, optimizer, build_scaler(config.optim, env))
+    scale = (
+        2.0**16 if config.optim.precision == "fp16" else 1.0
+    )  # and stays 1, see `optimizer_step`
+    scaler = torch.amp.GradScaler(env.device.type, init_scale=scale)
+    state = TrainState(model, optimizer, scaler)
     checkpoint = env.broadcast(checkpoint)
     if checkpoint is not None:
         state.load_state_dict(checkpoint, config.optim)
@@ -398,11 +402,6 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
         names = ", ".join(name for name, _ in model.named_parameters())
         raise UserError(f"optim.lr_mult={optim.lr_mult} fits none or freezes all of {names:.300}")
     return list(groups.values())
-
-
-def build_scaler(optim: OptimConfig, env: Distributed) -> torch.amp.GradScaler:
-    scale = 2.0**16 if optim.precision == "fp16" else 1.0  # and stays 1, see `optimizer_step`
-    return torch.amp.GradScaler(env.device.type, init_scale=scale)
 
 
 def order_buckets(
