@@ -59,7 +59,6 @@ from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig, plan_route
 
 log = logging.getLogger("train")
-PROGRESS = "loss {loss:.4f}  {samples_per_s:,.0f} samples/s  "
 
 # dtype of parameters and optimiser, and of autocast (None: off)
 PRECISIONS = {
@@ -256,7 +255,7 @@ def train(config: Config, env: Distributed) -> None:
             if reason or save_now or log_now or end_of_epoch:
                 row = meter.read(state)
                 folder.write("train", state, lr=share_of_lr * optim.lr, **row)
-                progress = PROGRESS.format(**row)
+                progress = f"loss {row['loss']:.4f}  {row['samples_per_s']:,.0f} samples/s  "
                 bar.set_postfix_str(progress, refresh=False)
             if reason or save_now:
                 folder.save(state)
