@@ -492,7 +492,7 @@ def choose_device(env: Distributed) -> torch.device:
         return torch.device("cpu")
     if visible == 1 and env.local_world_size > 1 and not env.config.device_ids:
         return torch.device("cuda", 0)  # a scheduler may expose a different GPU to each process
-    missing = [gpu for gpu in chosen if gpu not in range(visible)]
+    missing = set(chosen) - set(range(visible))
     if missing or env.local_world_size > len(chosen):
         raise UserError(
             f"{env.local_world_size} processes on {platform.node()} but {visible} GPUs, "
