@@ -21,6 +21,8 @@ from tests.conftest import SMALL, fork_ranks, join, write_table
 from tests.tools.analysis import analyse, rank, read_predictions, target_figures
 from tests.tools.runs import difference, newest_checkpoint, pack_sets, read_metrics, series, tables_of
 from train import (
+    FIRST,
+    METRICS,
     Config,
     OptimConfig,
     build_model,
@@ -46,7 +48,7 @@ def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
     needed = {"loss", "lr", "grad_norm", "samples_per_s", "data_ms", "step_ms", "memory_mb"}
     assert all(needed <= set(row) and all(math.isfinite(row[key]) for key in needed) for row in train_rows)
     assert [row["lr"] for row in train_rows] == [0.01 * schedule(step, 15, OptimConfig()) for step in range(15)]
-    needed = {"kind", "step", "epoch", "loss", "mse", "pearson", "baseline_pearson", "n"}
+    needed = {"kind", "step", "epoch", "loss", "mse", "n", *METRICS, *(f"baseline_{name}" for name in METRICS)}
     assert all(row.keys() == needed for row in val_rows) and test_row.keys() == {*needed, "best_step"}
     assert all(15 < row["n"] < 25 for row in [*val_rows, test_row])
     assert sum(row["loss"] for row in train_rows[-5:]) < sum(row["loss"] for row in train_rows[:5])  # of an epoch
@@ -59,8 +61,8 @@ def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
     assert f"torch: {torch.__version__.split('+')[0]}" in environment
     ElementTree.parse(folder / "curves.svg")
     last = result.stdout[result.stdout.index("test  ") :].splitlines()
-    assert f"Pearson {test_row['pearson']:.4f}" in last[0]
-    assert f"additive baseline {test_row['baseline_pearson']:.4f}" in last[0]
+    assert f"{FIRST.title()} {test_row[FIRST]:.4f}" in last[0]
+    assert f"additive baseline {test_row[f'baseline_{FIRST}']:.4f}" in last[0]
     assert last[1:] == ["test      intervals, groups of rows and a plot: python -m tests.check test runs/first"]
     assert "run       runs/first, model of step " in result.stdout
     assert result.stdout.count("epoch 1/3") == 1  # only rank 0 prints
@@ -243,18 +245,20 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(t
 
 def test_an_own_metric_is_logged_and_chooses_the_best_model(train, tmp_path):
     (tmp_path / "own.py").write_text(
-        "import train\nown = {'worst': lambda y, prediction: -train.pearson(y, prediction)}\n"
+        "import train\nown = {'worst': lambda y, prediction: -train.METRICS[train.FIRST](y, prediction)}\n"
         "train.METRICS = own | train.METRICS\ntrain.FIRST = 'worst'\ntrain.main()\n"
     )
     train(0).check()  # whose best validation has no such metric
     result = train(0, "optim.epochs=3", "optim.lr=0.1", script=tmp_path / "own.py").check()
     rows = read_metrics(tmp_path / "runs/default", "val")
     for row in rows[2:]:
-        assert row["worst"] == -row["pearson"] and row["baseline_worst"] == -row["baseline_pearson"]
+        assert row["worst"] == -row[FIRST] and row["baseline_worst"] == -row[f"baseline_{FIRST}"]
     (test,) = read_metrics(tmp_path / "runs/default", "test")
     assert test["best_step"] == max(rows[2:], key=lambda row: row["worst"])["step"]
-    title = f"loss {test['loss']:.4f}, Worst {test['worst']:.4f}, additive baseline {test['baseline_worst']:.4f}, "
-    assert f"{title}Pearson {test['pearson']:.4f}, additive baseline {test['baseline_pearson']:.4f}" in result.stdout
+    title = f"loss {test['loss']:.4f}"
+    for name in ("worst", *METRICS):
+        title += f", {name.title()} {test[name]:.4f}, additive baseline {test[f'baseline_{name}']:.4f}"
+    assert f"test      {title}" in result.stdout
 
 
 @pytest.mark.parametrize("factors", ["{embeding: 0.1}", "{a: 0, e: 0, o: 0}"])
@@ -332,10 +336,10 @@ def test_resuming_in_another_precision_resets_the_loss_scale(train, tmp_path, be
     assert (scale > 1) is (after == "fp16")
 
 
-def test_models_with_undefined_pearson_are_ranked_by_loss():
+def test_models_with_an_undefined_metric_are_ranked_by_loss():
     """A constant prediction, whose Pearson is undefined, ranks as one of 0."""
-    results = [{"pearson": -0.5, "loss": 1.0}, {"pearson": 0.0, "loss": 3.0}, {"pearson": math.nan, "loss": 2.0}]
-    results += [{"pearson": math.nan, "loss": 1.0}, {"pearson": 0.1, "loss": 4.0}]
+    results = [{FIRST: -0.5, "loss": 1.0}, {FIRST: 0.0, "loss": 3.0}, {FIRST: math.nan, "loss": 2.0}]
+    results += [{FIRST: math.nan, "loss": 1.0}, {FIRST: 0.1, "loss": 4.0}]
     assert sorted([results[i] for i in (4, 2, 0, 3, 1)], key=quality) == results
 
 
@@ -421,14 +425,14 @@ def test_curves_need_no_rows_and_skip_undefined_values():
     empty = curves_svg([])
     ElementTree.fromstring(empty)
     assert empty.count(">0.75</text>") == 2  # both panels have an axis from 0 to 1
-    rows = [{"kind": "val", "step": step, "loss": 1.0, "pearson": None if step == 1 else 0.5} for step in (1, 2)]
+    rows = [{"kind": "val", "step": step, "loss": 1.0, FIRST: None if step == 1 else 0.5} for step in (1, 2)]
     svg = curves_svg(rows)
     ElementTree.fromstring(svg)
     assert svg.count("<polyline") == 4 and svg.count("optimiser step") == 2
 
 
 def test_curves_have_five_numbers_on_each_axis():
-    rows = [{"kind": "val", "step": step, "loss": step / 8, "pearson": step / 8} for step in (0, 8)]
+    rows = [{"kind": "val", "step": step, "loss": step / 8, FIRST: step / 8} for step in (0, 8)]
     svg = curves_svg(rows)
     texts = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
     for numbers in (["2", "4", "6", "8"], ["0.25", "0.5", "0.75", "1"]):
@@ -444,8 +448,9 @@ def test_a_run_prints_its_plan_and_progress(train):
     assert re.fullmatch(r"rank 0, host .*, pid \d+, local rank 0, device cpu, threads \d+, python .*", lines[0])
     kinds = [line.split()[0] for line in lines[1:]]
     assert kinds == ["run", "data", "model", "batch", "epoch", "epoch", "trained", "run", "test", "test"]
-    assert re.fullmatch(r"epoch 0/1  step 0  val loss .*, Pearson .*", lines[5])
-    assert re.fullmatch(r"epoch 1/1  step 5  loss [\d.]+  [\d,]+ samples/s  val loss .*, Pearson .*", lines[6])
+    validation = f"val loss .*, {FIRST.title()} .*"
+    assert re.fullmatch(f"epoch 0/1  step 0  {validation}", lines[5])
+    assert re.fullmatch(rf"epoch 1/1  step 5  loss [\d.]+  [\d,]+ samples/s  {validation}", lines[6])
     assert result.stderr == ""  # outside a terminal, the progress bar first appears after 30 s
 
 
@@ -457,7 +462,7 @@ def test_rank_0_shows_its_progress(train, tmp_path):
 
 
 def test_the_second_rank_prints_nothing(tmp_path, tables):
-    _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*tables, *SMALL])
+    _store, ranks = fork_ranks(tmp_path, 2, "train.py", ["--config", os.devnull, *tables, *SMALL])
     assert join(ranks) == [0, 0]
     assert (tmp_path / "rank1.stdout").read_text() == ""
     assert "test      loss" in (tmp_path / "rank0.stdout").read_text()
@@ -516,7 +521,7 @@ def test_a_run_never_ends_below_the_additive_baseline(train, tmp_path):
     train(0, "optim.lr=1", "optim.epochs=2", "optim.clip=0", "model.dropout=0").check()
     val, test = read_metrics(tmp_path / "runs/default", "val"), read_metrics(tmp_path / "runs/default", "test")
     assert val[0]["pearson"] == pytest.approx(val[0]["baseline_pearson"], abs=1e-6)
-    best = max(val, key=lambda row: row["pearson"])
+    best = max(val, key=lambda row: row[FIRST])
     assert test[0]["best_step"] == best["step"]
 
 
