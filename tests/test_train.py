@@ -245,7 +245,8 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(t
 
 def test_an_own_metric_is_logged_and_chooses_the_best_model(train, tmp_path):
     (tmp_path / "own.py").write_text(
-        "import train\nfirst = train.METRICS[train.FIRST]\nown = {'worst': lambda y, prediction: -first(y, prediction)}\n"
+        "import train\nfirst = train.METRICS[train.FIRST]\n"
+        "own = {'worst': lambda y, prediction: -first(y, prediction)}\n"
         "train.METRICS = own | train.METRICS\ntrain.FIRST = 'worst'\ntrain.main()\n"
     )
     train(0).check()  # whose best validation has no such metric

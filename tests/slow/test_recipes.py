@@ -1,6 +1,7 @@
 """Each patch of tests/recipes, applied as a user does it, gives a copy of the template that trains as it should."""
 
 import json
+import math
 import random
 import re
 import runpy
@@ -195,36 +196,81 @@ def test_step_loss(copy, tables, tmp_path):
 
 
 def test_covariates(copy, tables, tmp_path):
-    """Scores depend on a temperature, some of which are missing, and on a drug."""
+    """Scores depend on a temperature, a drug, and a plate, whose names are numbers; cells of each are missing."""
     lines = (tmp_path / "scores.tsv").read_text().splitlines()[1:]
     draw, samples = random.Random(1), []
     for line in lines * 3:
         genes, score = line.split("\t")
-        drug, temperature = draw.choice(["MMS", "none", "CPT"]), draw.uniform(20, 40)
-        effect = {"MMS": 6.0, "none": 0.0, "CPT": -6.0}[drug] + (temperature - 30) / 2
-        samples.append((genes, f"{float(score) + effect:.4f}", f"{temperature:.3f}", drug))
-    header = ("genes", "score", "temperature", "drug")
-    write_table(tmp_path / "scores.tsv", [header, *samples, ("Y01", 1, "NA", "none")])
-    options = [*tables, "data.scores=[score]", "optim.epochs=30", "optim.lr=0.02", "model.readout=local"]
-    adapt(copy, "covariates", [*options, "data.covariates=[temperature, drug]"])
+        drug, plate, temperature = draw.choice(["MMS", "none", "CPT"]), draw.choice("123"), draw.uniform(20, 40)
+        effect = {"MMS": 6.0, "none": 0.0, "CPT": -6.0}[drug] + {"1": 0, "2": 4, "3": 0}[plate] + (temperature - 30) / 2
+        samples.append((genes, f"{float(score) + effect:.4f}", f"{temperature:.3f}", drug, plate, "train"))
+    samples[400:] = [(*sample[:5], draw.choice(["val", "test"])) for sample in samples[400:]]
+    samples[0] = ("Y01", 1, "NA", "", "2", "train")
+    samples[1] = ("Y01", 1, "30.0", "NA", "NA", "train")
+    header = ("genes", "score", "temperature", "drug", "plate", "split")
+    write_table(tmp_path / "scores.tsv", [header, *samples])
+    options = [*tables, "optim.epochs=30", "optim.lr=0.02", "model.readout=local"]
+    kinds = "{temperature: number, drug: category, plate: category}"
+    adapt(copy, "covariates", [*options, f"data.covariates={kinds}"])
     _, rows = train(copy)
-    _, without = train(copy, "data.covariates=[]", name="without")
+    _, without = train(copy, "data.covariates={}", "data.scores=[score]", name="without")
     found = [next(row for row in part if row["kind"] == "test")["pearson"] for part in (rows, without)]
     assert found[0] > found[1] + 0.1
     assert_parity(copy)
     assert_contract(copy)
 
+    (tmp_path / "values.py").write_text(COVARIATES)
+    values = torch.tensor(json.loads(launch(copy, 1, "../values.py", kinds)))
+    trained = samples[:400]
+    temperature = torch.tensor([math.nan if row[2] == "NA" else float(row[2]) for row in trained])
+    columns = [temperature]
+    for column, categories in ((3, ("CPT", "MMS", "none")), (4, ("1", "2", "3"))):
+        is_missing = torch.tensor([row[column] in ("", "NA") for row in trained])
+        for category in categories:
+            indicator = torch.tensor([float(row[column] == category) for row in trained])
+            columns.append(indicator.where(~is_missing, math.nan))
+    expected = torch.stack(columns, dim=1)
+    mean = expected.nanmean(0)
+    expected = ((expected - mean) / (expected - mean).square().nanmean(0).sqrt()).nan_to_num()
+    torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
+    assert values[0].count_nonzero() == 3 and values[1].count_nonzero() == 1  # missing: the mean
+
     checkpoint = "runs/run/checkpoints/best.pt"
+    asked = [("Y01", 0, *covariates, "") for covariates in (("NA", "NA", "NA"), ("30", "MMS", "2"), ("30", "MMS", "3"))]
+    write_table(tmp_path / "ask.tsv", [header, *asked])
+    launch(copy, 1, "train.py", "--predict", "ask.tsv", "--checkpoint", checkpoint)
+    _, *lines = (tmp_path / "ask.predictions.tsv").read_text().splitlines()
+    unknown, second, third = (float(line.split("\t")[1]) for line in lines)
+    assert second > third + 1 and abs(unknown) < 3
     for table, message in (
-        ([header[:3], samples[0][:3]], "ask.tsv:1: there is no column 'drug' (data.covariates)"),
-        ([header, (*samples[0][:3], "LSD")], "ask.tsv:2: the drug 'LSD' is none of CPT, MMS, none"),
-        ([header, (*samples[0][:2], "warm", "MMS")], "ask.tsv:2: the temperature 'warm' is not a finite number"),
+        ([header[:3], samples[2][:3]], "ask.tsv:1: there is no column 'drug' (data.covariates)"),
+        ([header, ("Y01", 0, "30", "LSD", "1", "")], "ask.tsv:2: the drug 'LSD' is none of CPT, MMS, none"),
+        ([header, ("Y01", 0, "30", "MMS", "4", "")], "ask.tsv:2: the plate '4' is none of 1, 2, 3"),
+        ([header, ("Y01", 0, "warm", "MMS", "1", "")], "ask.tsv:2: the temperature 'warm' is not a finite number"),
     ):
         write_table(tmp_path / "ask.tsv", table)
         output = launch(copy, 2, "train.py", "--predict", "ask.tsv", "--checkpoint", checkpoint, code=2)
         assert output.count(f"error: {message}") == 1 and "Traceback" not in output
-    output = launch(copy, 2, "train.py", "data.covariates=[light]", "run.name=wrong", code=2)
-    assert output.count("error: scores.tsv:1: there is no column 'light' (data.covariates)") == 1
+    for kinds, message in (
+        ("{drug: category, light: number}", "scores.tsv:1: there is no column 'light' (data.covariates)"),
+        ("{drug: number}", f"scores.tsv:4: the drug '{samples[2][3]}' is not a finite number"),
+        ("{drug: text}", "data.covariates: drug is no text: set number or category"),
+    ):
+        output = launch(copy, 2, "train.py", f"data.covariates={kinds}", "run.name=wrong", code=2)
+        assert output.count(f"error: {message}") == 1, output
+
+
+# Prints what the batch of the training rows says of the covariates.
+COVARIATES = """
+import json, sys
+sys.path.insert(0, "copy")
+import torch, yaml
+from data import DataConfig, KnockoutDataset, load
+
+tables = load(DataConfig("edges.tsv", "scores.tsv", covariates=yaml.safe_load(sys.argv[1]), cache_dir="values"))
+dataset = KnockoutDataset(tables, torch.zeros(len(tables.genes), dtype=torch.long))
+print(json.dumps(dataset.__getitems__(tables.rows("train")).covariates.tolist()))
+"""
 
 
 def test_rules(copy, tables, tmp_path):
