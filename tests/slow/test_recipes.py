@@ -281,13 +281,15 @@ def test_rules(copy, tables, tmp_path):
     rules = {}
     for reaction in reactions:
         a, b, c, d = draw.sample(genes, 4)
-        rules[reaction] = draw.choice([a, f"{a} and {b}", f"({a} and {b}) or {c}", f"{a} or {b} and ({c} or {d})"])
+        rules[reaction] = draw.choice([a, f"{a} and {b}", f"({a} AND {b}) Or {c}", f"{a} or {b} AND ({c} or {d})"])
     rules["Y00"] = " and ".join(genes)
+    rules["Y01"] = ""  # never dies, nor does Y02, which has no line
+    del rules["Y02"]
     effect = {reaction: draw.gauss(0, 1) for reaction in reactions}
 
     def dead(names):
         environment = {gene: gene not in names for gene in genes}
-        return {reaction for reaction in reactions if not eval(rules[reaction], environment)}
+        return {reaction for reaction, rule in rules.items() if rule and not eval(rule.lower(), environment)}
 
     ring = zip(reactions, [*reactions[1:], reactions[0]], strict=True)
     write_table(tmp_path / "edges.tsv", [("source", "target", "relation"), *((a, b, "x") for a, b in ring)])
@@ -306,27 +308,57 @@ def test_rules(copy, tables, tmp_path):
     found = json.loads(launch(copy, 1, "../dead.py"))
     assert [set(names) for names in found] == [dead(sample[0].split(",")) for sample in samples] + [set()]
 
-    for options, message in (
-        (["data.rules="], "set data.rules to a table of reactions and their rules"),
-        (["data.rules=open.tsv"], "open.tsv:2: the rule '(g1 and g2' lacks a bracket, an operator or a gene"),
-        (["data.rules=other.tsv"], "other.tsv:2: the reaction 'NONE' is no node of the graph"),
-        (["data.rules=few.tsv"], "is in no rule of data.rules"),
+    def predict(table):
+        command = ["train.py", "--predict", table, "--checkpoint", "runs/run/checkpoints/best.pt"]
+        output = launch(copy, 2, *command)
+        lines = (tmp_path / f"{table.removesuffix('.tsv')}.predictions.tsv").read_text().splitlines()[1:]
+        return dict(line.split("\t") for line in lines), output
+
+    singles, output = predict("all-singles")
+    pairs, _ = predict("all-pairs")
+    assert singles.keys() == set(genes) and all(singles.values()) and "no prediction" not in output
+    assert len(pairs) == 25 * 24 // 2 and all(pairs.values())
+    write_table(tmp_path / "ask.tsv", [("genes",), ("g1",), ("g1,unknown",), ("Y03",), ("",), ("g2",)])
+    asked, output = predict("ask.tsv")
+    assert [bool(prediction) for prediction in asked.values()] == [True, False, False, True, True]
+    assert "2 rows have no prediction: 2 nodes are not in the graph: unknown, Y03" in output
+    for gene in ("g1", "g2"):
+        assert float(asked[gene]) == pytest.approx(float(singles[gene]), abs=1e-5)
+
+    for rule in ("(g1 and g2", "g1 and g2)", "g1 g2", "and g1", "g1 or", "()", "g1 or and g2"):
+        write_table(tmp_path / "wrong.tsv", [("reaction", "rule"), ("Y03", "g1"), ("Y01", rule)])
+        message = f"wrong.tsv:3: the rule '{rule}' lacks a bracket, an operator or a gene"
+        assert_wrong_rules(copy, "wrong.tsv", message)
+    deleted = next(i for i, (names, _) in enumerate(samples) if names != "g1")
+    for table, message in (
+        ([("NONE", "g1")], "wrong.tsv:2: the reaction 'NONE' is in no row of data.edges"),
+        ([("Y01", "g1"), ("Y01", "g2")], "wrong.tsv:3: the reaction 'Y01' stands twice"),
+        ([("Y01", ""), ("Y02", "NA")], "wrong.tsv: no reaction has a rule"),
+        ([("Y01", "g1")], f"scores.tsv:{deleted + 2}: the genes '{samples[deleted][0]}' are not all in data.rules"),
     ):
-        write_table(tmp_path / "open.tsv", [("reaction", "rule"), ("Y01", "(g1 and g2")])
-        write_table(tmp_path / "other.tsv", [("reaction", "rule"), ("NONE", "g1")])
-        write_table(tmp_path / "few.tsv", [("reaction", "rule"), ("Y01", "g1")])
-        output = launch(copy, 2, "train.py", *options, "run.name=wrong", code=2)
-        assert output.count(message) == 1 and "Traceback" not in output
+        write_table(tmp_path / "wrong.tsv", [("reaction", "rule"), *table])
+        assert_wrong_rules(copy, "wrong.tsv", message)
+    assert_wrong_rules(copy, "none.tsv", "cannot read none.tsv: No such file or directory")
+    output = launch(copy, 1, "train.py", "data.rules=", "run.name=nodes")  # in which the named nodes die
+    assert "do the tables use the same names?" in output
+
+
+def assert_wrong_rules(copy: Path, rules: str, message: str) -> None:
+    output = launch(copy, 1, "train.py", f"data.rules={rules}", "run.name=wrong", code=2)
+    assert output.count(f"error: {message}\n") == 1 and "Traceback" not in output, output
 
 
 # Prints which reactions die in each row, as the copy says.
 DEAD_REACTIONS = """
 import json, sys
 sys.path.insert(0, "copy")
-from data import DataConfig, load
+import torch
+from data import DataConfig, KnockoutDataset, load
 
 tables = load(DataConfig("edges.tsv", "scores.tsv", rules="rules.tsv", split="nodes", cache_dir="dead"))
-parts = tables.dead.split(tables.dead_ptr.diff().tolist())
+dataset = KnockoutDataset(tables, torch.zeros(len(tables.genes), dtype=torch.long))
+batch = dataset.__getitems__(range(len(dataset)))
+parts = batch.perturbed.split(batch.perturbed_ptr.diff().tolist())
 print(json.dumps([[tables.genes[node] for node in part.tolist()] for part in parts]))
 """
 
