@@ -5,6 +5,7 @@ The model and tables are those that config.yaml configures, or the file of the o
 
 import copy
 import dataclasses
+import gzip
 import itertools
 import os
 from functools import partial
@@ -194,6 +195,8 @@ def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(arguments, co
     written = [[float(row[header.index(f"{name}_prediction")]) for name in tables.targets] for row in rows]
     lines = ["genes", *(row[0] for row in rows)]
     table = Path(with_example(config.data).perturbations).read_bytes()
+    if table.startswith(b"\x1f\x8b"):
+        table = gzip.decompress(table)
     if table.startswith((b"genes\t", b"nodes\t")):  # with all its columns, whatever else --predict reads
         lines = [line for line in table.decode("utf-8-sig").splitlines() if line]
         lines = [lines[0], *(lines[1 + row] for row in parity.few_rows(tables).rows("test").tolist())]
