@@ -53,7 +53,7 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(train, 
     options = [*gappy_tables(tmp_path), "data.split=nodes", "data.test_fraction=0.2", "optim.epochs=2"]
     train(2, *options).check()
     monkeypatch.chdir(tmp_path)
-    tables = load(load_config(parse_arguments(options)).data)
+    tables = load(load_config(parse_arguments([*options, "--config=/dev/null"])).data)
     rows = tables.rows("test")
     header, *lines = [line.split("\t") for line in Path("runs/default/test.tsv").read_text().splitlines()]
     assert header == [
@@ -163,7 +163,7 @@ def test_the_check_prints_and_writes_groups_of_rows(train, tables, tmp_path, mon
     low, high = first["gain"]
     cells = [f"{first['n']:,}", f"{first['pearson']:.4f}", f"{first['baseline_pearson']:.4f}"]
     assert re.split(r"  +", line)[1:5] == [*cells, f"{low:.4f} to {high:.4f}"]
-    own = load(load_config(parse_arguments([*tables, *options])).data)
+    own = load(load_config(parse_arguments([*tables, *options, "--config=/dev/null"])).data)
     assert result["shared_pairs"] == analysis.shared_pairs(own)
     assert f"{result['shared_pairs']} rows knock out two nodes of a training row" in lines
     ElementTree.parse("runs/default/test.svg")

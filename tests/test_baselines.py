@@ -214,8 +214,8 @@ def test_the_summary_compares_with_the_baseline_that_validation_prefers():
 def test_the_noise_ceiling_of_a_preset_is_a_contestant(tmp_path, monkeypatch):
     """It and the ridge have the figures of README.md."""
     monkeypatch.setattr(quality, "BASELINES", {"additive ridge": BASELINES["additive ridge"]})
-    arguments = ["--preset=small", f"--dir={tmp_path}", f"data.cache_dir={tmp_path}/cache", "--models"]
-    results = quality.contest("random:0", quality.parse_arguments(arguments), env=None)
+    arguments = ["--preset=small", f"--dir={tmp_path}", f"data.cache_dir={tmp_path}/cache", "--config=/dev/null"]
+    results = quality.contest("random:0", quality.parse_arguments([*arguments, "--models"]), env=None)
     rounded = {name: round(figures["Pearson"], 3) for name, figures in results.items()}
     assert rounded == {"additive ridge": 0.772, "noise ceiling": 0.934}
 

@@ -230,7 +230,7 @@ def test_intervals_of_the_study_hold_the_difference_though_few_rows_change_a_sco
 def test_the_study_refuses_several_scores_that_are_no_profile(tmp_path, monkeypatch):
     tables = make_tables()
     tables.targets, tables.y = ["fitness", "size"], tables.y[:, :2]
-    overrides = [*write(tables, tmp_path), f"data.cache_dir={tmp_path}"]
+    overrides = [*write(tables, tmp_path), f"data.cache_dir={tmp_path}", "--config", "/dev/null"]
     with pytest.raises(UserError, match="takes one score, or scores that are named after nodes of the graph"):
         quality.contest("random:0", quality.parse_arguments(overrides), env=None)
 
