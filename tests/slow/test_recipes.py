@@ -165,6 +165,8 @@ def test_weighted_dataset(copy, tables, tmp_path):
 
 def test_step_loss(copy, tables, tmp_path):
     adapt(copy, "step_loss", [*tables, "optim.loss=pearson", "optim.epochs=3", "optim.lr=0.05"])
+    refused = launch(copy, 2, "train.py", "model.readout=global", code=2)
+    assert "optim.loss=pearson needs predictions that vary" in refused and "Traceback" not in refused
     _, rows = train(copy)
     (test,) = [row for row in rows if row["kind"] == "test"]
     validations = [row for row in rows if row["kind"] == "val"]
