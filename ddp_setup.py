@@ -36,12 +36,14 @@ log = logging.getLogger("ddp_setup")
 log.addHandler(logging.NullHandler())  # or the preflight check prints errors twice
 
 PARENT_PID = os.getppid()  # torchrun, if it launched this process
+AGREEMENT_S = 0.5  # seconds from one agreement of the ranks on whether to stop to the next
 GRACE_S = 5.0  # seconds a rank has to exit by itself after another one has failed
 # After SIGTERM, seconds without progress until a rank gives up: half of those that torchrun waits,
 # which are 30 where a rank has died.
 SIGTERM_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) / 2
 SIGTERM_AFTER_DEATH_S = min(15.0, SIGTERM_S)
 SILENCE_S = 10.0  # without a heartbeat, after which a rank counts as dead
+SILENT_OBSERVER = 5  # heartbeats without one of the observer, after which another rank observes
 
 
 class UserError(Exception):
@@ -95,6 +97,9 @@ class Distributed:
         self.stop: StopRequest | None = None
         self.on_failure: Callable[[str], None] | None = None  # called with the reason on exit
         self.progress = Progress()
+        self.agreed_at = 0.0  # when ranks last agreed whether to stop
+        self.steps_since = 0
+        self.steps_between = 1  # that and the next time, as they agreed
         self.limit_s = config.startup_timeout_s  # without progress: the watchdog ends the job
         self.seconds: dict[str, float] = defaultdict(float)  # time spent in each phase
 
@@ -139,12 +144,30 @@ class Distributed:
     def step_done(self, step: int) -> None:
         """Records that `step` steps are done."""
         self.progress = self.progress._replace(step=step, changes=0)
+        self.steps_since += 1
         self.limit_s = self.config.timeout_s  # only the first one loads libraries
 
-    def stop_reason(self) -> str:
-        """Returns why all ranks must stop, "" if they need not."""
+    def stop_reason(self, at_once: bool = False) -> str:
+        """Returns why all ranks must stop, "" if they need not.
+
+        Ranks agree about every `AGREEMENT_S`, or `at_once`; in between this returns "". A part of
+        each agreement is the number of steps until the next one: the smallest that a rank proposes
+        from its own speed, at most twice the last, as the host can be ahead of the device. If steps
+        become f times as slow, that takes f times `AGREEMENT_S`. It travels on the device's
+        backend, as on gloo it would cost a thousand ranks tens of milliseconds.
+        """
+        if self.steps_since < self.steps_between and not at_once:
+            return ""
+        now = time.perf_counter()
+        factor = min(2, AGREEMENT_S / (now - self.agreed_at))
+        proposed = max(1, int(factor * self.steps_since))
         code = self.stop.code() if self.stop else 0
-        return StopRequest.REASONS[self.agree(code)]
+        values = torch.tensor([code, -proposed], device=self.device)
+        code, steps = self._reduce(values, dist.ReduceOp.MAX).tolist()
+        self.agreed_at = now
+        self.steps_since = 0
+        self.steps_between = -steps
+        return StopRequest.REASONS[code]
 
     def sum(self, values: Tensor) -> Tensor:
         """Returns the sum over ranks, on every rank; `values` is not modified."""
@@ -156,18 +179,11 @@ class Distributed:
                 dist.all_reduce(values, op)
         return values
 
-    def gather(self, value: Any) -> list:
-        """Returns every rank's picklable `value`, in rank order, on every rank."""
-        values = [value] * self.world_size
-        if self.launched:
-            dist.all_gather_object(values, value)
-        return values
-
-    def broadcast(self, value: Any) -> Any:
-        """Returns rank 0's picklable `value` on every rank."""
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Returns the picklable `value` of the rank `source` on every rank."""
         values = [value]
         if self.launched:
-            dist.broadcast_object_list(values)
+            dist.broadcast_object_list(values, source)
         return values[0]
 
     @contextlib.contextmanager
@@ -183,17 +199,18 @@ class Distributed:
                 yield
         except (UserError, *errors) as error:
             problem = error if isinstance(error, UserError) else UserError(str(error))
-        if self.agree(problem is not None):
-            raise next(found for found in self.gather(problem) if found)
+        ranks_left = self.agree(self.world_size - self.rank if problem else 0)
+        if ranks_left:
+            raise self.broadcast(problem, self.world_size - ranks_left)
 
     def check_equal(self, values: dict[str, Any]) -> None:
         """Raises `UserError` on every rank, naming rank and key, if a value is not rank 0's."""
-        first, *others = self.gather(values)
-        for rank, other in enumerate(others, start=1):
+        first = self.broadcast(values)
+        with self.sync_errors():
             for name, value in first.items():
-                if other[name] != value:
+                if values[name] != value:
                     raise UserError(
-                        f"{name} differs between ranks: {other[name]} on rank {rank}, "
+                        f"{name} differs between ranks: {values[name]} on rank {self.rank}, "
                         f"{value} on rank 0"
                     )
 
@@ -290,11 +307,11 @@ class StopRequest:
         return False
 
     def code(self) -> int:
-        """Returns a position in `REASONS`, 0 for no request; looks for files once a second."""
+        """Returns a position in `REASONS`, 0 for no request; looks for files twice a second."""
         if not self.reason and dist.is_torchelastic_launched() and os.getppid() != PARENT_PID:
             self.reason = self.REASONS.index("torchrun exited")
         if not self.reason and time.monotonic() > self.next_check:
-            self.next_check = time.monotonic() + 1
+            self.next_check = time.monotonic() + AGREEMENT_S
             if any(file.exists() for file in self.files):
                 self.reason = self.REASONS.index("STOP file")
         return self.reason
@@ -312,10 +329,11 @@ class Observed(NamedTuple):
 class Watchdog(threading.Thread):
     """Ends the job with a report when a rank makes no progress for too long.
 
-    With each heartbeat, every rank writes its progress to the store. The watchdog of a rank that
-    has stalled for half of `limit_s` observes all ranks for the other half; if those furthest
-    behind have not moved, it names them, and every rank prints its stack and exits. Time is counted
-    in heartbeats, which pause while the job is suspended.
+    With each heartbeat, every rank writes its progress to the store. Of the ranks that have stalled
+    for half of `limit_s`, one observes all ranks for the other half; if those furthest behind have
+    not moved, it names them, and every rank prints its stack and exits. Another one takes over from
+    an observer that falls silent. Time is counted in heartbeats, which pause while the job is
+    suspended.
     """
 
     def __init__(self, env: Distributed):
@@ -326,7 +344,7 @@ class Watchdog(threading.Thread):
         self.heartbeat_s = max(0.1, min(2.0, shorter / 8))
         self.finished = threading.Event()
         self.replies = 0  # heartbeats that reached the store
-        self.seen: dict[int, Observed] = {}  # by rank
+        self.seen: dict[int, Observed] = {}  # by rank: all, or only the observer
 
     def run(self) -> None:
         threading.Thread(target=self.watch_store, name="watchdog of the store", daemon=True).start()
@@ -355,7 +373,7 @@ class Watchdog(threading.Thread):
                     self.observe_ranks()
                 else:
                     self.seen.clear()
-                if is_stalled:
+                if is_stalled and len(self.seen) == self.env.world_size:
                     self.check_ranks()
                 ending += self.store.check(["end"])
                 if ending * self.heartbeat_s > GRACE_S:  # the main thread is busy or hangs
@@ -376,10 +394,20 @@ class Watchdog(threading.Thread):
                 )
 
     def observe_ranks(self) -> None:
-        """Counts the heartbeats since each rank was last heard of, and since it last moved."""
+        """Counts the heartbeats since ranks were last heard of, and since they last moved.
+
+        The first rank that asks observes all, the others only the observer, to take its place.
+        """
+        own = self.env.rank
+        observer = int(self.store.compare_set("observer", "", str(own)))
+        if observer in self.seen and self.seen[observer].silent >= SILENT_OBSERVER:
+            observer = int(self.store.compare_set("observer", str(observer), str(own)))
+        ranks = range(self.env.world_size) if observer == own else [observer]
         not_seen_yet = json.dumps([-1, Progress(changes=-1)])
-        for rank in range(self.env.world_size):
-            state = self.store.compare_set(f"progress/{rank}", "", not_seen_yet)
+        for rank in set(ranks) - self.seen.keys():  # `multi_get` would wait for a missing key
+            self.store.compare_set(f"progress/{rank}", "", not_seen_yet)
+        states = self.store.multi_get([f"progress/{rank}" for rank in ranks])
+        for rank, state in zip(ranks, states, strict=True):
             heartbeat, progress = json.loads(state)
             progress = Progress(*progress)
             last = self.seen.get(rank, Observed(None, None, 0, 0))
@@ -435,17 +463,15 @@ def setup(env: Distributed) -> Distributed:
         start_watchdog(env)
     with env.sync_errors():  # if one rank finds no device, all exit rather than wait for it
         env.device = choose_device(env)
-    gpu = ""
-    if env.device.type == "cuda":
-        torch.cuda.set_device(env.device)
-        gpu = str(torch.cuda.get_device_properties(env.device).uuid)
-    gpus = env.gather(gpu)
-    shared = [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
-    if shared:
-        raise UserError(
-            f"ranks {shared} share a GPU: start one process per GPU, "
-            "or set CUDA_VISIBLE_DEVICES= for CPU"
-        )
+        if env.device.type == "cuda":
+            torch.cuda.set_device(env.device)
+            gpu = torch.cuda.get_device_properties(env.device).uuid
+            first = int(env.store.compare_set(f"gpu/{gpu}", "", str(env.rank)))
+            if first != env.rank:
+                raise UserError(
+                    f"ranks {sorted([first, env.rank])} share a GPU: start one process per GPU, "
+                    "or set CUDA_VISIBLE_DEVICES= for CPU"
+                )
     return env
 
 
@@ -457,7 +483,7 @@ def start_watchdog(env: Distributed) -> None:
 def join_group(env: Distributed) -> None:
     startup_s = env.config.startup_timeout_s
     timeout = timedelta(seconds=startup_s + env.config.timeout_s)  # the watchdog is earlier
-    # gloo as well as nccl, so that agreement between ranks does not involve the GPU.
+    # gloo as well as nccl, so that ranks can agree on errors without a GPU.
     has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
     # Or NCCL kills this process when another one dies, before status.json says so.
@@ -530,7 +556,7 @@ def library_versions() -> dict[str, str]:
 
 
 def describe(env: Distributed) -> list[str]:
-    """Returns a line for each rank with its host, device, threads and versions."""
+    """Returns, on rank 0, a line for each rank with its host, device, threads and versions."""
     device = str(env.device)
     if env.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(env.device)
@@ -545,7 +571,11 @@ def describe(env: Distributed) -> list[str]:
         **library_versions(),
     }
     line = ", ".join(f"{name} {value}" for name, value in row.items())
-    return env.gather(line)
+    env.store.set(f"environment/{env.rank}", line)
+    if env.rank != 0:
+        return []
+    keys = [f"environment/{rank}" for rank in range(env.world_size)]
+    return [line.decode() for line in env.store.multi_get(keys)]
 
 
 if __name__ == "__main__":

@@ -201,7 +201,7 @@ def train(config: Config, env: Distributed) -> None:
     for epoch in range(min(state.epoch, optim.epochs), optim.epochs + 1):
         if state.best is None or epoch > state.epoch:  # the state has not been validated
             prediction = predict_rows(model, graph, dataset, tables.rows("val"), config, env)
-            if reason := env.stop_reason():
+            if reason := env.stop_reason(at_once=True):
                 folder.save(state)
                 return folder.stop(state, reason)
             val = metrics(tables.rows("val"), prediction, tables, baseline, config)
@@ -248,8 +248,8 @@ def train(config: Config, env: Distributed) -> None:
                 profile.step()
 
             env.step_done(state.step)
-            reason = env.stop_reason()
             end_of_epoch = state.step % sampler.steps_per_epoch == 0
+            reason = env.stop_reason(at_once=end_of_epoch)
             save_now = state.step % config.checkpoint.every_steps == 0 and not end_of_epoch
             log_now = state.step % config.log.every_steps == 0
             if reason or save_now or log_now or end_of_epoch:
@@ -266,7 +266,7 @@ def train(config: Config, env: Distributed) -> None:
         profile.stop()
     model.load_state_dict(state.best_model)
     prediction = predict_rows(model, graph, dataset, tables.rows("test"), config, env)
-    if reason := env.stop_reason():
+    if reason := env.stop_reason(at_once=True):
         return folder.stop(state, reason)
     folder.save_test(tables, prediction, baseline.prediction)
     test = metrics(tables.rows("test"), prediction, tables, baseline, config)
@@ -550,7 +550,7 @@ class Meter:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
         if self.env.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated()
-        total = self.env.sum(self.loss.cpu()).item()
+        total = self.env.sum(self.loss).item()
         row = {
             "loss": total / max(1, self.num_scores),
             "grad_norm": steps[-1][0],
