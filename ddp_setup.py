@@ -43,7 +43,7 @@ GRACE_S = 5.0  # seconds a rank has to exit by itself after another one has fail
 SIGTERM_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) / 2
 SIGTERM_AFTER_DEATH_S = min(15.0, SIGTERM_S)
 SILENCE_S = 10.0  # without a heartbeat, after which a rank counts as dead
-SILENT_OBSERVER = 5  # heartbeats without one of the observer, after which another rank observes
+OBSERVERS = 8  # ranks that look at all ranks when these stall, far apart: one machine may be gone
 
 
 class UserError(Exception):
@@ -137,20 +137,16 @@ class Distributed:
         """Wraps a micro-batch, so that only the last one of a step all-reduces gradients."""
         return contextlib.nullcontext() if last or not self.launched else model.no_sync()
 
-    def agree(self, flag: int) -> int:
-        """Returns the maximum over ranks: any choice on which ranks could differ, on the CPU."""
-        return int(self._reduce(torch.tensor(flag), dist.ReduceOp.MAX))
-
     def step_done(self, step: int) -> None:
         """Records that `step` steps are done."""
         self.progress = self.progress._replace(step=step, changes=0)
         self.steps_since += 1
         self.limit_s = self.config.timeout_s  # only the first one loads libraries
 
-    def stop_reason(self, at_once: bool = False) -> str:
+    def stop_reason(self, at_once: bool = True) -> str:
         """Returns why all ranks must stop, "" if they need not.
 
-        Ranks agree about every `AGREEMENT_S`, or `at_once`; in between this returns "". A part of
+        Ranks agree `at_once` or about every `AGREEMENT_S`; in between, this returns "". A part of
         each agreement is the number of steps until the next one: the smallest that a rank proposes
         from its own speed, at most twice the last, as the host can be ahead of the device. If steps
         become f times as slow, that takes f times `AGREEMENT_S`. It travels on the device's
@@ -158,13 +154,12 @@ class Distributed:
         """
         if self.steps_since < self.steps_between and not at_once:
             return ""
-        now = time.perf_counter()
-        factor = min(2, AGREEMENT_S / (now - self.agreed_at))
+        factor = min(2, AGREEMENT_S / (time.perf_counter() - self.agreed_at))
         proposed = max(1, int(factor * self.steps_since))
         code = self.stop.code() if self.stop else 0
         values = torch.tensor([code, -proposed], device=self.device)
         code, steps = self._reduce(values, dist.ReduceOp.MAX).tolist()
-        self.agreed_at = now
+        self.agreed_at = time.perf_counter()
         self.steps_since = 0
         self.steps_between = -steps
         return StopRequest.REASONS[code]
@@ -199,9 +194,10 @@ class Distributed:
                 yield
         except (UserError, *errors) as error:
             problem = error if isinstance(error, UserError) else UserError(str(error))
-        ranks_left = self.agree(self.world_size - self.rank if problem else 0)
-        if ranks_left:
-            raise self.broadcast(problem, self.world_size - ranks_left)
+        ranks_left = torch.tensor(self.world_size - self.rank if problem else 0)
+        most = int(self._reduce(ranks_left, dist.ReduceOp.MAX))  # on the CPU: there may be no GPU
+        if most:
+            raise self.broadcast(problem, self.world_size - most)
 
     def check_equal(self, values: dict[str, Any]) -> None:
         """Raises `UserError` on every rank, naming rank and key, if a value is not rank 0's."""
@@ -278,7 +274,6 @@ class StopRequest:
         self.files = [file, Path(os.environ.get("STOP_FILE", file))]  # launch.sh sets it for SLURM
         self.reason = 0  # a position in REASONS
         self.is_training = False  # until then, there is nothing to save: a signal ends the process
-        self.next_check = 0.0  # when to look for the files
         self.pid = os.getpid()
         # Python runs handlers between its instructions; the watchdog also sees signals while a call
         # never returns.
@@ -307,13 +302,11 @@ class StopRequest:
         return False
 
     def code(self) -> int:
-        """Returns a position in `REASONS`, 0 for no request; looks for files twice a second."""
+        """Returns a position in `REASONS`, 0 for no request."""
         if not self.reason and dist.is_torchelastic_launched() and os.getppid() != PARENT_PID:
             self.reason = self.REASONS.index("torchrun exited")
-        if not self.reason and time.monotonic() > self.next_check:
-            self.next_check = time.monotonic() + AGREEMENT_S
-            if any(file.exists() for file in self.files):
-                self.reason = self.REASONS.index("STOP file")
+        if not self.reason and any(file.exists() for file in self.files):
+            self.reason = self.REASONS.index("STOP file")
         return self.reason
 
 
@@ -329,11 +322,11 @@ class Observed(NamedTuple):
 class Watchdog(threading.Thread):
     """Ends the job with a report when a rank makes no progress for too long.
 
-    With each heartbeat, every rank writes its progress to the store. Of the ranks that have stalled
-    for half of `limit_s`, one observes all ranks for the other half; if those furthest behind have
-    not moved, it names them, and every rank prints its stack and exits. Another one takes over from
-    an observer that falls silent. Time is counted in heartbeats, which pause while the job is
-    suspended.
+    With each heartbeat, every rank writes its progress to the store. If a few of the ranks, the
+    observers, have stalled for half of `limit_s`, they observe all for the other half; if those
+    furthest behind have not moved, they name them, and every rank prints its stack and exits. Other
+    ranks start to observe half of `limit_s` later: the observers may be gone. Time is counted in
+    heartbeats, which pause while the job is suspended.
     """
 
     def __init__(self, env: Distributed):
@@ -344,7 +337,8 @@ class Watchdog(threading.Thread):
         self.heartbeat_s = max(0.1, min(2.0, shorter / 8))
         self.finished = threading.Event()
         self.replies = 0  # heartbeats that reached the store
-        self.seen: dict[int, Observed] = {}  # by rank: all, or only the observer
+        self.is_observer = env.rank % max(1, env.world_size // OBSERVERS) == 0
+        self.seen: dict[int, Observed] = {}  # by rank
 
     def run(self) -> None:
         threading.Thread(target=self.watch_store, name="watchdog of the store", daemon=True).start()
@@ -368,12 +362,13 @@ class Watchdog(threading.Thread):
             with contextlib.suppress(dist.DistError):  # torchrun is gone, as StopRequest notices
                 state = json.dumps([self.replies, progress])
                 self.store.set(f"progress/{self.env.rank}", state)
-                is_stalled = stalled * self.heartbeat_s >= self.env.limit_s / 2
-                if is_stalled or told_to_end:
+                share = 2 if self.is_observer else 1
+                is_stalled = stalled * self.heartbeat_s >= self.env.limit_s / share
+                if is_stalled or (told_to_end and self.is_observer):
                     self.observe_ranks()
                 else:
                     self.seen.clear()
-                if is_stalled and len(self.seen) == self.env.world_size:
+                if is_stalled:
                     self.check_ranks()
                 ending += self.store.check(["end"])
                 if ending * self.heartbeat_s > GRACE_S:  # the main thread is busy or hangs
@@ -394,20 +389,12 @@ class Watchdog(threading.Thread):
                 )
 
     def observe_ranks(self) -> None:
-        """Counts the heartbeats since ranks were last heard of, and since they last moved.
-
-        The first rank that asks observes all, the others only the observer, to take its place.
-        """
-        own = self.env.rank
-        observer = int(self.store.compare_set("observer", "", str(own)))
-        if observer in self.seen and self.seen[observer].silent >= SILENT_OBSERVER:
-            observer = int(self.store.compare_set("observer", str(observer), str(own)))
-        ranks = range(self.env.world_size) if observer == own else [observer]
-        not_seen_yet = json.dumps([-1, Progress(changes=-1)])
-        for rank in set(ranks) - self.seen.keys():  # `multi_get` would wait for a missing key
-            self.store.compare_set(f"progress/{rank}", "", not_seen_yet)
-        states = self.store.multi_get([f"progress/{rank}" for rank in ranks])
-        for rank, state in zip(ranks, states, strict=True):
+        """Counts the heartbeats since each rank was last heard of, and since it last moved."""
+        keys = [f"progress/{rank}" for rank in range(self.env.world_size)]
+        if not self.seen:
+            for key in keys:  # `multi_get` would wait for a rank that has not written
+                self.store.compare_set(key, "", "[-1, [0, -1]]")  # behind all others
+        for rank, state in enumerate(self.store.multi_get(keys)):
             heartbeat, progress = json.loads(state)
             progress = Progress(*progress)
             last = self.seen.get(rank, Observed(None, None, 0, 0))
@@ -469,7 +456,7 @@ def setup(env: Distributed) -> Distributed:
             first = int(env.store.compare_set(f"gpu/{gpu}", "", str(env.rank)))
             if first != env.rank:
                 raise UserError(
-                    f"ranks {sorted([first, env.rank])} share a GPU: start one process per GPU, "
+                    f"ranks {first} and {env.rank} share a GPU: start one process per GPU, "
                     "or set CUDA_VISIBLE_DEVICES= for CPU"
                 )
     return env
@@ -555,7 +542,7 @@ def library_versions() -> dict[str, str]:
     }
 
 
-def describe(env: Distributed) -> list[str]:
+def describe(env: Distributed) -> str:
     """Returns, on rank 0, a line for each rank with its host, device, threads and versions."""
     device = str(env.device)
     if env.device.type == "cuda":
@@ -573,9 +560,9 @@ def describe(env: Distributed) -> list[str]:
     line = ", ".join(f"{name} {value}" for name, value in row.items())
     env.store.set(f"environment/{env.rank}", line)
     if env.rank != 0:
-        return []
-    keys = [f"environment/{rank}" for rank in range(env.world_size)]
-    return [line.decode() for line in env.store.multi_get(keys)]
+        return ""
+    lines = env.store.multi_get([f"environment/{rank}" for rank in range(env.world_size)])
+    return b"\n".join(lines).decode()
 
 
 if __name__ == "__main__":

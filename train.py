@@ -201,7 +201,7 @@ def train(config: Config, env: Distributed) -> None:
     for epoch in range(min(state.epoch, optim.epochs), optim.epochs + 1):
         if state.best is None or epoch > state.epoch:  # the state has not been validated
             prediction = predict_rows(model, graph, dataset, tables.rows("val"), config, env)
-            if reason := env.stop_reason(at_once=True):
+            if reason := env.stop_reason():
                 folder.save(state)
                 return folder.stop(state, reason)
             val = metrics(tables.rows("val"), prediction, tables, baseline, config)
@@ -266,7 +266,7 @@ def train(config: Config, env: Distributed) -> None:
         profile.stop()
     model.load_state_dict(state.best_model)
     prediction = predict_rows(model, graph, dataset, tables.rows("test"), config, env)
-    if reason := env.stop_reason(at_once=True):
+    if reason := env.stop_reason():
         return folder.stop(state, reason)
     folder.save_test(tables, prediction, baseline.prediction)
     test = metrics(tables.rows("test"), prediction, tables, baseline, config)
@@ -894,7 +894,7 @@ class RunFolder:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logging.getLogger().addHandler(handler)
 
-    def start(self, state: TrainState, ranks: list[str]) -> None:
+    def start(self, state: TrainState, ranks: str) -> None:
         """Opens the other ranks' logs, and records configuration, environment and metrics."""
         self.env.progress = self.env.progress._replace(step=state.step)
         with explain_write_errors(self.path, UserError):
@@ -910,7 +910,7 @@ class RunFolder:
         resumed = state.step or state.best
         self.event("resumed" if resumed else "started", state, world_size=self.env.world_size)
         self.env.on_failure = lambda reason: self.event("failed", state, reason)
-        log.info("\n".join(ranks))
+        log.info(ranks)
         start = f"resumed at step {state.step}" if resumed else "from the start"
         log.info(f"run       {self.path}, {start}")
 
@@ -1065,7 +1065,7 @@ def table_lines(sets: Iterator[str], values: Tensor) -> Iterator[str]:
             yield next(sets) + (template % tuple(row)).replace("\tnan", "\t")
 
 
-def environment(ranks: list[str]) -> str:
+def environment(ranks: str) -> str:
     """Returns the command, the git commit, the packages' versions and the table of ranks."""
     folder = shlex.quote(str(Path(__file__).resolve().parent))
     commit = subprocess.getoutput(f"git -C {folder} describe --always --dirty --abbrev=40")
@@ -1074,7 +1074,7 @@ def environment(ranks: list[str]) -> str:
         f"command: {shlex.join([sys.executable, *sys.argv])}",
         f"git commit: {commit}",
         *(f"{name}: {version(name)}" for name in packages),
-        *ranks,
+        ranks,
     ]
     return "\n".join(lines) + "\n"
 

@@ -18,7 +18,7 @@ from torch_geometric.data import Data
 
 import train
 from ddp_setup import Distributed, run
-from tests.tools.runs import ROOT, launch
+from tests.tools.runs import ROOT, gather, launch
 from tests.tools.syncs import CountSynchronisations
 
 WARM_UP, STEPS = 3, 10
@@ -97,7 +97,7 @@ def audit_devices(config: train.Config, env: Distributed) -> None:
     try:
         train.train(config, env)
     except AuditDone:
-        for lines in env.gather(placement(found, env.device)):
+        for lines in gather(placement(found, env.device), env):
             if env.rank == 0:
                 print(f"on {lines[0]}", *lines[1:], sep="\n")
 
@@ -159,14 +159,14 @@ def audit_syncs(config: train.Config, env: Distributed) -> None:
             watch.end()
         return phase(name)
 
-    def watched_stop_reason() -> str:
+    def watched_stop_reason(at_once: bool = True) -> str:
         nonlocal done, last_step
         if watch.active:
             done += 1
             places.update(watch.end())
         if done == STEPS:
             raise AuditDone
-        reason = stop_reason()
+        reason = stop_reason(at_once)
         step = env.progress.step
         if step > max(last_step, WARM_UP):
             watch.begin()

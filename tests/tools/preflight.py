@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ddp_setup import DDPConfig, Distributed, RunError, describe, library_versions, run
+from tests.tools.runs import gather
 
 
 def main() -> None:
@@ -26,9 +27,9 @@ def preflight(env: Distributed) -> None:
     def milliseconds(function: Callable[[], object]) -> list[float]:
         """Returns the median time of a call on each rank, after six to warm up."""
         times = timeit.repeat(function, number=1, repeat=12)[6:]
-        return env.gather(1e3 * statistics.median(times))
+        return gather(1e3 * statistics.median(times), env)
 
-    report("ranks", "\n".join(["", *describe(env)]))
+    report("ranks", f"\n{describe(env)}")
     env.check_equal(library_versions())
     report("versions", "the same on all ranks")
     size = 8192 if env.device.type == "cuda" else 1024  # an idle GPU raises its clock meanwhile

@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from data import Tables, pack
+from ddp_setup import Distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMES = ("samples_per_s", "data_ms", "step_ms", "memory_mb")
@@ -26,6 +29,14 @@ def pack_sets(sets: list[list[int]]) -> tuple[Tensor, Tensor]:
 def tables_of(sets: list[list[int]], y: Tensor) -> Tables:
     """Returns samples of node sets without a graph."""
     return Tables([], [], torch.empty(2, 0).long(), torch.empty(0).long(), *pack_sets(sets), y)
+
+
+def gather(value: Any, env: Distributed) -> list:
+    """Returns every rank's picklable `value`, in rank order, on every rank."""
+    values = [value] * env.world_size
+    if env.launched:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def read_metrics(folder: Path, kind: str | None = None) -> list[dict]:
