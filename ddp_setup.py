@@ -325,7 +325,7 @@ class Watchdog(threading.Thread):
     With each heartbeat, every rank writes its progress to the store. If a few of the ranks, the
     observers, have stalled for half of `limit_s`, they observe all for the other half; if those
     furthest behind have not moved, they name them, and every rank prints its stack and exits. Other
-    ranks start to observe half of `limit_s` later: the observers may be gone. Time is counted in
+    ranks begin to observe `limit_s` later, as the observers may be gone. Time is counted in
     heartbeats, which pause while the job is suspended.
     """
 
@@ -362,8 +362,8 @@ class Watchdog(threading.Thread):
             with contextlib.suppress(dist.DistError):  # torchrun is gone, as StopRequest notices
                 state = json.dumps([self.replies, progress])
                 self.store.set(f"progress/{self.env.rank}", state)
-                share = 2 if self.is_observer else 1
-                is_stalled = stalled * self.heartbeat_s >= self.env.limit_s / share
+                share = 0.5 if self.is_observer else 1.5
+                is_stalled = stalled * self.heartbeat_s >= self.env.limit_s * share
                 if is_stalled or (told_to_end and self.is_observer):
                     self.observe_ranks()
                 else:

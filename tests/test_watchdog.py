@@ -4,11 +4,14 @@ import itertools
 import json
 import os
 import signal
-import time
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ddp_setup
@@ -151,3 +154,133 @@ def test_the_watchdog_rests_when_training_is_over(monkeypatch):
     monkeypatch.setattr(watchdog, "watch_store", lambda: None)
     watchdog.run()
     assert next(beats) - 1 == 2
+
+
+class CountedStore:
+    """Counts the calls of each method of a store."""
+
+    def __init__(self, store: dist.Store):
+        self.store = store
+        self.calls = Counter()
+
+    def __getattr__(self, name: str) -> Callable:
+        self.calls[name] += 1
+        return getattr(self.store, name)
+
+
+def end_of_a_hang(monkeypatch, frozen: set[int]) -> tuple[str, list[CountedStore]]:
+    """Returns why the watchdogs of 16 ranks ended the job, of which some froze before the first heartbeat, and their
+    stores.
+    """
+    monkeypatch.setattr(ddp_setup, "log_and_print", lambda text: None)
+    store = dist.HashStore()
+    watchdogs = []
+    for rank in range(16):
+        env = Distributed(DDPConfig(timeout_s=1.2, startup_timeout_s=1.2))
+        env.store, env.rank, env.world_size = store, rank, 16
+        env.progress = Progress(step=3, phase="backward")
+        env.exit_now = lambda reason, status: sys.exit()  # of the thread
+        watchdogs.append(Watchdog(env))
+        watchdogs[rank].store = CountedStore(store)
+    alive = [watchdog for watchdog in watchdogs if watchdog.env.rank not in frozen]
+    for watchdog in alive:
+        watchdog.start()
+    store.wait(["end"], timedelta(seconds=30))
+    for watchdog in alive:
+        watchdog.finished.set()
+        watchdog.join()
+    return store.get("end").decode(), [watchdog.store for watchdog in watchdogs]
+
+
+def test_few_ranks_observe_all_with_one_call_for_each_heartbeat(monkeypatch):
+    reason, stores = end_of_a_hang(monkeypatch, frozen={3})
+    reporter, _, text = reason.partition(" ")
+    assert int(reporter) % 2 == 0 and "rank 3: frozen, or its machine is gone, last in start of step 0" in text
+    for rank, store in enumerate(stores):
+        assert store.calls["compare_set"] in ((0, 16) if rank % 2 == 0 else (0,))  # the first heartbeat that observes
+        assert store.calls["multi_get"] <= store.calls["set"] * (rank % 2 == 0)
+    assert sum(store.calls["multi_get"] for store in stores) > 1
+
+
+def test_other_ranks_observe_if_the_observers_are_gone(monkeypatch):
+    reason, _ = end_of_a_hang(monkeypatch, frozen=set(range(0, 16, 2)))
+    reporter, _, text = reason.partition(" ")
+    assert int(reporter) % 2 == 1
+    assert text.count("frozen, or its machine is gone") == 8 and "rank 14: frozen" in text
+
+
+class SimulatedRanks:
+    """Ranks whose agreements are one after the other, in one process, on a clock of their own."""
+
+    def __init__(self, monkeypatch, num_ranks: int):
+        self.now = 100.0
+        self.agreements: list[tuple[int, float]] = []  # step and time
+        monkeypatch.setattr(ddp_setup, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        self.envs = [Distributed(DDPConfig()) for _ in range(num_ranks)]
+        self.requests = [0] * num_ranks
+        for rank, env in enumerate(self.envs):
+            env.stop = SimpleNamespace(code=lambda rank=rank: self.requests[rank])
+
+    def step(self, seconds: list[float], at_once: bool = False) -> list[str]:
+        """Does a step that takes each rank so long before the others wait for it; returns what each rank is told."""
+        proposals = []
+        start, self.now = self.now, self.now + max(seconds)
+        for env, own in zip(self.envs, seconds, strict=True):
+            env.step_done(env.progress.step + 1)
+            env._reduce = lambda values, op: proposals.append(values) or values
+            self.now = start + own
+            env.agreed_before = vars(env).copy()
+            env.stop_reason(at_once)
+        self.now = start + max(seconds)
+        assert len(proposals) in (0, len(self.envs))  # all agree at the same step, or none
+        if not proposals:
+            return [""] * len(self.envs)
+        self.agreements.append((self.envs[0].progress.step, self.now))
+        most = torch.stack(proposals).amax(dim=0)
+        told = []
+        for env in self.envs:
+            vars(env).update(env.agreed_before)
+            env._reduce = lambda values, op: most
+            told.append(env.stop_reason(at_once))
+        return told
+
+
+def test_ranks_agree_twice_a_second_after_a_number_of_steps_that_all_know(monkeypatch):
+    ranks = SimulatedRanks(monkeypatch, 3)
+    for _ in range(400):  # the slowest rank decides
+        assert ranks.step([0.01, 0.02, 0.005]) == ["", "", ""]
+    gaps = [later - before for (_, before), (_, later) in itertools.pairwise(ranks.agreements)]
+    assert len(gaps) < 400 * 0.02 / 0.5 + 6 and max(gaps) <= 0.52  # six to double from one step
+    assert gaps[-1] == pytest.approx(0.5, abs=0.03)
+
+
+def test_all_ranks_learn_of_a_request_of_one_at_the_same_step(monkeypatch):
+    ranks = SimulatedRanks(monkeypatch, 3)
+    for _ in range(200):
+        ranks.step([0.02] * 3)
+    ranks.requests[1] = StopRequest.REASONS.index("SIGTERM")
+    asked = ranks.now
+    told = ["", "", ""]
+    while told == ["", "", ""]:
+        told = ranks.step([0.02] * 3)
+    assert told == ["SIGTERM"] * 3 and ranks.now - asked < 0.55
+
+
+def test_slow_steps_agree_each_time(monkeypatch):
+    ranks = SimulatedRanks(monkeypatch, 2)
+    for _ in range(200):
+        ranks.step([0.005, 0.005])
+    ranks.agreements.clear()
+    for _ in range(120):
+        ranks.step([60.0, 60.0])
+    steps = [step for step, _ in ranks.agreements]
+    assert steps[-1] - steps[0] == len(steps) - 1 and len(steps) > 20  # each, after the last interval of short steps
+
+
+def test_ranks_agree_at_once_at_the_end_of_an_epoch(monkeypatch):
+    ranks = SimulatedRanks(monkeypatch, 2)
+    for _ in range(200):
+        ranks.step([0.005, 0.005])
+    ranks.agreements.clear()
+    ranks.requests[0] = 1
+    assert ranks.step([0.005, 0.005], at_once=True) == ["STOP file"] * 2
