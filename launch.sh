@@ -18,7 +18,7 @@
 #SBATCH --ntasks-per-node=1   # one launch.sh per node, which starts the node's processes
 #SBATCH --exclusive           # all CPUs of the node; for a share of it: --oversubscribe --cpus-per-task=n
 #SBATCH --time=12:00:00       # a longer run is requeued and resumes
-#SBATCH --signal=B:USR1@300   # sent 300 s before the limit; stopping takes a step (or evaluation batch) and a checkpoint
+#SBATCH --signal=B:USR1@300   # sent 300 s before the limit; stopping takes a second, a step (or evaluation batch) and a checkpoint
 #SBATCH --requeue             # after the time limit, a preemption or a node failure
 #SBATCH --open-mode=append    # the resumed job appends to its log; nodes log to slurm-<job>.node<n>.out
 set -euo pipefail

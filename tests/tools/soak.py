@@ -1,4 +1,8 @@
-"""`python -m tests.check soak`: random faults, again and again on the same runs, until each is finished."""
+"""`python -m tests.check soak`: random faults, again and again on the same runs, until each is finished.
+
+Never does one launch have a rank frozen by SIGSTOP and a torchrun killed by SIGKILL: a stopped process can neither see that
+its torchrun is gone nor be ended by it, so it would be left over, whatever the template did.
+"""
 
 import argparse
 import contextlib
@@ -194,6 +198,8 @@ class Soak:
         saved = [int(path.stem.removeprefix("step_")) for path in run.glob("checkpoints/step_*.pt")]
         kinds = [kind for kind, action in KINDS.items() if self.is_possible(action, num_ranks)]
         drawn = self.draw.sample(kinds, self.draw.choice((1, 1, 2)))
+        if "a frozen rank (SIGSTOP)" in drawn:
+            drawn = [kind for kind in drawn if kind != "torchrun killed"]
         if "a cut link between two machines" in drawn:  # where torchrun waits minutes for another that was stopped
             drawn = [kind for kind in drawn if "torchrun" not in KINDS[kind]]
         faults = []
