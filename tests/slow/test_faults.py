@@ -350,6 +350,14 @@ def test_a_soak_counts_the_faults_that_a_run_survives(soak_forked):
     assert int(count[1]) == sum(int(line.split()[0]) for line in output.splitlines() if re.match(r" +\d+  ", line)) > 1
 
 
+def test_a_soak_never_freezes_a_rank_and_kills_its_torchrun(tmp_path):
+    soaking = soak.Soak(SimpleNamespace(ranks=[2]), random.Random(0), tmp_path, tmp_path, None)
+    launches = [{fault.kind for fault in soaking.draw_faults(tmp_path, 2)} for _ in range(2000)]
+    with_frozen = [kinds for kinds in launches if "a frozen rank (SIGSTOP)" in kinds]
+    assert any(len(kinds) == 2 for kinds in with_frozen)
+    assert not any(kinds & {"torchrun killed", "SIGUSR1 to torchrun"} for kinds in with_frozen)
+
+
 def test_a_soak_notices_an_altered_checkpoint(soak_forked, monkeypatch):
     def alter(path: Path) -> None:
         state = torch.load(path, weights_only=True)

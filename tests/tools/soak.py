@@ -1,7 +1,7 @@
 """`python -m tests.check soak`: random faults, again and again on the same runs, until each is finished.
 
-Never does one launch have a rank frozen by SIGSTOP and a torchrun killed by SIGKILL: a stopped process can neither see that
-its torchrun is gone nor be ended by it, so it would be left over, whatever the template did.
+No launch has both a frozen rank (SIGSTOP) and a killed torchrun: a stopped process cannot see that its torchrun is gone,
+and nobody else is left to end it, so it would be left over, whatever the template did.
 """
 
 import argparse
@@ -62,6 +62,7 @@ KINDS = {
     "a killed process of the loader": "kill loader",
     "a cut link between two machines": "cut the link",
 }
+KILLS_TORCHRUN = ("torchrun killed", "SIGUSR1 to torchrun")
 OF_RANK_0 = ("kill half-way", "kill after best", "disk full", "blocked", "inf weights")
 ONLY_PHASE = {"nan": "forward", "inf": "forward", "kill loader": "data", "blocked": "optimiser", "inf weights": "save"}
 DAMAGES = {  # to the newest checkpoint, after some of the faults
@@ -199,7 +200,7 @@ class Soak:
         kinds = [kind for kind, action in KINDS.items() if self.is_possible(action, num_ranks)]
         drawn = self.draw.sample(kinds, self.draw.choice((1, 1, 2)))
         if "a frozen rank (SIGSTOP)" in drawn:
-            drawn = [kind for kind in drawn if kind != "torchrun killed"]
+            drawn = [kind for kind in drawn if kind not in KILLS_TORCHRUN]
         if "a cut link between two machines" in drawn:  # where torchrun waits minutes for another that was stopped
             drawn = [kind for kind in drawn if "torchrun" not in KINDS[kind]]
         faults = []
