@@ -3,9 +3,9 @@
 masks: the mask kernel. step: a training step against masked copies of the graph. routes: only the states that change
 against all. growth: how the cost of a step grows with the problem. host: the kernels of a step. program: train.py
 against a bare loop. transfer: a start from another table's run. tables: tables of millions of rows. screen: every
-pair of nodes predicted, by one model and by five. scaling: the speed-up from more processes. agreement: the cost of
-the ranks' agreement after each step. quality: predictions against what can be known without the model, whose
-baselines are in `baselines` and `profiles`. all: these but agreement and transfer, as one page. Contestants within
+pair of nodes predicted, by one model and by five. scaling: the speed-up from more processes. ranks: what grows with
+their number: agreement, and finding a hang. quality: predictions against what can be known without the model, whose
+baselines are in `baselines` and `profiles`. all: these but ranks and transfer, as one page. Contestants within
 one process are timed in turn, so that a slowdown of the machine affects all of them; quote the ratios.
 """
 

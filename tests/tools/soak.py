@@ -1,7 +1,7 @@
 """`python -m tests.check soak`: random faults, again and again on the same runs, until each is finished.
 
-No launch has both a frozen rank (SIGSTOP) and a killed torchrun: a stopped process cannot see that its torchrun is gone,
-and nobody else is left to end it, so it would be left over, whatever the template did.
+No launch has both a frozen rank (SIGSTOP) and a killed torchrun: a stopped process cannot see that its torchrun is
+gone, and nobody else is left to end it, so it would be left over, whatever the template did.
 """
 
 import argparse

@@ -1,0 +1,227 @@
+"""What grows with the number of ranks: finding a hang, agreeing whether to stop, what a thousand ranks would exchange.
+
+    python -m tests.bench.ranks [--ranks 1024] [--limit 40] [--step-ms 25] [--network-us 20] [--json FILE]
+
+Hangs: the real watchdogs of so many ranks, each with a connection of its own, in four processes without a model, and a
+store as torchrun's; their time is real. They have just stalled when the measurement begins. Agreement: 2 to 32 real
+processes over gloo, which sleep for a step's time and then agree after each step, or as training does, in turn.
+"""
+
+import argparse
+import math
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.synchronize import Barrier
+
+import torch
+import torch.distributed as dist
+
+import ddp_setup
+from ddp_setup import AGREEMENT_S, OBSERVERS, DDPConfig, Distributed, Progress, Watchdog, run
+from tests.bench import arguments, report
+from tests.tools.runs import ROOT, gather
+
+PROCESSES = 4  # of the simulated ranks
+STEPS, ROUNDS = 60, 3  # of real ranks
+PREDICTED = (8, 64, 256, 1024)
+ROW_STEPS = 10  # from one train row to the next, each with a sum over ranks
+WAITING = Progress(9, 7, "backward", 70)
+BEHIND = Progress(9, 5, "data", 68)
+
+
+# ---- Hangs ---------------------------------------------------------------------------------------
+class CountedStore:
+    """Counts the calls of each method of a store."""
+
+    def __init__(self, store: dist.Store):
+        self.store = store
+        self.calls = Counter()
+
+    def __getattr__(self, name: str) -> Callable:
+        self.calls[name] += 1
+        return getattr(self.store, name)
+
+
+def hangs(options: argparse.Namespace) -> list[dict]:
+    """Returns a row for each kind of hang."""
+    number = options.ranks
+    observers = set(range(0, number, max(1, number // OBSERVERS)))
+    machine = set(range(number // 8, number // 8 + 64))  # an observer among it
+    kinds = {
+        "one frozen rank": ({number // 3}, ()),
+        "a dead machine of 64 ranks": (machine, ()),
+        "all wait for one rank": (set(), (number // 3,)),
+        "all observers frozen": (observers, ()),
+    }
+    return [{"hang": name, **hang(options, *kind)} for name, kind in kinds.items()]
+
+
+def hang(options: argparse.Namespace, frozen: set[int], behind: tuple[int, ...]) -> dict:
+    """Returns how long it takes the watchdogs to name the ranks that are frozen or behind, and their calls."""
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(hours=1))
+    started, results = context.Barrier(PROCESSES + 1), context.Queue()
+    processes = []
+    for index in range(PROCESSES):
+        own = range(index, options.ranks, PROCESSES)
+        parameters = (store.port, own, options.ranks, options.limit, frozen, behind, started, results)
+        processes.append(context.Process(target=simulate, args=parameters, daemon=True))
+        processes[-1].start()
+    started.wait()
+    start = time.monotonic()
+    store.wait(["end"], timedelta(seconds=5 * options.limit))
+    named_s = time.monotonic() - start
+    calls = sum((results.get() for _ in processes), Counter())
+    ended_s = time.monotonic() - start
+    for process in processes:
+        process.join()
+    reason = store.get("end").decode()
+    for rank in (*frozen, *behind):
+        assert f" rank {rank}: " in reason, (rank, reason)
+    row = {"named after, s": named_s, "of the limit, %": 100 * named_s / options.limit, "all ended after, s": ended_s}
+    return row | {"calls per s": calls.total() / ended_s, "of them multi_get": calls["multi_get"] / ended_s}
+
+
+def simulate(
+    port: int,
+    own: range,
+    world_size: int,
+    limit_s: float,
+    frozen: set[int],
+    behind: tuple[int, ...],
+    started: Barrier,
+    results: multiprocessing.Queue,
+) -> None:
+    """Runs the watchdogs of the ranks `own` until they end the job; puts the calls that they made into `results`."""
+    ddp_setup.log_and_print = lambda text: None
+    store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=timedelta(hours=1))
+    watchdogs = []
+    for rank in own:
+        if rank in frozen:
+            store.set(f"progress/{rank}", f"[1, {list(WAITING)}]".replace("'", '"'))
+            continue
+        env = Distributed(DDPConfig(timeout_s=limit_s, startup_timeout_s=limit_s))
+        env.rank, env.world_size, env.store = rank, world_size, store
+        env.progress = BEHIND if rank in behind else WAITING
+        env.exit_now = lambda reason, status: sys.exit()  # of its thread
+        watchdogs.append(Watchdog(env))
+        watchdogs[-1].store = CountedStore(watchdogs[-1].store)
+        watchdogs[-1].watch_store = lambda: None  # which asks nothing of the store
+    threading.stack_size(2**18)
+    started.wait()
+    for watchdog in watchdogs:
+        watchdog.start()
+    for watchdog in watchdogs:
+        watchdog.join()
+    results.put(sum((watchdog.store.calls for watchdog in watchdogs), Counter()))
+
+
+# ---- Agreement -----------------------------------------------------------------------------------
+def agreement(options: argparse.Namespace) -> list[dict]:
+    """Returns a row for each number of real processes."""
+    rows = []
+    for number in (2, 4, 8, 16, 32):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}"]
+        command = [sys.executable, *torchrun, "-m", "tests.bench.ranks", "--step-ms", str(options.step_ms)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        each, rarely, alone = map(float, process.stdout.split()[-3:])
+        row = {"processes": number, "an agreement, ms": alone, "after each step, ms per step": each}
+        row |= {"as training does, ms per step": rarely, "of a step, %": 100 * rarely / options.step_ms}
+        rows.append(row)
+    return rows
+
+
+def measure_agreement(options: argparse.Namespace, env: Distributed) -> None:
+    """Prints what steps gain in ms by agreement after each and after as many as training waits, and a call's ms."""
+
+    def steps(agree: Callable[[], object]) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            time.sleep(options.step_ms / 1e3)
+            env.step_done(env.progress.step + 1)
+            agree()
+        dist.barrier()
+        return 1e3 * (time.perf_counter() - start) / STEPS
+
+    def calls() -> float:
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            env.stop_reason()
+        return 1e3 * (time.perf_counter() - start) / STEPS
+
+    kinds = (lambda: None, env.stop_reason, lambda: env.stop_reason(at_once=False))
+    none, each, rarely = zip(*([steps(kind) for kind in kinds] for _ in range(ROUNDS)), strict=True)
+    alone = statistics.median(calls() for _ in range(ROUNDS))
+    gains = [statistics.median(a - b for a, b in zip(times, none, strict=True)) for times in (each, rarely)]
+    gains = [max(values) for values in zip(*gather(gains, env), strict=True)]
+    if env.rank == 0:
+        print(*gains, alone)
+
+
+# ---- Prediction ----------------------------------------------------------------------------------
+def small_reduction_ms(processes: int, latency_us: float, backend: str) -> float:
+    """Returns the ms of an all-reduce of a few bytes: messages round a ring twice (gloo), or up and down a tree."""
+    messages = 2 * (processes - 1) if backend == "gloo" else 2 * math.ceil(math.log2(processes))
+    return messages * latency_us / 1e3
+
+
+def agreement_share(processes: int, step_ms: float, latency_us: float, backend: str) -> float:
+    """Returns the share of a step that agreement and the sums for train rows take."""
+    per_step = min(1, step_ms / 1e3 / AGREEMENT_S) + 1 / ROW_STEPS
+    return per_step * small_reduction_ms(processes, latency_us, backend) / step_ms
+
+
+def predict(options: argparse.Namespace) -> list[dict]:
+    from tests.bench.scaling import ring_ms  # which imports this module
+
+    rows = []
+    for number in PREDICTED:
+        row = {"processes": number}
+        for backend in ("nccl", "gloo"):
+            once = small_reduction_ms(number, options.network_us, backend)
+            row[f"{backend}: an agreement, ms"] = once
+            row[f"{backend}: agreements, % of a step"] = 100 * once / max(options.step_ms, 1e3 * AGREEMENT_S)
+            row[f"{backend}: loss sums, %"] = 100 * once / ROW_STEPS / options.step_ms
+        row["gradients, %"] = 100 * ring_ms(3.7e6, number, options.network_us, 12.5) / options.step_ms
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    options = arguments(
+        __doc__,
+        **{
+            "ranks": {"type": int, "default": 1024, "help": "simulated (default: %(default)s)"},
+            "limit": {"type": float, "default": 40.0, "help": "ddp.timeout_s of these (default: %(default)s)"},
+            "step-ms": {"type": float, "default": 25.0, "help": "a step's time (default: %(default)s)"},
+            "network-us": {"type": float, "default": 20.0, "help": "latency per message in us (default: 20)"},
+        },
+    )
+    if "WORLD_SIZE" in os.environ:
+        return run(lambda env: measure_agreement(options, env), DDPConfig())
+    network = f"{options.network_us:g} us per message, steps of {options.step_ms:g} ms"
+    report(
+        {
+            f"Hangs of {options.ranks} simulated ranks, limit {options.limit:g} s": hangs(options),
+            f"Agreement over gloo here, steps of {options.step_ms:g} ms": agreement(options),
+            f"Predicted: {network}, 3.7 MB of gradients at 12.5 GB/s, a train row each {ROW_STEPS} steps": predict(
+                options
+            ),
+        },
+        torch.device("cpu"),
+        options.json,
+    )
+
+
+if __name__ == "__main__":
+    main()
