@@ -8,9 +8,11 @@ processes over gloo, which sleep for a step's time and then agree after each ste
 """
 
 import argparse
+import json
 import math
 import multiprocessing
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -18,8 +20,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
-from multiprocessing.synchronize import Barrier
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from ddp_setup import AGREEMENT_S, OBSERVERS, DDPConfig, Distributed, Progress, 
 from tests.bench import arguments, report
 from tests.tools.runs import ROOT, gather
 
+LONG = timedelta(hours=1)
 PROCESSES = 4  # of the simulated ranks
 STEPS, ROUNDS = 60, 3  # of real ranks
 PREDICTED = (8, 64, 256, 1024)
@@ -53,60 +56,50 @@ class CountedStore:
 def hangs(options: argparse.Namespace) -> list[dict]:
     """Returns a row for each kind of hang."""
     number = options.ranks
-    observers = set(range(0, number, max(1, number // OBSERVERS)))
-    machine = set(range(number // 8, number // 8 + 64))  # an observer among it
+    machine = range(number // 8, number // 8 + number // 16)
+    observers = range(0, number, max(1, number // OBSERVERS))
     kinds = {
-        "one frozen rank": ({number // 3}, ()),
-        "a dead machine of 64 ranks": (machine, ()),
-        "all wait for one rank": (set(), (number // 3,)),
-        "all observers frozen": (observers, ()),
+        "one frozen rank": ([number // 3], []),
+        f"a dead machine of {len(machine)} ranks, with an observer": (list(machine), []),
+        "all wait for one rank": ([], [number // 3]),
+        "all observers frozen": (list(observers), []),
     }
-    return [{"hang": name, **hang(options, *kind)} for name, kind in kinds.items()]
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        return [{"hang": name, **hang(options, pool, *kind)} for name, kind in kinds.items()]
 
 
-def hang(options: argparse.Namespace, frozen: set[int], behind: tuple[int, ...]) -> dict:
+def hang(options: argparse.Namespace, pool: ProcessPoolExecutor, frozen: list[int], behind: list[int]) -> dict:
     """Returns how long it takes the watchdogs to name the ranks that are frozen or behind, and their calls."""
-    context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(hours=1))
-    started, results = context.Barrier(PROCESSES + 1), context.Queue()
-    processes = []
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=LONG)
+    results = []
     for index in range(PROCESSES):
         own = range(index, options.ranks, PROCESSES)
-        parameters = (store.port, own, options.ranks, options.limit, frozen, behind, started, results)
-        processes.append(context.Process(target=simulate, args=parameters, daemon=True))
-        processes[-1].start()
-    started.wait()
+        results.append(pool.submit(simulate, store.port, own, options.ranks, options.limit, frozen, behind))
+    while store.add("ready", 0) < PROCESSES:
+        time.sleep(0.1)
+    store.set("go", "")
     start = time.monotonic()
-    store.wait(["end"], timedelta(seconds=5 * options.limit))
+    store.wait(["end"], LONG)
     named_s = time.monotonic() - start
-    calls = sum((results.get() for _ in processes), Counter())
+    calls = sum((result.result() for result in results), Counter())
     ended_s = time.monotonic() - start
-    for process in processes:
-        process.join()
     reason = store.get("end").decode()
-    for rank in (*frozen, *behind):
-        assert f" rank {rank}: " in reason, (rank, reason)
+    assert {int(rank) for rank in re.findall(r"rank (\d+):", reason)} == {*frozen, *behind}, reason
     row = {"named after, s": named_s, "of the limit, %": 100 * named_s / options.limit, "all ended after, s": ended_s}
     return row | {"calls per s": calls.total() / ended_s, "of them multi_get": calls["multi_get"] / ended_s}
 
 
 def simulate(
-    port: int,
-    own: range,
-    world_size: int,
-    limit_s: float,
-    frozen: set[int],
-    behind: tuple[int, ...],
-    started: Barrier,
-    results: multiprocessing.Queue,
-) -> None:
-    """Runs the watchdogs of the ranks `own` until they end the job; puts the calls that they made into `results`."""
+    port: int, own: range, world_size: int, limit_s: float, frozen: list[int], behind: list[int]
+) -> Counter[str]:
+    """Runs the watchdogs of the ranks `own` until they end the job; returns the calls that they made."""
     ddp_setup.log_and_print = lambda text: None
-    store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=timedelta(hours=1))
+    threading.stack_size(2**18)
+    store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=LONG)
     watchdogs = []
     for rank in own:
         if rank in frozen:
-            store.set(f"progress/{rank}", f"[1, {list(WAITING)}]".replace("'", '"'))
+            store.set(f"progress/{rank}", json.dumps([1, BEHIND]))
             continue
         env = Distributed(DDPConfig(timeout_s=limit_s, startup_timeout_s=limit_s))
         env.rank, env.world_size, env.store = rank, world_size, store
@@ -115,13 +108,13 @@ def simulate(
         watchdogs.append(Watchdog(env))
         watchdogs[-1].store = CountedStore(watchdogs[-1].store)
         watchdogs[-1].watch_store = lambda: None  # which asks nothing of the store
-    threading.stack_size(2**18)
-    started.wait()
+    store.add("ready", 1)
+    store.wait(["go"], LONG)
     for watchdog in watchdogs:
         watchdog.start()
     for watchdog in watchdogs:
         watchdog.join()
-    results.put(sum((watchdog.store.calls for watchdog in watchdogs), Counter()))
+    return sum((watchdog.store.calls for watchdog in watchdogs), Counter())
 
 
 # ---- Agreement -----------------------------------------------------------------------------------

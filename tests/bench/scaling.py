@@ -157,7 +157,7 @@ def measure(options: argparse.Namespace, env: Distributed) -> None:
             f"Steps ({title})": rows,
             f"Variants on {n} processes": trials,
             f"All-reduce over {n} processes here: {latency_ms:.2f} ms + bytes / {rate:.2f} GB/s": here,
-            f"Predicted: ring all-reduce, agreement, {network}, {B} samples per process, computing as fast as here": predicted,
+            f"Predicted: a ring all-reduce and agreement, {network}, {B} samples each, as fast as here": predicted,
         },
         env.device,
         options.json,
