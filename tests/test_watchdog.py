@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import random
 import signal
 import sys
 from collections import Counter
@@ -246,12 +247,12 @@ class SimulatedRanks:
 
 
 def test_ranks_agree_twice_a_second_after_a_number_of_steps_that_all_know(monkeypatch):
-    ranks = SimulatedRanks(monkeypatch, 3)
-    for _ in range(400):  # the slowest rank decides
-        assert ranks.step([0.01, 0.02, 0.005]) == ["", "", ""]
+    ranks, draw = SimulatedRanks(monkeypatch, 3), random.Random(0)
+    for _ in range(1000):  # each rank measures another speed
+        assert ranks.step([draw.uniform(0.001, 0.02) for _ in range(3)]) == ["", "", ""]
     gaps = [later - before for (_, before), (_, later) in itertools.pairwise(ranks.agreements)]
-    assert len(gaps) < 400 * 0.02 / 0.5 + 6 and max(gaps) <= 0.52  # six to double from one step
-    assert gaps[-1] == pytest.approx(0.5, abs=0.03)
+    assert all(0.3 < gap < 0.7 for gap in gaps[6:])  # six to double from one step
+    assert len(gaps) < 50
 
 
 def test_all_ranks_learn_of_a_request_of_one_at_the_same_step(monkeypatch):
