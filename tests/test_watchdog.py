@@ -232,17 +232,21 @@ class SimulatedRanks:
             self.now = start + own
             env.agreed_before = vars(env).copy()
             env.stop_reason(at_once)
-        self.now = start + max(seconds)
         assert len(proposals) in (0, len(self.envs))  # all agree at the same step, or none
-        if not proposals:
-            return [""] * len(self.envs)
-        self.agreements.append((self.envs[0].progress.step, self.now))
-        most = torch.stack(proposals).amax(dim=0)
-        told = []
-        for env in self.envs:
-            vars(env).update(env.agreed_before)
-            env._reduce = lambda values, op: most
-            told.append(env.stop_reason(at_once))
+        told = [""] * len(self.envs)
+        if proposals:
+            self.agreements.append((self.envs[0].progress.step, start + max(seconds)))
+
+            def reduce(values: torch.Tensor, op: object) -> torch.Tensor:
+                self.now = start + max(seconds)
+                return torch.stack(proposals).amax(dim=0)
+
+            for rank, env in enumerate(self.envs):
+                vars(env).update(env.agreed_before)
+                env._reduce = reduce
+                self.now = start + seconds[rank]
+                told[rank] = env.stop_reason(at_once)
+        self.now = start + max(seconds)
         return told
 
 
