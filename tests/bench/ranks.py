@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
@@ -96,18 +96,21 @@ def simulate(
     ddp_setup.log_and_print = lambda text: None
     threading.stack_size(2**18)
     store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=LONG)
-    watchdogs = []
-    for rank in own:
-        if rank in frozen:
-            store.set(f"progress/{rank}", json.dumps([1, BEHIND]))
-            continue
+
+    def watchdog_of(rank: int) -> Watchdog:
         env = Distributed(DDPConfig(timeout_s=limit_s, startup_timeout_s=limit_s))
         env.rank, env.world_size, env.store = rank, world_size, store
         env.progress = BEHIND if rank in behind else WAITING
         env.exit_now = lambda reason, status: sys.exit()  # of its thread
-        watchdogs.append(Watchdog(env))
-        watchdogs[-1].store = CountedStore(watchdogs[-1].store)
-        watchdogs[-1].watch_store = lambda: None  # which asks nothing of the store
+        watchdog = Watchdog(env)
+        watchdog.store = CountedStore(watchdog.store)
+        watchdog.watch_store = lambda: None  # which asks nothing of the store
+        return watchdog
+
+    for rank in set(own) & set(frozen):
+        store.set(f"progress/{rank}", json.dumps([1, BEHIND]))
+    with ThreadPoolExecutor(32) as pool:  # as each connection may wait for a name server
+        watchdogs = list(pool.map(watchdog_of, sorted(set(own) - set(frozen))))
     store.add("ready", 1)
     store.wait(["go"], LONG)
     for watchdog in watchdogs:
@@ -202,6 +205,8 @@ def main() -> None:
     )
     if "WORLD_SIZE" in os.environ:
         return run(lambda env: measure_agreement(options, env), DDPConfig())
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch looks up a host name for each connection
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # and warns if there is none
     network = f"{options.network_us:g} us per message, steps of {options.step_ms:g} ms"
     report(
         {
