@@ -41,7 +41,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_convert
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.index import index2ptr
-from torch_geometric.utils import coalesce, cumsum, scatter, to_undirected
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import coalesce, cumsum, remove_self_loops, scatter, to_undirected
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
@@ -49,6 +50,7 @@ CHUNK = 2**23  # characters of a table that are parsed at once
 EXAMPLE = Path(__file__).with_name("tests") / "example"  # tables that are read if none are given
 TARGETS_AT_ONCE = 64  # in the fit of the additive baseline, whose numbers then stay in cache
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # of the additive baseline: 0.1 to 1000
+SHRINKAGES = tuple(10.0 ** (k / 2) for k in range(-6, 13))  # of imputed effects: to the mean alone
 
 
 class DataError(ValueError):
@@ -756,7 +758,8 @@ class Baseline(NamedTuple):
 
     intercept: Tensor  # float64 [T]
     slope: Tensor  # float64 [T], the same for every node
-    effect: Tensor  # float64 [K, T], of those nodes that training rows knock out; of others 0
+    effect: Tensor  # float32 [N, T], of each node; imputed if no training row knocks it out
+    imputed: Tensor  # float32 [N, T], what it would be for each node in that case
     mean: Tensor  # float64 [T], of the training scores; for binary ones, of their logits
     std: Tensor  # float64 [T], of the training scores; 1 for binary ones
     prediction: Tensor  # float64 [n, T], for each row, in the units of y
@@ -794,7 +797,7 @@ def fit_baseline(tables: Tables, loss: str, penalties: Sequence[float]) -> Basel
     design = Design(tables, weight)
     normal = design.normal(weight)
     right = design.collect(weight * y)
-    fit = y.new_zeros(2 + design.nodes.size(1), y.size(1))
+    fit = y.new_zeros(2 + len(tables.genes), y.size(1))
     fit[0] = mean
     best = fit
     least = torch.full_like(mean, math.inf)
@@ -809,50 +812,82 @@ def fit_baseline(tables: Tables, loss: str, penalties: Sequence[float]) -> Basel
         error = (error * is_validated).sum(0)
         best = fit.where(error < least, best)
         least = least.minimum(error)
+    is_seen = tables.is_seen()
+    imputed = impute_effects(tables, is_seen, best[2:])
+    best[2:] = best[2:].where(is_seen.unsqueeze(1), imputed)
     prediction = design.predict(best)
     if loss == "binary":
         prediction = prediction.sigmoid()
     level, slope = best[:2]
-    return Baseline(level - slope * design.mean_count, slope, best[2:], mean, std, prediction)
+    intercept = level - slope * design.mean_count
+    effects = (best[2:].float(), imputed.float())
+    return Baseline(intercept, slope, *effects, mean, std, prediction)
+
+
+def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
+    """Returns the mean effect [N, T] of the seen nodes one and two hops from each node, but itself.
+
+    It is weighted by the sum over relations of A @ A + A, with A the normalised adjacency of the
+    undirected graph, and shrunk to the mean of all seen nodes; by how much is chosen by the error on
+    these. `effect` [N, T] is 0 for other nodes.
+    """
+    num_nodes = len(tables.genes)
+    num_relations = len(tables.relations)
+    # Each relation has its own range of node numbers.
+    edge_index = tables.edge_index + tables.edge_type * num_nodes
+    edges = remove_self_loops(*to_undirected(edge_index, tables.edge_weight))
+    (row, col), weight = gcn_norm(*edges, num_relations * num_nodes, add_self_loops=False)
+    index = torch.stack([row, col % num_nodes])
+    adjacency = torch.sparse_coo_tensor(index, weight, (num_relations * num_nodes, num_nodes))
+    values = torch.cat([is_seen.unsqueeze(1), effect], dim=1)
+    one_hop = adjacency @ values
+    to_itself = scatter(weight.square(), row % num_nodes, dim_size=num_nodes).unsqueeze(1)
+    sums = adjacency.T @ one_hop - to_itself * values
+    sums += one_hop.view(num_relations, num_nodes, -1).sum(0)
+    total, sums = sums.tensor_split([1], dim=1)
+    mean = effect[is_seen].mean(0)
+    best = mean
+    least = torch.full_like(mean, math.inf)
+    for shrinkage in SHRINKAGES:
+        imputed = (sums + shrinkage * mean) / (total + shrinkage)
+        error = (imputed - effect)[is_seen].square().sum(0)
+        best = imputed.where(error < least, best)
+        least = least.minimum(error)
+    return best
 
 
 class Design:
-    """The matrix of an additive function x [2 + K, T]: a level, a slope, and the effects of nodes.
+    """The matrix of an additive function x [2 + N, T]: a level, a slope, and the nodes' effects.
 
-    The K nodes are those that training rows knock out. The level is the function at the mean count
-    of knock-outs.
+    The level is the function at the mean count of knock-outs.
     """
 
     def __init__(self, tables: Tables, weight: Tensor):
         count = tables.perturbed_ptr.diff().unsqueeze(1)
         self.mean_count = (count * weight).sum(0) / weight.sum(0)
         self.centred = count - self.mean_count  # [n, T]
-        is_seen = tables.is_seen()
-        number = is_seen.cumsum(0) - 1
-        kept = is_seen[tables.perturbed]
-        row = tables.sample()[kept]
-        node = number[tables.perturbed[kept]]
+        node = tables.perturbed
         order = torch.argsort(node, stable=True)
-        size = (len(count), int(is_seen.sum()))
+        size = (len(count), len(tables.genes))
         ones = torch.ones(len(node), dtype=torch.float64)
-        ptr = index2ptr(row, size[0])
         ptr_t = index2ptr(node[order], size[1])
-        self.nodes = torch.sparse_csr_tensor(ptr, node, ones, size)  # [n, K]
-        self.transposed = torch.sparse_csr_tensor(ptr_t, row[order], ones, size[::-1])
+        self.nodes = torch.sparse_csr_tensor(tables.perturbed_ptr, node, ones, size)  # [n, N]
+        row = tables.sample()[order]
+        self.transposed = torch.sparse_csr_tensor(ptr_t, row, ones, size[::-1])
 
     def predict(self, x: Tensor) -> Tensor:
         """Returns the function of each row, [n, T]."""
         return x[0] + x[1] * self.centred + self.nodes @ x[2:]
 
     def collect(self, values: Tensor) -> Tensor:
-        """Returns the product of the transposed matrix and values [n, T], [2 + K, T]."""
+        """Returns the product of the transposed matrix and values [n, T], [2 + N, T]."""
         line = torch.stack([values.sum(0), (values * self.centred).sum(0)])
         return torch.cat([line, self.transposed @ values])
 
     def normal(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         """Returns the product with the normal matrix of rows that have a weight, [n, T].
 
-        That of one target is made once, [K, K], so that the rows are not read again.
+        That of one target is made once, [N, N], so that the rows are not read again.
         """
         many = len(self.nodes.values()) > 5 * len(weight)  # and the matrix would be full
         if many or weight.size(1) > 1:  # or each target would have its own

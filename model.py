@@ -73,7 +73,6 @@ class KnockoutGNN(nn.Module):
             checkpoints as buffers.
         unseen: share of nodes whose own identity and effect a training step hides, so that the
             model learns to predict nodes that no training row knocks out; 0 if dropout is.
-        is_seen: which nodes have an effect of their own, bool [N]; None: all.
         target_nodes: the node of each target, long [T], for the readout `nodes`.
     """
 
@@ -86,7 +85,6 @@ class KnockoutGNN(nn.Module):
         y_offset: Sequence[float] | Tensor = (0.0,),
         y_std: Sequence[float] | Tensor = (1.0,),
         unseen: float = 0.0,
-        is_seen: Tensor | None = None,
         target_nodes: Tensor | None = None,
     ):
         super().__init__()
@@ -106,9 +104,7 @@ class KnockoutGNN(nn.Module):
         self.additive = self.local_readout = self.change_readout = None
         num_targets = len(y_offset)
         if config.readout != "global":
-            if is_seen is None:
-                is_seen = torch.ones(num_nodes, dtype=torch.bool)
-            self.additive = AdditiveReadout(is_seen, num_targets)
+            self.additive = AdditiveReadout(num_nodes, num_targets)
         if config.readout in ("local", "both"):
             self.local_readout = LocalReadout(hidden, config.dropout, num_targets)
         if config.readout in ("global", "both"):
@@ -127,7 +123,6 @@ class KnockoutGNN(nn.Module):
         """
         rows = tables.rows("val")  # training hides as many nodes as are unseen there
         unseen = tables.unseen()[rows].sum() / tables.perturbed_ptr.diff()[rows].sum().clamp(min=1)
-        is_seen = tables.is_seen()
         model = cls(
             config,
             num_nodes=len(tables.genes),
@@ -136,14 +131,13 @@ class KnockoutGNN(nn.Module):
             y_offset=baseline.mean,
             y_std=baseline.std,
             unseen=unseen.item(),
-            is_seen=is_seen,
             target_nodes=tables.target_nodes() if config.readout == "nodes" else None,
         )
         if model.additive is not None:
             model.y_offset.copy_(baseline.intercept)
             model.additive.slope.data.copy_(baseline.slope / baseline.std)
-            effect = baseline.effect / baseline.std
-            model.additive.effect.data[len(baseline.mean) :] = effect.flatten()
+            model.additive.effect.data.copy_((baseline.effect / baseline.std).flatten())
+            model.additive.imputed.copy_(baseline.imputed / baseline.std)
         return model
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
@@ -381,24 +375,24 @@ def intact_batch(device: torch.device) -> Data:
 class AdditiveReadout(nn.Module):
     """The sum over the knocked-out nodes of a slope, the same for all, and of an effect of each.
 
-    `train.build_model` sets them to the additive baseline's. Only `is_seen` nodes have an effect.
+    `KnockoutGNN.from_tables` sets them to the additive baseline's.
     """
 
-    def __init__(self, is_seen: Tensor, num_targets: int):
+    def __init__(self, num_nodes: int, num_targets: int):
         super().__init__()
-        row = is_seen * is_seen.cumsum(0)
-        # One-dimensional, and so without weight decay. The first effect is that of other nodes, 0.
+        # One-dimensional, and so without weight decay.
         self.slope = nn.Parameter(torch.zeros(num_targets))
-        self.effect = nn.Parameter(torch.zeros((1 + int(row.max())) * num_targets))
-        self.register_buffer("row", row, persistent=False)
+        self.effect = nn.Parameter(torch.zeros(num_nodes * num_targets))
+        # What stands for the effects of hidden nodes.
+        self.register_buffer("imputed", torch.zeros(num_nodes, num_targets), persistent=False)
 
     def forward(self, is_known: Tensor, has_slope: Tensor, batch: Data) -> Tensor:
-        """Returns [B, T], given which nodes have an effect and which a slope, bool [N] each."""
-        row = (self.row * is_known).index_select(0, batch.perturbed)
-        effect = self.effect.view(-1, len(self.slope))
-        effect = nn.functional.embedding(row, effect, padding_idx=0)  # which gets no gradient
-        has_slope = has_slope.index_select(0, batch.perturbed).unsqueeze(1)
-        return sum_by_sample(effect + self.slope * has_slope, batch)
+        """Returns [B, T], given which nodes' effects are known and which have a slope, bool [N]."""
+        is_known, has_slope, effect, imputed = (
+            values.view(len(is_known), -1).index_select(0, batch.perturbed)
+            for values in (is_known, has_slope, self.effect, self.imputed)
+        )
+        return sum_by_sample(effect.where(is_known, imputed) + self.slope * has_slope, batch)
 
 
 class LocalReadout(nn.Module):
