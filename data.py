@@ -828,7 +828,7 @@ def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
     """Returns the mean effect [N, T] of the seen nodes one and two hops from each node, but itself.
 
     It is weighted by the sum over relations of A @ A + A, with A the normalised adjacency of the
-    undirected graph, and shrunk to the mean of all seen nodes; by how much is chosen by the error on
+    undirected graph, and shrunk to the mean of all seen nodes; how far is chosen by the error on
     these. `effect` [N, T] is 0 for other nodes.
     """
     num_nodes = len(tables.genes)
@@ -845,7 +845,7 @@ def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
     sums = adjacency.T @ one_hop - to_itself * values
     sums += one_hop.view(num_relations, num_nodes, -1).sum(0)
     total, sums = sums.tensor_split([1], dim=1)
-    mean = effect[is_seen].mean(0)
+    mean = effect.sum(0) / is_seen.sum().clamp(min=1)
     best = mean
     least = torch.full_like(mean, math.inf)
     for shrinkage in SHRINKAGES:

@@ -180,7 +180,7 @@ def test_neighbours_equal_a_plain_loop(split):
         far = [(weight[a, c] * weight[b, d], r) for (c, d), r in interaction.items()]
         effects = [ridge[x] if x in seen else average((weight[x, c], ridge[c]) for c in seen) for x in (a, b)]
         expected.append(known.intercept[0] + 2 * known.slope[0] + sum(effects) + average(near or far))
-    torch.testing.assert_close(neighbours(problem, [0.3]), torch.stack(expected))
+    torch.testing.assert_close(neighbours(problem, [("cosine", 0.3)]), torch.stack(expected))
 
 
 def test_the_summary_compares_with_the_baseline_that_validation_prefers():
@@ -191,7 +191,7 @@ def test_the_summary_compares_with_the_baseline_that_validation_prefers():
         r = pearson(y, prediction).item()
         return {"validation": validation, "Pearson": r, "MSE": 1.0, "seconds": 0.0, "y": y, "prediction": prediction}
 
-    noises = dict(zip(BASELINES, (3.0, 1.0, 0.3, 2.0, 2.0, 2.0, 2.0), strict=True)) | {"ours, both": 0.5}
+    noises = dict(zip(BASELINES, (3.0, 1.0, 2.0, 0.3, 2.0, 2.0, 2.0, 2.0), strict=True)) | {"ours, both": 0.5}
     splits = {
         f"random:{s}": {
             name: result(noise, 0.9 if name == "additive ridge" else 0.1, k + 10 * s + 1)

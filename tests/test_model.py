@@ -272,7 +272,7 @@ def test_training_hides_what_nodes_know_of_themselves_and_prediction_does_not(sh
     model.unseen = 1.0
     hidden, shown = model.train()(shared, batch), model.eval()(shared, batch)
     with torch.no_grad():
-        model.additive.effect[1:].add_(1.0)
+        model.additive.effect.add_(1.0)
         model.additive.slope.add_(1.0)
         model.identity.add_(torch.randn(model.identity.shape))
     assert model.train()(shared, batch).equal(hidden)

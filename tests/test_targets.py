@@ -202,7 +202,7 @@ def test_a_score_that_no_training_row_has_is_named(train, tmp_path):
 
 def test_the_model_has_an_output_for_each_target():
     model = KnockoutGNN(ModelConfig(hidden=8), 5, 1, y_offset=[1.0, 2.0, 3.0], y_std=[1.0, 1.0, 1.0])
-    model.additive.effect.data[3:] = torch.arange(15.0)  # of node 0 for targets 0 to 2, of node 1, ...
+    model.additive.effect.data[:] = torch.arange(15.0)  # of node 0 for targets 0 to 2, of node 1, ...
     graph = HeteroData()
     graph["gene"].num_nodes, graph["gene", "a", "gene"].edge_index = 5, torch.tensor([[0, 1], [1, 2]])
     shared = SharedGraph(graph)

@@ -9,15 +9,19 @@ Shapes: K nodes that are knocked out in some row, n rows, q ordered pairs of nod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import remove_self_loops, to_undirected
 
 import data
-from data import Tables
+from data import SHRINKAGES, Tables
 
 RANKS, PENALTIES = (2, 8, 32), (1.0, 3.0, 10.0, 30.0, 100.0)  # of the low-rank pairs, in units of the residuals
-TEMPERATURES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # of the graph neighbours
+WEIGHTS = [("cosine", temperature) for temperature in (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)]  # of the graph neighbours
+WEIGHTS += [("hops", shrinkage) for shrinkage in SHRINKAGES]
 
 
 class KnockedOut:
@@ -53,10 +57,33 @@ class KnockedOut:
         norm = norm.where(norm > 0, 1).rsqrt()
         return norm.unsqueeze(1) * product * norm
 
-    def impute(self, values: Tensor, temperature: float) -> Tensor:
-        """Returns `values` [K, ...] in which nodes in no training row have the mean of the others, weighted as in
-        `neighbours`."""
-        share = (self.cosine[~self.seen] / temperature).softmax(1) * self.seen
+    @cached_property
+    def hops(self) -> Tensor:
+        """The sum over relations of A @ A + A, float64 [K, K], A the normalised adjacency of the undirected graph."""
+        num_nodes, num_relations = len(self.tables.genes), len(self.tables.relations)
+        matrix = torch.zeros(len(self.nodes), len(self.nodes), dtype=torch.float64)
+        for relation in range(num_relations):
+            chosen = self.tables.edge_type == relation
+            edges = to_undirected(self.tables.edge_index[:, chosen], self.tables.edge_weight[chosen])
+            edge_index, weight = gcn_norm(*remove_self_loops(*edges), num_nodes, add_self_loops=False)
+            adjacency = torch.sparse_coo_tensor(edge_index, weight.double(), (num_nodes, num_nodes))
+            rows = adjacency.index_select(0, self.nodes)
+            matrix += torch.sparse.mm(rows, rows.T).to_dense()
+            matrix += rows.index_select(1, self.nodes).to_dense()
+        return matrix
+
+    def weight(self, kind: str, setting: float) -> Tensor:
+        """Returns with which weights nodes stand in for each other, float64 [K, K].
+
+        They are exp(cosine / temperature), or `hops` plus a constant, which shrinks a mean to that of all seen nodes.
+        """
+        if kind == "cosine":
+            return (self.cosine / setting).exp()
+        return self.hops + setting / self.seen.sum()
+
+    def impute(self, values: Tensor, kind: str, setting: float) -> Tensor:
+        """Returns `values` [K, ...] in which nodes in no training row have the weighted mean of the others."""
+        share = self.weight(kind, setting)[~self.seen] * self.seen
         values = values.clone()
         share = share / share.sum(1, keepdim=True)
         values[~self.seen] = share.to(values.dtype) @ values
@@ -72,9 +99,7 @@ class Problem(KnockedOut):
         baseline = data.additive_baseline(tables)
         self.additive = baseline.prediction.squeeze(1)  # [n]
         self.residual = self.y - self.additive
-        effect = torch.zeros(len(tables.genes), dtype=torch.float64)
-        effect[tables.is_seen()] = baseline.effect[:, 0]
-        self.effect = effect[self.nodes]  # [K], beyond what every node has
+        self.effect = baseline.effect[self.nodes, 0].double()  # [K], beyond what every node has
         pairs = [torch.empty(3, 0, dtype=torch.long)]
         for k in range(1, int(tables.perturbed_ptr.diff().max())):  # k positions apart in a row
             i, j, row = self.member[:-k], self.member[k:], self.row[:-k]
@@ -91,16 +116,22 @@ class Problem(KnockedOut):
         rows = self.tables.rows("val")
         return min(predictions, key=lambda prediction: (prediction - self.y)[rows].square().mean().item())
 
-    def unseen_effects(self, temperature: float) -> Tensor:
-        """Returns what the imputed effects of such nodes, which the ridge takes to be 0, add to each row, [n]."""
-        return self.add(self.row, (self.impute(self.effect, temperature) - self.effect)[self.member])
+    def unseen_effects(self, *weights: Any) -> Tensor:
+        """Returns what other effects of nodes in no training row, imputed with these weights, add to each row, [n]."""
+        return self.add(self.row, (self.impute(self.effect, *weights) - self.effect)[self.member])
 
 
 def mean(problem: Problem) -> Tensor:
     return problem.y[problem.train].mean().expand(problem.num_rows)
 
 
+def ridge(problem: Problem) -> Tensor:
+    """The additive ridge, in which a node in no training row has no effect."""
+    return problem.additive - problem.add(problem.row, (problem.effect * ~problem.seen)[problem.member])
+
+
 def additive(problem: Problem) -> Tensor:
+    """The same, in which it has the effect that `data.impute_effects` gives it."""
     return problem.additive
 
 
@@ -171,14 +202,14 @@ def factorisations(problem: Problem) -> Iterator[tuple[Tensor, Tensor]]:
             yield spread * u, v
 
 
-def neighbours(problem: Problem, temperatures: Iterable[float] = TEMPERATURES) -> Tensor:
-    """The additive ridge and interactions averaged over graph neighbours; the temperature by validation.
+def neighbours(problem: Problem, weights: Iterable[tuple[str, float]] = WEIGHTS) -> Tensor:
+    """The additive ridge and interactions averaged over graph neighbours, with weights chosen by validation.
 
-    Node c stands in for node a with weight w_ac = exp(cosine of their adjacency rows / temperature). A node in no
-    training row gets the weighted mean of the others' effects. The interaction of a and b is the weighted mean of those
-    of the training pairs (c, b) and (a, d): if a is in no training row, of the profiles of the nodes like a. If b is in
-    none either, it is the mean over all training pairs (c, d), with weights w_ac w_bd. The interaction of a training
-    pair is the residual of its row, shared evenly by the pairs of that row.
+    Node c stands in for node a with a weight w_ac of `KnockedOut.weight`. A node in no training row gets the weighted
+    mean of the others' effects. The interaction of a and b is the weighted mean of those of the training pairs (c, b)
+    and (a, d): if a is in no training row, of the profiles of the nodes like a. If b is in none either, it is the mean
+    over all training pairs (c, d), with weights w_ac w_bd. The interaction of a training pair is the residual of its
+    row, shared evenly by the pairs of that row.
     """
     (i, j, row), index, unseen = problem.pairs, problem.train_pairs[:2], ~problem.seen
     num_pairs = problem.add(row, torch.full(row.shape, 0.5).double())  # of each row
@@ -186,17 +217,17 @@ def neighbours(problem: Problem, temperatures: Iterable[float] = TEMPERATURES) -
     size = (len(problem.nodes), len(problem.nodes))
     total, count = (torch.sparse_coo_tensor(index, value, size, check_invariants=False) for value in values)
 
-    def predict(temperature: float) -> Tensor:
-        weight = (problem.cosine / temperature).exp()
+    def predict(kind: str, setting: float) -> Tensor:
+        weight = problem.weight(kind, setting)
         sums, weights = torch.sparse.mm(total, weight), torch.sparse.mm(count, weight)  # over (c, b) and a, [K, K]
         interaction = (sums + sums.T) / (weights + weights.T)
         of_unseen = weight[unseen]
         far = (of_unseen @ sums[:, unseen]) / (of_unseen @ weights[:, unseen])
         interaction[unseen.nonzero(), unseen.nonzero().T] = far  # where `sums` and `weights` are 0
         pairs = problem.add(row, interaction[i, j].nan_to_num(0.0)) / 2  # 0 without any pair in training rows
-        return problem.additive + problem.unseen_effects(temperature) + pairs
+        return problem.additive + problem.unseen_effects(kind, setting) + pairs
 
-    return problem.best(map(predict, temperatures))
+    return problem.best(predict(*weight) for weight in weights)
 
 
 def features(problem: Problem) -> Tensor:
@@ -219,19 +250,20 @@ def features(problem: Problem) -> Tensor:
 
 def low_rank_neighbours(problem: Problem) -> Tensor:
     """The low-rank pairs, where a node in no training row gets the effects and factors of the others, averaged with the
-    weights of `neighbours`; rank, penalty and temperature by validation."""
+    weights of `neighbours`; rank, penalty and weights by validation."""
 
-    def predict(u: Tensor, v: Tensor, temperature: float) -> Tensor:
-        pairs = add_pairs(problem, *(problem.impute(x, temperature) for x in (u, v)))
-        return pairs + problem.unseen_effects(temperature)
+    def predict(u: Tensor, v: Tensor, kind: str, setting: float) -> Tensor:
+        pairs = add_pairs(problem, *(problem.impute(x, kind, setting) for x in (u, v)))
+        return pairs + problem.unseen_effects(kind, setting)
 
-    temperatures = TEMPERATURES[:1] if problem.seen.all() else TEMPERATURES  # it matters for such nodes only
-    return problem.best(predict(u, v, t) for u, v in factorisations(problem) for t in temperatures)
+    weights = WEIGHTS[:1] if problem.seen.all() else WEIGHTS  # they matter for such nodes only
+    return problem.best(predict(u, v, *weight) for u, v in factorisations(problem) for weight in weights)
 
 
 BASELINES: dict[str, Callable[[Problem], Tensor]] = {
     "mean": mean,
-    "additive ridge": additive,
+    "additive ridge": ridge,
+    "additive ridge + imputed": additive,
     "ridge + recurring pairs": recurring_pairs,
     "ridge + low-rank pairs": low_rank,
     "graph neighbours": neighbours,

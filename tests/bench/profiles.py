@@ -15,10 +15,9 @@ from torch import Tensor
 
 import data
 from data import Tables
-from tests.bench.baselines import KnockedOut
+from tests.bench.baselines import WEIGHTS, KnockedOut
 
 PENALTIES = (0.3, 1.0, 3.0, 10.0)  # of the nodes' effects: at 1, a node of a single row gets half of its score
-TEMPERATURES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the graph neighbours
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 EXPONENTS = ((0.0, 0.0), (0.5, 0.5), (0.0, 0.5), (0.0, 1.0))  # of the degrees that edges of paths are divided by
 SHRINKAGES = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01)  # of the targets' scales towards 1
@@ -96,13 +95,13 @@ def additive_profiles(problem: Profiles) -> Tensor:
 
 def neighbours(problem: Profiles) -> Tensor:
     """The mean profile and the nodes' effects, where a node in no training row has the mean of the others' effects,
-    weighted by exp(cosine of adjacency rows / temperature); penalty and temperature by validation."""
+    with a weight of `KnockedOut.weight`; it and the penalty by validation."""
 
-    def predict(rows: Tensor, penalty: float, temperature: float) -> Tensor:
-        effect = problem.impute(problem.effect(penalty), temperature)
+    def predict(rows: Tensor, penalty: float, weight: tuple[str, float]) -> Tensor:
+        effect = problem.impute(problem.effect(penalty), *weight)
         return problem.mean + problem.sum_rows(rows, effect)
 
-    return problem.best(predict, itertools.product(PENALTIES, TEMPERATURES))
+    return problem.best(predict, itertools.product(PENALTIES, WEIGHTS))
 
 
 def low_rank(problem: Profiles) -> Tensor:
@@ -114,12 +113,12 @@ def low_rank(problem: Profiles) -> Tensor:
         vectors = vectors.flip(1)[:, : max(RANKS)].float()  # the largest first
         factors[penalty] = vectors, vectors.T @ effect  # [K, rank], [rank, T]
 
-    def predict(rows: Tensor, penalty: float, rank: int, temperature: float) -> Tensor:
+    def predict(rows: Tensor, penalty: float, rank: int, weight: tuple[str, float]) -> Tensor:
         vectors, profiles = factors[penalty]
-        coefficients = problem.impute(vectors[:, :rank], temperature)
+        coefficients = problem.impute(vectors[:, :rank], *weight)
         return problem.mean + problem.sum_rows(rows, coefficients) @ profiles[:rank]
 
-    return problem.best(predict, itertools.product(PENALTIES, RANKS, TEMPERATURES))
+    return problem.best(predict, itertools.product(PENALTIES, RANKS, WEIGHTS))
 
 
 # ---- Paths ----------------------------------------------------------------------------------------------------------
