@@ -594,6 +594,41 @@ def test_the_baseline_of_a_target_is_the_same_alone_and_beside_others(loss):
         torch.testing.assert_close(field, expected, rtol=1e-9, atol=1e-9)
 
 
+def test_an_unseen_node_gets_the_mean_effect_of_those_one_and_two_hops_away():
+    """Equal to dense products; node 6 has no edges and gets the mean, and nothing leads to or from node 7 but itself."""
+    generator = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(6, (2, 14), generator=generator)
+    edge_index[:, 0] = 7
+    edge_type = torch.tensor([0] * 9 + [1] * 5)
+    weight = torch.rand(14, dtype=torch.float64, generator=generator) + 0.5
+    tables = Tables(list("abcdefgh"), ["r", "s"], edge_index, edge_type, *pack_sets([[0]]), torch.ones(1))
+    tables.edge_weight = weight
+    is_seen = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1]).bool()
+    effect = torch.randn(8, 2, dtype=torch.float64, generator=generator) * is_seen.unsqueeze(1)
+    found = data.impute_effects(tables, is_seen, effect)
+
+    kernel = torch.zeros(8, 8, dtype=torch.float64)
+    for relation in range(2):
+        adjacency = torch.zeros(8, 8, dtype=torch.float64)
+        for (source, target), kind, value in zip(edge_index.T.tolist(), edge_type.tolist(), weight, strict=True):
+            if kind == relation and source != target:
+                adjacency[source, target] += value
+                adjacency[target, source] += value
+        degree = adjacency.sum(1)
+        adjacency = adjacency / (degree.outer(degree)).sqrt().where(adjacency > 0, 1.0)
+        kernel += adjacency @ adjacency + adjacency
+    kernel = kernel.fill_diagonal_(0.0)[:, is_seen]
+    own = effect[is_seen]
+    for t in range(2):
+        imputed = []
+        for shrinkage in data.SHRINKAGES:
+            total = kernel.sum(1) + shrinkage
+            imputed.append((kernel @ own[:, t] + shrinkage * own[:, t].mean()) / total)
+        best = min(imputed, key=lambda values: (values[is_seen] - own[:, t]).square().sum())
+        torch.testing.assert_close(found[:, t], best)
+    torch.testing.assert_close(found[6:], own.mean(0).expand(2, -1))
+
+
 def test_the_logistic_baseline_is_the_penalised_maximum_of_the_likelihood():
     tables = mixed_tables()
     tables.y = (tables.y > tables.y.nanmedian(dim=0).values).double().where(~tables.y.isnan(), math.nan)
