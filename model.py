@@ -121,8 +121,9 @@ class KnockoutGNN(nn.Module):
 
         Without a readout of the knocked-out nodes, it starts from the mean of the training scores.
         """
-        rows = tables.rows("val")  # training hides as many nodes as are unseen there
-        unseen = tables.unseen()[rows].sum() / tables.perturbed_ptr.diff()[rows].sum().clamp(min=1)
+        # Training hides as large a share of nodes as is unseen in validation.
+        validated = tables.perturbed[tables.is_in("val")[tables.sample()]].unique()
+        num_unseen = (~tables.is_seen()[validated]).sum().item()
         model = cls(
             config,
             num_nodes=len(tables.genes),
@@ -130,7 +131,7 @@ class KnockoutGNN(nn.Module):
             num_features=tables.features.size(1),
             y_offset=baseline.mean,
             y_std=baseline.std,
-            unseen=unseen.item(),
+            unseen=num_unseen / max(1, len(validated)),
             target_nodes=tables.target_nodes() if config.readout == "nodes" else None,
         )
         if model.additive is not None:
