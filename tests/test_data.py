@@ -595,7 +595,7 @@ def test_the_baseline_of_a_target_is_the_same_alone_and_beside_others(loss):
 
 
 def test_an_unseen_node_gets_the_mean_effect_of_those_one_and_two_hops_away():
-    """Equal to dense products; node 6 has no edges and gets the mean, and nothing leads to or from node 7 but itself."""
+    """Equal to dense products; node 6 has no edges and node 7 only one to itself: they get the mean of all."""
     generator = torch.Generator().manual_seed(0)
     edge_index = torch.randint(6, (2, 14), generator=generator)
     edge_index[:, 0] = 7
