@@ -50,7 +50,6 @@ CHUNK = 2**23  # characters of a table that are parsed at once
 EXAMPLE = Path(__file__).with_name("tests") / "example"  # tables that are read if none are given
 TARGETS_AT_ONCE = 64  # in the fit of the additive baseline, whose numbers then stay in cache
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # of the additive baseline: 0.1 to 1000
-SHRINKAGES = tuple(10.0 ** (k / 2) for k in range(-6, 13))  # of imputed effects: to the mean alone
 
 
 class DataError(ValueError):
@@ -158,10 +157,7 @@ class Tables:
             ) from None
 
     def fingerprint(self) -> str:
-        """Returns a hash of all fields, added ones too, but what is left out of the table.
-
-        Raises `DataError` naming a field whose content has no order, such as a set.
-        """
+        """Returns a hash of all fields, added ones too, but what is left out of the table."""
 
         def encode(tensor: Tensor) -> list:
             content = torch.as_tensor(tensor).contiguous().flatten().view(torch.uint8).numpy()
@@ -171,10 +167,7 @@ class Tables:
         for name, value in vars(self).items():
             if name == "left_out":
                 continue
-            try:
-                digest.update(json.dumps([name, value], default=encode).encode())
-            except (TypeError, RuntimeError) as error:
-                raise DataError(f"Tables.{name} ({error}): make it a tensor or a list") from None
+            digest.update(json.dumps([name, value], default=encode).encode())
         return digest.hexdigest()
 
     def summary(self) -> str:
@@ -812,15 +805,16 @@ def fit_baseline(tables: Tables, loss: str, penalties: Sequence[float]) -> Basel
         error = (error * is_validated).sum(0)
         best = fit.where(error < least, best)
         least = least.minimum(error)
+    level, slope = best[:2]
+    effect = best[2:]
     is_seen = tables.is_seen()
-    imputed = impute_effects(tables, is_seen, best[2:])
-    best[2:] = best[2:].where(is_seen.unsqueeze(1), imputed)
+    imputed = impute_effects(tables, is_seen, effect)
+    effect[~is_seen] = imputed[~is_seen]  # in place, and so in `best`
     prediction = design.predict(best)
     if loss == "binary":
         prediction = prediction.sigmoid()
-    level, slope = best[:2]
     intercept = level - slope * design.mean_count
-    effects = (best[2:].float(), imputed.float())
+    effects = (effect.float(), imputed.float())
     return Baseline(intercept, slope, *effects, mean, std, prediction)
 
 
@@ -831,24 +825,23 @@ def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
     undirected graph, and shrunk to the mean of all seen nodes; how far is chosen by the error on
     these. `effect` [N, T] is 0 for other nodes.
     """
-    num_nodes = len(tables.genes)
-    num_relations = len(tables.relations)
+    num_nodes = len(effect)
     # Each relation has its own range of node numbers.
     edge_index = tables.edge_index + tables.edge_type * num_nodes
     edges = remove_self_loops(*to_undirected(edge_index, tables.edge_weight))
-    (row, col), weight = gcn_norm(*edges, num_relations * num_nodes, add_self_loops=False)
-    index = torch.stack([row, col % num_nodes])
-    adjacency = torch.sparse_coo_tensor(index, weight, (num_relations * num_nodes, num_nodes))
+    (row, col), weight = gcn_norm(*edges, add_self_loops=False)
+    size = (len(tables.relations) * num_nodes, num_nodes)
+    adjacency = torch.sparse_coo_tensor(torch.stack([row, col % num_nodes]), weight, size)
     values = torch.cat([is_seen.unsqueeze(1), effect], dim=1)
     one_hop = adjacency @ values
     to_itself = scatter(weight.square(), row % num_nodes, dim_size=num_nodes).unsqueeze(1)
     sums = adjacency.T @ one_hop - to_itself * values
-    sums += one_hop.view(num_relations, num_nodes, -1).sum(0)
+    sums += one_hop.view(-1, *values.shape).sum(0)
     total, sums = sums.tensor_split([1], dim=1)
     mean = effect.sum(0) / is_seen.sum().clamp(min=1)
     best = mean
     least = torch.full_like(mean, math.inf)
-    for shrinkage in SHRINKAGES:
+    for shrinkage in PENALTIES:
         imputed = (sums + shrinkage * mean) / (total + shrinkage)
         error = (imputed - effect)[is_seen].square().sum(0)
         best = imputed.where(error < least, best)
@@ -866,14 +859,12 @@ class Design:
         count = tables.perturbed_ptr.diff().unsqueeze(1)
         self.mean_count = (count * weight).sum(0) / weight.sum(0)
         self.centred = count - self.mean_count  # [n, T]
-        node = tables.perturbed
-        order = torch.argsort(node, stable=True)
         size = (len(count), len(tables.genes))
-        ones = torch.ones(len(node), dtype=torch.float64)
-        ptr_t = index2ptr(node[order], size[1])
-        self.nodes = torch.sparse_csr_tensor(tables.perturbed_ptr, node, ones, size)  # [n, N]
-        row = tables.sample()[order]
-        self.transposed = torch.sparse_csr_tensor(ptr_t, row, ones, size[::-1])
+        ones = torch.ones(len(tables.perturbed), dtype=torch.float64)
+        self.nodes = torch.sparse_csr_tensor(
+            tables.perturbed_ptr, tables.perturbed, ones, size
+        )  # [n, N]
+        self.transposed = self.nodes.to_sparse_csc().transpose(0, 1)
 
     def predict(self, x: Tensor) -> Tensor:
         """Returns the function of each row, [n, T]."""

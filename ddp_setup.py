@@ -274,7 +274,6 @@ class StopRequest:
         self.files = [file, Path(os.environ.get("STOP_FILE", file))]  # launch.sh sets it for SLURM
         self.reason = 0  # a position in REASONS
         self.is_training = False  # until then, there is nothing to save: a signal ends the process
-        self.pid = os.getpid()
         # Python runs handlers between its instructions; the watchdog also sees signals while a call
         # never returns.
         self.received, sender = os.pipe()
@@ -287,8 +286,6 @@ class StopRequest:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: object) -> None:
-        if os.getpid() != self.pid:  # a DataLoader worker inherits this; its rank shuts it down
-            return
         reason = self.REASONS.index(signal.Signals(number).name)
         is_second = number == signal.SIGINT and self.reason == reason  # Ctrl-C
         if is_second or not self.is_training:

@@ -389,11 +389,10 @@ class AdditiveReadout(nn.Module):
 
     def forward(self, is_known: Tensor, has_slope: Tensor, batch: Data) -> Tensor:
         """Returns [B, T], given which nodes' effects are known and which have a slope, bool [N]."""
-        is_known, has_slope, effect, imputed = (
-            values.view(len(is_known), -1).index_select(0, batch.perturbed)
-            for values in (is_known, has_slope, self.effect, self.imputed)
-        )
-        return sum_by_sample(effect.where(is_known, imputed) + self.slope * has_slope, batch)
+        node = batch.perturbed
+        effect = self.effect.view(self.imputed.shape).index_select(0, node)
+        effect = effect.where(is_known[node, None], self.imputed[node])
+        return sum_by_sample(effect + self.slope * has_slope[node, None], batch)
 
 
 class LocalReadout(nn.Module):

@@ -17,11 +17,11 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import remove_self_loops, to_undirected
 
 import data
-from data import SHRINKAGES, Tables
+from data import Tables
 
 RANKS, PENALTIES = (2, 8, 32), (1.0, 3.0, 10.0, 30.0, 100.0)  # of the low-rank pairs, in units of the residuals
 WEIGHTS = [("cosine", temperature) for temperature in (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)]  # of the graph neighbours
-WEIGHTS += [("hops", shrinkage) for shrinkage in SHRINKAGES]
+WEIGHTS += [("hops", shrinkage) for shrinkage in data.PENALTIES]
 
 
 class KnockedOut:
