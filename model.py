@@ -121,9 +121,8 @@ class KnockoutGNN(nn.Module):
 
         Without a readout of the knocked-out nodes, it starts from the mean of the training scores.
         """
-        # Training hides as large a share of nodes as is unseen in validation.
-        validated = tables.perturbed[tables.is_in("val")[tables.sample()]].unique()
-        num_unseen = (~tables.is_seen()[validated]).sum().item()
+        rows = tables.rows("val")  # training hides as many nodes as are unseen there
+        unseen = tables.unseen()[rows].sum() / tables.perturbed_ptr.diff()[rows].sum().clamp(min=1)
         model = cls(
             config,
             num_nodes=len(tables.genes),
@@ -131,7 +130,7 @@ class KnockoutGNN(nn.Module):
             num_features=tables.features.size(1),
             y_offset=baseline.mean,
             y_std=baseline.std,
-            unseen=num_unseen / max(1, len(validated)),
+            unseen=unseen.item(),
             target_nodes=tables.target_nodes() if config.readout == "nodes" else None,
         )
         if model.additive is not None:
@@ -149,13 +148,13 @@ class KnockoutGNN(nn.Module):
             messages = ExpandedMessages(graph, intact_batch(graph.device))
         unseen = self.unseen if self.training else 0.0
         # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
-        is_known, has_slope = torch.rand(2, graph.num_nodes, device=graph.device) >= unseen
-        x, sent = self.embed(graph, is_known)
+        known = torch.rand(2, graph.num_nodes, device=graph.device) >= unseen
+        x, sent = self.embed(graph, known[0])
         x, layers = self.encode(x.unsqueeze(1), sent.unsqueeze(1), messages)
         wild = WildType(layers, self.norm(x))
         prediction = 0.0
         if self.additive is not None:
-            prediction = self.additive(is_known, has_slope, batch)
+            prediction = self.additive(known, batch)
         if self.local_readout is not None:
             prediction = prediction + self.local_readout(wild.final.squeeze(1), batch)
         if self.change_readout is not None:
@@ -387,12 +386,13 @@ class AdditiveReadout(nn.Module):
         # What stands for the effects of hidden nodes.
         self.register_buffer("imputed", torch.zeros(num_nodes, num_targets), persistent=False)
 
-    def forward(self, is_known: Tensor, has_slope: Tensor, batch: Data) -> Tensor:
-        """Returns [B, T], given which nodes' effects are known and which have a slope, bool [N]."""
+    def forward(self, known: Tensor, batch: Data) -> Tensor:
+        """Returns [B, T], given which nodes' effects are known and which slopes, bool [2, N]."""
         node = batch.perturbed
+        is_known, has_slope = known.index_select(1, node).unsqueeze(2)
         effect = self.effect.view(self.imputed.shape).index_select(0, node)
-        effect = effect.where(is_known[node, None], self.imputed[node])
-        return sum_by_sample(effect + self.slope * has_slope[node, None], batch)
+        effect = effect.where(is_known, self.imputed.index_select(0, node))
+        return sum_by_sample(effect + self.slope * has_slope, batch)
 
 
 class LocalReadout(nn.Module):
