@@ -149,7 +149,7 @@ class KnockoutGNN(nn.Module):
         unseen = self.unseen if self.training else 0.0
         # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
         known = torch.rand(2, graph.num_nodes, device=graph.device) >= unseen
-        x, sent = self.embed(graph, known[0])
+        x, sent = self.embed(graph, known.select(0, 0))
         x, layers = self.encode(x.unsqueeze(1), sent.unsqueeze(1), messages)
         wild = WildType(layers, self.norm(x))
         prediction = 0.0

@@ -348,7 +348,7 @@ def test_an_effect_on_a_node_comes_from_the_change_of_its_own_state(shared):
     shared = shared.double()
     sets = [[], [10], [0], [5, 8]]
     batch = make_batch(shared, sets)
-    additive = model.y_offset + model.y_std * model.additive(*torch.ones(2, NUM_NODES).bool(), batch)
+    additive = model.y_offset + model.y_std * model.additive(torch.ones(2, NUM_NODES).bool(), batch)
     effects = model(shared, batch) - additive
     source, target = shared.edge_index
     for sample, nodes in enumerate(sets):
