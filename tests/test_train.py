@@ -147,7 +147,7 @@ def test_an_empty_folder_starts_from_a_checkpoint_file(train, tmp_path):
 
 def test_a_run_stopped_at_the_end_of_an_epoch_validates_it_on_resume(train, tmp_path):
     """The stop comes after the last step of the epoch, before its validation."""
-    stop = "import os, signal, train\ndraw = train.schedule\n"
+    stop = "import os, signal, ddp_setup, train\nddp_setup.AGREEMENT_S = 0.0\ndraw = train.schedule\n"
     stop += "train.schedule = lambda s, *a: (s == 4 and os.kill(os.getpid(), signal.SIGTERM)) or draw(s, *a)\n"
     (tmp_path / "stop.py").write_text(f"{stop}train.main()\n")
     arguments = ["optim.epochs=2", "log.every_steps=3"]
@@ -160,7 +160,7 @@ def test_a_run_stopped_at_the_end_of_an_epoch_validates_it_on_resume(train, tmp_
 
 
 def test_a_stop_between_two_train_rows_writes_an_extra_one(train, tmp_path):
-    stop = "import os, signal, train\ndraw = train.schedule\n"
+    stop = "import os, signal, ddp_setup, train\nddp_setup.AGREEMENT_S = 0.0\ndraw = train.schedule\n"
     stop += "train.schedule = lambda s, *a: (s == 1 and os.kill(os.getpid(), signal.SIGTERM)) or draw(s, *a)\n"
     (tmp_path / "stop.py").write_text(f"{stop}train.main()\n")
     train(0, "log.every_steps=4", script=tmp_path / "stop.py").check()
