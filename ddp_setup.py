@@ -555,11 +555,10 @@ def describe(env: Distributed) -> str:
         **library_versions(),
     }
     line = ", ".join(f"{name} {value}" for name, value in row.items())
-    env.store.set(f"environment/{env.rank}", line)
-    if env.rank != 0:
-        return ""
-    lines = env.store.multi_get([f"environment/{rank}" for rank in range(env.world_size)])
-    return b"\n".join(lines).decode()
+    lines = [line] * env.world_size
+    if env.launched:
+        dist.gather_object(line, lines if env.rank == 0 else None)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -271,7 +271,7 @@ def test_ctrl_c_in_one_process_stops_at_a_step_boundary(tmp_path, tables):
     arguments = [*tables, *SETTINGS, "optim.epochs=500", "checkpoint.every_steps=100000"]
     command = [sys.executable, ROOT / "train.py", *arguments]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    wait_for_growth(tmp_path / "runs/default/metrics.jsonl", [])
+    wait_for_growth(tmp_path / "runs/default/checkpoints/best.pt", [])
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0 and "(SIGINT): the same command resumes the run" in output
