@@ -189,8 +189,9 @@ def train(config: Config, env: Distributed) -> None:
     loader = data.make_loader(dataset, sampler, config.data.workers, env.device)
     ddp_model = env.wrap(model)
     autocast = torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None)
-    with autocast:
-        order_buckets(ddp_model, model, graph, dataset)
+    if env.launched:
+        with autocast:
+            order_buckets(ddp_model, graph, dataset)
     total_steps = sampler.steps_per_epoch * optim.epochs
     log.info(f"model     {sum(p.numel() for p in model.parameters()):,} parameters; {route}")
     log_batch(config, env, sampler)
@@ -403,21 +404,17 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     return list(groups.values())
 
 
-def order_buckets(
-    ddp_model: nn.Module, model: nn.Module, graph: SharedGraph, dataset: KnockoutDataset
-) -> None:
+def order_buckets(ddp_model: nn.Module, graph: SharedGraph, dataset: KnockoutDataset) -> None:
     """Makes DDP order its buckets now, by a backward pass that changes nothing.
 
     DDP does so after the first backward pass of a process, and the order in which the numbers of
     three or more ranks are added depends on their places in a bucket: otherwise, the first step of
     a resumed run would differ from the same step of an undisturbed run.
     """
-    if ddp_model is model:
-        return
     padding = dataset.__getitems__([-1, -1]).to(graph.device)
-    model.eval()  # or the padding would count in BatchNorm's statistics
-    criterion(ddp_model(graph, padding), padding, model).backward()
-    model.zero_grad(set_to_none=True)
+    ddp_model.eval()  # or the padding would count in BatchNorm's statistics
+    ddp_model(graph, padding).sum().backward()
+    ddp_model.zero_grad(set_to_none=True)
 
 
 def criterion(prediction: Tensor, batch: Data, model: nn.Module, loss: str = "squared") -> Tensor:
