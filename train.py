@@ -1260,26 +1260,26 @@ def load_config(arguments: argparse.Namespace) -> Config:
 
     Raises `UserError` for a wrong file or option.
     """
-    options = {
-        f"{section.name}.{option.name}": option
-        for section in fields(Config)
-        for option in fields(section.type)
-    }
-    sections: dict[str, dict] = {section.name: {} for section in fields(Config)}
-    for key, value in given_options(arguments, options).items():
-        if key not in options:
-            nearest = difflib.get_close_matches(key, options, n=1, cutoff=0)[0]
+    defaults = by_key(asdict(Config()))
+    options = {**defaults, **given_options(arguments, defaults)}
+    for key in options:
+        if key not in defaults:
+            nearest = difflib.get_close_matches(key, defaults, n=1, cutoff=0)[0]
             raise UserError(f"unknown option {key}: did you mean {nearest}?")
-        section, name = key.split(".")
-        sections[section][name] = convert(key, value, options[key])
+    sections = {}
     try:
-        parts = {section.name: section.type(**sections[section.name]) for section in fields(Config)}
-        return Config(**parts)
+        for section in fields(Config):
+            values = {}
+            for option in fields(section.type):
+                key = f"{section.name}.{option.name}"
+                values[option.name] = convert(key, options[key], option)
+            sections[section.name] = section.type(**values)
+        return Config(**sections)
     except ValueError as error:
         raise UserError(str(error)) from None
 
 
-def given_options(arguments: argparse.Namespace, options: dict[str, Field]) -> dict[str, Any]:
+def given_options(arguments: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
     """Returns {section.key: value} of the file and the command line; raises `UserError`."""
     source = arguments.config
     if source is None:
@@ -1292,7 +1292,7 @@ def given_options(arguments: argparse.Namespace, options: dict[str, Field]) -> d
         given = by_key(sections)
         for source in arguments.overrides:
             key, _, text = source.partition("=")
-            is_text = key in options and options[key].type is str
+            is_text = isinstance(defaults.get(key), str)
             given[key] = text if is_text else yaml.safe_load(text)
     except AttributeError:
         raise UserError(f"{source} does not contain sections of options: see config.yaml") from None
