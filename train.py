@@ -194,7 +194,10 @@ def train(config: Config, env: Distributed) -> None:
             order_buckets(ddp_model, graph, dataset)
     total_steps = sampler.steps_per_epoch * optim.epochs
     log.info(f"model     {sum(p.numel() for p in model.parameters()):,} parameters; {route}")
-    log_batch(config, env, sampler)
+    log.info(
+        f"batch     {config.data.batch_size} samples over {env.world_size} ranks "
+        f"and {optim.accumulate} micro-batches, {sampler.steps_per_epoch} steps per epoch"
+    )
 
     meter, progress = Meter(env, optim), ""
     profile = profiler(config, env, folder.path)
@@ -342,13 +345,6 @@ def check_scores(tables: Tables, config: Config) -> None:
         log.warning("note      all scores are 0 or 1: optim.loss=binary predicts probabilities")
     if config.model.readout != "nodes" and set(tables.targets) <= set(tables.genes):
         log.warning("note      all scores are named after nodes: model.readout=nodes suits them")
-
-
-def log_batch(config: Config, env: Distributed, sampler: StepSampler) -> None:
-    log.info(
-        f"batch     {config.data.batch_size} samples over {env.world_size} ranks "
-        f"and {config.optim.accumulate} micro-batches, {sampler.steps_per_epoch} steps per epoch"
-    )
 
 
 def make_dataset(config: Config, tables: Tables, graph: SharedGraph) -> tuple[KnockoutDataset, str]:
