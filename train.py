@@ -488,7 +488,7 @@ class TrainState:
         return state
 
     def load_state_dict(self, state: dict[str, Any], optim: OptimConfig) -> None:
-        self.model.load_state_dict(state["model"])
+        load_model(self.model, state)
         groups = self.optimizer.param_groups
         try:
             self.optimizer.load_state_dict(state["optimizer"])
@@ -870,7 +870,6 @@ class RunFolder:
                     f"{file} was trained with {key}={saved}, not {options[key]}: "
                     f"set it so, or, {advice}"
                 )
-        load_model(model, checkpoint)
         return checkpoint
 
     def _acquire_lock(self) -> bool:
