@@ -725,7 +725,8 @@ def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> 
         for checkpoint in arguments.checkpoint:
             member = load_member(checkpoint, arguments, config, tables, fingerprint, graph)
             members.append(member)
-    number = data.Numbers(zip(tables.genes, range(graph.num_nodes), strict=True))
+    number = data.Numbers()
+    number.of(tables.genes)
     output = Path(f"{Path(table).name.removesuffix('.gz').removesuffix('.tsv')}.predictions.tsv")
     temporary = Path(f"{output}.{uuid.uuid4().hex}.tmp")
 
