@@ -1078,8 +1078,6 @@ def read_checkpoint(path: str | Path) -> dict:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         return {**state, **{name: state[name] for name in names}, "file": str(path)}
-    except FileNotFoundError:
-        raise UserError(f"the checkpoint {path} does not exist") from None
     except Exception as error:  # a damaged file fails in many ways
         raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
 
