@@ -272,9 +272,8 @@ def train(config: Config, env: Distributed) -> None:
     prediction = predict_rows(model, graph, dataset, tables.rows("test"), config, env)
     if reason := env.stop_reason():
         return folder.stop(state, reason)
-    folder.save_test(tables, prediction, baseline.prediction)
     test = metrics(tables.rows("test"), prediction, tables, baseline, config)
-    folder.finish(state, test)
+    folder.finish(state, test, tables, prediction, baseline.prediction)
 
 
 def prepare_run(
@@ -922,13 +921,6 @@ class RunFolder:
         write_atomically(path, (json.dumps(row) + "\n" for row in self.rows))
         self.metrics = path.open("a")
 
-    def save_test(self, tables: Tables, prediction: Tensor, baseline: Tensor) -> None:
-        """A collective: writes test.tsv, see `result_lines`; raises `RunError` on every rank."""
-        path = self.path / "test.tsv"
-        with self.env.sync_errors(phase="save"), explain_write_errors(path):
-            if self.env.rank == 0:
-                write_atomically(path, result_lines(tables, prediction, baseline))
-
     def write(self, kind: str, state: TrainState, **values: Any) -> None:
         """Appends a row to metrics.jsonl, with null for non-finite numbers.
 
@@ -992,8 +984,22 @@ class RunFolder:
             write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
         self.write("event", state, event=event, reason=reason, time=time.time(), **values)
 
-    def finish(self, state: TrainState, test: dict[str, Any]) -> None:
-        """Records the end of the run and the metrics of its test rows."""
+    def finish(
+        self,
+        state: TrainState,
+        test: dict[str, Any],
+        tables: Tables,
+        prediction: Tensor,
+        baseline: Tensor,
+    ) -> None:
+        """A collective: writes test.tsv, see `result_lines`, and records the end of the run.
+
+        Raises `RunError` on every rank.
+        """
+        path = self.path / "test.tsv"
+        with self.env.sync_errors(phase="save"), explain_write_errors(path):
+            if self.env.rank == 0:
+                write_atomically(path, result_lines(tables, prediction, baseline))
         self.write("test", state, **test, best_step=state.best["step"])
         self.event("finished", state)
         log.info(f"run       {self.path}, model of step {state.best['step']}")
