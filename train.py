@@ -900,7 +900,7 @@ class RunFolder:
             (self.path / "test.tsv").unlink(missing_ok=True)  # of an earlier end
             self._open_metrics(state)
         resumed = state.step or state.best
-        self.event("resumed" if resumed else "started", state, world_size=self.env.world_size)
+        self.event("resumed" if resumed else "started", state)
         self.env.on_failure = lambda reason: self.event("failed", state, reason)
         log.info(ranks)
         start = f"resumed at step {state.step}" if resumed else "from the start"
@@ -974,7 +974,7 @@ class RunFolder:
                 for other in saved[self.config.checkpoint.keep_last :]:
                     other.unlink()
 
-    def event(self, event: str, state: TrainState, reason: str = "", **values: Any) -> None:
+    def event(self, event: str, state: TrainState, reason: str = "") -> None:
         """Records started, resumed, stopped, failed or finished in status.json and the metrics."""
         if self.env.rank != 0:
             return
@@ -982,7 +982,14 @@ class RunFolder:
         row = {"state": status, "step": state.step, "epoch": state.epoch, "reason": reason}
         with explain_write_errors(self.path / "status.json"):
             write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
-        self.write("event", state, event=event, reason=reason, time=time.time(), **values)
+        self.write(
+            "event",
+            state,
+            event=event,
+            reason=reason,
+            time=time.time(),
+            world_size=self.env.world_size,
+        )
 
     def finish(
         self,
