@@ -1205,23 +1205,21 @@ def panel_svg(curves: Sequence[tuple], rows: list[dict]) -> list[str]:
     span = (max(values) - low) or 1.0
     last = max([1, *(row.get("step", 0) for row in rows)])
 
-    def x(step: float) -> str:
-        return f"{WIDTH * step / last:.1f}"
-
-    def y(value: float) -> str:
-        return f"{HEIGHT * (1 - (value - low) / span):.1f}"
-
     svg = []
     for share in (0, 0.25, 0.5, 0.75, 1):
-        value, step = low + share * span, share * last
+        x = WIDTH * share
+        y = HEIGHT * (1 - share)
         svg += [
-            f'<path d="M0 {y(value)}h{WIDTH}" stroke="{GREY}" stroke-opacity=".3"/>',
-            f'<text x="-8" y="{y(value)}" dy="4" text-anchor="end">{value:.3g}</text>',
-            f'<text x="{x(step)}" y="258" text-anchor="middle">{step:,.0f}</text>',
+            f'<path d="M0 {y}h{WIDTH}" stroke="{GREY}" stroke-opacity=".3"/>',
+            f'<text x="-8" y="{y}" dy="4" text-anchor="end">{low + share * span:.3g}</text>',
+            f'<text x="{x}" y="258" text-anchor="middle">{share * last:,.0f}</text>',
         ]
     for left, curve, pairs in zip((0, 120), curves, points, strict=True):
         _, _, label, colour = curve
-        line = " ".join(f"{x(step)},{y(value)}" for step, value in pairs)
+        line = ""
+        for step, value in pairs:
+            y = HEIGHT * (1 - (value - low) / span)
+            line += f"{WIDTH * step / last:.1f},{y:.1f} "
         svg += [
             f'<text x="{left}" y="-24" fill="{colour}">{label}</text>',
             f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>',

@@ -439,7 +439,7 @@ def test_curves_have_five_numbers_on_each_axis():
     for numbers in (["2", "4", "6", "8"], ["0.25", "0.5", "0.75", "1"]):
         assert [text for text in texts if text in numbers] == 2 * numbers  # both panels; each axis starts at 0
     assert texts.count("0") == 4
-    assert svg.count('points="0.0,240.0 380.0,0.0"') == 2
+    assert svg.count('points="0.0,240.0 380.0,0.0 "') == 2
 
 
 def test_a_run_prints_its_plan_and_progress(train):
