@@ -160,7 +160,7 @@ class Tables:
         """Returns a hash of all fields, added ones too, but what is left out of the table."""
 
         def encode(tensor: Tensor) -> list:
-            content = torch.as_tensor(tensor).contiguous().flatten().view(torch.uint8).numpy()
+            content = torch.as_tensor(tensor).ravel().view(torch.uint8).numpy()
             return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(content).hexdigest()]
 
         digest = hashlib.sha256()
