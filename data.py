@@ -765,19 +765,17 @@ def load_baseline(tables: Tables, fingerprint: str, config: DataConfig, loss: st
     return Baseline(*fields)
 
 
-def additive_baseline(
-    tables: Tables, loss: str = "squared", penalties: Sequence[float] = PENALTIES
-) -> Baseline:
+def additive_baseline(tables: Tables, loss: str = "squared") -> Baseline:
     """Returns the ridge regression on the training rows that suits the validation rows best.
 
     For the loss `binary`, it is a logistic one. The penalty is chosen for each target.
     """
     some_targets = tables.y.split(TARGETS_AT_ONCE, dim=1)
-    baselines = [fit_baseline(replace(tables, y=y), loss, penalties) for y in some_targets]
+    baselines = [fit_baseline(replace(tables, y=y), loss) for y in some_targets]
     return Baseline(*(torch.cat(fields, dim=-1) for fields in zip(*baselines, strict=True)))
 
 
-def fit_baseline(tables: Tables, loss: str, penalties: Sequence[float]) -> Baseline:
+def fit_baseline(tables: Tables, loss: str) -> Baseline:
     """Returns the `additive_baseline` of a few targets."""
     present = ~tables.y.isnan()
     weight = (present & tables.is_in("train").unsqueeze(1)).double()
@@ -794,7 +792,7 @@ def fit_baseline(tables: Tables, loss: str, penalties: Sequence[float]) -> Basel
     fit[0] = mean
     best = fit
     least = torch.full_like(mean, math.inf)
-    for penalty in sorted(penalties, reverse=True):  # each starts from the one before
+    for penalty in reversed(PENALTIES):  # each starts from the one before
         if loss == "binary":
             fit = logistic_ridge(design, y, weight, penalty, fit)
             logit = design.predict(fit)
