@@ -429,14 +429,12 @@ class GlobalReadout(nn.Module):
 
     def __init__(self, num_nodes: int, hidden: int, dropout: float, num_targets: int):
         super().__init__()
-        self.width = hidden
         self.scale = num_nodes**-0.5
         self.head = readout_head(hidden, hidden, dropout, num_targets)
 
     def of_reached(self, change: Tensor, wild_type: Tensor, block: ReachBlock) -> Tensor:
         """Sums the changes of the states that change, [S, H], to [B, H]."""
-        total = change.new_zeros(block.num_samples, self.width)
-        return total.index_add(0, block.layers[-1].sample, change)
+        return scatter(change, block.layers[-1].sample, dim_size=block.num_samples)
 
     def of_all(self, change: Tensor, wild_type: Tensor, alive: Tensor) -> Tensor:
         """Sums the changes of all states, [N, B, H], where they are `alive` [N, B], to [B, H]."""
