@@ -379,7 +379,7 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     name contains; one of 0 freezes it. Raises `UserError` for a key that no name contains, or if
     nothing is left to train.
     """
-    keys = sorted(optim.lr_mult, key=lambda key: (len(key), key))
+    keys = sorted(optim.lr_mult, key=len)
     unused = set(keys)
     groups: dict[tuple, dict] = {}
     for name, parameter in model.named_parameters():
