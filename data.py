@@ -812,8 +812,7 @@ def fit_baseline(tables: Tables, loss: str) -> Baseline:
     if loss == "binary":
         prediction = prediction.sigmoid()
     intercept = level - slope * design.mean_count
-    effects = (effect.float(), imputed.float())
-    return Baseline(intercept, slope, *effects, mean, std, prediction)
+    return Baseline(intercept, slope, effect.float(), imputed.float(), mean, std, prediction)
 
 
 def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
