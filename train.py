@@ -729,14 +729,12 @@ def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> 
     output = Path(f"{Path(table).name.removesuffix('.gz').removesuffix('.tsv')}.predictions.tsv")
     temporary = Path(f"{output}.{uuid.uuid4().hex}.tmp")
 
-    def write(lines: Iterable[str], is_last: bool = False) -> None:
+    def write(lines: Iterable[str]) -> None:
         advice = "change the working folder"
         with env.sync_errors(), explain_write_errors(output, UserError, advice):
             if env.rank == 0:
                 with temporary.open("a") as file:
                     file.writelines(lines)
-                if is_last:
-                    os.replace(temporary, output)
 
     num_rows = num_predicted = 0
     try:
@@ -754,7 +752,8 @@ def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> 
             write(table_lines(iter(genes), cells))
             num_rows += len(genes)
             num_predicted += len(samples.y)
-        write([], is_last=True)
+        if env.rank == 0:
+            os.replace(temporary, output)
     finally:
         temporary.unlink(missing_ok=True)
     if unknown := list(number)[graph.num_nodes :]:
