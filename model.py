@@ -512,7 +512,7 @@ def plan_route(
     planner = ReachPlanner(graph, 1 if route == "shared" else config.layers)
     some_rows = range(0, len(dataset), len(dataset) // 128 + 1)  # evenly spaced
     blocks = planner.plan(dataset.__getitems__(some_rows))
-    planned = min((len(block.layers) for block in blocks), default=0)
+    planned = min(len(block.layers) for block in blocks)
     if route != "reach":
         planner.num_layers = planned
     if route == "auto":
@@ -520,7 +520,7 @@ def plan_route(
     shares = []
     for depth in range(planned):
         reached = sum(len(block.layers[depth].node) for block in blocks)
-        num_states = max(1, len(some_rows)) * graph.num_nodes
+        num_states = len(some_rows) * graph.num_nodes
         shares.append(f"{100 * reached / num_states:.2g}")
     covered = f"{planned} of {config.layers} layers"
     return planner, f"a knock-out reaches {', '.join(shares)} % of the nodes in {covered}: {route}"
