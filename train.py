@@ -1015,8 +1015,8 @@ class RunFolder:
 
     def stop(self, state: TrainState, reason: str) -> None:
         """Records that the run stopped on request, and removes the file STOP."""
-        if self.env.local_rank == 0:  # on every machine: the disk need not be shared
-            (self.path / "STOP").unlink(missing_ok=True)
+        # Every rank, as the disk need not be shared; another one may have been faster.
+        (self.path / "STOP").unlink(missing_ok=True)
         self.event("stopped", state, reason)
         log.info(f"stopped   at step {state.step} ({reason}): the same command resumes the run")
 
