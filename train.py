@@ -729,27 +729,25 @@ def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> 
     output = Path(f"{Path(table).name.removesuffix('.gz').removesuffix('.tsv')}.predictions.tsv")
     temporary = Path(f"{output}.{uuid.uuid4().hex}.tmp")
 
-    def write(lines: Iterable[str]) -> None:
-        advice = "change the working folder"
-        with env.sync_errors(), explain_write_errors(output, UserError, advice):
-            if env.rank == 0:
-                with temporary.open("a") as file:
-                    file.writelines(lines)
-
+    columns = prediction_columns(tables.targets, len(members))
+    lines = ["\t".join(["genes", *columns]) + "\n"]
+    parts = data.read_sets(table, number, tables)
     num_rows = num_predicted = 0
+    advice = "change the working folder"
     try:
-        columns = prediction_columns(tables.targets, len(members))
-        write(["\t".join(["genes", *columns]) + "\n"])
-        parts = data.read_sets(table, number, tables)
         while True:
             with env.sync_errors(DataError):
+                if env.rank == 0:
+                    explained = explain_write_errors(output, UserError, advice)
+                    with explained, temporary.open("a") as file:
+                        file.writelines(lines)
                 part = next(parts, None)
             if part is None:
                 break
             genes, is_known, samples = part
             cells = tables.y.new_full((len(genes), len(columns)), math.nan)
             cells[is_known] = predict_samples(members, graph, samples, env)
-            write(table_lines(iter(genes), cells))
+            lines = table_lines(iter(genes), cells)
             num_rows += len(genes)
             num_predicted += len(samples.y)
         if env.rank == 0:
