@@ -516,7 +516,7 @@ def read_features(path: str, genes: list[str]) -> Tensor:
 
     Raises `DataError`.
     """
-    row_of: dict[str, int] = {}
+    row_of = {}  # by name
     parts = []
     for rows in read_rows(path, "gene"):
         _, *features = rows.cells

@@ -101,7 +101,7 @@ class Distributed:
         self.steps_since = 0
         self.steps_between = 1  # that and the next time, as they agreed
         self.limit_s = config.startup_timeout_s  # without progress: the watchdog ends the job
-        self.seconds: dict[str, float] = defaultdict(float)  # time spent in each phase
+        self.seconds = defaultdict(float)  # time spent in each phase
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -335,7 +335,7 @@ class Watchdog(threading.Thread):
         self.finished = threading.Event()
         self.replies = 0  # heartbeats that reached the store
         self.is_observer = env.rank % max(1, env.world_size // OBSERVERS) == 0
-        self.seen: dict[int, Observed] = {}  # by rank
+        self.seen = {}  # an `Observed` of each rank
 
     def run(self) -> None:
         threading.Thread(target=self.watch_store, name="watchdog of the store", daemon=True).start()

@@ -381,7 +381,7 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     """
     keys = sorted(optim.lr_mult, key=len)
     unused = set(keys)
-    groups: dict[tuple, dict] = {}
+    groups = {}  # by multiplier and whether they are matrices
     for name, parameter in model.named_parameters():
         fitting = [key for key in keys if key in name]
         unused -= set(fitting)
@@ -832,7 +832,7 @@ class RunFolder:
         }
         self.path = Path(config.run.dir, config.run.name)
         self.checkpoints = self.path / "checkpoints"
-        self.rows: list[dict] = []  # of metrics.jsonl
+        self.rows = []  # of metrics.jsonl
 
     def open(self, model: nn.Module) -> dict | None:
         """On rank 0, locks the folder and returns the checkpoint to resume from, if any.
