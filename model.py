@@ -55,11 +55,20 @@ class LayerStates(NamedTuple):
     p: Tensor  # what gelu is applied to, before it is added to x
 
 
+class Draws(NamedTuple):
+    """What is random in a training step; the factors of dropout are None where there is none."""
+
+    is_known: Tensor  # whether a node's identity and effect, and its slope, count, bool [2, N]
+    of_nodes: Tensor | None = None  # factors [N, H]
+    of_rows: Tensor | None = None  # factors [B, H]
+
+
 class WildType(NamedTuple):
     """The pass on the intact graph, B = 1."""
 
     layers: list[LayerStates]
     final: Tensor  # normalised states after the last layer, [N, 1, H]
+    draws: Draws  # those of both passes
 
 
 class KnockoutGNN(nn.Module):
@@ -72,7 +81,7 @@ class KnockoutGNN(nn.Module):
         y_offset, y_std: what is predicted before any other term, and its unit, [T], saved in
             checkpoints as buffers.
         unseen: share of nodes whose own identity and effect a training step hides, so that the
-            model learns to predict nodes that no training row knocks out; 0 if dropout is.
+            model learns to predict nodes that no training row knocks out; none if dropout is 0.
         target_nodes: the node of each target, long [T], for the readout `nodes`.
     """
 
@@ -89,7 +98,7 @@ class KnockoutGNN(nn.Module):
     ):
         super().__init__()
         self.config = config
-        self.unseen = unseen if config.dropout > 0 else 0.0
+        self.unseen = unseen
         hidden = config.hidden
         if config.embedding:
             self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))  # sent in the first layer
@@ -106,12 +115,12 @@ class KnockoutGNN(nn.Module):
         if config.readout != "global":
             self.additive = AdditiveReadout(num_nodes, num_targets)
         if config.readout in ("local", "both"):
-            self.local_readout = LocalReadout(hidden, config.dropout, num_targets)
+            self.local_readout = LocalReadout(hidden, num_targets)
         if config.readout in ("global", "both"):
-            self.change_readout = GlobalReadout(num_nodes, hidden, config.dropout, num_targets)
+            self.change_readout = GlobalReadout(num_nodes, hidden, num_targets)
         if config.readout == "nodes":
             self.additive.requires_grad_(False)  # thousands of effects per node would learn noise
-            self.change_readout = NodeReadout(num_nodes, hidden, config.dropout, target_nodes)
+            self.change_readout = NodeReadout(num_nodes, hidden, target_nodes)
         self.register_buffer("y_offset", torch.as_tensor(y_offset).float())
         self.register_buffer("y_std", torch.as_tensor(y_std).float())
 
@@ -141,37 +150,52 @@ class KnockoutGNN(nn.Module):
         return model
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
-        """Returns predictions [B, T]; raises `RuntimeError` if the batch is on another device."""
+        """Returns predictions [B, T]; raises `RuntimeError` if the batch is on another device.
+
+        In training, `batch.seed`, a long on the same device, sets what is random in the step.
+        """
         graph.check(batch)
         messages = graph.propagate
         if self.config.message_passing in ON_COPIES:
             messages = ExpandedMessages(graph, intact_batch(graph.device))
-        unseen = self.unseen if self.training else 0.0
-        # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
-        known = torch.rand(2, graph.num_nodes, device=graph.device) >= unseen
-        x, sent = self.embed(graph, known.select(0, 0))
+        draws = self.draw(graph, batch)
+        x, sent = self.embed(graph, draws)
         x, layers = self.encode(x.unsqueeze(1), sent.unsqueeze(1), messages)
-        wild = WildType(layers, self.norm(x))
+        wild = WildType(layers, self.norm(x), draws)
         prediction = 0.0
         if self.additive is not None:
-            prediction = self.additive(known, batch)
+            prediction = self.additive(draws.is_known, batch)
         if self.local_readout is not None:
-            prediction = prediction + self.local_readout(wild.final.squeeze(1), batch)
+            prediction = prediction + self.local_readout(wild, batch)
         if self.change_readout is not None:
             changes = self.changes(graph, batch, wild)
-            prediction = prediction + self.change_readout(changes, wild.final.squeeze(1), batch)
+            prediction = prediction + self.change_readout(changes, wild, batch)
         return self.y_offset + self.y_std * prediction.to(self.y_offset.dtype)
 
-    def embed(self, graph: SharedGraph, is_known: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(self, graph: SharedGraph, batch: Data) -> Draws:
+        """Draws all at once, by node and by row of the table, and nothing in evaluation."""
+        num_nodes = graph.num_nodes
+        rate = self.config.dropout
+        if not self.training or rate == 0:
+            return Draws(torch.ones(2, num_nodes, dtype=torch.bool, device=graph.device))
+        hidden = self.config.hidden
+        node = torch.arange(num_nodes, device=graph.device)
+        key = torch.cat([node, num_nodes + batch.index])
+        numbers = uniform(batch.seed, key, hidden + 2)
+        factors = (numbers.narrow(1, 0, hidden) >= rate) / (1 - rate)
+        # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
+        is_known = numbers.narrow(1, hidden, 2).narrow(0, 0, num_nodes).T >= self.unseen
+        return Draws(is_known, *factors.split([num_nodes, len(batch.index)]))
+
+    def embed(self, graph: SharedGraph, draws: Draws) -> tuple[Tensor, Tensor]:
         """Returns the nodes' states before the first layer and what they send in it, [N, H]."""
         x = sent = self.y_offset.new_zeros(graph.num_nodes, self.config.hidden)
         if self.project is not None:
             x, sent = self.project(graph.x).to(x.dtype).chunk(2, dim=1)
         if self.config.embedding:
-            x = x + self.identity * is_known.unsqueeze(1)
+            x = x + self.identity * draws.is_known.select(0, 0).unsqueeze(1)
             sent = sent + self.embedding
-        sent = nn.functional.dropout(sent, self.config.dropout, self.training)
-        return x, self.layers[0].norm(sent)
+        return x, self.layers[0].norm(dropped(sent, draws.of_nodes))
 
     def encode(
         self, x: Tensor, sent: Tensor, messages: Messages, first: int = 0
@@ -211,7 +235,7 @@ class KnockoutGNN(nn.Module):
             if len(block.layers) == len(self.layers):
                 before = self.select(wild.final, block.layers[-1].node)
                 change = self.norm(reached) - before
-                changes.append(self.change_readout.of_reached(change, before, block))
+                changes.append(self.change_readout.of_reached(change, before, block, wild.draws))
             else:
                 changes += self.read_unplanned(graph, block, reached, wild)
         return torch.cat(changes)
@@ -221,7 +245,7 @@ class KnockoutGNN(nn.Module):
         # Or gradients of the same low-precision copy of a weight add up over all calls.
         torch.clear_autocast_cache()
         if self.config.checkpointing and self.training:
-            return checkpoint(function, *arguments, use_reentrant=False)
+            return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
         return function(*arguments)
 
     def encode_reached(self, block: ReachBlock, wild: WildType) -> Tensor:
@@ -268,7 +292,7 @@ class KnockoutGNN(nn.Module):
     ) -> Tensor:
         """Returns what the readout keeps, [B, width], given all states before a layer."""
         x, _ = self.encode(x, wild.layers[0].h, messages, depth)
-        return self.change_readout.of_all(self.norm(x) - wild.final, wild.final, alive)
+        return self.change_readout.of_all(self.norm(x) - wild.final, wild, alive)
 
     def select(self, states: Tensor, node: Tensor) -> Tensor:
         """Returns states[node], [S, H], of states [N, 1, H].
@@ -281,6 +305,28 @@ class KnockoutGNN(nn.Module):
         if self.config.readout != "global" and len(node) < len(states):
             return nn.functional.embedding(node, states.squeeze(1), sparse=True)
         return states.squeeze(1).index_select(0, node)
+
+
+def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
+    """Returns `width` numbers in [0, 1] for each key, float32 [K, width], given keys, long [K].
+
+    A number is a function of the seed, the key and its column, on any device: the upper bits of
+    SplitMix64 (Steele, Lea and Flood 2014), whose state is a multiple of their position.
+    """
+    position = key.unsqueeze(1) * width + torch.arange(width, device=key.device)
+    x = (seed + position) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        logical = x >> shift & (1 << 64 - shift) - 1  # as >> repeats the sign
+        x = (x ^ logical) * factor
+    return x.float() * 2**-64 + 0.5
+
+
+def dropped(x: Tensor, factors: Tensor | None) -> Tensor:
+    """Returns x, [M, B, H] or [M, k * H], times factors of dropout, [M, H], if there are any."""
+    if factors is None:
+        return x
+    states = x.flatten(1).unflatten(1, (-1, factors.size(1)))
+    return (states * factors.unsqueeze(1)).view_as(x)
 
 
 class KnockoutConv(nn.Module):
@@ -402,21 +448,23 @@ class LocalReadout(nn.Module):
     of the summed node and pair features. Both start at zero.
     """
 
-    def __init__(self, hidden: int, dropout: float, num_targets: int):
+    def __init__(self, hidden: int, num_targets: int):
         super().__init__()
-        self.embed = nn.Sequential(nn.Dropout(dropout), nn.Linear(hidden, 2 * hidden))
+        self.embed = nn.Linear(hidden, 2 * hidden)
         self.pair = nn.Linear(2 * hidden, num_targets, bias=False)
         self.norm = nn.LayerNorm(4 * hidden)
-        self.head = readout_head(4 * hidden, hidden, dropout, num_targets)
+        self.head = readout_head(4 * hidden, hidden, num_targets)
         nn.init.zeros_(self.pair.weight)
 
-    def forward(self, wild_type: Tensor, batch: Data) -> Tensor:
-        """Maps wild_type [N, H] to [B, T]."""
-        state = self.embed(wild_type.index_select(0, batch.perturbed))  # [P, 2H]
+    def forward(self, wild: WildType, batch: Data) -> Tensor:
+        """Returns predictions [B, T]."""
+        states = dropped(wild.final.squeeze(1), wild.draws.of_nodes)
+        state = self.embed(states.index_select(0, batch.perturbed))  # [P, 2H]
         nodes = sum_by_sample(state, batch)
         squares = sum_by_sample(state.square(), batch)
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
-        return self.pair(pairs) + self.head(self.norm(torch.cat([nodes, pairs], dim=1)))
+        features = self.norm(torch.cat([nodes, pairs], dim=1))
+        return self.pair(pairs) + self.head(dropped(features, wild.draws.of_rows))
 
 
 def sum_by_sample(values: Tensor, batch: Data) -> Tensor:
@@ -427,24 +475,27 @@ def sum_by_sample(values: Tensor, batch: Data) -> Tensor:
 class GlobalReadout(nn.Module):
     """An MLP of the changes of the living nodes' states, summed over the nodes."""
 
-    def __init__(self, num_nodes: int, hidden: int, dropout: float, num_targets: int):
+    def __init__(self, num_nodes: int, hidden: int, num_targets: int):
         super().__init__()
         self.width = hidden
         self.scale = num_nodes**-0.5
-        self.head = readout_head(hidden, hidden, dropout, num_targets)
+        self.head = readout_head(hidden, hidden, num_targets)
 
-    def of_reached(self, change: Tensor, wild_type: Tensor, block: ReachBlock) -> Tensor:
+    def of_reached(
+        self, change: Tensor, wild_type: Tensor, block: ReachBlock, draws: Draws
+    ) -> Tensor:
         """Sums the changes of the states that change, [S, H], to [B, H]."""
         total = change.new_zeros(block.num_samples, self.width)
         return total.index_add(0, block.layers[-1].sample, change)
 
-    def of_all(self, change: Tensor, wild_type: Tensor, alive: Tensor) -> Tensor:
+    def of_all(self, change: Tensor, wild: WildType, alive: Tensor) -> Tensor:
         """Sums the changes of all states, [N, B, H], where they are `alive` [N, B], to [B, H]."""
         return (change * alive.unsqueeze(-1)).sum(0)
 
-    def forward(self, changes: Tensor, wild_type: Tensor, batch: Data) -> Tensor:
+    def forward(self, changes: Tensor, wild: WildType, batch: Data) -> Tensor:
         """Maps summed changes [B, H] to [B, T]."""
-        return self.head(torch.asinh(self.scale * changes))  # as thousands of neighbours add up
+        features = torch.asinh(self.scale * changes)  # as thousands of neighbours add up
+        return self.head(dropped(features, wild.draws.of_rows))
 
 
 class NodeReadout(nn.Module):
@@ -455,10 +506,9 @@ class NodeReadout(nn.Module):
     is measured of it is a function of its wild-type state. Both start at zero.
     """
 
-    def __init__(self, num_nodes: int, hidden: int, dropout: float, target_nodes: Tensor):
+    def __init__(self, num_nodes: int, hidden: int, target_nodes: Tensor):
         super().__init__()
         self.width = num_nodes
-        self.dropout = nn.Dropout(dropout)
         self.change = nn.Linear(hidden, 2 * hidden, bias=False)
         self.weight = nn.Linear(hidden, 2 * hidden)
         self.dead = nn.Linear(hidden, 1)
@@ -469,32 +519,37 @@ class NodeReadout(nn.Module):
 
     def effect(self, change: Tensor, wild_type: Tensor) -> Tensor:
         """Maps changes and wild-type states, [..., H], to the effects on these nodes, [...]."""
-        response = nn.functional.gelu(self.change(self.dropout(change)))
+        response = nn.functional.gelu(self.change(change))
         return (response * self.weight(wild_type)).sum(-1).to(change.dtype)
 
-    def of_reached(self, change: Tensor, wild_type: Tensor, block: ReachBlock) -> Tensor:
+    def of_reached(
+        self, change: Tensor, wild_type: Tensor, block: ReachBlock, draws: Draws
+    ) -> Tensor:
         """Returns the effects [B, N], given the changes of the states that change, [S, H]."""
         last = block.layers[-1]
+        if draws.of_nodes is not None:
+            change = change * draws.of_nodes.index_select(0, last.node)
         none = change.new_zeros(block.num_samples, self.width)
         return none.index_put((last.sample, last.node), self.effect(change, wild_type))
 
-    def of_all(self, change: Tensor, wild_type: Tensor, alive: Tensor) -> Tensor:
+    def of_all(self, change: Tensor, wild: WildType, alive: Tensor) -> Tensor:
         """Returns the effects [B, N], given all changes [N, B, H]; dead nodes have any."""
-        return self.effect(change, wild_type).T
+        return self.effect(dropped(change, wild.draws.of_nodes), wild.final).T
 
-    def forward(self, effects: Tensor, wild_type: Tensor, batch: Data) -> Tensor:
+    def forward(self, effects: Tensor, wild: WildType, batch: Data) -> Tensor:
         """Returns the effects on the targets, [B, T], of those on all nodes, [B, N]."""
-        dead = self.dead(wild_type.index_select(0, batch.perturbed)).squeeze(1).to(effects.dtype)
+        states = wild.final.squeeze(1).index_select(0, batch.perturbed)
+        dead = self.dead(states).squeeze(1).to(effects.dtype)
         effects = effects.index_put((batch.perturbed_batch, batch.perturbed), dead)
         return effects.index_select(1, self.target_nodes)
 
 
-def readout_head(inputs: int, hidden: int, dropout: float, outputs: int) -> nn.Module:
+def readout_head(inputs: int, hidden: int, outputs: int) -> nn.Module:
     """Returns an MLP from [B, inputs] to [B, outputs] whose outputs start at zero."""
     last = nn.Linear(2 * hidden, outputs)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
-    return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, 2 * hidden), nn.GELU(), last)
+    return nn.Sequential(nn.Linear(inputs, 2 * hidden), nn.GELU(), last)
 
 
 def plan_route(
