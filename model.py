@@ -55,20 +55,13 @@ class LayerStates(NamedTuple):
     p: Tensor  # what gelu is applied to, before it is added to x
 
 
-class Draws(NamedTuple):
-    """What is random in a training step; the factors of dropout are None where there is none."""
-
-    is_known: Tensor  # whether a node's identity and effect, and its slope, count, bool [2, N]
-    of_nodes: Tensor | None = None  # factors [N, H]
-    of_rows: Tensor | None = None  # factors [B, H]
-
-
 class WildType(NamedTuple):
     """The pass on the intact graph, B = 1."""
 
     layers: list[LayerStates]
     final: Tensor  # normalised states after the last layer, [N, 1, H]
-    draws: Draws  # those of both passes
+    of_nodes: Tensor  # dropout's factors of the nodes' states, [N, H], the same in both passes
+    of_rows: Tensor  # and of what the readouts know of each sample, [B, H]
 
 
 class KnockoutGNN(nn.Module):
@@ -152,19 +145,19 @@ class KnockoutGNN(nn.Module):
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
         """Returns predictions [B, T]; raises `RuntimeError` if the batch is on another device.
 
-        In training, `batch.seed`, a long on the same device, sets what is random in the step.
+        In training, all that is random follows from `batch.seed`, a long tensor, and `batch.index`.
         """
         graph.check(batch)
         messages = graph.propagate
         if self.config.message_passing in ON_COPIES:
             messages = ExpandedMessages(graph, intact_batch(graph.device))
-        draws = self.draw(graph, batch)
-        x, sent = self.embed(graph, draws)
+        known, of_nodes, of_rows = self.draw(graph, batch)
+        x, sent = self.embed(graph, known.select(0, 0), of_nodes)
         x, layers = self.encode(x.unsqueeze(1), sent.unsqueeze(1), messages)
-        wild = WildType(layers, self.norm(x), draws)
+        wild = WildType(layers, self.norm(x), of_nodes, of_rows)
         prediction = 0.0
         if self.additive is not None:
-            prediction = self.additive(draws.is_known, batch)
+            prediction = self.additive(known, batch)
         if self.local_readout is not None:
             prediction = prediction + self.local_readout(wild, batch)
         if self.change_readout is not None:
@@ -172,30 +165,36 @@ class KnockoutGNN(nn.Module):
             prediction = prediction + self.change_readout(changes, wild, batch)
         return self.y_offset + self.y_std * prediction.to(self.y_offset.dtype)
 
-    def draw(self, graph: SharedGraph, batch: Data) -> Draws:
-        """Draws all at once, by node and by row of the table, and nothing in evaluation."""
-        num_nodes = graph.num_nodes
-        rate = self.config.dropout
-        if not self.training or rate == 0:
-            return Draws(torch.ones(2, num_nodes, dtype=torch.bool, device=graph.device))
-        hidden = self.config.hidden
-        node = torch.arange(num_nodes, device=graph.device)
-        key = torch.cat([node, num_nodes + batch.index])
-        numbers = uniform(batch.seed, key, hidden + 2)
-        factors = (numbers.narrow(1, 0, hidden) >= rate) / (1 - rate)
-        # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
-        is_known = numbers.narrow(1, hidden, 2).narrow(0, 0, num_nodes).T >= self.unseen
-        return Draws(is_known, *factors.split([num_nodes, len(batch.index)]))
+    def draw(self, graph: SharedGraph, batch: Data) -> tuple[Tensor, ...]:
+        """Returns which nodes' effects and slopes are known, bool [2, N], and dropout's factors.
 
-    def embed(self, graph: SharedGraph, draws: Draws) -> tuple[Tensor, Tensor]:
+        All is drawn at once, by node and by row of the table; in evaluation, nothing is.
+        """
+        num_nodes = graph.num_nodes
+        hidden = self.config.hidden
+        rate = self.config.dropout if self.training else 0.0
+        key = torch.arange(num_nodes, device=graph.device)
+        key = torch.cat([key, num_nodes + batch.index])
+        numbers = torch.ones(len(key), hidden + 2, device=graph.device)
+        if rate > 0:
+            numbers = uniform(batch.seed, key, hidden + 2)
+        kept, shown = numbers.split([hidden, 2], dim=1)
+        # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
+        known = shown.narrow(0, 0, num_nodes).t() >= self.unseen
+        factors = (kept >= rate) / (1 - rate)
+        return known, *factors.split([num_nodes, len(batch.index)])
+
+    def embed(
+        self, graph: SharedGraph, is_known: Tensor, of_nodes: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Returns the nodes' states before the first layer and what they send in it, [N, H]."""
         x = sent = self.y_offset.new_zeros(graph.num_nodes, self.config.hidden)
         if self.project is not None:
             x, sent = self.project(graph.x).to(x.dtype).chunk(2, dim=1)
         if self.config.embedding:
-            x = x + self.identity * draws.is_known.select(0, 0).unsqueeze(1)
+            x = x + self.identity * is_known.unsqueeze(1)
             sent = sent + self.embedding
-        return x, self.layers[0].norm(dropped(sent, draws.of_nodes))
+        return x, self.layers[0].norm(sent * of_nodes)
 
     def encode(
         self, x: Tensor, sent: Tensor, messages: Messages, first: int = 0
@@ -235,7 +234,7 @@ class KnockoutGNN(nn.Module):
             if len(block.layers) == len(self.layers):
                 before = self.select(wild.final, block.layers[-1].node)
                 change = self.norm(reached) - before
-                changes.append(self.change_readout.of_reached(change, before, block, wild.draws))
+                changes.append(self.change_readout.of_reached(change, before, block, wild))
             else:
                 changes += self.read_unplanned(graph, block, reached, wild)
         return torch.cat(changes)
@@ -310,23 +309,13 @@ class KnockoutGNN(nn.Module):
 def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
     """Returns `width` numbers in [0, 1] for each key, float32 [K, width], given keys, long [K].
 
-    A number is a function of the seed, the key and its column, on any device: the upper bits of
-    SplitMix64 (Steele, Lea and Flood 2014), whose state is a multiple of their position.
+    A number is a function of the seed, the key and the column, the same on any device: their sum
+    is mixed as in SplitMix64 (Steele, Lea and Flood 2014), with its first factor each time.
     """
-    position = key.unsqueeze(1) * width + torch.arange(width, device=key.device)
-    x = (seed + position) * -0x61C8864680B583EB
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        logical = x >> shift & (1 << 64 - shift) - 1  # as >> repeats the sign
-        x = (x ^ logical) * factor
+    x = seed + key.unsqueeze(1) * width + torch.arange(width, device=key.device)
+    for _ in range(3):
+        x = (x ^ x >> 32) * -0x61C8864680B583EB
     return x.float() * 2**-64 + 0.5
-
-
-def dropped(x: Tensor, factors: Tensor | None) -> Tensor:
-    """Returns x, [M, B, H] or [M, k * H], times factors of dropout, [M, H], if there are any."""
-    if factors is None:
-        return x
-    states = x.flatten(1).unflatten(1, (-1, factors.size(1)))
-    return (states * factors.unsqueeze(1)).view_as(x)
 
 
 class KnockoutConv(nn.Module):
@@ -457,14 +446,14 @@ class LocalReadout(nn.Module):
         nn.init.zeros_(self.pair.weight)
 
     def forward(self, wild: WildType, batch: Data) -> Tensor:
-        """Returns predictions [B, T]."""
-        states = dropped(wild.final.squeeze(1), wild.draws.of_nodes)
+        """Returns what the wild-type states say, [B, T]."""
+        states = wild.final.squeeze(1) * wild.of_nodes
         state = self.embed(states.index_select(0, batch.perturbed))  # [P, 2H]
         nodes = sum_by_sample(state, batch)
         squares = sum_by_sample(state.square(), batch)
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
         features = self.norm(torch.cat([nodes, pairs], dim=1))
-        return self.pair(pairs) + self.head(dropped(features, wild.draws.of_rows))
+        return self.pair(pairs) + self.head(features * wild.of_rows.repeat(1, 4))
 
 
 def sum_by_sample(values: Tensor, batch: Data) -> Tensor:
@@ -482,7 +471,7 @@ class GlobalReadout(nn.Module):
         self.head = readout_head(hidden, hidden, num_targets)
 
     def of_reached(
-        self, change: Tensor, wild_type: Tensor, block: ReachBlock, draws: Draws
+        self, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
     ) -> Tensor:
         """Sums the changes of the states that change, [S, H], to [B, H]."""
         total = change.new_zeros(block.num_samples, self.width)
@@ -495,7 +484,7 @@ class GlobalReadout(nn.Module):
     def forward(self, changes: Tensor, wild: WildType, batch: Data) -> Tensor:
         """Maps summed changes [B, H] to [B, T]."""
         features = torch.asinh(self.scale * changes)  # as thousands of neighbours add up
-        return self.head(dropped(features, wild.draws.of_rows))
+        return self.head(features * wild.of_rows)
 
 
 class NodeReadout(nn.Module):
@@ -523,18 +512,17 @@ class NodeReadout(nn.Module):
         return (response * self.weight(wild_type)).sum(-1).to(change.dtype)
 
     def of_reached(
-        self, change: Tensor, wild_type: Tensor, block: ReachBlock, draws: Draws
+        self, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
     ) -> Tensor:
         """Returns the effects [B, N], given the changes of the states that change, [S, H]."""
         last = block.layers[-1]
-        if draws.of_nodes is not None:
-            change = change * draws.of_nodes.index_select(0, last.node)
+        change = change * wild.of_nodes.index_select(0, last.node)
         none = change.new_zeros(block.num_samples, self.width)
-        return none.index_put((last.sample, last.node), self.effect(change, wild_type))
+        return none.index_put((last.sample, last.node), self.effect(change, before))
 
     def of_all(self, change: Tensor, wild: WildType, alive: Tensor) -> Tensor:
         """Returns the effects [B, N], given all changes [N, B, H]; dead nodes have any."""
-        return self.effect(dropped(change, wild.draws.of_nodes), wild.final).T
+        return self.effect(change * wild.of_nodes.unsqueeze(1), wild.final).T
 
     def forward(self, effects: Tensor, wild: WildType, batch: Data) -> Tensor:
         """Returns the effects on the targets, [B, T], of those on all nodes, [B, N]."""
