@@ -27,6 +27,7 @@ from torch_geometric.utils import scatter
 from mask import ReachBlock, ReachPlanner, SharedGraph, spmm
 
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
+GOLDEN = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, as a signed number
 
 # Sums gate_r * h over the living edges of each relation r, for h [N, B, H] and gate [R, H].
 Messages = Callable[[Tensor, Tensor], Tensor]
@@ -175,9 +176,10 @@ class KnockoutGNN(nn.Module):
         rate = self.config.dropout if self.training else 0.0
         key = torch.arange(num_nodes, device=graph.device)
         key = torch.cat([key, num_nodes + batch.index])
-        numbers = torch.ones(len(key), hidden + 2, device=graph.device)
         if rate > 0:
             numbers = uniform(batch.seed, key, hidden + 2)
+        else:
+            numbers = torch.ones(len(key), hidden + 2, device=graph.device)
         kept, shown = numbers.split([hidden, 2], dim=1)
         # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
         known = shown.narrow(0, 0, num_nodes).t() >= self.unseen
@@ -309,13 +311,13 @@ class KnockoutGNN(nn.Module):
 def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
     """Returns `width` numbers in [0, 1] for each key, float32 [K, width], given keys, long [K].
 
-    A number is a function of the seed, the key and the column, the same on any device: their sum
-    is mixed as in SplitMix64 (Steele, Lea and Flood 2014), with its first factor each time.
+    A number is a function of the seed, the key and its column, the same on any device. They are
+    mixed in the way of SplitMix64 (Steele, Lea and Flood 2014), with its golden ratio each time.
     """
-    x = seed + key.unsqueeze(1) * width + torch.arange(width, device=key.device)
-    for _ in range(3):
-        x = (x ^ x >> 32) * -0x61C8864680B583EB
-    return x.float() * 2**-64 + 0.5
+    x = (seed + key.unsqueeze(1)) * GOLDEN + torch.arange(width, device=key.device)
+    for _ in range(2):
+        x = (x ^ x >> 32) * GOLDEN
+    return x * 2**-64 + 0.5
 
 
 class KnockoutConv(nn.Module):
