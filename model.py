@@ -27,7 +27,6 @@ from torch_geometric.utils import scatter
 from mask import ReachBlock, ReachPlanner, SharedGraph, spmm
 
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
-GOLDEN = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, as a signed number
 
 # Sums gate_r * h over the living edges of each relation r, for h [N, B, H] and gate [R, H].
 Messages = Callable[[Tensor, Tensor], Tensor]
@@ -312,11 +311,12 @@ def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
     """Returns `width` numbers in [0, 1] for each key, float32 [K, width], given keys, long [K].
 
     A number is a function of the seed, the key and its column, the same on any device. They are
-    mixed in the way of SplitMix64 (Steele, Lea and Flood 2014), with its golden ratio each time.
+    mixed in the way of SplitMix64 (Steele, Lea and Flood 2014), with its first factor each time.
     """
-    x = (seed + key.unsqueeze(1)) * GOLDEN + torch.arange(width, device=key.device)
+    golden = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
+    x = (seed + key.unsqueeze(1)) * golden + torch.arange(width, device=key.device)
     for _ in range(2):
-        x = (x ^ x >> 32) * GOLDEN
+        x = (x ^ x >> 32) * golden
     return x * 2**-64 + 0.5
 
 
