@@ -60,6 +60,8 @@ class WildType(NamedTuple):
 
     layers: list[LayerStates]
     final: Tensor  # normalised states after the last layer, [N, 1, H]
+    of_nodes: Tensor  # dropout's factors of the nodes' states, [N, H], the same in both passes
+    of_rows: Tensor  # and of what the readouts know of each sample, [B, H]
 
 
 class KnockoutGNN(nn.Module):
@@ -72,7 +74,7 @@ class KnockoutGNN(nn.Module):
         y_offset, y_std: what is predicted before any other term, and its unit, [T], saved in
             checkpoints as buffers.
         unseen: share of nodes whose own identity and effect a training step hides, so that the
-            model learns to predict nodes that no training row knocks out; 0 if dropout is.
+            model learns to predict nodes that no training row knocks out; none if dropout is 0.
         target_nodes: the node of each target, long [T], for the readout `nodes`.
     """
 
@@ -89,7 +91,7 @@ class KnockoutGNN(nn.Module):
     ):
         super().__init__()
         self.config = config
-        self.unseen = unseen if config.dropout > 0 else 0.0
+        self.unseen = unseen
         hidden = config.hidden
         if config.embedding:
             self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))  # sent in the first layer
@@ -106,12 +108,12 @@ class KnockoutGNN(nn.Module):
         if config.readout != "global":
             self.additive = AdditiveReadout(num_nodes, num_targets)
         if config.readout in ("local", "both"):
-            self.local_readout = LocalReadout(hidden, config.dropout, num_targets)
+            self.local_readout = LocalReadout(hidden, num_targets)
         if config.readout in ("global", "both"):
-            self.change_readout = GlobalReadout(num_nodes, hidden, config.dropout, num_targets)
+            self.change_readout = GlobalReadout(num_nodes, hidden, num_targets)
         if config.readout == "nodes":
             self.additive.requires_grad_(False)  # thousands of effects per node would learn noise
-            self.change_readout = NodeReadout(num_nodes, hidden, config.dropout, target_nodes)
+            self.change_readout = NodeReadout(num_nodes, hidden, target_nodes)
         self.register_buffer("y_offset", torch.as_tensor(y_offset).float())
         self.register_buffer("y_std", torch.as_tensor(y_std).float())
 
@@ -141,28 +143,51 @@ class KnockoutGNN(nn.Module):
         return model
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
-        """Returns predictions [B, T]; raises `RuntimeError` if the batch is on another device."""
+        """Returns predictions [B, T]; raises `RuntimeError` if the batch is on another device.
+
+        In training, all that is random follows from `batch.seed`, a long tensor, and `batch.index`.
+        """
         graph.check(batch)
         messages = graph.propagate
         if self.config.message_passing in ON_COPIES:
             messages = ExpandedMessages(graph, intact_batch(graph.device))
-        unseen = self.unseen if self.training else 0.0
-        # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
-        known = torch.rand(2, graph.num_nodes, device=graph.device) >= unseen
-        x, sent = self.embed(graph, known.select(0, 0))
+        known, of_nodes, of_rows = self.draw(graph, batch)
+        x, sent = self.embed(graph, known.select(0, 0), of_nodes)
         x, layers = self.encode(x.unsqueeze(1), sent.unsqueeze(1), messages)
-        wild = WildType(layers, self.norm(x))
+        wild = WildType(layers, self.norm(x), of_nodes, of_rows)
         prediction = 0.0
         if self.additive is not None:
             prediction = self.additive(known, batch)
         if self.local_readout is not None:
-            prediction = prediction + self.local_readout(wild.final.squeeze(1), batch)
+            prediction = prediction + self.local_readout(wild, batch)
         if self.change_readout is not None:
             changes = self.changes(graph, batch, wild)
-            prediction = prediction + self.change_readout(changes, wild.final.squeeze(1), batch)
+            prediction = prediction + self.change_readout(changes, wild, batch)
         return self.y_offset + self.y_std * prediction.to(self.y_offset.dtype)
 
-    def embed(self, graph: SharedGraph, is_known: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(self, graph: SharedGraph, batch: Data) -> tuple[Tensor, ...]:
+        """Returns which nodes' effects and slopes are known, bool [2, N], and dropout's factors.
+
+        All is drawn at once, by node and by row of the table; in evaluation, nothing is.
+        """
+        num_nodes = graph.num_nodes
+        hidden = self.config.hidden
+        rate = self.config.dropout if self.training else 0.0
+        key = torch.arange(num_nodes, device=graph.device)
+        key = torch.cat([key, num_nodes + batch.index])
+        if rate > 0:
+            numbers = uniform(batch.seed, key, hidden + 2)
+        else:
+            numbers = torch.ones(len(key), hidden + 2, device=graph.device)
+        kept, shown = numbers.split([hidden, 2], dim=1)
+        # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
+        known = shown.narrow(0, 0, num_nodes).t() >= self.unseen
+        factors = (kept >= rate) / (1 - rate)
+        return known, *factors.split([num_nodes, len(batch.index)])
+
+    def embed(
+        self, graph: SharedGraph, is_known: Tensor, of_nodes: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Returns the nodes' states before the first layer and what they send in it, [N, H]."""
         x = sent = self.y_offset.new_zeros(graph.num_nodes, self.config.hidden)
         if self.project is not None:
@@ -170,8 +195,7 @@ class KnockoutGNN(nn.Module):
         if self.config.embedding:
             x = x + self.identity * is_known.unsqueeze(1)
             sent = sent + self.embedding
-        sent = nn.functional.dropout(sent, self.config.dropout, self.training)
-        return x, self.layers[0].norm(sent)
+        return x, self.layers[0].norm(sent * of_nodes)
 
     def encode(
         self, x: Tensor, sent: Tensor, messages: Messages, first: int = 0
@@ -211,7 +235,7 @@ class KnockoutGNN(nn.Module):
             if len(block.layers) == len(self.layers):
                 before = self.select(wild.final, block.layers[-1].node)
                 change = self.norm(reached) - before
-                changes.append(self.change_readout.of_reached(change, before, block))
+                changes.append(self.change_readout.of_reached(change, before, block, wild))
             else:
                 changes += self.read_unplanned(graph, block, reached, wild)
         return torch.cat(changes)
@@ -221,7 +245,7 @@ class KnockoutGNN(nn.Module):
         # Or gradients of the same low-precision copy of a weight add up over all calls.
         torch.clear_autocast_cache()
         if self.config.checkpointing and self.training:
-            return checkpoint(function, *arguments, use_reentrant=False)
+            return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
         return function(*arguments)
 
     def encode_reached(self, block: ReachBlock, wild: WildType) -> Tensor:
@@ -268,7 +292,7 @@ class KnockoutGNN(nn.Module):
     ) -> Tensor:
         """Returns what the readout keeps, [B, width], given all states before a layer."""
         x, _ = self.encode(x, wild.layers[0].h, messages, depth)
-        return self.change_readout.of_all(self.norm(x) - wild.final, wild.final, alive)
+        return self.change_readout.of_all(self.norm(x) - wild.final, wild, alive)
 
     def select(self, states: Tensor, node: Tensor) -> Tensor:
         """Returns states[node], [S, H], of states [N, 1, H].
@@ -281,6 +305,19 @@ class KnockoutGNN(nn.Module):
         if self.config.readout != "global" and len(node) < len(states):
             return nn.functional.embedding(node, states.squeeze(1), sparse=True)
         return states.squeeze(1).index_select(0, node)
+
+
+def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
+    """Returns `width` numbers in [0, 1] for each key, float32 [K, width], given keys, long [K].
+
+    A number is a function of the seed, the key and its column, the same on any device. They are
+    mixed in the way of SplitMix64 (Steele, Lea and Flood 2014), with its first factor each time.
+    """
+    golden = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
+    x = (seed + key.unsqueeze(1)) * golden + torch.arange(width, device=key.device)
+    for _ in range(2):
+        x = (x ^ x >> 32) * golden
+    return x * 2**-64 + 0.5
 
 
 class KnockoutConv(nn.Module):
@@ -402,21 +439,23 @@ class LocalReadout(nn.Module):
     of the summed node and pair features. Both start at zero.
     """
 
-    def __init__(self, hidden: int, dropout: float, num_targets: int):
+    def __init__(self, hidden: int, num_targets: int):
         super().__init__()
-        self.embed = nn.Sequential(nn.Dropout(dropout), nn.Linear(hidden, 2 * hidden))
+        self.embed = nn.Linear(hidden, 2 * hidden)
         self.pair = nn.Linear(2 * hidden, num_targets, bias=False)
         self.norm = nn.LayerNorm(4 * hidden)
-        self.head = readout_head(4 * hidden, hidden, dropout, num_targets)
+        self.head = readout_head(4 * hidden, hidden, num_targets)
         nn.init.zeros_(self.pair.weight)
 
-    def forward(self, wild_type: Tensor, batch: Data) -> Tensor:
-        """Maps wild_type [N, H] to [B, T]."""
-        state = self.embed(wild_type.index_select(0, batch.perturbed))  # [P, 2H]
+    def forward(self, wild: WildType, batch: Data) -> Tensor:
+        """Returns what the wild-type states say, [B, T]."""
+        states = wild.final.squeeze(1) * wild.of_nodes
+        state = self.embed(states.index_select(0, batch.perturbed))  # [P, 2H]
         nodes = sum_by_sample(state, batch)
         squares = sum_by_sample(state.square(), batch)
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
-        return self.pair(pairs) + self.head(self.norm(torch.cat([nodes, pairs], dim=1)))
+        features = self.norm(torch.cat([nodes, pairs], dim=1))
+        return self.pair(pairs) + self.head(features * wild.of_rows.repeat(1, 4))
 
 
 def sum_by_sample(values: Tensor, batch: Data) -> Tensor:
@@ -427,22 +466,25 @@ def sum_by_sample(values: Tensor, batch: Data) -> Tensor:
 class GlobalReadout(nn.Module):
     """An MLP of the changes of the living nodes' states, summed over the nodes."""
 
-    def __init__(self, num_nodes: int, hidden: int, dropout: float, num_targets: int):
+    def __init__(self, num_nodes: int, hidden: int, num_targets: int):
         super().__init__()
         self.scale = num_nodes**-0.5
-        self.head = readout_head(hidden, hidden, dropout, num_targets)
+        self.head = readout_head(hidden, hidden, num_targets)
 
-    def of_reached(self, change: Tensor, wild_type: Tensor, block: ReachBlock) -> Tensor:
+    def of_reached(
+        self, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
+    ) -> Tensor:
         """Sums the changes of the states that change, [S, H], to [B, H]."""
         return scatter(change, block.layers[-1].sample, dim_size=block.num_samples)
 
-    def of_all(self, change: Tensor, wild_type: Tensor, alive: Tensor) -> Tensor:
+    def of_all(self, change: Tensor, wild: WildType, alive: Tensor) -> Tensor:
         """Sums the changes of all states, [N, B, H], where they are `alive` [N, B], to [B, H]."""
         return (change * alive.unsqueeze(-1)).sum(0)
 
-    def forward(self, changes: Tensor, wild_type: Tensor, batch: Data) -> Tensor:
+    def forward(self, changes: Tensor, wild: WildType, batch: Data) -> Tensor:
         """Maps summed changes [B, H] to [B, T]."""
-        return self.head(torch.asinh(self.scale * changes))  # as thousands of neighbours add up
+        features = torch.asinh(self.scale * changes)  # as thousands of neighbours add up
+        return self.head(features * wild.of_rows)
 
 
 class NodeReadout(nn.Module):
@@ -453,10 +495,9 @@ class NodeReadout(nn.Module):
     is measured of it is a function of its wild-type state. Both start at zero.
     """
 
-    def __init__(self, num_nodes: int, hidden: int, dropout: float, target_nodes: Tensor):
+    def __init__(self, num_nodes: int, hidden: int, target_nodes: Tensor):
         super().__init__()
         self.width = num_nodes
-        self.dropout = nn.Dropout(dropout)
         self.change = nn.Linear(hidden, 2 * hidden, bias=False)
         self.weight = nn.Linear(hidden, 2 * hidden)
         self.dead = nn.Linear(hidden, 1)
@@ -467,32 +508,36 @@ class NodeReadout(nn.Module):
 
     def effect(self, change: Tensor, wild_type: Tensor) -> Tensor:
         """Maps changes and wild-type states, [..., H], to the effects on these nodes, [...]."""
-        response = nn.functional.gelu(self.change(self.dropout(change)))
+        response = nn.functional.gelu(self.change(change))
         return (response * self.weight(wild_type)).sum(-1).to(change.dtype)
 
-    def of_reached(self, change: Tensor, wild_type: Tensor, block: ReachBlock) -> Tensor:
+    def of_reached(
+        self, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
+    ) -> Tensor:
         """Returns the effects [B, N], given the changes of the states that change, [S, H]."""
         last = block.layers[-1]
+        change = change * wild.of_nodes.index_select(0, last.node)
         none = change.new_zeros(block.num_samples, self.width)
-        return none.index_put((last.sample, last.node), self.effect(change, wild_type))
+        return none.index_put((last.sample, last.node), self.effect(change, before))
 
-    def of_all(self, change: Tensor, wild_type: Tensor, alive: Tensor) -> Tensor:
+    def of_all(self, change: Tensor, wild: WildType, alive: Tensor) -> Tensor:
         """Returns the effects [B, N], given all changes [N, B, H]; dead nodes have any."""
-        return self.effect(change, wild_type).T
+        return self.effect(change * wild.of_nodes.unsqueeze(1), wild.final).T
 
-    def forward(self, effects: Tensor, wild_type: Tensor, batch: Data) -> Tensor:
+    def forward(self, effects: Tensor, wild: WildType, batch: Data) -> Tensor:
         """Returns the effects on the targets, [B, T], of those on all nodes, [B, N]."""
-        dead = self.dead(wild_type.index_select(0, batch.perturbed)).squeeze(1).to(effects.dtype)
+        states = wild.final.squeeze(1).index_select(0, batch.perturbed)
+        dead = self.dead(states).squeeze(1).to(effects.dtype)
         effects = effects.index_put((batch.perturbed_batch, batch.perturbed), dead)
         return effects.index_select(1, self.target_nodes)
 
 
-def readout_head(inputs: int, hidden: int, dropout: float, outputs: int) -> nn.Module:
+def readout_head(inputs: int, hidden: int, outputs: int) -> nn.Module:
     """Returns an MLP from [B, inputs] to [B, outputs] whose outputs start at zero."""
     last = nn.Linear(2 * hidden, outputs)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
-    return nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, 2 * hidden), nn.GELU(), last)
+    return nn.Sequential(nn.Linear(inputs, 2 * hidden), nn.GELU(), last)
 
 
 def plan_route(

@@ -227,7 +227,7 @@ def train(config: Config, env: Distributed) -> None:
         title = f"epoch {epoch + 1}/{optim.epochs}"
         bar = tqdm(steps, title, leave=False, disable=env.rank != 0, **TQDM_OPTIONS)
         for step_in_epoch in bar:
-            seed_step(seed, state.step, env.rank)
+            step_seed = seed_step(seed, state.step, env)
             share_of_lr = schedule(state.step, total_steps, optim)
             set_learning_rates(state.optimizer, share_of_lr)
             rows = sampler.rows_in_step(step_in_epoch)
@@ -235,6 +235,7 @@ def train(config: Config, env: Distributed) -> None:
             for micro in range(optim.accumulate):
                 with env.phase("data"):
                     batch = next(batches).to(env.device, non_blocking=True)
+                    batch.seed = step_seed
                 with env.accumulating(ddp_model, last=micro == optim.accumulate - 1):
                     with env.phase("forward"), autocast:
                         prediction = ddp_model(graph, batch)
@@ -459,10 +460,15 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, share: float) -> None:
         group["lr"] = share * group.setdefault("initial_lr", group["lr"])
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seeds torch from (seed, step, rank), so that checkpoints need no generator state."""
-    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest()
-    torch.manual_seed(int.from_bytes(digest, "big"))
+def seed_step(seed: int, step: int, env: Distributed) -> Tensor:
+    """Returns the seed of all that the model draws in a step, long [], equal on all ranks.
+
+    It also seeds torch, for layers that draw by rank, so that checkpoints need no generator state.
+    """
+    digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=7).digest()
+    step_seed = int.from_bytes(digest, "big")
+    torch.manual_seed(step_seed + env.rank)
+    return torch.full((), step_seed, device=env.device)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Checks to run on an adapted template: python -m tests.check NAME [--config FILE] [section.key=value ...]
 
 parity    trains a few steps of your configuration and model on 1, 2 and 4 processes, with and without gradient
-          accumulation, on the CPU in double precision without dropout: parameters and metrics must agree
+          accumulation, on the CPU in double precision: parameters and metrics must agree
 faults    kills, stops, hangs and corrupts runs of your configuration and model on 2 CPU processes, then restarts them:
           each must end bitwise equal to an undisturbed run (--only TEXT: faults whose name contains TEXT)
 soak      does so at random, again and again on the same runs until they are finished, on changing numbers of processes,

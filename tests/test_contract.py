@@ -72,7 +72,9 @@ def batch_of(graph, tables, sets):
 
     def build(some_sets, transform=None):
         dataset = KnockoutDataset(samples, graph.degree, transform)
-        return dataset.__getitems__([sets.index(nodes) for nodes in some_sets])
+        batch = dataset.__getitems__([sets.index(nodes) for nodes in some_sets])
+        batch.seed = torch.tensor(0)
+        return batch
 
     return build
 

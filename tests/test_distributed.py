@@ -54,7 +54,7 @@ def test_zero_shards_the_optimiser_state(workers):
 
 
 def test_zero_gives_the_same_result_and_interchangeable_checkpoints(train, tmp_path):
-    settings = ["optim.precision=fp64", "model.dropout=0", "optim.epochs=2", "checkpoint.every_steps=3"]
+    settings = ["optim.precision=fp64", "optim.epochs=2", "checkpoint.every_steps=3"]
     train(0, *settings, "run.name=plain", "checkpoint.keep_last=9").check()
     train(2, *settings, "run.name=zero", "checkpoint.keep_last=9", "optim.zero=true").check()
     middle = "run.resume=runs/{}/checkpoints/step_00000006.pt"
@@ -94,8 +94,8 @@ def test_an_option_that_differs_between_ranks_is_named(train, tmp_path):
 
 
 def test_a_run_gives_the_same_model_and_metrics_on_1_2_and_4_ranks(train, tmp_path):
-    settings = ["optim.precision=fp64", "model.dropout=0", "optim.epochs=2"]
-    runs = {"one": (0, []), "two": (2, ["optim.accumulate=2"]), "four": (4, [])}
+    settings = ["optim.precision=fp64", "model.dropout=0.3", "optim.epochs=2"]
+    runs = {"one": (0, ["optim.accumulate=4"]), "two": (2, ["optim.accumulate=2"]), "four": (4, [])}
     for name, (nproc, arguments) in runs.items():
         train(nproc, *settings, *arguments, f"run.name={name}").check()
     for name in ("two", "four"):

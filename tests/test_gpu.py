@@ -7,6 +7,7 @@ import torch
 
 from ddp_setup import DDPConfig, Distributed
 from tests.test_model import SETS, make_batch, make_model, outputs_and_gradients, shared  # noqa: F401
+from tests.tools.gpu import same_draws
 from train import Meter, OptimConfig, build_optimizer, criterion, optimizer_step
 
 pytestmark = [
@@ -23,6 +24,10 @@ def test_the_gpu_agrees_with_the_cpu(shared, readout):  # noqa: F811
         results.append(outputs_and_gradients(make_model(torch.float64, readout=readout).to(device), graph, batch))
     for ours, reference in zip(results[1], results[0], strict=True):
         assert (ours.cpu() - reference).norm() <= 1e-10 * reference.norm()
+
+
+def test_random_numbers_have_the_bits_of_the_cpus():
+    assert same_draws(torch.device("cuda"))[0]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

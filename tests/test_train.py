@@ -228,7 +228,8 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(t
         assert text.count("init      from runs/first/checkpoints/best.pt: embedding of 20 of 30 nodes, ") == 1
     assert "layers.1.gate of 1 of 2 relations" in result.stdout and "not from it: additive.slope, " in result.stdout
     train(nproc, *options, "run.name=anew").check()
-    files = [newest_checkpoint(tmp_path / "runs" / name) for name in ("first", "tuned", "anew")]
+    newest = [newest_checkpoint(tmp_path / "runs" / name) for name in ("tuned", "anew")]
+    files = [tmp_path / "runs/first/checkpoints/best.pt", *newest]
     first, tuned, anew = (torch.load(file, weights_only=True) for file in files)
     assert first["relations"] == ["regulatory", "physical"] and tuned["relations"] == ["a", "regulatory"]
     for name, value in tuned["model"].items():

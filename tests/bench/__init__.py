@@ -140,4 +140,6 @@ def build_batch(
     dataset = KnockoutDataset(tables_of(sets, scores), shared.degree)
     if model:
         dataset.transform, _ = plan_route(model, shared, dataset)
-    return dataset.__getitems__(range(num_samples)).to(shared.device)
+    batch = dataset.__getitems__(range(num_samples))
+    batch.seed = torch.tensor(0)
+    return batch.to(shared.device)

@@ -58,6 +58,7 @@ def bare_loop(config: train.Config, device: torch.device) -> float:
         sampler.set_epoch(epoch)
         for rows in sampler:
             batch = dataset.__getitems__(rows).to(device)
+            batch.seed = torch.full((), samples, device=device)
             loss = train.criterion(model(graph, batch), batch, model) / len(rows)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
@@ -82,6 +83,7 @@ def loading(config: train.Config, device: torch.device) -> list[dict]:
     graph = graph.to(device)
     start = time.perf_counter()
     batch = dataset.__getitems__(batches[0]).to(device)
+    batch.seed = torch.full((), 0, device=device)
     built = time.perf_counter()
     train.criterion(model(graph, batch), batch, model).backward()
     synchronize(device)

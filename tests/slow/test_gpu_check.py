@@ -38,9 +38,9 @@ def test_without_a_gpu_it_says_so(run):
 
 def test_values_and_steps_pass_on_the_cpu(capsys):
     report = gpu.Report()
-    gpu.products(report, CPU, "small"), gpu.models(report, CPU), gpu.steps(report, CPU)
+    gpu.products(report, CPU, "small"), gpu.models(report, CPU), gpu.draws(report, CPU), gpu.steps(report, CPU)
     output = capsys.readouterr().out
-    assert (report.right, report.wrong) == (5 + 6 * 4 + 12, 0)
+    assert (report.right, report.wrong) == (5 + 6 * 4 + 1 + 12, 0)
     assert "WRONG" not in output and len(output.splitlines()) == report.right
     assert "bf16" in output and "dense: " not in output
 
@@ -52,9 +52,10 @@ def test_what_is_wrong_or_raises_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(RelationStack, "forward", lambda stack, x, gate: wrong_in_fp32[x.dtype] * sums(stack, x, gate))
     monkeypatch.setattr(gpu.train, "criterion", lambda *_: 1 / 0)
     report = gpu.Report()
-    gpu.products(report, CPU, "small"), gpu.steps(report, CPU)
+    monkeypatch.setattr(gpu, "uniform", lambda seed, key, width: torch.rand(len(key), width))
+    gpu.products(report, CPU, "small"), gpu.draws(report, CPU), gpu.steps(report, CPU)
     wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG")]
-    assert len(wrong) == report.wrong == 3 + 1 + 12
+    assert len(wrong) == report.wrong == 3 + 1 + 1 + 12
     assert "ZeroDivisionError" in wrong[-1]
 
 
@@ -81,7 +82,7 @@ def test_programs_that_raise_are_reported_and_get_the_users_options_first(two_gp
         commands.append(arguments)
         raise OSError("no more processes")
 
-    for name in ("products", "models", "steps"):
+    for name in ("products", "models", "draws", "steps"):
         monkeypatch.setattr(gpu, name, lambda *_: None)
     monkeypatch.setattr(gpu, "torchrun", torchrun)
     for module in (parity, faults):

@@ -31,7 +31,7 @@ import train
 from data import DataConfig
 from ddp_setup import DDPConfig, Distributed, UserError
 from mask import SharedGraph, _segment_product
-from model import KnockoutGNN, ModelConfig
+from model import KnockoutGNN, ModelConfig, uniform
 from tests.bench import build_batch
 from tests.bench.synthetic import PRESETS, build_graph, synthetic_tables, write
 from tests.tools.faults import faults
@@ -66,6 +66,7 @@ def gpu(options: argparse.Namespace) -> bool:
     device = torch.device("cuda", 0)
     products(report, device, "yeast")
     models(report, device)
+    draws(report, device)
     steps(report, device)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         runs = Runs(report, Path(folder), options.arguments)
@@ -254,6 +255,17 @@ def models(report: Report, device: torch.device) -> None:
         for precision, tolerance in tolerances.items():
             name = f"model, {route}, readout={readout}, {precision}"
             report.check(name, model.agrees, device, precision, tolerance)
+
+
+def draws(report: Report, device: torch.device) -> None:
+    """The random numbers of a step, which must have the same bits on any device."""
+    report.check("random numbers, the same bits as the CPU's", same_draws, device)
+
+
+def same_draws(device: torch.device) -> tuple[bool, str]:
+    seed, key = torch.tensor(2**55 + 12345), torch.arange(-1, 2**17)
+    numbers = [uniform(seed.to(where), key.to(where), 66).cpu() for where in (torch.device("cpu"), device)]
+    return torch.equal(*numbers), f"mean of {numbers[1].numel():,}: {numbers[1].mean():.4f}"
 
 
 def steps(report: Report, device: torch.device) -> None:

@@ -62,7 +62,6 @@ def parity_worker(folder: str, arguments: list[str]) -> None:
                     config,
                     run=train.RunConfig(name=f"{env.world_size}-{accumulate}", dir=folder),
                     data=dataclasses.replace(config.data, batch_size=BATCH_SIZE),
-                    model=dataclasses.replace(config.model, dropout=0.0),
                     optim=dataclasses.replace(config.optim, epochs=NUM_EPOCHS, accumulate=accumulate, precision="fp64"),
                     log=train.LogConfig(every_steps=1),
                 ),
