@@ -316,7 +316,8 @@ def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
     golden = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
     x = (seed + key.unsqueeze(1)) * golden + torch.arange(width, device=key.device)
     for _ in range(2):
-        x = (x ^ x >> 32) * golden
+        x ^= x >> 32
+        x *= golden
     return x * 2**-64 + 0.5
 
 
@@ -449,8 +450,9 @@ class LocalReadout(nn.Module):
 
     def forward(self, wild: WildType, batch: Data) -> Tensor:
         """Returns what the wild-type states say, [B, T]."""
-        states = wild.final.squeeze(1) * wild.of_nodes
-        state = self.embed(states.index_select(0, batch.perturbed))  # [P, 2H]
+        states = wild.final.squeeze(1).index_select(0, batch.perturbed)
+        factors = wild.of_nodes.index_select(0, batch.perturbed)
+        state = self.embed(states * factors)  # [P, 2H]
         nodes = sum_by_sample(state, batch)
         squares = sum_by_sample(state.square(), batch)
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
