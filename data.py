@@ -160,7 +160,7 @@ class Tables:
         """Returns a hash of all fields, added ones too, but what is left out of the table."""
 
         def encode(tensor: Tensor) -> list:
-            content = torch.as_tensor(tensor).contiguous().flatten().view(torch.uint8).numpy()
+            content = torch.as_tensor(tensor).ravel().view(torch.uint8).numpy()
             return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(content).hexdigest()]
 
         digest = hashlib.sha256()
@@ -516,7 +516,7 @@ def read_features(path: str, genes: list[str]) -> Tensor:
 
     Raises `DataError`.
     """
-    row_of: dict[str, int] = {}
+    row_of = {}  # by name
     parts = []
     for rows in read_rows(path, "gene"):
         _, *features = rows.cells
@@ -765,19 +765,17 @@ def load_baseline(tables: Tables, fingerprint: str, config: DataConfig, loss: st
     return Baseline(*fields)
 
 
-def additive_baseline(
-    tables: Tables, loss: str = "squared", penalties: Sequence[float] = PENALTIES
-) -> Baseline:
+def additive_baseline(tables: Tables, loss: str = "squared") -> Baseline:
     """Returns the ridge regression on the training rows that suits the validation rows best.
 
     For the loss `binary`, it is a logistic one. The penalty is chosen for each target.
     """
     some_targets = tables.y.split(TARGETS_AT_ONCE, dim=1)
-    baselines = [fit_baseline(replace(tables, y=y), loss, penalties) for y in some_targets]
+    baselines = [fit_baseline(replace(tables, y=y), loss) for y in some_targets]
     return Baseline(*(torch.cat(fields, dim=-1) for fields in zip(*baselines, strict=True)))
 
 
-def fit_baseline(tables: Tables, loss: str, penalties: Sequence[float]) -> Baseline:
+def fit_baseline(tables: Tables, loss: str) -> Baseline:
     """Returns the `additive_baseline` of a few targets."""
     present = ~tables.y.isnan()
     weight = (present & tables.is_in("train").unsqueeze(1)).double()
@@ -794,7 +792,7 @@ def fit_baseline(tables: Tables, loss: str, penalties: Sequence[float]) -> Basel
     fit[0] = mean
     best = fit
     least = torch.full_like(mean, math.inf)
-    for penalty in sorted(penalties, reverse=True):  # each starts from the one before
+    for penalty in reversed(PENALTIES):  # each starts from the one before
         if loss == "binary":
             fit = logistic_ridge(design, y, weight, penalty, fit)
             logit = design.predict(fit)
@@ -814,8 +812,7 @@ def fit_baseline(tables: Tables, loss: str, penalties: Sequence[float]) -> Basel
     if loss == "binary":
         prediction = prediction.sigmoid()
     intercept = level - slope * design.mean_count
-    effects = (effect.float(), imputed.float())
-    return Baseline(intercept, slope, *effects, mean, std, prediction)
+    return Baseline(intercept, slope, effect.float(), imputed.float(), mean, std, prediction)
 
 
 def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:

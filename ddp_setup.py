@@ -101,7 +101,7 @@ class Distributed:
         self.steps_since = 0
         self.steps_between = 1  # that and the next time, as they agreed
         self.limit_s = config.startup_timeout_s  # without progress: the watchdog ends the job
-        self.seconds: dict[str, float] = defaultdict(float)  # time spent in each phase
+        self.seconds = defaultdict(float)  # time spent in each phase
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -337,7 +337,7 @@ class Watchdog(threading.Thread):
         distance = max(1, env.world_size // OBSERVERS)
         self.is_observer = env.rank % distance == 0
         self.observed = range(0, env.world_size, 1 if self.is_observer else distance)
-        self.seen: dict[int, Observed] = {}  # by rank
+        self.seen = {}  # an `Observed` of each rank
 
     def run(self) -> None:
         threading.Thread(target=self.watch_store, name="watchdog of the store", daemon=True).start()

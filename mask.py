@@ -307,7 +307,7 @@ class ReachPlanner:
     def _plan_layers(self, block: ReachBlock) -> list[ReachedStates]:
         dead = (block.perturbed_batch * self.num_nodes + block.perturbed).numpy()
         self.is_dead[dead] = True
-        layers: list[ReachedStates] = []
+        layers = []
         reached = dead[:0]
         for _ in range(self.num_layers):
             senders = np.concatenate([dead, reached])

@@ -429,14 +429,12 @@ class GlobalReadout(nn.Module):
 
     def __init__(self, num_nodes: int, hidden: int, dropout: float, num_targets: int):
         super().__init__()
-        self.width = hidden
         self.scale = num_nodes**-0.5
         self.head = readout_head(hidden, hidden, dropout, num_targets)
 
     def of_reached(self, change: Tensor, wild_type: Tensor, block: ReachBlock) -> Tensor:
         """Sums the changes of the states that change, [S, H], to [B, H]."""
-        total = change.new_zeros(block.num_samples, self.width)
-        return total.index_add(0, block.layers[-1].sample, change)
+        return scatter(change, block.layers[-1].sample, dim_size=block.num_samples)
 
     def of_all(self, change: Tensor, wild_type: Tensor, alive: Tensor) -> Tensor:
         """Sums the changes of all states, [N, B, H], where they are `alive` [N, B], to [B, H]."""
@@ -514,7 +512,7 @@ def plan_route(
     planner = ReachPlanner(graph, 1 if route == "shared" else config.layers)
     some_rows = range(0, len(dataset), len(dataset) // 128 + 1)  # evenly spaced
     blocks = planner.plan(dataset.__getitems__(some_rows))
-    planned = min((len(block.layers) for block in blocks), default=0)
+    planned = min(len(block.layers) for block in blocks)
     if route != "reach":
         planner.num_layers = planned
     if route == "auto":
@@ -522,7 +520,7 @@ def plan_route(
     shares = []
     for depth in range(planned):
         reached = sum(len(block.layers[depth].node) for block in blocks)
-        num_states = max(1, len(some_rows)) * graph.num_nodes
+        num_states = len(some_rows) * graph.num_nodes
         shares.append(f"{100 * reached / num_states:.2g}")
     covered = f"{planned} of {config.layers} layers"
     return planner, f"a knock-out reaches {', '.join(shares)} % of the nodes in {covered}: {route}"

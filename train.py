@@ -189,11 +189,15 @@ def train(config: Config, env: Distributed) -> None:
     loader = data.make_loader(dataset, sampler, config.data.workers, env.device)
     ddp_model = env.wrap(model)
     autocast = torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None)
-    with autocast:
-        order_buckets(ddp_model, model, graph, dataset)
+    if env.launched:
+        with autocast:
+            order_buckets(ddp_model, graph, dataset)
     total_steps = sampler.steps_per_epoch * optim.epochs
     log.info(f"model     {sum(p.numel() for p in model.parameters()):,} parameters; {route}")
-    log_batch(config, env, sampler)
+    log.info(
+        f"batch     {config.data.batch_size} samples over {env.world_size} ranks "
+        f"and {optim.accumulate} micro-batches, {sampler.steps_per_epoch} steps per epoch"
+    )
 
     meter, progress = Meter(env, optim), ""
     profile = profiler(config, env, folder.path)
@@ -268,9 +272,8 @@ def train(config: Config, env: Distributed) -> None:
     prediction = predict_rows(model, graph, dataset, tables.rows("test"), config, env)
     if reason := env.stop_reason():
         return folder.stop(state, reason)
-    folder.save_test(tables, prediction, baseline.prediction)
     test = metrics(tables.rows("test"), prediction, tables, baseline, config)
-    folder.finish(state, test)
+    folder.finish(state, test, tables, prediction, baseline.prediction)
 
 
 def prepare_run(
@@ -343,13 +346,6 @@ def check_scores(tables: Tables, config: Config) -> None:
         log.warning("note      all scores are named after nodes: model.readout=nodes suits them")
 
 
-def log_batch(config: Config, env: Distributed, sampler: StepSampler) -> None:
-    log.info(
-        f"batch     {config.data.batch_size} samples over {env.world_size} ranks "
-        f"and {config.optim.accumulate} micro-batches, {sampler.steps_per_epoch} steps per epoch"
-    )
-
-
 def make_dataset(config: Config, tables: Tables, graph: SharedGraph) -> tuple[KnockoutDataset, str]:
     """Returns the dataset of any tables on the graph, and how the model passes messages, a text."""
     dataset = KnockoutDataset(tables, graph.degree)
@@ -383,9 +379,9 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     name contains; one of 0 freezes it. Raises `UserError` for a key that no name contains, or if
     nothing is left to train.
     """
-    keys = sorted(optim.lr_mult, key=lambda key: (len(key), key))
+    keys = sorted(optim.lr_mult, key=len)
     unused = set(keys)
-    groups: dict[tuple, dict] = {}
+    groups = {}  # by multiplier and whether they are matrices
     for name, parameter in model.named_parameters():
         fitting = [key for key in keys if key in name]
         unused -= set(fitting)
@@ -403,21 +399,17 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     return list(groups.values())
 
 
-def order_buckets(
-    ddp_model: nn.Module, model: nn.Module, graph: SharedGraph, dataset: KnockoutDataset
-) -> None:
+def order_buckets(ddp_model: nn.Module, graph: SharedGraph, dataset: KnockoutDataset) -> None:
     """Makes DDP order its buckets now, by a backward pass that changes nothing.
 
     DDP does so after the first backward pass of a process, and the order in which the numbers of
     three or more ranks are added depends on their places in a bucket: otherwise, the first step of
     a resumed run would differ from the same step of an undisturbed run.
     """
-    if ddp_model is model:
-        return
     padding = dataset.__getitems__([-1, -1]).to(graph.device)
-    model.eval()  # or the padding would count in BatchNorm's statistics
-    criterion(ddp_model(graph, padding), padding, model).backward()
-    model.zero_grad(set_to_none=True)
+    ddp_model.eval()  # or the padding would count in BatchNorm's statistics
+    ddp_model(graph, padding).sum().backward()
+    ddp_model.zero_grad(set_to_none=True)
 
 
 def criterion(prediction: Tensor, batch: Data, model: nn.Module, loss: str = "squared") -> Tensor:
@@ -495,7 +487,7 @@ class TrainState:
         return state
 
     def load_state_dict(self, state: dict[str, Any], optim: OptimConfig) -> None:
-        self.model.load_state_dict(state["model"])
+        load_model(self.model, state)
         groups = self.optimizer.param_groups
         try:
             self.optimizer.load_state_dict(state["optimizer"])
@@ -732,36 +724,34 @@ def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> 
         for checkpoint in arguments.checkpoint:
             member = load_member(checkpoint, arguments, config, tables, fingerprint, graph)
             members.append(member)
-    number = data.Numbers(zip(tables.genes, range(graph.num_nodes), strict=True))
+    number = data.Numbers()
+    number.of(tables.genes)
     output = Path(f"{Path(table).name.removesuffix('.gz').removesuffix('.tsv')}.predictions.tsv")
     temporary = Path(f"{output}.{uuid.uuid4().hex}.tmp")
 
-    def write(lines: Iterable[str], is_last: bool = False) -> None:
-        advice = "change the working folder"
-        with env.sync_errors(), explain_write_errors(output, UserError, advice):
-            if env.rank == 0:
-                with temporary.open("a") as file:
-                    file.writelines(lines)
-                if is_last:
-                    os.replace(temporary, output)
-
+    columns = prediction_columns(tables.targets, len(members))
+    lines = ["\t".join(["genes", *columns]) + "\n"]
+    parts = data.read_sets(table, number, tables)
     num_rows = num_predicted = 0
+    advice = "change the working folder"
     try:
-        columns = prediction_columns(tables.targets, len(members))
-        write(["\t".join(["genes", *columns]) + "\n"])
-        parts = data.read_sets(table, number, tables)
         while True:
             with env.sync_errors(DataError):
+                if env.rank == 0:
+                    explained = explain_write_errors(output, UserError, advice)
+                    with explained, temporary.open("a") as file:
+                        file.writelines(lines)
                 part = next(parts, None)
             if part is None:
                 break
             genes, is_known, samples = part
             cells = tables.y.new_full((len(genes), len(columns)), math.nan)
             cells[is_known] = predict_samples(members, graph, samples, env)
-            write(table_lines(iter(genes), cells))
+            lines = table_lines(iter(genes), cells)
             num_rows += len(genes)
             num_predicted += len(samples.y)
-        write([], is_last=True)
+        if env.rank == 0:
+            os.replace(temporary, output)
     finally:
         temporary.unlink(missing_ok=True)
     if unknown := list(number)[graph.num_nodes :]:
@@ -842,7 +832,7 @@ class RunFolder:
         }
         self.path = Path(config.run.dir, config.run.name)
         self.checkpoints = self.path / "checkpoints"
-        self.rows: list[dict] = []  # of metrics.jsonl
+        self.rows = []  # of metrics.jsonl
 
     def open(self, model: nn.Module) -> dict | None:
         """On rank 0, locks the folder and returns the checkpoint to resume from, if any.
@@ -877,7 +867,6 @@ class RunFolder:
                     f"{file} was trained with {key}={saved}, not {options[key]}: "
                     f"set it so, or, {advice}"
                 )
-        load_model(model, checkpoint)
         return checkpoint
 
     def _acquire_lock(self) -> bool:
@@ -908,7 +897,7 @@ class RunFolder:
             (self.path / "test.tsv").unlink(missing_ok=True)  # of an earlier end
             self._open_metrics(state)
         resumed = state.step or state.best
-        self.event("resumed" if resumed else "started", state, world_size=self.env.world_size)
+        self.event("resumed" if resumed else "started", state)
         self.env.on_failure = lambda reason: self.event("failed", state, reason)
         log.info(ranks)
         start = f"resumed at step {state.step}" if resumed else "from the start"
@@ -928,13 +917,6 @@ class RunFolder:
                     self.rows.append(row)
         write_atomically(path, (json.dumps(row) + "\n" for row in self.rows))
         self.metrics = path.open("a")
-
-    def save_test(self, tables: Tables, prediction: Tensor, baseline: Tensor) -> None:
-        """A collective: writes test.tsv, see `result_lines`; raises `RunError` on every rank."""
-        path = self.path / "test.tsv"
-        with self.env.sync_errors(phase="save"), explain_write_errors(path):
-            if self.env.rank == 0:
-                write_atomically(path, result_lines(tables, prediction, baseline))
 
     def write(self, kind: str, state: TrainState, **values: Any) -> None:
         """Appends a row to metrics.jsonl, with null for non-finite numbers.
@@ -989,7 +971,7 @@ class RunFolder:
                 for other in saved[self.config.checkpoint.keep_last :]:
                     other.unlink()
 
-    def event(self, event: str, state: TrainState, reason: str = "", **values: Any) -> None:
+    def event(self, event: str, state: TrainState, reason: str = "") -> None:
         """Records started, resumed, stopped, failed or finished in status.json and the metrics."""
         if self.env.rank != 0:
             return
@@ -997,10 +979,31 @@ class RunFolder:
         row = {"state": status, "step": state.step, "epoch": state.epoch, "reason": reason}
         with explain_write_errors(self.path / "status.json"):
             write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
-        self.write("event", state, event=event, reason=reason, time=time.time(), **values)
+        self.write(
+            "event",
+            state,
+            event=event,
+            reason=reason,
+            time=time.time(),
+            world_size=self.env.world_size,
+        )
 
-    def finish(self, state: TrainState, test: dict[str, Any]) -> None:
-        """Records the end of the run and the metrics of its test rows."""
+    def finish(
+        self,
+        state: TrainState,
+        test: dict[str, Any],
+        tables: Tables,
+        prediction: Tensor,
+        baseline: Tensor,
+    ) -> None:
+        """A collective: writes test.tsv, see `result_lines`, and records the end of the run.
+
+        Raises `RunError` on every rank.
+        """
+        path = self.path / "test.tsv"
+        with self.env.sync_errors(phase="save"), explain_write_errors(path):
+            if self.env.rank == 0:
+                write_atomically(path, result_lines(tables, prediction, baseline))
         self.write("test", state, **test, best_step=state.best["step"])
         self.event("finished", state)
         log.info(f"run       {self.path}, model of step {state.best['step']}")
@@ -1010,9 +1013,8 @@ class RunFolder:
 
     def stop(self, state: TrainState, reason: str) -> None:
         """Records that the run stopped on request, and removes the file STOP."""
-        if self.env.local_rank == 0:  # on every machine: the disk need not be shared
-            with contextlib.suppress(OSError):
-                (self.path / "STOP").unlink()
+        # Every rank, as the disk need not be shared; another one may have been faster.
+        (self.path / "STOP").unlink(missing_ok=True)
         self.event("stopped", state, reason)
         log.info(f"stopped   at step {state.step} ({reason}): the same command resumes the run")
 
@@ -1085,8 +1087,6 @@ def read_checkpoint(path: str | Path) -> dict:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         return {**state, **{name: state[name] for name in names}, "file": str(path)}
-    except FileNotFoundError:
-        raise UserError(f"the checkpoint {path} does not exist") from None
     except Exception as error:  # a damaged file fails in many ways
         raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
 
@@ -1201,23 +1201,21 @@ def panel_svg(curves: Sequence[tuple], rows: list[dict]) -> list[str]:
     span = (max(values) - low) or 1.0
     last = max([1, *(row.get("step", 0) for row in rows)])
 
-    def x(step: float) -> str:
-        return f"{WIDTH * step / last:.1f}"
-
-    def y(value: float) -> str:
-        return f"{HEIGHT * (1 - (value - low) / span):.1f}"
-
     svg = []
     for share in (0, 0.25, 0.5, 0.75, 1):
-        value, step = low + share * span, share * last
+        x = WIDTH * share
+        y = HEIGHT * (1 - share)
         svg += [
-            f'<path d="M0 {y(value)}h{WIDTH}" stroke="{GREY}" stroke-opacity=".3"/>',
-            f'<text x="-8" y="{y(value)}" dy="4" text-anchor="end">{value:.3g}</text>',
-            f'<text x="{x(step)}" y="258" text-anchor="middle">{step:,.0f}</text>',
+            f'<path d="M0 {y}h{WIDTH}" stroke="{GREY}" stroke-opacity=".3"/>',
+            f'<text x="-8" y="{y}" dy="4" text-anchor="end">{low + share * span:.3g}</text>',
+            f'<text x="{x}" y="258" text-anchor="middle">{share * last:,.0f}</text>',
         ]
     for left, curve, pairs in zip((0, 120), curves, points, strict=True):
         _, _, label, colour = curve
-        line = " ".join(f"{x(step)},{y(value)}" for step, value in pairs)
+        line = ""
+        for step, value in pairs:
+            y = HEIGHT * (1 - (value - low) / span)
+            line += f"{WIDTH * step / last:.1f},{y:.1f} "
         svg += [
             f'<text x="{left}" y="-24" fill="{colour}">{label}</text>',
             f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>',
@@ -1263,26 +1261,26 @@ def load_config(arguments: argparse.Namespace) -> Config:
 
     Raises `UserError` for a wrong file or option.
     """
-    options = {
-        f"{section.name}.{option.name}": option
-        for section in fields(Config)
-        for option in fields(section.type)
-    }
-    sections: dict[str, dict] = {section.name: {} for section in fields(Config)}
-    for key, value in given_options(arguments, options).items():
-        if key not in options:
-            nearest = difflib.get_close_matches(key, options, n=1, cutoff=0)[0]
+    defaults = by_key(asdict(Config()))
+    options = {**defaults, **given_options(arguments, defaults)}
+    for key in options:
+        if key not in defaults:
+            nearest = difflib.get_close_matches(key, defaults, n=1, cutoff=0)[0]
             raise UserError(f"unknown option {key}: did you mean {nearest}?")
-        section, name = key.split(".")
-        sections[section][name] = convert(key, value, options[key])
+    sections = {}
     try:
-        parts = {section.name: section.type(**sections[section.name]) for section in fields(Config)}
-        return Config(**parts)
+        for section in fields(Config):
+            values = {}
+            for option in fields(section.type):
+                key = f"{section.name}.{option.name}"
+                values[option.name] = convert(key, options[key], option)
+            sections[section.name] = section.type(**values)
+        return Config(**sections)
     except ValueError as error:
         raise UserError(str(error)) from None
 
 
-def given_options(arguments: argparse.Namespace, options: dict[str, Field]) -> dict[str, Any]:
+def given_options(arguments: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
     """Returns {section.key: value} of the file and the command line; raises `UserError`."""
     source = arguments.config
     if source is None:
@@ -1295,7 +1293,7 @@ def given_options(arguments: argparse.Namespace, options: dict[str, Field]) -> d
         given = by_key(sections)
         for source in arguments.overrides:
             key, _, text = source.partition("=")
-            is_text = key in options and options[key].type is str
+            is_text = isinstance(defaults.get(key), str)
             given[key] = text if is_text else yaml.safe_load(text)
     except AttributeError:
         raise UserError(f"{source} does not contain sections of options: see config.yaml") from None

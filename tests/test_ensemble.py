@@ -96,7 +96,7 @@ def test_members_of_other_data_or_loss_are_named(train, members, tmp_path):
     for first, second, table, message in (
         (members[0], BEST.format("other"), "scores", "was trained on different data from the configuration's"),
         (BEST.format("squared"), BEST.format("binary"), "labels", "was trained with optim.loss=binary, not squared"),
-        (members[0], "runs/none.pt", "scores", "the checkpoint runs/none.pt does not exist"),
+        (members[0], "runs/none.pt", "scores", "runs/none.pt is not a readable checkpoint (FileNotFoundError)"),
     ):
         options = ["--predict", "ask.tsv", "--checkpoint", first, second, f"data.perturbations={table}.tsv"]
         result = train(0, *options)

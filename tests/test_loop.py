@@ -114,13 +114,12 @@ def test_rows_of_the_users_own_kinds_are_kept_up_to_the_step_of_the_checkpoint(t
     assert folder.rows == rows[:5] and curves_svg(rows)
 
 
-@pytest.mark.parametrize("local_rank", [0, 1])
-def test_one_rank_of_each_machine_removes_the_stop_file(tmp_path, local_rank):
+def test_each_rank_removes_the_stop_file_unless_another_one_has(tmp_path):
     (tmp_path / "STOP").touch()
-    env = SimpleNamespace(local_rank=local_rank)
-    folder = SimpleNamespace(env=env, path=tmp_path, event=lambda *values: None)
-    RunFolder.stop(folder, TrainState(None, None, None), "STOP file")
-    assert (tmp_path / "STOP").exists() is (local_rank == 1)
+    folder = SimpleNamespace(path=tmp_path, event=lambda *values: None)
+    for _ in range(2):
+        RunFolder.stop(folder, TrainState(None, None, None), "STOP file")
+        assert not (tmp_path / "STOP").exists()
 
 
 def test_a_second_run_does_not_get_the_lock_of_a_folder(tmp_path, monkeypatch):
