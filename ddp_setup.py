@@ -321,9 +321,9 @@ class Watchdog(threading.Thread):
 
     With each heartbeat, every rank writes its progress to the store. If a few of the ranks, the
     observers, have stalled for half of `limit_s`, they observe all for the other half; if those
-    furthest behind have not moved, they name them, and every rank prints its stack and exits. Other
-    ranks begin to observe `limit_s` later, as the observers may be gone. Time is counted in
-    heartbeats, which pause while the job is suspended.
+    furthest behind have not moved, they name them, and every rank prints its stack and exits. The
+    other ranks observe the observers, a little later: they name these if they are silent. Time is
+    counted in heartbeats, which pause while the job is suspended.
     """
 
     def __init__(self, env: Distributed):
@@ -334,7 +334,9 @@ class Watchdog(threading.Thread):
         self.heartbeat_s = max(0.1, min(2.0, shorter / 8))
         self.finished = threading.Event()
         self.replies = 0  # heartbeats that reached the store
-        self.is_observer = env.rank % max(1, env.world_size // OBSERVERS) == 0
+        distance = max(1, env.world_size // OBSERVERS)
+        self.is_observer = env.rank % distance == 0
+        self.observed = range(0, env.world_size, 1 if self.is_observer else distance)
         self.seen = {}  # an `Observed` of each rank
 
     def run(self) -> None:
@@ -359,9 +361,9 @@ class Watchdog(threading.Thread):
             with contextlib.suppress(dist.DistError):  # torchrun is gone, as StopRequest notices
                 state = json.dumps([self.replies, progress])
                 self.store.set(f"progress/{self.env.rank}", state)
-                share = 0.5 if self.is_observer else 1.5
+                share = 0.5 if self.is_observer else 0.6
                 is_stalled = stalled * self.heartbeat_s >= self.env.limit_s * share
-                if is_stalled or (told_to_end and self.is_observer):
+                if is_stalled or told_to_end:
                     self.observe_ranks()
                 else:
                     self.seen.clear()
@@ -387,11 +389,11 @@ class Watchdog(threading.Thread):
 
     def observe_ranks(self) -> None:
         """Counts the heartbeats since each rank was last heard of, and since it last moved."""
-        keys = [f"progress/{rank}" for rank in range(self.env.world_size)]
+        keys = [f"progress/{rank}" for rank in self.observed]
         if not self.seen:
             for key in keys:  # `multi_get` would wait for a rank that has not written
                 self.store.compare_set(key, "", "[-1, [0, -1]]")  # behind all others
-        for rank, state in enumerate(self.store.multi_get(keys)):
+        for rank, state in zip(self.observed, self.store.multi_get(keys), strict=True):
             heartbeat, progress = json.loads(state)
             progress = Progress(*progress)
             last = self.seen.get(rank, Observed(None, None, 0, 0))
@@ -403,13 +405,13 @@ class Watchdog(threading.Thread):
         """Records the ranks furthest behind as the reason to end, if none has moved for long."""
         least = min(seen.progress[:2] for seen in self.seen.values())
         behind = {rank: seen for rank, seen in self.seen.items() if seen.progress[:2] == least}
-        half = self.env.limit_s / 2
-        if any(seen.stalled * self.heartbeat_s < half for seen in behind.values()):
-            return
+        half = self.env.limit_s / 2 / self.heartbeat_s  # in heartbeats
         found = []
         for rank, seen in behind.items():
-            is_silent = seen.silent * self.heartbeat_s >= half
-            frozen = "frozen, or its machine is gone, last " if is_silent else ""
+            idle = seen.stalled if self.is_observer else seen.silent
+            if idle < half:
+                return
+            frozen = "frozen, or its machine is gone, last " if seen.silent >= half else ""
             found.append(
                 f"rank {rank}: {frozen}in {seen.progress.phase} of step {seen.progress.step}"
             )

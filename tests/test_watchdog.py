@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -158,56 +159,80 @@ def test_the_watchdog_rests_when_training_is_over(monkeypatch):
 
 
 class CountedStore:
-    """Counts the calls of each method of a store."""
+    """Counts the calls of each method of a store, and the keys that `multi_get` asks for."""
 
     def __init__(self, store: dist.Store):
         self.store = store
         self.calls = Counter()
+        self.keys = 0
 
     def __getattr__(self, name: str) -> Callable:
         self.calls[name] += 1
         return getattr(self.store, name)
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.calls["multi_get"] += 1
+        self.keys += len(keys)
+        return self.store.multi_get(keys)
 
-def end_of_a_hang(monkeypatch, frozen: set[int]) -> tuple[str, list[CountedStore]]:
-    """Returns why the watchdogs of 16 ranks ended the job, of which some froze before the first heartbeat, and their
-    stores.
+
+def end_of_a_hang(monkeypatch, frozen: set[int]) -> tuple[str, list[CountedStore], float]:
+    """Returns why the watchdogs of 32 ranks ended the job, of which some froze before the first heartbeat, their
+    stores, and after which share of the limit.
     """
     monkeypatch.setattr(ddp_setup, "log_and_print", lambda text: None)
     store = dist.HashStore()
     watchdogs = []
-    for rank in range(16):
-        env = Distributed(DDPConfig(timeout_s=1.2, startup_timeout_s=1.2))
-        env.store, env.rank, env.world_size = store, rank, 16
+    for rank in range(32):
+        env = Distributed(DDPConfig(timeout_s=2.4, startup_timeout_s=2.4))
+        env.store, env.rank, env.world_size = store, rank, 32
         env.progress = Progress(step=3, phase="backward")
         env.exit_now = lambda reason, status: sys.exit()  # of the thread
         watchdogs.append(Watchdog(env))
         watchdogs[rank].store = CountedStore(store)
     alive = [watchdog for watchdog in watchdogs if watchdog.env.rank not in frozen]
+    start = time.monotonic()
     for watchdog in alive:
         watchdog.start()
     store.wait(["end"], timedelta(seconds=30))
+    share = (time.monotonic() - start) / 2.4
     for watchdog in alive:
         watchdog.finished.set()
         watchdog.join()
-    return store.get("end").decode(), [watchdog.store for watchdog in watchdogs]
+    return store.get("end").decode(), [watchdog.store for watchdog in watchdogs], share
 
 
 def test_few_ranks_observe_all_with_one_call_for_each_heartbeat(monkeypatch):
-    reason, stores = end_of_a_hang(monkeypatch, frozen={3})
+    reason, stores, _ = end_of_a_hang(monkeypatch, frozen={3})
     reporter, _, text = reason.partition(" ")
-    assert int(reporter) % 2 == 0 and "rank 3: frozen, or its machine is gone, last in start of step 0" in text
+    assert int(reporter) % 4 == 0 and "rank 3: frozen, or its machine is gone, last in start of step 0" in text
     for rank, store in enumerate(stores):
-        assert store.calls["compare_set"] in ((0, 16) if rank % 2 == 0 else (0,))  # the first heartbeat that observes
-        assert store.calls["multi_get"] <= store.calls["set"] * (rank % 2 == 0)
-    assert sum(store.calls["multi_get"] for store in stores) > 1
+        observed = 32 if rank % 4 == 0 else 8
+        assert store.calls["compare_set"] in (0, observed)  # the first heartbeat that observes
+        assert store.calls["multi_get"] <= store.calls["set"]
+        assert store.keys == store.calls["multi_get"] * observed
+    assert sum(store.calls["multi_get"] for store in stores) > 8
 
 
-def test_other_ranks_observe_if_the_observers_are_gone(monkeypatch):
-    reason, _ = end_of_a_hang(monkeypatch, frozen=set(range(0, 16, 2)))
+def test_other_ranks_name_the_observers_if_all_are_frozen(monkeypatch):
+    reason, _, share = end_of_a_hang(monkeypatch, frozen=set(range(0, 32, 4)))
     reporter, _, text = reason.partition(" ")
-    assert int(reporter) % 2 == 1
-    assert text.count("frozen, or its machine is gone") == 8 and "rank 14: frozen" in text
+    assert int(reporter) % 4 != 0
+    assert text.count("frozen, or its machine is gone") == 8 and "rank 28: frozen" in text
+    assert share < 1.6  # heartbeats of an eighth of the limit, on a busy machine
+
+
+def test_other_ranks_name_no_observer_that_is_alive():
+    env = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
+    env.rank, env.world_size, env.store = 1, 32, dist.HashStore()
+    watchdog = Watchdog(env)
+    watchdog.store = env.store
+    for beat in range(20):  # observers wait for a rank that is slow
+        for rank in range(0, 32, 4):
+            env.store.set(f"progress/{rank}", json.dumps([beat, [9, 7, "evaluation", 20]]))
+        watchdog.observe_ranks()
+        watchdog.check_ranks()
+    assert env.record_end_reason("")[0] == ""
 
 
 class SimulatedRanks:

@@ -4,7 +4,8 @@
 
 Hangs: the real watchdogs of so many ranks, each with a connection of its own, in four processes without a model, and a
 store as torchrun's; their time is real. They have just stalled when the measurement begins. Agreement: 2 to 32 real
-processes over gloo, which sleep for a step's time and then agree after each step, or as training does, in turn.
+processes over gloo, which sleep for a step's time and then agree after each step, or as training does, in turn. Calls
+at the start: counted on 2 to 8 real processes, on the example's tables.
 """
 
 import argparse
@@ -16,17 +17,20 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_setup
+import train
 from ddp_setup import AGREEMENT_S, OBSERVERS, DDPConfig, Distributed, Progress, Watchdog, run
 from tests.bench import arguments, report
 from tests.tools.runs import ROOT, gather
@@ -41,16 +45,27 @@ BEHIND = Progress(9, 5, "data", 68)
 
 
 # ---- Hangs ---------------------------------------------------------------------------------------
-class CountedStore:
-    """Counts the calls of each method of a store."""
+class CountedStore(dist.Store):
+    """Counts the calls of each method of a store, those of C++ included; not those of its clones."""
 
     def __init__(self, store: dist.Store):
+        super().__init__()
         self.store = store
         self.calls = Counter()
 
-    def __getattr__(self, name: str) -> Callable:
+
+def counted(name: str) -> Callable:
+    def call(self: CountedStore, *arguments) -> object:
         self.calls[name] += 1
-        return getattr(self.store, name)
+        return getattr(self.store, name)(*arguments)
+
+    return call
+
+
+for method in ("set", "get", "add", "check", "compare_set", "wait", "multi_get", "multi_set", "append"):
+    setattr(CountedStore, method, counted(method))
+for method in ("clone", "set_timeout", "has_extended_api"):
+    setattr(CountedStore, method, lambda self, *arguments, name=method: getattr(self.store, name)(*arguments))
 
 
 def hangs(options: argparse.Namespace) -> list[dict]:
@@ -120,16 +135,22 @@ def simulate(
     return sum((watchdog.store.calls for watchdog in watchdogs), Counter())
 
 
+# ---- Real processes ------------------------------------------------------------------------------
+def torchrun(number: int, variables: dict[str, str], *arguments: str) -> str:
+    """Runs this module in so many processes on the CPU; returns what they print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
+    command += ["-m", "tests.bench.ranks", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
 # ---- Agreement -----------------------------------------------------------------------------------
 def agreement(options: argparse.Namespace) -> list[dict]:
     """Returns a row for each number of real processes."""
     rows = []
     for number in (2, 4, 8, 16, 32):
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}"]
-        command = [sys.executable, *torchrun, "-m", "tests.bench.ranks", "--step-ms", str(options.step_ms)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-        each, rarely, alone = map(float, process.stdout.split()[-3:])
+        printed = torchrun(number, {}, "--step-ms", str(options.step_ms))
+        each, rarely, alone = map(float, printed.split()[-3:])
         row = {"processes": number, "an agreement, ms": alone, "after each step, ms per step": each}
         row |= {"as training does, ms per step": rarely, "of a step, %": 100 * rarely / options.step_ms}
         rows.append(row)
@@ -162,6 +183,67 @@ def measure_agreement(options: argparse.Namespace, env: Distributed) -> None:
     gains = [max(values) for values in zip(*gather(gains, env), strict=True)]
     if env.rank == 0:
         print(*gains, alone)
+
+
+# ---- Start-up ------------------------------------------------------------------------------------
+class CountedCollectives(TorchDispatchMode):
+    """Counts the collective calls of this thread."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function: Callable, types: tuple, arguments: tuple = (), options: dict | None = None):
+        self.calls += function.namespace == "c10d"
+        return function(*arguments, **(options or {}))
+
+
+def start_up() -> list[dict]:
+    """Returns a row for each number of real processes, with the calls of each."""
+    rows = []
+    for number in (2, 4, 8):
+        with tempfile.TemporaryDirectory() as folder:
+            printed = torchrun(number, {"COUNT_IN": folder})
+        rows.append({"processes": number, **json.loads(printed.splitlines()[-1])})
+    return rows
+
+
+def count_start_up(folder: str) -> None:
+    """Prints the calls that parts of this rank's start make on the store and to collectives; all ranks make as many."""
+    counts, stores = {}, []
+    rendezvous = dist.rendezvous
+
+    def counted_rendezvous(*arguments, **options) -> Iterator[tuple]:
+        for store, *place in rendezvous(*arguments, **options):
+            stores.append(CountedStore(store))
+            yield stores[-1], *place
+
+    def end_part(name: str, env: Distributed) -> None:
+        part = f"{collectives.calls}; {stores[-1].calls.total()}"
+        assert set(gather(part, env)) == {part}
+        counts[name] = part
+        collectives.calls = 0
+        stores[-1].calls.clear()
+
+    def program(env: Distributed) -> None:
+        end_part("set-up", env)
+        env.check_equal({"CUDA": "none"})
+        end_part("check_equal", env)
+        ddp_setup.describe(env)
+        end_part("describe", env)
+        config = train.Config(run=train.RunConfig(dir=folder))
+        *_, state, run_folder = train.prepare_run(config, env)
+        end_part("a new run", env)
+        run_folder.save(state)
+        if env.rank == 0:
+            run_folder.lock.close()
+        collectives.calls = 0
+        train.prepare_run(config, env)
+        end_part("a resumed run", env)
+        if env.rank == 0:
+            print(json.dumps(counts))
+
+    dist.rendezvous = counted_rendezvous
+    with CountedCollectives() as collectives:
+        run(program, DDPConfig())
 
 
 # ---- Prediction ----------------------------------------------------------------------------------
@@ -203,6 +285,8 @@ def main() -> None:
             "network-us": {"type": float, "default": 20.0, "help": "latency per message in us (default: 20)"},
         },
     )
+    if "COUNT_IN" in os.environ:
+        return count_start_up(os.environ["COUNT_IN"])
     if "WORLD_SIZE" in os.environ:
         return run(lambda env: measure_agreement(options, env), DDPConfig())
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch looks up a host name for each connection
@@ -211,6 +295,7 @@ def main() -> None:
     report(
         {
             f"Hangs of {options.ranks} simulated ranks, limit {options.limit:g} s": hangs(options),
+            "Calls of each rank at its start: collectives; on the store, gloo's included": start_up(),
             f"Agreement over gloo here, steps of {options.step_ms:g} ms": agreement(options),
             f"Predicted: {network}, 3.7 MB of gradients at 12.5 GB/s, a train row each {ROW_STEPS} steps": predict(
                 options
