@@ -179,11 +179,11 @@ class KnockoutGNN(nn.Module):
             numbers = uniform(batch.seed, key, hidden + 2)
         else:
             numbers = torch.ones(len(key), hidden + 2, device=graph.device)
-        kept, shown = numbers.split([hidden, 2], dim=1)
+        kept, shown = numbers.tensor_split([hidden], dim=1)
         # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
         known = shown.narrow(0, 0, num_nodes).t() >= self.unseen
         factors = (kept >= rate) / (1 - rate)
-        return known, *factors.split([num_nodes, len(batch.index)])
+        return known, *factors.tensor_split([num_nodes])
 
     def embed(
         self, graph: SharedGraph, is_known: Tensor, of_nodes: Tensor
