@@ -116,7 +116,7 @@ def test_every_patch_can_be_applied_and_taken_back(copy, repository):
         git_apply(copy, name)
         changed = {file for file, text in sources().items() if original.get(file) != text}
         patch = (ROOT / f"tests/recipes/{name}.patch").read_text()
-        assert changed == set(re.findall(r"^\+\+\+ b/(.*)$", patch, re.M))
+        assert changed == set(re.findall(r"^\+\+\+ b/([^/\n]*)$", patch, re.M))  # beside those in tests/
         git_apply(copy, name, "--reverse")
         assert sources() == original
 
@@ -131,6 +131,21 @@ def test_the_page_names_every_patch_and_shows_code_of_some():
         for block in re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S):
             for line in block.splitlines():
                 assert line.strip() in lines, line
+
+
+def test_levels(copy, tables, tmp_path):
+    """A table whose names have levels trains alike on any number of ranks, and another level is another sample."""
+    header, *rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()]
+    for name, level in (("scores", 0.3), ("activated", 3)):
+        levels = [(f"{genes}={level}" if i % 2 else genes, score) for i, (genes, score) in enumerate(rows)]
+        write_table(tmp_path / f"{name}.tsv", [header, *levels])
+    adapt(copy, "levels", tables)
+    checkpoint, _ = train(copy)
+    activated, _ = train(copy, "data.perturbations=activated.tsv", name="activated")
+    assert checkpoint["data"] != activated["data"]
+    assert not torch.equal(checkpoint["model"]["embedding"], activated["model"]["embedding"])
+    assert_parity(copy)
+    assert_contract(copy)
 
 
 def test_weighted_dataset(copy, tables, tmp_path):
