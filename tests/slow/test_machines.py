@@ -129,7 +129,8 @@ def test_machines_of_an_elastic_run_come_and_go(machines, tables, tmp_path):
     folder = tmp_path / "shared/default"
 
     def world_sizes() -> list[int]:
-        return [row["world_size"] for row in read_metrics(folder, "event") if "world_size" in row]
+        rows = read_metrics(folder, "event")
+        return [row["world_size"] for row in rows if row["event"] in ("started", "resumed")]
 
     first = alpha.launch(*arguments, **elastic)
     wait_until(lambda: has_a_checkpoint(folder), 120, lambda: "no checkpoint")
