@@ -179,7 +179,7 @@ class KnockoutGNN(nn.Module):
             numbers = uniform(batch.seed, key, hidden + 2)
         else:
             numbers = torch.ones(len(key), hidden + 2, device=graph.device)
-        kept, shown = numbers.tensor_split([hidden], dim=1)
+        kept, shown = numbers.tensor_split([hidden], 1)
         # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
         known = shown.narrow(0, 0, num_nodes).t() >= self.unseen
         factors = (kept >= rate) / (1 - rate)
@@ -477,7 +477,8 @@ class GlobalReadout(nn.Module):
         self, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
     ) -> Tensor:
         """Sums the changes of the states that change, [S, H], to [B, H]."""
-        return scatter(change, block.layers[-1].sample, dim_size=block.num_samples)
+        total = change.new_zeros(block.num_samples, change.size(1))
+        return total.index_add(0, block.layers[-1].sample, change)  # whose gradient is a copy
 
     def of_all(self, change: Tensor, wild: WildType, alive: Tensor) -> Tensor:
         """Sums the changes of all states, [N, B, H], where they are `alive` [N, B], to [B, H]."""

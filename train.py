@@ -561,7 +561,7 @@ class Meter:
         self.restart()
         return row
 
-    def _count_skipped(self, steps: list[list[float]], state: TrainState) -> None:
+    def _count_skipped(self, steps: list, state: TrainState) -> None:
         # Gradients are equal on all ranks. Under fp16, GradScaler handles overflows while its scale
         # is above 1.
         limit = MAX_SKIPS if self.optim.on_nonfinite == "skip" else 1
@@ -739,12 +739,11 @@ def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> 
     lines = ["\t".join(["genes", *columns]) + "\n"]
     parts = data.read_sets(table, number, tables)
     num_rows = num_predicted = 0
-    advice = "change the working folder"
     try:
         while True:
             with env.sync_errors(DataError):
                 if env.rank == 0:
-                    explained = explain_write_errors(output, UserError, advice)
+                    explained = explain_write_errors(output, UserError, "change the working folder")
                     with explained, temporary.open("a") as file:
                         file.writelines(lines)
                 part = next(parts, None)
