@@ -4,11 +4,12 @@ see the samples.
 Edge table: header `source<TAB>target<TAB>relation` and optionally `weight` and features of the
 edges. Knock-out table: header `genes` (or `nodes`), then one or more scores of any names, and
 optionally `split` (train, val, test) and `weight`, or `sd`, from which the weight is 1 / sd**2. The
-knocked-out nodes are separated by commas (empty for an intact control). Feature table: header
+perturbed nodes are separated by commas (empty for an intact control). `A` is knocked out; `A=0.3`
+sends 0.3 of its messages, unless a node of the edges has that name. Feature table: header
 `gene` (or `node`), then the features' names. An empty score or feature, or NA, is missing. All may
 be gzipped (`.gz`), and any cell in quotes.
 
-Shapes: N nodes, E edges, each of F features, n samples of T scores; B samples with P knocked-out
+Shapes: N nodes, E edges, each of F features, n samples of T scores; B samples with P perturbed
 nodes in a batch.
 """
 
@@ -42,7 +43,14 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_co
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.index import index2ptr
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import coalesce, cumsum, remove_self_loops, scatter, to_undirected
+from torch_geometric.utils import (
+    coalesce,
+    cumsum,
+    lexsort,
+    remove_self_loops,
+    scatter,
+    to_undirected,
+)
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
@@ -50,6 +58,7 @@ CHUNK = 2**23  # characters of a table that are parsed at once
 EXAMPLE = Path(__file__).with_name("tests") / "example"  # tables that are read if none are given
 TARGETS_AT_ONCE = 64  # in the fit of the additive baseline, whose numbers then stay in cache
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # of the additive baseline: 0.1 to 1000
+POWERS = (0.4, 0.6, 1.0, 1.5)  # of levels in the additive baseline
 
 
 class DataError(ValueError):
@@ -88,7 +97,7 @@ class Tables:
     relations: list[str]  # name of each relation
     edge_index: Tensor  # long [2, E], the edges of one relation after another
     edge_type: Tensor  # long [E], index into `relations`
-    perturbed: Tensor  # long [total], the knocked-out nodes of all samples, concatenated
+    perturbed: Tensor  # long [total], the perturbed nodes of all samples, concatenated
     perturbed_ptr: Tensor  # long [n + 1]; sample i has, each once, those from ptr[i] to ptr[i + 1]
     y: Tensor  # float64 [n, T], or [n], the measured effects, nan where one is missing
     split: Tensor | None = None  # int8 [n], index into `SPLITS`, -1 for rows in none
@@ -98,6 +107,7 @@ class Tables:
     edge_weight: Tensor | None = None  # float64 [E]; None: all are 1
     edge_attr: Tensor | None = None  # float32 [E, F], features of the edges; None: they have none
     features: Tensor | None = None  # float32 [N, F], of the nodes; None: they have none
+    level: Tensor | None = None  # float32 [total], of each of `perturbed`; None: all are 0, deleted
 
     def __post_init__(self):
         if self.y.dim() == 1:
@@ -109,6 +119,8 @@ class Tables:
             self.edge_attr = torch.empty(num_edges, 0)
         if self.features is None:
             self.features = torch.empty(len(self.genes), 0)
+        if self.level is None:
+            self.level = torch.zeros(len(self.perturbed))
 
     def graph(self) -> HeteroData:
         """Returns the graph, with node type `gene` and one edge type per relation."""
@@ -134,6 +146,10 @@ class Tables:
     def sample(self) -> Tensor:
         """Returns the row of each entry of `perturbed`, long [total]."""
         return torch.repeat_interleave(self.perturbed_ptr.diff())
+
+    def name(self, node: int, level: float) -> str:
+        """Returns what stands in the table for a perturbed node: `A`, or `A=0.3`."""
+        return f"{self.genes[node]}={level:.7g}".removesuffix("=0")
 
     def is_seen(self) -> Tensor:
         """Returns which nodes a training row knocks out, bool [N]."""
@@ -260,7 +276,8 @@ def read_tables(config: DataConfig) -> Tables:
     genes = sorted(number)
     position = number.of(genes).argsort()  # of each number, the position of its name
     node = position[columns.pop("node")]
-    perturbed, perturbed_ptr = pack(columns.pop("row"), node, len(columns["y"]))
+    row = columns.pop("row")
+    perturbations = pack(row, node, columns.pop("level"), len(columns["y"]))
     # Each relation has its own range of node numbers, so that all are merged at once.
     merge = to_undirected if config.undirected else coalesce
     edge_index = position[edge_index] + edge_type * len(genes)
@@ -271,11 +288,10 @@ def read_tables(config: DataConfig) -> Tables:
         relations=relations,
         edge_index=edge_index % len(genes),
         edge_type=edge_index[0] // len(genes),
-        perturbed=perturbed,
-        perturbed_ptr=perturbed_ptr,
         edge_weight=edge_values[:, 0],
         edge_attr=edge_values[:, 1:].float(),
         features=features,
+        **perturbations,
         **columns,
     )
 
@@ -335,18 +351,31 @@ class Rows:
                 raise self.error(row, "split", f"is not one of {', '.join(SPLITS)}")
         return torch.tensor(list(map(SPLITS.index, self.cells["split"])), dtype=torch.int8)
 
-    def sets(self, number: Numbers) -> tuple[Tensor, Tensor]:
-        """Returns row and node of each name in the cells of the column genes, such as `A,B`."""
-        counts, names = [], []
-        for cell in self.cells["genes"]:
-            own = cell.split(",") if cell.strip() else []
+    def sets(self, number: Numbers) -> tuple[Tensor, ...]:
+        """Returns row, node and level of each name in the cells of the column genes: `A,B=0.3`.
+
+        A name that `number` knows has no level. One that stands twice in a row is returned once.
+        """
+        counts, names, levels = [], [], []
+        for row, cell in enumerate(self.cells["genes"]):
+            own = {}
+            for text in cell.split(",") if cell.strip() else []:
+                level = 0.0
+                if "=" in text and text.strip() not in number:
+                    text, _, level_text = text.rpartition("=")
+                    level = parse_number(level_text)
+                name = text.strip()
+                if not name or not 0 <= level < 1e30:
+                    raise self.error(
+                        row, "genes", "have an empty name, or a level that is not from 0 to 1e+30"
+                    )
+                if own.setdefault(name, level) != level:
+                    raise self.error(row, "genes", f"have {name} at {own[name]:g} and {level:g}")
             counts.append(len(own))
             names += own
+            levels += own.values()
         row = torch.repeat_interleave(torch.tensor(counts))
-        names = [name.strip() for name in names]
-        if "" in names:
-            raise self.error(int(row[names.index("")]), "genes", "have an empty name")
-        return row, number.of(names)
+        return row, number.of(names), torch.tensor(levels)
 
 
 def parse_number(cell: str) -> float:
@@ -447,8 +476,8 @@ def read_edges(path: str, number: Numbers) -> tuple[list[str], Tensor, Tensor, T
 def read_knockouts(path: str, number: Numbers, scores: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the fields of `Tables` that a table of knock-outs has; raises `DataError`.
 
-    In place of its knock-outs stand the `row` and the `node` of each, [total], numbered by
-    `number`. Without names of `scores`, all columns are scores that are nothing else.
+    In place of its perturbations stand the `row`, `node` and `level` of each, [total]; nodes are
+    numbered by `number`. Without names of `scores`, all columns are scores that are nothing else.
     """
     parts, num_rows = [], 0
     for rows in read_rows(path, "genes"):
@@ -460,10 +489,10 @@ def read_knockouts(path: str, number: Numbers, scores: Sequence[str] = ()) -> di
         if not targets or {"weight", "sd"} <= names:
             problem = "the header needs scores after genes, and weight or sd, not both"
             raise DataError(f"{path}:1: {problem}")
-        row, node = rows.sets(number)
+        row, node, level = rows.sets(number)
         advice = ": to leave that column out, name the others in data.scores"
         y = torch.stack([rows.numbers(name, advice=advice) for name in targets], dim=1)
-        columns = {"row": row + num_rows, "node": node, "y": y}
+        columns = {"row": row + num_rows, "node": node, "level": level, "y": y}
         if "split" in names:
             columns["split"] = rows.splits()
         if "weight" in names:
@@ -484,23 +513,23 @@ def read_sets(
 
     That is their cells of the column `genes`, which of them have only nodes of the graph, bool [n],
     and `tables` with these as its samples. Whatever else a batch is made of must be read here, too.
-    The paths `all-singles` and `all-pairs` stand for all sets of one or of two nodes.
-    Raises `DataError`.
+    The paths `all-singles` and `all-pairs` stand for all sets of one or of two nodes, and
+    `all-singles=0.3` for these at a level. Raises `DataError`.
     """
-    size = {"all-singles": 1, "all-pairs": 2}.get(path)
-    all_rows = read_rows(path, "genes") if size is None else all_sets(path, tables.genes, size)
+    kind, sign, level = path.partition("=")
+    size = {"all-singles": 1, "all-pairs": 2}.get(kind)
+    names = [name + sign + level for name in tables.genes]
+    all_rows = read_rows(path, "genes") if size is None else all_sets(path, names, size)
     for rows in all_rows:
-        row, node = rows.sets(number)
+        row, node, level = rows.sets(number)
         is_known = torch.ones(len(rows.lines), dtype=torch.bool)
         is_known[row[node >= len(tables.genes)]] = False
         num_known = int(is_known.sum())
         number_of_row = is_known.cumsum(0) - 1
         chosen = is_known[row]
-        perturbed, ptr = pack(number_of_row[row[chosen]], node[chosen], num_known)
+        perturbations = pack(number_of_row[row[chosen]], node[chosen], level[chosen], num_known)
         y = tables.y.new_full((num_known, len(tables.targets)), math.nan)
-        samples = replace(
-            tables, perturbed=perturbed, perturbed_ptr=ptr, y=y, split=None, weight=None
-        )
+        samples = replace(tables, **perturbations, y=y, split=None, weight=None)
         yield rows.cells["genes"], is_known, samples
 
 
@@ -535,12 +564,14 @@ def read_features(path: str, genes: list[str]) -> Tensor:
     return standardise(values).nan_to_num().float()
 
 
-def pack(row: Tensor, node: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Returns `perturbed` [total] and `perturbed_ptr` [num_rows + 1] of knock-outs, each once."""
-    low, high = node.aminmax() if len(node) else (0, 0)
-    size = int(high - low) + 1
-    codes = (row * size + node - low).unique()  # np.unique is 60 times slower
-    return codes % size + low, index2ptr(codes // size, num_rows)
+def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:
+    """Returns `perturbed`, `perturbed_ptr` and `level` of `Tables`, given those of each name."""
+    order = lexsort([node, row])
+    return {
+        "perturbed": node[order],
+        "perturbed_ptr": index2ptr(row[order], num_rows),
+        "level": level[order],
+    }
 
 
 def mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -562,12 +593,13 @@ def standardise(values: Tensor) -> Tensor:
 
 
 def random_split(tables: Tables, config: DataConfig) -> Tensor:
-    """Returns a random split, int8 [n], in which rows with the same knock-outs stay together."""
-    # Equal sets have equal sums of random 64-bit codes; others have with a probability of
-    # n * n / 2**64.
+    """Returns a random split, int8 [n], where rows of the same nodes and levels stay together."""
+    # Equal sets have equal sums of random 64-bit codes times numbers that stand for the levels, 1
+    # for 0; others have with a probability of about n * n / 2**64.
     codes = np.random.default_rng(0).integers(-(2**63), 2**63, len(tables.genes))
     codes = torch.from_numpy(codes)
-    total = scatter(codes[tables.perturbed], tables.sample(), dim_size=len(tables.y))
+    terms = codes[tables.perturbed] * (1 + tables.level.view(torch.int32))
+    total = scatter(terms, tables.sample(), dim_size=len(tables.y))
     _, first, group = np.unique(total.numpy(), return_index=True, return_inverse=True)
     number = np.argsort(np.argsort(first))  # groups in order of their first rows
 
@@ -609,10 +641,10 @@ class KnockoutDataset(Dataset):
     """Builds a whole batch of the tables' rows at once from a list of their numbers; -1 is padding.
 
     A batch is a PyG `Data` with `perturbed` [P], `perturbed_batch` [P], `perturbed_ptr` [B + 1],
-    `y` [B, T], `weight` [B, T] (0 for missing scores and padding), `index` [B] (the row, -1 for
-    padding) and `num_dead_edges`, an int that sizes the masks' tensors. `degree` is that of
-    `SharedGraph`, long [N]; `transform`, such as `mask.ReachPlanner`, takes each batch and returns
-    what the model gets.
+    `level` [P] (0 for deleted nodes), `y` [B, T], `weight` [B, T] (0 for missing scores and
+    padding), `index` [B] (the row, -1 for padding) and `num_dead_edges`, an int that sizes the
+    masks' tensors. `degree` is that of `SharedGraph`, long [N]; `transform`, such as
+    `mask.ReachPlanner`, takes each batch and returns what the model gets.
     """
 
     tables: Tables
@@ -639,6 +671,7 @@ class KnockoutDataset(Dataset):
         sample = torch.repeat_interleave(ptr.diff())
         position = torch.arange(len(sample)) + (start - ptr[:-1])[sample]
         perturbed = self.tables.perturbed[position]
+        level = self.tables.level[position]
         num_nodes = len(self.degree)
         for i in ((perturbed < 0) | (perturbed >= num_nodes)).nonzero().flatten().tolist():
             raise IndexError(
@@ -653,10 +686,11 @@ class KnockoutDataset(Dataset):
             perturbed=perturbed,
             perturbed_batch=sample,
             perturbed_ptr=ptr,
+            level=level,
             y=y.nan_to_num() * is_real.unsqueeze(1),
             weight=weight.unsqueeze(1) * ~y.isnan(),
             index=index,
-            num_dead_edges=int(self.degree[perturbed].sum()),
+            num_dead_edges=int(self.degree[perturbed[level == 0]].sum()),
         )
         return self.transform(batch) if self.transform else batch
 
@@ -746,7 +780,8 @@ def _end_worker(error: Exception, batch: Any) -> None:
 class Baseline(NamedTuple):
     """What is known of the scores without the graph: an additive function of the knocked-out nodes.
 
-    It is intercept + the sum over them of slope + effect, a logit for optim.loss=binary.
+    It is intercept + the sum over them of slope + effect, times the dose 1 - level**power; a logit
+    for optim.loss=binary.
     """
 
     intercept: Tensor  # float64 [T]
@@ -756,6 +791,7 @@ class Baseline(NamedTuple):
     mean: Tensor  # float64 [T], of the training scores; for binary ones, of their logits
     std: Tensor  # float64 [T], of the training scores; 1 for binary ones
     prediction: Tensor  # float64 [n, T], for each row, in the units of y
+    power: float
 
 
 def load_baseline(tables: Tables, fingerprint: str, config: DataConfig, loss: str) -> Baseline:
@@ -768,15 +804,22 @@ def load_baseline(tables: Tables, fingerprint: str, config: DataConfig, loss: st
 def additive_baseline(tables: Tables, loss: str = "squared") -> Baseline:
     """Returns the ridge regression on the training rows that suits the validation rows best.
 
-    For the loss `binary`, it is a logistic one. The penalty is chosen for each target.
+    For the loss `binary`, it is a logistic one. The penalty is chosen for each target, the power of
+    levels for all.
     """
     some_targets = tables.y.split(TARGETS_AT_ONCE, dim=1)
-    baselines = [fit_baseline(replace(tables, y=y), loss) for y in some_targets]
-    return Baseline(*(torch.cat(fields, dim=-1) for fields in zip(*baselines, strict=True)))
+    fits = {}
+    for power in POWERS if tables.level.any() else (1.0,):
+        dosed = replace(tables, level=tables.level**power)
+        baselines = [fit_baseline(replace(dosed, y=y), loss) for y in some_targets]
+        fit = Baseline(*(torch.cat(part, dim=-1) for part in zip(*baselines, strict=True)), power)
+        error = (fit.prediction - tables.y)[tables.rows("val")] / fit.std
+        fits[float(error.square().nansum())] = fit
+    return fits[min(fits)]
 
 
-def fit_baseline(tables: Tables, loss: str) -> Baseline:
-    """Returns the `additive_baseline` of a few targets."""
+def fit_baseline(tables: Tables, loss: str) -> tuple:
+    """Returns all of the `additive_baseline` of a few targets but the power, which is 1."""
     present = ~tables.y.isnan()
     weight = (present & tables.is_in("train").unsqueeze(1)).double()
     is_validated = present & tables.is_in("val").unsqueeze(1)
@@ -812,7 +855,7 @@ def fit_baseline(tables: Tables, loss: str) -> Baseline:
     if loss == "binary":
         prediction = prediction.sigmoid()
     intercept = level - slope * design.mean_count
-    return Baseline(intercept, slope, effect.float(), imputed.float(), mean, std, prediction)
+    return intercept, slope, effect.float(), imputed.float(), mean, std, prediction
 
 
 def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
@@ -849,18 +892,18 @@ def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
 class Design:
     """The matrix of an additive function x [2 + N, T]: a level, a slope, and the nodes' effects.
 
-    The level is the function at the mean count of knock-outs.
+    The first is the function at the mean sum of doses, the last count times their doses.
     """
 
     def __init__(self, tables: Tables, weight: Tensor):
-        count = tables.perturbed_ptr.diff().unsqueeze(1)
+        size = (len(tables.y), len(tables.genes))
+        dose = 1 - tables.level.double()
+        self.nodes = torch.sparse_csr_tensor(
+            tables.perturbed_ptr, tables.perturbed, dose, size
+        )  # [n, N]
+        count = self.nodes @ dose.new_ones(size[1], 1)
         self.mean_count = (count * weight).sum(0) / weight.sum(0)
         self.centred = count - self.mean_count  # [n, T]
-        size = (len(count), len(tables.genes))
-        ones = torch.ones(len(tables.perturbed), dtype=torch.float64)
-        self.nodes = torch.sparse_csr_tensor(
-            tables.perturbed_ptr, tables.perturbed, ones, size
-        )  # [n, N]
         self.transposed = self.nodes.to_sparse_csc().transpose(0, 1)
 
     def predict(self, x: Tensor) -> Tensor:

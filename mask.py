@@ -1,19 +1,21 @@
 """One graph shared by every sample: its topology on one device, and the nodes and edges that each
-sample removes.
+sample removes or scales.
 
-A sample knocks out a few nodes, and every edge that touches one of them is dead. Because exactly
-the edges of dead nodes are masked and summation is linear, aggregation over the live edges of B
-samples needs no copy of the graph:
+A sample perturbs a few nodes. At level 0 a node is dead, and so is every edge that touches it; at
+another level it lives, and sends its messages times the level. Because exactly the edges of dead
+nodes are masked and summation is linear, aggregation over the live edges of B samples needs no copy
+of the graph:
 
-    sum over live edges = keep * (A @ (keep * X))      X: [N, B, H], keep: [N, B, 1], A: [N, N]
+    sum over live edges = alive * (A @ (keep * X))     X: [N, B, H], keep: [N, B, 1], A: [N, N]
 
+with `keep` the level of each node, 1 if intact, and `alive` where it is not 0.
 `SharedGraph.keep` and `SharedGraph.propagate` compute the two factors, keep and A. Layers that need
 per-edge values (attention, say) use `expand` and `edge_masks`: B block-diagonal copies of the graph
 and a boolean per copied edge. Most states do not differ from the intact graph's; `ReachPlanner`
 lists those that do, for a model that computes only these.
 
 Shapes: N nodes, R relations, E edges over all relations, E_r edges of relation r, H channels,
-B samples in the batch, P knocked-out nodes in the batch, D dead edges in the batch.
+B samples in the batch, P perturbed nodes in the batch, D dead edges in the batch.
 """
 
 import warnings
@@ -116,10 +118,13 @@ class SharedGraph(nn.Module):
         return batch.perturbed_ptr.numel() - 1
 
     def keep(self, batch: Data) -> Tensor:
-        """Returns bool [N, B], True where the node is alive in the sample."""
-        num_samples = self.check(batch)
-        keep = torch.ones(self.num_nodes, num_samples, dtype=torch.bool, device=self.device)
-        return keep.index_put_((batch.perturbed, batch.perturbed_batch), keep.new_zeros(()))
+        """Returns the level of each node in each sample, [N, B], in the graph's dtype.
+
+        It is 1 for an intact node and 0 for a dead one.
+        """
+        keep = self.edge_weight.new_ones(self.num_nodes, self.check(batch))
+        level = batch.level.to(keep.dtype)
+        return keep.index_put_((batch.perturbed, batch.perturbed_batch), level)
 
     def dead_edges(self, batch: Data) -> Tensor:
         """Returns the flat ids of the dead edges, long [D], in O(D).
@@ -129,11 +134,11 @@ class SharedGraph(nn.Module):
         """
         num_samples = self.check(batch)
         num_relations = len(self.relations)
-        # Segment k * R + r holds the edges of relation r that touch knocked-out node number k.
+        # Segment k * R + r holds the edges of relation r that die with perturbed node number k.
         bounds = self.incidence_ptr.unfold(0, num_relations + 1, num_relations)  # [N, R + 1]
         bounds = bounds.index_select(0, batch.perturbed)
         start = bounds.narrow(1, 0, num_relations).flatten()  # [P * R]
-        length = bounds.diff().flatten()
+        length = (bounds.diff() * (batch.level == 0).unsqueeze(1)).flatten()
         # Dead edge i is entry i - first[s] of its segment s.
         first = length.cumsum(0) - length
         segment = torch.repeat_interleave(length, output_size=batch.num_dead_edges)
@@ -186,7 +191,8 @@ class SharedGraph(nn.Module):
         """Returns the sum over relations r of gate_r * (A_r @ (keep * x)), [N, B, H].
 
         `x` is [N, B, H], `gate` [R, H], `keep` [N, B]; without them, all are ones. Sums of dead
-        nodes, which nothing reads, stay. Products are in the graph's dtype, the result is in x's.
+        nodes, which nothing reads, stay. Products are in the graph's dtype, the result is in that
+        of keep * x.
         """
         if keep is not None:
             x = keep.unsqueeze(-1) * x
@@ -228,7 +234,7 @@ class ReachedStates(NamedTuple):
     """Which S states differ from the intact graph's after one layer, in a block of samples.
 
     They are sorted by sample and node. The matrix [S, C * (R + 1)] sums what the C senders
-    contribute to them: the dead nodes, and the states that differed before the layer. Column
+    contribute to them: the perturbed nodes, and the states that differed before the layer. Column
     c * (R + 1) + r holds the out-edges of sender c by relation r, the last the sender itself.
     """
 
@@ -236,14 +242,18 @@ class ReachedStates(NamedTuple):
     sample: Tensor  # long [S], counted from the block's first sample
     previous: Tensor  # long, where the states of the layer before stand among these
     matrix: tuple[Tensor, ...]  # for `spmm`
+    # [C], times which each sender's change is sent: 1 - level, as a perturbed node's intact state
+    # is taken back; the level, 1 for most, if the state differs.
+    scale: Tensor
 
 
 class ReachBlock(NamedTuple):
     """Some consecutive samples of a batch: what they change in the first `len(layers)` layers."""
 
-    perturbed: Tensor  # and the next two as in a batch
+    perturbed: Tensor  # and the next three as in a batch
     perturbed_batch: Tensor
     perturbed_ptr: Tensor
+    level: Tensor
     layers: Sequence[ReachedStates] = ()
 
     @property
@@ -252,9 +262,9 @@ class ReachBlock(NamedTuple):
 
 
 class ReachPlanner:
-    """Finds the states that knock-outs change, layer by layer, from the topology alone, on the CPU.
+    """Finds the states that samples change, layer by layer, from the topology alone, on the CPU.
 
-    A layer changes the living out-neighbours of the dead nodes and of the nodes that the layer
+    A layer changes the living out-neighbours of the perturbed nodes and of the nodes that the layer
     before has changed. As the `transform` of a `data.KnockoutDataset` it adds `reach` to each
     batch, a list of `ReachBlock`. A block's plan ends before the first layer that is cheaper on all
     nodes.
@@ -284,7 +294,7 @@ class ReachPlanner:
         # Of the states of a block, numbered sample * N + node. Only entries of reached states are
         # written, as most states are not.
         num_states = self.block * self.num_nodes
-        self.is_dead = np.zeros(num_states, dtype=bool)
+        self.level = np.ones(num_states)
         self.last_edge = np.empty(num_states, dtype=np.int32)
         self.row = np.empty(num_states, dtype=np.int32)  # in the plan of a layer
 
@@ -300,26 +310,30 @@ class ReachPlanner:
             ptr = batch.perturbed_ptr[first : first + self.block + 1]
             knockouts = slice(ptr[0], ptr[-1])
             sample = batch.perturbed_batch[knockouts] - first
-            block = ReachBlock(batch.perturbed[knockouts], sample, ptr - ptr[0])
+            block = ReachBlock(
+                batch.perturbed[knockouts], sample, ptr - ptr[0], batch.level[knockouts]
+            )
             blocks.append(block._replace(layers=self._plan_layers(block)))
         return blocks
 
     def _plan_layers(self, block: ReachBlock) -> list[ReachedStates]:
-        dead = (block.perturbed_batch * self.num_nodes + block.perturbed).numpy()
-        self.is_dead[dead] = True
+        perturbed = (block.perturbed_batch * self.num_nodes + block.perturbed).numpy()
+        self.level[perturbed] = block.level
         layers = []
-        reached = dead[:0]
+        reached = perturbed[:0]
         for _ in range(self.num_layers):
-            senders = np.concatenate([dead, reached])
+            senders = np.concatenate([perturbed, reached])
             sender_node = senders % self.num_nodes
             # Column c * (R + 1) + r: the out-edges of sender c by relation r.
-            start = self.ptr[:, sender_node].T.ravel()
-            length = self.ptr[:, sender_node + 1].T.ravel() - start
+            start = self.ptr[:, sender_node].T
+            length = self.ptr[:, sender_node + 1].T - start
             if length.sum() > block.num_samples * self.max_edges:
                 break
+            length[: len(perturbed), -1] = 0  # what a node sends does not change its own state
+            scale = np.concatenate([1 - self.level[perturbed], self.level[reached]])
             first_state = np.repeat(senders - sender_node, len(self.ptr))  # of the same sample
             previous = reached
-            reached, matrix = self._layer(first_state, start, length)
+            reached, matrix = self._layer(first_state, start.ravel(), length.ravel())
             reached_sample, reached_node = np.divmod(reached, self.num_nodes)
             layers.append(
                 ReachedStates(
@@ -327,9 +341,10 @@ class ReachPlanner:
                     torch.from_numpy(reached_sample),
                     torch.from_numpy(self.row[previous]).long(),
                     matrix,
+                    torch.from_numpy(scale),
                 )
             )
-        self.is_dead[dead] = False
+        self.level[perturbed] = 1
         return layers
 
     def _layer(
@@ -343,7 +358,7 @@ class ReachPlanner:
         column = np.repeat(np.arange(len(length), dtype=np.int32), length)
         edge = np.arange(len(column)) + np.repeat(start - (length.cumsum() - length), length)
         target = np.repeat(first_state, length) + self.col[edge]
-        alive = ~self.is_dead[target]
+        alive = self.level[target] > 0
         column = column[alive]
         edge = edge[alive]
         target = target[alive]

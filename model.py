@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
-from mask import ReachBlock, ReachPlanner, SharedGraph, spmm
+from mask import ReachBlock, ReachedStates, ReachPlanner, SharedGraph, spmm
 
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
 
@@ -116,6 +116,7 @@ class KnockoutGNN(nn.Module):
             self.change_readout = NodeReadout(num_nodes, hidden, target_nodes)
         self.register_buffer("y_offset", torch.as_tensor(y_offset).float())
         self.register_buffer("y_std", torch.as_tensor(y_std).float())
+        self.power = 1.0  # of levels
 
     @classmethod
     def from_tables(cls, config: ModelConfig, tables: Any, baseline: Any) -> "KnockoutGNN":
@@ -140,6 +141,7 @@ class KnockoutGNN(nn.Module):
             model.additive.slope.data.copy_(baseline.slope / baseline.std)
             model.additive.effect.data.copy_((baseline.effect / baseline.std).flatten())
             model.additive.imputed.copy_(baseline.imputed / baseline.std)
+            model.power = baseline.power
         return model
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
@@ -155,11 +157,13 @@ class KnockoutGNN(nn.Module):
         x, sent = self.embed(graph, known.select(0, 0), of_nodes)
         x, layers = self.encode(x.unsqueeze(1), sent.unsqueeze(1), messages)
         wild = WildType(layers, self.norm(x), of_nodes, of_rows)
+        # How far each perturbed node is from intact: 1 if deleted, below 0 if activated, [P, 1].
+        dose = (1 - batch.level**self.power).unsqueeze(1)
         prediction = 0.0
         if self.additive is not None:
-            prediction = self.additive(known, batch)
+            prediction = self.additive(known, dose, batch)
         if self.local_readout is not None:
-            prediction = prediction + self.local_readout(wild, batch)
+            prediction = prediction + self.local_readout(wild, dose, batch)
         if self.change_readout is not None:
             changes = self.changes(graph, batch, wild)
             prediction = prediction + self.change_readout(changes, wild, batch)
@@ -226,7 +230,9 @@ class KnockoutGNN(nn.Module):
         if self.config.message_passing in ON_COPIES:
             messages = ExpandedMessages(graph, batch)
             return self.run(self.read_all, wild.layers[0].x, 0, messages, graph.keep(batch), wild)
-        blocks = [ReachBlock(batch.perturbed, batch.perturbed_batch, batch.perturbed_ptr)]
+        blocks = [
+            ReachBlock(batch.perturbed, batch.perturbed_batch, batch.perturbed_ptr, batch.level)
+        ]
         if "reach" in batch:
             blocks = batch.reach
         changes = []
@@ -252,7 +258,8 @@ class KnockoutGNN(nn.Module):
         """Returns the states that the block's knock-outs change, after the layers it plans, [S, H].
 
         p is linear in h, so it is that of the intact graph plus what the changes of h add; the h of
-        a dead node, which sends nothing, changes to zero.
+        a dead node, which sends nothing, changes to zero. Where a perturbed node has another level,
+        the plan scales its changes.
         """
         x = self.y_offset.new_zeros(0, self.config.hidden)
         node = block.perturbed.new_empty(0)
@@ -261,7 +268,7 @@ class KnockoutGNN(nn.Module):
             sent = nn.functional.pad(sent, (0, 0, len(block.perturbed), 0))  # by the dead: zero
             change = sent - self.select(states.h, torch.cat([block.perturbed, node]))
             node = plan.node
-            p = self.select(states.p, node) + layer.propagate_change(change, plan.matrix)
+            p = self.select(states.p, node) + layer.propagate_change(change, plan)
             x = self.select(states.x, node).index_copy_(0, plan.previous, x)
             x = x + nn.functional.gelu(p)
         return x
@@ -279,20 +286,20 @@ class KnockoutGNN(nn.Module):
             last = block.layers[-1]
             x = x.index_put((last.sample, last.node), reached)
         size = block_size(wild.final, len(graph.relations))
-        alive = graph.keep(block)
+        keep = graph.keep(block)
         changes = []
-        for some_x, some_alive in zip(x.split(size), alive.split(size, 1), strict=True):
-            messages = partial(graph.propagate, keep=some_alive)
+        for some_x, some_keep in zip(x.split(size), keep.split(size, 1), strict=True):
+            messages = partial(graph.propagate, keep=some_keep)
             some_x = some_x.transpose(0, 1).contiguous()
-            changes.append(self.run(self.read_all, some_x, depth, messages, some_alive, wild))
+            changes.append(self.run(self.read_all, some_x, depth, messages, some_keep, wild))
         return changes
 
     def read_all(
-        self, x: Tensor, depth: int, messages: Messages, alive: Tensor, wild: WildType
+        self, x: Tensor, depth: int, messages: Messages, keep: Tensor, wild: WildType
     ) -> Tensor:
         """Returns what the readout keeps, [B, width], given all states before a layer."""
         x, _ = self.encode(x, wild.layers[0].h, messages, depth)
-        return self.change_readout.of_all(self.norm(x) - wild.final, wild, alive)
+        return self.change_readout.of_all(self.norm(x) - wild.final, wild, keep > 0)
 
     def select(self, states: Tensor, node: Tensor) -> Tensor:
         """Returns states[node], [S, H], of states [N, 1, H].
@@ -353,27 +360,26 @@ class KnockoutConv(nn.Module):
         """
         return self.root(own) + self.out(messages(h, self.SCALE * self.gate))
 
-    def propagate_change(self, change: Tensor, matrix: tuple[Tensor, ...]) -> Tensor:
-        """Maps changes of h [C, H] to those of `forward` where they reach [S, H].
-
-        `matrix` is that of `mask.ReachedStates`.
-        """
-        by_relation = self.out(change.unsqueeze(1) * (self.SCALE * self.gate))  # [C, R, H]
+    def propagate_change(self, change: Tensor, plan: ReachedStates) -> Tensor:
+        """Maps changes of h [C, H] to those of `forward` where they reach [S, H]."""
+        sent = plan.scale.to(change).unsqueeze(1) * change
+        by_relation = self.out(sent.unsqueeze(1) * (self.SCALE * self.gate))  # [C, R, H]
         by_root = nn.functional.linear(change, self.root.weight).unsqueeze(1)
-        return spmm(*matrix, torch.cat([by_relation, by_root], dim=1).flatten(0, 1))
+        return spmm(*plan.matrix, torch.cat([by_relation, by_root], dim=1).flatten(0, 1))
 
 
 class ExpandedMessages:
     """Sums as `SharedGraph.propagate` does over B block-diagonal copies of the graph.
 
-    A dead edge is a loop at a spare node, number B * N: to leave it out, the host would wait for
-    the GPU. This is the reference for the shared route, and the one for layers that need per-edge
-    values.
+    A node sends its state times its level. A dead edge is a loop at a spare node, number B * N: to
+    leave it out, the host would wait for the GPU. This is the reference for the shared route, and
+    the one for layers that need per-edge values.
     """
 
     def __init__(self, graph: SharedGraph, batch: Data):
         self.num_samples = graph.check(batch)
         self.num_nodes = graph.num_nodes
+        self.keep = graph.keep(batch).unsqueeze(-1)
         weights = graph.by_relation(graph.edge_weight)
         self.weights = [weight.repeat(self.num_samples) for weight in weights]
         copied, alive = graph.expand(batch), graph.edge_masks(batch)
@@ -390,11 +396,11 @@ class ExpandedMessages:
         return self.by_node(sums)
 
     def copy(self, x: Tensor) -> Tensor:
-        """Maps states [N, B, H], or [N, 1, H] alike in all samples, to the copies' [B * N + 1, H].
+        """Maps states [N, B, H], or [N, 1, H] alike in all samples, to what nodes send of them.
 
-        They are sample-major, and the last is that of the spare node.
+        That is [B * N + 1, H], sample-major, and the last is that of the spare node.
         """
-        copies = x.expand(-1, self.num_samples, -1).transpose(0, 1).flatten(0, 1)
+        copies = (self.keep * x).transpose(0, 1).flatten(0, 1)
         return nn.functional.pad(copies, (0, 0, 0, 1))
 
     def by_node(self, states: Tensor) -> Tensor:
@@ -407,7 +413,9 @@ def intact_batch(device: torch.device) -> Data:
     """Returns a batch of one sample without knock-outs."""
     none = torch.empty(0, dtype=torch.long, device=device)
     ptr = none.new_zeros(2)
-    return Data(perturbed=none, perturbed_batch=none, perturbed_ptr=ptr, num_dead_edges=0)
+    return Data(
+        perturbed=none, perturbed_batch=none, perturbed_ptr=ptr, level=none, num_dead_edges=0
+    )
 
 
 class AdditiveReadout(nn.Module):
@@ -424,13 +432,13 @@ class AdditiveReadout(nn.Module):
         # What stands for the effects of hidden nodes.
         self.register_buffer("imputed", torch.zeros(num_nodes, num_targets), persistent=False)
 
-    def forward(self, known: Tensor, batch: Data) -> Tensor:
+    def forward(self, known: Tensor, dose: Tensor, batch: Data) -> Tensor:
         """Returns [B, T], given which nodes' effects are known and which slopes, bool [2, N]."""
         node = batch.perturbed
         is_known, has_slope = known.index_select(1, node).unsqueeze(2)
         effect = self.effect.view(self.imputed.shape).index_select(0, node)
         effect = effect.where(is_known, self.imputed.index_select(0, node))
-        return sum_by_sample(effect + self.slope * has_slope, batch)
+        return sum_by_sample(dose * (effect + self.slope * has_slope), batch)
 
 
 class LocalReadout(nn.Module):
@@ -448,11 +456,11 @@ class LocalReadout(nn.Module):
         self.head = readout_head(4 * hidden, hidden, num_targets)
         nn.init.zeros_(self.pair.weight)
 
-    def forward(self, wild: WildType, batch: Data) -> Tensor:
+    def forward(self, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
         """Returns what the wild-type states say, [B, T]."""
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
         factors = wild.of_nodes.index_select(0, batch.perturbed)
-        state = self.embed(states * factors)  # [P, 2H]
+        state = dose * self.embed(states * factors)  # [P, 2H]
         nodes = sum_by_sample(state, batch)
         squares = sum_by_sample(state.square(), batch)
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
@@ -524,14 +532,15 @@ class NodeReadout(nn.Module):
         return none.index_put((last.sample, last.node), self.effect(change, before))
 
     def of_all(self, change: Tensor, wild: WildType, alive: Tensor) -> Tensor:
-        """Returns the effects [B, N], given all changes [N, B, H]; dead nodes have any."""
-        return self.effect(change * wild.of_nodes.unsqueeze(1), wild.final).T
+        """Returns the effects [B, N], given all changes [N, B, H]; those on dead nodes are 0."""
+        return (self.effect(change * wild.of_nodes.unsqueeze(1), wild.final) * alive).T
 
     def forward(self, effects: Tensor, wild: WildType, batch: Data) -> Tensor:
         """Returns the effects on the targets, [B, T], of those on all nodes, [B, N]."""
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
         dead = self.dead(states).squeeze(1).to(effects.dtype)
-        effects = effects.index_put((batch.perturbed_batch, batch.perturbed), dead)
+        own = (1 - batch.level) * dead
+        effects = effects.index_put((batch.perturbed_batch, batch.perturbed), own, accumulate=True)
         return effects.index_select(1, self.target_nodes)
 
 

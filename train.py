@@ -1055,8 +1055,8 @@ def result_lines(tables: Tables, prediction: Tensor, baseline: Tensor) -> Iterat
     yield "\t".join(header) + "\n"
 
     rows = tables.rows("test")
-    nodes = tables.perturbed[tables.is_in("test")[tables.sample()]]
-    names = (tables.genes[node] for node in nodes.tolist())
+    chosen = tables.is_in("test")[tables.sample()]
+    names = map(tables.name, tables.perturbed[chosen].tolist(), tables.level[chosen].tolist())
     counts = tables.perturbed_ptr.diff()[rows].tolist()
     sets = (",".join(islice(names, count)) for count in counts)
     unseen = tables.unseen()[rows].unsqueeze(1)
@@ -1246,7 +1246,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--config", metavar="FILE", help="default: config.yaml beside train.py, or the checkpoint's"
     )
     parser.add_argument(
-        "--predict", metavar="TABLE", help="a table of knock-out sets, all-singles or all-pairs"
+        "--predict", metavar="TABLE", help="a table, or all-singles or all-pairs[=0.3]"
     )
     parser.add_argument(
         "--checkpoint", metavar="FILE", nargs="+", default=[], help="trained models, for --predict"

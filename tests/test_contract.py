@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data import KnockoutDataset, StepSampler, additive_baseline, load, make_loader, with_example
+from data import DataError, KnockoutDataset, StepSampler, additive_baseline, load, make_loader, with_example
 from mask import SharedGraph
 from tests.conftest import fork_ranks, join, launch_forked
 from tests.tools import parity
-from tests.tools.runs import pack_sets
+from tests.tools.runs import pack_levels, pack_sets
 from tests.tools.syncs import CountSynchronisations
 from train import build_model, criterion, load_config, make_dataset, parse_arguments
 
@@ -68,7 +68,7 @@ def batch_of(graph, tables, sets):
     """Batches of some of `sets`, each with whatever else the tables say of its row."""
     perturbed, ptr = pack_sets(sets)
     y = torch.zeros(len(sets), *tables.y.shape[1:])
-    samples = dataclasses.replace(tables, perturbed=perturbed, perturbed_ptr=ptr, y=y, weight=None)
+    samples = dataclasses.replace(tables, perturbed=perturbed, perturbed_ptr=ptr, level=None, y=y, weight=None)
 
     def build(some_sets, transform=None):
         dataset = KnockoutDataset(samples, graph.degree, transform)
@@ -143,6 +143,41 @@ def test_a_prediction_does_not_depend_on_its_batch_or_on_the_order_of_its_nodes(
     batch = batch_of(sets[:1])
     batch.perturbed = batch.perturbed.flip(0)
     torch.testing.assert_close(model(graph, batch), alone[:1], rtol=1e-9, atol=1e-9)
+
+
+def test_a_level_of_1_is_intact_and_others_are_heeded_alike_on_every_route(
+    config, tables, baseline, graph, model, sets
+):
+    """Or the dataset refuses them, as a copy whose nodes die by rules does."""
+    graph, model = copy.deepcopy(graph).double(), model.double()
+    node = max(sets, key=len)[0]
+    sets = [
+        {node: 1.0},
+        {},
+        {node: 0.0},
+        {node: 0.3},
+        {node: 3.0},
+        dict(zip(max(sets, key=len), (2.0, 0.0, 0.5), strict=False)),
+    ]
+    packed = pack_levels(sets)
+    y = torch.zeros(len(sets), *tables.y.shape[1:])
+    samples = dataclasses.replace(tables, **packed, y=y, weight=None)
+    try:
+        batch = KnockoutDataset(samples, graph.degree).__getitems__(range(len(sets)))
+    except DataError as error:
+        pytest.skip(str(error))
+    predictions = model(graph, batch)
+    torch.testing.assert_close(predictions[0], predictions[1], rtol=1e-9, atol=1e-9)
+    different = torch.cdist(predictions[1:5], predictions[1:5]) > 1e-9
+    assert different.sum() == 4 * 3, predictions
+    transform = make_dataset(config, tables, graph)[0].transform
+    planned = KnockoutDataset(samples, graph.degree, transform).__getitems__(range(len(sets)))
+    torch.testing.assert_close(model(graph, planned), predictions, rtol=1e-9, atol=1e-9)
+    if config.model.message_passing in ("auto", "shared", "reach"):
+        changed = dataclasses.replace(config.model, message_passing="expanded")
+        other = build_model(dataclasses.replace(config, model=changed), tables, baseline).double().eval()
+        other.load_state_dict(model.state_dict())
+        torch.testing.assert_close(other(graph, batch), predictions, rtol=1e-9, atol=1e-9)
 
 
 def test_every_parameter_gets_a_finite_gradient(config, model, graph, batch_of, sets):

@@ -218,7 +218,7 @@ def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
     columns = read_knockouts(str(path), number := Numbers())
     assert columns["targets"] == ["score"] and columns["left_out"] == [] and not {"split", "weight"} & columns.keys()
     row, node, y = columns["row"], columns["node"], columns["y"]
-    perturbed, ptr = pack(row, node, len(y))
+    perturbed, ptr, _ = pack(row, node, columns["level"], len(y)).values()
     rows = [line.split("\t") for line in lines if line]
     expected = [sorted({number[gene.strip()] for gene in genes.split(",") if gene.strip()}) for genes, _ in rows]
     assert y.tolist() == [[float(score)] for _, score in rows]
@@ -552,6 +552,7 @@ def test_additive_baseline_is_the_ridge_solution(sizes, monkeypatch):
     tables = mixed_tables()
     if sizes == "pairs":
         tables.perturbed_ptr = torch.arange(0, 801, 2)
+        tables.level = torch.zeros(800)
         tables.perturbed = torch.randint(26, (800,), generator=torch.Generator().manual_seed(1))
         tables.perturbed[1::2] = (tables.perturbed[::2] + 1 + torch.arange(400) % 20) % 26
     design = dense_design(tables)
@@ -591,7 +592,8 @@ def test_the_baseline_of_a_target_is_the_same_alone_and_beside_others(loss):
         tables.y = (tables.y > tables.y.nanmedian(dim=0).values).double().where(~tables.y.isnan(), math.nan)
     together = additive_baseline(tables, loss)
     alone = [additive_baseline(replace(tables, y=y), loss) for y in tables.y.split(1, dim=1)]
-    for field, expected in zip(together, map(torch.cat, zip(*alone, strict=True), [-1] * 7), strict=True):
+    tensors = zip(*(baseline[:-1] for baseline in alone), strict=True)
+    for field, expected in zip(together[:-1], map(torch.cat, tensors, [-1] * 7), strict=True):
         torch.testing.assert_close(field, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -759,6 +761,7 @@ def test_the_fingerprint_depends_on_every_field():
     tables.split, tables.weight = random_split(tables, DataConfig()), torch.arange(float(len(tables.y)))
     tables.features, tables.edge_weight = torch.arange(400.0).view(-1, 1), torch.arange(8000.0)
     tables.edge_attr = torch.arange(16000.0).view(-1, 2)
+    tables.level = torch.arange(float(len(tables.perturbed)))
     for name, value in vars(tables).items():
         if name == "left_out":  # of which nothing depends
             continue

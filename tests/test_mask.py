@@ -32,7 +32,7 @@ def graph() -> HeteroData:
     return graph
 
 
-def make_batch(shared: SharedGraph, sets: list[list[int]]) -> Data:
+def make_batch(shared: SharedGraph, sets: list) -> Data:
     dataset = KnockoutDataset(tables_of(sets, torch.zeros(len(sets))), shared.degree)
     return dataset.__getitems__(list(range(len(sets))))
 
@@ -52,11 +52,12 @@ def loop_masks(graph: HeteroData, sets: list[list[int]]) -> dict:
     }
 
 
-def test_keep_is_false_only_for_knocked_out_nodes(graph):
+def test_keep_is_0_only_for_knocked_out_nodes(graph):
     shared = SharedGraph(graph)
     keep = shared.keep(make_batch(shared, SETS))
-    expected = torch.tensor([[node not in dead for dead in SETS] for node in range(NUM_NODES)])
+    expected = torch.tensor([[float(node not in dead) for dead in SETS] for node in range(NUM_NODES)])
     assert torch.equal(keep, expected)
+    assert shared.double().keep(make_batch(shared, SETS)).dtype == torch.float64
 
 
 def test_edge_masks_equal_a_loop(graph):
@@ -114,6 +115,56 @@ def test_dead_edges_index_the_concatenated_masks(graph):
     dead = shared.dead_edges(make_batch(shared, SETS))
     expected = (~torch.cat(list(loop_masks(graph, SETS).values()))).nonzero().flatten()
     assert torch.equal(dead.unique(), expected)
+
+
+LEVELS = [{0: 0.3, 3: 0.0}, {}, {5: 3.0}, {8: 0.0}, {2: 1.0, 0: 0.0, 7: 2.5, 1: 0.0}]
+DEAD = [[node for node, level in nodes.items() if level == 0] for nodes in LEVELS]
+
+
+def test_a_node_at_a_level_is_alive_and_keeps_its_edges(graph):
+    shared = SharedGraph(graph)
+    batch = make_batch(shared, LEVELS)
+    expected = torch.tensor([[nodes.get(node, 1.0) for nodes in LEVELS] for node in range(NUM_NODES)])
+    assert torch.equal(shared.keep(batch), expected)
+    masks, expected = shared.edge_masks(batch), loop_masks(graph, DEAD)
+    assert all(torch.equal(masks[relation], expected[relation]) for relation in graph.edge_types)
+    dead = (~torch.cat(list(expected.values()))).nonzero().flatten()
+    assert torch.equal(shared.dead_edges(batch).unique(), dead) and batch.num_dead_edges == len(
+        shared.dead_edges(batch)
+    )
+    everything, same = shared.expand(batch), shared.expand(make_batch(shared, DEAD))
+    assert all(torch.equal(everything[relation], same[relation]) for relation in graph.edge_types)
+
+
+def test_a_node_sends_its_state_times_its_level(graph):
+    shared = SharedGraph(graph).double()
+    batch = make_batch(shared, LEVELS)
+    x = torch.randn(NUM_NODES, len(LEVELS), 4, dtype=torch.float64)
+    level = torch.ones(NUM_NODES, len(LEVELS), dtype=torch.float64)
+    for sample, nodes in enumerate(LEVELS):
+        for node, value in nodes.items():
+            level[node, sample] = value
+    expected = torch.einsum("rts,sb,sbh->tbh", matrices(graph), level, x)
+    torch.testing.assert_close(shared.propagate(x, keep=shared.keep(batch)), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_nodes_at_a_level_reach_what_deleted_ones_do_and_live(graph):
+    shared = SharedGraph(graph)
+    planner = ReachPlanner(shared, 3)
+    planner.max_edges = math.inf
+    edges = [edge for relation in graph.edge_types for edge in graph[relation].edge_index.T.tolist()]
+    for _ in range(2):  # the planner forgets the levels of a batch
+        (block,) = planner(make_batch(shared, LEVELS)).reach
+        reached: list[set] = [set() for _ in LEVELS]
+        for plan in block.layers:
+            for nodes, dead, changed in zip(LEVELS, DEAD, reached, strict=True):
+                senders = changed | set(nodes)
+                changed |= {target for source, target in edges if source in senders and target not in dead}
+            found: list[set] = [set() for _ in LEVELS]
+            for node, sample in zip(plan.node.tolist(), plan.sample.tolist(), strict=True):
+                found[sample].add(node)
+            assert found == reached
+        planner(make_batch(shared, [{}]))
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -432,7 +432,7 @@ def test_an_effect_on_a_node_comes_from_the_change_of_its_own_state(shared):
     shared = shared.double()
     sets = [[], [10], [0], [5, 8]]
     batch = make_batch(shared, sets)
-    additive = model.y_offset + model.y_std * model.additive(torch.ones(2, NUM_NODES).bool(), batch)
+    additive = model.y_offset + model.y_std * model.additive(torch.ones(2, NUM_NODES).bool(), torch.ones(4, 1), batch)
     effects = model(shared, batch) - additive
     source, target = shared.edge_index
     for sample, nodes in enumerate(sets):
@@ -454,9 +454,9 @@ def test_predictions_are_in_units_of_y_and_checkpoints_hold_the_scale(shared):
     torch.testing.assert_close(model(shared, make_batch(shared, SETS)), torch.full((len(SETS), 1), 0.3))
 
 
-def test_a_step_launches_at_most_373_kernels():
+def test_a_step_launches_at_most_385_kernels():
     kernels = count_kernels(tiny_step(torch.device("cpu")))
-    assert 200 < kernels.total() <= 373, kernels
+    assert 200 < kernels.total() <= 385, kernels
     assert (
         kernels["spmm"] == 12
     )  # one each way for 5 layers on all nodes, whatever the number of relations, and a reached one

@@ -106,8 +106,8 @@ def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(t
         own = [nodes for nodes, is_present in zip(sets, present.tolist(), strict=True) if is_present]
         perturbed, pointer = pack_sets(own)
         alone = replace(
-            tables, perturbed=perturbed, perturbed_ptr=pointer, y=tables.y[present, t], split=tables.split[present],
-            weight=None, targets=[name],
+            tables, perturbed=perturbed, perturbed_ptr=pointer, level=None, y=tables.y[present, t],
+            split=tables.split[present], weight=None, targets=[name],
         )  # fmt: skip
         own_baseline = additive_baseline(alone)
         expected = own_baseline.prediction

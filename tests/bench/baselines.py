@@ -101,10 +101,15 @@ class Problem(KnockedOut):
         self.residual = self.y - self.additive
         self.effect = baseline.effect[self.nodes, 0].double()  # [K], beyond what every node has
         pairs = [torch.empty(3, 0, dtype=torch.long)]
+        doses = [torch.empty(0, dtype=torch.float32)]
+        dose = 1 - tables.level**baseline.power
+        self.dose = dose  # [total]
         for k in range(1, int(tables.perturbed_ptr.diff().max())):  # k positions apart in a row
             i, j, row = self.member[:-k], self.member[k:], self.row[:-k]
             pairs += [torch.stack([i, j, row])[:, row == self.row[k:]]]
+            doses += [(dose[:-k] * dose[k:])[row == self.row[k:]]]
         self.pairs = torch.cat([*pairs, *(part[[1, 0, 2]] for part in pairs)], dim=1)  # [3, q]: i, j, row
+        self.pair_dose = torch.cat(doses * 2)  # [q]: 1 for two deleted nodes
         self.train_pairs = self.pairs[:, self.train[self.pairs[2]]]
 
     def add(self, row: Tensor, values: Tensor) -> Tensor:
@@ -137,7 +142,8 @@ def additive(problem: Problem) -> Tensor:
 
 def recurring_pairs(problem: Problem) -> Tensor:
     """The additive ridge with an effect also for each pair of nodes that several training rows have in common."""
-    tables, (i, j, row) = problem.tables, problem.pairs[:, problem.pairs[0] < problem.pairs[1]]
+    tables, once = problem.tables, problem.pairs[0] < problem.pairs[1]
+    i, j, row = problem.pairs[:, once]
     pair = i * len(problem.nodes) + j
     found, count = pair[problem.train[row]].unique(return_counts=True)
     recurring = found[count > 1]
@@ -145,10 +151,11 @@ def recurring_pairs(problem: Problem) -> Tensor:
     number = len(tables.genes) + torch.searchsorted(recurring, pair[known])  # pairs are numbered after the nodes
     rows, order = torch.cat([problem.row, row[known]]).sort(stable=True)
     perturbed = torch.cat([tables.perturbed, number])[order]
+    level = 1 - torch.cat([problem.dose, problem.pair_dose[once][known]])[order]
     pointer = torch.bincount(rows + 1, minlength=problem.num_rows + 1).cumsum(0)
     genes = [*tables.genes, *map(str, recurring.tolist())]
-    with_pairs = replace(tables, genes=genes, perturbed=perturbed, perturbed_ptr=pointer)
-    return data.additive_baseline(with_pairs).prediction.squeeze(1)
+    with_pairs = replace(tables, genes=genes, perturbed=perturbed, perturbed_ptr=pointer, level=level)
+    return data.fit_baseline(with_pairs, "squared")[-1].squeeze(1)  # with the doses as they are
 
 
 def low_rank(problem: Problem) -> Tensor:
@@ -260,6 +267,40 @@ def low_rank_neighbours(problem: Problem) -> Tensor:
     return problem.best(predict(u, v, *weight) for u, v in factorisations(problem) for weight in weights)
 
 
+def one_curve(problem: Problem) -> Tensor:
+    """The additive ridge whose effects count 1 - level times; what we start from counts 1 - level^p times."""
+    fields = data.fit_baseline(problem.tables, "squared", data.PENALTIES)
+    return fields[-1].squeeze(1)
+
+
+def curve_of_each(problem: Problem) -> Tensor:
+    """The same, with a second effect of each node, which counts the square of 1 - level."""
+    tables = problem.tables
+    dose = 1 - tables.level.double()
+    level = torch.stack([tables.level.double(), 1 - dose.square()], dim=1).flatten()
+    perturbed = torch.stack([tables.perturbed, tables.perturbed + len(tables.genes)], dim=1).flatten()
+    genes = [*tables.genes, *(f"{gene} squared" for gene in tables.genes)]
+    doubled = replace(tables, genes=genes, features=None, perturbed=perturbed, level=level)
+    doubled.perturbed_ptr = 2 * tables.perturbed_ptr
+    return data.fit_baseline(doubled, "squared", data.PENALTIES)[-1].squeeze(1)
+
+
+def effect_of_each_level(problem: Problem) -> Tensor:
+    """The ridge of one effect per node and level, of those that no training row has 0."""
+    tables = problem.tables
+    pairs = torch.stack([tables.perturbed.double(), tables.level.double()], dim=1)
+    _, number = pairs.unique(dim=0, return_inverse=True)
+    genes = [str(k) for k in range(int(number.max()) + 1)]
+    edges = {"edge_index": torch.tensor([[0], [1]]), "edge_type": torch.tensor([0]), "edge_weight": None}
+    apart = replace(tables, genes=genes, perturbed=number, level=None, features=None, edge_attr=None, **edges)
+    return ridge(Problem(apart))
+
+
+LEVELS: dict[str, Callable[[Problem], Tensor]] = {  # beside `BASELINES`, if nodes have levels
+    "ridge, 1 - level": one_curve,
+    "ridge, 1 - level and its square": curve_of_each,
+    "ridge of nodes and levels": effect_of_each_level,
+}
 BASELINES: dict[str, Callable[[Problem], Tensor]] = {
     "mean": mean,
     "additive ridge": ridge,

@@ -10,6 +10,7 @@ trained of each, with run.seed 0 to 4, and their mean prediction is a contestant
 validation rows, and so is the best baseline of each kind of split, to which the others are compared by a paired
 bootstrap over the test rows. Pearson's r is over the rows, as the mean over the scores; of profiles, the same over the
 scores of each row stands beside it. Splits by nodes hold out a fifth of the nodes unless data.test_fraction is given.
+A split `levels:0`, of `--preset dose`, tests rows in which a node has one of `HELD_BACK`, which no training row has.
 With `--preset`, the tables are those of `tests.bench.synthetic`, and their scores without noise are a contestant, the
 noise ceiling, which no model can beat.
 After an interruption, the same command resumes the study: runs in `--dir` are kept as long as their options, their data
@@ -39,7 +40,7 @@ from data import DataError
 from ddp_setup import Distributed, UserError, setup
 from mask import SharedGraph
 from tests.bench import report
-from tests.bench.baselines import BASELINES, Problem
+from tests.bench.baselines import BASELINES, LEVELS, Problem
 from tests.bench.profiles import RIVALS, Profiles, are_profiles
 from tests.bench.synthetic import PRESETS, generate, write
 from tests.tools.analysis import (
@@ -56,6 +57,7 @@ MODULES = ("data.py", "ddp_setup.py", "mask.py", "model.py", "train.py")
 MODELS = ("local", "global", "both", "permuted", "random")  # of tables with one score
 PROFILE_MODELS = ("nodes", "permuted", "random")
 CEILING = "noise ceiling"
+HELD_BACK = (0.25, 3.0)  # levels
 SPLITS = [f"{kind}:{seed}" for kind in ("random", "nodes") for seed in range(3)]
 
 
@@ -94,8 +96,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path("runs/quality"), help="of the runs (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the tables to this file")
     options = parser.parse_args([argument for argument in arguments if argument not in overrides])
-    if wrong := [split for split in options.splits if not re.fullmatch(r"(random|nodes):\d+", split)]:
-        parser.error(f"--splits: {wrong[0]!r} is not random:SEED or nodes:FOLD")
+    if wrong := [split for split in options.splits if not re.fullmatch(r"(random|nodes|levels):\d+", split)]:
+        parser.error(f"--splits: {wrong[0]!r} is not random:SEED, nodes:FOLD or levels:SEED")
     options.overrides, options.signal = overrides, None
     if options.preset:
         tables, options.signal = generate(PRESETS[options.preset])
@@ -111,12 +113,17 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
     """Returns {contestant: figures and test predictions} on one split; prints a line for each contestant."""
     kind, _, seed = split.partition(":")
     overrides = ["data.test_fraction=0.2"] * (kind == "nodes") + options.overrides
+    if kind == "levels":
+        overrides += hold_levels_back(load_config(options.config, overrides), options.dir, int(seed))
+        kind = "random"
     overrides += [f"data.split={kind}", f"data.split_seed={seed}"]
     tables = data.load(load_config(options.config, overrides).data)
     is_profile = are_profiles(tables)
     if tables.y.size(1) > 1 and not is_profile:
         raise UserError("tests.bench.quality takes one score, or scores that are named after nodes of the graph")
     rivals = RIVALS if is_profile else BASELINES
+    if not is_profile and tables.level.any():
+        rivals = rivals | LEVELS
     problem = Profiles(tables) if is_profile else Problem(tables)
     models = options.models
     if models is None:
@@ -281,6 +288,20 @@ def ours(name: str, overrides: list[str], options: argparse.Namespace, env: Dist
     prediction[rows] = train.predict_rows(model.to(env.device), graph, dataset, rows, config, env)
     sessions = [(a["time"], b["time"]) for a, b in pairwise(events) if b["event"] in ("stopped", "finished")]
     return prediction, sum(end - start for start, end in sessions)  # of killed sessions the end is not known
+
+
+def hold_levels_back(config: train.Config, folder: Path, seed: int) -> list[str]:
+    """Writes tables with a split column by levels, a tenth of the other rows for validation; returns the options."""
+    tables = data.load(config.data)
+    count = torch.zeros(len(tables.y)).index_add(
+        0, tables.sample(), torch.isin(tables.level, torch.tensor(HELD_BACK)).float()
+    )
+    others = (count == 0).nonzero().flatten()
+    order = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed))
+    tables.split = torch.full_like(tables.split, data.SPLITS.index("test"))
+    tables.split[others] = data.SPLITS.index("train")
+    tables.split[others[order[: len(others) // 10]]] = data.SPLITS.index("val")
+    return write(tables, folder / f"levels-{seed}")
 
 
 def finished_run(folder: Path) -> list[dict]:

@@ -1,19 +1,21 @@
 """Tables drawn at random, whose scores depend on the graph in a known way: `tests/example`, and larger ones.
 
-    python -m tests.bench.synthetic small|yeast|network|expression FOLDER
+    python -m tests.bench.synthetic small|yeast|network|expression|dose FOLDER
 
 writes `edges.tsv` and `scores.tsv` into FOLDER and prints the options of train.py that name them. The graph has hubs
 and modules, and a sample knocks out a few nodes that are often related. A score of `small`, which is tests/example, or
 of `yeast`, whose graph has the size of the real one, is a sum of effects of single nodes, of pairs within a module, and
 of short paths between the nodes. A score of `network` is what is lost when failures spread along edges. A sample of
-`expression` has a score for each node, its profile: what the knock-outs do to the nodes within two edges. Noise is
-added to all of them.
+`expression` has a score for each node, its profile: what the knock-outs do to the nodes within two edges. In `dose`, a
+perturbed node has one of five levels, from deleted to threefold, and a score is a sum of responses that saturate. Noise
+is added to all of them.
 """
 
 import argparse
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 from torch_geometric.utils import cumsum, to_undirected
 
-from data import Tables, pack
+from data import SPLITS, Tables, pack
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Preset:
     deletions: tuple[int, int]  # the smallest and largest number of knock-outs in a sample
     rounds: int = 0  # of failures that spread along edges and make the scores: `failure_losses`
     num_doubles: int | None = None  # samples of two nodes, each knocked out alone in another; y are then profiles
+    levels: tuple[float, ...] = ()  # of the perturbed nodes, of which the scores are `dose_responses`; (): deleted
 
 
 PRESETS = {
@@ -78,6 +81,15 @@ PRESETS = {
         deletions=(1, 2),
         num_doubles=100,
     ),
+    "dose": Preset(
+        num_nodes=400,
+        num_edges={"physical": 1600, "regulatory": 800},
+        num_modules=16,
+        num_samples=8000,
+        deletions=(1, 3),
+        rounds=2,
+        levels=(0.0, 0.25, 0.5, 2.0, 3.0),
+    ),
 }
 REGULATION = {"activates": -1.0, "represses": 0.8, "binds": -0.2}  # what the loss of its source does to a target
 
@@ -85,8 +97,8 @@ REGULATION = {"activates": -1.0, "represses": 0.8, "binds": -0.2}  # what the lo
 def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
     """Returns tables without a split, and their scores without noise, float64 [n], or [n, N] if they are profiles.
 
-    With `preset.num_doubles`, they are those of `expression_tables`. With `preset.rounds`, a score is the sample's
-    `failure_losses` and noise, else its `interaction_scores` and noise.
+    With `preset.num_doubles`, they are those of `expression_tables`. With `preset.levels`, a score is the sample's
+    `dose_responses` and noise, with `preset.rounds` alone its `failure_losses`, else its `interaction_scores`.
     """
     draw = Draw(preset, seed)
     if preset.num_doubles is not None:
@@ -96,7 +108,12 @@ def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
     physical = to_undirected(edge_indices["physical"], num_nodes=n)  # sorted by source
     perturbed, perturbed_ptr = draw.knockouts(preset, physical)
     edges = list(edge_indices.values())
-    if preset.rounds:
+    level = torch.zeros(len(perturbed))
+    if preset.levels:
+        noise = 0.2
+        level = torch.tensor(preset.levels)[draw.integers(len(preset.levels), (len(perturbed),))]
+        signal = dose_responses(draw, edges, perturbed, perturbed_ptr, level, preset.rounds)
+    elif preset.rounds:
         noise = 0.2
         signal = failure_losses(edges, n, perturbed, perturbed_ptr, preset.rounds)
     else:
@@ -109,6 +126,7 @@ def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
         edge_type=torch.arange(len(edges)).repeat_interleave(torch.tensor([e.size(1) for e in edges])),
         perturbed=perturbed,
         perturbed_ptr=perturbed_ptr,
+        level=level,
         y=signal + noise * signal.std() * draw.normal(num_samples),
     )
     return tables, signal
@@ -139,15 +157,16 @@ def write(tables: Tables, folder: Path) -> list[str]:
         for relation, source, target in torch.cat([tables.edge_type.unsqueeze(0), tables.edge_index]).T.tolist():
             names = (tables.genes[source], tables.genes[target], tables.relations[relation])
             file.write("\t".join(names) + "\n")
-    sets = tables.perturbed.split(tables.perturbed_ptr.diff().tolist())
+    names = map(tables.name, tables.perturbed.tolist(), tables.level.tolist())
     number = "\t%.11g" if len(tables.targets) == 1 else "\t%.3f"
     template = number * len(tables.targets)
     with (folder / "scores.tsv").open("w") as file:
-        file.write("\t".join(["genes", *tables.targets]) + "\n")
-        for nodes, scores in zip(sets, tables.y, strict=True):
-            genes = ",".join(tables.genes[node] for node in nodes.tolist())
-            cells = template % tuple(scores.tolist())
-            file.write(genes + cells.replace("\tnan", "\tNA") + "\n")
+        split = [] if tables.split is None else [f"\t{SPLITS[number]}" for number in tables.split.tolist()]
+        file.write("\t".join(["genes", *tables.targets, *["split"] * bool(split)]) + "\n")
+        for row, count in enumerate(tables.perturbed_ptr.diff().tolist()):
+            cells = template % tuple(tables.y[row].tolist())
+            genes = ",".join(islice(names, count))
+            file.write(genes + cells.replace("\tnan", "\tNA") + "".join(split[row : row + 1]) + "\n")
     return [f"data.edges={folder}/edges.tsv", f"data.perturbations={folder}/scores.tsv"]
 
 
@@ -218,7 +237,8 @@ class Draw:
         low, high = preset.deletions
         count = low + self.integers(high + 1 - low, (num_samples,))
         row, column = (torch.arange(high) < count.unsqueeze(1)).nonzero().T
-        return pack(row, torch.stack(columns)[column, row], num_samples)
+        packed = pack(row, torch.stack(columns)[column, row], torch.zeros(len(row)), num_samples)
+        return packed["perturbed"], packed["perturbed_ptr"]
 
 
 def interaction_scores(
@@ -276,6 +296,32 @@ def failure_losses(edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor
     return (alive * (activity[:, -1:] - activity)).sum(0)[:-1]
 
 
+def dose_responses(
+    draw: Draw, edge_indices: list[Tensor], perturbed: Tensor, ptr: Tensor, level: Tensor, rounds: int
+) -> Tensor:
+    """Returns a weighted sum of how the activities of the nodes with a level above 0 differ from 1, float64 [n].
+
+    A node sends its activity times its level to the targets of its edges, more by the first relation and by some nodes
+    than by others. In each round, a target's activity becomes 1.5 x / (x + 0.5) of the weighted mean x of what it gets,
+    as enzymes saturate: it falls to 0 without input, and rises to 1.29 at three times the input.
+    """
+    n = draw.num_nodes
+    source, target = torch.cat(edge_indices, dim=1)
+    share = torch.cat([torch.full((edges.size(1),), 0.5**r).double() for r, edges in enumerate(edge_indices)])
+    share = share * (draw.normal(n) / 2).exp()[source]
+    share = share / share.new_zeros(n).index_add(0, target, share)[target]
+    matrix = torch.sparse_coo_tensor(torch.stack([target, source]), share, (n, n), check_invariants=False)
+    is_fed = torch.bincount(target, minlength=n).unsqueeze(1) > 0
+    weight = draw.normal(len(draw.module.unique()))[draw.module] + 0.5 * draw.normal(n)
+    sent = share.new_ones(n, len(ptr) - 1)
+    sent[perturbed, torch.repeat_interleave(ptr.diff())] = level.double()
+    activity = torch.ones_like(sent)
+    for _ in range(rounds):
+        given = torch.sparse.mm(matrix, activity * sent)
+        activity = (1.5 * given / (given + 0.5)).where(is_fed, 1.0)
+    return weight @ ((activity - 1) * (sent > 0))
+
+
 def expression_tables(draw: Draw, preset: Preset) -> tuple[Tables, Tensor]:
     """Returns tables whose scores are profiles, one score per node, and the scores without noise, float64 [n, N].
 
@@ -331,7 +377,8 @@ def single_and_double(draw: Draw, preset: Preset) -> tuple[Tensor, Tensor]:
     node = torch.cat([single, single[one], single[other]])
     double = torch.arange(num_singles, preset.num_samples)
     row = torch.cat([torch.arange(num_singles), double, double])
-    return pack(row, node, preset.num_samples)
+    packed = pack(row, node, torch.zeros(len(row)), preset.num_samples)
+    return packed["perturbed"], packed["perturbed_ptr"]
 
 
 def main() -> None:

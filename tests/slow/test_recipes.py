@@ -133,21 +133,6 @@ def test_the_page_names_every_patch_and_shows_code_of_some():
                 assert line.strip() in lines, line
 
 
-def test_levels(copy, tables, tmp_path):
-    """A table whose names have levels trains alike on any number of ranks, and another level is another sample."""
-    header, *rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()]
-    for name, level in (("scores", 0.3), ("activated", 3)):
-        levels = [(f"{genes}={level}" if i % 2 else genes, score) for i, (genes, score) in enumerate(rows)]
-        write_table(tmp_path / f"{name}.tsv", [header, *levels])
-    adapt(copy, "levels", tables)
-    checkpoint, _ = train(copy)
-    activated, _ = train(copy, "data.perturbations=activated.tsv", name="activated")
-    assert checkpoint["data"] != activated["data"]
-    assert not torch.equal(checkpoint["model"]["embedding"], activated["model"]["embedding"])
-    assert_parity(copy)
-    assert_contract(copy)
-
-
 def test_weighted_dataset(copy, tables, tmp_path):
     rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
     for name, deviations in (("uneven", (0.1, 1.0)), ("even", (0.5, 0.5))):

@@ -22,6 +22,7 @@ from data import DataError, Tables
 from ddp_setup import UserError
 
 MOST = 3  # of deletions and unseen genes; rows with more are counted with those
+LEVELS = 12  # most that are shown as groups of rows
 CELLS = 10**8  # rows x targets x resamples of an interval, about, which takes half a minute
 SHOWN = 20  # targets printed at most
 POINTS = 2000  # in the plot at most
@@ -54,8 +55,17 @@ class Predictions:
     prediction: Tensor  # float64 [n, T]
     baseline: Tensor  # float64 [n, T], the additive one
 
+    def levels(self) -> list[str]:
+        """Returns the level that all genes of a row have, such as "0.3", or "several"; "0" for a row without genes."""
+        levels = []
+        for names in self.genes:
+            ends = {name.rpartition("=")[2] if "=" in name else "0" for name in names.split(",")}
+            ends = {end if math.isfinite(data.parse_number(end)) else "0" for end in ends}  # the end of a name
+            levels.append(ends.pop() if len(ends) == 1 else "several")
+        return levels
+
     def deletions(self) -> Tensor:
-        """Returns how many genes each row knocks out, long [n]."""
+        """Returns how many genes each row names, long [n]."""
         return torch.tensor([names.count(",") + 1 if names else 0 for names in self.genes])
 
 
@@ -174,7 +184,8 @@ def without_nan(value: object) -> object:
 
 # ---- Figures --------------------------------------------------------------------------------------------------------
 def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = None) -> dict:
-    """Returns `summary` of all rows, by number of unseen and deleted genes, and each target's figures if T > 1."""
+    """Returns `summary` of all rows, by number of unseen and deleted genes, by level if there are 2 to 12, and each
+    target's figures if T > 1."""
     resamples = number_of_resamples(rows.y.numel())
     options = {"loss": loss, "threshold": threshold, "resamples": resamples}
     result = summary(rows.y, rows.prediction, rows.baseline, **options)
@@ -185,6 +196,14 @@ def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = 
             chosen = group == k
             values = (rows.y[chosen], rows.prediction[chosen], rows.baseline[chosen])
             result[f"by_{name}"][str(k)] = summary(*values, **options)
+    levels = rows.levels()
+    result["by_level"] = {}
+    if 1 < len(set(levels)) <= LEVELS:
+        numbers = sorted(set(levels) - {"several"}, key=float)
+        for level in [*numbers, *{"several"}.intersection(levels)]:
+            chosen = torch.tensor([own == level for own in levels])
+            values = (rows.y[chosen], rows.prediction[chosen], rows.baseline[chosen])
+            result["by_level"][level] = summary(*values, **options)
     if len(rows.targets) > 1:
         each = target_figures(rows.y, rows.prediction, rows.baseline, loss, threshold)
         result["targets"] = {
@@ -407,6 +426,7 @@ def table(result: dict) -> list[str]:
         for k, group in result[f"by_{name}"].items():
             if group["n"] < result["n"]:
                 lines[f"{name} {k}+" if k == str(MOST) else f"{name} {k}"] = group
+    lines |= {f"level {level}": group for level, group in result["by_level"].items()}
     targets = result.get("targets", {})
     lines |= dict(list(targets.items())[:SHOWN])
     text = text_table(lines)

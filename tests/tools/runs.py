@@ -20,15 +20,24 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMES = ("samples_per_s", "data_ms", "step_ms", "memory_mb")
 
 
-def pack_sets(sets: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Returns `data.pack` of node sets."""
+def pack_levels(sets: list[dict[int, float]]) -> dict[str, Tensor]:
+    """Returns `data.pack` of sets of nodes and their levels."""
     row = torch.repeat_interleave(torch.tensor([len(nodes) for nodes in sets], dtype=torch.long))
-    return pack(row, torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long), len(sets))
+    node = torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long)
+    level = torch.tensor([level for nodes in sets for level in nodes.values()], dtype=torch.float32)
+    return pack(row, node, level, len(sets))
 
 
-def tables_of(sets: list[list[int]], y: Tensor) -> Tables:
-    """Returns samples of node sets without a graph."""
-    return Tables([], [], torch.empty(2, 0).long(), torch.empty(0).long(), *pack_sets(sets), y)
+def pack_sets(sets: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Returns `perturbed` and `perturbed_ptr` of sets of deleted nodes; a node that stands twice counts once."""
+    packed = pack_levels([dict.fromkeys(nodes, 0.0) for nodes in sets])
+    return packed["perturbed"], packed["perturbed_ptr"]
+
+
+def tables_of(sets: list, y: Tensor) -> Tables:
+    """Returns samples of sets of deleted nodes, or of {node: level}, without a graph."""
+    packed = pack_levels([nodes if isinstance(nodes, dict) else dict.fromkeys(nodes, 0.0) for nodes in sets])
+    return Tables([], [], torch.empty(2, 0).long(), torch.empty(0).long(), **packed, y=y)
 
 
 def gather(value: Any, env: Distributed) -> list:

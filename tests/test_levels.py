@@ -1,0 +1,299 @@
+"""Levels: `A=0.3` in a table sends 0.3 of its messages; 0 is the knock-out, and every route and readout agrees."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch_geometric.data import HeteroData
+
+import model as model_module
+from data import (
+    DataConfig,
+    DataError,
+    KnockoutDataset,
+    Numbers,
+    Tables,
+    additive_baseline,
+    load,
+    node_split,
+    random_split,
+    read_sets,
+)
+from mask import ReachPlanner, SharedGraph
+from model import KnockoutGNN, ModelConfig
+from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
+from tests.conftest import write_table
+from tests.tools.runs import pack_levels, tables_of
+from tests.tools.syncs import CountSynchronisations
+from train import result_lines
+
+EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c=0.3", "x"), ("c", "d=", "y"), ("d=", "a", "y")]
+HEADER = ("genes", "score", "split")
+NUM_NODES = 12
+SETS = [
+    {0: 0.0, 3: 0.3},
+    {},
+    {5: 3.0},
+    {8: 0.0, 1: 1.0},
+    {2: 0.0, 0: 2.5, 7: 0.0, 1: 0.7, 11: 1.0},
+    {10: 0.5},
+    {4: 0.01},
+]
+
+
+# ---- Tables ---------------------------------------------------------------------------------------------------------
+def read(folder, cells) -> Tables:
+    write_table(folder / "edges.tsv", EDGES)
+    rows = [(cell, k, ("train", "val", "test")[k % 3]) for k, cell in enumerate(cells)]
+    write_table(folder / "scores.tsv", [HEADER, *rows])
+    return load(DataConfig(str(folder / "edges.tsv"), str(folder / "scores.tsv"), cache_dir=str(folder / "cache")))
+
+
+def levels_of(tables: Tables) -> list[dict[str, float]]:
+    """Returns each row's levels by name."""
+    names = [tables.genes[node] for node in tables.perturbed.tolist()]
+    rows = zip(names, tables.level.tolist(), strict=True)
+    counts = tables.perturbed_ptr.diff().tolist()
+    return [{name: pytest.approx(level) for name, level in itertools.islice(rows, count)} for count in counts]
+
+
+def test_a_name_may_carry_a_level_and_names_of_nodes_win(tmp_path):
+    """In data.edges stand nodes named `c=0.3` and `d=`."""
+    cells = ["b=2 , a = 0.3", "a,b", "", "c=0.3", "c=0.4,b=1e-1", "d=,d==3,a=1,a=1.0", "a,a=0,z=0.5"]
+    with pytest.raises(DataError, match=r"scores.tsv:7: the genes 'd=,d==3,a=1,a=1.0' have d= at 0 and 3"):
+        read(tmp_path, cells)
+    cells[5] = "d==3,a=1,a=1.0"
+    tables = read(tmp_path, cells)
+    assert tables.genes == ["a", "b", "c", "c=0.3", "d=", "z"]
+    assert levels_of(tables) == [
+        {"a": 0.3, "b": 2.0}, {"a": 0.0, "b": 0.0}, {}, {"c=0.3": 0.0}, {"b": 0.1, "c": 0.4}, {"a": 1.0, "d=": 3.0},
+        {"a": 0.0, "z": 0.5},
+    ]  # fmt: skip
+    assert [tables.name(*pair) for pair in ((0, 0.0), (0, 0.3), (1, 3.0), (4, 2.5))] == ["a", "a=0.3", "b=3", "d==2.5"]
+
+
+@pytest.mark.parametrize("cell", ["a=-0.1", "a=", "a=b", "a=nan", "a=inf", "a=NA", "a=1_0", "=", "=0.3", "a=1e31"])
+def test_a_level_that_is_no_number_from_0_up_is_an_error(tmp_path, cell):
+    message = f"scores.tsv:3: the genes 'b,{cell}' have an empty name, or a level that is not from 0 to 1e"
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, ["a", f"b,{cell}", "c"])
+
+
+@pytest.mark.parametrize(("cell", "levels"), [("a=0.3,b,a=0.5", "0.3 and 0.5"), ("a,a=2", "0 and 2")])
+def test_two_levels_of_a_node_in_a_row_are_an_error_that_names_both(tmp_path, cell, levels):
+    with pytest.raises(DataError, match=rf"scores.tsv:3: the genes '{cell}' have a at {levels}"):
+        read(tmp_path, ["a", cell, "c"])
+
+
+def asked(path: str, tables: Tables) -> tuple[list[str], list[bool], list[dict[str, float]]]:
+    number = Numbers({name: node for node, name in enumerate(tables.genes)})
+    ((cells, is_known, samples),) = read_sets(path, number, tables)
+    return list(cells), is_known.tolist(), levels_of(samples)
+
+
+def test_tables_to_predict_have_levels_and_screens_run_at_one(tmp_path):
+    tables = read(tmp_path, ["a", "b=0.5", "c"])
+    path = write_table(tmp_path / "ask.tsv", [("genes",), ("b=0.25,a",), ("x=3",), ("c=0.3",), ("",)])
+    cells, is_known, sets = asked(str(path), tables)
+    assert cells == ["b=0.25,a", "x=3", "c=0.3", ""] and is_known == [True, False, True, True]
+    assert sets == [{"a": 0.0, "b": 0.25}, {"c=0.3": 0.0}, {}]
+    cells, _, sets = asked("all-singles=0.3", tables)
+    assert cells == ["a=0.3", "b=0.3", "c=0.3", "c=0.3=0.3", "d==0.3"]
+    expected = ["a", "b", "c=0.3", "c=0.3", "d="]  # of which the third is a node, too
+    assert [set(names) for names in sets] == [{name} for name in expected]
+    assert [list(names.values()) for names in sets] == [[0.3], [0.3], [0.0], [0.3], [0.3]]
+    _, _, sets = asked("all-pairs=2", tables)
+    assert len(sets) == 10 and sets[0] == {"a": 2.0, "b": 2.0}
+    with pytest.raises(DataError, match="all-singles=x:0: the genes 'a=x' have an empty name, or a level"):
+        asked("all-singles=x", tables)
+
+
+def test_a_screen_at_a_level_and_test_tsv_say_the_levels(train, tmp_path):
+    lines = (tmp_path / "scores.tsv").read_text().splitlines()
+    names = {f"Y{k:02}": ("=0.3", "=3", "")[k % 3] for k in range(30)}
+    for name, level in names.items():
+        lines = [line.replace(name, name + level) for line in lines]
+    (tmp_path / "scores.tsv").write_text("\n".join([*lines, ""]))
+    train(0).check()
+    _, *rows = (tmp_path / "runs/default/test.tsv").read_text().splitlines()
+    read = [row.split("\t")[0] for row in rows]
+    in_table = {frozenset(line.split("\t")[0].split(",")) for line in lines}
+    assert read and {frozenset(cell.split(",")) for cell in read} <= in_table and any("=0.3" in cell for cell in read)
+    train(0, "--predict=all-singles=0.5", "--checkpoint=runs/default/checkpoints/best.pt").check()
+    _, *rows = (tmp_path / "all-singles=0.5.predictions.tsv").read_text().splitlines()
+    assert [row.split("\t")[0] for row in rows] == [f"{name}=0.5" for name in names]
+    assert len({row.split("\t")[1] for row in rows}) > 20
+
+
+def test_rows_of_the_same_nodes_and_levels_stay_together_in_a_split():
+    """Also where two levels are swapped between two nodes."""
+    sets = [{k: 0.0, k + 1: level} for k in range(0, 60, 2) for level in (0.0, 0.3, 3.0)]
+    sets += [{k: 0.3, k + 1: 3.0} for k in range(0, 60, 2)] + [{k: 3.0, k + 1: 0.3} for k in range(0, 60, 2)]
+    tables = tables_of(sets * 2, torch.zeros(300))
+    tables.genes = [f"g{k}" for k in range(61)]
+    for seed in range(3):
+        split = random_split(tables, DataConfig(split_seed=seed))
+        assert split[:150].equal(split[150:])
+        assert torch.bincount(split.int()).tolist() == [240, 30, 30]  # no group is larger than two rows
+    assert len(split[:90].view(30, 3).unique(dim=0)) > 3
+    by_node = node_split(tables, DataConfig(split="nodes"))
+    no_levels = node_split(tables_with(tables, level=None), DataConfig(split="nodes"))
+    assert by_node.equal(no_levels)
+
+
+def tables_with(tables: Tables, **fields) -> Tables:
+    return Tables(**{**vars(tables), **fields})
+
+
+def test_lines_of_test_tsv_name_levels(tmp_path):
+    tables = read(tmp_path, ["a", "b=0.5", "c=2,a=0.125"])
+    _, line = result_lines(tables, torch.zeros(1, 1), torch.zeros(3, 1))
+    assert line.split("\t")[0] == "a=0.125,c=2"
+
+
+def test_a_batch_counts_the_edges_of_deleted_nodes_alone():
+    dataset = KnockoutDataset(tables_of([{3: 0.3, 1: 0.0}, {}, {2: 0.0, 3: 2.0}], torch.zeros(3)), torch.arange(5))
+    batch = dataset.__getitems__([2, -1, 0])
+    assert batch.perturbed.tolist() == [2, 3, 1, 3]
+    assert batch.level.tolist() == pytest.approx([0.0, 2.0, 0.0, 0.3])
+    assert batch.num_dead_edges == 2 + 1
+
+
+# ---- Model ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def shared() -> SharedGraph:
+    generator = torch.Generator().manual_seed(0)
+    graph = HeteroData()
+    graph["gene"].num_nodes = NUM_NODES
+    for relation, count in (("a", 40), ("none", 0), ("b", 25)):
+        nodes = torch.tensor([node for node in range(NUM_NODES) if node != 10])  # which has no edge
+        graph["gene", relation, "gene"].edge_index = nodes[torch.randint(len(nodes), (2, count), generator=generator)]
+    return SharedGraph(graph).double()
+
+
+def make_batch(shared: SharedGraph, sets: list, planner: ReachPlanner | None = None):
+    dataset = KnockoutDataset(tables_of(sets, torch.arange(len(sets)) / 3), shared.degree, planner)
+    return dataset.__getitems__(list(range(len(sets))))
+
+
+def make_model(**options) -> KnockoutGNN:
+    torch.manual_seed(0)
+    config = ModelConfig(**{"hidden": 8, "layers": 2, "dropout": 0.0, **options})
+    targets = torch.tensor([5, 0, 10, 8, 2, 6])
+    scale = {"y_offset": [0.3], "y_std": [2.0]}
+    if config.readout == "nodes":
+        scale = {"y_offset": [0.3] * 6, "y_std": [2.0] * 6}
+    model = KnockoutGNN(config, NUM_NODES, 3, **scale, target_nodes=targets)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.double()
+
+
+def outputs_and_gradients(model: KnockoutGNN, shared: SharedGraph, batch) -> tuple[torch.Tensor, torch.Tensor]:
+    prediction = model(shared, batch)
+    prediction.square().sum().backward()
+    trained = [parameter.grad.flatten() for parameter in model.parameters() if parameter.requires_grad]
+    return prediction.detach(), torch.cat(trained)
+
+
+@pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_all_routes_agree_for_levels_beside_deletions(shared, monkeypatch, readout, layers):
+    """Values and gradients: on copies, on all nodes, and with a plan of each number of layers."""
+    expected = outputs_and_gradients(
+        make_model(layers=layers, readout=readout, message_passing="expanded"), shared, make_batch(shared, SETS)
+    )
+    monkeypatch.setattr(model_module, "block_size", lambda wild_type, num_relations: 2)
+    monkeypatch.setattr(ReachPlanner, "BLOCK", 3)
+    for planned in range(layers + 1):
+        planner = ReachPlanner(shared, planned)
+        planner.max_edges = math.inf
+        batch = make_batch(shared, SETS, planner)
+        assert {len(block.layers) for block in batch.reach} == {planned}
+        with CountSynchronisations() as count:
+            found = outputs_and_gradients(make_model(layers=layers, readout=readout), shared, batch)
+        assert count.seen == []
+        for ours, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
+@pytest.mark.parametrize("route", ["shared", "expanded"])
+def test_level_1_is_intact_and_others_are_not(shared, readout, route):
+    model = make_model(readout=readout, message_passing=route)
+    named, intact = model(shared, make_batch(shared, [{3: 1.0, 7: 1.0}, {}]))
+    torch.testing.assert_close(named, intact, rtol=1e-12, atol=1e-12)
+    sets = [{3: level} for level in (0.0, 0.3, 1.0, 3.0)]
+    predictions = model(shared, make_batch(shared, sets))
+    assert len(predictions[:, -1].round(decimals=6).unique()) == len(sets)
+
+
+def test_a_target_at_a_level_has_its_own_part_beside_its_change(shared):
+    """A scaled node lives: its state is computed and read. That of a deleted one is not."""
+    model = make_model(readout="nodes").eval()
+    sets = [{0: 0.5, 5: 0.4}, {0: 0.5}, {5: 0.4}, {0: 0.5, 5: 0.0}]
+    for route in ("shared", "expanded"):
+        model.config = ModelConfig(hidden=8, message_passing=route, readout="nodes")
+        batch = make_batch(shared, sets)
+        model.change_readout.dead.weight.data.zero_()
+        model.change_readout.dead.bias.data.fill_(7.0)
+        dose = (1 - batch.level).unsqueeze(1)
+        additive = model.additive(torch.ones(2, NUM_NODES).bool(), dose, batch)
+        effects = (model(shared, batch) - model.y_offset) / model.y_std - additive
+        both, other, _, deleted = effects[:, 0]  # on node 5
+        assert abs(other) > 1e-4 and abs(both - 7.0 * 0.6) > 1e-4  # changed by node 0, too
+        assert deleted.item() == pytest.approx(7.0)
+
+
+def test_the_additive_part_of_a_level_is_that_of_the_ridge():
+    """The baseline is a ridge regression on 1 - level of each node, and on their sum; the model starts from it."""
+    generator = torch.Generator().manual_seed(0)
+    choices = torch.tensor([0.0, 0.25, 0.5, 2.0])
+    sets = []
+    for _ in range(300):
+        nodes = torch.randperm(20, generator=generator)[:2].tolist()
+        level = choices[torch.randint(4, (2,), generator=generator)].tolist()
+        sets.append(dict(zip(nodes, level, strict=True)))
+    dose = torch.zeros(300, 20).double()
+    for row, nodes in enumerate(sets):
+        for node, level in nodes.items():
+            dose[row, node] = 1 - level
+    y = 3 + dose @ torch.randn(20, generator=generator).double()
+    tables = Tables(
+        [f"g{k:02}" for k in range(20)], ["r"], torch.tensor([[0], [1]]), torch.tensor([0]), **pack_levels(sets), y=y
+    )
+    tables.split = torch.tensor([0] * 240 + [1] * 30 + [2] * 30, dtype=torch.int8)
+    found = additive_baseline(tables, penalties=[2.0])
+    x = torch.cat([torch.ones(300, 1), dose.sum(1, keepdim=True), dose], dim=1)
+    penalty = torch.diag(torch.tensor([0.0, 0.0] + [2.0] * 20)).double()
+    train = tables.rows("train")
+    solution = torch.linalg.solve(x[train].T @ x[train] + penalty, x[train].T @ y[train])
+    torch.testing.assert_close(found.prediction.squeeze(1), x @ solution, rtol=1e-6, atol=1e-6)
+
+    model = KnockoutGNN.from_tables(ModelConfig(hidden=4), tables, found).eval()
+    shared = SharedGraph(tables.graph())
+    prediction = model(shared, KnockoutDataset(tables, shared.degree).__getitems__(range(300)))
+    torch.testing.assert_close(prediction.double(), found.prediction, rtol=1e-4, atol=1e-4)
+
+
+# ---- The synthetic preset -------------------------------------------------------------------------------------------
+def test_dose_responses_are_what_a_loop_over_edges_says():
+    class Ones:  # in place of random numbers
+        num_nodes = 3
+        module = torch.zeros(3, dtype=torch.long)
+
+        def normal(self, count):
+            return torch.ones(count).double() * (2 * math.log(1.0) if count == 3 else 1.0)
+
+    edges = [torch.tensor([[0, 1], [2, 2]])]
+    packed = pack_levels([{0: 0.0}, {0: 3.0, 1: 0.5}, {}, {2: 0.0}])
+    found = dose_responses(Ones(), edges, packed["perturbed"], packed["perturbed_ptr"], packed["level"], 1)
+    expected = [1.5 * x / (x + 0.5) - 1 for x in (0.5, 1.75, 1.0)] + [0.0]
+    assert found.tolist() == pytest.approx(expected)
+
+
+def test_the_preset_dose_has_its_levels_and_others_have_none():
+    tables = synthetic_tables(PRESETS["dose"])
+    assert tables.level.unique().tolist() == list(PRESETS["dose"].levels)
+    assert not synthetic_tables(PRESETS["small"]).level.any()
