@@ -246,7 +246,7 @@ def test_a_target_at_a_level_has_its_own_part_beside_its_change(shared):
         assert deleted.item() == pytest.approx(7.0)
 
 
-def test_the_additive_part_of_a_level_is_that_of_the_ridge():
+def test_the_additive_part_of_a_level_is_that_of_the_ridge(monkeypatch):
     """The baseline is a ridge regression on 1 - level of each node, and on their sum; the model starts from it."""
     generator = torch.Generator().manual_seed(0)
     choices = torch.tensor([0.0, 0.25, 0.5, 2.0])
@@ -264,7 +264,8 @@ def test_the_additive_part_of_a_level_is_that_of_the_ridge():
         [f"g{k:02}" for k in range(20)], ["r"], torch.tensor([[0], [1]]), torch.tensor([0]), **pack_levels(sets), y=y
     )
     tables.split = torch.tensor([0] * 240 + [1] * 30 + [2] * 30, dtype=torch.int8)
-    found = additive_baseline(tables, penalties=[2.0])
+    monkeypatch.setattr("data.PENALTIES", (2.0,))
+    found = additive_baseline(tables)
     x = torch.cat([torch.ones(300, 1), dose.sum(1, keepdim=True), dose], dim=1)
     penalty = torch.diag(torch.tensor([0.0, 0.0] + [2.0] * 20)).double()
     train = tables.rows("train")

@@ -90,8 +90,8 @@ def test_profiles_are_written_as_tables_that_train_reads(tmp_path):
     tables = make_tables()
     options = write(tables, tmp_path)
     header, first = (tmp_path / "scores.tsv").read_text().splitlines()[:2]
-    assert header.split("\t") == ["genes", *tables.genes]
-    assert first.split("\t").count("NA") == 1 and all(len(cell) <= 6 for cell in first.split("\t")[1:])
+    assert header.split("\t") == ["genes", *tables.genes, "split"]
+    assert first.split("\t").count("NA") == 1 and all(len(cell) <= 6 for cell in first.split("\t")[1:-1])
     overrides = [*options, f"data.cache_dir={tmp_path}", "--config", os.devnull]
     read = data.load(train_module.load_config(train_module.parse_arguments(overrides)).data)
     assert read.genes == tables.genes and list(read.targets) == tables.genes
