@@ -405,7 +405,7 @@ def read_rows(path: str, *first: str) -> Iterator[Rows]:
 
 
 def parse_rows(path: str, file: TextIO, first: tuple[str, ...]) -> Iterator[Rows]:
-    header = unquoted(next(file, "").rstrip("\r\n"), f"{path}:1").split("\t")
+    header = split_line(next(file, ""), f"{path}:1")
     header[0] = {"node": "gene", "nodes": "genes"}.get(header[0], header[0])
     if tuple(header[: len(first)]) != first or len(set(header)) < len(header):
         found, expected = "\t".join(header), "\t".join(first)
@@ -413,24 +413,22 @@ def parse_rows(path: str, file: TextIO, first: tuple[str, ...]) -> Iterator[Rows
             f"{path}:1: the header is {found!r:.60}: begin with {expected!r}, name each column once"
         )
     next_line, is_empty = 2, True
-    while texts := [line.rstrip("\r\n") for line in file.readlines(CHUNK)]:
-        lines = range(next_line, next_line + len(texts))
-        next_line += len(texts)
-        if len(header) > 1 and "" in texts:  # blank lines
-            lines = [line for line, text in zip(lines, texts, strict=True) if text]
-            texts = list(filter(None, texts))
-        for i, line in enumerate(lines):
-            if '"' in texts[i]:
-                texts[i] = unquoted(texts[i], f"{path}:{line}")
-            fields = texts[i].count("\t") + 1
-            if fields != len(header):
+    while texts := file.readlines(CHUNK):
+        # One list of cells: one per row would keep the garbage collector busy.
+        lines, cells = [], []
+        for line, text in enumerate(texts, next_line):
+            row = split_line(text, f"{path}:{line}")
+            if len(header) > 1 and row == [""]:  # a blank line
+                continue
+            if len(row) != len(header):
                 raise DataError(
-                    f"{path}:{line}: {fields} fields where the header has {len(header)}"
+                    f"{path}:{line}: {len(row)} fields where the header has {len(header)}"
                 )
-        if texts:
+            lines.append(line)
+            cells += row
+        next_line += len(texts)
+        if lines:
             is_empty = False
-            # One list per column: one per row would keep the garbage collector busy.
-            cells = "\t".join(texts).split("\t")
             yield Rows(
                 path, lines, {name: cells[i :: len(header)] for i, name in enumerate(header)}
             )
@@ -438,16 +436,18 @@ def parse_rows(path: str, file: TextIO, first: tuple[str, ...]) -> Iterator[Rows
         raise DataError(f"{path}: no rows below the header")
 
 
-def unquoted(text: str, place: str) -> str:
-    """Returns a line of a table with its cells in quotes, such as "A,B", read as RFC 4180 says.
+def split_line(text: str, place: str) -> list[str]:
+    """Returns the cells of a line, of which those in quotes, such as "A,B", follow RFC 4180.
 
     Raises `DataError` for other quotes at the start of a cell or name; those within it are its own.
     """
-    with contextlib.suppress(csv.Error):
-        text = "\t".join(next(csv.reader([text], delimiter="\t", strict=True), []))
-    if re.search(r'(^|[\t,]) *"', text):
-        raise DataError(f"{place}: {text!r:.60} has quotes that enclose no whole cell")
-    return text
+    text = text.rstrip("\r\n")
+    if '"' in text:
+        with contextlib.suppress(csv.Error):
+            text = "\t".join(next(csv.reader([text], delimiter="\t", strict=True)))
+        if re.search(r'(^|[\t,]) *"', text):
+            raise DataError(f"{place}: {text!r:.60} has quotes that enclose no whole cell")
+    return text.split("\t")
 
 
 def read_edges(path: str, number: Numbers) -> tuple[list[str], Tensor, Tensor, Tensor]:
