@@ -49,6 +49,7 @@ from torch_geometric.utils import (
     lexsort,
     remove_self_loops,
     scatter,
+    to_torch_coo_tensor,
     to_undirected,
 )
 
@@ -83,10 +84,6 @@ class DataConfig:
     def __post_init__(self):
         if bool(self.edges) != bool(self.perturbations):
             raise ValueError("data.edges and data.perturbations go together: set both or neither")
-        fractions = (self.val_fraction, self.test_fraction)
-        if min(fractions) <= 0 or sum(fractions) >= 1:
-            names = "data.val_fraction and data.test_fraction"
-            raise ValueError(f"{names} must be positive and leave rows for training")
 
 
 @dataclass
@@ -328,13 +325,13 @@ class Rows:
         """Returns a column, float64 [n], nan where missing, unless all must be `positive`."""
         values = [parse_number(cell) for cell in self.cells[column]]
         numbers = torch.tensor(values, dtype=torch.float64)
-        kind, least = ("positive", 1e-30) if positive else ("finite", -1e30)
+        least = 1e-30 if positive else -1e30
         valid = (least < numbers) & (numbers < 1e30)
         if not positive:
             valid |= numbers.isnan()
         if not valid.all():
             row = int((~valid).nonzero()[0])
-            problem = f"is not a {kind} number from {least:g} to 1e+30{advice}"
+            problem = f"is not a number from {least:g} to 1e+30{advice}"
             raise self.error(row, column, problem)
         return numbers
 
@@ -828,9 +825,7 @@ def fit_baseline(tables: Tables, loss: str) -> tuple:
     if loss == "binary":
         mean = mean.logit(eps=1e-3)
         std = torch.ones_like(std)
-    design = Design(tables, weight)
-    normal = design.normal(weight)
-    right = design.collect(weight * y)
+    design = Design(tables)
     fit = y.new_zeros(2 + len(tables.genes), y.size(1))
     fit[0] = mean
     best = fit
@@ -841,12 +836,12 @@ def fit_baseline(tables: Tables, loss: str) -> tuple:
             logit = design.predict(fit)
             error = binary_cross_entropy_with_logits(logit, y, reduction="none")
         else:
-            fit = ridge(normal, right, penalty, fit)
+            fit = ridge(design, y, weight, penalty, fit)
             error = (design.predict(fit) - y).square()
         error = (error * is_validated).sum(0)
         best = fit.where(error < least, best)
         least = least.minimum(error)
-    level, slope = best[:2]
+    constant, slope = best[:2]
     effect = best[2:]
     is_seen = tables.is_seen()
     imputed = impute_effects(tables, is_seen, effect)
@@ -854,29 +849,25 @@ def fit_baseline(tables: Tables, loss: str) -> tuple:
     prediction = design.predict(best)
     if loss == "binary":
         prediction = prediction.sigmoid()
-    intercept = level - slope * design.mean_count
+    intercept = constant - slope * design.mean_count
     return intercept, slope, effect.float(), imputed.float(), mean, std, prediction
 
 
 def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
     """Returns the mean effect [N, T] of the seen nodes one and two hops from each node, but itself.
 
-    It is weighted by the sum over relations of A @ A + A, with A the normalised adjacency of the
-    undirected graph, and shrunk to the mean of all seen nodes; how far is chosen by the error on
-    these. `effect` [N, T] is 0 for other nodes.
+    It is weighted by A @ A + A, with A the normalised adjacency of the undirected graph, and shrunk
+    to the mean of all seen nodes; how far is chosen by the error on these. `effect` [N, T] is 0 for
+    other nodes.
     """
     num_nodes = len(effect)
-    # Each relation has its own range of node numbers.
-    edge_index = tables.edge_index + tables.edge_type * num_nodes
-    edges = remove_self_loops(*to_undirected(edge_index, tables.edge_weight))
-    (row, col), weight = gcn_norm(*edges, add_self_loops=False)
-    size = (len(tables.relations) * num_nodes, num_nodes)
-    adjacency = torch.sparse_coo_tensor(torch.stack([row, col % num_nodes]), weight, size)
+    edges = remove_self_loops(*to_undirected(tables.edge_index, tables.edge_weight))
+    edge_index, weight = gcn_norm(*edges, add_self_loops=False)
+    adjacency = to_torch_coo_tensor(edge_index, weight, num_nodes)
     values = torch.cat([is_seen.unsqueeze(1), effect], dim=1)
     one_hop = adjacency @ values
-    to_itself = scatter(weight.square(), row % num_nodes, dim_size=num_nodes).unsqueeze(1)
-    sums = adjacency.T @ one_hop - to_itself * values
-    sums += one_hop.view(-1, *values.shape).sum(0)
+    to_itself = scatter(weight.square(), edge_index[0], dim_size=num_nodes).unsqueeze(1)
+    sums = adjacency @ one_hop + one_hop - to_itself * values
     total, sums = sums.tensor_split([1], dim=1)
     mean = effect.sum(0) / is_seen.sum().clamp(min=1)
     best = mean
@@ -890,44 +881,29 @@ def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
 
 
 class Design:
-    """The matrix of an additive function x [2 + N, T]: a level, a slope, and the nodes' effects.
+    """The matrix of an additive function x [2 + N, T]: a constant, a slope, and the nodes' effects.
 
-    The first is the function at the mean sum of doses, the last count times their doses.
+    The constant is the function at the mean sum of doses, 1 - level; effects count times the doses.
     """
 
-    def __init__(self, tables: Tables, weight: Tensor):
+    def __init__(self, tables: Tables):
         size = (len(tables.y), len(tables.genes))
         dose = 1 - tables.level.double()
         self.nodes = torch.sparse_csr_tensor(
             tables.perturbed_ptr, tables.perturbed, dose, size
         )  # [n, N]
-        count = self.nodes @ dose.new_ones(size[1], 1)
-        self.mean_count = (count * weight).sum(0) / weight.sum(0)
-        self.centred = count - self.mean_count  # [n, T]
         self.transposed = self.nodes.to_sparse_csc().transpose(0, 1)
+        count = self.nodes @ dose.new_ones(size[1], 1)
+        self.mean_count = count.mean()
+        self.line = torch.cat([torch.ones_like(count), count - self.mean_count], dim=1)  # [n, 2]
 
     def predict(self, x: Tensor) -> Tensor:
         """Returns the function of each row, [n, T]."""
-        return x[0] + x[1] * self.centred + self.nodes @ x[2:]
+        return self.line @ x[:2] + self.nodes @ x[2:]
 
     def collect(self, values: Tensor) -> Tensor:
         """Returns the product of the transposed matrix and values [n, T], [2 + N, T]."""
-        line = torch.stack([values.sum(0), (values * self.centred).sum(0)])
-        return torch.cat([line, self.transposed @ values])
-
-    def normal(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
-        """Returns the product with the normal matrix of rows that have a weight, [n, T].
-
-        That of one target is made once, [N, N], so that the rows are not read again.
-        """
-        many = len(self.nodes.values()) > 5 * len(weight)  # and the matrix would be full
-        if many or weight.size(1) > 1:  # or each target would have its own
-            return lambda x: self.collect(weight * self.predict(x))
-        nodes = self.nodes.to_sparse_coo()
-        matrix = torch.sparse.mm(self.transposed.to_sparse_coo(), nodes * weight).to_sparse_csr()
-        line = torch.cat([torch.ones_like(self.centred), self.centred], dim=1)
-        border = self.collect(weight * line)
-        return lambda x: torch.cat([border.T @ x, border[2:] @ x[:2] + matrix @ x[2:]])
+        return torch.cat([self.line.T @ values, self.transposed @ values])
 
 
 def logistic_ridge(design: Design, y: Tensor, weight: Tensor, penalty: float, x: Tensor) -> Tensor:
@@ -938,37 +914,37 @@ def logistic_ridge(design: Design, y: Tensor, weight: Tensor, penalty: float, x:
         variance = (probability * (1 - probability)).clamp(min=1e-3)
         response = logit + (y - probability) / variance
         weighted = weight * variance
-        x = ridge(design.normal(weighted), design.collect(weighted * response), penalty, x)
+        x = ridge(design, response, weighted, penalty, x)
     return x
 
 
-def ridge(normal: Callable[[Tensor], Tensor], right: Tensor, penalty: float, x: Tensor) -> Tensor:
-    """Returns the solution of normal(x) + penalty * effects = right, from x."""
+def ridge(design: Design, y: Tensor, weight: Tensor, penalty: float, x: Tensor) -> Tensor:
+    """Returns a penalised linear regression, by conjugate gradients from x."""
 
     def product(x: Tensor) -> Tensor:
-        result = normal(x)
+        result = design.collect(weight * design.predict(x))
         result[2:] += penalty * x[2:]
         return result
 
-    tolerance = 1e-24 * right.square().sum(0)
-    return conjugate_gradients(product, x, right - product(x), tolerance)
+    return conjugate_gradients(product, design.collect(weight * y), x)
 
 
 def conjugate_gradients(
-    product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor, tolerance: Tensor
+    product: Callable[[Tensor], Tensor], right: Tensor, x: Tensor, tolerance: float = 1e-10
 ) -> Tensor:
-    """Returns the solution of product(x) = b for each column, from x and residual b - product(x).
+    """Returns the solution of product(x) = right for each column, from x.
 
-    It ends when the squared residuals are within the tolerances [T], or after 200 steps.
+    It ends when no residual is over the tolerance times `right`, in norms, or after 200 steps.
     """
-    direction = residual
+    residual = direction = right - product(x)
     norm = residual.square().sum(0)
+    least = tolerance**2 * right.square().sum(0)
     for _ in range(200):
-        if (norm <= tolerance).all():
+        if (norm <= least).all():
             break
         change = product(direction)
         # The numbers of a solved column would become too small to divide by.
-        step = (norm / (direction * change).sum(0)).where(norm > tolerance, 0.0)
+        step = (norm / (direction * change).sum(0)).where(norm > least, 0.0)
         x = x + step * direction
         residual = residual - step * change
         previous = norm

@@ -551,7 +551,6 @@ def describe(env: Distributed) -> str:
         "rank": env.rank,
         "host": platform.node(),
         "pid": os.getpid(),
-        "local rank": env.local_rank,
         "device": device,
         "threads": torch.get_num_threads(),
         **library_versions(),

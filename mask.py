@@ -84,9 +84,6 @@ class SharedGraph(nn.Module):
 
         self.stack = RelationStack(edge_index, relation, weight, len(counts), self.num_nodes)
         self._add_incidence(relation)
-        # The memory that `edge_masks` reuses, and the positions that its last call set to False.
-        self._buffer("alive", torch.ones(0, dtype=torch.bool))
-        self._buffer("last_dead", torch.empty(0, dtype=torch.long))
 
     def _add_incidence(self, relation: Tensor) -> None:
         """Stores, as CSR, which edges of relation r touch node n in row n * R + r."""
@@ -154,21 +151,14 @@ class SharedGraph(nn.Module):
     def edge_masks(self, batch: Data) -> dict[EdgeType, Tensor]:
         """Returns {edge type: bool [B * E_r]}, True where the edge is alive.
 
-        Sample k is `[k * E_r, (k + 1) * E_r)`. The next call reuses their memory, because filling
-        B * E bytes is most of the cost: do not modify the masks, and clone what must outlive it. A
-        backward pass through earlier masks raises autograd's in-place `RuntimeError`.
+        Sample k is `[k * E_r, (k + 1) * E_r)`.
         """
         num_samples = self.check(batch)
-        dead = self.dead_edges(batch)
         size = num_samples * self.edge_index.size(1)
-        if self.alive.numel() < size:
-            self.alive = torch.ones(size, dtype=torch.bool, device=self.device)
-        else:
-            self.alive.index_fill_(0, self.last_dead, True)
-        self.alive.index_fill_(0, dead, False)
-        self.last_dead = dead
+        alive = torch.ones(size, dtype=torch.bool, device=self.device)
+        alive.index_fill_(0, self.dead_edges(batch), False)
         sizes = [num_samples * count for count in self.num_edges.values()]
-        return dict(zip(self.relations, self.alive.narrow(0, 0, size).split(sizes), strict=True))
+        return dict(zip(self.relations, alive.split(sizes), strict=True))
 
     def expand(self, batch: Data) -> dict[EdgeType, Tensor]:
         """Returns {edge type: long [2, B * E_r]}, block-diagonal edge indices.
@@ -234,17 +224,15 @@ class ReachedStates(NamedTuple):
     """Which S states differ from the intact graph's after one layer, in a block of samples.
 
     They are sorted by sample and node. The matrix [S, C * (R + 1)] sums what the C senders
-    contribute to them: the perturbed nodes, and the states that differed before the layer. Column
-    c * (R + 1) + r holds the out-edges of sender c by relation r, the last the sender itself.
+    contribute to them: the perturbed nodes, of whose states 1 - level is taken back, and the states
+    that differed before the layer, sent times their level. Column c * (R + 1) + r holds the
+    out-edges of sender c by relation r, the last the sender itself.
     """
 
     node: Tensor  # long [S]
     sample: Tensor  # long [S], counted from the block's first sample
     previous: Tensor  # long, where the states of the layer before stand among these
     matrix: tuple[Tensor, ...]  # for `spmm`
-    # [C], times which each sender's change is sent: 1 - level, as a perturbed node's intact state
-    # is taken back; the level, 1 for most, if the state differs.
-    scale: Tensor
 
 
 class ReachBlock(NamedTuple):
@@ -325,15 +313,17 @@ class ReachPlanner:
             senders = np.concatenate([perturbed, reached])
             sender_node = senders % self.num_nodes
             # Column c * (R + 1) + r: the out-edges of sender c by relation r.
-            start = self.ptr[:, sender_node].T
-            length = self.ptr[:, sender_node + 1].T - start
+            start = self.ptr[:, sender_node]
+            length = self.ptr[:, sender_node + 1] - start
             if length.sum() > block.num_samples * self.max_edges:
                 break
-            length[: len(perturbed), -1] = 0  # what a node sends does not change its own state
-            scale = np.concatenate([1 - self.level[perturbed], self.level[reached]])
+            length[-1, : len(perturbed)] = 0  # what a node sends does not change its own state
+            scale = np.ones(start.shape)
+            scale[:-1] = np.concatenate([1 - self.level[perturbed], self.level[reached]])
             first_state = np.repeat(senders - sender_node, len(self.ptr))  # of the same sample
             previous = reached
-            reached, matrix = self._layer(first_state, start.ravel(), length.ravel())
+            columns = (values.T.ravel() for values in (start, length, scale))
+            reached, matrix = self._layer(first_state, *columns)
             reached_sample, reached_node = np.divmod(reached, self.num_nodes)
             layers.append(
                 ReachedStates(
@@ -341,19 +331,18 @@ class ReachPlanner:
                     torch.from_numpy(reached_sample),
                     torch.from_numpy(self.row[previous]).long(),
                     matrix,
-                    torch.from_numpy(scale),
                 )
             )
         self.level[perturbed] = 1
         return layers
 
     def _layer(
-        self, first_state: np.ndarray, start: np.ndarray, length: np.ndarray
+        self, first_state: np.ndarray, start: np.ndarray, length: np.ndarray, scale: np.ndarray
     ) -> tuple[np.ndarray, tuple[Tensor, ...]]:
         """Returns the living states that out-edges reach, ascending, and the matrix [S, columns].
 
-        The edges of a column are `start[column] : start[column] + length[column]`, and lead to
-        states of the sample whose node 0 is `first_state[column]`.
+        The edges of a column are `start[column] : start[column] + length[column]`, are weighted by
+        `scale[column]`, and lead to states of the sample whose node 0 is `first_state[column]`.
         """
         column = np.repeat(np.arange(len(length), dtype=np.int32), length)
         edge = np.arange(len(column)) + np.repeat(start - (length.cumsum() - length), length)
@@ -370,8 +359,8 @@ class ReachPlanner:
         self.row[reached] = np.arange(len(reached))
 
         row = torch.from_numpy(self.row[target])
+        weight = self.weight[edge].mul_(torch.from_numpy(scale[column]))
         column = torch.from_numpy(column)
-        weight = self.weight[edge]
         order = torch.argsort(row, stable=True)
         by_row = (index2ptr(row[order], len(reached)), column[order], weight[order])
         by_column = (index2ptr(column, len(length)), row, weight)

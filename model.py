@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
-from mask import ReachBlock, ReachedStates, ReachPlanner, SharedGraph, spmm
+from mask import ReachBlock, ReachPlanner, SharedGraph, spmm
 
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
 
@@ -268,7 +268,7 @@ class KnockoutGNN(nn.Module):
             sent = nn.functional.pad(sent, (0, 0, len(block.perturbed), 0))  # by the dead: zero
             change = sent - self.select(states.h, torch.cat([block.perturbed, node]))
             node = plan.node
-            p = self.select(states.p, node) + layer.propagate_change(change, plan)
+            p = self.select(states.p, node) + layer.propagate_change(change, plan.matrix)
             x = self.select(states.x, node).index_copy_(0, plan.previous, x)
             x = x + nn.functional.gelu(p)
         return x
@@ -360,12 +360,14 @@ class KnockoutConv(nn.Module):
         """
         return self.root(own) + self.out(messages(h, self.SCALE * self.gate))
 
-    def propagate_change(self, change: Tensor, plan: ReachedStates) -> Tensor:
-        """Maps changes of h [C, H] to those of `forward` where they reach [S, H]."""
-        sent = plan.scale.to(change).unsqueeze(1) * change
-        by_relation = self.out(sent.unsqueeze(1) * (self.SCALE * self.gate))  # [C, R, H]
+    def propagate_change(self, change: Tensor, matrix: tuple[Tensor, ...]) -> Tensor:
+        """Maps changes of h [C, H] to those of `forward` where they reach [S, H].
+
+        `matrix` is that of `mask.ReachedStates`.
+        """
+        by_relation = self.out(change.unsqueeze(1) * (self.SCALE * self.gate))  # [C, R, H]
         by_root = nn.functional.linear(change, self.root.weight).unsqueeze(1)
-        return spmm(*plan.matrix, torch.cat([by_relation, by_root], dim=1).flatten(0, 1))
+        return spmm(*matrix, torch.cat([by_relation, by_root], dim=1).flatten(0, 1))
 
 
 class ExpandedMessages:

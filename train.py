@@ -33,8 +33,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
-if "OMP_WAIT_POLICY" not in os.environ:  # OpenMP reads these variables when torch is imported
-    os.environ.setdefault("GOMP_SPINCOUNT", "100000")  # or idle threads spin on others' cores
+# Or idle threads spin on others' cores. OpenMP reads this when torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 
 import numpy as np
 import torch
@@ -1253,9 +1253,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parsed = parser.parse_intermixed_args(arguments)
     # It also takes the options that follow it.
-    overrides = [word for word in parsed.checkpoint if re.match(r"\w+\.\w+=", word)]
-    parsed.overrides += overrides
-    parsed.checkpoint = [word for word in parsed.checkpoint if word not in overrides]
+    words = parsed.checkpoint
+    parsed.overrides += [word for word in words if re.match(r"\w+\.\w+=", word)]
+    parsed.checkpoint = [word for word in words if word not in parsed.overrides]
     if bool(parsed.predict) != bool(parsed.checkpoint):
         raise UserError("--predict TABLE and --checkpoint FILE go together")
     return parsed

@@ -76,7 +76,6 @@ def test_ddp_options_accept_the_arguments_of_ddp():
         ("data.split=rows", "data.split must be random or nodes, not 'rows'"),
         ("data.edges=edges.tsv", "data.edges and data.perturbations go together: set both or neither"),
         ("data.perturbations=scores.tsv", "data.edges and data.perturbations go together: set both or neither"),
-        ("data.val_fraction=0.95", "must be positive and leave rows for training"),
         ("model.dropout=1", "model.dropout must be in [0, 1), not 1.0"),
         ("ddp.options=3", "ddp.options must be"),
         ("ddp.options={bucket_cap: 3}", "DistributedDataParallel: got an unexpected keyword argument 'bucket_cap'"),

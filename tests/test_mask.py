@@ -1,6 +1,5 @@
 """The mask kernel, compared with a plain loop over the edges."""
 
-import copy
 import math
 
 import pytest
@@ -68,46 +67,6 @@ def test_edge_masks_equal_a_loop(graph):
     for relation in graph.edge_types:
         assert torch.equal(masks[relation], expected[relation]), relation
     assert not all(mask.all() for mask in masks.values())
-
-
-def test_edge_masks_stay_exact_while_their_memory_is_reused(graph):
-    shared = SharedGraph(graph)
-    calls = [SETS, SETS[::-1], [[1]] * 5, [[2, 3]], [], [[], [8, 1]], SETS]  # different nodes and numbers of samples
-    addresses = set()
-    for sets in calls:
-        masks, expected = shared.edge_masks(make_batch(shared, sets)), loop_masks(graph, sets)
-        assert all(torch.equal(masks[relation], expected[relation]) for relation in graph.edge_types), sets
-        addresses.add(masks["gene", "a", "gene"].data_ptr())
-    assert len(addresses - {0}) == 1  # an empty mask has no memory
-    larger = SETS * 2
-    masks, expected = shared.edge_masks(make_batch(shared, larger)), loop_masks(graph, larger)
-    assert all(torch.equal(masks[relation], expected[relation]) for relation in graph.edge_types)
-
-
-def test_edge_masks_stay_exact_when_the_graph_moves(graph):
-    shared = SharedGraph(graph)
-    shared.edge_masks(make_batch(shared, SETS[::-1]))
-    shared.to("meta").edge_masks(make_batch(shared, SETS).to("meta"))
-    assert {buffer.device.type for buffer in shared.buffers()} == {"meta"}
-    shared = SharedGraph(graph)
-    shared.edge_masks(make_batch(shared, SETS[::-1]))
-    shared = copy.deepcopy(shared).double()
-    expected = loop_masks(graph, SETS)
-    for relation, mask in shared.edge_masks(make_batch(shared, SETS)).items():
-        assert torch.equal(mask, expected[relation])
-
-
-def test_a_backward_pass_with_masks_of_an_earlier_call_raises(graph):
-    shared = SharedGraph(graph)
-    batches = [make_batch(shared, sets) for sets in (SETS, SETS[::-1])]
-    x = torch.randn(5 * 30, requires_grad=True)
-    product = x * shared.edge_masks(batches[0])["gene", "a", "gene"]
-    kept = x * shared.edge_masks(batches[0])["gene", "a", "gene"].clone()
-    shared.edge_masks(batches[1])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.sum().backward()
-    kept.sum().backward()
-    assert torch.equal(x.grad.bool(), loop_masks(graph, SETS)["gene", "a", "gene"])
 
 
 def test_dead_edges_index_the_concatenated_masks(graph):

@@ -47,16 +47,16 @@ def test_scores_gaps_and_weights_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("header", "row", "message"),
     [
-        (HEADER, ("a", 1, "x", "val", 1), r"scores.tsv:6: the cell size 'x' is not a finite number"),
-        (HEADER, ("a", "nan", 1, "val", 1), r"scores.tsv:6: the growth 'nan' is not a finite number"),
-        (HEADER, ("a", 1, 1, "val", -1), r"scores.tsv:6: the sd '-1' is not a positive number"),
-        (HEADER, ("a", 1, 1, "val", 0), r"scores.tsv:6: the sd '0' is not a positive number"),
-        (HEADER, ("a", 1, 1, "val", "NA"), r"scores.tsv:6: the sd 'NA' is not a positive number"),
+        (HEADER, ("a", 1, "x", "val", 1), r"scores.tsv:6: the cell size 'x' is not a number"),
+        (HEADER, ("a", "nan", 1, "val", 1), r"scores.tsv:6: the growth 'nan' is not a number"),
+        (HEADER, ("a", 1, 1, "val", -1), r"scores.tsv:6: the sd '-1' is not a number from 1e-30"),
+        (HEADER, ("a", 1, 1, "val", 0), r"scores.tsv:6: the sd '0' is not a number from 1e-30"),
+        (HEADER, ("a", 1, 1, "val", "NA"), r"scores.tsv:6: the sd 'NA' is not a number from 1e-30"),
         (HEADER, ("a", 1, 1, "", 1), r"scores.tsv:6: the split '' is not one of train, val, test"),
         (
             (*HEADER[:4], "weight"),
             ("a", 1, 1, "val", "inf"),
-            r"scores.tsv:6: the weight 'inf' is not a positive number",
+            r"scores.tsv:6: the weight 'inf' is not a number from 1e-30",
         ),
         (("genes", "s", "split", "weight", "sd"), ("a", 1, "val", 1, 1), r"scores.tsv:1: .* weight or sd, not both"),
         (("genes", "split", "weight"), ("a", "val", 1), r"scores.tsv:1: the header needs scores after genes"),

@@ -81,8 +81,7 @@ class Profiles(KnockedOut):
             return collect(self.sum_rows(rows, effect)) + penalty * effect
 
         right = collect(deviation.nan_to_num())
-        tolerance = 1e-10 * right.square().sum(0)
-        return data.conjugate_gradients(normal, torch.zeros_like(right), right, tolerance)
+        return data.conjugate_gradients(normal, right, torch.zeros_like(right), tolerance=1e-5)
 
 
 def mean_profile(problem: Profiles) -> Tensor:

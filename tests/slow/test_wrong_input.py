@@ -14,7 +14,7 @@ WRONG_INPUT = [
     (["data.batch_size=31", "optim.accumulate=8"], "(ranks x optim.accumulate): try 32"),
     (["ddp.options={bucket_cap: 1}"], "ddp.options: DistributedDataParallel: got an unexpected keyword argument"),
     (["data.edges=missing.tsv"], "cannot read missing.tsv: No such file or directory"),
-    (["data.perturbations=wrong.tsv"], "wrong.tsv:3: the score 'high' is not a finite number"),
+    (["data.perturbations=wrong.tsv"], "wrong.tsv:3: the score 'high' is not a number"),
     (["run.dir=.", "run.name=taken"], "cannot write taken: Is a directory; fix that or set run.dir"),
     (["run.dir=scores.tsv"], "cannot write scores.tsv/default: Not a directory; fix that or set run.dir"),
 ]
