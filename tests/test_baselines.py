@@ -17,6 +17,7 @@ from ddp_setup import UserError
 from tests.bench import quality
 from tests.bench.baselines import (
     BASELINES,
+    LEVELS,
     Problem,
     features,
     low_rank,
@@ -61,16 +62,38 @@ def module_edges() -> torch.Tensor:
     return torch.stack([torch.cat([genes, genes]), torch.cat([genes % 4, genes % 4 + 4])])
 
 
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("name", BASELINES | LEVELS)
 @pytest.mark.parametrize("split", ["random", "nodes"])
 def test_a_baseline_does_not_see_the_test_scores(name, split):
+    baseline = (BASELINES | LEVELS)[name]
     effect = normal(NUM_GENES, 3)
     tables = make_tables(lambda genes: effect[list(genes)].prod(0).sum(), 2, split, edges=module_edges())
-    before = BASELINES[name](Problem(tables))
+    if name in LEVELS:
+        tables.level = with_levels(tables)
+    before = baseline(Problem(tables))
     changed = copy.deepcopy(tables)
     changed.y[changed.rows("test")] = 100 * normal(len(changed.rows("test")), 1)
-    assert torch.equal(BASELINES[name](Problem(changed)), before)
+    assert torch.equal(baseline(Problem(changed)), before)
     assert before.shape == tables.y[:, 0].shape and before.isfinite().all()
+
+
+def with_levels(tables: Tables) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.tensor([0.0, 0.5, 3.0])[torch.randint(3, (len(tables.perturbed),), generator=generator)]
+
+
+def test_each_rival_of_levels_knows_its_own_response():
+    """Linear in the level, quadratic, and any other."""
+    tables = make_tables(lambda genes: torch.tensor(0.0), 3, "random", num_rows=1500)
+    tables.level = with_levels(tables)
+    dose = 1 - tables.level.double()
+    of_levels = normal(3, NUM_GENES, seed=3)[(2 * tables.level).long().clamp(max=2), tables.perturbed]
+    first, second = normal(NUM_GENES)[tables.perturbed], normal(NUM_GENES, seed=1)[tables.perturbed]
+    responses = [dose * first, dose * first + dose.square() * second, of_levels]
+    for k, response in enumerate(responses):
+        tables.y = torch.zeros(len(tables.y), dtype=torch.float64).index_add(0, tables.sample(), response).unsqueeze(1)
+        known = [on_test_rows(tables, rival(Problem(tables))) > 0.995 for rival in LEVELS.values()]
+        assert known == [k == 0, k <= 1, True]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -269,7 +269,7 @@ def low_rank_neighbours(problem: Problem) -> Tensor:
 
 def one_curve(problem: Problem) -> Tensor:
     """The additive ridge whose effects count 1 - level times; what we start from counts 1 - level^p times."""
-    fields = data.fit_baseline(problem.tables, "squared", data.PENALTIES)
+    fields = data.fit_baseline(problem.tables, "squared")
     return fields[-1].squeeze(1)
 
 
@@ -282,7 +282,7 @@ def curve_of_each(problem: Problem) -> Tensor:
     genes = [*tables.genes, *(f"{gene} squared" for gene in tables.genes)]
     doubled = replace(tables, genes=genes, features=None, perturbed=perturbed, level=level)
     doubled.perturbed_ptr = 2 * tables.perturbed_ptr
-    return data.fit_baseline(doubled, "squared", data.PENALTIES)[-1].squeeze(1)
+    return data.fit_baseline(doubled, "squared")[-1].squeeze(1)
 
 
 def effect_of_each_level(problem: Problem) -> Tensor:
