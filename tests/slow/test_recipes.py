@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch_geometric.data import Data
 
 from data import KnockoutDataset
 from mask import SharedGraph
@@ -104,6 +105,15 @@ def assert_contract(copy: Path) -> None:
     run_tests(copy, "tests/test_contract.py", "-m", "contract", "-k", "not two_ranks")
 
 
+def add_levels(folder: Path) -> None:
+    """Gives names in the table of scores, of two thirds of the nodes, a level."""
+    lines = (folder / "scores.tsv").read_text()
+    for node in range(30):
+        name = f"Y{node:02}"
+        lines = lines.replace(name, name + ("", "=0.3", "=3")[node % 3])
+    (folder / "scores.tsv").write_text(lines)
+
+
 @pytest.mark.parametrize("repository", [None, ".", ".."], ids=["in no repository", "in its own", "within another"])
 def test_every_patch_can_be_applied_and_taken_back(copy, repository):
     def sources():
@@ -134,6 +144,7 @@ def test_the_page_names_every_patch_and_shows_code_of_some():
 
 
 def test_weighted_dataset(copy, tables, tmp_path):
+    add_levels(tmp_path)
     rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
     for name, deviations in (("uneven", (0.1, 1.0)), ("even", (0.5, 0.5))):
         samples = [
@@ -154,11 +165,18 @@ def test_weighted_dataset(copy, tables, tmp_path):
         output = launch(copy, 2, "train.py", f"data.perturbations={name}", "run.name=wrong", code=2)
         problem = "is not of JSON lines with genes, score and sd: set data.perturbations"
         assert output.count(f"error: {name} {problem}\n") == 1 and "Traceback" not in output
+    line = '{"genes": ["Y00", "Y01=x"], "score": 1.0, "sd": 1.0}\n'
+    (tmp_path / "level.jsonl").write_text(line.replace("=x", "") + line)
+    output = launch(copy, 2, "train.py", "data.perturbations=level.jsonl", "run.name=wrong", code=2)
+    assert output.count("error: level.jsonl:2: the genes 'Y00,Y01=x' have an empty name, or a level") == 1
 
     module = runpy.run_path(str(copy / "data.py"))
     files = [str(tmp_path / name) for name in ("edges.tsv", "uneven.jsonl")]
     data = module["read_tables"](module["DataConfig"](*files))
     dataset = module["KnockoutDataset"](data, torch.zeros(len(data.genes), dtype=torch.long))
+    for row, (genes, _) in enumerate(rows):
+        batch = dataset.__getitems__([row])
+        assert {data.name(*pair) for pair in zip(batch.perturbed, batch.level, strict=True)} == set(genes.split(","))
     weight = dataset.__getitems__([*range(len(rows)), -1]).weight  # 1 / 0.1 ** 2 and 1 / 1.0 ** 2 in turns, and padding
     torch.testing.assert_close(weight, torch.tensor([[100.0], [1.0]] * 100 + [[0.0]]))
 
@@ -199,6 +217,7 @@ def test_step_loss(copy, tables, tmp_path):
 
 def test_covariates(copy, tables, tmp_path):
     """Scores depend on a temperature, a drug, and a plate, whose names are numbers; cells of each are missing."""
+    add_levels(tmp_path)
     lines = (tmp_path / "scores.tsv").read_text().splitlines()[1:]
     draw, samples = random.Random(1), []
     for line in lines * 3:
@@ -326,6 +345,15 @@ def test_rules(copy, tables, tmp_path):
     assert "2 rows have no prediction: 2 nodes are not in the graph: unknown, Y03" in output
     for gene in ("g1", "g2"):
         assert float(asked[gene]) == pytest.approx(float(singles[gene]), abs=1e-5)
+    no_levels = "have a level: with data.rules, a gene is deleted or intact"
+    write_table(tmp_path / "ask.tsv", [("genes",), ("g1=0",), ("g1,g2=1",)])
+    for table, place in (
+        ("ask.tsv", "ask.tsv:3: the genes 'g1,g2=1'"),
+        ("all-pairs=0.3", "all-pairs=0.3:0: the genes"),
+    ):
+        command = ["train.py", "--predict", table, "--checkpoint", "runs/run/checkpoints/best.pt"]
+        output = launch(copy, 1, *command, code=2)
+        assert output.count(f"error: {place}") == output.count(no_levels) == 1 and "Traceback" not in output
 
     for rule in ("(g1 and g2", "g1 and g2)", "g1 g2", "and g1", "g1 or", "()", "g1 or and g2"):
         write_table(tmp_path / "wrong.tsv", [("reaction", "rule"), ("Y03", "g1"), ("Y01", rule)])
@@ -341,8 +369,13 @@ def test_rules(copy, tables, tmp_path):
         write_table(tmp_path / "wrong.tsv", [("reaction", "rule"), *table])
         assert_wrong_rules(copy, "wrong.tsv", message)
     assert_wrong_rules(copy, "none.tsv", "cannot read none.tsv: No such file or directory")
+    write_table(tmp_path / "scores.tsv", [("genes", "score"), *samples, ("g1=0", 1.0), ("g1,g2=0.3", 1.0)])
+    assert_wrong_rules(copy, "rules.tsv", f"scores.tsv:{len(samples) + 3}: the genes 'g1,g2=0.3' {no_levels}")
     output = launch(copy, 1, "train.py", "data.rules=", "run.name=nodes")  # in which the named nodes die
     assert "do the tables use the same names?" in output
+    config = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(config.replace("rules: rules.tsv", "rules: ''"))
+    assert_contract(copy)  # then names may have levels
 
 
 def assert_wrong_rules(copy: Path, rules: str, message: str) -> None:
@@ -368,10 +401,20 @@ print(json.dumps([[tables.genes[node] for node in part.tolist()] for part in par
 @pytest.fixture
 def graph_and_batch():
     graph = SharedGraph(synthetic_tables(Preset(20, {"physical": 60, "b": 30}, 2, 10, (1, 3)), seed=0).graph())
-    return graph, KnockoutDataset(tables_of([[1, 5], [], [7]], torch.zeros(3)), graph.degree).__getitems__(range(3))
+    return graph, batch_of(graph, [[1, 5], [], [7]])
 
 
-def test_own_model(copy, tables, graph_and_batch):
+def batch_of(graph: SharedGraph, sets: list) -> Data:
+    """Returns a batch of sets of deleted nodes, or of {node: level}."""
+    tables = tables_of(sets, torch.zeros(len(sets)))
+    return KnockoutDataset(tables, graph.degree).__getitems__(range(len(sets)))
+
+
+LEVELS = [{1: 0.3, 5: 0.0, 8: 3.0}, {}, {2: 0.5}]
+
+
+def test_own_model(copy, tables, graph_and_batch, tmp_path):
+    add_levels(tmp_path)
     adapt(copy, "own_model", tables)
     checkpoint, _ = train(copy)
     assert {name.split(".")[0] for name in checkpoint["model"]} == {"embedding", "layers", "head", "y_mean", "y_std"}
@@ -380,10 +423,18 @@ def test_own_model(copy, tables, graph_and_batch):
 
     graph, batch = graph_and_batch
     gcn = runpy.run_path(str(copy / "gcn.py"))["GCN"](ModelConfig(hidden=4, dropout=0.0), 20, [0.0], [1.0])
+    source, target = graph.edge_index
+    for nodes, prediction in zip(LEVELS, gcn(graph, batch_of(graph, LEVELS)), strict=True):
+        level = torch.ones(20, 1).index_put((torch.tensor(list(nodes)).long(),), torch.tensor([list(nodes.values())]).T)
+        matrix = torch.zeros(20, 20).index_put((target, source), graph.edge_weight, accumulate=True)
+        x = gcn.embedding
+        for norm, linear in gcn.layers:
+            x = x + torch.nn.functional.gelu(matrix @ (level * linear(norm(x))))
+        torch.testing.assert_close(prediction, gcn.head((level * x).sum(0) / 20**0.5))
     prediction = gcn(graph, batch)[0]
     prediction.backward()
     touched = gcn.embedding.grad.abs().sum(1) > 0
-    assert touched.tolist() == graph.keep(batch)[:, 0].tolist()
+    assert touched.equal(graph.keep(batch)[:, 0] > 0)
     ptr = graph.stack.forward_ptr
     target = torch.arange(len(ptr) - 1).repeat_interleave(ptr.diff()) % graph.num_nodes
     dead_edges = torch.isin(torch.stack([graph.stack.forward_col, target]), batch.perturbed[:2]).any(0)
@@ -392,7 +443,8 @@ def test_own_model(copy, tables, graph_and_batch):
 
 
 def test_attention(copy, tables, graph_and_batch, tmp_path, monkeypatch):
-    """On a table whose edges have two features."""
+    """On a table whose edges have two features; attention is compared with a loop over the living edges."""
+    add_levels(tmp_path)
     header, *rows = (tmp_path / "edges.tsv").read_text().splitlines()
     rows = [f"{row}\t{i % 7}\t{'NA' if i % 5 == 0 else i % 3}" for i, row in enumerate(rows)]
     (tmp_path / "edges.tsv").write_text("\n".join([f"{header}\tlength\tage", *rows, ""]))
@@ -417,13 +469,36 @@ def test_attention(copy, tables, graph_and_batch, tmp_path, monkeypatch):
         first, count = (0, 60) if relation[1] == "physical" else (60, 30)
         assert edge_attr[:, 1].tolist() == 3 * list(range(first, first + count))
 
+    own, h = torch.randn(2, 20, 3, 4)
+    found = layer(own, h, module["ExpandedMessages"](graph, batch_of(graph, LEVELS))) - layer.root(own)
+    for sample, nodes in enumerate(LEVELS):
+        for node in {*range(20)}.difference(node for node, level in nodes.items() if level == 0):
+            expected = torch.zeros(4)
+            for conv, edges in zip(layer.convs, (range(60), range(60, 90)), strict=True):
+                logits, values = [], []
+                for edge in edges:
+                    source, target = graph.edge_index[:, edge].tolist()
+                    if target == node and nodes.get(source, 1.0) > 0:
+                        value = nodes.get(source, 1.0) * h[source, sample] @ conv.lin_l.weight.T
+                        weight = torch.stack([graph.edge_weight[edge], torch.tensor(float(edge))])
+                        key = value + h[node, sample] @ conv.lin_r.weight.T + weight @ conv.lin_edge.weight.T
+                        logits.append((torch.nn.functional.leaky_relu(key, 0.2) * conv.att.flatten()).sum())
+                        values.append(value)
+                if values:
+                    expected = expected + torch.stack(logits).softmax(0) @ torch.stack(values)
+            torch.testing.assert_close(found[node, sample], expected, rtol=1e-4, atol=1e-5)
+
 
 def test_edge_knockouts(copy, tables, tmp_path):
-    """Samples remove the edges of three pairs of nodes, or nodes; sums are compared with a loop over the edges."""
+    """Samples remove or scale the edges of three pairs of nodes, or nodes.
+
+    Sums are compared with a loop over the edges.
+    """
     edges = [line.split("\t") for line in (tmp_path / "edges.tsv").read_text().splitlines()[1:]]
     removed = [f"{source}>{target}" for source, target, _ in edges[:3]]
     lines = (tmp_path / "scores.tsv").read_text().splitlines()
-    samples = [f"{removed[i % 3]},{line}" if i % 2 else line for i, line in enumerate(lines[1:])]
+    ends = ("", "=0.3", "", "=2")
+    samples = [f"{removed[i % 3]}{ends[i % 4]},{line}" if i % 2 else line for i, line in enumerate(lines[1:])]
     (tmp_path / "scores.tsv").write_text("\n".join([lines[0], *samples, ""]))
     adapt(copy, "edge_knockouts", tables)
     train(copy)
@@ -443,28 +518,42 @@ sys.path.insert(0, "copy")
 import torch
 from data import DataConfig, DataError, KnockoutDataset, load
 from mask import SharedGraph
+from model import ExpandedMessages
 from tests.tools.runs import tables_of
 
 tables = load(DataConfig("edges.tsv", "scores.tsv", cache_dir="loop"))
 number = {name: node for node, name in enumerate(tables.genes)}
 graph = SharedGraph(tables.graph()).double()
 pairs = [pair.split(">") for pair in sys.argv[1:]]
-sets = [[], [number[name] for name in sys.argv[1:3]], [number[pairs[2][0]], number[sys.argv[1]]]]
-batch = KnockoutDataset(tables_of(sets, torch.zeros(3)), graph.degree).__getitems__(range(3))
-x = torch.randn(graph.num_nodes, 3, 4, dtype=torch.float64)
+a, b, c = sys.argv[1:]
+assert tables.level[tables.perturbed == number[b]].unique().tolist() == torch.tensor([0.3, 2]).tolist()
+sets = [
+    {},
+    {a: 0.0, b: 0.0},
+    {pairs[2][0]: 0.0, a: 0.0},
+    {pairs[2][0]: 0.5, c: 0.25, a: 2.0},
+    {pairs[0][0]: 3.0, a: 0.0, b: 0.3},
+    {pairs[1][0]: 0.0, b: 0.5, pairs[2][1]: 0.75},
+]
+nodes = [{number[name]: level for name, level in levels.items()} for levels in sets]
+num = len(sets)
+batch = KnockoutDataset(tables_of(nodes, torch.zeros(num)), graph.degree).__getitems__(range(num))
+x = torch.randn(graph.num_nodes, num, 4, dtype=torch.float64)
 sums = graph.propagate(x, keep=graph.keep(batch))
+copies = ExpandedMessages(graph, batch)(x, x.new_ones(len(graph.relations), 4))
 expected = torch.zeros_like(sums)
-weights = iter(graph.edge_weight)
-masks = torch.cat([mask.view(3, -1) for mask in graph.edge_masks(batch).values()], dim=1)
+masks = torch.cat([mask.view(num, -1) for mask in graph.edge_masks(batch).values()], dim=1)
 for e, ((start, target), weight) in enumerate(zip(tables.edge_index.T.tolist(), graph.edge_weight)):
     source = tables.genes[start].split(">")[0]
-    for sample, dead in enumerate(sets):
-        names = {tables.genes[node] for node in dead}
-        alive = not names & {source, tables.genes[target], f"{source}>{tables.genes[target]}"}
-        assert alive == masks[sample, e]
-        if not names & {source, f"{source}>{tables.genes[target]}"}:  # sums of dead targets stay
-            expected[target, sample] += weight * x[number[source], sample]
-torch.testing.assert_close(sums, expected, rtol=1e-12, atol=1e-12)
+    for sample, levels in enumerate(sets):
+        names = (source, f"{source}>{tables.genes[target]}", tables.genes[target])
+        of_source, of_edge, of_target = (levels.get(name, 1.0) for name in names)
+        assert (of_source * of_edge * of_target > 0) == masks[sample, e]
+        # Sums of dead targets stay.
+        expected[target, sample] += weight * of_source * of_edge * x[number[source], sample]
+torch.testing.assert_close(sums, expected, rtol=1e-7, atol=1e-7)
+alive = graph.keep(batch) > 0
+torch.testing.assert_close(copies[alive], expected[alive], rtol=1e-7, atol=1e-7)
 assert not masks[1].all() and masks[0].all()
 open("scores.tsv", "a").write("A>B\\t1\\n")
 try:
@@ -476,7 +565,8 @@ else:
 """
 
 
-def test_dense(copy, tables):
+def test_dense(copy, tables, tmp_path):
+    add_levels(tmp_path)
     adapt(copy, "dense", [*tables, "optim.precision=bf16"])
     train(copy)
     log = (copy.parent / "runs/run/log.rank0.txt").read_text()
@@ -513,6 +603,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_tensorboard(copy, tables, tmp_path):
+    add_levels(tmp_path)
     adapt(copy, "tensorboard", tables)
     (copy / "board.py").write_text(BOARD)
     train(copy, script="board.py")
