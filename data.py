@@ -59,7 +59,7 @@ CHUNK = 2**23  # characters of a table that are parsed at once
 EXAMPLE = Path(__file__).with_name("tests") / "example"  # tables that are read if none are given
 TARGETS_AT_ONCE = 64  # in the fit of the additive baseline, whose numbers then stay in cache
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # of the additive baseline: 0.1 to 1000
-POWERS = (0.4, 0.6, 1.0, 1.5)  # of levels in the additive baseline
+POWERS = (1.0, 0.4, 0.6, 1.5)  # of levels in the additive baseline
 
 
 class DataError(ValueError):
@@ -104,7 +104,7 @@ class Tables:
     edge_weight: Tensor | None = None  # float64 [E]; None: all are 1
     edge_attr: Tensor | None = None  # float32 [E, F], features of the edges; None: they have none
     features: Tensor | None = None  # float32 [N, F], of the nodes; None: they have none
-    level: Tensor | None = None  # float32 [total], of each of `perturbed`; None: all are 0, deleted
+    level: Tensor | None = None  # float64 [total], of each of `perturbed`; None: all are 0, deleted
 
     def __post_init__(self):
         if self.y.dim() == 1:
@@ -117,7 +117,7 @@ class Tables:
         if self.features is None:
             self.features = torch.empty(len(self.genes), 0)
         if self.level is None:
-            self.level = torch.zeros(len(self.perturbed))
+            self.level = torch.zeros(len(self.perturbed), dtype=torch.float64)
 
     def graph(self) -> HeteroData:
         """Returns the graph, with node type `gene` and one edge type per relation."""
@@ -146,7 +146,7 @@ class Tables:
 
     def name(self, node: int, level: float) -> str:
         """Returns what stands in the table for a perturbed node: `A`, or `A=0.3`."""
-        return f"{self.genes[node]}={level:.7g}".removesuffix("=0")
+        return f"{self.genes[node]}={level:.15g}".removesuffix("=0")
 
     def is_seen(self) -> Tensor:
         """Returns which nodes a training row knocks out, bool [N]."""
@@ -351,7 +351,8 @@ class Rows:
     def sets(self, number: Numbers) -> tuple[Tensor, ...]:
         """Returns row, node and level of each name in the cells of the column genes: `A,B=0.3`.
 
-        A name that `number` knows has no level. One that stands twice in a row is returned once.
+        A name with `=` is one that `number` knows, as those of the edges' nodes. One that stands
+        twice in a row is returned once.
         """
         counts, names, levels = [], [], []
         for row, cell in enumerate(self.cells["genes"]):
@@ -362,17 +363,19 @@ class Rows:
                     text, _, level_text = text.rpartition("=")
                     level = parse_number(level_text)
                 name = text.strip()
-                if not name or not 0 <= level < 1e30:
+                # Higher levels would cost the digits of others.
+                if not name or ("=" in name and name not in number) or not 0 <= level <= 1e4:
                     raise self.error(
-                        row, "genes", "have an empty name, or a level that is not from 0 to 1e+30"
+                        row, "genes", f"have {name!r:.60}: no name, or no level from 0 to 10,000"
                     )
                 if own.setdefault(name, level) != level:
-                    raise self.error(row, "genes", f"have {name} at {own[name]:g} and {level:g}")
+                    raise self.error(row, "genes", f"have {name} at {own[name]} and {level}")
             counts.append(len(own))
             names += own
             levels += own.values()
         row = torch.repeat_interleave(torch.tensor(counts))
-        return row, number.of(names), torch.tensor(levels)
+        # A level of -0 is 0.
+        return row, number.of(names), torch.tensor(levels, dtype=torch.float64).abs()
 
 
 def parse_number(cell: str) -> float:
@@ -513,9 +516,9 @@ def read_sets(
     The paths `all-singles` and `all-pairs` stand for all sets of one or of two nodes, and
     `all-singles=0.3` for these at a level. Raises `DataError`.
     """
-    kind, sign, level = path.partition("=")
+    kind, sign, level_text = path.partition("=")
     size = {"all-singles": 1, "all-pairs": 2}.get(kind)
-    names = [name + sign + level for name in tables.genes]
+    names = [name + sign + level_text for name in tables.genes]
     all_rows = read_rows(path, "genes") if size is None else all_sets(path, names, size)
     for rows in all_rows:
         row, node, level = rows.sets(number)
@@ -595,7 +598,7 @@ def random_split(tables: Tables, config: DataConfig) -> Tensor:
     # for 0; others have with a probability of about n * n / 2**64.
     codes = np.random.default_rng(0).integers(-(2**63), 2**63, len(tables.genes))
     codes = torch.from_numpy(codes)
-    terms = codes[tables.perturbed] * (1 + tables.level.view(torch.int32))
+    terms = codes[tables.perturbed] * (1 + tables.level.view(torch.int64))
     total = scatter(terms, tables.sample(), dim_size=len(tables.y))
     _, first, group = np.unique(total.numpy(), return_index=True, return_inverse=True)
     number = np.argsort(np.argsort(first))  # groups in order of their first rows
@@ -777,8 +780,8 @@ def _end_worker(error: Exception, batch: Any) -> None:
 class Baseline(NamedTuple):
     """What is known of the scores without the graph: an additive function of the knocked-out nodes.
 
-    It is intercept + the sum over them of slope + effect, times the dose 1 - level**power; a logit
-    for optim.loss=binary.
+    It is intercept + the sum over them of (slope + effect) times the dose, 1 - level**power; a
+    logit for optim.loss=binary.
     """
 
     intercept: Tensor  # float64 [T]
@@ -805,18 +808,21 @@ def additive_baseline(tables: Tables, loss: str = "squared") -> Baseline:
     levels for all.
     """
     some_targets = tables.y.split(TARGETS_AT_ONCE, dim=1)
-    fits = {}
-    for power in POWERS if tables.level.any() else (1.0,):
+    least = math.inf
+    for power in POWERS if (tables.level.unique() != 1).sum() > 1 else POWERS[:1]:
         dosed = replace(tables, level=tables.level**power)
         baselines = [fit_baseline(replace(dosed, y=y), loss) for y in some_targets]
         fit = Baseline(*(torch.cat(part, dim=-1) for part in zip(*baselines, strict=True)), power)
         error = (fit.prediction - tables.y)[tables.rows("val")] / fit.std
-        fits[float(error.square().nansum())] = fit
-    return fits[min(fits)]
+        total = error.square().nansum()
+        if total < least:
+            least = total
+            best = fit
+    return best
 
 
 def fit_baseline(tables: Tables, loss: str) -> tuple:
-    """Returns all of the `additive_baseline` of a few targets but the power, which is 1."""
+    """Returns the fields of the `additive_baseline` of a few targets, with power 1."""
     present = ~tables.y.isnan()
     weight = (present & tables.is_in("train").unsqueeze(1)).double()
     is_validated = present & tables.is_in("val").unsqueeze(1)
@@ -888,7 +894,7 @@ class Design:
 
     def __init__(self, tables: Tables):
         size = (len(tables.y), len(tables.genes))
-        dose = 1 - tables.level.double()
+        dose = 1 - tables.level
         self.nodes = torch.sparse_csr_tensor(
             tables.perturbed_ptr, tables.perturbed, dose, size
         )  # [n, N]

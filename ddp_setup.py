@@ -532,12 +532,10 @@ def log_and_print(text: str) -> None:
 
 def library_versions() -> dict[str, str]:
     """Returns the versions that must be the same on all ranks."""
-    has_gpu = torch.cuda.is_available()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "CUDA": torch.version.cuda or "none",
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else "none",
+        "CUDA": torch.version.cuda,
     }
 
 

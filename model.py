@@ -7,7 +7,7 @@ on the graph without its dead nodes; the *global* part of the readout pools how 
 remaining nodes change between the two passes. Where the targets are effects on nodes, the readout
 *nodes* predicts each from how the state of that node changes.
 
-Shapes: N nodes, R relations, E_r edges of relation r, B samples, P knocked-out nodes in the batch,
+Shapes: N nodes, R relations, E_r edges of relation r, B samples, P perturbed nodes in the batch,
 H hidden channels, T targets. Node states are node-major, [N, B, H], so that one sparse product
 serves all samples at once.
 """
@@ -158,7 +158,7 @@ class KnockoutGNN(nn.Module):
         x, layers = self.encode(x.unsqueeze(1), sent.unsqueeze(1), messages)
         wild = WildType(layers, self.norm(x), of_nodes, of_rows)
         # How far each perturbed node is from intact: 1 if deleted, below 0 if activated, [P, 1].
-        dose = (1 - batch.level**self.power).unsqueeze(1)
+        dose = (1 - batch.level**self.power).to(wild.final.dtype).unsqueeze(1)
         prediction = 0.0
         if self.additive is not None:
             prediction = self.additive(known, dose, batch)
@@ -421,7 +421,7 @@ def intact_batch(device: torch.device) -> Data:
 
 
 class AdditiveReadout(nn.Module):
-    """The sum over the knocked-out nodes of a slope, the same for all, and of an effect of each.
+    """The sum over the perturbed nodes of dose times a slope, the same for all, and its own effect.
 
     `KnockoutGNN.from_tables` sets them to the additive baseline's.
     """
@@ -444,10 +444,11 @@ class AdditiveReadout(nn.Module):
 
 
 class LocalReadout(nn.Module):
-    """A permutation-invariant function of the wild-type states of any number of knocked-out nodes.
+    """A permutation-invariant function of the wild-type states of any number of perturbed nodes.
 
-    It adds a weighted product per pair of nodes (a factorisation machine, Rendle 2010) and an MLP
-    of the summed node and pair features. Both start at zero.
+    A node's features count times its dose. It adds a weighted product per pair of nodes (a
+    factorisation machine, Rendle 2010) and an MLP of the summed node and pair features. Both start
+    at zero.
     """
 
     def __init__(self, hidden: int, num_targets: int):
@@ -471,7 +472,7 @@ class LocalReadout(nn.Module):
 
 
 def sum_by_sample(values: Tensor, batch: Data) -> Tensor:
-    """Returns the sum over the knocked-out nodes of each sample, [B, ...], of values [P, ...]."""
+    """Returns the sum over the perturbed nodes of each sample, [B, ...], of values [P, ...]."""
     return scatter(values, batch.perturbed_batch, dim_size=batch.perturbed_ptr.numel() - 1)
 
 
@@ -504,8 +505,8 @@ class NodeReadout(nn.Module):
     """The effect on each target node, from how that node's own state changes.
 
     An effect is a sum over channels of a function of the change, 0 for no change, weighted by a
-    function of the node's wild-type state. A target that is itself knocked out has no state; what
-    is measured of it is a function of its wild-type state. Both start at zero.
+    function of the node's wild-type state. To a target that is itself perturbed, and has no state
+    if it is deleted, adds 1 - level times a function of its wild-type state. Both start at zero.
     """
 
     def __init__(self, num_nodes: int, hidden: int, target_nodes: Tensor):
@@ -540,8 +541,7 @@ class NodeReadout(nn.Module):
     def forward(self, effects: Tensor, wild: WildType, batch: Data) -> Tensor:
         """Returns the effects on the targets, [B, T], of those on all nodes, [B, N]."""
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
-        dead = self.dead(states).squeeze(1).to(effects.dtype)
-        own = (1 - batch.level) * dead
+        own = ((1 - batch.level) * self.dead(states).squeeze(1)).to(effects.dtype)
         effects = effects.index_put((batch.perturbed_batch, batch.perturbed), own, accumulate=True)
         return effects.index_select(1, self.target_nodes)
 

@@ -79,7 +79,9 @@ def test_a_baseline_does_not_see_the_test_scores(name, split):
 
 def with_levels(tables: Tables) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.tensor([0.0, 0.5, 3.0])[torch.randint(3, (len(tables.perturbed),), generator=generator)]
+    return torch.tensor([0.0, 0.5, 3.0], dtype=torch.float64)[
+        torch.randint(3, (len(tables.perturbed),), generator=generator)
+    ]
 
 
 def test_each_rival_of_levels_knows_its_own_response():

@@ -100,7 +100,11 @@ def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
         (EDGES, [*SCORES, ("a", "1_0", "train")], "scores.tsv:5: the score '1_0' is not a number"),
         (EDGES, [*SCORES, ("", "one", "train")], "scores.tsv:5: the score 'one' is not a number"),
         (EDGES, [*SCORES, ("a", 1, "dev")], "scores.tsv:5: the split 'dev' is not one of train, val, test"),
-        (EDGES, [*SCORES, ("a,,b", 1, "val")], "scores.tsv:5: the genes 'a,,b' have an empty name"),
+        (
+            EDGES,
+            [*SCORES, ("a,,b", 1, "val")],
+            "scores.tsv:5: the genes 'a,,b' have '': no name, or no level from 0 to 10,000",
+        ),
         (EDGES, SCORES[:3], "scores.tsv: no rows in the test split of 2 rows"),
         (EDGES, [("genes", "score"), ("a", 1)], "no rows in the train split|no rows in the val split"),
     ],
@@ -558,7 +562,7 @@ def test_additive_baseline_is_the_ridge_solution(sizes, monkeypatch):
     tables = mixed_tables()
     if sizes == "pairs":
         tables.perturbed_ptr = torch.arange(0, 801, 2)
-        tables.level = torch.zeros(800)
+        tables.level = torch.zeros(800, dtype=torch.float64)
         tables.perturbed = torch.randint(26, (800,), generator=torch.Generator().manual_seed(1))
         tables.perturbed[1::2] = (tables.perturbed[::2] + 1 + torch.arange(400) % 20) % 26
     design = dense_design(tables)
@@ -764,7 +768,7 @@ def test_the_fingerprint_depends_on_every_field():
     tables.split, tables.weight = random_split(tables, DataConfig()), torch.arange(float(len(tables.y)))
     tables.features, tables.edge_weight = torch.arange(400.0).view(-1, 1), torch.arange(8000.0)
     tables.edge_attr = torch.arange(16000.0).view(-1, 2)
-    tables.level = torch.arange(float(len(tables.perturbed)))
+    tables.level = torch.arange(len(tables.perturbed)).double()
     for name, value in vars(tables).items():
         if name == "left_out":  # of which nothing depends
             continue

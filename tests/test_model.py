@@ -454,9 +454,9 @@ def test_predictions_are_in_units_of_y_and_checkpoints_hold_the_scale(shared):
     torch.testing.assert_close(model(shared, make_batch(shared, SETS)), torch.full((len(SETS), 1), 0.3))
 
 
-def test_a_step_launches_at_most_380_kernels():
+def test_a_step_launches_at_most_381_kernels():
     kernels = count_kernels(tiny_step(torch.device("cpu")))
-    assert 200 < kernels.total() <= 380, kernels
+    assert 200 < kernels.total() <= 381, kernels
     assert (
         kernels["spmm"] == 12
     )  # one each way for 5 layers on all nodes, whatever the number of relations, and a reached one

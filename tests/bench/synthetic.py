@@ -108,10 +108,10 @@ def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
     physical = to_undirected(edge_indices["physical"], num_nodes=n)  # sorted by source
     perturbed, perturbed_ptr = draw.knockouts(preset, physical)
     edges = list(edge_indices.values())
-    level = torch.zeros(len(perturbed))
+    level = torch.zeros(len(perturbed), dtype=torch.float64)
     if preset.levels:
         noise = 0.2
-        level = torch.tensor(preset.levels)[draw.integers(len(preset.levels), (len(perturbed),))]
+        level = torch.tensor(preset.levels, dtype=torch.float64)[draw.integers(len(preset.levels), (len(perturbed),))]
         signal = dose_responses(draw, edges, perturbed, perturbed_ptr, level, preset.rounds)
     elif preset.rounds:
         noise = 0.2

@@ -54,13 +54,14 @@ def rows(options: argparse.Namespace) -> bool:
     else:
         print("every squared error is finite; if a step is not, lower optim.lr. Largest in the training split:")
     for row in (bad[:SHOWN] if len(bad) else training[error[training].argsort(descending=True)[:5]]).tolist():
-        genes = tables.perturbed[tables.perturbed_ptr[row] : tables.perturbed_ptr[row + 1]].tolist()
+        own = slice(tables.perturbed_ptr[row], tables.perturbed_ptr[row + 1])
+        genes = map(tables.name, tables.perturbed[own].tolist(), tables.level[own].tolist())
         worst = error_by_score[row].nan_to_num(math.inf).argsort(descending=True)[:WORST]
         scores = [
             f"{tables.targets[t]} {tables.y[row, t]:g}, prediction {prediction[row, t]:g}" for t in worst.tolist()
         ]
         print(
-            f"  row {row} ({data.SPLITS[tables.split[row]]}): genes {','.join(tables.genes[i] for i in genes)}, "
+            f"  row {row} ({data.SPLITS[tables.split[row]]}): genes {','.join(genes)}, "
             f"{'; '.join(scores)}, squared error {error[row]:.3g}"
         )
     return not len(bad)

@@ -24,7 +24,7 @@ def pack_levels(sets: list[dict[int, float]]) -> dict[str, Tensor]:
     """Returns `data.pack` of sets of nodes and their levels."""
     row = torch.repeat_interleave(torch.tensor([len(nodes) for nodes in sets], dtype=torch.long))
     node = torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long)
-    level = torch.tensor([level for nodes in sets for level in nodes.values()], dtype=torch.float32)
+    level = torch.tensor([level for nodes in sets for level in nodes.values()], dtype=torch.float64)
     return pack(row, node, level, len(sets))
 
 
