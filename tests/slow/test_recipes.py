@@ -168,7 +168,7 @@ def test_weighted_dataset(copy, tables, tmp_path):
     line = '{"genes": ["Y00", "Y01=x"], "score": 1.0, "sd": 1.0}\n'
     (tmp_path / "level.jsonl").write_text(line.replace("=x", "") + line)
     output = launch(copy, 2, "train.py", "data.perturbations=level.jsonl", "run.name=wrong", code=2)
-    assert output.count("error: level.jsonl:2: the genes 'Y00,Y01=x' have an empty name, or a level") == 1
+    assert output.count("error: level.jsonl:2: the genes 'Y00,Y01=x' have 'Y01': no name, or no level") == 1
 
     module = runpy.run_path(str(copy / "data.py"))
     files = [str(tmp_path / name) for name in ("edges.tsv", "uneven.jsonl")]
@@ -526,7 +526,7 @@ number = {name: node for node, name in enumerate(tables.genes)}
 graph = SharedGraph(tables.graph()).double()
 pairs = [pair.split(">") for pair in sys.argv[1:]]
 a, b, c = sys.argv[1:]
-assert tables.level[tables.perturbed == number[b]].unique().tolist() == torch.tensor([0.3, 2]).tolist()
+assert tables.level[tables.perturbed == number[b]].unique().tolist() == [0.3, 2]
 sets = [
     {},
     {a: 0.0, b: 0.0},
