@@ -19,7 +19,7 @@ from tests import check
 from tests.conftest import write_table
 from tests.test_targets import gappy_tables
 from tests.tools import analysis
-from tests.tools.analysis import Predictions, analyse, figures, interval, read_predictions, resampled_pearson
+from tests.tools.analysis import Predictions, analyse, figures, interval, read_predictions, resampled_pearson, table
 from tests.tools.runs import pack_sets, read_metrics
 from train import load_config, parse_arguments, result_lines, write_atomically
 
@@ -207,6 +207,23 @@ def test_groups_are_analysed_as_their_rows_alone():
         pytest.approx({name: result[name] for name in result["targets"]["t0"]})
     )
     assert "targets" not in analyse(make_rows(20))
+
+
+def test_rows_are_grouped_by_the_level_that_all_their_genes_have():
+    rows = make_rows(60)
+    cells = ["A", "A=0.3", "A=0.3,B=0.3", "A=0.3,B", "", "A=B", "C=2"]
+    levels = ["0", "0.3", "0.3", "several", "0", "0", "2"]
+    rows.genes = [cells[k % 7] for k in range(60)]
+    of_row = [levels[k % 7] for k in range(60)]
+    result = analyse(rows)
+    assert list(result["by_level"]) == ["0", "0.3", "2", "several"]
+    for level, group in result["by_level"].items():
+        chosen = torch.tensor([own == level for own in of_row])
+        assert group["n"] == chosen.sum()
+        assert group["mse"] == pytest.approx((rows.y - rows.prediction)[chosen].square().nanmean().item())
+    assert any(line.startswith("level 0.3 ") for line in table(result))
+    rows.genes = ["A=0.3", "B=0.3,C=0.3"] * 30
+    assert analyse(rows)["by_level"] == {}
 
 
 def test_many_scores_are_printed_in_part(capsys):

@@ -57,6 +57,13 @@ def state(run: Path) -> dict:
 
 def wait_for_step(run: Path, step: int, ranks: list) -> None:
     deadline = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() or read_metrics(run)[-1]["step"] < step:
+    while last_step(run) < step:
         assert time.monotonic() < deadline and all(rank.exitcode is None for rank in ranks)
         time.sleep(0.05)
+
+
+def last_step(run: Path) -> int:
+    """Returns that of the last row of metrics.jsonl, 0 if there is none, as at the start."""
+    if not (run / "metrics.jsonl").exists():
+        return 0
+    return max([row["step"] for row in read_metrics(run)], default=0)
