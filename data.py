@@ -936,7 +936,7 @@ def ridge(design: Design, y: Tensor, weight: Tensor, penalty: float, x: Tensor) 
 
 
 def conjugate_gradients(
-    product: Callable[[Tensor], Tensor], right: Tensor, x: Tensor, tolerance: float = 1e-10
+    product: Callable[[Tensor], Tensor], right: Tensor, x: Tensor, tolerance: float = 1e-8
 ) -> Tensor:
     """Returns the solution of product(x) = right for each column, from x.
 
