@@ -33,7 +33,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
-# Or idle threads spin on others' cores. OpenMP reads this when torch is imported.
+# OpenMP reads this when torch is imported; by default, idle threads spin on others' cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 
 import numpy as np
@@ -718,8 +718,9 @@ def predict(arguments: argparse.Namespace, config: Config, env: Distributed) -> 
     """Writes a prediction for each row of a table, in order, to `<table>.predictions.tsv`.
 
     That file is in the working directory. Rows with unknown nodes get an empty cell. The table may
-    be `all-singles` or `all-pairs`, of the graph's nodes. Of several checkpoints, it is the mean of
-    their predictions, and their standard deviation stands beside it.
+    be `all-singles` or `all-pairs`, of the graph's nodes, or these at a level: `all-singles=0.3`.
+    Of several checkpoints, it is the mean of their predictions, and their standard deviation stands
+    beside it.
     """
     table = arguments.predict
     with env.sync_errors(DataError):

@@ -26,6 +26,7 @@ from tests.bench.baselines import (
     recurring_pairs,
 )
 from tests.bench.quality import bootstrap, permute_names, random_features, summary
+from tests.bench.synthetic import write
 from tests.conftest import write_table
 from tests.tools.runs import pack_sets
 from train import pearson
@@ -96,6 +97,22 @@ def test_each_rival_of_levels_knows_its_own_response():
         tables.y = torch.zeros(len(tables.y), dtype=torch.float64).index_add(0, tables.sample(), response).unsqueeze(1)
         known = [on_test_rows(tables, rival(Problem(tables))) > 0.995 for rival in LEVELS.values()]
         assert known == [k == 0, k <= 1, True]
+
+
+def test_rows_at_levels_that_are_held_back_are_the_test_rows(tmp_path):
+    tables = make_tables(lambda genes: torch.tensor(0.0), 2, "random")
+    tables.level = torch.tensor([0.0, 0.25, 0.5, 2.0, 3.0]).double()[torch.arange(len(tables.perturbed)) % 7 % 5]
+    tables.edge_index, tables.edge_type = torch.tensor([[0], [1]]), torch.tensor([0])
+    tables.edge_weight = tables.edge_attr = None
+    options = write(Tables(**vars(tables)), tmp_path / "whole")
+    overrides = [*options, f"data.cache_dir={tmp_path}", "--config", os.devnull]
+    config = train.load_config(train.parse_arguments(overrides))
+    options = quality.hold_levels_back(config, tmp_path, seed=0)
+    held_back = data.load(train.load_config(train.parse_arguments([*overrides, *options])).data)
+    has = torch.isin(held_back.level, torch.tensor(quality.HELD_BACK).double())
+    counts = torch.bincount(held_back.sample()[has], minlength=len(held_back.y))
+    assert 0 < (counts > 0).sum() < len(counts) and torch.equal(held_back.is_in("test"), counts > 0)
+    assert len(held_back.rows("val")) == int((counts == 0).sum()) // 10
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from torch_geometric.data import HeteroData
 
 import model as model_module
 from data import (
@@ -24,7 +23,7 @@ from mask import ReachPlanner, SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
 from tests.conftest import write_table
-from tests.tools.runs import pack_levels, tables_of
+from tests.tools.runs import pack_levels, small_graph, tables_of
 from tests.tools.syncs import CountSynchronisations
 from train import result_lines
 
@@ -211,13 +210,7 @@ def test_a_batch_counts_the_edges_of_deleted_nodes_alone():
 # ---- Model ----------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def shared() -> SharedGraph:
-    generator = torch.Generator().manual_seed(0)
-    graph = HeteroData()
-    graph["gene"].num_nodes = NUM_NODES
-    for relation, count in (("a", 40), ("none", 0), ("b", 25)):
-        nodes = torch.tensor([node for node in range(NUM_NODES) if node != 10])  # which has no edge
-        graph["gene", relation, "gene"].edge_index = nodes[torch.randint(len(nodes), (2, count), generator=generator)]
-    return SharedGraph(graph).double()
+    return SharedGraph(small_graph(torch.Generator().manual_seed(0))).double()
 
 
 def make_batch(shared: SharedGraph, sets: list, planner: ReachPlanner | None = None):

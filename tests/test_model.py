@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 
 import model as model_module
 from data import KnockoutDataset
 from mask import ReachPlanner, SharedGraph
 from model import KnockoutGNN, ModelConfig, block_size, plan_route, uniform
 from tests.bench.host import count_kernels, tiny_step
-from tests.tools.runs import tables_of
+from tests.tools.runs import small_graph, tables_of
 from tests.tools.syncs import CountSynchronisations
 
 NUM_NODES, NUM_FEATURES = 12, 3
@@ -24,11 +24,7 @@ TARGETS = [5, 0, 10, 8, 2, 6]  # the nodes of the scores for the readout `nodes`
 @pytest.fixture
 def shared() -> SharedGraph:
     generator = torch.Generator().manual_seed(0)
-    graph = HeteroData()
-    graph["gene"].num_nodes = NUM_NODES
-    for relation, count in (("a", 40), ("none", 0), ("b", 25)):
-        nodes = torch.tensor([node for node in range(NUM_NODES) if node != 10])
-        graph["gene", relation, "gene"].edge_index = nodes[torch.randint(len(nodes), (2, count), generator=generator)]
+    graph = small_graph(generator)
     graph["gene"].x = torch.randn(NUM_NODES, NUM_FEATURES, generator=generator)
     graph["gene", "b", "gene"].edge_weight = torch.rand(25, generator=generator) + 0.1
     return SharedGraph(graph)

@@ -22,6 +22,7 @@ from tests.bench import markdown
 from tests.tools.runs import ROOT
 
 YEAST = "data.edges={0}/edges.tsv data.perturbations={0}/digenic.tsv"
+FOLDS = "nodes:0 nodes:1 nodes:2 nodes:3 nodes:4"
 COMMANDS = {  # with the number of threads, 0: all cores
     "masks": 1,
     "step": 0,
@@ -36,9 +37,11 @@ COMMANDS = {  # with the number of threads, 0: all cores
     "tables --edges 1000000": 0,
     "scaling": 1,
     "quality --preset small --seeds 3 --splits random:0 --models both": 1,
-    f"quality --config tests/bench/yeast.yaml --models local --seeds 5 {YEAST}": 1,
+    f"quality --config tests/bench/yeast.yaml --models local --seeds 5 --splits random:0 random:1 random:2 {YEAST}": 1,
+    f"quality --config tests/bench/yeast.yaml --models local --seeds 5 --splits {FOLDS} {YEAST}": 1,
     f"quality --config tests/bench/yeast.yaml --models permuted --splits random:0 nodes:0 --seeds 5 {YEAST}": 1,
-    "quality --preset network --splits nodes:0 nodes:1 nodes:2 --models local both --seeds 3": 1,
+    "quality --preset network --splits nodes:0 nodes:1 nodes:2 --models both --seeds 5": 1,
+    "quality --preset dose --models both --seeds 3 --splits random:0 random:1 random:2 levels:0 levels:1 levels:2": 1,
     f"quality --config tests/bench/yeast.yaml --models both --splits random:0 nodes:0 {YEAST}": 1,
     "quality --config tests/bench/expression.yaml --preset expression --splits random:0 nodes:0 --models nodes": 1,
 }

@@ -101,7 +101,7 @@ class Problem(KnockedOut):
         self.residual = self.y - self.additive
         self.effect = baseline.effect[self.nodes, 0].double()  # [K], beyond what every node has
         pairs = [torch.empty(3, 0, dtype=torch.long)]
-        doses = [torch.empty(0, dtype=torch.float32)]
+        doses = [torch.empty(0, dtype=torch.float64)]
         dose = 1 - tables.level**baseline.power
         self.dose = dose  # [total]
         for k in range(1, int(tables.perturbed_ptr.diff().max())):  # k positions apart in a row
@@ -276,8 +276,8 @@ def one_curve(problem: Problem) -> Tensor:
 def curve_of_each(problem: Problem) -> Tensor:
     """The same, with a second effect of each node, which counts the square of 1 - level."""
     tables = problem.tables
-    dose = 1 - tables.level.double()
-    level = torch.stack([tables.level.double(), 1 - dose.square()], dim=1).flatten()
+    dose = 1 - tables.level
+    level = torch.stack([tables.level, 1 - dose.square()], dim=1).flatten()
     perturbed = torch.stack([tables.perturbed, tables.perturbed + len(tables.genes)], dim=1).flatten()
     genes = [*tables.genes, *(f"{gene} squared" for gene in tables.genes)]
     doubled = replace(tables, genes=genes, features=None, perturbed=perturbed, level=level)
@@ -288,7 +288,7 @@ def curve_of_each(problem: Problem) -> Tensor:
 def effect_of_each_level(problem: Problem) -> Tensor:
     """The ridge of one effect per node and level, of those that no training row has 0."""
     tables = problem.tables
-    pairs = torch.stack([tables.perturbed.double(), tables.level.double()], dim=1)
+    pairs = torch.stack([tables.perturbed.double(), tables.level], dim=1)
     _, number = pairs.unique(dim=0, return_inverse=True)
     genes = [str(k) for k in range(int(number.max()) + 1)]
     edges = {"edge_index": torch.tensor([[0], [1]]), "edge_type": torch.tensor([0]), "edge_weight": None}

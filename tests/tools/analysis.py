@@ -189,21 +189,21 @@ def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = 
     resamples = number_of_resamples(rows.y.numel())
     options = {"loss": loss, "threshold": threshold, "resamples": resamples}
     result = summary(rows.y, rows.prediction, rows.baseline, **options)
+
+    def of_group(chosen: Tensor) -> dict:
+        return summary(rows.y[chosen], rows.prediction[chosen], rows.baseline[chosen], **options)
+
     for name, count in {"unseen": rows.unseen, "deletions": rows.deletions()}.items():
         group = count.clamp(max=MOST)
         result[f"by_{name}"] = {}
         for k in group.unique().tolist():
-            chosen = group == k
-            values = (rows.y[chosen], rows.prediction[chosen], rows.baseline[chosen])
-            result[f"by_{name}"][str(k)] = summary(*values, **options)
+            result[f"by_{name}"][str(k)] = of_group(group == k)
     levels = rows.levels()
     result["by_level"] = {}
     if 1 < len(set(levels)) <= LEVELS:
         numbers = sorted(set(levels) - {"several"}, key=float)
         for level in [*numbers, *{"several"}.intersection(levels)]:
-            chosen = torch.tensor([own == level for own in levels])
-            values = (rows.y[chosen], rows.prediction[chosen], rows.baseline[chosen])
-            result["by_level"][level] = summary(*values, **options)
+            result["by_level"][level] = of_group(torch.tensor([own == level for own in levels]))
     if len(rows.targets) > 1:
         each = target_figures(rows.y, rows.prediction, rows.baseline, loss, threshold)
         result["targets"] = {

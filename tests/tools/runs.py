@@ -12,12 +12,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch_geometric.data import HeteroData
 
 from data import Tables, pack
 from ddp_setup import Distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMES = ("samples_per_s", "data_ms", "step_ms", "memory_mb")
+
+
+def small_graph(generator: torch.Generator) -> HeteroData:
+    """Returns 12 nodes in three relations, of which one is empty; node 10 has no edge."""
+    graph = HeteroData()
+    graph["gene"].num_nodes = 12
+    nodes = torch.tensor([node for node in range(12) if node != 10])
+    for relation, count in (("a", 40), ("none", 0), ("b", 25)):
+        graph["gene", relation, "gene"].edge_index = nodes[torch.randint(len(nodes), (2, count), generator=generator)]
+    return graph
 
 
 def pack_levels(sets: list[dict[int, float]]) -> dict[str, Tensor]:
