@@ -24,11 +24,17 @@ import pytest
 
 pytest_plugins = ["tests.options"]
 ROOT = Path(__file__).resolve().parent.parent
-os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch does DNS look-ups, which the tests must not wait for
+os.environ["RES_OPTIONS"] = (
+    "timeout:1 attempts:1"  # torch does DNS look-ups, which the tests must not wait for
+)
 SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
 MODULES = ("mask", "model", "data", "ddp_setup", "train")
 EXAMPLE_SIZE = (400, 8000, 6000, 1)  # nodes, edges, rows and scores of tests/example
-FOR_ANY_MODEL = ("test_contract", "test_mask", "test_config")  # that pass with other models and tables, too
+FOR_ANY_MODEL = (
+    "test_contract",
+    "test_mask",
+    "test_config",
+)  # that pass with other models and tables, too
 
 
 REPLACED_IN_WORKERS: set[str] = set()  # of pytest-xdist
@@ -39,14 +45,19 @@ SERVER.set_forkserver_preload(["tests.preload"])
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hides the GPUs unless `-m gpu` is given: they are few, and their sums are not bitwise reproducible."""
+    """Hides the GPUs unless `-m gpu` is given: they are few, and sums differ in their last bits."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if runs_tests(config):
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup; what the tests start would inherit that
+        if (
+            signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        ):  # under nohup; what the tests start would inherit that
             signal.signal(signal.SIGHUP, lambda number, frame: None)
         forkserver.ensure_running()  # it imports while the tests are collected
-        import torch  # takes seconds, for which the process that deals out tests would keep the others waiting
+
+        # For the seconds that this takes, the process that deals out tests would keep the others
+        # waiting.
+        import torch
 
         torch.set_num_threads(1)  # files of tests run side by side
 
@@ -63,7 +74,10 @@ def runs_tests(config: pytest.Config) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skips tests/slow unless --all or a path selects it, and in an adapted copy all but `FOR_ANY_MODEL`."""
+    """Skips tests/slow unless --all or a path selects it.
+
+    In an adapted copy, it skips all but `FOR_ANY_MODEL`.
+    """
     is_slow = collection_path.name == "slow" and not config.option.all
     is_ours = collection_path.match("test_*.py") and collection_path.stem not in FOR_ANY_MODEL
     return True if is_slow or (is_ours and replaced()) else None
@@ -79,15 +93,22 @@ def pytest_testnodedown(node: Any) -> None:
     REPLACED_IN_WORKERS.add(getattr(node, "workeroutput", {}).get("replaced", ""))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     found = {replaced()} if runs_tests(config) else REPLACED_IN_WORKERS
     for name in found - {""}:
-        terminalreporter.line(f"not the template's: {name}; only {', '.join(FOR_ANY_MODEL)} were run")
+        terminalreporter.line(
+            f"not the template's: {name}; only {', '.join(FOR_ANY_MODEL)} were run"
+        )
 
 
 @functools.cache
 def replaced() -> str:
-    """Returns which functions of the template were replaced in an adapted copy, by what they make of the example."""
+    """Returns the template's functions that an adapted copy has replaced.
+
+    They are known by what they make of the example.
+    """
     import data
     import model
     import train
@@ -110,7 +131,7 @@ def replaced() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts the files that spend most time waiting first, so that other tests run in parallel with them."""
+    """Starts the files that wait most first, so that other tests run in parallel with them."""
     items.sort(key=lambda item: item.path.stem not in ("test_slurm", "test_machines"))
 
 
@@ -127,14 +148,20 @@ class Finished:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Callable[..., Finished]]:
-    """run(command, timeout=...) runs a command in `tmp_path`; whatever it started is killed after the test.
+    """run(command, timeout=...) runs a command in `tmp_path`; a test's processes end with it.
 
-    torchrun puts each worker in its own session, so processes are found by a marker in their environment.
+    torchrun puts each worker in its own session, so processes are found by a marker in their
+    environment.
     """
     mark = f"TEST_MARK={uuid.uuid4()}"
 
     def start(command: list[str], timeout: float = 120, **env: str) -> Finished:
-        environment = {**clean_environment(), "PYTHONPATH": str(ROOT), **env, **dict([mark.split("=")])}
+        environment = {
+            **clean_environment(),
+            "PYTHONPATH": str(ROOT),
+            **env,
+            **dict([mark.split("=")]),
+        }
         process = subprocess.Popen(
             command,
             cwd=tmp_path,
@@ -158,10 +185,26 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Finished]]:
 
 
 def clean_environment() -> dict[str, str]:
-    """Returns the environment without variables that make launch.sh or train.py part of a job, or set its size."""
-    names = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "RANK", "WORLD_SIZE", "NPROC", "NNODES", "RDZV", "RDZV_TIMEOUT")
+    """Returns the environment without some variables.
+
+    They are those that make launch.sh or train.py part of a job, or set its size.
+    """
+    names = (
+        "OMP_NUM_THREADS",
+        "GOMP_SPINCOUNT",
+        "RANK",
+        "WORLD_SIZE",
+        "NPROC",
+        "NNODES",
+        "RDZV",
+        "RDZV_TIMEOUT",
+    )
     names += ("MAX_RESTARTS", "STOP_FILE")
-    return {k: v for k, v in os.environ.items() if k not in names and not k.startswith(("SLURM", "SBATCH"))}
+    return {
+        k: v
+        for k, v in os.environ.items()
+        if k not in names and not k.startswith(("SLURM", "SBATCH"))
+    }
 
 
 def kill_marked(mark: str) -> None:
@@ -175,7 +218,10 @@ def kill_marked(mark: str) -> None:
 
 @pytest.fixture
 def torchrun(run: Callable[..., Finished]) -> Callable[..., Finished]:
-    """torchrun(nproc, script or -m module, *arguments) runs it under torchrun, or under plain python if nproc=0."""
+    """torchrun(nproc, script or -m module, *arguments) runs it under torchrun.
+
+    With nproc=0, it runs under plain python.
+    """
 
     def start(nproc: int, *arguments: str, timeout: float = 120, **env: str) -> Finished:
         command = [sys.executable]
@@ -187,11 +233,14 @@ def torchrun(run: Callable[..., Finished]) -> Callable[..., Finished]:
 
 
 @pytest.fixture
-def train(torchrun: Callable[..., Finished], tables: list[str], tmp_path: Path) -> Callable[..., Finished]:
-    """train(nproc, *overrides) runs train.py on the tiny tables: one epoch of a tiny model unless overridden.
+def train(
+    torchrun: Callable[..., Finished], tables: list[str], tmp_path: Path
+) -> Callable[..., Finished]:
+    """train(nproc, *overrides) runs train.py on the tiny tables.
 
-    nproc=0 is plain `python train.py`. With launcher=True the ranks run under a real torchrun; otherwise they are
-    forked processes with torchrun's environment variables, which start much faster.
+    It is one epoch of a tiny model unless overridden. nproc=0 is plain `python train.py`. With
+    launcher=True the ranks run under a real torchrun; otherwise they are forked processes with
+    torchrun's environment variables, which start much faster.
     """
 
     def start(
@@ -204,16 +253,23 @@ def train(torchrun: Callable[..., Finished], tables: list[str], tmp_path: Path) 
     ) -> Finished:
         arguments = [*tables, *SMALL, *overrides]
         if not any(argument.startswith("--") for argument in overrides):
-            arguments += ["--config", os.devnull]  # the defaults, whatever config.yaml says in a copy
+            arguments += [
+                "--config",
+                os.devnull,
+            ]  # the defaults, whatever config.yaml says in a copy
         if launcher:
             return torchrun(nproc, script, *arguments, timeout=timeout, **env)
         if nproc:
             _store, processes = fork_ranks(tmp_path, nproc, str(script), arguments, env)
         else:
-            processes = [fork(tmp_path, "rank0", [str(script), *arguments], {"OMP_NUM_THREADS": "1", **env})]
+            processes = [
+                fork(tmp_path, "rank0", [str(script), *arguments], {"OMP_NUM_THREADS": "1", **env})
+            ]
         codes = join(processes, timeout)
         output = [
-            "".join((tmp_path / f"rank{rank}.{stream}").read_text() for rank in range(len(processes)))
+            "".join(
+                (tmp_path / f"rank{rank}.{stream}").read_text() for rank in range(len(processes))
+            )
             for stream in ("stdout", "stderr")
         ]
         assert len(set(codes)) == 1, f"ranks exited with {codes}\n{output[1]}"
@@ -222,22 +278,47 @@ def train(torchrun: Callable[..., Finished], tables: list[str], tmp_path: Path) 
     return start
 
 
-def fork(folder: Path, name: str, command: list[str], variables: dict[str, str], cwd: str = "") -> Any:
-    """Starts `python SCRIPT ...` in `cwd` (default: `folder`); writes <name>.stdout and .stderr in `folder`."""
-    process = SERVER.Process(target=_run_script, args=(str(folder), name, command, variables, cwd), daemon=True)
+def fork(
+    folder: Path, name: str, command: list[str], variables: dict[str, str], cwd: str = ""
+) -> Any:
+    """Starts `python SCRIPT ...` in `cwd`, which is `folder` by default.
+
+    Writes <name>.stdout and .stderr in `folder`.
+    """
+    process = SERVER.Process(
+        target=_run_script, args=(str(folder), name, command, variables, cwd), daemon=True
+    )
     process.start()
     return process
 
 
 def fork_ranks(
-    folder: Path, world_size: int, script: str, arguments: list[str], more: dict[str, str] | None = None, cwd: str = ""
+    folder: Path,
+    world_size: int,
+    script: str,
+    arguments: list[str],
+    more: dict[str, str] | None = None,
+    cwd: str = "",
 ) -> tuple[Any, list]:
-    """Starts ranks as torchrun would; returns the store, which must stay alive while they run, and the processes."""
+    """Starts ranks as torchrun would; returns the store and the processes.
+
+    The store must stay alive while they run.
+    """
     import torch.distributed as dist
 
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    shared |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    store = dist.TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    shared = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    shared |= {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+    }
     ranks = []
     for rank in range(world_size):
         variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(more or {})}
@@ -255,17 +336,27 @@ def launch_forked(
     cwd: str = "",
     cpu: bool = True,
 ) -> tuple[int, str]:
-    """Like `launch` in tests/tools/runs.py, without the seconds that imports take; arguments[1] gets the output."""
+    """Like `launch` in tests/tools/runs.py, without the seconds that imports take.
+
+    arguments[1] gets the output.
+    """
     folder = Path(arguments[1])
     _store, ranks = fork_ranks(folder, world_size, script, arguments, variables, cwd)
     codes = join(ranks, timeout)
-    outputs = [(folder / f"rank{r}.{name}").read_text() for r in range(world_size) for name in ("stdout", "stderr")]
+    outputs = [
+        (folder / f"rank{r}.{name}").read_text()
+        for r in range(world_size)
+        for name in ("stdout", "stderr")
+    ]
     return max(map(abs, codes)), "\n".join(outputs)
 
 
 @pytest.fixture
 def workers(tmp_path: Path) -> Callable[..., None]:
-    """workers(world_size, name, *arguments) runs a function of tests/workers.py on all ranks; none may fail."""
+    """workers(world_size, name, *arguments) runs a function of tests/workers.py on all ranks.
+
+    None may fail.
+    """
 
     def start(world_size: int, *arguments: str) -> None:
         _store, ranks = fork_ranks(tmp_path, world_size, "tests/workers.py", [*arguments])
@@ -276,7 +367,9 @@ def workers(tmp_path: Path) -> Callable[..., None]:
     return start
 
 
-def _run_script(folder: str, name: str, command: list[str], variables: dict[str, str], cwd: str) -> None:
+def _run_script(
+    folder: str, name: str, command: list[str], variables: dict[str, str], cwd: str
+) -> None:
     import torch
 
     gc.freeze()  # what was forked is never garbage, and looking for it copies its pages
@@ -285,22 +378,38 @@ def _run_script(folder: str, name: str, command: list[str], variables: dict[str,
     for variable in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE"):
         os.environ.pop(variable, None)
     os.environ.update(variables)
-    torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", 1)))  # torch has already read the variable
+    torch.set_num_threads(
+        int(variables.get("OMP_NUM_THREADS", 1))
+    )  # torch has already read the variable
     sys.argv = command
-    copy = next((str(parent) for parent in Path(command[0]).parents if (parent / "train.py").exists()), str(ROOT))
-    if copy != str(ROOT):  # a copy of the template must import its own modules, not those preloaded by the server
+    copy = next(
+        (str(parent) for parent in Path(command[0]).parents if (parent / "train.py").exists()),
+        str(ROOT),
+    )
+    if copy != str(
+        ROOT
+    ):  # a copy of the template must import its own modules, not those preloaded by the server
         for module in list(sys.modules):
             if module.partition(".")[0] in (*MODULES, "tests"):
                 del sys.modules[module]
         sys.path.insert(0, copy)
-    for number, stream in ((0, os.devnull), (1, f"{folder}/{name}.stdout"), (2, f"{folder}/{name}.stderr")):
-        handle = os.open(stream, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number, stream in (
+        (0, os.devnull),
+        (1, f"{folder}/{name}.stdout"),
+        (2, f"{folder}/{name}.stderr"),
+    ):
+        handle = os.open(
+            stream, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        )
         os.dup2(handle, number)
     runpy.run_path(command[0], run_name="__main__")
 
 
 def join(processes: list, timeout: float = 120) -> list[int]:
-    """Returns the exit codes; processes still running after `timeout` seconds are killed and fail the test."""
+    """Returns the exit codes; processes that run after `timeout` seconds fail the test.
+
+    They are killed.
+    """
     deadline = time.monotonic() + timeout
     for process in processes:
         process.join(max(0, deadline - time.monotonic()))
@@ -316,7 +425,9 @@ def tables(tmp_path: Path) -> list[str]:
     """Overrides for two tiny tables: 30 genes in two relations, 200 samples of 1 to 3 deletions."""
     draw = random.Random(0)
     genes = [f"Y{i:02d}" for i in range(30)]
-    edges = [(*draw.sample(genes[:28], 2), draw.choice(["physical", "regulatory"])) for _ in range(120)]
+    edges = [
+        (*draw.sample(genes[:28], 2), draw.choice(["physical", "regulatory"])) for _ in range(120)
+    ]
     effect = {gene: draw.gauss(0, 1) for gene in genes}
     samples = []
     for _ in range(200):

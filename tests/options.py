@@ -1,8 +1,12 @@
-"""Options of pytest, in a plugin that `launch.sh` names, so that they are known before pytest looks for paths."""
+"""Options of pytest, in a plugin named by `launch.sh`: known before pytest looks for paths."""
 
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests in tests/slow")
-    parser.addoption("--config", metavar="FILE", help="the contract of its model and tables (default: config.yaml)")
+    parser.addoption(
+        "--config",
+        metavar="FILE",
+        help="the contract of its model and tables (default: config.yaml)",
+    )

@@ -1,4 +1,4 @@
-"""What the server from which ranks are forked does once for all of them: imports, and the hash of the sources."""
+"""What the server that forks ranks does once for all of them: imports, and the sources' hash."""
 
 import torch.distributed.optim  # noqa: F401
 

@@ -1,4 +1,7 @@
-"""The baselines of tests.bench.quality, on tables whose effects they can know or not, and the figures made of them."""
+"""The baselines of tests.bench.quality, and the figures made of them.
+
+They run on tables whose effects they can know or not.
+"""
 
 import copy
 import itertools
@@ -34,8 +37,13 @@ from train import pearson
 NUM_GENES = 40
 
 
-def make_tables(score, size: int, split: str, num_rows: int | None = None, edges: torch.Tensor | None = None) -> Tables:
-    """Returns a table of all or `num_rows` sets of `size` genes and their `score`, without edges unless given."""
+def make_tables(
+    score, size: int, split: str, num_rows: int | None = None, edges: torch.Tensor | None = None
+) -> Tables:
+    """Returns a table of all or `num_rows` sets of `size` genes and their `score`.
+
+    It has no edges unless some are given.
+    """
     sets = list(itertools.combinations(range(NUM_GENES), size))
     order = torch.randperm(len(sets), generator=torch.Generator().manual_seed(0))[:num_rows]
     sets = [sets[k] for k in order]
@@ -58,7 +66,10 @@ def normal(*size: int, seed: int = 0) -> torch.Tensor:
 
 
 def module_edges() -> torch.Tensor:
-    """Returns edges from each gene of four modules, of the genes k, k + 4, ..., to two of the module's own."""
+    """Returns edges from each gene of four modules to two of the module's own.
+
+    A module is the genes k, k + 4, ...
+    """
     genes = torch.arange(NUM_GENES)
     return torch.stack([torch.cat([genes, genes]), torch.cat([genes % 4, genes % 4 + 4])])
 
@@ -68,7 +79,9 @@ def module_edges() -> torch.Tensor:
 def test_a_baseline_does_not_see_the_test_scores(name, split):
     baseline = (BASELINES | LEVELS)[name]
     effect = normal(NUM_GENES, 3)
-    tables = make_tables(lambda genes: effect[list(genes)].prod(0).sum(), 2, split, edges=module_edges())
+    tables = make_tables(
+        lambda genes: effect[list(genes)].prod(0).sum(), 2, split, edges=module_edges()
+    )
     if name in LEVELS:
         tables.level = with_levels(tables)
     before = baseline(Problem(tables))
@@ -90,18 +103,26 @@ def test_each_rival_of_levels_knows_its_own_response():
     tables = make_tables(lambda genes: torch.tensor(0.0), 3, "random", num_rows=1500)
     tables.level = with_levels(tables)
     dose = 1 - tables.level.double()
-    of_levels = normal(3, NUM_GENES, seed=3)[(2 * tables.level).long().clamp(max=2), tables.perturbed]
+    of_levels = normal(3, NUM_GENES, seed=3)[
+        (2 * tables.level).long().clamp(max=2), tables.perturbed
+    ]
     first, second = normal(NUM_GENES)[tables.perturbed], normal(NUM_GENES, seed=1)[tables.perturbed]
     responses = [dose * first, dose * first + dose.square() * second, of_levels]
     for k, response in enumerate(responses):
-        tables.y = torch.zeros(len(tables.y), dtype=torch.float64).index_add(0, tables.sample(), response).unsqueeze(1)
+        tables.y = (
+            torch.zeros(len(tables.y), dtype=torch.float64)
+            .index_add(0, tables.sample(), response)
+            .unsqueeze(1)
+        )
         known = [on_test_rows(tables, rival(Problem(tables))) > 0.995 for rival in LEVELS.values()]
         assert known == [k == 0, k <= 1, True]
 
 
 def test_rows_at_levels_that_are_held_back_are_the_test_rows(tmp_path):
     tables = make_tables(lambda genes: torch.tensor(0.0), 2, "random")
-    tables.level = torch.tensor([0.0, 0.25, 0.5, 2.0, 3.0]).double()[torch.arange(len(tables.perturbed)) % 7 % 5]
+    tables.level = torch.tensor([0.0, 0.25, 0.5, 2.0, 3.0]).double()[
+        torch.arange(len(tables.perturbed)) % 7 % 5
+    ]
     tables.edge_index, tables.edge_type = torch.tensor([[0], [1]]), torch.tensor([0])
     tables.edge_weight = tables.edge_attr = None
     options = write(Tables(**vars(tables)), tmp_path / "whole")
@@ -133,11 +154,13 @@ def test_low_rank_pairs_are_found_in_rows_of_any_size(size):
 
 def test_recurring_pairs_get_an_effect_of_their_own():
     effect = normal(NUM_GENES)
-    tables = make_tables(lambda genes: effect[list(genes)].sum() + 5 * ({0, 1} <= set(genes)), 3, "random")
-    problem = Problem(tables)
-    both = torch.isin(torch.arange(len(tables.y)), tables.sample()[tables.perturbed == 0]) & torch.isin(
-        torch.arange(len(tables.y)), tables.sample()[tables.perturbed == 1]
+    tables = make_tables(
+        lambda genes: effect[list(genes)].sum() + 5 * ({0, 1} <= set(genes)), 3, "random"
     )
+    problem = Problem(tables)
+    both = torch.isin(
+        torch.arange(len(tables.y)), tables.sample()[tables.perturbed == 0]
+    ) & torch.isin(torch.arange(len(tables.y)), tables.sample()[tables.perturbed == 1])
     error = (recurring_pairs(problem) - problem.y).abs()
     assert error[both].max() < 0.5 < (problem.additive - problem.y).abs()[both].min()
 
@@ -168,8 +191,14 @@ def test_an_unseen_gene_is_known_by_its_neighbours(baseline):
 def test_an_unseen_gene_is_known_by_its_features():
     """Random vectors in their place tell nothing."""
     x = normal(NUM_GENES, 3)
-    tables = make_tables(lambda genes: (x[list(genes)] @ torch.tensor([1.0, -2.0, 0.5]).double()).sum(), 2, "nodes")
-    assert on_test_rows(tables, features(Problem(tables))) == on_test_rows(tables, Problem(tables).additive) < 0.8
+    tables = make_tables(
+        lambda genes: (x[list(genes)] @ torch.tensor([1.0, -2.0, 0.5]).double()).sum(), 2, "nodes"
+    )
+    assert (
+        on_test_rows(tables, features(Problem(tables)))
+        == on_test_rows(tables, Problem(tables).additive)
+        < 0.8
+    )
     tables.features = x.float()
     assert on_test_rows(tables, features(Problem(tables))) > 0.95
     tables.features = normal(NUM_GENES, 3, seed=2).float()
@@ -179,14 +208,26 @@ def test_an_unseen_gene_is_known_by_its_features():
 def test_random_features_stand_in_for_those_of_the_same_genes(tmp_path):
     rows = {
         "edges": [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x")],
-        "perturbations": [("genes", "score", "split"), ("a", 1, "train"), ("b", 2, "val"), ("c", 3, "test")],
+        "perturbations": [
+            ("genes", "score", "split"),
+            ("a", 1, "train"),
+            ("b", 2, "val"),
+            ("c", 3, "test"),
+        ],
         "features": [("gene", "f", "g"), ("c", 1, 0), ("a", 0, 1)],
     }
-    paths = {name: str(write_table(tmp_path / f"{name}.tsv", table)) for name, table in rows.items()}
+    paths = {
+        name: str(write_table(tmp_path / f"{name}.tsv", table)) for name, table in rows.items()
+    }
     config = train.Config(data=DataConfig(**paths, cache_dir=str(tmp_path)))
     (override,) = random_features(config, tmp_path / "new")
-    before, after = data.load(config.data), data.load(replace(config.data, features=override.partition("=")[2]))
-    assert torch.equal(before.features != 0, after.features != 0) and not torch.equal(before.features, after.features)
+    before, after = (
+        data.load(config.data),
+        data.load(replace(config.data, features=override.partition("=")[2])),
+    )
+    assert torch.equal(before.features != 0, after.features != 0) and not torch.equal(
+        before.features, after.features
+    )
     with pytest.raises(UserError, match=r"set data\.features"):
         random_features(train.Config(data=replace(config.data, features="")), tmp_path)
 
@@ -220,8 +261,13 @@ def test_neighbours_equal_a_plain_loop(split):
         near = [(weight[a, c], r) for (c, d), r in interaction.items() if d == b]
         near += [(weight[b, d], r) for (c, d), r in interaction.items() if c == a]
         far = [(weight[a, c] * weight[b, d], r) for (c, d), r in interaction.items()]
-        effects = [ridge[x] if x in seen else average((weight[x, c], ridge[c]) for c in seen) for x in (a, b)]
-        expected.append(known.intercept[0] + 2 * known.slope[0] + sum(effects) + average(near or far))
+        effects = [
+            ridge[x] if x in seen else average((weight[x, c], ridge[c]) for c in seen)
+            for x in (a, b)
+        ]
+        expected.append(
+            known.intercept[0] + 2 * known.slope[0] + sum(effects) + average(near or far)
+        )
     torch.testing.assert_close(neighbours(problem, [("cosine", 0.3)]), torch.stack(expected))
 
 
@@ -231,9 +277,18 @@ def test_the_summary_compares_with_the_baseline_that_validation_prefers():
     def result(noise: float, validation: float, seed: int) -> dict:
         prediction = y + noise * normal(400, 1, seed=seed)
         r = pearson(y, prediction).item()
-        return {"validation": validation, "Pearson": r, "MSE": 1.0, "seconds": 0.0, "y": y, "prediction": prediction}
+        return {
+            "validation": validation,
+            "Pearson": r,
+            "MSE": 1.0,
+            "seconds": 0.0,
+            "y": y,
+            "prediction": prediction,
+        }
 
-    noises = dict(zip(BASELINES, (3.0, 1.0, 2.0, 0.3, 2.0, 2.0, 2.0, 2.0), strict=True)) | {"ours, both": 0.5}
+    noises = dict(zip(BASELINES, (3.0, 1.0, 2.0, 0.3, 2.0, 2.0, 2.0, 2.0), strict=True)) | {
+        "ours, both": 0.5
+    }
     splits = {
         f"random:{s}": {
             name: result(noise, 0.9 if name == "additive ridge" else 0.1, k + 10 * s + 1)
@@ -256,8 +311,15 @@ def test_the_summary_compares_with_the_baseline_that_validation_prefers():
 def test_the_noise_ceiling_of_a_preset_is_a_contestant(tmp_path, monkeypatch):
     """It and the ridge have the figures of README.md."""
     monkeypatch.setattr(quality, "BASELINES", {"additive ridge": BASELINES["additive ridge"]})
-    arguments = ["--preset=small", f"--dir={tmp_path}", f"data.cache_dir={tmp_path}/cache", "--config=/dev/null"]
-    results = quality.contest("random:0", quality.parse_arguments([*arguments, "--models"]), env=None)
+    arguments = [
+        "--preset=small",
+        f"--dir={tmp_path}",
+        f"data.cache_dir={tmp_path}/cache",
+        "--config=/dev/null",
+    ]
+    results = quality.contest(
+        "random:0", quality.parse_arguments([*arguments, "--models"]), env=None
+    )
     rounded = {name: round(figures["Pearson"], 3) for name, figures in results.items()}
     assert rounded == {"additive ridge": 0.772, "noise ceiling": 0.934}
 
@@ -272,11 +334,24 @@ def test_the_mean_of_several_seeds_is_a_contestant(tmp_path, monkeypatch):
 
     monkeypatch.setattr(quality, "BASELINES", {"additive ridge": BASELINES["additive ridge"]})
     monkeypatch.setattr(quality, "ours", ours)
-    arguments = [f"--config={os.devnull}", f"data.cache_dir={tmp_path}", "--models", "local", "--seeds", "3"]
+    arguments = [
+        f"--config={os.devnull}",
+        f"data.cache_dir={tmp_path}",
+        "--models",
+        "local",
+        "--seeds",
+        "3",
+    ]
     results = quality.contest("random:0", quality.parse_arguments(arguments), env=None)
-    names = ["additive ridge", *(f"ours, local, seed {seed}" for seed in range(3)), "ours, local, all 3"]
+    names = [
+        "additive ridge",
+        *(f"ours, local, seed {seed}" for seed in range(3)),
+        "ours, local, all 3",
+    ]
     assert list(results) == names and results[names[-1]]["seconds"] == 6.0
-    assert min(results[names[-1]]["Pearson"] - results[name]["Pearson"] for name in names[1:4]) > 0.05
+    assert (
+        min(results[names[-1]]["Pearson"] - results[name]["Pearson"] for name in names[1:4]) > 0.05
+    )
 
 
 @pytest.mark.parametrize("split", ["random", "nodes"])
@@ -285,11 +360,18 @@ def test_permuted_names_change_nothing_but_the_graph(tmp_path, split):
     overrides = permute_names(config, tmp_path)
     options = dict(override.removeprefix("data.").split("=") for override in overrides)
     before, after = data.load(config.data), data.load(replace(config.data, **options))
-    assert Path(options["edges"]).parent == tmp_path and Path(options["perturbations"]) == data.EXAMPLE / "scores.tsv"
+    assert (
+        Path(options["edges"]).parent == tmp_path
+        and Path(options["perturbations"]) == data.EXAMPLE / "scores.tsv"
+    )
     for name in ("genes", "relations"):
         assert getattr(after, name) == getattr(before, name)
     for name in ("perturbed", "perturbed_ptr", "y", "split"):
         assert torch.equal(getattr(after, name), getattr(before, name))
-    for old, new in zip(before.graph().edge_index_dict.values(), after.graph().edge_index_dict.values(), strict=True):
+    for old, new in zip(
+        before.graph().edge_index_dict.values(), after.graph().edge_index_dict.values(), strict=True
+    ):
         degrees = [torch.bincount(edges[0], minlength=400) for edges in (old, new)]
-        assert not torch.equal(*degrees) and torch.equal(*(degree.sort().values for degree in degrees))
+        assert not torch.equal(*degrees) and torch.equal(
+            *(degree.sort().values for degree in degrees)
+        )

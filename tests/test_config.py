@@ -25,14 +25,23 @@ def test_help_lists_every_option(capsys):
 
 def test_the_command_line_overrides_the_file(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("optim: {lr: 1e-2, epochs: 7}\nrun: {name: mine}\nddp:\n")  # an empty section, too
+    path.write_text(
+        "optim: {lr: 1e-2, epochs: 7}\nrun: {name: mine}\nddp:\n"
+    )  # an empty section, too
     config = load(
-        "optim.epochs=9", "--config", str(path), "run.name=5", "data.undirected=true", "ddp.device_ids=[2, 0]"
+        "optim.epochs=9",
+        "--config",
+        str(path),
+        "run.name=5",
+        "data.undirected=true",
+        "ddp.device_ids=[2, 0]",
     )
     assert (config.optim.lr, config.optim.epochs, config.run.name) == (0.01, 9, "5")
     assert config.data.undirected is True and config.ddp.device_ids == [2, 0]
     assert config.model == Config().model
-    assert load("optim.lr=1", "run.resume=no").run.resume == "no"  # although YAML parses it as a bool
+    assert (
+        load("optim.lr=1", "run.resume=no").run.resume == "no"
+    )  # although YAML parses it as a bool
 
 
 def test_an_empty_file_gives_the_defaults(tmp_path):
@@ -41,7 +50,10 @@ def test_an_empty_file_gives_the_defaults(tmp_path):
 
 
 def test_ddp_options_accept_the_arguments_of_ddp():
-    arguments = "{bucket_cap_mb: 25, gradient_as_bucket_view: true, static_graph: true, find_unused_parameters: false}"
+    arguments = (
+        "{bucket_cap_mb: 25, gradient_as_bucket_view: true, static_graph: true, "
+        "find_unused_parameters: false}"
+    )
     assert load(f"ddp.options={arguments}").ddp.options == yaml.safe_load(arguments)
 
 
@@ -53,7 +65,10 @@ def test_ddp_options_accept_the_arguments_of_ddp():
         ("data.batchsize=8", "unknown option data.batchsize: did you mean data.batch_size?"),
         ("modle.hidden=8", "unknown option modle.hidden: did you mean model.hidden?"),
         ("optim.lr", "optim.lr must be float >= 0, not None"),
-        ("optim.lr_mult={embedding: -1}", "optim.lr_mult: embedding: -1 is no part of a name and a factor"),
+        (
+            "optim.lr_mult={embedding: -1}",
+            "optim.lr_mult: embedding: -1 is no part of a name and a factor",
+        ),
         ("optim.lr_mult={a: .nan}", "optim.lr_mult: a: nan is no part of a name and a factor"),
         ("optim.lr_mult={a: x}", "optim.lr_mult: a: x is no part of a name and a factor"),
         ("optim.lr_mult={0: 1}", "optim.lr_mult: 0: 1 is no part of a name and a factor"),
@@ -65,20 +80,38 @@ def test_ddp_options_accept_the_arguments_of_ddp():
         ("optim.epochs=2.5", "optim.epochs must be int >= 1, not 2.5"),
         ("optim.epochs=", "optim.epochs must be int >= 1, not None"),
         ("optim.epochs=[", "cannot read the configuration optim.epochs=[: while parsing"),
-        ("optim.lr=2024-13-45", "cannot read the configuration optim.lr=2024-13-45: month must be in 1..12"),
+        (
+            "optim.lr=2024-13-45",
+            "cannot read the configuration optim.lr=2024-13-45: month must be in 1..12",
+        ),
         ("run.seed=-1", "run.seed must be int >= 0, not -1"),
-        ("data.split_seed=100000000000000000000", "data.split_seed must be int >= 0, not 100000000000000000000"),
+        (
+            "data.split_seed=100000000000000000000",
+            "data.split_seed must be int >= 0, not 100000000000000000000",
+        ),
         ("--config=", "cannot read the configuration"),
-        ("--config=no.yaml", "cannot read the configuration no.yaml: [Errno 2] No such file or directory"),
+        (
+            "--config=no.yaml",
+            "cannot read the configuration no.yaml: [Errno 2] No such file or directory",
+        ),
         ("data.undirected=1", "data.undirected must be bool, not 1"),
         ("ddp.device_ids=0", "ddp.device_ids must be"),
         ("optim.precision=fp8", "optim.precision must be fp64 or fp32 or bf16 or fp16, not 'fp8'"),
         ("data.split=rows", "data.split must be random or nodes, not 'rows'"),
-        ("data.edges=edges.tsv", "data.edges and data.perturbations go together: set both or neither"),
-        ("data.perturbations=scores.tsv", "data.edges and data.perturbations go together: set both or neither"),
+        (
+            "data.edges=edges.tsv",
+            "data.edges and data.perturbations go together: set both or neither",
+        ),
+        (
+            "data.perturbations=scores.tsv",
+            "data.edges and data.perturbations go together: set both or neither",
+        ),
         ("model.dropout=1", "model.dropout must be in [0, 1), not 1.0"),
         ("ddp.options=3", "ddp.options must be"),
-        ("ddp.options={bucket_cap: 3}", "DistributedDataParallel: got an unexpected keyword argument 'bucket_cap'"),
+        (
+            "ddp.options={bucket_cap: 3}",
+            "DistributedDataParallel: got an unexpected keyword argument 'bucket_cap'",
+        ),
         ("ddp.options={device_ids: 1}", "got multiple values for keyword argument 'device_ids'"),
         ("--lr=3", "unrecognized arguments: --lr=3"),
         ("--predict=table.tsv", "--predict TABLE and --checkpoint FILE go together"),
@@ -93,7 +126,8 @@ def test_a_wrong_argument_gives_a_one_line_error(argument, message):
 
 
 @pytest.mark.parametrize(
-    "option", ["data.batch_size", "model.layers", "optim.epochs", "optim.accumulate", "checkpoint.keep_last"]
+    "option",
+    ["data.batch_size", "model.layers", "optim.epochs", "optim.accumulate", "checkpoint.keep_last"],
 )
 def test_a_count_of_zero_is_refused(option):
     with pytest.raises(UserError, match=f"^{option} must be int >= 1, not 0$"):
@@ -101,7 +135,9 @@ def test_a_count_of_zero_is_refused(option):
 
 
 def test_options_that_are_not_counts_accept_zero():
-    config = load("optim.clip=0", "optim.warmup=0", "data.workers=0", "log.profile_steps=0", "run.seed=0")
+    config = load(
+        "optim.clip=0", "optim.warmup=0", "data.workers=0", "log.profile_steps=0", "run.seed=0"
+    )
     assert (config.optim.clip, config.optim.warmup) == (0.0, 0.0)
 
 

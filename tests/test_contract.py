@@ -1,4 +1,4 @@
-"""What a replaced model.py or data.py must satisfy for the rest to work: `./launch.sh test -m contract`.
+"""What a replaced model.py or data.py must satisfy: `./launch.sh test -m contract`.
 
 The model and tables are those that config.yaml configures, or the file of the option --config.
 """
@@ -15,7 +15,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data import DataError, KnockoutDataset, StepSampler, additive_baseline, load, make_loader, with_example
+from data import (
+    DataError,
+    KnockoutDataset,
+    StepSampler,
+    additive_baseline,
+    load,
+    make_loader,
+    with_example,
+)
 from mask import SharedGraph
 from tests.conftest import fork_ranks, join, launch_forked
 from tests.tools import parity
@@ -54,7 +62,7 @@ def baseline(config, tables):
 
 @pytest.fixture
 def model(config, tables, baseline):
-    """The model as training builds it, plus noise: parts that are initialised to zero would hide errors."""
+    """The model as training builds it, plus noise: parts that start at zero would hide errors."""
     torch.manual_seed(0)
     model = build_model(config, tables, baseline)
     with torch.no_grad():
@@ -68,7 +76,9 @@ def batch_of(graph, tables, sets):
     """Batches of some of `sets`, each with whatever else the tables say of its row."""
     perturbed, ptr = pack_sets(sets)
     y = torch.zeros(len(sets), *tables.y.shape[1:])
-    samples = dataclasses.replace(tables, perturbed=perturbed, perturbed_ptr=ptr, level=None, y=y, weight=None)
+    samples = dataclasses.replace(
+        tables, perturbed=perturbed, perturbed_ptr=ptr, level=None, y=y, weight=None
+    )
 
     def build(some_sets, transform=None):
         dataset = KnockoutDataset(samples, graph.degree, transform)
@@ -114,26 +124,41 @@ def test_predictions_have_one_finite_value_per_sample(model, graph, batch_of, se
     assert prediction.shape == batch.y.shape and prediction.isfinite().all()
 
 
-def test_a_batch_of_one_an_empty_batch_and_an_empty_knock_out_set_work(model, graph, batch_of, sets):
+def test_a_batch_of_one_an_empty_batch_and_an_empty_knock_out_set_work(
+    model, graph, batch_of, sets
+):
     assert len(model(graph, batch_of(sets[:1]))) == 1
     assert len(model(graph, batch_of([]))) == 0
     assert model(graph, batch_of([[]])).isfinite().all()
 
 
-def test_training_predicts_what_every_other_route_does(config, tables, baseline, graph, model, batch_of, sets):
-    """Training plans its batches, and the other tests here do not; `expanded`, if there is one, is the reference."""
+def test_training_predicts_what_every_other_route_does(
+    config, tables, baseline, graph, model, batch_of, sets
+):
+    """Training plans its batches, and the other tests here do not.
+
+    `expanded`, if there is one, is the reference.
+    """
     graph, model = copy.deepcopy(graph).double(), model.double()
     dataset, _ = make_dataset(config, tables, graph)
     expected = model(graph, batch_of(sets))
-    torch.testing.assert_close(model(graph, batch_of(sets, dataset.transform)), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        model(graph, batch_of(sets, dataset.transform)), expected, rtol=1e-9, atol=1e-9
+    )
     if config.model.message_passing in ("auto", "shared", "reach"):
         changed = dataclasses.replace(config.model, message_passing="expanded")
-        other = build_model(dataclasses.replace(config, model=changed), tables, baseline).double().eval()
+        other = (
+            build_model(dataclasses.replace(config, model=changed), tables, baseline)
+            .double()
+            .eval()
+        )
         other.load_state_dict(model.state_dict())
         torch.testing.assert_close(other(graph, batch_of(sets)), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_prediction_does_not_depend_on_its_batch_or_on_the_order_of_its_nodes(model, graph, batch_of, sets):
+def test_a_prediction_does_not_depend_on_its_batch_or_on_the_order_of_its_nodes(
+    model, graph, batch_of, sets
+):
     model, graph = model.double(), copy.deepcopy(graph).double()
     together = model(graph, batch_of(sets))
     backwards = model(graph, batch_of(sets[::-1]))
@@ -167,7 +192,8 @@ def test_a_level_of_1_is_intact_and_others_are_heeded_alike_on_every_route(
     except DataError as error:
         pytest.skip(str(error))
     predictions = model(graph, batch)
-    alone = []  # each set as the first row, as a batch may also have what else the tables say of its rows
+    # Each set is the first row, as a batch may also have what else the tables say of its rows.
+    alone = []
     for nodes in sets:
         first = dataclasses.replace(samples, **pack_levels([nodes] * len(sets)))
         alone.append(model(graph, KnockoutDataset(first, graph.degree).__getitems__([0])))
@@ -180,19 +206,32 @@ def test_a_level_of_1_is_intact_and_others_are_heeded_alike_on_every_route(
     torch.testing.assert_close(model(graph, planned), predictions, rtol=1e-9, atol=1e-9)
     if config.model.message_passing in ("auto", "shared", "reach"):
         changed = dataclasses.replace(config.model, message_passing="expanded")
-        other = build_model(dataclasses.replace(config, model=changed), tables, baseline).double().eval()
+        other = (
+            build_model(dataclasses.replace(config, model=changed), tables, baseline)
+            .double()
+            .eval()
+        )
         other.load_state_dict(model.state_dict())
         torch.testing.assert_close(other(graph, batch), predictions, rtol=1e-9, atol=1e-9)
 
 
 def test_every_parameter_gets_a_finite_gradient(config, model, graph, batch_of, sets):
-    """Even for a batch of nothing but padding: a rank without rows in the last step still joins the all-reduce."""
+    """Even for a batch of nothing but padding.
+
+    A rank without rows in the last step still joins the all-reduce.
+    """
     model.train()
     for batch in (batch_of(sets), batch_of([[]])):
         model.zero_grad()
         criterion(model(graph, batch), batch, model, config.optim.loss).backward()
-        trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-        wrong = [name for name, grad in trained.items() if grad is None or not grad.isfinite().all()]
+        trained = {
+            name: parameter.grad
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        wrong = [
+            name for name, grad in trained.items() if grad is None or not grad.isfinite().all()
+        ]
         assert not wrong, f"no finite gradient: {wrong}"
     batch.weight.zero_()
     model.zero_grad()
@@ -202,7 +241,9 @@ def test_every_parameter_gets_a_finite_gradient(config, model, graph, batch_of, 
 
 def test_two_ranks_train_the_same_model_as_one(arguments, monkeypatch):
     monkeypatch.setattr(parity, "launch", partial(launch_forked, cwd=os.getcwd()))
-    assert parity.parity(SimpleNamespace(world_sizes=[1, 2], arguments=arguments, timeout=600, cpu=True))
+    assert parity.parity(
+        SimpleNamespace(world_sizes=[1, 2], arguments=arguments, timeout=600, cpu=True)
+    )
 
 
 IN_A_FOLDER = """
@@ -216,40 +257,57 @@ def load_and_enter(options):
 def build_and_disturb(*arguments):
     model = build_model(*arguments)
     for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)  # or parts that start at zero would hide errors
+        parameter.data += 0.1 * torch.randn_like(parameter)  # or zeros would hide errors
     return model
 data.load, train.build_model = load_and_enter, build_and_disturb
 train.main()
 """
 
 
-def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(arguments, config, tables, tmp_path):
-    """Were a field of the batches forgotten in --predict, it would predict something else without a word."""
+def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(
+    arguments, config, tables, tmp_path
+):
+    """Were a field of batches forgotten in --predict, it would silently predict something else."""
     (tmp_path / "run.py").write_text(IN_A_FOLDER)
 
     def start(*options):
         arguments_of_run = [*arguments, *options, str(tmp_path)]
-        _store, ranks = fork_ranks(tmp_path, 1, str(tmp_path / "run.py"), arguments_of_run, cwd=os.getcwd())
+        _store, ranks = fork_ranks(
+            tmp_path, 1, str(tmp_path / "run.py"), arguments_of_run, cwd=os.getcwd()
+        )
         assert join(ranks, 600) == [0], (tmp_path / "rank0.stderr").read_text()
 
     start("run.dir=runs", "run.name=run", "run.init=", "run.resume=auto", "optim.epochs=2")
-    header, *rows = [line.split("\t") for line in (tmp_path / "runs/run/test.tsv").read_text().splitlines()]
-    written = [[float(row[header.index(f"{name}_prediction")]) for name in tables.targets] for row in rows]
+    header, *rows = [
+        line.split("\t") for line in (tmp_path / "runs/run/test.tsv").read_text().splitlines()
+    ]
+    written = [
+        [float(row[header.index(f"{name}_prediction")]) for name in tables.targets] for row in rows
+    ]
     lines = ["genes", *(row[0] for row in rows)]
     table = Path(with_example(config.data).perturbations).read_bytes()
     if table.startswith(b"\x1f\x8b"):
         table = gzip.decompress(table)
-    if table.startswith((b"genes\t", b"nodes\t")):  # with all its columns, whatever else --predict reads
+    if table.startswith(
+        (b"genes\t", b"nodes\t")
+    ):  # with all its columns, whatever else --predict reads
         lines = [line for line in table.decode("utf-8-sig").splitlines() if line]
-        lines = [lines[0], *(lines[1 + row] for row in parity.few_rows(tables).rows("test").tolist())]
+        lines = [
+            lines[0],
+            *(lines[1 + row] for row in parity.few_rows(tables).rows("test").tolist()),
+        ]
     (tmp_path / "ask.tsv").write_text("\n".join([*lines, ""]))
     start("--predict", "ask.tsv", "--checkpoint", str(tmp_path / "runs/run/checkpoints/best.pt"))
-    _, *rows = [line.split("\t") for line in (tmp_path / "ask.predictions.tsv").read_text().splitlines()]
+    _, *rows = [
+        line.split("\t") for line in (tmp_path / "ask.predictions.tsv").read_text().splitlines()
+    ]
     predicted = [[float(cell) for cell in row[1:]] for row in rows]
     torch.testing.assert_close(torch.tensor(predicted), torch.tensor(written), rtol=1e-4, atol=1e-4)
 
 
-def test_the_state_dict_holds_everything(config, tables, baseline, model, graph, batch_of, sets, tmp_path):
+def test_the_state_dict_holds_everything(
+    config, tables, baseline, model, graph, batch_of, sets, tmp_path
+):
     torch.save(model.state_dict(), tmp_path / "model.pt")
     other = build_model(config, tables, baseline).eval()
     other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
@@ -257,7 +315,9 @@ def test_the_state_dict_holds_everything(config, tables, baseline, model, graph,
     assert torch.equal(other(graph, batch), model(graph, batch))
 
 
-def test_the_seed_determines_the_weights_and_the_dropout(config, tables, baseline, graph, batch_of, sets):
+def test_the_seed_determines_the_weights_and_the_dropout(
+    config, tables, baseline, graph, batch_of, sets
+):
     batch, results = batch_of(sets), []
     for _ in range(2):
         torch.manual_seed(5)
@@ -267,7 +327,10 @@ def test_the_seed_determines_the_weights_and_the_dropout(config, tables, baselin
 
 
 def test_forward_stays_on_its_device_and_does_not_wait_for_it(model, graph, batch_of, sets):
-    """On `meta`, a device without values, using a tensor made on the CPU by mistake raises, as does reading a value."""
+    """On `meta`, a device without values, mistakes raise.
+
+    They are using a tensor made on the CPU, and reading a value.
+    """
     batch = batch_of(sets)
     with CountSynchronisations() as count:
         model(graph, batch)

@@ -37,15 +37,28 @@ from tests.bench.synthetic import PRESETS, failure_losses, generate, synthetic_t
 from tests.conftest import write_table
 from tests.tools.runs import pack_sets, tables_of
 
-EDGES = [("source", "target", "relation"), ("b", "a", "x"), ("a", "c", "y"), ("c", "c", "x"), ("b", "a", "x")]
-SCORES = [("genes", "score", "split"), ("a,b", 0.5, "train"), ("d", -1, "val"), ("", "2e-1", "test")]
+EDGES = [
+    ("source", "target", "relation"),
+    ("b", "a", "x"),
+    ("a", "c", "y"),
+    ("c", "c", "x"),
+    ("b", "a", "x"),
+]
+SCORES = [
+    ("genes", "score", "split"),
+    ("a,b", 0.5, "train"),
+    ("d", -1, "val"),
+    ("", "2e-1", "test"),
+]
 
 
 def config(folder: Path, edges=EDGES, scores=SCORES, **options) -> DataConfig:
     paths = {"edges": folder / "edges.tsv", "perturbations": folder / "scores.tsv"}
     for path, rows in zip(paths.values(), (edges, scores), strict=True):
         write_table(path, rows)
-    return DataConfig(**{k: str(v) for k, v in paths.items()}, cache_dir=str(folder / "cache"), **options)
+    return DataConfig(
+        **{k: str(v) for k, v in paths.items()}, cache_dir=str(folder / "cache"), **options
+    )
 
 
 def test_tables_are_read_correctly(tmp_path):
@@ -54,13 +67,17 @@ def test_tables_are_read_correctly(tmp_path):
     assert tables.relations == ["x", "y"]
     assert tables.edge_index.tolist() == [[1, 2, 0], [0, 2, 2]]  # no duplicate edge
     assert tables.edge_type.tolist() == [0, 0, 1]
-    assert [index.tolist() for index in tables.graph().edge_index_dict.values()] == [[[1, 2], [0, 2]], [[0], [2]]]
+    assert [index.tolist() for index in tables.graph().edge_index_dict.values()] == [
+        [[1, 2], [0, 2]],
+        [[0], [2]],
+    ]
     assert tables.perturbed.tolist() == [0, 1, 3]
     assert tables.perturbed_ptr.tolist() == [0, 2, 3, 3]
     assert tables.y.tolist() == [[0.5], [-1.0], [0.2]]
     assert [tables.rows(split).tolist() for split in data.SPLITS] == [[0], [1], [2]]
     assert tables.summary() == (
-        "4 nodes of 0 features (1 of 3 knocked-out ones isolated), 3 edges in 2 relations of 0 features, "
+        "4 nodes of 0 features (1 of 3 knocked-out ones isolated), 3 edges in 2 relations of 0 "
+        "features, "
         "3 samples of 0 to 2 knock-outs: 1 train, 1 val, 1 test, 0 in no split; 1 scores: score"
     )
 
@@ -87,26 +104,43 @@ def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
         (
             [("source", "target")],
             SCORES,
-            r"edges.tsv:1: the header is 'source\\ttarget': begin with 'source\\ttarget\\trelation'",
+            r"edges.tsv:1: the header is 'source\\ttarget': begin with "
+            r"'source\\ttarget\\trelation'",
         ),
         (EDGES[:1], SCORES, "edges.tsv: no rows below the header"),
         ([*EDGES, ("a", "b")], SCORES, "edges.tsv:6: 2 fields where the header has 3"),
         ([*EDGES, ("a", "", "x")], SCORES, "edges.tsv:6: the target '' is empty"),
         (EDGES, SCORES[:1], "scores.tsv: no rows below the header"),
         (EDGES, [], r"scores.tsv:1: the header is '': begin with 'genes', name each column once"),
-        (EDGES, [*SCORES, ("a", "high", "train")], "scores.tsv:5: the score 'high' is not a number"),
+        (
+            EDGES,
+            [*SCORES, ("a", "high", "train")],
+            "scores.tsv:5: the score 'high' is not a number",
+        ),
         (EDGES, [*SCORES, ("a", "nan", "train")], "scores.tsv:5: the score 'nan' is not a number"),
-        (EDGES, [*SCORES, ("a", "1e39", "train")], "scores.tsv:5: the score '1e39' is not a number"),
+        (
+            EDGES,
+            [*SCORES, ("a", "1e39", "train")],
+            "scores.tsv:5: the score '1e39' is not a number",
+        ),
         (EDGES, [*SCORES, ("a", "1_0", "train")], "scores.tsv:5: the score '1_0' is not a number"),
         (EDGES, [*SCORES, ("", "one", "train")], "scores.tsv:5: the score 'one' is not a number"),
-        (EDGES, [*SCORES, ("a", 1, "dev")], "scores.tsv:5: the split 'dev' is not one of train, val, test"),
+        (
+            EDGES,
+            [*SCORES, ("a", 1, "dev")],
+            "scores.tsv:5: the split 'dev' is not one of train, val, test",
+        ),
         (
             EDGES,
             [*SCORES, ("a,,b", 1, "val")],
             "scores.tsv:5: the genes 'a,,b' have '': no name, or no level from 0 to 10,000",
         ),
         (EDGES, SCORES[:3], "scores.tsv: no rows in the test split of 2 rows"),
-        (EDGES, [("genes", "score"), ("a", 1)], "no rows in the train split|no rows in the val split"),
+        (
+            EDGES,
+            [("genes", "score"), ("a", 1)],
+            "no rows in the train split|no rows in the val split",
+        ),
     ],
 )
 def test_errors_in_tables_name_file_and_line(tmp_path, edges, scores, message):
@@ -116,23 +150,34 @@ def test_errors_in_tables_name_file_and_line(tmp_path, edges, scores, message):
 
 
 def asked(path: str, names: list[str]) -> tuple[list[str], list[bool], list[list[int]], list[str]]:
-    """Returns the cells of a table to predict, which rows are known, their sets of nodes, and all names."""
-    graph = Tables(names, ["r"], torch.empty(2, 0).long(), torch.empty(0).long(), *pack_sets([[0]]), torch.zeros(1))
+    """Returns the cells of a table to predict, the known rows, their sets of nodes, all names."""
+    graph = Tables(
+        names,
+        ["r"],
+        torch.empty(2, 0).long(),
+        torch.empty(0).long(),
+        *pack_sets([[0]]),
+        torch.zeros(1),
+    )
     number = Numbers({name: node for node, name in enumerate(names)})
     ((genes, is_known, samples),) = read_sets(path, number, graph)
     assert samples.y.shape == (int(is_known.sum()), 1) and samples.y.isnan().all()
-    sets = [nodes.tolist() for nodes in samples.perturbed.split(samples.perturbed_ptr.diff().tolist())]
+    sets = [
+        nodes.tolist() for nodes in samples.perturbed.split(samples.perturbed_ptr.diff().tolist())
+    ]
     return list(genes), is_known.tolist(), sets, list(number)
 
 
 def quote(path: Path) -> None:
     """Puts quotes around each cell of a table."""
     lines = path.read_text().splitlines()
-    path.write_text("".join("\t".join(f'"{cell}"' for cell in line.split("\t")) + "\n" for line in lines))
+    path.write_text(
+        "".join("\t".join(f'"{cell}"' for cell in line.split("\t")) + "\n" for line in lines)
+    )
 
 
 def test_cells_in_quotes_are_read(tmp_path):
-    """As spreadsheets write them, in each table and in the header; quotes within a name are its own."""
+    """As spreadsheets write them, in each table and its header; quotes in a name are its own."""
     options = config(tmp_path, features=str(tmp_path / "features.tsv"))
     write_table(tmp_path / "features.tsv", [("gene", "size, um"), ("a", 1), ("d", 2)])
     plain = load(options)
@@ -146,7 +191,17 @@ def test_cells_in_quotes_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "cells", ['"a,b\t1', 'b,"a"\t1', '"a","b"\t1', '"a"b\t1', '""""\t1', ' "a,b"\t1', '"a,b\nc"\t1', 'a\t"1\n"']
+    "cells",
+    [
+        '"a,b\t1',
+        'b,"a"\t1',
+        '"a","b"\t1',
+        '"a"b\t1',
+        '""""\t1',
+        ' "a,b"\t1',
+        '"a,b\nc"\t1',
+        'a\t"1\n"',
+    ],
 )
 def test_quotes_that_enclose_no_whole_cell_are_refused(tmp_path, cells):
     (tmp_path / "scores.tsv").write_text(f"genes\tscore\na\t1\n\n{cells}\nd\t1\ne\t1\n")
@@ -161,25 +216,49 @@ def test_quotes_about_a_tab_make_fields(tmp_path):
 
 
 def test_scores_may_be_named_and_other_columns_are_left_out(tmp_path):
-    scores = [("genes", "drug", "a", "b", "split"), ("a", "MMS", 1, 2, "train"), ("b", "-", 3, 4, "val")]
+    scores = [
+        ("genes", "drug", "a", "b", "split"),
+        ("a", "MMS", 1, 2, "train"),
+        ("b", "-", 3, 4, "val"),
+    ]
     scores += [("c", "-", 5, 6, "test")]
-    with pytest.raises(DataError, match=r"scores\.tsv:2: the drug 'MMS' is not .*: to leave .* in data\.scores"):
+    with pytest.raises(
+        DataError, match=r"scores\.tsv:2: the drug 'MMS' is not .*: to leave .* in data\.scores"
+    ):
         load(config(tmp_path, scores=scores))
     tables = load(replace(config(tmp_path, scores=scores), scores=["b"]))
-    assert tables.targets == ["b"] and tables.y.tolist() == [[2], [4], [6]] and tables.left_out == ["drug", "a"]
+    assert (
+        tables.targets == ["b"]
+        and tables.y.tolist() == [[2], [4], [6]]
+        and tables.left_out == ["drug", "a"]
+    )
     assert tables.summary().endswith("; 1 scores: b; columns left out: drug, a")
     assert load(replace(config(tmp_path, scores=scores), scores=["b", "a"])).y[0].tolist() == [2, 1]
-    assert load(replace(config(tmp_path, scores=scores), scores=["b"])).fingerprint() == tables.fingerprint()
+    assert (
+        load(replace(config(tmp_path, scores=scores), scores=["b"])).fingerprint()
+        == tables.fingerprint()
+    )
     for wrong in (["c"], [["b"]], ["split"], [1]):
-        with pytest.raises(DataError, match=r"scores\.tsv:1: data\.scores=.*, but the scores are \['drug', 'a', 'b'\]"):
+        with pytest.raises(
+            DataError,
+            match=r"scores\.tsv:1: data\.scores=.*, but the scores are \['drug', 'a', 'b'\]",
+        ):
             load(replace(config(tmp_path, scores=scores), scores=wrong))
     fewer = [(row[0], *row[2:]) for row in scores]
-    assert load(replace(config(tmp_path, scores=fewer), scores=["b"])).fingerprint() == tables.fingerprint()
+    assert (
+        load(replace(config(tmp_path, scores=fewer), scores=["b"])).fingerprint()
+        == tables.fingerprint()
+    )
 
 
-@pytest.mark.parametrize(("names", "isolated"), [("abx", ""), ("axy", "x, y"), ("wxyz", "w, x, y, z")])
+@pytest.mark.parametrize(
+    ("names", "isolated"), [("abx", ""), ("axy", "x, y"), ("wxyz", "w, x, y, z")]
+)
 def test_knocked_out_nodes_are_named_if_half_of_them_have_no_edge(tmp_path, names, isolated):
-    rows = [(name, 1, split) for name, split in zip(names, ("train", "val", "test", "test"), strict=False)]
+    rows = [
+        (name, 1, split)
+        for name, split in zip(names, ("train", "val", "test", "test"), strict=False)
+    ]
     summary = load(config(tmp_path, scores=[("genes", "score", "split"), *rows])).summary()
     note = summary.partition("\nnote      ")[2]
     assert note == (f"no edges: {isolated}: do the tables use the same names?" if isolated else "")
@@ -220,15 +299,29 @@ def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
     path = tmp_path / "scores.tsv"
     path.write_text("\n".join(["genes\tscore", *lines, ""]))
     columns = read_knockouts(str(path), number := Numbers())
-    assert columns["targets"] == ["score"] and columns["left_out"] == [] and not {"split", "weight"} & columns.keys()
+    assert (
+        columns["targets"] == ["score"]
+        and columns["left_out"] == []
+        and not {"split", "weight"} & columns.keys()
+    )
     row, node, y = columns["row"], columns["node"], columns["y"]
     perturbed, ptr, _ = pack(row, node, columns["level"], len(y)).values()
     rows = [line.split("\t") for line in lines if line]
-    expected = [sorted({number[gene.strip()] for gene in genes.split(",") if gene.strip()}) for genes, _ in rows]
+    expected = [
+        sorted({number[gene.strip()] for gene in genes.split(",") if gene.strip()})
+        for genes, _ in rows
+    ]
     assert y.tolist() == [[float(score)] for _, score in rows]
     assert [part.tolist() for part in perturbed.split(ptr.diff().tolist())] == expected
-    for line, wrong in ((1401, "g1,,g2\t0"), (1402, "g1\tNaN"), (1403, "g1\t1\t2"), (1404, "g1\t1_0")):
-        path.write_text("\n".join(["genes\tscore", *lines[: line - 2], wrong, *lines[line - 2 :], ""]))
+    for line, wrong in (
+        (1401, "g1,,g2\t0"),
+        (1402, "g1\tNaN"),
+        (1403, "g1\t1\t2"),
+        (1404, "g1\t1_0"),
+    ):
+        path.write_text(
+            "\n".join(["genes\tscore", *lines[: line - 2], wrong, *lines[line - 2 :], ""])
+        )
         with pytest.raises(DataError, match=rf"scores.tsv:{line}: "):
             read_knockouts(str(path), Numbers())
 
@@ -257,7 +350,10 @@ def test_the_cache_is_reused_while_its_inputs_are_unchanged(tmp_path, monkeypatc
     monkeypatch.setattr(data, "read_tables", lambda c: calls.append(1) or original(c))
     assert load(options).fingerprint() == first.fingerprint()
     assert calls == []
-    assert load(replace(options, split_seed=1, batch_size=7, workers=2)).fingerprint() == first.fingerprint()
+    assert (
+        load(replace(options, split_seed=1, batch_size=7, workers=2)).fingerprint()
+        == first.fingerprint()
+    )
     assert calls == []
     write_table(Path(options.perturbations), [*SCORES, ("c", 3, "train")])
     assert len(load(options).y) == 4
@@ -293,7 +389,9 @@ def test_one_process_builds_the_cache_and_the_others_wait(tmp_path, damage):
         time.sleep(0.3)
         return {"numbers": torch.arange(5)}
 
-    with ThreadPoolExecutor(4) as pool:  # flock is per open file, so threads can stand in for processes
+    with ThreadPoolExecutor(
+        4
+    ) as pool:  # flock is per open file, so threads can stand in for processes
         results = list(pool.map(lambda _: data.cached(options, "numbers", "key", build), range(4)))
     assert len(built) == 1
     assert all(result["numbers"].tolist() == [0, 1, 2, 3, 4] for result in results)
@@ -310,7 +408,10 @@ def test_the_cache_is_written_atomically(tmp_path, monkeypatch, caplog):
         raise RuntimeError("no space left")
 
     monkeypatch.setattr(torch, "save", full)
-    assert data.cached(DataConfig(cache_dir=str(tmp_path)), "numbers", "key", lambda: content) is content
+    assert (
+        data.cached(DataConfig(cache_dir=str(tmp_path)), "numbers", "key", lambda: content)
+        is content
+    )
     assert "cannot be written: no space left" in caplog.text
     assert [left.suffix for left in tmp_path.iterdir()] == [".lock"]
 
@@ -355,22 +456,34 @@ def test_an_unwritable_cache_folder_only_disables_the_cache(tmp_path, caplog):
 
 
 def test_fractions_that_leave_a_split_without_rows_are_refused(tmp_path):
-    rows = [("genes", "score"), *((gene, 1) for gene in ("a", "b", "c", "a,b", "a,c", "b,c", "a,b,c", "d", "", "a,d"))]
+    rows = [
+        ("genes", "score"),
+        *((gene, 1) for gene in ("a", "b", "c", "a,b", "a,c", "b,c", "a,b,c", "d", "", "a,d")),
+    ]
     options = config(tmp_path, scores=rows)
     assert load(options).split.unique().tolist() == [0, 1, 2]
-    for fractions, split in (({"val_fraction": 0.0}, "val"), ({"test_fraction": 0.95}, "val|train")):
-        with pytest.raises(DataError, match=f"no rows in the ({split}) split of 10 rows .*: change data.val_fraction"):
+    for fractions, split in (
+        ({"val_fraction": 0.0}, "val"),
+        ({"test_fraction": 0.95}, "val|train"),
+    ):
+        with pytest.raises(
+            DataError,
+            match=f"no rows in the ({split}) split of 10 rows .*: change data.val_fraction",
+        ):
             load(replace(options, **fractions))
 
 
 def test_wrong_options_are_refused():
     for files in ({"edges": "edges.tsv"}, {"perturbations": "scores.tsv"}):
-        with pytest.raises(ValueError, match=r"data\.edges and data\.perturbations go together: set both or neither"):
+        with pytest.raises(
+            ValueError,
+            match=r"data\.edges and data\.perturbations go together: set both or neither",
+        ):
             DataConfig(**files)
 
 
 def test_the_example_is_what_the_preset_small_gives(tmp_path, monkeypatch):
-    """Whatever the working directory is; only the scores are rounded and the edges in another order."""
+    """In any working directory; only the scores are rounded and the edges in another order."""
     monkeypatch.chdir(tmp_path)
     example, expected = load(DataConfig()), synthetic_tables(PRESETS["small"])
     for name in ("genes", "relations", "targets"):
@@ -388,7 +501,9 @@ def test_a_preset_is_written_as_tables_that_train_reads(tmp_path, monkeypatch, c
     monkeypatch.setattr("sys.argv", ["synthetic", "network", str(tmp_path / "new/tables")])
     synthetic.main()
     overrides = [*capsys.readouterr().out.split(), "--config", os.devnull]
-    tables = load(train.load_config(train.parse_arguments([*overrides, f"data.cache_dir={tmp_path}"])).data)
+    tables = load(
+        train.load_config(train.parse_arguments([*overrides, f"data.cache_dir={tmp_path}"])).data
+    )
     expected = synthetic_tables(PRESETS["network"])
     assert torch.equal(tables.perturbed_ptr, expected.perturbed_ptr)
     assert torch.equal(tables.perturbed, expected.perturbed)
@@ -398,7 +513,9 @@ def test_a_preset_is_written_as_tables_that_train_reads(tmp_path, monkeypatch, c
 
 def test_without_the_example_the_tables_must_be_named(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "EXAMPLE", tmp_path / "example")
-    with pytest.raises(DataError, match=r"no example in .*/example: set data\.edges and data\.perturbations"):
+    with pytest.raises(
+        DataError, match=r"no example in .*/example: set data\.edges and data\.perturbations"
+    ):
         load(DataConfig(cache_dir=str(tmp_path)))
     assert len(load(config(tmp_path)).y) == 3
 
@@ -412,7 +529,12 @@ def test_features_may_be_added_to_the_example(tmp_path):
 def test_random_split_depends_on_its_seed_alone_and_keeps_replicates_together():
     sets = [[i % 50] for i in range(200)]
     tables = Tables(
-        ["g"] * 50, ["r"], torch.zeros(2, 0).long(), torch.zeros(0).long(), *pack_sets(sets), y=torch.zeros(200)
+        ["g"] * 50,
+        ["r"],
+        torch.zeros(2, 0).long(),
+        torch.zeros(0).long(),
+        *pack_sets(sets),
+        y=torch.zeros(200),
     )
     splits = [random_split(tables, DataConfig(split_seed=seed)) for seed in (0, 0, 1)]
     assert torch.equal(splits[0], splits[1]) and not torch.equal(splits[0], splits[2])
@@ -454,24 +576,37 @@ def test_loader_workers_give_the_same_batches():
 def loader_of_compared_workers(device: str, workers: int) -> DataLoader:
     dataset, batches = make_dataset(20), [[0, 5, 6], [7, -1, 19]]
     loader = make_loader(dataset, batches, workers, torch.device(device))
-    for ours, reference in zip(loader, make_loader(dataset, batches, 0, torch.device("cpu")), strict=True):
+    for ours, reference in zip(
+        loader, make_loader(dataset, batches, 0, torch.device("cpu")), strict=True
+    ):
         assert ours.to_dict().keys() == reference.to_dict().keys()
-        assert all(torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(reference[key])) for key in ours.to_dict())
+        assert all(
+            torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(reference[key]))
+            for key in ours.to_dict()
+        )
     return loader
 
 
-@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (4, 1), (1, 4), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "accumulate"), [(1, 1), (2, 1), (4, 1), (1, 4), (2, 2), (3, 2)]
+)
 def test_a_step_takes_the_same_rows_with_any_world_size(world_size, accumulate):
     rows = torch.arange(100, 153)
     alone = StepSampler(rows, 12, 1, 1, 0, seed=3)
-    ranks = [StepSampler(rows, 12, accumulate, world_size, rank, seed=3) for rank in range(world_size)]
+    ranks = [
+        StepSampler(rows, 12, accumulate, world_size, rank, seed=3) for rank in range(world_size)
+    ]
     for sampler in (alone, *ranks):
         sampler.set_epoch(2)
     steps = list(alone)
     assert len(steps) == alone.steps_per_epoch == 5
     assert sorted(row for step in steps for row in step) == rows.tolist()
     dealt = [list(sampler) for sampler in ranks]
-    assert [len(batches) for batches in dealt] == [len(sampler) for sampler in ranks] == [5 * accumulate] * world_size
+    assert (
+        [len(batches) for batches in dealt]
+        == [len(sampler) for sampler in ranks]
+        == [5 * accumulate] * world_size
+    )
     for number, step in enumerate(steps):
         parts = [batches[number * accumulate : (number + 1) * accumulate] for batches in dealt]
         together = [row for part in parts for batch in part for row in batch]
@@ -496,7 +631,12 @@ def test_epochs_and_seeds_differ_and_a_resumed_epoch_continues():
 def small_tables(sets: list[list[int]], num_nodes: int = 20) -> Tables:
     y = torch.arange(len(sets), dtype=torch.float64)
     return Tables(
-        [f"g{i:02}" for i in range(num_nodes)], ["r"], torch.tensor([[0], [1]]), torch.tensor([0]), *pack_sets(sets), y
+        [f"g{i:02}" for i in range(num_nodes)],
+        ["r"],
+        torch.tensor([[0], [1]]),
+        torch.tensor([0]),
+        *pack_sets(sets),
+        y,
     )
 
 
@@ -505,13 +645,23 @@ def test_the_node_split_trains_on_no_test_node_and_its_folds_cover_all_nodes():
     sets = [torch.randperm(20, generator=generator)[: k % 4].tolist() for k in range(400)]
     tables, tested = small_tables(sets), []
     for fold in range(6):
-        split = node_split(tables, DataConfig(split="nodes", split_seed=fold, test_fraction=0.2, val_fraction=0.1))
+        split = node_split(
+            tables, DataConfig(split="nodes", split_seed=fold, test_fraction=0.2, val_fraction=0.1)
+        )
         rows = list(zip(sets, split.tolist(), strict=True))
-        train, val, test = ({node for nodes, s in rows if s == k for node in nodes} for k in range(3))
+        train, val, test = (
+            {node for nodes, s in rows if s == k for node in nodes} for k in range(3)
+        )
         val, test = val - train, test - train
         assert len(train) == 14 and len(val) == 2 and len(test) == 4
         for nodes, s in rows:
-            assert s == (-1 if test & {*nodes} and val & {*nodes} else 2 if test & {*nodes} else bool(val & {*nodes}))
+            assert s == (
+                -1
+                if test & {*nodes} and val & {*nodes}
+                else 2
+                if test & {*nodes}
+                else bool(val & {*nodes})
+            )
         tested.append(test)
     assert set.union(*tested[:5]) == set(range(20)) and tested[5] == tested[0]
 
@@ -524,17 +674,21 @@ def test_unseen_nodes_are_counted_by_row():
 
 
 def test_a_node_split_beside_a_split_column_or_without_rows_is_an_error(tmp_path):
-    with pytest.raises(DataError, match=r"has a column split: remove it, or set data.split=random to use it"):
+    with pytest.raises(
+        DataError, match=r"has a column split: remove it, or set data.split=random to use it"
+    ):
         load(config(tmp_path, split="nodes"))
     unsplit = [row[:2] for row in SCORES]
-    with pytest.raises(DataError, match=r"no rows in the val split of 3 rows \(data.split=nodes\): change"):
+    with pytest.raises(
+        DataError, match=r"no rows in the val split of 3 rows \(data.split=nodes\): change"
+    ):
         load(config(tmp_path, scores=unsplit, split="nodes", test_fraction=0.4))
 
 
 def mixed_tables() -> Tables:
-    """Returns 400 samples of none to five of 30 genes, whose effects have a mean, and three gappy scores.
+    """Returns 400 samples of none to five of 30 genes, with three gappy scores.
 
-    Four of the genes occur in no training row.
+    The genes' effects have a mean. Four of the genes occur in no training row.
     """
     random, generator = Random(0), torch.Generator().manual_seed(0)
     sets = [random.sample(range(26), random.choice([0, 1, 1, 2, 3, 5])) for _ in range(360)]
@@ -544,7 +698,9 @@ def mixed_tables() -> Tables:
     y = 5 + 0.3 * noise + torch.stack([effect[nodes].sum(0) for nodes in sets])
     y[torch.rand(400, 3, generator=generator) < 0.2] = math.nan
     edges = torch.tensor([[0], [1]]), torch.tensor([0])
-    tables = Tables([f"g{i:02}" for i in range(30)], ["r"], *edges, *pack_sets(sets), y, targets=["a", "b", "c"])
+    tables = Tables(
+        [f"g{i:02}" for i in range(30)], ["r"], *edges, *pack_sets(sets), y, targets=["a", "b", "c"]
+    )
     tables.split = torch.tensor([0, 0, 0, 1] * 90 + [1, 2] * 20, dtype=torch.int8)
     return tables
 
@@ -558,7 +714,10 @@ def dense_design(tables: Tables) -> torch.Tensor:
 
 @pytest.mark.parametrize("sizes", ["mixed", "pairs"])
 def test_additive_baseline_is_the_ridge_solution(sizes, monkeypatch):
-    """Intercept and count are not penalised; where all rows knock out two nodes, the count says nothing."""
+    """Intercept and count are not penalised.
+
+    Where all rows knock out two nodes, the count says nothing.
+    """
     tables = mixed_tables()
     if sizes == "pairs":
         tables.perturbed_ptr = torch.arange(0, 801, 2)
@@ -582,8 +741,12 @@ def test_additive_baseline_is_the_ridge_solution(sizes, monkeypatch):
         x, y = design[rows][:, columns], tables.y[rows, t]
         solution = torch.linalg.solve(x.T @ x + penalty, x.T @ y)
         solution[-4:] = found.imputed[~seen, t]
-        torch.testing.assert_close(found.prediction[:, t], design[:, columns] @ solution, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(found.effect[:, t].double(), solution[len(unpenalised) :], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            found.prediction[:, t], design[:, columns] @ solution, rtol=1e-6, atol=1e-6
+        )
+        torch.testing.assert_close(
+            found.effect[:, t].double(), solution[len(unpenalised) :], rtol=1e-6, atol=1e-6
+        )
         assert found.mean[t] == pytest.approx(y.mean().item()) and found.std[t] == pytest.approx(
             y.std(correction=0).item()
         )
@@ -599,7 +762,11 @@ def test_the_baseline_of_a_target_is_the_same_alone_and_beside_others(loss):
     """Although the gaps of the others differ."""
     tables = mixed_tables()
     if loss == "binary":
-        tables.y = (tables.y > tables.y.nanmedian(dim=0).values).double().where(~tables.y.isnan(), math.nan)
+        tables.y = (
+            (tables.y > tables.y.nanmedian(dim=0).values)
+            .double()
+            .where(~tables.y.isnan(), math.nan)
+        )
     together = additive_baseline(tables, loss)
     alone = [additive_baseline(replace(tables, y=y), loss) for y in tables.y.split(1, dim=1)]
     tensors = zip(*(baseline[:-1] for baseline in alone), strict=True)
@@ -608,13 +775,18 @@ def test_the_baseline_of_a_target_is_the_same_alone_and_beside_others(loss):
 
 
 def test_an_unseen_node_gets_the_mean_effect_of_those_one_and_two_hops_away():
-    """Equal to dense products; node 6 has no edges and node 7 only one to itself: they get the mean of all."""
+    """Equal to dense products.
+
+    Node 6 has no edges and node 7 only one to itself: they get the mean of all.
+    """
     generator = torch.Generator().manual_seed(0)
     edge_index = torch.randint(6, (2, 14), generator=generator)
     edge_index[:, 0] = 7
     edge_type = torch.tensor([0] * 9 + [1] * 5)
     weight = torch.rand(14, dtype=torch.float64, generator=generator) + 0.5
-    tables = Tables(list("abcdefgh"), ["r", "s"], edge_index, edge_type, *pack_sets([[0]]), torch.ones(1))
+    tables = Tables(
+        list("abcdefgh"), ["r", "s"], edge_index, edge_type, *pack_sets([[0]]), torch.ones(1)
+    )
     tables.edge_weight = weight
     is_seen = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1]).bool()
     effect = torch.randn(8, 2, dtype=torch.float64, generator=generator) * is_seen.unsqueeze(1)
@@ -641,14 +813,18 @@ def test_an_unseen_node_gets_the_mean_effect_of_those_one_and_two_hops_away():
 
 def test_the_logistic_baseline_is_the_penalised_maximum_of_the_likelihood(monkeypatch):
     tables = mixed_tables()
-    tables.y = (tables.y > tables.y.nanmedian(dim=0).values).double().where(~tables.y.isnan(), math.nan)
+    tables.y = (
+        (tables.y > tables.y.nanmedian(dim=0).values).double().where(~tables.y.isnan(), math.nan)
+    )
     monkeypatch.setattr("data.PENALTIES", (2.0,))
     found = additive_baseline(tables, "binary")
     design, seen = dense_design(tables), tables.is_seen()
     for t in range(3):
         rows = tables.rows("train")
         rows = rows[~tables.y[rows, t].isnan()]
-        parameters = torch.cat([found.intercept[t : t + 1], found.slope[t : t + 1], found.effect[:, t]])
+        parameters = torch.cat(
+            [found.intercept[t : t + 1], found.slope[t : t + 1], found.effect[:, t]]
+        )
         probability = (design @ parameters).sigmoid()
         torch.testing.assert_close(found.prediction[:, t], probability)
         gradient = design[rows].T @ (probability[rows] - tables.y[rows, t])
@@ -660,7 +836,9 @@ def test_the_logistic_baseline_is_the_penalised_maximum_of_the_likelihood(monkey
 def test_the_additive_baseline_takes_the_penalty_that_suits_the_validation_rows(monkeypatch):
     tables = synthetic_tables(PRESETS["small"], seed=1)
     tables.split = random_split(tables, DataConfig())
-    tables.y = tables.y[torch.randperm(len(tables.y), generator=torch.Generator().manual_seed(0))]  # only noise
+    tables.y = tables.y[
+        torch.randperm(len(tables.y), generator=torch.Generator().manual_seed(0))
+    ]  # only noise
     val = tables.rows("val")
 
     def prediction(*penalties: float) -> torch.Tensor:
@@ -696,7 +874,9 @@ def test_additive_baseline_does_not_depend_on_the_unit_of_the_scores():
     tables.split = random_split(tables, DataConfig())
     reference = additive_baseline(tables).prediction
     tables.y *= 1e-12
-    torch.testing.assert_close(1e12 * additive_baseline(tables).prediction, reference, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        1e12 * additive_baseline(tables).prediction, reference, rtol=1e-8, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("preset", ["small", "network"])
@@ -709,7 +889,10 @@ def compare_with_preset(preset: str) -> None:
     tables, signal = generate(shape)
     tables.split = random_split(tables, DataConfig())
     assert len(tables.genes) == shape.num_nodes
-    assert dict(zip(tables.relations, tables.edge_type.bincount().tolist(), strict=True)) == shape.num_edges
+    assert (
+        dict(zip(tables.relations, tables.edge_type.bincount().tolist(), strict=True))
+        == shape.num_edges
+    )
     for edge_index in tables.graph().edge_index_dict.values():
         source, target = edge_index
         assert (source != target).all()
@@ -739,21 +922,32 @@ def test_synthetic_scores_depend_on_the_graph():
 
 
 def test_failures_spread_as_a_loop_over_nodes_says():
-    edge_indices = [torch.tensor([[0, 1, 2, 3], [2, 2, 3, 4]]), torch.tensor([[0, 4, 5], [3, 5, 4]])]
+    edge_indices = [
+        torch.tensor([[0, 1, 2, 3], [2, 2, 3, 4]]),
+        torch.tensor([[0, 4, 5], [3, 5, 4]]),
+    ]
     perturbed, perturbed_ptr = pack_sets([[], [0], [0, 1], [2, 5]])
     losses = failure_losses(edge_indices, 6, perturbed, perturbed_ptr, rounds=3)
-    suppliers = [[(i, 0.5**r) for r, e in enumerate(edge_indices) for i, j in e.T.tolist() if j == k] for k in range(6)]
+    suppliers = [
+        [(i, 0.5**r) for r, e in enumerate(edge_indices) for i, j in e.T.tolist() if j == k]
+        for k in range(6)
+    ]
 
     def activities(dead: list[int]) -> list[float]:
         now = [float(k not in dead) for k in range(6)]
         for _ in range(3):
-            lost = [sum(w * (1 - now[i]) for i, w in pairs) / (sum(w for _, w in pairs) or 1) for pairs in suppliers]
+            lost = [
+                sum(w * (1 - now[i]) for i, w in pairs) / (sum(w for _, w in pairs) or 1)
+                for pairs in suppliers
+            ]
             now = [(k not in dead) / (1 + math.exp(-12 * (0.4 - lost[k]))) for k in range(6)]
         return now
 
     for loss, dead in zip(losses.tolist(), ([], [0], [0, 1], [2, 5]), strict=True):
         intact, now = activities([]), activities(dead)
-        assert loss == pytest.approx(sum(intact[k] - now[k] for k in range(6) if k not in dead), abs=1e-12)
+        assert loss == pytest.approx(
+            sum(intact[k] - now[k] for k in range(6) if k not in dead), abs=1e-12
+        )
 
 
 def test_synthetic_tables_depend_on_their_seed_alone():
@@ -765,7 +959,10 @@ def test_synthetic_tables_depend_on_their_seed_alone():
 
 def test_the_fingerprint_depends_on_every_field():
     tables = synthetic_tables(PRESETS["small"], 0)
-    tables.split, tables.weight = random_split(tables, DataConfig()), torch.arange(float(len(tables.y)))
+    tables.split, tables.weight = (
+        random_split(tables, DataConfig()),
+        torch.arange(float(len(tables.y))),
+    )
     tables.features, tables.edge_weight = torch.arange(400.0).view(-1, 1), torch.arange(8000.0)
     tables.edge_attr = torch.arange(16000.0).view(-1, 2)
     tables.level = torch.arange(len(tables.perturbed)).double()
@@ -805,14 +1002,33 @@ def test_the_fingerprint_covers_added_fields():
         return tables.fingerprint()
 
     one, other = torch.zeros(2000), torch.zeros(2000).index_fill(0, torch.tensor(1000), 1.0)
-    forms = [lambda x: x, lambda x: [x], lambda x: {"a": (x,)}, torch.Tensor.bfloat16, torch.Tensor.bool]
-    for form in (*forms, torch.Tensor.tolist, torch.Tensor.numpy, lambda x: torch.stack([x, x], 1)[:, 0]):
+    forms = [
+        lambda x: x,
+        lambda x: [x],
+        lambda x: {"a": (x,)},
+        torch.Tensor.bfloat16,
+        torch.Tensor.bool,
+    ]
+    for form in (
+        *forms,
+        torch.Tensor.tolist,
+        torch.Tensor.numpy,
+        lambda x: torch.stack([x, x], 1)[:, 0],
+    ):
         assert fingerprint(form(one)) == fingerprint(form(one.clone())) != fingerprint(form(other))
-    zeros = (torch.zeros(2), torch.zeros(1, 2), torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.float64))
+    zeros = (
+        torch.zeros(2),
+        torch.zeros(1, 2),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.float64),
+    )
     assert len({fingerprint(same_bytes) for same_bytes in zeros}) == 4
     assert fingerprint(["a\nb", "c"]) != fingerprint(["a", "b\nc"])
     assert fingerprint({"a": "1"}) != fingerprint({"a": 1}) != fingerprint({"b": 1})
-    assert len({fingerprint(value) for value in (0, 0.5, "", None, False, [], {}, torch.tensor(0))}) == 8
+    assert (
+        len({fingerprint(value) for value in (0, 0.5, "", None, False, [], {}, torch.tensor(0))})
+        == 8
+    )
 
 
 def test_a_part_of_blank_lines_alone_is_no_part(tmp_path, monkeypatch):

@@ -1,13 +1,18 @@
 """Four GPUs on a machine without one: fake tensors have a device and a shape, but no values.
 
-Code that would mix devices on a machine with four GPUs raises here, and so does code that would wait for the GPU
-(reading a value, a shape that depends on values). PyTorch without CUDA cannot record gradients there, hence `no_grad`.
+Code that would mix devices on a machine with four GPUs raises here, and so does code that would
+wait for the GPU (reading a value, a shape that depends on values). PyTorch without CUDA cannot
+record gradients there, hence `no_grad`.
 """
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from mask import ReachPlanner, SharedGraph
 from model import KnockoutGNN, ModelConfig
@@ -46,7 +51,13 @@ def gpus(monkeypatch):
 
 @pytest.mark.parametrize("route", ["shared", "reach", "expanded"])
 @pytest.mark.parametrize("readout", ["both", "local", "global"])
-def test_masks_model_and_loss_stay_on_their_gpu_without_syncs(gpus, shared, set_block, route, readout):  # noqa: F811
+def test_masks_model_and_loss_stay_on_their_gpu_without_syncs(
+    gpus,
+    shared,  # noqa: F811
+    set_block,  # noqa: F811
+    route,
+    readout,
+):
     set_block(2)
     planner = {"shared": ReachPlanner(shared, 1), "reach": ReachPlanner(shared, 2)}.get(route)
     batch = make_batch(shared, SETS, planner).apply(gpus.tensor)
@@ -66,9 +77,19 @@ def test_masks_model_and_loss_stay_on_their_gpu_without_syncs(gpus, shared, set_
 def test_a_batch_on_another_device_is_refused(gpus, shared, device, readout):  # noqa: F811
     batch = make_batch(shared, SETS).apply(lambda tensor: gpus.tensor(tensor, device))
     graph = gpus.module(shared)
-    model = gpus.module(KnockoutGNN(ModelConfig(hidden=8, readout=readout), NUM_NODES, num_relations=3))
-    message = rf"the batch is on {device} but the graph is on cuda:3: call batch = batch.to\('cuda:3'\)"
-    calls = [graph.keep, graph.dead_edges, graph.edge_masks, graph.expand, lambda batch: model(graph, batch)]
+    model = gpus.module(
+        KnockoutGNN(ModelConfig(hidden=8, readout=readout), NUM_NODES, num_relations=3)
+    )
+    message = (
+        rf"the batch is on {device} but the graph is on cuda:3: call batch = batch.to\('cuda:3'\)"
+    )
+    calls = [
+        graph.keep,
+        graph.dead_edges,
+        graph.edge_masks,
+        graph.expand,
+        lambda batch: model(graph, batch),
+    ]
     for call in calls:
         with gpus.mode, pytest.raises(RuntimeError, match=message):
             call(batch)

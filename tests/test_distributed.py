@@ -39,7 +39,11 @@ train.main()
 def test_parameters_without_a_gradient_are_named(train, tmp_path):
     (tmp_path / "unused.py").write_text(UNUSED)
     result = train(2, script=tmp_path / "unused.py")
-    assert result.returncode == 1 and "did not receive grad" in result.stderr and "unused.weight" in result.stderr
+    assert (
+        result.returncode == 1
+        and "did not receive grad" in result.stderr
+        and "unused.weight" in result.stderr
+    )
     train(2, "ddp.options={find_unused_parameters: true}", script=tmp_path / "unused.py").check()
 
 
@@ -86,7 +90,8 @@ def test_a_scheduler_may_expose_one_gpu_to_each_process(workers):
 
 def test_an_option_that_differs_between_ranks_is_named(train, tmp_path):
     (tmp_path / "other.py").write_text(
-        "import os, sys, train\nif os.environ['RANK'] == '1':\n    sys.argv.append('optim.lr=0.5')\ntrain.main()\n"
+        "import os, sys, train\nif os.environ['RANK'] == '1':\n"
+        "    sys.argv.append('optim.lr=0.5')\ntrain.main()\n"
     )
     result = train(2, script=tmp_path / "other.py")
     assert result.returncode == 2 and result.stderr.count("\n") == 1

@@ -17,7 +17,12 @@ from tests.tools.runs import parameters, read_metrics, tables_of
 from train import Config, build_model
 
 EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x"), ("c", "d", "y")]
-SCORES = [("genes", "score", "split"), ("a,b", 0.5, "train"), ("d", -1, "val"), ("", "2e-1", "test")]
+SCORES = [
+    ("genes", "score", "split"),
+    ("a,b", 0.5, "train"),
+    ("d", -1, "val"),
+    ("", "2e-1", "test"),
+]
 FEATURES = [
     ("gene", "size", "charge", "same"),
     ("a", 1, -1, 7),
@@ -29,7 +34,10 @@ FEATURES = [
 
 def config(folder: Path, features: str = "", edges=EDGES, **options) -> DataConfig:
     paths = write_table(folder / "edges.tsv", edges), write_table(folder / "scores.tsv", SCORES)
-    settings = {"features": str(folder / features) if features else "", "cache_dir": str(folder / "cache")}
+    settings = {
+        "features": str(folder / features) if features else "",
+        "cache_dir": str(folder / "cache"),
+    }
     return DataConfig(*map(str, paths), **settings, **options)
 
 
@@ -58,8 +66,14 @@ def test_one_node_with_features_is_enough(tmp_path):
         ([*FEATURES, ("b", 1, "inf", 7)], r"features.tsv:6: the charge 'inf' is not a number"),
         ([*FEATURES, ("b", "large", 1, 7)], r"features.tsv:6: the size 'large' is not a number"),
         ([("gene",), ("a",)], r"features.tsv:1: the header has no features after gene"),
-        ([("name", "size"), ("a", 1)], r"features.tsv:1: the header is 'name\\tsize': begin with 'gene'"),
-        ([("gene", "size"), ("A", 1)], r"features.tsv: none of its nodes is in the tables of edges and knock-outs"),
+        (
+            [("name", "size"), ("a", 1)],
+            r"features.tsv:1: the header is 'name\\tsize': begin with 'gene'",
+        ),
+        (
+            [("gene", "size"), ("A", 1)],
+            r"features.tsv: none of its nodes is in the tables of edges and knock-outs",
+        ),
         ([], r"features.tsv:1: the header is ''"),
     ],
 )
@@ -76,11 +90,16 @@ def test_edge_weights_of_duplicate_edges_are_averaged(tmp_path, undirected):
     graph = tables.graph()
     found = [
         dict(zip(map(tuple, index.T.tolist()), weight.tolist(), strict=True))
-        for index, weight in zip(graph.edge_index_dict.values(), graph.edge_weight_dict.values(), strict=True)
+        for index, weight in zip(
+            graph.edge_index_dict.values(), graph.edge_weight_dict.values(), strict=True
+        )
     ]
     expected = [{(0, 1): 3.0, (1, 2): 0.5}, {(2, 3): 1e-3}]
     if undirected:
-        expected = [part | {(target, source): w for (source, target), w in part.items()} for part in expected]
+        expected = [
+            part | {(target, source): w for (source, target), w in part.items()}
+            for part in expected
+        ]
     assert found == expected
     plain = load(config(tmp_path))
     assert plain.edge_weight.eq(1).all() and plain.fingerprint() != tables.fingerprint()
@@ -88,12 +107,17 @@ def test_edge_weights_of_duplicate_edges_are_averaged(tmp_path, undirected):
 
 @pytest.mark.parametrize("weight", ["", "NA", 0, -1, "inf", "heavy", 1e-150])
 def test_edge_weights_must_be_positive(tmp_path, weight):
-    with pytest.raises(DataError, match=f"edges.tsv:2: the weight '{weight}' is not a number from 1e-30"):
+    with pytest.raises(
+        DataError, match=f"edges.tsv:2: the weight '{weight}' is not a number from 1e-30"
+    ):
         load(config(tmp_path, edges=[(*EDGES[0], "weight"), ("a", "b", "x", weight)]))
 
 
 def test_further_columns_of_edges_are_features_of_the_edges(tmp_path):
-    """They follow their edges wherever these go: into relations, sorted, reversed, and copied for each sample."""
+    """They follow their edges wherever these go.
+
+    Into relations, sorted, reversed, and copied for each sample.
+    """
     header = (*EDGES[0], "length", "weight", "age")
     rows = [("b", "c", "x", 3, 1, "NA"), ("c", "d", "y", 8, 2, 2), ("a", "b", "x", 1, 4, -1)]
     options = config(tmp_path, edges=[header, *rows], undirected=True)
@@ -104,12 +128,18 @@ def test_further_columns_of_edges_are_features_of_the_edges(tmp_path):
     assert "6 edges in 2 relations of 2 features" in tables.summary()
     assert tables.fingerprint() != load(config(tmp_path, undirected=True)).fingerprint()
     shared = SharedGraph(tables.graph())
-    batch = KnockoutDataset(tables_of([[], [1], [0]], torch.zeros(3)), shared.degree).__getitems__([0, 1, 2])
-    for relation, values in zip(shared.relations, shared.by_relation(shared.edge_attr), strict=True):
+    batch = KnockoutDataset(tables_of([[], [1], [0]], torch.zeros(3)), shared.degree).__getitems__(
+        [0, 1, 2]
+    )
+    for relation, values in zip(
+        shared.relations, shared.by_relation(shared.edge_attr), strict=True
+    ):
         copied = shared.expand(batch)[relation].T % shared.num_nodes
         names = [(tables.genes[source], tables.genes[target]) for source, target in copied.tolist()]
         assert len(names) == 3 * len(values) > 0
-        torch.testing.assert_close(values.repeat(3, 1), torch.tensor([expected[name] for name in names]))
+        torch.testing.assert_close(
+            values.repeat(3, 1), torch.tensor([expected[name] for name in names])
+        )
 
 
 def test_a_feature_of_edges_is_a_number(tmp_path):
@@ -133,7 +163,9 @@ def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path)
     options = config(tmp_path, "features.tsv", edges=[EDGES[0], ("c", "d", "x"), ("c", "e", "x")])
     tables = load(options)
     graph = SharedGraph(tables.graph()).double()
-    batch = KnockoutDataset(tables_of([[3], [4]], torch.zeros(2)), graph.degree).__getitems__([0, 1])
+    batch = KnockoutDataset(tables_of([[3], [4]], torch.zeros(2)), graph.degree).__getitems__(
+        [0, 1]
+    )
     for embedding in (True, False):
         changed = replace(Config(), model=ModelConfig(embedding=embedding), data=options)
         model = build_model(changed, tables, additive_baseline(tables)).double().eval()
@@ -147,8 +179,14 @@ def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["model.embedding=false"], "error: model.embedding=false needs node features: set data.features"),
-        (["data.edges="], "error: data.edges and data.perturbations go together: set both or neither"),
+        (
+            ["model.embedding=false"],
+            "error: model.embedding=false needs node features: set data.features",
+        ),
+        (
+            ["data.edges="],
+            "error: data.edges and data.perturbations go together: set both or neither",
+        ),
         (["data.features=none.tsv"], "error: cannot read none.tsv: No such file or directory"),
     ],
 )
@@ -166,12 +204,21 @@ def test_features_predict_genes_that_no_training_row_has(train, tmp_path):
     rows = [(f"{a},{b}", effect[a] + effect[b] + generator.gauss(0, 0.1)) for a, b in pairs]
     edges = [(*generator.sample(list(genes), 2), "x", generator.random()) for _ in range(100)]
     files = {
-        "edges": write_table(tmp_path / "e.tsv", [("source", "target", "relation", "weight"), *edges]),
+        "edges": write_table(
+            tmp_path / "e.tsv", [("source", "target", "relation", "weight"), *edges]
+        ),
         "perturbations": write_table(tmp_path / "p.tsv", [("genes", "score"), *rows]),
-        "features": write_table(tmp_path / "f.tsv", [("gene", *"abc"), *((name, *x) for name, x in genes.items())]),
+        "features": write_table(
+            tmp_path / "f.tsv", [("gene", *"abc"), *((name, *x) for name, x in genes.items())]
+        ),
     }
     settings = [f"data.{name}={path}" for name, path in files.items()]
-    settings += ["data.split=nodes", "data.test_fraction=0.2", "model.readout=local", "model.hidden=16"]
+    settings += [
+        "data.split=nodes",
+        "data.test_fraction=0.2",
+        "model.readout=local",
+        "model.hidden=16",
+    ]
     settings += ["optim.lr=0.06", "optim.epochs=5", "data.batch_size=32"]
     for name, embedding in (("added", "true"), ("alone", "false")):
         options = f"model.embedding={embedding}", f"run.name={name}"
@@ -179,7 +226,12 @@ def test_features_predict_genes_that_no_training_row_has(train, tmp_path):
         test = read_metrics(tmp_path / "runs" / name, "test")[0]
         assert test["pearson"] > 0.8 > test["baseline_pearson"] + 0.15
     assert not {"embedding", "identity"} & parameters(tmp_path / "runs/alone").keys()
-    arguments = "--predict", str(files["perturbations"]), "--checkpoint", "runs/alone/checkpoints/best.pt"
+    arguments = (
+        "--predict",
+        str(files["perturbations"]),
+        "--checkpoint",
+        "runs/alone/checkpoints/best.pt",
+    )
     train(0, *settings, "model.embedding=false", *arguments).check()
     lines = (tmp_path / "p.predictions.tsv").read_text().splitlines()
     assert len(lines) == 1501 and all(float(line.split("\t")[1]) for line in lines[1:])

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: `./launch.sh test -m gpu`; without this option, GPUs are hidden from the tests."""
+"""Tests that need a GPU: `./launch.sh test -m gpu`; otherwise GPUs are hidden from the tests."""
 
 import copy
 
@@ -21,7 +21,11 @@ def test_the_gpu_agrees_with_the_cpu(shared, readout):  # noqa: F811
     results = []
     for device in ("cpu", "cuda"):
         graph, batch = shared.to(device, torch.float64), make_batch(shared, SETS).to(device)
-        results.append(outputs_and_gradients(make_model(torch.float64, readout=readout).to(device), graph, batch))
+        results.append(
+            outputs_and_gradients(
+                make_model(torch.float64, readout=readout).to(device), graph, batch
+            )
+        )
     for ours, reference in zip(results[1], results[0], strict=True):
         assert (ours.cpu() - reference).norm() <= 1e-10 * reference.norm()
 
@@ -43,7 +47,9 @@ def test_ten_training_steps_never_wait_for_the_gpu(shared, dtype):  # noqa: F811
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(10):
-            on_gpu = copy.copy(batch).to("cuda", non_blocking=True)  # Data.to moves the batch in place
+            on_gpu = copy.copy(batch).to(
+                "cuda", non_blocking=True
+            )  # Data.to moves the batch in place
             with torch.autocast("cuda", dtype, enabled=dtype is not None):
                 prediction = model(graph, on_gpu)
             loss = criterion(prediction, on_gpu, model)

@@ -1,4 +1,7 @@
-"""Levels: `A=0.3` in a table sends 0.3 of its messages; 0 is the knock-out, and every route and readout agrees."""
+"""Levels: `A=0.3` in a table sends 0.3 of its messages, 0 is the knock-out; all routes agree.
+
+So does every readout.
+"""
 
 import itertools
 import math
@@ -27,7 +30,13 @@ from tests.tools.runs import pack_levels, small_graph, tables_of
 from tests.tools.syncs import CountSynchronisations
 from train import result_lines
 
-EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c=0.3", "x"), ("c", "d=", "y"), ("d=", "a", "y")]
+EDGES = [
+    ("source", "target", "relation"),
+    ("a", "b", "x"),
+    ("b", "c=0.3", "x"),
+    ("c", "d=", "y"),
+    ("d=", "a", "y"),
+]
 HEADER = ("genes", "score", "split")
 NUM_NODES = 12
 SETS = [
@@ -41,12 +50,16 @@ SETS = [
 ]
 
 
-# ---- Tables ---------------------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 def read(folder, cells) -> Tables:
     write_table(folder / "edges.tsv", EDGES)
     rows = [(cell, k, ("train", "val", "test")[k % 3]) for k, cell in enumerate(cells)]
     write_table(folder / "scores.tsv", [HEADER, *rows])
-    return load(DataConfig(str(folder / "edges.tsv"), str(folder / "scores.tsv"), cache_dir=str(folder / "cache")))
+    return load(
+        DataConfig(
+            str(folder / "edges.tsv"), str(folder / "scores.tsv"), cache_dir=str(folder / "cache")
+        )
+    )
 
 
 def levels_of(tables: Tables) -> list[dict[str, float]]:
@@ -54,30 +67,62 @@ def levels_of(tables: Tables) -> list[dict[str, float]]:
     names = [tables.genes[node] for node in tables.perturbed.tolist()]
     rows = zip(names, tables.level.tolist(), strict=True)
     counts = tables.perturbed_ptr.diff().tolist()
-    return [{name: pytest.approx(level) for name, level in itertools.islice(rows, count)} for count in counts]
+    return [
+        {name: pytest.approx(level) for name, level in itertools.islice(rows, count)}
+        for count in counts
+    ]
 
 
 def test_a_name_may_carry_a_level_and_names_of_nodes_win(tmp_path):
     """In data.edges stand nodes named `c=0.3` and `d=`."""
-    cells = ["b=2 , a = 0.3", "a,b", "", "c=0.3", "c=0.4,b=1e-1", "d=,d==3,a=1,a=1.0", "a,a=0,z=0.5"]
-    with pytest.raises(DataError, match=r"scores.tsv:7: the genes 'd=,d==3,a=1,a=1.0' have d= at 0\.0 and 3\.0"):
+    cells = [
+        "b=2 , a = 0.3",
+        "a,b",
+        "",
+        "c=0.3",
+        "c=0.4,b=1e-1",
+        "d=,d==3,a=1,a=1.0",
+        "a,a=0,z=0.5",
+    ]
+    with pytest.raises(
+        DataError, match=r"scores.tsv:7: the genes 'd=,d==3,a=1,a=1.0' have d= at 0\.0 and 3\.0"
+    ):
         read(tmp_path, cells)
     cells[5] = "d==3,a=1,a=1.0"
     tables = read(tmp_path, cells)
     assert tables.genes == ["a", "b", "c", "c=0.3", "d=", "z"]
     assert levels_of(tables) == [
-        {"a": 0.3, "b": 2.0}, {"a": 0.0, "b": 0.0}, {}, {"c=0.3": 0.0}, {"b": 0.1, "c": 0.4}, {"a": 1.0, "d=": 3.0},
-        {"a": 0.0, "z": 0.5},
+        {"a": 0.3, "b": 2.0}, {"a": 0.0, "b": 0.0}, {}, {"c=0.3": 0.0}, {"b": 0.1, "c": 0.4},
+        {"a": 1.0, "d=": 3.0}, {"a": 0.0, "z": 0.5},
     ]  # fmt: skip
-    assert [tables.name(*pair) for pair in ((0, 0.0), (0, 0.3), (1, 3.0), (4, 2.5))] == ["a", "a=0.3", "b=3", "d==2.5"]
+    assert [tables.name(*pair) for pair in ((0, 0.0), (0, 0.3), (1, 3.0), (4, 2.5))] == [
+        "a",
+        "a=0.3",
+        "b=3",
+        "d==2.5",
+    ]
 
 
-WRONG = ["a=-0.1", "a=", "a=b", "a=nan", "a=inf", "a=NA", "a=1_0", "=", "=0.3", "a=10001", "a=0.3=0.5"]
+WRONG = [
+    "a=-0.1",
+    "a=",
+    "a=b",
+    "a=nan",
+    "a=inf",
+    "a=NA",
+    "a=1_0",
+    "=",
+    "=0.3",
+    "a=10001",
+    "a=0.3=0.5",
+]
 
 
 @pytest.mark.parametrize("cell", WRONG)
 def test_a_level_that_is_no_number_from_0_to_10000_is_an_error(tmp_path, cell):
-    message = rf"scores.tsv:3: the genes 'b,{cell}' have '.*': no name, or no level from 0 to 10,000"
+    message = (
+        rf"scores.tsv:3: the genes 'b,{cell}' have '.*': no name, or no level from 0 to 10,000"
+    )
     with pytest.raises(DataError, match=message):
         read(tmp_path, ["a", f"b,{cell}", "c"])
 
@@ -93,13 +138,22 @@ def test_what_a_name_means_does_not_depend_on_the_rows_before_it(tmp_path, monke
     monkeypatch.setattr("data.CHUNK", 20)
     apart = tmp_path / "apart"
     apart.mkdir()
-    assert levels_of(read(apart, cells)) == levels_of(whole) and whole.genes == ["a", "b", "c", "c=0.3", "d="]
+    assert levels_of(read(apart, cells)) == levels_of(whole) and whole.genes == [
+        "a",
+        "b",
+        "c",
+        "c=0.3",
+        "d=",
+    ]
 
 
 def test_test_tsv_gives_levels_back(tmp_path):
     levels = [0.123456789, 1 / 3, 1e-5, 9999.5, 0.1 + 0.2]
     tables = read(tmp_path, [f"a={level:.15g}" for level in levels])
-    names = [tables.name(node, level) for node, level in zip(tables.perturbed, tables.level.tolist(), strict=True)]
+    names = [
+        tables.name(node, level)
+        for node, level in zip(tables.perturbed, tables.level.tolist(), strict=True)
+    ]
     again = read(tmp_path, names)
     assert torch.equal(again.level, tables.level) and names[0] == "a=0.123456789"
 
@@ -127,7 +181,9 @@ def test_the_power_of_levels_is_1_where_nothing_tells_it():
         assert additive_baseline(tables).power == 1
 
 
-@pytest.mark.parametrize(("cell", "levels"), [("a=0.3,b,a=0.5", "0.3 and 0.5"), ("a,a=2", "0.0 and 2.0")])
+@pytest.mark.parametrize(
+    ("cell", "levels"), [("a=0.3,b,a=0.5", "0.3 and 0.5"), ("a,a=2", "0.0 and 2.0")]
+)
 def test_two_levels_of_a_node_in_a_row_are_an_error_that_names_both(tmp_path, cell, levels):
     with pytest.raises(DataError, match=rf"scores.tsv:3: the genes '{cell}' have a at {levels}"):
         read(tmp_path, ["a", cell, "c"])
@@ -141,7 +197,9 @@ def asked(path: str, tables: Tables) -> tuple[list[str], list[bool], list[dict[s
 
 def test_tables_to_predict_have_levels_and_screens_run_at_one(tmp_path):
     tables = read(tmp_path, ["a", "b=0.5", "c"])
-    path = write_table(tmp_path / "ask.tsv", [("genes",), ("b=0.25,a",), ("x=3",), ("c=0.3",), ("",)])
+    path = write_table(
+        tmp_path / "ask.tsv", [("genes",), ("b=0.25,a",), ("x=3",), ("c=0.3",), ("",)]
+    )
     cells, is_known, sets = asked(str(path), tables)
     assert cells == ["b=0.25,a", "x=3", "c=0.3", ""] and is_known == [True, False, True, True]
     assert sets == [{"a": 0.0, "b": 0.25}, {"c=0.3": 0.0}, {}]
@@ -152,7 +210,9 @@ def test_tables_to_predict_have_levels_and_screens_run_at_one(tmp_path):
     assert [list(names.values()) for names in sets] == [[0.3], [0.3], [0.0], [0.3], [0.3]]
     _, _, sets = asked("all-pairs=2", tables)
     assert len(sets) == 10 and sets[0] == {"a": 2.0, "b": 2.0}
-    with pytest.raises(DataError, match="all-singles=x:0: the genes 'a=x' have 'a': no name, or no level"):
+    with pytest.raises(
+        DataError, match="all-singles=x:0: the genes 'a=x' have 'a': no name, or no level"
+    ):
         asked("all-singles=x", tables)
 
 
@@ -166,7 +226,11 @@ def test_a_screen_at_a_level_and_test_tsv_say_the_levels(train, tmp_path):
     _, *rows = (tmp_path / "runs/default/test.tsv").read_text().splitlines()
     read = [row.split("\t")[0] for row in rows]
     in_table = {frozenset(line.split("\t")[0].split(",")) for line in lines}
-    assert read and {frozenset(cell.split(",")) for cell in read} <= in_table and any("=0.3" in cell for cell in read)
+    assert (
+        read
+        and {frozenset(cell.split(",")) for cell in read} <= in_table
+        and any("=0.3" in cell for cell in read)
+    )
     train(0, "--predict=all-singles=0.5", "--checkpoint=runs/default/checkpoints/best.pt").check()
     _, *rows = (tmp_path / "all-singles=0.5.predictions.tsv").read_text().splitlines()
     assert [row.split("\t")[0] for row in rows] == [f"{name}=0.5" for name in names]
@@ -176,13 +240,19 @@ def test_a_screen_at_a_level_and_test_tsv_say_the_levels(train, tmp_path):
 def test_rows_of_the_same_nodes_and_levels_stay_together_in_a_split():
     """Also where two levels are swapped between two nodes."""
     sets = [{k: 0.0, k + 1: level} for k in range(0, 60, 2) for level in (0.0, 0.3, 3.0)]
-    sets += [{k: 0.3, k + 1: 3.0} for k in range(0, 60, 2)] + [{k: 3.0, k + 1: 0.3} for k in range(0, 60, 2)]
+    sets += [{k: 0.3, k + 1: 3.0} for k in range(0, 60, 2)] + [
+        {k: 3.0, k + 1: 0.3} for k in range(0, 60, 2)
+    ]
     tables = tables_of(sets * 2, torch.zeros(300))
     tables.genes = [f"g{k}" for k in range(61)]
     for seed in range(3):
         split = random_split(tables, DataConfig(split_seed=seed))
         assert split[:150].equal(split[150:])
-        assert torch.bincount(split.int()).tolist() == [240, 30, 30]  # no group is larger than two rows
+        assert torch.bincount(split.int()).tolist() == [
+            240,
+            30,
+            30,
+        ]  # no group is larger than two rows
     assert len(split[:90].view(30, 3).unique(dim=0)) > 3
     by_node = node_split(tables, DataConfig(split="nodes"))
     no_levels = node_split(tables_with(tables, level=None), DataConfig(split="nodes"))
@@ -200,14 +270,16 @@ def test_lines_of_test_tsv_name_levels(tmp_path):
 
 
 def test_a_batch_counts_the_edges_of_deleted_nodes_alone():
-    dataset = KnockoutDataset(tables_of([{3: 0.3, 1: 0.0}, {}, {2: 0.0, 3: 2.0}], torch.zeros(3)), torch.arange(5))
+    dataset = KnockoutDataset(
+        tables_of([{3: 0.3, 1: 0.0}, {}, {2: 0.0, 3: 2.0}], torch.zeros(3)), torch.arange(5)
+    )
     batch = dataset.__getitems__([2, -1, 0])
     assert batch.perturbed.tolist() == [2, 3, 1, 3]
     assert batch.level.tolist() == pytest.approx([0.0, 2.0, 0.0, 0.3])
     assert batch.num_dead_edges == 2 + 1
 
 
-# ---- Model ----------------------------------------------------------------------------------------------------------
+# ---- Model ---------------------------------------------------------------------------------------
 @pytest.fixture
 def shared() -> SharedGraph:
     return SharedGraph(small_graph(torch.Generator().manual_seed(0))).double()
@@ -231,10 +303,14 @@ def make_model(**options) -> KnockoutGNN:
     return model.double()
 
 
-def outputs_and_gradients(model: KnockoutGNN, shared: SharedGraph, batch) -> tuple[torch.Tensor, torch.Tensor]:
+def outputs_and_gradients(
+    model: KnockoutGNN, shared: SharedGraph, batch
+) -> tuple[torch.Tensor, torch.Tensor]:
     prediction = model(shared, batch)
     prediction.square().sum().backward()
-    trained = [parameter.grad.flatten() for parameter in model.parameters() if parameter.requires_grad]
+    trained = [
+        parameter.grad.flatten() for parameter in model.parameters() if parameter.requires_grad
+    ]
     return prediction.detach(), torch.cat(trained)
 
 
@@ -243,7 +319,9 @@ def outputs_and_gradients(model: KnockoutGNN, shared: SharedGraph, batch) -> tup
 def test_all_routes_agree_for_levels_beside_deletions(shared, monkeypatch, readout, layers):
     """Values and gradients: on copies, on all nodes, and with a plan of each number of layers."""
     expected = outputs_and_gradients(
-        make_model(layers=layers, readout=readout, message_passing="expanded"), shared, make_batch(shared, SETS)
+        make_model(layers=layers, readout=readout, message_passing="expanded"),
+        shared,
+        make_batch(shared, SETS),
     )
     monkeypatch.setattr(model_module, "block_size", lambda wild_type, num_relations: 2)
     monkeypatch.setattr(ReachPlanner, "BLOCK", 3)
@@ -288,7 +366,10 @@ def test_a_target_at_a_level_has_its_own_part_beside_its_change(shared):
 
 
 def test_the_additive_part_of_a_level_is_that_of_the_ridge(monkeypatch):
-    """The baseline is a ridge regression on 1 - level of each node, and on their sum; the model starts from it."""
+    """The baseline is a ridge regression on 1 - level of each node, and on their sum.
+
+    The model starts from it.
+    """
     generator = torch.Generator().manual_seed(0)
     choices = torch.tensor([0.0, 0.25, 0.5, 2.0])
     sets = []
@@ -302,7 +383,12 @@ def test_the_additive_part_of_a_level_is_that_of_the_ridge(monkeypatch):
             dose[row, node] = 1 - level
     y = 3 + dose @ torch.randn(20, generator=generator).double()
     tables = Tables(
-        [f"g{k:02}" for k in range(20)], ["r"], torch.tensor([[0], [1]]), torch.tensor([0]), **pack_levels(sets), y=y
+        [f"g{k:02}" for k in range(20)],
+        ["r"],
+        torch.tensor([[0], [1]]),
+        torch.tensor([0]),
+        **pack_levels(sets),
+        y=y,
     )
     tables.split = torch.tensor([0] * 240 + [1] * 30 + [2] * 30, dtype=torch.int8)
     monkeypatch.setattr("data.PENALTIES", (2.0,))
@@ -319,7 +405,7 @@ def test_the_additive_part_of_a_level_is_that_of_the_ridge(monkeypatch):
     torch.testing.assert_close(prediction.double(), found.prediction, rtol=1e-4, atol=1e-4)
 
 
-# ---- The synthetic preset -------------------------------------------------------------------------------------------
+# ---- The synthetic preset ------------------------------------------------------------------------
 def test_dose_responses_are_what_a_loop_over_edges_says():
     class Ones:  # in place of random numbers
         num_nodes = 3
@@ -330,7 +416,9 @@ def test_dose_responses_are_what_a_loop_over_edges_says():
 
     edges = [torch.tensor([[0, 1], [2, 2]])]
     packed = pack_levels([{0: 0.0}, {0: 3.0, 1: 0.5}, {}, {2: 0.0}])
-    found = dose_responses(Ones(), edges, packed["perturbed"], packed["perturbed_ptr"], packed["level"], 1)
+    found = dose_responses(
+        Ones(), edges, packed["perturbed"], packed["perturbed_ptr"], packed["level"], 1
+    )
     expected = [1.5 * x / (x + 0.5) - 1 for x in (0.5, 1.75, 1.0)] + [0.0]
     assert found.tolist() == pytest.approx(expected)
 

@@ -41,7 +41,9 @@ def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
 
     assert take(good, bad, scale=2.0)["skipped"] == 0  # an overflow at a scale of 2
     assert take(bad, good, *[bad] * (MAX_SKIPS - 1))["skipped"] == MAX_SKIPS
-    with pytest.raises(RunError, match=f"step {state.step + 1} is not finite, {MAX_SKIPS} in a row"):
+    with pytest.raises(
+        RunError, match=f"step {state.step + 1} is not finite, {MAX_SKIPS} in a row"
+    ):
         take(bad)
 
 
@@ -59,7 +61,7 @@ def test_a_row_has_the_mean_loss_and_times_since_the_previous_row(meter, monkeyp
 
 
 def test_a_step_and_its_meter_do_not_wait_for_the_device(meter):
-    """Counts what would be a host synchronisation on a GPU; AdamW without `fused=True` would need one."""
+    """Counts what would make a GPU's host wait; AdamW without `fused=True` would need one wait."""
     model = torch.nn.Linear(2, 1)
     for fused in (True, False):
         optimizer = build_optimizer(model, OptimConfig(), meter.env)
@@ -83,7 +85,9 @@ def test_a_step_whose_norm_is_not_finite_changes_nothing(meter, size, fused, cli
     model = torch.nn.Linear(2, 1)
     before = [parameter.clone() for parameter in model.parameters()]
     optim = OptimConfig(clip=clip)
-    optimizer = build_optimizer(model, optim, meter.env) if fused else torch.optim.AdamW(model.parameters())
+    optimizer = (
+        build_optimizer(model, optim, meter.env) if fused else torch.optim.AdamW(model.parameters())
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     scaler.scale(size * model(torch.ones(1, 2)).sum()).backward()
     norm, _ = optimizer_step(model, optimizer, scaler, optim)
@@ -135,7 +139,9 @@ def test_a_resumed_optimiser_has_its_step_counts_beside_its_parameters():
     nothing = SimpleNamespace(load_state_dict=lambda state: None)
     inner = SimpleNamespace(state={parameter: {"step": torch.tensor(3.0)}})
     zero = SimpleNamespace(optim=inner, param_groups=[{}], load_state_dict=lambda state: None)
-    checkpoint = TrainState(None, None, None).state_dict() | {"config": {"optim": {"precision": "bf16"}}}
+    checkpoint = TrainState(None, None, None).state_dict() | {
+        "config": {"optim": {"precision": "bf16"}}
+    }
     TrainState(nothing, zero, nothing).load_state_dict(checkpoint, OptimConfig())
     assert inner.state[parameter]["step"].device == parameter.device
 
@@ -148,12 +154,18 @@ def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
 
 
 def test_the_reason_of_a_write_error_is_its_own(tmp_path):
-    """mkdir(parents=True) meets a missing folder before the one that it may not write; torch.save wraps errors."""
+    """mkdir(parents=True) meets a missing folder before the one it may not write.
+
+    torch.save wraps errors.
+    """
     for outer, inner in (
         (PermissionError(13, "Permission denied"), OSError(2, "No such file")),
         (RuntimeError("wrap"), OSError(28, "Permission denied")),
     ):
-        with pytest.raises(RunError, match=r"cannot write .*: Permission denied; "), explain_write_errors(tmp_path):
+        with (
+            pytest.raises(RunError, match=r"cannot write .*: Permission denied; "),
+            explain_write_errors(tmp_path),
+        ):
             try:
                 raise inner
             except OSError:

@@ -13,12 +13,18 @@ from tests.tools.runs import tables_of
 from tests.tools.syncs import CountSynchronisations
 
 NUM_NODES = 9
-SETS = [[0, 3], [], [5, 5, 5], [8], [2, 0, 7, 1]]  # node 4 is never knocked out, 5 is listed three times
+SETS = [
+    [0, 3],
+    [],
+    [5, 5, 5],
+    [8],
+    [2, 0, 7, 1],
+]  # node 4 is never knocked out, 5 is listed three times
 
 
 @pytest.fixture
 def graph() -> HeteroData:
-    """Three relations: one with self-loops, hubs and a duplicate edge, one without edges, and one more."""
+    """Three relations: one with self-loops, hubs and a duplicate edge, an empty one, one more."""
     generator = torch.Generator().manual_seed(0)
     graph = HeteroData()
     graph["gene"].num_nodes = NUM_NODES
@@ -54,7 +60,9 @@ def loop_masks(graph: HeteroData, sets: list[list[int]]) -> dict:
 def test_keep_is_0_only_for_knocked_out_nodes(graph):
     shared = SharedGraph(graph)
     keep = shared.keep(make_batch(shared, SETS))
-    expected = torch.tensor([[float(node not in dead) for dead in SETS] for node in range(NUM_NODES)])
+    expected = torch.tensor(
+        [[float(node not in dead) for dead in SETS] for node in range(NUM_NODES)]
+    )
     assert torch.equal(keep, expected)
     assert shared.double().keep(make_batch(shared, SETS)).dtype == torch.float64
 
@@ -83,7 +91,9 @@ DEAD = [[node for node, level in nodes.items() if level == 0] for nodes in LEVEL
 def test_a_node_at_a_level_is_alive_and_keeps_its_edges(graph):
     shared = SharedGraph(graph)
     batch = make_batch(shared, LEVELS)
-    expected = torch.tensor([[nodes.get(node, 1.0) for nodes in LEVELS] for node in range(NUM_NODES)])
+    expected = torch.tensor(
+        [[nodes.get(node, 1.0) for nodes in LEVELS] for node in range(NUM_NODES)]
+    )
     assert torch.equal(shared.keep(batch), expected)
     masks, expected = shared.edge_masks(batch), loop_masks(graph, DEAD)
     assert all(torch.equal(masks[relation], expected[relation]) for relation in graph.edge_types)
@@ -104,21 +114,27 @@ def test_a_node_sends_its_state_times_its_level(graph):
         for node, value in nodes.items():
             level[node, sample] = value
     expected = torch.einsum("rts,sb,sbh->tbh", matrices(graph), level, x)
-    torch.testing.assert_close(shared.propagate(x, keep=shared.keep(batch)), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        shared.propagate(x, keep=shared.keep(batch)), expected, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_nodes_at_a_level_reach_what_deleted_ones_do_and_live(graph):
     shared = SharedGraph(graph)
     planner = ReachPlanner(shared, 3)
     planner.max_edges = math.inf
-    edges = [edge for relation in graph.edge_types for edge in graph[relation].edge_index.T.tolist()]
+    edges = [
+        edge for relation in graph.edge_types for edge in graph[relation].edge_index.T.tolist()
+    ]
     for _ in range(2):  # the planner forgets the levels of a batch
         (block,) = planner(make_batch(shared, LEVELS)).reach
         reached: list[set] = [set() for _ in LEVELS]
         for plan in block.layers:
             for nodes, dead, changed in zip(LEVELS, DEAD, reached, strict=True):
                 senders = changed | set(nodes)
-                changed |= {target for source, target in edges if source in senders and target not in dead}
+                changed |= {
+                    target for source, target in edges if source in senders and target not in dead
+                }
             found: list[set] = [set() for _ in LEVELS]
             for node, sample in zip(plan.node.tolist(), plan.sample.tolist(), strict=True):
                 found[sample].add(node)
@@ -132,17 +148,23 @@ def test_reached_states_are_those_that_a_loop_finds(graph, order):
     shared = SharedGraph(graph)
     planner = ReachPlanner(shared, 3)
     planner.max_edges = math.inf
-    edges = [edge for relation in graph.edge_types for edge in graph[relation].edge_index.T.tolist()]
+    edges = [
+        edge for relation in graph.edge_types for edge in graph[relation].edge_index.T.tolist()
+    ]
     for sets in (SETS, SETS[::-1], [[]], [], SETS * 9)[::order]:
         reached: list[set] = [set() for _ in sets]
         plan = [block.layers for block in planner(make_batch(shared, sets)).reach]
         for depth in range(3):
             for dead, changed in zip(sets, reached, strict=True):
                 senders = changed | set(dead)
-                changed |= {target for source, target in edges if source in senders and target not in dead}
+                changed |= {
+                    target for source, target in edges if source in senders and target not in dead
+                }
             found: list[set] = [set() for _ in sets]
             for block, layers in enumerate(plan):
-                for node, sample in zip(layers[depth].node.tolist(), layers[depth].sample.tolist(), strict=True):
+                for node, sample in zip(
+                    layers[depth].node.tolist(), layers[depth].sample.tolist(), strict=True
+                ):
                     found[block * planner.block + sample].add(node)
             assert found == reached
 
@@ -160,7 +182,11 @@ def test_blocks_of_a_large_graph_have_few_samples(graph, monkeypatch, states, si
 
 def test_degree_counts_a_self_loop_once(graph):
     expected = [
-        sum(node in edge for relation in graph.edge_types for edge in graph[relation].edge_index.T.tolist())
+        sum(
+            node in edge
+            for relation in graph.edge_types
+            for edge in graph[relation].edge_index.T.tolist()
+        )
         for node in range(NUM_NODES)
     ]
     assert SharedGraph(graph).degree.tolist() == expected
@@ -191,7 +217,10 @@ def test_empty_knock_out_sets_mask_nothing(graph, sets):
     for relation, mask in shared.edge_masks(batch).items():
         assert mask.shape == (len(sets) * shared.num_edges[relation],)
         assert mask.all()
-    assert all(index.size(1) == len(sets) * shared.num_edges[r] for r, index in shared.expand(batch).items())
+    assert all(
+        index.size(1) == len(sets) * shared.num_edges[r]
+        for r, index in shared.expand(batch).items()
+    )
 
 
 def matrices(graph: HeteroData) -> Tensor:
@@ -207,13 +236,19 @@ def matrices(graph: HeteroData) -> Tensor:
 
 
 def assert_propagates_as_dense_products(
-    shared: SharedGraph, graph: HeteroData, gated: bool, autocast: torch.dtype | None, tolerance: float
+    shared: SharedGraph,
+    graph: HeteroData,
+    gated: bool,
+    autocast: torch.dtype | None,
+    tolerance: float,
 ) -> None:
-    """Compares the sums over neighbours and their gradients with products of dense float64 matrices."""
+    """Compares sums over neighbours and their gradients with products of dense float64 matrices."""
     dtype, expected = shared.edge_weight.dtype, matrices(graph)
     generator = torch.Generator().manual_seed(0)
     shapes = (NUM_NODES, 2, 8), (len(expected), 8), (NUM_NODES, 2, 8)
-    x, gate, upstream = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    x, gate, upstream = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
+    )
     x, gate = x.to(dtype).requires_grad_(), gate.to(dtype).requires_grad_()
     inputs = (x, gate) if gated else (x,)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
@@ -234,16 +269,26 @@ def assert_propagates_as_dense_products(
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [(torch.float64, 1e-7), (torch.float32, 1e-6)],  # as weights are rounded to float32 before they are float64
+    [
+        (torch.float64, 1e-7),
+        (torch.float32, 1e-6),
+    ],  # as weights are rounded to float32 before they are float64
 )
-def test_propagate_equals_dense_products_with_their_gradients(graph, gated, autocast, dtype, tolerance):
+def test_propagate_equals_dense_products_with_their_gradients(
+    graph, gated, autocast, dtype, tolerance
+):
     """Also under autocast, as sums over many neighbours need the graph's precision."""
-    assert_propagates_as_dense_products(SharedGraph(graph).to(dtype), graph, gated, autocast, tolerance)
+    assert_propagates_as_dense_products(
+        SharedGraph(graph).to(dtype), graph, gated, autocast, tolerance
+    )
 
 
 def test_the_stacked_matrices_are_sorted_by_row_and_column(graph):
     stack = SharedGraph(graph).stack
-    for ptr, col in ((stack.forward_ptr, stack.forward_col), (stack.backward_ptr, stack.backward_col)):
+    for ptr, col in (
+        (stack.forward_ptr, stack.forward_col),
+        (stack.backward_ptr, stack.backward_col),
+    ):
         row = torch.arange(len(ptr) - 1).repeat_interleave(ptr.diff())
         assert (row * NUM_NODES + col).diff().ge(0).all()
 
@@ -256,14 +301,22 @@ def test_segments_give_what_the_sparse_product_gives(graph):
 
 
 def test_the_product_obeys_the_contract_of_torch_operators(graph):
-    """Schema, autograd, and the shapes and strides that it declares for tracing, for any strides of x."""
+    """Schema, autograd, and the shapes and strides declared for tracing, for any strides of x."""
     shared = SharedGraph(graph)
     transpose = torch.sparse_csr_tensor(
         shared.stack.forward_ptr, shared.stack.forward_col, shared.stack.forward_weight, (27, 9)
     )
     transpose = transpose.to_sparse_coo().T.coalesce().to_sparse_csr()
-    parts = transpose.crow_indices().int(), transpose.col_indices().int(), transpose.values().clone()
-    for x in (torch.randn(NUM_NODES, 6), torch.randn(6, NUM_NODES).T, torch.randn(NUM_NODES, 1).expand(-1, 6)):
+    parts = (
+        transpose.crow_indices().int(),
+        transpose.col_indices().int(),
+        transpose.values().clone(),
+    )
+    for x in (
+        torch.randn(NUM_NODES, 6),
+        torch.randn(6, NUM_NODES).T,
+        torch.randn(NUM_NODES, 1).expand(-1, 6),
+    ):
         arguments = (
             shared.stack.forward_ptr,
             shared.stack.forward_col,
@@ -287,14 +340,18 @@ def test_a_batch_on_another_device_is_refused_with_the_call_that_fixes_it(graph)
     shared = SharedGraph(graph)
     batch = make_batch(shared, SETS)
     for call in (shared.keep, shared.dead_edges, shared.edge_masks, shared.expand):
-        with pytest.raises(RuntimeError, match=r"batch is on meta but the graph is on cpu.*batch\.to\('cpu'\)"):
+        with pytest.raises(
+            RuntimeError, match=r"batch is on meta but the graph is on cpu.*batch\.to\('cpu'\)"
+        ):
             call(batch.clone().to("meta"))
 
 
 @pytest.mark.parametrize("node", [-1, NUM_NODES])
 def test_a_node_outside_the_graph_is_named(graph, node):
     shared = SharedGraph(graph)
-    with pytest.raises(IndexError, match=rf"sample 1: knocked-out node {node} is outside \[0, {NUM_NODES}\)"):
+    with pytest.raises(
+        IndexError, match=rf"sample 1: knocked-out node {node} is outside \[0, {NUM_NODES}\)"
+    ):
         make_batch(shared, [[1], [2, node]])
 
 
@@ -327,7 +384,12 @@ def test_the_batch_path_never_waits_for_the_device(graph):
     batch = make_batch(shared, SETS)
     with CountSynchronisations() as count:
         for _ in range(2):
-            shared.keep(batch), shared.dead_edges(batch), shared.edge_masks(batch), shared.expand(batch)
+            (
+                shared.keep(batch),
+                shared.dead_edges(batch),
+                shared.edge_masks(batch),
+                shared.expand(batch),
+            )
     assert count.seen == []
     with CountSynchronisations() as count:  # the counter itself works
         batch.perturbed[batch.perturbed > 2].sum().item()

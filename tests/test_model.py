@@ -1,4 +1,4 @@
-"""The model: both message-passing routes agree, and the samples of a batch do not affect each other."""
+"""The model: both message-passing routes agree, and samples of a batch do not affect each other."""
 
 import itertools
 import math
@@ -30,8 +30,12 @@ def shared() -> SharedGraph:
     return SharedGraph(graph)
 
 
-def make_batch(shared: SharedGraph, sets: list[list[int]], planner: ReachPlanner | None = None) -> Data:
-    dataset = KnockoutDataset(tables_of(sets, torch.arange(len(sets)) / 3), shared.degree, transform=planner)
+def make_batch(
+    shared: SharedGraph, sets: list[list[int]], planner: ReachPlanner | None = None
+) -> Data:
+    dataset = KnockoutDataset(
+        tables_of(sets, torch.arange(len(sets)) / 3), shared.degree, transform=planner
+    )
     batch = dataset.__getitems__(list(range(len(sets))))
     batch.seed = torch.tensor(0)
     return batch
@@ -42,13 +46,17 @@ def make_model(dtype: torch.dtype = torch.float32, **options) -> KnockoutGNN:
     config = ModelConfig(**{"hidden": 8, "layers": 2, "dropout": 0.0, **options})
     num_targets = len(TARGETS) if config.readout == "nodes" else 1
     scale = {"y_offset": [0.3] * num_targets, "y_std": [2.0] * num_targets}
-    model = KnockoutGNN(config, NUM_NODES, 3, NUM_FEATURES, **scale, target_nodes=torch.tensor(TARGETS)).to(dtype)
+    model = KnockoutGNN(
+        config, NUM_NODES, 3, NUM_FEATURES, **scale, target_nodes=torch.tensor(TARGETS)
+    ).to(dtype)
     for parameter in model.parameters():  # parts that are initialised to zero would hide errors
         torch.nn.init.normal_(parameter, std=0.3)
     return model
 
 
-def outputs_and_gradients(model: KnockoutGNN, shared: SharedGraph, batch: Data) -> tuple[torch.Tensor, torch.Tensor]:
+def outputs_and_gradients(
+    model: KnockoutGNN, shared: SharedGraph, batch: Data
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the predictions [B], and the gradient of all parameters as one vector."""
     prediction = model(shared, batch)
     (prediction - batch.y).square().sum().backward()
@@ -62,7 +70,10 @@ def outputs_and_gradients(model: KnockoutGNN, shared: SharedGraph, batch: Data) 
 def test_shared_and_expanded_routes_agree_in_outputs_and_gradients(
     shared, dtype, tolerance, readout, layers, embedding
 ):
-    shared, options = shared.to(dtype), {"readout": readout, "layers": layers, "embedding": embedding}
+    shared, options = (
+        shared.to(dtype),
+        {"readout": readout, "layers": layers, "embedding": embedding},
+    )
     batch = make_batch(shared, SETS)
     routes = [
         outputs_and_gradients(make_model(dtype, message_passing=route, **options), shared, batch)
@@ -75,7 +86,10 @@ def test_shared_and_expanded_routes_agree_in_outputs_and_gradients(
 
 @pytest.fixture
 def limited_planner(monkeypatch) -> Callable[..., ReachPlanner]:
-    """limited_planner(graph, layers, max_edges): plans small blocks, as long as they have so many edges per sample."""
+    """limited_planner(graph, layers, max_edges) plans small blocks.
+
+    It does so as long as they have so many edges per sample.
+    """
 
     def make(graph: SharedGraph, layers: int, max_edges: float) -> ReachPlanner:
         monkeypatch.setattr(ReachPlanner, "BLOCK", 3)
@@ -87,25 +101,38 @@ def limited_planner(monkeypatch) -> Callable[..., ReachPlanner]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-@pytest.mark.parametrize(("layers", "readout"), [(1, "both"), (2, "both"), (3, "both"), (4, "both"), (3, "nodes")])
+@pytest.mark.parametrize(
+    ("layers", "readout"), [(1, "both"), (2, "both"), (3, "both"), (4, "both"), (3, "nodes")]
+)
 def test_reached_states_give_what_masked_copies_give(
     shared, set_block, limited_planner, dtype, tolerance, layers, readout
 ):
-    """For all layers, for the first one, and where blocks of a batch are planned for different numbers of layers."""
+    """For all layers, for the first one, and for different numbers of layers.
+
+    The last are those for which blocks of a batch are planned.
+    """
     shared, everything = shared.to(dtype), list(range(NUM_NODES))
     sets = [*SETS, [10], everything, *([node] for node in range(NUM_NODES)), [0, 10], []]
     reference = outputs_and_gradients(
-        make_model(dtype, layers=layers, readout=readout, message_passing="expanded"), shared, make_batch(shared, sets)
+        make_model(dtype, layers=layers, readout=readout, message_passing="expanded"),
+        shared,
+        make_batch(shared, sets),
     )
     set_block(2)
     mixed = False
-    for depth, max_edges, checkpointing in itertools.product({1, layers}, (30, math.inf), (False, True)):
+    for depth, max_edges, checkpointing in itertools.product(
+        {1, layers}, (30, math.inf), (False, True)
+    ):
         batch = make_batch(shared, sets, limited_planner(shared, depth, max_edges))
         depths = {len(block.layers) for block in batch.reach}
         mixed |= len(depths) > 1
         assert max_edges == 30 or depths == {depth}
-        model = make_model(dtype, layers=layers, readout=readout, checkpointing=checkpointing).train()
-        for ours, expected in zip(outputs_and_gradients(model, shared, batch), reference, strict=True):
+        model = make_model(
+            dtype, layers=layers, readout=readout, checkpointing=checkpointing
+        ).train()
+        for ours, expected in zip(
+            outputs_and_gradients(model, shared, batch), reference, strict=True
+        ):
             assert (ours - expected).norm() <= tolerance * expected.norm(), (depth, max_edges)
     assert mixed
 
@@ -136,14 +163,19 @@ def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
     for edges_per_node, chosen, planned in ((99.0, "reach", 3), (0.01, "shared", 0)):
         monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", edges_per_node)
         planner, line = plan_route(ModelConfig(layers=3), shared, dataset)
-        assert line.endswith(f" in {planned} of 3 layers: {chosen}") and planner.num_layers == planned
+        assert (
+            line.endswith(f" in {planned} of 3 layers: {chosen}") and planner.num_layers == planned
+        )
     monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", 99.0)
     for route, planned in (("shared", 1), ("reach", 3)):
         planner, line = plan_route(ModelConfig(layers=3, message_passing=route), shared, dataset)
         assert line.endswith(f": {route}") and planner.num_layers == planned
         reached = sum(len(block.layers[0].node) for block in planner.plan(batch))
         assert f" reaches {100 * reached / (len(SETS) * NUM_NODES):.2g}" in line
-    assert plan_route(ModelConfig(message_passing="expanded"), shared, dataset) == (None, "expanded")
+    assert plan_route(ModelConfig(message_passing="expanded"), shared, dataset) == (
+        None,
+        "expanded",
+    )
     planner, line = plan_route(ModelConfig(readout="local"), shared, dataset)
     assert planner is None and line == "no knock-out pass, as model.readout=local"
 
@@ -161,7 +193,10 @@ train.main()
 
 def test_training_and_prediction_take_planned_batches(train, tmp_path):
     (tmp_path / "report.py").write_text(REPORT_PLANS)
-    for arguments in ((), ("--predict", "all-singles", "--checkpoint", "runs/default/checkpoints/best.pt")):
+    for arguments in (
+        (),
+        ("--predict", "all-singles", "--checkpoint", "runs/default/checkpoints/best.pt"),
+    ):
         output = train(0, *arguments, script=tmp_path / "report.py").check().stdout
         assert "planned: True" in output and "planned: False" not in output
 
@@ -187,13 +222,18 @@ def test_an_empty_batch_gives_no_predictions(shared, route, readout):
 
 @pytest.fixture
 def set_block(monkeypatch) -> Callable[[int], None]:
-    """set_block(k) makes the model process k samples at a time; the small states here would fit in one block."""
-    return lambda size: monkeypatch.setattr(model_module, "block_size", lambda wild_type, num_relations: size)
+    """set_block(k) makes the model process k samples at a time.
+
+    The small states here would fit in one block.
+    """
+    return lambda size: monkeypatch.setattr(
+        model_module, "block_size", lambda wild_type, num_relations: size
+    )
 
 
 @pytest.mark.parametrize("readout", ["both", "nodes"])
 def test_gradients_of_blocks_of_samples_add_up_in_full_precision(shared, set_block, readout):
-    """Under autocast, sums over 96 passes are about as exact as those of reached states, which take three."""
+    """Under autocast, sums over 96 passes are as exact as those of reached states in three."""
     set_block(1)
     errors = []
     for layers in (1, 2):
@@ -201,7 +241,9 @@ def test_gradients_of_blocks_of_samples_add_up_in_full_precision(shared, set_blo
         for dtype in (None, torch.bfloat16):
             model, planner = make_model(readout=readout), ReachPlanner(shared, layers)
             planner.max_edges = math.inf
-            batch = make_batch(shared, [[node % NUM_NODES, node % 7] for node in range(96)], planner)
+            batch = make_batch(
+                shared, [[node % NUM_NODES, node % 7] for node in range(96)], planner
+            )
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
                 prediction = model(shared, batch)
             prediction.sum().backward()
@@ -217,7 +259,9 @@ def test_the_block_size_does_not_change_the_result(shared, set_block, block):
     batch = make_batch(shared, SETS)
     expected = outputs_and_gradients(make_model(torch.float64), shared, batch)
     set_block(block)
-    for value, reference in zip(outputs_and_gradients(make_model(torch.float64), shared, batch), expected, strict=True):
+    for value, reference in zip(
+        outputs_and_gradients(make_model(torch.float64), shared, batch), expected, strict=True
+    ):
         torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-12)
 
 
@@ -237,9 +281,14 @@ def test_the_order_of_the_knocked_out_nodes_does_not_matter(shared):
 
 
 def test_the_knock_out_reaches_the_prediction_through_the_graph(shared):
-    """With the global readout alone, only a node's edges matter: knocking out a node without any changes nothing."""
+    """With the global readout alone, only a node's edges matter.
+
+    Knocking out a node without any changes nothing.
+    """
     model = make_model(readout="global")
-    nothing, isolated, connected = model(shared, make_batch(shared, [[], [10], [0]])).flatten().tolist()
+    nothing, isolated, connected = (
+        model(shared, make_batch(shared, [[], [10], [0]])).flatten().tolist()
+    )
     assert isolated == pytest.approx(nothing, abs=1e-6)
     assert abs(connected - nothing) > 1e-3
 
@@ -264,7 +313,7 @@ def test_local_readout_runs_no_knock_out_pass(shared, set_block, monkeypatch):
 
 
 def test_training_hides_what_nodes_know_of_themselves_and_prediction_does_not(shared):
-    """With everything hidden, neither a node's effect nor its identity matters to a training step."""
+    """With everything hidden, neither a node's effect nor identity matters to a training step."""
     model, batch = make_model(dropout=1e-9), make_batch(shared, [[0, 3], [5], [8, 1]])
     model.unseen = 1.0
     hidden, shown = model.train()(shared, batch), model.eval()(shared, batch)
@@ -281,10 +330,15 @@ def test_training_hides_what_nodes_know_of_themselves_and_prediction_does_not(sh
 
 
 def test_dropout_does_not_look_like_a_knock_out(shared):
-    """Both passes drop the same channels, so a sample without knock-outs does not differ from the wild type."""
+    """Both passes drop the same channels.
+
+    So a sample without knock-outs does not differ from the wild type.
+    """
     model = make_model(readout="global", dropout=0.5).train()
     pooled = []
-    model.change_readout.head.register_forward_pre_hook(lambda head, inputs: pooled.append(inputs[0]))
+    model.change_readout.head.register_forward_pre_hook(
+        lambda head, inputs: pooled.append(inputs[0])
+    )
     model(shared, make_batch(shared, [[], [0]]))
     assert pooled[0][0].abs().max() < 1e-5 < pooled[0][1].abs().max()
     batch = make_batch(shared, [[0]])
@@ -295,14 +349,18 @@ def test_dropout_does_not_look_like_a_knock_out(shared):
 
 @pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
 def test_all_routes_draw_the_same(shared, set_block, limited_planner, readout):
-    """And so does any split of a step into batches, in which a row that is not there, -1, changes no other's."""
+    """And so does any split of a step into batches.
+
+    A row that is not there, -1, changes no other's.
+    """
     shared, options = shared.double(), {"dropout": 0.4, "layers": 3, "readout": readout}
     set_block(2)
     expanded = make_model(torch.float64, message_passing="expanded", **options).train()
     expanded.unseen = 0.3
     expected, gradient = outputs_and_gradients(expanded, shared, make_batch(shared, SETS))
     for planner, checkpointing in itertools.product(
-        (None, limited_planner(shared, 1, math.inf), limited_planner(shared, 3, math.inf)), (False, True)
+        (None, limited_planner(shared, 1, math.inf), limited_planner(shared, 3, math.inf)),
+        (False, True),
     ):
         model = make_model(torch.float64, checkpointing=checkpointing, **options).train()
         model.unseen = 0.3
@@ -314,7 +372,9 @@ def test_all_routes_draw_the_same(shared, set_block, limited_planner, readout):
         some = dataset.__getitems__(rows)
         some.seed = torch.tensor(0)
         present = some.index >= 0
-        torch.testing.assert_close(model(shared, some)[present], expected[some.index[present]], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            model(shared, some)[present], expected[some.index[present]], rtol=1e-10, atol=1e-10
+        )
     assert not torch.allclose(model.eval()(shared, make_batch(shared, SETS)), expected, rtol=1e-3)
 
 
@@ -348,7 +408,10 @@ def test_random_numbers_are_those_of_integer_arithmetic():
 
 
 def test_random_numbers_are_uniform_and_independent():
-    """Deviations of ten million numbers in units of their standard error, whose largest of so many is below 5."""
+    """Deviations of ten million numbers in units of their standard error.
+
+    The largest of so many is below 5.
+    """
     width = 64
     for seed in (0, 8, 0x5DEECE66D1234):
         numbers, other = (
@@ -360,10 +423,16 @@ def test_random_numbers_are_uniform_and_independent():
         assert abs(numbers.mean()) * (12 * count) ** 0.5 < 5
         assert abs(numbers.var() - 1 / 12) * (180 * count) ** 0.5 < 5
         assert (numbers.mean(0).abs() * (12 * len(numbers)) ** 0.5).max() < 5  # of each column
-        assert (numbers.mean(1).abs() * (12 * width) ** 0.5).max() < 6  # of each key: there are many
+        assert (
+            numbers.mean(1).abs() * (12 * width) ** 0.5
+        ).max() < 6  # of each key: there are many
         pairs = [(numbers[step:], numbers[:-step]) for step in (1, 2, 3, 64, 1000)]
         pairs += [(numbers[:, step:], numbers[:, :-step]) for step in (1, 2, 32)]
-        pairs += [(numbers[1:, 1:], numbers[:-1, :-1]), (numbers[1:, :-1], numbers[:-1, 1:]), (numbers, other)]
+        pairs += [
+            (numbers[1:, 1:], numbers[:-1, :-1]),
+            (numbers[1:, :-1], numbers[:-1, 1:]),
+            (numbers, other),
+        ]
         for a, b in pairs:
             assert abs((a * b).sum()) * 12 / a.numel() ** 0.5 < 5
         correlation = numbers.T.corrcoef() - torch.eye(width)
@@ -371,7 +440,9 @@ def test_random_numbers_are_uniform_and_independent():
         sixteenths = (numbers * 16 + 8).long().clamp(max=15)
         for a, b in ((sixteenths[1:], sixteenths[:-1]), (sixteenths[:, 1:], sixteenths[:, :-1])):
             share = (16 * a + b).flatten().bincount(minlength=256) / a.numel()
-            assert (256 * share - 1).abs().max() * (a.numel() / 256) ** 0.5 < 5  # of pairs of sixteenths
+            assert (256 * share - 1).abs().max() * (
+                a.numel() / 256
+            ) ** 0.5 < 5  # of pairs of sixteenths
 
 
 def test_by_default_predictions_are_not_scaled_and_no_node_is_hidden():
@@ -401,7 +472,9 @@ def test_checkpointing_saves_memory_and_changes_nothing(shared, set_block, route
     for checkpointing in (False, True):
         model = make_model(dropout=0.3, checkpointing=checkpointing, message_passing=route).train()
         sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: s.append(t.nbytes) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, s=sizes: s.append(t.nbytes) or t, lambda t: t
+        ):
             prediction = model(shared, make_batch(shared, SETS))
         prediction.square().sum().backward()
         results.append((prediction, *(parameter.grad for parameter in model.parameters())))
@@ -416,19 +489,28 @@ def test_every_parameter_is_used(shared):
     for readout, sets in itertools.product(["both", "local", "global", "nodes"], [SETS, [[]]]):
         model = make_model(readout=readout)
         model(shared, make_batch(shared, sets)).sum().backward()
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        trained = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         assert [name for name, parameter in trained.items() if parameter.grad is None] == []
         fixed = {"additive.slope", "additive.effect"} if readout == "nodes" else set()
         assert {name for name, _ in model.named_parameters()} - trained.keys() == fixed
 
 
 def test_an_effect_on_a_node_comes_from_the_change_of_its_own_state(shared):
-    """Beyond the additive part, nothing changes where no state does; a target that is knocked out has its own part."""
+    """Beyond the additive part, nothing changes where no state does.
+
+    A target that is knocked out has its own part.
+    """
     model = make_model(readout="nodes", layers=1).double()
     shared = shared.double()
     sets = [[], [10], [0], [5, 8]]
     batch = make_batch(shared, sets)
-    additive = model.y_offset + model.y_std * model.additive(torch.ones(2, NUM_NODES).bool(), torch.ones(4, 1), batch)
+    additive = model.y_offset + model.y_std * model.additive(
+        torch.ones(2, NUM_NODES).bool(), torch.ones(4, 1), batch
+    )
     effects = model(shared, batch) - additive
     source, target = shared.edge_index
     for sample, nodes in enumerate(sets):
@@ -447,7 +529,9 @@ def test_predictions_are_in_units_of_y_and_checkpoints_hold_the_scale(shared):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    torch.testing.assert_close(model(shared, make_batch(shared, SETS)), torch.full((len(SETS), 1), 0.3))
+    torch.testing.assert_close(
+        model(shared, make_batch(shared, SETS)), torch.full((len(SETS), 1), 0.3)
+    )
 
 
 def test_a_step_launches_at_most_381_kernels():

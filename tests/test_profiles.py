@@ -1,4 +1,4 @@
-"""Profiles, a score per node of the graph: the synthetic ones, and the rivals of tests.bench.quality for them."""
+"""Profiles, a score per node: the synthetic ones, and tests.bench.quality's rivals for them."""
 
 import copy
 import itertools
@@ -17,13 +17,23 @@ import train as train_module
 from data import DataConfig, Tables
 from ddp_setup import UserError
 from tests.bench import profiles, quality, synthetic
-from tests.bench.profiles import RIVALS, Paths, Profiles, edge_paths, low_rank, mean_profile, neighbours
+from tests.bench.profiles import (
+    RIVALS,
+    Paths,
+    Profiles,
+    edge_paths,
+    low_rank,
+    mean_profile,
+    neighbours,
+)
 from tests.bench.synthetic import PRESETS, generate, regulations, write
 from tests.conftest import ROOT, write_table
 from tests.tools.runs import difference, pack_sets, read_metrics
 
 RELATIONS = ("activates", "represses", "binds")
-SMALL = replace(PRESETS["expression"], num_nodes=60, num_edges=dict.fromkeys(RELATIONS, 150), num_samples=70)
+SMALL = replace(
+    PRESETS["expression"], num_nodes=60, num_edges=dict.fromkeys(RELATIONS, 150), num_samples=70
+)
 SMALL = replace(SMALL, num_doubles=20)
 
 
@@ -35,7 +45,9 @@ def make_tables(split: str = "random", seed: int = 0) -> Tables:
 
 
 def sets_of(tables: Tables) -> list[list[int]]:
-    return [nodes.tolist() for nodes in tables.perturbed.split(tables.perturbed_ptr.diff().tolist())]
+    return [
+        nodes.tolist() for nodes in tables.perturbed.split(tables.perturbed_ptr.diff().tolist())
+    ]
 
 
 def error_on_test_rows(tables: Tables, prediction: torch.Tensor) -> float:
@@ -43,7 +55,7 @@ def error_on_test_rows(tables: Tables, prediction: torch.Tensor) -> float:
     return (prediction[rows] - tables.y[rows]).square().nanmean().item()
 
 
-# ---- The preset -----------------------------------------------------------------------------------------------------
+# ---- The preset ----------------------------------------------------------------------------------
 def test_profiles_are_what_a_loop_over_edges_gives():
     tables, signal = generate(SMALL)
     generator = synthetic.Draw(SMALL, 0)
@@ -81,7 +93,11 @@ def test_few_nodes_have_most_of_the_targets():
     draw = synthetic.Draw(SMALL, 0)
     weight = draw.uniform(2000).pow(-2 / 3) - 0.8
     edges = regulations(draw, weight, 6000)
-    assert edges.shape == (2, 6000) and len(edges.unique(dim=1).T) == 6000 and (edges[0] != edges[1]).all()
+    assert (
+        edges.shape == (2, 6000)
+        and len(edges.unique(dim=1).T) == 6000
+        and (edges[0] != edges[1]).all()
+    )
     out, into = (torch.bincount(end, minlength=2000).sort(descending=True).values for end in edges)
     assert out[:200].sum() > 2000 and into[:200].sum() < 1500 and into[0] < 20
 
@@ -91,14 +107,16 @@ def test_profiles_are_written_as_tables_that_train_reads(tmp_path):
     options = write(tables, tmp_path)
     header, first = (tmp_path / "scores.tsv").read_text().splitlines()[:2]
     assert header.split("\t") == ["genes", *tables.genes, "split"]
-    assert first.split("\t").count("NA") == 1 and all(len(cell) <= 6 for cell in first.split("\t")[1:-1])
+    assert first.split("\t").count("NA") == 1 and all(
+        len(cell) <= 6 for cell in first.split("\t")[1:-1]
+    )
     overrides = [*options, f"data.cache_dir={tmp_path}", "--config", os.devnull]
     read = data.load(train_module.load_config(train_module.parse_arguments(overrides)).data)
     assert read.genes == tables.genes and list(read.targets) == tables.genes
     torch.testing.assert_close(read.y, tables.y, rtol=0, atol=5.1e-4, equal_nan=True)
 
 
-# ---- The rivals -----------------------------------------------------------------------------------------------------
+# ---- The rivals ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", RIVALS)
 @pytest.mark.parametrize("split", ["random", "nodes"])
 def test_a_rival_does_not_see_the_test_scores(name, split):
@@ -107,7 +125,9 @@ def test_a_rival_does_not_see_the_test_scores(name, split):
     changed = copy.deepcopy(tables)
     changed.y[changed.rows("test")] = 100.0
     assert torch.equal(RIVALS[name](Profiles(changed)), before)
-    assert before.shape == tables.y.shape and before.dtype == torch.float64 and before.isfinite().all()
+    assert (
+        before.shape == tables.y.shape and before.dtype == torch.float64 and before.isfinite().all()
+    )
 
 
 def test_effects_are_a_ridge_regression_of_each_target_on_the_rows_that_have_it():
@@ -128,14 +148,24 @@ def test_effects_are_a_ridge_regression_of_each_target_on_the_rows_that_have_it(
 
 @pytest.mark.parametrize("rival", [neighbours, low_rank])
 def test_an_unseen_gene_has_the_profile_of_its_neighbours(rival):
-    """Twins have the same targets in the graph and the same profile, of which there are three kinds."""
+    """Twins have the same targets in the graph and the same profile, one of three kinds."""
     generator = torch.Generator().manual_seed(0)
     kinds = torch.randn(3, 36, dtype=torch.float64, generator=generator)
-    y = kinds[torch.arange(36) % 3] + 0.3 * torch.randn(36, 36, dtype=torch.float64, generator=generator)
+    y = kinds[torch.arange(36) % 3] + 0.3 * torch.randn(
+        36, 36, dtype=torch.float64, generator=generator
+    )
     genes = [f"G{i:02d}" for i in range(36)]
     targets = torch.tensor([[kind, kind + 3] for kind in range(3)])[torch.arange(36) % 3]
     edges = torch.stack([torch.arange(36).repeat_interleave(2), targets.flatten()])
-    tables = Tables(genes, ["r"], edges, torch.zeros(72).long(), *pack_sets([[i] for i in range(36)]), y, targets=genes)
+    tables = Tables(
+        genes,
+        ["r"],
+        edges,
+        torch.zeros(72).long(),
+        *pack_sets([[i] for i in range(36)]),
+        y,
+        targets=genes,
+    )
     tables.split = data.node_split(tables, DataConfig(split="nodes", test_fraction=0.2))
     mean = error_on_test_rows(tables, mean_profile(Profiles(tables)))
     assert error_on_test_rows(tables, rival(Profiles(tables))) < 0.2 * mean
@@ -187,7 +217,7 @@ def test_paths_explain_scores_that_are_sums_of_them():
     assert 0.01 * mean < error_on_test_rows(tables, shared) < 0.5 * mean
 
 
-# ---- The study ------------------------------------------------------------------------------------------------------
+# ---- The study -----------------------------------------------------------------------------------
 def test_the_study_has_a_table_of_genes_and_one_of_profiles(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(PRESETS, "expression", SMALL)
     arguments = [f"--config={os.devnull}", "--preset=expression", f"--dir={tmp_path}"]
@@ -198,20 +228,31 @@ def test_the_study_has_a_table_of_genes_and_one_of_profiles(tmp_path, monkeypatc
     study = json.loads((tmp_path / "study.json").read_text())["tables"]
     titles = list(study)
     genes, _, rows, each_row = list(study.values())[:4]
-    assert re.fullmatch(r"Splits by random: Pearson on \d+ test rows, .* difference to 'edge paths'", titles[0])
-    assert re.fullmatch(r"Splits by nodes: Pearson over the scores of each of 16 test rows, .*", titles[6])
+    assert re.fullmatch(
+        r"Splits by random: Pearson on \d+ test rows, .* difference to 'edge paths'", titles[0]
+    )
+    assert re.fullmatch(
+        r"Splits by nodes: Pearson over the scores of each of 16 test rows, .*", titles[6]
+    )
     assert len(set(titles)) == 8
     assert [row["contestant"] for row in genes] == [*RIVALS, "noise ceiling"]
-    ceiling, best = (next(row for row in rows if row["contestant"] == name) for name in ("noise ceiling", "edge paths"))
+    ceiling, best = (
+        next(row for row in rows if row["contestant"] == name)
+        for name in ("noise ceiling", "edge paths")
+    )
     tables, signal = generate(SMALL)
     tables.split = data.random_split(tables, DataConfig())
     test = tables.rows("test")
     expected = train_module.pearson(tables.y[test].T, signal[test].T).mean().item()
-    assert ceiling["mean"] == ceiling["random:0"] == pytest.approx(expected, abs=0.01)  # scores have three decimals
+    assert (
+        ceiling["mean"] == ceiling["random:0"] == pytest.approx(expected, abs=0.01)
+    )  # scores have three decimals
     assert ceiling["2.5 %"] < ceiling["difference"] == pytest.approx(ceiling["mean"] - best["mean"])
     assert {"row validation", "row Pearson"} <= each_row[0].keys()
     for row in itertools.chain(*study.values()):
-        assert row["2.5 %"] <= row["difference"] + 1e-9 and row["difference"] <= row["97.5 %"] + 1e-9
+        assert (
+            row["2.5 %"] <= row["difference"] + 1e-9 and row["difference"] <= row["97.5 %"] + 1e-9
+        )
     assert "of profiles" in capsys.readouterr().err
 
 
@@ -219,9 +260,15 @@ def test_intervals_of_the_study_hold_the_difference_though_few_rows_change_a_sco
     """A resample without the row that changes a score has nothing to find there."""
     signal = 3 * torch.eye(60, dtype=torch.float64)
     noise = torch.randn(2, 60, 60, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    tables = replace(make_tables(), y=signal + 0.5 * noise[0], split=torch.tensor([1, 2]).repeat_interleave(30).char())
+    tables = replace(
+        make_tables(),
+        y=signal + 0.5 * noise[0],
+        split=torch.tensor([1, 2]).repeat_interleave(30).char(),
+    )
     predictions = {"mean profile": noise[1], "edge paths": signal}
-    results = {name: quality.result(tables, x) | {"seconds": 0.0} for name, x in predictions.items()}
+    results = {
+        name: quality.result(tables, x) | {"seconds": 0.0} for name, x in predictions.items()
+    }
     means, _ = quality.summary("random", {"random:0": results}).values()
     assert means[0]["2.5 %"] < means[0]["difference"] < means[0]["97.5 %"] < -0.2
     assert means[1]["difference"] == 0
@@ -231,11 +278,13 @@ def test_the_study_refuses_several_scores_that_are_no_profile(tmp_path, monkeypa
     tables = make_tables()
     tables.targets, tables.y = ["fitness", "size"], tables.y[:, :2]
     overrides = [*write(tables, tmp_path), f"data.cache_dir={tmp_path}", "--config", "/dev/null"]
-    with pytest.raises(UserError, match="takes one score, or scores that are named after nodes of the graph"):
+    with pytest.raises(
+        UserError, match="takes one score, or scores that are named after nodes of the graph"
+    ):
         quality.contest("random:0", quality.parse_arguments(overrides), env=None)
 
 
-# ---- From AnnData ---------------------------------------------------------------------------------------------------
+# ---- From AnnData --------------------------------------------------------------------------------
 @pytest.mark.parametrize("layout", ["dense", "csr_matrix", "csr_array"])
 def test_the_block_of_the_readme_turns_a_screen_into_a_table(tmp_path, monkeypatch, layout):
     """The gene X of the graph is not measured; the measured gene Z is not in the graph."""
@@ -245,50 +294,78 @@ def test_the_block_of_the_readme_turns_a_screen_into_a_table(tmp_path, monkeypat
     import scipy.sparse
 
     monkeypatch.chdir(tmp_path)
-    rows = [("source", "target", "relation"), ("A", "B", "r"), ("B", "C", "r"), ("X", "A", "r"), ("NA", "C", "r")]
+    rows = [
+        ("source", "target", "relation"),
+        ("A", "B", "r"),
+        ("B", "C", "r"),
+        ("X", "A", "r"),
+        ("NA", "C", "r"),
+    ]
     write_table(tmp_path / "edges.tsv", rows)
     kinds = ["control", "B+A", "A", "control", "A", "C", "B+A", "control", "X"]
     values = np.random.default_rng(0).random((9, 4)).astype(np.float32)
-    obs = pandas.DataFrame({"perturbation": pandas.Categorical(kinds, categories=["nothing", *sorted(set(kinds))])})
+    obs = pandas.DataFrame(
+        {"perturbation": pandas.Categorical(kinds, categories=["nothing", *sorted(set(kinds))])}
+    )
     obs.index = obs.index.map("cell{}".format)
     x = values if layout == "dense" else getattr(scipy.sparse, layout)(values)
     screen = anndata.AnnData(x, obs=obs, var=pandas.DataFrame(index=["C", "Z", "A", "B"]))
     screen.write_h5ad("screen.h5ad")
-    (block,) = re.findall(r"^```python\n(import anndata.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    (block,) = re.findall(
+        r"^```python\n(import anndata.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S
+    )
     assert len(block.split("\n\n")[1].splitlines()) == 6
     exec(block, {})
 
     tables = data.read_tables(DataConfig(edges="edges.tsv", perturbations="scores.tsv"))
     assert list(tables.targets) == ["C", "A", "B"] and profiles.are_profiles(tables)
     found = {
-        ",".join(tables.genes[node] for node in nodes): y for nodes, y in zip(sets_of(tables), tables.y, strict=True)
+        ",".join(tables.genes[node] for node in nodes): y
+        for nodes, y in zip(sets_of(tables), tables.y, strict=True)
     }
     assert found.keys() == {"A", "A,B", "C", "X"}
     for genes, y in found.items():
         mean = values[[kind in (genes, "B+A" if genes == "A,B" else "") for kind in kinds]].mean(0)
         control = values[[kind == "control" for kind in kinds]].mean(0)
-        torch.testing.assert_close(y, torch.from_numpy((mean - control)[[0, 2, 3]]).double(), rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            y, torch.from_numpy((mean - control)[[0, 2, 3]]).double(), rtol=1e-3, atol=1e-6
+        )
 
 
-# ---- Training -------------------------------------------------------------------------------------------------------
-NODES = ["model.readout=nodes", "run.name=nodes", "optim.epochs=2", "data.batch_size=12", "model.dropout=0"]
+# ---- Training ------------------------------------------------------------------------------------
+NODES = [
+    "model.readout=nodes",
+    "run.name=nodes",
+    "optim.epochs=2",
+    "data.batch_size=12",
+    "model.dropout=0",
+]
 
 
 @pytest.fixture
 def profile_tables(tmp_path) -> list[str]:
-    """Options of train.py that name the tables of a small compendium, whose last column is that of the first gene."""
+    """Options of train.py that name the tables of a small compendium.
+
+    Its last column is that of the first gene.
+    """
     tables, _ = generate(SMALL)
     options = write(tables, tmp_path / "profiles")
-    rows = [line.split("\t") for line in (tmp_path / "profiles/scores.tsv").read_text().splitlines()]
+    rows = [
+        line.split("\t") for line in (tmp_path / "profiles/scores.tsv").read_text().splitlines()
+    ]
     write_table(tmp_path / "profiles/scores.tsv", [(row[0], *row[2:], row[1]) for row in rows])
     return options
 
 
-def test_training_on_profiles_starts_at_the_baseline_and_is_resumed_bit_for_bit(train, profile_tables, tmp_path):
+def test_training_on_profiles_starts_at_the_baseline_and_is_resumed_bit_for_bit(
+    train, profile_tables, tmp_path
+):
     options = [*profile_tables, *NODES, "checkpoint.every_steps=1", "checkpoint.keep_last=99"]
     result = train(3, *options).check()
     assert re.search(r"; 60 scores: G00001, G00002, G00003, G00004, G00005\n", result.stdout)
-    assert re.search(r"val loss .*, Row_Pearson -?\d\.\d{4}, additive baseline -?\d\.\d{4}\n", result.stdout)
+    assert re.search(
+        r"val loss .*, Row_Pearson -?\d\.\d{4}, additive baseline -?\d\.\d{4}\n", result.stdout
+    )
     assert "note" not in result.stdout
     first, *_, last = read_metrics(tmp_path / "runs/nodes", "val")
     for key in ("pearson", "row_pearson"):
@@ -299,19 +376,32 @@ def test_training_on_profiles_starts_at_the_baseline_and_is_resumed_bit_for_bit(
     first, *later = sorted((tmp_path / "runs/again/checkpoints").glob("step_*.pt"))
     for path in later:
         path.unlink()
-    assert f"resumed at step {int(first.stem[5:])}\n" in train(3, *options, "run.name=again").check().stdout
+    assert (
+        f"resumed at step {int(first.stem[5:])}\n"
+        in train(3, *options, "run.name=again").check().stdout
+    )
     assert difference(tmp_path / "runs/nodes", tmp_path / "runs/again") == ""
 
 
-def test_profiles_do_not_depend_on_the_route_or_the_number_of_processes(train, profile_tables, tmp_path):
+def test_profiles_do_not_depend_on_the_route_or_the_number_of_processes(
+    train, profile_tables, tmp_path
+):
     options = [*profile_tables, *NODES, "optim.precision=fp64"]
     for nproc, route in ((0, "expanded"), (1, "shared"), (2, "reach"), (2, "auto")):
-        train(nproc, *options, f"model.message_passing={route}", f"run.name={nproc}-{route}").check()
-    reference = torch.load(tmp_path / "runs/0-expanded/checkpoints/best.pt", weights_only=True)["model"]
+        train(
+            nproc, *options, f"model.message_passing={route}", f"run.name={nproc}-{route}"
+        ).check()
+    reference = torch.load(tmp_path / "runs/0-expanded/checkpoints/best.pt", weights_only=True)[
+        "model"
+    ]
     for name in ("1-shared", "2-reach", "2-auto"):
-        found = torch.load(tmp_path / f"runs/{name}/checkpoints/best.pt", weights_only=True)["model"]
+        found = torch.load(tmp_path / f"runs/{name}/checkpoints/best.pt", weights_only=True)[
+            "model"
+        ]
         for key, tensor in reference.items():
-            torch.testing.assert_close(found[key], tensor, rtol=1e-8, atol=1e-8, msg=f"{name}: {key}")
+            torch.testing.assert_close(
+                found[key], tensor, rtol=1e-8, atol=1e-8, msg=f"{name}: {key}"
+            )
 
 
 def test_a_profile_is_predicted_with_seven_digits(train, profile_tables, tmp_path):
@@ -319,16 +409,33 @@ def test_a_profile_is_predicted_with_seven_digits(train, profile_tables, tmp_pat
     best = "runs/nodes/checkpoints/best.pt"
     train(0, "--predict=all-singles", f"--checkpoint={best}", *profile_tables, *NODES).check()
     header, *lines = (tmp_path / "all-singles.predictions.tsv").read_text().splitlines()
-    assert header.split("\t")[:2] == ["genes", "G00001"] and header.endswith("\tG00000") and len(lines) == 60
+    assert (
+        header.split("\t")[:2] == ["genes", "G00001"]
+        and header.endswith("\tG00000")
+        and len(lines) == 60
+    )
     cells = [cell for line in lines for cell in line.split("\t")[1:]]
-    assert len(cells) == 60 * 60 and max(len(cell.strip("-").replace(".", "").lstrip("0")) for cell in cells) <= 11
+    assert (
+        len(cells) == 60 * 60
+        and max(len(cell.strip("-").replace(".", "").lstrip("0")) for cell in cells) <= 11
+    )
 
 
-def test_scores_that_are_no_nodes_and_profiles_for_another_readout_are_named(train, profile_tables, tmp_path):
+def test_scores_that_are_no_nodes_and_profiles_for_another_readout_are_named(
+    train, profile_tables, tmp_path
+):
     result = train(0, *profile_tables, "optim.epochs=1").check()
-    assert "note      all scores are named after nodes: model.readout=nodes suits them" in result.stdout
+    assert (
+        "note      all scores are named after nodes: model.readout=nodes suits them"
+        in result.stdout
+    )
     path = tmp_path / "profiles/scores.tsv"
     path.write_text(path.read_text().replace("\tG00007\t", "\tYAL1\t", 1))
     result = train(2, *profile_tables, *NODES)
     assert result.returncode == 2
-    assert result.stderr.count("error: the score 'YAL1' is no node of the graph, which model.readout=nodes needs") == 1
+    assert (
+        result.stderr.count(
+            "error: the score 'YAL1' is no node of the graph, which model.readout=nodes needs"
+        )
+        == 1
+    )

@@ -23,20 +23,27 @@ IMPORTS = {
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
 def test_ruff_passes(command):
-    result = subprocess.run([sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize("module", IMPORTS)
 def test_imports_point_one_way(module):
     tree = ast.parse((ROOT / f"{module}.py").read_text())
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert imported & set(IMPORTS) == IMPORTS[module]
 
 
 def test_the_tests_and_their_subprocesses_see_no_gpu(run):
-    """GPUs are few and their sums not bitwise reproducible: only test_gpu.py uses them, with `-m gpu`."""
+    """GPUs are few, their sums not bitwise reproducible: only test_gpu.py uses them, `-m gpu`."""
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'] == '')"
     assert run([sys.executable, "-c", code]).check().stdout == "True\n"
 

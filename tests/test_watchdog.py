@@ -47,12 +47,17 @@ def test_a_rank_that_waits_for_a_slow_one_is_not_stuck(capsys):
     beats = round(3 / watchdog.heartbeat_s / 2)
 
     def look(place: list, moving: bool = False, silent: bool = False) -> str:
-        """Returns the reason to end the job, if any, while rank 0 waits in evaluation and rank 1 is at `place`."""
+        """Returns the reason to end the job, if any.
+
+        Rank 0 waits in evaluation and rank 1 is at `place`.
+        """
         watchdog.seen.clear()
         env.store.delete_key("end")
         for beat in range(beats + 1):
             env.store.set("progress/0", json.dumps([beat, [9, 7, "evaluation", 20]]))
-            env.store.set("progress/1", json.dumps([0 if silent else beat, [*place, beat if moving else 0]]))
+            env.store.set(
+                "progress/1", json.dumps([0 if silent else beat, [*place, beat if moving else 0]])
+            )
             watchdog.observe_ranks()
             watchdog.check_ranks()
         return env.record_end_reason("")[0]
@@ -60,7 +65,9 @@ def test_a_rank_that_waits_for_a_slow_one_is_not_stuck(capsys):
     assert look([9, 7, "evaluation"], moving=True) == ""
     assert look([9, 6, "save"], moving=True) == ""
     assert look([9, 6, "save"]).endswith(": rank 1: in save of step 9")
-    assert look([9, 7, "evaluation"]).endswith(": rank 0: in evaluation of step 9; rank 1: in evaluation of step 9")
+    assert look([9, 7, "evaluation"]).endswith(
+        ": rank 0: in evaluation of step 9; rank 1: in evaluation of step 9"
+    )
     assert look([9, 6, "save"], silent=True).endswith(
         ": rank 1: frozen, or its machine is gone, last in save of step 9"
     )
@@ -89,8 +96,10 @@ class EndedError(Exception):
     pass
 
 
-def watched(monkeypatch, events: dict[int, Callable] | None = None) -> tuple[Distributed, Watchdog, Iterator[int]]:
-    """Returns one rank, its watchdog with a heartbeat of 3/8 s that takes no time, and the counter of heartbeats.
+def watched(
+    monkeypatch, events: dict[int, Callable] | None = None
+) -> tuple[Distributed, Watchdog, Iterator[int]]:
+    """Returns one rank, its watchdog, and the counter of heartbeats, instant ones each 3/8 s.
 
     `events` are called at some of the heartbeats.
     """
@@ -137,7 +146,9 @@ def test_the_watchdog_ends_a_rank_that_hangs(monkeypatch, capsys):
     monkeypatch.setattr(watchdog, "watch_store", lambda: None)
     with pytest.raises(EndedError, match=r"no progress for 3 s .* rank 0: in forward of step 7"):
         watchdog.run()
-    assert next(beats) - 1 == 4 + 4 + 4 + 2  # half of the limit unobserved, half observed, more than GRACE_S to end
+    assert (
+        next(beats) - 1 == 4 + 4 + 4 + 2
+    )  # half of the limit unobserved, half observed, more than GRACE_S to end
     assert "stack of rank 0" in capsys.readouterr().err
     assert json.loads(env.store.get("progress/0"))[1][0] == 7
 
@@ -177,8 +188,8 @@ class CountedStore:
 
 
 def end_of_a_hang(monkeypatch, frozen: set[int]) -> tuple[str, list[CountedStore], float]:
-    """Returns why the watchdogs of 32 ranks ended the job, of which some froze before the first heartbeat, their
-    stores, and after which share of the limit.
+    """Returns why the watchdogs of 32 ranks ended the job, of which some froze before the first
+    heartbeat, their stores, and after which share of the limit.
     """
     monkeypatch.setattr(ddp_setup, "log_and_print", lambda text: None)
     store = dist.HashStore()
@@ -205,7 +216,10 @@ def end_of_a_hang(monkeypatch, frozen: set[int]) -> tuple[str, list[CountedStore
 def test_few_ranks_observe_all_with_one_call_for_each_heartbeat(monkeypatch):
     reason, stores, _ = end_of_a_hang(monkeypatch, frozen={3})
     reporter, _, text = reason.partition(" ")
-    assert int(reporter) % 4 == 0 and "rank 3: frozen, or its machine is gone, last in start of step 0" in text
+    assert (
+        int(reporter) % 4 == 0
+        and "rank 3: frozen, or its machine is gone, last in start of step 0" in text
+    )
     for rank, store in enumerate(stores):
         observed = 32 if rank % 4 == 0 else 8
         assert store.calls["compare_set"] in (0, observed)  # the first heartbeat that observes
@@ -248,7 +262,10 @@ class SimulatedRanks:
             env.stop = SimpleNamespace(code=lambda rank=rank: self.requests[rank])
 
     def step(self, seconds: list[float], at_once: bool = False) -> list[str]:
-        """Does a step that takes each rank so long before the others wait for it; returns what each rank is told."""
+        """Does a step that takes each rank so long before the others wait for it.
+
+        Returns what each rank is told.
+        """
         proposals = []
         start, self.now = self.now, self.now + max(seconds)
         for env, own in zip(self.envs, seconds, strict=True):
@@ -304,7 +321,9 @@ def test_slow_steps_agree_each_time(monkeypatch):
     for _ in range(120):
         ranks.step([60.0, 60.0])
     steps = [step for step, _ in ranks.agreements]
-    assert steps[-1] - steps[0] == len(steps) - 1 and len(steps) > 20  # each, after the last interval of short steps
+    assert (
+        steps[-1] - steps[0] == len(steps) - 1 and len(steps) > 20
+    )  # each, after the last interval of short steps
 
 
 def test_ranks_agree_at_once_at_the_end_of_an_epoch(monkeypatch):

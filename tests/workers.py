@@ -1,4 +1,7 @@
-"""Functions that tests run on every rank: `python -m tests.workers NAME`. Each rank makes its own assertions."""
+"""Functions that tests run on every rank: `python -m tests.workers NAME`.
+
+Each rank makes its own assertions.
+"""
 
 import copy
 import os
@@ -37,9 +40,13 @@ def build(env: Distributed) -> tuple:
     graph["gene"].num_nodes = NUM_NODES
     graph["gene", "a", "gene"].edge_index = torch.randint(NUM_NODES, (2, 40), generator=generator)
     shared = SharedGraph(graph).double()
-    sets = [torch.randperm(NUM_NODES, generator=generator)[: 1 + row % 3].tolist() for row in range(22)]
+    sets = [
+        torch.randperm(NUM_NODES, generator=generator)[: 1 + row % 3].tolist() for row in range(22)
+    ]
     dataset = KnockoutDataset(tables_of(sets, torch.randn(22, generator=generator)), shared.degree)
-    torch.manual_seed(env.rank)  # differs between ranks on purpose: DDP must broadcast rank 0's parameters
+    torch.manual_seed(
+        env.rank
+    )  # differs between ranks on purpose: DDP must broadcast rank 0's parameters
     model = KnockoutGNN(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, 1).double()
     for parameter in model.parameters():  # parts that are initialised to zero would hide errors
         nn.init.normal_(parameter, std=0.3)
@@ -47,7 +54,7 @@ def build(env: Distributed) -> tuple:
 
 
 def gradients() -> None:
-    """A step's gradient equals, on every rank, that of the whole batch on one process, even with padding."""
+    """A step's gradient is, on every rank, that of the batch on one process, even with padding."""
     env = start()
     for accumulate in (1, 2):
         compare_gradients(env, accumulate)
@@ -72,10 +79,14 @@ def compare_gradients(env: Distributed, accumulate: int) -> None:
         for micro in range(accumulate):
             batch = dataset.__getitems__(next(batches))
             with env.accumulating(ddp_model, last=micro == accumulate - 1):
-                loss = criterion(ddp_model(graph, batch), batch, model) / dataset.num_scores(sampler.rows_in_step(step))
+                loss = criterion(ddp_model(graph, batch), batch, model) / dataset.num_scores(
+                    sampler.rows_in_step(step)
+                )
                 (loss * env.world_size).backward()
         ours = torch.cat([p.grad.flatten() for p in model.parameters()])
-        assert len(exchanges) == len(set(exchanges)) > 0, "a bucket was reduced more than once in a step"
+        assert len(exchanges) == len(set(exchanges)) > 0, (
+            "a bucket was reduced more than once in a step"
+        )
         bare.zero_grad()
         batch = dataset.__getitems__(next(whole))
         (criterion(bare(graph, batch), batch, bare) / len(batch.y)).backward()
@@ -85,7 +96,7 @@ def compare_gradients(env: Distributed, accumulate: int) -> None:
 
 
 def evaluation() -> None:
-    """Predictions equal those of one process for any number of rows, even if some ranks have none."""
+    """Predictions are those of one process for any number of rows, even if some ranks have none."""
     env = start()
     graph, dataset, model = build(env)
     alone = copy.copy(env)
@@ -109,7 +120,10 @@ def counted_all_reduce(exchanges: list, bucket: GradBucket) -> Future[torch.Tens
 def agreement() -> None:
     """An error on one rank is raised on all, and a value that differs is named."""
     env = start()
-    for error, kind in ((ValueError("only rank 1 knows"), UserError), (RunError("only rank 1 knows"), RunError)):
+    for error, kind in (
+        (ValueError("only rank 1 knows"), UserError),
+        (RunError("only rank 1 knows"), RunError),
+    ):
         try:
             with env.sync_errors(ValueError):
                 if env.rank == 1:
@@ -133,7 +147,7 @@ def agreement() -> None:
 
 
 def refused(config: DDPConfig, *parts: str) -> None:
-    """Asserts that `setup` fails with a message that contains all `parts`, and leaves a file to prove it."""
+    """Asserts that `setup` fails with a message containing all `parts`; leaves a file as proof."""
     try:
         setup(Distributed(config))
     except UserError as error:
@@ -145,17 +159,24 @@ def refused(config: DDPConfig, *parts: str) -> None:
 
 
 def pretend_gpus(count: int, uuid: str = "") -> None:
-    torch.cuda.is_available, dist.is_nccl_available = lambda: True, lambda: False  # NCCL would look for them
+    torch.cuda.is_available, dist.is_nccl_available = (
+        lambda: True,
+        lambda: False,
+    )  # NCCL would look for them
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)
     torch.cuda.device_count = lambda: count
     torch.cuda.set_device = lambda device: None
 
 
 def too_few_gpus() -> None:
-    """Rank 1 lists fewer GPUs than its machine has processes: both ranks fail with the same message."""
+    """Rank 1 lists fewer GPUs than its machine has processes: both fail with the same message."""
     pretend_gpus(2)
     chosen = [0] if os.environ["RANK"] == "1" else []
-    refused(DDPConfig(device_ids=chosen), "2 processes on", "ddp.device_ids=[0]: set --nproc_per_node to the number of")
+    refused(
+        DDPConfig(device_ids=chosen),
+        "2 processes on",
+        "ddp.device_ids=[0]: set --nproc_per_node to the number of",
+    )
 
 
 def shared_gpu() -> None:
@@ -198,7 +219,7 @@ def options() -> None:
 
 
 def buffers() -> None:
-    """A forward pass broadcasts rank 0's buffers only if some change, as the statistics of BatchNorm do."""
+    """A forward pass broadcasts rank 0's buffers only if some change, as BatchNorm's do."""
     env = start()
     for norm, expected in ((nn.LayerNorm(4), env.rank), (nn.BatchNorm1d(4), 0)):
         module = nn.Sequential(nn.Linear(4, 4), norm)
@@ -222,7 +243,7 @@ def exchanged_buckets(env: Distributed) -> int:
 
 
 def batchnorm() -> None:
-    """On two GPUs, running statistics are those of a rank's own rows or, with the option, of all rows."""
+    """On two GPUs, running statistics are those of a rank's rows or, with the option, of all."""
     env = start(options={"broadcast_buffers": False})
     assert len(set(batchnorm_means(env, sync_batchnorm=False))) == 2
     assert len(set(batchnorm_means(env, sync_batchnorm=True))) == 1

@@ -1,12 +1,14 @@
 """Benchmarks: `python -m tests.bench.NAME [--json FILE]` prints Markdown tables.
 
-masks: the mask kernel. step: a training step against masked copies of the graph. routes: only the states that change
-against all. growth: how the cost of a step grows with the problem. host: the kernels of a step. program: train.py
-against a bare loop. transfer: a start from another table's run. tables: tables of millions of rows. screen: every
-pair of nodes predicted, by one model and by five. scaling: the speed-up from more processes. ranks: what grows with
-their number: agreement, and finding a hang. quality: predictions against what can be known without the model, whose
-baselines are in `baselines` and `profiles`. all: these but ranks and transfer, as one page. Contestants within
-one process are timed in turn, so that a slowdown of the machine affects all of them; quote the ratios.
+masks: the mask kernel. step: a training step against masked copies of the graph. routes: only the
+states that change against all. growth: how the cost of a step grows with the problem. host: the
+kernels of a step. program: train.py against a bare loop. transfer: a start from another table's
+run. tables: tables of millions of rows. screen: every pair of nodes predicted, by one model and by
+five. scaling: the speed-up from more processes. ranks: what grows with their number: agreement, and
+finding a hang. quality: predictions against what can be known without the model, whose baselines
+are in `baselines` and `profiles`. all: these but ranks and transfer, as one page. Contestants
+within one process are timed in turn, so that a slowdown of the machine affects all of them; quote
+the ratios.
 """
 
 import argparse
@@ -31,13 +33,28 @@ from tests.tools.runs import tables_of
 
 
 def arguments(description: str, **options: dict) -> argparse.Namespace:
-    """Parses the options of all benchmarks and those of this one, `options`: {name: arguments of add_argument}."""
-    from tests.bench.synthetic import PRESETS  # a program, too, which this package must not import before it runs
+    """Parses the options of all benchmarks and of this one, {name: arguments of add_argument}."""
+    from tests.bench.synthetic import (
+        PRESETS,
+    )  # a program, too, which this package must not import before it runs
 
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the tables to this file")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--preset", choices=PRESETS, default="yeast", help="size of the graph (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="also write the tables to this file"
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--preset",
+        choices=PRESETS,
+        default="yeast",
+        help="size of the graph (default: %(default)s)",
+    )
     for name, settings in options.items():
         parser.add_argument(f"--{name}", **settings)
     return parser.parse_args()
@@ -46,9 +63,15 @@ def arguments(description: str, **options: dict) -> argparse.Namespace:
 def machine(device: torch.device) -> str:
     """Returns a one-line description of the machine that was measured."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    cpu = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
     gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-    return f"{cpu}, {count_cores()} cores, {torch.get_num_threads()} threads{gpu}, torch {torch.__version__}"
+    return (
+        f"{cpu}, {count_cores()} cores, {torch.get_num_threads()} threads{gpu}, "
+        f"torch {torch.__version__}"
+    )
 
 
 def count_cores() -> int:
@@ -57,7 +80,7 @@ def count_cores() -> int:
 
 
 def report(tables: dict[str, list[dict]], device: torch.device, path: Path | None) -> None:
-    """Prints {title: rows} as Markdown tables, and writes them with the machine to `path`, if given."""
+    """Prints {title: rows} as Markdown tables; `path`, if given, gets them and the machine."""
     print(f"\n{machine(device)}")
     for title, rows in tables.items():
         print(f"\n{title}\n\n{markdown(rows)}")
@@ -86,9 +109,15 @@ def format_cell(value: object) -> str:
 
 
 def in_turn(
-    functions: dict[str, Callable[[], object]], device: torch.device, repeats: dict[str, int], warm: bool = False
+    functions: dict[str, Callable[[], object]],
+    device: torch.device,
+    repeats: dict[str, int],
+    warm: bool = False,
 ) -> dict:
-    """Returns the median ms per call of functions called in turn, after a warm-up call each unless they are `warm`."""
+    """Returns the median ms per call of functions called in turn.
+
+    Each has a warm-up call first unless they are `warm`.
+    """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for round_ in range(0 if warm else -1, max(repeats.values())):
         for name, function in functions.items():
@@ -117,7 +146,9 @@ def peak_mb(function: Callable[[], object], device: torch.device) -> float:
         function()
         synchronize(device)
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    with contextlib.suppress(OSError, AttributeError):  # glibc keeps freed memory, which would hide part of the peak
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # glibc keeps freed memory, which would hide part of the peak
         ctypes.CDLL(None).malloc_trim(0)
     before = resident_kb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
@@ -131,11 +162,18 @@ def resident_kb(field: str) -> int:
 
 
 def build_batch(
-    shared: SharedGraph, num_samples: int, deletions: int = 3, model: ModelConfig | None = None, num_targets: int = 1
+    shared: SharedGraph,
+    num_samples: int,
+    deletions: int = 3,
+    model: ModelConfig | None = None,
+    num_targets: int = 1,
 ) -> Data:
-    """Returns a batch of random knock-outs, on the graph's device, planned as the model's route needs."""
+    """Returns a batch of random knock-outs, on the graph's device, planned as the model needs."""
     generator = torch.Generator().manual_seed(0)
-    sets = [torch.randperm(shared.num_nodes, generator=generator)[:deletions].tolist() for _ in range(num_samples)]
+    sets = [
+        torch.randperm(shared.num_nodes, generator=generator)[:deletions].tolist()
+        for _ in range(num_samples)
+    ]
     scores = torch.randn(num_samples, num_targets, generator=generator)
     dataset = KnockoutDataset(tables_of(sets, scores), shared.degree)
     if model:

@@ -1,10 +1,11 @@
-"""The benchmarks one after the other, as one page of Markdown tables, each under the command that made it.
+"""The benchmarks one after the other: one page of tables, each under the command that made it.
 
     python -m tests.bench.all --json FILE [--only TEXT] [--yeast FOLDER]
 
-The page is printed at the end, and FILE keeps what is done: after an interruption, the same command on the same commit
-goes on. It takes hours, in which the machine should be idle and the working tree stay as it is. `--yeast` is a folder
-with the tables edges.tsv and digenic.tsv of real yeast, without which those parts are left out.
+The page is printed at the end, and FILE keeps what is done: after an interruption, the same command
+on the same commit goes on. It takes hours, in which the machine should be idle and the working tree
+stay as it is. `--yeast` is a folder with the tables edges.tsv and digenic.tsv of real yeast,
+without which those parts are left out.
 """
 
 import argparse
@@ -37,33 +38,53 @@ COMMANDS = {  # with the number of threads, 0: all cores
     "tables --edges 1000000": 0,
     "scaling": 1,
     "quality --preset small --seeds 3 --splits random:0 --models both": 1,
-    f"quality --config tests/bench/yeast.yaml --models local --seeds 5 --splits random:0 random:1 random:2 {YEAST}": 1,
+    "quality --config tests/bench/yeast.yaml --models local --seeds 5 --splits random:0 random:1 "
+    f"random:2 {YEAST}": 1,
     f"quality --config tests/bench/yeast.yaml --models local --seeds 5 --splits {FOLDS} {YEAST}": 1,
-    f"quality --config tests/bench/yeast.yaml --models permuted --splits random:0 nodes:0 --seeds 5 {YEAST}": 1,
+    "quality --config tests/bench/yeast.yaml --models permuted --splits random:0 nodes:0 "
+    f"--seeds 5 {YEAST}": 1,
     "quality --preset network --splits nodes:0 nodes:1 nodes:2 --models both --seeds 5": 1,
-    "quality --preset dose --models both --seeds 3 --splits random:0 random:1 random:2 levels:0 levels:1 levels:2": 1,
+    "quality --preset dose --models both --seeds 3 --splits random:0 random:1 random:2 levels:0 "
+    "levels:1 levels:2": 1,
     f"quality --config tests/bench/yeast.yaml --models both --splits random:0 nodes:0 {YEAST}": 1,
-    "quality --config tests/bench/expression.yaml --preset expression --splits random:0 nodes:0 --models nodes": 1,
+    "quality --config tests/bench/expression.yaml --preset expression --splits random:0 nodes:0 "
+    "--models nodes": 1,
 }
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the benchmark, too
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=Path, required=True, help="what is measured is kept here")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only commands that contain TEXT")
-    parser.add_argument("--yeast", metavar="FOLDER", type=Path, help="real tables (default: without them)")
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # ends the benchmark, too
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, required=True, help="what is measured is kept here"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only commands that contain TEXT"
+    )
+    parser.add_argument(
+        "--yeast", metavar="FOLDER", type=Path, help="real tables (default: without them)"
+    )
     options = parser.parse_args()
     yeast = options.yeast.resolve() if options.yeast else ""
     measured = {"commit": commit(), "results": {}}
     if options.json.exists():
         measured = json.loads(options.json.read_text())
-    chosen = [command for command in COMMANDS if options.only in command and (yeast or YEAST not in command)]
+    chosen = [
+        command
+        for command in COMMANDS
+        if options.only in command and (yeast or YEAST not in command)
+    ]
     for number, command in enumerate(chosen, 1):
         if command in measured["results"]:
             continue
         if measured["commit"] != commit():
-            sys.exit(f"{options.json} is of commit {measured['commit']}, the working tree is {commit()}")
+            sys.exit(
+                f"{options.json} is of commit {measured['commit']}, the working tree is {commit()}"
+            )
         print(f"{number} of {len(chosen)}: {command}", file=sys.stderr, flush=True)
         measured["results"][command] = measure(command.format(yeast), COMMANDS[command])
         options.json.write_text(json.dumps(measured, indent=1) + "\n")
@@ -85,7 +106,7 @@ def print_page(measured: dict) -> None:
 
 
 def measure(command: str, num_threads: int) -> dict:
-    """Returns the machine and the tables that a benchmark writes, and how long it takes; exits if it fails."""
+    """Returns the machine, the tables that a benchmark writes and its time; exits if it fails."""
     name, *arguments = command.split()
     environment = {**os.environ, **({"OMP_NUM_THREADS": str(num_threads)} if num_threads else {})}
     start = time.perf_counter()
@@ -106,7 +127,9 @@ def measure(command: str, num_threads: int) -> dict:
 def commit() -> str:
     """Returns the commit of the working tree, which ends with -dirty if it differs."""
     command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 if __name__ == "__main__":

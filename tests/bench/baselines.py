@@ -1,7 +1,8 @@
 """What can be known about a knock-out's effect without a trained model: predictors in closed form.
 
-Each function in `BASELINES` maps a `Problem` to predictions of all its rows, float64 [n]. It is fitted on the training
-rows, and its settings are those with the least squared error on the validation rows.
+Each function in `BASELINES` maps a `Problem` to predictions of all its rows, float64 [n]. It is
+fitted on the training rows, and its settings are those with the least squared error on the
+validation rows.
 
 Shapes: K nodes that are knocked out in some row, n rows, q ordered pairs of nodes of one row.
 """
@@ -19,8 +20,13 @@ from torch_geometric.utils import remove_self_loops, to_undirected
 import data
 from data import Tables
 
-RANKS, PENALTIES = (2, 8, 32), (1.0, 3.0, 10.0, 30.0, 100.0)  # of the low-rank pairs, in units of the residuals
-WEIGHTS = [("cosine", temperature) for temperature in (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)]  # of the graph neighbours
+RANKS, PENALTIES = (
+    (2, 8, 32),
+    (1.0, 3.0, 10.0, 30.0, 100.0),
+)  # of the low-rank pairs, in units of the residuals
+WEIGHTS = [
+    ("cosine", temperature) for temperature in (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
+]  # of the graph neighbours
 WEIGHTS += [("hops", shrinkage) for shrinkage in data.PENALTIES]
 
 
@@ -30,7 +36,9 @@ class KnockedOut:
     def __init__(self, tables: Tables):
         self.tables = tables
         self.num_rows = len(tables.y)
-        self.nodes, self.member = tables.perturbed.unique(return_inverse=True)  # [K]; [total], as tables.perturbed
+        self.nodes, self.member = tables.perturbed.unique(
+            return_inverse=True
+        )  # [K]; [total], as tables.perturbed
         self.row = tables.sample()  # [total]
         self.train = tables.is_in("train")  # [n]
         self.seen = torch.zeros(len(self.nodes), dtype=torch.bool)  # [K], in a training row
@@ -40,7 +48,8 @@ class KnockedOut:
     def cosine(self) -> Tensor:
         """The cosine of each two nodes' adjacency rows, float64 [K, K], 0 for nodes without edges.
 
-        A row is that of all relations and both directions, joined end to end, with the edges' weights.
+        A row is that of all relations and both directions, joined end to end, with the edges'
+        weights.
         """
         size, number = len(self.nodes), torch.full((len(self.tables.genes),), -1)
         number[self.nodes] = torch.arange(size)
@@ -51,7 +60,9 @@ class KnockedOut:
         for end, other in (edge_index, edge_index.flip(0)):
             known = number[end] >= 0
             index = torch.stack([number[end], edge_type * len(number) + other])[:, known]
-            adjacency = torch.sparse_coo_tensor(index, weight[known].double(), shape, check_invariants=False)
+            adjacency = torch.sparse_coo_tensor(
+                index, weight[known].double(), shape, check_invariants=False
+            )
             product += torch.sparse.mm(adjacency, adjacency.T).to_dense()
         norm = product.diagonal()
         norm = norm.where(norm > 0, 1).rsqrt()
@@ -59,13 +70,20 @@ class KnockedOut:
 
     @cached_property
     def hops(self) -> Tensor:
-        """The sum over relations of A @ A + A, float64 [K, K], A the normalised adjacency of the undirected graph."""
+        """The sum over relations of A @ A + A, float64 [K, K].
+
+        A is the normalised adjacency of the undirected graph.
+        """
         num_nodes, num_relations = len(self.tables.genes), len(self.tables.relations)
         matrix = torch.zeros(len(self.nodes), len(self.nodes), dtype=torch.float64)
         for relation in range(num_relations):
             chosen = self.tables.edge_type == relation
-            edges = to_undirected(self.tables.edge_index[:, chosen], self.tables.edge_weight[chosen])
-            edge_index, weight = gcn_norm(*remove_self_loops(*edges), num_nodes, add_self_loops=False)
+            edges = to_undirected(
+                self.tables.edge_index[:, chosen], self.tables.edge_weight[chosen]
+            )
+            edge_index, weight = gcn_norm(
+                *remove_self_loops(*edges), num_nodes, add_self_loops=False
+            )
             adjacency = torch.sparse_coo_tensor(edge_index, weight.double(), (num_nodes, num_nodes))
             rows = adjacency.index_select(0, self.nodes)
             matrix += torch.sparse.mm(rows, rows.T).to_dense()
@@ -75,14 +93,15 @@ class KnockedOut:
     def weight(self, kind: str, setting: float) -> Tensor:
         """Returns with which weights nodes stand in for each other, float64 [K, K].
 
-        They are exp(cosine / temperature), or `hops` plus a constant, which shrinks a mean to that of all seen nodes.
+        They are exp(cosine / temperature), or `hops` plus a constant, which shrinks a mean to that
+        of all seen nodes.
         """
         if kind == "cosine":
             return (self.cosine / setting).exp()
         return self.hops + setting / self.seen.sum()
 
     def impute(self, values: Tensor, kind: str, setting: float) -> Tensor:
-        """Returns `values` [K, ...] in which nodes in no training row have the weighted mean of the others."""
+        """Returns `values` [K, ...]; nodes in no training row get the others' weighted mean."""
         share = self.weight(kind, setting)[~self.seen] * self.seen
         values = values.clone()
         share = share / share.sum(1, keepdim=True)
@@ -108,7 +127,9 @@ class Problem(KnockedOut):
             i, j, row = self.member[:-k], self.member[k:], self.row[:-k]
             pairs += [torch.stack([i, j, row])[:, row == self.row[k:]]]
             doses += [(dose[:-k] * dose[k:])[row == self.row[k:]]]
-        self.pairs = torch.cat([*pairs, *(part[[1, 0, 2]] for part in pairs)], dim=1)  # [3, q]: i, j, row
+        self.pairs = torch.cat(
+            [*pairs, *(part[[1, 0, 2]] for part in pairs)], dim=1
+        )  # [3, q]: i, j, row
         self.pair_dose = torch.cat(doses * 2)  # [q]: 1 for two deleted nodes
         self.train_pairs = self.pairs[:, self.train[self.pairs[2]]]
 
@@ -119,10 +140,15 @@ class Problem(KnockedOut):
     def best(self, predictions: Iterable[Tensor]) -> Tensor:
         """Returns the prediction [n] with the least squared error on the validation rows."""
         rows = self.tables.rows("val")
-        return min(predictions, key=lambda prediction: (prediction - self.y)[rows].square().mean().item())
+        return min(
+            predictions, key=lambda prediction: (prediction - self.y)[rows].square().mean().item()
+        )
 
     def unseen_effects(self, *weights: Any) -> Tensor:
-        """Returns what other effects of nodes in no training row, imputed with these weights, add to each row, [n]."""
+        """Returns what effects imputed with these weights add to each row, [n].
+
+        They are those of nodes in no training row, from the other nodes' effects.
+        """
         return self.add(self.row, (self.impute(self.effect, *weights) - self.effect)[self.member])
 
 
@@ -132,7 +158,9 @@ def mean(problem: Problem) -> Tensor:
 
 def ridge(problem: Problem) -> Tensor:
     """The additive ridge, in which a node in no training row has no effect."""
-    return problem.additive - problem.add(problem.row, (problem.effect * ~problem.seen)[problem.member])
+    return problem.additive - problem.add(
+        problem.row, (problem.effect * ~problem.seen)[problem.member]
+    )
 
 
 def additive(problem: Problem) -> Tensor:
@@ -141,25 +169,32 @@ def additive(problem: Problem) -> Tensor:
 
 
 def recurring_pairs(problem: Problem) -> Tensor:
-    """The additive ridge with an effect also for each pair of nodes that several training rows have in common."""
+    """The additive ridge with an effect also for each pair that several training rows share."""
     tables, once = problem.tables, problem.pairs[0] < problem.pairs[1]
     i, j, row = problem.pairs[:, once]
     pair = i * len(problem.nodes) + j
     found, count = pair[problem.train[row]].unique(return_counts=True)
     recurring = found[count > 1]
     known = torch.isin(pair, recurring)
-    number = len(tables.genes) + torch.searchsorted(recurring, pair[known])  # pairs are numbered after the nodes
+    number = len(tables.genes) + torch.searchsorted(
+        recurring, pair[known]
+    )  # pairs are numbered after the nodes
     rows, order = torch.cat([problem.row, row[known]]).sort(stable=True)
     perturbed = torch.cat([tables.perturbed, number])[order]
     level = 1 - torch.cat([problem.dose, problem.pair_dose[once][known]])[order]
     pointer = torch.bincount(rows + 1, minlength=problem.num_rows + 1).cumsum(0)
     genes = [*tables.genes, *map(str, recurring.tolist())]
-    with_pairs = replace(tables, genes=genes, perturbed=perturbed, perturbed_ptr=pointer, level=level)
+    with_pairs = replace(
+        tables, genes=genes, perturbed=perturbed, perturbed_ptr=pointer, level=level
+    )
     return data.fit_baseline(with_pairs, "squared")[-1].squeeze(1)  # with the doses as they are
 
 
 def low_rank(problem: Problem) -> Tensor:
-    """The additive ridge and, for each pair (i, j) of a row, u_i v_j + u_j v_i; rank and penalty by validation."""
+    """The additive ridge and, for each pair (i, j) of a row, u_i v_j + u_j v_i.
+
+    Rank and penalty are chosen by validation.
+    """
     return problem.best(add_pairs(problem, u, v) for u, v in factorisations(problem))
 
 
@@ -171,9 +206,10 @@ def add_pairs(problem: Problem, u: Tensor, v: Tensor) -> Tensor:
 def factorisations(problem: Problem) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields factors u and v of the ridge's residuals, each [K, rank], for all ranks and penalties.
 
-    Alternating least squares: with v fixed, u is a ridge regression. The equations of a row's nodes are coupled, so it
-    is solved for all nodes at once, by a few conjugate-gradient steps from the last u (Takács, Pilászy and Tikk 2011,
-    doi:10.1145/2043932.2043987). Factors of nodes in no training row are zero.
+    Alternating least squares: with v fixed, u is a ridge regression. The equations of a row's nodes
+    are coupled, so it is solved for all nodes at once, by a few conjugate-gradient steps from the
+    last u (Takács, Pilászy and Tikk 2011, doi:10.1145/2043932.2043987). Factors of nodes in no
+    training row are zero.
     """
     i, j, row = problem.train_pairs
     spread = problem.residual[problem.train].std().clamp(min=1e-30)
@@ -201,7 +237,9 @@ def factorisations(problem: Problem) -> Iterator[tuple[Tensor, Tensor]]:
     for rank in RANKS:
         for penalty in PENALTIES:
             generator = torch.Generator().manual_seed(0)
-            start = torch.randn(2, len(problem.nodes), rank, dtype=torch.float64, generator=generator)
+            start = torch.randn(
+                2, len(problem.nodes), rank, dtype=torch.float64, generator=generator
+            )
             u, v = 0.3 * start * problem.seen.unsqueeze(1)
             for _ in range(10):
                 u = solve(u, v, penalty)
@@ -210,36 +248,47 @@ def factorisations(problem: Problem) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def neighbours(problem: Problem, weights: Iterable[tuple[str, float]] = WEIGHTS) -> Tensor:
-    """The additive ridge and interactions averaged over graph neighbours, with weights chosen by validation.
+    """The additive ridge and interactions averaged over graph neighbours, weights by validation.
 
-    Node c stands in for node a with a weight w_ac of `KnockedOut.weight`. A node in no training row gets the weighted
-    mean of the others' effects. The interaction of a and b is the weighted mean of those of the training pairs (c, b)
-    and (a, d): if a is in no training row, of the profiles of the nodes like a. If b is in none either, it is the mean
-    over all training pairs (c, d), with weights w_ac w_bd. The interaction of a training pair is the residual of its
-    row, shared evenly by the pairs of that row.
+    Node c stands in for node a with a weight w_ac of `KnockedOut.weight`. A node in no training row
+    gets the weighted mean of the others' effects. The interaction of a and b is the weighted mean
+    of those of the training pairs (c, b) and (a, d): if a is in no training row, of the profiles of
+    the nodes like a. If b is in none either, it is the mean over all training pairs (c, d), with
+    weights w_ac w_bd. The interaction of a training pair is the residual of its row, shared evenly
+    by the pairs of that row.
     """
     (i, j, row), index, unseen = problem.pairs, problem.train_pairs[:2], ~problem.seen
     num_pairs = problem.add(row, torch.full(row.shape, 0.5).double())  # of each row
-    values = torch.stack([problem.residual / num_pairs, torch.ones_like(problem.residual)])[:, problem.train_pairs[2]]
+    values = torch.stack([problem.residual / num_pairs, torch.ones_like(problem.residual)])[
+        :, problem.train_pairs[2]
+    ]
     size = (len(problem.nodes), len(problem.nodes))
-    total, count = (torch.sparse_coo_tensor(index, value, size, check_invariants=False) for value in values)
+    total, count = (
+        torch.sparse_coo_tensor(index, value, size, check_invariants=False) for value in values
+    )
 
     def predict(kind: str, setting: float) -> Tensor:
         weight = problem.weight(kind, setting)
-        sums, weights = torch.sparse.mm(total, weight), torch.sparse.mm(count, weight)  # over (c, b) and a, [K, K]
+        sums, weights = (
+            torch.sparse.mm(total, weight),
+            torch.sparse.mm(count, weight),
+        )  # over (c, b) and a, [K, K]
         interaction = (sums + sums.T) / (weights + weights.T)
         of_unseen = weight[unseen]
         far = (of_unseen @ sums[:, unseen]) / (of_unseen @ weights[:, unseen])
         interaction[unseen.nonzero(), unseen.nonzero().T] = far  # where `sums` and `weights` are 0
-        pairs = problem.add(row, interaction[i, j].nan_to_num(0.0)) / 2  # 0 without any pair in training rows
+        pairs = (
+            problem.add(row, interaction[i, j].nan_to_num(0.0)) / 2
+        )  # 0 without any pair in training rows
         return problem.additive + problem.unseen_effects(kind, setting) + pairs
 
     return problem.best(predict(*weight) for weight in weights)
 
 
 def features(problem: Problem) -> Tensor:
-    """The additive ridge, where nodes in no training row get the effects that a ridge regression of the others' effects
-    on their features predicts, with a penalty by validation; without features, the additive ridge alone."""
+    """The additive ridge, where nodes in no training row get the effects that a ridge regression of
+    the others' effects on their features predicts, with a penalty by validation; without features,
+    the additive ridge alone."""
     if not problem.tables.features.size(1):
         return problem.additive
     x, effect = problem.tables.features[problem.nodes].double(), problem.effect
@@ -256,19 +305,21 @@ def features(problem: Problem) -> Tensor:
 
 
 def low_rank_neighbours(problem: Problem) -> Tensor:
-    """The low-rank pairs, where a node in no training row gets the effects and factors of the others, averaged with the
-    weights of `neighbours`; rank, penalty and weights by validation."""
+    """The low-rank pairs, where a node in no training row gets the effects and factors of the
+    others, averaged with the weights of `neighbours`; rank, penalty and weights by validation."""
 
     def predict(u: Tensor, v: Tensor, kind: str, setting: float) -> Tensor:
         pairs = add_pairs(problem, *(problem.impute(x, kind, setting) for x in (u, v)))
         return pairs + problem.unseen_effects(kind, setting)
 
     weights = WEIGHTS[:1] if problem.seen.all() else WEIGHTS  # they matter for such nodes only
-    return problem.best(predict(u, v, *weight) for u, v in factorisations(problem) for weight in weights)
+    return problem.best(
+        predict(u, v, *weight) for u, v in factorisations(problem) for weight in weights
+    )
 
 
 def one_curve(problem: Problem) -> Tensor:
-    """The additive ridge whose effects count 1 - level times; what we start from counts 1 - level^p times."""
+    """The additive ridge: effects count 1 - level times, what we start from 1 - level^p times."""
     fields = data.fit_baseline(problem.tables, "squared")
     return fields[-1].squeeze(1)
 
@@ -278,7 +329,9 @@ def curve_of_each(problem: Problem) -> Tensor:
     tables = problem.tables
     dose = 1 - tables.level
     level = torch.stack([tables.level, 1 - dose.square()], dim=1).flatten()
-    perturbed = torch.stack([tables.perturbed, tables.perturbed + len(tables.genes)], dim=1).flatten()
+    perturbed = torch.stack(
+        [tables.perturbed, tables.perturbed + len(tables.genes)], dim=1
+    ).flatten()
     genes = [*tables.genes, *(f"{gene} squared" for gene in tables.genes)]
     doubled = replace(tables, genes=genes, features=None, perturbed=perturbed, level=level)
     doubled.perturbed_ptr = 2 * tables.perturbed_ptr
@@ -291,8 +344,14 @@ def effect_of_each_level(problem: Problem) -> Tensor:
     pairs = torch.stack([tables.perturbed.double(), tables.level], dim=1)
     _, number = pairs.unique(dim=0, return_inverse=True)
     genes = [str(k) for k in range(int(number.max()) + 1)]
-    edges = {"edge_index": torch.tensor([[0], [1]]), "edge_type": torch.tensor([0]), "edge_weight": None}
-    apart = replace(tables, genes=genes, perturbed=number, level=None, features=None, edge_attr=None, **edges)
+    edges = {
+        "edge_index": torch.tensor([[0], [1]]),
+        "edge_type": torch.tensor([0]),
+        "edge_weight": None,
+    }
+    apart = replace(
+        tables, genes=genes, perturbed=number, level=None, features=None, edge_attr=None, **edges
+    )
     return ridge(Problem(apart))
 
 

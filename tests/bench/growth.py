@@ -1,10 +1,11 @@
-"""How the cost of a training step on the shared graph grows with the edges, the samples and the deletions per sample.
+"""How the cost of a training step on the shared graph grows: edges, samples, deletions per sample.
 
     python -m tests.bench.growth [--json FILE] [--nodes N ...]
 
-Expect it to be linear in edges and samples, and nearly flat in deletions. The number of nodes is fixed as edges are
-added, so a part of the time does not grow with them. The last table is of reached states, on random graphs of 10 edges
-per node: what 127 more samples cost, beyond the wild-type pass, should hardly depend on the number of nodes.
+Expect it to be linear in edges and samples, and nearly flat in deletions. The number of nodes is
+fixed as edges are added, so a part of the time does not grow with them. The last table is of
+reached states, on random graphs of 10 edges per node: what 127 more samples cost, beyond the
+wild-type pass, should hardly depend on the number of nodes.
 """
 
 import torch
@@ -25,7 +26,10 @@ def main() -> None:
         nodes={"type": int, "nargs": "+", "default": [10_000, 100_000, 1_000_000]},
     )
     device = torch.device(options.device)
-    graphs = {share: SharedGraph(build_graph(options.preset, share)).to(device) for share in (0.25, 0.5, 1, 2)}
+    graphs = {
+        share: SharedGraph(build_graph(options.preset, share)).to(device)
+        for share in (0.25, 0.5, 1, 2)
+    }
 
     def step(share: float = 1, num_samples: int = 8, deletions: int = 3) -> Step:
         made = Step(graphs[share], "shared", num_samples, options.hidden, options.layers)
@@ -35,7 +39,9 @@ def main() -> None:
     series = {
         "edges (x the preset's)": {share: step(share=share) for share in graphs},
         "samples": {n: step(num_samples=n) for n in (4, 8, 16, 32, 64)},
-        "deletions per sample": {n: step(deletions=n) for n in (1, 3, 30, 300) if n < graphs[1].num_nodes},
+        "deletions per sample": {
+            n: step(deletions=n) for n in (1, 3, 30, 300) if n < graphs[1].num_nodes
+        },
     }
     tables = {}
     for title, steps in series.items():
@@ -46,12 +52,18 @@ def main() -> None:
                 "ms per step": times[size],
                 "ms per sample": times[size] / len(steps[size].batch.y),
                 "relative to the first": times[size] / times[next(iter(times))],
-                "dead edges per sample": steps[size].batch.num_dead_edges / len(steps[size].batch.y),
+                "dead edges per sample": steps[size].batch.num_dead_edges
+                / len(steps[size].batch.y),
             }
             for size in times
         ]
-    title = f"Step time against nodes (reached states, 10 edges per node, hidden {options.hidden}, 2 layers)"
-    tables[title] = [reached(num_nodes, options.hidden, options.repeats, device) for num_nodes in options.nodes]
+    title = (
+        f"Step time against nodes (reached states, 10 edges per node, hidden {options.hidden}, "
+        "2 layers)"
+    )
+    tables[title] = [
+        reached(num_nodes, options.hidden, options.repeats, device) for num_nodes in options.nodes
+    ]
     report(tables, device, options.json)
 
 
@@ -61,9 +73,17 @@ def reached(num_nodes: int, hidden: int, repeats: int, device: torch.device) -> 
     graph["gene"].num_nodes = num_nodes
     graph["gene", "edge", "gene"].edge_index = torch.randint(num_nodes, (2, 10 * num_nodes))
     shared = SharedGraph(graph).to(device)
-    steps = {num_samples: Step(shared, "reach", num_samples, hidden, layers=2) for num_samples in (1, 128)}
+    steps = {
+        num_samples: Step(shared, "reach", num_samples, hidden, layers=2)
+        for num_samples in (1, 128)
+    }
     times = in_turn(steps, device, dict.fromkeys(steps, repeats))
-    return {"nodes": num_nodes, "ms, B=1": times[1], "ms, B=128": times[128], "difference": times[128] - times[1]}
+    return {
+        "nodes": num_nodes,
+        "ms, B=1": times[1],
+        "ms, B=128": times[128],
+        "difference": times[128] - times[1],
+    }
 
 
 if __name__ == "__main__":

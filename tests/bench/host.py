@@ -1,10 +1,10 @@
-"""What a training step asks of the host: how many kernels it launches, and how long a step on a tiny graph takes.
+"""What a training step asks of the host: how many kernels it launches, its time on a tiny graph.
 
     python -m tests.bench.host [--json FILE]
 
-The step is that of the yeast preset (9 relations, hidden 64, 3 layers, the route `shared`) on 16 nodes and 4 samples,
-so that next to nothing is computed. Kernels are counted from the dispatched operators, less those that only change a
-view. A step cannot be faster than the host.
+The step is that of the yeast preset (9 relations, hidden 64, 3 layers, the route `shared`) on 16
+nodes and 4 samples, so that next to nothing is computed. Kernels are counted from the dispatched
+operators, less those that only change a view. A step cannot be faster than the host.
 """
 
 import time
@@ -25,9 +25,19 @@ NUM_NODES, NUM_RELATIONS, NUM_SAMPLES = 16, 9, 4
 
 
 class CountKernels(TorchDispatchMode):
-    """Counts operators that launch a kernel on a GPU: `with CountKernels() as count`, then `count.kernels`."""
+    """Counts operators that launch a kernel on a GPU.
 
-    FREE = ("detach", "empty", "new_empty", "empty_like", "_unsafe_view", "_record_function_enter_new")
+    Use it as `with CountKernels() as count`, then `count.kernels`.
+    """
+
+    FREE = (
+        "detach",
+        "empty",
+        "new_empty",
+        "empty_like",
+        "_unsafe_view",
+        "_record_function_enter_new",
+    )
     FREE += ("_record_function_exit",)
 
     def __init__(self):
@@ -46,12 +56,21 @@ def tiny_step(device: torch.device) -> Callable[[], None]:
     generator, graph = torch.Generator().manual_seed(0), HeteroData()
     graph["gene"].num_nodes = NUM_NODES
     for r in range(NUM_RELATIONS):
-        graph["gene", f"r{r}", "gene"].edge_index = torch.randint(NUM_NODES, (2, 30), generator=generator)
-    shared, config, optim = SharedGraph(graph).to(device), ModelConfig(64, 3, message_passing="shared"), OptimConfig()
+        graph["gene", f"r{r}", "gene"].edge_index = torch.randint(
+            NUM_NODES, (2, 30), generator=generator
+        )
+    shared, config, optim = (
+        SharedGraph(graph).to(device),
+        ModelConfig(64, 3, message_passing="shared"),
+        OptimConfig(),
+    )
     model = KnockoutGNN(config, NUM_NODES, NUM_RELATIONS).to(device).train()
     env = Distributed(DDPConfig())
     env.device = device
-    optimizer, scaler = build_optimizer(model, optim, env), torch.amp.GradScaler(device.type, init_scale=1.0)
+    optimizer, scaler = (
+        build_optimizer(model, optim, env),
+        torch.amp.GradScaler(device.type, init_scale=1.0),
+    )
     batch, meter = build_batch(shared, NUM_SAMPLES, model=config), Meter(env, optim)
 
     def step() -> None:
@@ -64,7 +83,10 @@ def tiny_step(device: torch.device) -> Callable[[], None]:
 
 
 def count_kernels(step: Callable[[], None]) -> Counter:
-    """Returns how many kernels of each kind the third step launches; the first two create the optimiser's state."""
+    """Returns how many kernels of each kind the third step launches.
+
+    The first two create the optimiser's state.
+    """
     step(), step()
     with CountKernels() as count:
         step()
@@ -83,7 +105,11 @@ def main() -> None:
         step()
         times.append(1e3 * (time.perf_counter() - start))
     times.sort()
-    row = {"kernels": kernels.total(), "fastest step, ms": times[0], "median, ms": times[len(times) // 2]}
+    row = {
+        "kernels": kernels.total(),
+        "fastest step, ms": times[0],
+        "median, ms": times[len(times) // 2],
+    }
     kinds = [{"operator": name, "in a step": count} for name, count in kernels.most_common(12)]
     report({"Host work of a tiny step": [row], "Most frequent": kinds}, device, options.json)
 

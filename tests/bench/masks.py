@@ -1,10 +1,12 @@
-"""The mask kernel against a loop and padded tables, on all relations of a batch of 32 samples with 3 deletions each.
+"""The mask kernel against a loop and padded tables, on all relations.
+
+A batch has 32 samples with 3 deletions each.
 
     python -m tests.bench.masks [--json FILE]
 
-loop: one `.item()` per sample, knocked-out node and relation. padded: a table [N, largest degree] of incident edges per
-relation, vectorised over the batch. dead_edges and edge_masks: `mask.SharedGraph`. All results are checked against
-those of edge_masks.
+loop: one `.item()` per sample, knocked-out node and relation. padded: a table [N, largest degree]
+of incident edges per relation, vectorised over the batch. dead_edges and edge_masks:
+`mask.SharedGraph`. All results are checked against those of edge_masks.
 """
 
 import time
@@ -33,15 +35,22 @@ class Loop:
 
     def __init__(self, graph: HeteroData):
         self.num_edges = {relation: graph[relation].num_edges for relation in graph.edge_types}
-        self.incident = {r: incident_edges(graph[r].edge_index, graph["gene"].num_nodes) for r in graph.edge_types}
+        self.incident = {
+            r: incident_edges(graph[r].edge_index, graph["gene"].num_nodes)
+            for r in graph.edge_types
+        }
         self.bytes = sum(ids.nbytes for lists in self.incident.values() for ids in lists)
 
     def __call__(self, batch: Data) -> dict[tuple, Tensor]:
         num_samples = len(batch.y)
         masks = {}
         for relation, lists in self.incident.items():
-            mask = torch.ones(num_samples, self.num_edges[relation], dtype=torch.bool, device=batch.y.device)
-            for sample, node in zip(batch.perturbed_batch.unbind(), batch.perturbed.unbind(), strict=True):
+            mask = torch.ones(
+                num_samples, self.num_edges[relation], dtype=torch.bool, device=batch.y.device
+            )
+            for sample, node in zip(
+                batch.perturbed_batch.unbind(), batch.perturbed.unbind(), strict=True
+            ):
                 mask[sample, lists[node.item()]] = False
             masks[relation] = mask.flatten()
         return masks
@@ -54,7 +63,9 @@ class Padded:
         self.num_edges = {relation: graph[relation].num_edges for relation in graph.edge_types}
         self.tables = {
             relation: torch.nn.utils.rnn.pad_sequence(
-                incident_edges(graph[relation].edge_index, graph["gene"].num_nodes), batch_first=True, padding_value=-1
+                incident_edges(graph[relation].edge_index, graph["gene"].num_nodes),
+                batch_first=True,
+                padding_value=-1,
             )
             for relation in graph.edge_types
         }
@@ -64,7 +75,9 @@ class Padded:
         num_samples = len(batch.y)
         masks = {}
         for relation, table in self.tables.items():
-            mask = torch.ones(num_samples * self.num_edges[relation], dtype=torch.bool, device=table.device)
+            mask = torch.ones(
+                num_samples * self.num_edges[relation], dtype=torch.bool, device=table.device
+            )
             edges = table[batch.perturbed]  # [P, largest degree]
             sample = batch.perturbed_batch.unsqueeze(1).expand_as(edges)
             real = edges >= 0
@@ -75,7 +88,9 @@ class Padded:
 
 
 def main() -> None:
-    options = arguments(__doc__, samples={"type": int, "default": 32}, repeats={"type": int, "default": 20})
+    options = arguments(
+        __doc__, samples={"type": int, "default": 32}, repeats={"type": int, "default": 20}
+    )
     device = torch.device(options.device)
     graph = build_graph(options.preset).to(device)
     built, seconds = {}, {}
@@ -89,7 +104,9 @@ def main() -> None:
 
     masks = shared.edge_masks(batch)
     for name in ("loop", "padded"):
-        assert all(torch.equal(mask, masks[relation]) for relation, mask in built[name](batch).items()), name
+        assert all(
+            torch.equal(mask, masks[relation]) for relation, mask in built[name](batch).items()
+        ), name
     alive = torch.cat(list(masks.values()))
     assert torch.equal(shared.dead_edges(batch).unique(), (~alive).nonzero().flatten())
 
@@ -116,7 +133,10 @@ def main() -> None:
             }
         )
     edges = sum(shared.num_edges.values())
-    title = f"Masks: {options.samples} samples, 3 deletions each, {len(shared.relations)} relations, {edges:,} edges"
+    title = (
+        f"Masks: {options.samples} samples, 3 deletions each, {len(shared.relations)} relations, "
+        f"{edges:,} edges"
+    )
     report({title: rows}, device, options.json)
 
 

@@ -1,9 +1,11 @@
-"""What can be known about a knock-out's profile, a score per node of the graph, without a trained model.
+"""What can be known about a knock-out's profile, a score per node, without a trained model.
 
-Each function in `RIVALS` maps a `Profiles` to predictions of all its rows, float64 [n, T]. It is fitted on the training
-rows, and its settings are those with the least squared error on the validation rows. Missing scores are left out.
+Each function in `RIVALS` maps a `Profiles` to predictions of all its rows, float64 [n, T]. It is
+fitted on the training rows, and its settings are those with the least squared error on the
+validation rows. Missing scores are left out.
 
-Shapes: N nodes, of which K are knocked out in some row; n rows of T scores; R relations; F features of a score.
+Shapes: N nodes, of which K are knocked out in some row; n rows of T scores; R relations; F features
+of a score.
 """
 
 import itertools
@@ -17,9 +19,19 @@ import data
 from data import Tables
 from tests.bench.baselines import WEIGHTS, KnockedOut
 
-PENALTIES = (0.3, 1.0, 3.0, 10.0)  # of the nodes' effects: at 1, a node of a single row gets half of its score
+PENALTIES = (
+    0.3,
+    1.0,
+    3.0,
+    10.0,
+)  # of the nodes' effects: at 1, a node of a single row gets half of its score
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-EXPONENTS = ((0.0, 0.0), (0.5, 0.5), (0.0, 0.5), (0.0, 1.0))  # of the degrees that edges of paths are divided by
+EXPONENTS = (
+    (0.0, 0.0),
+    (0.5, 0.5),
+    (0.0, 0.5),
+    (0.0, 1.0),
+)  # of the degrees that edges of paths are divided by
 SHRINKAGES = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01)  # of the targets' scales towards 1
 PATH_PENALTIES = (1e-6, 1e-3, 1e-1)  # of the paths' weights, in units of their features' squares
 BLOCK = 64  # rows whose paths are counted at once
@@ -49,7 +61,7 @@ class Profiles(KnockedOut):
         return sums.index_add_(0, place[chosen], values[self.member[chosen]])
 
     def best(self, predict: Callable[..., Tensor], settings: Iterable[tuple]) -> Tensor:
-        """Returns `predict(rows, *setting)` of all rows, with the setting that suits the validation rows best."""
+        """Returns `predict(rows, *setting)` of all rows, with validation rows' best setting."""
         rows = self.tables.rows("val")
         y = self.y[rows]
 
@@ -59,7 +71,10 @@ class Profiles(KnockedOut):
         return predict(torch.arange(self.num_rows), *min(settings, key=error))
 
     def effect(self, penalty: float) -> Tensor:
-        """Returns what each node adds to the mean profile, by ridge regression, float32 [K, T]; without rows, 0."""
+        """Returns what each node adds to the mean profile, float32 [K, T].
+
+        It is found by ridge regression; without rows, it is 0.
+        """
         if penalty not in self.effects:
             self.effects[penalty] = self.fit_effects(penalty)
         return self.effects[penalty]
@@ -93,8 +108,8 @@ def additive_profiles(problem: Profiles) -> Tensor:
 
 
 def neighbours(problem: Profiles) -> Tensor:
-    """The mean profile and the nodes' effects, where a node in no training row has the mean of the others' effects,
-    with a weight of `KnockedOut.weight`; it and the penalty by validation."""
+    """The mean profile and the nodes' effects, where a node in no training row has the mean of the
+    others' effects, with a weight of `KnockedOut.weight`; it and the penalty by validation."""
 
     def predict(rows: Tensor, penalty: float, weight: tuple[str, float]) -> Tensor:
         effect = problem.impute(problem.effect(penalty), *weight)
@@ -104,7 +119,7 @@ def neighbours(problem: Profiles) -> Tensor:
 
 
 def low_rank(problem: Profiles) -> Tensor:
-    """The same with the effects' projection on their first singular vectors; the rank by validation, too."""
+    """The same with the effects projected on their first singular vectors; validated rank, too."""
     factors = {}
     for penalty in PENALTIES:
         effect = problem.effect(penalty)
@@ -120,12 +135,13 @@ def low_rank(problem: Profiles) -> Tensor:
     return problem.best(predict, itertools.product(PENALTIES, RANKS, WEIGHTS))
 
 
-# ---- Paths ----------------------------------------------------------------------------------------------------------
+# ---- Paths ---------------------------------------------------------------------------------------
 class Paths:
-    """Counts paths of one and two edges, by their relations, from a row's knocked-out nodes to each target.
+    """Counts paths of one and two edges, by relation, from a row's knock-outs to each target.
 
-    An edge counts as its weight over its source's and its target's degree, each to the power of an exponent. There are
-    F = R + R * R features. The sums are over the training rows in which the target has a score.
+    An edge counts as its weight over its source's and its target's degree, each to the power of an
+    exponent. There are F = R + R * R features. The sums are over the training rows in which the
+    target has a score.
     """
 
     def __init__(self, problem: Profiles, exponents: tuple[float, float]):
@@ -155,16 +171,25 @@ class Paths:
         place = place[self.problem.row]
         chosen = place >= 0
         one_hot[self.problem.tables.perturbed[chosen], place[chosen]] = 1
-        one_edge = torch.stack([torch.sparse.mm(matrix, one_hot) for matrix in self.matrices], dim=1)  # [N, R, rows]
-        onward = (one_edge * (1 - one_hot).unsqueeze(1)).flatten(1)  # no path goes through a knocked-out node
+        one_edge = torch.stack(
+            [torch.sparse.mm(matrix, one_hot) for matrix in self.matrices], dim=1
+        )  # [N, R, rows]
+        onward = (one_edge * (1 - one_hot).unsqueeze(1)).flatten(
+            1
+        )  # no path goes through a knocked-out node
         two_edges = [torch.sparse.mm(matrix, onward).view_as(one_edge) for matrix in self.matrices]
         return torch.cat([one_edge, *two_edges], dim=1)[self.target]
 
     def sum_training_rows(self) -> None:
-        """Sets the features' means [T, F], their products [T, F, F], and those with the scores [T, F], all centred."""
+        """Sets the features' means [T, F] and, all centred, two kinds of products.
+
+        They are those of the features [T, F, F], and of the features with the scores [T, F].
+        """
         count = totals = products = with_score = 0.0
         for rows in self.problem.tables.rows("train").split(BLOCK):
-            deviation = (self.problem.y[rows] - self.problem.mean).float().T.unsqueeze(2)  # [T, rows, 1]
+            deviation = (
+                (self.problem.y[rows] - self.problem.mean).float().T.unsqueeze(2)
+            )  # [T, rows, 1]
             present = ~deviation.isnan()
             features = self.features(rows) * present.transpose(1, 2)
             count = count + present.sum(1)
@@ -177,15 +202,18 @@ class Paths:
         self.with_score = with_score
 
     def fit(self, penalty: float, shrinkage: float) -> tuple[Tensor, Tensor]:
-        """Returns weights [F] and scales [T]: a score is its mean + scale * weights @ centred features.
+        """Returns weights [F], scales [T]: a score is mean + scale * weights @ centred features.
 
-        Each is a ridge regression for given values of the other; the scales' penalty is for distance from 1.
+        Each is a ridge regression for given values of the other; the scales' penalty is for
+        distance from 1.
         """
         scale = torch.ones(len(self.target))
         for _ in range(1 if math.isinf(shrinkage) else 10):
             matrix = torch.tensordot(scale.square(), self.products, dims=1).double()
             ridge = penalty * matrix.diagonal() + 1e-30
-            weight = torch.linalg.solve(matrix + ridge.diag(), (scale @ self.with_score).double()).float()
+            weight = torch.linalg.solve(
+                matrix + ridge.diag(), (scale @ self.with_score).double()
+            ).float()
             if math.isinf(shrinkage):
                 break
             squares = self.products @ weight @ weight  # [T]
@@ -204,11 +232,13 @@ class Paths:
 
 
 def edge_paths(problem: Profiles) -> Tensor:
-    """The mean profile and a weight for each kind of path from the knocked-out nodes to the target, times a scale of
-    the target's; how edges count, penalty and shrinkage by validation."""
+    """The mean profile and a weight for each kind of path from the knocked-out nodes to the target,
+    times a scale of the target's; how edges count, penalty and shrinkage by validation."""
     paths = {exponents: Paths(problem, exponents) for exponents in EXPONENTS}
 
-    def predict(rows: Tensor, exponents: tuple[float, float], penalty: float, shrinkage: float) -> Tensor:
+    def predict(
+        rows: Tensor, exponents: tuple[float, float], penalty: float, shrinkage: float
+    ) -> Tensor:
         return paths[exponents].predict(rows, penalty, shrinkage)
 
     return problem.best(predict, itertools.product(EXPONENTS, PATH_PENALTIES, SHRINKAGES))

@@ -2,9 +2,10 @@
 
     python -m tests.bench.program [--json FILE]
 
-The bare loop has the same model, batches and optimiser step, but no logging, checkpoints or checks; both run in turn in
-this process, on the default configuration. Data loading and start-up use the yeast preset and a warm cache, start-up
-with 20 validation rows, as validation comes before the first step.
+The bare loop has the same model, batches and optimiser step, but no logging, checkpoints or checks;
+both run in turn in this process, on the default configuration. Data loading and start-up use the
+yeast preset and a warm cache, start-up with 20 validation rows, as validation comes before the
+first step.
 """
 
 import json
@@ -30,18 +31,29 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def whole_program(config: train.Config, env: Distributed) -> float:
-    """Returns samples per second in the training steps of `train.train`, with logging and mid-epoch checkpoints."""
+    """Returns samples per second in the training steps of `train.train`.
+
+    It has logging and mid-epoch checkpoints.
+    """
     with tempfile.TemporaryDirectory() as folder:
         config = train.Config(**{**vars(config), "run": train.RunConfig(dir=folder)})
         train.train(config, env)
-        rows = [json.loads(line) for line in (Path(folder) / "default/metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (Path(folder) / "default/metrics.jsonl").read_text().splitlines()
+        ]
         for handler in list(logging.getLogger().handlers):
             logging.getLogger().removeHandler(handler)
             handler.close()
     rows = [row for row in rows if row["kind"] == "train"]
-    steps = [row["step"] - before for row, before in zip(rows, [0, *(row["step"] for row in rows)], strict=False)]
+    steps = [
+        row["step"] - before
+        for row, before in zip(rows, [0, *(row["step"] for row in rows)], strict=False)
+    ]
     seconds = [row["step_ms"] * count / 1e3 for row, count in zip(rows, steps, strict=True)]
-    return sum(row["samples_per_s"] * part for row, part in zip(rows, seconds, strict=True)) / sum(seconds)
+    return sum(row["samples_per_s"] * part for row, part in zip(rows, seconds, strict=True)) / sum(
+        seconds
+    )
 
 
 def bare_loop(config: train.Config, device: torch.device) -> float:
@@ -70,7 +82,7 @@ def bare_loop(config: train.Config, device: torch.device) -> float:
 
 
 def loading(config: train.Config, device: torch.device) -> list[dict]:
-    """Measures how fast batches of 32 are built, and the share of data loading in a yeast-sized step."""
+    """Measures how fast batches of 32 are built, and data loading's share in a yeast-sized step."""
     tables = load(config.data)
     graph = SharedGraph(tables.graph())
     dataset = KnockoutDataset(tables, graph.degree)
@@ -90,7 +102,10 @@ def loading(config: train.Config, device: torch.device) -> list[dict]:
     step = time.perf_counter() - built
     return [
         {"data loading": "batches of 32 per second", "value": rate},
-        {"data loading": "% of a yeast step (hidden 64, 3 layers, B=32)", "value": 100 / rate / step},
+        {
+            "data loading": "% of a yeast step (hidden 64, 3 layers, B=32)",
+            "value": 100 / rate / step,
+        },
         {"data loading": "first batch, ms", "value": 1e3 * (built - start)},
     ]
 
@@ -101,21 +116,29 @@ def start_up(overrides: list[str], config: train.Config) -> list[dict]:
         arguments = [*overrides, f"run.dir={folder}", "data.batch_size=4", "log.every_steps=1"]
         metrics = Path(folder) / "default/metrics.jsonl"
         start = time.perf_counter()
-        process = subprocess.Popen([sys.executable, ROOT / "train.py", *arguments], stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [sys.executable, ROOT / "train.py", *arguments], stdout=subprocess.DEVNULL
+        )
         try:
             while not (metrics.exists() and '"train"' in metrics.read_text()):
                 if process.poll() is not None:
-                    raise RuntimeError(f"train.py exited with {process.returncode} before its first step")
+                    raise RuntimeError(
+                        f"train.py exited with {process.returncode} before its first step"
+                    )
                 time.sleep(0.01)
             total = time.perf_counter() - start
         finally:
             process.kill()
             process.wait()
-    parts = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
+    parts = (
+        "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
+    )
 
     def seconds(modules: str) -> float:
         command = [sys.executable, "-W", "ignore", "-c", parts.format(modules)]
-        return float(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+        return float(
+            subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        )
 
     imports = {name: seconds(name) for name in ("torch", "torch, torch_geometric.data", "train")}
     start = time.perf_counter()
@@ -132,18 +155,29 @@ def start_up(overrides: list[str], config: train.Config) -> list[dict]:
         "shared graph": built - loaded,
     }
     rest = {"model, baseline, first step and the rest": total - sum(spent.values())}
-    return [{"start-up": name, "s": value} for name, value in {**spent, **rest, "total": total}.items()]
+    return [
+        {"start-up": name, "s": value} for name, value in {**spent, **rest, "total": total}.items()
+    ]
 
 
 def main() -> None:
-    options = arguments(__doc__, rounds={"type": int, "default": 10}, epochs={"type": int, "default": 5})
+    options = arguments(
+        __doc__, rounds={"type": int, "default": 10}, epochs={"type": int, "default": 5}
+    )
     device = torch.device(options.device)
     config = train.Config(optim=train.OptimConfig(epochs=options.epochs))
     env = setup(Distributed(config.ddp))
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [*write(synthetic_tables(PRESETS["yeast"]), Path(folder)), f"data.cache_dir={folder}/cache"]
-        overrides.append("data.val_fraction=0.001")  # for start-up: validation comes before the first step
-        yeast = train.load_config(train.parse_arguments([*overrides, "model.hidden=64", "model.layers=3"]))
+        overrides = [
+            *write(synthetic_tables(PRESETS["yeast"]), Path(folder)),
+            f"data.cache_dir={folder}/cache",
+        ]
+        overrides.append(
+            "data.val_fraction=0.001"
+        )  # for start-up: validation comes before the first step
+        yeast = train.load_config(
+            train.parse_arguments([*overrides, "model.hidden=64", "model.layers=3"])
+        )
         load(yeast.data)  # fills the cache
         start = start_up(overrides, yeast)
         batches = loading(yeast, env.device)

@@ -1,20 +1,25 @@
-"""What the model is worth: Pearson's r on test rows beside what can be known without it, on several splits.
+"""What the model is worth: Pearson's r on test rows, on several splits.
 
-    python -m tests.bench.quality [--config FILE] [--preset NAME] [--splits random:0 ...] [section.key=value ...]
+Beside it stands what can be known without the model.
 
-The rivals are those of `tests.bench.baselines`, or, if the scores are named after nodes of the graph, of
-`tests.bench.profiles`. Variants of our model are trained by train.py with the given options: `local`, `global`, `both`
-and `nodes` name model.readout; `permuted` and `random` keep the options' readout, on a graph in which the genes' names
-are permuted, so that it says nothing, and with random vectors in place of data.features. With `--seeds 5`, five are
-trained of each, with run.seed 0 to 4, and their mean prediction is a contestant, too. All settings are chosen on
-validation rows, and so is the best baseline of each kind of split, to which the others are compared by a paired
-bootstrap over the test rows. Pearson's r is over the rows, as the mean over the scores; of profiles, the same over the
-scores of each row stands beside it. Splits by nodes hold out a fifth of the nodes unless data.test_fraction is given.
-A split `levels:0`, of `--preset dose`, tests rows in which a node has one of `HELD_BACK`, which no training row has.
-With `--preset`, the tables are those of `tests.bench.synthetic`, and their scores without noise are a contestant, the
-noise ceiling, which no model can beat.
-After an interruption, the same command resumes the study: runs in `--dir` are kept as long as their options, their data
-and the modules are the same.
+    python -m tests.bench.quality [--config FILE] [--preset NAME] [--splits random:0 ...]
+        [section.key=value ...]
+
+The rivals are those of `tests.bench.baselines`, or, if the scores are named after nodes of the
+graph, of `tests.bench.profiles`. Variants of our model are trained by train.py with the given
+options: `local`, `global`, `both` and `nodes` name model.readout; `permuted` and `random` keep the
+options' readout, on a graph in which the genes' names are permuted, so that it says nothing, and
+with random vectors in place of data.features. With `--seeds 5`, five are trained of each, with
+run.seed 0 to 4, and their mean prediction is a contestant, too. All settings are chosen on
+validation rows, and so is the best baseline of each kind of split, to which the others are compared
+by a paired bootstrap over the test rows. Pearson's r is over the rows, as the mean over the scores;
+of profiles, the same over the scores of each row stands beside it. Splits by nodes hold out a fifth
+of the nodes unless data.test_fraction is given. A split `levels:0`, of `--preset dose`, tests rows
+in which a node has one of `HELD_BACK`, which no training row has. With `--preset`, the tables are
+those of `tests.bench.synthetic`, and their scores without noise are a contestant, the noise
+ceiling, which no model can beat.
+After an interruption, the same command resumes the study: runs in `--dir` are kept as long as their
+options, their data and the modules are the same.
 """
 
 import argparse
@@ -61,7 +66,7 @@ HELD_BACK = (0.25, 3.0)  # levels
 SPLITS = [f"{kind}:{seed}" for kind in ("random", "nodes") for seed in range(3)]
 
 
-# ---- The tables -----------------------------------------------------------------------------------------------------
+# ---- The tables ----------------------------------------------------------------------------------
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options = parse_arguments(sys.argv[1:])
@@ -84,19 +89,47 @@ def main() -> None:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    overrides = [argument for argument in arguments if re.match(r"\w+\.\w+=", argument)]
-    parser.add_argument("--config", metavar="FILE", help="options of train.py (default: config.yaml)")
-    parser.add_argument("--preset", choices=PRESETS, help="read these synthetic tables, and show their noise ceiling")
-    parser.add_argument("--splits", nargs="+", default=SPLITS, metavar="KIND:SEED", help="default: " + " ".join(SPLITS))
-    parser.add_argument(
-        "--models", nargs="*", choices=[*MODELS, "nodes"], help="variants of ours (default: all that apply)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=1, help="members of an ensemble of each (default: 1, no ensemble)")
-    parser.add_argument("--dir", type=Path, default=Path("runs/quality"), help="of the runs (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the tables to this file")
+    overrides = [argument for argument in arguments if re.match(r"\w+\.\w+=", argument)]
+    parser.add_argument(
+        "--config", metavar="FILE", help="options of train.py (default: config.yaml)"
+    )
+    parser.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="read these synthetic tables, and show their noise ceiling",
+    )
+    parser.add_argument(
+        "--splits",
+        nargs="+",
+        default=SPLITS,
+        metavar="KIND:SEED",
+        help="default: " + " ".join(SPLITS),
+    )
+    parser.add_argument(
+        "--models",
+        nargs="*",
+        choices=[*MODELS, "nodes"],
+        help="variants of ours (default: all that apply)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        help="members of an ensemble of each (default: 1, no ensemble)",
+    )
+    parser.add_argument(
+        "--dir", type=Path, default=Path("runs/quality"), help="of the runs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="also write the tables to this file"
+    )
     options = parser.parse_args([argument for argument in arguments if argument not in overrides])
-    if wrong := [split for split in options.splits if not re.fullmatch(r"(random|nodes|levels):\d+", split)]:
+    if wrong := [
+        split for split in options.splits if not re.fullmatch(r"(random|nodes|levels):\d+", split)
+    ]:
         parser.error(f"--splits: {wrong[0]!r} is not random:SEED, nodes:FOLD or levels:SEED")
     options.overrides, options.signal = overrides, None
     if options.preset:
@@ -110,17 +143,21 @@ def load_config(file: str | None, overrides: list[str]) -> train.Config:
 
 
 def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[str, dict]:
-    """Returns {contestant: figures and test predictions} on one split; prints a line for each contestant."""
+    """Returns {contestant: figures and test predictions} on one split; prints a line for each."""
     kind, _, seed = split.partition(":")
     overrides = ["data.test_fraction=0.2"] * (kind == "nodes") + options.overrides
     if kind == "levels":
-        overrides += hold_levels_back(load_config(options.config, overrides), options.dir, int(seed))
+        overrides += hold_levels_back(
+            load_config(options.config, overrides), options.dir, int(seed)
+        )
         kind = "random"
     overrides += [f"data.split={kind}", f"data.split_seed={seed}"]
     tables = data.load(load_config(options.config, overrides).data)
     is_profile = are_profiles(tables)
     if tables.y.size(1) > 1 and not is_profile:
-        raise UserError("tests.bench.quality takes one score, or scores that are named after nodes of the graph")
+        raise UserError(
+            "tests.bench.quality takes one score, or scores that are named after nodes of the graph"
+        )
     rivals = RIVALS if is_profile else BASELINES
     if not is_profile and tables.level.any():
         rivals = rivals | LEVELS
@@ -132,11 +169,15 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
     results = {}
 
     def enter(name: str, prediction: Tensor, seconds: float) -> None:
-        results[name] = result(tables, prediction.view_as(tables.y)) | {"seconds": round(seconds, 2)}
+        results[name] = result(tables, prediction.view_as(tables.y)) | {
+            "seconds": round(seconds, 2)
+        }
         line = "{validation:.4f} on validation rows, {Pearson:.4f} on test rows, {seconds:,.1f} s"
         if is_profile:
             line += "; of profiles {row validation:.4f} and {row Pearson:.4f}"
-        print(f"{split}  {name}: Pearson {line.format(**results[name])}", file=sys.stderr, flush=True)
+        print(
+            f"{split}  {name}: Pearson {line.format(**results[name])}", file=sys.stderr, flush=True
+        )
 
     for name, rival in rivals.items():
         start = time.perf_counter()
@@ -151,7 +192,11 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
             enter(f"ours, {variant}{label}", *members[-1])
         if options.seeds > 1:
             predictions, seconds = zip(*members, strict=True)
-            enter(f"ours, {variant}, all {options.seeds}", torch.stack(predictions).mean(0), sum(seconds))
+            enter(
+                f"ours, {variant}, all {options.seeds}",
+                torch.stack(predictions).mean(0),
+                sum(seconds),
+            )
     if options.signal is not None:
         enter(CEILING, options.signal, 0.0)
     return results
@@ -175,11 +220,15 @@ def result(tables: data.Tables, prediction: Tensor) -> dict:
     return values
 
 
-def summary(kind: str, splits: dict[str, dict[str, dict]], measure: str = "Pearson") -> dict[str, list[dict]]:
-    """Returns {title: rows} of two tables, means over the splits of a kind and figures of each split."""
+def summary(
+    kind: str, splits: dict[str, dict[str, dict]], measure: str = "Pearson"
+) -> dict[str, list[dict]]:
+    """Returns {title: rows} of two tables: means over a kind of splits, each split's figures."""
 
     def of_splits(name: str, key: str) -> Tensor:
-        return torch.tensor([results[name][key] for results in splits.values()], dtype=torch.float64)
+        return torch.tensor(
+            [results[name][key] for results in splits.values()], dtype=torch.float64
+        )
 
     validation, resample, over = MEASURES[measure]
     names = list(next(iter(splits.values())))
@@ -190,7 +239,9 @@ def summary(kind: str, splits: dict[str, dict[str, dict]], measure: str = "Pears
     gains = [resample(results, names.index(best), resamples) for results in splits.values()]
     gains = torch.stack(gains)  # [splits, resamples, names]
     if sizes[0][1] > 1:
-        estimates = torch.stack([of_splits(name, measure) for name in names], dim=1)  # [splits, names]
+        estimates = torch.stack(
+            [of_splits(name, measure) for name in names], dim=1
+        )  # [splits, names]
         estimates = estimates - estimates[:, names.index(best)].unsqueeze(1)
         gains = centred(gains.transpose(0, 1), estimates).transpose(0, 1)
     means, each = [], []
@@ -198,23 +249,45 @@ def summary(kind: str, splits: dict[str, dict[str, dict]], measure: str = "Pears
         tests = of_splits(name, measure)
         row = {"contestant": name} | dict(zip(splits, tests.tolist(), strict=True))
         row |= {"mean": tests.mean(), "spread": tests.std() if len(tests) > 1 else math.nan}
-        row |= {"MSE": of_splits(name, "MSE").mean(), **difference(tests - of_splits(best, measure), gains[:, :, k])}
+        row |= {
+            "MSE": of_splits(name, "MSE").mean(),
+            **difference(tests - of_splits(best, measure), gains[:, :, k]),
+        }
         means.append(row | {"seconds": of_splits(name, "seconds").mean()})
         for s, (split, results) in enumerate(splits.items()):
             row = {key: results[name][key] for key in (validation, measure, "MSE")}
-            gain = difference(tests[s : s + 1] - of_splits(best, measure)[s], gains[s : s + 1, :, k])
-            each.append({"split": split, "contestant": name, **row, **gain, "seconds": results[name]["seconds"]})
+            gain = difference(
+                tests[s : s + 1] - of_splits(best, measure)[s], gains[s : s + 1, :, k]
+            )
+            each.append(
+                {
+                    "split": split,
+                    "contestant": name,
+                    **row,
+                    **gain,
+                    "seconds": results[name]["seconds"],
+                }
+            )
     each.sort(key=lambda row: list(splits).index(row["split"]))
     count = " + ".join(f"{rows:,}" for rows, _ in sizes)
-    title = f"Splits by {kind}: Pearson {over}{count} test rows, mean and spread over splits, difference to '{best}'"
+    title = (
+        f"Splits by {kind}: Pearson {over}{count} test rows, mean and spread over splits, "
+        f"difference to '{best}'"
+    )
     return {
         heading: [{key: clean(value) for key, value in row.items()} for row in rows]
-        for heading, rows in ((title, means), (f"Each split by {kind}: Pearson {over}{count} test rows", each))
+        for heading, rows in (
+            (title, means),
+            (f"Each split by {kind}: Pearson {over}{count} test rows", each),
+        )
     }
 
 
 def difference(differences: Tensor, resampled: Tensor) -> dict[str, float]:
-    """Returns the mean over splits of the differences [splits] and the 95 % interval of resampled ones [splits, R]."""
+    """Returns the mean over splits of the differences [splits], and its 95 % interval.
+
+    The interval is that of the resampled differences [splits, R].
+    """
     low, high = interval(resampled.mean(0))
     return {"difference": differences.mean(), "2.5 %": low, "97.5 %": high}
 
@@ -225,11 +298,14 @@ def clean(value: object) -> object:
 
 
 def bootstrap(results: dict[str, dict], best: int, resamples: int = 1000) -> Tensor:
-    """Returns each contestant's Pearson less that of number `best`, on resampled test rows, [R, contestants].
+    """Returns Pearson's r less that of number `best`, on resampled rows, [R, contestants].
 
     Rows are drawn independently of each other, though those that share a node are not independent.
     """
-    each = [resampled_pearson(result["y"], result["prediction"], resamples) for result in results.values()]
+    each = [
+        resampled_pearson(result["y"], result["prediction"], resamples)
+        for result in results.values()
+    ]
     correlation = torch.stack(each, dim=1)
     return correlation - correlation[:, best : best + 1]
 
@@ -248,19 +324,34 @@ MEASURES = {
 }
 
 
-# ---- Our model ------------------------------------------------------------------------------------------------------
-def ours(name: str, overrides: list[str], options: argparse.Namespace, env: Distributed) -> tuple[Tensor, float]:
-    """Trains a variant of the model, or resumes or finds its run; returns its predictions [n, T] and the seconds."""
+# ---- Our model -----------------------------------------------------------------------------------
+def ours(
+    name: str, overrides: list[str], options: argparse.Namespace, env: Distributed
+) -> tuple[Tensor, float]:
+    """Trains a variant of the model, or resumes or finds its run.
+
+    Returns its predictions [n, T] and the seconds.
+    """
     if name == "permuted":
-        overrides = [*overrides, *permute_names(load_config(options.config, overrides), options.dir)]
+        overrides = [
+            *overrides,
+            *permute_names(load_config(options.config, overrides), options.dir),
+        ]
     elif name == "random":
-        overrides = [*overrides, *random_features(load_config(options.config, overrides), options.dir)]
+        overrides = [
+            *overrides,
+            *random_features(load_config(options.config, overrides), options.dir),
+        ]
     else:
         overrides = [*overrides, f"model.readout={name}"]
     config = load_config(options.config, overrides)
     tables = data.load(config.data)
     modules = [(ROOT / module).read_text() for module in MODULES]
-    settings = {**asdict(config), "run": config.run.seed, "data": [config.data.batch_size, tables.fingerprint()]}
+    settings = {
+        **asdict(config),
+        "run": config.run.seed,
+        "data": [config.data.batch_size, tables.fingerprint()],
+    }
     key = hashlib.sha256(json.dumps([settings, modules]).encode()).hexdigest()[:8]
     folder = options.dir / f"{config.data.split}-{config.data.split_seed}-{name}-{key}"
     events = finished_run(folder)
@@ -268,7 +359,8 @@ def ours(name: str, overrides: list[str], options: argparse.Namespace, env: Dist
         where = [f"run.dir={options.dir}", f"run.name={folder.name}"]
         command = [sys.executable, str(ROOT / "train.py"), *overrides, *where]
         command += ["--config", options.config] if options.config else []
-        # In a session of its own, so that Ctrl-C reaches only this process, which then ends the run cleanly.
+        # In a session of its own, so that Ctrl-C reaches only this process, which then ends the run
+        # cleanly.
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
         try:
             if status := process.wait():
@@ -286,12 +378,19 @@ def ours(name: str, overrides: list[str], options: argparse.Namespace, env: Dist
     rows = torch.cat([tables.rows("val"), tables.rows("test")])
     prediction = torch.zeros_like(tables.y)
     prediction[rows] = train.predict_rows(model.to(env.device), graph, dataset, rows, config, env)
-    sessions = [(a["time"], b["time"]) for a, b in pairwise(events) if b["event"] in ("stopped", "finished")]
-    return prediction, sum(end - start for start, end in sessions)  # of killed sessions the end is not known
+    sessions = [
+        (a["time"], b["time"]) for a, b in pairwise(events) if b["event"] in ("stopped", "finished")
+    ]
+    return prediction, sum(
+        end - start for start, end in sessions
+    )  # of killed sessions the end is not known
 
 
 def hold_levels_back(config: train.Config, folder: Path, seed: int) -> list[str]:
-    """Writes tables with a split column by levels, a tenth of the other rows for validation; returns the options."""
+    """Writes tables with a split column by levels; returns the options that name them.
+
+    A tenth of the other rows is for validation.
+    """
     tables = data.load(config.data)
     count = torch.zeros(len(tables.y)).index_add(
         0, tables.sample(), torch.isin(tables.level, torch.tensor(HELD_BACK)).float()
@@ -307,13 +406,17 @@ def hold_levels_back(config: train.Config, folder: Path, seed: int) -> list[str]
 def finished_run(folder: Path) -> list[dict]:
     """Returns the events of a run that has its test row, else an empty list."""
     path = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    rows = (
+        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        if path.exists()
+        else []
+    )
     finished = any(row["kind"] == "test" for row in rows)
     return [row for row in rows if row["kind"] == "event"] if finished else []
 
 
 def random_features(config: train.Config, folder: Path) -> list[str]:
-    """Writes random vectors for the genes that have features; returns the option that names the file."""
+    """Writes random vectors for the genes with features; returns the option that names the file."""
     tables = data.load(config.data)
     if not tables.features.size(1):
         raise UserError("the variant random needs node features: set data.features")
@@ -330,7 +433,7 @@ def random_features(config: train.Config, folder: Path) -> list[str]:
 
 
 def permute_names(config: train.Config, folder: Path) -> list[str]:
-    """Writes the edges with the genes' names permuted; returns the options that name both tables."""
+    """Writes the edges with permuted names of genes; returns the options that name both tables."""
     tables = data.load(config.data)
     generator = torch.Generator().manual_seed(config.data.split_seed)
     order = torch.randperm(len(tables.genes), generator=generator).tolist()
@@ -344,7 +447,10 @@ def permute_names(config: train.Config, folder: Path) -> list[str]:
     path = folder / f"{config.data.split}-{config.data.split_seed}-permuted.edges.tsv"
     folder.mkdir(parents=True, exist_ok=True)
     train.write_atomically(path, ["\n".join(["source\ttarget\trelation\tweight", *edges, ""])])
-    return [f"data.edges={path}", f"data.perturbations={data.with_example(config.data).perturbations}"]
+    return [
+        f"data.edges={path}",
+        f"data.perturbations={data.with_example(config.data).perturbations}",
+    ]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""What grows with the number of ranks: finding a hang, agreeing whether to stop, what a thousand ranks would exchange.
+"""What grows with the number of ranks: finding a hang, agreeing whether to stop, exchanges.
 
-    python -m tests.bench.ranks [--ranks 1024] [--limit 40] [--step-ms 25] [--network-us 20] [--json FILE]
+The last are predicted for a thousand ranks.
 
-Hangs: the real watchdogs of so many ranks, each with a connection of its own, in four processes without a model, and a
-store as torchrun's; their time is real. They have just stalled when the measurement begins. Agreement: 2 to 32 real
-processes over gloo, which sleep for a step's time and then agree after each step, or as training does, in turn. Calls
-at the start: counted on 2 to 8 real processes, on the example's tables.
+    python -m tests.bench.ranks [--ranks 1024] [--limit 40] [--step-ms 25] [--network-us 20]
+        [--json FILE]
+
+Hangs: the real watchdogs of so many ranks, each with a connection of its own, in four processes
+without a model, and a store as torchrun's; their time is real. They have just stalled when the
+measurement begins. Agreement: 2 to 32 real processes over gloo, which sleep for a step's time and
+then agree after each step, or as training does, in turn. Calls at the start: counted on 2 to 8 real
+processes, on the example's tables.
 """
 
 import argparse
@@ -46,7 +50,7 @@ BEHIND = Progress(9, 5, "data", 68)
 
 # ---- Hangs ---------------------------------------------------------------------------------------
 class CountedStore(dist.Store):
-    """Counts the calls of each method of a store, those of C++ included; not those of its clones."""
+    """Counts the calls of each method of a store, those of C++ included, those of clones not."""
 
     def __init__(self, store: dist.Store):
         super().__init__()
@@ -62,10 +66,24 @@ def counted(name: str) -> Callable:
     return call
 
 
-for method in ("set", "get", "add", "check", "compare_set", "wait", "multi_get", "multi_set", "append"):
+for method in (
+    "set",
+    "get",
+    "add",
+    "check",
+    "compare_set",
+    "wait",
+    "multi_get",
+    "multi_set",
+    "append",
+):
     setattr(CountedStore, method, counted(method))
 for method in ("clone", "set_timeout", "has_extended_api"):
-    setattr(CountedStore, method, lambda self, *arguments, name=method: getattr(self.store, name)(*arguments))
+    setattr(
+        CountedStore,
+        method,
+        lambda self, *arguments, name=method: getattr(self.store, name)(*arguments),
+    )
 
 
 def hangs(options: argparse.Namespace) -> list[dict]:
@@ -83,13 +101,17 @@ def hangs(options: argparse.Namespace) -> list[dict]:
         return [{"hang": name, **hang(options, pool, *kind)} for name, kind in kinds.items()]
 
 
-def hang(options: argparse.Namespace, pool: ProcessPoolExecutor, frozen: list[int], behind: list[int]) -> dict:
-    """Returns how long it takes the watchdogs to name the ranks that are frozen or behind, and their calls."""
+def hang(
+    options: argparse.Namespace, pool: ProcessPoolExecutor, frozen: list[int], behind: list[int]
+) -> dict:
+    """Returns how long the watchdogs take to name frozen or late ranks, and their calls."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=LONG)
     results = []
     for index in range(PROCESSES):
         own = range(index, options.ranks, PROCESSES)
-        results.append(pool.submit(simulate, store.port, own, options.ranks, options.limit, frozen, behind))
+        results.append(
+            pool.submit(simulate, store.port, own, options.ranks, options.limit, frozen, behind)
+        )
     while store.add("ready", 0) < PROCESSES:
         time.sleep(0.1)
     store.set("go", "")
@@ -100,14 +122,21 @@ def hang(options: argparse.Namespace, pool: ProcessPoolExecutor, frozen: list[in
     ended_s = time.monotonic() - start
     reason = store.get("end").decode()
     assert {int(rank) for rank in re.findall(r"rank (\d+):", reason)} == {*frozen, *behind}, reason
-    row = {"named after, s": named_s, "of the limit, %": 100 * named_s / options.limit, "all ended after, s": ended_s}
-    return row | {"calls per s": calls.total() / ended_s, "of them multi_get": calls["multi_get"] / ended_s}
+    row = {
+        "named after, s": named_s,
+        "of the limit, %": 100 * named_s / options.limit,
+        "all ended after, s": ended_s,
+    }
+    return row | {
+        "calls per s": calls.total() / ended_s,
+        "of them multi_get": calls["multi_get"] / ended_s,
+    }
 
 
 def simulate(
     port: int, own: range, world_size: int, limit_s: float, frozen: list[int], behind: list[int]
 ) -> Counter[str]:
-    """Runs the watchdogs of the ranks `own` until they end the job; returns the calls that they made."""
+    """Runs the watchdogs of the ranks `own` until they end the job; returns the calls they made."""
     ddp_setup.log_and_print = lambda text: None
     threading.stack_size(2**18)
     store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=LONG)
@@ -138,10 +167,18 @@ def simulate(
 # ---- Real processes ------------------------------------------------------------------------------
 def torchrun(number: int, variables: dict[str, str], *arguments: str) -> str:
     """Runs this module in so many processes on the CPU; returns what they print."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={number}",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
     command += ["-m", "tests.bench.ranks", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
 
 
 # ---- Agreement -----------------------------------------------------------------------------------
@@ -152,13 +189,19 @@ def agreement(options: argparse.Namespace) -> list[dict]:
         printed = torchrun(number, {}, "--step-ms", str(options.step_ms))
         each, rarely, alone = map(float, printed.split()[-3:])
         row = {"processes": number, "an agreement, ms": alone, "after each step, ms per step": each}
-        row |= {"as training does, ms per step": rarely, "of a step, %": 100 * rarely / options.step_ms}
+        row |= {
+            "as training does, ms per step": rarely,
+            "of a step, %": 100 * rarely / options.step_ms,
+        }
         rows.append(row)
     return rows
 
 
 def measure_agreement(options: argparse.Namespace, env: Distributed) -> None:
-    """Prints what steps gain in ms by agreement after each and after as many as training waits, and a call's ms."""
+    """Prints a call's ms, and the ms that steps gain by agreement.
+
+    After each step, and after as many as training waits.
+    """
 
     def steps(agree: Callable[[], object]) -> float:
         dist.barrier()
@@ -179,7 +222,10 @@ def measure_agreement(options: argparse.Namespace, env: Distributed) -> None:
     kinds = (lambda: None, env.stop_reason, lambda: env.stop_reason(at_once=False))
     none, each, rarely = zip(*([steps(kind) for kind in kinds] for _ in range(ROUNDS)), strict=True)
     alone = statistics.median(calls() for _ in range(ROUNDS))
-    gains = [statistics.median(a - b for a, b in zip(times, none, strict=True)) for times in (each, rarely)]
+    gains = [
+        statistics.median(a - b for a, b in zip(times, none, strict=True))
+        for times in (each, rarely)
+    ]
     gains = [max(values) for values in zip(*gather(gains, env), strict=True)]
     if env.rank == 0:
         print(*gains, alone)
@@ -191,7 +237,9 @@ class CountedCollectives(TorchDispatchMode):
 
     calls = 0
 
-    def __torch_dispatch__(self, function: Callable, types: tuple, arguments: tuple = (), options: dict | None = None):
+    def __torch_dispatch__(
+        self, function: Callable, types: tuple, arguments: tuple = (), options: dict | None = None
+    ):
         self.calls += function.namespace == "c10d"
         return function(*arguments, **(options or {}))
 
@@ -207,7 +255,10 @@ def start_up() -> list[dict]:
 
 
 def count_start_up(folder: str) -> None:
-    """Prints the calls that parts of this rank's start make on the store and to collectives; all ranks make as many."""
+    """Prints the calls that parts of this rank's start make on the store and to collectives.
+
+    All ranks make as many.
+    """
     counts, stores = {}, []
     rendezvous = dist.rendezvous
 
@@ -248,7 +299,10 @@ def count_start_up(folder: str) -> None:
 
 # ---- Prediction ----------------------------------------------------------------------------------
 def small_reduction_ms(processes: int, latency_us: float, backend: str) -> float:
-    """Returns the ms of an all-reduce of a few bytes: messages round a ring twice (gloo), or up and down a tree."""
+    """Returns the ms of an all-reduce of a few bytes.
+
+    Messages go round a ring twice (gloo), or up and down a tree.
+    """
     messages = 2 * (processes - 1) if backend == "gloo" else 2 * math.ceil(math.log2(processes))
     return messages * latency_us / 1e3
 
@@ -268,9 +322,13 @@ def predict(options: argparse.Namespace) -> list[dict]:
         for backend in ("nccl", "gloo"):
             once = small_reduction_ms(number, options.network_us, backend)
             row[f"{backend}: an agreement, ms"] = once
-            row[f"{backend}: agreements, % of a step"] = 100 * once / max(options.step_ms, 1e3 * AGREEMENT_S)
+            row[f"{backend}: agreements, % of a step"] = (
+                100 * once / max(options.step_ms, 1e3 * AGREEMENT_S)
+            )
             row[f"{backend}: loss sums, %"] = 100 * once / ROW_STEPS / options.step_ms
-        row["gradients, %"] = 100 * ring_ms(3.7e6, number, options.network_us, 12.5) / options.step_ms
+        row["gradients, %"] = (
+            100 * ring_ms(3.7e6, number, options.network_us, 12.5) / options.step_ms
+        )
         rows.append(row)
     return rows
 
@@ -280,26 +338,40 @@ def main() -> None:
         __doc__,
         **{
             "ranks": {"type": int, "default": 1024, "help": "simulated (default: %(default)s)"},
-            "limit": {"type": float, "default": 40.0, "help": "ddp.timeout_s of these (default: %(default)s)"},
-            "step-ms": {"type": float, "default": 25.0, "help": "a step's time (default: %(default)s)"},
-            "network-us": {"type": float, "default": 20.0, "help": "latency per message in us (default: 20)"},
+            "limit": {
+                "type": float,
+                "default": 40.0,
+                "help": "ddp.timeout_s of these (default: %(default)s)",
+            },
+            "step-ms": {
+                "type": float,
+                "default": 25.0,
+                "help": "a step's time (default: %(default)s)",
+            },
+            "network-us": {
+                "type": float,
+                "default": 20.0,
+                "help": "latency per message in us (default: 20)",
+            },
         },
     )
     if "COUNT_IN" in os.environ:
         return count_start_up(os.environ["COUNT_IN"])
     if "WORLD_SIZE" in os.environ:
         return run(lambda env: measure_agreement(options, env), DDPConfig())
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch looks up a host name for each connection
+    os.environ.setdefault(
+        "RES_OPTIONS", "timeout:1 attempts:1"
+    )  # torch looks up a host name for each connection
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # and warns if there is none
     network = f"{options.network_us:g} us per message, steps of {options.step_ms:g} ms"
     report(
         {
             f"Hangs of {options.ranks} simulated ranks, limit {options.limit:g} s": hangs(options),
-            "Calls of each rank at its start: collectives; on the store, gloo's included": start_up(),
+            "Calls of each rank at its start: collectives; on the store, gloo's "
+            "included": start_up(),
             f"Agreement over gloo here, steps of {options.step_ms:g} ms": agreement(options),
-            f"Predicted: {network}, 3.7 MB of gradients at 12.5 GB/s, a train row each {ROW_STEPS} steps": predict(
-                options
-            ),
+            f"Predicted: {network}, 3.7 MB of gradients at 12.5 GB/s, a train row each {ROW_STEPS} "
+            "steps": predict(options),
         },
         torch.device("cpu"),
         options.json,

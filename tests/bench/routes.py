@@ -1,11 +1,12 @@
-"""A training step where only the states that a knock-out changes are computed, against one that computes them all.
+"""A training step that computes only the states that a knock-out changes, against one with all.
 
     python -m tests.bench.routes [--json FILE] [section.key=value ...]
 
-The options name tables and model, such as data.edges=edges.tsv; the routes set model.message_passing and, unless it is
-`nodes`, model.readout. Without any, the presets `small` and `expression` are measured. A step builds its batch, plans
-it on the host where the route needs that, and does forward, backward and optimiser, for the first batch of training
-rows. The routes are called in turn.
+The options name tables and model, such as data.edges=edges.tsv; the routes set
+model.message_passing and, unless it is `nodes`, model.readout. Without any, the presets `small` and
+`expression` are measured. A step builds its batch, plans it on the host where the route needs that,
+and does forward, backward and optimiser, for the first batch of training rows. The routes are
+called in turn.
 """
 
 import argparse
@@ -28,7 +29,10 @@ CONTESTANTS = {  # (model.message_passing, model.readout)
     "reach": ("reach", "both"),
     "readout=local": ("auto", "local"),
 }
-OF_PROFILES = {"shared, readout=nodes": ("shared", "nodes"), "reach, readout=nodes": ("reach", "nodes")}
+OF_PROFILES = {
+    "shared, readout=nodes": ("shared", "nodes"),
+    "reach, readout=nodes": ("reach", "nodes"),
+}
 OPTIONS_OF_PRESETS = {"small": [], "expression": ["model.readout=nodes", "data.batch_size=64"]}
 
 
@@ -86,17 +90,27 @@ def of_presets(repeats: int, device: torch.device) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         for preset, overrides in OPTIONS_OF_PRESETS.items():
             written = write(synthetic_tables(PRESETS[preset]), Path(folder, preset))
-            rows += measure(preset, [*written, f"data.cache_dir={folder}/cache", *overrides], repeats, device)
+            rows += measure(
+                preset, [*written, f"data.cache_dir={folder}/cache", *overrides], repeats, device
+            )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the table to this file")
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="also write the table to this file"
+    )
     options, overrides = parser.parse_known_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = measure("given", overrides, options.repeats, device) if overrides else of_presets(options.repeats, device)
+    rows = (
+        measure("given", overrides, options.repeats, device)
+        if overrides
+        else of_presets(options.repeats, device)
+    )
     report({"Training step by route": rows}, device, options.json)
 
 

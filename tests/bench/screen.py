@@ -1,4 +1,4 @@
-"""Every pair of nodes predicted, by one model and by five together: `--predict all-pairs` as its own process.
+"""Every pair of nodes predicted, by one model and by five: `--predict all-pairs` in its process.
 
     python -m tests.bench.screen [--members 5] [--json FILE] [section.key=value ...]
 
@@ -25,7 +25,10 @@ from train import Config, load_config, parse_arguments
 
 
 def configuration(arguments: list[str]) -> Config:
-    """Returns the configuration of train.py's arguments with absolute paths of tables; raises `UserError`."""
+    """Returns the configuration of train.py's arguments.
+
+    Paths of tables are absolute; raises `UserError`.
+    """
     config = load_config(parse_arguments(arguments))
     paths = {}
     for name in ("edges", "perturbations", "features"):
@@ -49,14 +52,26 @@ def predict(checkpoints: list[str], folder: Path) -> dict:
     with written.open() as file:
         pairs = sum(1 for _ in file) - 1
     megabytes = written.stat().st_size / 2**20
-    return {"models": len(checkpoints), "pairs": pairs, "s": seconds, "pairs per s": pairs / seconds, "MB": megabytes}
+    return {
+        "models": len(checkpoints),
+        "pairs": pairs,
+        "s": seconds,
+        "pairs per s": pairs / seconds,
+        "MB": megabytes,
+    }
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the command, too
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # ends the command, too
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--members", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the table to this file")
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="also write the table to this file"
+    )
     options, overrides = parser.parse_known_args()
     try:
         config = configuration(overrides)

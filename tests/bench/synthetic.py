@@ -1,14 +1,15 @@
-"""Tables drawn at random, whose scores depend on the graph in a known way: `tests/example`, and larger ones.
+"""Random tables whose scores depend on the graph in a known way: `tests/example`, and larger ones.
 
     python -m tests.bench.synthetic small|yeast|network|expression|dose FOLDER
 
-writes `edges.tsv` and `scores.tsv` into FOLDER and prints the options of train.py that name them. The graph has hubs
-and modules, and a sample knocks out a few nodes that are often related. A score of `small`, which is tests/example, or
-of `yeast`, whose graph has the size of the real one, is a sum of effects of single nodes, of pairs within a module, and
-of short paths between the nodes. A score of `network` is what is lost when failures spread along edges. A sample of
-`expression` has a score for each node, its profile: what the knock-outs do to the nodes within two edges. In `dose`, a
-perturbed node has one of five levels, from deleted to threefold, and a score is a sum of responses that saturate. Noise
-is added to all of them.
+writes `edges.tsv` and `scores.tsv` into FOLDER and prints the options of train.py that name them.
+The graph has hubs and modules, and a sample knocks out a few nodes that are often related. A score
+of `small`, which is tests/example, or of `yeast`, whose graph has the size of the real one, is a
+sum of effects of single nodes, of pairs within a module, and of short paths between the nodes. A
+score of `network` is what is lost when failures spread along edges. A sample of `expression` has a
+score for each node, its profile: what the knock-outs do to the nodes within two edges. In `dose`, a
+perturbed node has one of five levels, from deleted to threefold, and a score is a sum of responses
+that saturate. Noise is added to all of them.
 """
 
 import argparse
@@ -36,8 +37,12 @@ class Preset:
     num_samples: int
     deletions: tuple[int, int]  # the smallest and largest number of knock-outs in a sample
     rounds: int = 0  # of failures that spread along edges and make the scores: `failure_losses`
-    num_doubles: int | None = None  # samples of two nodes, each knocked out alone in another; y are then profiles
-    levels: tuple[float, ...] = ()  # of the perturbed nodes, of which the scores are `dose_responses`; (): deleted
+    num_doubles: int | None = (
+        None  # samples of two nodes, each knocked out alone in another; y are then profiles
+    )
+    levels: tuple[
+        float, ...
+    ] = ()  # of the perturbed nodes, of which the scores are `dose_responses`; (): deleted
 
 
 PRESETS = {
@@ -91,14 +96,19 @@ PRESETS = {
         levels=(0.0, 0.25, 0.5, 2.0, 3.0),
     ),
 }
-REGULATION = {"activates": -1.0, "represses": 0.8, "binds": -0.2}  # what the loss of its source does to a target
+REGULATION = {
+    "activates": -1.0,
+    "represses": 0.8,
+    "binds": -0.2,
+}  # what the loss of its source does to a target
 
 
 def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
-    """Returns tables without a split, and their scores without noise, float64 [n], or [n, N] if they are profiles.
+    """Returns tables without a split, and their scores without noise.
 
-    With `preset.num_doubles`, they are those of `expression_tables`. With `preset.levels`, a score is the sample's
-    `dose_responses` and noise, with `preset.rounds` alone its `failure_losses`, else its `interaction_scores`.
+    The scores are float64 [n], or [n, N] if they are profiles. With `preset.num_doubles`, they are
+    those of `expression_tables`. With `preset.levels`, a score is the sample's `dose_responses` and
+    noise, with `preset.rounds` alone its `failure_losses`, else its `interaction_scores`.
     """
     draw = Draw(preset, seed)
     if preset.num_doubles is not None:
@@ -111,7 +121,9 @@ def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
     level = torch.zeros(len(perturbed), dtype=torch.float64)
     if preset.levels:
         noise = 0.2
-        level = torch.tensor(preset.levels, dtype=torch.float64)[draw.integers(len(preset.levels), (len(perturbed),))]
+        level = torch.tensor(preset.levels, dtype=torch.float64)[
+            draw.integers(len(preset.levels), (len(perturbed),))
+        ]
         signal = dose_responses(draw, edges, perturbed, perturbed_ptr, level, preset.rounds)
     elif preset.rounds:
         noise = 0.2
@@ -123,7 +135,9 @@ def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
         genes=[f"G{i:05d}" for i in range(n)],
         relations=list(edge_indices),
         edge_index=torch.cat(edges, dim=1),
-        edge_type=torch.arange(len(edges)).repeat_interleave(torch.tensor([e.size(1) for e in edges])),
+        edge_type=torch.arange(len(edges)).repeat_interleave(
+            torch.tensor([e.size(1) for e in edges])
+        ),
         perturbed=perturbed,
         perturbed_ptr=perturbed_ptr,
         level=level,
@@ -148,25 +162,33 @@ def build_graph(name: str, share: float = 1.0) -> HeteroData:
 def write(tables: Tables, folder: Path) -> list[str]:
     """Writes `edges.tsv` and `scores.tsv`, and returns the options of train.py that name them.
 
-    With 11 digits of each score, a run on `small` is bit for bit that on the scores as they were drawn. Those of
-    profiles, which are millions, have three decimals.
+    With 11 digits of each score, a run on `small` is bit for bit that on the scores as they were
+    drawn. Those of profiles, which are millions, have three decimals.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "edges.tsv").open("w") as file:
         file.write("source\ttarget\trelation\n")
-        for relation, source, target in torch.cat([tables.edge_type.unsqueeze(0), tables.edge_index]).T.tolist():
+        for relation, source, target in torch.cat(
+            [tables.edge_type.unsqueeze(0), tables.edge_index]
+        ).T.tolist():
             names = (tables.genes[source], tables.genes[target], tables.relations[relation])
             file.write("\t".join(names) + "\n")
     names = map(tables.name, tables.perturbed.tolist(), tables.level.tolist())
     number = "\t%.11g" if len(tables.targets) == 1 else "\t%.3f"
     template = number * len(tables.targets)
     with (folder / "scores.tsv").open("w") as file:
-        split = [] if tables.split is None else [f"\t{SPLITS[number]}" for number in tables.split.tolist()]
+        split = (
+            []
+            if tables.split is None
+            else [f"\t{SPLITS[number]}" for number in tables.split.tolist()]
+        )
         file.write("\t".join(["genes", *tables.targets, *["split"] * bool(split)]) + "\n")
         for row, count in enumerate(tables.perturbed_ptr.diff().tolist()):
             cells = template % tuple(tables.y[row].tolist())
             genes = ",".join(islice(names, count))
-            file.write(genes + cells.replace("\tnan", "\tNA") + "".join(split[row : row + 1]) + "\n")
+            file.write(
+                genes + cells.replace("\tnan", "\tNA") + "".join(split[row : row + 1]) + "\n"
+            )
     return [f"data.edges={folder}/edges.tsv", f"data.perturbations={folder}/scores.tsv"]
 
 
@@ -271,7 +293,9 @@ def interaction_scores(
     return sum(share * term / term.std() for share, term in terms)
 
 
-def failure_losses(edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor, ptr: Tensor, rounds: int) -> Tensor:
+def failure_losses(
+    edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor, ptr: Tensor, rounds: int
+) -> Tensor:
     """Returns how much activity living nodes lose when failures spread along edges, float64 [n].
 
     It is a supply network: an edge's source supplies its target, with half the weight of the
@@ -280,7 +304,10 @@ def failure_losses(edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor
     supplier, but not of two that back each other up, and their failure is passed on. All nodes
     count alike, so that what matters is where a node lies in the damaged graph.
     """
-    weights = [torch.full((edges.size(1),), 0.5**r, dtype=torch.float64) for r, edges in enumerate(edge_indices)]
+    weights = [
+        torch.full((edges.size(1),), 0.5**r, dtype=torch.float64)
+        for r, edges in enumerate(edge_indices)
+    ]
     weight = torch.cat(weights)
     source, target = torch.cat(edge_indices, dim=1)
     share = weight / weight.new_zeros(num_nodes).index_add(0, target, weight)[target]
@@ -297,20 +324,30 @@ def failure_losses(edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor
 
 
 def dose_responses(
-    draw: Draw, edge_indices: list[Tensor], perturbed: Tensor, ptr: Tensor, level: Tensor, rounds: int
+    draw: Draw,
+    edge_indices: list[Tensor],
+    perturbed: Tensor,
+    ptr: Tensor,
+    level: Tensor,
+    rounds: int,
 ) -> Tensor:
-    """Returns a weighted sum of how the activities of the nodes with a level above 0 differ from 1, float64 [n].
+    """Returns how much the activities of nodes with a level above 0 differ from 1, float64 [n].
 
-    A node sends its activity times its level to the targets of its edges, more by the first relation and by some nodes
-    than by others. In each round, a target's activity becomes 1.5 x / (x + 0.5) of the weighted mean x of what it gets,
-    as enzymes saturate: it falls to 0 without input, and rises to 1.29 at three times the input.
+    It is a weighted sum of the differences. A node sends its activity times its level to the
+    targets of its edges, more by the first relation and by some nodes than by others. In each
+    round, a target's activity becomes 1.5 x / (x + 0.5) of the weighted mean x of what it gets, as
+    enzymes saturate: it falls to 0 without input, and rises to 1.29 at three times the input.
     """
     n = draw.num_nodes
     source, target = torch.cat(edge_indices, dim=1)
-    share = torch.cat([torch.full((edges.size(1),), 0.5**r).double() for r, edges in enumerate(edge_indices)])
+    share = torch.cat(
+        [torch.full((edges.size(1),), 0.5**r).double() for r, edges in enumerate(edge_indices)]
+    )
     share = share * (draw.normal(n) / 2).exp()[source]
     share = share / share.new_zeros(n).index_add(0, target, share)[target]
-    matrix = torch.sparse_coo_tensor(torch.stack([target, source]), share, (n, n), check_invariants=False)
+    matrix = torch.sparse_coo_tensor(
+        torch.stack([target, source]), share, (n, n), check_invariants=False
+    )
     is_fed = torch.bincount(target, minlength=n).unsqueeze(1) > 0
     weight = draw.normal(len(draw.module.unique()))[draw.module] + 0.5 * draw.normal(n)
     sent = share.new_ones(n, len(ptr) - 1)
@@ -323,21 +360,30 @@ def dose_responses(
 
 
 def expression_tables(draw: Draw, preset: Preset) -> tuple[Tables, Tensor]:
-    """Returns tables whose scores are profiles, one score per node, and the scores without noise, float64 [n, N].
+    """Returns tables whose scores are profiles, and the scores without noise, float64 [n, N].
 
-    Few nodes have most of the edges' sources. Knock-outs change the targets of their edges, by the relation and by how
-    strongly a target reacts, and a changed target acts on its own targets: one that rises as against a knock-out. The
-    score of a knocked-out node itself is missing.
+    A profile is one score per node. Few nodes have most of the edges' sources. Knock-outs change
+    the targets of their edges, by the relation and by how strongly a target reacts, and a changed
+    target acts on its own targets: one that rises as against a knock-out. The score of a
+    knocked-out node itself is missing.
     """
     n, num_samples = preset.num_nodes, preset.num_samples
-    weight = draw.uniform(n).pow(-2 / 3) - 0.8  # Pareto's distribution: a few sources have thousands of targets
+    weight = (
+        draw.uniform(n).pow(-2 / 3) - 0.8
+    )  # Pareto's distribution: a few sources have thousands of targets
     reaction = (draw.normal(n) / 2).exp()
     edge_indices = [regulations(draw, weight, count) for count in preset.num_edges.values()]
     edge_index = torch.cat(edge_indices, dim=1)
-    edge_type = torch.arange(len(edge_indices)).repeat_interleave(torch.tensor([e.size(1) for e in edge_indices]))
-    strength = torch.tensor([REGULATION[relation] for relation in preset.num_edges], dtype=torch.float64)
+    edge_type = torch.arange(len(edge_indices)).repeat_interleave(
+        torch.tensor([e.size(1) for e in edge_indices])
+    )
+    strength = torch.tensor(
+        [REGULATION[relation] for relation in preset.num_edges], dtype=torch.float64
+    )
     value = strength[edge_type] * reaction[edge_index[1]]
-    matrix = torch.sparse_coo_tensor(edge_index.flip(0), value, (n, n), check_invariants=False)  # [target, source]
+    matrix = torch.sparse_coo_tensor(
+        edge_index.flip(0), value, (n, n), check_invariants=False
+    )  # [target, source]
 
     perturbed, perturbed_ptr = single_and_double(draw, preset)
     sample = torch.repeat_interleave(perturbed_ptr.diff())
@@ -351,11 +397,13 @@ def expression_tables(draw: Draw, preset: Preset) -> tuple[Tables, Tensor]:
     y[sample, perturbed] = math.nan
     genes = [f"G{i:05d}" for i in range(n)]
     relations = list(preset.num_edges)
-    return Tables(genes, relations, edge_index, edge_type, perturbed, perturbed_ptr, y, targets=genes), signal
+    return Tables(
+        genes, relations, edge_index, edge_type, perturbed, perturbed_ptr, y, targets=genes
+    ), signal
 
 
 def regulations(draw: Draw, weight: Tensor, count: int) -> Tensor:
-    """Returns [2, count] distinct edges without self-loops: sources by weight [N], targets evenly."""
+    """Returns [2, count] distinct edges, no self-loops: sources by weight [N], targets evenly."""
     n = len(weight)
     total = weight.cumsum(0)
     codes = torch.empty(0, dtype=torch.long)
@@ -369,7 +417,10 @@ def regulations(draw: Draw, weight: Tensor, count: int) -> Tensor:
 
 
 def single_and_double(draw: Draw, preset: Preset) -> tuple[Tensor, Tensor]:
-    """Returns `perturbed` and `perturbed_ptr`: first samples of one node each, then those of two of these nodes."""
+    """Returns `perturbed` and `perturbed_ptr`.
+
+    First come samples of one node each, then those of two of these nodes.
+    """
     num_singles = preset.num_samples - preset.num_doubles
     single = draw.permutation(preset.num_nodes)[:num_singles]
     one = draw.integers(num_singles, (preset.num_doubles,))
@@ -382,7 +433,9 @@ def single_and_double(draw: Draw, preset: Preset) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("preset", choices=PRESETS)
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()

@@ -1,10 +1,11 @@
-"""Tables of the size of a full screen: the first read, later starts, memory of each rank, batches, and prediction.
+"""Tables of the size of a full screen: reading, later starts, memory, batches, and prediction.
 
     python -m tests.bench.tables [--rows N] [--edges N] [--genes N] [--folder DIR] [--json FILE]
 
-Each phase runs in a process of its own. A later start is from the command to the first batch of training, imports
-included. Memory is the peak of the first read, and what a rank of a later start, whose tables are mapped into memory,
-cannot share with other ranks after its first batches (Private_Dirty of the kernel's smaps_rollup).
+Each phase runs in a process of its own. A later start is from the command to the first batch of
+training, imports included. Memory is the peak of the first read, and what a rank of a later start,
+whose tables are mapped into memory, cannot share with other ranks after its first batches
+(Private_Dirty of the kernel's smaps_rollup).
 """
 
 import argparse
@@ -35,7 +36,10 @@ def write_tables(folder: Path, rows: int, edges: int, genes: int) -> None:
         for start in range(0, rows, 10**6):
             pairs = names[draw.integers(genes, size=(min(10**6, rows - start), 2))]
             scores = draw.normal(size=len(pairs))
-            file.writelines(f"{a},{b}\t{score:.5f}\n" for (a, b), score in zip(pairs.tolist(), scores, strict=True))
+            file.writelines(
+                f"{a},{b}\t{score:.5f}\n"
+                for (a, b), score in zip(pairs.tolist(), scores, strict=True)
+            )
     with (folder / "edges.tsv").open("w") as file:
         file.write("source\ttarget\trelation\n")
         for start in range(0, edges, 10**6):
@@ -53,7 +57,11 @@ def first_read(folder: str) -> dict[str, float]:
     tables = data.load(config(folder))
     read = time.perf_counter() - start
     data.load_baseline(tables, tables.fingerprint(), config(folder), "squared")
-    return {"read": read, "with baseline": time.perf_counter() - start, "peak GB": resident_kb("VmHWM") / 2**20}
+    return {
+        "read": read,
+        "with baseline": time.perf_counter() - start,
+        "peak GB": resident_kb("VmHWM") / 2**20,
+    }
 
 
 def read_graph(folder: str) -> dict[str, float]:
@@ -63,7 +71,11 @@ def read_graph(folder: str) -> dict[str, float]:
     tables = data.load(config(folder))
     start = time.perf_counter()
     graph = SharedGraph(tables.graph())
-    return {"read": read, "build": time.perf_counter() - start, "edges": float(graph.edge_index.size(1))}
+    return {
+        "read": read,
+        "build": time.perf_counter() - start,
+        "edges": float(graph.edge_index.size(1)),
+    }
 
 
 def later_start(folder: str) -> dict[str, float]:
@@ -90,18 +102,34 @@ PHASES = {"first read": first_read, "graph": read_graph, "later start": later_st
 
 
 def run(phase: str, folder: Path) -> dict[str, float]:
-    command = [sys.executable, "-m", "tests.bench.tables", "--phase", phase, "--folder", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.bench.tables",
+        "--phase",
+        phase,
+        "--folder",
+        str(folder),
+    ]
     environment = {**os.environ, "STARTED": str(time.time())}
-    return json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
+    return json.loads(
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=13_500_000)
     parser.add_argument("--edges", type=int, default=10_000_000)
     parser.add_argument("--genes", type=int, default=6_600)
-    parser.add_argument("--folder", type=Path, help="where the tables are kept (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to this file")
+    parser.add_argument(
+        "--folder", type=Path, help="where the tables are kept (default: a temporary folder)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the table to this file"
+    )
     parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.phase:
@@ -112,10 +140,15 @@ def main() -> None:
         if not (folder / "edges.tsv").exists():
             write_tables(folder, options.rows, options.edges, options.genes)
         rows = [
-            {"phase": phase} | {"figures": "; ".join(f"{k} {v:,.2f}" for k, v in run(phase, folder).items())}
+            {"phase": phase}
+            | {"figures": "; ".join(f"{k} {v:,.2f}" for k, v in run(phase, folder).items())}
             for phase in PHASES
         ]
-    report({f"{options.rows:,} pairs, {options.edges:,} edges": rows}, torch.device("cpu"), options.json)
+    report(
+        {f"{options.rows:,} pairs, {options.edges:,} edges": rows},
+        torch.device("cpu"),
+        options.json,
+    )
 
 
 if __name__ == "__main__":

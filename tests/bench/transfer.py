@@ -1,10 +1,14 @@
-"""What the parameters of another table's run are worth where data are few: run.init against a start from scratch.
+"""What the parameters of another table's run are worth where data are few.
 
-    python -m tests.bench.transfer --first TABLE --second TABLE [--split nodes] [--config FILE] [data.edges=FILE ...]
+It compares run.init with a start from scratch.
 
-For each order of the two tables of knock-outs on the same graph, a run on all training rows of one, and on a part of
-those of the other, chosen at random, one run from scratch and one from the parameters of the first, for run.seed 0 to
-`--seeds` - 1. Figures are Pearson's r on the test rows, and the difference of the two runs of each seed.
+    python -m tests.bench.transfer --first TABLE --second TABLE [--split nodes] [--config FILE]
+        [data.edges=FILE ...]
+
+For each order of the two tables of knock-outs on the same graph, a run on all training rows of one,
+and on a part of those of the other, chosen at random, one run from scratch and one from the
+parameters of the first, for run.seed 0 to `--seeds` - 1. Figures are Pearson's r on the test rows,
+and the difference of the two runs of each seed.
 """
 
 import argparse
@@ -29,16 +33,23 @@ FEW = 10  # one of so many training rows is kept
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--first", metavar="TABLE", type=Path, required=True)
     parser.add_argument("--second", metavar="TABLE", type=Path, required=True)
     parser.add_argument("--split", choices=("random", "nodes"), default="random")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--config", metavar="FILE", type=Path, default=ROOT / "tests/bench/yeast.yaml")
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path, default=ROOT / "tests/bench/yeast.yaml"
+    )
     parser.add_argument("--json", metavar="FILE", type=Path)
     options, overrides = parser.parse_known_args()
     overrides = [f"--config={options.config.resolve()}", *overrides, f"data.split={options.split}"]
-    orders = (options.first.resolve(), options.second.resolve()), (options.second.resolve(), options.first.resolve())
+    orders = (
+        (options.first.resolve(), options.second.resolve()),
+        (options.second.resolve(), options.first.resolve()),
+    )
     with tempfile.TemporaryDirectory() as folder:
         try:
             few = [few_rows(table, Path(folder), overrides) for _, table in orders]
@@ -46,14 +57,23 @@ def main() -> None:
             sys.exit(str(error))
         rows = []
         for (other, _), table in zip(orders, few, strict=True):
-            rows.append(compare(other, table, folder, overrides, options.seeds) | {"from": other.name})
-    title = f"Test Pearson, split by {options.split}, one in {FEW} training rows, {options.seeds} seeds: mean (sd)"
+            rows.append(
+                compare(other, table, folder, overrides, options.seeds) | {"from": other.name}
+            )
+    title = (
+        f"Test Pearson, split by {options.split}, one in {FEW} training rows, {options.seeds} "
+        "seeds: mean (sd)"
+    )
     columns = ("from", "baseline", "from scratch", "from the other", "difference")
-    report({title: [{name: row[name] for name in columns} for row in rows]}, torch.device("cpu"), options.json)
+    report(
+        {title: [{name: row[name] for name in columns} for row in rows]},
+        torch.device("cpu"),
+        options.json,
+    )
 
 
 def few_rows(table: Path, folder: Path, overrides: list[str]) -> Path:
-    """Writes a table with one in `FEW` of its training rows, and all rows to validate and to test."""
+    """Writes a table with one in `FEW` of its training rows, and all to validate and to test."""
     config = train.load_config(train.parse_arguments([*overrides, f"data.perturbations={table}"]))
     tables = data.load(config.data)
     generator = torch.Generator().manual_seed(0)
@@ -70,7 +90,9 @@ def few_rows(table: Path, folder: Path, overrides: list[str]) -> Path:
     return path
 
 
-def compare(other: Path, few: Path, folder: str, overrides: list[str], seeds: int) -> dict[str, str]:
+def compare(
+    other: Path, few: Path, folder: str, overrides: list[str], seeds: int
+) -> dict[str, str]:
     """Returns the cells of a row: from scratch, and from a run on the `other` table."""
     scratch, tuned, baseline = [], [], 0.0
     for seed in range(seeds):
@@ -100,7 +122,9 @@ def run(name: str, table: Path, folder: str, overrides: list[str]) -> dict:
 
 
 def mean_and_sd(values: list[float]) -> str:
-    return f"{statistics.mean(values):.3f} ({statistics.stdev(values) if len(values) > 1 else 0:.3f})"
+    return (
+        f"{statistics.mean(values):.3f} ({statistics.stdev(values) if len(values) > 1 else 0:.3f})"
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from tests.tools import gpu
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("density", "names"), [(0.0, ["a", "b"]), (0.2, ["a"])])
 @pytest.mark.parametrize(
-    ("dtype", "dense", "tolerance"), [(torch.float64, torch.float64, 1e-7), (torch.float32, torch.bfloat16, 1e-2)]
+    ("dtype", "dense", "tolerance"),
+    [(torch.float64, torch.float64, 1e-7), (torch.float32, torch.bfloat16, 1e-2)],
 )
 def test_values_and_gradients(graph, monkeypatch, gated, density, names, dtype, dense, tolerance):  # noqa: F811
     monkeypatch.setattr(SharedGraph, "DENSITY", density)
@@ -28,7 +29,9 @@ def test_only_dense_relations_are_multiplied_so_and_only_under_autocast(graph, m
     assert torch.equal(shared.propagate(x), exact)
     with torch.autocast("cpu", torch.bfloat16):
         assert not torch.equal(shared.propagate(x), exact)
-    assert {buffer.device.type for buffer in shared.to("meta").buffers()} == {"meta"} and not shared.state_dict()
+    assert {buffer.device.type for buffer in shared.to("meta").buffers()} == {
+        "meta"
+    } and not shared.state_dict()
     monkeypatch.setattr(SharedGraph, "DENSITY", 1.0)
     assert SharedGraph(graph).densify(torch.bfloat16) == []
 
@@ -36,5 +39,9 @@ def test_only_dense_relations_are_multiplied_so_and_only_under_autocast(graph, m
 def test_the_gpu_check_measures_them(capsys):
     report = gpu.Report()
     gpu.products(report, torch.device("cpu"), "small")
-    lines = [line for line in capsys.readouterr().out.splitlines() if "dense: physical, coexpression" in line]
+    lines = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "dense: physical, coexpression" in line
+    ]
     assert report.wrong == 0 and len(lines) == 2

@@ -20,8 +20,16 @@ BROKEN = {
         "env.world_size / max(1, num_scores)",
         "env.world_size / batch.weight.sum().clamp(min=1)",
     ),
-    "DDP's average not undone": ("train.py", "env.world_size / max(1, num_scores)", "1 / max(1, num_scores)"),
-    "gradients exchanged too early": ("train.py", "last=micro == optim.accumulate - 1", "last=micro == 0"),
+    "DDP's average not undone": (
+        "train.py",
+        "env.world_size / max(1, num_scores)",
+        "1 / max(1, num_scores)",
+    ),
+    "gradients exchanged too early": (
+        "train.py",
+        "last=micro == optim.accumulate - 1",
+        "last=micro == 0",
+    ),
     "a different order on each rank": ("train.py", "seed=seed,", "seed=seed + env.rank,"),
     "errors of float32": (
         "train.py",
@@ -32,7 +40,8 @@ BROKEN = {
     "a buffer of integers": (
         "model.py",
         'self.register_buffer("y_offset"',
-        'self.register_buffer("num_ranks", torch.tensor(int(__import__("os").environ.get("WORLD_SIZE", 1))))\n'
+        'self.register_buffer("num_ranks", '
+        'torch.tensor(int(__import__("os").environ.get("WORLD_SIZE", 1))))\n'
         '        self.register_buffer("y_offset"',
     ),
 }
@@ -59,8 +68,13 @@ def test_parity_fails_on_a_broken_copy(tables, tmp_path, monkeypatch, capsys, na
     assert text.count(right) == 1
     (copy / file).write_text(text.replace(right, wrong))
     monkeypatch.setattr(parity, "launch", partial(launch_forked, script=f"{copy}/tests/check.py"))
-    arguments = ["model.hidden=8", *(re.sub(r"=(.*\.tsv)", rf"={tmp_path}/\1", override) for override in tables)]
-    assert not parity.parity(SimpleNamespace(world_sizes=[1, 2], arguments=arguments, timeout=60, cpu=True))
+    arguments = [
+        "model.hidden=8",
+        *(re.sub(r"=(.*\.tsv)", rf"={tmp_path}/\1", override) for override in tables),
+    ]
+    assert not parity.parity(
+        SimpleNamespace(world_sizes=[1, 2], arguments=arguments, timeout=60, cpu=True)
+    )
     output = capsys.readouterr().out
     assert "FAIL, the tensor that differs most is " in output
     assert ("tensor that differs most is num_ranks" in output) == (name == "a buffer of integers")
@@ -70,20 +84,36 @@ def test_integers_and_bools_are_compared_by_equality():
     mask = torch.tensor([True, False])
     number = torch.tensor(2**53)
     norm = torch.tensor(5.0)
-    assert relative_difference(mask, mask.clone(), norm) == relative_difference(number, number.clone(), norm) == 0
-    assert relative_difference(mask, ~mask, norm) == relative_difference(number, number + 1, norm) == math.inf
-    assert relative_difference(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]), norm) == pytest.approx(0.1)
+    assert (
+        relative_difference(mask, mask.clone(), norm)
+        == relative_difference(number, number.clone(), norm)
+        == 0
+    )
+    assert (
+        relative_difference(mask, ~mask, norm)
+        == relative_difference(number, number + 1, norm)
+        == math.inf
+    )
+    assert relative_difference(
+        torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]), norm
+    ) == pytest.approx(0.1)
 
 
-def test_parity_holds_for_a_parameter_whose_gradient_is_rounding_errors(tables, tmp_path, monkeypatch):
+def test_parity_holds_for_a_parameter_whose_gradient_is_rounding_errors(
+    tables, tmp_path, monkeypatch
+):
     """A shift of all outputs, less their mean, as before a softmax."""
     copy = copy_template(tmp_path / "copy")
     text = (copy / "model.py").read_text()
     for right, shifted in (
-        ("        self.unseen =", "        self.shift = nn.Parameter(torch.zeros(1))\n        self.unseen ="),
+        (
+            "        self.unseen =",
+            "        self.shift = nn.Parameter(torch.zeros(1))\n        self.unseen =",
+        ),
         (
             "        return self.y_offset + self.y_std * prediction.to(self.y_offset.dtype)\n",
-            "        outputs = torch.cat([prediction, 0.3 * prediction, 0.7 * prediction], dim=1) + self.shift\n"
+            "        outputs = torch.cat([prediction, 0.3 * prediction, 0.7 * prediction], dim=1) "
+            "+ self.shift\n"
             "        prediction = (outputs - outputs.mean(dim=1, keepdim=True)).narrow(1, 0, 1)\n"
             "        return self.y_offset + self.y_std * prediction\n",
         ),
@@ -92,8 +122,13 @@ def test_parity_holds_for_a_parameter_whose_gradient_is_rounding_errors(tables, 
         text = text.replace(right, shifted)
     (copy / "model.py").write_text(text)
     monkeypatch.setattr(parity, "launch", partial(launch_forked, script=f"{copy}/tests/check.py"))
-    arguments = ["model.hidden=8", *(re.sub(r"=(.*\.tsv)", rf"={tmp_path}/\1", override) for override in tables)]
-    assert parity.parity(SimpleNamespace(world_sizes=[1, 2], arguments=arguments, timeout=60, cpu=True))
+    arguments = [
+        "model.hidden=8",
+        *(re.sub(r"=(.*\.tsv)", rf"={tmp_path}/\1", override) for override in tables),
+    ]
+    assert parity.parity(
+        SimpleNamespace(world_sizes=[1, 2], arguments=arguments, timeout=60, cpu=True)
+    )
 
 
 def test_a_check_that_cannot_run_says_why(run):

@@ -33,7 +33,10 @@ def test_the_row_with_a_score_too_large_is_named(run, tables, tmp_path):
 
 def test_the_rows_whose_prediction_is_nan_are_named(tables, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    sets = [line.split("\t")[0].split(",") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    sets = [
+        line.split("\t")[0].split(",")
+        for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]
+    ]
     options = SimpleNamespace(arguments=[*tables, "data.batch_size=32", "model.hidden=8"])
 
     def named() -> list[tuple]:
@@ -51,14 +54,18 @@ def test_the_rows_whose_prediction_is_nan_are_named(tables, tmp_path, monkeypatc
     forward = TRAIN.KnockoutGNN.forward
 
     def without_y03(model, graph, batch) -> Tensor:  # gene 3
-        with_it = torch.zeros(len(batch.y)).index_add(0, batch.perturbed_batch, (batch.perturbed == 3).float())
+        with_it = torch.zeros(len(batch.y)).index_add(
+            0, batch.perturbed_batch, (batch.perturbed == 3).float()
+        )
         return forward(model, graph, batch) + 0 / (1 - with_it).unsqueeze(1)
 
     monkeypatch.setattr(TRAIN.KnockoutGNN, "forward", without_y03)
     assert not rows(options)
     bad = named()
     assert {prediction for *_, prediction, _ in bad} == {"nan"}
-    assert {int(row) for row, *_ in bad} == {row for row, names in enumerate(sets) if "Y03" in names}
+    assert {int(row) for row, *_ in bad} == {
+        row for row, names in enumerate(sets) if "Y03" in names
+    }
 
 
 def test_rows_uses_the_newest_checkpoint(train, tables, tmp_path, monkeypatch, capsys):
@@ -69,7 +76,11 @@ def test_rows_uses_the_newest_checkpoint(train, tables, tmp_path, monkeypatch, c
     assert first == "runs/default: model of step 5"
     (row, prediction) = re.fullmatch(LINE, line).group(1, 5)
     table = tmp_path / "one.tsv"
-    table.write_text("genes\n" + (tmp_path / "scores.tsv").read_text().splitlines()[1 + int(row)].split("\t")[0] + "\n")
+    table.write_text(
+        "genes\n"
+        + (tmp_path / "scores.tsv").read_text().splitlines()[1 + int(row)].split("\t")[0]
+        + "\n"
+    )
     train(0, f"--predict={table}", "--checkpoint=runs/default/checkpoints/step_00000005.pt").check()
     predicted = (tmp_path / "one.predictions.tsv").read_text().splitlines()[1].split("\t")[1]
     assert float(prediction) == pytest.approx(float(predicted), rel=1e-5)
@@ -87,23 +98,34 @@ def test_nonfinite_weights_are_distinguished_from_bad_rows(tables, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     assert not rows(SimpleNamespace(arguments=tables))
     output = capsys.readouterr().out
-    assert "the model has non-finite weights, so no row is to blame: embedding" in output and "row 0" not in output
+    assert (
+        "the model has non-finite weights, so no row is to blame: embedding" in output
+        and "row 0" not in output
+    )
 
 
 def test_a_trace_of_each_rank_shows_the_slowest(train, tmp_path, capsys):
     (tmp_path / "slow.py").write_text(
-        "import os, time, data, train\nif os.environ['RANK'] == '1':\n    build = data.KnockoutDataset.__getitems__\n"
-        "    data.KnockoutDataset.__getitems__ = lambda *a: time.sleep(0.3) or build(*a)\ntrain.main()\n"
+        "import os, time, data, train\nif os.environ['RANK'] == '1':\n"
+        "    build = data.KnockoutDataset.__getitems__\n"
+        "    data.KnockoutDataset.__getitems__ = lambda *a: time.sleep(0.3) or build(*a)\n"
+        "train.main()\n"
     )
     train(2, "log.profile_steps=3", "optim.epochs=2", script=tmp_path / "slow.py").check()
     trace(SimpleNamespace(arguments=[str(tmp_path / "runs/default")]))
     output = capsys.readouterr().out
     assert re.match(r"3 steps of [\d.]+ ms, mean of 2 ranks:\n", output)
-    shares = {name: float(share) for name, share in re.findall(r"^  (\w+) +([\d.]+) %$", output, re.M)}
+    shares = {
+        name: float(share) for name, share in re.findall(r"^  (\w+) +([\d.]+) %$", output, re.M)
+    }
     assert list(shares) == [*PHASES, "rest"] and sum(shares.values()) == pytest.approx(100, abs=0.5)
     assert shares["data"] > 15 and shares["rest"] < 20
-    slowest = re.search(r"slowest: rank(\d) with ([\d.]+) ms of its own work per step, median ([\d.]+)", output)
-    assert slowest[1] == "1" and float(slowest[2]) > float(slowest[3]) + 10  # the others wait 300 ms for it
+    slowest = re.search(
+        r"slowest: rank(\d) with ([\d.]+) ms of its own work per step, median ([\d.]+)", output
+    )
+    assert (
+        slowest[1] == "1" and float(slowest[2]) > float(slowest[3]) + 10
+    )  # the others wait 300 ms for it
 
 
 def test_a_run_that_traces_nothing_has_no_profiler(train, tmp_path):
@@ -111,7 +133,9 @@ def test_a_run_that_traces_nothing_has_no_profiler(train, tmp_path):
         "import torch, train\ntorch.profiler.profile = lambda *a, **k: 1 / 0\ntrain.main()\n"
     )
     train(1, script=tmp_path / "none.py").check()
-    with pytest.raises(UserError, match=r"runs/default contains no trace.rank\*.json: train with log.profile_steps"):
+    with pytest.raises(
+        UserError, match=r"runs/default contains no trace.rank\*.json: train with log.profile_steps"
+    ):
         trace(SimpleNamespace(arguments=[str(tmp_path / "runs/default")]))
 
 
@@ -128,10 +152,18 @@ def test_trace_measures_exposed_communication(tmp_path, monkeypatch, capsys):
     host = [("user_annotation", f"ProfilerStep#{3 + i}", 100 * i, 100 * i + 100) for i in range(2)]
     host += [("user_annotation", "forward", 0, 50), ("user_annotation", "agreement", 150, 160)]
     cpu = [("cpu_op", "aten::mm", 10, 20), ("cpu_op", "c10d::allreduce_", 20, 80)]
-    cpu += [("user_annotation", "gloo:all_reduce", 15, 40), ("user_annotation", "gloo:all_reduce", 150, 160)]
+    cpu += [
+        ("user_annotation", "gloo:all_reduce", 15, 40),
+        ("user_annotation", "gloo:all_reduce", 150, 160),
+    ]
     write_trace(tmp_path / "trace.rank0.json", *host, *cpu)
-    # On GPUs, only kernels and copies overlap communication, and phases are the host's ranges, not the GPU's.
-    gpu = [("kernel", "sgemm", 10, 20), ("gpu_memcpy", "Memcpy HtoD", 30, 34), ("cpu_op", "aten::mm", 20, 60)]
+    # On GPUs, only kernels and copies overlap communication, and phases are the host's ranges, not
+    # the GPU's.
+    gpu = [
+        ("kernel", "sgemm", 10, 20),
+        ("gpu_memcpy", "Memcpy HtoD", 30, 34),
+        ("cpu_op", "aten::mm", 20, 60),
+    ]
     gpu += [
         ("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)", 15, 40),
         ("gpu_user_annotation", "forward", 0, 99),
@@ -144,7 +176,9 @@ def test_trace_measures_exposed_communication(tmp_path, monkeypatch, capsys):
     output = capsys.readouterr().out
     assert output.startswith("2 steps of 100.0 ms, mean of 2 ranks:\n")
     assert (
-        "  forward     25.0 %\n" in output and "  agreement    5.0 %\n" in output and "  rest        70.0 %\n" in output
+        "  forward     25.0 %\n" in output
+        and "  agreement    5.0 %\n" in output
+        and "  rest        70.0 %\n" in output
     )
     assert "in the above: 9.0 %\n" in output  # 20 and 16 ms in 2 steps
     assert "slowest: rank1 with 87.0 ms of its own work per step, median 86.0\n" in output

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped or given a NaN; `python -m tests.check faults` runs all such faults."""
+"""Runs that are killed, stopped or given a NaN; `python -m tests.check faults` runs all of them."""
 
 import contextlib
 import json
@@ -22,13 +22,20 @@ from tests.tools import soak
 from tests.tools.faults import FAULTS, run_fault
 from tests.tools.runs import difference, launch, newest_checkpoint, read_metrics
 
-SETTINGS = ["data.batch_size=32", "model.hidden=8", "optim.epochs=8", "optim.accumulate=2", "log.every_steps=1"]
+SETTINGS = [
+    "data.batch_size=32",
+    "model.hidden=8",
+    "optim.epochs=8",
+    "optim.accumulate=2",
+    "log.every_steps=1",
+]
 SETTINGS += ["checkpoint.every_steps=2", "checkpoint.keep_last=3"]
 
 
 def test_sixteen_kills_at_random_moments_lose_nothing(tmp_path, tables):
-    """One rank or all are killed, mostly during training, several times in a row in the same run."""
-    # Without torchrun, only the watchdog ends a rank whose gloo has missed that its peer was killed.
+    """One rank or all are killed, mostly in training, several times in a row in the same run."""
+    # Without torchrun, only the watchdog ends a rank whose gloo has missed that its peer was
+    # killed.
     arguments = [*tables, *SETTINGS, "ddp.timeout_s=30"]
     _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*arguments, "run.name=whole"])
     assert join(ranks) == [0, 0]
@@ -50,7 +57,9 @@ def test_sixteen_kills_at_random_moments_lose_nothing(tmp_path, tables):
             number += 1
     _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*arguments, f"run.name={number}"])
     assert join(ranks) == [0, 0]
-    assert difference(tmp_path / "runs" / str(number), tmp_path / "runs/whole") == "", f"seed {seed}"
+    assert difference(tmp_path / "runs" / str(number), tmp_path / "runs/whole") == "", (
+        f"seed {seed}"
+    )
 
 
 def wait_for_growth(path: Path, ranks: list) -> None:
@@ -64,7 +73,14 @@ def wait_for_growth(path: Path, ranks: list) -> None:
 
 def test_kills_of_torchrun_at_random_moments_lose_nothing(tmp_path, tables):
     """Its workers save and exit by themselves, and the next start waits for them."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        ROOT / "train.py",
+    ]
     arguments = [*tables, *SETTINGS]
     _store, ranks = fork_ranks(tmp_path, 2, "train.py", [*arguments, "run.name=whole"])
     assert join(ranks) == [0, 0]
@@ -83,8 +99,12 @@ def test_kills_of_torchrun_at_random_moments_lose_nothing(tmp_path, tables):
                 wait_for_growth(tmp_path / "runs/default/metrics.jsonl", [])
                 time.sleep(random.uniform(0, 0.3))
                 process.kill()
-            assert process.wait(60) == (-signal.SIGKILL if kill else 0), (tmp_path / "output").read_text()
-    assert "torchrun exited" in [row.get("reason") for row in read_metrics(tmp_path / "runs/default", "event")]
+            assert process.wait(60) == (-signal.SIGKILL if kill else 0), (
+                tmp_path / "output"
+            ).read_text()
+    assert "torchrun exited" in [
+        row.get("reason") for row in read_metrics(tmp_path / "runs/default", "event")
+    ]
     assert difference(tmp_path / "runs/default", tmp_path / "runs/whole") == ""
 
 
@@ -120,14 +140,26 @@ def test_a_fault_loses_nothing(undisturbed, name):
     number, fault = next((i, fault) for i, fault in enumerate(FAULTS) if fault.name == name)
     folder = undisturbed.parent / str(number)
     arguments = ["fault-worker", str(undisturbed.parent), *fault.arguments]
-    assert run_fault(fault, folder, undisturbed, arguments, launch if name in WITH_TORCHRUN else launch_forked) == ""
+    assert (
+        run_fault(
+            fault,
+            folder,
+            undisturbed,
+            arguments,
+            launch if name in WITH_TORCHRUN else launch_forked,
+        )
+        == ""
+    )
 
 
 @pytest.mark.parametrize(
     "name", ["one of 3 ranks killed, mid-accumulation", "one of 4 ranks killed in the forward pass"]
 )
 def test_a_resumed_run_adds_the_gradients_of_more_than_two_ranks_in_the_same_order(tmp_path, name):
-    """Three numbers have sums that depend on the order; DDP orders its buckets by a process's first backward pass."""
+    """Three numbers have sums that depend on the order.
+
+    DDP orders its buckets by a process's first backward pass.
+    """
     (fault,) = (fault for fault in FAULTS if fault.name == name)
     arguments = ["fault-worker", str(tmp_path)]
     status, output = launch_forked(fault.ranks, [*arguments, "run.name=reference"])
@@ -167,7 +199,10 @@ def test_a_frozen_rank_is_named_and_the_job_ends(tmp_path, tables):
     ranks[1].kill()
     join(ranks)
     output = (tmp_path / "rank0.stderr").read_text()
-    assert "error: no progress for 2 s" in output and "rank 1: frozen, or its machine is gone, last in " in output
+    assert (
+        "error: no progress for 2 s" in output
+        and "rank 1: frozen, or its machine is gone, last in " in output
+    )
     assert "stack of rank 0 (no progress" in output and "train.py" in output
     status = json.loads((tmp_path / "runs/default/status.json").read_text())
     assert status["state"] == "failed" and "rank 1: frozen" in status["reason"]
@@ -178,7 +213,7 @@ import ctypes, ddp_setup, train
 step, ddp_setup.SIGTERM_S = train.optimizer_step, 1.0
 def stuck(*arguments):
     if train.os.environ["RANK"] == "0":
-        mutex = ctypes.create_string_buffer(64)  # unlike sleep, a mutex does not wake up for signals
+        mutex = ctypes.create_string_buffer(64)  # unlike sleep, it does not wake up for signals
         for _ in range(2):
             ctypes.CDLL(None).pthread_mutex_lock(mutex)
     return step(*arguments)
@@ -188,7 +223,10 @@ train.main()
 
 
 def test_a_rank_that_hangs_outside_python_obeys_sigterm(tmp_path, tables):
-    """So a rank waits in NCCL for one that was killed; torchrun would kill it, and its run would seem to go on."""
+    """So a rank waits in NCCL for one that was killed.
+
+    torchrun would kill it, and its run would seem to go on.
+    """
     (tmp_path / "stuck.py").write_text(STUCK)
     _store, ranks = fork_ranks(tmp_path, 2, str(tmp_path / "stuck.py"), [*tables, *SETTINGS])
     wait_for_growth(tmp_path / "runs/default/checkpoints/best.pt", ranks)
@@ -216,7 +254,9 @@ train.main()
 """
 
 
-def test_a_rank_stuck_behind_a_killed_one_says_so_before_torchrun_kills_it(torchrun, tables, tmp_path):
+def test_a_rank_stuck_behind_a_killed_one_says_so_before_torchrun_kills_it(
+    torchrun, tables, tmp_path
+):
     """torchrun gives it 30 s, however long it waits for ranks that it stops on request."""
     (tmp_path / "killed.py").write_text(BEHIND_A_KILLED_RANK)
     script = [tmp_path / "killed.py", *tables, *SETTINGS]
@@ -228,10 +268,12 @@ def test_a_rank_stuck_behind_a_killed_one_says_so_before_torchrun_kills_it(torch
 
 @contextlib.contextmanager
 def started(command: list[str], folder: Path, **variables: str) -> Iterator[subprocess.Popen]:
-    """Starts a command in `folder`, in a process group of its own that does not outlive the block."""
+    """Starts a command in `folder`, in its own process group, which does not outlive the block."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes) as process:
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, start_new_session=True, **pipes
+    ) as process:
         try:
             yield process
         finally:
@@ -263,14 +305,18 @@ def test_a_single_process_that_hangs_ends_with_a_report(tmp_path, tables, signal
     if signalled:
         assert status["reason"] == "rank 0: SIGTERM while it waits in backward of step 0"
     else:
-        assert "no progress for 6 s" in errors and "rank 0: in backward of step 0" in status["reason"]
+        assert (
+            "no progress for 6 s" in errors and "rank 0: in backward of step 0" in status["reason"]
+        )
     assert "stack of rank 0 (" in errors and "hung.py" in errors
 
 
 def test_ctrl_c_in_one_process_stops_at_a_step_boundary(tmp_path, tables):
     arguments = [*tables, *SETTINGS, "optim.epochs=500", "checkpoint.every_steps=100000"]
     command = [sys.executable, ROOT / "train.py", *arguments]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     wait_for_growth(tmp_path / "runs/default/checkpoints/best.pt", [])
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
@@ -285,9 +331,16 @@ def test_a_signal_to_all_processes_stops_cleanly_with_loader_processes(tmp_path,
     arguments = [*tables, *SETTINGS, "optim.epochs=500", "data.workers=2"]
     command = [sys.executable, ROOT / "train.py", *arguments]
     process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
-    wait_for_growth(tmp_path / "runs/default/checkpoints/best.pt", [])  # written when the loader is running
+    wait_for_growth(
+        tmp_path / "runs/default/checkpoints/best.pt", []
+    )  # written when the loader is running
     os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and "(SIGTERM)" in output, output
@@ -309,10 +362,18 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
 def test_a_signal_to_torchrun_stops_cleanly_with_spawned_loader_processes(tmp_path, tables, name):
-    """As on GPUs, where loader processes are spawned; torchrun signals the whole process group of each rank."""
+    """As on GPUs, where loader processes are spawned.
+
+    torchrun signals the whole process group of each rank.
+    """
     (tmp_path / "spawned.py").write_text(SPAWNED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
-    command += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1", "spawned.py", *tables, *SETTINGS]
+    command += [
+        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1",
+        "spawned.py",
+        *tables,
+        *SETTINGS,
+    ]
     with started([*command, "optim.epochs=500", "data.workers=1"], tmp_path) as process:
         wait_for_growth(tmp_path / "runs/default/checkpoints/step_00000004.pt", [])
         process.send_signal(getattr(signal, name))
@@ -323,9 +384,10 @@ def test_a_signal_to_torchrun_stops_cleanly_with_spawned_loader_processes(tmp_pa
 
 @pytest.fixture
 def soak_forked(monkeypatch, capsys) -> Callable[[], tuple[bool, str]]:
-    """soak_forked() soaks a run or two, without torchrun, and returns whether they survived, and what was printed.
+    """soak_forked() soaks a run or two, without torchrun.
 
-    Forked ranks have no children, and nobody kills a frozen one. No user may mount a disk or cut a link.
+    It returns whether they survived, and what was printed. Forked ranks have no children, and
+    nobody kills a frozen one. No user may mount a disk or cut a link.
     """
     kinds = {kind: action for kind, action in soak.KINDS.items() if "torchrun" not in action}
     for left_out in ("a frozen rank (SIGSTOP)", "a killed process of the loader"):
@@ -337,7 +399,9 @@ def soak_forked(monkeypatch, capsys) -> Callable[[], tuple[bool, str]]:
 
     def start() -> tuple[bool, str]:
         arguments = ["model.hidden=8"]
-        survived = soak.soak(SimpleNamespace(minutes=0.1, ranks=[1, 2, 3], seed=6, timeout=60, arguments=arguments))
+        survived = soak.soak(
+            SimpleNamespace(minutes=0.1, ranks=[1, 2, 3], seed=6, timeout=60, arguments=arguments)
+        )
         return survived, capsys.readouterr().out
 
     return start
@@ -346,8 +410,14 @@ def soak_forked(monkeypatch, capsys) -> Callable[[], tuple[bool, str]]:
 def test_a_soak_counts_the_faults_that_a_run_survives(soak_forked):
     survived, output = soak_forked()
     assert survived, output
-    count = re.search(r"^(\d+) faults in \d+ launches of \d+ runs lost nothing", output, re.MULTILINE)
-    assert int(count[1]) == sum(int(line.split()[0]) for line in output.splitlines() if re.match(r" +\d+  ", line)) > 1
+    count = re.search(
+        r"^(\d+) faults in \d+ launches of \d+ runs lost nothing", output, re.MULTILINE
+    )
+    assert (
+        int(count[1])
+        == sum(int(line.split()[0]) for line in output.splitlines() if re.match(r" +\d+  ", line))
+        > 1
+    )
 
 
 def test_a_soak_never_freezes_a_rank_and_kills_its_torchrun(tmp_path):
@@ -372,16 +442,21 @@ def test_a_soak_notices_an_altered_checkpoint(soak_forked, monkeypatch):
 
 
 def test_loader_processes_need_few_file_descriptors(run, tmp_path):
-    """Each of the hundreds of tensors of a planned batch would take one, of which 1,024 are usually allowed."""
+    """The hundreds of tensors of a planned batch would take one each; usually 1,024 are allowed."""
     options = "data.batch_size=1024 data.workers=4 optim.epochs=1 model.hidden=8"
-    result = run(["bash", "-c", f"ulimit -n 1024; exec {sys.executable} {ROOT}/train.py {options}"], timeout=240)
+    result = run(
+        ["bash", "-c", f"ulimit -n 1024; exec {sys.executable} {ROOT}/train.py {options}"],
+        timeout=240,
+    )
     assert "test      loss" in result.check().stdout
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory")
 def test_loader_processes_beside_a_gpu_are_spawned():
     """A fork would break CUDA."""
-    assert loader_of_compared_workers("cuda", 1).multiprocessing_context.get_start_method() == "spawn"
+    assert (
+        loader_of_compared_workers("cuda", 1).multiprocessing_context.get_start_method() == "spawn"
+    )
 
 
 UNSENDABLE = """
@@ -396,7 +471,9 @@ train.main()
 """
 
 
-def test_a_batch_that_a_loader_process_cannot_send_ends_the_run_with_the_reason(torchrun, tables, tmp_path):
+def test_a_batch_that_a_loader_process_cannot_send_ends_the_run_with_the_reason(
+    torchrun, tables, tmp_path
+):
     (tmp_path / "unsendable.py").write_text(UNSENDABLE)
     result = torchrun(0, tmp_path / "unsendable.py", *tables, *SETTINGS, "data.workers=1")
     assert result.returncode == 1
@@ -408,7 +485,8 @@ def test_a_model_too_large_for_memory_is_an_error_of_one_sentence(train, tmp_pat
     result = train(0, "model.hidden=4000000000")
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert re.fullmatch(
-        r"error: rank 0: there is no memory for another \d+ bytes: lower model.hidden or [^\n]*\n", result.stderr
+        r"error: rank 0: there is no memory for another \d+ bytes: lower model.hidden or [^\n]*\n",
+        result.stderr,
     )
 
 
@@ -458,7 +536,9 @@ def test_without_torchrun_a_run_stops_before_its_first_step(torchrun, tables, tm
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
-def test_a_signal_while_the_tables_are_read_ends_the_process_at_once(torchrun, tables, tmp_path, name):
+def test_a_signal_while_the_tables_are_read_ends_the_process_at_once(
+    torchrun, tables, tmp_path, name
+):
     """There is nothing to save; a run that stopped at a checkpoint is left as it was."""
     (tmp_path / "early.py").write_text(SIGNALLED_EARLY)
     result = torchrun(0, tmp_path / "early.py", *tables, *SETTINGS, f"rank {name}")
@@ -488,7 +568,10 @@ def test_a_failure_ends_ranks_that_are_busy_with_something_else(tmp_path, tables
     assert join(ranks) == [1, 1]
     assert time.monotonic() - start < 40  # GRACE_S and the start of the processes
     status = json.loads((tmp_path / "runs/default/status.json").read_text())
-    assert status["state"] == "failed" and status["reason"] == "rank 1: ZeroDivisionError: division by zero"
+    assert (
+        status["state"] == "failed"
+        and status["reason"] == "rank 1: ZeroDivisionError: division by zero"
+    )
 
 
 def test_a_suspended_job_continues(tmp_path, tables):

@@ -24,7 +24,15 @@ def active_path() -> str:
 def test_an_active_environment_is_used_and_options_pass_through(run, tables, tmp_path, active_path):
     copy = copy_template(tmp_path / "copy")
     (tmp_path / "mine.yaml").write_text("run: {name: mine}\n")
-    command = ["bash", str(copy / "launch.sh"), "--config", "mine.yaml", *tables, *SMALL, "optim.accumulate=2"]
+    command = [
+        "bash",
+        str(copy / "launch.sh"),
+        "--config",
+        "mine.yaml",
+        *tables,
+        *SMALL,
+        "optim.accumulate=2",
+    ]
     result = run(command, PATH=active_path, CUDA_VISIBLE_DEVICES="").check()
     assert not (copy / ".venv").exists()
     assert "32 samples over 2 ranks and 2 micro-batches" in result.stdout
@@ -35,14 +43,18 @@ def test_an_active_environment_is_used_and_options_pass_through(run, tables, tmp
     assert (tmp_path / "runs/mine/checkpoints/best.pt").exists()
 
 
-@pytest.mark.parametrize(("options", "passed"), [("{split_seed: 1}", True), ("{split_sed: 1}", False)])
+@pytest.mark.parametrize(
+    ("options", "passed"), [("{split_seed: 1}", True), ("{split_sed: 1}", False)]
+)
 def test_the_file_of_the_contract_may_follow_a_space(run, tmp_path, active_path, options, passed):
     copy = copy_template(tmp_path / "copy")
     (tmp_path / "mine.yaml").write_text(f"data: {options}\n")
     command = ["bash", str(copy / "launch.sh"), "test", "-m", "contract", "-k", "one_split"]
     result = run([*command, "--config", str(tmp_path / "mine.yaml")], PATH=active_path)
     assert (" 1 passed" in result.stdout) is passed
-    assert ("unknown option data.split_sed: did you mean data.split_seed?" in result.stdout) is not passed
+    assert (
+        "unknown option data.split_sed: did you mean data.split_seed?" in result.stdout
+    ) is not passed
 
 
 def test_nproc_sets_the_number_of_processes(run, tables, active_path):
@@ -54,7 +66,12 @@ def test_python3_is_used_if_python_lacks_the_packages(run, tmp_path):
     stand_in(tmp_path / "python", "exit 1")
     stand_in(tmp_path / "python3", '[ "$1" = -c ] && echo 3 || echo "$OMP_NUM_THREADS $*"')
     stand_in(tmp_path / "nproc", "echo 7")
-    result = run([str(ROOT / "launch.sh"), "a=b"], timeout=20, PATH=f"{tmp_path}:/usr/bin:/bin", MAX_RESTARTS="2")
+    result = run(
+        [str(ROOT / "launch.sh"), "a=b"],
+        timeout=20,
+        PATH=f"{tmp_path}:/usr/bin:/bin",
+        MAX_RESTARTS="2",
+    )
     expected = result.check().stdout
     assert expected.startswith("2 -m torch.distributed.run --nproc-per-node=3 --max-restarts=2 ")
     assert expected.endswith(f" --standalone {ROOT}/train.py a=b\n")
@@ -63,14 +80,22 @@ def test_python3_is_used_if_python_lacks_the_packages(run, tmp_path):
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"NNODES": "2"}, "NNODES=2 needs RDZV=host:port, an address of one of the machines, not ''"),
-        ({"NNODES": "1:2", "RDZV": "alpha"}, "NNODES=1:2 needs RDZV=host:port, an address of one of the machines"),
+        (
+            {"NNODES": "2"},
+            "NNODES=2 needs RDZV=host:port, an address of one of the machines, not ''",
+        ),
+        (
+            {"NNODES": "1:2", "RDZV": "alpha"},
+            "NNODES=1:2 needs RDZV=host:port, an address of one of the machines",
+        ),
         ({"NNODES": "2", "RDZV": "none.invalid:1"}, "cannot resolve the host none.invalid (RDZV)"),
     ],
 )
 def test_a_wrong_variable_is_an_error_that_names_it(run, tmp_path, variables, expected):
     stand_in(tmp_path / "python", "echo 0")  # stands in for the number of GPUs
-    result = run([str(ROOT / "launch.sh")], timeout=20, PATH=f"{tmp_path}:/usr/bin:/bin", **variables)
+    result = run(
+        [str(ROOT / "launch.sh")], timeout=20, PATH=f"{tmp_path}:/usr/bin:/bin", **variables
+    )
     assert result.returncode == 1
     assert result.stderr.startswith(f"error: {expected}") and result.stderr.count("\n") == 1
 
@@ -104,17 +129,34 @@ def test_missing_packages_are_installed_beside_the_script(run, tmp_path):
         ("USR1", 0, "JobState=RUNNING", 0, "requeue 7_3"),  # near its time limit
         ("TERM", 1, "JobState=RUNNING PreemptTime=2030-01-01", 0, "requeue 7_3"),
         ("CONT", 0, "JobState=RUNNING PreemptTime=None", 0, ""),  # finished
-        ("USR1", 3, "JobState=RUNNING", 0, "error: the training ended with status 3: see slurm-7_3.node*.out"),
+        (
+            "USR1",
+            3,
+            "JobState=RUNNING",
+            0,
+            "error: the training ended with status 3: see slurm-7_3.node*.out",
+        ),
         ("USR1", 0, "JobState=COMPLETING", 0, ""),  # by scancel
-        ("USR1", 0, "JobState=RUNNING", 100, "error: requeued 100 times: check its progress, and raise --time"),
+        (
+            "USR1",
+            0,
+            "JobState=RUNNING",
+            100,
+            "error: requeued 100 times: check its progress, and raise --time",
+        ),
     ],
 )
 def test_when_a_slurm_job_is_requeued(run, tmp_path, signal, status, job, restarts, expected):
     """Uses stand-ins for SLURM's commands; tests/slow/test_slurm.py uses the real ones."""
     stand_ins = {
         "python": "echo 0",
-        "scontrol": f'[ $1 = requeue ] && echo "$*" || echo "   Command={ROOT}/launch.sh a %a {job} x"',
-        "srun": f"(echo $STOP_FILE ${{@: -1}}; kill -{signal} $PPID; sleep 0.3; ls *.stop) >asked 2>&-; exit {status}",
+        "scontrol": (
+            f'[ $1 = requeue ] && echo "$*" || echo "   Command={ROOT}/launch.sh a %a {job} x"'
+        ),
+        "srun": (
+            f"(echo $STOP_FILE ${{@: -1}}; kill -{signal} $PPID; sleep 0.3; ls *.stop) >asked "
+            f"2>&-; exit {status}"
+        ),
     }
     for name, text in stand_ins.items():
         stand_in(tmp_path / name, text)
@@ -149,4 +191,7 @@ def test_the_scripts_are_valid_bash_and_pass_shellcheck():
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
     scripts = [str(ROOT / "launch.sh"), str(ROOT / ".ci/run")]
-    assert subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False).stdout == ""
+    assert (
+        subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False).stdout
+        == ""
+    )

@@ -1,4 +1,4 @@
-"""32 real processes on one machine, with a tiny model: they train, stop, fail and resume as two do."""
+"""32 real processes on one machine, with a tiny model: they train, stop, fail, resume as two do."""
 
 import json
 import os
@@ -10,11 +10,17 @@ from tests.conftest import fork_ranks, join
 from tests.tools.runs import difference, read_metrics
 
 NUM_RANKS, VICTIM = 32, 17
-SETTINGS = ["data.batch_size=32", "model.hidden=4", "optim.epochs=8", "log.every_steps=1", "checkpoint.every_steps=2"]
+SETTINGS = [
+    "data.batch_size=32",
+    "model.hidden=4",
+    "optim.epochs=8",
+    "log.every_steps=1",
+    "checkpoint.every_steps=2",
+]
 
 
 def test_32_ranks_lose_nothing(tmp_path, tables):
-    """One gets a signal, is killed and is frozen in the same run, which must then end as an undisturbed one."""
+    """One gets a signal, is killed, is frozen in a run, which must end as an undisturbed one."""
     arguments = [*tables, *SETTINGS, "ddp.timeout_s=8"]
     run = tmp_path / "runs/disturbed"
 
@@ -22,7 +28,7 @@ def test_32_ranks_lose_nothing(tmp_path, tables):
         return fork_ranks(tmp_path, NUM_RANKS, "train.py", [*arguments, f"run.name={name}"])
 
     def disturb(number: int) -> dict:
-        """Sends the signal to one rank after two steps; returns status.json once the others have ended."""
+        """Signals one rank after two steps; returns status.json once the others have ended."""
         last = state(run).get("step", 0)
         _store, ranks = start("disturbed")
         wait_for_step(run, last + 2, ranks)

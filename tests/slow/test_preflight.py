@@ -12,7 +12,13 @@ from tests.bench.scaling import advice, fit_line, ring_ms
 from tests.conftest import ROOT, fork, fork_ranks, join
 from tests.tools.audits import WatchOnGPU, placement
 
-SINGLE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+SINGLE = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+}
 SINGLE |= {"MASTER_PORT": "29500"}
 
 
@@ -20,23 +26,39 @@ SINGLE |= {"MASTER_PORT": "29500"}
 def test_preflight_of_a_good_machine(torchrun, nproc):
     result = torchrun(nproc, ROOT / "ddp_setup.py", GLOO_SOCKET_IFNAME="lo").check()
     _, *ranks = result.stdout.partition("OK     versions")[0].splitlines()
-    assert [line.partition(", host ")[0] for line in ranks] == [f"rank {rank}" for rank in range(max(1, nproc))]
+    assert [line.partition(", host ")[0] for line in ranks] == [
+        f"rank {rank}" for rank in range(max(1, nproc))
+    ]
     lines = [line.split() for line in result.stdout.splitlines() if line.startswith(("OK", "NOTE"))]
     names = ["ranks", "versions", "speed"] + ["all-reduce"] * 4 * (nproc > 0)
     assert [line[1] for line in lines] == names
-    assert all(line[0] == "OK" for line in lines if line[1] != "speed")  # other processes may slow down a rank
+    assert all(
+        line[0] == "OK" for line in lines if line[1] != "speed"
+    )  # other processes may slow down a rank
 
 
 @pytest.mark.parametrize(
     ("what", "status", "stream", "expected"),
     [
-        ("slow", 0, "stdout", "NOTE   speed        a matrix product takes .* to 9000.0 ms, slowest on rank 1"),
+        (
+            "slow",
+            0,
+            "stdout",
+            "NOTE   speed        a matrix product takes .* to 9000.0 ms, slowest on rank 1",
+        ),
         ("torch", 2, "stderr", "error: torch differs between ranks: 1.0 on rank 1, "),
-        ("sum", 1, "stderr", "error: an all-reduce gives [12].0 instead of 3: do not train on these machines"),
+        (
+            "sum",
+            1,
+            "stderr",
+            "error: an all-reduce gives [12].0 instead of 3: do not train on these machines",
+        ),
     ],
 )
 def test_preflight_of_a_bad_machine(tmp_path, what, status, stream, expected):
-    _store, ranks = fork_ranks(tmp_path, 2, "tests/workers.py", ["preflight_of_a_bad_machine", what])
+    _store, ranks = fork_ranks(
+        tmp_path, 2, "tests/workers.py", ["preflight_of_a_bad_machine", what]
+    )
     assert join(ranks) == [status] * 2
     output = "".join((tmp_path / f"rank{rank}.{stream}").read_text() for rank in (0, 1))
     assert len(re.findall(expected, output)) == 1, output
@@ -45,15 +67,23 @@ def test_preflight_of_a_bad_machine(tmp_path, what, status, stream, expected):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "one"}, "WORLD_SIZE is set, but not by torchrun .*'one'.*: use torchrun, or unset it"),
+        (
+            {"RANK": "one"},
+            "WORLD_SIZE is set, but not by torchrun .*'one'.*: use torchrun, or unset it",
+        ),
         (
             {"MASTER_PORT": ""},
-            "rank 1 on .* cannot reach the others at MASTER_ADDR=localhost MASTER_PORT= .*MASTER_PORT",
+            "rank 1 on .* cannot reach the others at MASTER_ADDR=localhost MASTER_PORT= "
+            ".*MASTER_PORT",
         ),
-        ({"MASTER_ADDR": "nowhere.invalid"}, "rank 1 on .* cannot reach the others at MASTER_ADDR=nowhere.invalid .*"),
+        (
+            {"MASTER_ADDR": "nowhere.invalid"},
+            "rank 1 on .* cannot reach the others at MASTER_ADDR=nowhere.invalid .*",
+        ),
         (
             {"MASTER_PORT": "1"},
-            "cannot reach the others at MASTER_ADDR=localhost MASTER_PORT=1 .*set the address of rank",
+            "cannot reach the others at MASTER_ADDR=localhost MASTER_PORT=1 .*set the address of "
+            "rank",
         ),
     ],
 )
@@ -68,7 +98,8 @@ def test_a_launch_that_cannot_work_gives_a_one_line_error(tmp_path, tables, vari
 
 def test_different_versions_on_a_rank_stop_the_run(train, tmp_path):
     (tmp_path / "other.py").write_text(
-        "import os, torch, train\nif os.environ['RANK'] == '1':\n    torch.version.cuda = '99.9'\ntrain.main()\n"
+        "import os, torch, train\nif os.environ['RANK'] == '1':\n    torch.version.cuda = '99.9'\n"
+        "train.main()\n"
     )
     result = train(2, script=tmp_path / "other.py")
     assert result.returncode == 2
@@ -77,7 +108,15 @@ def test_different_versions_on_a_rank_stop_the_run(train, tmp_path):
 
 def test_the_audits_pass_on_the_template(run, tables):
     for name, found in (("devices", "optimizer state"), ("syncs", "nothing waits for the device")):
-        command = [sys.executable, "-m", "tests.check", name, *tables, "data.batch_size=16", "model.hidden=8"]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.check",
+            name,
+            *tables,
+            "data.batch_size=16",
+            "model.hidden=8",
+        ]
         result = run(command).check()
         assert found in result.stdout and result.stdout.splitlines()[-1] == "PASS"
 
@@ -85,23 +124,42 @@ def test_the_audits_pass_on_the_template(run, tables):
 def test_the_audit_names_the_line_that_waits(run, tables, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import torch\nget_norm = torch.nn.utils.get_total_norm\n"
-        "def waiting(*arguments):\n    norm = get_norm(*arguments)\n    norm.item()\n    return norm\n"
+        "def waiting(*arguments):\n    norm = get_norm(*arguments)\n    norm.item()\n"
+        "    return norm\n"
         "torch.nn.utils.get_total_norm = waiting\n"
     )
-    command = [sys.executable, "-m", "tests.check", "syncs", *tables, "data.batch_size=16", "model.hidden=8"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.check",
+        "syncs",
+        *tables,
+        "data.batch_size=16",
+        "model.hidden=8",
+    ]
     result = run(command, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert result.returncode == 1
-    assert re.search(r"WAITS  train.py:\d+ \(norm = .*get_total_norm.*_local_scalar_dense.*in 10 of 10", result.stdout)
+    assert re.search(
+        r"WAITS  train.py:\d+ \(norm = .*get_total_norm.*_local_scalar_dense.*in 10 of 10",
+        result.stdout,
+    )
 
 
 def test_the_audit_of_a_gpu_reports_waits_but_not_the_warning_of_the_debug_mode(monkeypatch):
-    notice = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+    notice = (
+        "Synchronization debug mode is a prototype feature and does not yet detect all "
+        "synchronizing operations"
+    )
     monkeypatch.setattr(
-        torch.cuda, "set_sync_debug_mode", lambda mode: mode == "warn" and warnings.warn(notice, stacklevel=1)
+        torch.cuda,
+        "set_sync_debug_mode",
+        lambda mode: mode == "warn" and warnings.warn(notice, stacklevel=1),
     )
     watch = WatchOnGPU()
     watch.begin()
-    warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1)
+    warnings.warn(
+        "called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1
+    )
     assert [what for _, what in watch.end()] == ["called a synchronizing CUDA operation"]
 
 
@@ -112,12 +170,18 @@ def test_the_audit_names_misplaced_tensors():
     optimizer.step()
     optimizer.state[model.weight]["exp_avg"] = torch.ones(1, 2, device="meta")
     model.register_buffer("scale", torch.ones(1, device="meta"))
-    lines = placement({"model": model, "optimizer": optimizer, "batch": {"y": [torch.ones(1)]}}, torch.device("cpu"))
+    lines = placement(
+        {"model": model, "optimizer": optimizer, "batch": {"y": [torch.ones(1)]}},
+        torch.device("cpu"),
+    )
     assert [line.strip() for line in lines if "MISPLACED" in line] == [
         "MISPLACED  model.scale is on meta: move it to cpu",
         "MISPLACED  optimizer.state[weight].exp_avg is on meta: move it to cpu",
     ]
-    assert "  optimizer state   5 on cpu, 1 on meta" in lines and "  batch             1 on cpu" in lines
+    assert (
+        "  optimizer state   5 on cpu, 1 on meta" in lines
+        and "  batch             1 on cpu" in lines
+    )
 
 
 def test_the_scaling_report(run):
@@ -131,7 +195,12 @@ def test_the_scaling_report(run):
         "--rounds=1",
     ]
     output = run(command).check().stdout
-    for row in ("| weak    | 2 ", "| strong  | 2 ", "| ddp.options={static_graph: true}", "| 1,024 "):
+    for row in (
+        "| weak    | 2 ",
+        "| strong  | 2 ",
+        "| ddp.options={static_graph: true}",
+        "| 1,024 ",
+    ):
         assert row in output
 
 
@@ -141,5 +210,7 @@ def test_the_parts_of_the_scaling_report():
     assert ring_ms(8e6, 4, 10.0, 1.0) == pytest.approx(6 * (0.01 + 2.0))
     linear = nn.Linear(1, 1)
     assert advice(0.1, 0.01, linear, 4) == []
-    assert [sentence.split(":")[0] for sentence in advice(0.4, 0.2, nn.BatchNorm1d(1), 4)] == ["advice"] * 3
+    assert [sentence.split(":")[0] for sentence in advice(0.4, 0.2, nn.BatchNorm1d(1), 4)] == [
+        "advice"
+    ] * 3
     assert advice(0.1, 0.01, nn.BatchNorm1d(1), 64) == []

@@ -1,4 +1,4 @@
-"""The commands of README.md work, and what it names exists: options with their values, files, modules, flags."""
+"""The commands of README.md work; its options with their values, files, modules, flags exist."""
 
 import contextlib
 import dataclasses
@@ -23,12 +23,19 @@ SECTIONS = {section.name: {f.name for f in fields(section.type)} for section in 
 PROGRAMS = ("./launch.sh", "torchrun", "python", "pip", "srun", "sbatch")
 PLAIN = ("export", "cd", "cp", "touch", "tensorboard")  # which are not checked
 VARIABLES = r"%a|\$s\b"  # launch.sh replaces %a with the array task's number, the shell $s
-EXTERNAL = ("OMP_", "MALLOC_", "CUDA_", "NCCL_", "GLOO_", "TORCH")  # variables that launch.sh does not read
+EXTERNAL = (
+    "OMP_",
+    "MALLOC_",
+    "CUDA_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH",
+)  # variables that launch.sh does not read
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command line without its comment, its variables, and its words without variables and launchers."""
+    """A command line without comment and variables; its words without variables, launchers."""
 
     text: str
     variables: tuple[str, ...]
@@ -50,7 +57,11 @@ def parse(text: str) -> Command:
     while words and ("=" in words[0] or words[0] == "export"):
         variables.append(words.pop(0))
     if words[:1] in (["srun"], ["sbatch"]):  # whose own options are not checked
-        words = words[next(i for i, word in enumerate(words) if word in PROGRAMS[:3] or word.endswith(".sh")) :]
+        words = words[
+            next(
+                i for i, word in enumerate(words) if word in PROGRAMS[:3] or word.endswith(".sh")
+            ) :
+        ]
     if words[:1] == ["launch.sh"]:
         words[0] = "./launch.sh"
     if words[:1] == ["torchrun"]:
@@ -61,8 +72,10 @@ def parse(text: str) -> Command:
 
 
 def torchrun_words(words: list[str]) -> list[str]:
-    """Returns the script or module and its arguments; fails the test on an unknown torchrun option."""
-    words = [re.sub(r"\$\{?\w+\}?", "1", word) for word in words]  # a number in place of a shell variable
+    """Returns the script or module and its arguments; fails the test on an unknown option."""
+    words = [
+        re.sub(r"\$\{?\w+\}?", "1", word) for word in words
+    ]  # a number in place of a shell variable
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
@@ -82,15 +95,25 @@ def block_commands(page: Path) -> list[Command]:
 def inline_commands(page: Path) -> list[Command]:
     """Returns every command within sentences and tables."""
     starts = re.compile(rf"([A-Z_]+=\S+ )*({'|'.join(map(re.escape, PROGRAMS))}) ?")
-    return [parse(span) for span in spans(page) if starts.match(span) and span not in ("torchrun", "python", "sbatch")]
+    return [
+        parse(span)
+        for span in spans(page)
+        if starts.match(span) and span not in ("torchrun", "python", "sbatch")
+    ]
 
 
 def spans(page: Path) -> list[str]:
     """Returns the code spans within sentences and tables."""
-    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S))
+    return re.findall(
+        r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    )
 
 
-COMMANDS = list(dict.fromkeys(command for page in PAGES for command in block_commands(page) + inline_commands(page)))
+COMMANDS = list(
+    dict.fromkeys(
+        command for page in PAGES for command in block_commands(page) + inline_commands(page)
+    )
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.text[:60])
@@ -110,7 +133,9 @@ def test_what_a_command_refers_to_exists(command, tmp_path, monkeypatch):
     elif program == "./launch.sh":
         if "-m" in words:
             marker = words[words.index("-m") + 1]
-            assert f'"{marker}:' in (ROOT / "pyproject.toml").read_text(), f"no tests are marked {marker}"
+            assert f'"{marker}:' in (ROOT / "pyproject.toml").read_text(), (
+                f"no tests are marked {marker}"
+            )
     elif program == "pip":
         assert words[:2] == ["install", "-r"] and (ROOT / words[2]).is_file()
     elif program.endswith((".py", ".sh", ".sbatch")):
@@ -132,7 +157,9 @@ def check_module(module: str, words: list[str]) -> None:
     for flag in (word for word in words if word.startswith("--")):
         name = flag[2:].split("=")[0]
         known = [f'"--{name}"', f" {name}={{", f'"{name}": {{']
-        assert any(form in source.read_text() for source in sources for form in known), f"{module} has no {flag}"
+        assert any(form in source.read_text() for source in sources for form in known), (
+            f"{module} has no {flag}"
+        )
 
 
 def test_options_are_known_and_their_values_valid():
@@ -159,14 +186,19 @@ def test_options_named_without_a_value_are_known():
 def test_files_modules_and_links_exist():
     for page in PAGES:
         text = page.read_text()
-        anchors = {re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in headings(README)}
+        anchors = {
+            re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-")
+            for line in headings(README)
+        }
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
             file, _, anchor = link.partition("#")
             assert "://" in link or (page.parent / file).exists(), link
             assert not anchor or anchor in anchors, link
         for module in re.findall(r"\btests(?:\.[a-z_]+)+", text):
             path = ROOT / module.replace(".", "/")
-            assert path.with_suffix(".py").is_file() or path.is_dir() or module.endswith(".py"), module
+            assert path.with_suffix(".py").is_file() or path.is_dir() or module.endswith(".py"), (
+                module
+            )
         for name in re.findall(r"`((?:[\w-]+/)*[\w-]+\.(?:py|sh|toml))`", text):
             assert (ROOT / name).is_file() or (page.parent / name).is_file(), name
 
@@ -180,7 +212,9 @@ def headings(page: Path) -> list[str]:
 def here(tables, tmp_path):
     """Copies the template to `tmp_path`, next to small tables with the file names of the README."""
     copy_template(tmp_path)
-    write_table(tmp_path / "pairs.tsv", [("genes",), ("Y01,Y02",), ("Y03",), ("",), ("no such gene",)])
+    write_table(
+        tmp_path / "pairs.tsv", [("genes",), ("Y01,Y02",), ("Y03",), ("",), ("no such gene",)]
+    )
     (tmp_path / "mine.yaml").write_text(
         re.search(r"^```yaml\n# mine.yaml[^\n]*\n(.*?)^```$", README.read_text(), re.M | re.S)[1]
     )
@@ -199,7 +233,9 @@ def test_each_way_to_start_works(run, here, tmp_path):
     """Runs one command of each kind; those that train get small overrides appended."""
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     for beginning, name in WAYS_TO_START.items():
-        command = next(c for c in block_commands(README) if f"{c.text} ".startswith(f"{beginning} "))
+        command = next(
+            c for c in block_commands(README) if f"{c.text} ".startswith(f"{beginning} ")
+        )
         more = [] if "--predict" in command.words else [*here, *name]
         line = f"{command.text} {shlex.join(more)}"
         run(["bash", "-c", line], PATH=path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1").check()
@@ -215,17 +251,28 @@ def test_training_commands_train(here, tmp_path):
     for number, words in enumerate(options):
         command = [str(ROOT / "train.py"), *words, *here, f"run.name={number}"]
         codes = join(
-            [fork(tmp_path, f"command{number}", command, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})]
+            [
+                fork(
+                    tmp_path,
+                    f"command{number}",
+                    command,
+                    {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                )
+            ]
         )
         assert codes == [0], f"{words}\n{(tmp_path / f'command{number}.stderr').read_text()}"
 
 
 def test_config_yaml_lists_every_option_with_its_default_and_a_comment():
     text = (ROOT / "config.yaml").read_text()
-    listed, defaults = yaml.safe_load(text), yaml.safe_load(yaml.safe_dump(dataclasses.asdict(Config())))
+    listed, defaults = (
+        yaml.safe_load(text),
+        yaml.safe_load(yaml.safe_dump(dataclasses.asdict(Config()))),
+    )
     assert listed == defaults
     assert [list(section) for section in listed.values()] == [
-        [option.name for option in dataclasses.fields(section.type)] for section in dataclasses.fields(Config)
+        [option.name for option in dataclasses.fields(section.type)]
+        for section in dataclasses.fields(Config)
     ]
     options = [line for line in text.splitlines() if line.startswith("  ")]
     assert len(options) == sum(len(section) for section in listed.values())

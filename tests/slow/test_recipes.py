@@ -1,4 +1,4 @@
-"""Each patch of tests/recipes, applied as a user does it, gives a copy of the template that trains as it should."""
+"""Each patch of tests/recipes, applied as a user does it, gives a copy that trains as it should."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def git_apply(copy: Path, name: str, *options: str) -> None:
 
 
 def adapt(copy: Path, name: str, overrides: list[str]) -> None:
-    """Applies the patch, lets ruff look at the result, and writes the overrides into config.yaml."""
+    """Applies the patch, lets ruff look at the result, writes the overrides into config.yaml."""
     git_apply(copy, name)
     for command in (["check"], ["format", "--check"]):
         ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "."]
@@ -52,18 +52,24 @@ def adapt(copy: Path, name: str, overrides: list[str]) -> None:
 
 
 def launch(copy: Path, world_size: int, script: str, *arguments: str, code: int = 0) -> str:
-    """Runs a script of the copy on forked ranks, in the folder around the copy; returns what they print.
+    """Runs a script of the copy on forked ranks, in the folder around it; returns what they print.
 
     All of them must end with the exit status `code`.
     """
     _store, ranks = fork_ranks(copy.parent, world_size, str(copy / script), [*arguments])
     codes = join(ranks)
-    output = [path.read_text() for rank in range(world_size) for path in copy.parent.glob(f"rank{rank}.std*")]
+    output = [
+        path.read_text()
+        for rank in range(world_size)
+        for path in copy.parent.glob(f"rank{rank}.std*")
+    ]
     assert codes == [code] * world_size, "\n".join(output)
     return "\n".join(output)
 
 
-def train(copy: Path, *overrides: str, name: str = "run", script: str = "train.py") -> tuple[dict, list[dict]]:
+def train(
+    copy: Path, *overrides: str, name: str = "run", script: str = "train.py"
+) -> tuple[dict, list[dict]]:
     """Returns the last checkpoint and the metrics of a run on two ranks, which must finish."""
     launch(copy, 2, script, *overrides, f"run.name={name}")
     run = copy.parent / "runs" / name
@@ -74,7 +80,7 @@ def train(copy: Path, *overrides: str, name: str = "run", script: str = "train.p
 
 
 def assert_parity(copy: Path) -> None:
-    """Computes what `python -m tests.check parity --world-sizes 1,2` does, without its start-up time."""
+    """Computes what `python -m tests.check parity --world-sizes 1,2` does, but starts faster."""
     folder = copy.parent / "parity"
     for world_size in (1, 2):
         launch(copy, world_size, "tests/check.py", "parity-worker", str(folder))
@@ -114,7 +120,9 @@ def add_levels(folder: Path) -> None:
     (folder / "scores.tsv").write_text(lines)
 
 
-@pytest.mark.parametrize("repository", [None, ".", ".."], ids=["in no repository", "in its own", "within another"])
+@pytest.mark.parametrize(
+    "repository", [None, ".", ".."], ids=["in no repository", "in its own", "within another"]
+)
 def test_every_patch_can_be_applied_and_taken_back(copy, repository):
     def sources():
         return {path.name: path.read_text() for path in [*copy.glob("*.py"), copy / "config.yaml"]}
@@ -126,13 +134,17 @@ def test_every_patch_can_be_applied_and_taken_back(copy, repository):
         git_apply(copy, name)
         changed = {file for file, text in sources().items() if original.get(file) != text}
         patch = (ROOT / f"tests/recipes/{name}.patch").read_text()
-        assert changed == set(re.findall(r"^\+\+\+ b/([^/\n]*)$", patch, re.M))  # beside those in tests/
+        assert changed == set(
+            re.findall(r"^\+\+\+ b/([^/\n]*)$", patch, re.M)
+        )  # beside those in tests/
         git_apply(copy, name, "--reverse")
         assert sources() == original
 
 
 def test_the_page_names_every_patch_and_shows_code_of_some():
-    text = re.split(r"^## ", PAGE.read_text().partition("## Adapt it\n")[2], maxsplit=1, flags=re.M)[0]
+    text = re.split(
+        r"^## ", PAGE.read_text().partition("## Adapt it\n")[2], maxsplit=1, flags=re.M
+    )[0]
     assert sorted(re.findall(r"tests/recipes/([a-z_]+)\.patch", text)) == RECIPES
     for section in re.split(r"^### ", text, flags=re.M)[1:]:
         name = re.search(r"tests/recipes/(\w+)\.patch", section)[1]
@@ -151,7 +163,9 @@ def test_weighted_dataset(copy, tables, tmp_path):
             {"genes": genes.split(","), "score": float(score), "sd": deviations[i % 2]}
             for i, (genes, score) in enumerate(rows)
         ]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps(sample) + "\n" for sample in samples)
+        )
     adapt(copy, "weighted_dataset", [*tables, "data.perturbations=uneven.jsonl"])
     checkpoint, metrics = train(copy)
     even, even_metrics = train(copy, "data.perturbations=even.jsonl", name="even")
@@ -168,7 +182,10 @@ def test_weighted_dataset(copy, tables, tmp_path):
     line = '{"genes": ["Y00", "Y01=x"], "score": 1.0, "sd": 1.0}\n'
     (tmp_path / "level.jsonl").write_text(line.replace("=x", "") + line)
     output = launch(copy, 2, "train.py", "data.perturbations=level.jsonl", "run.name=wrong", code=2)
-    assert output.count("error: level.jsonl:2: the genes 'Y00,Y01=x' have 'Y01': no name, or no level") == 1
+    assert (
+        output.count("error: level.jsonl:2: the genes 'Y00,Y01=x' have 'Y01': no name, or no level")
+        == 1
+    )
 
     module = runpy.run_path(str(copy / "data.py"))
     files = [str(tmp_path / name) for name in ("edges.tsv", "uneven.jsonl")]
@@ -176,15 +193,21 @@ def test_weighted_dataset(copy, tables, tmp_path):
     dataset = module["KnockoutDataset"](data, torch.zeros(len(data.genes), dtype=torch.long))
     for row, (genes, _) in enumerate(rows):
         batch = dataset.__getitems__([row])
-        assert {data.name(*pair) for pair in zip(batch.perturbed, batch.level, strict=True)} == set(genes.split(","))
-    weight = dataset.__getitems__([*range(len(rows)), -1]).weight  # 1 / 0.1 ** 2 and 1 / 1.0 ** 2 in turns, and padding
+        assert {data.name(*pair) for pair in zip(batch.perturbed, batch.level, strict=True)} == set(
+            genes.split(",")
+        )
+    weight = dataset.__getitems__(
+        [*range(len(rows)), -1]
+    ).weight  # 1 / 0.1 ** 2 and 1 / 1.0 ** 2 in turns, and padding
     torch.testing.assert_close(weight, torch.tensor([[100.0], [1.0]] * 100 + [[0.0]]))
 
 
 def test_step_loss(copy, tables, tmp_path):
     adapt(copy, "step_loss", [*tables, "optim.loss=pearson", "optim.epochs=3", "optim.lr=0.05"])
     refused = launch(copy, 2, "train.py", "model.readout=global", code=2)
-    assert "optim.loss=pearson needs predictions that vary" in refused and "Traceback" not in refused
+    assert (
+        "optim.loss=pearson needs predictions that vary" in refused and "Traceback" not in refused
+    )
     _, rows = train(copy)
     (test,) = [row for row in rows if row["kind"] == "test"]
     validations = [row for row in rows if row["kind"] == "val"]
@@ -209,22 +232,37 @@ def test_step_loss(copy, tables, tmp_path):
         assert spearman(y, prediction)[t].item() == pytest.approx(expected)
 
     source = (copy / "train.py").read_text()
-    (copy / "train.py").write_text(source.replace("env.sum(everyone)", "everyone"))  # a loss per rank
+    (copy / "train.py").write_text(
+        source.replace("env.sum(everyone)", "everyone")
+    )  # a loss per rank
     shutil.rmtree(tmp_path / "parity")
     with pytest.raises(AssertionError):
         assert_parity(copy)
 
 
 def test_covariates(copy, tables, tmp_path):
-    """Scores depend on a temperature, a drug, and a plate, whose names are numbers; cells of each are missing."""
+    """Scores depend on a temperature, a drug, and a plate, whose names are numbers.
+
+    Cells of each are missing.
+    """
     add_levels(tmp_path)
     lines = (tmp_path / "scores.tsv").read_text().splitlines()[1:]
     draw, samples = random.Random(1), []
     for line in lines * 3:
         genes, score = line.split("\t")
-        drug, plate, temperature = draw.choice(["MMS", "none", "CPT"]), draw.choice("123"), draw.uniform(20, 40)
-        effect = {"MMS": 6.0, "none": 0.0, "CPT": -6.0}[drug] + {"1": 0, "2": 4, "3": 0}[plate] + (temperature - 30) / 2
-        samples.append((genes, f"{float(score) + effect:.4f}", f"{temperature:.3f}", drug, plate, "train"))
+        drug, plate, temperature = (
+            draw.choice(["MMS", "none", "CPT"]),
+            draw.choice("123"),
+            draw.uniform(20, 40),
+        )
+        effect = (
+            {"MMS": 6.0, "none": 0.0, "CPT": -6.0}[drug]
+            + {"1": 0, "2": 4, "3": 0}[plate]
+            + (temperature - 30) / 2
+        )
+        samples.append(
+            (genes, f"{float(score) + effect:.4f}", f"{temperature:.3f}", drug, plate, "train")
+        )
     samples[400:] = [(*sample[:5], draw.choice(["val", "test"])) for sample in samples[400:]]
     samples[0] = ("Y01", 1, "NA", "", "2", "train")
     samples[1] = ("Y01", 1, "30.0", "NA", "NA", "train")
@@ -235,7 +273,9 @@ def test_covariates(copy, tables, tmp_path):
     adapt(copy, "covariates", [*options, f"data.covariates={kinds}"])
     _, rows = train(copy)
     _, without = train(copy, "data.covariates={}", "data.scores=[score]", name="without")
-    found = [next(row for row in part if row["kind"] == "test")["pearson"] for part in (rows, without)]
+    found = [
+        next(row for row in part if row["kind"] == "test")["pearson"] for part in (rows, without)
+    ]
     assert found[0] > found[1] + 0.1
     assert_parity(copy)
     assert_contract(copy)
@@ -257,7 +297,10 @@ def test_covariates(copy, tables, tmp_path):
     assert values[0].count_nonzero() == 3 and values[1].count_nonzero() == 1  # missing: the mean
 
     checkpoint = "runs/run/checkpoints/best.pt"
-    asked = [("Y01", 0, *covariates, "") for covariates in (("NA", "NA", "NA"), ("30", "MMS", "2"), ("30", "MMS", "3"))]
+    asked = [
+        ("Y01", 0, *covariates, "")
+        for covariates in (("NA", "NA", "NA"), ("30", "MMS", "2"), ("30", "MMS", "3"))
+    ]
     write_table(tmp_path / "ask.tsv", [header, *asked])
     launch(copy, 1, "train.py", "--predict", "ask.tsv", "--checkpoint", checkpoint)
     _, *lines = (tmp_path / "ask.predictions.tsv").read_text().splitlines()
@@ -265,15 +308,26 @@ def test_covariates(copy, tables, tmp_path):
     assert second > third + 1 and abs(unknown) < 3
     for table, message in (
         ([header[:3], samples[2][:3]], "ask.tsv:1: there is no column 'drug' (data.covariates)"),
-        ([header, ("Y01", 0, "30", "LSD", "1", "")], "ask.tsv:2: the drug 'LSD' is none of CPT, MMS, none"),
+        (
+            [header, ("Y01", 0, "30", "LSD", "1", "")],
+            "ask.tsv:2: the drug 'LSD' is none of CPT, MMS, none",
+        ),
         ([header, ("Y01", 0, "30", "MMS", "4", "")], "ask.tsv:2: the plate '4' is none of 1, 2, 3"),
-        ([header, ("Y01", 0, "warm", "MMS", "1", "")], "ask.tsv:2: the temperature 'warm' is not a number"),
+        (
+            [header, ("Y01", 0, "warm", "MMS", "1", "")],
+            "ask.tsv:2: the temperature 'warm' is not a number",
+        ),
     ):
         write_table(tmp_path / "ask.tsv", table)
-        output = launch(copy, 2, "train.py", "--predict", "ask.tsv", "--checkpoint", checkpoint, code=2)
+        output = launch(
+            copy, 2, "train.py", "--predict", "ask.tsv", "--checkpoint", checkpoint, code=2
+        )
         assert output.count(f"error: {message}") == 1 and "Traceback" not in output
     for kinds, message in (
-        ("{drug: category, light: number}", "scores.tsv:1: there is no column 'light' (data.covariates)"),
+        (
+            "{drug: category, light: number}",
+            "scores.tsv:1: there is no column 'light' (data.covariates)",
+        ),
         ("{drug: number}", f"scores.tsv:4: the drug '{samples[2][3]}' is not a number"),
         ("{drug: text}", "data.covariates: drug is no text: set number or category"),
     ):
@@ -288,21 +342,24 @@ sys.path.insert(0, "copy")
 import torch, yaml
 from data import DataConfig, KnockoutDataset, load
 
-tables = load(DataConfig("edges.tsv", "scores.tsv", covariates=yaml.safe_load(sys.argv[1]), cache_dir="values"))
+covariates = yaml.safe_load(sys.argv[1])
+tables = load(DataConfig("edges.tsv", "scores.tsv", covariates=covariates, cache_dir="values"))
 dataset = KnockoutDataset(tables, torch.zeros(len(tables.genes), dtype=torch.long))
 print(json.dumps(dataset.__getitems__(tables.rows("train")).covariates.tolist()))
 """
 
 
 def test_rules(copy, tables, tmp_path):
-    """The nodes of the graph are reactions, and samples delete genes; rules are evaluated by Python, too."""
+    """The graph's nodes are reactions, samples delete genes; rules are evaluated by Python, too."""
     draw = random.Random(2)
     genes = [f"g{i}" for i in range(25)]
     reactions = [f"Y{i:02d}" for i in range(28)]
     rules = {}
     for reaction in reactions:
         a, b, c, d = draw.sample(genes, 4)
-        rules[reaction] = draw.choice([a, f"{a} and {b}", f"({a} AND {b}) Or {c}", f"{a} or {b} AND ({c} or {d})"])
+        rules[reaction] = draw.choice(
+            [a, f"{a} and {b}", f"({a} AND {b}) Or {c}", f"{a} or {b} AND ({c} or {d})"]
+        )
     rules["Y00"] = " and ".join(genes)
     rules["Y01"] = ""  # never dies, nor does Y02, which has no line
     del rules["Y02"]
@@ -310,10 +367,16 @@ def test_rules(copy, tables, tmp_path):
 
     def dead(names):
         environment = {gene: gene not in names for gene in genes}
-        return {reaction for reaction, rule in rules.items() if rule and not eval(rule.lower(), environment)}
+        return {
+            reaction
+            for reaction, rule in rules.items()
+            if rule and not eval(rule.lower(), environment)
+        }
 
     ring = zip(reactions, [*reactions[1:], reactions[0]], strict=True)
-    write_table(tmp_path / "edges.tsv", [("source", "target", "relation"), *((a, b, "x") for a, b in ring)])
+    write_table(
+        tmp_path / "edges.tsv", [("source", "target", "relation"), *((a, b, "x") for a, b in ring)]
+    )
     samples = []
     for _ in range(200):
         names = draw.sample(genes, draw.randint(1, 3))
@@ -321,25 +384,37 @@ def test_rules(copy, tables, tmp_path):
         samples.append((",".join(names), f"{score:.4f}"))
     write_table(tmp_path / "scores.tsv", [("genes", "score"), *samples, ("", 0.0)])
     write_table(tmp_path / "rules.tsv", [("reaction", "rule"), *rules.items()])
-    adapt(copy, "rules", [*tables, "data.rules=rules.tsv", "data.split=nodes", "data.test_fraction=0.2"])
+    adapt(
+        copy,
+        "rules",
+        [*tables, "data.rules=rules.tsv", "data.split=nodes", "data.test_fraction=0.2"],
+    )
     train(copy)
     assert_parity(copy)
     assert_contract(copy)
     (tmp_path / "dead.py").write_text(DEAD_REACTIONS)
     found = json.loads(launch(copy, 1, "../dead.py"))
-    assert [set(names) for names in found] == [dead(sample[0].split(",")) for sample in samples] + [set()]
+    assert [set(names) for names in found] == [dead(sample[0].split(",")) for sample in samples] + [
+        set()
+    ]
 
     def predict(table):
         command = ["train.py", "--predict", table, "--checkpoint", "runs/run/checkpoints/best.pt"]
         output = launch(copy, 2, *command)
-        lines = (tmp_path / f"{table.removesuffix('.tsv')}.predictions.tsv").read_text().splitlines()[1:]
+        lines = (
+            (tmp_path / f"{table.removesuffix('.tsv')}.predictions.tsv")
+            .read_text()
+            .splitlines()[1:]
+        )
         return dict(line.split("\t") for line in lines), output
 
     singles, output = predict("all-singles")
     pairs, _ = predict("all-pairs")
     assert singles.keys() == set(genes) and all(singles.values()) and "no prediction" not in output
     assert len(pairs) == 25 * 24 // 2 and all(pairs.values())
-    write_table(tmp_path / "ask.tsv", [("genes",), ("g1",), ("g1,unknown",), ("Y03",), ("",), ("g2",)])
+    write_table(
+        tmp_path / "ask.tsv", [("genes",), ("g1",), ("g1,unknown",), ("Y03",), ("",), ("g2",)]
+    )
     asked, output = predict("ask.tsv")
     assert [bool(prediction) for prediction in asked.values()] == [True, False, False, True, True]
     assert "2 rows have no prediction: 2 nodes are not in the graph: unknown, Y03" in output
@@ -353,7 +428,10 @@ def test_rules(copy, tables, tmp_path):
     ):
         command = ["train.py", "--predict", table, "--checkpoint", "runs/run/checkpoints/best.pt"]
         output = launch(copy, 1, *command, code=2)
-        assert output.count(f"error: {place}") == output.count(no_levels) == 1 and "Traceback" not in output
+        assert (
+            output.count(f"error: {place}") == output.count(no_levels) == 1
+            and "Traceback" not in output
+        )
 
     for rule in ("(g1 and g2", "g1 and g2)", "g1 g2", "and g1", "g1 or", "()", "g1 or and g2"):
         write_table(tmp_path / "wrong.tsv", [("reaction", "rule"), ("Y03", "g1"), ("Y01", rule)])
@@ -364,14 +442,24 @@ def test_rules(copy, tables, tmp_path):
         ([("NONE", "g1")], "wrong.tsv:2: the reaction 'NONE' is in no row of data.edges"),
         ([("Y01", "g1"), ("Y01", "g2")], "wrong.tsv:3: the reaction 'Y01' stands twice"),
         ([("Y01", ""), ("Y02", "NA")], "wrong.tsv: no reaction has a rule"),
-        ([("Y01", "g1")], f"scores.tsv:{deleted + 2}: the genes '{samples[deleted][0]}' are not all in data.rules"),
+        (
+            [("Y01", "g1")],
+            f"scores.tsv:{deleted + 2}: the genes '{samples[deleted][0]}' are not all in "
+            "data.rules",
+        ),
     ):
         write_table(tmp_path / "wrong.tsv", [("reaction", "rule"), *table])
         assert_wrong_rules(copy, "wrong.tsv", message)
     assert_wrong_rules(copy, "none.tsv", "cannot read none.tsv: No such file or directory")
-    write_table(tmp_path / "scores.tsv", [("genes", "score"), *samples, ("g1=0", 1.0), ("g1,g2=0.3", 1.0)])
-    assert_wrong_rules(copy, "rules.tsv", f"scores.tsv:{len(samples) + 3}: the genes 'g1,g2=0.3' {no_levels}")
-    output = launch(copy, 1, "train.py", "data.rules=", "run.name=nodes")  # in which the named nodes die
+    write_table(
+        tmp_path / "scores.tsv", [("genes", "score"), *samples, ("g1=0", 1.0), ("g1,g2=0.3", 1.0)]
+    )
+    assert_wrong_rules(
+        copy, "rules.tsv", f"scores.tsv:{len(samples) + 3}: the genes 'g1,g2=0.3' {no_levels}"
+    )
+    output = launch(
+        copy, 1, "train.py", "data.rules=", "run.name=nodes"
+    )  # in which the named nodes die
     assert "do the tables use the same names?" in output
     config = (copy / "config.yaml").read_text()
     (copy / "config.yaml").write_text(config.replace("rules: rules.tsv", "rules: ''"))
@@ -390,7 +478,8 @@ sys.path.insert(0, "copy")
 import torch
 from data import DataConfig, KnockoutDataset, load
 
-tables = load(DataConfig("edges.tsv", "scores.tsv", rules="rules.tsv", split="nodes", cache_dir="dead"))
+config = DataConfig("edges.tsv", "scores.tsv", rules="rules.tsv", split="nodes", cache_dir="dead")
+tables = load(config)
 dataset = KnockoutDataset(tables, torch.zeros(len(tables.genes), dtype=torch.long))
 batch = dataset.__getitems__(range(len(dataset)))
 parts = batch.perturbed.split(batch.perturbed_ptr.diff().tolist())
@@ -400,7 +489,9 @@ print(json.dumps([[tables.genes[node] for node in part.tolist()] for part in par
 
 @pytest.fixture
 def graph_and_batch():
-    graph = SharedGraph(synthetic_tables(Preset(20, {"physical": 60, "b": 30}, 2, 10, (1, 3)), seed=0).graph())
+    graph = SharedGraph(
+        synthetic_tables(Preset(20, {"physical": 60, "b": 30}, 2, 10, (1, 3)), seed=0).graph()
+    )
     return graph, batch_of(graph, [[1, 5], [], [7]])
 
 
@@ -417,15 +508,25 @@ def test_own_model(copy, tables, graph_and_batch, tmp_path):
     add_levels(tmp_path)
     adapt(copy, "own_model", tables)
     checkpoint, _ = train(copy)
-    assert {name.split(".")[0] for name in checkpoint["model"]} == {"embedding", "layers", "head", "y_mean", "y_std"}
+    assert {name.split(".")[0] for name in checkpoint["model"]} == {
+        "embedding",
+        "layers",
+        "head",
+        "y_mean",
+        "y_std",
+    }
     assert_parity(copy)
     assert_contract(copy)
 
     graph, batch = graph_and_batch
-    gcn = runpy.run_path(str(copy / "gcn.py"))["GCN"](ModelConfig(hidden=4, dropout=0.0), 20, [0.0], [1.0])
+    gcn = runpy.run_path(str(copy / "gcn.py"))["GCN"](
+        ModelConfig(hidden=4, dropout=0.0), 20, [0.0], [1.0]
+    )
     source, target = graph.edge_index
     for nodes, prediction in zip(LEVELS, gcn(graph, batch_of(graph, LEVELS)), strict=True):
-        level = torch.ones(20, 1).index_put((torch.tensor(list(nodes)).long(),), torch.tensor([list(nodes.values())]).T)
+        level = torch.ones(20, 1).index_put(
+            (torch.tensor(list(nodes)).long(),), torch.tensor([list(nodes.values())]).T
+        )
         matrix = torch.zeros(20, 20).index_put((target, source), graph.edge_weight, accumulate=True)
         x = gcn.embedding
         for norm, linear in gcn.layers:
@@ -437,13 +538,15 @@ def test_own_model(copy, tables, graph_and_batch, tmp_path):
     assert touched.equal(graph.keep(batch)[:, 0] > 0)
     ptr = graph.stack.forward_ptr
     target = torch.arange(len(ptr) - 1).repeat_interleave(ptr.diff()) % graph.num_nodes
-    dead_edges = torch.isin(torch.stack([graph.stack.forward_col, target]), batch.perturbed[:2]).any(0)
+    dead_edges = torch.isin(
+        torch.stack([graph.stack.forward_col, target]), batch.perturbed[:2]
+    ).any(0)
     graph.stack.forward_weight[dead_edges] = 0
     assert dead_edges.any() and torch.equal(gcn(graph, batch)[0], prediction)
 
 
 def test_attention(copy, tables, graph_and_batch, tmp_path, monkeypatch):
-    """On a table whose edges have two features; attention is compared with a loop over the living edges."""
+    """On a table whose edges have two features; attention is that of a loop over living edges."""
     add_levels(tmp_path)
     header, *rows = (tmp_path / "edges.tsv").read_text().splitlines()
     rows = [f"{row}\t{i % 7}\t{'NA' if i % 5 == 0 else i % 3}" for i, row in enumerate(rows)]
@@ -470,7 +573,9 @@ def test_attention(copy, tables, graph_and_batch, tmp_path, monkeypatch):
         assert edge_attr[:, 1].tolist() == 3 * list(range(first, first + count))
 
     own, h = torch.randn(2, 20, 3, 4)
-    found = layer(own, h, module["ExpandedMessages"](graph, batch_of(graph, LEVELS))) - layer.root(own)
+    found = layer(own, h, module["ExpandedMessages"](graph, batch_of(graph, LEVELS))) - layer.root(
+        own
+    )
     for sample, nodes in enumerate(LEVELS):
         for node in {*range(20)}.difference(node for node, level in nodes.items() if level == 0):
             expected = torch.zeros(4)
@@ -481,8 +586,14 @@ def test_attention(copy, tables, graph_and_batch, tmp_path, monkeypatch):
                     if target == node and nodes.get(source, 1.0) > 0:
                         value = nodes.get(source, 1.0) * h[source, sample] @ conv.lin_l.weight.T
                         weight = torch.stack([graph.edge_weight[edge], torch.tensor(float(edge))])
-                        key = value + h[node, sample] @ conv.lin_r.weight.T + weight @ conv.lin_edge.weight.T
-                        logits.append((torch.nn.functional.leaky_relu(key, 0.2) * conv.att.flatten()).sum())
+                        key = (
+                            value
+                            + h[node, sample] @ conv.lin_r.weight.T
+                            + weight @ conv.lin_edge.weight.T
+                        )
+                        logits.append(
+                            (torch.nn.functional.leaky_relu(key, 0.2) * conv.att.flatten()).sum()
+                        )
                         values.append(value)
                 if values:
                     expected = expected + torch.stack(logits).softmax(0) @ torch.stack(values)
@@ -498,7 +609,10 @@ def test_edge_knockouts(copy, tables, tmp_path):
     removed = [f"{source}>{target}" for source, target, _ in edges[:3]]
     lines = (tmp_path / "scores.tsv").read_text().splitlines()
     ends = ("", "=0.3", "", "=2")
-    samples = [f"{removed[i % 3]}{ends[i % 4]},{line}" if i % 2 else line for i, line in enumerate(lines[1:])]
+    samples = [
+        f"{removed[i % 3]}{ends[i % 4]},{line}" if i % 2 else line
+        for i, line in enumerate(lines[1:])
+    ]
     (tmp_path / "scores.tsv").write_text("\n".join([lines[0], *samples, ""]))
     adapt(copy, "edge_knockouts", tables)
     train(copy)
@@ -511,7 +625,8 @@ def test_edge_knockouts(copy, tables, tmp_path):
     launch(copy, 1, "../loop.py", *removed)
 
 
-# Sums of messages in the copy, from what the file of edges says; its arguments are the removed pairs.
+# Sums of messages in the copy, from what the file of edges says; its arguments are the removed
+# pairs.
 LOOP_OVER_EDGES = """
 import sys
 sys.path.insert(0, "copy")
@@ -577,7 +692,8 @@ def test_dense(copy, tables, tmp_path):
     run_tests(copy, "tests/recipes/dense.py")
 
 
-# Stands in for `torch.utils.tensorboard`, which needs the package tensorboard: each call becomes a line of a file.
+# Stands in for `torch.utils.tensorboard`, which needs the package tensorboard: each call becomes a
+# line of a file.
 BOARD = """
 import json, runpy, sys, types
 from pathlib import Path
@@ -608,7 +724,10 @@ def test_tensorboard(copy, tables, tmp_path):
     (copy / "board.py").write_text(BOARD)
     train(copy, script="board.py")
     _, rows = train(copy, "optim.epochs=2", script="board.py")
-    calls = [json.loads(line) for line in (tmp_path / "runs/run/tensorboard/calls.jsonl").read_text().splitlines()]
+    calls = [
+        json.loads(line)
+        for line in (tmp_path / "runs/run/tensorboard/calls.jsonl").read_text().splitlines()
+    ]
     resumed = next(row["step"] for row in rows if row.get("event") == "resumed")
     assert resumed > 0 and [step for tag, step, *_ in calls if tag == "purge"] == [1, resumed + 1]
     expected = {
@@ -619,6 +738,11 @@ def test_tensorboard(copy, tables, tmp_path):
         if name not in ("kind", "step", "epoch") and value is not None
     }
     written = {tuple(call) for call in calls if call[0] != "purge"}
-    assert {tag for tag, *_ in expected} >= {"train/loss", "train/lr", "val/pearson", "test/pearson"}
+    assert {tag for tag, *_ in expected} >= {
+        "train/loss",
+        "train/lr",
+        "val/pearson",
+        "test/pearson",
+    }
     # A resumed run has no row of the first run's test, which TensorBoard shows at its step.
     assert expected <= written and {tag.split("/")[0] for tag, *_ in written - expected} == {"test"}

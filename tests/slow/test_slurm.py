@@ -51,7 +51,9 @@ def slurm() -> Iterator[SimpleNamespace]:
         configuration = Path(folder, "slurm.conf")
         with configuration.open("a") as file:
             file.write(PREEMPTION)
-        cluster = SimpleNamespace(sh=lambda *arguments: sh(*arguments, SLURM_CONF=str(configuration)))
+        cluster = SimpleNamespace(
+            sh=lambda *arguments: sh(*arguments, SLURM_CONF=str(configuration))
+        )
         cluster.sh("scontrol", "reconfigure")
         yield cluster
     finally:
@@ -64,7 +66,9 @@ class Job:
 
     def __init__(self, slurm: SimpleNamespace, folder: Path, *arguments: str):
         self.sh, self.folder = slurm.sh, folder
-        self.id = self.sh("sbatch", "--parsable", f"--chdir={folder}", "--time=60", *arguments).strip()
+        self.id = self.sh(
+            "sbatch", "--parsable", f"--chdir={folder}", "--time=60", *arguments
+        ).strip()
 
     def show(self, key: str) -> list[str]:
         """Returns the values of a key, one for each task of an array."""
@@ -80,7 +84,9 @@ class Job:
         return self
 
     def log(self) -> str:
-        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("slurm-*.out")))
+        return "\n".join(
+            f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("slurm-*.out"))
+        )
 
 
 def test_a_job_of_two_nodes_is_stopped_preempted_and_resumed(slurm, tables, one_machine, tmp_path):  # noqa: F811
@@ -89,11 +95,20 @@ def test_a_job_of_two_nodes_is_stopped_preempted_and_resumed(slurm, tables, one_
     wait_until(lambda: has_a_checkpoint(folder), 90, job.log)
     job.sh("scancel", "--batch", "--signal=USR1", job.id)
     wait_until(lambda: events(folder)[-1] == "resumed", 90, job.log)
-    job.sh("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
+    job.sh(
+        "sbatch",
+        "--partition=high",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 3",
+    )
     job.finish()
     assert job.show("JobState") == ["COMPLETED"], job.log()
     assert job.show("ExitCode") == ["0:0"] and job.show("Restarts") == ["2"], job.log()
-    assert events(folder) == ["started", "stopped", "resumed", "stopped", "resumed", "finished"], job.log()
+    assert events(folder) == ["started", "stopped", "resumed", "stopped", "resumed", "finished"], (
+        job.log()
+    )
     assert difference(folder, one_machine(2, *length)) == ""
     for node in (0, 1):
         assert (tmp_path / f"slurm-{job.id}.node{node}.out").exists()
@@ -109,15 +124,28 @@ def test_the_status_of_a_job_is_that_of_its_training(slurm, tables, tmp_path):
     failed = Job(slurm, tmp_path, "--nodes=2", LAUNCH, *tables, "data.edges=none.tsv").finish()
     assert failed.show("ExitCode") == ["1:0"], failed.log()
     log = (tmp_path / f"slurm-{failed.id}.out").read_text()
-    assert log.endswith(f"error: the training ended with status 1: see slurm-{failed.id}.node*.out\n")
+    assert log.endswith(
+        f"error: the training ended with status 1: see slurm-{failed.id}.node*.out\n"
+    )
 
 
-def test_an_array_requeues_a_signalled_task_but_no_stopped_or_cancelled_one(slurm, tables, tmp_path):
+def test_an_array_requeues_a_signalled_task_but_no_stopped_or_cancelled_one(
+    slurm, tables, tmp_path
+):
     (tmp_path / "sweep").mkdir()
     for task in (0, 1):
         (tmp_path / f"sweep/{task}.yaml").write_text(f"run: {{name: seed{task}, seed: {task}}}\n")
-    arguments = ["--config", "sweep/%a.yaml", *tables, *SMALL, "data.batch_size=32", "optim.epochs=100000"]
-    job = Job(slurm, tmp_path, "--array=0-1", "--oversubscribe", "--cpus-per-task=1", LAUNCH, *arguments)
+    arguments = [
+        "--config",
+        "sweep/%a.yaml",
+        *tables,
+        *SMALL,
+        "data.batch_size=32",
+        "optim.epochs=100000",
+    ]
+    job = Job(
+        slurm, tmp_path, "--array=0-1", "--oversubscribe", "--cpus-per-task=1", LAUNCH, *arguments
+    )
     folders = [tmp_path / f"runs/seed{task}" for task in (0, 1)]
     wait_until(lambda: all(map(has_a_checkpoint, folders)), 90, job.log)
     assert all(f"seed: {task}\n" in (folders[task] / "config.yaml").read_text() for task in (0, 1))
@@ -125,7 +153,10 @@ def test_an_array_requeues_a_signalled_task_but_no_stopped_or_cancelled_one(slur
     wait_until(lambda: "COMPLETED" in job.show("JobState"), 60, job.log)
     job.sh("scancel", "--batch", "--signal=USR1", f"{job.id}_1")
     wait_until(lambda: events(folders[1])[-1] == "resumed", 90, job.log)
-    assert sorted(job.show("Restarts")) == ["0", "1"] and events(folders[0]) == ["started", "stopped"]
+    assert sorted(job.show("Restarts")) == ["0", "1"] and events(folders[0]) == [
+        "started",
+        "stopped",
+    ]
     job.sh("scancel", "--batch", "--signal=USR1", f"{job.id}_1")
     time.sleep(0.2)
     job.sh("scancel", f"{job.id}_1")

@@ -1,4 +1,4 @@
-"""Errors that the user can fix give one message and status 2 on any number of ranks, and leave no files behind."""
+"""Errors that the user can fix: one message, status 2 on any number of ranks, no files left."""
 
 import fcntl
 import re
@@ -10,13 +10,25 @@ from tests.conftest import write_table
 WRONG_INPUT = [
     (["optim.lrr=1"], "unknown option optim.lrr: did you mean optim.lr?"),
     (["--lr=1"], "unrecognized arguments: --lr=1"),
-    (["--config", "missing.yaml"], "cannot read the configuration missing.yaml: [Errno 2] No such file or directory"),
+    (
+        ["--config", "missing.yaml"],
+        "cannot read the configuration missing.yaml: [Errno 2] No such file or directory",
+    ),
     (["data.batch_size=31", "optim.accumulate=8"], "(ranks x optim.accumulate): try 32"),
-    (["ddp.options={bucket_cap: 1}"], "ddp.options: DistributedDataParallel: got an unexpected keyword argument"),
+    (
+        ["ddp.options={bucket_cap: 1}"],
+        "ddp.options: DistributedDataParallel: got an unexpected keyword argument",
+    ),
     (["data.edges=missing.tsv"], "cannot read missing.tsv: No such file or directory"),
     (["data.perturbations=wrong.tsv"], "wrong.tsv:3: the score 'high' is not a number"),
-    (["run.dir=.", "run.name=taken"], "cannot write taken: Is a directory; fix that or set run.dir"),
-    (["run.dir=scores.tsv"], "cannot write scores.tsv/default: Not a directory; fix that or set run.dir"),
+    (
+        ["run.dir=.", "run.name=taken"],
+        "cannot write taken: Is a directory; fix that or set run.dir",
+    ),
+    (
+        ["run.dir=scores.tsv"],
+        "cannot write scores.tsv/default: Not a directory; fix that or set run.dir",
+    ),
 ]
 
 
@@ -39,7 +51,9 @@ def train_with_wrong_input(train, tmp_path, message, *arguments, **options):
     (tmp_path / "taken/config.yaml").mkdir(parents=True, exist_ok=True)
     result = train(*arguments, **options)
     assert result.stderr.count("error: ") == 1 and message in result.stderr, result.stderr
-    assert not re.search(r'File ".*/(mask|model|data|ddp_setup|train)\.py"', result.stderr), result.stderr
+    assert not re.search(r'File ".*/(mask|model|data|ddp_setup|train)\.py"', result.stderr), (
+        result.stderr
+    )
     assert not (tmp_path / "runs").exists()
     return result
 

@@ -13,7 +13,11 @@ from tests.tools.runs import read_metrics
 FOLDER = ROOT.parent / "shared/data/yeast"
 real = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"the real tables are not in {FOLDER}")
 
-TABLES = {"edges": str(FOLDER / "edges.tsv"), "perturbations": str(FOLDER / "digenic.tsv"), "undirected": True}
+TABLES = {
+    "edges": str(FOLDER / "edges.tsv"),
+    "perturbations": str(FOLDER / "digenic.tsv"),
+    "undirected": True,
+}
 
 
 @pytest.fixture
@@ -46,7 +50,13 @@ def test_the_additive_baseline_has_the_known_pearson(tables):
 def test_training_beats_the_additive_baseline(torchrun, tmp_path):
     arguments = ["data.undirected=true"]
     arguments += [f"data.edges={TABLES['edges']}", f"data.perturbations={TABLES['perturbations']}"]
-    settings = ["model.readout=local", "model.hidden=16", "data.batch_size=256", "optim.epochs=6", "run.name=real"]
+    settings = [
+        "model.readout=local",
+        "model.hidden=16",
+        "data.batch_size=256",
+        "optim.epochs=6",
+        "run.name=real",
+    ]
     torchrun(2, ROOT / "train.py", *arguments, *settings, timeout=200).check()
     (test,) = read_metrics(tmp_path / "runs/real", "test")
     assert test["n"] == 1815

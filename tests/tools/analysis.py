@@ -1,4 +1,4 @@
-"""`python -m tests.check test RUN...`: what the predictions of test rows are worth, of a run or of several together.
+"""`python -m tests.check test RUN...`: what predictions of test rows are worth, of one run or more.
 
 Shapes: n rows of T scores.
 """
@@ -56,11 +56,16 @@ class Predictions:
     baseline: Tensor  # float64 [n, T], the additive one
 
     def levels(self) -> list[str]:
-        """Returns the level that all genes of a row have, such as "0.3", or "several"; "0" for a row without genes."""
+        """Returns the level that all genes of a row have, such as "0.3", or "several".
+
+        It is "0" for a row without genes.
+        """
         levels = []
         for names in self.genes:
             ends = {name.rpartition("=")[2] if "=" in name else "0" for name in names.split(",")}
-            ends = {end if math.isfinite(data.parse_number(end)) else "0" for end in ends}  # the end of a name
+            ends = {
+                end if math.isfinite(data.parse_number(end)) else "0" for end in ends
+            }  # the end of a name
             levels.append(ends.pop() if len(ends) == 1 else "several")
         return levels
 
@@ -69,23 +74,31 @@ class Predictions:
         return torch.tensor([names.count(",") + 1 if names else 0 for names in self.genes])
 
 
-# ---- The check ------------------------------------------------------------------------------------------------------
+# ---- The check -----------------------------------------------------------------------------------
 def test(options: argparse.Namespace) -> None:
-    """Prints what a run's test.tsv says, and writes it to test.json and test.svg beside it; raises `UserError`.
+    """Prints what a run's test.tsv says; raises `UserError`.
 
-    Of several runs, it prints what they are worth as an ensemble.
+    Writes it to test.json and test.svg beside test.tsv. Of several runs, it prints what they are
+    worth as an ensemble.
     """
     if not options.arguments:
         raise UserError("test takes run folders, such as runs/default")
     folder = Path(options.arguments[0])
     rows = read_predictions(folder / "test.tsv")
     try:
-        config = train.load_config(SimpleNamespace(config=folder / "config.yaml", overrides=[], checkpoint=None))
+        config = train.load_config(
+            SimpleNamespace(config=folder / "config.yaml", overrides=[], checkpoint=None)
+        )
     except UserError as error:
-        advice = "analyse a run with the version of the template that wrote it, or repeat it with this one"
+        advice = (
+            "analyse a run with the version of the template that wrote it, or repeat it with this "
+            "one"
+        )
         raise UserError(f"{error} ({folder / 'config.yaml'}); {advice}") from None
     if options.threshold is not None and not (rows.y < options.threshold).any():
-        raise UserError(f"{folder / 'test.tsv'} has no score below --threshold={options.threshold:g}")
+        raise UserError(
+            f"{folder / 'test.tsv'} has no score below --threshold={options.threshold:g}"
+        )
     if len(options.arguments) > 1:
         return test_ensemble(options, config.optim.loss)
     result = analyse(rows, config.optim.loss, options.threshold)
@@ -102,21 +115,33 @@ def test(options: argparse.Namespace) -> None:
 
 
 def test_ensemble(options: argparse.Namespace, loss: str) -> None:
-    """Prints the figures of several runs, of the mean of their predictions, and whether their spread tells errors."""
+    """Prints the figures of several runs and of the mean of their predictions.
+
+    Also prints whether their spread tells errors.
+    """
     paths = [Path(folder, "test.tsv") for folder in options.arguments]
     members = [read_predictions(path) for path in paths]
     first = members[0]
     for path, member in zip(paths, members, strict=True):
         same = (member.genes, member.targets) == (first.genes, first.targets)
         if not (same and torch.equal(member.y.nan_to_num(), first.y.nan_to_num())):
-            raise UserError(f"{path} has other test rows than {paths[0]}: compare runs of one split")
+            raise UserError(
+                f"{path} has other test rows than {paths[0]}: compare runs of one split"
+            )
     figures_of_members = []
     for member in members:
         each = target_figures(member.y, member.prediction, member.baseline, loss, options.threshold)
         figures_of_members.append({name: values.nanmean().item() for name, values in each.items()})
-    means = {name: statistics.fmean(each[name] for each in figures_of_members) for name in figures_of_members[0]}
+    means = {
+        name: statistics.fmean(each[name] for each in figures_of_members)
+        for name in figures_of_members[0]
+    }
     std, mean = torch.std_mean(torch.stack([member.prediction for member in members]), dim=0)
-    settings = {"loss": loss, "threshold": options.threshold, "resamples": number_of_resamples(first.y.numel())}
+    settings = {
+        "loss": loss,
+        "threshold": options.threshold,
+        "resamples": number_of_resamples(first.y.numel()),
+    }
     ensemble = summary(first.y, mean, first.baseline, **settings)
     lines = dict(zip(options.arguments, figures_of_members, strict=True))
     lines |= {"mean of these": means, "ensemble": ensemble}
@@ -124,20 +149,26 @@ def test_ensemble(options: argparse.Namespace, loss: str) -> None:
     print("\n".join(text_table(lines)))
     correlation, errors = uncertainty(first.y, mean, std)
     print(f"Spearman of standard deviation and absolute error: {cell(correlation)}")
-    print(f"mean absolute error by fifths of the standard deviation: {', '.join(map(cell, errors))}")
+    print(
+        f"mean absolute error by fifths of the standard deviation: {', '.join(map(cell, errors))}"
+    )
 
 
 def read_predictions(path: Path) -> Predictions:
-    """Returns the rows of a test.tsv; raises `UserError` if it is missing or not as train.py writes it."""
+    """Returns the rows of a test.tsv; raises `UserError` if it is not as train.py writes it."""
     genes, unseen, numbers = [], [], array("d")
     line_number = 1
     try:
         with path.open(encoding="utf-8") as file:
             header = file.readline().rstrip("\n").split("\t")
             targets = header[2::3]
-            columns = [name + suffix for name in targets for suffix in ("", "_prediction", "_baseline")]
+            columns = [
+                name + suffix for name in targets for suffix in ("", "_prediction", "_baseline")
+            ]
             if not targets or header != ["genes", "unseen", *columns]:
-                raise ValueError("the header is not genes, unseen, and three columns for each score")
+                raise ValueError(
+                    "the header is not genes, unseen, and three columns for each score"
+                )
             for line in file:
                 line_number += 1
                 cells = line.rstrip("\n").split("\t")
@@ -149,20 +180,29 @@ def read_predictions(path: Path) -> Predictions:
             if not genes:
                 raise ValueError("there are no rows")
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; a run writes it when it finishes") from None
+        raise UserError(
+            f"cannot read {path}: {error.strerror}; a run writes it when it finishes"
+        ) from None
     except ValueError as error:
-        raise UserError(f"{path}:{line_number}: {error}; start the run again, which writes it anew") from None
+        raise UserError(
+            f"{path}:{line_number}: {error}; start the run again, which writes it anew"
+        ) from None
     scores = torch.frombuffer(numbers, dtype=torch.float64).view(len(genes), len(targets), 3)
     y, prediction, baseline = (values.clone() for values in scores.unbind(dim=2))
     return Predictions(genes, torch.tensor(unseen), targets, y, prediction, baseline)
 
 
 def tables_of(rows: Predictions, config: data.DataConfig) -> Tables:
-    """Returns the tables that these rows are from; raises `DataError` or `UserError` if they cannot be read."""
+    """Returns the tables that these rows are from.
+
+    Raises `DataError` or `UserError` if they cannot be read.
+    """
     tables = data.load(config)
     test = tables.rows("test")
     y = tables.y[test]
-    same = y.shape == rows.y.shape and torch.equal(tables.perturbed_ptr.diff()[test], rows.deletions())
+    same = y.shape == rows.y.shape and torch.equal(
+        tables.perturbed_ptr.diff()[test], rows.deletions()
+    )
     if not (same and torch.allclose(y, rows.y, rtol=1e-6, equal_nan=True)):
         raise UserError("the tables have changed since the run")
     return tables
@@ -182,10 +222,10 @@ def without_nan(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# ---- Figures --------------------------------------------------------------------------------------------------------
+# ---- Figures -------------------------------------------------------------------------------------
 def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = None) -> dict:
-    """Returns `summary` of all rows, by number of unseen and deleted genes, by level if there are 2 to 12, and each
-    target's figures if T > 1."""
+    """Returns `summary` of all rows, by number of unseen and deleted genes, by level if there are 2
+    to 12, and each target's figures if T > 1."""
     resamples = number_of_resamples(rows.y.numel())
     options = {"loss": loss, "threshold": threshold, "resamples": resamples}
     result = summary(rows.y, rows.prediction, rows.baseline, **options)
@@ -207,18 +247,25 @@ def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = 
     if len(rows.targets) > 1:
         each = target_figures(rows.y, rows.prediction, rows.baseline, loss, threshold)
         result["targets"] = {
-            target: {name: values[t].item() for name, values in each.items()} for t, target in enumerate(rows.targets)
+            target: {name: values[t].item() for name, values in each.items()}
+            for t, target in enumerate(rows.targets)
         }
     return result
 
 
 def summary(
-    y: Tensor, prediction: Tensor, baseline: Tensor, loss: str, threshold: float | None, resamples: int
+    y: Tensor,
+    prediction: Tensor,
+    baseline: Tensor,
+    loss: str,
+    threshold: float | None,
+    resamples: int,
 ) -> dict:
     """Returns the number of rows, the means over targets of `target_figures`, and `gain`.
 
-    That is the 95 % interval of Pearson's r less the baseline's. Of profiles, also `profile_figures`, the 95 % interval
-    of Pearson's r over the targets of a row less the baseline's, and quartiles over the targets.
+    That is the 95 % interval of Pearson's r less the baseline's. Of profiles, also
+    `profile_figures`, the 95 % interval of Pearson's r over the targets of a row less the
+    baseline's, and quartiles over the targets.
     """
     each = target_figures(y, prediction, baseline, loss, threshold)
     means = {name: values.nanmean().item() for name, values in each.items()}
@@ -236,8 +283,8 @@ def summary(
 
 
 def profile_figures(y: Tensor, prediction: Tensor, baseline: Tensor) -> dict[str, float]:
-    """Returns what is usual for profiles: Pearson's r over the targets of a row, averaged over the rows, and the
-    squared error of the targets that change most in each row."""
+    """Returns what is usual for profiles: Pearson's r over the targets of a row, averaged over the
+    rows, and the squared error of the targets that change most in each row."""
     largest = y.abs().nan_to_num().topk(train.PROFILE, dim=1).indices
     error = (prediction - y).square().gather(1, largest)
     return {
@@ -248,11 +295,16 @@ def profile_figures(y: Tensor, prediction: Tensor, baseline: Tensor) -> dict[str
 
 
 def target_figures(
-    y: Tensor, prediction: Tensor, baseline: Tensor, loss: str = "squared", threshold: float | None = None
+    y: Tensor,
+    prediction: Tensor,
+    baseline: Tensor,
+    loss: str = "squared",
+    threshold: float | None = None,
 ) -> dict[str, Tensor]:
-    """Returns each target's `figures`, and the baseline's Pearson; with a threshold, or binary scores, `detection`.
+    """Returns each target's `figures`, and the baseline's Pearson.
 
-    Scores below the threshold are to be found by low predictions, scores of 1 by high ones.
+    With a threshold, or binary scores, also `detection`. Scores below the threshold are to be found
+    by low predictions, scores of 1 by high ones.
     """
     result = {**figures(y, prediction), "baseline_pearson": train.pearson(y, baseline)}
     if threshold is not None:
@@ -276,9 +328,9 @@ def figures(y: Tensor, prediction: Tensor) -> dict[str, Tensor]:
 
 
 def uncertainty(y: Tensor, prediction: Tensor, sd: Tensor) -> tuple[float, list[float]]:
-    """Returns Spearman's correlation of `sd` and the absolute error, and the mean error in each fifth by `sd`.
+    """Returns Spearman's correlation of `sd` and the absolute error, and the error by `sd`.
 
-    Both are means over the targets; all are [n, T].
+    The latter is the mean in each fifth. Both are means over the targets; all are [n, T].
     """
     error = (prediction - y).abs()
     ranks = rank(sd.where(~y.isnan(), math.nan))
@@ -320,12 +372,18 @@ def pearson_of_rows(y: Tensor, prediction: Tensor) -> Tensor:
 
 
 def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
-    """Returns the predictions of scores that are there, else nan, in float32: rounding must not order equal ones."""
+    """Returns the predictions of scores that are there, else nan, in float32.
+
+    Rounding must not order equal ones.
+    """
     return prediction.float().where(~y.isnan(), math.nan)
 
 
 def detection(positive: Tensor, certainty: Tensor) -> dict[str, Tensor]:
-    """Returns AUROC and average precision of finding each target's `positive` rows, [n, T], by their certainty."""
+    """Returns AUROC and average precision of finding each target's `positive` rows, [n, T].
+
+    The rows are ordered by their certainty.
+    """
     found = at_least_as_certain(certainty, positive)
     precision = found / at_least_as_certain(certainty, ~certainty.isnan())
     return {
@@ -335,16 +393,17 @@ def detection(positive: Tensor, certainty: Tensor) -> dict[str, Tensor]:
 
 
 def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
-    """Returns for each row how many of the `counted` rows, bool [n, T], are at least as certain, [n, T]."""
+    """Returns how many of the `counted` rows, bool [n, T], are at least as certain, [n, T]."""
     doubt = (-certainty).T.nan_to_num(math.inf).contiguous()
     ordered = doubt.where(counted.T, math.inf).sort(dim=1).values
     return torch.searchsorted(ordered, doubt, right=True).T
 
 
 def resampled_pearson(y: Tensor, prediction: Tensor, resamples: int) -> Tensor:
-    """Returns Pearson's r as the mean over targets, of as many rows drawn with replacement, [resamples].
+    """Returns Pearson's r, the targets' mean, of rows drawn with replacement, [resamples].
 
-    Calls for the same rows draw the same ones, so that the results of two predictions can be compared in pairs.
+    As many rows are drawn as there are. Calls for the same rows draw the same ones, so that the
+    results of two predictions can be compared in pairs.
     """
     present = ~y.isnan()
     a = data.standardise(y).nan_to_num()
@@ -363,15 +422,20 @@ def resampled_pearson(y: Tensor, prediction: Tensor, resamples: int) -> Tensor:
 
 
 def resampled_mean(values: Tensor, resamples: int) -> Tensor:
-    """Returns the mean of the values [n] that are not nan, of the same rows as `resampled_pearson`, [resamples]."""
+    """Returns the mean of the values [n] that are not nan, [resamples].
+
+    The rows are those of `resampled_pearson`.
+    """
     present = ~values.isnan()
     columns = torch.stack([values.nan_to_num(), present.double()], dim=1)
-    total, count = torch.cat([times @ columns for times in resampled_rows(len(values), resamples)]).T
+    total, count = torch.cat(
+        [times @ columns for times in resampled_rows(len(values), resamples)]
+    ).T
     return total / count
 
 
 def resampled_rows(num_rows: int, resamples: int) -> Iterator[Tensor]:
-    """Yields how often each row is drawn, for some resamples at once, float64 [resamples, num_rows]."""
+    """Yields how often each row is drawn, some resamples at once, float64 [resamples, num_rows]."""
     generator = torch.Generator().manual_seed(0)
     for start in range(0, resamples, 32):
         draws = []
@@ -389,8 +453,8 @@ def number_of_resamples(num_cells: int) -> int:
 def centred(resampled: Tensor, estimate: float | Tensor) -> Tensor:
     """Returns resampled figures [R, ...] of profiles, moved so that their mean is the estimate.
 
-    A target that one row changes loses its signal in a third of the resamples, which draw that row not once: Pearson's
-    r of resamples is lower than that of the rows, often by more than it varies.
+    A target that one row changes loses its signal in a third of the resamples, which draw that row
+    not once: Pearson's r of resamples is lower than that of the rows, often by more than it varies.
     """
     return resampled - resampled.nanmean(dim=0) + estimate
 
@@ -418,9 +482,9 @@ def shared_pairs(tables: Tables) -> int:
     return len(row[is_test][shared].unique())
 
 
-# ---- What is shown --------------------------------------------------------------------------------------------------
+# ---- What is shown -------------------------------------------------------------------------------
 def table(result: dict) -> list[str]:
-    """Returns the lines of a table: all rows, each group that is not all of them, and the first targets."""
+    """Returns the lines of a table: all rows, each smaller group, and the first targets."""
     lines = {"all": result}
     for name in ("unseen", "deletions"):
         for k, group in result[f"by_{name}"].items():
@@ -443,13 +507,17 @@ def text_table(lines: dict[str, dict]) -> list[str]:
     """Returns the lines of a table: a header, and figures under each label."""
     columns = [name for name in COLUMNS if any(name in values for values in lines.values())]
     cells = [["", *(COLUMNS[name] for name in columns)]]
-    cells += [[label, *(cell(values.get(name)) for name in columns)] for label, values in lines.items()]
+    cells += [
+        [label, *(cell(values.get(name)) for name in columns)] for label, values in lines.items()
+    ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells
+    ]
 
 
 def cell(value: object) -> str:
-    """Returns a figure as text: an interval, a number of rows, or a number, "-" if it is undefined."""
+    """Returns a figure as text: an interval, a number of rows, or a number, "-" if undefined."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -463,7 +531,7 @@ def cell(value: object) -> str:
 
 
 def scatter_svg(rows: Predictions) -> str:
-    """Returns an SVG of scores against predictions, in units of each score's standard deviation if T > 1."""
+    """Returns an SVG of scores against predictions, in units of a score's deviation if T > 1."""
     y, prediction, unit = rows.y, rows.prediction, ""
     if len(rows.targets) > 1:
         mean, std = data.mean_and_std(y)
@@ -487,13 +555,22 @@ def scatter_svg(rows: Predictions) -> str:
         f'<path d="M0 0V{SIZE}H{SIZE}"/><path d="M0 {SIZE}L{SIZE} 0" stroke-dasharray="6 4"/>',
         "</g>",
         f'<text x="{70 + SIZE / 2}" y="{SIZE + 60}" text-anchor="middle">prediction{unit}</text>',
-        f'<text transform="translate(16 {20 + SIZE / 2}) rotate(-90)" text-anchor="middle">score{unit}</text>',
+        f'<text transform="translate(16 {20 + SIZE / 2}) rotate(-90)" '
+        f'text-anchor="middle">score{unit}</text>',
     ]
     for tick in ticks(low, high):
-        svg.append(f'<text x="{70 + place(tick):.1f}" y="{SIZE + 38}" text-anchor="middle">{tick:.4g}</text>')
-        svg.append(f'<text x="62" y="{24 + SIZE - place(tick):.1f}" text-anchor="end">{tick:.4g}</text>')
+        svg.append(
+            f'<text x="{70 + place(tick):.1f}" y="{SIZE + 38}" '
+            f'text-anchor="middle">{tick:.4g}</text>'
+        )
+        svg.append(
+            f'<text x="62" y="{24 + SIZE - place(tick):.1f}" text-anchor="end">{tick:.4g}</text>'
+        )
     svg.append('<g transform="translate(70 20)" fill="#228be6" fill-opacity=".5">')
-    svg += [f'<circle cx="{place(x):.1f}" cy="{SIZE - place(score):.1f}" r="2.5"/>' for x, score in pairs.tolist()]
+    svg += [
+        f'<circle cx="{place(x):.1f}" cy="{SIZE - place(score):.1f}" r="2.5"/>'
+        for x, score in pairs.tolist()
+    ]
     return "\n".join([*svg, "</g>", "</svg>\n"])
 
 

@@ -37,7 +37,9 @@ def syncs(options: argparse.Namespace) -> bool:
 
 
 def audit(name: str, world_size: int, options: argparse.Namespace) -> bool:
-    status, output = launch(world_size, ["audit-worker", name, *options.arguments], options.timeout, cpu=False)
+    status, output = launch(
+        world_size, ["audit-worker", name, *options.arguments], options.timeout, cpu=False
+    )
     if status:
         raise RuntimeError(f"the audit failed:\n{output}")
     print(output, end="")
@@ -93,7 +95,11 @@ def audit_devices(config: train.Config, env: Distributed) -> None:
 
     original_model, original_optimizer = train.build_model, train.build_optimizer
     original_criterion = train.criterion
-    train.build_model, train.build_optimizer, train.criterion = build_model, build_optimizer, criterion
+    train.build_model, train.build_optimizer, train.criterion = (
+        build_model,
+        build_optimizer,
+        criterion,
+    )
     try:
         train.train(config, env)
     except AuditDone:
@@ -103,7 +109,7 @@ def audit_devices(config: train.Config, env: Distributed) -> None:
 
 
 def placement(found: dict[str, Any], device: torch.device) -> list[str]:
-    """Returns the device, a line per kind of tensor in `found`, and a line per tensor on another device."""
+    """Returns the device, a line per kind of tensor in `found`, a line per misplaced tensor."""
     kinds: dict[str, Counter] = {}
     misplaced = []
     for kind, path, tensor in tensors(found):
@@ -111,7 +117,8 @@ def placement(found: dict[str, Any], device: torch.device) -> list[str]:
         if tensor.device != device:
             misplaced.append(f"  MISPLACED  {path} is on {tensor.device}: move it to {device}")
     lines = [
-        f"  {kind:17s} " + ", ".join(f"{n} on {where}" for where, n in counts.items()) for kind, counts in kinds.items()
+        f"  {kind:17s} " + ", ".join(f"{n} on {where}" for where, n in counts.items())
+        for kind, counts in kinds.items()
     ]
     return [str(device), *lines, *misplaced]
 
@@ -131,7 +138,11 @@ def tensors(found: dict[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
             for parameter, state in value.state.items():
                 for key, tensor in state.items():
                     if isinstance(tensor, Tensor):
-                        yield f"{name} state", f"{name}.state[{names.get(parameter, '?')}].{key}", tensor
+                        yield (
+                            f"{name} state",
+                            f"{name}.state[{names.get(parameter, '?')}].{key}",
+                            tensor,
+                        )
         else:
             for path, tensor in nested_tensors(name, value):
                 yield name, path, tensor
@@ -149,7 +160,10 @@ def nested_tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def audit_syncs(config: train.Config, env: Distributed) -> None:
-    """Prints the lines that make the host wait in ten steps, leaving out the ends of epochs, which log and save."""
+    """Prints the lines that make the host wait in ten steps.
+
+    Leaves out the ends of epochs, which log and save.
+    """
     watch = WatchOnGPU() if env.device.type == "cuda" else WatchOnCPU(env)
     places, done, last_step = Counter(), 0, 0
     phase, stop_reason = env.phase, env.stop_reason
@@ -221,8 +235,12 @@ class WatchOnGPU:
         self.caught = warnings.catch_warnings()
         self.caught.__enter__()
         warnings.simplefilter("always")
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # on setting it
-        warnings.showwarning = lambda message, *_, **__: self.found.add((caller(), str(message).split(" (")[0]))
+        warnings.filterwarnings(
+            "ignore", "Synchronization debug mode is a prototype"
+        )  # on setting it
+        warnings.showwarning = lambda message, *_, **__: self.found.add(
+            (caller(), str(message).split(" (")[0])
+        )
         torch.cuda.set_sync_debug_mode("warn")
         self.active = True
 
@@ -236,4 +254,8 @@ class WatchOnGPU:
 def caller() -> str:
     """Returns file and line of the innermost frame in the template's own modules."""
     frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).parent == ROOT]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].line})" if frames else "outside"
+    return (
+        f"{Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].line})"
+        if frames
+        else "outside"
+    )

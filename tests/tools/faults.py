@@ -1,4 +1,4 @@
-"""`python -m tests.check faults`: the faults that are injected into runs, and the outcome expected of each."""
+"""`python -m tests.check faults`: the faults that runs are given, and the outcome of each."""
 
 import argparse
 import contextlib
@@ -25,14 +25,21 @@ from ddp_setup import Distributed
 from tests.tools.parity import BATCH_SIZE, TOLERANCE, few_rows, original
 from tests.tools.runs import difference, launch, newest_checkpoint, series
 
-STEP_OF_SAVE, EPOCH_END, LAST_STEP = 6, 4, 8  # two epochs of four steps, a checkpoint every three and at epoch ends
+STEP_OF_SAVE, EPOCH_END, LAST_STEP = (
+    6,
+    4,
+    8,
+)  # two epochs of four steps, a checkpoint every three and at epoch ends
 
 BALLAST = "ballast"  # a file that fills the disk
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`action` happens to `rank` when it enters `phase` after `step` completed steps, in the first of two runs."""
+    """`action` happens to `rank` when it enters `phase` after `step` completed steps.
+
+    It does so in the first of two runs.
+    """
 
     name: str
     action: str
@@ -65,20 +72,52 @@ FAULTS = [
     Fault("a rank killed before the first checkpoint", "SIGKILL", "backward", 1, **KILLED),
     Fault("rank 0 killed in the forward pass", "SIGKILL", rank=0, state="running"),
     Fault("rank 0 killed before a save", "SIGKILL", "save", STEP_OF_SAVE, 0, "running"),
-    Fault("rank 0 killed with half a checkpoint written", "kill half-way", "save", STEP_OF_SAVE, 0, "running"),
-    Fault("rank 0 killed between best.pt and the checkpoint", "kill after best", "save", 0, 0, "running"),
+    Fault(
+        "rank 0 killed with half a checkpoint written",
+        "kill half-way",
+        "save",
+        STEP_OF_SAVE,
+        0,
+        "running",
+    ),
+    Fault(
+        "rank 0 killed between best.pt and the checkpoint",
+        "kill after best",
+        "save",
+        0,
+        0,
+        "running",
+    ),
     Fault("all ranks killed", "kill all", state="running"),
     Fault("torchrun killed", "SIGKILL torchrun", state="stopped"),
-    Fault("a rank killed under --max-restarts=3", "SIGKILL", state="finished", torchrun=("--max-restarts=3",)),
+    Fault(
+        "a rank killed under --max-restarts=3",
+        "SIGKILL",
+        state="finished",
+        torchrun=("--max-restarts=3",),
+    ),
     Fault("SIGTERM to torchrun", "SIGTERM torchrun", **STOPPED),
     Fault("SIGINT to torchrun", "SIGINT torchrun", **STOPPED),
     Fault("SIGUSR1 to torchrun, which kills it", "SIGUSR1 torchrun", **STOPPED),
     Fault("SIGTERM to a rank", "SIGTERM", **STOPPED),
     Fault("SIGINT to a rank, mid-accumulation", "SIGINT", "backward", **STOPPED),
     Fault("SIGUSR1 to a rank in evaluation", "SIGUSR1", "evaluation", EPOCH_END, **STOPPED),
-    Fault("SIGTERM to torchrun in the last evaluation", "SIGTERM torchrun", "evaluation", LAST_STEP, **STOPPED),
+    Fault(
+        "SIGTERM to torchrun in the last evaluation",
+        "SIGTERM torchrun",
+        "evaluation",
+        LAST_STEP,
+        **STOPPED,
+    ),
     Fault("SIGTERM to torchrun while a rank is slow", "SIGTERM torchrun, then slow", **STOPPED),
-    Fault("SIGTERM to torchrun while rank 0 saves", "SIGTERM torchrun", "save", STEP_OF_SAVE, 0, **STOPPED),
+    Fault(
+        "SIGTERM to torchrun while rank 0 saves",
+        "SIGTERM torchrun",
+        "save",
+        STEP_OF_SAVE,
+        0,
+        **STOPPED,
+    ),
     Fault("a STOP file", "STOP", **STOPPED),
     Fault(
         "a truncated checkpoint",
@@ -98,7 +137,11 @@ FAULTS = [
         repair=lambda folder: torch.save({"model": train.OptimConfig()}, newest_checkpoint(folder)),
         **DAMAGED,
     ),
-    Fault("all checkpoints deleted", "SIGKILL", repair=lambda folder: shutil.rmtree(folder / "checkpoints")),
+    Fault(
+        "all checkpoints deleted",
+        "SIGKILL",
+        repair=lambda folder: shutil.rmtree(folder / "checkpoints"),
+    ),
     Fault("a full disk at a checkpoint", "disk full", "optimiser", rank=0, prints="File too large"),
     Fault(
         "a checkpoint that cannot be written",
@@ -110,14 +153,57 @@ FAULTS = [
     ),
     Fault("a NaN in one rank's loss", "nan", prints="step 6 is not finite"),
     Fault("an infinite loss", "inf", prints="step 6 is not finite"),
-    Fault("a NaN with optim.on_nonfinite=skip", "nan", state="finished", arguments=("optim.on_nonfinite=skip",)),
-    Fault("non-finite weights", "inf weights", "save", STEP_OF_SAVE, 0, prints="no checkpoint is saved"),
+    Fault(
+        "a NaN with optim.on_nonfinite=skip",
+        "nan",
+        state="finished",
+        arguments=("optim.on_nonfinite=skip",),
+    ),
+    Fault(
+        "non-finite weights",
+        "inf weights",
+        "save",
+        STEP_OF_SAVE,
+        0,
+        prints="no checkpoint is saved",
+    ),
     Fault("an exception in the forward pass", "raise", prints="ZeroDivisionError: injected"),
-    Fault("an exception in rank 0's data loading", "raise", "data", rank=0, prints="ZeroDivisionError: injected"),
-    Fault("an exception in evaluation", "raise", "evaluation", EPOCH_END, prints="ZeroDivisionError: injected"),
-    Fault("a rank hanging in data loading", "sleep", "data", prints="rank 1: in data of step 5", **TIMEOUT),
-    Fault("rank 0 hanging in a save", "sleep", "save", STEP_OF_SAVE, 0, prints="rank 0: in save of step 6", **TIMEOUT),
-    Fault("a rank frozen (SIGSTOP)", "SIGSTOP", prints="rank 1: frozen, or its machine is gone, last in", **TIMEOUT),
+    Fault(
+        "an exception in rank 0's data loading",
+        "raise",
+        "data",
+        rank=0,
+        prints="ZeroDivisionError: injected",
+    ),
+    Fault(
+        "an exception in evaluation",
+        "raise",
+        "evaluation",
+        EPOCH_END,
+        prints="ZeroDivisionError: injected",
+    ),
+    Fault(
+        "a rank hanging in data loading",
+        "sleep",
+        "data",
+        prints="rank 1: in data of step 5",
+        **TIMEOUT,
+    ),
+    Fault(
+        "rank 0 hanging in a save",
+        "sleep",
+        "save",
+        STEP_OF_SAVE,
+        0,
+        prints="rank 0: in save of step 6",
+        **TIMEOUT,
+    ),
+    Fault(
+        "a rank frozen (SIGSTOP)",
+        "SIGSTOP",
+        prints="rank 1: frozen, or its machine is gone, last in",
+        **TIMEOUT,
+    ),
     Fault("one of 3 ranks killed, mid-accumulation", "SIGKILL", "backward", ranks=3, **KILLED),
     Fault("one of 4 ranks killed in the forward pass", "SIGKILL", ranks=4, **KILLED),
     Fault("a rank killed, resumed on 1 rank", "SIGKILL", again_ranks=1, **EXACT, **KILLED),
@@ -126,10 +212,16 @@ FAULTS = [
 
 
 def faults(options: argparse.Namespace) -> bool:
-    """Prints the outcome of each fault; returns whether every run, once restarted, ends like an undisturbed one."""
+    """Prints the outcome of each fault.
+
+    Returns whether every run, once restarted, ends like an undisturbed one.
+    """
     chosen = [fault for fault in FAULTS if options.only in fault.name]
     if not options.cpu:  # a rank may wait in NCCL for the killed one, until torchrun's SIGTERM
-        chosen = [replace(fault, prints="") if fault.prints == KILLED["prints"] else fault for fault in chosen]
+        chosen = [
+            replace(fault, prints="") if fault.prints == KILLED["prints"] else fault
+            for fault in chosen
+        ]
     launch_once = partial(launch, timeout=options.timeout, cpu=options.cpu)
     passed = 0
     with tempfile.TemporaryDirectory() as parent:
@@ -137,24 +229,35 @@ def faults(options: argparse.Namespace) -> bool:
             reference = Path(parent, "-".join(["reference", str(fault.ranks), *fault.arguments]))
             arguments = ["fault-worker", parent, *options.arguments, *fault.arguments]
             if not reference.exists():
-                status, output = launch_once(fault.ranks, [*arguments, f"run.name={reference.name}"])
+                status, output = launch_once(
+                    fault.ranks, [*arguments, f"run.name={reference.name}"]
+                )
                 if status:
                     raise RuntimeError(f"the undisturbed run failed:\n{output}")
             start = time.monotonic()
             problem = run_fault(fault, Path(parent, str(number)), reference, arguments, launch_once)
             passed += not problem
-            outcome = problem or f"{fault.state}, then the undisturbed result; {time.monotonic() - start:.0f} s"
+            outcome = (
+                problem
+                or f"{fault.state}, then the undisturbed result; {time.monotonic() - start:.0f} s"
+            )
             print(f"{'FAIL' if problem else 'PASS'}  {fault.name:52s} {outcome}", flush=True)
     print(f"{passed} of {len(chosen)} faults lost nothing")
     return passed == len(chosen) > 0
 
 
-def run_fault(fault: Fault, folder: Path, reference: Path, arguments: list[str], launch: Callable) -> str:
+def run_fault(
+    fault: Fault, folder: Path, reference: Path, arguments: list[str], launch: Callable
+) -> str:
     """Runs with the fault, then without it; returns what is wrong with the outcome, or ""."""
     arguments = [*arguments, f"run.name={folder.name}"]
-    injected = json.dumps({str(folder / "fault"): [fault.rank, fault.step, fault.phase, fault.action]})
+    injected = json.dumps(
+        {str(folder / "fault"): [fault.rank, fault.step, fault.phase, fault.action]}
+    )
     torchrun = ("--standalone", *fault.torchrun)
-    status, output = launch(fault.ranks, arguments, torchrun=torchrun, variables={"FAULTS": injected})
+    status, output = launch(
+        fault.ranks, arguments, torchrun=torchrun, variables={"FAULTS": injected}
+    )
     path = folder / "status.json"
     state = json.loads(path.read_text())["state"] if path.exists() else "none"
     if left := orphans(folder):
@@ -191,23 +294,35 @@ def orphans(folder: Path) -> list[int]:
 
 
 def fault_worker(parent: str, arguments: list[str]) -> None:
-    """Runs `train.main` on a few rows of the user's tables, with the faults described in the variable FAULTS.
+    """Runs `train.main` on a few rows of the user's tables, with the faults in FAULTS.
 
-    The arguments end with the run's name.
+    FAULTS is an environment variable. The arguments end with the run's name.
     """
-    settings = {"run.dir": parent, "data.batch_size": BATCH_SIZE, "optim.epochs": os.environ.get("FAULT_EPOCHS", 2)}
-    settings |= {"optim.accumulate": 2, "checkpoint.every_steps": 3, "checkpoint.keep_last": 2, "log.every_steps": 1}
+    settings = {
+        "run.dir": parent,
+        "data.batch_size": BATCH_SIZE,
+        "optim.epochs": os.environ.get("FAULT_EPOCHS", 2),
+    }
+    settings |= {
+        "optim.accumulate": 2,
+        "checkpoint.every_steps": 3,
+        "checkpoint.keep_last": 2,
+        "log.every_steps": 1,
+    }
     sys.argv[1:] = [*arguments, *(f"{key}={value}" for key, value in settings.items())]
     data.load = lambda options: few_rows(original(options))
     if "FAULTS" in os.environ:
         name = arguments[-1].removeprefix("run.name=")
-        arm(Path(parent, name), {Path(mark): fault for mark, fault in json.loads(os.environ["FAULTS"]).items()})
+        arm(
+            Path(parent, name),
+            {Path(mark): fault for mark, fault in json.loads(os.environ["FAULTS"]).items()},
+        )
     train.main()
 
 
 def arm(folder: Path, faults: dict[Path, tuple[int, int, str, str]]) -> None:
-    """Injects each fault at its rank, step and phase, and leaves its mark, a file: the seconds since a checkpoint was
-    saved, and those that a hang may take.
+    """Injects each fault at its rank, step and phase, and leaves its mark, a file: the seconds
+    since a checkpoint was saved, and those that a hang may take.
 
     It does so once, even if torchrun restarts the workers.
     """
@@ -220,7 +335,9 @@ def arm(folder: Path, faults: dict[Path, tuple[int, int, str, str]]) -> None:
     def phase_with_faults(env: Distributed, name: str) -> contextlib.AbstractContextManager:
         for mark, (*place, action) in faults.items():
             if place == [env.rank, env.progress.step, name] and not mark.exists():
-                mark.write_text(json.dumps([time.time() - max(start, last_save(folder)), env.limit_s]))
+                mark.write_text(
+                    json.dumps([time.time() - max(start, last_save(folder)), env.limit_s])
+                )
                 context = phase_of(env, name)
                 context.__enter__()  # so that hang reports name this phase
                 inject(action, folder, mark.parent, env.progress.step)
@@ -239,7 +356,10 @@ def last_save(folder: Path) -> float:
 
 
 def inject(action: str, folder: Path, marks: Path, step: int) -> None:
-    """Does what `action` says to the run in `folder`, after `step` steps; `marks` has the process ids of the ranks."""
+    """Does what `action` says to the run in `folder`, after `step` steps.
+
+    `marks` has the process ids of the ranks.
+    """
     name, _, target = action.partition(" ")
     if name in signal.Signals.__members__:
         os.kill(os.getppid() if "torchrun" in target else os.getpid(), signal.Signals[name])

@@ -1,9 +1,9 @@
 """`python -m tests.check gpu`: what only a machine with GPUs can prove, in less than ten minutes.
 
-The values and the steps without waiting are those of this template's model on synthetic graphs. The programs' runs take
-the user's `--config` and options first, then what each check needs: batches of 64 for 2 or 6 epochs, for which tables
-of some thousand rows are enough. Speed is measured on the user's tables or, if the configuration names none, on
-synthetic ones of the size of yeast's.
+The values and the steps without waiting are those of this template's model on synthetic graphs. The
+programs' runs take the user's `--config` and options first, then what each check needs: batches of
+64 for 2 or 6 epochs, for which tables of some thousand rows are enough. Speed is measured on the
+user's tables or, if the configuration names none, on synthetic ones of the size of yeast's.
 """
 
 import argparse
@@ -58,9 +58,11 @@ ROUTES = (  # message passing and readout
 
 
 def gpu(options: argparse.Namespace) -> bool:
-    """Prints OK or WRONG and a figure for each check; returns whether there are any and all are OK."""
+    """Prints OK or WRONG and a figure for each check; returns whether there are any, all OK."""
     if not torch.cuda.is_available():
-        raise UserError("tests.check gpu needs a GPU, and torch sees none: run it where nvidia-smi lists one")
+        raise UserError(
+            "tests.check gpu needs a GPU, and torch sees none: run it where nvidia-smi lists one"
+        )
     config = train.load_config(train.parse_arguments(options.arguments))
     report = Report(options.only, options.timeout)
     device = torch.device("cuda", 0)
@@ -82,7 +84,9 @@ def gpu(options: argparse.Namespace) -> bool:
 
 
 class Report:
-    """Runs the checks whose name contains `only`, prints a line for each, and counts those that are right and wrong.
+    """Runs the checks whose name contains `only`, and prints a line for each.
+
+    Counts those that are right and wrong.
 
     Args:
         longest_s: seconds that a program may take at most.
@@ -97,8 +101,10 @@ class Report:
         self.wrong = 0
         self.start = time.monotonic()
 
-    def check(self, name: str, function: Callable[..., tuple[bool, str]], *arguments: object) -> None:
-        """Prints what `function` returns, whether all is well and a figure; an exception is WRONG."""
+    def check(
+        self, name: str, function: Callable[..., tuple[bool, str]], *arguments: object
+    ) -> None:
+        """Prints what `function` returns, if all is well and a figure; an exception is WRONG."""
         if self.only not in name:
             return
         try:
@@ -113,14 +119,17 @@ class Report:
         print(f"{'OK' if ok else 'WRONG':6s} {name:66s} {figure}  [{seconds:.0f} s]", flush=True)
 
     def timeout(self) -> float:
-        """Returns the seconds that a program may take, 60 at least; raises `TimeoutError` if it is too late for one."""
+        """Returns the seconds that a program may take, 60 at least.
+
+        Raises `TimeoutError` if it is too late for one.
+        """
         left = self.limit_s - (time.monotonic() - self.start)
         if left <= 0:
             raise TimeoutError("not reached within ten minutes")
         return min(self.longest_s, max(60.0, left))
 
 
-# ---- Values, and waiting --------------------------------------------------------------------------------------------
+# ---- Values, and waiting -------------------------------------------------------------------------
 def distance(ours: list[Tensor], reference: list[Tensor]) -> float:
     """Returns the largest relative difference of a tensor."""
     pairs = zip(ours, reference, strict=True)
@@ -128,7 +137,10 @@ def distance(ours: list[Tensor], reference: list[Tensor]) -> float:
 
 
 def densify(graph: SharedGraph, dtype: torch.dtype | None) -> list[str]:
-    """Returns the relations that a copy with tests/recipes/dense.patch multiplies in `dtype`, as training does."""
+    """Returns the relations that a copy multiplies in `dtype`, as training does.
+
+    It has tests/recipes/dense.patch.
+    """
     return graph.densify(dtype) if dtype and hasattr(graph, "densify") else []
 
 
@@ -139,7 +151,7 @@ def host_graph(preset: str) -> SharedGraph:
 
 
 class Products:
-    """`SharedGraph.propagate`, its gradients and the deterministic product against float64 on the CPU."""
+    """`SharedGraph.propagate`, its gradients, deterministic products: all against float64, CPU."""
 
     def __init__(self, preset: str):
         self.preset = preset
@@ -192,7 +204,9 @@ def products(report: Report, device: torch.device, preset: str) -> None:
     """The sums over neighbours by precision, and the deterministic ones."""
     sums = Products(preset)
     for precision, tolerance in {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}.items():
-        report.check(f"sums over neighbours, {preset}, {precision}", sums.agree, device, precision, tolerance)
+        report.check(
+            f"sums over neighbours, {preset}, {precision}", sums.agree, device, precision, tolerance
+        )
     report.check(f"sums over neighbours, {preset}, deterministic", sums.are_deterministic, device)
 
 
@@ -220,7 +234,9 @@ class WholeModel:
 
     @cached_property
     def batch(self) -> Data:
-        return build_batch(host_graph("small"), 16, model=self.config, num_targets=len(self.model.y_std))
+        return build_batch(
+            host_graph("small"), 16, model=self.config, num_targets=len(self.model.y_std)
+        )
 
     def results(self, device: torch.device, precision: str) -> list[Tensor]:
         """Returns the predictions and the gradients of all trained parameters."""
@@ -251,7 +267,9 @@ def models(report: Report, device: torch.device) -> None:
         model = WholeModel(route, readout)
         tolerances = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
         if (route, readout) == ("shared", "nodes"):
-            tolerances["bf16"] = 0.3  # each node's small change is the difference of two rounded passes
+            tolerances["bf16"] = (
+                0.3  # each node's small change is the difference of two rounded passes
+            )
         for precision, tolerance in tolerances.items():
             name = f"model, {route}, readout={readout}, {precision}"
             report.check(name, model.agrees, device, precision, tolerance)
@@ -264,20 +282,28 @@ def draws(report: Report, device: torch.device) -> None:
 
 def same_draws(device: torch.device) -> tuple[bool, str]:
     seed, key = torch.tensor(2**55 + 12345), torch.arange(-1, 2**17)
-    numbers = [uniform(seed.to(where), key.to(where), 66).cpu() for where in (torch.device("cpu"), device)]
+    numbers = [
+        uniform(seed.to(where), key.to(where), 66).cpu() for where in (torch.device("cpu"), device)
+    ]
     return torch.equal(*numbers), f"mean of {numbers[1].numel():,}: {numbers[1].mean():.4f}"
 
 
 def steps(report: Report, device: torch.device) -> None:
-    """Ten training steps in CUDA's synchronisation debug mode, which raises where the host waits."""
-    for precision, checkpointing, route in product(("fp32", "bf16", "fp16"), (False, True), ("shared", "reach")):
+    """Ten training steps in CUDA's synchronisation debug mode, which raises if the host waits."""
+    for precision, checkpointing, route in product(
+        ("fp32", "bf16", "fp16"), (False, True), ("shared", "reach")
+    ):
         what = f"{route}, {precision}"
         if checkpointing:
             what += ", checkpointing"
-        report.check(f"ten steps without waiting, {what}", ten_steps, device, precision, checkpointing, route)
+        report.check(
+            f"ten steps without waiting, {what}", ten_steps, device, precision, checkpointing, route
+        )
 
 
-def ten_steps(device: torch.device, precision: str, checkpointing: bool, route: str) -> tuple[bool, str]:
+def ten_steps(
+    device: torch.device, precision: str, checkpointing: bool, route: str
+) -> tuple[bool, str]:
     optim = train.OptimConfig(precision=precision)
     half = train.PRECISIONS[precision][1]
     config = ModelConfig(checkpointing=checkpointing, message_passing=route)
@@ -296,7 +322,9 @@ def ten_steps(device: torch.device, precision: str, checkpointing: bool, route: 
         batch = batch.pin_memory()
     with no_waiting(device):
         for _ in range(10):
-            there = copy.copy(batch).to(device, non_blocking=True)  # Data.to moves the batch in place
+            there = copy.copy(batch).to(
+                device, non_blocking=True
+            )  # Data.to moves the batch in place
             with torch.autocast(device.type, half, enabled=half is not None):
                 prediction = model(graph, there)
             loss = train.criterion(prediction, there, model)
@@ -320,15 +348,31 @@ def no_waiting(device: torch.device) -> Iterator[None]:
                 torch.cuda.set_sync_debug_mode("default")
 
 
-# ---- Programs -------------------------------------------------------------------------------------------------------
+# ---- Programs ------------------------------------------------------------------------------------
 def torchrun(nproc: int, timeout: float, *arguments: str, **variables: str) -> tuple[int, str]:
-    """Runs a script or module under torchrun; returns its exit status, 124 after `timeout` seconds, and output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *arguments]
+    """Runs a script or module under torchrun; returns its exit status and output.
+
+    The status is 124 after `timeout` seconds.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={nproc}",
+        *arguments,
+    ]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, **variables}
-    with tempfile.TemporaryFile("w+", errors="replace") as output:  # a pipe lasts until the last worker is gone
+    with tempfile.TemporaryFile(
+        "w+", errors="replace"
+    ) as output:  # a pipe lasts until the last worker is gone
         process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             status = process.wait(timeout)
@@ -354,7 +398,11 @@ def ended(folder: Path, status: int, output: str, state: str = "finished") -> st
     """Returns what is wrong with the end of a run, or ""."""
     path = folder / "status.json"
     found = json.loads(path.read_text())["state"] if path.exists() else "none"
-    return "" if (status, found) == (0, state) else f"exit status {status}, {found}: {' '.join(output.split())[-300:]}"
+    return (
+        ""
+        if (status, found) == (0, state)
+        else f"exit status {status}, {found}: {' '.join(output.split())[-300:]}"
+    )
 
 
 def speed(folder: Path) -> str:
@@ -362,11 +410,14 @@ def speed(folder: Path) -> str:
     rows = read_metrics(folder, "train")
     rows = rows[len(rows) // 2 :]
     step_ms = sorted(row["step_ms"] for row in rows)[len(rows) // 2]
-    return f"{1e3 / step_ms:.1f} it/s, {rows[-1]['samples_per_s']:,.0f} samples/s, {rows[-1]['memory_mb']:,.0f} MB"
+    return (
+        f"{1e3 / step_ms:.1f} it/s, {rows[-1]['samples_per_s']:,.0f} samples/s, "
+        f"{rows[-1]['memory_mb']:,.0f} MB"
+    )
 
 
 def stop_after(folder: Path, steps: int, seconds: float = 1e9) -> None:
-    """Asks a run to stop, from a thread, once it has done so many steps or has trained for so many seconds."""
+    """Asks a run to stop, from a thread, after so many steps or so many seconds of training."""
 
     def watch() -> None:
         start = None
@@ -382,7 +433,10 @@ def stop_after(folder: Path, steps: int, seconds: float = 1e9) -> None:
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of the template's programs in `folder`; those of train.py take the user's options, `arguments`, first."""
+    """Runs of the template's programs in `folder`.
+
+    Those of train.py take the user's options, `arguments`, first.
+    """
 
     report: Report
     folder: Path
@@ -399,7 +453,10 @@ class Runs:
 
 
 class SpeedTables:
-    """The tables that speed is measured on: the user's, or those of the preset yeast if `config` names none."""
+    """The tables that speed is measured on: the user's, or the preset yeast's if there are none.
+
+    They are those that `config` names.
+    """
 
     def __init__(self, config: DataConfig, folder: Path):
         self.folder = folder
@@ -416,17 +473,31 @@ class SpeedTables:
 
 
 def programs(runs: Runs, tables: SpeedTables) -> None:
-    """The preflight check, training by precision and option, stopping and resuming, and the speed."""
+    """The preflight check, training by precision and option, stopping and resuming, the speed."""
     check = runs.report.check
     check("preflight with NCCL", preflight, runs)
     check("two ranks on one GPU are refused", two_ranks, runs)
     for number, (name, options) in enumerate(OPTIONS.items()):
         check(f"training: {name}", training, runs, str(number), options)
     check("stopped and resumed, run.deterministic", resuming, runs, "", ())
-    check("stopped and resumed, run.deterministic, ZeRO", resuming, runs, ", ZeRO", ("optim.zero=true",))
+    check(
+        "stopped and resumed, run.deterministic, ZeRO",
+        resuming,
+        runs,
+        ", ZeRO",
+        ("optim.zero=true",),
+    )
     for precision in ("fp32", "bf16"):
         name = f"a training step of {tables.name}, {precision}, {tables.batch_size} samples"
-        check(name, training_speed, runs, tables, f"speed, {precision}", 1, (f"optim.precision={precision}",))
+        check(
+            name,
+            training_speed,
+            runs,
+            tables,
+            f"speed, {precision}",
+            1,
+            (f"optim.precision={precision}",),
+        )
 
 
 def preflight(runs: Runs) -> tuple[bool, str]:
@@ -454,7 +525,12 @@ def training(runs: Runs, name: str, options: tuple[str, ...]) -> tuple[bool, str
 
 def resuming(runs: Runs, suffix: str, options: tuple[str, ...]) -> tuple[bool, str]:
     """A stopped and resumed run must end with the bits of an undisturbed one."""
-    options = (*SMALL, "optim.epochs=6", "run.deterministic=true", *options)  # long enough to be stopped
+    options = (
+        *SMALL,
+        "optim.epochs=6",
+        "run.deterministic=true",
+        *options,
+    )  # long enough to be stopped
     whole = runs.folder / f"whole{suffix}"
     parts = runs.folder / f"parts{suffix}"
     problem = runs.train(whole.name, *options)
@@ -469,15 +545,23 @@ def resuming(runs: Runs, suffix: str, options: tuple[str, ...]) -> tuple[bool, s
 def training_speed(
     runs: Runs, tables: SpeedTables, name: str, nproc: int, options: tuple[str, ...]
 ) -> tuple[bool, str]:
-    """The speed of a run that is stopped after 20 seconds; each rank takes as many samples, whatever their number."""
-    options = (*tables.options, f"data.batch_size={tables.batch_size * nproc}", "log.every_steps=10", *options)
+    """The speed of a run that is stopped after 20 seconds.
+
+    Each rank takes as many samples, whatever their number.
+    """
+    options = (
+        *tables.options,
+        f"data.batch_size={tables.batch_size * nproc}",
+        "log.every_steps=10",
+        *options,
+    )
     stop_after(runs.folder / name, 10**6, 20.0)
     problem = runs.train(name, *options, nproc=nproc, state="stopped")
     return not problem, problem or speed(runs.folder / name)
 
 
 def several(runs: Runs, tables: SpeedTables, count: int) -> None:
-    """What needs two GPUs: the same result on any number, a killed rank, SyncBatchNorm, and the gain in speed."""
+    """What needs two GPUs: equal results on any number, a killed rank, SyncBatchNorm, scaling."""
     check = runs.report.check
     check("parity on 1 and 2 GPUs", parity_on_gpus, runs)
     check("a killed rank", killed_rank, runs)
@@ -488,7 +572,9 @@ def several(runs: Runs, tables: SpeedTables, count: int) -> None:
 
 
 def parity_on_gpus(runs: Runs) -> tuple[bool, str]:
-    options = argparse.Namespace(cpu=False, world_sizes=[1, 2], arguments=runs.arguments, timeout=runs.report.timeout())
+    options = argparse.Namespace(
+        cpu=False, world_sizes=[1, 2], arguments=runs.arguments, timeout=runs.report.timeout()
+    )
     return parity(options), "see above"
 
 

@@ -1,4 +1,4 @@
-"""Two machines on one: network namespaces that are joined by a virtual cable; needs root and iproute2."""
+"""Two machines on one: network namespaces joined by a virtual cable; needs root and iproute2."""
 
 import contextlib
 import os
@@ -20,9 +20,10 @@ def ip(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def two_machines() -> Iterator[dict[str, str]]:
-    """Yields the namespaces of `alpha` and `beta`; each resolves its own name to 127.0.1.1, as on Debian.
+    """Yields the namespaces of `alpha` and `beta`.
 
-    The cable's end in each is the interface `cable`.
+    Each resolves its own name to 127.0.1.1, as on Debian. The cable's end in each is the interface
+    `cable`.
 
     Raises:
         RuntimeError: There are no network namespaces here.
@@ -37,7 +38,20 @@ def two_machines() -> Iterator[dict[str, str]]:
             hosts = f"127.0.0.1 localhost\n127.0.1.1 {name}\n{ADDRESSES[other]} {other}\n"
             (files / "hosts").write_text(hosts)
         end, other_end = spaces.values()
-        ip("link", "add", "cable", "netns", end, "type", "veth", "peer", "name", "cable", "netns", other_end)
+        ip(
+            "link",
+            "add",
+            "cable",
+            "netns",
+            end,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            other_end,
+        )
         for name, space in spaces.items():
             ip("-n", space, "addr", "add", f"{ADDRESSES[name]}/24", "dev", "cable")
             ip("-n", space, "link", "set", "lo", "up")
@@ -45,7 +59,9 @@ def two_machines() -> Iterator[dict[str, str]]:
         yield spaces
     finally:
         for space in spaces.values():
-            subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=30, check=False)
+            subprocess.run(
+                ["ip", "netns", "del", space], capture_output=True, timeout=30, check=False
+            )
             shutil.rmtree(Path("/etc/netns", space), ignore_errors=True)
         with contextlib.suppress(OSError):  # it is missing, or has files of other namespaces
             Path("/etc/netns").rmdir()

@@ -1,7 +1,10 @@
-"""Which faults do the quick tests notice? python -m tests.tools.mutants [--number 100] [--seed 0] [--only TEXT]
+"""Which faults do the quick tests notice?
 
-Changes one token of the five modules at a time, in a copy of the template: an operator, a number, `True`, `min`, `any`
-or `and` becomes another, or a condition is negated. Prints each mutant, and whether a quick test notices it.
+    python -m tests.tools.mutants [--number 100] [--seed 0] [--only TEXT]
+
+Changes one token of the five modules at a time, in a copy of the template: an operator, a number,
+`True`, `min`, `any` or `and` becomes another, or a condition is negated. Prints each mutant, and
+whether a quick test notices it.
 """
 
 import argparse
@@ -25,9 +28,39 @@ from typing import NamedTuple
 from tests.conftest import MODULES, ROOT, copy_template, kill_marked
 
 TIMEOUT = 900  # seconds for all quick tests, one after the other
-OTHER = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "==", "+": "-", "-": "+", "*": "/", "/": "*"}
-OTHER |= {"//": "/", "%": "//", "**": "*", "@": "*", "&": "|", "|": "&", "+=": "-=", "-=": "+=", "*=": "/=", "|=": "&="}
-OTHER |= {"and": "or", "or": "and", "not": "", "in": "not in", "is": "is not", "if": "if not", "elif": "elif not"}
+OTHER = {
+    "<": ">=",
+    "<=": ">",
+    ">": "<=",
+    ">=": "<",
+    "==": "!=",
+    "!=": "==",
+    "+": "-",
+    "-": "+",
+    "*": "/",
+    "/": "*",
+}
+OTHER |= {
+    "//": "/",
+    "%": "//",
+    "**": "*",
+    "@": "*",
+    "&": "|",
+    "|": "&",
+    "+=": "-=",
+    "-=": "+=",
+    "*=": "/=",
+    "|=": "&=",
+}
+OTHER |= {
+    "and": "or",
+    "or": "and",
+    "not": "",
+    "in": "not in",
+    "is": "is not",
+    "if": "if not",
+    "elif": "elif not",
+}
 OTHER |= {
     "while": "while not",
     "True": "False",
@@ -72,9 +105,16 @@ def mutants(module: str) -> Iterator[Mutant]:
         text = OTHER.get(token.string)
         if token.type == tokenize.NUMBER:
             text = f"({token.string} + 1)"
-        is_strict = "strict=" + token.string in token.line  # zip(strict=True) guards against mistakes of other lines
+        is_strict = (
+            "strict=" + token.string in token.line
+        )  # zip(strict=True) guards against mistakes of other lines
         is_loop = token.string == "in" and before.type == tokenize.NAME  # `for x in`, or `x in`
-        if text is None or token.start in annotations or is_strict or (is_loop and " for " in token.line):
+        if (
+            text is None
+            or token.start in annotations
+            or is_strict
+            or (is_loop and " for " in token.line)
+        ):
             continue
         mutant = Mutant(module, token.start[0], token.start[1], token.end[1], text)
         try:
@@ -98,10 +138,17 @@ def annotated(tree: ast.AST) -> Iterator[tuple[int, int]]:
 def run_tests(folder: Path, *options: str) -> subprocess.CompletedProcess | None:
     """Runs tests of a copy of the template, one after the other; returns None if they hang."""
     mark = f"MUTANT_MARK={uuid.uuid4()}"  # beside that of each test
-    environment = {**os.environ, **dict([mark.split("=")]), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        **dict([mark.split("=")]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
     try:
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+        return subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+        )
     except subprocess.TimeoutExpired:
         return None
     finally:
@@ -128,11 +175,22 @@ def outcome(mutant: Mutant, tests: list[str], folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=100, help="how many mutants are drawn (default: 100)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--number", type=int, default=100, help="how many mutants are drawn (default: 100)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="of those drawn, the ones whose line contains TEXT")
-    parser.add_argument("--jobs", type=int, default=2, help="how many are tested at a time (default: 2)")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="of those drawn, the ones whose line contains TEXT",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="how many are tested at a time (default: 2)"
+    )
     options = parser.parse_args()
     everything = [mutant for module in MODULES for mutant in mutants(module)]
     drawn = random.Random(options.seed).sample(everything, options.number)

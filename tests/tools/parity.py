@@ -15,7 +15,11 @@ from ddp_setup import Distributed, run
 from tests.tools.runs import launch, parameters, read_metrics, relative_difference
 
 NUM_EPOCHS = 2  # with each number of micro-batches
-BATCH_SIZE, NUM_TRAIN, NUM_EVAL = 24, 77, 7  # the last step has 5 rows: too few for 4 ranks x 2 micro-batches
+BATCH_SIZE, NUM_TRAIN, NUM_EVAL = (
+    24,
+    77,
+    7,
+)  # the last step has 5 rows: too few for 4 ranks x 2 micro-batches
 TOLERANCE = 1e-9  # of a tensor over its own norm, for runs that were disturbed
 # Right runs differ by 1e-16 and 1e-14 here, those with float32's errors by 1e-9 and 1e-7.
 OVER_THE_MODEL = 1e-10  # of a tensor over the norm of the model
@@ -23,21 +27,33 @@ OF_METRICS = 1e-11
 
 
 def parity(options: argparse.Namespace) -> bool:
-    """Prints how runs with several world sizes differ from the first one; returns whether they agree with it."""
+    """Prints how runs with several world sizes differ from the first; returns if they agree."""
     with tempfile.TemporaryDirectory() as folder:
         for world_size in options.world_sizes:
-            print(f"training {2 * NUM_EPOCHS} epochs of {NUM_TRAIN} rows on {world_size} processes", file=sys.stderr)
+            print(
+                f"training {2 * NUM_EPOCHS} epochs of {NUM_TRAIN} rows on {world_size} processes",
+                file=sys.stderr,
+            )
             status, output = launch(
-                world_size, ["parity-worker", folder, *options.arguments], options.timeout, cpu=options.cpu
+                world_size,
+                ["parity-worker", folder, *options.arguments],
+                options.timeout,
+                cpu=options.cpu,
             )
             if status:
                 raise RuntimeError(f"{world_size} processes failed:\n{output}")
         reference, *others = [
-            (f"{world_size} ranks, accumulate {accumulate}", Path(folder, f"{world_size}-{accumulate}"))
+            (
+                f"{world_size} ranks, accumulate {accumulate}",
+                Path(folder, f"{world_size}-{accumulate}"),
+            )
             for world_size in options.world_sizes
             for accumulate in (1, 2)
         ]
-        print(f"compared with {reference[0]}: largest difference of a tensor over the model's norm, and of a metric")
+        print(
+            f"compared with {reference[0]}: largest difference of a tensor over the model's norm, "
+            "and of a metric"
+        )
         passed = True
         for name, path in others:
             tensors = parameter_differences(path, reference[1])
@@ -62,7 +78,9 @@ def parity_worker(folder: str, arguments: list[str]) -> None:
                     config,
                     run=train.RunConfig(name=f"{env.world_size}-{accumulate}", dir=folder),
                     data=dataclasses.replace(config.data, batch_size=BATCH_SIZE),
-                    optim=dataclasses.replace(config.optim, epochs=NUM_EPOCHS, accumulate=accumulate, precision="fp64"),
+                    optim=dataclasses.replace(
+                        config.optim, epochs=NUM_EPOCHS, accumulate=accumulate, precision="fp64"
+                    ),
                     log=train.LogConfig(every_steps=1),
                 ),
                 env,
@@ -75,16 +93,23 @@ original = data.load
 
 
 def few_rows(tables: Tables) -> Tables:
-    """Returns the tables with a few rows per split, which vary as much as possible in the number of deletions."""
+    """Returns the tables with a few rows per split.
+
+    They vary as much as possible in the number of deletions.
+    """
     counts = tables.perturbed_ptr.diff()
     split = torch.full_like(tables.split, -1)
     for number, name in enumerate(SPLITS):
         rows = tables.rows(name)
-        turn = torch.zeros(len(rows), dtype=torch.long)  # position among the rows with equally many deletions
+        turn = torch.zeros(
+            len(rows), dtype=torch.long
+        )  # position among the rows with equally many deletions
         for count in counts[rows].unique():
             of_count = (counts[rows] == count).nonzero().flatten()
             turn[of_count] = torch.arange(len(of_count))
-        split[rows[turn.argsort(stable=True)][: NUM_TRAIN if name == "train" else NUM_EVAL]] = number
+        split[rows[turn.argsort(stable=True)][: NUM_TRAIN if name == "train" else NUM_EVAL]] = (
+            number
+        )
     return dataclasses.replace(tables, split=split)
 
 
@@ -95,11 +120,19 @@ def parameter_differences(path: Path, reference: Path) -> dict[str, float]:
     """
     ours, theirs = parameters(path), parameters(reference)
     numbers = torch.cat([value.flatten() for value in theirs.values() if value.is_floating_point()])
-    return {name: relative_difference(ours[name], value, numbers.norm()) for name, value in theirs.items()}
+    return {
+        name: relative_difference(ours[name], value, numbers.norm())
+        for name, value in theirs.items()
+    }
 
 
 def metric_difference(path: Path, reference: Path) -> float:
     rows = zip(read_metrics(path), read_metrics(reference), strict=True)
     names = ("loss", "mse", "pearson", "grad_norm")
-    pairs = [(ours[name], theirs[name]) for ours, theirs in rows for name in names if theirs.get(name) is not None]
+    pairs = [
+        (ours[name], theirs[name])
+        for ours, theirs in rows
+        for name in names
+        if theirs.get(name) is not None
+    ]
     return max(abs(a - b) / max(abs(b), 1e-300) for a, b in pairs)

@@ -38,7 +38,8 @@ def preflight(env: Distributed) -> None:
     slowest = max(times)
     report(
         "speed",
-        f"a matrix product takes {min(times):.1f} to {slowest:.1f} ms, slowest on rank {times.index(slowest)}",
+        f"a matrix product takes {min(times):.1f} to {slowest:.1f} ms, slowest on rank "
+        f"{times.index(slowest)}",
         ok=slowest <= 1.5 * statistics.median_low(times),
     )
     if not env.launched:
@@ -46,7 +47,9 @@ def preflight(env: Distributed) -> None:
     total = env.sum(torch.tensor(env.rank + 1.0, device=env.device)).item()
     expected = sum(range(env.world_size + 1))
     if total != expected:
-        raise RunError(f"an all-reduce gives {total} instead of {expected}: do not train on these machines")
+        raise RunError(
+            f"an all-reduce gives {total} instead of {expected}: do not train on these machines"
+        )
     for size in (10**3, 10**5, 10**7, 10**8):
         tensor = torch.zeros(size // 4, device=env.device)
         time_ms = max(milliseconds(lambda tensor=tensor: env.sum(tensor)[0].item()))

@@ -27,7 +27,9 @@ def small_graph(generator: torch.Generator) -> HeteroData:
     graph["gene"].num_nodes = 12
     nodes = torch.tensor([node for node in range(12) if node != 10])
     for relation, count in (("a", 40), ("none", 0), ("b", 25)):
-        graph["gene", relation, "gene"].edge_index = nodes[torch.randint(len(nodes), (2, count), generator=generator)]
+        graph["gene", relation, "gene"].edge_index = nodes[
+            torch.randint(len(nodes), (2, count), generator=generator)
+        ]
     return graph
 
 
@@ -40,14 +42,19 @@ def pack_levels(sets: list[dict[int, float]]) -> dict[str, Tensor]:
 
 
 def pack_sets(sets: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Returns `perturbed` and `perturbed_ptr` of sets of deleted nodes; a node that stands twice counts once."""
+    """Returns `perturbed` and `perturbed_ptr` of sets of deleted nodes.
+
+    A node that stands twice counts once.
+    """
     packed = pack_levels([dict.fromkeys(nodes, 0.0) for nodes in sets])
     return packed["perturbed"], packed["perturbed_ptr"]
 
 
 def tables_of(sets: list, y: Tensor) -> Tables:
     """Returns samples of sets of deleted nodes, or of {node: level}, without a graph."""
-    packed = pack_levels([nodes if isinstance(nodes, dict) else dict.fromkeys(nodes, 0.0) for nodes in sets])
+    packed = pack_levels(
+        [nodes if isinstance(nodes, dict) else dict.fromkeys(nodes, 0.0) for nodes in sets]
+    )
     return Tables([], [], torch.empty(2, 0).long(), torch.empty(0).long(), **packed, y=y)
 
 
@@ -66,7 +73,7 @@ def read_metrics(folder: Path, kind: str | None = None) -> list[dict]:
 
 
 def series(folder: Path) -> list[dict]:
-    """Returns the train, val and test rows without times, which are equal for runs that computed the same."""
+    """Returns the train, val and test rows without times: equal if runs computed the same."""
     rows = [row for row in read_metrics(folder) if row["kind"] != "event"]
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
@@ -88,7 +95,7 @@ def equal(value: object, other: object, tolerance: float) -> bool:
 
 
 def relative_difference(value: Tensor, reference: Tensor, norm: Tensor) -> float:
-    """Returns the norm of the difference over `norm`; inf for integers or bools that are not equal."""
+    """Returns the norm of the difference over `norm`; inf for unequal integers or bools."""
     if torch.equal(value, reference):
         return 0.0
     if not reference.is_floating_point():
@@ -97,7 +104,10 @@ def relative_difference(value: Tensor, reference: Tensor, norm: Tensor) -> float
 
 
 def difference(folder: Path, reference: Path, tolerance: float = 0.0) -> str:
-    """Returns which tensor or metric first differs between two runs by more than the relative tolerance, or ""."""
+    """Returns which tensor or metric first differs between two runs, or "".
+
+    It differs by more than the relative tolerance.
+    """
     ours, theirs = parameters(folder), parameters(reference)
     for name, value in theirs.items():
         if not relative_difference(ours[name], value, value.double().norm()) <= tolerance:
@@ -121,9 +131,10 @@ def launch(
     cpu: bool = True,
     prefix: tuple[str, ...] = (),
 ) -> tuple[int, str]:
-    """Runs `tests.check` with `arguments` under torchrun, or plain python if `world_size` is 1; `cpu` hides the GPUs.
+    """Runs `tests.check` with `arguments` under torchrun, or plain python if `world_size` is 1.
 
-    With a `prefix`, such as that of a network namespace, the command begins with it and is always under torchrun.
+    `cpu` hides the GPUs. With a `prefix`, such as that of a network namespace, the command begins
+    with it and is always under torchrun.
 
     Returns the exit status and the output.
 

@@ -1,7 +1,8 @@
-"""`python -m tests.check soak`: random faults, again and again on the same runs, until each is finished.
+"""`python -m tests.check soak`: random faults, again and again on the same runs until they finish.
 
-No launch has both a frozen rank (SIGSTOP) and a killed torchrun: a stopped process cannot see that its torchrun is
-gone, and nobody else is left to end it, so it would be left over, whatever the template did.
+No launch has both a frozen rank (SIGSTOP) and a killed torchrun: a stopped process cannot see that
+its torchrun is gone, and nobody else is left to end it, so it would be left over, whatever the
+template did.
 """
 
 import argparse
@@ -29,7 +30,9 @@ EPOCHS, STEPS_PER_EPOCH, STEPS_PER_SAVE = 6, 4, 3
 LAST_STEP = EPOCHS * STEPS_PER_EPOCH
 LAUNCHES_WITH_FAULTS = 10  # of a run, which may finish then
 TIMEOUT_S, STARTUP_TIMEOUT_S = 6, 30
-GRACE_S = 40  # beyond these, until the last process must have ended: torchrun gives a frozen one 30 s
+GRACE_S = (
+    40  # beyond these, until the last process must have ended: torchrun gives a frozen one 30 s
+)
 LOST_S = 20  # of work that a fault may cost
 DISK_MB = 512
 SHARE_DAMAGED = 0.2  # of the launches, after which a checkpoint is damaged
@@ -64,7 +67,13 @@ KINDS = {
 }
 KILLS_TORCHRUN = ("torchrun killed", "SIGUSR1 to torchrun")
 OF_RANK_0 = ("kill half-way", "kill after best", "disk full", "blocked", "inf weights")
-ONLY_PHASE = {"nan": "forward", "inf": "forward", "kill loader": "data", "blocked": "optimiser", "inf weights": "save"}
+ONLY_PHASE = {
+    "nan": "forward",
+    "inf": "forward",
+    "kill loader": "data",
+    "blocked": "optimiser",
+    "inf weights": "save",
+}
 DAMAGES = {  # to the newest checkpoint, after some of the faults
     "a truncated checkpoint": lambda path: os.truncate(path, 1000),
     "an empty checkpoint": lambda path: os.truncate(path, 0),
@@ -89,13 +98,19 @@ class Fault:
 
 
 def soak(options: argparse.Namespace) -> bool:
-    """Trains runs with faults for `minutes`; prints what they survived, and returns whether it was all of them."""
+    """Trains runs with faults for `minutes`; prints what they survived.
+
+    Returns whether it was all of them.
+    """
     seed = random.randrange(10**6) if options.seed is None else options.seed
     problem = ""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         spaces = stack.enter_context(available(two_machines(), "a link is not cut"))
-        disk = stack.enter_context(available(small_disk(folder), "the disk does not fill up")) or folder
+        disk = (
+            stack.enter_context(available(small_disk(folder), "the disk does not fill up"))
+            or folder
+        )
         soaking = Soak(options, random.Random(seed), folder, disk, spaces)
         deadline = time.monotonic() + 60 * options.minutes
         while time.monotonic() < deadline and not problem:
@@ -103,7 +118,9 @@ def soak(options: argparse.Namespace) -> bool:
                 soaking.train_a_run()
             except Exception as error:
                 kept = tempfile.mkdtemp(prefix="soak-")
-                shutil.copytree(disk, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns(BALLAST))
+                shutil.copytree(
+                    disk, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns(BALLAST)
+                )
                 problem = f"lost with --seed {seed}, see {kept}: {type(error).__name__}: {error}"
     for kind, count in soaking.survived.most_common():
         print(f"{count:6d}  {kind}")
@@ -142,20 +159,38 @@ def small_disk(parent: Path) -> Iterator[Path]:
 class Soak:
     """The runs on one disk, and what they survived."""
 
-    def __init__(self, options: argparse.Namespace, draw: random.Random, folder: Path, disk: Path, spaces: dict | None):
-        self.options, self.draw, self.folder, self.disk, self.spaces = options, draw, folder, disk, spaces
-        self.ranks = [number for number in options.ranks if BATCH_SIZE // 2 % number == 0]  # that share a micro-batch
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        draw: random.Random,
+        folder: Path,
+        disk: Path,
+        spaces: dict | None,
+    ):
+        self.options, self.draw, self.folder, self.disk, self.spaces = (
+            options,
+            draw,
+            folder,
+            disk,
+            spaces,
+        )
+        self.ranks = [
+            number for number in options.ranks if BATCH_SIZE // 2 % number == 0
+        ]  # that share a micro-batch
         self.survived: Counter[str] = Counter()
         self.num_runs = 0
         self.num_launches = 0
-        self.longest_s = 0.0  # from a fault to the end of the last process, less the limit of a hang
+        self.longest_s = (
+            0.0  # from a fault to the end of the last process, less the limit of a hang
+        )
         self.lost_s = 0.0  # of work, by a fault
 
     def summary(self) -> str:
         return (
-            f"{self.survived.total()} faults in {self.num_launches} launches of {self.num_runs} runs lost nothing; "
-            f"at most {self.lost_s:.1f} s of work were done again, and the last process ended at most "
-            f"{max(0.0, self.longest_s):.0f} s later than ddp.timeout_s or ddp.startup_timeout_s after a fault"
+            f"{self.survived.total()} faults in {self.num_launches} launches of {self.num_runs} "
+            f"runs lost nothing; at most {self.lost_s:.1f} s of work were done again, and the last "
+            f"process ended at most {max(0.0, self.longest_s):.0f} s later than ddp.timeout_s or "
+            "ddp.startup_timeout_s after a fault"
         )
 
     def train_a_run(self) -> None:
@@ -163,7 +198,9 @@ class Soak:
         is_changing = self.draw.random() < 0.5  # its number of processes
         arguments = [*self.options.arguments, *(EXACT["arguments"] if is_changing else ())]
         num_ranks = self.draw.choice(self.ranks)
-        reference = self.reference(self.ranks[-1] if is_changing else num_ranks, arguments, is_changing)
+        reference = self.reference(
+            self.ranks[-1] if is_changing else num_ranks, arguments, is_changing
+        )
         run = self.disk / f"run{self.num_runs}"
         survived: list[str] = []
         status = None
@@ -201,14 +238,20 @@ class Soak:
         drawn = self.draw.sample(kinds, self.draw.choice((1, 1, 2)))
         if "a frozen rank (SIGSTOP)" in drawn:
             drawn = [kind for kind in drawn if kind not in KILLS_TORCHRUN]
-        if "a cut link between two machines" in drawn:  # where torchrun waits minutes for another that was stopped
+        if (
+            "a cut link between two machines" in drawn
+        ):  # where torchrun waits minutes for another that was stopped
             drawn = [kind for kind in drawn if "torchrun" not in KINDS[kind]]
         faults = []
         for kind in drawn:
             action = KINDS[kind]
             phase = ONLY_PHASE.get(action, self.draw.choice(PHASES))
-            steps = [step for step in range(max(saved, default=0), LAST_STEP + 1) if occurs(phase, step)]
-            step = self.draw.choice(steps[:6] or [LAST_STEP])  # after the last step, there is an evaluation at most
+            steps = [
+                step for step in range(max(saved, default=0), LAST_STEP + 1) if occurs(phase, step)
+            ]
+            step = self.draw.choice(
+                steps[:6] or [LAST_STEP]
+            )  # after the last step, there is an evaluation at most
             rank = 0 if action in OF_RANK_0 else self.draw.randrange(num_ranks)
             faults.append(Fault(kind, rank, step, phase))
         return faults
@@ -219,14 +262,23 @@ class Soak:
         if action == "cut the link":
             return self.spaces is not None and num_ranks % 2 == 0
         # A single process is not under torchrun, and nobody notices that it is frozen.
-        return num_ranks > 1 or not (action.partition(" ")[2].startswith("torchrun") or action == "SIGSTOP")
+        return num_ranks > 1 or not (
+            action.partition(" ")[2].startswith("torchrun") or action == "SIGSTOP"
+        )
 
-    def launch(self, run: Path, num_ranks: int, arguments: list[str], faults: list[Fault]) -> list[str]:
-        """Launches the run once; returns the kinds of faults that came, and raises `LostError` after a hang."""
+    def launch(
+        self, run: Path, num_ranks: int, arguments: list[str], faults: list[Fault]
+    ) -> list[str]:
+        """Launches the run once; returns the kinds of faults that came.
+
+        Raises `LostError` after a hang.
+        """
         marks = self.folder / f"launch{self.num_launches}"
         marks.mkdir()
         self.num_launches += 1
-        injected = {str(marks / str(number)): fault.injected() for number, fault in enumerate(faults)}
+        injected = {
+            str(marks / str(number)): fault.injected() for number, fault in enumerate(faults)
+        }
         variables = {
             "FAULTS": json.dumps(injected),
             "FAULT_EPOCHS": str(EPOCHS),
@@ -239,16 +291,22 @@ class Soak:
         if "kill loader" in actions:
             worker.append("data.workers=1")
         worker.append(f"run.name={run.name}")
-        was_disturbed = (run / BALLAST).exists() or (run / "STOP").exists()  # by a fault of an earlier launch
+        was_disturbed = (run / BALLAST).exists() or (
+            run / "STOP"
+        ).exists()  # by a fault of an earlier launch
         timeout = self.options.timeout
         with ThreadPoolExecutor() as pool:
             if "cut the link" in actions:
                 torchruns = [
-                    pool.submit(launch, num_ranks // 2, worker, timeout, options, variables, True, prefix)
+                    pool.submit(
+                        launch, num_ranks // 2, worker, timeout, options, variables, True, prefix
+                    )
                     for prefix, options in self.commands_of_two_machines()
                 ]
             else:
-                torchruns = [pool.submit(launch, num_ranks, worker, timeout, ("--standalone",), variables)]
+                torchruns = [
+                    pool.submit(launch, num_ranks, worker, timeout, ("--standalone",), variables)
+                ]
             try:
                 end = self.wait(torchruns, marks)
             except BaseException:  # a request to stop
@@ -263,7 +321,9 @@ class Soak:
             self.lost_s = max(self.lost_s, lost_s)
             self.longest_s = max(self.longest_s, hung_s - limit_s)
             if hung_s > limit_s + GRACE_S or lost_s > LOST_S:
-                raise LostError(f"{fault} ended after {hung_s:.0f} s and lost {lost_s:.0f} s:\n{output}")
+                raise LostError(
+                    f"{fault} ended after {hung_s:.0f} s and lost {lost_s:.0f} s:\n{output}"
+                )
         if not fired and not was_disturbed and state(run) != "finished":
             raise LostError(f"{run.name} is {state(run)} although no fault came:\n{output}")
         return [fault.kind for fault, _ in fired]
@@ -274,16 +334,25 @@ class Soak:
             prefix = ("ip", "netns", "exec", space, "env", "GLOO_SOCKET_IFNAME=cable")
             host = int(name == "alpha")
             yield prefix, (
-                "--nnodes=2", f"--local-addr={ADDRESSES[name]}", "--rdzv-backend=c10d", "--rdzv-id=soak",
-                f"--rdzv-endpoint={ADDRESSES['alpha']}:29500", f"--rdzv-conf=is_host={host},join_timeout=60",
+                "--nnodes=2", f"--local-addr={ADDRESSES[name]}", "--rdzv-backend=c10d",
+                "--rdzv-id=soak", f"--rdzv-endpoint={ADDRESSES['alpha']}:29500",
+                f"--rdzv-conf=is_host={host},join_timeout=60",
             )  # fmt: skip
 
     def wait(self, torchruns: list[Future], marks: Path) -> float:
-        """Returns when the last process had ended, or the last rank if a link was cut, which is connected then."""
+        """Returns when the last process had ended.
+
+        If a link was cut, when the last rank had; the link is connected then.
+        """
         end = 0.0
         while not all(future.done() for future in torchruns):
             time.sleep(0.2)
-            if len(torchruns) == 2 and not end and any(marks.glob("[0-9]*")) and not processes(marks, "LOCAL_RANK="):
+            if (
+                len(torchruns) == 2
+                and not end
+                and any(marks.glob("[0-9]*"))
+                and not processes(marks, "LOCAL_RANK=")
+            ):
                 end = time.time()
                 connect(self.spaces)
         end = end or time.time()
@@ -304,7 +373,11 @@ class Soak:
                 path.rmdir()
         if is_last or self.draw.random() > SHARE_FULL:
             (run / BALLAST).unlink(missing_ok=True)
-        if is_last or self.draw.random() > SHARE_DAMAGED or not any(run.glob("checkpoints/step_*.pt")):
+        if (
+            is_last
+            or self.draw.random() > SHARE_DAMAGED
+            or not any(run.glob("checkpoints/step_*.pt"))
+        ):
             return []
         name = self.draw.choice(list(DAMAGES))
         DAMAGES[name](newest_checkpoint(run))
@@ -335,7 +408,10 @@ def kill(pids: list[int]) -> None:
 
 
 def processes(marks: Path, variable: str = "") -> list[int]:
-    """Returns the processes of the launch of `marks`, or those with an environment variable that starts so."""
+    """Returns the processes of the launch of `marks`.
+
+    Or those with an environment variable that starts so.
+    """
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has exited

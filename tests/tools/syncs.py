@@ -7,10 +7,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CountSynchronisations(TorchDispatchMode):
-    """Counts, on any device, the operators that make the host wait for a GPU: `with CountSynchronisations() as count`.
+    """Counts, on any device, the operators that make the host wait for a GPU.
 
-    They read a value, or their shape depends on values: nonzero, boolean indexing, unique, repeat_interleave without
-    `output_size`. `count.seen` lists their names.
+    Use it as `with CountSynchronisations() as count`. These operators read a value, or their shape
+    depends on values: nonzero, boolean indexing, unique, repeat_interleave without `output_size`.
+    `count.seen` lists their names.
     """
 
     WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "unique")
