@@ -1,7 +1,7 @@
-"""The process group, the device of this process, DDP wrapping, and how ranks agree.
+"""The process group, the device of this process, what DDP is given, and how ranks agree.
 
 `Distributed` has the same interface for one process and for many. Run as a script, this file is the
-preflight check:
+preflight, which tests the ranks' devices, versions, speed and all-reduce before a long run:
 
     torchrun --standalone --nproc_per_node=4 ddp_setup.py
 """
@@ -9,22 +9,20 @@ preflight check:
 import contextlib
 import gc
 import inspect
-import json
 import logging
 import os
 import platform
 import re
-import signal
+import statistics
 import sys
-import threading
 import time
+import timeit
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,37 +30,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
+from errors import RunError, UserError
+from watchdog import Progress, StopRequest, Watchdog, log_and_print
+
 log = logging.getLogger("ddp_setup")
-log.addHandler(logging.NullHandler())  # or the preflight check prints errors twice
+log.addHandler(logging.NullHandler())  # or the preflight prints errors twice
 
-PARENT_PID = os.getppid()  # torchrun, if it launched this process
 AGREEMENT_S = 0.5  # seconds from one agreement of the ranks on whether to stop to the next
-GRACE_S = 5.0  # seconds a rank has to exit by itself after another one has failed
-# After SIGTERM, seconds without progress until a rank gives up: half of those that torchrun waits,
-# which are 30 where a rank has died.
-SIGTERM_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) / 2
-SIGTERM_AFTER_DEATH_S = min(15.0, SIGTERM_S)
-SILENCE_S = 10.0  # without a heartbeat, after which a rank counts as dead
-OBSERVERS = 8  # ranks that look at all ranks when these stall, far apart: one machine may be gone
-
-
-class UserError(Exception):
-    """An error that the user can fix, in one sentence; the process exits with `status`."""
-
-    status = 2
-
-
-class RunError(UserError):
-    """A failure of a run that had started, explained in one sentence as a `UserError` is."""
-
-    status = 1
 
 
 @dataclass(frozen=True)
 class DDPConfig:
-    device_ids: list = field(default_factory=list)
-    startup_timeout_s: float = 1800.0
-    timeout_s: float = 300.0
+    device_ids: list[int] = field(default_factory=list)
+    startup_timeout_s: float = field(default=1800.0, metadata={"min": 0})
+    timeout_s: float = field(default=300.0, metadata={"min": 0})
     sync_batchnorm: bool = False
     options: dict = field(default_factory=dict)
 
@@ -74,21 +55,12 @@ class DDPConfig:
 
 
 # ---- Rank, collectives, stopping and failing -----------------------------------------------------
-class Progress(NamedTuple):
-    """How far a rank has come."""
-
-    step: int = 0  # steps done
-    changes: int = 0  # of the phase, since the last step
-    phase: str = "start"  # what it is doing
-    entered: int = 0  # phases entered in total, the same one again included
-
-
 class Distributed:
     """Rank, device and collectives of this process; without torchrun, it is rank 0 of 1."""
 
     def __init__(self, config: DDPConfig):
         self.config = config
-        self.launched = "WORLD_SIZE" in os.environ
+        self.is_distributed = "WORLD_SIZE" in os.environ
         self.rank = self.local_rank = 0
         self.world_size = self.local_world_size = 1
         self.device = torch.device("cpu")
@@ -114,10 +86,17 @@ class Distributed:
             yield
         self.seconds[name] += time.perf_counter() - start
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Returns `model`, which must be on its device, in DDP; without torchrun, unchanged."""
-        if not self.launched:
-            return model
+    @property
+    def device_ids(self) -> list[int] | None:
+        """What `DistributedDataParallel` takes under this name: the GPU of this rank, or None."""
+        return [self.device.index] if self.device.type == "cuda" else None
+
+    def prepare_for_ddp(self, model: nn.Module) -> nn.Module:
+        """Returns the model that `DistributedDataParallel` wraps, which must be on its device.
+
+        BatchNorm layers become SyncBatchNorm, if asked for, and constant buffers are not broadcast.
+        Raises `UserError` if SyncBatchNorm is asked for on the CPU.
+        """
         if self.config.sync_batchnorm:
             if self.device.type == "cpu":
                 raise UserError(
@@ -128,14 +107,10 @@ class Distributed:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
         dist.set_debug_level_from_env()  # so that DDP names parameters without a gradient
         buffers = [name for name, _ in model.named_buffers()]
-        if not any(name.endswith("running_mean") for name in buffers):  # constants: no broadcast
+        has_statistics = any(name.endswith("running_mean") for name in buffers)
+        if not has_statistics:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
-        ids = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=ids, **self.config.options)
-
-    def accumulating(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager:
-        """Wraps a micro-batch, so that only the last one of a step all-reduces gradients."""
-        return contextlib.nullcontext() if last or not self.launched else model.no_sync()
+        return model
 
     def step_done(self, step: int) -> None:
         """Records that `step` steps are done."""
@@ -169,7 +144,7 @@ class Distributed:
         return self._reduce(values.clone(), dist.ReduceOp.SUM)
 
     def _reduce(self, values: Tensor, op: dist.ReduceOp) -> Tensor:
-        if self.launched:
+        if self.is_distributed:
             with self.phase("agreement"):
                 dist.all_reduce(values, op)
         return values
@@ -177,23 +152,29 @@ class Distributed:
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Returns the picklable `value` of the rank `source` on every rank."""
         values = [value]
-        if self.launched:
+        if self.is_distributed:
             dist.broadcast_object_list(values, source)
         return values[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the picklable `value` of every rank, in their order, on every rank."""
+        values = [value] * self.world_size
+        if self.is_distributed:
+            dist.all_gather_object(values, value)
+        return values
+
     @contextlib.contextmanager
-    def sync_errors(self, *errors: type[Exception], phase: str = "set-up") -> Iterator[None]:
+    def sync_errors(self, phase: str = "set-up") -> Iterator[None]:
         """If the block raises `UserError` on any rank, every rank raises that of the lowest one.
 
-        Exceptions of the types `errors` count as `UserError`. The block must hold no collective: it
-        could hang.
+        The block must hold no collective: it could hang.
         """
         problem = None
         try:
             with self.phase(phase):
                 yield
-        except (UserError, *errors) as error:
-            problem = error if isinstance(error, UserError) else UserError(str(error))
+        except UserError as error:
+            problem = error
         ranks_left = torch.tensor(self.world_size - self.rank if problem else 0)
         most = int(self._reduce(ranks_left, dist.ReduceOp.MAX))  # on the CPU: there may be no GPU
         if most:
@@ -214,7 +195,7 @@ class Distributed:
         """Destroys the process group. Only after success: a rank in a collective would hang."""
         self.watchdog.finished.set()
         self.watchdog.join()
-        if self.launched:
+        if self.is_distributed:
             gc.collect()  # a DDP module that outlives the group can deadlock with a gloo thread
             dist.destroy_process_group()
 
@@ -264,176 +245,10 @@ class Distributed:
         os._exit(status)
 
 
-class StopRequest:
-    """Notices a request to stop: a signal, a STOP file, or the exit of this process's torchrun."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-    REASONS = ("", "STOP file", "torchrun exited", *(number.name for number in SIGNALS))
-
-    def __init__(self, file: Path):
-        self.files = [file, Path(os.environ.get("STOP_FILE", file))]  # launch.sh sets it for SLURM
-        self.reason = 0  # a position in REASONS
-        self.is_training = False  # until then, there is nothing to save: a signal ends the process
-        # Python runs handlers between its instructions; the watchdog also sees signals while a call
-        # never returns.
-        self.received, sender = os.pipe()
-        os.set_blocking(self.received, False)
-        os.set_blocking(sender, False)
-        signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-        for number in self.SIGNALS:
-            by_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
-            if not by_nohup:
-                signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: object) -> None:
-        reason = self.REASONS.index(signal.Signals(number).name)
-        is_second = number == signal.SIGINT and self.reason == reason  # Ctrl-C
-        if is_second or not self.is_training:
-            os._exit(128 + number)
-        self.reason = reason
-
-    def told_to_end(self) -> bool:
-        """Returns whether a SIGTERM has arrived since the last call, even if no handler ran."""
-        with contextlib.suppress(BlockingIOError):
-            return signal.SIGTERM in os.read(self.received, 64)
-        return False
-
-    def code(self) -> int:
-        """Returns a position in `REASONS`, 0 for no request."""
-        if not self.reason and dist.is_torchelastic_launched() and os.getppid() != PARENT_PID:
-            self.reason = self.REASONS.index("torchrun exited")
-        if not self.reason and any(file.exists() for file in self.files):
-            self.reason = self.REASONS.index("STOP file")
-        return self.reason
-
-
-class Observed(NamedTuple):
-    """What a watchdog has seen of a rank."""
-
-    heartbeat: int | None
-    progress: Progress | None
-    silent: int  # heartbeats of this rank during which the other's has not changed
-    stalled: int  # and its progress has not
-
-
-class Watchdog(threading.Thread):
-    """Ends the job with a report when a rank makes no progress for too long.
-
-    With each heartbeat, every rank writes its progress to the store. If a few of the ranks, the
-    observers, have stalled for half of `limit_s`, they observe all for the other half; if those
-    furthest behind have not moved, they name them, and every rank prints its stack and exits. The
-    other ranks observe the observers, a little later: they name these if they are silent. Time is
-    counted in heartbeats, which pause while the job is suspended.
-    """
-
-    def __init__(self, env: Distributed):
-        super().__init__(name="watchdog", daemon=True)
-        self.env = env
-        self.store = env.store.clone()  # an own connection: waits on the other would block it
-        shorter = min(env.config.timeout_s, env.config.startup_timeout_s)
-        self.heartbeat_s = max(0.1, min(2.0, shorter / 8))
-        self.finished = threading.Event()
-        self.replies = 0  # heartbeats that reached the store
-        distance = max(1, env.world_size // OBSERVERS)
-        self.is_observer = env.rank % distance == 0
-        self.observed = range(0, env.world_size, 1 if self.is_observer else distance)
-        self.seen = {}  # an `Observed` of each rank
-
-    def run(self) -> None:
-        threading.Thread(target=self.watch_store, name="watchdog of the store", daemon=True).start()
-        progress, told_to_end = None, False
-        stalled = 0  # heartbeats without progress
-        waited = 0  # of these, heartbeats after SIGTERM
-        ending = 0  # heartbeats since a rank has recorded why the job ends
-        while not self.finished.wait(self.heartbeat_s):
-            stalled = stalled + 1 if progress == self.env.progress else 0
-            progress = self.env.progress
-            # A rank that waits in NCCL for a dead one cannot handle torchrun's SIGTERM.
-            told_to_end = told_to_end or bool(self.env.stop and self.env.stop.told_to_end())
-            waited = waited + 1 if told_to_end and stalled else 0
-            silence_s = self.heartbeat_s * max(
-                [seen.silent for seen in self.seen.values()], default=0
-            )
-            limit_s = SIGTERM_AFTER_DEATH_S if silence_s > SILENCE_S else SIGTERM_S
-            if waited * self.heartbeat_s > limit_s:
-                reason = f"SIGTERM while it waits in {progress.phase} of step {progress.step}"
-                self.abort(self.env.record_end_reason(f"rank {self.env.rank}: {reason}")[0])
-            with contextlib.suppress(dist.DistError):  # torchrun is gone, as StopRequest notices
-                state = json.dumps([self.replies, progress])
-                self.store.set(f"progress/{self.env.rank}", state)
-                share = 0.5 if self.is_observer else 0.6
-                is_stalled = stalled * self.heartbeat_s >= self.env.limit_s * share
-                if is_stalled or told_to_end:
-                    self.observe_ranks()
-                else:
-                    self.seen.clear()
-                if is_stalled:
-                    self.check_ranks()
-                ending += self.store.check(["end"])
-                if ending * self.heartbeat_s > GRACE_S:  # the main thread is busy or hangs
-                    self.abort(self.env.record_end_reason("")[0])
-                self.replies += 1
-
-    def watch_store(self) -> None:
-        """Ends this rank when calls to the store never return, as of an unreachable machine."""
-        last, stalled = None, 0
-        while not self.finished.wait(self.heartbeat_s):
-            current = (self.replies, self.env.progress)
-            stalled = stalled + 1 if current == last else 0
-            last = current
-            if stalled * self.heartbeat_s > self.env.limit_s:
-                self.abort(
-                    "no progress, and torchrun's store does not answer: "
-                    "its machine is gone or cut off"
-                )
-
-    def observe_ranks(self) -> None:
-        """Counts the heartbeats since each rank was last heard of, and since it last moved."""
-        keys = [f"progress/{rank}" for rank in self.observed]
-        if not self.seen:
-            for key in keys:  # `multi_get` would wait for a rank that has not written
-                self.store.compare_set(key, "", "[-1, [0, -1]]")  # behind all others
-        for rank, state in zip(self.observed, self.store.multi_get(keys), strict=True):
-            heartbeat, progress = json.loads(state)
-            progress = Progress(*progress)
-            last = self.seen.get(rank, Observed(None, None, 0, 0))
-            silent = last.silent + 1 if heartbeat == last.heartbeat else 0
-            stalled = last.stalled + 1 if progress == last.progress else 0
-            self.seen[rank] = Observed(heartbeat, progress, silent, stalled)
-
-    def check_ranks(self) -> None:
-        """Records the ranks furthest behind as the reason to end, if none has moved for long."""
-        least = min(seen.progress[:2] for seen in self.seen.values())
-        behind = {rank: seen for rank, seen in self.seen.items() if seen.progress[:2] == least}
-        half = self.env.limit_s / 2 / self.heartbeat_s  # in heartbeats
-        found = []
-        for rank, seen in behind.items():
-            idle = seen.stalled if self.is_observer else seen.silent
-            if idle < half:
-                return
-            frozen = "frozen, or its machine is gone, last " if seen.silent >= half else ""
-            found.append(
-                f"rank {rank}: {frozen}in {seen.progress.phase} of step {seen.progress.step}"
-            )
-        reason = (
-            f"no progress for {self.env.limit_s:.0f} s (ddp.timeout_s, ddp.startup_timeout_s): "
-            f"{'; '.join(found)}"
-        )
-        if self.env.record_end_reason(reason)[1]:
-            log_and_print(f"error: {reason}")
-
-    def abort(self, reason: str) -> NoReturn:
-        stack = "".join(
-            traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
-        )
-        log_and_print(f"stack of rank {self.env.rank} ({reason}):\n{stack}")
-        self.env.exit_now(reason, 1)
-
-
 # ---- Set-up --------------------------------------------------------------------------------------
 def setup(env: Distributed) -> Distributed:
     """Joins the process group, selects this rank's device and returns `env`; raises `UserError`."""
-    if env.launched:
+    if env.is_distributed:
         try:
             env.rank = int(os.environ["RANK"])
             env.local_rank = int(os.environ["LOCAL_RANK"])
@@ -524,12 +339,6 @@ def run(program: Callable[[Distributed], None], config: DDPConfig) -> None:
         env.fail(error)
 
 
-def log_and_print(text: str) -> None:
-    log.error(text)
-    with contextlib.suppress(OSError):  # stderr may be a closed pipe
-        print(text, file=sys.stderr, flush=True)
-
-
 def library_versions() -> dict[str, str]:
     """Returns the versions that must be the same on all ranks."""
     return {
@@ -554,13 +363,69 @@ def describe(env: Distributed) -> str:
         **library_versions(),
     }
     line = ", ".join(f"{name} {value}" for name, value in row.items())
-    lines = [line] * env.world_size
-    if env.launched:
-        dist.gather_object(line, lines if env.rank == 0 else None)
-    return "\n".join(lines)
+    return "\n".join(env.gather(line))
+
+
+# ---- Preflight -----------------------------------------------------------------------------------
+def preflight(env: Distributed) -> None:
+    """Prints the ranks, their speed and that of all-reduces.
+
+    Raises `UserError` if versions differ, `RunError` if a sum is wrong.
+    """
+    ranks = describe(env)
+    report(env, "ranks", f"\n{ranks}")
+    env.check_equal(library_versions())
+    report(env, "versions", "the same on all ranks")
+    compare_speed(env)
+    if env.is_distributed:
+        check_all_reduce(env)
+
+
+def report(env: Distributed, name: str, finding: str, ok: bool = True) -> None:
+    """Prints a line of the preflight on rank 0."""
+    if env.rank == 0:
+        verdict = "OK" if ok else "NOTE"
+        print(f"{verdict:6s} {name:12s} {finding}", flush=True)
+
+
+def compare_speed(env: Distributed) -> None:
+    """Reports how long a matrix product takes on each rank; notes a rank that is much slower."""
+    size = 8192 if env.device.type == "cuda" else 1024  # an idle GPU raises its clock meanwhile
+    matrix = torch.ones(size, size, device=env.device)
+    times = milliseconds(env, lambda: (matrix @ matrix).sum().item())
+    slowest = max(times)
+    finding = (
+        f"a matrix product takes {min(times):.1f} to {slowest:.1f} ms, "
+        f"slowest on rank {times.index(slowest)}"
+    )
+    report(env, "speed", finding, ok=slowest <= 1.5 * statistics.median_low(times))
+
+
+def check_all_reduce(env: Distributed) -> None:
+    """Reports the speed of all-reduces of several sizes; raises `RunError` if a sum is wrong."""
+    total = env.sum(torch.tensor(env.rank + 1.0, device=env.device)).item()
+    expected = sum(range(env.world_size + 1))
+    if total != expected:
+        raise RunError(
+            f"an all-reduce gives {total} instead of {expected}: do not train on these machines"
+        )
+    for size in (10**3, 10**5, 10**7, 10**8):
+        tensor = torch.zeros(size // 4, device=env.device)
+        time_ms = max(milliseconds(env, lambda tensor=tensor: env.sum(tensor)[0].item()))
+        rate = size / time_ms / 1e6
+        report(env, "all-reduce", f"{size:11,d} bytes in {time_ms:9.2f} ms, {rate:6.2f} GB/s")
+
+
+def milliseconds(env: Distributed, function: Callable[[], object]) -> list[float]:
+    """Returns the median time of a call on each rank, after six to warm up."""
+    times = timeit.repeat(function, number=1, repeat=12)[6:]
+    return env.gather(1e3 * statistics.median(times))
+
+
+def main() -> None:
+    """Runs the preflight."""
+    run(preflight, DDPConfig(startup_timeout_s=30.0))
 
 
 if __name__ == "__main__":
-    from tests.tools.preflight import main  # which imports this file as a module
-
     main()

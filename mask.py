@@ -6,32 +6,34 @@ another level it lives, and sends its messages times the level. Because exactly 
 nodes are masked and summation is linear, aggregation over the live edges of B samples needs no copy
 of the graph:
 
-    sum over live edges = alive * (A @ (keep * X))     X: [N, B, H], keep: [N, B, 1], A: [N, N]
+    sum over live edges = keep * (A @ (level * X))     X: [N, B, H], level: [N, B, 1], A: [N, N]
 
-with `keep` the level of each node, 1 if intact, and `alive` where it is not 0.
-`SharedGraph.keep` and `SharedGraph.propagate` compute the two factors, keep and A. Layers that need
+with `level` that of each node, 1 if intact, and `keep` where it is not 0. `SharedGraph.levels`,
+`SharedGraph.keep` and `SharedGraph.propagate` compute the factors. Layers that need
 per-edge values (attention, say) use `expand` and `edge_masks`: B block-diagonal copies of the graph
-and a boolean per copied edge. Most states do not differ from the intact graph's; `ReachPlanner`
-lists those that do, for a model that computes only these.
+and a boolean per copied edge, as `ExpandedMessages` does.
 
 Shapes: N nodes, R relations, E edges over all relations, E_r edges of relation r, H channels,
 B samples in the batch, P perturbed nodes in the batch, D dead edges in the batch.
 """
 
 import warnings
-from collections.abc import Sequence
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.index import index2ptr
 from torch_geometric.typing import EdgeType
+from torch_geometric.utils import scatter
 
 # torch warns once per process about sparse tensors, which users can do nothing about.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
 warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
+
+
+def num_samples(batch: Data) -> int:
+    """Returns the number of samples in a batch, B."""
+    return batch.perturbed_ptr.numel() - 1
 
 
 class SharedGraph(nn.Module):
@@ -60,7 +62,9 @@ class SharedGraph(nn.Module):
         if not self.relations:
             raise ValueError("the graph has no edge types")
         graph.validate()
-        edge_indices, weights, attributes = [], [], []
+        edge_indices = []
+        weights = []
+        attributes = []
         for relation in self.relations:
             if {relation[0], relation[2]} != {node_type}:
                 raise ValueError(f"edge type {relation} does not connect '{node_type}' with itself")
@@ -105,23 +109,27 @@ class SharedGraph(nn.Module):
     def device(self) -> torch.device:
         return self.edge_index.device
 
-    def check(self, batch: Data) -> int:
-        """Returns the number of samples B; raises `RuntimeError` if the batch is elsewhere."""
+    def check(self, batch: Data) -> None:
+        """Raises `RuntimeError` if the batch is on another device than the graph."""
         if batch.perturbed.device != self.device:
             raise RuntimeError(
                 f"the batch is on {batch.perturbed.device} but the graph is on {self.device}: "
                 f"call batch = batch.to('{self.device}') before the model sees it"
             )
-        return batch.perturbed_ptr.numel() - 1
 
-    def keep(self, batch: Data) -> Tensor:
+    def levels(self, batch: Data) -> Tensor:
         """Returns the level of each node in each sample, [N, B], in the graph's dtype.
 
         It is 1 for an intact node and 0 for a dead one.
         """
-        keep = self.edge_weight.new_ones(self.num_nodes, self.check(batch))
-        level = batch.level.to(keep.dtype)
-        return keep.index_put_((batch.perturbed, batch.perturbed_batch), level)
+        self.check(batch)
+        levels = self.edge_weight.new_ones(self.num_nodes, num_samples(batch))
+        changed = batch.level.to(levels.dtype)
+        return levels.index_put_((batch.perturbed, batch.perturbed_batch), changed)
+
+    def keep(self, batch: Data) -> Tensor:
+        """Returns which nodes are alive in each sample, bool [N, B]."""
+        return self.levels(batch) > 0
 
     def dead_edges(self, batch: Data) -> Tensor:
         """Returns the flat ids of the dead edges, long [D], in O(D).
@@ -129,7 +137,7 @@ class SharedGraph(nn.Module):
         An id is a position in `torch.cat(list(edge_masks(batch).values()))`. An edge between two
         dead nodes is listed twice.
         """
-        num_samples = self.check(batch)
+        self.check(batch)
         num_relations = len(self.relations)
         # Segment k * R + r holds the edges of relation r that die with perturbed node number k.
         bounds = self.incidence_ptr.unfold(0, num_relations + 1, num_relations)  # [N, R + 1]
@@ -145,7 +153,9 @@ class SharedGraph(nn.Module):
         # B copies of each earlier relation precede it, of which `edge` counts one, and a copy of
         # its own relation for each earlier sample.
         sample = batch.perturbed_batch.unsqueeze(1)
-        preceding = (num_samples - 1) * self.edge_offsets + sample * self.edge_counts  # [P, R]
+        preceding = (
+            num_samples(batch) - 1
+        ) * self.edge_offsets + sample * self.edge_counts  # [P, R]
         return preceding.flatten().index_select(0, segment).add_(edge)
 
     def edge_masks(self, batch: Data) -> dict[EdgeType, Tensor]:
@@ -153,11 +163,10 @@ class SharedGraph(nn.Module):
 
         Sample k is `[k * E_r, (k + 1) * E_r)`.
         """
-        num_samples = self.check(batch)
-        size = num_samples * self.edge_index.size(1)
-        alive = torch.ones(size, dtype=torch.bool, device=self.device)
-        alive.index_fill_(0, self.dead_edges(batch), False)
-        sizes = [num_samples * count for count in self.num_edges.values()]
+        dead_edges = self.dead_edges(batch)
+        sizes = [num_samples(batch) * count for count in self.num_edges.values()]
+        alive = torch.ones(sum(sizes), dtype=torch.bool, device=self.device)
+        alive.index_fill_(0, dead_edges, False)
         return dict(zip(self.relations, alive.split(sizes), strict=True))
 
     def expand(self, batch: Data) -> dict[EdgeType, Tensor]:
@@ -166,7 +175,9 @@ class SharedGraph(nn.Module):
         Node n of sample k is `k * N + n`. The edges of each sample are in the order of the graph's
         `edge_index`, so that `values.repeat(B, 1)` are those of the copies for values [E_r, F].
         """
-        offset = torch.arange(self.check(batch), device=self.device).unsqueeze(1) * self.num_nodes
+        self.check(batch)
+        sample = torch.arange(num_samples(batch), device=self.device).unsqueeze(1)
+        offset = sample * self.num_nodes
         edge_indices = self.edge_index.unsqueeze(1).split(list(self.num_edges.values()), dim=2)
         copies = [(edge_index + offset).flatten(1) for edge_index in edge_indices]
         return dict(zip(self.relations, copies, strict=True))
@@ -176,16 +187,16 @@ class SharedGraph(nn.Module):
         return values.split(list(self.num_edges.values()))
 
     def propagate(
-        self, x: Tensor, gate: Tensor | None = None, keep: Tensor | None = None
+        self, x: Tensor, gate: Tensor | None = None, level: Tensor | None = None
     ) -> Tensor:
-        """Returns the sum over relations r of gate_r * (A_r @ (keep * x)), [N, B, H].
+        """Returns the sum over relations r of gate_r * (A_r @ (level * x)), [N, B, H].
 
-        `x` is [N, B, H], `gate` [R, H], `keep` [N, B]; without them, all are ones. Sums of dead
+        `x` is [N, B, H], `gate` [R, H], `level` [N, B]; without them, all are ones. Sums of dead
         nodes, which nothing reads, stay. Products are in the graph's dtype, the result is in that
-        of keep * x.
+        of level * x.
         """
-        if keep is not None:
-            x = keep.unsqueeze(-1) * x
+        if level is not None:
+            x = level.unsqueeze(-1) * x
         if gate is None:
             gate = x.new_ones(len(self.relations), x.size(2))
         dtype = self.edge_weight.dtype
@@ -220,151 +231,55 @@ class RelationStack(nn.Module):
         return _Propagate.apply(x, gate, *self.buffers())
 
 
-class ReachedStates(NamedTuple):
-    """Which S states differ from the intact graph's after one layer, in a block of samples.
+class ExpandedMessages:
+    """Sums as `SharedGraph.propagate` does over B block-diagonal copies of the graph.
 
-    They are sorted by sample and node. The matrix [S, C * (R + 1)] sums what the C senders
-    contribute to them: the perturbed nodes, of whose states 1 - level is taken back, and the states
-    that differed before the layer, sent times their level. Column c * (R + 1) + r holds the
-    out-edges of sender c by relation r, the last the sender itself.
+    A node sends its state times its level. A dead edge is a loop at a spare node, number B * N: to
+    leave it out, the host would wait for the GPU. This is the reference for the shared route, and
+    the one for layers that need per-edge values.
     """
 
-    node: Tensor  # long [S]
-    sample: Tensor  # long [S], counted from the block's first sample
-    previous: Tensor  # long, where the states of the layer before stand among these
-    matrix: tuple[Tensor, ...]  # for `spmm`
-
-
-class ReachBlock(NamedTuple):
-    """Some consecutive samples of a batch: what they change in the first `len(layers)` layers."""
-
-    perturbed: Tensor  # and the next three as in a batch
-    perturbed_batch: Tensor
-    perturbed_ptr: Tensor
-    level: Tensor
-    layers: Sequence[ReachedStates] = ()
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.perturbed_ptr) - 1
-
-
-class ReachPlanner:
-    """Finds the states that samples change, layer by layer, from the topology alone, on the CPU.
-
-    A layer changes the living out-neighbours of the perturbed nodes and of the nodes that the layer
-    before has changed. As the `transform` of a `data.KnockoutDataset` it adds `reach` to each
-    batch, a list of `ReachBlock`. A block's plan ends before the first layer that is cheaper on all
-    nodes.
-    """
-
-    BLOCK = 32  # samples whose reached states stay in cache
-    STATES = 2**23  # in a block, on all nodes: with 32 channels, they take 1 GB
-    # A layer on all nodes costs as much as this share of all edges in a plan, and so many edges per
-    # node (measured).
-    EDGE_SHARE = 0.04
-    EDGES_PER_NODE = 13.0
-
-    def __init__(self, graph: SharedGraph, num_layers: int):
+    def __init__(self, graph: SharedGraph, batch: Data):
+        self.num_samples = num_samples(batch)
         self.num_nodes = graph.num_nodes
-        self.num_layers = num_layers
-        num_edges = sum(graph.num_edges.values())
-        self.max_edges = self.EDGE_SHARE * num_edges + self.EDGES_PER_NODE * self.num_nodes
-        # The out-edges of each node by relation and, as if by one more, from each node to itself.
-        node = torch.arange(self.num_nodes + 1)
-        ptr = graph.stack.backward_ptr.cpu().unfold(0, len(node), self.num_nodes)  # [R, N + 1]
-        col = graph.stack.backward_col.cpu()
-        weight = graph.stack.backward_weight.cpu()
-        self.ptr = torch.cat([ptr, len(col) + node.unsqueeze(0)]).numpy()
-        self.col = torch.cat([col, node[:-1]]).numpy()
-        self.weight = torch.cat([weight, weight.new_ones(self.num_nodes)])
-        self.block = min(self.BLOCK, max(1, self.STATES // self.num_nodes))
-        # Of the states of a block, numbered sample * N + node. Only entries of reached states are
-        # written, as most states are not.
-        num_states = self.block * self.num_nodes
-        self.level = np.ones(num_states)
-        self.last_edge = np.empty(num_states, dtype=np.int32)
-        self.row = np.empty(num_states, dtype=np.int32)  # in the plan of a layer
+        self.level = graph.levels(batch).unsqueeze(-1)
+        weights = graph.by_relation(graph.edge_weight)
+        self.weights = [weight.repeat(self.num_samples) for weight in weights]
+        copied = graph.expand(batch)
+        alive = graph.edge_masks(batch)
+        spare = self.num_samples * self.num_nodes
+        self.edge_indices = [copied[name].where(alive[name], spare) for name in graph.relations]
 
-    def __call__(self, batch: Data) -> Data:
-        """Adds `reach` to a batch on the CPU, and returns it."""
-        batch.reach = self.plan(batch)
-        return batch
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        copies = self.copy(x)
+        sums = 0.0
+        for edge_index, weight, gated in zip(self.edge_indices, self.weights, gate, strict=True):
+            source, target = edge_index
+            message = (copies * gated).index_select(0, source) * weight.unsqueeze(1)
+            sums = sums + scatter(message, target, dim=0, dim_size=len(copies), reduce="sum")
+        return self.by_node(sums)
 
-    def plan(self, batch: Data) -> list[ReachBlock]:
-        """Returns the plan of a batch on the CPU, in blocks of samples."""
-        blocks = []
-        for first in range(0, max(1, len(batch.perturbed_ptr) - 1), self.block):
-            ptr = batch.perturbed_ptr[first : first + self.block + 1]
-            knockouts = slice(ptr[0], ptr[-1])
-            sample = batch.perturbed_batch[knockouts] - first
-            block = ReachBlock(
-                batch.perturbed[knockouts], sample, ptr - ptr[0], batch.level[knockouts]
-            )
-            blocks.append(block._replace(layers=self._plan_layers(block)))
-        return blocks
+    def copy(self, x: Tensor) -> Tensor:
+        """Maps states [N, B, H], or [N, 1, H] alike in all samples, to what nodes send of them.
 
-    def _plan_layers(self, block: ReachBlock) -> list[ReachedStates]:
-        perturbed = (block.perturbed_batch * self.num_nodes + block.perturbed).numpy()
-        self.level[perturbed] = block.level
-        layers = []
-        reached = perturbed[:0]
-        for _ in range(self.num_layers):
-            senders = np.concatenate([perturbed, reached])
-            sender_node = senders % self.num_nodes
-            # Column c * (R + 1) + r: the out-edges of sender c by relation r.
-            start = self.ptr[:, sender_node]
-            length = self.ptr[:, sender_node + 1] - start
-            if length.sum() > block.num_samples * self.max_edges:
-                break
-            length[-1, : len(perturbed)] = 0  # what a node sends does not change its own state
-            scale = np.ones(start.shape)
-            scale[:-1] = np.concatenate([1 - self.level[perturbed], self.level[reached]])
-            first_state = np.repeat(senders - sender_node, len(self.ptr))  # of the same sample
-            previous = reached
-            columns = (values.T.ravel() for values in (start, length, scale))
-            reached, matrix = self._layer(first_state, *columns)
-            reached_sample, reached_node = np.divmod(reached, self.num_nodes)
-            layers.append(
-                ReachedStates(
-                    torch.from_numpy(reached_node),
-                    torch.from_numpy(reached_sample),
-                    torch.from_numpy(self.row[previous]).long(),
-                    matrix,
-                )
-            )
-        self.level[perturbed] = 1
-        return layers
-
-    def _layer(
-        self, first_state: np.ndarray, start: np.ndarray, length: np.ndarray, scale: np.ndarray
-    ) -> tuple[np.ndarray, tuple[Tensor, ...]]:
-        """Returns the living states that out-edges reach, ascending, and the matrix [S, columns].
-
-        The edges of a column are `start[column] : start[column] + length[column]`, are weighted by
-        `scale[column]`, and lead to states of the sample whose node 0 is `first_state[column]`.
+        That is [B * N + 1, H], sample-major, and the last is that of the spare node.
         """
-        column = np.repeat(np.arange(len(length), dtype=np.int32), length)
-        edge = np.arange(len(column)) + np.repeat(start - (length.cumsum() - length), length)
-        target = np.repeat(first_state, length) + self.col[edge]
-        alive = self.level[target] > 0
-        column = column[alive]
-        edge = edge[alive]
-        target = target[alive]
+        copies = (self.level * x).transpose(0, 1).flatten(0, 1)
+        return nn.functional.pad(copies, (0, 0, 0, 1))
 
-        # As np.unique(target), but sorting only distinct states.
-        number = np.arange(len(target))
-        self.last_edge[target] = number
-        reached = np.sort(target[self.last_edge[target] == number])
-        self.row[reached] = np.arange(len(reached))
+    def by_node(self, states: Tensor) -> Tensor:
+        """Maps states of the copies [B * N + 1, H] to [N, B, H]."""
+        states = states.narrow(0, 0, self.num_samples * self.num_nodes)
+        return states.view(self.num_samples, self.num_nodes, states.size(1)).transpose(0, 1)
 
-        row = torch.from_numpy(self.row[target])
-        weight = self.weight[edge].mul_(torch.from_numpy(scale[column]))
-        column = torch.from_numpy(column)
-        order = torch.argsort(row, stable=True)
-        by_row = (index2ptr(row[order], len(reached)), column[order], weight[order])
-        by_column = (index2ptr(column, len(length)), row, weight)
-        return reached, (*by_row, *by_column)
+
+def intact_batch(device: torch.device) -> Data:
+    """Returns a batch of one sample without knock-outs."""
+    none = torch.empty(0, dtype=torch.long, device=device)
+    ptr = none.new_zeros(2)
+    return Data(
+        perturbed=none, perturbed_batch=none, perturbed_ptr=ptr, level=none, num_dead_edges=0
+    )
 
 
 class _Propagate(torch.autograd.Function):

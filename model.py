@@ -13,18 +13,18 @@ serves all samples at once.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
-from mask import ReachBlock, ReachPlanner, SharedGraph, spmm
+from mask import ExpandedMessages, SharedGraph, intact_batch, num_samples, spmm
+from reach import ReachBlock, block_size
 
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
 
@@ -34,8 +34,8 @@ Messages = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    hidden: int = 32
-    layers: int = 2
+    hidden: int = field(default=32, metadata={"min": 1})
+    layers: int = field(default=2, metadata={"min": 1})
     dropout: float = 0.1
     embedding: bool = True
     message_passing: Literal["auto", "shared", "reach", "expanded"] = "auto"
@@ -43,8 +43,13 @@ class ModelConfig:
     checkpointing: bool = False
 
     def __post_init__(self):
-        if self.dropout >= 1:
+        if not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout must be in [0, 1), not {self.dropout}")
+
+    @property
+    def has_knockout_pass(self) -> bool:
+        """Whether states are computed without the knocked-out nodes, too."""
+        return self.readout != "local"
 
 
 class LayerStates(NamedTuple):
@@ -55,13 +60,20 @@ class LayerStates(NamedTuple):
     p: Tensor  # what gelu is applied to, before it is added to x
 
 
+class Draws(NamedTuple):
+    """What is random in a training step; in evaluation, all is known and all factors are 1."""
+
+    is_known: Tensor  # whether a node's effect, and whether its slope, are known, bool [2, N]
+    node_dropout: Tensor  # factors of the nodes' states, [N, H], the same in both passes
+    row_dropout: Tensor  # factors of what the readouts know of each sample, [B, H]
+
+
 class WildType(NamedTuple):
     """The pass on the intact graph, B = 1."""
 
     layers: list[LayerStates]
     final: Tensor  # normalised states after the last layer, [N, 1, H]
-    of_nodes: Tensor  # dropout's factors of the nodes' states, [N, H], the same in both passes
-    of_rows: Tensor  # and of what the readouts know of each sample, [B, H]
+    draws: Draws
 
 
 class KnockoutGNN(nn.Module):
@@ -119,8 +131,10 @@ class KnockoutGNN(nn.Module):
         self.power = 1.0  # of levels
 
     @classmethod
-    def from_tables(cls, config: ModelConfig, tables: Any, baseline: Any) -> "KnockoutGNN":
-        """Returns a model for `data.Tables` that starts from their `data.Baseline`.
+    def from_tables(
+        cls, config: ModelConfig, tables: Any, baseline: Any, target_nodes: Tensor | None = None
+    ) -> "KnockoutGNN":
+        """Returns a model for `tables.Tables` that starts from their `baseline.Baseline`.
 
         Without a readout of the knocked-out nodes, it starts from the mean of the training scores.
         """
@@ -134,7 +148,7 @@ class KnockoutGNN(nn.Module):
             y_offset=baseline.mean,
             y_std=baseline.std,
             unseen=unseen.item(),
-            target_nodes=tables.target_nodes() if config.readout == "nodes" else None,
+            target_nodes=target_nodes,
         )
         if model.additive is not None:
             model.y_offset.copy_(baseline.intercept)
@@ -143,6 +157,13 @@ class KnockoutGNN(nn.Module):
             model.additive.imputed.copy_(baseline.imputed / baseline.std)
             model.power = baseline.power
         return model
+
+    def get_extra_state(self) -> Tensor:
+        """Returns the power, which a buffer would round with the model's dtype."""
+        return torch.tensor(self.power, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.power = state.item()
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
         """Returns predictions [B, T]; raises `RuntimeError` if the batch is on another device.
@@ -153,15 +174,15 @@ class KnockoutGNN(nn.Module):
         messages = graph.propagate
         if self.config.message_passing in ON_COPIES:
             messages = ExpandedMessages(graph, intact_batch(graph.device))
-        known, of_nodes, of_rows = self.draw(graph, batch)
-        x, sent = self.embed(graph, known.select(0, 0), of_nodes)
+        draws = self.draw(graph, batch)
+        x, sent = self.embed(graph, draws)
         x, layers = self.encode(x.unsqueeze(1), sent.unsqueeze(1), messages)
-        wild = WildType(layers, self.norm(x), of_nodes, of_rows)
+        wild = WildType(layers, self.norm(x), draws)
         # How far each perturbed node is from intact: 1 if deleted, below 0 if activated, [P, 1].
         dose = (1 - batch.level**self.power).to(wild.final.dtype).unsqueeze(1)
         prediction = 0.0
         if self.additive is not None:
-            prediction = self.additive(known, dose, batch)
+            prediction = self.additive(draws.is_known, dose, batch)
         if self.local_readout is not None:
             prediction = prediction + self.local_readout(wild, dose, batch)
         if self.change_readout is not None:
@@ -169,37 +190,32 @@ class KnockoutGNN(nn.Module):
             prediction = prediction + self.change_readout(changes, wild, batch)
         return self.y_offset + self.y_std * prediction.to(self.y_offset.dtype)
 
-    def draw(self, graph: SharedGraph, batch: Data) -> tuple[Tensor, ...]:
-        """Returns which nodes' effects and slopes are known, bool [2, N], and dropout's factors.
-
-        All is drawn at once, by node and by row of the table; in evaluation, nothing is.
-        """
+    def draw(self, graph: SharedGraph, batch: Data) -> Draws:
+        """Returns all that is random, drawn at once, by node and by row of the table."""
         num_nodes = graph.num_nodes
         hidden = self.config.hidden
         rate = self.config.dropout if self.training else 0.0
-        key = torch.arange(num_nodes, device=graph.device)
-        key = torch.cat([key, num_nodes + batch.index])
+        node = torch.arange(num_nodes, device=graph.device)
+        key = torch.cat([node, num_nodes + batch.index])
         if rate > 0:
             numbers = uniform(batch.seed, key, hidden + 2)
         else:
             numbers = torch.ones(len(key), hidden + 2, device=graph.device)
-        kept, shown = numbers.tensor_split([hidden], 1)
+        for_dropout, for_hiding = numbers.tensor_split([hidden], 1)
         # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
-        known = shown.narrow(0, 0, num_nodes).t() >= self.unseen
-        factors = (kept >= rate) / (1 - rate)
-        return known, *factors.tensor_split([num_nodes])
+        is_known = for_hiding.narrow(0, 0, num_nodes).t() >= self.unseen
+        factors = (for_dropout >= rate) / (1 - rate)
+        return Draws(is_known, *factors.tensor_split([num_nodes]))
 
-    def embed(
-        self, graph: SharedGraph, is_known: Tensor, of_nodes: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def embed(self, graph: SharedGraph, draws: Draws) -> tuple[Tensor, Tensor]:
         """Returns the nodes' states before the first layer and what they send in it, [N, H]."""
         x = sent = self.y_offset.new_zeros(graph.num_nodes, self.config.hidden)
         if self.project is not None:
             x, sent = self.project(graph.x).to(x.dtype).chunk(2, dim=1)
         if self.config.embedding:
-            x = x + self.identity * is_known.unsqueeze(1)
+            x = x + self.identity * draws.is_known.select(0, 0).unsqueeze(1)
             sent = sent + self.embedding
-        return x, self.layers[0].norm(sent * of_nodes)
+        return x, self.layers[0].norm(sent * draws.node_dropout)
 
     def encode(
         self, x: Tensor, sent: Tensor, messages: Messages, first: int = 0
@@ -286,20 +302,23 @@ class KnockoutGNN(nn.Module):
             last = block.layers[-1]
             x = x.index_put((last.sample, last.node), reached)
         size = block_size(wild.final, len(graph.relations))
-        keep = graph.keep(block)
+        levels = graph.levels(block)
         changes = []
-        for some_x, some_keep in zip(x.split(size), keep.split(size, 1), strict=True):
-            messages = partial(graph.propagate, keep=some_keep)
-            some_x = some_x.transpose(0, 1).contiguous()
-            changes.append(self.run(self.read_all, some_x, depth, messages, some_keep, wild))
+        for states, level in zip(x.split(size), levels.split(size, 1), strict=True):
+            messages = partial(graph.propagate, level=level)
+            states = states.transpose(0, 1).contiguous()
+            changes.append(self.run(self.read_all, states, depth, messages, level > 0, wild))
         return changes
 
     def read_all(
-        self, x: Tensor, depth: int, messages: Messages, keep: Tensor, wild: WildType
+        self, x: Tensor, depth: int, messages: Messages, alive: Tensor, wild: WildType
     ) -> Tensor:
-        """Returns what the readout keeps, [B, width], given all states before a layer."""
+        """Returns what the readout keeps, [B, width], given all states before a layer.
+
+        `alive` are the nodes of which it reads, bool [N, B].
+        """
         x, _ = self.encode(x, wild.layers[0].h, messages, depth)
-        return self.change_readout.of_all(self.norm(x) - wild.final, wild, keep > 0)
+        return self.change_readout.of_all(self.norm(x) - wild.final, wild, alive)
 
     def select(self, states: Tensor, node: Tensor) -> Tensor:
         """Returns states[node], [S, H], of states [N, 1, H].
@@ -370,56 +389,6 @@ class KnockoutConv(nn.Module):
         return spmm(*matrix, torch.cat([by_relation, by_root], dim=1).flatten(0, 1))
 
 
-class ExpandedMessages:
-    """Sums as `SharedGraph.propagate` does over B block-diagonal copies of the graph.
-
-    A node sends its state times its level. A dead edge is a loop at a spare node, number B * N: to
-    leave it out, the host would wait for the GPU. This is the reference for the shared route, and
-    the one for layers that need per-edge values.
-    """
-
-    def __init__(self, graph: SharedGraph, batch: Data):
-        self.num_samples = graph.check(batch)
-        self.num_nodes = graph.num_nodes
-        self.keep = graph.keep(batch).unsqueeze(-1)
-        weights = graph.by_relation(graph.edge_weight)
-        self.weights = [weight.repeat(self.num_samples) for weight in weights]
-        copied, alive = graph.expand(batch), graph.edge_masks(batch)
-        spare = self.num_samples * self.num_nodes
-        self.edge_indices = [copied[name].where(alive[name], spare) for name in graph.relations]
-
-    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        copies = self.copy(x)
-        sums = 0.0
-        for edge_index, weight, gated in zip(self.edge_indices, self.weights, gate, strict=True):
-            source, target = edge_index
-            message = (copies * gated).index_select(0, source) * weight.unsqueeze(1)
-            sums = sums + scatter(message, target, dim=0, dim_size=len(copies), reduce="sum")
-        return self.by_node(sums)
-
-    def copy(self, x: Tensor) -> Tensor:
-        """Maps states [N, B, H], or [N, 1, H] alike in all samples, to what nodes send of them.
-
-        That is [B * N + 1, H], sample-major, and the last is that of the spare node.
-        """
-        copies = (self.keep * x).transpose(0, 1).flatten(0, 1)
-        return nn.functional.pad(copies, (0, 0, 0, 1))
-
-    def by_node(self, states: Tensor) -> Tensor:
-        """Maps states of the copies [B * N + 1, H] to [N, B, H]."""
-        states = states.narrow(0, 0, self.num_samples * self.num_nodes)
-        return states.view(self.num_samples, self.num_nodes, states.size(1)).transpose(0, 1)
-
-
-def intact_batch(device: torch.device) -> Data:
-    """Returns a batch of one sample without knock-outs."""
-    none = torch.empty(0, dtype=torch.long, device=device)
-    ptr = none.new_zeros(2)
-    return Data(
-        perturbed=none, perturbed_batch=none, perturbed_ptr=ptr, level=none, num_dead_edges=0
-    )
-
-
 class AdditiveReadout(nn.Module):
     """The sum over the perturbed nodes of dose times a slope, the same for all, and its own effect.
 
@@ -462,18 +431,18 @@ class LocalReadout(nn.Module):
     def forward(self, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
         """Returns what the wild-type states say, [B, T]."""
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
-        factors = wild.of_nodes.index_select(0, batch.perturbed)
+        factors = wild.draws.node_dropout.index_select(0, batch.perturbed)
         state = dose * self.embed(states * factors)  # [P, 2H]
         nodes = sum_by_sample(state, batch)
         squares = sum_by_sample(state.square(), batch)
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
         features = self.norm(torch.cat([nodes, pairs], dim=1))
-        return self.pair(pairs) + self.head(features * wild.of_rows.repeat(1, 4))
+        return self.pair(pairs) + self.head(features * wild.draws.row_dropout.repeat(1, 4))
 
 
 def sum_by_sample(values: Tensor, batch: Data) -> Tensor:
     """Returns the sum over the perturbed nodes of each sample, [B, ...], of values [P, ...]."""
-    return scatter(values, batch.perturbed_batch, dim_size=batch.perturbed_ptr.numel() - 1)
+    return scatter(values, batch.perturbed_batch, dim_size=num_samples(batch))
 
 
 class GlobalReadout(nn.Module):
@@ -498,7 +467,7 @@ class GlobalReadout(nn.Module):
     def forward(self, changes: Tensor, wild: WildType, batch: Data) -> Tensor:
         """Maps summed changes [B, H] to [B, T]."""
         features = torch.asinh(self.scale * changes)  # as thousands of neighbours add up
-        return self.head(features * wild.of_rows)
+        return self.head(features * wild.draws.row_dropout)
 
 
 class NodeReadout(nn.Module):
@@ -518,7 +487,7 @@ class NodeReadout(nn.Module):
         for layer in (self.weight, self.dead):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
-        self.register_buffer("target_nodes", target_nodes, persistent=False)
+        self.register_buffer("target_nodes", target_nodes)
 
     def effect(self, change: Tensor, wild_type: Tensor) -> Tensor:
         """Maps changes and wild-type states, [..., H], to the effects on these nodes, [...]."""
@@ -530,13 +499,13 @@ class NodeReadout(nn.Module):
     ) -> Tensor:
         """Returns the effects [B, N], given the changes of the states that change, [S, H]."""
         last = block.layers[-1]
-        change = change * wild.of_nodes.index_select(0, last.node)
+        change = change * wild.draws.node_dropout.index_select(0, last.node)
         none = change.new_zeros(block.num_samples, self.width)
         return none.index_put((last.sample, last.node), self.effect(change, before))
 
     def of_all(self, change: Tensor, wild: WildType, alive: Tensor) -> Tensor:
         """Returns the effects [B, N], given all changes [N, B, H]; those on dead nodes are 0."""
-        return (self.effect(change * wild.of_nodes.unsqueeze(1), wild.final) * alive).T
+        return (self.effect(change * wild.draws.node_dropout.unsqueeze(1), wild.final) * alive).T
 
     def forward(self, effects: Tensor, wild: WildType, batch: Data) -> Tensor:
         """Returns the effects on the targets, [B, T], of those on all nodes, [B, N]."""
@@ -552,43 +521,3 @@ def readout_head(inputs: int, hidden: int, outputs: int) -> nn.Module:
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
     return nn.Sequential(nn.Linear(inputs, 2 * hidden), nn.GELU(), last)
-
-
-def plan_route(
-    config: ModelConfig, graph: SharedGraph, dataset: Dataset
-) -> tuple[ReachPlanner | None, str]:
-    """Returns what plans batches as `message_passing` needs, if anything, and a line for the log.
-
-    `auto` takes `reach` if the plan of some hundred rows of the dataset covers more than the first
-    layer. `shared` plans that one, too: all samples enter it with the same states, so little of it
-    changes on any graph.
-    """
-    route = config.message_passing
-    if config.readout == "local":
-        return None, "no knock-out pass, as model.readout=local"
-    if route in ON_COPIES:
-        return None, route
-    planner = ReachPlanner(graph, 1 if route == "shared" else config.layers)
-    some_rows = range(0, len(dataset), len(dataset) // 128 + 1)  # evenly spaced
-    blocks = planner.plan(dataset.__getitems__(some_rows))
-    planned = min(len(block.layers) for block in blocks)
-    if route != "reach":
-        planner.num_layers = planned
-    if route == "auto":
-        route = "shared" if planned < min(2, config.layers) else "reach"
-    shares = []
-    for depth in range(planned):
-        reached = sum(len(block.layers[depth].node) for block in blocks)
-        num_states = len(some_rows) * graph.num_nodes
-        shares.append(f"{100 * reached / num_states:.2g}")
-    covered = f"{planned} of {config.layers} layers"
-    return planner, f"a knock-out reaches {', '.join(shares)} % of the nodes in {covered}: {route}"
-
-
-def block_size(wild_type: Tensor, num_relations: int) -> int:
-    """Returns for how many samples states fit in 1 MB, about a CPU core's cache.
-
-    On a GPU, it is for how many each relation's sums of states fit in 4 GB together.
-    """
-    size = 2**32 // num_relations if wild_type.is_cuda else 2**20
-    return max(1, size // (wild_type.numel() * wild_type.element_size()))

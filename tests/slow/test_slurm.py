@@ -117,8 +117,14 @@ def test_a_job_of_two_nodes_is_stopped_preempted_and_resumed(slurm, tables, one_
 
 
 def test_the_status_of_a_job_is_that_of_its_training(slurm, tables, tmp_path):
-    arguments = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=300", "run.seed=%a"]
-    shared = Job(slurm, tmp_path, "--array=0-1", LAUNCH, *arguments).finish()
+    folder = tmp_path / "runs/default"
+    arguments = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=100000", "run.seed=%a"]
+    shared = Job(slurm, tmp_path, "--array=0-1", LAUNCH, *arguments)
+    wait_until(
+        lambda: has_a_checkpoint(folder) and "FAILED" in shared.show("JobState"), 90, shared.log
+    )
+    (folder / "STOP").touch()  # only now, so that one task trains for as long as the other waits
+    shared.finish()
     assert sorted(shared.show("ExitCode")) == ["0:0", "1:0"], shared.log()
     assert shared.log().count("another process is training in runs/default") == 1
     failed = Job(slurm, tmp_path, "--nodes=2", LAUNCH, *tables, "data.edges=none.tsv").finish()

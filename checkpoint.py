@@ -1,0 +1,200 @@
+"""What a checkpoint holds, and how files are written: complete or not at all.
+
+A checkpoint is the `TrainState` and where it is from: configuration, data, names of nodes and
+relations. It is read with `weights_only=True`, so that none of it is executed.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from errors import RunError, UserError
+
+log = logging.getLogger("checkpoint")
+ROWS_OF = {"embedding": "nodes", "identity": "nodes", "gate": "relations"}  # of these parameters
+
+
+@dataclass
+class TrainState:
+    """Everything that a checkpoint restores."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    step: int = 0
+    epoch: int = 0  # epochs completed, including their validation
+    best: dict | None = None  # step and metrics of the best validation
+    best_model: dict | None = None  # the model's state dict at that step
+    skipped: int = 0  # non-finite steps so far, which were not applied
+    skipped_in_row: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what is saved; the best model is left out if it is the model itself."""
+        state = dict(vars(self))
+        for name in ("model", "optimizer", "scaler"):
+            state[name] = state[name].state_dict()
+        if self.best is not None and self.best["step"] == self.step:
+            state["best_model"] = None
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], precision: str) -> None:
+        """Restores the state of a checkpoint, for a run of this `optim.precision`.
+
+        Raises `UserError` if the model or its parameters' groups are others.
+        """
+        load_model(self.model, state)
+        groups = self.optimizer.param_groups
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except ValueError as error:
+            raise UserError(
+                f"the parameters' groups differ from the checkpoint's ({error}): in an empty run "
+                f"folder, run.init={state['file']} alone starts from its parameters"
+            ) from None
+        self.optimizer.param_groups = groups  # with the configuration's rates
+        # ZeRO leaves the step counts on the CPU, but fused AdamW needs them on its own device.
+        inner = getattr(self.optimizer, "optim", self.optimizer)
+        for parameter, values in inner.state.items():
+            values["step"] = values["step"].to(parameter.device)
+        if state["config"]["optim"]["precision"] == precision:  # the scale depends on it
+            self.scaler.load_state_dict(state["scaler"])
+        for name in ("step", "epoch", "best", "skipped", "skipped_in_row"):
+            setattr(self, name, state[name])
+        self.best_model = state["best_model"]
+        if self.best is not None and self.best_model is None:
+            self.best_model = state["model"]
+
+    def is_out_of_patience(self, steps_per_epoch: int, patience: int) -> bool:
+        """Returns whether the last `patience` evaluations were no better; 0 is never."""
+        epochs_since_best = self.epoch - self.best["step"] // steps_per_epoch
+        return 0 < patience <= epochs_since_best
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Returns a checkpoint on the CPU and its `file`; raises `UserError` if it is damaged."""
+    names = [field.name for field in fields(TrainState)] + ["config", "data"]
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        return {**state, **{name: state[name] for name in names}, "file": str(path)}
+    except Exception as error:  # a damaged file fails in many ways
+        raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
+
+
+def load_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Loads the parameters; raises `UserError` naming the keys or shapes that do not match."""
+    try:
+        model.load_state_dict(checkpoint["model"])
+    except (RuntimeError, TypeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        file = checkpoint["file"]
+        raise UserError(f"the model saved in {file} does not match: {reason}") from None
+
+
+def take_parameters(
+    model: nn.Module, checkpoint: Mapping[str, Any], origin: Mapping[str, Any]
+) -> None:
+    """Copies what a checkpoint of any tables has under the same names, in the same shapes.
+
+    Parameters in `ROWS_OF` have a row for each node or relation, and go by the names of these,
+    which are in `origin`. The additive readout stays, as it starts from the tables' own baseline.
+    """
+    taken = []
+    left = []
+    for name, parameter in model.named_parameters():
+        saved = checkpoint["model"].get(name)
+        if saved is None or name.startswith("additive."):
+            left.append(name)
+            continue
+        kind = ROWS_OF.get(name.rpartition(".")[2])
+        has_rows = kind is not None and len(parameter) == len(origin[kind])
+        if has_rows and saved.shape[1:] == parameter.shape[1:]:
+            names = origin[kind]
+            shared, rows, saved_rows = np.intersect1d(
+                names, checkpoint.get(kind, []), return_indices=True
+            )
+            parameter.data[rows] = saved[saved_rows].to(parameter)
+            taken.append(f"{name} of {len(shared):,} of {len(names):,} {kind}")
+        elif not has_rows and saved.shape == parameter.shape:
+            parameter.data.copy_(saved)
+            taken.append(name)
+        else:
+            left.append(name)
+    file = checkpoint["file"]
+    log.info(f"init      from {file}: {', '.join(taken)}; not from it: {', '.join(left)}")
+
+
+# ---- Writing -------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file that takes its place when it is complete and on the disk."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # on a full disk, logging the error needs its space
+
+
+def write_atomically(path: Path, lines: Iterable[str]) -> None:
+    """Writes a text; the file is never seen incomplete."""
+    with atomic_file(path) as file:
+        file.writelines(line.encode() for line in lines)
+
+
+def save_atomically(path: Path, checkpoint: dict[str, Any]) -> None:
+    """Writes a checkpoint; the file is never seen incomplete."""
+    with atomic_file(path) as file:
+        try:
+            torch.save(checkpoint, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch hides the reason, a full disk say
+                raise error.__context__ from None
+            raise
+
+
+def link_atomically(source: Path, target: Path) -> None:
+    """Makes `target` the same file as `source`, or a copy where the disk has no links."""
+    temporary = target.with_name(f"{target.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copyfile(source, temporary)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def explain_write_errors(
+    path: Path, kind: type[UserError] = RunError, advice: str = "set run.dir"
+) -> Iterator[None]:
+    """Turns a failure to write `path` into an error of type `kind`: one sentence with `advice`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise kind(
+            f"cannot write {path}: {reason}; fix that or {advice}, and start again"
+        ) from None
+
+
+def first_nonfinite(state_dict: Mapping[str, Tensor]) -> str:
+    """Returns the name of the first tensor that holds a number that is not finite, "" for none."""
+    for name, tensor in state_dict.items():
+        if not tensor.isfinite().all():
+            return name
+    return ""

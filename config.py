@@ -1,0 +1,275 @@
+"""The configuration: every option, composed of the dataclasses beside what they configure.
+
+An option is a field of one of these dataclasses and a line of config.yaml. It has the type of the
+field; `field(default=..., metadata={"min": ..., "max": ...})` states its range. Options come from
+config.yaml, then from `--config FILE`, then from `section.key=value` on the command line.
+"""
+
+import argparse
+import contextlib
+import difflib
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, asdict, dataclass, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from data import DataConfig
+from ddp_setup import DDPConfig, Distributed, run
+from errors import UserError
+from model import ModelConfig
+from optim import OptimConfig
+from run_folder import CheckpointConfig, LogConfig, RunConfig
+
+log = logging.getLogger("config")
+DEFAULTS = Path(__file__).with_name("config.yaml")
+PLAIN_TYPES = (bool, int, float, str, list, dict, NoneType)
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = RunConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    optim: OptimConfig = OptimConfig()
+    ddp: DDPConfig = DDPConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    def __post_init__(self):
+        if not (self.model.embedding or self.data.features):
+            raise ValueError("model.embedding=false needs node features: set data.features")
+        if self.run.init and self.run.resume != "auto":
+            raise ValueError("run.init and run.resume exclude each other: set one of them")
+
+    def options(self) -> dict[str, Any]:
+        """Returns {"section.key": value} of all options."""
+        return by_key(asdict(self))
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line with `--config FILE`, whose help ends with config.yaml."""
+
+    def __init__(self, description: str):
+        super().__init__(
+            description=description,
+            epilog=f"config.yaml:\n\n{DEFAULTS.read_text()}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.add_argument("--config", metavar="FILE", help="a file that overrides these options")
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def log_to_console() -> None:
+    """Prints what rank 0 logs; errors go to stderr."""
+    console = logging.StreamHandler(sys.stdout)
+    console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
+    console.addFilter(lambda record: record.levelno < logging.ERROR)
+    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[console])
+    logging.raiseExceptions = False  # stdout may be a closed pipe
+
+
+def run_command(
+    read_settings: Callable[[], Any], command: Callable[[Any, Distributed], None]
+) -> None:
+    """Calls `command` on this rank with the settings, which have a field `ddp`.
+
+    A wrong command line is reported once, not by every rank.
+    """
+    settings = Config()
+    problem = None
+    try:
+        settings = read_settings()
+    except UserError as error:
+        problem = error
+
+    def program(env: Distributed) -> None:
+        with env.sync_errors():
+            if problem:
+                raise problem
+        command(settings, env)
+
+    run(program, settings.ddp)
+
+
+# ---- Reading -------------------------------------------------------------------------------------
+def load_config(
+    file: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    saved: Mapping[str, Mapping] | None = None,
+    checkpoint: str = "",
+) -> Config:
+    """Returns the options of config.yaml, overridden by those of a file and of the command line.
+
+    Options `saved` in a `checkpoint` take the place of config.yaml. Raises `UserError` for a wrong
+    file or option.
+    """
+    if saved is None:
+        options = read_options(DEFAULTS)
+    else:
+        options = by_key(saved)
+        check_saved_names(options, checkpoint)
+    if file is not None:
+        options |= read_options(file)
+    for override in overrides:
+        key, value = parse_override(override)
+        options[key] = value
+    check_names(options)
+    try:
+        sections = {}
+        for section in fields(Config):
+            values = {}
+            for option in fields(section.type):
+                key = f"{section.name}.{option.name}"
+                if key in options:
+                    values[option.name] = convert(key, options[key], option)
+            sections[section.name] = section.type(**values)
+        return Config(**sections)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def read_options(path: str | Path) -> dict[str, Any]:
+    """Returns {"section.key": value} of a YAML file; raises `UserError`."""
+    with explain_yaml_errors(path):
+        sections = yaml.safe_load(Path(path).read_text()) or {}
+    try:
+        return by_key(sections)
+    except AttributeError:
+        raise UserError(f"{path} does not contain sections of options: see config.yaml") from None
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Returns key and value of `section.key=value`; raises `UserError`."""
+    key, _, value = text.partition("=")
+    kinds = types_of(all_options().get(key))
+    if kinds == (str,):
+        return key, value
+    with explain_yaml_errors(text):
+        parsed = yaml.safe_load(value)
+    if str in kinds and parsed is not None:
+        return key, value  # 5 is the text "5"
+    return key, parsed
+
+
+@contextlib.contextmanager
+def explain_yaml_errors(source: str | Path) -> Iterator[None]:
+    """Turns a failure to read YAML into a `UserError`."""
+    try:
+        yield
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"cannot read the configuration {source}: {reason}") from None
+
+
+def by_key(sections: Mapping[str, Mapping | None]) -> dict[str, Any]:
+    """Returns {"section.key": value} of {section: {key: value}}."""
+    options = {}
+    for section, values in sections.items():
+        for name, value in (values or {}).items():
+            options[f"{section}.{name}"] = value
+    return options
+
+
+# ---- Checking ------------------------------------------------------------------------------------
+def all_options() -> dict[str, Field]:
+    """Returns {"section.key": field} of all options."""
+    options = {}
+    for section in fields(Config):
+        hints = get_type_hints(section.type)
+        for option in fields(section.type):
+            option.type = hints[option.name]  # which may be a text
+            options[f"{section.name}.{option.name}"] = option
+    return options
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raises `UserError` with the nearest option for a name that is none."""
+    known = all_options()
+    for key in options:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
+            raise UserError(f"unknown option {key}: did you mean {nearest}?")
+
+
+def check_saved_names(options: Mapping[str, Any], checkpoint: str) -> None:
+    """Raises `UserError` for an option that a checkpoint has and this code has not."""
+    unknown = options.keys() - all_options().keys()
+    if unknown:
+        raise UserError(
+            f"{checkpoint} was made with the option {min(unknown)}, which is unknown here: "
+            "use the version of the code that made it, or train again"
+        )
+
+
+def types_of(option: Field | None) -> tuple[Any, ...]:
+    """Returns the types that the values of an option may have; none for no option."""
+    if option is None:
+        return ()
+    if get_origin(option.type) in (Union, UnionType):
+        return get_args(option.type)
+    return (option.type,)
+
+
+def convert(key: str, value: Any, option: Field) -> Any:
+    """Returns `value` as one of the option's types.
+
+    Raises `UserError` if that would lose information or is out of range.
+    """
+    shown = value
+    for kind in types_of(option):
+        if (get_origin(kind) or kind) not in (*PLAIN_TYPES, Literal):
+            raise UserError(f"{key} has the type {kind}, which no option can have: see config.py")
+        with contextlib.suppress(ValueError, OverflowError):
+            shown = as_type(value, kind)
+            if is_in_range(shown, option.metadata):
+                return shown
+    expected = " or ".join(describe_type(kind, option.metadata) for kind in types_of(option))
+    raise UserError(f"{key} must be {expected}, not {shown!r}")
+
+
+def as_type(value: Any, kind: Any) -> Any:
+    """Returns the value as a type; raises `ValueError` if it is none of that type."""
+    if get_origin(kind) is list and type(value) is list:
+        (kind_of_items,) = get_args(kind)
+        return [as_type(item, kind_of_items) for item in value]
+    if get_origin(kind) is Literal and value in get_args(kind):
+        return value
+    if kind is float and type(value) in (int, float, str):  # YAML reads 1e-3 as a text
+        return float(value)
+    if type(value) is (get_origin(kind) or kind):
+        return value
+    raise ValueError(f"{value!r} is no {kind}")
+
+
+def is_in_range(value: Any, limits: Mapping[str, float]) -> bool:
+    """Returns whether a number is in its range, finite and, if an int, of 64 bits; others are."""
+    if type(value) not in (int, float):
+        return True
+    if type(value) is int and abs(value) >= 2**63:
+        return False
+    is_within = limits.get("min", -math.inf) <= value <= limits.get("max", math.inf)
+    return is_within and math.isfinite(value)
+
+
+def describe_type(kind: Any, limits: Mapping[str, float]) -> str:
+    """Returns a type as a text, with the range of a number."""
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, get_args(kind)))
+    if get_origin(kind) is list:
+        return str(kind)
+    if kind not in (int, float) or not limits:
+        return kind.__name__.removesuffix("Type")
+    if len(limits) == 2:
+        return f"{kind.__name__} from {limits['min']} to {limits['max']}"
+    if "min" in limits:
+        return f"{kind.__name__} >= {limits['min']}"
+    return f"{kind.__name__} <= {limits['max']}"

@@ -1,0 +1,141 @@
+"""Metrics: each is one vectorised function of scores and predictions, a figure per target.
+
+To log another one, write a function of y [n, T], nan where a score is missing, and predictions
+[n, T], that returns [T], nan where it is undefined, and add it to `METRICS`.
+
+Shapes: n rows of T scores.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tables import mean_and_std, standardise
+
+
+def mean_present(values: Tensor, y: Tensor) -> Tensor:
+    """Returns the mean of each target's values [n, T] where y is not nan, [T]."""
+    present = ~y.isnan()
+    return values.where(present, 0.0).sum(dim=0) / present.sum(dim=0)
+
+
+def mse(y: Tensor, prediction: Tensor) -> Tensor:
+    """Returns the mean squared error, [T]."""
+    return mean_present((prediction - y).square(), y)
+
+
+def r2(y: Tensor, prediction: Tensor) -> Tensor:
+    """Returns the explained part of the variance, [T], nan where y is constant."""
+    _, std = mean_and_std(y)
+    is_defined = ~pearson(y, prediction).isnan()
+    return (1 - mse(y, prediction) / std.square()).where(is_defined, math.nan)
+
+
+def pearson(y: Tensor, prediction: Tensor) -> Tensor:
+    """Returns Pearson's r, [T].
+
+    It is nan where y is constant, so that such targets count in no mean, and 0 where only the
+    prediction is, so that the means of all predictions are over the same targets.
+    """
+    a = standardise(y)
+    b = standardise(prediction.where(~y.isnan(), math.nan))
+    varies = a.square().nanmean(dim=0) > 0.5
+    return (a * b).nanmean(dim=0).where(varies, math.nan)
+
+
+def spearman(y: Tensor, prediction: Tensor) -> Tensor:
+    """Returns Spearman's rank correlation, [T], nan and 0 as `pearson`."""
+    return pearson(rank(y), rank(as_ranked(y, prediction)))
+
+
+def pearson_of_rows(y: Tensor, prediction: Tensor) -> Tensor:
+    """Returns Pearson's r over the scores of each row, [n], nan where undefined."""
+    return pearson(y.T, prediction.T)
+
+
+# All are logged, each beside the baseline's; the first is drawn and chooses best.pt. The larger,
+# the better.
+METRICS = {"pearson": pearson}
+
+
+# ---- Ranks ---------------------------------------------------------------------------------------
+def rank(values: Tensor) -> Tensor:
+    """Returns ranks from 1 among each target's values [n, T], float64; equal ones share the mean.
+
+    A nan takes no rank and stays.
+    """
+    columns = values.T.nan_to_num(math.inf).contiguous()  # nan comes last
+    ordered, order = columns.sort(dim=1)
+    smaller = torch.searchsorted(ordered, ordered)
+    not_larger = torch.searchsorted(ordered, ordered, right=True)
+    ordered_ranks = (smaller + not_larger + 1).double() / 2
+    ranks = torch.empty_like(ordered_ranks).scatter(1, order, ordered_ranks).T
+    return ranks.where(~values.isnan(), math.nan)
+
+
+def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
+    """Returns the predictions of scores that are there, else nan, in float32, [n, T].
+
+    Otherwise, rounding would order equal ones.
+    """
+    return prediction.float().where(~y.isnan(), math.nan)
+
+
+def auroc(positive: Tensor, certainty: Tensor) -> Tensor:
+    """Returns the AUROC of finding each target's `positive` rows, bool [n, T], by certainty, [T].
+
+    A nan certainty is no row. It is nan without two classes.
+    """
+    ranks = rank(certainty)
+    num_positive = positive.sum(dim=0)
+    num_negative = (~ranks.isnan()).sum(dim=0) - num_positive
+    mean_rank = ranks.where(positive, math.nan).nanmean(dim=0)
+    negatives_below = mean_rank - (num_positive + 1) / 2
+    return negatives_below / num_negative
+
+
+def average_precision(positive: Tensor, certainty: Tensor) -> Tensor:
+    """Returns the average precision of finding the `positive` rows as in `auroc`, [T]."""
+    found = at_least_as_certain(certainty, positive)
+    precision = found / at_least_as_certain(certainty, ~certainty.isnan())
+    return precision.where(positive, math.nan).nanmean(dim=0)
+
+
+def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
+    """Returns for each row how many of the `counted` rows, bool [n, T], are at least as certain."""
+    doubt = (-certainty).T.nan_to_num(math.inf).contiguous()
+    ordered = doubt.where(counted.T, math.inf).sort(dim=1).values
+    return torch.searchsorted(ordered, doubt, right=True).T
+
+
+# ---- Results -------------------------------------------------------------------------------------
+def compare(y: Tensor, prediction: Tensor, baseline: Tensor) -> dict[str, Tensor]:
+    """Returns each of `METRICS` of the predictions and of the baseline, as `baseline_<name>`."""
+    figures = {}
+    for name, metric in METRICS.items():
+        figures[name] = metric(y, prediction)
+        figures[f"baseline_{name}"] = metric(y, baseline)
+    return figures
+
+
+def first_metric() -> str:
+    """Returns the name of the metric that chooses the best model."""
+    return next(iter(METRICS))
+
+
+def quality(result: dict[str, Any]) -> tuple[float, float]:
+    """Returns a sort key, larger is better: the first metric (0 if undefined), then the loss."""
+    value = result.get(first_metric(), -math.inf)  # as in a checkpoint from before an edit
+    return 0.0 if math.isnan(value) else value, -result["loss"]
+
+
+def result_text(result: dict[str, Any]) -> str:
+    """Returns metrics as a part of a line for the log."""
+    text = f"loss {result['loss']:.4f}"
+    for name in METRICS:
+        if name in result:
+            baseline = result[f"baseline_{name}"]
+            text += f", {name.title()} {result[name]:.4f}, additive baseline {baseline:.4f}"
+    return text

@@ -1,0 +1,143 @@
+"""The optimiser: parameter groups, learning rates, and the step that clips and skips."""
+
+import contextlib
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ddp_setup import Distributed
+from errors import UserError
+
+# dtype of parameters and optimiser, and of autocast (None: off)
+PRECISIONS = {
+    "fp64": (torch.float64, None),
+    "fp32": (torch.float32, None),
+    "bf16": (torch.float32, torch.bfloat16),
+    "fp16": (torch.float32, torch.float16),
+}
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    epochs: int = field(default=20, metadata={"min": 1})
+    lr: float = field(default=0.01, metadata={"min": 0})
+    warmup: float = 0.05
+    weight_decay: float = field(default=0.1, metadata={"min": 0})
+    lr_mult: dict = field(default_factory=dict)
+    clip: float = field(default=1.0, metadata={"min": 0})
+    patience: int = field(default=0, metadata={"min": 0})
+    loss: Literal["squared", "binary"] = "squared"
+    accumulate: int = field(default=1, metadata={"min": 1})
+    zero: bool = False
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+
+    def __post_init__(self):
+        if not 0 <= self.warmup <= 1:
+            raise ValueError(
+                f"optim.warmup={self.warmup:g}: it is the fraction of all steps that warm up, "
+                "from 0 to 1, not their number"
+            )
+        for key, value in self.lr_mult.items():
+            with contextlib.suppress(TypeError, ValueError):  # YAML reads 1e-3 as a string
+                if isinstance(key, str) and 0 <= float(value) < math.inf:
+                    continue
+            raise ValueError(f"optim.lr_mult: {key}: {value} is no part of a name and a factor")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of parameters, graph and optimiser state."""
+        return PRECISIONS[self.precision][0]
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The type to which autocast lowers dense layers, None for no autocast."""
+        return PRECISIONS[self.precision][1]
+
+    @property
+    def init_scale(self) -> float:
+        """The first scale of the loss; without fp16 it is 1 and stays so, see `optimizer_step`."""
+        return 2.0**16 if self.precision == "fp16" else 1.0
+
+
+def build_optimizer(
+    model: nn.Module, optim: OptimConfig, env: Distributed
+) -> torch.optim.Optimizer:
+    """Returns AdamW, whose state `optim.zero` shards over ranks."""
+    groups = parameter_groups(model, optim)
+    # With fused AdamW, GradScaler skips a non-finite step without a host sync; others (and ZeRO)
+    # sync.
+    if optim.zero and env.is_distributed:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # takes half a second
+
+        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=optim.lr, fused=True)
+    return torch.optim.AdamW(groups, lr=optim.lr, fused=True)
+
+
+def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Returns groups of parameters with the same learning rate; only matrices get weight decay.
+
+    The rate is optim.lr times the value of the longest key of optim.lr_mult that the parameter's
+    name contains; one of 0 freezes it. Raises `UserError` for a key that no name contains, or if
+    nothing is left to train.
+    """
+    keys = sorted(optim.lr_mult, key=len)
+    unused = set(keys)
+    groups = {}  # by multiplier and whether they are matrices
+    for name, parameter in model.named_parameters():
+        fitting = [key for key in keys if key in name]
+        unused -= set(fitting)
+        multiplier = float(optim.lr_mult[fitting[-1]]) if fitting else 1.0
+        if multiplier == 0:
+            parameter.requires_grad_(False)
+        is_matrix = parameter.dim() > 1
+        group = groups.setdefault((multiplier, is_matrix), {"params": []})
+        group["params"].append(parameter)
+        group["lr"] = multiplier * optim.lr
+        group["weight_decay"] = optim.weight_decay if is_matrix else 0.0
+    if unused or not any(parameter.requires_grad for parameter in model.parameters()):
+        names = ", ".join(name for name, _ in model.named_parameters())
+        raise UserError(f"optim.lr_mult={optim.lr_mult} fits none or freezes all of {names:.300}")
+    return list(groups.values())
+
+
+def schedule(step: int, total_steps: int, optim: OptimConfig) -> float:
+    """Returns a step's factor of the peak rate: linear warm-up, then half a cosine to 0."""
+    warmup = max(1, round(optim.warmup * total_steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    angle = math.pi * (step - warmup) / max(1, total_steps - warmup)
+    return 0.5 * (1 + math.cos(angle))
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Sets each parameter group's learning rate to a factor of the one it was made with."""
+    for group in optimizer.param_groups:
+        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
+
+
+def optimizer_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    optim: OptimConfig,
+) -> Tensor:
+    """Unscales and clips the gradients, steps if their norm is finite, and clears them.
+
+    Returns the norm before clipping and the scale of the loss, [2].
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    # Gradients may be finite whose norm is not: this makes GradScaler skip the step then, too.
+    gradients[0].masked_fill_(~norm.isfinite(), math.nan)
+    scaler.unscale_(optimizer)
+    scale = scaler.scale(torch.ones_like(norm))
+    grad_norm = norm / scale
+    nn.utils.clip_grads_with_norm_(model.parameters(), optim.clip or math.inf, grad_norm)
+    scaler.step(optimizer)
+    scaler.update(None if optim.precision == "fp16" else 1.0)
+    optimizer.zero_grad(set_to_none=True)
+    return torch.stack([grad_norm, scale])

@@ -1,0 +1,204 @@
+"""Which states a batch's knock-outs change, so that only these are computed; choice of route.
+
+Most states do not differ from the intact graph's. `ReachPlanner` lists those that do, layer by
+layer, from the topology alone; `plan_route` decides whether that pays.
+
+Shapes: N nodes, R relations, B samples with P perturbed nodes in the batch, H hidden channels.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torch_geometric.data import Data
+from torch_geometric.index import index2ptr
+
+from mask import SharedGraph, num_samples
+
+
+class ReachedStates(NamedTuple):
+    """Which S states differ from the intact graph's after one layer, in a block of samples.
+
+    They are sorted by sample and node. The matrix [S, C * (R + 1)] sums what the C senders
+    contribute to them: the perturbed nodes, of whose states 1 - level is taken back, and the states
+    that differed before the layer, sent times their level. Column c * (R + 1) + r holds the
+    out-edges of sender c by relation r, the last the sender itself.
+    """
+
+    node: Tensor  # long [S]
+    sample: Tensor  # long [S], counted from the block's first sample
+    previous: Tensor  # long, where the states of the layer before stand among these
+    matrix: tuple[Tensor, ...]  # for `spmm`
+
+
+class ReachBlock(NamedTuple):
+    """Some consecutive samples of a batch: what they change in the first `len(layers)` layers."""
+
+    perturbed: Tensor  # and the next three as in a batch
+    perturbed_batch: Tensor
+    perturbed_ptr: Tensor
+    level: Tensor
+    layers: Sequence[ReachedStates] = ()
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.perturbed_ptr) - 1
+
+
+class ReachPlanner:
+    """Finds the states that samples change, layer by layer, from the topology alone, on the CPU.
+
+    A layer changes the living out-neighbours of the perturbed nodes and of the nodes that the layer
+    before has changed. As the `transform` of a `data.KnockoutDataset` it adds `reach` to each
+    batch, a list of `ReachBlock`. A block's plan ends before the first layer that is cheaper on all
+    nodes.
+    """
+
+    BLOCK = 32  # samples whose reached states stay in cache
+    STATES = 2**23  # in a block, on all nodes: with 32 channels, they take 1 GB
+    # A layer on all nodes costs as much as this share of all edges in a plan, and so many edges per
+    # node (measured).
+    EDGE_SHARE = 0.04
+    EDGES_PER_NODE = 13.0
+
+    def __init__(self, graph: SharedGraph, num_layers: int):
+        self.num_nodes = graph.num_nodes
+        self.num_layers = num_layers
+        num_edges = sum(graph.num_edges.values())
+        self.max_edges = self.EDGE_SHARE * num_edges + self.EDGES_PER_NODE * self.num_nodes
+        # The out-edges of each node by relation and, as if by one more, from each node to itself.
+        node = torch.arange(self.num_nodes + 1)
+        ptr = graph.stack.backward_ptr.cpu().unfold(0, len(node), self.num_nodes)  # [R, N + 1]
+        col = graph.stack.backward_col.cpu()
+        weight = graph.stack.backward_weight.cpu()
+        self.ptr = torch.cat([ptr, len(col) + node.unsqueeze(0)]).numpy()
+        self.col = torch.cat([col, node[:-1]]).numpy()
+        self.weight = torch.cat([weight, weight.new_ones(self.num_nodes)])
+        self.block = min(self.BLOCK, max(1, self.STATES // self.num_nodes))
+        # Of the states of a block, numbered sample * N + node. Only entries of reached states are
+        # written, as most states are not.
+        num_states = self.block * self.num_nodes
+        self.level = np.ones(num_states)
+        self.last_edge = np.empty(num_states, dtype=np.int32)
+        self.row = np.empty(num_states, dtype=np.int32)  # in the plan of a layer
+
+    def __call__(self, batch: Data) -> Data:
+        """Adds `reach` to a batch on the CPU, and returns it."""
+        batch.reach = self.plan(batch)
+        return batch
+
+    def plan(self, batch: Data) -> list[ReachBlock]:
+        """Returns the plan of a batch on the CPU, in blocks of samples."""
+        blocks = []
+        for first in range(0, max(1, num_samples(batch)), self.block):
+            ptr = batch.perturbed_ptr[first : first + self.block + 1]
+            knockouts = slice(ptr[0], ptr[-1])
+            sample = batch.perturbed_batch[knockouts] - first
+            block = ReachBlock(
+                batch.perturbed[knockouts], sample, ptr - ptr[0], batch.level[knockouts]
+            )
+            blocks.append(block._replace(layers=self._plan_layers(block)))
+        return blocks
+
+    def _plan_layers(self, block: ReachBlock) -> list[ReachedStates]:
+        perturbed = (block.perturbed_batch * self.num_nodes + block.perturbed).numpy()
+        self.level[perturbed] = block.level
+        layers = []
+        reached = perturbed[:0]
+        for _ in range(self.num_layers):
+            senders = np.concatenate([perturbed, reached])
+            sender_node = senders % self.num_nodes
+            # Column c * (R + 1) + r: the out-edges of sender c by relation r.
+            start = self.ptr[:, sender_node]
+            length = self.ptr[:, sender_node + 1] - start
+            if length.sum() > block.num_samples * self.max_edges:
+                break
+            length[-1, : len(perturbed)] = 0  # what a node sends does not change its own state
+            scale = np.ones(start.shape)
+            scale[:-1] = np.concatenate([1 - self.level[perturbed], self.level[reached]])
+            first_state = np.repeat(senders - sender_node, len(self.ptr))  # of the same sample
+            previous = reached
+            columns = (values.T.ravel() for values in (start, length, scale))
+            reached, matrix = self._layer(first_state, *columns)
+            reached_sample, reached_node = np.divmod(reached, self.num_nodes)
+            layers.append(
+                ReachedStates(
+                    torch.from_numpy(reached_node),
+                    torch.from_numpy(reached_sample),
+                    torch.from_numpy(self.row[previous]).long(),
+                    matrix,
+                )
+            )
+        self.level[perturbed] = 1
+        return layers
+
+    def _layer(
+        self, first_state: np.ndarray, start: np.ndarray, length: np.ndarray, scale: np.ndarray
+    ) -> tuple[np.ndarray, tuple[Tensor, ...]]:
+        """Returns the living states that out-edges reach, ascending, and the matrix [S, columns].
+
+        The edges of a column are `start[column] : start[column] + length[column]`, are weighted by
+        `scale[column]`, and lead to states of the sample whose node 0 is `first_state[column]`.
+        """
+        column = np.repeat(np.arange(len(length), dtype=np.int32), length)
+        edge = np.arange(len(column)) + np.repeat(start - (length.cumsum() - length), length)
+        target = np.repeat(first_state, length) + self.col[edge]
+        alive = self.level[target] > 0
+        column = column[alive]
+        edge = edge[alive]
+        target = target[alive]
+
+        # As np.unique(target), but sorting only distinct states.
+        number = np.arange(len(target))
+        self.last_edge[target] = number
+        reached = np.sort(target[self.last_edge[target] == number])
+        self.row[reached] = np.arange(len(reached))
+
+        row = torch.from_numpy(self.row[target])
+        weight = self.weight[edge].mul_(torch.from_numpy(scale[column]))
+        column = torch.from_numpy(column)
+        order = torch.argsort(row, stable=True)
+        by_row = (index2ptr(row[order], len(reached)), column[order], weight[order])
+        by_column = (index2ptr(column, len(length)), row, weight)
+        return reached, (*by_row, *by_column)
+
+
+def plan_route(
+    graph: SharedGraph, dataset: Dataset, message_passing: str, num_layers: int
+) -> tuple[ReachPlanner | None, str]:
+    """Returns what plans batches as the option `message_passing` needs, and a line for the log.
+
+    `auto` takes `reach` if the plan of some hundred rows of the dataset covers more than the first
+    layer. `shared` plans that one, too: all samples enter it with the same states, so little of it
+    changes on any graph. Any other, such as `expanded`, works on copies and needs no plan.
+    """
+    if message_passing not in ("auto", "shared", "reach"):
+        return None, message_passing
+    planner = ReachPlanner(graph, 1 if message_passing == "shared" else num_layers)
+    some_rows = range(0, len(dataset), len(dataset) // 128 + 1)  # evenly spaced
+    blocks = planner.plan(dataset.__getitems__(some_rows))
+    num_planned = min(len(block.layers) for block in blocks)
+    if message_passing != "reach":
+        planner.num_layers = num_planned
+    route = message_passing
+    if route == "auto":
+        route = "reach" if num_planned >= min(2, num_layers) else "shared"
+    percentages = []
+    for depth in range(num_planned):
+        num_reached = sum(len(block.layers[depth].node) for block in blocks)
+        percentage = 100 * num_reached / (len(some_rows) * graph.num_nodes)
+        percentages.append(f"{percentage:.2g}")
+    reached = f"{', '.join(percentages)} % of the nodes in {num_planned} of {num_layers} layers"
+    return planner, f"a knock-out reaches {reached}: {route}"
+
+
+def block_size(wild_type: Tensor, num_relations: int) -> int:
+    """Returns for how many samples states fit in 1 MB, about a CPU core's cache.
+
+    On a GPU, it is for how many each relation's sums of states fit in 4 GB together.
+    """
+    size = 2**32 // num_relations if wild_type.is_cuda else 2**20
+    return max(1, size // (wild_type.numel() * wild_type.element_size()))

@@ -1,0 +1,328 @@
+"""The run folder: lock, logs, checkpoints, metrics, status, curves and test.tsv.
+
+Only global rank 0 writes, except for each rank's own log and trace. docs/runs.md describes the
+files.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from checkpoint import (
+    TrainState,
+    explain_write_errors,
+    first_nonfinite,
+    link_atomically,
+    read_checkpoint,
+    save_atomically,
+    take_parameters,
+    write_atomically,
+)
+from ddp_setup import Distributed, describe
+from errors import RunError, UserError
+from plots import curves_svg
+
+log = logging.getLogger("run_folder")
+# Options of a run that must stay when it is resumed: section and name.
+MUST_STAY = (("run", "seed"), ("data", "batch_size"), ("optim", "loss"), ("optim", "lr_mult"))
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str = "default"
+    dir: str = "runs"
+    seed: int = field(default=0, metadata={"min": 0, "max": 2**32 - 1})
+    deterministic: bool = False
+    resume: str = "auto"
+    init: str = ""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int = field(default=1000, metadata={"min": 1})
+    keep_last: int = field(default=2, metadata={"min": 1})
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    every_steps: int = field(default=10, metadata={"min": 1})
+    profile_steps: int = field(default=0, metadata={"min": 0})
+
+
+class RunFolder:
+    """The files of a run.
+
+    Args:
+        config: the `config.Config` of the run.
+        origin: what each checkpoint says of where it is from: configuration, hash of the data,
+            names of nodes and relations.
+        metric: the one whose curve is drawn.
+    """
+
+    def __init__(self, config: Any, env: Distributed, origin: dict[str, Any], metric: str):
+        self.config = config
+        self.env = env
+        self.origin = origin
+        self.metric = metric
+        self.path = Path(config.run.dir, config.run.name)
+        self.checkpoints = self.path / "checkpoints"
+        self.rows = []  # of metrics.jsonl
+        self.profiler = None
+
+    # ---- Opening ---------------------------------------------------------------------------------
+    @classmethod
+    def open(
+        cls, config: Any, env: Distributed, origin: dict[str, Any], metric: str
+    ) -> "RunFolder":
+        """Makes the folder and locks it; raises `UserError` on every rank if that is not possible.
+
+        The arguments are those of the class.
+        """
+        folder = cls(config, env, origin, metric)
+        with env.sync_errors():
+            if env.rank == 0:
+                with explain_write_errors(folder.path, UserError):
+                    folder.checkpoints.mkdir(parents=True, exist_ok=True)
+                    folder._lock()
+                    folder._log_to_file()
+        return folder
+
+    def _lock(self) -> None:
+        """Waits for ranks of a killed torchrun and their DataLoader workers, which take seconds."""
+        self.lock = (self.path / "log.rank0.txt").open("a")
+        for _ in range(100):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(0.1)
+        raise UserError(
+            f"another process is training in {self.path}: wait for it or set another run.name"
+        )
+
+    def _log_to_file(self) -> None:
+        handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logging.getLogger().addHandler(handler)
+
+    def resume(self, state: TrainState) -> None:
+        """Brings the state to where the run was, or to where it starts, and starts the files.
+
+        That is the folder's newest checkpoint or, in an empty folder, what run.resume or run.init
+        name. A collective; raises `UserError` on every rank.
+        """
+        checkpoint = None
+        with self.env.sync_errors():
+            if self.env.rank == 0:
+                checkpoint = self._find_checkpoint()
+                init = self.config.run.init
+                if checkpoint is None and init:  # the other ranks get the parameters from DDP
+                    take_parameters(state.model, read_checkpoint(init), self.origin)
+        checkpoint = self.env.broadcast(checkpoint)
+        if checkpoint is not None:
+            state.load_state_dict(checkpoint, self.config.optim.precision)
+        self.env.progress = self.env.progress._replace(step=state.step)
+        ranks = describe(self.env)
+        with self.env.sync_errors():
+            self._start_files(state, ranks)
+
+    def _find_checkpoint(self) -> dict[str, Any] | None:
+        """Returns the checkpoint to go on from; raises `UserError` if it is another run's."""
+        checkpoint = self._newest_checkpoint()
+        if checkpoint is None:
+            return None
+        file = checkpoint["file"]
+        advice = f"in an empty run folder, run.init={file} alone starts from its parameters"
+        if checkpoint["data"] != self.origin["data"]:
+            raise UserError(f"{file} was trained on different data or splits: {advice}")
+        for section, name in MUST_STAY:
+            saved = checkpoint["config"][section][name]
+            given = self.origin["config"][section][name]
+            if saved != given:
+                raise UserError(
+                    f"{file} was trained with {section}.{name}={saved}, not {given}: "
+                    f"set it so, or, {advice}"
+                )
+        return checkpoint
+
+    def _newest_checkpoint(self) -> dict[str, Any] | None:
+        """Returns the folder's newest readable checkpoint, else that of run.resume, if set."""
+        resume = self.config.run.resume
+        for path in [*self.step_files(), *self.checkpoints.glob("best.pt")]:
+            try:
+                checkpoint = read_checkpoint(path)
+            except UserError as error:
+                log.warning(f"skipped a damaged checkpoint: {error}")
+                continue
+            if self.config.run.init or resume != "auto":
+                ignored = "run.init and run.resume are ignored"
+                log.info(f"note      {self.path} goes on from {path}: {ignored}")
+            return checkpoint
+        return None if resume == "auto" else read_checkpoint(resume)
+
+    def step_files(self) -> list[Path]:
+        """Returns the paths of the step checkpoints, newest first."""
+        return sorted(self.checkpoints.glob(f"step_{'[0-9]' * 8}.pt"), reverse=True)
+
+    def _start_files(self, state: TrainState, ranks: str) -> None:
+        """Opens the other ranks' logs, and records configuration, environment and metrics."""
+        with explain_write_errors(self.path, UserError):
+            if self.env.rank != 0:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._log_to_file()
+                return
+            config = yaml.safe_dump(self.origin["config"], sort_keys=False)
+            write_atomically(self.path / "config.yaml", [config])
+            write_atomically(self.path / "environment.txt", [environment(ranks)])
+            (self.path / "test.tsv").unlink(missing_ok=True)  # of an earlier end
+            self._open_metrics(state)
+        is_resumed = state.step > 0 or state.best is not None
+        self.event("resumed" if is_resumed else "started", state)
+        self.env.on_failure = lambda reason: self.event("failed", state, reason)
+        log.info(ranks)
+        start = f"resumed at step {state.step}" if is_resumed else "from the start"
+        log.info(f"run       {self.path}, {start}")
+
+    def _open_metrics(self, state: TrainState) -> None:
+        """Opens metrics.jsonl without the rows that the run will repeat."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        for line in lines:
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut off by a kill
+                row = json.loads(line)
+                is_past = row["kind"] != "test" and row.get("step", 0) <= state.step
+                if row["kind"] == "val":
+                    is_past = state.best is not None and row["epoch"] <= state.epoch
+                if is_past or row["kind"] == "event":
+                    self.rows.append(row)
+        write_atomically(path, (json.dumps(row) + "\n" for row in self.rows))
+        self.metrics = path.open("a")
+
+    # ---- Writing ---------------------------------------------------------------------------------
+    def write(self, kind: str, state: TrainState, **values: Any) -> None:
+        """Appends a row to metrics.jsonl, with null for non-finite numbers.
+
+        A val row also redraws curves.svg.
+        """
+        if self.env.rank != 0:
+            return
+        epoch = state.epoch + 1 if kind == "train" else state.epoch
+        row = {"kind": kind, "step": state.step, "epoch": epoch, **values}
+        self.rows.append(json.loads(json.dumps(row), parse_constant=lambda name: None))
+        with explain_write_errors(self.path / "metrics.jsonl"):
+            self.metrics.write(json.dumps(self.rows[-1]) + "\n")
+            self.metrics.flush()
+            if kind == "val":
+                write_atomically(self.path / "curves.svg", [curves_svg(self.rows, self.metric)])
+
+    def save(self, state: TrainState, is_best: bool = False) -> None:
+        """Writes this step's checkpoint on rank 0; if it `is_best`, best.pt is the same file.
+
+        A collective; raises `RunError` on every rank.
+        """
+        if hasattr(state.optimizer, "consolidate_state_dict"):  # ZeRO
+            state.optimizer.consolidate_state_dict()  # each rank holds a shard
+        with self.env.sync_errors(phase="save"):
+            if self.env.rank != 0:
+                return
+            checkpoint = state.state_dict() | self.origin
+            name = first_nonfinite(checkpoint["model"])
+            if name:
+                raise RunError(
+                    f"{name} is not finite at step {state.step}, no checkpoint is saved: "
+                    "lower optim.lr"
+                )
+            path = self.checkpoints / f"step_{state.step:08d}.pt"
+            with explain_write_errors(path):
+                os.fsync(self.metrics.fileno())  # never a checkpoint without its rows
+                save_atomically(path, checkpoint)
+                if is_best:
+                    link_atomically(path, self.checkpoints / "best.pt")
+                saved = [other for other in self.step_files() if other.name <= path.name]
+                for other in saved[self.config.checkpoint.keep_last :]:
+                    other.unlink()
+
+    def event(self, event: str, state: TrainState, reason: str = "") -> None:
+        """Records started, resumed, stopped, failed or finished in status.json and the metrics."""
+        if self.env.rank != 0:
+            return
+        status = "running" if event in ("started", "resumed") else event
+        row = {"state": status, "step": state.step, "epoch": state.epoch, "reason": reason}
+        with explain_write_errors(self.path / "status.json"):
+            write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
+        self.write(
+            "event",
+            state,
+            event=event,
+            reason=reason,
+            time=time.time(),
+            world_size=self.env.world_size,
+        )
+
+    def finish(self, state: TrainState, test: dict[str, Any], lines: Iterable[str]) -> None:
+        """Writes the test row and the lines of test.tsv, and records the end of the run.
+
+        A collective; raises `RunError` on every rank.
+        """
+        path = self.path / "test.tsv"
+        with self.env.sync_errors(phase="save"), explain_write_errors(path):
+            if self.env.rank == 0:
+                write_atomically(path, lines)
+        self.write("test", state, **test, best_step=state.best["step"])
+        self.event("finished", state)
+        log.info(f"run       {self.path}, model of step {state.best['step']}")
+
+    def stop(self, state: TrainState, reason: str) -> None:
+        """Records that the run stopped on request, and removes the file STOP."""
+        # Every rank, as the disk need not be shared; another one may have been faster.
+        (self.path / "STOP").unlink(missing_ok=True)
+        self.event("stopped", state, reason)
+        log.info(f"stopped   at step {state.step} ({reason}): the same command resumes the run")
+
+    # ---- Traces ----------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def profile(self) -> Iterator[None]:
+        """Traces log.profile_steps steps, if any, after three steps; `profile_step` ends a step."""
+        num_steps = self.config.log.profile_steps
+        if not num_steps:
+            yield
+            return
+        file = str(self.path / f"trace.rank{self.env.rank}.json")
+        schedule = torch.profiler.schedule(wait=1, warmup=2, active=num_steps, repeat=1)
+        self.profiler = torch.profiler.profile(
+            schedule=schedule, on_trace_ready=lambda profiler: profiler.export_chrome_trace(file)
+        )
+        with self.profiler:
+            yield
+
+    def profile_step(self) -> None:
+        """Tells the profiler, if there is one, that a step has ended."""
+        if self.profiler is not None:
+            self.profiler.step()
+
+
+def environment(ranks: str) -> str:
+    """Returns the command, the git commit, the packages' versions and the table of ranks."""
+    folder = shlex.quote(str(Path(__file__).resolve().parent))
+    commit = subprocess.getoutput(f"git -C {folder} describe --always --dirty --abbrev=40")
+    packages = ("torch", "torch-geometric", "pyyaml", "tqdm")
+    lines = [
+        f"command: {shlex.join([sys.executable, *sys.argv])}",
+        f"git commit: {commit}",
+        *(f"{name}: {version(name)}" for name in packages),
+        ranks,
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,239 @@
+"""The task: everything between the tables and the loss of a run, as one object.
+
+`KnockoutTask` reads the tables, fits the baseline, builds graph, dataset and model, and says what a
+prediction is worth. It never touches DDP, the optimiser, the order of the samples or a seed; those
+are in train.py. A task of your own keeps the names that train.py and predict.py use.
+
+Shapes: N nodes, n rows of T scores, B samples in a batch.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
+from torch_geometric.data import Data
+
+import data
+from baseline import Baseline, load_baseline
+from config import Config
+from data import KnockoutDataset, make_loader, target_nodes
+from ddp_setup import Distributed
+from errors import UserError
+from mask import SharedGraph
+from metrics import compare, mean_present, mse
+from model import KnockoutGNN
+from reach import plan_route
+from tables import SPLITS, Tables
+
+log = logging.getLogger("task")
+LARGE_BATCH = 8192  # samples in evaluation where each costs next to nothing
+
+
+@dataclass
+class KnockoutTask:
+    """The tables of a run, and what is made of them."""
+
+    config: Config
+    tables: Tables
+    fingerprint: str  # a hash of the tables
+    baseline: Baseline  # what is known without the graph, where training starts
+    graph: SharedGraph  # on the device
+    dataset: KnockoutDataset
+    route: str  # how the model passes messages, for the log
+
+    @classmethod
+    def load(cls, config: Config, env: Distributed) -> "KnockoutTask":
+        """Returns the task of the tables that `config` names; wrong input raises on every rank."""
+        with env.sync_errors():
+            return cls.from_tables(data.load(config.data), config, env.device)
+
+    @classmethod
+    def from_tables(
+        cls, tables: Tables, config: Config, device: torch.device | str = "cpu"
+    ) -> "KnockoutTask":
+        """Returns the task of tables with a split; raises `UserError` if the options do not fit."""
+        check_scores(tables, config)
+        fingerprint = tables.fingerprint()
+        baseline = load_baseline(tables, fingerprint, config.data.cache_dir, config.optim.loss)
+        graph = SharedGraph(tables.graph()).to(device, config.optim.dtype)
+        dataset, route = make_dataset(tables, graph, config)
+        return cls(config, tables, fingerprint, baseline, graph, dataset, route)
+
+    def with_config(self, config: Config) -> "KnockoutTask":
+        """Returns the task of a run with other options for the model, on the same tables."""
+        dataset, route = make_dataset(self.tables, self.graph, config)
+        return replace(self, config=config, dataset=dataset, route=route)
+
+    def with_samples(self, samples: Tables) -> "KnockoutTask":
+        """Returns the task that predicts other samples, on the same graph."""
+        return replace(self, tables=samples, dataset=replace(self.dataset, tables=samples))
+
+    def rows(self, split: str) -> Tensor:
+        """Returns the row numbers of one split, in ascending order."""
+        return self.tables.rows(split)
+
+    def origin(self) -> dict[str, Any]:
+        """Returns what a checkpoint says of where it is from."""
+        return {
+            "config": asdict(self.config),
+            "data": self.fingerprint,
+            "nodes": self.tables.genes,
+            "relations": self.tables.relations,
+        }
+
+    def build_model(self) -> nn.Module:
+        """Returns the model that is trained, on the CPU; raises `UserError`."""
+        options = self.config.model
+        nodes = target_nodes(self.tables) if options.readout == "nodes" else None
+        return KnockoutGNN.from_tables(options, self.tables, self.baseline, nodes)
+
+    def loss(self, prediction: Tensor, batch: Data) -> Tensor:
+        """Returns the weighted sum of a batch's losses, given the model's prediction [B, T].
+
+        A loss is a squared error over the variance of the scores or, for optim.loss=binary, a
+        cross-entropy of logits.
+        """
+        if self.config.optim.loss == "binary":
+            y = batch.y.to(prediction)
+            return binary_cross_entropy_with_logits(prediction, y, batch.weight, reduction="sum")
+        std = self.baseline.std.float().to(prediction)
+        return (batch.weight * ((prediction - batch.y) / std).square()).sum()
+
+    def metrics(self, split: str, prediction: Tensor) -> dict[str, float]:
+        """Returns what predictions of a split's rows, [n, T], are worth, beside the baseline.
+
+        A metric is the mean over the targets for which it is defined, nan if there are none.
+        """
+        rows = self.rows(split)
+        y = self.tables.y[rows]
+        if self.config.optim.loss == "binary":
+            cross_entropy = binary_cross_entropy(prediction, y.nan_to_num(), reduction="none")
+            loss = mean_present(cross_entropy, y)
+        else:
+            loss = mse(y, prediction) / self.baseline.std.square()
+        figures = {
+            "loss": loss,
+            "mse": mse(y, prediction),
+            **compare(y, prediction, self.baseline.prediction[rows]),
+        }
+        means = {name: values.nanmean().item() for name, values in figures.items()}
+        return {**means, "n": len(rows)}
+
+    def result_lines(self, prediction: Tensor) -> Iterator[str]:
+        """Yields the lines of test.tsv: for each test row its nodes, how many of them are unseen.
+
+        For each target follow score, prediction [n, T] and baseline; a missing score is an empty
+        cell.
+        """
+        tables = self.tables
+        header = ["genes", "unseen"]
+        for name in tables.targets:
+            header += [name, f"{name}_prediction", f"{name}_baseline"]
+        yield "\t".join(header) + "\n"
+
+        rows = tables.rows("test")
+        is_test = tables.is_in("test")[tables.sample()]
+        perturbed = tables.perturbed[is_test].tolist()
+        levels = tables.level[is_test].tolist()
+        names = map(tables.name, perturbed, levels)
+        counts = tables.perturbed_ptr.diff()[rows].tolist()
+        sets = (",".join(islice(names, count)) for count in counts)
+        unseen = tables.unseen()[rows].unsqueeze(1)
+        baseline = self.baseline.prediction[rows]
+        scores = torch.stack([tables.y[rows], prediction, baseline], dim=2)
+        yield from table_lines(sets, torch.cat([unseen, scores.flatten(start_dim=1)], dim=1))
+
+    def summary(self) -> str:
+        """Returns the numbers of nodes, edges and samples as a line for the log, and a warning."""
+        tables = self.tables
+        perturbed = tables.perturbed.unique()
+        has_edge = np.isin(perturbed, tables.edge_index)  # ten times faster than torch
+        isolated = perturbed[~has_edge]
+        counts = tables.perturbed_ptr.diff()
+        splits = ", ".join(f"{len(tables.rows(split)):,} {split}" for split in SPLITS)
+        some_targets = ", ".join(tables.targets[:5])
+        text = (
+            f"{len(tables.genes):,} nodes of {tables.features.size(1):,} features "
+            f"({len(isolated):,} of {len(perturbed):,} knocked-out ones isolated), "
+            f"{len(tables.edge_type):,} edges in {len(tables.relations)} relations "
+            f"of {tables.edge_attr.size(1):,} features, "
+            f"{len(tables.y):,} samples of {counts.min()} to {counts.max()} knock-outs: "
+            f"{splits}, {(tables.split < 0).sum():,} in no split; "
+            f"{len(tables.targets):,} scores: {some_targets}"
+        )
+        if tables.left_out:
+            text += f"; columns left out: {', '.join(tables.left_out)}"
+        if 2 * len(isolated) >= len(perturbed) > 0:
+            names = ", ".join(tables.genes[node] for node in isolated[:10].tolist())
+            text += f"\nnote      no edges: {names:.300}: do the tables use the same names?"
+        return text
+
+
+def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[KnockoutDataset, str]:
+    """Returns the dataset of tables on the graph, and how the model passes messages, a text."""
+    dataset = KnockoutDataset(tables, graph.degree)
+    options = config.model
+    if not options.has_knockout_pass:
+        return dataset, f"no knock-out pass, as model.readout={options.readout}"
+    planner, route = plan_route(graph, dataset, options.message_passing, options.layers)
+    return replace(dataset, transform=planner), route
+
+
+def check_scores(tables: Tables, config: Config) -> None:
+    """Raises `UserError` for scores that optim.loss cannot take; notes options that do not suit."""
+    for name, scores in zip(tables.targets, tables.y[tables.rows("train")].T, strict=True):
+        if scores.isnan().all():
+            raise UserError(
+                f"no training row has a score '{name}': remove that column, or change the split"
+            )
+    binary = bool(((tables.y == 0) | (tables.y == 1) | tables.y.isnan()).all())
+    if config.optim.loss == "binary" and not binary:
+        raise UserError("optim.loss=binary needs scores of 0 and 1: set optim.loss=squared")
+    if config.optim.loss == "squared" and binary:
+        log.warning("note      all scores are 0 or 1: optim.loss=binary predicts probabilities")
+    if config.model.readout != "nodes" and set(tables.targets) <= set(tables.genes):
+        log.warning("note      all scores are named after nodes: model.readout=nodes suits them")
+
+
+@torch.no_grad()
+def predict_rows(model: nn.Module, task: KnockoutTask, rows: Tensor, env: Distributed) -> Tensor:
+    """Returns predictions of these rows of the task on every rank, float64 [len(rows), T].
+
+    They are in the units of the scores, probabilities if optim.loss=binary. Each row is predicted
+    on one rank, by the bare model; the all-reduce adds only zeros to it and is therefore exact.
+    """
+    model.eval()
+    batch_size = task.config.data.batch_size
+    if not task.config.model.has_knockout_pass:
+        batch_size = max(batch_size, LARGE_BATCH)
+    size = (len(rows), len(task.tables.targets))
+    predictions = torch.zeros(size, dtype=torch.float64, device=env.device)
+    predictions_of_rank = predictions[env.rank :: env.world_size]  # a view
+    rows_of_rank = rows[env.rank :: env.world_size]
+    batches = rows_of_rank.split(math.ceil(batch_size / env.world_size))
+    start = 0
+    for batch in make_loader(task.dataset, batches, workers=0, device=env.device):
+        with env.phase("evaluation"):
+            if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
+                break
+            output = model(task.graph, batch.to(env.device, non_blocking=True)).double()
+            if task.config.optim.loss == "binary":
+                output = output.sigmoid()
+            predictions_of_rank[start : start + len(output)] = output
+            start += len(output)
+    return env.sum(predictions).cpu()
+
+
+def table_lines(sets: Iterator[str], values: Tensor) -> Iterator[str]:
+    """Yields a line for each row of values [n, C]: its set, and a cell each, empty for nan."""
+    template = "\t%.7g" * values.size(1) + "\n"
+    for some_values in values.split(100):  # as lists, they take four times the memory
+        for row in some_values.tolist():
+            yield next(sets) + (template % tuple(row)).replace("\tnan", "\t")
