@@ -220,7 +220,7 @@ class KnockoutDataset(Dataset):
                 f"sample {index[sample[i]]}: knocked-out node {perturbed[i]} "
                 f"is outside [0, {num_nodes}), the graph's nodes"
             )
-        y = self.tables.y[row].float()
+        y = self.tables.y[row]
         weight = is_real.float()
         if self.tables.weight is not None:
             weight *= self.tables.weight[row]

@@ -13,7 +13,6 @@
 # RDZV          where the machines meet: host:port, an address of one of them and a free port there
 # RDZV_TIMEOUT  seconds to wait for the other machines (600)
 # MAX_RESTARTS  how often torchrun restarts failed processes (0)
-#
 #SBATCH --job-name=knockout --time=12:00:00 # a longer run is requeued and resumes
 #SBATCH --ntasks-per-node=1   # one launch.sh per node, with its own log slurm-<job>.node<n>.out
 #SBATCH --exclusive           # all CPUs; for a share of them: --oversubscribe --cpus-per-task=n
@@ -32,7 +31,7 @@ main() {
   choose_python requirements.txt
   if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${NNODES:-}" ]; then start_or_join_job_step "$@"; fi
   set_up_torchrun
-  if [ "${NNODES:-1}" = 1 ]; then torchrun+=(--standalone); else set_up_rendezvous; fi
+  if [ "${NNODES:=1}" = 1 ]; then torchrun+=(--standalone); else set_up_rendezvous; fi
   exec "${torchrun[@]}" "$here/train.py" "$@"
 }
 
@@ -70,7 +69,7 @@ install() {
   base=$(command -v python3 || command -v python) || die "there is no Python: install 3.10 or newer"
   "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     die "$base is older than Python 3.10: activate a newer one"
-  echo "Installing $1 into $venv: PyTorch is large, this takes minutes, but once"
+  echo "Installing $1 into $venv (once; it takes minutes, as PyTorch is large)"
   [ -x "$python" ] || "$base" -m venv "$venv" || die "cannot make $venv"
   "$python" -m pip install --quiet --disable-pip-version-check -r "$here/$1" || die "pip failed"
   has_modules || die "$python still lacks one of ${modules// /, }: remove $venv and run this again"
@@ -106,12 +105,13 @@ start_job_step() { # one launch.sh per node; in a batch script, end or requeue t
   wait $! || status=$?
   rm -f "$STOP_FILE"
   state=$(scontrol --oneliner show job "$job" || true) # not RUNNING after scancel: do not requeue
+  # SLURM does not requeue a preempted job that exits within its GraceTime.
   if [[ $state == *JobState=RUNNING* &&
     ($state == *\ PreemptTime=[0-9]* || ($stop_requested == yes && $status == 0)) ]]; then
     [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ] ||
       die "requeued 100 times: check its progress, and raise --time"
     echo "stopped, requeued: the same job will resume the run"
-    exec scontrol requeue "$job" # SLURM does not after an exit in the GraceTime; kills this script
+    exec scontrol requeue "$job" # kills this script
   fi
   if [ "$status" = 0 ]; then exit; fi
   die "the training ended with status $status: see slurm-$job.node*.out" "$status"
@@ -145,7 +145,7 @@ set_up_rendezvous() {
     done
   elif [[ $host != localhost && $host != 127.* ]]; then # there, torchruns elect the host themselves
     settings+=,is_host=1
-    if [[ $address == 127.* ]]; then route=$(ip -4 route get 192.0.2.1) || die "no network"; fi
+    if [[ $address == 127.* ]]; then route=$(ip -4 route get 192.0.2.1) || die "no network here"; fi
   fi
   read -r own_address _ <<<"${route##* src }"
   read -r _ interface _ < <(ip -4 -o address show to "$own_address")

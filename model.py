@@ -12,7 +12,7 @@ H hidden channels, T targets. Node states are node-major, [N, B, H], so that one
 serves all samples at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -77,14 +77,13 @@ class WildType(NamedTuple):
 
 
 class KnockoutGNN(nn.Module):
-    """Predicts the effect of each sample's knock-outs, in the units of `y`.
+    """Predicts the effect of each sample's knock-outs, in standard deviations from the mean.
 
     Normalisation is per node, so a prediction never depends on the other samples of its batch.
 
     Args:
         num_nodes, num_relations, num_features: size of the graph that `forward` takes.
-        y_offset, y_std: what is predicted before any other term, and its unit, [T], saved in
-            checkpoints as buffers.
+        num_targets: number of scores, T.
         unseen: share of nodes whose own identity and effect a training step hides, so that the
             model learns to predict nodes that no training row knocks out; none if dropout is 0.
         target_nodes: the node of each target, long [T], for the readout `nodes`.
@@ -96,8 +95,7 @@ class KnockoutGNN(nn.Module):
         num_nodes: int,
         num_relations: int,
         num_features: int = 0,
-        y_offset: Sequence[float] | Tensor = (0.0,),
-        y_std: Sequence[float] | Tensor = (1.0,),
+        num_targets: int = 1,
         unseen: float = 0.0,
         target_nodes: Tensor | None = None,
     ):
@@ -116,7 +114,6 @@ class KnockoutGNN(nn.Module):
         # From differences of states alone, a bias would only learn rounding errors.
         self.norm = nn.LayerNorm(hidden, bias=config.readout != "global")
         self.additive = self.local_readout = self.change_readout = None
-        num_targets = len(y_offset)
         if config.readout != "global":
             self.additive = AdditiveReadout(num_nodes, num_targets)
         if config.readout in ("local", "both"):
@@ -126,8 +123,6 @@ class KnockoutGNN(nn.Module):
         if config.readout == "nodes":
             self.additive.requires_grad_(False)  # thousands of effects per node would learn noise
             self.change_readout = NodeReadout(num_nodes, hidden, target_nodes)
-        self.register_buffer("y_offset", torch.as_tensor(y_offset).float())
-        self.register_buffer("y_std", torch.as_tensor(y_std).float())
         self.power = 1.0  # of levels
 
     @classmethod
@@ -145,13 +140,12 @@ class KnockoutGNN(nn.Module):
             num_nodes=len(tables.genes),
             num_relations=len(tables.relations),
             num_features=tables.features.size(1),
-            y_offset=baseline.mean,
-            y_std=baseline.std,
+            num_targets=len(tables.targets),
             unseen=unseen.item(),
             target_nodes=target_nodes,
         )
         if model.additive is not None:
-            model.y_offset.copy_(baseline.intercept)
+            model.additive.intercept.copy_((baseline.intercept - baseline.mean) / baseline.std)
             model.additive.slope.data.copy_(baseline.slope / baseline.std)
             model.additive.effect.data.copy_((baseline.effect / baseline.std).flatten())
             model.additive.imputed.copy_(baseline.imputed / baseline.std)
@@ -188,7 +182,7 @@ class KnockoutGNN(nn.Module):
         if self.change_readout is not None:
             changes = self.changes(graph, batch, wild)
             prediction = prediction + self.change_readout(changes, wild, batch)
-        return self.y_offset + self.y_std * prediction.to(self.y_offset.dtype)
+        return prediction.to(self.norm.weight.dtype)
 
     def draw(self, graph: SharedGraph, batch: Data) -> Draws:
         """Returns all that is random, drawn at once, by node and by row of the table."""
@@ -209,7 +203,7 @@ class KnockoutGNN(nn.Module):
 
     def embed(self, graph: SharedGraph, draws: Draws) -> tuple[Tensor, Tensor]:
         """Returns the nodes' states before the first layer and what they send in it, [N, H]."""
-        x = sent = self.y_offset.new_zeros(graph.num_nodes, self.config.hidden)
+        x = sent = self.norm.weight.new_zeros(graph.num_nodes, self.config.hidden)
         if self.project is not None:
             x, sent = self.project(graph.x).to(x.dtype).chunk(2, dim=1)
         if self.config.embedding:
@@ -277,7 +271,7 @@ class KnockoutGNN(nn.Module):
         a dead node, which sends nothing, changes to zero. Where a perturbed node has another level,
         the plan scales its changes.
         """
-        x = self.y_offset.new_zeros(0, self.config.hidden)
+        x = self.norm.weight.new_zeros(0, self.config.hidden)
         node = block.perturbed.new_empty(0)
         for layer, plan, states in zip(self.layers, block.layers, wild.layers, strict=False):
             sent = layer.norm(x)
@@ -390,7 +384,7 @@ class KnockoutConv(nn.Module):
 
 
 class AdditiveReadout(nn.Module):
-    """The sum over the perturbed nodes of dose times a slope, the same for all, and its own effect.
+    """An intercept + the sum over the perturbed nodes of dose times (slope + effect of the node).
 
     `KnockoutGNN.from_tables` sets them to the additive baseline's.
     """
@@ -400,6 +394,7 @@ class AdditiveReadout(nn.Module):
         # One-dimensional, and so without weight decay.
         self.slope = nn.Parameter(torch.zeros(num_targets))
         self.effect = nn.Parameter(torch.zeros(num_nodes * num_targets))
+        self.register_buffer("intercept", torch.zeros(num_targets))
         # What stands for the effects of hidden nodes.
         self.register_buffer("imputed", torch.zeros(num_nodes, num_targets), persistent=False)
 
@@ -409,7 +404,7 @@ class AdditiveReadout(nn.Module):
         is_known, has_slope = known.index_select(1, node).unsqueeze(2)
         effect = self.effect.view(self.imputed.shape).index_select(0, node)
         effect = effect.where(is_known, self.imputed.index_select(0, node))
-        return sum_by_sample(dose * (effect + self.slope * has_slope), batch)
+        return self.intercept + sum_by_sample(dose * (effect + self.slope * has_slope), batch)
 
 
 class LocalReadout(nn.Module):

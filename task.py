@@ -45,6 +45,8 @@ class KnockoutTask:
     fingerprint: str  # a hash of the tables
     baseline: Baseline  # what is known without the graph, where training starts
     graph: SharedGraph  # on the device
+    mean: Tensor  # float64 [T], of the scores, on the device; of binary ones, a logit
+    std: Tensor  # float64 [T], of the scores, on the device; models predict in this unit
     dataset: KnockoutDataset
     route: str  # how the model passes messages, for the log
 
@@ -63,13 +65,17 @@ class KnockoutTask:
         fingerprint = tables.fingerprint()
         baseline = load_baseline(tables, fingerprint, config.data.cache_dir, config.optim.loss)
         graph = SharedGraph(tables.graph()).to(device, config.optim.dtype)
+        mean = baseline.mean.to(device)
+        std = baseline.std.to(device)
         dataset, route = make_dataset(tables, graph, config)
-        return cls(config, tables, fingerprint, baseline, graph, dataset, route)
+        return cls(config, tables, fingerprint, baseline, graph, mean, std, dataset, route)
 
-    def with_config(self, config: Config) -> "KnockoutTask":
-        """Returns the task of a run with other options for the model, on the same tables."""
+    def of_run(self, config: Config, checkpoint: dict[str, Any]) -> "KnockoutTask":
+        """Returns the task of another run on the same tables, whose model predicts in its scale."""
         dataset, route = make_dataset(self.tables, self.graph, config)
-        return replace(self, config=config, dataset=dataset, route=route)
+        mean = checkpoint["mean"].to(self.mean)
+        std = checkpoint["std"].to(self.std)
+        return replace(self, config=config, mean=mean, std=std, dataset=dataset, route=route)
 
     def with_samples(self, samples: Tables) -> "KnockoutTask":
         """Returns the task that predicts other samples, on the same graph."""
@@ -86,6 +92,8 @@ class KnockoutTask:
             "data": self.fingerprint,
             "nodes": self.tables.genes,
             "relations": self.tables.relations,
+            "mean": self.mean.cpu(),
+            "std": self.std.cpu(),
         }
 
     def build_model(self) -> nn.Module:
@@ -101,10 +109,14 @@ class KnockoutTask:
         cross-entropy of logits.
         """
         if self.config.optim.loss == "binary":
-            y = batch.y.to(prediction)
-            return binary_cross_entropy_with_logits(prediction, y, batch.weight, reduction="sum")
-        std = self.baseline.std.float().to(prediction)
-        return (batch.weight * ((prediction - batch.y) / std).square()).sum()
+            logit = self.rescale(prediction)
+            return binary_cross_entropy_with_logits(logit, batch.y, batch.weight, reduction="sum")
+        y = ((batch.y - self.mean) / self.std).to(prediction.dtype)
+        return (batch.weight * (prediction - y).square()).sum()
+
+    def rescale(self, prediction: Tensor) -> Tensor:
+        """Returns predictions of the model in the units of the scores, or logits, float64."""
+        return self.mean + self.std * prediction
 
     def metrics(self, split: str, prediction: Tensor) -> dict[str, float]:
         """Returns what predictions of a split's rows, [n, T], are worth, beside the baseline.
@@ -223,11 +235,11 @@ def predict_rows(model: nn.Module, task: KnockoutTask, rows: Tensor, env: Distri
         with env.phase("evaluation"):
             if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
                 break
-            output = model(task.graph, batch.to(env.device, non_blocking=True)).double()
+            scores = task.rescale(model(task.graph, batch.to(env.device, non_blocking=True)))
             if task.config.optim.loss == "binary":
-                output = output.sigmoid()
-            predictions_of_rank[start : start + len(output)] = output
-            start += len(output)
+                scores = scores.sigmoid()
+            predictions_of_rank[start : start + len(scores)] = scores
+            start += len(scores)
     return env.sum(predictions).cpu()
 
 
