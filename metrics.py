@@ -7,6 +7,7 @@ Shapes: n rows of T scores.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -108,6 +109,80 @@ def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
     doubt = (-certainty).T.nan_to_num(math.inf).contiguous()
     ordered = doubt.where(counted.T, math.inf).sort(dim=1).values
     return torch.searchsorted(ordered, doubt, right=True).T
+
+
+# ---- Intervals -----------------------------------------------------------------------------------
+def resampled_pearson(y: Tensor, prediction: Tensor, resamples: int) -> Tensor:
+    """Returns Pearson's r, the targets' mean, of rows drawn with replacement, [resamples].
+
+    As many rows are drawn as there are. Calls for the same rows draw the same ones, so that the
+    results of two predictions can be compared in pairs.
+    """
+    present = ~y.isnan()
+    a = standardise(y).nan_to_num()
+    b = standardise(prediction.where(present, math.nan)).nan_to_num()
+    products = torch.stack([present.double(), a, b, a * a, b * b, a * b], dim=1)
+    columns = products.flatten(start_dim=1)
+    sums = [times @ columns for times in resampled_rows(len(y), resamples)]
+    count, *sums = torch.cat(sums).view(resamples, 6, -1).unbind(dim=1)
+    mean_a, mean_b, mean_aa, mean_bb, mean_ab = (total / count for total in sums)
+    variance_a = mean_aa - mean_a.square()
+    variance_b = mean_bb - mean_b.square()
+    r = (mean_ab - mean_a * mean_b) / (variance_a * variance_b).sqrt()
+    # As in `pearson`; what differs by rounding is constant.
+    r = r.where(variance_b > 1e-12, 0.0).where(variance_a > 1e-12, math.nan)
+    return r.nanmean(dim=1)
+
+
+def resampled_mean(values: Tensor, resamples: int) -> Tensor:
+    """Returns the mean of the values [n] that are not nan, [resamples].
+
+    The rows are those of `resampled_pearson`.
+    """
+    present = ~values.isnan()
+    columns = torch.stack([values.nan_to_num(), present.double()], dim=1)
+    total, count = torch.cat(
+        [times @ columns for times in resampled_rows(len(values), resamples)]
+    ).T
+    return total / count
+
+
+def resampled_rows(num_rows: int, resamples: int) -> Iterator[Tensor]:
+    """Yields how often each row is drawn, some resamples at once, float64 [resamples, num_rows]."""
+    generator = torch.Generator().manual_seed(0)
+    for start in range(0, resamples, 32):
+        draws = []
+        for _ in range(min(32, resamples - start)):
+            rows = torch.randint(num_rows, (num_rows,), generator=generator)
+            draws.append(torch.bincount(rows, minlength=num_rows).double())
+        yield torch.stack(draws)
+
+
+def centred(resampled: Tensor, estimate: float | Tensor) -> Tensor:
+    """Returns resampled figures [R, ...] of profiles, moved so that their mean is the estimate.
+
+    A target that one row changes loses its signal in a third of the resamples, which draw that row
+    not once: Pearson's r of resamples is lower than that of the rows, often by more than it varies.
+    """
+    return resampled - resampled.nanmean(dim=0) + estimate
+
+
+def interval(values: Tensor) -> list[float]:
+    """Returns the ends of the interval that holds the middle 95 % of the values [R]."""
+    return values.nanquantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
+
+
+def uncertainty(y: Tensor, prediction: Tensor, sd: Tensor) -> tuple[float, list[float]]:
+    """Returns Spearman's correlation of `sd` and the absolute error, and the error by `sd`.
+
+    The latter is the mean in each fifth. Both are means over the targets; all are [n, T].
+    """
+    error = (prediction - y).abs()
+    ranks = rank(sd.where(~y.isnan(), math.nan))
+    correlation = pearson(rank(error), ranks).nanmean().item()
+    fifth = ((ranks - 0.5) * 5 / (~y.isnan()).sum(dim=0)).floor()
+    errors = [error.where(fifth == k, math.nan).nanmean(dim=0).nanmean().item() for k in range(5)]
+    return correlation, errors
 
 
 # ---- Results -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -361,16 +361,16 @@ def main() -> None:
     run_command(read_config, train)
 
 
-def read_config() -> Config:
-    """Returns the options of the command line; raises `UserError`."""
+def read_config(arguments: Sequence[str] | None = None) -> Config:
+    """Returns the options of a command line, by default this one's; raises `UserError`."""
     parser = Parser(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="an option")
     parser.add_argument("--predict", help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", nargs="+", help=argparse.SUPPRESS)
-    arguments = parser.parse_intermixed_args()
-    if arguments.predict or arguments.checkpoint:
+    parsed = parser.parse_intermixed_args(arguments)
+    if parsed.predict or parsed.checkpoint:
         raise UserError("predictions have a command of their own: python predict.py TABLE RUN...")
-    return load_config(arguments.config, arguments.overrides)
+    return load_config(parsed.config, parsed.overrides)
 
 
 if __name__ == "__main__":

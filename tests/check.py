@@ -41,7 +41,7 @@ import signal
 import sys
 
 import train
-from ddp_setup import UserError
+from errors import UserError
 from tests.tools.analysis import test
 from tests.tools.audits import audit_worker, devices, syncs
 from tests.tools.diagnose import rows, trace
@@ -112,7 +112,7 @@ def main() -> None:
     options, options.arguments = parser.parse_known_args()  # the rest is for train.py
     try:
         if options.name not in ("trace", "test"):
-            train.load_config(train.parse_arguments(options.arguments))
+            train.read_config(options.arguments)
         passed = checks[options.name](options)
     except (RuntimeError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -28,7 +28,7 @@ os.environ["RES_OPTIONS"] = (
     "timeout:1 attempts:1"  # torch does DNS look-ups, which the tests must not wait for
 )
 SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
-MODULES = ("mask", "model", "data", "ddp_setup", "train")
+MODULES = tuple(path.stem for path in ROOT.glob("*.py"))
 EXAMPLE_SIZE = (400, 8000, 6000, 1)  # nodes, edges, rows and scores of tests/example
 FOR_ANY_MODEL = (
     "test_contract",
@@ -111,9 +111,10 @@ def replaced() -> str:
     """
     import data
     import model
-    import train
+    from config import Config
+    from task import KnockoutTask
 
-    config = train.Config()
+    config = Config()
     try:
         tables = data.load(config.data)
         size = (len(tables.genes), len(tables.edge_type), *tables.y.shape)
@@ -121,11 +122,10 @@ def replaced() -> str:
         return "data.load"
     built = None
     with contextlib.suppress(Exception):
-        baseline = data.load_baseline(tables, tables.fingerprint(), config.data, config.optim.loss)
-        built = train.build_model(config, tables, baseline)
+        built = KnockoutTask.from_tables(tables, config).build_model()
     found = {
         "data.load": size != EXAMPLE_SIZE,
-        "train.build_model": type(built) is not getattr(model, "KnockoutGNN", None),
+        "KnockoutTask.build_model": type(built) is not getattr(model, "KnockoutGNN", None),
     }
     return ", ".join(name for name, is_replaced in found.items() if is_replaced)
 
@@ -442,6 +442,7 @@ def tables(tmp_path: Path) -> list[str]:
 def copy_template(folder: Path) -> Path:
     """Copies what a user would copy, without runs and caches, and returns the folder."""
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "example", folder / "example")
     names = ("config.yaml", "launch.sh", "pyproject.toml", "requirements.txt", "README.md")
     for path in (*ROOT.glob("*.py"), *(ROOT / name for name in names)):
         shutil.copy(path, folder)

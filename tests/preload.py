@@ -2,8 +2,6 @@
 
 import torch.distributed.optim  # noqa: F401
 
-import data
 import tests.tools.faults
 import tests.workers  # noqa: F401
 
-data.source_code()

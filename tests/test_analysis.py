@@ -13,8 +13,11 @@ import pytest
 import torch
 import yaml
 
-from data import Tables, additive_baseline, load
-from ddp_setup import UserError
+from baseline import additive_baseline
+from checkpoint import write_atomically
+from data import load
+from errors import UserError
+from tables import Tables
 from tests import check
 from tests.conftest import write_table
 from tests.test_targets import gappy_tables
@@ -29,7 +32,7 @@ from tests.tools.analysis import (
     table,
 )
 from tests.tools.runs import pack_sets, read_metrics
-from train import load_config, parse_arguments, result_lines, write_atomically
+from train import read_config, result_lines
 
 HEADER = ("genes", "unseen", "score", "score_prediction", "score_baseline")
 
@@ -73,7 +76,7 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
     ]
     train(2, *options).check()
     monkeypatch.chdir(tmp_path)
-    tables = load(load_config(parse_arguments([*options, "--config=/dev/null"])).data)
+    tables = load(read_config([*options, "--config=/dev/null"]).data)
     rows = tables.rows("test")
     header, *lines = [
         line.split("\t") for line in Path("runs/default/test.tsv").read_text().splitlines()
@@ -207,7 +210,7 @@ def test_the_check_prints_and_writes_groups_of_rows(train, tables, tmp_path, mon
     low, high = first["gain"]
     cells = [f"{first['n']:,}", f"{first['pearson']:.4f}", f"{first['baseline_pearson']:.4f}"]
     assert re.split(r"  +", line)[1:5] == [*cells, f"{low:.4f} to {high:.4f}"]
-    own = load(load_config(parse_arguments([*tables, *options, "--config=/dev/null"])).data)
+    own = load(read_config([*tables, *options, "--config=/dev/null"]).data)
     assert result["shared_pairs"] == analysis.shared_pairs(own)
     assert f"{result['shared_pairs']} rows knock out two nodes of a training row" in lines
     ElementTree.parse("runs/default/test.svg")

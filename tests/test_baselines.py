@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import baseline
+import config
 import data
 import train
-from data import DataConfig, Tables
-from ddp_setup import UserError
+from data import DataConfig
+from errors import UserError
+from metrics import pearson
+from tables import Tables
 from tests.bench import quality
 from tests.bench.baselines import (
     BASELINES,
@@ -32,7 +36,6 @@ from tests.bench.quality import bootstrap, permute_names, random_features, summa
 from tests.bench.synthetic import write
 from tests.conftest import write_table
 from tests.tools.runs import pack_sets
-from train import pearson
 
 NUM_GENES = 40
 
@@ -127,9 +130,9 @@ def test_rows_at_levels_that_are_held_back_are_the_test_rows(tmp_path):
     tables.edge_weight = tables.edge_attr = None
     options = write(Tables(**vars(tables)), tmp_path / "whole")
     overrides = [*options, f"data.cache_dir={tmp_path}", "--config", os.devnull]
-    config = train.load_config(train.parse_arguments(overrides))
+    config = train.read_config(overrides)
     options = quality.hold_levels_back(config, tmp_path, seed=0)
-    held_back = data.load(train.load_config(train.parse_arguments([*overrides, *options])).data)
+    held_back = data.load(train.read_config([*overrides, *options]).data)
     has = torch.isin(held_back.level, torch.tensor(quality.HELD_BACK).double())
     counts = torch.bincount(held_back.sample()[has], minlength=len(held_back.y))
     assert 0 < (counts > 0).sum() < len(counts) and torch.equal(held_back.is_in("test"), counts > 0)
@@ -219,7 +222,7 @@ def test_random_features_stand_in_for_those_of_the_same_genes(tmp_path):
     paths = {
         name: str(write_table(tmp_path / f"{name}.tsv", table)) for name, table in rows.items()
     }
-    config = train.Config(data=DataConfig(**paths, cache_dir=str(tmp_path)))
+    config = config.Config(data=DataConfig(**paths, cache_dir=str(tmp_path)))
     (override,) = random_features(config, tmp_path / "new")
     before, after = (
         data.load(config.data),
@@ -229,7 +232,7 @@ def test_random_features_stand_in_for_those_of_the_same_genes(tmp_path):
         before.features, after.features
     )
     with pytest.raises(UserError, match=r"set data\.features"):
-        random_features(train.Config(data=replace(config.data, features="")), tmp_path)
+        random_features(config.Config(data=replace(config.data, features="")), tmp_path)
 
 
 @pytest.mark.parametrize("split", ["random", "nodes"])
@@ -249,7 +252,7 @@ def test_neighbours_equal_a_plain_loop(split):
         if row in train_rows:
             interaction[tuple(pair)] = interaction[tuple(pair[::-1])] = problem.residual[row]
             seen |= set(pair)
-    known = data.additive_baseline(tables)
+    known = baseline.additive_baseline(tables)
     ridge = dict(zip(problem.nodes.tolist(), problem.effect.tolist(), strict=True))
 
     def average(terms):
@@ -356,7 +359,7 @@ def test_the_mean_of_several_seeds_is_a_contestant(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("split", ["random", "nodes"])
 def test_permuted_names_change_nothing_but_the_graph(tmp_path, split):
-    config = train.Config(data=DataConfig(split=split, cache_dir=str(tmp_path)))
+    config = config.Config(data=DataConfig(split=split, cache_dir=str(tmp_path)))
     overrides = permute_names(config, tmp_path)
     options = dict(override.removeprefix("data.").split("=") for override in overrides)
     before, after = data.load(config.data), data.load(replace(config.data, **options))

@@ -5,16 +5,17 @@ import os
 import pytest
 import yaml
 
-from ddp_setup import UserError
+from config import Config
+from errors import UserError
 from tests.conftest import ROOT
-from train import Config, load_config, parse_arguments
+from train import read_config
 
 
 def load(*arguments: str) -> Config:
     """Returns the configuration of these arguments and, unless they name a file, none."""
     if not any(argument.startswith("--config") for argument in arguments):
         arguments = (*arguments, "--config", os.devnull)
-    return load_config(parse_arguments(list(arguments)))
+    return read_config(list(arguments))
 
 
 def test_help_lists_every_option(capsys):

@@ -15,21 +15,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data import (
-    DataError,
-    KnockoutDataset,
-    StepSampler,
-    additive_baseline,
-    load,
-    make_loader,
-    with_example,
-)
+from baseline import additive_baseline
+from data import KnockoutDataset, StepSampler, load, make_loader, with_example
+from errors import DataError
 from mask import SharedGraph
 from tests.conftest import fork_ranks, join, launch_forked
 from tests.tools import parity
 from tests.tools.runs import pack_levels, pack_sets
 from tests.tools.syncs import CountSynchronisations
-from train import build_model, criterion, load_config, make_dataset, parse_arguments
+from train import build_model, criterion, make_dataset, read_config
 
 pytestmark = pytest.mark.contract
 
@@ -42,7 +36,7 @@ def arguments(request):
 
 @pytest.fixture(scope="module")
 def config(arguments):
-    return load_config(parse_arguments(arguments))
+    return read_config(arguments)
 
 
 @pytest.fixture(scope="module")

@@ -14,24 +14,25 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import baseline
 import data
+import metrics
+import tables
 import train
+from baseline import additive_baseline
 from data import (
     DataConfig,
-    DataError,
     KnockoutDataset,
     Numbers,
     StepSampler,
-    Tables,
-    additive_baseline,
     load,
     make_loader,
     node_split,
-    pack,
     random_split,
-    read_knockouts,
-    read_sets,
 )
+from errors import DataError
+from predict import read_sets
+from tables import Tables, pack, read_knockouts
 from tests.bench import synthetic
 from tests.bench.synthetic import PRESETS, failure_losses, generate, synthetic_tables
 from tests.conftest import write_table
@@ -74,7 +75,7 @@ def test_tables_are_read_correctly(tmp_path):
     assert tables.perturbed.tolist() == [0, 1, 3]
     assert tables.perturbed_ptr.tolist() == [0, 2, 3, 3]
     assert tables.y.tolist() == [[0.5], [-1.0], [0.2]]
-    assert [tables.rows(split).tolist() for split in data.SPLITS] == [[0], [1], [2]]
+    assert [tables.rows(split).tolist() for split in tables.SPLITS] == [[0], [1], [2]]
     assert tables.summary() == (
         "4 nodes of 0 features (1 of 3 knocked-out ones isolated), 3 edges in 2 relations of 0 "
         "features, "
@@ -346,7 +347,7 @@ def test_the_cache_is_reused_while_its_inputs_are_unchanged(tmp_path, monkeypatc
     options = config(tmp_path)
     first = load(options)
     calls = []
-    original = data.read_tables
+    original = tables.read_tables
     monkeypatch.setattr(data, "read_tables", lambda c: calls.append(1) or original(c))
     assert load(options).fingerprint() == first.fingerprint()
     assert calls == []
@@ -380,7 +381,7 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, damage, caplog):
 def test_one_process_builds_the_cache_and_the_others_wait(tmp_path, damage):
     built, options = [], DataConfig(cache_dir=str(tmp_path / "cache"))
     if damage:
-        data.cached(options, "numbers", "key", dict)
+        tables.cached(options, "numbers", "key", dict)
         (path,) = (tmp_path / "cache").glob("*.pt")
         path.write_bytes(damage)
 
@@ -392,10 +393,12 @@ def test_one_process_builds_the_cache_and_the_others_wait(tmp_path, damage):
     with ThreadPoolExecutor(
         4
     ) as pool:  # flock is per open file, so threads can stand in for processes
-        results = list(pool.map(lambda _: data.cached(options, "numbers", "key", build), range(4)))
+        results = list(
+            pool.map(lambda _: tables.cached(options, "numbers", "key", build), range(4))
+        )
     assert len(built) == 1
     assert all(result["numbers"].tolist() == [0, 1, 2, 3, 4] for result in results)
-    assert data.cached(options, "numbers", "another key", dict) == {}
+    assert tables.cached(options, "numbers", "another key", dict) == {}
 
 
 def test_the_cache_is_written_atomically(tmp_path, monkeypatch, caplog):
@@ -409,7 +412,7 @@ def test_the_cache_is_written_atomically(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(torch, "save", full)
     assert (
-        data.cached(DataConfig(cache_dir=str(tmp_path)), "numbers", "key", lambda: content)
+        tables.cached(DataConfig(cache_dir=str(tmp_path)), "numbers", "key", lambda: content)
         is content
     )
     assert "cannot be written: no space left" in caplog.text
@@ -424,13 +427,13 @@ def test_what_a_process_killed_while_writing_the_cache_leaves_is_overwritten(tmp
     content, options = {"numbers": torch.arange(5)}, DataConfig(cache_dir=str(tmp_path))
     if (child := os.fork()) == 0:
         monkeypatch.setattr(torch, "save", killed)
-        data.cached(options, "numbers", "key", lambda: content)
+        tables.cached(options, "numbers", "key", lambda: content)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert len(list(tmp_path.iterdir())) == 2
-    data.cached(options, "numbers", "key", lambda: content)
+    tables.cached(options, "numbers", "key", lambda: content)
     assert sorted(left.suffix for left in tmp_path.iterdir()) == [".lock", ".pt"]
-    assert data.cached(options, "numbers", "key", dict)["numbers"].tolist() == [0, 1, 2, 3, 4]
+    assert tables.cached(options, "numbers", "key", dict)["numbers"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_cache_that_cannot_be_locked_is_read_but_not_written(tmp_path, monkeypatch, caplog):
@@ -438,12 +441,12 @@ def test_a_cache_that_cannot_be_locked_is_read_but_not_written(tmp_path, monkeyp
         raise OSError("no locks available")
 
     content, options = {"numbers": torch.arange(5)}, DataConfig(cache_dir=str(tmp_path))
-    data.cached(options, "numbers", "key", lambda: content)
+    tables.cached(options, "numbers", "key", lambda: content)
     before = sorted(tmp_path.glob("*.pt"))
     monkeypatch.setattr(data.fcntl, "flock", no_locks)
-    assert data.cached(options, "numbers", "key", dict)["numbers"].tolist() == [0, 1, 2, 3, 4]
+    assert tables.cached(options, "numbers", "key", dict)["numbers"].tolist() == [0, 1, 2, 3, 4]
     assert caplog.text == ""
-    assert data.cached(options, "numbers", "another key", dict) == {}
+    assert tables.cached(options, "numbers", "another key", dict) == {}
     assert "cannot be written: no locks available" in caplog.text
     assert sorted(tmp_path.glob("*.pt")) == before and not list(tmp_path.glob("*.tmp"))
 
@@ -501,9 +504,7 @@ def test_a_preset_is_written_as_tables_that_train_reads(tmp_path, monkeypatch, c
     monkeypatch.setattr("sys.argv", ["synthetic", "network", str(tmp_path / "new/tables")])
     synthetic.main()
     overrides = [*capsys.readouterr().out.split(), "--config", os.devnull]
-    tables = load(
-        train.load_config(train.parse_arguments([*overrides, f"data.cache_dir={tmp_path}"])).data
-    )
+    tables = load(train.read_config([*overrides, f"data.cache_dir={tmp_path}"]).data)
     expected = synthetic_tables(PRESETS["network"])
     assert torch.equal(tables.perturbed_ptr, expected.perturbed_ptr)
     assert torch.equal(tables.perturbed, expected.perturbed)
@@ -726,8 +727,8 @@ def test_additive_baseline_is_the_ridge_solution(sizes, monkeypatch):
         tables.perturbed[1::2] = (tables.perturbed[::2] + 1 + torch.arange(400) % 20) % 26
     design = dense_design(tables)
     if sizes == "mixed":
-        monkeypatch.setattr("data.TARGETS_AT_ONCE", 2)
-    monkeypatch.setattr("data.PENALTIES", (2.0,))
+        monkeypatch.setattr("baseline.TARGETS_AT_ONCE", 2)
+    monkeypatch.setattr("baseline.PENALTIES", (2.0,))
     found = additive_baseline(tables)
     seen = tables.is_seen()
     assert seen.tolist() == [True] * 26 + [False] * 4
@@ -790,7 +791,7 @@ def test_an_unseen_node_gets_the_mean_effect_of_those_one_and_two_hops_away():
     tables.edge_weight = weight
     is_seen = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1]).bool()
     effect = torch.randn(8, 2, dtype=torch.float64, generator=generator) * is_seen.unsqueeze(1)
-    found = data.impute_effects(tables, is_seen, effect)
+    found = baseline.impute_effects(tables, is_seen, effect)
 
     adjacency = torch.zeros(8, 8, dtype=torch.float64)
     for (source, target), value in zip(edge_index.T.tolist(), weight, strict=True):
@@ -803,7 +804,7 @@ def test_an_unseen_node_gets_the_mean_effect_of_those_one_and_two_hops_away():
     own = effect[is_seen]
     for t in range(2):
         imputed = []
-        for shrinkage in data.PENALTIES:
+        for shrinkage in baseline.PENALTIES:
             total = kernel.sum(1) + shrinkage
             imputed.append((kernel @ own[:, t] + shrinkage * own[:, t].mean()) / total)
         best = min(imputed, key=lambda values: (values[is_seen] - own[:, t]).square().sum())
@@ -816,7 +817,7 @@ def test_the_logistic_baseline_is_the_penalised_maximum_of_the_likelihood(monkey
     tables.y = (
         (tables.y > tables.y.nanmedian(dim=0).values).double().where(~tables.y.isnan(), math.nan)
     )
-    monkeypatch.setattr("data.PENALTIES", (2.0,))
+    monkeypatch.setattr("baseline.PENALTIES", (2.0,))
     found = additive_baseline(tables, "binary")
     design, seen = dense_design(tables), tables.is_seen()
     for t in range(3):
@@ -842,7 +843,7 @@ def test_the_additive_baseline_takes_the_penalty_that_suits_the_validation_rows(
     val = tables.rows("val")
 
     def prediction(*penalties: float) -> torch.Tensor:
-        monkeypatch.setattr("data.PENALTIES", penalties)
+        monkeypatch.setattr("baseline.PENALTIES", penalties)
         return additive_baseline(tables).prediction
 
     errors = [(prediction(p) - tables.y)[val].square().mean() for p in (0.1, 10.0, 1000.0)]
@@ -855,7 +856,7 @@ def test_a_column_that_is_solved_early_rests_until_the_slowest_is():
     matrix = torch.logspace(-1, 3, 200, dtype=torch.float64).diag()
     b = torch.randn(200, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     b[5:, 1:] = 0
-    x = data.conjugate_gradients(lambda x: matrix @ x, b, torch.zeros_like(b), tolerance=1e-12)
+    x = baseline.conjugate_gradients(lambda x: matrix @ x, b, torch.zeros_like(b), tolerance=1e-12)
     torch.testing.assert_close((matrix @ x)[:, 1:], b[:, 1:], rtol=0, atol=1e-9)
 
 
@@ -903,7 +904,7 @@ def compare_with_preset(preset: str) -> None:
     assert degree.max() > 5 * degree.float().mean()  # hubs
     assert preset != "yeast" or degree.max() > 5000
     rows = tables.rows("test")
-    assert 0.85 < train.pearson(tables.y[rows], signal[rows, None]).item() < 0.99
+    assert 0.85 < metrics.pearson(tables.y[rows], signal[rows, None]).item() < 0.99
 
 
 def test_synthetic_scores_depend_on_the_graph():

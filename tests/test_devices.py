@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from mask import ReachPlanner, SharedGraph
+from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
+from reach import ReachPlanner
 from tests.test_model import NUM_FEATURES, NUM_NODES, SETS, make_batch, set_block, shared  # noqa: F401
 from train import criterion
 

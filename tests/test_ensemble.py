@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ddp_setup import UserError
+from errors import UserError
 from tests.bench import screen
 from tests.conftest import ROOT, SMALL, fork, join, write_table
 from tests.tools.analysis import test as check_test

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from data import DataConfig, DataError, KnockoutDataset, additive_baseline, load
+from baseline import additive_baseline
+from config import Config
+from data import DataConfig, KnockoutDataset, load
+from errors import DataError
 from mask import SharedGraph
 from model import ModelConfig
 from tests.conftest import write_table
 from tests.tools.runs import parameters, read_metrics, tables_of
-from train import Config, build_model
+from train import build_model
 
 EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x"), ("c", "d", "y")]
 SCORES = [

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from ddp_setup import DDPConfig, Distributed
+from optim import OptimConfig, build_optimizer, optimizer_step
 from tests.test_model import SETS, make_batch, make_model, outputs_and_gradients, shared  # noqa: F401
 from tests.tools.gpu import same_draws
-from train import Meter, OptimConfig, build_optimizer, criterion, optimizer_step
+from train import Meter, criterion
 
 pytestmark = [
     pytest.mark.gpu,

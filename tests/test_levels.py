@@ -10,20 +10,14 @@ import pytest
 import torch
 
 import model as model_module
-from data import (
-    DataConfig,
-    DataError,
-    KnockoutDataset,
-    Numbers,
-    Tables,
-    additive_baseline,
-    load,
-    node_split,
-    random_split,
-    read_sets,
-)
-from mask import ReachPlanner, SharedGraph
+from baseline import additive_baseline
+from data import DataConfig, KnockoutDataset, Numbers, load, node_split, random_split
+from errors import DataError
+from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
+from predict import read_sets
+from reach import ReachPlanner
+from tables import Tables
 from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
 from tests.conftest import write_table
 from tests.tools.runs import pack_levels, small_graph, tables_of

@@ -8,20 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ddp_setup import DDPConfig, Distributed, RunError
+from checkpoint import TrainState, explain_write_errors, write_atomically
+from ddp_setup import DDPConfig, Distributed
+from errors import RunError
+from optim import OptimConfig, build_optimizer, optimizer_step
+from plots import curves_svg
+from run_folder import RunFolder
 from tests.tools.syncs import CountSynchronisations
-from train import (
-    MAX_SKIPS,
-    Meter,
-    OptimConfig,
-    RunFolder,
-    TrainState,
-    build_optimizer,
-    curves_svg,
-    explain_write_errors,
-    optimizer_step,
-    write_atomically,
-)
+from train import MAX_SKIPS, Meter
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from data import KnockoutDataset
-from mask import ReachPlanner, SharedGraph, _segment_product, spmm
+from mask import SharedGraph, _segment_product, spmm
+from reach import ReachPlanner
 from tests.tools.runs import tables_of
 from tests.tools.syncs import CountSynchronisations
 

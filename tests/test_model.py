@@ -10,8 +10,9 @@ from torch_geometric.data import Data
 
 import model as model_module
 from data import KnockoutDataset
-from mask import ReachPlanner, SharedGraph
-from model import KnockoutGNN, ModelConfig, block_size, plan_route, uniform
+from mask import SharedGraph
+from model import KnockoutGNN, ModelConfig, uniform
+from reach import ReachPlanner, block_size, plan_route
 from tests.bench.host import count_kernels, tiny_step
 from tests.tools.runs import small_graph, tables_of
 from tests.tools.syncs import CountSynchronisations
@@ -316,15 +317,15 @@ def test_training_hides_what_nodes_know_of_themselves_and_prediction_does_not(sh
     """With everything hidden, neither a node's effect nor identity matters to a training step."""
     model, batch = make_model(dropout=1e-9), make_batch(shared, [[0, 3], [5], [8, 1]])
     model.unseen = 1.0
-    hidden, shown = model.train()(shared, batch), model.eval()(shared, batch)
+    hidden, shown = train.train()(shared, batch), model.eval()(shared, batch)
     with torch.no_grad():
         model.additive.effect.add_(1.0)
         model.additive.slope.add_(1.0)
         model.identity.add_(torch.randn(model.identity.shape))
-    assert model.train()(shared, batch).equal(hidden)
+    assert train.train()(shared, batch).equal(hidden)
     assert not model.eval()(shared, batch).isclose(shown).any()
     model.unseen = 0.5
-    first = model.train()(shared, batch)
+    first = train.train()(shared, batch)
     batch.seed += 1
     assert not first.equal(model(shared, batch))
 
@@ -386,7 +387,7 @@ def test_nothing_is_drawn_in_evaluation_or_without_dropout(shared, monkeypatch):
     expected = model(shared, batch)
     assert make_model(dropout=0.0).train()(shared, batch).equal(expected)
     with pytest.raises(TypeError):
-        model.train()(shared, batch)
+        train.train()(shared, batch)
 
 
 def of_position(seed: int, key: int, column: int) -> float:

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import data
+import tables
 import train as train_module
-from data import DataConfig, Tables
-from ddp_setup import UserError
+from data import DataConfig
+from errors import UserError
+from tables import Tables
 from tests.bench import profiles, quality, synthetic
 from tests.bench.profiles import (
     RIVALS,
@@ -317,7 +319,7 @@ def test_the_block_of_the_readme_turns_a_screen_into_a_table(tmp_path, monkeypat
     assert len(block.split("\n\n")[1].splitlines()) == 6
     exec(block, {})
 
-    tables = data.read_tables(DataConfig(edges="edges.tsv", perturbations="scores.tsv"))
+    tables = tables.read_tables(DataConfig(edges="edges.tsv", perturbations="scores.tsv"))
     assert list(tables.targets) == ["C", "A", "B"] and profiles.are_profiles(tables)
     found = {
         ",".join(tables.genes[node] for node in nodes): y

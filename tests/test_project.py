@@ -8,9 +8,9 @@ import sys
 import pytest
 
 import train
+from config import Config
 from tests import conftest
 from tests.conftest import MODULES, ROOT
-from train import Config
 
 IMPORTS = {
     "mask": set(),

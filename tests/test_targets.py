@@ -10,21 +10,19 @@ import pytest
 import torch
 from torch_geometric.data import HeteroData
 
-from data import (
-    DataConfig,
-    DataError,
-    KnockoutDataset,
-    StepSampler,
-    additive_baseline,
-    load,
-    mean_and_std,
-)
+from baseline import additive_baseline
+from config import Config
+from data import DataConfig, KnockoutDataset, StepSampler, load
+from errors import DataError
 from mask import SharedGraph
+from metrics import pearson
 from model import KnockoutGNN, ModelConfig
+from optim import OptimConfig
+from tables import mean_and_std
 from tests.conftest import write_table
 from tests.tools.analysis import target_figures
 from tests.tools.runs import difference, pack_sets, read_metrics, tables_of
-from train import Config, OptimConfig, build_model, criterion, metrics, pearson
+from train import build_model, criterion, metrics
 
 HEADER = ("genes", "growth", "cell size", "split", "sd")
 ROWS = [

@@ -14,9 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from data import DataConfig, KnockoutDataset, Tables, additive_baseline, load, mean_and_std
+from baseline import additive_baseline
+from config import Config
+from data import DataConfig, KnockoutDataset, load
 from mask import SharedGraph
+from metrics import METRICS, quality
 from model import KnockoutGNN, ModelConfig
+from optim import OptimConfig, schedule
+from plots import curves_svg
+from tables import Tables, mean_and_std
 from tests.conftest import SMALL, fork_ranks, join, write_table
 from tests.tools.analysis import analyse, rank, read_predictions, target_figures
 from tests.tools.runs import (
@@ -27,17 +33,7 @@ from tests.tools.runs import (
     series,
     tables_of,
 )
-from train import (
-    FIRST,
-    METRICS,
-    Config,
-    OptimConfig,
-    build_model,
-    curves_svg,
-    metrics,
-    quality,
-    schedule,
-)
+from train import FIRST, build_model, metrics
 
 
 def test_a_run_writes_all_files_of_its_folder(train, tmp_path):

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 import ddp_setup
-from ddp_setup import DDPConfig, Distributed, Progress, StopRequest, Watchdog
+from ddp_setup import DDPConfig, Distributed
+from watchdog import Progress, StopRequest, Watchdog
 
 
 def test_stop_requests_have_reasons(tmp_path, monkeypatch):

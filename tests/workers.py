@@ -16,10 +16,13 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
+import config
 import ddp_setup
-import train
+import optim
+import task
 from data import DataConfig, KnockoutDataset, StepSampler
-from ddp_setup import DDPConfig, Distributed, RunError, UserError, setup
+from ddp_setup import DDPConfig, Distributed, setup
+from errors import RunError, UserError
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from tests.test_model import NUM_NODES
@@ -101,11 +104,11 @@ def evaluation() -> None:
     graph, dataset, model = build(env)
     alone = copy.copy(env)
     alone.rank, alone.world_size, alone.launched = 0, 1, False
-    config = train.Config(data=DataConfig(batch_size=6))
+    config = config.Config(data=DataConfig(batch_size=6))
     for num_rows in (1, 2, 3, 4, 5, 21, 22):
         rows = torch.arange(num_rows)
         arguments = (env.wrap(model).module, graph, dataset, rows, config)
-        ours, reference = train.predict_rows(*arguments, env), train.predict_rows(*arguments, alone)
+        ours, reference = task.predict_rows(*arguments, env), task.predict_rows(*arguments, alone)
         torch.testing.assert_close(ours, reference, rtol=1e-12, atol=0)
         assert reference[:num_rows].all() and not reference[num_rows:].any()
         assert all(torch.equal(ours, other) for other in gather(ours, env))
@@ -263,8 +266,8 @@ def zero() -> None:
     env = start()
     _, _, model = build(env)
     sizes = {}
-    for optim in (train.OptimConfig(), train.OptimConfig(zero=True)):
-        optimizer = train.build_optimizer(model, optim, env)
+    for optim in (optim.OptimConfig(), optim.OptimConfig(zero=True)):
+        optimizer = optim.build_optimizer(model, optim, env)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import remove_self_loops, to_undirected
 
-import data
-from data import Tables
+import baseline
+from tables import Tables
 
 RANKS, PENALTIES = (
     (2, 8, 32),
@@ -27,7 +27,7 @@ RANKS, PENALTIES = (
 WEIGHTS = [
     ("cosine", temperature) for temperature in (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 ]  # of the graph neighbours
-WEIGHTS += [("hops", shrinkage) for shrinkage in data.PENALTIES]
+WEIGHTS += [("hops", shrinkage) for shrinkage in baseline.PENALTIES]
 
 
 class KnockedOut:
@@ -115,7 +115,7 @@ class Problem(KnockedOut):
     def __init__(self, tables: Tables):
         super().__init__(tables)
         (self.y,) = tables.y.T  # one target
-        baseline = data.additive_baseline(tables)
+        baseline = baseline.additive_baseline(tables)
         self.additive = baseline.prediction.squeeze(1)  # [n]
         self.residual = self.y - self.additive
         self.effect = baseline.effect[self.nodes, 0].double()  # [K], beyond what every node has
@@ -164,7 +164,7 @@ def ridge(problem: Problem) -> Tensor:
 
 
 def additive(problem: Problem) -> Tensor:
-    """The same, in which it has the effect that `data.impute_effects` gives it."""
+    """The same, in which it has the effect that `baseline.impute_effects` gives it."""
     return problem.additive
 
 
@@ -187,7 +187,7 @@ def recurring_pairs(problem: Problem) -> Tensor:
     with_pairs = replace(
         tables, genes=genes, perturbed=perturbed, perturbed_ptr=pointer, level=level
     )
-    return data.fit_baseline(with_pairs, "squared")[-1].squeeze(1)  # with the doses as they are
+    return baseline.fit_baseline(with_pairs, "squared")[-1].squeeze(1)  # with the doses as they are
 
 
 def low_rank(problem: Problem) -> Tensor:
@@ -320,7 +320,7 @@ def low_rank_neighbours(problem: Problem) -> Tensor:
 
 def one_curve(problem: Problem) -> Tensor:
     """The additive ridge: effects count 1 - level times, what we start from 1 - level^p times."""
-    fields = data.fit_baseline(problem.tables, "squared")
+    fields = baseline.fit_baseline(problem.tables, "squared")
     return fields[-1].squeeze(1)
 
 
@@ -335,7 +335,7 @@ def curve_of_each(problem: Problem) -> Tensor:
     genes = [*tables.genes, *(f"{gene} squared" for gene in tables.genes)]
     doubled = replace(tables, genes=genes, features=None, perturbed=perturbed, level=level)
     doubled.perturbed_ptr = 2 * tables.perturbed_ptr
-    return data.fit_baseline(doubled, "squared")[-1].squeeze(1)
+    return baseline.fit_baseline(doubled, "squared")[-1].squeeze(1)
 
 
 def effect_of_each_level(problem: Problem) -> Tensor:

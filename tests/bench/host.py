@@ -18,8 +18,9 @@ from torch_geometric.data import HeteroData
 from ddp_setup import DDPConfig, Distributed
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
+from optim import OptimConfig, build_optimizer, optimizer_step
 from tests.bench import arguments, build_batch, report, synchronize
-from train import Meter, OptimConfig, build_optimizer, criterion, optimizer_step
+from train import Meter, criterion
 
 NUM_NODES, NUM_RELATIONS, NUM_SAMPLES = 16, 9, 4
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-import data
-from data import Tables
+import baseline
+from tables import Tables
 from tests.bench.baselines import WEIGHTS, KnockedOut
 
 PENALTIES = (
@@ -96,7 +96,7 @@ class Profiles(KnockedOut):
             return collect(self.sum_rows(rows, effect)) + penalty * effect
 
         right = collect(deviation.nan_to_num())
-        return data.conjugate_gradients(normal, right, torch.zeros_like(right), tolerance=1e-5)
+        return baseline.conjugate_gradients(normal, right, torch.zeros_like(right), tolerance=1e-5)
 
 
 def mean_profile(problem: Profiles) -> Tensor:
@@ -104,7 +104,7 @@ def mean_profile(problem: Profiles) -> Tensor:
 
 
 def additive_profiles(problem: Profiles) -> Tensor:
-    return data.additive_baseline(problem.tables).prediction
+    return baseline.additive_baseline(problem.tables).prediction
 
 
 def neighbours(problem: Profiles) -> Tensor:

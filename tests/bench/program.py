@@ -20,8 +20,12 @@ from statistics import median
 import torch
 from torch import nn
 
+import config
+import optim
+import run_folder
 import train
-from data import KnockoutDataset, StepSampler, additive_baseline, load
+from baseline import additive_baseline
+from data import KnockoutDataset, StepSampler, load
 from ddp_setup import Distributed, setup
 from mask import SharedGraph
 from tests.bench import arguments, report, synchronize
@@ -30,13 +34,13 @@ from tests.bench.synthetic import PRESETS, synthetic_tables, write
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def whole_program(config: train.Config, env: Distributed) -> float:
+def whole_program(config: config.Config, env: Distributed) -> float:
     """Returns samples per second in the training steps of `train.train`.
 
     It has logging and mid-epoch checkpoints.
     """
     with tempfile.TemporaryDirectory() as folder:
-        config = train.Config(**{**vars(config), "run": train.RunConfig(dir=folder)})
+        config = config.Config(**{**vars(config), "run": run_folder.RunConfig(dir=folder)})
         train.train(config, env)
         rows = [
             json.loads(line)
@@ -56,7 +60,7 @@ def whole_program(config: train.Config, env: Distributed) -> float:
     )
 
 
-def bare_loop(config: train.Config, device: torch.device) -> float:
+def bare_loop(config: config.Config, device: torch.device) -> float:
     """Returns samples per second of the same steps and nothing else."""
     tables = load(config.data)
     graph = SharedGraph(tables.graph()).to(device)
@@ -81,7 +85,7 @@ def bare_loop(config: train.Config, device: torch.device) -> float:
     return samples / (time.perf_counter() - start)
 
 
-def loading(config: train.Config, device: torch.device) -> list[dict]:
+def loading(config: config.Config, device: torch.device) -> list[dict]:
     """Measures how fast batches of 32 are built, and data loading's share in a yeast-sized step."""
     tables = load(config.data)
     graph = SharedGraph(tables.graph())
@@ -110,7 +114,7 @@ def loading(config: train.Config, device: torch.device) -> list[dict]:
     ]
 
 
-def start_up(overrides: list[str], config: train.Config) -> list[dict]:
+def start_up(overrides: list[str], config: config.Config) -> list[dict]:
     """Measures the seconds from the command to the first step, and what they are spent on."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [*overrides, f"run.dir={folder}", "data.batch_size=4", "log.every_steps=1"]
@@ -165,7 +169,7 @@ def main() -> None:
         __doc__, rounds={"type": int, "default": 10}, epochs={"type": int, "default": 5}
     )
     device = torch.device(options.device)
-    config = train.Config(optim=train.OptimConfig(epochs=options.epochs))
+    config = config.Config(optim=optim.OptimConfig(epochs=options.epochs))
     env = setup(Distributed(config.ddp))
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
@@ -175,9 +179,7 @@ def main() -> None:
         overrides.append(
             "data.val_fraction=0.001"
         )  # for start-up: validation comes before the first step
-        yeast = train.load_config(
-            train.parse_arguments([*overrides, "model.hidden=64", "model.layers=3"])
-        )
+        yeast = train.read_config([*overrides, "model.hidden=64", "model.layers=3"])
         load(yeast.data)  # fills the cache
         start = start_up(overrides, yeast)
         batches = loading(yeast, env.device)

@@ -39,10 +39,16 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+import baseline
+import checkpoint
+import config
 import data
+import metrics
+import tables
+import task
 import train
-from data import DataError
-from ddp_setup import Distributed, UserError, setup
+from ddp_setup import Distributed, setup
+from errors import DataError, UserError
 from mask import SharedGraph
 from tests.bench import report
 from tests.bench.baselines import BASELINES, LEVELS, Problem
@@ -138,8 +144,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def load_config(file: str | None, overrides: list[str]) -> train.Config:
-    return train.load_config(SimpleNamespace(config=file, overrides=overrides, checkpoint=None))
+def load_config(file: str | None, overrides: list[str]) -> config.Config:
+    return config.load_config(SimpleNamespace(config=file, overrides=overrides, checkpoint=None))
 
 
 def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[str, dict]:
@@ -202,14 +208,14 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
     return results
 
 
-def result(tables: data.Tables, prediction: Tensor) -> dict:
+def result(tables: tables.Tables, prediction: Tensor) -> dict:
     """Returns the figures of predictions [n, T], and the test rows that they are from."""
     val, test = tables.rows("val"), tables.rows("test")
     y = tables.y[test]
     values = {
-        "validation": train.pearson(tables.y[val], prediction[val]).nanmean().item(),
-        "Pearson": train.pearson(y, prediction[test]).nanmean().item(),
-        "MSE": train.mean_present((prediction[test] - y).square(), y).nanmean().item(),
+        "validation": metrics.pearson(tables.y[val], prediction[val]).nanmean().item(),
+        "Pearson": metrics.pearson(y, prediction[test]).nanmean().item(),
+        "MSE": metrics.mean_present((prediction[test] - y).square(), y).nanmean().item(),
         "y": y,
         "prediction": prediction[test],
     }
@@ -371,13 +377,13 @@ def ours(
         if not (events := finished_run(folder)):
             sys.exit(f"{folder} was stopped: the same command resumes it")
     checkpoint = folder / "checkpoints/best.pt"
-    model = train.build_model(config, tables, data.additive_baseline(tables, config.optim.loss))
-    train.load_model(model, train.read_checkpoint(checkpoint))
+    model = train.build_model(config, tables, baseline.additive_baseline(tables, config.optim.loss))
+    checkpoint.load_model(model, checkpoint.read_checkpoint(checkpoint))
     graph = SharedGraph(tables.graph()).to(env.device)
     dataset, _ = train.make_dataset(config, tables, graph)
     rows = torch.cat([tables.rows("val"), tables.rows("test")])
     prediction = torch.zeros_like(tables.y)
-    prediction[rows] = train.predict_rows(model.to(env.device), graph, dataset, rows, config, env)
+    prediction[rows] = task.predict_rows(model.to(env.device), graph, dataset, rows, config, env)
     sessions = [
         (a["time"], b["time"]) for a, b in pairwise(events) if b["event"] in ("stopped", "finished")
     ]
@@ -386,7 +392,7 @@ def ours(
     )  # of killed sessions the end is not known
 
 
-def hold_levels_back(config: train.Config, folder: Path, seed: int) -> list[str]:
+def hold_levels_back(config: config.Config, folder: Path, seed: int) -> list[str]:
     """Writes tables with a split column by levels; returns the options that name them.
 
     A tenth of the other rows is for validation.
@@ -397,9 +403,9 @@ def hold_levels_back(config: train.Config, folder: Path, seed: int) -> list[str]
     )
     others = (count == 0).nonzero().flatten()
     order = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed))
-    tables.split = torch.full_like(tables.split, data.SPLITS.index("test"))
-    tables.split[others] = data.SPLITS.index("train")
-    tables.split[others[order[: len(others) // 10]]] = data.SPLITS.index("val")
+    tables.split = torch.full_like(tables.split, tables.SPLITS.index("test"))
+    tables.split[others] = tables.SPLITS.index("train")
+    tables.split[others[order[: len(others) // 10]]] = tables.SPLITS.index("val")
     return write(tables, folder / f"levels-{seed}")
 
 
@@ -415,7 +421,7 @@ def finished_run(folder: Path) -> list[dict]:
     return [row for row in rows if row["kind"] == "event"] if finished else []
 
 
-def random_features(config: train.Config, folder: Path) -> list[str]:
+def random_features(config: config.Config, folder: Path) -> list[str]:
     """Writes random vectors for the genes with features; returns the option that names the file."""
     tables = data.load(config.data)
     if not tables.features.size(1):
@@ -428,11 +434,11 @@ def random_features(config: train.Config, folder: Path) -> list[str]:
         lines.append("\t".join([tables.genes[node], *map(str, vector)]))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{config.data.split}-{config.data.split_seed}-random.tsv"
-    train.write_atomically(path, [line + "\n" for line in lines])
+    checkpoint.write_atomically(path, [line + "\n" for line in lines])
     return [f"data.features={path}"]
 
 
-def permute_names(config: train.Config, folder: Path) -> list[str]:
+def permute_names(config: config.Config, folder: Path) -> list[str]:
     """Writes the edges with permuted names of genes; returns the options that name both tables."""
     tables = data.load(config.data)
     generator = torch.Generator().manual_seed(config.data.split_seed)
@@ -446,7 +452,7 @@ def permute_names(config: train.Config, folder: Path) -> list[str]:
             edges.append(f"{name[source]}\t{name[target]}\t{relation}\t{weight!r}")
     path = folder / f"{config.data.split}-{config.data.split_seed}-permuted.edges.tsv"
     folder.mkdir(parents=True, exist_ok=True)
-    train.write_atomically(path, ["\n".join(["source\ttarget\trelation\tweight", *edges, ""])])
+    checkpoint.write_atomically(path, ["\n".join(["source\ttarget\trelation\tweight", *edges, ""])])
     return [
         f"data.edges={path}",
         f"data.perturbations={data.with_example(config.data).perturbations}",

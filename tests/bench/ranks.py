@@ -33,11 +33,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import config
 import ddp_setup
+import run_folder
 import train
-from ddp_setup import AGREEMENT_S, OBSERVERS, DDPConfig, Distributed, Progress, Watchdog, run
+import watchdog
+from ddp_setup import AGREEMENT_S, DDPConfig, Distributed, run
 from tests.bench import arguments, report
 from tests.tools.runs import ROOT, gather
+from watchdog import OBSERVERS, Progress, Watchdog
 
 LONG = timedelta(hours=1)
 PROCESSES = 4  # of the simulated ranks
@@ -137,7 +141,7 @@ def simulate(
     port: int, own: range, world_size: int, limit_s: float, frozen: list[int], behind: list[int]
 ) -> Counter[str]:
     """Runs the watchdogs of the ranks `own` until they end the job; returns the calls they made."""
-    ddp_setup.log_and_print = lambda text: None
+    watchdog.log_and_print = lambda text: None
     threading.stack_size(2**18)
     store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=LONG)
 
@@ -280,7 +284,7 @@ def count_start_up(folder: str) -> None:
         end_part("check_equal", env)
         ddp_setup.describe(env)
         end_part("describe", env)
-        config = train.Config(run=train.RunConfig(dir=folder))
+        config = config.Config(run=run_folder.RunConfig(dir=folder))
         *_, state, run_folder = train.prepare_run(config, env)
         end_part("a new run", env)
         run_folder.save(state)

@@ -17,10 +17,12 @@ from types import SimpleNamespace
 
 import torch
 
+import baseline
+import config
 import data
 import train
-from data import Tables
 from mask import SharedGraph
+from tables import Tables
 from tests.bench import in_turn, report
 from tests.bench.synthetic import PRESETS, synthetic_tables, write
 
@@ -39,9 +41,11 @@ OPTIONS_OF_PRESETS = {"small": [], "expression": ["model.readout=nodes", "data.b
 class Step:
     """One training step of a route, on the same rows each time."""
 
-    def __init__(self, config: train.Config, tables: Tables, graph: SharedGraph):
+    def __init__(self, config: config.Config, tables: Tables, graph: SharedGraph):
         torch.manual_seed(0)
-        baseline = data.load_baseline(tables, tables.fingerprint(), config.data, config.optim.loss)
+        baseline = baseline.load_baseline(
+            tables, tables.fingerprint(), config.data, config.optim.loss
+        )
         self.model = train.build_model(config, tables, baseline).to(graph.device).train()
         self.dataset, self.note = train.make_dataset(config, tables, graph)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
@@ -61,7 +65,7 @@ class Step:
 
 def measure(name: str, overrides: list[str], repeats: int, device: torch.device) -> list[dict]:
     """Returns a row for each route on the tables that the options name."""
-    config = train.load_config(SimpleNamespace(config=None, overrides=overrides, checkpoint=None))
+    config = config.load_config(SimpleNamespace(config=None, overrides=overrides, checkpoint=None))
     tables = data.load(config.data)
     graph = SharedGraph(tables.graph()).to(device)
     contestants = OF_PROFILES if config.model.readout == "nodes" else CONTESTANTS

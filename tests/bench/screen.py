@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 import yaml
 
-from ddp_setup import UserError
+from config import Config
+from errors import UserError
 from tests.bench import report
 from tests.tools.runs import ROOT
-from train import Config, load_config, parse_arguments
+from train import read_config
 
 
 def configuration(arguments: list[str]) -> Config:
@@ -29,7 +30,7 @@ def configuration(arguments: list[str]) -> Config:
 
     Paths of tables are absolute; raises `UserError`.
     """
-    config = load_config(parse_arguments(arguments))
+    config = read_config(arguments)
     paths = {}
     for name in ("edges", "perturbations", "features"):
         if path := getattr(config.data, name):

@@ -14,7 +14,8 @@ import time
 import torch
 
 from mask import SharedGraph
-from model import KnockoutGNN, ModelConfig, block_size
+from model import KnockoutGNN, ModelConfig
+from reach import block_size
 from tests.bench import arguments, build_batch, in_turn, peak_mb, report, synchronize
 from tests.bench.synthetic import build_graph
 from train import criterion

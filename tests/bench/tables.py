@@ -21,7 +21,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import baseline
 import data
+import tables
 from mask import SharedGraph
 from tests.bench import report, resident_kb
 
@@ -56,7 +58,7 @@ def first_read(folder: str) -> dict[str, float]:
     start = time.perf_counter()
     tables = data.load(config(folder))
     read = time.perf_counter() - start
-    data.load_baseline(tables, tables.fingerprint(), config(folder), "squared")
+    baseline.load_baseline(tables, tables.fingerprint(), config(folder), "squared")
     return {
         "read": read,
         "with baseline": time.perf_counter() - start,
@@ -66,7 +68,7 @@ def first_read(folder: str) -> dict[str, float]:
 
 def read_graph(folder: str) -> dict[str, float]:
     start = time.perf_counter()
-    data.read_edges(f"{folder}/edges.tsv", data.Numbers())
+    tables.read_edges(f"{folder}/edges.tsv", data.Numbers())
     read = time.perf_counter() - start
     tables = data.load(config(folder))
     start = time.perf_counter()
@@ -82,7 +84,7 @@ def later_start(folder: str) -> dict[str, float]:
     tables = data.load(config(folder))
     dataset = data.KnockoutDataset(tables, torch.ones(len(tables.genes)).long())
     sampler = data.StepSampler(tables.rows("train"), BATCH_SIZE, 1, 1, 0, seed=0)
-    data.load_baseline(tables, tables.fingerprint(), config(folder), "squared")
+    baseline.load_baseline(tables, tables.fingerprint(), config(folder), "squared")
     tables.unseen()
     sampler.set_epoch(1, first_step=sampler.steps_per_epoch // 2)  # a resumed run
     loader = data.make_loader(dataset, sampler, 0, torch.device("cpu"))

@@ -24,8 +24,7 @@ import torch
 
 import data
 import train
-from data import DataError
-from ddp_setup import UserError
+from errors import DataError, UserError
 from tests.bench import report
 from tests.tools.runs import ROOT, read_metrics
 
@@ -74,7 +73,7 @@ def main() -> None:
 
 def few_rows(table: Path, folder: Path, overrides: list[str]) -> Path:
     """Writes a table with one in `FEW` of its training rows, and all to validate and to test."""
-    config = train.load_config(train.parse_arguments([*overrides, f"data.perturbations={table}"]))
+    config = train.read_config([*overrides, f"data.perturbations={table}"])
     tables = data.load(config.data)
     generator = torch.Generator().manual_seed(0)
     kept = (torch.rand(len(tables.y), generator=generator) < 1 / FEW) | ~tables.is_in("train")
@@ -86,7 +85,7 @@ def few_rows(table: Path, folder: Path, overrides: list[str]) -> Path:
     with path.open("w") as file:
         file.write(f"{header}\tsplit\n")
         for row in kept.nonzero().flatten().tolist():
-            file.write(f"{lines[row]}\t{data.SPLITS[tables.split[row]]}\n")
+            file.write(f"{lines[row]}\t{tables.SPLITS[tables.split[row]]}\n")
     return path
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import train as TRAIN
-from ddp_setup import UserError
+from errors import UserError
 from tests import check
 from tests.conftest import write_table
 from tests.tools.diagnose import PHASES, covered, rows, trace

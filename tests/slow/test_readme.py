@@ -13,9 +13,10 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from ddp_setup import UserError
+from config import Config
+from errors import UserError
 from tests.conftest import ROOT, SMALL, copy_template, fork, join, write_table
-from train import Config, load_config, parse_arguments
+from train import read_config
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "tests/bench/README.md"]
@@ -127,7 +128,7 @@ def test_what_a_command_refers_to_exists(command, tmp_path, monkeypatch):
         assert (ROOT / program).is_file()
         (tmp_path / "mine.yaml").write_text("")  # the file of the section "Own tables"
         if not {"--checkpoint", "--help"} & set(words):  # which need no valid configuration here
-            load_config(parse_arguments(words))
+            read_config(words)
         if "--help" not in words:
             parse_arguments(words)
     elif program == "./launch.sh":
@@ -152,7 +153,7 @@ def check_module(module: str, words: list[str]) -> None:
     if module == "tests.check" and words[0] != "NAME":
         proof, *words = words
         assert f'"{proof}": {proof}' in path.read_text(), f"tests.check has no {proof}"
-        load_config(parse_arguments([word for word in words if re.match(r"\w+\.\w+=", word)]))
+        read_config([word for word in words if re.match(r"\w+\.\w+=", word)])
     sources = [path, path.with_name("__init__.py")] if path.is_file() else []
     for flag in (word for word in words if word.startswith("--")):
         name = flag[2:].split("=")[0]
@@ -171,7 +172,7 @@ def test_options_are_known_and_their_values_valid():
     files = ["data.edges=edges.tsv", "data.perturbations=p.tsv", "data.features=f.tsv"]
     for key, value in sorted(given | as_yaml):
         try:
-            load_config(parse_arguments([*files, f"{key}={value}"]))
+            read_config([*files, f"{key}={value}"])
         except UserError as error:
             pytest.fail(f"{key}={value}: {error}")
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data import DataConfig, additive_baseline, load
+from baseline import additive_baseline
+from data import DataConfig, load
 from tests.conftest import ROOT
 from tests.test_data import compare_with_preset
 from tests.tools.runs import read_metrics

@@ -16,10 +16,14 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+import checkpoint
+import config
 import data
+import metrics
+import tables
 import train
-from data import DataError, Tables
-from ddp_setup import UserError
+from errors import DataError, UserError
+from tables import Tables
 
 MOST = 3  # of deletions and unseen genes; rows with more are counted with those
 LEVELS = 12  # most that are shown as groups of rows
@@ -64,7 +68,7 @@ class Predictions:
         for names in self.genes:
             ends = {name.rpartition("=")[2] if "=" in name else "0" for name in names.split(",")}
             ends = {
-                end if math.isfinite(data.parse_number(end)) else "0" for end in ends
+                end if math.isfinite(tables.parse_number(end)) else "0" for end in ends
             }  # the end of a name
             levels.append(ends.pop() if len(ends) == 1 else "several")
         return levels
@@ -86,7 +90,7 @@ def test(options: argparse.Namespace) -> None:
     folder = Path(options.arguments[0])
     rows = read_predictions(folder / "test.tsv")
     try:
-        config = train.load_config(
+        config = config.load_config(
             SimpleNamespace(config=folder / "config.yaml", overrides=[], checkpoint=None)
         )
     except UserError as error:
@@ -209,8 +213,8 @@ def tables_of(rows: Predictions, config: data.DataConfig) -> Tables:
 
 
 def write(path: Path, text: str) -> None:
-    with train.explain_write_errors(path, UserError, "copy the run folder"):
-        train.write_atomically(path, [text])
+    with checkpoint.explain_write_errors(path, UserError, "copy the run folder"):
+        checkpoint.write_atomically(path, [text])
 
 
 def without_nan(value: object) -> object:
@@ -288,8 +292,8 @@ def profile_figures(y: Tensor, prediction: Tensor, baseline: Tensor) -> dict[str
     largest = y.abs().nan_to_num().topk(train.PROFILE, dim=1).indices
     error = (prediction - y).square().gather(1, largest)
     return {
-        "row_pearson": train.pearson(y.T, prediction.T).nanmean().item(),
-        "baseline_row_pearson": train.pearson(y.T, baseline.T).nanmean().item(),
+        "row_pearson": metrics.pearson(y.T, prediction.T).nanmean().item(),
+        "baseline_row_pearson": metrics.pearson(y.T, baseline.T).nanmean().item(),
         "mse_top20": error.nanmean().item(),
     }
 
@@ -306,7 +310,7 @@ def target_figures(
     With a threshold, or binary scores, also `detection`. Scores below the threshold are to be found
     by low predictions, scores of 1 by high ones.
     """
-    result = {**figures(y, prediction), "baseline_pearson": train.pearson(y, baseline)}
+    result = {**figures(y, prediction), "baseline_pearson": metrics.pearson(y, baseline)}
     if threshold is not None:
         result |= detection(y < threshold, -as_ranked(y, prediction))
     elif loss == "binary":
@@ -316,14 +320,14 @@ def target_figures(
 
 def figures(y: Tensor, prediction: Tensor) -> dict[str, Tensor]:
     """Returns mse, r2, pearson and spearman of each target, [T], nan where undefined."""
-    mse = train.mean_present((prediction - y).square(), y)
-    r = train.pearson(y, prediction)
-    _, std = data.mean_and_std(y)
+    mse = metrics.mean_present((prediction - y).square(), y)
+    r = metrics.pearson(y, prediction)
+    _, std = tables.mean_and_std(y)
     return {
         "mse": mse,
         "r2": (1 - mse / std.square()).where(~r.isnan(), math.nan),
         "pearson": r,
-        "spearman": train.pearson(rank(y), rank(as_ranked(y, prediction))),
+        "spearman": metrics.pearson(rank(y), rank(as_ranked(y, prediction))),
     }
 
 
@@ -334,7 +338,7 @@ def uncertainty(y: Tensor, prediction: Tensor, sd: Tensor) -> tuple[float, list[
     """
     error = (prediction - y).abs()
     ranks = rank(sd.where(~y.isnan(), math.nan))
-    correlation = train.pearson(rank(error), ranks).nanmean().item()
+    correlation = metrics.pearson(rank(error), ranks).nanmean().item()
     fifth = ((ranks - 0.5) * 5 / (~y.isnan()).sum(dim=0)).floor()
     errors = [error.where(fifth == k, math.nan).nanmean(dim=0).nanmean().item() for k in range(5)]
     return correlation, errors
@@ -368,7 +372,7 @@ def auroc(positive: Tensor, ranks: Tensor) -> Tensor:
 
 def pearson_of_rows(y: Tensor, prediction: Tensor) -> Tensor:
     """Returns Pearson's r over the scores of each row, [n], nan where undefined."""
-    return train.pearson(y.T, prediction.T)
+    return metrics.pearson(y.T, prediction.T)
 
 
 def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
@@ -406,8 +410,8 @@ def resampled_pearson(y: Tensor, prediction: Tensor, resamples: int) -> Tensor:
     results of two predictions can be compared in pairs.
     """
     present = ~y.isnan()
-    a = data.standardise(y).nan_to_num()
-    b = data.standardise(prediction.where(present, math.nan)).nan_to_num()
+    a = tables.standardise(y).nan_to_num()
+    b = tables.standardise(prediction.where(present, math.nan)).nan_to_num()
     products = torch.stack([present.double(), a, b, a * a, b * b, a * b], dim=1)
     columns = products.flatten(start_dim=1)
     sums = [times @ columns for times in resampled_rows(len(y), resamples)]
@@ -416,7 +420,7 @@ def resampled_pearson(y: Tensor, prediction: Tensor, resamples: int) -> Tensor:
     variance_a = mean_aa - mean_a.square()
     variance_b = mean_bb - mean_b.square()
     r = (mean_ab - mean_a * mean_b) / (variance_a * variance_b).sqrt()
-    # As in `train.pearson`; what differs by rounding is constant.
+    # As in `metrics.pearson`; what differs by rounding is constant.
     r = r.where(variance_b > 1e-12, 0.0).where(variance_a > 1e-12, math.nan)
     return r.nanmean(dim=1)
 
@@ -534,7 +538,7 @@ def scatter_svg(rows: Predictions) -> str:
     """Returns an SVG of scores against predictions, in units of a score's deviation if T > 1."""
     y, prediction, unit = rows.y, rows.prediction, ""
     if len(rows.targets) > 1:
-        mean, std = data.mean_and_std(y)
+        mean, std = tables.mean_and_std(y)
         y, prediction, unit = (y - mean) / std, (prediction - mean) / std, " (standard units)"
     pairs = torch.stack([prediction.flatten(), y.flatten()], dim=1)
     pairs = pairs[pairs.isfinite().all(dim=1)]

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
+import config
+import optim
+import run_folder
 import train
 from ddp_setup import Distributed, run
 from tests.tools.runs import ROOT, gather, launch
@@ -47,23 +50,23 @@ def audit(name: str, world_size: int, options: argparse.Namespace) -> bool:
 
 
 def audit_worker(name: str, arguments: list[str]) -> None:
-    config, never = train.load_config(train.parse_arguments(arguments)), 2**31
+    config, never = train.read_config(arguments), 2**31
 
     def program(env: Distributed) -> None:
         with tempfile.TemporaryDirectory() as folder:
             short = dataclasses.replace(
                 config,
-                run=train.RunConfig(dir=env.broadcast(folder)),
+                run=run_folder.RunConfig(dir=env.broadcast(folder)),
                 optim=dataclasses.replace(config.optim, epochs=max(config.optim.epochs, 30)),
-                log=train.LogConfig(every_steps=never),
-                checkpoint=train.CheckpointConfig(every_steps=never),
+                log=run_folder.LogConfig(every_steps=never),
+                checkpoint=run_folder.CheckpointConfig(every_steps=never),
             )
             (audit_devices if name == "devices" else audit_syncs)(short, env)
 
     run(program, config.ddp)
 
 
-def audit_devices(config: train.Config, env: Distributed) -> None:
+def audit_devices(config: config.Config, env: Distributed) -> None:
     """Prints the device of every tensor in the second step, for each rank."""
     found: dict[str, Any] = {}
 
@@ -93,9 +96,9 @@ def audit_devices(config: train.Config, env: Distributed) -> None:
         found["loss"] = original_criterion(*args, **kwargs)
         return found["loss"]
 
-    original_model, original_optimizer = train.build_model, train.build_optimizer
+    original_model, original_optimizer = train.build_model, optim.build_optimizer
     original_criterion = train.criterion
-    train.build_model, train.build_optimizer, train.criterion = (
+    train.build_model, optim.build_optimizer, train.criterion = (
         build_model,
         build_optimizer,
         criterion,
@@ -159,7 +162,7 @@ def nested_tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from nested_tensors(f"{path}[{i}]", item)
 
 
-def audit_syncs(config: train.Config, env: Distributed) -> None:
+def audit_syncs(config: config.Config, env: Distributed) -> None:
     """Prints the lines that make the host wait in ten steps.
 
     Leaves out the ends of epochs, which log and save.

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import torch
 
+import baseline
 import data
+import errors
+import optim
+import run_folder
+import task
 import train
-from ddp_setup import Distributed, UserError, setup
+from ddp_setup import Distributed, setup
+from errors import UserError
 from mask import SharedGraph
 
 SHOWN = 20  # bad rows printed at most
@@ -24,17 +30,19 @@ def rows(options: argparse.Namespace) -> bool:
 
     Returns whether there are none.
     """
-    config = train.load_config(train.parse_arguments(options.arguments))
+    config = train.read_config(options.arguments)
     env = setup(Distributed(config.ddp))
-    dtype, autocast_dtype = train.PRECISIONS[config.optim.precision]
-    with env.sync_errors(data.DataError):
+    dtype, autocast_dtype = optim.PRECISIONS[config.optim.precision]
+    with env.sync_errors(errors.DataError):
         tables = data.load(config.data)
         torch.manual_seed(config.run.seed)
-        baseline = data.load_baseline(tables, tables.fingerprint(), config.data, config.optim.loss)
+        baseline = baseline.load_baseline(
+            tables, tables.fingerprint(), config.data, config.optim.loss
+        )
         model = train.build_model(config, tables, baseline)
-        folder = train.RunFolder(config, env, tables, tables.fingerprint())
+        folder = run_folder.RunFolder(config, env, tables, tables.fingerprint())
         if checkpoint := folder.newest_checkpoint():
-            train.load_model(model, checkpoint)
+            checkpoint.load_model(model, checkpoint)
     model = model.to(env.device, dtype)
     source = f"step {checkpoint['step']}" if checkpoint else "step 0 (no checkpoint found)"
     print(f"{folder.path}: model of {source}")
@@ -47,14 +55,12 @@ def rows(options: argparse.Namespace) -> bool:
     graph = SharedGraph(tables.graph()).to(env.device, dtype)
     dataset, _ = train.make_dataset(config, tables, graph)
     chosen, training = (
-        torch.cat([tables.rows(split) for split in data.SPLITS]),
+        torch.cat([tables.rows(split) for split in tables.SPLITS]),
         tables.rows("train"),
     )
     with torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None):
         prediction = torch.zeros(tables.y.shape, dtype=dtype)
-        prediction[chosen] = train.predict_rows(model, graph, dataset, chosen, config, env).to(
-            dtype
-        )
+        prediction[chosen] = task.predict_rows(model, graph, dataset, chosen, config, env).to(dtype)
     error = (
         (prediction - tables.y.float()) / model.y_std.cpu()
     ).square()  # overflows where the training loss does
@@ -81,7 +87,7 @@ def rows(options: argparse.Namespace) -> bool:
             for t in worst.tolist()
         ]
         print(
-            f"  row {row} ({data.SPLITS[tables.split[row]]}): genes {','.join(genes)}, "
+            f"  row {row} ({tables.SPLITS[tables.split[row]]}): genes {','.join(genes)}, "
             f"{'; '.join(scores)}, squared error {error[row]:.3g}"
         )
     return not len(bad)

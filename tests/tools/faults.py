@@ -19,7 +19,9 @@ from pathlib import Path
 
 import torch
 
+import checkpoint
 import data
+import optim
 import train
 from ddp_setup import Distributed
 from tests.tools.parity import BATCH_SIZE, TOLERANCE, few_rows, original
@@ -134,7 +136,7 @@ FAULTS = [
     Fault(
         "a checkpoint that holds code",
         "SIGKILL",
-        repair=lambda folder: torch.save({"model": train.OptimConfig()}, newest_checkpoint(folder)),
+        repair=lambda folder: torch.save({"model": optim.OptimConfig()}, newest_checkpoint(folder)),
         **DAMAGED,
     ),
     Fault(
@@ -389,8 +391,8 @@ def inject(action: str, folder: Path, marks: Path, step: int) -> None:
     elif action in ("nan", "inf"):
         spoil_the_next_loss(float(action))
     elif action == "inf weights":
-        state_dict = train.TrainState.state_dict
-        train.TrainState.state_dict = lambda state: spoiled(state_dict(state))
+        state_dict = checkpoint.TrainState.state_dict
+        checkpoint.TrainState.state_dict = lambda state: spoiled(state_dict(state))
     elif action == "raise":
         raise ZeroDivisionError("injected")
     elif action == "sleep":

@@ -27,9 +27,12 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+import checkpoint
+import optim
 import train
 from data import DataConfig
-from ddp_setup import DDPConfig, Distributed, UserError
+from ddp_setup import DDPConfig, Distributed
+from errors import UserError
 from mask import SharedGraph, _segment_product
 from model import KnockoutGNN, ModelConfig, uniform
 from tests.bench import build_batch
@@ -63,7 +66,7 @@ def gpu(options: argparse.Namespace) -> bool:
         raise UserError(
             "tests.check gpu needs a GPU, and torch sees none: run it where nvidia-smi lists one"
         )
-    config = train.load_config(train.parse_arguments(options.arguments))
+    config = train.read_config(options.arguments)
     report = Report(options.only, options.timeout)
     device = torch.device("cuda", 0)
     products(report, device, "yeast")
@@ -177,7 +180,7 @@ class Products:
         return self.results(copy.deepcopy(host_graph(self.preset)).double())
 
     def agree(self, device: torch.device, precision: str, tolerance: float) -> tuple[bool, str]:
-        dtype, half = train.PRECISIONS[precision]
+        dtype, half = optim.PRECISIONS[precision]
         graph = copy.deepcopy(host_graph(self.preset)).to(device, dtype)
         dense = densify(graph, half)
         with torch.autocast(device.type, half, enabled=half is not None):
@@ -240,7 +243,7 @@ class WholeModel:
 
     def results(self, device: torch.device, precision: str) -> list[Tensor]:
         """Returns the predictions and the gradients of all trained parameters."""
-        dtype, half = train.PRECISIONS[precision]
+        dtype, half = optim.PRECISIONS[precision]
         graph = copy.deepcopy(host_graph("small")).to(device, dtype)
         densify(graph, half)
         model = copy.deepcopy(self.model).to(device, dtype)
@@ -304,8 +307,8 @@ def steps(report: Report, device: torch.device) -> None:
 def ten_steps(
     device: torch.device, precision: str, checkpointing: bool, route: str
 ) -> tuple[bool, str]:
-    optim = train.OptimConfig(precision=precision)
-    half = train.PRECISIONS[precision][1]
+    optim = optim.OptimConfig(precision=precision)
+    half = optim.PRECISIONS[precision][1]
     config = ModelConfig(checkpointing=checkpointing, message_passing=route)
     host = host_graph("small")
     graph = copy.deepcopy(host).to(device)
@@ -313,10 +316,10 @@ def ten_steps(
     env = Distributed(DDPConfig())
     env.device = device
     model = KnockoutGNN(config, host.num_nodes, len(host.relations)).to(device).train()
-    optimizer = train.build_optimizer(model, optim, env)
+    optimizer = optim.build_optimizer(model, optim, env)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10 if precision == "fp16" else 1.0)
     meter = train.Meter(env, optim)
-    state = train.TrainState(model, optimizer, scaler, step=10)
+    state = checkpoint.TrainState(model, optimizer, scaler, step=10)
     batch = build_batch(host, 16, model=config)
     if device.type == "cuda":
         batch = batch.pin_memory()
@@ -330,7 +333,7 @@ def ten_steps(
             loss = train.criterion(prediction, there, model)
             scaler.scale(loss / 16).backward()
             meter.loss += loss.detach()
-            meter.count(16, 16, train.optimizer_step(model, optimizer, scaler, optim))
+            meter.count(16, 16, optim.optimizer_step(model, optimizer, scaler, optim))
     row = meter.read(state)
     return row["skipped"] == 0, f"mean loss {row['loss']:.3f}"
 

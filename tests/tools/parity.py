@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 import data
+import run_folder
 import train
-from data import SPLITS, Tables
 from ddp_setup import Distributed, run
+from tables import SPLITS, Tables
 from tests.tools.runs import launch, parameters, read_metrics, relative_difference
 
 NUM_EPOCHS = 2  # with each number of micro-batches
@@ -68,7 +69,7 @@ def parity(options: argparse.Namespace) -> bool:
 
 def parity_worker(folder: str, arguments: list[str]) -> None:
     """Runs `train.train` with one world size, on a few rows of the user's tables."""
-    config = train.load_config(train.parse_arguments(arguments))
+    config = train.read_config(arguments)
     data.load = lambda options: few_rows(original(options))
 
     def program(env: Distributed) -> None:
@@ -76,12 +77,12 @@ def parity_worker(folder: str, arguments: list[str]) -> None:
             train.train(
                 dataclasses.replace(
                     config,
-                    run=train.RunConfig(name=f"{env.world_size}-{accumulate}", dir=folder),
+                    run=run_folder.RunConfig(name=f"{env.world_size}-{accumulate}", dir=folder),
                     data=dataclasses.replace(config.data, batch_size=BATCH_SIZE),
                     optim=dataclasses.replace(
                         config.optim, epochs=NUM_EPOCHS, accumulate=accumulate, precision="fp64"
                     ),
-                    log=train.LogConfig(every_steps=1),
+                    log=run_folder.LogConfig(every_steps=1),
                 ),
                 env,
             )

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from ddp_setup import DDPConfig, Distributed, RunError, describe, library_versions, run
+from ddp_setup import DDPConfig, Distributed, describe, library_versions, run
+from errors import RunError
 from tests.tools.runs import gather
 
 

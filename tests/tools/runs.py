@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
-from data import Tables, pack
 from ddp_setup import Distributed
+from tables import Tables, pack
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMES = ("samples_per_s", "data_ms", "step_ms", "memory_mb")
