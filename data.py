@@ -215,9 +215,11 @@ class KnockoutDataset(Dataset):
         perturbed = self.tables.perturbed[position]
         level = self.tables.level[position]
         num_nodes = len(self.degree)
-        for i in ((perturbed < 0) | (perturbed >= num_nodes)).nonzero().flatten().tolist():
+        is_outside = (perturbed < 0) | (perturbed >= num_nodes)
+        if is_outside.any():
+            first = int(is_outside.nonzero()[0])
             raise IndexError(
-                f"sample {index[sample[i]]}: knocked-out node {perturbed[i]} "
+                f"sample {index[sample[first]]}: knocked-out node {perturbed[first]} "
                 f"is outside [0, {num_nodes}), the graph's nodes"
             )
         y = self.tables.y[row]

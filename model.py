@@ -218,24 +218,24 @@ class KnockoutGNN(nn.Module):
 
         `x` are the states before them, `sent` is what the nodes send in layer 0.
         """
-        trace = []
+        layers = []
         for depth, layer in enumerate(self.layers[first:], first):
             if depth == 0:
-                own = x
+                state = x
                 h = sent
             else:
-                own = h = layer.norm(x)
-            p = layer(own, h, messages)
+                state = h = layer.norm(x)
+            p = layer(state, h, messages)
             p = p.to(x.dtype)  # as sparse gradients do not add up in half precision
-            trace.append(LayerStates(x, h, p))
+            layers.append(LayerStates(x, h, p))
             x = x + nn.functional.gelu(p)
-        return x, trace
+        return x, layers
 
     def changes(self, graph: SharedGraph, batch: Data, wild: WildType) -> Tensor:
         """Returns what the readout keeps of how knock-outs change the living nodes, [B, width].
 
         In the layers that the batch's plan covers, only states that change are computed (see
-        `mask.ReachPlanner`); further layers, or all of a batch without a plan, run on all nodes.
+        `reach.ReachPlanner`); further layers, or all of a batch without a plan, run on all nodes.
         """
         if self.config.message_passing in ON_COPIES:
             messages = ExpandedMessages(graph, batch)
@@ -366,17 +366,17 @@ class KnockoutConv(nn.Module):
         self.gate = nn.Parameter(torch.randn(num_relations, hidden) / num_relations**0.5)
         self.out = nn.Linear(hidden, hidden, bias=False)
 
-    def forward(self, own: Tensor, h: Tensor, messages: Messages) -> Tensor:
-        """Maps the nodes' own and sent states, each [N, B, H], to gelu's argument [N, B, H].
+    def forward(self, state: Tensor, h: Tensor, messages: Messages) -> Tensor:
+        """Maps the nodes' states and what they send, each [N, B, H], to gelu's argument [N, B, H].
 
         It is linear in both.
         """
-        return self.root(own) + self.out(messages(h, self.SCALE * self.gate))
+        return self.root(state) + self.out(messages(h, self.SCALE * self.gate))
 
     def propagate_change(self, change: Tensor, matrix: tuple[Tensor, ...]) -> Tensor:
         """Maps changes of h [C, H] to those of `forward` where they reach [S, H].
 
-        `matrix` is that of `mask.ReachedStates`.
+        `matrix` is that of `reach.ReachedStates`.
         """
         by_relation = self.out(change.unsqueeze(1) * (self.SCALE * self.gate))  # [C, R, H]
         by_root = nn.functional.linear(change, self.root.weight).unsqueeze(1)
@@ -398,12 +398,12 @@ class AdditiveReadout(nn.Module):
         # What stands for the effects of hidden nodes.
         self.register_buffer("imputed", torch.zeros(num_nodes, num_targets), persistent=False)
 
-    def forward(self, known: Tensor, dose: Tensor, batch: Data) -> Tensor:
+    def forward(self, is_known: Tensor, dose: Tensor, batch: Data) -> Tensor:
         """Returns [B, T], given which nodes' effects are known and which slopes, bool [2, N]."""
         node = batch.perturbed
-        is_known, has_slope = known.index_select(1, node).unsqueeze(2)
+        has_effect, has_slope = is_known.index_select(1, node).unsqueeze(2)
         effect = self.effect.view(self.imputed.shape).index_select(0, node)
-        effect = effect.where(is_known, self.imputed.index_select(0, node))
+        effect = effect.where(has_effect, self.imputed.index_select(0, node))
         return self.intercept + sum_by_sample(dose * (effect + self.slope * has_slope), batch)
 
 
@@ -505,8 +505,9 @@ class NodeReadout(nn.Module):
     def forward(self, effects: Tensor, wild: WildType, batch: Data) -> Tensor:
         """Returns the effects on the targets, [B, T], of those on all nodes, [B, N]."""
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
-        own = ((1 - batch.level) * self.dead(states).squeeze(1)).to(effects.dtype)
-        effects = effects.index_put((batch.perturbed_batch, batch.perturbed), own, accumulate=True)
+        direct = ((1 - batch.level) * self.dead(states).squeeze(1)).to(effects.dtype)
+        entries = (batch.perturbed_batch, batch.perturbed)
+        effects = effects.index_put(entries, direct, accumulate=True)
         return effects.index_select(1, self.target_nodes)
 
 

@@ -33,7 +33,7 @@ from reach import plan_route
 from tables import SPLITS, Tables
 
 log = logging.getLogger("task")
-LARGE_BATCH = 8192  # samples in evaluation where each costs next to nothing
+LARGE_BATCH = 8192  # samples that are predicted at once where each costs next to nothing
 
 
 @dataclass
@@ -96,6 +96,13 @@ class KnockoutTask:
             "std": self.std.cpu(),
         }
 
+    @property
+    def evaluation_batch_size(self) -> int:
+        """The samples that are predicted at once, over all ranks."""
+        if self.config.model.has_knockout_pass:
+            return self.config.data.batch_size
+        return max(self.config.data.batch_size, LARGE_BATCH)
+
     def build_model(self) -> nn.Module:
         """Returns the model that is trained, on the CPU; raises `UserError`."""
         options = self.config.model
@@ -117,6 +124,11 @@ class KnockoutTask:
     def rescale(self, prediction: Tensor) -> Tensor:
         """Returns predictions of the model in the units of the scores, or logits, float64."""
         return self.mean + self.std * prediction
+
+    def to_scores(self, prediction: Tensor) -> Tensor:
+        """Returns predictions of the model as scores, or probabilities of 1, float64."""
+        scores = self.rescale(prediction)
+        return scores.sigmoid() if self.config.optim.loss == "binary" else scores
 
     def metrics(self, split: str, prediction: Tensor) -> dict[str, float]:
         """Returns what predictions of a split's rows, [n, T], are worth, beside the baseline.
@@ -222,22 +234,18 @@ def predict_rows(model: nn.Module, task: KnockoutTask, rows: Tensor, env: Distri
     on one rank, by the bare model; the all-reduce adds only zeros to it and is therefore exact.
     """
     model.eval()
-    batch_size = task.config.data.batch_size
-    if not task.config.model.has_knockout_pass:
-        batch_size = max(batch_size, LARGE_BATCH)
     size = (len(rows), len(task.tables.targets))
     predictions = torch.zeros(size, dtype=torch.float64, device=env.device)
     predictions_of_rank = predictions[env.rank :: env.world_size]  # a view
     rows_of_rank = rows[env.rank :: env.world_size]
-    batches = rows_of_rank.split(math.ceil(batch_size / env.world_size))
+    batches = rows_of_rank.split(math.ceil(task.evaluation_batch_size / env.world_size))
     start = 0
     for batch in make_loader(task.dataset, batches, workers=0, device=env.device):
         with env.phase("evaluation"):
             if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
                 break
-            scores = task.rescale(model(task.graph, batch.to(env.device, non_blocking=True)))
-            if task.config.optim.loss == "binary":
-                scores = scores.sigmoid()
+            output = model(task.graph, batch.to(env.device, non_blocking=True))
+            scores = task.to_scores(output)
             predictions_of_rank[start : start + len(scores)] = scores
             start += len(scores)
     return env.sum(predictions).cpu()
