@@ -112,6 +112,7 @@ def load_config(
     Options `saved` in a `checkpoint` take the place of config.yaml. Raises `UserError` for a wrong
     file or option.
     """
+    sources = [checkpoint or DEFAULTS.name]
     if saved is None:
         options = read_options(DEFAULTS)
     else:
@@ -119,20 +120,28 @@ def load_config(
         check_saved_names(options, checkpoint)
     if file is not None:
         options |= read_options(file)
+        sources.append(str(file))
     for override in overrides:
         key, value = parse_override(override)
         options[key] = value
+        sources.append(override)
     check_names(options)
+    log.info(f"options   {', then '.join(sources)}")
+    return compose(options)
+
+
+def compose(options: Mapping[str, Any]) -> Config:
+    """Returns {"section.key": value} as a configuration; raises `UserError` for a wrong value."""
+    sections = {section.name: {} for section in fields(Config)}
+    for key, option in all_options().items():
+        section, _, name = key.partition(".")
+        if key in options:
+            sections[section][name] = convert(key, options[key], option)
     try:
-        sections = {}
+        composed = {}
         for section in fields(Config):
-            values = {}
-            for option in fields(section.type):
-                key = f"{section.name}.{option.name}"
-                if key in options:
-                    values[option.name] = convert(key, options[key], option)
-            sections[section.name] = section.type(**values)
-        return Config(**sections)
+            composed[section.name] = section.type(**sections[section.name])
+        return Config(**composed)
     except ValueError as error:
         raise UserError(str(error)) from None
 

@@ -246,11 +246,14 @@ class RunFolder:
                     "lower optim.lr"
                 )
             path = self.checkpoints / f"step_{state.step:08d}.pt"
+            best_path = self.checkpoints / "best.pt"
             with explain_write_errors(path):
                 os.fsync(self.metrics.fileno())  # never a checkpoint without its rows
-                save_atomically(path, checkpoint)
-                if is_best:
-                    link_atomically(path, self.checkpoints / "best.pt")
+                if is_best:  # first: a run that is killed here goes on from the step before
+                    save_atomically(best_path, checkpoint)
+                    link_atomically(best_path, path)
+                else:
+                    save_atomically(path, checkpoint)
                 saved = [other for other in self.step_files() if other.name <= path.name]
                 for other in saved[self.config.checkpoint.keep_last :]:
                     other.unlink()
