@@ -124,10 +124,12 @@ def load_config(
     for override in overrides:
         key, value = parse_override(override)
         options[key] = value
-        sources.append(override)
+    if overrides:
+        sources.append("the command line")
     check_names(options)
+    config = compose(options)
     log.info(f"options   {', then '.join(sources)}")
-    return compose(options)
+    return config
 
 
 def compose(options: Mapping[str, Any]) -> Config:
