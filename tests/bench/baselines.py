@@ -17,17 +17,15 @@ from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import remove_self_loops, to_undirected
 
-import baseline
+from baseline import PENALTIES as SHRINKAGES
+from baseline import additive_baseline, fit_baseline
 from tables import Tables
 
-RANKS, PENALTIES = (
-    (2, 8, 32),
-    (1.0, 3.0, 10.0, 30.0, 100.0),
-)  # of the low-rank pairs, in units of the residuals
-WEIGHTS = [
-    ("cosine", temperature) for temperature in (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
-]  # of the graph neighbours
-WEIGHTS += [("hops", shrinkage) for shrinkage in baseline.PENALTIES]
+RANKS = (2, 8, 32)  # of the low-rank pairs
+PENALTIES = (1.0, 3.0, 10.0, 30.0, 100.0)  # of the low-rank pairs, in units of the residuals
+TEMPERATURES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
+WEIGHTS = [("cosine", temperature) for temperature in TEMPERATURES]  # of the graph neighbours
+WEIGHTS += [("hops", shrinkage) for shrinkage in SHRINKAGES]
 
 
 class KnockedOut:
@@ -36,9 +34,8 @@ class KnockedOut:
     def __init__(self, tables: Tables):
         self.tables = tables
         self.num_rows = len(tables.y)
-        self.nodes, self.member = tables.perturbed.unique(
-            return_inverse=True
-        )  # [K]; [total], as tables.perturbed
+        # [K], and [total] as tables.perturbed
+        self.nodes, self.member = tables.perturbed.unique(return_inverse=True)
         self.row = tables.sample()  # [total]
         self.train = tables.is_in("train")  # [n]
         self.seen = torch.zeros(len(self.nodes), dtype=torch.bool)  # [K], in a training row
@@ -51,17 +48,19 @@ class KnockedOut:
         A row is that of all relations and both directions, joined end to end, with the edges'
         weights.
         """
-        size, number = len(self.nodes), torch.full((len(self.tables.genes),), -1)
+        size = len(self.nodes)
+        number = torch.full((len(self.tables.genes),), -1)  # of each node among the K
         number[self.nodes] = torch.arange(size)
         product = torch.zeros(size, size, dtype=torch.float64)
-        edge_index, edge_type = self.tables.edge_index, self.tables.edge_type
+        edge_index = self.tables.edge_index
+        edge_type = self.tables.edge_type
         weight = self.tables.edge_weight
         shape = (size, len(self.tables.relations) * len(number))
         for end, other in (edge_index, edge_index.flip(0)):
-            known = number[end] >= 0
-            index = torch.stack([number[end], edge_type * len(number) + other])[:, known]
+            is_chosen = number[end] >= 0
+            index = torch.stack([number[end], edge_type * len(number) + other])[:, is_chosen]
             adjacency = torch.sparse_coo_tensor(
-                index, weight[known].double(), shape, check_invariants=False
+                index, weight[is_chosen].double(), shape, check_invariants=False
             )
             product += torch.sparse.mm(adjacency, adjacency.T).to_dense()
         norm = product.diagonal()
@@ -74,16 +73,15 @@ class KnockedOut:
 
         A is the normalised adjacency of the undirected graph.
         """
-        num_nodes, num_relations = len(self.tables.genes), len(self.tables.relations)
+        num_nodes = len(self.tables.genes)
         matrix = torch.zeros(len(self.nodes), len(self.nodes), dtype=torch.float64)
-        for relation in range(num_relations):
+        for relation in range(len(self.tables.relations)):
             chosen = self.tables.edge_type == relation
             edges = to_undirected(
                 self.tables.edge_index[:, chosen], self.tables.edge_weight[chosen]
             )
-            edge_index, weight = gcn_norm(
-                *remove_self_loops(*edges), num_nodes, add_self_loops=False
-            )
+            edges = remove_self_loops(*edges)
+            edge_index, weight = gcn_norm(*edges, num_nodes, add_self_loops=False)
             adjacency = torch.sparse_coo_tensor(edge_index, weight.double(), (num_nodes, num_nodes))
             rows = adjacency.index_select(0, self.nodes)
             matrix += torch.sparse.mm(rows, rows.T).to_dense()
@@ -102,11 +100,11 @@ class KnockedOut:
 
     def impute(self, values: Tensor, kind: str, setting: float) -> Tensor:
         """Returns `values` [K, ...]; nodes in no training row get the others' weighted mean."""
-        share = self.weight(kind, setting)[~self.seen] * self.seen
-        values = values.clone()
-        share = share / share.sum(1, keepdim=True)
-        values[~self.seen] = share.to(values.dtype) @ values
-        return values
+        weight = self.weight(kind, setting)[~self.seen] * self.seen
+        weight = weight / weight.sum(1, keepdim=True)
+        imputed = values.clone()
+        imputed[~self.seen] = weight.to(values.dtype) @ values
+        return imputed
 
 
 class Problem(KnockedOut):
@@ -115,7 +113,7 @@ class Problem(KnockedOut):
     def __init__(self, tables: Tables):
         super().__init__(tables)
         (self.y,) = tables.y.T  # one target
-        baseline = baseline.additive_baseline(tables)
+        baseline = additive_baseline(tables)
         self.additive = baseline.prediction.squeeze(1)  # [n]
         self.residual = self.y - self.additive
         self.effect = baseline.effect[self.nodes, 0].double()  # [K], beyond what every node has
@@ -124,12 +122,12 @@ class Problem(KnockedOut):
         dose = 1 - tables.level**baseline.power
         self.dose = dose  # [total]
         for k in range(1, int(tables.perturbed_ptr.diff().max())):  # k positions apart in a row
-            i, j, row = self.member[:-k], self.member[k:], self.row[:-k]
-            pairs += [torch.stack([i, j, row])[:, row == self.row[k:]]]
-            doses += [(dose[:-k] * dose[k:])[row == self.row[k:]]]
-        self.pairs = torch.cat(
-            [*pairs, *(part[[1, 0, 2]] for part in pairs)], dim=1
-        )  # [3, q]: i, j, row
+            triples = torch.stack([self.member[:-k], self.member[k:], self.row[:-k]])
+            is_pair = self.row[:-k] == self.row[k:]
+            pairs.append(triples[:, is_pair])
+            doses.append((dose[:-k] * dose[k:])[is_pair])
+        swapped = [triples[[1, 0, 2]] for triples in pairs]
+        self.pairs = torch.cat(pairs + swapped, dim=1)  # [3, q]: i, j, row
         self.pair_dose = torch.cat(doses * 2)  # [q]: 1 for two deleted nodes
         self.train_pairs = self.pairs[:, self.train[self.pairs[2]]]
 
@@ -140,16 +138,19 @@ class Problem(KnockedOut):
     def best(self, predictions: Iterable[Tensor]) -> Tensor:
         """Returns the prediction [n] with the least squared error on the validation rows."""
         rows = self.tables.rows("val")
-        return min(
-            predictions, key=lambda prediction: (prediction - self.y)[rows].square().mean().item()
-        )
+
+        def error(prediction: Tensor) -> float:
+            return (prediction - self.y)[rows].square().mean().item()
+
+        return min(predictions, key=error)
 
     def unseen_effects(self, *weights: Any) -> Tensor:
         """Returns what effects imputed with these weights add to each row, [n].
 
         They are those of nodes in no training row, from the other nodes' effects.
         """
-        return self.add(self.row, (self.impute(self.effect, *weights) - self.effect)[self.member])
+        difference = self.impute(self.effect, *weights) - self.effect
+        return self.add(self.row, difference[self.member])
 
 
 def mean(problem: Problem) -> Tensor:
@@ -158,9 +159,8 @@ def mean(problem: Problem) -> Tensor:
 
 def ridge(problem: Problem) -> Tensor:
     """The additive ridge, in which a node in no training row has no effect."""
-    return problem.additive - problem.add(
-        problem.row, (problem.effect * ~problem.seen)[problem.member]
-    )
+    effect_of_unseen = problem.effect * ~problem.seen
+    return problem.additive - problem.add(problem.row, effect_of_unseen[problem.member])
 
 
 def additive(problem: Problem) -> Tensor:
@@ -170,24 +170,25 @@ def additive(problem: Problem) -> Tensor:
 
 def recurring_pairs(problem: Problem) -> Tensor:
     """The additive ridge with an effect also for each pair that several training rows share."""
-    tables, once = problem.tables, problem.pairs[0] < problem.pairs[1]
+    tables = problem.tables
+    once = problem.pairs[0] < problem.pairs[1]
     i, j, row = problem.pairs[:, once]
     pair = i * len(problem.nodes) + j
-    found, count = pair[problem.train[row]].unique(return_counts=True)
-    recurring = found[count > 1]
-    known = torch.isin(pair, recurring)
-    number = len(tables.genes) + torch.searchsorted(
-        recurring, pair[known]
-    )  # pairs are numbered after the nodes
-    rows, order = torch.cat([problem.row, row[known]]).sort(stable=True)
+    train_pairs, count = pair[problem.train[row]].unique(return_counts=True)
+    recurring = train_pairs[count > 1]
+    is_recurring = torch.isin(pair, recurring)
+    # Pairs are numbered after the nodes.
+    number = len(tables.genes) + torch.searchsorted(recurring, pair[is_recurring])
+    rows, order = torch.cat([problem.row, row[is_recurring]]).sort(stable=True)
     perturbed = torch.cat([tables.perturbed, number])[order]
-    level = 1 - torch.cat([problem.dose, problem.pair_dose[once][known]])[order]
+    # The doses stay as they are: the power of levels has been applied.
+    level = 1 - torch.cat([problem.dose, problem.pair_dose[once][is_recurring]])[order]
     pointer = torch.bincount(rows + 1, minlength=problem.num_rows + 1).cumsum(0)
     genes = [*tables.genes, *map(str, recurring.tolist())]
     with_pairs = replace(
         tables, genes=genes, perturbed=perturbed, perturbed_ptr=pointer, level=level
     )
-    return baseline.fit_baseline(with_pairs, "squared")[-1].squeeze(1)  # with the doses as they are
+    return fit_baseline(with_pairs, "squared").prediction.squeeze(1)
 
 
 def low_rank(problem: Problem) -> Tensor:
@@ -224,22 +225,24 @@ def factorisations(problem: Problem) -> Iterator[tuple[Tensor, Tensor]]:
         def collect(values: Tensor) -> Tensor:
             return torch.zeros_like(u).index_add(0, i, factor * values[row].unsqueeze(1))
 
-        direction = residual = collect(target - predict(u)) - penalty * u
+        residual = collect(target - predict(u)) - penalty * u
+        direction = residual
         norm = residual.square().sum()
         for _ in range(steps):
             product = collect(predict(direction)) + penalty * direction
             step = norm / (direction * product).sum().clamp(min=1e-300)
-            u, residual = u + step * direction, residual - step * product
-            norm, previous = residual.square().sum(), norm
+            u = u + step * direction
+            residual = residual - step * product
+            previous = norm
+            norm = residual.square().sum()
             direction = residual + norm / previous.clamp(min=1e-300) * direction
         return u
 
     for rank in RANKS:
         for penalty in PENALTIES:
             generator = torch.Generator().manual_seed(0)
-            start = torch.randn(
-                2, len(problem.nodes), rank, dtype=torch.float64, generator=generator
-            )
+            size = (2, len(problem.nodes), rank)
+            start = torch.randn(size, dtype=torch.float64, generator=generator)
             u, v = 0.3 * start * problem.seen.unsqueeze(1)
             for _ in range(10):
                 u = solve(u, v, penalty)
@@ -257,29 +260,25 @@ def neighbours(problem: Problem, weights: Iterable[tuple[str, float]] = WEIGHTS)
     weights w_ac w_bd. The interaction of a training pair is the residual of its row, shared evenly
     by the pairs of that row.
     """
-    (i, j, row), index, unseen = problem.pairs, problem.train_pairs[:2], ~problem.seen
+    i, j, row = problem.pairs
+    unseen = ~problem.seen
     num_pairs = problem.add(row, torch.full(row.shape, 0.5).double())  # of each row
-    values = torch.stack([problem.residual / num_pairs, torch.ones_like(problem.residual)])[
-        :, problem.train_pairs[2]
-    ]
+    residual = (problem.residual / num_pairs)[problem.train_pairs[2]]  # of each training pair
+    index = problem.train_pairs[:2]
     size = (len(problem.nodes), len(problem.nodes))
-    total, count = (
-        torch.sparse_coo_tensor(index, value, size, check_invariants=False) for value in values
-    )
+    total = torch.sparse_coo_tensor(index, residual, size, check_invariants=False)
+    count = torch.sparse_coo_tensor(index, torch.ones_like(residual), size, check_invariants=False)
 
     def predict(kind: str, setting: float) -> Tensor:
         weight = problem.weight(kind, setting)
-        sums, weights = (
-            torch.sparse.mm(total, weight),
-            torch.sparse.mm(count, weight),
-        )  # over (c, b) and a, [K, K]
+        sums = torch.sparse.mm(total, weight)  # [K, K], over (c, b) and a
+        weights = torch.sparse.mm(count, weight)
         interaction = (sums + sums.T) / (weights + weights.T)
         of_unseen = weight[unseen]
         far = (of_unseen @ sums[:, unseen]) / (of_unseen @ weights[:, unseen])
         interaction[unseen.nonzero(), unseen.nonzero().T] = far  # where `sums` and `weights` are 0
-        pairs = (
-            problem.add(row, interaction[i, j].nan_to_num(0.0)) / 2
-        )  # 0 without any pair in training rows
+        # An interaction is 0 without any pair in training rows.
+        pairs = problem.add(row, interaction[i, j].nan_to_num(0.0)) / 2
         return problem.additive + problem.unseen_effects(kind, setting) + pairs
 
     return problem.best(predict(*weight) for weight in weights)
@@ -291,15 +290,16 @@ def features(problem: Problem) -> Tensor:
     the additive ridge alone."""
     if not problem.tables.features.size(1):
         return problem.additive
-    x, effect = problem.tables.features[problem.nodes].double(), problem.effect
-    known, mean = x[problem.seen], effect[problem.seen].mean()
+    x = problem.tables.features[problem.nodes].double()
+    x_of_seen = x[problem.seen]
+    effect = problem.effect
+    mean = effect[problem.seen].mean()
 
     def predict(penalty: float) -> Tensor:
-        matrix = known.T @ known + penalty * torch.eye(x.size(1), dtype=torch.float64)
-        weight = torch.linalg.solve(matrix, known.T @ (effect[problem.seen] - mean))
-        return problem.additive + problem.add(
-            problem.row, ((mean + x @ weight - effect) * ~problem.seen)[problem.member]
-        )
+        matrix = x_of_seen.T @ x_of_seen + penalty * torch.eye(x.size(1), dtype=torch.float64)
+        weight = torch.linalg.solve(matrix, x_of_seen.T @ (effect[problem.seen] - mean))
+        difference = (mean + x @ weight - effect) * ~problem.seen
+        return problem.additive + problem.add(problem.row, difference[problem.member])
 
     return problem.best(map(predict, PENALTIES))
 
@@ -309,7 +309,9 @@ def low_rank_neighbours(problem: Problem) -> Tensor:
     others, averaged with the weights of `neighbours`; rank, penalty and weights by validation."""
 
     def predict(u: Tensor, v: Tensor, kind: str, setting: float) -> Tensor:
-        pairs = add_pairs(problem, *(problem.impute(x, kind, setting) for x in (u, v)))
+        imputed_u = problem.impute(u, kind, setting)
+        imputed_v = problem.impute(v, kind, setting)
+        pairs = add_pairs(problem, imputed_u, imputed_v)
         return pairs + problem.unseen_effects(kind, setting)
 
     weights = WEIGHTS[:1] if problem.seen.all() else WEIGHTS  # they matter for such nodes only
@@ -320,8 +322,7 @@ def low_rank_neighbours(problem: Problem) -> Tensor:
 
 def one_curve(problem: Problem) -> Tensor:
     """The additive ridge: effects count 1 - level times, what we start from 1 - level^p times."""
-    fields = baseline.fit_baseline(problem.tables, "squared")
-    return fields[-1].squeeze(1)
+    return fit_baseline(problem.tables, "squared").prediction.squeeze(1)
 
 
 def curve_of_each(problem: Problem) -> Tensor:
@@ -329,13 +330,12 @@ def curve_of_each(problem: Problem) -> Tensor:
     tables = problem.tables
     dose = 1 - tables.level
     level = torch.stack([tables.level, 1 - dose.square()], dim=1).flatten()
-    perturbed = torch.stack(
-        [tables.perturbed, tables.perturbed + len(tables.genes)], dim=1
-    ).flatten()
+    second = tables.perturbed + len(tables.genes)  # the node that has the second effect
+    perturbed = torch.stack([tables.perturbed, second], dim=1).flatten()
     genes = [*tables.genes, *(f"{gene} squared" for gene in tables.genes)]
     doubled = replace(tables, genes=genes, features=None, perturbed=perturbed, level=level)
     doubled.perturbed_ptr = 2 * tables.perturbed_ptr
-    return baseline.fit_baseline(doubled, "squared")[-1].squeeze(1)
+    return fit_baseline(doubled, "squared").prediction.squeeze(1)
 
 
 def effect_of_each_level(problem: Problem) -> Tensor:

@@ -15,23 +15,16 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-import baseline
+from baseline import additive_baseline, conjugate_gradients
+from data import target_nodes
 from tables import Tables
 from tests.bench.baselines import WEIGHTS, KnockedOut
 
-PENALTIES = (
-    0.3,
-    1.0,
-    3.0,
-    10.0,
-)  # of the nodes' effects: at 1, a node of a single row gets half of its score
+# Of the nodes' effects: at 1, a node of a single row gets half of its score.
+PENALTIES = (0.3, 1.0, 3.0, 10.0)
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-EXPONENTS = (
-    (0.0, 0.0),
-    (0.5, 0.5),
-    (0.0, 0.5),
-    (0.0, 1.0),
-)  # of the degrees that edges of paths are divided by
+# Of the degrees of its source and target, by which an edge of a path is divided.
+EXPONENTS = ((0.0, 0.0), (0.5, 0.5), (0.0, 0.5), (0.0, 1.0))
 SHRINKAGES = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01)  # of the targets' scales towards 1
 PATH_PENALTIES = (1e-6, 1e-3, 1e-1)  # of the paths' weights, in units of their features' squares
 BLOCK = 64  # rows whose paths are counted at once
@@ -53,12 +46,17 @@ class Profiles(KnockedOut):
 
     def sum_rows(self, rows: Tensor, values: Tensor) -> Tensor:
         """Returns the sums of the values [K, ...] of each row's nodes, [len(rows), ...]."""
-        place = torch.full((self.num_rows,), -1)
-        place[rows] = torch.arange(len(rows))
-        place = place[self.row]
-        chosen = place >= 0
+        place, member = self.places(rows)
         sums = values.new_zeros(len(rows), *values.shape[1:])
-        return sums.index_add_(0, place[chosen], values[self.member[chosen]])
+        return sums.index_add_(0, place, values[member])
+
+    def places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the perturbed nodes of these rows: the row's place in `rows`, and the member."""
+        place_of_row = torch.full((self.num_rows,), -1)
+        place_of_row[rows] = torch.arange(len(rows))
+        place = place_of_row[self.row]
+        is_chosen = place >= 0
+        return place[is_chosen], self.member[is_chosen]
 
     def best(self, predict: Callable[..., Tensor], settings: Iterable[tuple]) -> Tensor:
         """Returns `predict(rows, *setting)` of all rows, with validation rows' best setting."""
@@ -84,9 +82,7 @@ class Profiles(KnockedOut):
         rows = self.train.nonzero().flatten()
         deviation = (self.y[rows] - self.mean).float()
         present = ~deviation.isnan()
-        known = self.train[self.row]
-        place = torch.searchsorted(rows, self.row[known])
-        member = self.member[known]
+        place, member = self.places(rows)
 
         def collect(values: Tensor) -> Tensor:
             sums = values.new_zeros(len(self.nodes), values.size(1))
@@ -96,7 +92,7 @@ class Profiles(KnockedOut):
             return collect(self.sum_rows(rows, effect)) + penalty * effect
 
         right = collect(deviation.nan_to_num())
-        return baseline.conjugate_gradients(normal, right, torch.zeros_like(right), tolerance=1e-5)
+        return conjugate_gradients(normal, right, torch.zeros_like(right), tolerance=1e-5)
 
 
 def mean_profile(problem: Profiles) -> Tensor:
@@ -104,7 +100,7 @@ def mean_profile(problem: Profiles) -> Tensor:
 
 
 def additive_profiles(problem: Profiles) -> Tensor:
-    return baseline.additive_baseline(problem.tables).prediction
+    return additive_baseline(problem.tables).prediction
 
 
 def neighbours(problem: Profiles) -> Tensor:
@@ -160,23 +156,18 @@ class Paths:
             index = tables.edge_index.flip(0)[:, chosen]
             matrix = torch.sparse_coo_tensor(index, value[chosen], size, check_invariants=False)
             self.matrices.append(matrix.coalesce())
-        self.target = tables.target_nodes()
+        self.target = target_nodes(tables)
         self.sum_training_rows()
 
     def features(self, rows: Tensor) -> Tensor:
         """Returns the features of these rows' scores, float32 [T, F, len(rows)]."""
         one_hot = torch.zeros(self.num_nodes, len(rows))
-        place = torch.full((self.problem.num_rows,), -1)
-        place[rows] = torch.arange(len(rows))
-        place = place[self.problem.row]
-        chosen = place >= 0
-        one_hot[self.problem.tables.perturbed[chosen], place[chosen]] = 1
-        one_edge = torch.stack(
-            [torch.sparse.mm(matrix, one_hot) for matrix in self.matrices], dim=1
-        )  # [N, R, rows]
-        onward = (one_edge * (1 - one_hot).unsqueeze(1)).flatten(
-            1
-        )  # no path goes through a knocked-out node
+        place, member = self.problem.places(rows)
+        one_hot[self.problem.nodes[member], place] = 1
+        products = [torch.sparse.mm(matrix, one_hot) for matrix in self.matrices]
+        one_edge = torch.stack(products, dim=1)  # [N, R, rows]
+        # No path goes through a knocked-out node.
+        onward = (one_edge * (1 - one_hot).unsqueeze(1)).flatten(1)
         two_edges = [torch.sparse.mm(matrix, onward).view_as(one_edge) for matrix in self.matrices]
         return torch.cat([one_edge, *two_edges], dim=1)[self.target]
 
@@ -185,11 +176,13 @@ class Paths:
 
         They are those of the features [T, F, F], and of the features with the scores [T, F].
         """
-        count = totals = products = with_score = 0.0
+        count = 0.0
+        totals = 0.0
+        products = 0.0
+        with_score = 0.0
         for rows in self.problem.tables.rows("train").split(BLOCK):
-            deviation = (
-                (self.problem.y[rows] - self.problem.mean).float().T.unsqueeze(2)
-            )  # [T, rows, 1]
+            deviation = (self.problem.y[rows] - self.problem.mean).float().T
+            deviation = deviation.unsqueeze(2)  # [T, rows, 1]
             present = ~deviation.isnan()
             features = self.features(rows) * present.transpose(1, 2)
             count = count + present.sum(1)
@@ -211,9 +204,8 @@ class Paths:
         for _ in range(1 if math.isinf(shrinkage) else 10):
             matrix = torch.tensordot(scale.square(), self.products, dims=1).double()
             ridge = penalty * matrix.diagonal() + 1e-30
-            weight = torch.linalg.solve(
-                matrix + ridge.diag(), (scale @ self.with_score).double()
-            ).float()
+            right = (scale @ self.with_score).double()
+            weight = torch.linalg.solve(matrix + ridge.diag(), right).float()
             if math.isinf(shrinkage):
                 break
             squares = self.products @ weight @ weight  # [T]
@@ -224,11 +216,11 @@ class Paths:
     def predict(self, rows: Tensor, penalty: float, shrinkage: float) -> Tensor:
         weight, scale = self.fit(penalty, shrinkage)
         centre = self.means @ weight
-        parts = []
-        for part in rows.split(BLOCK):
-            sums = torch.einsum("tfn,f->nt", self.features(part), weight)
-            parts.append(self.problem.mean + (scale * (sums - centre)).double())
-        return torch.cat(parts)
+        predictions = []
+        for some_rows in rows.split(BLOCK):
+            sums = torch.einsum("tfn,f->nt", self.features(some_rows), weight)
+            predictions.append(self.problem.mean + (scale * (sums - centre)).double())
+        return torch.cat(predictions)
 
 
 def edge_paths(problem: Profiles) -> Tensor:

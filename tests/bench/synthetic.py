@@ -1,10 +1,10 @@
-"""Random tables whose scores depend on the graph in a known way: `tests/example`, and larger ones.
+"""Random tables whose scores depend on the graph in a known way: the example, and larger ones.
 
     python -m tests.bench.synthetic small|yeast|network|expression|dose FOLDER
 
 writes `edges.tsv` and `scores.tsv` into FOLDER and prints the options of train.py that name them.
 The graph has hubs and modules, and a sample knocks out a few nodes that are often related. A score
-of `small`, which is tests/example, or of `yeast`, whose graph has the size of the real one, is a
+of `small`, which is example/, or of `yeast`, whose graph has the size of the real one, is a
 sum of effects of single nodes, of pairs within a module, and of short paths between the nodes. A
 score of `network` is what is lost when failures spread along edges. A sample of `expression` has a
 score for each node, its profile: what the knock-outs do to the nodes within two edges. In `dose`, a
@@ -37,12 +37,10 @@ class Preset:
     num_samples: int
     deletions: tuple[int, int]  # the smallest and largest number of knock-outs in a sample
     rounds: int = 0  # of failures that spread along edges and make the scores: `failure_losses`
-    num_doubles: int | None = (
-        None  # samples of two nodes, each knocked out alone in another; y are then profiles
-    )
-    levels: tuple[
-        float, ...
-    ] = ()  # of the perturbed nodes, of which the scores are `dose_responses`; (): deleted
+    # Samples of two nodes, each knocked out alone in another; y are then profiles.
+    num_doubles: int | None = None
+    # Of the perturbed nodes, of which the scores are `dose_responses`; (): all are deleted.
+    levels: tuple[float, ...] = ()
 
 
 PRESETS = {
@@ -96,11 +94,8 @@ PRESETS = {
         levels=(0.0, 0.25, 0.5, 2.0, 3.0),
     ),
 }
-REGULATION = {
-    "activates": -1.0,
-    "represses": 0.8,
-    "binds": -0.2,
-}  # what the loss of its source does to a target
+# What the loss of its source does to a target.
+REGULATION = {"activates": -1.0, "represses": 0.8, "binds": -0.2}
 
 
 def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
@@ -113,7 +108,7 @@ def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
     draw = Draw(preset, seed)
     if preset.num_doubles is not None:
         return expression_tables(draw, preset)
-    n, num_samples = preset.num_nodes, preset.num_samples
+    n = preset.num_nodes
     edge_indices = {relation: draw.edges(count) for relation, count in preset.num_edges.items()}
     physical = to_undirected(edge_indices["physical"], num_nodes=n)  # sorted by source
     perturbed, perturbed_ptr = draw.knockouts(preset, physical)
@@ -121,9 +116,8 @@ def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
     level = torch.zeros(len(perturbed), dtype=torch.float64)
     if preset.levels:
         noise = 0.2
-        level = torch.tensor(preset.levels, dtype=torch.float64)[
-            draw.integers(len(preset.levels), (len(perturbed),))
-        ]
+        number = draw.integers(len(preset.levels), (len(perturbed),))
+        level = torch.tensor(preset.levels, dtype=torch.float64)[number]
         signal = dose_responses(draw, edges, perturbed, perturbed_ptr, level, preset.rounds)
     elif preset.rounds:
         noise = 0.2
@@ -131,17 +125,16 @@ def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
     else:
         noise = 0.4
         signal = interaction_scores(draw, preset, physical, perturbed, perturbed_ptr)
+    num_edges = torch.tensor([edge_index.size(1) for edge_index in edges])
     tables = Tables(
         genes=[f"G{i:05d}" for i in range(n)],
         relations=list(edge_indices),
         edge_index=torch.cat(edges, dim=1),
-        edge_type=torch.arange(len(edges)).repeat_interleave(
-            torch.tensor([e.size(1) for e in edges])
-        ),
+        edge_type=torch.arange(len(edges)).repeat_interleave(num_edges),
         perturbed=perturbed,
         perturbed_ptr=perturbed_ptr,
         level=level,
-        y=signal + noise * signal.std() * draw.normal(num_samples),
+        y=signal + noise * signal.std() * draw.normal(preset.num_samples),
     )
     return tables, signal
 
@@ -168,27 +161,25 @@ def write(tables: Tables, folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "edges.tsv").open("w") as file:
         file.write("source\ttarget\trelation\n")
-        for relation, source, target in torch.cat(
-            [tables.edge_type.unsqueeze(0), tables.edge_index]
-        ).T.tolist():
-            names = (tables.genes[source], tables.genes[target], tables.relations[relation])
+        edge_type = tables.edge_type.tolist()
+        for (source, target), r in zip(tables.edge_index.T.tolist(), edge_type, strict=True):
+            names = (tables.genes[source], tables.genes[target], tables.relations[r])
             file.write("\t".join(names) + "\n")
     names = map(tables.name, tables.perturbed.tolist(), tables.level.tolist())
     number = "\t%.11g" if len(tables.targets) == 1 else "\t%.3f"
     template = number * len(tables.targets)
+    header = ["genes", *tables.targets]
+    if tables.split is not None:
+        header.append("split")
     with (folder / "scores.tsv").open("w") as file:
-        split = (
-            []
-            if tables.split is None
-            else [f"\t{SPLITS[number]}" for number in tables.split.tolist()]
-        )
-        file.write("\t".join(["genes", *tables.targets, *["split"] * bool(split)]) + "\n")
+        file.write("\t".join(header) + "\n")
         for row, count in enumerate(tables.perturbed_ptr.diff().tolist()):
-            cells = template % tuple(tables.y[row].tolist())
             genes = ",".join(islice(names, count))
-            file.write(
-                genes + cells.replace("\tnan", "\tNA") + "".join(split[row : row + 1]) + "\n"
-            )
+            cells = template % tuple(tables.y[row].tolist())
+            line = genes + cells.replace("\tnan", "\tNA")
+            if tables.split is not None:
+                line += "\t" + SPLITS[int(tables.split[row])]
+            file.write(line + "\n")
     return [f"data.edges={folder}/edges.tsv", f"data.perturbations={folder}/scores.tsv"]
 
 
@@ -201,7 +192,8 @@ class Draw:
         self.normal = partial(torch.randn, dtype=torch.float64, generator=generator)
         self.integers = partial(torch.randint, generator=generator)
         self.permutation = partial(torch.randperm, generator=generator)
-        self.num_nodes = n = preset.num_nodes
+        n = preset.num_nodes
+        self.num_nodes = n
         # Nodes are sorted by module: a module is an interval of `total`, the cumulative weight.
         self.module = self.integers(preset.num_modules, (n,)).sort().values
         weight = torch.arange(1, n + 1, dtype=torch.float64)[self.permutation(n)].pow(-0.5)
@@ -252,7 +244,10 @@ class Draw:
             choice = self.uniform(num_samples)
             partner = torch.where(choice < 0.7, self.partners(first), partner)
             partner = torch.where(choice < 0.3, neighbour, partner)
-            while (taken := (torch.stack(columns) == partner).any(0)).any():
+            while True:
+                taken = (torch.stack(columns) == partner).any(0)
+                if not taken.any():
+                    break
                 other = self.integers(self.num_nodes, (num_samples,))
                 partner = torch.where(taken, other, partner)
             columns.append(partner)
@@ -271,8 +266,11 @@ def interaction_scores(
     They are the nodes' own effects, an effect per pair within a module, and the paths of one or two
     `physical` edges between each pair.
     """
-    n, num_modules, num_samples = preset.num_nodes, preset.num_modules, preset.num_samples
-    own_effect, module_effect = draw.normal(n), draw.normal(num_modules)
+    n = preset.num_nodes
+    num_modules = preset.num_modules
+    num_samples = preset.num_samples
+    own_effect = draw.normal(n)
+    module_effect = draw.normal(num_modules)
     sample = torch.repeat_interleave(perturbed_ptr.diff())
     additive = own_effect.new_zeros(num_samples).index_add(0, sample, own_effect[perturbed])
 
@@ -304,11 +302,7 @@ def failure_losses(
     supplier, but not of two that back each other up, and their failure is passed on. All nodes
     count alike, so that what matters is where a node lies in the damaged graph.
     """
-    weights = [
-        torch.full((edges.size(1),), 0.5**r, dtype=torch.float64)
-        for r, edges in enumerate(edge_indices)
-    ]
-    weight = torch.cat(weights)
+    weight = relation_weights(edge_indices)
     source, target = torch.cat(edge_indices, dim=1)
     share = weight / weight.new_zeros(num_nodes).index_add(0, target, weight)[target]
     supply = torch.sparse_coo_tensor(
@@ -321,6 +315,14 @@ def failure_losses(
         failed = torch.sparse.mm(supply, 1 - activity)
         activity = alive * torch.sigmoid(12 * (0.4 - failed))
     return (alive * (activity[:, -1:] - activity)).sum(0)[:-1]
+
+
+def relation_weights(edge_indices: list[Tensor]) -> Tensor:
+    """Returns the weight of each edge, float64 [E]: half of that of the relation before."""
+    weights = []
+    for r, edge_index in enumerate(edge_indices):
+        weights.append(torch.full((edge_index.size(1),), 0.5**r, dtype=torch.float64))
+    return torch.cat(weights)
 
 
 def dose_responses(
@@ -340,23 +342,20 @@ def dose_responses(
     """
     n = draw.num_nodes
     source, target = torch.cat(edge_indices, dim=1)
-    share = torch.cat(
-        [torch.full((edges.size(1),), 0.5**r).double() for r, edges in enumerate(edge_indices)]
-    )
-    share = share * (draw.normal(n) / 2).exp()[source]
-    share = share / share.new_zeros(n).index_add(0, target, share)[target]
+    weight = relation_weights(edge_indices) * (draw.normal(n) / 2).exp()[source]
+    share = weight / weight.new_zeros(n).index_add(0, target, weight)[target]
     matrix = torch.sparse_coo_tensor(
         torch.stack([target, source]), share, (n, n), check_invariants=False
     )
     is_fed = torch.bincount(target, minlength=n).unsqueeze(1) > 0
-    weight = draw.normal(len(draw.module.unique()))[draw.module] + 0.5 * draw.normal(n)
+    importance = draw.normal(len(draw.module.unique()))[draw.module] + 0.5 * draw.normal(n)
     sent = share.new_ones(n, len(ptr) - 1)
     sent[perturbed, torch.repeat_interleave(ptr.diff())] = level.double()
     activity = torch.ones_like(sent)
     for _ in range(rounds):
         given = torch.sparse.mm(matrix, activity * sent)
         activity = (1.5 * given / (given + 0.5)).where(is_fed, 1.0)
-    return weight @ ((activity - 1) * (sent > 0))
+    return importance @ ((activity - 1) * (sent > 0))
 
 
 def expression_tables(draw: Draw, preset: Preset) -> tuple[Tables, Tensor]:
@@ -367,23 +366,20 @@ def expression_tables(draw: Draw, preset: Preset) -> tuple[Tables, Tensor]:
     target acts on its own targets: one that rises as against a knock-out. The score of a
     knocked-out node itself is missing.
     """
-    n, num_samples = preset.num_nodes, preset.num_samples
-    weight = (
-        draw.uniform(n).pow(-2 / 3) - 0.8
-    )  # Pareto's distribution: a few sources have thousands of targets
+    n = preset.num_nodes
+    num_samples = preset.num_samples
+    # Pareto's distribution: a few sources have thousands of targets.
+    weight = draw.uniform(n).pow(-2 / 3) - 0.8
     reaction = (draw.normal(n) / 2).exp()
     edge_indices = [regulations(draw, weight, count) for count in preset.num_edges.values()]
     edge_index = torch.cat(edge_indices, dim=1)
-    edge_type = torch.arange(len(edge_indices)).repeat_interleave(
-        torch.tensor([e.size(1) for e in edge_indices])
-    )
-    strength = torch.tensor(
-        [REGULATION[relation] for relation in preset.num_edges], dtype=torch.float64
-    )
+    num_edges = torch.tensor([edges.size(1) for edges in edge_indices])
+    edge_type = torch.arange(len(edge_indices)).repeat_interleave(num_edges)
+    strengths = [REGULATION[relation] for relation in preset.num_edges]
+    strength = torch.tensor(strengths, dtype=torch.float64)
     value = strength[edge_type] * reaction[edge_index[1]]
-    matrix = torch.sparse_coo_tensor(
-        edge_index.flip(0), value, (n, n), check_invariants=False
-    )  # [target, source]
+    # [target, source]
+    matrix = torch.sparse_coo_tensor(edge_index.flip(0), value, (n, n), check_invariants=False)
 
     perturbed, perturbed_ptr = single_and_double(draw, preset)
     sample = torch.repeat_interleave(perturbed_ptr.diff())
@@ -397,9 +393,10 @@ def expression_tables(draw: Draw, preset: Preset) -> tuple[Tables, Tensor]:
     y[sample, perturbed] = math.nan
     genes = [f"G{i:05d}" for i in range(n)]
     relations = list(preset.num_edges)
-    return Tables(
+    tables = Tables(
         genes, relations, edge_index, edge_type, perturbed, perturbed_ptr, y, targets=genes
-    ), signal
+    )
+    return tables, signal
 
 
 def regulations(draw: Draw, weight: Tensor, count: int) -> Tensor:
