@@ -14,7 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ["RES_OPTIONS"] = (
     "timeout:1 attempts:1"  # torch does DNS look-ups, which the tests must not wait for
 )
+DEFAULTS = "defaults.yaml"  # a file of options in the folder of a test
 SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
 MODULES = tuple(path.stem for path in ROOT.glob("*.py"))
 EXAMPLE_SIZE = (400, 8000, 6000, 1)  # nodes, edges, rows and scores of tests/example
@@ -233,49 +234,82 @@ def torchrun(run: Callable[..., Finished]) -> Callable[..., Finished]:
 
 
 @pytest.fixture
-def train(
-    torchrun: Callable[..., Finished], tables: list[str], tmp_path: Path
-) -> Callable[..., Finished]:
-    """train(nproc, *overrides) runs train.py on the tiny tables.
+def train(command: Callable[..., Finished], tables: list[str]) -> Callable[..., Finished]:
+    """train(nproc, *overrides) runs train.py, or a `script`, on the tiny tables, as `command` does.
 
-    It is one epoch of a tiny model unless overridden. nproc=0 is plain `python train.py`. With
-    launcher=True the ranks run under a real torchrun; otherwise they are forked processes with
-    torchrun's environment variables, which start much faster.
+    It is one epoch of a tiny model unless overridden.
     """
 
     def start(
+        nproc: int, *overrides: str, script: str | Path = "train.py", **options: Any
+    ) -> Finished:
+        arguments = [*tables, *SMALL, *overrides]
+        if not any(argument.startswith("--") for argument in overrides):
+            arguments += ["--config", DEFAULTS]
+        return command(nproc, script, *arguments, **options)
+
+    return start
+
+
+@pytest.fixture
+def predict(command: Callable[..., Finished]) -> Callable[..., Finished]:
+    """predict(nproc, table, *runs_and_overrides) runs predict.py, as `command` does."""
+
+    def start(nproc: int, *arguments: str, **options: Any) -> Finished:
+        return command(nproc, "predict.py", *arguments, **options)
+
+    return start
+
+
+@pytest.fixture
+def command(torchrun: Callable[..., Finished], tmp_path: Path) -> Callable[..., Finished]:
+    """command(nproc, script, *arguments) runs a script of the template on so many ranks.
+
+    nproc=0 is plain `python script`. `fault` names functions of tests/faulty.py, with spaces
+    between them. With launcher=True the ranks run under a real torchrun; otherwise they are forked
+    processes with torchrun's environment variables, which start much faster. The file `DEFAULTS`
+    has the dataclasses' options, whatever config.yaml says in a copy.
+    """
+    write_defaults(tmp_path)
+
+    def start(
         nproc: int,
-        *overrides: str,
-        script: Path = ROOT / "train.py",
+        script: str | Path,
+        *arguments: str,
+        fault: str = "",
         launcher: bool = False,
         timeout: float = 120,
         **env: str,
     ) -> Finished:
-        arguments = [*tables, *SMALL, *overrides]
-        if not any(argument.startswith("--") for argument in overrides):
-            arguments += [
-                "--config",
-                os.devnull,
-            ]  # the defaults, whatever config.yaml says in a copy
+        if fault:
+            arguments = (*fault.split(), "--", str(script), *arguments)
+            script = "tests/faulty.py"
+        path = str(ROOT / script)
         if launcher:
-            return torchrun(nproc, script, *arguments, timeout=timeout, **env)
+            return torchrun(nproc, path, *arguments, timeout=timeout, **env)
         if nproc:
-            _store, processes = fork_ranks(tmp_path, nproc, str(script), arguments, env)
+            _store, processes = fork_ranks(tmp_path, nproc, path, list(arguments), env)
         else:
-            processes = [
-                fork(tmp_path, "rank0", [str(script), *arguments], {"OMP_NUM_THREADS": "1", **env})
-            ]
+            variables = {"OMP_NUM_THREADS": "1", **env}
+            processes = [fork(tmp_path, "rank0", [path, *arguments], variables)]
         codes = join(processes, timeout)
-        output = [
-            "".join(
-                (tmp_path / f"rank{rank}.{stream}").read_text() for rank in range(len(processes))
-            )
-            for stream in ("stdout", "stderr")
-        ]
-        assert len(set(codes)) == 1, f"ranks exited with {codes}\n{output[1]}"
-        return Finished(codes[0], *output)
+        output = {}
+        for stream in ("stdout", "stderr"):
+            files = [tmp_path / f"rank{rank}.{stream}" for rank in range(len(processes))]
+            output[stream] = "".join(file.read_text() for file in files)
+        assert len(set(codes)) == 1, f"ranks exited with {codes}\n{output['stderr']}"
+        return Finished(codes[0], **output)
 
     return start
+
+
+def write_defaults(folder: Path) -> None:
+    """Writes the options of the dataclasses into the file `DEFAULTS` of a folder."""
+    import yaml
+
+    from config import Config
+
+    (folder / DEFAULTS).write_text(yaml.safe_dump(asdict(Config())))
 
 
 def fork(

@@ -1,0 +1,288 @@
+"""Runs a command of the template with faults, each named by the function below that causes it.
+
+    python tests/faulty.py stop_at_step:4 print_fingerprints -- train.py ARGUMENTS...
+
+Colons separate the arguments of a fault. Under torchrun, a fault is on all ranks unless it names
+one. "In step n" is after n completed steps.
+"""
+
+import ctypes
+import importlib
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torch_geometric.data import Data
+
+import checkpoint
+import data
+import ddp_setup
+import metrics
+import optim
+import tables
+import train
+import watchdog
+from data import DataConfig, KnockoutDataset
+from optim import OptimConfig
+from task import KnockoutTask
+
+RANK = os.environ.get("RANK", "0")
+
+
+def main() -> None:
+    split = sys.argv.index("--")
+    faults = sys.argv[1:split]
+    command = sys.argv[split + 1]
+    sys.argv[1:] = sys.argv[split + 2 :]
+    for fault in faults:
+        name, *arguments = fault.split(":")
+        globals()[name](*arguments)
+    importlib.import_module(command.removesuffix(".py")).main()
+
+
+def call_before(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Makes the function `name` of a module or class call `action` with its arguments first."""
+    original = getattr(owner, name)
+
+    def replacement(*arguments, **options):
+        action(*arguments, **options)
+        return original(*arguments, **options)
+
+    setattr(owner, name, replacement)
+
+
+def kill_this_process(signal_name: str) -> None:
+    os.kill(os.getpid(), signal.Signals[signal_name])
+
+
+def sleep_in_a_library() -> NoReturn:
+    """Waits outside Python for ever; unlike sleep, it does not wake up for signals."""
+    mutex = ctypes.create_string_buffer(64)
+    while True:
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+
+# ---- Signals -------------------------------------------------------------------------------------
+def stop_at_step(step: str) -> None:
+    """SIGTERM at the start of a step, which ranks notice after it."""
+    ddp_setup.AGREEMENT_S = 0.0  # ranks agree in each step
+
+    def stop(current: int, *arguments: object) -> None:
+        if current == int(step):
+            kill_this_process("SIGTERM")
+
+    call_before(train, "schedule", stop)
+
+
+def stop_in_evaluation(number: str) -> None:
+    """SIGTERM at the start of an evaluation; the first one is number 1."""
+    calls = []
+
+    def stop(*arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) == int(number):
+            kill_this_process("SIGTERM")
+
+    call_before(train, "predict_rows", stop)
+
+
+def kill_at_step(step: str, rank: str) -> None:
+    """SIGKILL to a rank at the start of a step."""
+
+    def kill(current: int, *arguments: object) -> None:
+        if current == int(step) and rank == RANK:
+            kill_this_process("SIGKILL")
+
+    call_before(train, "schedule", kill)
+
+
+def kill_in_optimiser(rank: str) -> None:
+    """SIGKILL to a rank in its first step of the optimiser, after the ranks have agreed on it."""
+
+    def kill(*arguments: object) -> None:
+        if rank == RANK:
+            kill_this_process("SIGKILL")
+
+    call_before(train, "optimizer_step", kill)
+
+
+def signal_while_loading(target: str, signal_name: str) -> None:
+    """Rank 0 sends a signal to itself (`rank`) or to its `torchrun` when it reads the tables."""
+
+    def send(config: DataConfig) -> None:
+        if RANK == "0":
+            process = os.getppid() if target == "torchrun" else os.getpid()
+            os.kill(process, signal.Signals[signal_name])
+
+    call_before(data, "load", send)
+
+
+def die_at_replace() -> None:
+    """The process exits with status 9 where it would put the first complete file in its place."""
+    os.replace = lambda source, target: os._exit(9)
+
+
+# ---- Hangs and exceptions ------------------------------------------------------------------------
+def hang_in_loss() -> None:
+    """Waits in Python for ever where the first loss is computed."""
+    call_before(KnockoutTask, "loss", lambda *arguments: threading.Event().wait())
+
+
+def hang_in_optimiser(rank: str) -> None:
+    """A rank waits outside Python for ever in its first step of the optimiser."""
+
+    def hang(*arguments: object) -> None:
+        if rank == RANK:
+            sleep_in_a_library()
+
+    call_before(train, "optimizer_step", hang)
+
+
+def give_up_after(seconds: str) -> None:
+    """A rank without progress gives up so many seconds after SIGTERM."""
+    watchdog.SIGTERM_S = float(seconds)
+
+
+def fail_in_optimiser(rank: str) -> None:
+    """A rank divides by zero in its first step of the optimiser."""
+
+    def fail(*arguments: object, **options: object) -> None:
+        if rank == RANK:
+            _ = 1 / 0
+
+    call_before(torch.optim.AdamW, "step", fail)
+
+
+def fail_beside_a_busy_rank() -> None:
+    """In the third batch that a rank makes, rank 0 sleeps and the others divide by zero."""
+    calls = []
+
+    def fail(*arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) == 3 and RANK == "0":
+            time.sleep(1000)
+        elif len(calls) == 3:
+            _ = 1 / 0
+
+    call_before(KnockoutDataset, "__getitems__", fail)
+
+
+# ---- Numbers -------------------------------------------------------------------------------------
+def save_an_infinite_weight() -> None:
+    """A weight of every checkpoint is infinite."""
+    state_dict = checkpoint.TrainState.state_dict
+
+    def spoiled(state: checkpoint.TrainState) -> dict[str, Any]:
+        saved = state_dict(state)
+        saved["model"]["embedding"][3, 1] = float("inf")
+        return saved
+
+    checkpoint.TrainState.state_dict = spoiled
+
+
+def spoil_a_step_and_stop(step: str) -> None:
+    """From a step on, all losses are nan, and the process gets SIGTERM.
+
+    A file `done` in the working folder says that it has happened: then it does not happen again.
+    """
+    loss = KnockoutTask.loss
+
+    def spoiled(*arguments: object) -> torch.Tensor:
+        return loss(*arguments) * float("nan")
+
+    def spoil(current: int, *arguments: object) -> None:
+        if current == int(step) and not Path("done").exists():
+            Path("done").touch()
+            KnockoutTask.loss = spoiled
+            kill_this_process("SIGTERM")
+
+    call_before(train, "schedule", spoil)
+
+
+# ---- Disks and loader processes ------------------------------------------------------------------
+def fill_disk_in_test() -> None:
+    """No file may be larger than 500 bytes from where test.tsv is written."""
+
+    def fill(*arguments: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+
+    call_before(KnockoutTask, "result_lines", fill)
+
+
+def spawn_loader() -> None:
+    """Loader processes are spawned, as beside a GPU."""
+
+    def spawned(*arguments: object, **options: object) -> DataLoader:
+        if options["num_workers"]:
+            options["multiprocessing_context"] = "spawn"
+        return DataLoader(*arguments, **options)
+
+    data.DataLoader = spawned
+
+
+def unsendable_batch() -> None:
+    """Batches hold a function, which a loader process cannot send."""
+    make_batch = KnockoutDataset.__getitems__
+
+    def with_a_function(dataset: KnockoutDataset, rows: list[int]) -> Data:
+        batch = make_batch(dataset, rows)
+        batch.function = lambda: 0
+        return batch
+
+    KnockoutDataset.__getitems__ = with_a_function
+
+
+# ---- Edits that a user might make, and reports ---------------------------------------------------
+def own_metric() -> None:
+    """The first metric is `worst`, the negative of the template's first one."""
+    metric = metrics.METRICS[metrics.first_metric()]
+    own = {"worst": lambda y, prediction: -metric(y, prediction)}
+    metrics.METRICS = own | metrics.METRICS
+
+
+def other_groups() -> None:
+    """The first group of parameters is split into two."""
+    groups_of = optim.parameter_groups
+
+    def own_groups(model: nn.Module, options: OptimConfig) -> list[dict[str, Any]]:
+        first, *others = groups_of(model, options)
+        params = first["params"]
+        return [{**first, "params": params[:1]}, {**first, "params": params[1:]}, *others]
+
+    optim.parameter_groups = own_groups
+
+
+def terminal() -> None:
+    """Shows progress as if stderr was a terminal."""
+    train.TQDM_OPTIONS = {}
+
+
+def print_fingerprints() -> None:
+    """Prints `hashed` whenever tables are hashed."""
+    call_before(tables.Tables, "fingerprint", lambda *arguments: print("hashed"))
+
+
+def print_determinism() -> None:
+    """Each evaluation prints how torch computes, and does what has no deterministic form."""
+
+    def report(*arguments: object) -> None:
+        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+        workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        print("deterministic", torch.are_deterministic_algorithms_enabled(), workspace)
+
+    call_before(train, "predict_rows", report)
+
+
+if __name__ == "__main__":
+    main()
