@@ -1,7 +1,14 @@
-"""What the server that forks ranks does once for all of them: imports, and the sources' hash."""
+"""What the server that forks ranks does once for all of them: imports, and hashes of sources."""
 
 import torch.distributed.optim  # noqa: F401
 
+import analyse  # noqa: F401
+import predict  # noqa: F401
 import tests.tools.faults
 import tests.workers  # noqa: F401
+from baseline import additive_baseline
+from data import random_split
+from tables import read_tables, source_digest
 
+for function in (read_tables, random_split, additive_baseline):
+    source_digest(function)

@@ -3,57 +3,78 @@
 Each rank makes its own assertions.
 """
 
+import contextlib
 import copy
 import os
 import sys
+import timeit
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.data import HeteroData
 
-import config
 import ddp_setup
-import optim
-import task
+from config import Config
 from data import DataConfig, KnockoutDataset, StepSampler
-from ddp_setup import DDPConfig, Distributed, setup
-from errors import RunError, UserError
+from ddp_setup import DDPConfig, Distributed, preflight, setup
+from errors import DataError, RunError, UserError
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
-from tests.test_model import NUM_NODES
-from tests.tools import preflight
-from tests.tools.runs import gather, tables_of
-from train import criterion
+from optim import OptimConfig, build_optimizer
+from task import KnockoutTask, predict_rows
+from tests.tools.runs import tables_of, task_of
+
+NUM_NODES = 12
+NUM_ROWS = 22
 
 
 def start(**options) -> Distributed:
     return setup(Distributed(DDPConfig(**options)))
 
 
-def build(env: Distributed) -> tuple:
-    from torch_geometric.data import HeteroData
+def wrap(model: nn.Module, env: Distributed) -> DistributedDataParallel:
+    """Returns the model as train.py wraps it."""
+    model = env.prepare_for_ddp(model)
+    return DistributedDataParallel(model, device_ids=env.device_ids, **env.config.options)
 
+
+def build(env: Distributed) -> tuple[KnockoutTask, KnockoutGNN]:
+    """Returns a task of 22 rows, and a model whose parameters differ between ranks."""
     generator = torch.Generator().manual_seed(0)
     graph = HeteroData()
     graph["gene"].num_nodes = NUM_NODES
     graph["gene", "a", "gene"].edge_index = torch.randint(NUM_NODES, (2, 40), generator=generator)
     shared = SharedGraph(graph).double()
-    sets = [
-        torch.randperm(NUM_NODES, generator=generator)[: 1 + row % 3].tolist() for row in range(22)
-    ]
-    dataset = KnockoutDataset(tables_of(sets, torch.randn(22, generator=generator)), shared.degree)
-    torch.manual_seed(
-        env.rank
-    )  # differs between ranks on purpose: DDP must broadcast rank 0's parameters
+    sets = []
+    for row in range(NUM_ROWS):
+        nodes = torch.randperm(NUM_NODES, generator=generator)
+        sets.append(nodes[: 1 + row % 3].tolist())
+    scores = torch.randn(NUM_ROWS, generator=generator)
+    dataset = KnockoutDataset(tables_of(sets, scores), shared.degree)
+    torch.manual_seed(env.rank)  # DDP must broadcast the parameters of rank 0
     model = KnockoutGNN(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, 1).double()
     for parameter in model.parameters():  # parts that are initialised to zero would hide errors
         nn.init.normal_(parameter, std=0.3)
-    return shared, dataset, model
+    return task_of(shared, dataset, Config(data=DataConfig(batch_size=6))), model
+
+
+def flat_parameters(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def flat_gradients(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def is_equal_on_all_ranks(tensor: Tensor, env: Distributed) -> bool:
+    return all(torch.equal(tensor, other) for other in env.gather(tensor))
 
 
 def gradients() -> None:
@@ -65,57 +86,56 @@ def gradients() -> None:
 
 
 def compare_gradients(env: Distributed, accumulate: int) -> None:
-    graph, dataset, model = build(env)
-    ddp_model = env.wrap(model)
+    task, model = build(env)
+    ddp_model = wrap(model, env)
     bare = copy.deepcopy(model)  # a backward pass of `model` itself would trigger DDP's hooks
-    parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert all(torch.equal(parameters, other) for other in gather(parameters, env))
+    assert is_equal_on_all_ranks(flat_parameters(model), env)
     exchanges = []
     ddp_model.register_comm_hook(exchanges, counted_all_reduce)
-    rows = torch.arange(22)
+    rows = torch.arange(NUM_ROWS)
     sampler = StepSampler(rows, 8, accumulate, env.world_size, env.rank, seed=0)
     batches = iter(sampler)
-    whole = iter(StepSampler(rows, 8, 1, 1, 0, seed=0))
+    whole_batches = iter(StepSampler(rows, 8, 1, 1, 0, seed=0))
     for step in range(3):  # the last one has 6 rows
         model.zero_grad()
         exchanges.clear()
-        for micro in range(accumulate):
-            batch = dataset.__getitems__(next(batches))
-            with env.accumulating(ddp_model, last=micro == accumulate - 1):
-                loss = criterion(ddp_model(graph, batch), batch, model) / dataset.num_scores(
-                    sampler.rows_in_step(step)
-                )
-                (loss * env.world_size).backward()
-        ours = torch.cat([p.grad.flatten() for p in model.parameters()])
-        assert len(exchanges) == len(set(exchanges)) > 0, (
-            "a bucket was reduced more than once in a step"
-        )
+        num_scores = task.dataset.num_scores(sampler.rows_in_step(step))
+        for micro_step in range(accumulate):
+            batch = task.dataset.__getitems__(next(batches))
+            is_last = micro_step == accumulate - 1
+            with contextlib.nullcontext() if is_last else ddp_model.no_sync():
+                loss = task.loss(ddp_model(task.graph, batch), batch)
+                (loss * env.world_size / num_scores).backward()
+        gradients = flat_gradients(model)
+        assert len(exchanges) == len(set(exchanges)) > 0, "a bucket was reduced twice in a step"
         bare.zero_grad()
-        batch = dataset.__getitems__(next(whole))
-        (criterion(bare(graph, batch), batch, bare) / len(batch.y)).backward()
-        reference = torch.cat([p.grad.flatten() for p in bare.parameters()])
-        assert (ours - reference).norm() < 1e-12 * reference.norm()
-        assert all(torch.equal(ours, other) for other in gather(ours, env))
+        batch = task.dataset.__getitems__(next(whole_batches))
+        (task.loss(bare(task.graph, batch), batch) / len(batch.y)).backward()
+        expected = flat_gradients(bare)
+        assert (gradients - expected).norm() < 1e-12 * expected.norm()
+        assert is_equal_on_all_ranks(gradients, env)
 
 
 def evaluation() -> None:
     """Predictions are those of one process for any number of rows, even if some ranks have none."""
     env = start()
-    graph, dataset, model = build(env)
+    task, model = build(env)
+    wrap(model, env)  # which broadcasts the parameters
     alone = copy.copy(env)
-    alone.rank, alone.world_size, alone.launched = 0, 1, False
-    config = config.Config(data=DataConfig(batch_size=6))
+    alone.rank = 0
+    alone.world_size = 1
+    alone.is_distributed = False
     for num_rows in (1, 2, 3, 4, 5, 21, 22):
         rows = torch.arange(num_rows)
-        arguments = (env.wrap(model).module, graph, dataset, rows, config)
-        ours, reference = task.predict_rows(*arguments, env), task.predict_rows(*arguments, alone)
-        torch.testing.assert_close(ours, reference, rtol=1e-12, atol=0)
-        assert reference[:num_rows].all() and not reference[num_rows:].any()
-        assert all(torch.equal(ours, other) for other in gather(ours, env))
+        predictions = predict_rows(model, task, rows, env)
+        expected = predict_rows(model, task, rows, alone)
+        assert expected.shape == (num_rows, 1) and expected.all()
+        torch.testing.assert_close(predictions, expected, rtol=1e-12, atol=0)
+        assert is_equal_on_all_ranks(predictions, env)
     env.close()
 
 
-def counted_all_reduce(exchanges: list, bucket: GradBucket) -> Future[torch.Tensor]:
+def counted_all_reduce(exchanges: list, bucket: GradBucket) -> Future[Tensor]:
     exchanges.append(bucket.index())
     return allreduce_hook(None, bucket)
 
@@ -123,19 +143,16 @@ def counted_all_reduce(exchanges: list, bucket: GradBucket) -> Future[torch.Tens
 def agreement() -> None:
     """An error on one rank is raised on all, and a value that differs is named."""
     env = start()
-    for error, kind in (
-        (ValueError("only rank 1 knows"), UserError),
-        (RunError("only rank 1 knows"), RunError),
-    ):
+    for kind in (UserError, DataError, RunError):
         try:
-            with env.sync_errors(ValueError):
-                if env.rank == 1:
-                    raise error
+            with env.sync_errors():
+                if env.rank in (1, 3):
+                    raise kind(f"only rank {env.rank} knows")
         except UserError as raised:
             assert str(raised) == "only rank 1 knows" and type(raised) is kind
         else:
             raise AssertionError("no error")
-    with env.sync_errors(ValueError):
+    with env.sync_errors():
         pass
     env.check_equal({"config": 1})
     try:
@@ -146,15 +163,16 @@ def agreement() -> None:
         raise AssertionError("no error")
     assert env.broadcast(f"made by {env.rank}") == "made by 0"
     assert env.sum(torch.ones(2)).tolist() == [4.0, 4.0]
+    assert env.gather(f"made by {env.rank}") == [f"made by {rank}" for rank in range(4)]
     env.close()
 
 
-def refused(config: DDPConfig, *parts: str) -> None:
-    """Asserts that `setup` fails with a message containing all `parts`; leaves a file as proof."""
+def refused(config: DDPConfig, *expected: str) -> None:
+    """Asserts that `setup` fails with a message containing all texts; leaves a file as proof."""
     try:
         setup(Distributed(config))
     except UserError as error:
-        assert all(part in str(error) for part in parts), error
+        assert all(text in str(error) for text in expected), error
         dist.destroy_process_group()
         Path(f"refused{os.environ['RANK']}").touch()
     else:
@@ -162,10 +180,8 @@ def refused(config: DDPConfig, *parts: str) -> None:
 
 
 def pretend_gpus(count: int, uuid: str = "") -> None:
-    torch.cuda.is_available, dist.is_nccl_available = (
-        lambda: True,
-        lambda: False,
-    )  # NCCL would look for them
+    torch.cuda.is_available = lambda: True
+    dist.is_nccl_available = lambda: False  # NCCL would look for them
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)
     torch.cuda.device_count = lambda: count
     torch.cuda.set_device = lambda device: None
@@ -199,19 +215,19 @@ def own_gpu() -> None:
 def preflight_of_a_bad_machine(what: str) -> None:
     """Rank 1 is slow or has another torch version, or the sum over ranks is wrong."""
     if what == "slow" and os.environ["RANK"] == "1":
-        original = preflight.timeit.repeat
+        original = timeit.repeat
 
         def slow_once(*_: object, **__: object) -> list[float]:
-            preflight.timeit.repeat = original
+            timeit.repeat = original
             return [9.0] * 12
 
-        preflight.timeit.repeat = slow_once
+        timeit.repeat = slow_once
     if what == "torch" and os.environ["RANK"] == "1":
-        versions = preflight.library_versions()
-        preflight.library_versions = lambda: {**versions, "torch": "1.0"}
+        versions = ddp_setup.library_versions()
+        ddp_setup.library_versions = lambda: {**versions, "torch": "1.0"}
     if what == "sum":
-        ddp_setup.Distributed.sum = lambda env, values: values
-    ddp_setup.run(preflight.preflight, DDPConfig())
+        Distributed.sum = lambda env, values: values
+    ddp_setup.run(preflight, DDPConfig())
 
 
 def options() -> None:
@@ -227,7 +243,7 @@ def buffers() -> None:
     for norm, expected in ((nn.LayerNorm(4), env.rank), (nn.BatchNorm1d(4), 0)):
         module = nn.Sequential(nn.Linear(4, 4), norm)
         module.register_buffer("constant", torch.zeros(()))
-        model = env.wrap(module)
+        model = wrap(module, env)
         module.constant.fill_(env.rank)
         model(torch.randn(3, 4)).sum().backward()
         assert module.constant.item() == expected
@@ -236,13 +252,14 @@ def buffers() -> None:
 
 
 def exchanged_buckets(env: Distributed) -> int:
-    model, seen = env.wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), []
+    model = wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), env)
     assert model.gradient_as_bucket_view
-    model.register_comm_hook(seen, counted_all_reduce)
+    exchanges = []
+    model.register_comm_hook(exchanges, counted_all_reduce)
     for _ in range(2):  # DDP rebuilds its buckets after the first step
-        seen.clear()
+        exchanges.clear()
         model(torch.ones(1, 8)).sum().backward()
-    return len(seen)
+    return len(exchanges)
 
 
 def batchnorm() -> None:
@@ -256,24 +273,24 @@ def batchnorm() -> None:
 def batchnorm_means(env: Distributed, sync_batchnorm: bool) -> list[float]:
     model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).to(env.device)
     env.config = DDPConfig(sync_batchnorm=sync_batchnorm, options=env.config.options)
-    wrapped = env.wrap(model)
-    wrapped(torch.full((4, 1), float(env.rank), device=env.device)).sum().backward()
-    return gather(wrapped.module[0].running_mean.item(), env)
+    ddp_model = wrap(model, env)
+    ddp_model(torch.full((4, 1), float(env.rank), device=env.device)).sum().backward()
+    return env.gather(ddp_model.module[0].running_mean.item())
 
 
 def zero() -> None:
     """Each rank holds a shard of the optimiser state; together they hold what one process would."""
     env = start()
-    _, _, model = build(env)
+    _, model = build(env)
     sizes = {}
-    for optim in (optim.OptimConfig(), optim.OptimConfig(zero=True)):
-        optimizer = optim.build_optimizer(model, optim, env)
+    for optim in (OptimConfig(), OptimConfig(zero=True)):
+        optimizer = build_optimizer(model, optim, env)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         local = optimizer.optim if optim.zero else optimizer
         state = [value for values in local.state.values() for value in values.values()]
-        sizes[optim.zero] = gather(sum(value.nbytes for value in state), env)
+        sizes[optim.zero] = env.gather(sum(value.nbytes for value in state))
     assert max(sizes[True]) < 0.7 * sizes[False][0]
     assert sum(sizes[True]) == sizes[False][0]
     env.close()

@@ -7,15 +7,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
-from ddp_setup import Distributed
+from config import Config
+from data import KnockoutDataset
+from mask import SharedGraph
 from tables import Tables, pack
+from task import KnockoutTask
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMES = ("samples_per_s", "data_ms", "step_ms", "memory_mb")
@@ -27,14 +28,13 @@ def small_graph(generator: torch.Generator) -> HeteroData:
     graph["gene"].num_nodes = 12
     nodes = torch.tensor([node for node in range(12) if node != 10])
     for relation, count in (("a", 40), ("none", 0), ("b", 25)):
-        graph["gene", relation, "gene"].edge_index = nodes[
-            torch.randint(len(nodes), (2, count), generator=generator)
-        ]
+        drawn = torch.randint(len(nodes), (2, count), generator=generator)
+        graph["gene", relation, "gene"].edge_index = nodes[drawn]
     return graph
 
 
 def pack_levels(sets: list[dict[int, float]]) -> dict[str, Tensor]:
-    """Returns `data.pack` of sets of nodes and their levels."""
+    """Returns `tables.pack` of sets of nodes and their levels."""
     row = torch.repeat_interleave(torch.tensor([len(nodes) for nodes in sets], dtype=torch.long))
     node = torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long)
     level = torch.tensor([level for nodes in sets for level in nodes.values()], dtype=torch.float64)
@@ -52,18 +52,37 @@ def pack_sets(sets: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 def tables_of(sets: list, y: Tensor) -> Tables:
     """Returns samples of sets of deleted nodes, or of {node: level}, without a graph."""
-    packed = pack_levels(
-        [nodes if isinstance(nodes, dict) else dict.fromkeys(nodes, 0.0) for nodes in sets]
+    levels = [nodes if isinstance(nodes, dict) else dict.fromkeys(nodes, 0.0) for nodes in sets]
+    return Tables(
+        genes=[],
+        relations=[],
+        edge_index=torch.empty(2, 0, dtype=torch.long),
+        edge_type=torch.empty(0, dtype=torch.long),
+        **pack_levels(levels),
+        y=y,
+        targets=["score"] if y.dim() == 1 else [f"score{t}" for t in range(y.size(1))],
     )
-    return Tables([], [], torch.empty(2, 0).long(), torch.empty(0).long(), **packed, y=y)
 
 
-def gather(value: Any, env: Distributed) -> list:
-    """Returns every rank's picklable `value`, in rank order, on every rank."""
-    values = [value] * env.world_size
-    if env.launched:
-        dist.all_gather_object(values, value)
-    return values
+def task_of(
+    graph: SharedGraph, dataset: KnockoutDataset, config: Config | None = None
+) -> KnockoutTask:
+    """Returns the task of a dataset, without a baseline; its models predict the scores themselves.
+
+    It is on the device of the graph.
+    """
+    zeros = torch.zeros(len(dataset.tables.targets), dtype=torch.float64, device=graph.device)
+    return KnockoutTask(
+        config=config or Config(),
+        tables=dataset.tables,
+        fingerprint="",
+        baseline=None,
+        graph=graph,
+        mean=zeros,
+        std=zeros + 1,
+        dataset=dataset,
+        route="",
+    )
 
 
 def read_metrics(folder: Path, kind: str | None = None) -> list[dict]:
