@@ -34,6 +34,8 @@ import tables
 import train
 import watchdog
 from data import DataConfig, KnockoutDataset
+from mask import SharedGraph
+from model import KnockoutGNN
 from optim import OptimConfig
 from task import KnockoutTask
 
@@ -266,6 +268,33 @@ def other_groups() -> None:
 def terminal() -> None:
     """Shows progress as if stderr was a terminal."""
     train.TQDM_OPTIONS = {}
+
+
+def layer_without_gradient() -> None:
+    """The model has a layer that nothing calls."""
+    build_model = KnockoutTask.build_model
+
+    def build_with_layer(task: KnockoutTask) -> nn.Module:
+        model = build_model(task)
+        model.unused = nn.Linear(2, 1)
+        return model
+
+    KnockoutTask.build_model = build_with_layer
+
+
+def other_option_on_rank_1(option: str) -> None:
+    """Rank 1 gets another option on its command line."""
+    if RANK == "1":
+        sys.argv.append(option)
+
+
+def print_plans() -> None:
+    """Prints of each batch whether it has a plan of the states that it changes."""
+
+    def report(model: KnockoutGNN, graph: SharedGraph, batch: Data, *arguments: object) -> None:
+        print("planned:", "reach" in batch)
+
+    call_before(KnockoutGNN, "changes", report)
 
 
 def print_fingerprints() -> None:
