@@ -1,35 +1,81 @@
 """config.yaml, the dataclasses and the command line agree."""
 
+import dataclasses
 import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
+import config
 from config import Config
 from errors import UserError
 from tests.conftest import ROOT
 from train import read_config
 
+ADDED = """
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Optional
+
+from optim import OptimConfig as Options
+
+
+@dataclass(frozen=True)
+class OptimConfig(Options):
+    cap: float | None = None
+    floor: Optional[int] = field(default=None, metadata={"min": 0})
+    names: list[str] = field(default_factory=list)
+    ends: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    factors: dict[str, float] = field(default_factory=dict)
+    title: str | None = None
+    kind: Literal["sum", "mean"] | None = None
+    size: int | Literal["all"] = "all"
+    count: int = 5
+    shift: float = -1.0
+    limit: float = field(default=-1.0, metadata={"min": -2.5, "max": 0})
+    most: int = field(default=3, metadata={"max": 8})
+    pair: tuple = ()
+    pairs: tuple[int, int] = (0, 0)
+    path: Path = None
+"""
+
+
+@pytest.fixture(autouse=True)
+def defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Puts the dataclasses' options in the place of config.yaml, which a copy may have edited."""
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(dataclasses.asdict(Config())))
+    monkeypatch.setattr(config, "DEFAULTS", path)
+    return path
+
 
 def load(*arguments: str) -> Config:
-    """Returns the configuration of these arguments and, unless they name a file, none."""
-    if not any(argument.startswith("--config") for argument in arguments):
-        arguments = (*arguments, "--config", os.devnull)
+    """Returns the configuration of a command line."""
     return read_config(list(arguments))
 
 
-def test_help_lists_every_option(capsys):
-    with pytest.raises(SystemExit):
-        parse_arguments(["--help"])
-    assert (ROOT / "config.yaml").read_text() in capsys.readouterr().out
+def help_text(capsys: pytest.CaptureFixture) -> str:
+    """Returns what `train.py --help` prints."""
+    with pytest.raises(SystemExit) as caught:
+        load("--help")
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+# ---- Where options come from ---------------------------------------------------------------------
+def test_help_lists_every_option(capsys, monkeypatch):
+    monkeypatch.setattr(config, "DEFAULTS", ROOT / "config.yaml")
+    assert (ROOT / "config.yaml").read_text() in help_text(capsys)
 
 
 def test_the_command_line_overrides_the_file(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text(
-        "optim: {lr: 1e-2, epochs: 7}\nrun: {name: mine}\nddp:\n"
-    )  # an empty section, too
-    config = load(
+    path.write_text("optim: {lr: 1e-2, epochs: 7}\nrun: {name: mine}\nddp:\n")  # an empty section
+    options = load(
         "optim.epochs=9",
         "--config",
         str(path),
@@ -37,17 +83,46 @@ def test_the_command_line_overrides_the_file(tmp_path):
         "data.undirected=true",
         "ddp.device_ids=[2, 0]",
     )
-    assert (config.optim.lr, config.optim.epochs, config.run.name) == (0.01, 9, "5")
-    assert config.data.undirected is True and config.ddp.device_ids == [2, 0]
-    assert config.model == Config().model
-    assert (
-        load("optim.lr=1", "run.resume=no").run.resume == "no"
-    )  # although YAML parses it as a bool
+    assert (options.optim.lr, options.optim.epochs, options.run.name) == (0.01, 9, "5")
+    assert options.data.undirected is True
+    assert options.ddp.device_ids == [2, 0]
+    assert options.model == Config().model
+    # YAML parses it as a bool.
+    assert load("optim.lr=1", "run.resume=no").run.resume == "no"
 
 
 def test_an_empty_file_gives_the_defaults(tmp_path):
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert load("--config", str(tmp_path / "empty.yaml")) == Config() == load()
+    assert load("--config", os.devnull) == Config()
+
+
+def test_a_file_is_laid_over_an_edited_config_yaml(tmp_path, defaults, capsys):
+    """So that what the help prints is what a run takes where neither says otherwise."""
+    edited = yaml.safe_load(defaults.read_text())
+    edited["model"]["hidden"] = 48
+    edited["optim"] |= {"lr": 0.5, "epochs": 3, "lr_mult": {"embedding": 0.1}}
+    defaults.write_text(yaml.safe_dump(edited))
+    (tmp_path / "mine.yaml").write_text("optim: {lr: 0.25, lr_mult: {readout: 2}}\n")
+    arguments = ("--config", str(tmp_path / "mine.yaml"), "optim.epochs=4")
+    options = load(*arguments)
+    assert options.model.hidden == 48  # from config.yaml
+    assert options.optim.lr == 0.25  # from mine.yaml
+    assert options.optim.lr_mult == {"readout": 2}  # an option is replaced whole
+    assert options.optim.epochs == 4  # from the command line
+    assert load().optim.lr == 0.5
+    shown = yaml.safe_load(help_text(capsys).partition("config.yaml:\n")[2])
+    assert shown == dataclasses.asdict(load())
+
+
+def test_the_log_names_the_files_that_gave_the_options(tmp_path, caplog):
+    caplog.set_level("INFO", logger="config")
+    (tmp_path / "mine.yaml").touch()
+    load()
+    load("--config", str(tmp_path / "mine.yaml"), "optim.epochs=4")
+    first, second = caplog.messages
+    assert first == "options   config.yaml"
+    assert second == f"options   config.yaml, then {tmp_path}/mine.yaml, then the command line"
 
 
 def test_ddp_options_accept_the_arguments_of_ddp():
@@ -58,6 +133,105 @@ def test_ddp_options_accept_the_arguments_of_ddp():
     assert load(f"ddp.options={arguments}").ddp.options == yaml.safe_load(arguments)
 
 
+# ---- Added options -------------------------------------------------------------------------------
+@pytest.fixture(params=["", "from __future__ import annotations\n"], ids=["types", "texts"])
+def added(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    """added(*arguments) returns section optim of these arguments, with the fields of `ADDED`.
+
+    Their types are objects or, as `from __future__ import annotations` makes them, texts.
+    """
+    module = ModuleType("adapted_optim")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(f"{request.param}{ADDED}", vars(module))
+    optim = module.OptimConfig
+    adapted = dataclasses.make_dataclass(
+        "Config", [("optim", optim, optim())], bases=(Config,), frozen=True
+    )
+    monkeypatch.setattr(config, "Config", adapted)
+    return lambda *arguments: load(*arguments).optim
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("cap", "0.5", 0.5),
+        ("cap", "3", 3.0),
+        ("cap", "1e-3", 0.001),
+        ("cap", "-2.5", -2.5),
+        ("cap", "null", None),
+        ("cap", "", None),
+        ("floor", "0", 0),
+        ("floor", "null", None),
+        ("names", "[a, b]", ["a", "b"]),
+        ("names", "[]", []),
+        ("ends", "[-1, 1e-3]", [-1.0, 0.001]),
+        ("factors", "{a: 0.5}", {"a": 0.5}),
+        ("title", "yeast", "yeast"),
+        ("title", "null", None),
+        ("kind", "mean", "mean"),
+        ("kind", "null", None),
+        ("size", "3", 3),
+        ("size", "all", "all"),
+        ("count", "0", 0),
+        ("count", "-7", -7),
+        ("shift", "-3", -3.0),
+        ("shift", "0", 0.0),
+        ("limit", "-2.5", -2.5),
+        ("limit", "0", 0.0),
+        ("most", "8", 8),
+        ("most", "-1", -1),
+    ],
+)
+def test_an_added_option_has_its_type_from_the_command_line_and_from_a_file(
+    added, tmp_path, name, text, value
+):
+    """Its default says nothing of its range."""
+    found = getattr(added(f"optim.{name}={text}"), name)
+    assert found == value
+    assert type(found) is type(value)
+    (tmp_path / "mine.yaml").write_text(f"optim:\n  {name}: {text}\n")
+    found = getattr(added("--config", str(tmp_path / "mine.yaml")), name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("cap=high", "optim.cap must be float or None, not 'high'"),
+        ("cap=nan", "optim.cap must be float or None, not nan"),
+        ("floor=-1", "optim.floor must be int >= 0 or None, not -1"),
+        ("floor=0.5", "optim.floor must be int >= 0 or None, not 0.5"),
+        ("names=a", "optim.names must be list[str], not 'a'"),
+        ("names=[a, 1]", "optim.names must be list[str], not ['a', 1]"),
+        ("names=", "optim.names must be list[str], not None"),
+        ("ends=[0, x]", "optim.ends must be list[float], not [0, 'x']"),
+        ("kind=max", "optim.kind must be sum or mean or None, not 'max'"),
+        ("size=some", "optim.size must be int or all, not 'some'"),
+        ("count=0.5", "optim.count must be int, not 0.5"),
+        ("count=", "optim.count must be int, not None"),
+        ("limit=-3", "optim.limit must be float from -2.5 to 0, not -3.0"),
+        ("limit=0.5", "optim.limit must be float from -2.5 to 0, not 0.5"),
+        ("most=9", "optim.most must be int <= 8, not 9"),
+        ("pair=[1, 2]", "optim.pair has the type <class 'tuple'>, which no option can have"),
+        ("pairs=[1, 2]", "optim.pairs has the type tuple[int, int], which no option can have"),
+        ("path=a", "optim.path has the type <class 'pathlib.Path'>, which no option can have"),
+        ("cup=1", "unknown option optim.cup: did you mean optim.cap?"),
+    ],
+)
+def test_a_wrong_value_or_type_of_an_added_option_gives_a_one_line_error(added, argument, message):
+    with pytest.raises(UserError) as caught:
+        added(f"optim.{argument}")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_values_added_options_have_their_defaults(added):
+    found = added()
+    assert (found.cap, found.names, found.count, found.shift) == (None, [], 5, -1.0)
+
+
+# ---- Wrong options -------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -85,10 +259,10 @@ def test_ddp_options_accept_the_arguments_of_ddp():
             "optim.lr=2024-13-45",
             "cannot read the configuration optim.lr=2024-13-45: month must be in 1..12",
         ),
-        ("run.seed=-1", "run.seed must be int >= 0, not -1"),
+        ("run.seed=-1", "run.seed must be int from 0 to 4294967295, not -1"),
         (
             "data.split_seed=100000000000000000000",
-            "data.split_seed must be int >= 0, not 100000000000000000000",
+            "data.split_seed must be int from 0 to 4294967295, not 100000000000000000000",
         ),
         ("--config=", "cannot read the configuration"),
         (
@@ -115,7 +289,14 @@ def test_ddp_options_accept_the_arguments_of_ddp():
         ),
         ("ddp.options={device_ids: 1}", "got multiple values for keyword argument 'device_ids'"),
         ("--lr=3", "unrecognized arguments: --lr=3"),
-        ("--predict=table.tsv", "--predict TABLE and --checkpoint FILE go together"),
+        ("--predict=table.tsv", "a command of their own: python predict.py TABLE RUN..."),
+        (
+            "optim.warmup=500",
+            "optim.warmup=500: it is the fraction of all steps that warm up, from 0 to 1, "
+            "not their number",
+        ),
+        ("optim.warmup=-0.1", "optim.warmup=-0.1: it is the fraction of all steps"),
+        ("optim.warmup=1.5", "optim.warmup=1.5: it is the fraction of all steps"),
     ],
 )
 def test_a_wrong_argument_gives_a_one_line_error(argument, message):
@@ -136,10 +317,11 @@ def test_a_count_of_zero_is_refused(option):
 
 
 def test_options_that_are_not_counts_accept_zero():
-    config = load(
+    options = load(
         "optim.clip=0", "optim.warmup=0", "data.workers=0", "log.profile_steps=0", "run.seed=0"
     )
-    assert (config.optim.clip, config.optim.warmup) == (0.0, 0.0)
+    assert (options.optim.clip, options.optim.warmup) == (0.0, 0.0)
+    assert load("optim.warmup=1").optim.warmup == 1.0
 
 
 @pytest.mark.parametrize(
