@@ -11,11 +11,11 @@ the mean of their predictions is worth, and whether their standard deviation tel
 Shapes: n rows of T scores.
 """
 
-import argparse
 import json
 import math
 import statistics
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,25 +25,10 @@ import torch
 from torch import Tensor
 
 import data
+import metrics
 from checkpoint import explain_write_errors, write_atomically
 from config import Config, load_config, read_options
 from errors import UserError
-from metrics import (
-    METRICS,
-    as_ranked,
-    auroc,
-    average_precision,
-    centred,
-    interval,
-    mse,
-    pearson,
-    pearson_of_rows,
-    r2,
-    resampled_mean,
-    resampled_pearson,
-    spearman,
-    uncertainty,
-)
 from plots import scatter_svg
 from tables import Tables, mean_and_std, parse_number
 
@@ -52,6 +37,7 @@ MOST = 3  # of deletions and unseen genes; rows with more are counted with those
 LEVELS = 12  # most that are shown as groups of rows
 CELLS = 10**8  # rows x targets x resamples of an interval, about, which takes half a minute
 SHOWN = 20  # targets printed at most
+SUFFIXES = ("", "_prediction", "_baseline")  # of the columns of a target in test.tsv
 POINTS = 2000  # in the plot at most
 COLUMNS = {
     "n": "rows",
@@ -88,23 +74,29 @@ class Predictions:
         """
         levels = []
         for names in self.genes:
-            ends = {name.rpartition("=")[2] if "=" in name else "0" for name in names.split(",")}
-            ends = {
-                end if math.isfinite(parse_number(end)) else "0" for end in ends
-            }  # the end of a name
-            levels.append(ends.pop() if len(ends) == 1 else "several")
+            of_genes = {level_of(name) for name in names.split(",")}
+            levels.append(of_genes.pop() if len(of_genes) == 1 else "several")
         return levels
 
     def deletions(self) -> Tensor:
         """Returns how many genes each row names, long [n]."""
         return torch.tensor([names.count(",") + 1 if names else 0 for names in self.genes])
 
+    def counts(self) -> str:
+        """Returns the numbers of rows and scores as a text."""
+        return f"rows {len(self.y):,}, scores {len(self.targets):,}"
+
+
+def level_of(name: str) -> str:
+    """Returns the level at the end of a gene's name in test.tsv, "0" for a deletion."""
+    _, sign, end = name.rpartition("=")
+    has_level = sign and math.isfinite(parse_number(end))
+    return end if has_level else "0"
+
 
 # ---- The command ---------------------------------------------------------------------------------
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument(
         "--threshold", type=float, metavar="X", help="also how well scores below X are found"
@@ -125,55 +117,65 @@ def analyse_run(folder: Path, threshold: float | None = None) -> None:
 
     Raises `UserError`.
     """
-    rows = read_predictions(folder / "test.tsv")
+    file = folder / "test.tsv"
+    rows = read_predictions(file)
     config = config_of(folder)
-    check_threshold(threshold, rows, folder)
+    check_threshold(threshold, rows, file)
     result = analyse(rows, config.optim.loss, threshold)
-    print(f"{folder / 'test.tsv'}: rows {len(rows.y):,}, scores {len(rows.targets):,}")
+    print(f"{file}: {rows.counts()}")
     print("\n".join(table(result)))
     try:
         result["shared_pairs"] = shared_pairs(tables_of(rows, config.data))
         print(f"{result['shared_pairs']:,} rows knock out two nodes of a training row")
     except UserError as error:
         print(f"rows that knock out two nodes of a training row were not counted: {error}")
-    write(folder / "test.json", json.dumps(without_nan(result), indent=1) + "\n")
+    without_nan = json.loads(json.dumps(result), parse_constant=lambda name: None)
+    write(folder / "test.json", json.dumps(without_nan, indent=1) + "\n")
     write(folder / "test.svg", plot(rows))
     print(f"written: {folder / 'test.json'}, {folder / 'test.svg'}")
 
 
 def analyse_runs(folders: list[Path], threshold: float | None = None) -> None:
-    """Prints a line for each run, and what the mean of their predictions is worth.
+    """Prints a table of the runs, what their mean prediction is worth, and what their spread tells.
 
-    Also prints whether their spread tells errors. Raises `UserError` if the runs have different
-    test rows.
+    Raises `UserError` if they have different test rows.
     """
-    print("\n".join(text_table(overview(folders))))
-    members = [read_predictions(folder / "test.tsv") for folder in folders]
-    first = members[0]
-    for folder, member in zip(folders, members, strict=True):
-        is_same = (member.genes, member.targets) == (first.genes, first.targets)
-        if not (is_same and torch.equal(member.y.nan_to_num(), first.y.nan_to_num())):
-            paths = f"{folder / 'test.tsv'} has other test rows than {folders[0] / 'test.tsv'}"
-            raise UserError(f"{paths}: compare runs of one split")
+    print("\n".join([*overview(folders), ""]))
+    files = [folder / "test.tsv" for folder in folders]
+    members = [read_predictions(file) for file in files]
+    check_same_rows(members, files)
+    rows = members[0]
     loss = config_of(folders[0]).optim.loss
-    check_threshold(threshold, first, folders[0])
+    check_threshold(threshold, rows, files[0])
     lines = {}
     for folder, member in zip(folders, members, strict=True):
         each = target_figures(member.y, member.prediction, member.baseline, loss, threshold)
-        lines[str(folder)] = {name: values.nanmean().item() for name, values in each.items()}
+        lines[str(folder)] = means_of(each)
     means = {}
     for name in lines[str(folders[0])]:
         means[name] = statistics.fmean(figures[name] for figures in lines.values())
     lines["mean of these"] = means
-    std, mean = torch.std_mean(torch.stack([member.prediction for member in members]), dim=0)
-    resamples = number_of_resamples(first.y.numel())
-    lines["ensemble"] = summary(first.y, mean, first.baseline, loss, threshold, resamples)
-    print(f"{len(folders)} runs: rows {len(first.y):,}, scores {len(first.targets):,}")
-    print("\n".join(text_table(lines)))
-    correlation, errors = uncertainty(first.y, mean, std)
+    predictions = torch.stack([member.prediction for member in members])
+    std, mean = torch.std_mean(predictions, dim=0)
+    resamples = number_of_resamples(rows.y.numel())
+    lines["ensemble"] = summary(rows.y, mean, rows.baseline, loss, threshold, resamples)
+    print(f"{len(folders)} runs: {rows.counts()}")
+    print("\n".join(text_table(lines, COLUMNS)))
+    correlation, errors = metrics.uncertainty(rows.y, mean, std)
     fifths = ", ".join(map(cell, errors))
     print(f"Spearman of standard deviation and absolute error: {cell(correlation)}")
     print(f"mean absolute error by fifths of the standard deviation: {fifths}")
+
+
+def check_same_rows(members: list[Predictions], files: list[Path]) -> None:
+    """Raises `UserError` if the files do not have the same rows with the same scores."""
+    first = members[0]
+    for file, member in zip(files, members, strict=True):
+        has_same_names = (member.genes, member.targets) == (first.genes, first.targets)
+        if not (has_same_names and torch.equal(member.y.nan_to_num(), first.y.nan_to_num())):
+            raise UserError(
+                f"{file} has other test rows than {files[0]}: compare runs of one split"
+            )
 
 
 def config_of(folder: Path) -> Config:
@@ -187,23 +189,27 @@ def config_of(folder: Path) -> Config:
         ) from None
 
 
-def check_threshold(threshold: float | None, rows: Predictions, folder: Path) -> None:
+def check_threshold(threshold: float | None, rows: Predictions, file: Path) -> None:
     """Raises `UserError` if no score is below the threshold."""
     if threshold is not None and not (rows.y < threshold).any():
-        raise UserError(f"{folder / 'test.tsv'} has no score below --threshold={threshold:g}")
+        raise UserError(f"{file} has no score below --threshold={threshold:g}")
 
 
 # ---- Runs side by side ---------------------------------------------------------------------------
-def overview(folders: list[Path]) -> dict[str, dict[str, Any]]:
-    """Returns for each run the options in which they differ, best step, metrics and seconds."""
+def overview(folders: list[Path]) -> list[str]:
+    """Returns a table of runs: options in which they differ, best step, metrics and seconds."""
     options = [read_options(folder / "config.yaml") for folder in folders]
-    keys = [key for key in options[0] if key not in ("run.name", "run.dir")]
-    differing = [key for key in keys if len({str(each.get(key)) for each in options}) > 1]
+    differing = []
+    for key in options[0]:
+        values = {str(each.get(key)) for each in options}
+        if len(values) > 1 and key not in ("run.name", "run.dir"):
+            differing.append(key)
     lines = {}
     for folder, each in zip(folders, options, strict=True):
         chosen = {key: str(each.get(key)) for key in differing}
-        lines[str(folder)] = {**chosen, **results_of(read_metrics(folder))}
-    return lines
+        lines[str(folder)] = chosen | results_of(read_metrics(folder))
+    titles = {name: name for values in lines.values() for name in values}
+    return text_table(lines, titles)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -217,17 +223,17 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def results_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns best step, its metrics in validation and test, and seconds of the rows of a run."""
-    tests = [row for row in rows if row["kind"] == "test"]
     result = {}
+    tests = [row for row in rows if row["kind"] == "test"]
     if tests:
-        best_step = tests[-1]["best_step"]
-        validated = [row for row in rows if row["kind"] == "val" and row["step"] == best_step]
+        test = tests[-1]
+        best_step = test["best_step"]
+        val = next((row for row in rows if row["kind"] == "val" and row["step"] == best_step), {})
         result["best step"] = best_step
-        for name in ("loss", *METRICS):
-            result[f"val {name}"] = validated[-1].get(name) if validated else None
-            result[f"test {name}"] = tests[-1].get(name)
-    result["seconds"] = round(seconds_of(rows))
-    return result
+        for name in ("loss", *metrics.METRICS):
+            result[f"val {name}"] = val.get(name)
+            result[f"test {name}"] = test.get(name)
+    return result | {"seconds": round(seconds_of(rows))}
 
 
 def seconds_of(rows: list[dict[str, Any]]) -> float:
@@ -235,11 +241,10 @@ def seconds_of(rows: list[dict[str, Any]]) -> float:
     total = 0.0
     start = None
     for row in rows:
-        if row["kind"] != "event":
-            continue
-        if row["event"] in ("started", "resumed"):
+        event = row.get("event")
+        if event in ("started", "resumed"):
             start = row["time"]
-        elif start is not None:
+        elif event and start is not None:
             total += row["time"] - start
             start = None
     return total
@@ -256,13 +261,10 @@ def read_predictions(path: Path) -> Predictions:
         with path.open(encoding="utf-8") as file:
             header = file.readline().rstrip("\n").split("\t")
             targets = header[2::3]
-            columns = [
-                name + suffix for name in targets for suffix in ("", "_prediction", "_baseline")
-            ]
+            columns = [name + suffix for name in targets for suffix in SUFFIXES]
             if not targets or header != ["genes", "unseen", *columns]:
-                raise ValueError(
-                    "the header is not genes, unseen, and three columns for each score"
-                )
+                expected = "genes, unseen, and three columns for each score"
+                raise ValueError(f"the header is not {expected}")
             for line in file:
                 line_number += 1
                 cells = line.rstrip("\n").split("\t")
@@ -282,22 +284,18 @@ def read_predictions(path: Path) -> Predictions:
             f"{path}:{line_number}: {error}; start the run again, which writes it anew"
         ) from None
     scores = torch.frombuffer(numbers, dtype=torch.float64).view(len(genes), len(targets), 3)
-    y, prediction, baseline = (values.clone() for values in scores.unbind(dim=2))
+    y, prediction, baseline = scores.movedim(2, 0).contiguous()
     return Predictions(genes, torch.tensor(unseen), targets, y, prediction, baseline)
 
 
 def tables_of(rows: Predictions, config: data.DataConfig) -> Tables:
-    """Returns the tables that these rows are from.
-
-    Raises `DataError` or `UserError` if they cannot be read.
-    """
+    """Returns the tables that these rows are from; raises `UserError` if they cannot be read."""
     tables = data.load(config)
     test = tables.rows("test")
     y = tables.y[test]
-    same = y.shape == rows.y.shape and torch.equal(
-        tables.perturbed_ptr.diff()[test], rows.deletions()
-    )
-    if not (same and torch.allclose(y, rows.y, rtol=1e-6, equal_nan=True)):
+    deletions = tables.perturbed_ptr.diff()[test]
+    has_same_size = y.shape == rows.y.shape and torch.equal(deletions, rows.deletions())
+    if not (has_same_size and torch.allclose(y, rows.y, rtol=1e-6, equal_nan=True)):
         raise UserError("the tables have changed since the run")
     return tables
 
@@ -307,25 +305,19 @@ def write(path: Path, text: str) -> None:
         write_atomically(path, [text])
 
 
-def without_nan(value: object) -> object:
-    """Returns nested results with None, which JSON knows, in place of nan."""
-    if isinstance(value, dict):
-        return {key: without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 # ---- Figures -------------------------------------------------------------------------------------
 def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = None) -> dict:
-    """Returns `summary` of all rows, by number of unseen and deleted genes, by level if there are 2
-    to 12, and each target's figures if T > 1."""
+    """Returns `summary` of all rows, of groups of them, and the figures of each of several targets.
+
+    Groups are by number of unseen genes, by number of deletions, and by level if there are 2 to 12.
+    """
     resamples = number_of_resamples(rows.y.numel())
     options = {"loss": loss, "threshold": threshold, "resamples": resamples}
     result = summary(rows.y, rows.prediction, rows.baseline, **options)
 
     def of_group(chosen: Tensor) -> dict:
-        return summary(rows.y[chosen], rows.prediction[chosen], rows.baseline[chosen], **options)
+        prediction = rows.prediction[chosen]
+        return summary(rows.y[chosen], prediction, rows.baseline[chosen], **options)
 
     for name, count in {"unseen": rows.unseen, "deletions": rows.deletions()}.items():
         group = count.clamp(max=MOST)
@@ -337,13 +329,14 @@ def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = 
     if 1 < len(set(levels)) <= LEVELS:
         numbers = sorted(set(levels) - {"several"}, key=float)
         for level in [*numbers, *{"several"}.intersection(levels)]:
-            result["by_level"][level] = of_group(torch.tensor([own == level for own in levels]))
+            chosen = torch.tensor([own == level for own in levels])
+            result["by_level"][level] = of_group(chosen)
     if len(rows.targets) > 1:
         each = target_figures(rows.y, rows.prediction, rows.baseline, loss, threshold)
-        result["targets"] = {
-            target: {name: values[t].item() for name, values in each.items()}
-            for t, target in enumerate(rows.targets)
-        }
+        result["targets"] = {}
+        for t, target in enumerate(rows.targets):
+            figures = {name: values[t].item() for name, values in each.items()}
+            result["targets"][target] = figures
     return result
 
 
@@ -362,30 +355,40 @@ def summary(
     baseline's, and quartiles over the targets.
     """
     each = target_figures(y, prediction, baseline, loss, threshold)
-    means = {name: values.nanmean().item() for name, values in each.items()}
-    gains = resampled_pearson(y, prediction, resamples) - resampled_pearson(y, baseline, resamples)
-    result = {"n": len(y), **means, "gain": interval(gains)}
+    means = means_of(each)
+    gains = metrics.resampled_pearson(y, prediction, resamples)
+    gains -= metrics.resampled_pearson(y, baseline, resamples)
+    result = {"n": len(y), **means, "gain": metrics.interval(gains)}
     if y.size(1) > PROFILE:
-        result["gain"] = interval(centred(gains, means["pearson"] - means["baseline_pearson"]))
+        gain = means["pearson"] - means["baseline_pearson"]
+        result["gain"] = metrics.interval(metrics.centred(gains, gain))
         quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
         for name in ("pearson", "baseline_pearson"):
             result[f"{name}_quartiles"] = each[name].nanquantile(quartiles).tolist()
         result |= profile_figures(y, prediction, baseline)
-        row_gains = pearson_of_rows(y, prediction) - pearson_of_rows(y, baseline)
-        result["row_gain"] = interval(resampled_mean(row_gains, resamples))
+        row_gains = metrics.pearson_of_rows(y, prediction) - metrics.pearson_of_rows(y, baseline)
+        result["row_gain"] = metrics.interval(metrics.resampled_mean(row_gains, resamples))
     return result
 
 
+def means_of(figures: dict[str, Tensor]) -> dict[str, float]:
+    """Returns the mean over the targets of each figure [T], without nan."""
+    return {name: values.nanmean().item() for name, values in figures.items()}
+
+
 def profile_figures(y: Tensor, prediction: Tensor, baseline: Tensor) -> dict[str, float]:
-    """Returns what is usual for profiles: Pearson's r over the targets of a row, averaged over the
-    rows, and the squared error of the targets that change most in each row."""
+    """Returns the means over rows of Pearson's r over the targets, and of the squared error.
+
+    That is the error of the targets that change most in each row.
+    """
     largest = y.abs().nan_to_num().topk(PROFILE, dim=1).indices
     error = (prediction - y).square().gather(1, largest)
-    return {
-        "row_pearson": pearson(y.T, prediction.T).nanmean().item(),
-        "baseline_row_pearson": pearson(y.T, baseline.T).nanmean().item(),
-        "mse_top20": error.nanmean().item(),
+    figures = {
+        "row_pearson": metrics.pearson_of_rows(y, prediction),
+        "baseline_row_pearson": metrics.pearson_of_rows(y, baseline),
+        "mse_top20": error,
     }
+    return means_of(figures)
 
 
 def target_figures(
@@ -400,23 +403,20 @@ def target_figures(
     With a threshold, or binary scores, these are also how well rows are found: scores below the
     threshold by low predictions, scores of 1 by high ones.
     """
-    result = {
-        "mse": mse(y, prediction),
-        "r2": r2(y, prediction),
-        "pearson": pearson(y, prediction),
-        "spearman": spearman(y, prediction),
-        "baseline_pearson": pearson(y, baseline),
-    }
+    result = {}
+    for metric in (metrics.mse, metrics.r2, metrics.pearson, metrics.spearman):
+        result[metric.__name__] = metric(y, prediction)
+    result["baseline_pearson"] = metrics.pearson(y, baseline)
     positive = None
-    certainty = as_ranked(y, prediction)
+    certainty = metrics.as_ranked(y, prediction)
     if threshold is not None:
         positive = y < threshold
         certainty = -certainty
     elif loss == "binary":
         positive = y == 1
     if positive is not None:
-        result["auroc"] = auroc(positive, certainty)
-        result["average_precision"] = average_precision(positive, certainty)
+        result["auroc"] = metrics.auroc(positive, certainty)
+        result["average_precision"] = metrics.average_precision(positive, certainty)
     return result
 
 
@@ -426,21 +426,22 @@ def number_of_resamples(num_cells: int) -> int:
 
 
 def shared_pairs(tables: Tables) -> int:
-    """Returns how many test rows knock out two nodes of a training row.
-
-    Only rows of at most 10 deletions count.
-    """
+    """Returns how many test rows knock out two nodes of a training row, both of 2 to 10 nodes."""
     row = tables.sample()
-    few = tables.perturbed_ptr.diff()[row] <= 10
-    row, node = row[few], tables.perturbed[few]
-    pairs = []
-    for k in range(1, 10):  # nodes that stand k apart in the same row
-        pair = torch.stack([node[:-k] * len(tables.genes) + node[k:], row[:-k]])
-        pairs.append(pair[:, row[:-k] == row[k:]])
-    pair, row = torch.cat(pairs, dim=1)
-    is_train, is_test = tables.is_in("train")[row], tables.is_in("test")[row]
-    shared = torch.isin(pair[is_test], pair[is_train])
-    return len(row[is_test][shared].unique())
+    has_few = tables.perturbed_ptr.diff()[row] <= 10
+    row = row[has_few]
+    node = tables.perturbed[has_few]
+    pairs = []  # number of the pair, row
+    for distance in range(1, 10):  # of two nodes in the same row
+        first_row = row[:-distance]
+        is_pair = first_row == row[distance:]
+        number = node[:-distance] * len(tables.genes) + node[distance:]
+        pairs.append(torch.stack([number, first_row])[:, is_pair])
+    number, row_of_pair = torch.cat(pairs, dim=1)
+    is_train = tables.is_in("train")[row_of_pair]
+    is_test = tables.is_in("test")[row_of_pair]
+    is_shared = torch.isin(number[is_test], number[is_train])
+    return len(row_of_pair[is_test][is_shared].unique())
 
 
 # ---- What is shown -------------------------------------------------------------------------------
@@ -449,12 +450,14 @@ def table(result: dict) -> list[str]:
     lines = {"all": result}
     for name in ("unseen", "deletions"):
         for k, group in result[f"by_{name}"].items():
+            or_more = "+" if k == str(MOST) else ""
             if group["n"] < result["n"]:
-                lines[f"{name} {k}+" if k == str(MOST) else f"{name} {k}"] = group
-    lines |= {f"level {level}": group for level, group in result["by_level"].items()}
+                lines[f"{name} {k}{or_more}"] = group
+    for level, group in result["by_level"].items():
+        lines[f"level {level}"] = group
     targets = result.get("targets", {})
     lines |= dict(list(targets.items())[:SHOWN])
-    text = text_table(lines)
+    text = text_table(lines, COLUMNS)
     if len(targets) > SHOWN:
         text.append(f"and {len(targets) - SHOWN:,} more scores, which are in test.json")
     for name, title in (("pearson", "Pearson"), ("baseline_pearson", "baseline")):
@@ -464,31 +467,33 @@ def table(result: dict) -> list[str]:
     return text
 
 
-def text_table(lines: dict[str, dict]) -> list[str]:
-    """Returns the lines of a table: a header, and figures under each label."""
-    columns = [name for name in COLUMNS if any(name in values for values in lines.values())]
-    cells = [["", *(COLUMNS[name] for name in columns)]]
-    cells += [
-        [label, *(cell(values.get(name)) for name in columns)] for label, values in lines.items()
-    ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells
-    ]
+def text_table(lines: dict[str, dict], titles: dict[str, str]) -> list[str]:
+    """Returns the lines of a table: a header, and figures under each title that has some."""
+    names = [name for name in titles if any(name in figures for figures in lines.values())]
+    rows = [["", *(titles[name] for name in names)]]
+    for label, figures in lines.items():
+        rows.append([label, *(cell(figures.get(name, "")) for name in names)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    text = []
+    for label, *cells in rows:
+        padded = map(str.rjust, cells, widths[1:])
+        text.append("  ".join([label.ljust(widths[0]), *padded]))
+    return text
 
 
 def cell(value: object) -> str:
-    """Returns a figure as text: an interval, a number of rows, or a number, "-" if undefined."""
-    if value is None:
-        return ""
+    """Returns a text, an interval, a whole number or a number as a text, "-" if undefined."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, list):
         low, high = value
         return "-" if math.isnan(low) else f"{low:.4f} to {high:.4f}"
     if isinstance(value, int):
         return f"{value:,}"
-    if math.isnan(value):
+    if value is None or math.isnan(value):
         return "-"
-    return f"{value:.4f}" if 1e-3 < abs(value) < 1e4 or value == 0 else f"{value:.3e}"
+    is_usual = value == 0 or 1e-3 < abs(value) < 1e4
+    return f"{value:.4f}" if is_usual else f"{value:.3e}"
 
 
 def plot(rows: Predictions) -> str:
@@ -504,8 +509,8 @@ def plot(rows: Predictions) -> str:
     points = torch.stack([prediction.flatten(), y.flatten()], dim=1)
     points = points[points.isfinite().all(dim=1)]
     if len(points) > POINTS:
-        chosen = torch.linspace(0, len(points) - 1, POINTS, dtype=torch.float64).long()
-        points = points[chosen]
+        chosen = torch.linspace(0, len(points) - 1, POINTS, dtype=torch.float64)
+        points = points[chosen.long()]
     return scatter_svg(points.tolist(), f"prediction{unit}", f"score{unit}")
 
 

@@ -107,7 +107,7 @@ def average_precision(positive: Tensor, certainty: Tensor) -> Tensor:
 def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
     """Returns for each row how many of the `counted` rows, bool [n, T], are at least as certain."""
     doubt = (-certainty).T.nan_to_num(math.inf).contiguous()
-    ordered = doubt.where(counted.T, math.inf).sort(dim=1).values
+    ordered = doubt.where(counted.T, math.inf).contiguous().sort(dim=1).values
     return torch.searchsorted(ordered, doubt, right=True).T
 
 

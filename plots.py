@@ -43,12 +43,24 @@ class Panel:
             down = self.height * (1 - tick)
             x = format(number_at(tick, self.x_range), self.x_format)
             y = format(number_at(tick, self.y_range), ".3g")
-            svg += [
-                f'<path d="M0 {down}h{self.width}" stroke="{GREY}" stroke-opacity=".3"/>',
-                f'<text x="-8" y="{down}" dy="4" text-anchor="end">{y}</text>',
-                f'<text x="{right}" y="{self.height + 18}" text-anchor="middle">{x}</text>',
-            ]
+            svg.append(f'<path d="M0 {down}h{self.width}" stroke="{GREY}" stroke-opacity=".3"/>')
+            svg.append(f'<text x="-8" y="{down}" dy="4" text-anchor="end">{y}</text>')
+            svg.append(centred_text(right, self.height + 18, x))
         return svg
+
+
+@dataclass
+class Curve:
+    """Points of a panel that a line connects."""
+
+    label: str
+    colour: str
+    points: list[Point]
+
+
+def centred_text(x: float, y: float, text: str) -> str:
+    """Returns a text whose middle is at x."""
+    return f'<text x="{x}" y="{y}" text-anchor="middle">{text}</text>'
 
 
 def number_at(tick: float, limits: Point) -> float:
@@ -67,65 +79,60 @@ def range_of(values: Sequence[float]) -> Point:
 def curves_svg(rows: Sequence[dict], metric: str) -> str:
     """Returns the loss and a metric in the rows of metrics.jsonl, against the optimiser step."""
     loss_curves = [
-        ("training", BLUE, points_of(rows, "train", "loss")),
-        ("validation", ORANGE, points_of(rows, "val", "loss")),
+        Curve("training", BLUE, points_of(rows, "train", "loss")),
+        Curve("validation", ORANGE, points_of(rows, "val", "loss")),
     ]
     metric_curves = [
-        ("model", ORANGE, points_of(rows, "val", metric)),
-        ("additive baseline", GREY, points_of(rows, "val", f"baseline_{metric}")),
+        Curve("model", ORANGE, points_of(rows, "val", metric)),
+        Curve("additive baseline", GREY, points_of(rows, "val", f"baseline_{metric}")),
     ]
     last_step = max([1, *(row.get("step", 0) for row in rows)])
-    return "\n".join(
-        [
-            f'<svg viewBox="0 0 920 360" {STYLE}>',
-            *curves_panel(56, "Loss", loss_curves, last_step),
-            *curves_panel(516, f"{metric.title()}, validation", metric_curves, last_step),
-            "</svg>\n",
-        ]
-    )
+    svg = [f'<svg viewBox="0 0 920 360" {STYLE}>']
+    svg += curves_panel(56, "Loss", loss_curves, last_step)
+    svg += curves_panel(516, f"{metric.title()}, validation", metric_curves, last_step)
+    svg.append("</svg>\n")
+    return "\n".join(svg)
 
 
 def points_of(rows: Sequence[dict], kind: str, key: str) -> list[Point]:
     """Returns step and value of all rows of a kind that have the value."""
-    chosen = [row for row in rows if row["kind"] == kind and row.get(key) is not None]
-    return [(row["step"], row[key]) for row in chosen]
+    points = []
+    for row in rows:
+        if row["kind"] == kind and row.get(key) is not None:
+            points.append((row["step"], row[key]))
+    return points
 
 
-def curves_panel(
-    left: int, title: str, curves: Sequence[tuple[str, str, list[Point]]], last_step: int
-) -> list[str]:
-    """Returns the lines of one panel: label, colour and points of each curve over a grid."""
-    values = [value for _, _, points in curves for _, value in points]
+def curves_panel(left: int, title: str, curves: Sequence[Curve], last_step: int) -> list[str]:
+    """Returns the lines of one panel: the label and the line of each curve over a grid."""
+    values = [value for curve in curves for _, value in curve.points]
     panel = Panel(380, 240, (0, last_step), range_of(values), x_format=",.0f")
-    svg = [
-        f'<g transform="translate({left} 64)">',
-        f'<text y="-44" font-weight="bold">{title}</text>',
-        f'<text x="{panel.width / 2}" y="278" text-anchor="middle">optimiser step</text>',
-        *panel.grid(),
-    ]
-    for number, (label, colour, points) in enumerate(curves):
-        places = [panel.place(point) for point in points]
+    svg = [f'<g transform="translate({left} 64)">']
+    svg.append(f'<text y="-44" font-weight="bold">{title}</text>')
+    svg.append(centred_text(panel.width / 2, 278, "optimiser step"))
+    svg += panel.grid()
+    for number, curve in enumerate(curves):
+        places = [panel.place(point) for point in curve.points]
         line = " ".join(f"{right:.1f},{down:.1f}" for right, down in places)
-        svg += [
-            f'<text x="{120 * number}" y="-24" fill="{colour}">{label}</text>',
-            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>',
-        ]
-    return [*svg, "</g>"]
+        style = f'fill="none" stroke="{curve.colour}" stroke-width="1.5"'
+        svg.append(f'<text x="{120 * number}" y="-24" fill="{curve.colour}">{curve.label}</text>')
+        svg.append(f'<polyline points="{line}" {style}/>')
+    svg.append("</g>")
+    return svg
 
 
 def scatter_svg(points: Sequence[Point], x_label: str, y_label: str) -> str:
     """Returns points in a square with the same numbers on both axes, and the diagonal."""
     limits = range_of([value for point in points for value in point])
     panel = Panel(400, 400, limits, limits)
-    svg = [
-        f'<svg viewBox="0 0 490 490" {STYLE}>',
-        '<g transform="translate(70 20)">',
-        *panel.grid(),
-        f'<path d="M0 400L400 0" stroke="{GREY}" stroke-dasharray="6 4"/>',
-        f'<text x="200" y="450" text-anchor="middle">{x_label}</text>',
-        f'<text transform="translate(-54 200) rotate(-90)" text-anchor="middle">{y_label}</text>',
-        f'<g fill="{BLUE}" fill-opacity=".5">',
-    ]
+    svg = [f'<svg viewBox="0 0 490 490" {STYLE}>', '<g transform="translate(70 20)">']
+    svg += panel.grid()
+    svg.append(f'<path d="M0 400L400 0" stroke="{GREY}" stroke-dasharray="6 4"/>')
+    svg.append(centred_text(200, 450, x_label))
+    svg.append(
+        f'<text transform="translate(-54 200) rotate(-90)" text-anchor="middle">{y_label}</text>'
+    )
+    svg.append(f'<g fill="{BLUE}" fill-opacity=".5">')
     for point in points:
         right, down = panel.place(point)
         svg.append(f'<circle cx="{right:.1f}" cy="{down:.1f}" r="2.5"/>')
