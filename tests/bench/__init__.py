@@ -35,9 +35,8 @@ from tests.tools.runs import tables_of
 
 def arguments(description: str, **options: dict) -> argparse.Namespace:
     """Parses the options of all benchmarks and of this one, {name: arguments of add_argument}."""
-    from tests.bench.synthetic import (
-        PRESETS,
-    )  # a program, too, which this package must not import before it runs
+    # It is a program, too, which this package must not import before it runs.
+    from tests.bench.synthetic import PRESETS
 
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -63,21 +62,26 @@ def arguments(description: str, **options: dict) -> argparse.Namespace:
 
 def machine(device: torch.device) -> str:
     """Returns a one-line description of the machine that was measured."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
-        platform.processor(),
-    )
-    gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-    return (
-        f"{cpu}, {count_cores()} cores, {torch.get_num_threads()} threads{gpu}, "
-        f"torch {torch.__version__}"
-    )
+    text = f"{cpu_name()}, {count_cores()} cores, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        text += f", {torch.cuda.get_device_name(device)}"
+    return f"{text}, torch {torch.__version__}"
+
+
+def cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.split(":")[1].strip()
+    return platform.processor()
 
 
 def count_cores() -> int:
     """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def report(tables: dict[str, list[dict]], device: torch.device, path: Path | None) -> None:
@@ -92,7 +96,8 @@ def report(tables: dict[str, list[dict]], device: torch.device, path: Path | Non
 def markdown(rows: list[dict]) -> str:
     """Returns rows with the same columns as a table."""
     columns = list(rows[0])
-    cells = [columns, *([format_cell(row[column]) for column in columns] for row in rows)]
+    cells = [columns]
+    cells += [[format_cell(row[column]) for column in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in cells]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
@@ -100,13 +105,11 @@ def markdown(rows: list[dict]) -> str:
 
 
 def format_cell(value: object) -> str:
-    return (
-        f"{value:,.4g}"
-        if isinstance(value, float) and abs(value) < 1e4
-        else f"{value:,.0f}"
-        if isinstance(value, int | float)
-        else str(value)
-    )
+    if isinstance(value, float) and abs(value) < 1e4:
+        return f"{value:,.4g}"
+    if isinstance(value, int | float):
+        return f"{value:,.0f}"
+    return str(value)
 
 
 def in_turn(
@@ -120,16 +123,22 @@ def in_turn(
     Each has a warm-up call first unless they are `warm`.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for round_ in range(0 if warm else -1, max(repeats.values())):
+    if not warm:
+        for function in functions.values():
+            milliseconds(function, device)
+    for k in range(max(repeats.values())):
         for name, function in functions.items():
-            if round_ < repeats[name]:
-                synchronize(device)
-                start = time.perf_counter()
-                function()
-                synchronize(device)
-                if round_ >= 0:
-                    times[name].append(1e3 * (time.perf_counter() - start))
+            if k < repeats[name]:
+                times[name].append(milliseconds(function, device))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def milliseconds(function: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    function()
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - start)
 
 
 def synchronize(device: torch.device) -> None:
@@ -147,9 +156,8 @@ def peak_mb(function: Callable[[], object], device: torch.device) -> float:
         function()
         synchronize(device)
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    with contextlib.suppress(
-        OSError, AttributeError
-    ):  # glibc keeps freed memory, which would hide part of the peak
+    # glibc keeps freed memory, which would hide part of the peak.
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     before = resident_kb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
@@ -171,14 +179,14 @@ def build_batch(
 ) -> Data:
     """Returns a batch of random knock-outs, on the graph's device, planned as the model needs."""
     generator = torch.Generator().manual_seed(0)
-    sets = [
-        torch.randperm(shared.num_nodes, generator=generator)[:deletions].tolist()
-        for _ in range(num_samples)
-    ]
+    sets = []
+    for _ in range(num_samples):
+        nodes = torch.randperm(shared.num_nodes, generator=generator)
+        sets.append(nodes[:deletions].tolist())
     scores = torch.randn(num_samples, num_targets, generator=generator)
     dataset = KnockoutDataset(tables_of(sets, scores), shared.degree)
-    if model:
-        dataset.transform, _ = plan_route(model, shared, dataset)
+    if model is not None:
+        dataset.transform, _ = plan_route(shared, dataset, model.message_passing, model.layers)
     batch = dataset.__getitems__(range(num_samples))
     batch.seed = torch.tensor(0)
     return batch.to(shared.device)

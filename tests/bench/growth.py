@@ -26,37 +26,38 @@ def main() -> None:
         nodes={"type": int, "nargs": "+", "default": [10_000, 100_000, 1_000_000]},
     )
     device = torch.device(options.device)
-    graphs = {
-        share: SharedGraph(build_graph(options.preset, share)).to(device)
-        for share in (0.25, 0.5, 1, 2)
-    }
+    graphs = {}
+    for share in (0.25, 0.5, 1, 2):
+        graphs[share] = SharedGraph(build_graph(options.preset, share)).to(device)
 
     def step(share: float = 1, num_samples: int = 8, deletions: int = 3) -> Step:
         made = Step(graphs[share], "shared", num_samples, options.hidden, options.layers)
         made.batch = build_batch(graphs[share], num_samples, deletions, made.model.config)
         return made
 
+    deletions = [n for n in (1, 3, 30, 300) if n < graphs[1].num_nodes]
     series = {
         "edges (x the preset's)": {share: step(share=share) for share in graphs},
         "samples": {n: step(num_samples=n) for n in (4, 8, 16, 32, 64)},
-        "deletions per sample": {
-            n: step(deletions=n) for n in (1, 3, 30, 300) if n < graphs[1].num_nodes
-        },
+        "deletions per sample": {n: step(deletions=n) for n in deletions},
     }
     tables = {}
     for title, steps in series.items():
         times = in_turn(steps, device, dict.fromkeys(steps, options.repeats))
-        tables[f"Step time against {title}"] = [
-            {
-                title: size,
-                "ms per step": times[size],
-                "ms per sample": times[size] / len(steps[size].batch.y),
-                "relative to the first": times[size] / times[next(iter(times))],
-                "dead edges per sample": steps[size].batch.num_dead_edges
-                / len(steps[size].batch.y),
-            }
-            for size in times
-        ]
+        first = times[next(iter(times))]
+        rows = []
+        for size, made in steps.items():
+            num_samples = len(made.batch.y)
+            rows.append(
+                {
+                    title: size,
+                    "ms per step": times[size],
+                    "ms per sample": times[size] / num_samples,
+                    "relative to the first": times[size] / first,
+                    "dead edges per sample": made.batch.num_dead_edges / num_samples,
+                }
+            )
+        tables[f"Step time against {title}"] = rows
     title = (
         f"Step time against nodes (reached states, 10 edges per node, hidden {options.hidden}, "
         "2 layers)"
@@ -73,10 +74,9 @@ def reached(num_nodes: int, hidden: int, repeats: int, device: torch.device) -> 
     graph["gene"].num_nodes = num_nodes
     graph["gene", "edge", "gene"].edge_index = torch.randint(num_nodes, (2, 10 * num_nodes))
     shared = SharedGraph(graph).to(device)
-    steps = {
-        num_samples: Step(shared, "reach", num_samples, hidden, layers=2)
-        for num_samples in (1, 128)
-    }
+    steps = {}
+    for num_samples in (1, 128):
+        steps[num_samples] = Step(shared, "reach", num_samples, hidden, layers=2)
     times = in_turn(steps, device, dict.fromkeys(steps, repeats))
     return {
         "nodes": num_nodes,

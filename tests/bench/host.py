@@ -7,7 +7,7 @@ nodes and 4 samples, so that next to nothing is computed. Kernels are counted fr
 operators, less those that only change a view. A step cannot be faster than the host.
 """
 
-import time
+import statistics
 from collections import Counter
 from collections.abc import Callable
 
@@ -15,14 +15,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.data import HeteroData
 
-from ddp_setup import DDPConfig, Distributed
+from config import Config
+from data import KnockoutDataset
+from ddp_setup import Distributed
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from optim import OptimConfig, build_optimizer, optimizer_step
-from tests.bench import arguments, build_batch, report, synchronize
-from train import Meter, criterion
+from tests.bench import arguments, build_batch, milliseconds, report
+from tests.tools.runs import tables_of, task_of
+from train import Meter
 
-NUM_NODES, NUM_RELATIONS, NUM_SAMPLES = 16, 9, 4
+NUM_NODES = 16
+NUM_RELATIONS = 9
+NUM_SAMPLES = 4
 
 
 class CountKernels(TorchDispatchMode):
@@ -31,15 +36,8 @@ class CountKernels(TorchDispatchMode):
     Use it as `with CountKernels() as count`, then `count.kernels`.
     """
 
-    FREE = (
-        "detach",
-        "empty",
-        "new_empty",
-        "empty_like",
-        "_unsafe_view",
-        "_record_function_enter_new",
-    )
-    FREE += ("_record_function_exit",)
+    FREE = ("detach", "empty", "new_empty", "empty_like", "_unsafe_view")
+    FREE += ("_record_function_enter_new", "_record_function_exit")
 
     def __init__(self):
         super().__init__()
@@ -54,31 +52,31 @@ class CountKernels(TorchDispatchMode):
 
 def tiny_step(device: torch.device) -> Callable[[], None]:
     """Returns a function that does one training step, as in train.py."""
-    generator, graph = torch.Generator().manual_seed(0), HeteroData()
+    generator = torch.Generator().manual_seed(0)
+    graph = HeteroData()
     graph["gene"].num_nodes = NUM_NODES
     for r in range(NUM_RELATIONS):
-        graph["gene", f"r{r}", "gene"].edge_index = torch.randint(
-            NUM_NODES, (2, 30), generator=generator
-        )
-    shared, config, optim = (
-        SharedGraph(graph).to(device),
-        ModelConfig(64, 3, message_passing="shared"),
-        OptimConfig(),
-    )
-    model = KnockoutGNN(config, NUM_NODES, NUM_RELATIONS).to(device).train()
-    env = Distributed(DDPConfig())
+        edge_index = torch.randint(NUM_NODES, (2, 30), generator=generator)
+        graph["gene", f"r{r}", "gene"].edge_index = edge_index
+    shared = SharedGraph(graph).to(device)
+    optim = OptimConfig()
+    config = Config(model=ModelConfig(hidden=64, layers=3, message_passing="shared"), optim=optim)
+    model = KnockoutGNN(config.model, NUM_NODES, NUM_RELATIONS).to(device).train()
+    env = Distributed(config.ddp)
     env.device = device
-    optimizer, scaler = (
-        build_optimizer(model, optim, env),
-        torch.amp.GradScaler(device.type, init_scale=1.0),
-    )
-    batch, meter = build_batch(shared, NUM_SAMPLES, model=config), Meter(env, optim)
+    optimizer = build_optimizer(model, optim, env)
+    scaler = torch.amp.GradScaler(device.type, init_scale=optim.init_scale)
+    batch = build_batch(shared, NUM_SAMPLES, model=config.model)
+    samples = tables_of([[]] * NUM_SAMPLES, torch.zeros(NUM_SAMPLES))
+    task = task_of(shared, KnockoutDataset(samples, shared.degree), config)
+    meter = Meter(env, optim)
 
     def step() -> None:
-        loss = criterion(model(shared, batch), batch, model)
+        loss = task.loss(model(shared, batch), batch)
         scaler.scale(loss * (1 / NUM_SAMPLES)).backward()
         meter.loss += loss.detach()
-        meter.count(NUM_SAMPLES, NUM_SAMPLES, optimizer_step(model, optimizer, scaler, optim))
+        norm_and_scale = optimizer_step(model, optimizer, scaler, optim)
+        meter.count(NUM_SAMPLES, NUM_SAMPLES, norm_and_scale)
 
     return step
 
@@ -88,7 +86,8 @@ def count_kernels(step: Callable[[], None]) -> Counter:
 
     The first two create the optimiser's state.
     """
-    step(), step()
+    step()
+    step()
     with CountKernels() as count:
         step()
     return count.kernels
@@ -98,18 +97,13 @@ def main() -> None:
     options = arguments(__doc__, repeats={"type": int, "default": 100})
     device = torch.device(options.device)
     torch.set_num_threads(1)
-    step, times = tiny_step(device), []
+    step = tiny_step(device)
     kernels = count_kernels(step)
-    for _ in range(options.repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        step()
-        times.append(1e3 * (time.perf_counter() - start))
-    times.sort()
+    times = [milliseconds(step, device) for _ in range(options.repeats)]
     row = {
         "kernels": kernels.total(),
-        "fastest step, ms": times[0],
-        "median, ms": times[len(times) // 2],
+        "fastest step, ms": min(times),
+        "median, ms": statistics.median(times),
     }
     kinds = [{"operator": name, "in a step": count} for name, count in kernels.most_common(12)]
     report({"Host work of a tiny step": [row], "Most frequent": kinds}, device, options.json)

@@ -13,6 +13,7 @@ import time
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch_geometric.data import Data, HeteroData
 
 from mask import SharedGraph
@@ -26,8 +27,10 @@ def incident_edges(edge_index: Tensor, num_nodes: int) -> list[Tensor]:
     source, target = edge_index
     once = source != target
     ids = torch.arange(edge_index.size(1), device=edge_index.device)
-    nodes, edges = torch.cat([source, target[once]]), torch.cat([ids, ids[once]])
-    return list(edges[nodes.argsort()].split(torch.bincount(nodes, minlength=num_nodes).tolist()))
+    nodes = torch.cat([source, target[once]])
+    edges = torch.cat([ids, ids[once]])
+    counts = torch.bincount(nodes, minlength=num_nodes).tolist()
+    return list(edges[nodes.argsort()].split(counts))
 
 
 class Loop:
@@ -35,22 +38,22 @@ class Loop:
 
     def __init__(self, graph: HeteroData):
         self.num_edges = {relation: graph[relation].num_edges for relation in graph.edge_types}
-        self.incident = {
-            r: incident_edges(graph[r].edge_index, graph["gene"].num_nodes)
-            for r in graph.edge_types
-        }
-        self.bytes = sum(ids.nbytes for lists in self.incident.values() for ids in lists)
+        num_nodes = graph["gene"].num_nodes
+        self.incident = {}
+        self.bytes = 0
+        for relation in graph.edge_types:
+            lists = incident_edges(graph[relation].edge_index, num_nodes)
+            self.incident[relation] = lists
+            self.bytes += sum(ids.nbytes for ids in lists)
 
     def __call__(self, batch: Data) -> dict[tuple, Tensor]:
         num_samples = len(batch.y)
         masks = {}
         for relation, lists in self.incident.items():
-            mask = torch.ones(
-                num_samples, self.num_edges[relation], dtype=torch.bool, device=batch.y.device
-            )
-            for sample, node in zip(
-                batch.perturbed_batch.unbind(), batch.perturbed.unbind(), strict=True
-            ):
+            size = (num_samples, self.num_edges[relation])
+            mask = torch.ones(size, dtype=torch.bool, device=batch.y.device)
+            pairs = zip(batch.perturbed_batch.unbind(), batch.perturbed.unbind(), strict=True)
+            for sample, node in pairs:
                 mask[sample, lists[node.item()]] = False
             masks[relation] = mask.flatten()
         return masks
@@ -61,28 +64,23 @@ class Padded:
 
     def __init__(self, graph: HeteroData):
         self.num_edges = {relation: graph[relation].num_edges for relation in graph.edge_types}
-        self.tables = {
-            relation: torch.nn.utils.rnn.pad_sequence(
-                incident_edges(graph[relation].edge_index, graph["gene"].num_nodes),
-                batch_first=True,
-                padding_value=-1,
-            )
-            for relation in graph.edge_types
-        }
+        self.tables = {}
+        for relation in graph.edge_types:
+            lists = incident_edges(graph[relation].edge_index, graph["gene"].num_nodes)
+            self.tables[relation] = pad_sequence(lists, batch_first=True, padding_value=-1)
         self.bytes = sum(table.nbytes for table in self.tables.values())
 
     def __call__(self, batch: Data) -> dict[tuple, Tensor]:
         num_samples = len(batch.y)
         masks = {}
         for relation, table in self.tables.items():
-            mask = torch.ones(
-                num_samples * self.num_edges[relation], dtype=torch.bool, device=table.device
-            )
+            num_edges = self.num_edges[relation]
+            mask = torch.ones(num_samples * num_edges, dtype=torch.bool, device=table.device)
             edges = table[batch.perturbed]  # [P, largest degree]
             sample = batch.perturbed_batch.unsqueeze(1).expand_as(edges)
             real = edges >= 0
             if real.any():
-                mask[sample[real] * self.num_edges[relation] + edges[real]] = False
+                mask[sample[real] * num_edges + edges[real]] = False
             masks[relation] = mask
         return masks
 
@@ -93,7 +91,8 @@ def main() -> None:
     )
     device = torch.device(options.device)
     graph = build_graph(options.preset).to(device)
-    built, seconds = {}, {}
+    built = {}
+    seconds = {}
     for name, kind in (("loop", Loop), ("padded", Padded), ("shared", SharedGraph)):
         start = time.perf_counter()
         built[name] = kind(graph)
@@ -104,9 +103,8 @@ def main() -> None:
 
     masks = shared.edge_masks(batch)
     for name in ("loop", "padded"):
-        assert all(
-            torch.equal(mask, masks[relation]) for relation, mask in built[name](batch).items()
-        ), name
+        for relation, mask in built[name](batch).items():
+            assert torch.equal(mask, masks[relation]), (name, relation)
     alive = torch.cat(list(masks.values()))
     assert torch.equal(shared.dead_edges(batch).unique(), (~alive).nonzero().flatten())
 

@@ -13,16 +13,14 @@ import argparse
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
+from torch_geometric.data import Data
 
-import baseline
-import config
 import data
-import train
-from mask import SharedGraph
+from config import Config, load_config
 from tables import Tables
+from task import KnockoutTask
 from tests.bench import in_turn, report
 from tests.bench.synthetic import PRESETS, synthetic_tables, write
 
@@ -41,23 +39,21 @@ OPTIONS_OF_PRESETS = {"small": [], "expression": ["model.readout=nodes", "data.b
 class Step:
     """One training step of a route, on the same rows each time."""
 
-    def __init__(self, config: config.Config, tables: Tables, graph: SharedGraph):
+    def __init__(self, config: Config, tables: Tables, device: torch.device):
         torch.manual_seed(0)
-        baseline = baseline.load_baseline(
-            tables, tables.fingerprint(), config.data, config.optim.loss
-        )
-        self.model = train.build_model(config, tables, baseline).to(graph.device).train()
-        self.dataset, self.note = train.make_dataset(config, tables, graph)
+        self.device = device
+        self.task = KnockoutTask.from_tables(tables, config, device)
+        self.model = self.task.build_model().to(device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
-        self.graph, self.rows = graph, tables.rows("train")[: config.data.batch_size].tolist()
+        self.rows = tables.rows("train")[: config.data.batch_size].tolist()
 
-    def planned(self) -> data.Data:
-        return self.dataset.__getitems__(self.rows)
+    def planned(self) -> Data:
+        return self.task.dataset.__getitems__(self.rows)
 
     def __call__(self) -> None:
-        batch = self.planned().to(self.graph.device)
-        batch.seed = torch.zeros((), dtype=torch.long, device=self.graph.device)
-        loss = train.criterion(self.model(self.graph, batch), batch, self.model) / len(self.rows)
+        batch = self.planned().to(self.device)
+        batch.seed = torch.zeros((), dtype=torch.long, device=self.device)
+        loss = self.task.loss(self.model(self.task.graph, batch), batch) / len(self.rows)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -65,28 +61,31 @@ class Step:
 
 def measure(name: str, overrides: list[str], repeats: int, device: torch.device) -> list[dict]:
     """Returns a row for each route on the tables that the options name."""
-    config = config.load_config(SimpleNamespace(config=None, overrides=overrides, checkpoint=None))
+    config = load_config(overrides=overrides)
     tables = data.load(config.data)
-    graph = SharedGraph(tables.graph()).to(device)
     contestants = OF_PROFILES if config.model.readout == "nodes" else CONTESTANTS
     steps = {}
     for route, (message_passing, readout) in contestants.items():
         model = replace(config.model, message_passing=message_passing, readout=readout)
-        steps[route] = Step(replace(config, model=model), tables, graph)
+        steps[route] = Step(replace(config, model=model), tables, device)
     times = in_turn(steps, device, dict.fromkeys(steps, repeats))
     batches = {f"{route}, batch": step.planned for route, step in steps.items()}
     times |= in_turn(batches, device, dict.fromkeys(batches, repeats))
-    return [
-        {
-            "tables": f"{name}, {config.model.layers} layers, B={len(step.rows)}",
-            "step": route,
-            "ms per sample": times[route] / len(step.rows),
-            "building and planning the batch": times[f"{route}, batch"] / len(step.rows),
-            "speed-up": times[next(iter(steps))] / times[route],
-            "route": step.note,
-        }
-        for route, step in steps.items()
-    ]
+    reference = next(iter(steps))
+    rows = []
+    for route, step in steps.items():
+        num_samples = len(step.rows)
+        rows.append(
+            {
+                "tables": f"{name}, {config.model.layers} layers, B={num_samples}",
+                "step": route,
+                "ms per sample": times[route] / num_samples,
+                "building and planning the batch": times[f"{route}, batch"] / num_samples,
+                "speed-up": times[reference] / times[route],
+                "route": step.task.route,
+            }
+        )
+    return rows
 
 
 def of_presets(repeats: int, device: torch.device) -> list[dict]:
@@ -94,9 +93,8 @@ def of_presets(repeats: int, device: torch.device) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         for preset, overrides in OPTIONS_OF_PRESETS.items():
             written = write(synthetic_tables(PRESETS[preset]), Path(folder, preset))
-            rows += measure(
-                preset, [*written, f"data.cache_dir={folder}/cache", *overrides], repeats, device
-            )
+            options = [*written, f"data.cache_dir={folder}/cache", *overrides]
+            rows += measure(preset, options, repeats, device)
     return rows
 
 
@@ -110,11 +108,10 @@ def main() -> None:
     )
     options, overrides = parser.parse_known_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = (
-        measure("given", overrides, options.repeats, device)
-        if overrides
-        else of_presets(options.repeats, device)
-    )
+    if overrides:
+        rows = measure("given", overrides, options.repeats, device)
+    else:
+        rows = of_presets(options.repeats, device)
     report({"Training step by route": rows}, device, options.json)
 
 

@@ -1,4 +1,4 @@
-"""Every pair of nodes predicted, by one model and by five: `--predict all-pairs` in its process.
+"""Every pair of nodes predicted, by one model and by five: `predict.py all-pairs` in its process.
 
     python -m tests.bench.screen [--members 5] [--json FILE] [section.key=value ...]
 
@@ -33,28 +33,29 @@ def configuration(arguments: list[str]) -> Config:
     config = read_config(arguments)
     paths = {}
     for name in ("edges", "perturbations", "features"):
-        if path := getattr(config.data, name):
+        path = getattr(config.data, name)
+        if path:
             paths[name] = str(Path(path).resolve())
     return dataclasses.replace(config, data=dataclasses.replace(config.data, **paths))
 
 
-def run(arguments: list[str], folder: Path) -> float:
-    """Returns the seconds that a command of train.py takes, in `folder`."""
+def run(script: str, arguments: list[str], folder: Path) -> float:
+    """Returns the seconds that a script of the template takes, in `folder`."""
     start = time.perf_counter()
-    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+    command = [sys.executable, str(ROOT / script), *arguments]
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
 
 
-def predict(checkpoints: list[str], folder: Path) -> dict:
-    """Returns a row of the table."""
-    seconds = run(["--predict", "all-pairs", "--checkpoint", *checkpoints], folder)
+def predict(runs: list[str], folder: Path) -> dict:
+    """Returns a row of the table, for the models of these runs together."""
+    seconds = run("predict.py", ["all-pairs", *runs], folder)
     written = folder / "all-pairs.predictions.tsv"
     with written.open() as file:
         pairs = sum(1 for _ in file) - 1
     megabytes = written.stat().st_size / 2**20
     return {
-        "models": len(checkpoints),
+        "models": len(runs),
         "pairs": pairs,
         "s": seconds,
         "pairs per s": pairs / seconds,
@@ -63,9 +64,8 @@ def predict(checkpoints: list[str], folder: Path) -> dict:
 
 
 def main() -> None:
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # ends the command, too
+    # So that SIGTERM ends the command, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -81,12 +81,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
-        checkpoints = []
+        runs = []
         for seed in range(options.members):
             member = ["run.dir=runs", f"run.name={seed}", f"run.seed={seed}"]
-            run(["--config", "config.yaml", "optim.epochs=1", *member], folder)
-            checkpoints.append(f"runs/{seed}/checkpoints/best.pt")
-        rows = [predict(checkpoints[:1], folder), predict(checkpoints, folder)]
+            run("train.py", ["--config", "config.yaml", "optim.epochs=1", *member], folder)
+            runs.append(f"runs/{seed}")
+        rows = [predict(runs[:1], folder), predict(runs, folder)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report({"All pairs of nodes": rows}, device, options.json)
 

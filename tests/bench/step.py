@@ -9,16 +9,18 @@ product, bytes at the rate of a copy. The traffic counts each node state, messag
 once, and the edges (index and value) once per block of samples, layer and direction.
 """
 
-import time
+import math
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
+from torch_geometric.data import Data
 
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from reach import block_size
-from tests.bench import arguments, build_batch, in_turn, peak_mb, report, synchronize
+from tests.bench import arguments, build_batch, in_turn, milliseconds, peak_mb, report
 from tests.bench.synthetic import build_graph
-from train import criterion
 
 
 class Step:
@@ -31,22 +33,20 @@ class Step:
         num_samples: int,
         hidden: int,
         layers: int,
-        dtype=None,
+        dtype: torch.dtype | None = None,
     ):
         torch.manual_seed(0)
         config = ModelConfig(hidden=hidden, layers=layers, dropout=0.0, message_passing=route)
         self.model = KnockoutGNN(config, shared.num_nodes, len(shared.relations)).to(shared.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.shared, self.batch, self.dtype = (
-            shared,
-            build_batch(shared, num_samples, model=config),
-            dtype,
-        )
+        self.shared = shared
+        self.batch = build_batch(shared, num_samples, model=config)
+        self.dtype = dtype
 
     def __call__(self) -> None:
         with torch.autocast(self.shared.device.type, self.dtype, enabled=self.dtype is not None):
             prediction = self.model(self.shared, self.batch)
-        (criterion(prediction, self.batch, self.model) / len(self.batch.y)).backward()
+        mean_loss(prediction, self.batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -55,26 +55,32 @@ class Step:
 
         Backward counts as twice forward.
         """
-        config, shared, num_samples = self.model.config, self.shared, len(self.batch.y)
-        num_edges, num_nodes, hidden = shared.edge_index.size(1), shared.num_nodes, config.hidden
-        state = num_nodes * hidden
-        block = block_size(
-            torch.empty(num_nodes, 1, hidden, device=shared.device), len(shared.relations)
-        )
-        dense = (
-            3 * 2 * 2 * state * hidden
-        )  # two products of [N, H] with [H, H], and two more for each in backward
+        shared = self.shared
+        hidden = self.model.config.hidden
+        layers = self.model.config.layers
+        num_edges = shared.edge_index.size(1)
+        state = shared.num_nodes * hidden  # numbers in the state of one sample
+        states = torch.empty(shared.num_nodes, 1, hidden, device=shared.device)
+        num_samples = len(self.batch.y)
+        num_blocks = math.ceil(num_samples / block_size(states, len(shared.relations)))
+        # Two products of [N, H] with [H, H], and two more for each in backward.
+        dense = 3 * 2 * 2 * state * hidden
         sparse = 2 * 2 * num_edges * hidden
         # All samples and the intact graph pass each layer, but the first layer sums messages on the
         # intact graph only.
-        flop = (num_samples + 1) * config.layers * dense + (
-            (num_samples + 1) * (config.layers - 1) + 1
-        ) * sparse
-        edges = 2 * 8 * num_edges * (-(-num_samples // block) * (config.layers - 1) + config.layers)
-        states = (
-            (num_samples + 1) * config.layers * 3 * 2 * 4 * state
-        )  # state and sum, forward, backward and re-read
-        return flop / 1e9, (edges + states) / 1e9
+        num_passes = (num_samples + 1) * layers
+        num_sums = (num_samples + 1) * (layers - 1) + 1
+        flop = num_passes * dense + num_sums * sparse
+        edge_bytes = 2 * 8 * num_edges * (num_blocks * (layers - 1) + layers)
+        # State and sum, forward, backward and re-read.
+        state_bytes = num_passes * 3 * 2 * 4 * state
+        return flop / 1e9, (edge_bytes + state_bytes) / 1e9
+
+
+def mean_loss(prediction: Tensor, batch: Data) -> Tensor:
+    """Returns the mean squared error of a batch; its scores are standardised."""
+    y = batch.y.to(prediction.dtype)
+    return (batch.weight * (prediction - y).square()).sum() / len(y)
 
 
 def rates(device: torch.device) -> tuple[float, float]:
@@ -85,26 +91,22 @@ def rates(device: torch.device) -> tuple[float, float]:
     a = torch.randn(2048, 2048, device=device)
     b = torch.empty(2**26, device=device)
     c = torch.randn(2**26, device=device)
-    best = [0.0, 0.0]
-    for _ in range(5):
-        for i, (function, work) in enumerate(
-            ((lambda: a @ a, 2 * 2048**3), (lambda: b.copy_(c), 2 * b.nbytes))
-        ):
-            synchronize(device)
-            start = time.perf_counter()
-            function()
-            synchronize(device)
-            best[i] = max(best[i], work / (time.perf_counter() - start) / 1e9)
-    return best[0], best[1]
+
+    def seconds(function: Callable[[], object]) -> float:
+        times = [milliseconds(function, device) for _ in range(5)]
+        return min(times) / 1e3
+
+    gflops = 2 * 2048**3 / seconds(lambda: a @ a) / 1e9
+    gbytes = 2 * b.nbytes / seconds(lambda: b.copy_(c)) / 1e9
+    return gflops, gbytes
 
 
 def available_mb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / 2**20
     with open("/proc/meminfo") as file:
-        return (
-            next(int(line.split()[1]) for line in file if line.startswith("MemAvailable")) / 2**10
-        )
+        line = next(line for line in file if line.startswith("MemAvailable"))
+    return int(line.split()[1]) / 2**10
 
 
 def main() -> None:
@@ -119,52 +121,50 @@ def main() -> None:
     shared = SharedGraph(build_graph(options.preset)).to(device)
     gflops, gbytes = rates(device)
 
-    def make(route: str, num_samples: int, dtype=None) -> Step:
+    def make(route: str, num_samples: int, dtype: torch.dtype | None = None) -> Step:
         return Step(shared, route, num_samples, options.hidden, options.layers, dtype)
 
-    one, two = (peak_mb(make("expanded", n), device) for n in (1, 2))
-    copies = max(1, min(28, int((0.8 * available_mb(device) - one) / max(two - one, 1)) + 1))
+    one = peak_mb(make("expanded", 1), device)
+    two = peak_mb(make("expanded", 2), device)
+    further = int((0.8 * available_mb(device) - one) / max(two - one, 1))
+    copies = max(1, min(28, 1 + further))
     steps = {f"expanded, B={copies}": make("expanded", copies)}
-    steps |= {f"shared, B={n}": make("shared", n) for n in options.batches}
+    for n in options.batches:
+        steps[f"shared, B={n}"] = make("shared", n)
     if device.type == "cuda":
-        steps |= {
-            f"shared, B={n}, bf16": make("shared", n, torch.bfloat16) for n in options.batches
-        }
+        for n in options.batches:
+            steps[f"shared, B={n}, bf16"] = make("shared", n, torch.bfloat16)
     memory = {name: peak_mb(step, device) for name, step in steps.items()}
     repeats = {name: options.repeats if name.startswith("shared") else 1 for name in steps}
     times = in_turn(steps, device, repeats, warm=True)
 
-    samples = {name: len(step.batch.y) for name, step in steps.items()}
+    per_sample = {name: times[name] / len(step.batch.y) for name, step in steps.items()}
     reference = next(iter(steps))
     rows = []
     for name, step in steps.items():
         row = {
             "step": name,
-            "speed-up per sample": times[reference]
-            / samples[reference]
-            / (times[name] / samples[name]),
-            "samples/s": 1e3 * samples[name] / times[name],
-            "ms per sample": times[name] / samples[name],
+            "speed-up per sample": per_sample[reference] / per_sample[name],
+            "samples/s": 1e3 / per_sample[name],
+            "ms per sample": per_sample[name],
             "it/s": 1e3 / times[name],
-            "peak MB per sample": memory[name] / samples[name],
+            "peak MB per sample": memory[name] / len(step.batch.y),
             "peak MB": memory[name],
-        }
-        gflop, gbyte = step.floor()
-        floor_ms = 1e3 * max(gflop / gflops, gbyte / gbytes)
-        row |= {
-            "GFLOP": gflop,
-            "GB": gbyte,
-            "floor ms": floor_ms,
-            "times the floor": times[name] / floor_ms,
         }
         if step.model.config.message_passing == "expanded":
             row |= dict.fromkeys(("GFLOP", "GB", "floor ms", "times the floor"), "")
+        else:
+            gflop, gbyte = step.floor()
+            floor_ms = 1e3 * max(gflop / gflops, gbyte / gbytes)
+            row["GFLOP"] = gflop
+            row["GB"] = gbyte
+            row["floor ms"] = floor_ms
+            row["times the floor"] = times[name] / floor_ms
         rows.append(row)
     edges = sum(shared.num_edges.values())
     title = (
-        f"Training step: hidden {options.hidden}, {options.layers} layers, 3 deletions, {edges:,} "
-        "edges; "
-        f"this machine: {gflops:,.0f} GFLOP/s, {gbytes:,.1f} GB/s"
+        f"Training step: hidden {options.hidden}, {options.layers} layers, 3 deletions, "
+        f"{edges:,} edges; this machine: {gflops:,.0f} GFLOP/s, {gbytes:,.1f} GB/s"
     )
     report({title: rows}, device, options.json)
 

@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import baseline
-import data
-import tables
+from baseline import load_baseline
+from data import DataConfig, KnockoutDataset, StepSampler, load, make_loader
 from mask import SharedGraph
+from tables import read_edges
 from tests.bench import report, resident_kb
 
 BATCH_SIZE = 128
@@ -32,16 +32,15 @@ BATCH_SIZE = 128
 
 def write_tables(folder: Path, rows: int, edges: int, genes: int) -> None:
     """Writes random tables of pairs and edges."""
-    draw, names = np.random.default_rng(0), np.array([f"Y{i:05d}W" for i in range(genes)])
+    draw = np.random.default_rng(0)
+    names = np.array([f"Y{i:05d}W" for i in range(genes)])
     with (folder / "scores.tsv").open("w") as file:
         file.write("genes\tscore\n")
         for start in range(0, rows, 10**6):
             pairs = names[draw.integers(genes, size=(min(10**6, rows - start), 2))]
             scores = draw.normal(size=len(pairs))
-            file.writelines(
-                f"{a},{b}\t{score:.5f}\n"
-                for (a, b), score in zip(pairs.tolist(), scores, strict=True)
-            )
+            for (a, b), score in zip(pairs.tolist(), scores, strict=True):
+                file.write(f"{a},{b}\t{score:.5f}\n")
     with (folder / "edges.tsv").open("w") as file:
         file.write("source\ttarget\trelation\n")
         for start in range(0, edges, 10**6):
@@ -49,16 +48,20 @@ def write_tables(folder: Path, rows: int, edges: int, genes: int) -> None:
             file.writelines(f"{a}\t{b}\tr{i % 9}\n" for i, (a, b) in enumerate(ends))
 
 
-def config(folder: str) -> data.DataConfig:
-    tables = {"edges": f"{folder}/edges.tsv", "perturbations": f"{folder}/scores.tsv"}
-    return data.DataConfig(cache_dir=f"{folder}/cache", **tables)
+def config_of(folder: str) -> DataConfig:
+    return DataConfig(
+        edges=f"{folder}/edges.tsv",
+        perturbations=f"{folder}/scores.tsv",
+        cache_dir=f"{folder}/cache",
+    )
 
 
 def first_read(folder: str) -> dict[str, float]:
     start = time.perf_counter()
-    tables = data.load(config(folder))
+    config = config_of(folder)
+    tables = load(config)
     read = time.perf_counter() - start
-    baseline.load_baseline(tables, tables.fingerprint(), config(folder), "squared")
+    load_baseline(tables, tables.fingerprint(), config.cache_dir, "squared")
     return {
         "read": read,
         "with baseline": time.perf_counter() - start,
@@ -68,9 +71,9 @@ def first_read(folder: str) -> dict[str, float]:
 
 def read_graph(folder: str) -> dict[str, float]:
     start = time.perf_counter()
-    tables.read_edges(f"{folder}/edges.tsv", data.Numbers())
+    read_edges(f"{folder}/edges.tsv", {})
     read = time.perf_counter() - start
-    tables = data.load(config(folder))
+    tables = load(config_of(folder))
     start = time.perf_counter()
     graph = SharedGraph(tables.graph())
     return {
@@ -81,13 +84,16 @@ def read_graph(folder: str) -> dict[str, float]:
 
 
 def later_start(folder: str) -> dict[str, float]:
-    tables = data.load(config(folder))
-    dataset = data.KnockoutDataset(tables, torch.ones(len(tables.genes)).long())
-    sampler = data.StepSampler(tables.rows("train"), BATCH_SIZE, 1, 1, 0, seed=0)
-    baseline.load_baseline(tables, tables.fingerprint(), config(folder), "squared")
+    config = config_of(folder)
+    tables = load(config)
+    dataset = KnockoutDataset(tables, torch.ones(len(tables.genes), dtype=torch.long))
+    sampler = StepSampler(
+        tables.rows("train"), BATCH_SIZE, accumulate=1, world_size=1, rank=0, seed=0
+    )
+    load_baseline(tables, tables.fingerprint(), config.cache_dir, "squared")
     tables.unseen()
     sampler.set_epoch(1, first_step=sampler.steps_per_epoch // 2)  # a resumed run
-    loader = data.make_loader(dataset, sampler, 0, torch.device("cpu"))
+    loader = make_loader(dataset, sampler, 0, torch.device("cpu"))
     batches = chain.from_iterable(repeat(loader))  # as often as it takes
     next(batches)
     since = time.time() - float(os.environ["STARTED"])
@@ -104,19 +110,11 @@ PHASES = {"first read": first_read, "graph": read_graph, "later start": later_st
 
 
 def run(phase: str, folder: Path) -> dict[str, float]:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.bench.tables",
-        "--phase",
-        phase,
-        "--folder",
-        str(folder),
-    ]
+    arguments = ["--phase", phase, "--folder", str(folder)]
+    command = [sys.executable, "-m", "tests.bench.tables", *arguments]
     environment = {**os.environ, "STARTED": str(time.time())}
-    return json.loads(
-        subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
-    )
+    process = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
+    return json.loads(process.stdout)
 
 
 def main() -> None:
@@ -135,22 +133,19 @@ def main() -> None:
     parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.phase:
-        return print(json.dumps(PHASES[options.phase](str(options.folder))))
+        print(json.dumps(PHASES[options.phase](str(options.folder))))
+        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "edges.tsv").exists():
             write_tables(folder, options.rows, options.edges, options.genes)
-        rows = [
-            {"phase": phase}
-            | {"figures": "; ".join(f"{k} {v:,.2f}" for k, v in run(phase, folder).items())}
-            for phase in PHASES
-        ]
-    report(
-        {f"{options.rows:,} pairs, {options.edges:,} edges": rows},
-        torch.device("cpu"),
-        options.json,
-    )
+        rows = []
+        for phase in PHASES:
+            figures = [f"{name} {value:,.2f}" for name, value in run(phase, folder).items()]
+            rows.append({"phase": phase, "figures": "; ".join(figures)})
+    title = f"{options.rows:,} pairs, {options.edges:,} edges"
+    report({title: rows}, torch.device("cpu"), options.json)
 
 
 if __name__ == "__main__":

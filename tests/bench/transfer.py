@@ -13,6 +13,7 @@ and the difference of the two runs of each seed.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -23,10 +24,11 @@ from pathlib import Path
 import torch
 
 import data
-import train
 from errors import DataError, UserError
+from tables import SPLITS
 from tests.bench import report
 from tests.tools.runs import ROOT, read_metrics
+from train import read_config
 
 FEW = 10  # one of so many training rows is kept
 
@@ -45,35 +47,28 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", type=Path)
     options, overrides = parser.parse_known_args()
     overrides = [f"--config={options.config.resolve()}", *overrides, f"data.split={options.split}"]
-    orders = (
-        (options.first.resolve(), options.second.resolve()),
-        (options.second.resolve(), options.first.resolve()),
-    )
+    first = options.first.resolve()
+    second = options.second.resolve()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            few = [few_rows(table, Path(folder), overrides) for _, table in orders]
-        except (UserError, DataError, OSError) as error:
+            few_of_first = few_rows(first, Path(folder), overrides)
+            few_of_second = few_rows(second, Path(folder), overrides)
+        except (UserError, OSError) as error:
             sys.exit(str(error))
-        rows = []
-        for (other, _), table in zip(orders, few, strict=True):
-            rows.append(
-                compare(other, table, folder, overrides, options.seeds) | {"from": other.name}
-            )
+        rows = [
+            compare(first, few_of_second, folder, overrides, options.seeds),
+            compare(second, few_of_first, folder, overrides, options.seeds),
+        ]
     title = (
-        f"Test Pearson, split by {options.split}, one in {FEW} training rows, {options.seeds} "
-        "seeds: mean (sd)"
+        f"Test Pearson, split by {options.split}, one in {FEW} training rows, "
+        f"{options.seeds} seeds: mean (sd)"
     )
-    columns = ("from", "baseline", "from scratch", "from the other", "difference")
-    report(
-        {title: [{name: row[name] for name in columns} for row in rows]},
-        torch.device("cpu"),
-        options.json,
-    )
+    report({title: rows}, torch.device("cpu"), options.json)
 
 
 def few_rows(table: Path, folder: Path, overrides: list[str]) -> Path:
     """Writes a table with one in `FEW` of its training rows, and all to validate and to test."""
-    config = train.read_config([*overrides, f"data.perturbations={table}"])
+    config = read_config([*overrides, f"data.perturbations={table}"])
     tables = data.load(config.data)
     generator = torch.Generator().manual_seed(0)
     kept = (torch.rand(len(tables.y), generator=generator) < 1 / FEW) | ~tables.is_in("train")
@@ -85,7 +80,7 @@ def few_rows(table: Path, folder: Path, overrides: list[str]) -> Path:
     with path.open("w") as file:
         file.write(f"{header}\tsplit\n")
         for row in kept.nonzero().flatten().tolist():
-            file.write(f"{lines[row]}\t{tables.SPLITS[tables.split[row]]}\n")
+            file.write(f"{lines[row]}\t{SPLITS[tables.split[row]]}\n")
     return path
 
 
@@ -93,7 +88,9 @@ def compare(
     other: Path, few: Path, folder: str, overrides: list[str], seeds: int
 ) -> dict[str, str]:
     """Returns the cells of a row: from scratch, and from a run on the `other` table."""
-    scratch, tuned, baseline = [], [], 0.0
+    scratch = []
+    tuned = []
+    baseline = math.nan
     for seed in range(seeds):
         run(f"{other.stem}-{seed}", other, folder, [*overrides, f"run.seed={seed}"])
         init = f"run.init={folder}/{other.stem}-{seed}/checkpoints/best.pt"
@@ -103,6 +100,7 @@ def compare(
         tuned.append(run(f"{few.stem}-tuned-{seed}", few, folder, [*with_split, init])["pearson"])
         baseline = test["baseline_pearson"]
     return {
+        "from": other.name,
         "baseline": f"{baseline:.3f}",
         "from scratch": mean_and_sd(scratch),
         "from the other": mean_and_sd(tuned),
@@ -121,9 +119,8 @@ def run(name: str, table: Path, folder: str, overrides: list[str]) -> dict:
 
 
 def mean_and_sd(values: list[float]) -> str:
-    return (
-        f"{statistics.mean(values):.3f} ({statistics.stdev(values) if len(values) > 1 else 0:.3f})"
-    )
+    sd = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.3f} ({sd:.3f})"
 
 
 if __name__ == "__main__":
