@@ -24,19 +24,14 @@ import pytest
 
 pytest_plugins = ["tests.options"]
 ROOT = Path(__file__).resolve().parent.parent
-os.environ["RES_OPTIONS"] = (
-    "timeout:1 attempts:1"  # torch does DNS look-ups, which the tests must not wait for
-)
+# torch does DNS look-ups, which the tests must not wait for.
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 DEFAULTS = "defaults.yaml"  # a file of options in the folder of a test
 SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
 MODULES = tuple(path.stem for path in ROOT.glob("*.py"))
-EXAMPLE_SIZE = (400, 8000, 6000, 1)  # nodes, edges, rows and scores of tests/example
-FOR_ANY_MODEL = (
-    "test_contract",
-    "test_mask",
-    "test_config",
-)  # that pass with other models and tables, too
-
+EXAMPLE_SIZE = (400, 8000, 6000, 1)  # nodes, edges, rows and scores of the example
+# Files of tests that pass with other models and tables, too.
+FOR_ANY_MODEL = ("test_contract", "test_mask", "test_reach", "test_config")
 
 REPLACED_IN_WORKERS: set[str] = set()  # of pytest-xdist
 
@@ -50,9 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if runs_tests(config):
-        if (
-            signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        ):  # under nohup; what the tests start would inherit that
+        # Under nohup, what the tests start would ignore it, too.
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             signal.signal(signal.SIGHUP, lambda number, frame: None)
         forkserver.ensure_running()  # it imports while the tests are collected
 
@@ -97,11 +91,10 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    found = {replaced()} if runs_tests(config) else REPLACED_IN_WORKERS
-    for name in found - {""}:
-        terminalreporter.line(
-            f"not the template's: {name}; only {', '.join(FOR_ANY_MODEL)} were run"
-        )
+    names = {replaced()} if runs_tests(config) else REPLACED_IN_WORKERS
+    files = ", ".join(FOR_ANY_MODEL)
+    for name in names - {""}:
+        terminalreporter.line(f"not the template's: {name}; only {files} were run")
 
 
 @functools.cache
@@ -116,19 +109,20 @@ def replaced() -> str:
     from task import KnockoutTask
 
     config = Config()
+    names = []
     try:
         tables = data.load(config.data)
         size = (len(tables.genes), len(tables.edge_type), *tables.y.shape)
     except Exception:
         return "data.load"
+    if size != EXAMPLE_SIZE:
+        names.append("data.load")
     built = None
     with contextlib.suppress(Exception):
         built = KnockoutTask.from_tables(tables, config).build_model()
-    found = {
-        "data.load": size != EXAMPLE_SIZE,
-        "KnockoutTask.build_model": type(built) is not getattr(model, "KnockoutGNN", None),
-    }
-    return ", ".join(name for name, is_replaced in found.items() if is_replaced)
+    if type(built) is not getattr(model, "KnockoutGNN", None):
+        names.append("KnockoutTask.build_model")
+    return ", ".join(names)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -157,12 +151,8 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Finished]]:
     mark = f"TEST_MARK={uuid.uuid4()}"
 
     def start(command: list[str], timeout: float = 120, **env: str) -> Finished:
-        environment = {
-            **clean_environment(),
-            "PYTHONPATH": str(ROOT),
-            **env,
-            **dict([mark.split("=")]),
-        }
+        environment = {**clean_environment(), "PYTHONPATH": str(ROOT), **env}
+        environment |= dict([mark.split("=")])
         process = subprocess.Popen(
             command,
             cwd=tmp_path,
@@ -186,29 +176,18 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Finished]]:
 
 
 def clean_environment() -> dict[str, str]:
-    """Returns the environment without some variables.
-
-    They are those that make launch.sh or train.py part of a job, or set its size.
-    """
-    names = (
-        "OMP_NUM_THREADS",
-        "GOMP_SPINCOUNT",
-        "RANK",
-        "WORLD_SIZE",
-        "NPROC",
-        "NNODES",
-        "RDZV",
-        "RDZV_TIMEOUT",
-    )
-    names += ("MAX_RESTARTS", "STOP_FILE")
-    return {
-        k: v
-        for k, v in os.environ.items()
-        if k not in names and not k.startswith(("SLURM", "SBATCH"))
-    }
+    """Returns the environment without what makes a command part of a job, or sets its size."""
+    names = {"OMP_NUM_THREADS", "GOMP_SPINCOUNT", "RANK", "WORLD_SIZE", "NPROC", "NNODES", "RDZV"}
+    names |= {"RDZV_TIMEOUT", "MAX_RESTARTS", "STOP_FILE"}
+    environment = {}
+    for name, value in os.environ.items():
+        if name not in names and not name.startswith(("SLURM", "SBATCH")):
+            environment[name] = value
+    return environment
 
 
 def kill_marked(mark: str) -> None:
+    """Kills the processes that have this `NAME=value` in their environment."""
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
             if mark.encode() in environ.read_bytes().split(b"\0"):
@@ -347,8 +326,6 @@ def fork_ranks(
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    shared |= {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",
@@ -377,11 +354,10 @@ def launch_forked(
     folder = Path(arguments[1])
     _store, ranks = fork_ranks(folder, world_size, script, arguments, variables, cwd)
     codes = join(ranks, timeout)
-    outputs = [
-        (folder / f"rank{r}.{name}").read_text()
-        for r in range(world_size)
-        for name in ("stdout", "stderr")
-    ]
+    outputs = []
+    for rank in range(world_size):
+        for stream in ("stdout", "stderr"):
+            outputs.append((folder / f"rank{rank}.{stream}").read_text())
     return max(map(abs, codes)), "\n".join(outputs)
 
 
@@ -412,38 +388,30 @@ def _run_script(
     for variable in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE"):
         os.environ.pop(variable, None)
     os.environ.update(variables)
-    torch.set_num_threads(
-        int(variables.get("OMP_NUM_THREADS", 1))
-    )  # torch has already read the variable
+    # torch has already read the variable.
+    torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", 1)))
     sys.argv = command
-    copy = next(
-        (str(parent) for parent in Path(command[0]).parents if (parent / "train.py").exists()),
-        str(ROOT),
-    )
-    if copy != str(
-        ROOT
-    ):  # a copy of the template must import its own modules, not those preloaded by the server
-        for module in list(sys.modules):
-            if module.partition(".")[0] in (*MODULES, "tests"):
-                del sys.modules[module]
-        sys.path.insert(0, copy)
-    for number, stream in (
-        (0, os.devnull),
-        (1, f"{folder}/{name}.stdout"),
-        (2, f"{folder}/{name}.stderr"),
-    ):
-        handle = os.open(
-            stream, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        )
-        os.dup2(handle, number)
+    for parent in Path(command[0]).parents:
+        if (parent / "train.py").exists() and parent != ROOT:
+            import_from_copy(parent)
+            break
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, stream in ((1, "stdout"), (2, "stderr")):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        os.dup2(os.open(f"{folder}/{name}.{stream}", flags), number)
     runpy.run_path(command[0], run_name="__main__")
 
 
-def join(processes: list, timeout: float = 120) -> list[int]:
-    """Returns the exit codes; processes that run after `timeout` seconds fail the test.
+def import_from_copy(folder: Path) -> None:
+    """Makes this process import a copy's own modules, not those that the server has imported."""
+    for module in list(sys.modules):
+        if module.partition(".")[0] in (*MODULES, "tests"):
+            del sys.modules[module]
+    sys.path.insert(0, str(folder))
 
-    They are killed.
-    """
+
+def join(processes: list, timeout: float = 120) -> list[int]:
+    """Returns the exit codes; processes that run after `timeout` seconds are killed, and fail."""
     deadline = time.monotonic() + timeout
     for process in processes:
         process.join(max(0, deadline - time.monotonic()))
@@ -473,10 +441,14 @@ def tables(tmp_path: Path) -> list[str]:
     return ["data.edges=edges.tsv", "data.perturbations=scores.tsv"]
 
 
-def copy_template(folder: Path) -> Path:
+def copy_template(folder: Path, tests: bool = True) -> Path:
     """Copies what a user would copy, without runs and caches, and returns the folder."""
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "example", folder / "example")
+    folder.mkdir(parents=True, exist_ok=True)
+    if tests:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "tests", folder / "tests", ignore=ignored)
+    for name in ("example", "docs"):
+        shutil.copytree(ROOT / name, folder / name)
     names = ("config.yaml", "launch.sh", "pyproject.toml", "requirements.txt", "README.md")
     for path in (*ROOT.glob("*.py"), *(ROOT / name for name in names)):
         shutil.copy(path, folder)

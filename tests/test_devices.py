@@ -17,8 +17,16 @@ from torch._subclasses.fake_tensor import (
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from reach import ReachPlanner
-from tests.test_model import NUM_FEATURES, NUM_NODES, SETS, make_batch, set_block, shared  # noqa: F401
-from train import criterion
+from tests.test_model import (
+    NUM_FEATURES,
+    NUM_NODES,
+    SETS,
+    make_batch,
+    make_dataset,
+    set_block,  # noqa: F401
+    shared,  # noqa: F401
+)
+from tests.tools.runs import task_of
 
 
 class FakeGPUs:
@@ -61,14 +69,18 @@ def test_masks_model_and_loss_stay_on_their_gpu_without_syncs(
 ):
     set_block(2)
     planner = {"shared": ReachPlanner(shared, 1), "reach": ReachPlanner(shared, 2)}.get(route)
+    dataset = make_dataset(shared, SETS, planner)
     batch = make_batch(shared, SETS, planner).apply(gpus.tensor)
     graph = gpus.module(shared)
     config = ModelConfig(hidden=8, message_passing=route, readout=readout)
     model = gpus.module(KnockoutGNN(config, NUM_NODES, 3, NUM_FEATURES)).train()
     with gpus.mode:
-        results = [graph.keep(batch), graph.dead_edges(batch)]
+        results = [graph.keep(batch), graph.levels(batch), graph.dead_edges(batch)]
         results += [*graph.edge_masks(batch).values(), *graph.expand(batch).values()]
-        loss = criterion(model(graph, batch), batch, model)
+        task = task_of(graph, dataset)
+        prediction = model(graph, batch)
+        loss = task.loss(prediction, batch)
+        results += [prediction, task.rescale(prediction)]
     assert {result.device for result in (*results, loss)} == {torch.device("cuda:3")}
     assert loss.shape == () and all(result.numel() for result in results if result.size(-1))
 
@@ -81,18 +93,19 @@ def test_a_batch_on_another_device_is_refused(gpus, shared, device, readout):  #
     model = gpus.module(
         KnockoutGNN(ModelConfig(hidden=8, readout=readout), NUM_NODES, num_relations=3)
     )
-    message = (
-        rf"the batch is on {device} but the graph is on cuda:3: call batch = batch.to\('cuda:3'\)"
-    )
+    message = f"the batch is on {device} but the graph is on cuda:3"
+    advice = r": call batch = batch.to\('cuda:3'\)"
     calls = [
+        graph.check,
         graph.keep,
+        graph.levels,
         graph.dead_edges,
         graph.edge_masks,
         graph.expand,
         lambda batch: model(graph, batch),
     ]
     for call in calls:
-        with gpus.mode, pytest.raises(RuntimeError, match=message):
+        with gpus.mode, pytest.raises(RuntimeError, match=message + advice):
             call(batch)
 
 

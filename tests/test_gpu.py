@@ -7,9 +7,17 @@ import torch
 
 from ddp_setup import DDPConfig, Distributed
 from optim import OptimConfig, build_optimizer, optimizer_step
-from tests.test_model import SETS, make_batch, make_model, outputs_and_gradients, shared  # noqa: F401
+from tests.test_model import (
+    SETS,
+    make_batch,
+    make_dataset,
+    make_model,
+    outputs_and_gradients,
+    shared,  # noqa: F401
+)
 from tests.tools.gpu import same_draws
-from train import Meter, criterion
+from tests.tools.runs import task_of
+from train import Meter, autocast
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,12 +29,10 @@ pytestmark = [
 def test_the_gpu_agrees_with_the_cpu(shared, readout):  # noqa: F811
     results = []
     for device in ("cpu", "cuda"):
-        graph, batch = shared.to(device, torch.float64), make_batch(shared, SETS).to(device)
-        results.append(
-            outputs_and_gradients(
-                make_model(torch.float64, readout=readout).to(device), graph, batch
-            )
-        )
+        graph = shared.to(device, torch.float64)
+        batch = make_batch(shared, SETS).to(device)
+        model = make_model(torch.float64, readout=readout).to(device)
+        results.append(outputs_and_gradients(model, graph, batch))
     for ours, reference in zip(results[1], results[0], strict=True):
         assert (ours.cpu() - reference).norm() <= 1e-10 * reference.norm()
 
@@ -35,27 +41,28 @@ def test_random_numbers_have_the_bits_of_the_cpus():
     assert same_draws(torch.device("cuda"))[0]
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_ten_training_steps_never_wait_for_the_gpu(shared, dtype):  # noqa: F811
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ten_training_steps_never_wait_for_the_gpu(shared, precision):  # noqa: F811
+    optim = OptimConfig(precision=precision)
     graph = shared.to("cuda")
+    task = task_of(graph, make_dataset(shared, SETS))
     model = make_model(dropout=0.1).to("cuda").train()
     env = Distributed(DDPConfig())
     env.device = torch.device("cuda", 0)
-    optimizer = build_optimizer(model, OptimConfig(), env)
+    optimizer = build_optimizer(model, optim, env)
     scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
-    meter = Meter(env, OptimConfig())
+    meter = Meter(env, optim)
     batch = make_batch(shared, SETS).pin_memory()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(10):
-            on_gpu = copy.copy(batch).to(
-                "cuda", non_blocking=True
-            )  # Data.to moves the batch in place
-            with torch.autocast("cuda", dtype, enabled=dtype is not None):
+            # `Data.to` moves a batch in place.
+            on_gpu = copy.copy(batch).to("cuda", non_blocking=True)
+            with autocast(optim, env):
                 prediction = model(graph, on_gpu)
-            loss = criterion(prediction, on_gpu, model)
+            loss = task.loss(prediction, on_gpu)
             scaler.scale(loss).backward()
-            norm_and_scale = optimizer_step(model, optimizer, scaler, OptimConfig())
+            norm_and_scale = optimizer_step(model, optimizer, scaler, optim)
             meter.loss += loss.detach()
             meter.count(len(batch.y), len(batch.y), norm_and_scale)
     finally:

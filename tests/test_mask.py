@@ -1,26 +1,19 @@
 """The mask kernel, compared with a plain loop over the edges."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Batch, Data, HeteroData
 
 from data import KnockoutDataset
-from mask import SharedGraph, _segment_product, spmm
-from reach import ReachPlanner
+from mask import ExpandedMessages, SharedGraph, _segment_product, intact_batch, num_samples, spmm
 from tests.tools.runs import tables_of
 from tests.tools.syncs import CountSynchronisations
 
 NUM_NODES = 9
-SETS = [
-    [0, 3],
-    [],
-    [5, 5, 5],
-    [8],
-    [2, 0, 7, 1],
-]  # node 4 is never knocked out, 5 is listed three times
+SETS = [[0, 3], [], [5, 5, 5], [8], [2, 0, 7, 1]]  # node 4 never, node 5 listed three times
+LEVELS = [{0: 0.3, 3: 0.0}, {}, {5: 3.0}, {8: 0.0}, {2: 1.0, 0: 0.0, 7: 2.5, 1: 0.0}]
+DEAD = [[node for node, level in nodes.items() if level == 0] for nodes in LEVELS]
 
 
 @pytest.fixture
@@ -44,28 +37,32 @@ def make_batch(shared: SharedGraph, sets: list) -> Data:
 
 
 def loop_masks(graph: HeteroData, sets: list[list[int]]) -> dict:
-    """Computes the masks one edge at a time."""
-    return {
-        relation: torch.tensor(
-            [
-                source not in dead and target not in dead
-                for dead in sets
-                for source, target in graph[relation].edge_index.T.tolist()
-            ],
-            dtype=torch.bool,
-        )
-        for relation in graph.edge_types
-    }
+    """Returns the masks, computed one edge at a time."""
+    masks = {}
+    for relation in graph.edge_types:
+        mask = []
+        for dead in sets:
+            for source, target in graph[relation].edge_index.T.tolist():
+                mask.append(source not in dead and target not in dead)
+        masks[relation] = torch.tensor(mask, dtype=torch.bool)
+    return masks
 
 
-def test_keep_is_0_only_for_knocked_out_nodes(graph):
+def loop_levels(sets: list[dict[int, float]]) -> Tensor:
+    """Returns the level of each node in each sample, float32 [N, B], one at a time."""
+    return torch.tensor([[nodes.get(node, 1.0) for nodes in sets] for node in range(NUM_NODES)])
+
+
+def test_keep_is_false_only_for_knocked_out_nodes(graph):
     shared = SharedGraph(graph)
-    keep = shared.keep(make_batch(shared, SETS))
-    expected = torch.tensor(
-        [[float(node not in dead) for dead in SETS] for node in range(NUM_NODES)]
-    )
-    assert torch.equal(keep, expected)
-    assert shared.double().keep(make_batch(shared, SETS)).dtype == torch.float64
+    batch = make_batch(shared, SETS)
+    assert num_samples(batch) == len(SETS)
+    keep = shared.keep(batch)
+    expected = torch.tensor([[node not in dead for dead in SETS] for node in range(NUM_NODES)])
+    assert keep.dtype == torch.bool and torch.equal(keep, expected)
+    levels = shared.levels(batch)
+    assert levels.dtype == torch.float32 and torch.equal(levels, expected.float())
+    assert shared.double().levels(batch).dtype == torch.float64
 
 
 def test_edge_masks_equal_a_loop(graph):
@@ -85,111 +82,58 @@ def test_dead_edges_index_the_concatenated_masks(graph):
     assert torch.equal(dead.unique(), expected)
 
 
-LEVELS = [{0: 0.3, 3: 0.0}, {}, {5: 3.0}, {8: 0.0}, {2: 1.0, 0: 0.0, 7: 2.5, 1: 0.0}]
-DEAD = [[node for node, level in nodes.items() if level == 0] for nodes in LEVELS]
-
-
 def test_a_node_at_a_level_is_alive_and_keeps_its_edges(graph):
     shared = SharedGraph(graph)
     batch = make_batch(shared, LEVELS)
-    expected = torch.tensor(
-        [[nodes.get(node, 1.0) for nodes in LEVELS] for node in range(NUM_NODES)]
-    )
-    assert torch.equal(shared.keep(batch), expected)
-    masks, expected = shared.edge_masks(batch), loop_masks(graph, DEAD)
+    assert torch.equal(shared.levels(batch), loop_levels(LEVELS))
+    assert torch.equal(shared.keep(batch), loop_levels(LEVELS) > 0)
+    masks = shared.edge_masks(batch)
+    expected = loop_masks(graph, DEAD)
     assert all(torch.equal(masks[relation], expected[relation]) for relation in graph.edge_types)
-    dead = (~torch.cat(list(expected.values()))).nonzero().flatten()
-    assert torch.equal(shared.dead_edges(batch).unique(), dead) and batch.num_dead_edges == len(
-        shared.dead_edges(batch)
-    )
-    everything, same = shared.expand(batch), shared.expand(make_batch(shared, DEAD))
-    assert all(torch.equal(everything[relation], same[relation]) for relation in graph.edge_types)
+    dead = shared.dead_edges(batch)
+    expected_dead = (~torch.cat(list(expected.values()))).nonzero().flatten()
+    assert torch.equal(dead.unique(), expected_dead) and batch.num_dead_edges == len(dead)
+    copied = shared.expand(batch)
+    expected_copies = shared.expand(make_batch(shared, DEAD))
+    for relation in graph.edge_types:
+        assert torch.equal(copied[relation], expected_copies[relation])
 
 
 def test_a_node_sends_its_state_times_its_level(graph):
     shared = SharedGraph(graph).double()
     batch = make_batch(shared, LEVELS)
     x = torch.randn(NUM_NODES, len(LEVELS), 4, dtype=torch.float64)
-    level = torch.ones(NUM_NODES, len(LEVELS), dtype=torch.float64)
-    for sample, nodes in enumerate(LEVELS):
-        for node, value in nodes.items():
-            level[node, sample] = value
-    expected = torch.einsum("rts,sb,sbh->tbh", matrices(graph), level, x)
-    torch.testing.assert_close(
-        shared.propagate(x, keep=shared.keep(batch)), expected, rtol=1e-6, atol=1e-6
-    )
+    gate = torch.randn(3, 4, dtype=torch.float64)
+    level = loop_levels(LEVELS).double()
+    expected = torch.einsum("rts,sb,sbh,rh->tbh", matrices(graph), level, x, gate)
+    sums = shared.propagate(x, gate, level=shared.levels(batch))
+    torch.testing.assert_close(sums, expected, rtol=1e-6, atol=1e-6)
+
+    # On copies, dead nodes get nothing, which nothing reads.
+    alive = shared.keep(batch).unsqueeze(-1)
+    on_copies = ExpandedMessages(shared, batch)(x, gate)
+    torch.testing.assert_close(on_copies * alive, expected * alive, rtol=1e-6, atol=1e-6)
 
 
-def test_nodes_at_a_level_reach_what_deleted_ones_do_and_live(graph):
-    shared = SharedGraph(graph)
-    planner = ReachPlanner(shared, 3)
-    planner.max_edges = math.inf
-    edges = [
-        edge for relation in graph.edge_types for edge in graph[relation].edge_index.T.tolist()
-    ]
-    for _ in range(2):  # the planner forgets the levels of a batch
-        (block,) = planner(make_batch(shared, LEVELS)).reach
-        reached: list[set] = [set() for _ in LEVELS]
-        for plan in block.layers:
-            for nodes, dead, changed in zip(LEVELS, DEAD, reached, strict=True):
-                senders = changed | set(nodes)
-                changed |= {
-                    target for source, target in edges if source in senders and target not in dead
-                }
-            found: list[set] = [set() for _ in LEVELS]
-            for node, sample in zip(plan.node.tolist(), plan.sample.tolist(), strict=True):
-                found[sample].add(node)
-            assert found == reached
-        planner(make_batch(shared, [{}]))
+def test_a_batch_without_knock_outs_leaves_the_graph_intact(graph):
+    shared = SharedGraph(graph).double()
+    batch = intact_batch(shared.device)
+    assert num_samples(batch) == 1 and shared.keep(batch).all()
+    assert all(mask.all() for mask in shared.edge_masks(batch).values())
+    x = torch.randn(NUM_NODES, 1, 4, dtype=torch.float64)
+    gate = torch.randn(3, 4, dtype=torch.float64)
+    on_copies = ExpandedMessages(shared, batch)(x, gate)
+    torch.testing.assert_close(on_copies, shared.propagate(x, gate), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_reached_states_are_those_that_a_loop_finds(graph, order):
-    """Whatever batch the planner has seen before."""
-    shared = SharedGraph(graph)
-    planner = ReachPlanner(shared, 3)
-    planner.max_edges = math.inf
-    edges = [
-        edge for relation in graph.edge_types for edge in graph[relation].edge_index.T.tolist()
-    ]
-    for sets in (SETS, SETS[::-1], [[]], [], SETS * 9)[::order]:
-        reached: list[set] = [set() for _ in sets]
-        plan = [block.layers for block in planner(make_batch(shared, sets)).reach]
-        for depth in range(3):
-            for dead, changed in zip(sets, reached, strict=True):
-                senders = changed | set(dead)
-                changed |= {
-                    target for source, target in edges if source in senders and target not in dead
-                }
-            found: list[set] = [set() for _ in sets]
-            for block, layers in enumerate(plan):
-                for node, sample in zip(
-                    layers[depth].node.tolist(), layers[depth].sample.tolist(), strict=True
-                ):
-                    found[block * planner.block + sample].add(node)
-            assert found == reached
-
-
-@pytest.mark.parametrize(("states", "sizes"), [(2 * NUM_NODES + 1, [2, 2, 2, 1]), (1, [1] * 7)])
-def test_blocks_of_a_large_graph_have_few_samples(graph, monkeypatch, states, sizes):
-    """So that the states of all nodes in a block fit in memory."""
-    monkeypatch.setattr(ReachPlanner, "STATES", states)
-    shared = SharedGraph(graph)
-    batch = make_batch(shared, (SETS * 7)[:7])
-    blocks = ReachPlanner(shared, 1).plan(batch)
-    assert [block.num_samples for block in blocks] == sizes
-    assert torch.cat([shared.keep(block) for block in blocks], dim=1).equal(shared.keep(batch))
+def edges_of(graph: HeteroData) -> list[list[int]]:
+    """Returns source and target of the edges of all relations."""
+    return [edge for r in graph.edge_types for edge in graph[r].edge_index.T.tolist()]
 
 
 def test_degree_counts_a_self_loop_once(graph):
-    expected = [
-        sum(
-            node in edge
-            for relation in graph.edge_types
-            for edge in graph[relation].edge_index.T.tolist()
-        )
-        for node in range(NUM_NODES)
-    ]
+    edges = edges_of(graph)
+    expected = [sum(node in edge for edge in edges) for node in range(NUM_NODES)]
     assert SharedGraph(graph).degree.tolist() == expected
 
 
@@ -200,8 +144,6 @@ def test_a_self_loop_is_dead_only_once(graph):
 
 
 def test_expand_has_the_layout_of_a_pyg_batch(graph):
-    from torch_geometric.data import Batch
-
     shared = SharedGraph(graph)
     expanded = shared.expand(make_batch(shared, SETS))
     expected = Batch.from_data_list([graph] * len(SETS))
@@ -213,15 +155,13 @@ def test_expand_has_the_layout_of_a_pyg_batch(graph):
 def test_empty_knock_out_sets_mask_nothing(graph, sets):
     shared = SharedGraph(graph)
     batch = make_batch(shared, sets)
-    assert shared.keep(batch).shape == (NUM_NODES, len(sets))
+    assert shared.keep(batch).shape == (NUM_NODES, len(sets)) and shared.keep(batch).all()
     assert shared.dead_edges(batch).numel() == 0
     for relation, mask in shared.edge_masks(batch).items():
         assert mask.shape == (len(sets) * shared.num_edges[relation],)
         assert mask.all()
-    assert all(
-        index.size(1) == len(sets) * shared.num_edges[r]
-        for r, index in shared.expand(batch).items()
-    )
+    for relation, edge_index in shared.expand(batch).items():
+        assert edge_index.size(1) == len(sets) * shared.num_edges[relation]
 
 
 def matrices(graph: HeteroData) -> Tensor:
@@ -244,37 +184,31 @@ def assert_propagates_as_dense_products(
     tolerance: float,
 ) -> None:
     """Compares sums over neighbours and their gradients with products of dense float64 matrices."""
-    dtype, expected = shared.edge_weight.dtype, matrices(graph)
+    dtype = shared.edge_weight.dtype
+    dense = matrices(graph)
     generator = torch.Generator().manual_seed(0)
-    shapes = (NUM_NODES, 2, 8), (len(expected), 8), (NUM_NODES, 2, 8)
     x, gate, upstream = (
-        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in [(NUM_NODES, 2, 8), (len(dense), 8), (NUM_NODES, 2, 8)]
     )
-    x, gate = x.to(dtype).requires_grad_(), gate.to(dtype).requires_grad_()
+    x = x.to(dtype).requires_grad_()
+    gate = gate.to(dtype).requires_grad_()
     inputs = (x, gate) if gated else (x,)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        ours = shared.propagate(*inputs)
+        sums = shared.propagate(*inputs)
     factor = gate.double() if gated else torch.ones(3, 8, dtype=torch.float64)
-    reference = torch.einsum("rts,sbh,rh->tbh", expected, x.double(), factor)
-    pairs = zip(
-        (ours, *torch.autograd.grad(ours, inputs, upstream.to(dtype))),
-        (reference, *torch.autograd.grad(reference, inputs, upstream)),
-        strict=True,
-    )
-    for found, wanted in pairs:
-        assert found.dtype == dtype
-        assert (found - wanted).norm() <= tolerance * wanted.norm()
+    expected = torch.einsum("rts,sbh,rh->tbh", dense, x.double(), factor)
+    results = (sums, *torch.autograd.grad(sums, inputs, upstream.to(dtype)))
+    references = (expected, *torch.autograd.grad(expected, inputs, upstream))
+    for result, reference in zip(results, references, strict=True):
+        assert result.dtype == dtype
+        assert (result - reference).norm() <= tolerance * reference.norm()
 
 
+# Weights are rounded to float32 before they are float64.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [
-        (torch.float64, 1e-7),
-        (torch.float32, 1e-6),
-    ],  # as weights are rounded to float32 before they are float64
-)
 def test_propagate_equals_dense_products_with_their_gradients(
     graph, gated, autocast, dtype, tolerance
 ):
@@ -286,45 +220,38 @@ def test_propagate_equals_dense_products_with_their_gradients(
 
 def test_the_stacked_matrices_are_sorted_by_row_and_column(graph):
     stack = SharedGraph(graph).stack
-    for ptr, col in (
-        (stack.forward_ptr, stack.forward_col),
-        (stack.backward_ptr, stack.backward_col),
-    ):
+    forward = (stack.forward_ptr, stack.forward_col)
+    backward = (stack.backward_ptr, stack.backward_col)
+    for ptr, col in (forward, backward):
         row = torch.arange(len(ptr) - 1).repeat_interleave(ptr.diff())
         assert (row * NUM_NODES + col).diff().ge(0).all()
 
 
+def forward_matrix(shared: SharedGraph) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the CSR matrix of all relations, 27 x 9."""
+    return shared.stack.forward_ptr, shared.stack.forward_col, shared.stack.forward_weight
+
+
 def test_segments_give_what_the_sparse_product_gives(graph):
-    shared, x = SharedGraph(graph), torch.randn(NUM_NODES, 100)
-    matrix = shared.stack.forward_ptr, shared.stack.forward_col, shared.stack.forward_weight
+    x = torch.randn(NUM_NODES, 100)
+    matrix = forward_matrix(SharedGraph(graph))
     expected = spmm(*matrix, *matrix, x)
     torch.testing.assert_close(_segment_product(*matrix, x), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_the_product_obeys_the_contract_of_torch_operators(graph):
     """Schema, autograd, and the shapes and strides declared for tracing, for any strides of x."""
-    shared = SharedGraph(graph)
-    transpose = torch.sparse_csr_tensor(
-        shared.stack.forward_ptr, shared.stack.forward_col, shared.stack.forward_weight, (27, 9)
-    )
-    transpose = transpose.to_sparse_coo().T.coalesce().to_sparse_csr()
-    parts = (
-        transpose.crow_indices().int(),
-        transpose.col_indices().int(),
-        transpose.values().clone(),
-    )
-    for x in (
-        torch.randn(NUM_NODES, 6),
-        torch.randn(6, NUM_NODES).T,
-        torch.randn(NUM_NODES, 1).expand(-1, 6),
-    ):
-        arguments = (
-            shared.stack.forward_ptr,
-            shared.stack.forward_col,
-            shared.stack.forward_weight,
-            *parts,
-            x.requires_grad_(),
-        )
+    matrix = forward_matrix(SharedGraph(graph))
+    csr = torch.sparse_csr_tensor(*matrix, (3 * NUM_NODES, NUM_NODES))
+    transpose = csr.to_sparse_coo().T.coalesce().to_sparse_csr()
+    ptr = transpose.crow_indices().int()
+    col = transpose.col_indices().int()
+    value = transpose.values().clone()
+    contiguous = torch.randn(NUM_NODES, 6)
+    transposed = torch.randn(6, NUM_NODES).T
+    expanded = torch.randn(NUM_NODES, 1).expand(-1, 6)
+    for x in (contiguous, transposed, expanded):
+        arguments = (*matrix, ptr, col, value, x.requires_grad_())
         torch.library.opcheck(torch.ops.shared_graph.spmm.default, arguments)
 
 
@@ -340,19 +267,20 @@ def test_all_buffers_move_with_the_module_and_none_is_saved(graph):
 def test_a_batch_on_another_device_is_refused_with_the_call_that_fixes_it(graph):
     shared = SharedGraph(graph)
     batch = make_batch(shared, SETS)
-    for call in (shared.keep, shared.dead_edges, shared.edge_masks, shared.expand):
-        with pytest.raises(
-            RuntimeError, match=r"batch is on meta but the graph is on cpu.*batch\.to\('cpu'\)"
-        ):
+    shared.check(batch)
+    message = r"batch is on meta but the graph is on cpu.*batch\.to\('cpu'\)"
+    calls = (shared.check, shared.levels, shared.keep)
+    calls += (shared.dead_edges, shared.edge_masks, shared.expand)
+    for call in calls:
+        with pytest.raises(RuntimeError, match=message):
             call(batch.clone().to("meta"))
 
 
 @pytest.mark.parametrize("node", [-1, NUM_NODES])
 def test_a_node_outside_the_graph_is_named(graph, node):
     shared = SharedGraph(graph)
-    with pytest.raises(
-        IndexError, match=rf"sample 1: knocked-out node {node} is outside \[0, {NUM_NODES}\)"
-    ):
+    message = rf"sample 1: knocked-out node {node} is outside \[0, {NUM_NODES}\)"
+    with pytest.raises(IndexError, match=message):
         make_batch(shared, [[1], [2, node]])
 
 
@@ -385,12 +313,12 @@ def test_the_batch_path_never_waits_for_the_device(graph):
     batch = make_batch(shared, SETS)
     with CountSynchronisations() as count:
         for _ in range(2):
-            (
-                shared.keep(batch),
-                shared.dead_edges(batch),
-                shared.edge_masks(batch),
-                shared.expand(batch),
-            )
+            shared.levels(batch)
+            shared.keep(batch)
+            shared.dead_edges(batch)
+            shared.edge_masks(batch)
+            shared.expand(batch)
+            ExpandedMessages(shared, batch)
     assert count.seen == []
     with CountSynchronisations() as count:  # the counter itself works
         batch.perturbed[batch.perturbed > 2].sum().item()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_setup
+import watchdog
 from ddp_setup import DDPConfig, Distributed
 from watchdog import Progress, StopRequest, Watchdog
 
@@ -42,25 +43,26 @@ def test_stop_requests_have_reasons(tmp_path, monkeypatch):
 
 def test_a_rank_that_waits_for_a_slow_one_is_not_stuck(capsys):
     env = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
-    env.world_size, env.store = 2, dist.HashStore()
-    watchdog = Watchdog(env)
-    watchdog.store = env.store
-    beats = round(3 / watchdog.heartbeat_s / 2)
+    env.world_size = 2
+    env.store = dist.HashStore()
+    thread = Watchdog(env)
+    thread.store = env.store
+    beats = round(3 / thread.heartbeat_s / 2)
 
     def look(place: list, moving: bool = False, silent: bool = False) -> str:
         """Returns the reason to end the job, if any.
 
         Rank 0 waits in evaluation and rank 1 is at `place`.
         """
-        watchdog.seen.clear()
+        thread.seen.clear()
         env.store.delete_key("end")
         for beat in range(beats + 1):
             env.store.set("progress/0", json.dumps([beat, [9, 7, "evaluation", 20]]))
-            env.store.set(
-                "progress/1", json.dumps([0 if silent else beat, [*place, beat if moving else 0]])
-            )
-            watchdog.observe_ranks()
-            watchdog.check_ranks()
+            heartbeat = 0 if silent else beat
+            entered = beat if moving else 0
+            env.store.set("progress/1", json.dumps([heartbeat, [*place, entered]]))
+            thread.observe_ranks()
+            thread.check_ranks()
         return env.record_end_reason("")[0]
 
     assert look([9, 7, "evaluation"], moving=True) == ""
@@ -106,67 +108,66 @@ def watched(
     """
     env = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
     env.store = dist.HashStore()
-    watchdog = Watchdog(env)
-    watchdog.store = env.store
+    thread = Watchdog(env)
+    thread.store = env.store
     beats = itertools.count(1)
 
     def wait(seconds: float) -> bool:
         assert seconds == 3 / 8
         event = (events or {}).get(next(beats))
-        return bool(event and event(env, watchdog))
+        return bool(event and event(env, thread))
 
     def end(reason: str, status: int) -> None:
         assert status == 1
         raise EndedError(reason)
 
-    watchdog.finished = SimpleNamespace(wait=wait)
+    thread.finished = SimpleNamespace(wait=wait)
     monkeypatch.setattr(env, "exit_now", end)
-    monkeypatch.setattr(ddp_setup, "GRACE_S", 1)
-    monkeypatch.setattr(ddp_setup, "SIGTERM_S", 1)
-    return env, watchdog, beats
+    monkeypatch.setattr(watchdog, "GRACE_S", 1)
+    monkeypatch.setattr(watchdog, "SIGTERM_S", 1)
+    return env, thread, beats
 
 
 def test_the_watchdog_ends_a_rank_that_the_store_does_not_answer(monkeypatch):
-    def reply(env, watchdog):
-        watchdog.replies += 1
+    def reply(env, thread):
+        thread.replies += 1
 
-    def move(env, watchdog):
+    def move(env, thread):
         env.progress = Progress(step=1)
 
-    _, watchdog, beats = watched(monkeypatch, {5: reply, 9: move})
+    _, thread, beats = watched(monkeypatch, {5: reply, 9: move})
     with pytest.raises(EndedError, match="torchrun's store does not answer"):
-        watchdog.watch_store()
+        thread.watch_store()
     assert next(beats) - 1 == 9 + 9  # 9 heartbeats of 3/8 s are more than 3 s
 
 
 def test_the_watchdog_ends_a_rank_that_hangs(monkeypatch, capsys):
-    def move(env, watchdog):
+    def move(env, thread):
         env.progress = Progress(step=7, phase="forward")
 
-    env, watchdog, beats = watched(monkeypatch, {4: move})
-    monkeypatch.setattr(watchdog, "watch_store", lambda: None)
+    env, thread, beats = watched(monkeypatch, {4: move})
+    monkeypatch.setattr(thread, "watch_store", lambda: None)
     with pytest.raises(EndedError, match=r"no progress for 3 s .* rank 0: in forward of step 7"):
-        watchdog.run()
-    assert (
-        next(beats) - 1 == 4 + 4 + 4 + 2
-    )  # half of the limit unobserved, half observed, more than GRACE_S to end
+        thread.run()
+    # Half of the limit unobserved, half observed, more than GRACE_S to end.
+    assert next(beats) - 1 == 4 + 4 + 4 + 2
     assert "stack of rank 0" in capsys.readouterr().err
     assert json.loads(env.store.get("progress/0"))[1][0] == 7
 
 
 def test_the_watchdog_ends_a_rank_that_waits_after_sigterm(monkeypatch):
-    env, watchdog, beats = watched(monkeypatch)
+    env, thread, beats = watched(monkeypatch)
     env.stop = SimpleNamespace(told_to_end=lambda: True)
-    monkeypatch.setattr(watchdog, "watch_store", lambda: None)
+    monkeypatch.setattr(thread, "watch_store", lambda: None)
     with pytest.raises(EndedError, match="rank 0: SIGTERM while it waits in"):
-        watchdog.run()
+        thread.run()
     assert next(beats) - 1 == 1 + 3  # 3 heartbeats of 3/8 s are more than SIGTERM_S
 
 
 def test_the_watchdog_rests_when_training_is_over(monkeypatch):
-    _, watchdog, beats = watched(monkeypatch, {2: lambda env, watchdog: True})
-    monkeypatch.setattr(watchdog, "watch_store", lambda: None)
-    watchdog.run()
+    _, thread, beats = watched(monkeypatch, {2: lambda env, thread: True})
+    monkeypatch.setattr(thread, "watch_store", lambda: None)
+    thread.run()
     assert next(beats) - 1 == 2
 
 
@@ -189,38 +190,39 @@ class CountedStore:
 
 
 def end_of_a_hang(monkeypatch, frozen: set[int]) -> tuple[str, list[CountedStore], float]:
-    """Returns why the watchdogs of 32 ranks ended the job, of which some froze before the first
-    heartbeat, their stores, and after which share of the limit.
+    """Returns why the watchdogs of 32 ranks ended the job, their stores, and after how many limits.
+
+    The ranks `frozen` froze before their first heartbeat.
     """
-    monkeypatch.setattr(ddp_setup, "log_and_print", lambda text: None)
+    monkeypatch.setattr(watchdog, "log_and_print", lambda text: None)
     store = dist.HashStore()
     watchdogs = []
     for rank in range(32):
         env = Distributed(DDPConfig(timeout_s=2.4, startup_timeout_s=2.4))
-        env.store, env.rank, env.world_size = store, rank, 32
+        env.store = store
+        env.rank = rank
+        env.world_size = 32
         env.progress = Progress(step=3, phase="backward")
         env.exit_now = lambda reason, status: sys.exit()  # of the thread
         watchdogs.append(Watchdog(env))
         watchdogs[rank].store = CountedStore(store)
-    alive = [watchdog for watchdog in watchdogs if watchdog.env.rank not in frozen]
+    alive = [thread for thread in watchdogs if thread.env.rank not in frozen]
     start = time.monotonic()
-    for watchdog in alive:
-        watchdog.start()
+    for thread in alive:
+        thread.start()
     store.wait(["end"], timedelta(seconds=30))
-    share = (time.monotonic() - start) / 2.4
-    for watchdog in alive:
-        watchdog.finished.set()
-        watchdog.join()
-    return store.get("end").decode(), [watchdog.store for watchdog in watchdogs], share
+    limits = (time.monotonic() - start) / 2.4
+    for thread in alive:
+        thread.finished.set()
+        thread.join()
+    return store.get("end").decode(), [thread.store for thread in watchdogs], limits
 
 
 def test_few_ranks_observe_all_with_one_call_for_each_heartbeat(monkeypatch):
     reason, stores, _ = end_of_a_hang(monkeypatch, frozen={3})
     reporter, _, text = reason.partition(" ")
-    assert (
-        int(reporter) % 4 == 0
-        and "rank 3: frozen, or its machine is gone, last in start of step 0" in text
-    )
+    assert int(reporter) % 4 == 0
+    assert "rank 3: frozen, or its machine is gone, last in start of step 0" in text
     for rank, store in enumerate(stores):
         observed = 32 if rank % 4 == 0 else 8
         assert store.calls["compare_set"] in (0, observed)  # the first heartbeat that observes
@@ -230,23 +232,25 @@ def test_few_ranks_observe_all_with_one_call_for_each_heartbeat(monkeypatch):
 
 
 def test_other_ranks_name_the_observers_if_all_are_frozen(monkeypatch):
-    reason, _, share = end_of_a_hang(monkeypatch, frozen=set(range(0, 32, 4)))
+    reason, _, limits = end_of_a_hang(monkeypatch, frozen=set(range(0, 32, 4)))
     reporter, _, text = reason.partition(" ")
     assert int(reporter) % 4 != 0
     assert text.count("frozen, or its machine is gone") == 8 and "rank 28: frozen" in text
-    assert share < 1.6  # heartbeats of an eighth of the limit, on a busy machine
+    assert limits < 1.6  # heartbeats of an eighth of the limit, on a busy machine
 
 
 def test_other_ranks_name_no_observer_that_is_alive():
     env = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
-    env.rank, env.world_size, env.store = 1, 32, dist.HashStore()
-    watchdog = Watchdog(env)
-    watchdog.store = env.store
+    env.rank = 1
+    env.world_size = 32
+    env.store = dist.HashStore()
+    thread = Watchdog(env)
+    thread.store = env.store
     for beat in range(20):  # observers wait for a rank that is slow
         for rank in range(0, 32, 4):
             env.store.set(f"progress/{rank}", json.dumps([beat, [9, 7, "evaluation", 20]]))
-        watchdog.observe_ranks()
-        watchdog.check_ranks()
+        thread.observe_ranks()
+        thread.check_ranks()
     assert env.record_end_reason("")[0] == ""
 
 
@@ -268,7 +272,8 @@ class SimulatedRanks:
         Returns what each rank is told.
         """
         proposals = []
-        start, self.now = self.now, self.now + max(seconds)
+        start = self.now
+        self.now += max(seconds)
         for env, own in zip(self.envs, seconds, strict=True):
             env.step_done(env.progress.step + 1)
             env._reduce = lambda values, op: proposals.append(values) or values
@@ -294,7 +299,8 @@ class SimulatedRanks:
 
 
 def test_ranks_agree_twice_a_second_after_a_number_of_steps_that_all_know(monkeypatch):
-    ranks, draw = SimulatedRanks(monkeypatch, 3), random.Random(0)
+    ranks = SimulatedRanks(monkeypatch, 3)
+    draw = random.Random(0)
     for _ in range(1000):  # each rank measures another speed
         assert ranks.step([draw.uniform(0.001, 0.02) for _ in range(3)]) == ["", "", ""]
     gaps = [later - before for (_, before), (_, later) in itertools.pairwise(ranks.agreements)]
@@ -322,9 +328,8 @@ def test_slow_steps_agree_each_time(monkeypatch):
     for _ in range(120):
         ranks.step([60.0, 60.0])
     steps = [step for step, _ in ranks.agreements]
-    assert (
-        steps[-1] - steps[0] == len(steps) - 1 and len(steps) > 20
-    )  # each, after the last interval of short steps
+    assert steps[-1] - steps[0] == len(steps) - 1  # each step
+    assert len(steps) > 20  # after the last interval of short steps
 
 
 def test_ranks_agree_at_once_at_the_end_of_an_epoch(monkeypatch):

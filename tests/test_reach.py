@@ -1,0 +1,173 @@
+"""Which states a batch's knock-outs change, compared with a plain loop; and the choice of route.
+
+The model's own tests compare its predictions on planned batches with those on copies of the graph.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric.data import HeteroData
+
+from data import KnockoutDataset
+from mask import SharedGraph
+from reach import ReachBlock, ReachedStates, ReachPlanner, block_size, plan_route
+from tests.test_mask import (
+    DEAD,
+    LEVELS,
+    NUM_NODES,
+    SETS,
+    edges_of,
+    graph,  # noqa: F401
+    make_batch,
+)
+from tests.tools.runs import tables_of
+
+ANY_NUMBER = math.inf  # of edges
+
+
+@pytest.fixture
+def shared(graph: HeteroData) -> SharedGraph:  # noqa: F811
+    return SharedGraph(graph)
+
+
+def planner_of(shared: SharedGraph, num_layers: int) -> ReachPlanner:
+    """Returns a planner of so many layers, whatever they cost."""
+    planner = ReachPlanner(shared, num_layers)
+    planner.max_edges = ANY_NUMBER
+    return planner
+
+
+def states_of(layer: ReachedStates, num_samples: int) -> list[set[int]]:
+    """Returns the nodes of each sample whose states the layer changes."""
+    nodes = [set() for _ in range(num_samples)]
+    for node, sample in zip(layer.node.tolist(), layer.sample.tolist(), strict=True):
+        nodes[sample].add(node)
+    return nodes
+
+
+def reach_in_a_layer(
+    edges: list[list[int]], senders: list[set[int]], dead: list[list[int]]
+) -> list[set[int]]:
+    """Returns the living nodes of each sample to which one of its senders has an edge."""
+    reached = []
+    for senders_of_sample, dead_of_sample in zip(senders, dead, strict=True):
+        targets = {target for source, target in edges if source in senders_of_sample}
+        reached.append(targets - set(dead_of_sample))
+    return reached
+
+
+def reach_by_a_loop(
+    edges: list[list[int]], sets: list, dead: list[list[int]], num_layers: int
+) -> list[list[set[int]]]:
+    """Returns which nodes of each sample change in each layer."""
+    reached = [set() for _ in sets]
+    layers = []
+    for _ in range(num_layers):
+        senders = [nodes | set(perturbed) for nodes, perturbed in zip(reached, sets, strict=True)]
+        added = reach_in_a_layer(edges, senders, dead)
+        reached = [before | after for before, after in zip(reached, added, strict=True)]
+        layers.append(reached)
+    return layers
+
+
+def test_nodes_at_a_level_reach_what_deleted_ones_do_and_live(graph, shared):  # noqa: F811
+    planner = planner_of(shared, 3)
+    expected = reach_by_a_loop(edges_of(graph), LEVELS, DEAD, 3)
+    for _ in range(2):  # the planner forgets the levels of a batch
+        (block,) = planner(make_batch(shared, LEVELS)).reach
+        assert [states_of(layer, len(LEVELS)) for layer in block.layers] == expected
+        planner(make_batch(shared, [{}]))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_reached_states_are_those_that_a_loop_finds(graph, shared, order):  # noqa: F811
+    """Whatever batch the planner has seen before."""
+    planner = planner_of(shared, 3)
+    for sets in (SETS, SETS[::-1], [[]], [], SETS * 9)[::order]:
+        expected = reach_by_a_loop(edges_of(graph), sets, sets, 3)
+        blocks = planner(make_batch(shared, sets)).reach
+        for depth in range(3):
+            reached = []
+            for block in blocks:
+                reached += states_of(block.layers[depth], block.num_samples)
+            assert reached == expected[depth]
+
+
+def dense_sums(block: ReachBlock, depth: int) -> Tensor:
+    """Returns the matrix of a layer of the plan, dense, float64 [S, columns]."""
+    ptr, col, value, ptr_t, col_t, value_t = block.layers[depth].matrix
+    size = (len(ptr) - 1, len(ptr_t) - 1)
+    matrix = torch.sparse_csr_tensor(ptr, col, value, size).to_dense()
+    transposed = torch.sparse_csr_tensor(ptr_t, col_t, value_t, size[::-1]).to_dense()
+    assert matrix.T.equal(transposed)
+    return matrix
+
+
+def test_a_plan_holds_the_weight_of_each_edge_from_a_sender(graph, shared):  # noqa: F811
+    """Of a perturbed node, 1 - level is taken back; others send their changes times their level."""
+    (block,) = planner_of(shared, 2)(make_batch(shared, LEVELS)).reach
+    num_relations = len(shared.relations)
+    weights = torch.zeros(num_relations, NUM_NODES, NUM_NODES)  # of source and target
+    for r, (edges, weight) in enumerate(
+        zip(
+            shared.by_relation(shared.edge_index.T),
+            shared.by_relation(shared.edge_weight),
+            strict=True,
+        )
+    ):
+        weights[r].index_put_(tuple(edges.T), weight, accumulate=True)
+    reached_before = []  # sample and node
+    for depth, layer in enumerate(block.layers):
+        perturbed = list(zip(block.perturbed_batch.tolist(), block.perturbed.tolist(), strict=True))
+        senders = perturbed + reached_before
+        reached = list(zip(layer.sample.tolist(), layer.node.tolist(), strict=True))
+        expected = torch.zeros(len(reached), len(senders), num_relations + 1)
+        for row, (sample, node) in enumerate(reached):
+            for column, (sample_of_sender, sender) in enumerate(senders):
+                if sample_of_sender != sample:
+                    continue
+                level = LEVELS[sample].get(sender, 1.0)
+                is_perturbed = column < len(perturbed)
+                factor = 1 - level if is_perturbed else level
+                expected[row, column, :-1] = factor * weights[:, sender, node]
+                expected[row, column, -1] = float(sender == node and not is_perturbed)
+        torch.testing.assert_close(dense_sums(block, depth), expected.flatten(start_dim=1))
+        places = {state: place for place, state in enumerate(reached)}
+        assert layer.previous.tolist() == [places[state] for state in reached_before]
+        reached_before = reached
+
+
+@pytest.mark.parametrize(("states", "sizes"), [(2 * NUM_NODES + 1, [2, 2, 2, 1]), (1, [1] * 7)])
+def test_blocks_of_a_large_graph_have_few_samples(shared, monkeypatch, states, sizes):
+    """So that the states of all nodes in a block fit in memory."""
+    monkeypatch.setattr(ReachPlanner, "STATES", states)
+    batch = make_batch(shared, (SETS * 7)[:7])
+    blocks = ReachPlanner(shared, 1).plan(batch)
+    assert [block.num_samples for block in blocks] == sizes
+    assert torch.cat([shared.levels(block) for block in blocks], dim=1).equal(shared.levels(batch))
+
+
+def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
+    batch = make_batch(shared, SETS)
+    dataset = KnockoutDataset(tables_of(SETS, torch.zeros(len(SETS))), shared.degree)
+    monkeypatch.setattr(ReachPlanner, "EDGE_SHARE", 0.0)
+    for edges_per_node, chosen, planned in ((99.0, "reach", 3), (0.01, "shared", 0)):
+        monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", edges_per_node)
+        planner, line = plan_route(shared, dataset, "auto", 3)
+        assert line.endswith(f" in {planned} of 3 layers: {chosen}")
+        assert planner.num_layers == planned
+    monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", 99.0)
+    for route, planned in (("shared", 1), ("reach", 3)):
+        planner, line = plan_route(shared, dataset, route, 3)
+        assert line.endswith(f": {route}") and planner.num_layers == planned
+        reached = sum(len(block.layers[0].node) for block in planner.plan(batch))
+        assert f" reaches {100 * reached / (len(SETS) * NUM_NODES):.2g}" in line
+    assert plan_route(shared, dataset, "expanded", 3) == (None, "expanded")
+
+
+def test_a_block_fits_the_cache_and_is_never_empty():
+    assert block_size(torch.empty(6607, 1, 32), 9) == 1
+    assert block_size(torch.empty(400, 1, 32), 3) == 20
+    assert block_size(torch.empty(10**6, 1, 64, device="meta"), 3) == 1
