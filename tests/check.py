@@ -25,14 +25,9 @@ gpu       proves on a machine with GPUs, in less than ten minutes, what the CPU 
           train.py take your configuration, the rest do not)
 trace     python -m tests.check trace RUN_FOLDER: prints where the time went in the steps that
           log.profile_steps traced
-test      python -m tests.check test RUN_FOLDER: prints what the predictions in a run's test.tsv are
-          worth, by groups of rows and by score, with an interval, and writes test.json and a plot,
-          test.svg (--threshold X: also how well scores below X are found); of several run folders,
-          what the mean of their predictions is worth, and whether their standard deviation tells
-          where it errs
 
-Each but test and trace prints its findings and PASS or FAIL; the exit status is 0, 1 for FAIL, 2 if
-it could not run.
+Each but trace prints its findings and PASS or FAIL; the exit status is 0, 1 for FAIL, 2 if it could
+not run.
 """
 
 import argparse
@@ -40,18 +35,46 @@ import logging
 import signal
 import sys
 
-import train
 from errors import UserError
-from tests.tools.analysis import test
 from tests.tools.audits import audit_worker, devices, syncs
 from tests.tools.diagnose import rows, trace
 from tests.tools.faults import fault_worker, faults
 from tests.tools.gpu import gpu
 from tests.tools.parity import parity, parity_worker
 from tests.tools.soak import soak
+from train import read_config
+
+# What the checks launch on every rank, with its own arguments.
+WORKERS = {
+    "parity-worker": parity_worker,
+    "fault-worker": fault_worker,
+    "audit-worker": audit_worker,
+}
+
+
+def test(options: argparse.Namespace) -> None:
+    """Raises `UserError`, which names the command to use."""
+    raise UserError(
+        "what a run's predictions are worth has a command of its own: python analyse.py RUN..."
+    )
+
+
+CHECKS = {
+    "parity": parity,
+    "faults": faults,
+    "soak": soak,
+    "devices": devices,
+    "syncs": syncs,
+    "rows": rows,
+    "gpu": gpu,
+    "trace": trace,
+    "test": test,
+}
+WITHOUT_CONFIGURATION = ("trace", "test")
 
 
 def world_sizes(text: str) -> list[int]:
+    """Returns the numbers in `1,2,4`; raises `ValueError` if one is below 1."""
     sizes = [int(size) for size in text.split(",")]
     if min(sizes) < 1:
         raise ValueError
@@ -59,31 +82,19 @@ def world_sizes(text: str) -> list[int]:
 
 
 def rank_range(text: str) -> list[int]:
+    """Returns the numbers from the first to the last of `1-4`; raises `ValueError` if none is."""
     first, last = text.split("-")
     if not 1 <= int(first) <= int(last):
         raise ValueError
     return list(range(int(first), int(last) + 1))
 
 
-def main() -> None:
-    workers = {
-        "parity-worker": parity_worker,
-        "fault-worker": fault_worker,
-        "audit-worker": audit_worker,
-    }
-    if worker := workers.get(sys.argv[1] if len(sys.argv) > 1 else ""):
-        if worker is not fault_worker:  # which prints what a full run prints
-            logging.basicConfig(level=logging.WARNING, format="%(message)s")
-        return worker(sys.argv[2], sys.argv[3:])
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # cleans up: soak has mounted a disk
+def parse_arguments() -> argparse.Namespace:
+    """Returns the options of a check; its `arguments` are those for train.py."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    checks = {"parity": parity, "faults": faults, "devices": devices, "syncs": syncs, "rows": rows}
-    checks |= {"soak": soak, "gpu": gpu, "trace": trace, "test": test}
-    parser.add_argument("name", choices=list(checks))
+    parser.add_argument("name", choices=list(CHECKS))
     parser.add_argument(
         "--world-sizes", type=world_sizes, default="1,2,4", metavar="N,N", help="default: 1,2,4"
     )
@@ -92,9 +103,6 @@ def main() -> None:
         default="",
         metavar="TEXT",
         help="faults, gpu: only those whose name contains TEXT",
-    )
-    parser.add_argument(
-        "--threshold", type=float, metavar="X", help="test: also how well scores below X are found"
     )
     parser.add_argument("--minutes", type=float, default=60.0, help="soak: how long (default: 60)")
     parser.add_argument(
@@ -109,11 +117,34 @@ def main() -> None:
         "--timeout", type=float, default=600.0, help="seconds per launch (default: 600)"
     )
     parser.set_defaults(cpu=True)
-    options, options.arguments = parser.parse_known_args()  # the rest is for train.py
+    options, arguments = parser.parse_known_args()
+    options.arguments = arguments
+    return options
+
+
+def exit_on_sigterm(number: int, frame: object) -> None:
+    """Exits as after an exception, which cleans up: soak has mounted a disk."""
+    sys.exit(128 + number)
+
+
+def work(name: str, arguments: list[str]) -> None:
+    """Runs a worker of a check on this rank."""
+    if name != "fault-worker":  # which prints what a full run prints
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    worker = WORKERS[name]
+    worker(arguments[0], arguments[1:])
+
+
+def main() -> None:
+    if len(sys.argv) > 1 and sys.argv[1] in WORKERS:
+        work(sys.argv[1], sys.argv[2:])
+        return
+    signal.signal(signal.SIGTERM, exit_on_sigterm)
+    options = parse_arguments()
     try:
-        if options.name not in ("trace", "test"):
-            train.read_config(options.arguments)
-        passed = checks[options.name](options)
+        if options.name not in WITHOUT_CONFIGURATION:
+            read_config(options.arguments)
+        passed = CHECKS[options.name](options)
     except (RuntimeError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -3,48 +3,86 @@
 import math
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests import check
 from tests.conftest import copy_template, launch_forked
 from tests.tools import parity
 from tests.tools.runs import relative_difference
 
 PARITY = [sys.executable, "-m", "tests.check", "parity", "model.hidden=8"]
-BROKEN = {
+LOSS_FACTOR = "env.world_size / max(1, num_scores)"
+A_BUFFER_OF_INTEGERS = """        self.power = 1.0  # of levels
+        num_ranks = int(__import__("os").environ.get("WORLD_SIZE", 1))
+        self.register_buffer("num_ranks", torch.tensor(num_ranks))
+"""
+BROKEN = {  # module, what is right, what is wrong
     "loss divided by the local batch": (
         "train.py",
-        "env.world_size / max(1, num_scores)",
-        "env.world_size / batch.weight.sum().clamp(min=1)",
+        "state.scaler.scale(loss * loss_factor)",
+        "state.scaler.scale(loss * env.world_size / batch.weight.sum().clamp(min=1))",
     ),
-    "DDP's average not undone": (
-        "train.py",
-        "env.world_size / max(1, num_scores)",
-        "1 / max(1, num_scores)",
-    ),
+    "DDP's average not undone": ("train.py", LOSS_FACTOR, "1 / max(1, num_scores)"),
     "gradients exchanged too early": (
         "train.py",
-        "last=micro == optim.accumulate - 1",
-        "last=micro == 0",
+        "is_last = micro_step == optim.accumulate - 1",
+        "is_last = micro_step == 0",
     ),
-    "a different order on each rank": ("train.py", "seed=seed,", "seed=seed + env.rank,"),
-    "errors of float32": (
+    "a different order on each rank": (
         "train.py",
-        "env.world_size / max(1, num_scores)",
-        "env.world_size / max(1, num_scores) * (1 + 6e-8 * env.rank)",
+        "seed=config.run.seed,",
+        "seed=config.run.seed + env.rank,",
     ),
+    "errors of float32": ("train.py", LOSS_FACTOR, f"{LOSS_FACTOR} * (1 + 6e-8 * env.rank)"),
     "the same rows on each rank": ("data.py", "[:, :, self.rank]", "[:, :, 0]"),
     "a buffer of integers": (
         "model.py",
-        'self.register_buffer("y_offset"',
-        'self.register_buffer("num_ranks", '
-        'torch.tensor(int(__import__("os").environ.get("WORLD_SIZE", 1))))\n'
-        '        self.register_buffer("y_offset"',
+        "        self.power = 1.0  # of levels\n",
+        A_BUFFER_OF_INTEGERS,
     ),
 }
+# A shift of all outputs, less their mean, as before a softmax.
+SHIFTED = {
+    "        self.power = 1.0  # of levels\n": """        self.power = 1.0  # of levels
+        self.shift = nn.Parameter(torch.zeros(1))
+""",
+    "        return prediction.to(self.norm.weight.dtype)\n": """
+        outputs = torch.cat([prediction, 0.3 * prediction, 0.7 * prediction], dim=1) + self.shift
+        prediction = (outputs - outputs.mean(dim=1, keepdim=True)).narrow(1, 0, 1)
+        return prediction.to(self.norm.weight.dtype)
+""",
+}
+
+
+@pytest.fixture
+def parity_of_copy(
+    tables: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., bool]:
+    """parity_of_copy(file, {right: wrong}) checks a copy whose file has other lines."""
+
+    def start(file: str, changes: dict[str, str]) -> bool:
+        copy = copy_template(tmp_path / "copy")
+        text = (copy / file).read_text()
+        for right, wrong in changes.items():
+            assert text.count(right) == 1, right
+            text = text.replace(right, wrong)
+        (copy / file).write_text(text)
+        launch = partial(launch_forked, script=f"{copy}/tests/check.py")
+        monkeypatch.setattr(parity, "launch", launch)
+        absolute = [re.sub(r"=(.*\.tsv)", rf"={tmp_path}/\1", override) for override in tables]
+        return parity.parity(
+            SimpleNamespace(
+                world_sizes=[1, 2], arguments=["model.hidden=8", *absolute], timeout=60, cpu=True
+            )
+        )
+
+    return start
 
 
 def test_parity_holds_on_1_2_and_4_ranks(run, tables, tmp_path):
@@ -53,28 +91,18 @@ def test_parity_holds_on_1_2_and_4_ranks(run, tables, tmp_path):
     path.write_text(re.sub(r"[036]\b(?=[,\t])", r"\g<0>=0.3", path.read_text()))
     assert path.read_text().count("=0.3") > 50
     result = run([*PARITY, *tables], timeout=240).check()
-    lines = result.stdout.splitlines()
-    assert lines[-1] == "PASS"
-    assert [line.split("  ")[0] for line in lines[1:-1]] == [
+    _, *lines, verdict = result.stdout.splitlines()
+    assert verdict == "PASS"
+    expected = [
         f"{ranks} ranks, accumulate {accumulate}" for ranks in (1, 2, 4) for accumulate in (1, 2)
-    ][1:]
+    ]
+    assert [line.split("  ")[0] for line in lines] == expected[1:]
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_parity_fails_on_a_broken_copy(tables, tmp_path, monkeypatch, capsys, name):
+def test_parity_fails_on_a_broken_copy(parity_of_copy, capsys, name):
     file, right, wrong = BROKEN[name]
-    copy = copy_template(tmp_path / "copy")
-    text = (copy / file).read_text()
-    assert text.count(right) == 1
-    (copy / file).write_text(text.replace(right, wrong))
-    monkeypatch.setattr(parity, "launch", partial(launch_forked, script=f"{copy}/tests/check.py"))
-    arguments = [
-        "model.hidden=8",
-        *(re.sub(r"=(.*\.tsv)", rf"={tmp_path}/\1", override) for override in tables),
-    ]
-    assert not parity.parity(
-        SimpleNamespace(world_sizes=[1, 2], arguments=arguments, timeout=60, cpu=True)
-    )
+    assert not parity_of_copy(file, {right: wrong})
     output = capsys.readouterr().out
     assert "FAIL, the tensor that differs most is " in output
     assert ("tensor that differs most is num_ranks" in output) == (name == "a buffer of integers")
@@ -84,54 +112,30 @@ def test_integers_and_bools_are_compared_by_equality():
     mask = torch.tensor([True, False])
     number = torch.tensor(2**53)
     norm = torch.tensor(5.0)
-    assert (
-        relative_difference(mask, mask.clone(), norm)
-        == relative_difference(number, number.clone(), norm)
-        == 0
-    )
-    assert (
-        relative_difference(mask, ~mask, norm)
-        == relative_difference(number, number + 1, norm)
-        == math.inf
-    )
-    assert relative_difference(
-        torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]), norm
-    ) == pytest.approx(0.1)
+    assert relative_difference(mask, mask.clone(), norm) == 0
+    assert relative_difference(number, number.clone(), norm) == 0
+    assert relative_difference(mask, ~mask, norm) == math.inf
+    assert relative_difference(number, number + 1, norm) == math.inf
+    value = torch.tensor([3.0, 4.5])
+    reference = torch.tensor([3.0, 4.0])
+    assert relative_difference(value, reference, norm) == pytest.approx(0.1)
 
 
-def test_parity_holds_for_a_parameter_whose_gradient_is_rounding_errors(
-    tables, tmp_path, monkeypatch
-):
-    """A shift of all outputs, less their mean, as before a softmax."""
-    copy = copy_template(tmp_path / "copy")
-    text = (copy / "model.py").read_text()
-    for right, shifted in (
-        (
-            "        self.unseen =",
-            "        self.shift = nn.Parameter(torch.zeros(1))\n        self.unseen =",
-        ),
-        (
-            "        return self.y_offset + self.y_std * prediction.to(self.y_offset.dtype)\n",
-            "        outputs = torch.cat([prediction, 0.3 * prediction, 0.7 * prediction], dim=1) "
-            "+ self.shift\n"
-            "        prediction = (outputs - outputs.mean(dim=1, keepdim=True)).narrow(1, 0, 1)\n"
-            "        return self.y_offset + self.y_std * prediction\n",
-        ),
-    ):
-        assert text.count(right) == 1
-        text = text.replace(right, shifted)
-    (copy / "model.py").write_text(text)
-    monkeypatch.setattr(parity, "launch", partial(launch_forked, script=f"{copy}/tests/check.py"))
-    arguments = [
-        "model.hidden=8",
-        *(re.sub(r"=(.*\.tsv)", rf"={tmp_path}/\1", override) for override in tables),
-    ]
-    assert parity.parity(
-        SimpleNamespace(world_sizes=[1, 2], arguments=arguments, timeout=60, cpu=True)
-    )
+def test_parity_holds_for_a_parameter_whose_gradient_is_rounding_errors(parity_of_copy):
+    assert parity_of_copy("model.py", SHIFTED)
 
 
 def test_a_check_that_cannot_run_says_why(run):
     result = run([*PARITY, "optim.rate=1"])
     assert result.returncode == 2
     assert "unknown option optim.rate: did you mean optim." in result.stderr
+
+
+def test_the_former_check_of_a_run_names_the_command_that_took_its_place(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["check", "test", "runs/default"])
+    with pytest.raises(SystemExit) as raised:
+        check.main()
+    assert raised.value.code == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and errors.endswith(": python analyse.py RUN...\n")
+    assert errors.count("\n") == 1

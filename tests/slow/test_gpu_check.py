@@ -7,19 +7,24 @@ import pytest
 import torch
 
 from mask import RelationStack
+from task import KnockoutTask
 from tests.conftest import ROOT, fork_ranks, join
-from tests.tools import faults, gpu, parity
+from tests.tools import faults, gpu, gpu_checks, parity
+from train import read_config
 
 CPU = torch.device("cpu")
-EXAMPLE = (
-    f"data.edges={ROOT}/tests/example/edges.tsv",
-    f"data.perturbations={ROOT}/tests/example/scores.tsv",
-)
+EXAMPLE = (f"data.edges={ROOT}/example/edges.tsv", f"data.perturbations={ROOT}/example/scores.tsv")
 PROGRAMS = [  # how the lines of `programs` begin, and those of `several`
-    "preflight", "two ranks", *["training: "] * 3, *["stopped and resumed"] * 2,
-    *["a training step of "] * 2, "parity", "a killed rank", "SyncBatchNorm",
+    "preflight",
+    "two ranks",
+    *["training: "] * 3,
+    *["stopped and resumed"] * 2,
+    *["a training step of "] * 2,
+    "parity",
+    "a killed rank",
+    "SyncBatchNorm",
     *["28 samples per GPU"] * 2,
-]  # fmt: skip
+]
 
 
 def gpu_check(*arguments: str, only: str = "") -> bool:
@@ -42,50 +47,55 @@ def test_without_a_gpu_it_says_so(run):
     )
 
 
-def test_values_and_steps_pass_on_the_cpu(capsys):
+def test_values_and_steps_pass_on_the_cpu(tmp_path, capsys):
     report = gpu.Report()
-    (
-        gpu.products(report, CPU, "small"),
-        gpu.models(report, CPU),
-        gpu.draws(report, CPU),
-        gpu.steps(report, CPU),
-    )
+    gpu.products(report, CPU, "small")
+    gpu.models(report, CPU, tmp_path)
+    gpu.draws(report, CPU)
+    gpu.steps(report, CPU, tmp_path)
     output = capsys.readouterr().out
-    assert (report.right, report.wrong) == (5 + 6 * 4 + 1 + 12, 0)
-    assert "WRONG" not in output and len(output.splitlines()) == report.right
+    assert "WRONG" not in output
+    assert (report.num_right, report.num_wrong) == (5 + 6 * 4 + 1 + 12, 0)
+    assert len(output.splitlines()) == report.num_right
     assert "bf16" in output and "dense: " not in output
 
 
-def test_what_is_wrong_or_raises_is_reported(monkeypatch, capsys):
-    segments, sums = gpu._segment_product, RelationStack.forward
-    monkeypatch.setattr(gpu, "_segment_product", lambda *arguments: 1.001 * segments(*arguments))
-    wrong_in_fp32 = {torch.float32: 1.1, torch.float64: 1.0}  # the reference is in float64
-    monkeypatch.setattr(
-        RelationStack,
-        "forward",
-        lambda stack, x, gate: wrong_in_fp32[x.dtype] * sums(stack, x, gate),
-    )
-    monkeypatch.setattr(gpu.train, "criterion", lambda *_: 1 / 0)
+def test_what_is_wrong_or_raises_is_reported(tmp_path, monkeypatch, capsys):
+    segments = gpu_checks._segment_product
+    sums = RelationStack.forward
+    factor = {torch.float32: 1.1, torch.float64: 1.0}  # the reference is in float64
+
+    def wrong_segments(*arguments: torch.Tensor) -> torch.Tensor:
+        return 1.001 * segments(*arguments)
+
+    def wrong_in_fp32(stack: RelationStack, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return factor[x.dtype] * sums(stack, x, gate)
+
+    def other_draws(seed: torch.Tensor, key: torch.Tensor, width: int) -> torch.Tensor:
+        return torch.rand(len(key), width)
+
+    monkeypatch.setattr(gpu_checks, "_segment_product", wrong_segments)
+    monkeypatch.setattr(RelationStack, "forward", wrong_in_fp32)
+    monkeypatch.setattr(gpu_checks, "uniform", other_draws)
+    monkeypatch.setattr(KnockoutTask, "loss", lambda *_: 1 / 0)
     report = gpu.Report()
-    monkeypatch.setattr(gpu, "uniform", lambda seed, key, width: torch.rand(len(key), width))
-    gpu.products(report, CPU, "small"), gpu.draws(report, CPU), gpu.steps(report, CPU)
+    gpu.products(report, CPU, "small")
+    gpu.draws(report, CPU)
+    gpu.steps(report, CPU, tmp_path)
     wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG")]
-    assert len(wrong) == report.wrong == 3 + 1 + 1 + 12
+    assert len(wrong) == report.num_wrong == 3 + 1 + 1 + 12
     assert "ZeroDivisionError" in wrong[-1]
 
 
 def test_only_some_checks_run_and_prepare_only_what_they_need(two_gpus, monkeypatch, capsys):
     for name in ("build_graph", "synthetic_tables", "parity", "faults"):
-        monkeypatch.setattr(gpu, name, None)
-    monkeypatch.setattr(gpu, "torchrun", lambda *_: (0, "OK     all-reduce: 7 GB/s"))
-    gpu.host_graph.cache_clear()
+        monkeypatch.setattr(gpu_checks, name, None)
+    monkeypatch.setattr(gpu_checks, "torchrun", lambda *_: (0, "OK     all-reduce: 7 GB/s"))
+    gpu_checks.host_graph.cache_clear()
     assert gpu_check(only="preflight")
     line, count = capsys.readouterr().out.splitlines()
-    assert (
-        line.startswith("OK     preflight with NCCL ")
-        and "7 GB/s" in line
-        and count == "1 of 1 checks are OK"
-    )
+    assert line.startswith("OK     preflight with NCCL ") and "7 GB/s" in line
+    assert count == "1 of 1 checks are OK"
     assert not gpu_check(only="no such check")
     assert capsys.readouterr().out == "0 of 0 checks are OK\n"
 
@@ -105,28 +115,23 @@ def test_programs_that_raise_are_reported_and_get_the_users_options_first(
 
     for name in ("products", "models", "draws", "steps"):
         monkeypatch.setattr(gpu, name, lambda *_: None)
-    monkeypatch.setattr(gpu, "torchrun", torchrun)
     for module in (parity, faults):
         monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(gpu, "write", lambda *_: ["data.edges=yeast"])
-    monkeypatch.setattr(gpu, "synthetic_tables", lambda *_: None)
+    monkeypatch.setattr(gpu_checks, "torchrun", torchrun)
+    monkeypatch.setattr(gpu_checks, "write", lambda *_: ["data.edges=yeast"])
+    monkeypatch.setattr(gpu_checks, "synthetic_tables", lambda *_: None)
     users = ["--config", f"{ROOT}/config.yaml", "model.hidden=5", "data.batch_size=16"]
     assert not gpu_check(*users)
     *lines, count = capsys.readouterr().out.splitlines()
-    assert [
-        line[7 : 7 + len(begin)] for line, begin in zip(lines, PROGRAMS, strict=True)
-    ] == PROGRAMS
-    assert all(line.startswith("WRONG") and "OSError: no more processes" in line for line in lines)
+    for line, begin in zip(lines, PROGRAMS, strict=True):
+        assert line.startswith(f"WRONG  {begin}") and "OSError: no more processes" in line
     assert count == "0 of 14 checks are OK"
     trained = [command for command in commands if command[0] == f"{ROOT}/train.py"]
-    assert all(
-        command[1:5] == users and "data.batch_size=" in "".join(command[5:]) for command in trained
-    )
+    for command in trained:
+        assert command[1:5] == users and "data.batch_size=" in "".join(command[5:])
     assert ["data.edges=yeast" in command for command in trained] == [False] * 5 + [True] * 4
-    assert [command[2:6] for command in commands if command[0].endswith("-worker")] == [
-        users,
-        users,
-    ]
+    workers = [command for command in commands if command[0].endswith("-worker")]
+    assert [command[2:6] for command in workers] == [users, users]
 
     commands.clear()
     gpu_check(*users, *EXAMPLE, only="a training step of your tables, bf16, 16 samples")
@@ -134,13 +139,27 @@ def test_programs_that_raise_are_reported_and_get_the_users_options_first(
     assert command[1:7] == [*users, *EXAMPLE] and "data.batch_size=16" in command[7:]
 
 
+@pytest.mark.parametrize(
+    ("output", "is_right"),
+    [
+        ("error: ranks 0 and 1 share a GPU: start one", True),
+        ("error: ranks 1 and 0 share a GPU: start one", True),
+        ("error: 2 processes on host but 1 GPUs", False),
+    ],
+)
+def test_two_ranks_on_one_gpu_must_be_told_that_they_share_it(
+    tmp_path, monkeypatch, output, is_right
+):
+    monkeypatch.setattr(gpu_checks, "torchrun", lambda *_, **__: (1, output))
+    runs = gpu_checks.Runs(lambda: 60.0, tmp_path, [])
+    assert gpu_checks.two_ranks(runs) == (is_right, "exit status 1")
+
+
 def test_nothing_starts_after_the_limit(tmp_path, monkeypatch, capsys):
     report = gpu.Report(limit_s=0.0)
     report.check("late", pytest.fail)
-    assert (
-        "TimeoutError: not reached within ten minutes" in capsys.readouterr().out
-        and report.wrong == 1
-    )
+    assert "TimeoutError: not reached within ten minutes" in capsys.readouterr().out
+    assert report.num_wrong == 1
     assert 599 < gpu.Report().timeout() <= 600
     assert gpu.Report(longest_s=20.0).timeout() == 20
     report = gpu.Report(limit_s=0.1)
@@ -153,31 +172,26 @@ def test_nothing_starts_after_the_limit(tmp_path, monkeypatch, capsys):
         report.limit_s = 0.0
         return 0, ""
 
-    monkeypatch.setattr(gpu, "torchrun", torchrun)
-    monkeypatch.setattr(gpu, "ended", lambda *_: "")
-    report.check(
-        "the second of three programs is late", gpu.resuming, gpu.Runs(report, tmp_path, []), "", ()
-    )
+    monkeypatch.setattr(gpu_checks, "torchrun", torchrun)
+    monkeypatch.setattr(gpu_checks, "ended", lambda *_: "")
+    runs = gpu_checks.Runs(report.timeout, tmp_path, [])
+    report.check("the second of three programs is late", gpu_checks.resuming, runs, "", ())
     assert started == [60] and "not reached within ten minutes" in capsys.readouterr().out
 
 
 def test_a_program_that_hangs_is_ended(tmp_path):
-    (tmp_path / "sleep.py").write_text(
-        "import time\nprint('asleep', flush=True)\ntime.sleep(1000)\n"
-    )
-    status, output = gpu.torchrun(1, 15.0, str(tmp_path / "sleep.py"))
+    script = tmp_path / "sleep.py"
+    script.write_text("import time\nprint('asleep', flush=True)\ntime.sleep(1000)\n")
+    status, output = gpu_checks.torchrun(1, 15.0, str(script))
     assert status == 124 and "asleep" in output
 
 
 def test_programs_on_the_cpu(tmp_path, monkeypatch, capsys):
     """Ranks are forked, which starts faster than torchrun; two on one GPU cannot be tried here."""
-    monkeypatch.setattr(gpu, "OPTIONS", {"of a kind": ("optim.precision=bf16",)})
-    stop_after = gpu.stop_after
-    monkeypatch.setattr(
-        gpu,
-        "stop_after",
-        lambda folder, steps, seconds=1e9: stop_after(folder, steps, seconds / 10),
-    )
+    stop_after = gpu_checks.stop_after
+
+    def stop_early(folder, steps: int, seconds: float = 1e9) -> None:
+        stop_after(folder, steps, seconds / 10)
 
     def torchrun(
         nproc: int, timeout: float, script: str, *options: str, **variables: str
@@ -186,21 +200,20 @@ def test_programs_on_the_cpu(tmp_path, monkeypatch, capsys):
             raise RuntimeError("no GPU to share")
         _store, ranks = fork_ranks(tmp_path, nproc, script, list(options), variables)
         codes = join(ranks, timeout)
-        return max(map(abs, codes)), (tmp_path / "rank0.stdout").read_text() + (
-            tmp_path / "rank0.stderr"
-        ).read_text()
+        output = (tmp_path / "rank0.stdout").read_text() + (tmp_path / "rank0.stderr").read_text()
+        return max(map(abs, codes)), output
 
-    monkeypatch.setattr(gpu, "torchrun", torchrun)
+    monkeypatch.setattr(gpu, "OPTIONS", {"of a kind": ("optim.precision=bf16",)})
+    monkeypatch.setattr(gpu_checks, "stop_after", stop_early)
+    monkeypatch.setattr(gpu_checks, "torchrun", torchrun)
     options = ["model.hidden=8", "model.readout=local", *EXAMPLE]
-    config = gpu.train.load_config(gpu.train.parse_arguments(options))
-    runs = gpu.Runs(gpu.Report(), tmp_path / "runs", options)
-    gpu.programs(runs, gpu.SpeedTables(config.data, tmp_path))
+    config = read_config(options)
+    report = gpu.Report()
+    runs = gpu.Runs(report.timeout, tmp_path / "runs", options)
+    gpu.programs(report, runs, gpu.SpeedTables(config.data, tmp_path))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["OK", "WRONG", *["OK"] * 5]
     assert "GB/s" in lines[0] and "RuntimeError: no GPU to share" in lines[1]
-    assert (
-        "test Pearson 0." in lines[2]
-        and "your tables, bf16, 128 samples" in lines[-1]
-        and " it/s, " in lines[-1]
-    )
+    assert "test Pearson 0." in lines[2]
+    assert "your tables, bf16, 128 samples" in lines[-1] and " it/s, " in lines[-1]
     assert all("the same bits" in line for line in lines[3:5])

@@ -16,15 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-import config
-import optim
-import run_folder
 import train
+from config import Config
 from ddp_setup import Distributed, run
-from tests.tools.runs import ROOT, gather, launch
+from run_folder import CheckpointConfig, LogConfig, RunConfig
+from task import KnockoutTask
+from tests.tools.runs import ROOT, launch
 from tests.tools.syncs import CountSynchronisations
 
-WARM_UP, STEPS = 3, 10
+WARM_UP = 3  # steps before those that `audit_syncs` watches
+STEPS = 10  # that it watches
+NEVER = 2**31
 
 
 class AuditDone(Exception):
@@ -32,17 +34,19 @@ class AuditDone(Exception):
 
 
 def devices(options: argparse.Namespace) -> bool:
+    """Prints the devices of a step's tensors; returns whether all are right."""
     return audit("devices", max(1, torch.cuda.device_count()), options)
 
 
 def syncs(options: argparse.Namespace) -> bool:
+    """Prints what waits for the device in a step; returns whether nothing does."""
     return audit("syncs", 1, options)
 
 
 def audit(name: str, world_size: int, options: argparse.Namespace) -> bool:
-    status, output = launch(
-        world_size, ["audit-worker", name, *options.arguments], options.timeout, cpu=False
-    )
+    """Prints the output of an audit on so many ranks; returns whether it found nothing."""
+    arguments = ["audit-worker", name, *options.arguments]
+    status, output = launch(world_size, arguments, options.timeout, cpu=False)
     if status:
         raise RuntimeError(f"the audit failed:\n{output}")
     print(output, end="")
@@ -50,65 +54,74 @@ def audit(name: str, world_size: int, options: argparse.Namespace) -> bool:
 
 
 def audit_worker(name: str, arguments: list[str]) -> None:
-    config, never = train.read_config(arguments), 2**31
+    """Runs an audit on this rank, of the user's configuration in a temporary run folder."""
+    config = train.read_config(arguments)
+    audits = {"devices": audit_devices, "syncs": audit_syncs}
 
     def program(env: Distributed) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            short = dataclasses.replace(
+            quiet = dataclasses.replace(
                 config,
-                run=run_folder.RunConfig(dir=env.broadcast(folder)),
+                run=RunConfig(dir=env.broadcast(folder)),
                 optim=dataclasses.replace(config.optim, epochs=max(config.optim.epochs, 30)),
-                log=run_folder.LogConfig(every_steps=never),
-                checkpoint=run_folder.CheckpointConfig(every_steps=never),
+                log=LogConfig(every_steps=NEVER),
+                checkpoint=CheckpointConfig(every_steps=NEVER),
             )
-            (audit_devices if name == "devices" else audit_syncs)(short, env)
+            audits[name](quiet, env)
 
     run(program, config.ddp)
 
 
-def audit_devices(config: config.Config, env: Distributed) -> None:
+# ---- Devices -------------------------------------------------------------------------------------
+def audit_devices(config: Config, env: Distributed) -> None:
     """Prints the device of every tensor in the second step, for each rank."""
     found: dict[str, Any] = {}
+    record_tensors(found)
+    with contextlib.suppress(AuditDone):
+        train.train(config, env)
+    for lines in env.gather(placement(found, env.device)):
+        if env.rank == 0:
+            print(f"on {lines[0]}", *lines[1:], sep="\n")
 
-    def build_model(*args, **kwargs) -> nn.Module:
-        found["model"] = model = original_model(*args, **kwargs)
+
+def record_tensors(found: dict[str, Any]) -> None:
+    """Makes training fill `found`, and raise `AuditDone` after the second step."""
+    original_model = KnockoutTask.build_model
+    original_loss = KnockoutTask.loss
+    original_optimizer = train.build_optimizer
+    num_steps = 0
+
+    def build_model(task: KnockoutTask) -> nn.Module:
+        model = original_model(task)
         names = list(inspect.signature(model.forward).parameters)
 
         def record(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
             found.update(zip(names, args, strict=False), **kwargs, output=output)
 
         model.register_forward_hook(record, with_kwargs=True)
+        found["model"] = model
+        found["scale"] = {"mean": task.mean, "std": task.std}
         return model
 
-    def build_optimizer(*args, **kwargs) -> torch.optim.Optimizer:
-        found["optimizer"] = optimizer = original_optimizer(*args, **kwargs)
-        steps = Counter()
-
-        def stop_after_two(*_: object) -> None:
-            steps["done"] += 1
-            if steps["done"] == 2:
-                raise AuditDone
-
+    def build_optimizer(*args: object) -> torch.optim.Optimizer:
+        optimizer = original_optimizer(*args)
         optimizer.register_step_post_hook(stop_after_two)
+        found["optimizer"] = optimizer
         return optimizer
 
-    def criterion(*args, **kwargs) -> Tensor:
-        found["loss"] = original_criterion(*args, **kwargs)
+    def stop_after_two(*_: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 2:
+            raise AuditDone
+
+    def loss(*args: object) -> Tensor:
+        found["loss"] = original_loss(*args)
         return found["loss"]
 
-    original_model, original_optimizer = train.build_model, optim.build_optimizer
-    original_criterion = train.criterion
-    train.build_model, optim.build_optimizer, train.criterion = (
-        build_model,
-        build_optimizer,
-        criterion,
-    )
-    try:
-        train.train(config, env)
-    except AuditDone:
-        for lines in gather(placement(found, env.device), env):
-            if env.rank == 0:
-                print(f"on {lines[0]}", *lines[1:], sep="\n")
+    KnockoutTask.build_model = build_model
+    KnockoutTask.loss = loss
+    train.build_optimizer = build_optimizer
 
 
 def placement(found: dict[str, Any], device: torch.device) -> list[str]:
@@ -119,10 +132,10 @@ def placement(found: dict[str, Any], device: torch.device) -> list[str]:
         kinds.setdefault(kind, Counter())[str(tensor.device)] += 1
         if tensor.device != device:
             misplaced.append(f"  MISPLACED  {path} is on {tensor.device}: move it to {device}")
-    lines = [
-        f"  {kind:17s} " + ", ".join(f"{n} on {where}" for where, n in counts.items())
-        for kind, counts in kinds.items()
-    ]
+    lines = []
+    for kind, counts in kinds.items():
+        numbers = [f"{count} on {where}" for where, count in counts.items()]
+        lines.append(f"  {kind:17s} {', '.join(numbers)}")
     return [str(device), *lines, *misplaced]
 
 
@@ -131,45 +144,53 @@ def tensors(found: dict[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
     names = {parameter: name for name, parameter in found["model"].named_parameters()}
     for name, value in found.items():
         if isinstance(value, nn.Module):
-            for path, parameter in value.named_parameters():
-                yield f"{name} parameters", f"{name}.{path}", parameter
-                if parameter.grad is not None:
-                    yield f"{name} gradients", f"{name}.{path}.grad", parameter.grad
-            for path, buffer in value.named_buffers():
-                yield f"{name} buffers", f"{name}.{path}", buffer
+            yield from module_tensors(name, value)
         elif isinstance(value, torch.optim.Optimizer):
             for parameter, state in value.state.items():
-                for key, tensor in state.items():
-                    if isinstance(tensor, Tensor):
-                        yield (
-                            f"{name} state",
-                            f"{name}.state[{names.get(parameter, '?')}].{key}",
-                            tensor,
-                        )
+                path = f"{name}.state[{names.get(parameter, '?')}]"
+                for state_path, tensor in nested_tensors(path, state):
+                    yield f"{name} state", state_path, tensor
         else:
             for path, tensor in nested_tensors(name, value):
                 yield name, path, tensor
 
 
+def module_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Yields kind, full path and tensor of parameters, gradients and buffers."""
+    for path, parameter in module.named_parameters():
+        yield f"{name} parameters", f"{name}.{path}", parameter
+        if parameter.grad is not None:
+            yield f"{name} gradients", f"{name}.{path}.grad", parameter.grad
+    for path, buffer in module.named_buffers():
+        yield f"{name} buffers", f"{name}.{path}", buffer
+
+
 def nested_tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields the full path and each tensor in a nest of batches, mappings, lists and tuples."""
+    if isinstance(value, Data):
+        value = value.to_dict()
     if isinstance(value, Tensor):
         yield path, value
-    elif isinstance(value, Mapping | Data):
-        for key, item in value.to_dict().items() if isinstance(value, Data) else value.items():
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
             yield from nested_tensors(f"{path}.{key}", item)
     elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from nested_tensors(f"{path}[{i}]", item)
+        for position, item in enumerate(value):
+            yield from nested_tensors(f"{path}[{position}]", item)
 
 
-def audit_syncs(config: config.Config, env: Distributed) -> None:
+# ---- Waiting -------------------------------------------------------------------------------------
+def audit_syncs(config: Config, env: Distributed) -> None:
     """Prints the lines that make the host wait in ten steps.
 
     Leaves out the ends of epochs, which log and save.
     """
     watch = WatchOnGPU() if env.device.type == "cuda" else WatchOnCPU(env)
-    places, done, last_step = Counter(), 0, 0
-    phase, stop_reason = env.phase, env.stop_reason
+    places = Counter()
+    done = 0  # steps that were watched
+    last_step = 0
+    phase = env.phase
+    stop_reason = env.stop_reason
 
     def watched_phase(name: str) -> contextlib.AbstractContextManager:
         if name == "evaluation" and watch.active:
@@ -190,7 +211,8 @@ def audit_syncs(config: config.Config, env: Distributed) -> None:
         last_step = step
         return reason
 
-    env.phase, env.stop_reason = watched_phase, watched_stop_reason
+    env.phase = watched_phase
+    env.stop_reason = watched_stop_reason
     try:
         train.train(config, env)
     except AuditDone:
@@ -208,7 +230,8 @@ class WatchOnCPU(CountSynchronisations):
 
     def __init__(self, env: Distributed):
         super().__init__()
-        self.active, self.env = False, env
+        self.env = env
+        self.active = False
         self.found: set[tuple[str, str]] = set()
 
     def begin(self) -> None:
@@ -238,14 +261,15 @@ class WatchOnGPU:
         self.caught = warnings.catch_warnings()
         self.caught.__enter__()
         warnings.simplefilter("always")
-        warnings.filterwarnings(
-            "ignore", "Synchronization debug mode is a prototype"
-        )  # on setting it
-        warnings.showwarning = lambda message, *_, **__: self.found.add(
-            (caller(), str(message).split(" (")[0])
-        )
+        notice = "Synchronization debug mode is a prototype"
+        warnings.filterwarnings("ignore", notice)
+        warnings.showwarning = self.record
         torch.cuda.set_sync_debug_mode("warn")
         self.active = True
+
+    def record(self, message: Warning | str, *_: object, **__: object) -> None:
+        what = str(message).split(" (")[0]
+        self.found.add((caller(), what))
 
     def end(self) -> set[tuple[str, str]]:
         torch.cuda.set_sync_debug_mode("default")
@@ -257,8 +281,7 @@ class WatchOnGPU:
 def caller() -> str:
     """Returns file and line of the innermost frame in the template's own modules."""
     frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).parent == ROOT]
-    return (
-        f"{Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].line})"
-        if frames
-        else "outside"
-    )
+    if not frames:
+        return "outside"
+    innermost = frames[-1]
+    return f"{Path(innermost.filename).name}:{innermost.lineno} ({innermost.line})"

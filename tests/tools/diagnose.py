@@ -8,110 +8,114 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
-import baseline
-import data
-import errors
-import optim
-import run_folder
-import task
-import train
+from checkpoint import load_model
 from ddp_setup import Distributed, setup
 from errors import UserError
-from mask import SharedGraph
+from metrics import first_metric
+from run_folder import RunFolder
+from tables import SPLITS
+from task import KnockoutTask, predict_rows
+from train import autocast, read_config
 
 SHOWN = 20  # bad rows printed at most
+LARGEST = 5  # rows printed if none is bad
 WORST = 3  # scores printed of each, at most
 PHASES = ("data", "forward", "backward", "optimiser", "agreement", "evaluation", "save")
 
 
+# ---- Rows ----------------------------------------------------------------------------------------
 def rows(options: argparse.Namespace) -> bool:
     """Prints the rows whose squared error under the newest model is not finite.
 
     Returns whether there are none.
     """
-    config = train.read_config(options.arguments)
+    config = read_config(options.arguments)
     env = setup(Distributed(config.ddp))
-    dtype, autocast_dtype = optim.PRECISIONS[config.optim.precision]
-    with env.sync_errors(errors.DataError):
-        tables = data.load(config.data)
-        torch.manual_seed(config.run.seed)
-        baseline = baseline.load_baseline(
-            tables, tables.fingerprint(), config.data, config.optim.loss
-        )
-        model = train.build_model(config, tables, baseline)
-        folder = run_folder.RunFolder(config, env, tables, tables.fingerprint())
-        if checkpoint := folder.newest_checkpoint():
-            checkpoint.load_model(model, checkpoint)
-    model = model.to(env.device, dtype)
-    source = f"step {checkpoint['step']}" if checkpoint else "step 0 (no checkpoint found)"
-    print(f"{folder.path}: model of {source}")
-    if broken := [
-        name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()
-    ]:
+    task = KnockoutTask.load(config, env)
+    torch.manual_seed(config.run.seed)
+    model = newest_model(task, env).to(env.device, config.optim.dtype)
+    broken = [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]
+    if broken:
         print(f"the model has non-finite weights, so no row is to blame: {', '.join(broken)}")
         return False
 
-    graph = SharedGraph(tables.graph()).to(env.device, dtype)
-    dataset, _ = train.make_dataset(config, tables, graph)
-    chosen, training = (
-        torch.cat([tables.rows(split) for split in tables.SPLITS]),
-        tables.rows("train"),
-    )
-    with torch.autocast(env.device.type, autocast_dtype, enabled=autocast_dtype is not None):
-        prediction = torch.zeros(tables.y.shape, dtype=dtype)
-        prediction[chosen] = task.predict_rows(model, graph, dataset, chosen, config, env).to(dtype)
-    error = (
-        (prediction - tables.y.float()) / model.y_std.cpu()
-    ).square()  # overflows where the training loss does
-    error_by_score = error.where(~tables.y.isnan(), 0.0)
-    error = error_by_score.sum(1)
-    bad = chosen[~error[chosen].isfinite()]
+    tables = task.tables
+    chosen = torch.cat([tables.rows(split) for split in SPLITS])
+    prediction = torch.zeros_like(tables.y)  # [n, T], also of rows in no split
+    with autocast(config.optim, env):
+        prediction[chosen] = predict_rows(model, task, chosen, env)
+    # In the type of the training loss, which overflows where this does.
+    difference = ((prediction - tables.y) / task.std.cpu()).to(config.optim.dtype)
+    error = difference.square().where(~tables.y.isnan(), 0.0)
+    error_of_row = error.sum(dim=1)
+    bad = chosen[~error_of_row[chosen].isfinite()]
     if len(bad):
         print(
             f"{len(bad)} of {len(chosen)} rows (numbered from 0) have a non-finite squared error:"
         )
+        shown = bad[:SHOWN]
     else:
         print(
             "every squared error is finite; if a step is not, lower optim.lr. Largest in the "
             "training split:"
         )
-    for row in (
-        bad[:SHOWN] if len(bad) else training[error[training].argsort(descending=True)[:5]]
-    ).tolist():
-        own = slice(tables.perturbed_ptr[row], tables.perturbed_ptr[row + 1])
-        genes = map(tables.name, tables.perturbed[own].tolist(), tables.level[own].tolist())
-        worst = error_by_score[row].nan_to_num(math.inf).argsort(descending=True)[:WORST]
-        scores = [
-            f"{tables.targets[t]} {tables.y[row, t]:g}, prediction {prediction[row, t]:g}"
-            for t in worst.tolist()
-        ]
-        print(
-            f"  row {row} ({tables.SPLITS[tables.split[row]]}): genes {','.join(genes)}, "
-            f"{'; '.join(scores)}, squared error {error[row]:.3g}"
-        )
-    return not len(bad)
+        training = tables.rows("train")
+        order = error_of_row[training].argsort(descending=True)
+        shown = training[order[:LARGEST]]
+    for row in shown.tolist():
+        print(describe_row(task, row, prediction[row], error[row]))
+    return len(bad) == 0
 
 
+def newest_model(task: KnockoutTask, env: Distributed) -> nn.Module:
+    """Returns the model of the run's newest checkpoint or, if there is none, of its start."""
+    with env.sync_errors():
+        model = task.build_model()
+        folder = RunFolder(task.config, env, task.origin(), first_metric())
+        checkpoint = folder._newest_checkpoint()
+        source = "step 0 (no checkpoint found)"
+        if checkpoint is not None:
+            load_model(model, checkpoint)
+            source = f"step {checkpoint['step']}"
+    print(f"{folder.path}: model of {source}")
+    return model
+
+
+def describe_row(task: KnockoutTask, row: int, prediction: Tensor, error: Tensor) -> str:
+    """Returns a line with a row's nodes, and the scores [T] with the largest errors [T]."""
+    tables = task.tables
+    start, end = tables.perturbed_ptr[row : row + 2].tolist()
+    perturbed = tables.perturbed[start:end].tolist()
+    levels = tables.level[start:end].tolist()
+    nodes = ",".join(map(tables.name, perturbed, levels))
+    worst = error.nan_to_num(math.inf).argsort(descending=True)[:WORST]
+    scores = []
+    for target in worst.tolist():
+        name = tables.targets[target]
+        scores.append(f"{name} {tables.y[row, target]:g}, prediction {prediction[target]:g}")
+    split = SPLITS[tables.split[row]]
+    return (
+        f"  row {row} ({split}): genes {nodes}, {'; '.join(scores)}, "
+        f"squared error {error.sum():.3g}"
+    )
+
+
+# ---- Traces --------------------------------------------------------------------------------------
 def trace(options: argparse.Namespace) -> None:
-    """Prints where the time went in the steps that `log.profile_steps` traced.
-
-    It is over all ranks of a run folder.
-    """
+    """Prints where the time went in the steps that `log.profile_steps` traced, over all ranks."""
     if len(options.arguments) != 1:
         raise UserError("trace takes one run folder, such as runs/default")
     folder = Path(options.arguments[0])
-    ranks = {
-        path.name.removeprefix("trace.").removesuffix(".json"): path
-        for path in folder.glob("trace.rank*.json")
-    }
-    if not ranks:
+    times = {}  # of each rank
+    for path in folder.glob("trace.rank*.json"):
+        rank = path.name.removeprefix("trace.").removesuffix(".json")
+        times[rank] = read_trace(path)
+    if not times:
         raise UserError(f"{folder} contains no trace.rank*.json: train with log.profile_steps=5")
-    times = {rank: read_trace(path) for rank, path in ranks.items()}
-    mean = {
-        name: statistics.mean(time[name] for time in times.values())
-        for name in next(iter(times.values()))
-    }
+    names = next(iter(times.values()))
+    mean = {name: statistics.mean(time[name] for time in times.values()) for name in names}
     print(f"{mean['steps']:g} steps of {mean['step']:.1f} ms, mean of {len(times)} ranks:")
     for name in (*PHASES, "rest"):
         print(f"  {name:10s} {100 * mean[name] / mean['step']:5.1f} %")
@@ -119,11 +123,13 @@ def trace(options: argparse.Namespace) -> None:
         "communication not overlapped with computation, in the above: "
         f"{100 * mean['exposed'] / mean['step']:.1f} %"
     )
-    own = {rank: time["step"] - time["agreement"] - time["exposed"] for rank, time in times.items()}
-    slowest, median = max(own, key=own.__getitem__), statistics.median(own.values())
+    work = {
+        rank: time["step"] - time["agreement"] - time["exposed"] for rank, time in times.items()
+    }
+    slowest = max(work, key=work.get)
     print(
-        f"slowest: {slowest} with {own[slowest]:.1f} ms of its own work per step, median "
-        f"{median:.1f}"
+        f"slowest: {slowest} with {work[slowest]:.1f} ms of its own work per step, median "
+        f"{statistics.median(work.values()):.1f}"
     )
     print(
         "open the traces in ui.perfetto.dev; on GPUs, phases are those of the host, which runs "
@@ -136,6 +142,29 @@ def read_trace(path: Path) -> dict[str, float]:
 
     The times are in total, per phase, outside phases, and exposed.
     """
+    spans = read_spans(path)
+    num_steps = len(spans["ProfilerStep"])
+    if not num_steps:
+        raise UserError(
+            f"{path} contains no complete step: set log.profile_steps to less than the run's steps "
+            "minus 3"
+        )
+    busy = spans["device"]
+    exchange = spans["nccl"]
+    if not busy:  # a CPU trace; agreement is a phase of its own, not exposed communication
+        busy = spans["host"] + spans["agreement"]
+        exchange = spans["gloo"]
+    length = {"step": covered(spans["ProfilerStep"])}
+    for phase in PHASES:
+        length[phase] = covered(spans[phase])
+    length["rest"] = length["step"] - sum(length[phase] for phase in PHASES)
+    length["exposed"] = covered(busy + exchange) - covered(busy)
+    times = {name: microseconds / 1e3 / num_steps for name, microseconds in length.items()}
+    return {"steps": num_steps, **times}
+
+
+def read_spans(path: Path) -> dict[str, list[tuple[float, float]]]:
+    """Returns start and end of each event in a trace, in microseconds, by its `kind`."""
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     try:
         for event in json.loads(path.read_text())["traceEvents"]:
@@ -143,24 +172,7 @@ def read_trace(path: Path) -> dict[str, float]:
                 spans[kind(event)].append((event["ts"], event["ts"] + event["dur"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a readable trace: {error}") from None
-    if not (steps := len(spans["ProfilerStep"])):
-        raise UserError(
-            f"{path} contains no complete step: set log.profile_steps to less than the run's steps "
-            "minus 3"
-        )
-    busy, exchange = spans["device"], spans["nccl"]
-    if not busy:  # a CPU trace; agreement is a phase of its own, not exposed communication
-        busy, exchange = spans["host"] + spans["agreement"], spans["gloo"]
-    length = {
-        "step": covered(spans["ProfilerStep"]),
-        **{phase: covered(spans[phase]) for phase in PHASES},
-    }
-    length["rest"] = length["step"] - sum(length[phase] for phase in PHASES)
-    length["exposed"] = covered(busy + exchange) - covered(busy)
-    return {
-        "steps": steps,
-        **{name: microseconds / 1e3 / steps for name, microseconds in length.items()},
-    }
+    return spans
 
 
 def kind(event: dict) -> str:
@@ -168,18 +180,22 @@ def kind(event: dict) -> str:
 
     `device` is kernels and copies, `host` operators.
     """
-    category, name = event.get("cat"), event["name"]
+    category = event.get("cat")
+    name = event["name"]
     if category == "user_annotation":  # "ProfilerStep#3", "gloo:all_reduce"
         return name.replace("#", ":").split(":")[0]
     if category in ("kernel", "gpu_memcpy", "gpu_memset"):
         return "nccl" if name.startswith("nccl") else "device"
-    return "host" if category == "cpu_op" and not name.startswith("c10d::") else ""
+    if category == "cpu_op" and not name.startswith("c10d::"):
+        return "host"
+    return ""
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
     """Returns the length of the union of intervals."""
-    length, reached = 0.0, -math.inf
+    length = 0.0
+    end_so_far = -math.inf
     for start, end in sorted(spans):
-        length += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
+        length += max(0.0, end - max(start, end_so_far))
+        end_so_far = max(end_so_far, end)
     return length

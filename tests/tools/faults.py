@@ -16,22 +16,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
+from torch import Tensor
 
-import checkpoint
 import data
-import optim
 import train
+from checkpoint import TrainState
 from ddp_setup import Distributed
-from tests.tools.parity import BATCH_SIZE, TOLERANCE, few_rows, original
+from optim import OptimConfig
+from task import KnockoutTask
+from tests.tools.parity import BATCH_SIZE, TOLERANCE, load_few_rows
 from tests.tools.runs import difference, launch, newest_checkpoint, series
 
-STEP_OF_SAVE, EPOCH_END, LAST_STEP = (
-    6,
-    4,
-    8,
-)  # two epochs of four steps, a checkpoint every three and at epoch ends
+# A run has two epochs of four steps, and a checkpoint every three and at epoch ends.
+STEP_OF_SAVE = 6
+EPOCH_END = 4
+LAST_STEP = 8
 
 BALLAST = "ballast"  # a file that fills the disk
 
@@ -136,7 +138,7 @@ FAULTS = [
     Fault(
         "a checkpoint that holds code",
         "SIGKILL",
-        repair=lambda folder: torch.save({"model": optim.OptimConfig()}, newest_checkpoint(folder)),
+        repair=lambda folder: torch.save({"model": OptimConfig()}, newest_checkpoint(folder)),
         **DAMAGED,
     ),
     Fault(
@@ -219,33 +221,35 @@ def faults(options: argparse.Namespace) -> bool:
     Returns whether every run, once restarted, ends like an undisturbed one.
     """
     chosen = [fault for fault in FAULTS if options.only in fault.name]
-    if not options.cpu:  # a rank may wait in NCCL for the killed one, until torchrun's SIGTERM
-        chosen = [
-            replace(fault, prints="") if fault.prints == KILLED["prints"] else fault
-            for fault in chosen
-        ]
+    if not options.cpu:
+        chosen = list(map(on_gpus, chosen))
     launch_once = partial(launch, timeout=options.timeout, cpu=options.cpu)
-    passed = 0
+    num_passed = 0
     with tempfile.TemporaryDirectory() as parent:
         for number, fault in enumerate(chosen):
             reference = Path(parent, "-".join(["reference", str(fault.ranks), *fault.arguments]))
             arguments = ["fault-worker", parent, *options.arguments, *fault.arguments]
             if not reference.exists():
-                status, output = launch_once(
-                    fault.ranks, [*arguments, f"run.name={reference.name}"]
-                )
+                named = [*arguments, f"run.name={reference.name}"]
+                status, output = launch_once(fault.ranks, named)
                 if status:
                     raise RuntimeError(f"the undisturbed run failed:\n{output}")
             start = time.monotonic()
             problem = run_fault(fault, Path(parent, str(number)), reference, arguments, launch_once)
-            passed += not problem
-            outcome = (
-                problem
-                or f"{fault.state}, then the undisturbed result; {time.monotonic() - start:.0f} s"
-            )
-            print(f"{'FAIL' if problem else 'PASS'}  {fault.name:52s} {outcome}", flush=True)
-    print(f"{passed} of {len(chosen)} faults lost nothing")
-    return passed == len(chosen) > 0
+            seconds = time.monotonic() - start
+            if problem:
+                print(f"FAIL  {fault.name:52s} {problem}", flush=True)
+            else:
+                num_passed += 1
+                outcome = f"{fault.state}, then the undisturbed result; {seconds:.0f} s"
+                print(f"PASS  {fault.name:52s} {outcome}", flush=True)
+    print(f"{num_passed} of {len(chosen)} faults lost nothing")
+    return num_passed == len(chosen) > 0
+
+
+def on_gpus(fault: Fault) -> Fault:
+    """Returns the fault as GPUs show it: a rank may wait in NCCL for a killed one, and not say."""
+    return replace(fault, prints="") if fault.prints == KILLED["prints"] else fault
 
 
 def run_fault(
@@ -253,24 +257,16 @@ def run_fault(
 ) -> str:
     """Runs with the fault, then without it; returns what is wrong with the outcome, or ""."""
     arguments = [*arguments, f"run.name={folder.name}"]
-    injected = json.dumps(
-        {str(folder / "fault"): [fault.rank, fault.step, fault.phase, fault.action]}
-    )
-    torchrun = ("--standalone", *fault.torchrun)
+    place = [fault.rank, fault.step, fault.phase, fault.action]
     status, output = launch(
-        fault.ranks, arguments, torchrun=torchrun, variables={"FAULTS": injected}
+        fault.ranks,
+        arguments,
+        torchrun=("--standalone", *fault.torchrun),
+        variables={"FAULTS": json.dumps({str(folder / "fault"): place})},
     )
-    path = folder / "status.json"
-    state = json.loads(path.read_text())["state"] if path.exists() else "none"
-    if left := orphans(folder):
-        return f"processes {left} are still running:\n{output}"
-    if not (folder / "fault").exists():
-        return f"the fault was not injected:\n{output}"
-    clean = state == "finished" or (state == "stopped" and "torchrun" not in fault.action)
-    if state != fault.state or (status == 0) != clean:
-        return f"exit status {status}, state {state}:\n{output}"
-    if fault.prints not in output:
-        return f"'{fault.prints}' is missing from the output:\n{output}"
+    problem = problem_of_first_run(fault, folder, status, output)
+    if problem:
+        return problem
     if "skip" in fault.name:
         skipped = [row["skipped"] for row in series(folder) if "skipped" in row]
         return "" if skipped == [0] * 5 + [1] * 3 else f"skipped steps in metrics.jsonl: {skipped}"
@@ -280,6 +276,23 @@ def run_fault(
     if status or fault.again_prints not in output:
         return f"exit status {status} of the second run:\n{output}"
     return difference(folder, reference, 0.0 if ranks == fault.ranks else TOLERANCE)
+
+
+def problem_of_first_run(fault: Fault, folder: Path, status: int, output: str) -> str:
+    """Returns what is wrong with the end of the run that had the fault, or ""."""
+    path = folder / "status.json"
+    state = json.loads(path.read_text())["state"] if path.exists() else "none"
+    left = orphans(folder)
+    if left:
+        return f"processes {left} are still running:\n{output}"
+    if not (folder / "fault").exists():
+        return f"the fault was not injected:\n{output}"
+    is_clean = state == "finished" or (state == "stopped" and "torchrun" not in fault.action)
+    if state != fault.state or (status == 0) != is_clean:
+        return f"exit status {status}, state {state}:\n{output}"
+    if fault.prints not in output:
+        return f"'{fault.prints}' is missing from the output:\n{output}"
+    return ""
 
 
 def orphans(folder: Path) -> list[int]:
@@ -295,6 +308,7 @@ def orphans(folder: Path) -> list[int]:
     return alive
 
 
+# ---- In the processes of a run -------------------------------------------------------------------
 def fault_worker(parent: str, arguments: list[str]) -> None:
     """Runs `train.main` on a few rows of the user's tables, with the faults in FAULTS.
 
@@ -304,29 +318,26 @@ def fault_worker(parent: str, arguments: list[str]) -> None:
         "run.dir": parent,
         "data.batch_size": BATCH_SIZE,
         "optim.epochs": os.environ.get("FAULT_EPOCHS", 2),
-    }
-    settings |= {
         "optim.accumulate": 2,
         "checkpoint.every_steps": 3,
         "checkpoint.keep_last": 2,
         "log.every_steps": 1,
     }
     sys.argv[1:] = [*arguments, *(f"{key}={value}" for key, value in settings.items())]
-    data.load = lambda options: few_rows(original(options))
+    data.load = load_few_rows
     if "FAULTS" in os.environ:
         name = arguments[-1].removeprefix("run.name=")
-        arm(
-            Path(parent, name),
-            {Path(mark): fault for mark, fault in json.loads(os.environ["FAULTS"]).items()},
-        )
+        places = json.loads(os.environ["FAULTS"])
+        arm(Path(parent, name), {Path(mark): place for mark, place in places.items()})
     train.main()
 
 
-def arm(folder: Path, faults: dict[Path, tuple[int, int, str, str]]) -> None:
-    """Injects each fault at its rank, step and phase, and leaves its mark, a file: the seconds
-    since a checkpoint was saved, and those that a hang may take.
+def arm(folder: Path, faults: dict[Path, list]) -> None:
+    """Injects each fault where its rank enters its phase after its number of steps.
 
-    It does so once, even if torchrun restarts the workers.
+    `faults` has [rank, step, phase, action] by the path of the fault's mark, a file that says that
+    it has come, so that it does not again if torchrun restarts the workers. In it are the seconds
+    since a checkpoint was saved, and those that a hang may take.
     """
     folder.mkdir(exist_ok=True)
     for mark in faults:
@@ -337,9 +348,8 @@ def arm(folder: Path, faults: dict[Path, tuple[int, int, str, str]]) -> None:
     def phase_with_faults(env: Distributed, name: str) -> contextlib.AbstractContextManager:
         for mark, (*place, action) in faults.items():
             if place == [env.rank, env.progress.step, name] and not mark.exists():
-                mark.write_text(
-                    json.dumps([time.time() - max(start, last_save(folder)), env.limit_s])
-                )
+                lost_s = time.time() - max(start, last_save(folder))
+                mark.write_text(json.dumps([lost_s, env.limit_s]))
                 context = phase_of(env, name)
                 context.__enter__()  # so that hang reports name this phase
                 inject(action, folder, mark.parent, env.progress.step)
@@ -367,9 +377,7 @@ def inject(action: str, folder: Path, marks: Path, step: int) -> None:
         os.kill(os.getppid() if "torchrun" in target else os.getpid(), signal.Signals[name])
         time.sleep(5 if "slow" in target else 0.5)  # until torchrun has forwarded it
     elif action == "kill all":
-        pids = [int(path.read_text()) for path in marks.glob("pid.*")]
-        for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
-            os.kill(pid, signal.SIGKILL)
+        kill_all(marks)
     elif action == "kill half-way":
         torch.save = half_a_save
     elif action == "kill after best":
@@ -391,8 +399,7 @@ def inject(action: str, folder: Path, marks: Path, step: int) -> None:
     elif action in ("nan", "inf"):
         spoil_the_next_loss(float(action))
     elif action == "inf weights":
-        state_dict = checkpoint.TrainState.state_dict
-        checkpoint.TrainState.state_dict = lambda state: spoiled(state_dict(state))
+        spoil_the_weights_of_checkpoints()
     elif action == "raise":
         raise ZeroDivisionError("injected")
     elif action == "sleep":
@@ -401,15 +408,23 @@ def inject(action: str, folder: Path, marks: Path, step: int) -> None:
         raise AssertionError(action)
 
 
+def kill_all(marks: Path) -> None:
+    """Kills all ranks, this one last."""
+    others = [int(path.read_text()) for path in marks.glob("pid.*")]
+    others.remove(os.getpid())
+    for pid in (*others, os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+
+
 def fill_the_disk(folder: Path) -> None:
     block = bytes(2**20)
     with contextlib.suppress(OSError), (folder / BALLAST).open("wb") as file:
-        while block:
+        while True:
             file.write(block)
             file.flush()
 
 
-def half_a_save(state: dict, file) -> None:
+def half_a_save(state: dict, file: BinaryIO) -> None:
     file.write(b"half of it")
     file.flush()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -422,15 +437,24 @@ def replace_and_die(source: Path, target: Path) -> None:
 
 
 def spoil_the_next_loss(value: float) -> None:
-    criterion = train.criterion
+    """Multiplies the next loss of this rank by `value`."""
+    original = KnockoutTask.loss
 
-    def spoiled_error(*arguments):
-        train.criterion = criterion
-        return criterion(*arguments) * value
+    def spoiled(*arguments: object) -> Tensor:
+        KnockoutTask.loss = original
+        return original(*arguments) * value
 
-    train.criterion = spoiled_error
+    KnockoutTask.loss = spoiled
 
 
-def spoiled(state: dict) -> dict:
-    next(iter(state["model"].values())).fill_(float("inf"))
-    return state
+def spoil_the_weights_of_checkpoints() -> None:
+    """Makes the first tensor of each checkpoint infinite."""
+    original = TrainState.state_dict
+
+    def spoiled(state: TrainState) -> dict:
+        saved = original(state)
+        first = next(iter(saved["model"].values()))
+        first.fill_(float("inf"))
+        return saved
+
+    TrainState.state_dict = spoiled

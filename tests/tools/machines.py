@@ -38,20 +38,8 @@ def two_machines() -> Iterator[dict[str, str]]:
             hosts = f"127.0.0.1 localhost\n127.0.1.1 {name}\n{ADDRESSES[other]} {other}\n"
             (files / "hosts").write_text(hosts)
         end, other_end = spaces.values()
-        ip(
-            "link",
-            "add",
-            "cable",
-            "netns",
-            end,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable",
-            "netns",
-            other_end,
-        )
+        ends = ("netns", end, "type", "veth", "peer", "name", "cable", "netns", other_end)
+        ip("link", "add", "cable", *ends)
         for name, space in spaces.items():
             ip("-n", space, "addr", "add", f"{ADDRESSES[name]}/24", "dev", "cable")
             ip("-n", space, "link", "set", "lo", "up")

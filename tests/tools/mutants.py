@@ -1,8 +1,8 @@
 """Which faults do the quick tests notice?
 
-    python -m tests.tools.mutants [--number 100] [--seed 0] [--only TEXT]
+    python -m tests.tools.mutants [--number 100] [--seed 0] [--only TEXT] [--modules NAME ...]
 
-Changes one token of the five modules at a time, in a copy of the template: an operator, a number,
+Changes one token of the template's modules at a time, in a copy of it: an operator, a number,
 `True`, `min`, `any` or `and` becomes another, or a condition is negated. Prints each mutant, and
 whether a quick test notices it.
 """
@@ -28,7 +28,7 @@ from typing import NamedTuple
 from tests.conftest import MODULES, ROOT, copy_template, kill_marked
 
 TIMEOUT = 900  # seconds for all quick tests, one after the other
-OTHER = {
+OTHER = {  # what a token becomes
     "<": ">=",
     "<=": ">",
     ">": "<=",
@@ -39,8 +39,6 @@ OTHER = {
     "-": "+",
     "*": "/",
     "/": "*",
-}
-OTHER |= {
     "//": "/",
     "%": "//",
     "**": "*",
@@ -51,8 +49,6 @@ OTHER |= {
     "-=": "+=",
     "*=": "/=",
     "|=": "&=",
-}
-OTHER |= {
     "and": "or",
     "or": "and",
     "not": "",
@@ -60,8 +56,6 @@ OTHER |= {
     "is": "is not",
     "if": "if not",
     "elif": "elif not",
-}
-OTHER |= {
     "while": "while not",
     "True": "False",
     "False": "True",
@@ -105,16 +99,11 @@ def mutants(module: str) -> Iterator[Mutant]:
         text = OTHER.get(token.string)
         if token.type == tokenize.NUMBER:
             text = f"({token.string} + 1)"
-        is_strict = (
-            "strict=" + token.string in token.line
-        )  # zip(strict=True) guards against mistakes of other lines
-        is_loop = token.string == "in" and before.type == tokenize.NAME  # `for x in`, or `x in`
-        if (
-            text is None
-            or token.start in annotations
-            or is_strict
-            or (is_loop and " for " in token.line)
-        ):
+        # zip(strict=True) guards against mistakes of other lines.
+        is_strict = f"strict={token.string}" in token.line
+        follows_name = token.string == "in" and before.type == tokenize.NAME  # `for x in`, `x in`
+        is_loop = follows_name and " for " in token.line
+        if text is None or token.start in annotations or is_strict or is_loop:
             continue
         mutant = Mutant(module, token.start[0], token.start[1], token.end[1], text)
         try:
@@ -128,19 +117,22 @@ def annotated(tree: ast.AST) -> Iterator[tuple[int, int]]:
     """Yields the positions of all characters in annotations."""
     for node in ast.walk(tree):
         for name in ("annotation", "returns"):
-            if annotation := getattr(node, name, None):
-                for line in range(annotation.lineno, annotation.end_lineno + 1):
-                    start = annotation.col_offset if line == annotation.lineno else 0
-                    end = annotation.end_col_offset if line == annotation.end_lineno else 200
-                    yield from ((line, column) for column in range(start, end))
+            annotation = getattr(node, name, None)
+            if annotation is None:
+                continue
+            for line in range(annotation.lineno, annotation.end_lineno + 1):
+                start = annotation.col_offset if line == annotation.lineno else 0
+                end = annotation.end_col_offset if line == annotation.end_lineno else 200
+                for column in range(start, end):
+                    yield line, column
 
 
 def run_tests(folder: Path, *options: str) -> subprocess.CompletedProcess | None:
     """Runs tests of a copy of the template, one after the other; returns None if they hang."""
-    mark = f"MUTANT_MARK={uuid.uuid4()}"  # beside that of each test
+    mark = str(uuid.uuid4())  # beside that of each test
     environment = {
         **os.environ,
-        **dict([mark.split("=")]),
+        "MUTANT_MARK": mark,
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
     }
@@ -152,7 +144,7 @@ def run_tests(folder: Path, *options: str) -> subprocess.CompletedProcess | None
     except subprocess.TimeoutExpired:
         return None
     finally:
-        kill_marked(mark)
+        kill_marked(f"MUTANT_MARK={mark}")
 
 
 def fastest_first(folder: Path) -> list[str]:
@@ -160,21 +152,25 @@ def fastest_first(folder: Path) -> list[str]:
     result = run_tests(folder, "-vv", "--durations=0")
     if result is None or result.returncode:
         sys.exit(f"the quick tests fail without any change: {result}")
-    found = re.findall(r"^([0-9.]+)s call +(.*?) *$", result.stdout, re.MULTILINE)
-    return [test for seconds, test in sorted(found, key=lambda line: float(line[0]))]
+    durations = re.findall(r"^([0-9.]+)s call +(.*?) *$", result.stdout, re.MULTILINE)
+    durations.sort(key=lambda pair: float(pair[0]))
+    return [test for _seconds, test in durations]
 
 
 def outcome(mutant: Mutant, tests: list[str], folder: Path) -> str:
+    """Returns `noticed`, `hangs` or `SURVIVED`, after the tests of a copy in `folder`."""
     path = folder / f"{mutant.module}.py"
     path.write_text(mutant.source())
     result = run_tests(folder, "-x", "-q", *tests)
     path.write_text(original(mutant.module))
     if result is None:
         return "hangs"
-    return "noticed" if result.returncode or "not the template's" in result.stdout else "SURVIVED"
+    if result.returncode or "not the template's" in result.stdout:
+        return "noticed"
+    return "SURVIVED"
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -189,11 +185,24 @@ def main() -> None:
         help="of those drawn, the ones whose line contains TEXT",
     )
     parser.add_argument(
+        "--modules",
+        nargs="+",
+        choices=MODULES,
+        default=MODULES,
+        metavar="NAME",
+        help="draw from these (default: all)",
+    )
+    parser.add_argument(
         "--jobs", type=int, default=2, help="how many are tested at a time (default: 2)"
     )
-    options = parser.parse_args()
-    everything = [mutant for module in MODULES for mutant in mutants(module)]
-    drawn = random.Random(options.seed).sample(everything, options.number)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    possible = [mutant for module in sorted(options.modules) for mutant in mutants(module)]
+    number = min(options.number, len(possible))
+    drawn = random.Random(options.seed).sample(possible, number)
     chosen = [mutant for mutant in drawn if options.only in str(mutant)]
     folders: Queue[Path] = Queue()
 
@@ -205,11 +214,11 @@ def main() -> None:
         return found != "SURVIVED"
 
     with tempfile.TemporaryDirectory() as parent, ThreadPoolExecutor(options.jobs) as pool:
-        for number in range(options.jobs):
-            folders.put(copy_template(Path(parent, str(number))))
+        for job in range(options.jobs):
+            folders.put(copy_template(Path(parent, str(job))))
         tests = fastest_first(Path(parent, "0"))
-        noticed = sum(pool.map(is_noticed, chosen))
-    print(f"{noticed} of {len(chosen)} mutants noticed, of {len(everything)} possible ones")
+        num_noticed = sum(pool.map(is_noticed, chosen))
+    print(f"{num_noticed} of {len(chosen)} mutants noticed, of {len(possible)} possible ones")
 
 
 if __name__ == "__main__":

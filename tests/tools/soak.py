@@ -26,13 +26,15 @@ from tests.tools.machines import ADDRESSES, connect, two_machines
 from tests.tools.parity import BATCH_SIZE, TOLERANCE
 from tests.tools.runs import difference, launch, newest_checkpoint
 
-EPOCHS, STEPS_PER_EPOCH, STEPS_PER_SAVE = 6, 4, 3
+EPOCHS = 6
+STEPS_PER_EPOCH = 4
+STEPS_PER_SAVE = 3
 LAST_STEP = EPOCHS * STEPS_PER_EPOCH
 LAUNCHES_WITH_FAULTS = 10  # of a run, which may finish then
-TIMEOUT_S, STARTUP_TIMEOUT_S = 6, 30
-GRACE_S = (
-    40  # beyond these, until the last process must have ended: torchrun gives a frozen one 30 s
-)
+TIMEOUT_S = 6
+STARTUP_TIMEOUT_S = 30
+# Beyond these, until the last process must have ended: torchrun gives a frozen one 30 s.
+GRACE_S = 40
 LOST_S = 20  # of work that a fault may cost
 DISK_MB = 512
 SHARE_DAMAGED = 0.2  # of the launches, after which a checkpoint is damaged
@@ -102,25 +104,23 @@ def soak(options: argparse.Namespace) -> bool:
 
     Returns whether it was all of them.
     """
-    seed = random.randrange(10**6) if options.seed is None else options.seed
+    seed = options.seed
+    if seed is None:
+        seed = random.randrange(10**6)
     problem = ""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         spaces = stack.enter_context(available(two_machines(), "a link is not cut"))
-        disk = (
-            stack.enter_context(available(small_disk(folder), "the disk does not fill up"))
-            or folder
-        )
-        soaking = Soak(options, random.Random(seed), folder, disk, spaces)
+        disk = stack.enter_context(available(small_disk(folder), "the disk does not fill up"))
+        soaking = Soak(options, random.Random(seed), folder, disk or folder, spaces)
         deadline = time.monotonic() + 60 * options.minutes
         while time.monotonic() < deadline and not problem:
             try:
                 soaking.train_a_run()
             except Exception as error:
                 kept = tempfile.mkdtemp(prefix="soak-")
-                shutil.copytree(
-                    disk, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns(BALLAST)
-                )
+                without_ballast = shutil.ignore_patterns(BALLAST)
+                shutil.copytree(soaking.disk, kept, dirs_exist_ok=True, ignore=without_ballast)
                 problem = f"lost with --seed {seed}, see {kept}: {type(error).__name__}: {error}"
     for kind, count in soaking.survived.most_common():
         print(f"{count:6d}  {kind}")
@@ -167,22 +167,18 @@ class Soak:
         disk: Path,
         spaces: dict | None,
     ):
-        self.options, self.draw, self.folder, self.disk, self.spaces = (
-            options,
-            draw,
-            folder,
-            disk,
-            spaces,
-        )
-        self.ranks = [
-            number for number in options.ranks if BATCH_SIZE // 2 % number == 0
-        ]  # that share a micro-batch
+        self.options = options
+        self.draw = draw
+        self.folder = folder
+        self.disk = disk
+        self.spaces = spaces
+        # Numbers of ranks that share a micro-batch.
+        self.ranks = [number for number in options.ranks if BATCH_SIZE // 2 % number == 0]
         self.survived: Counter[str] = Counter()
         self.num_runs = 0
         self.num_launches = 0
-        self.longest_s = (
-            0.0  # from a fault to the end of the last process, less the limit of a hang
-        )
+        # From a fault to the end of the last process, less the limit of a hang.
+        self.longest_s = 0.0
         self.lost_s = 0.0  # of work, by a fault
 
     def summary(self) -> str:
@@ -196,34 +192,39 @@ class Soak:
     def train_a_run(self) -> None:
         """Launches a run with faults until it is finished; raises `LostError`."""
         is_changing = self.draw.random() < 0.5  # its number of processes
-        arguments = [*self.options.arguments, *(EXACT["arguments"] if is_changing else ())]
+        arguments = list(self.options.arguments)
         num_ranks = self.draw.choice(self.ranks)
-        reference = self.reference(
-            self.ranks[-1] if is_changing else num_ranks, arguments, is_changing
-        )
+        if is_changing:
+            arguments += EXACT["arguments"]
+            reference = self.reference(self.ranks[-1], arguments, "reference-in-fp64")
+        else:
+            reference = self.reference(num_ranks, arguments, f"reference-{num_ranks}")
         run = self.disk / f"run{self.num_runs}"
         survived: list[str] = []
-        status = None
-        for number in range(3 * LAUNCHES_WITH_FAULTS):
+        num_launches = 0
+        while state(run) != "finished":
+            if num_launches == 3 * LAUNCHES_WITH_FAULTS:
+                raise LostError(f"{run.name} is {state(run)} after {num_launches} launches")
+            if num_launches > 0:
+                is_last = num_launches >= LAUNCHES_WITH_FAULTS
+                survived += self.damage(run, is_last)
             if is_changing:
                 num_ranks = self.draw.choice(self.ranks)
-            faults = self.draw_faults(run, num_ranks) if number < LAUNCHES_WITH_FAULTS else []
+            faults = []
+            if num_launches < LAUNCHES_WITH_FAULTS:
+                faults = self.draw_faults(run, num_ranks)
             survived += self.launch(run, num_ranks, arguments, faults)
-            if (status := state(run)) == "finished":
-                break
-            survived += self.damage(run, is_last=number + 1 >= LAUNCHES_WITH_FAULTS)
-        if status != "finished":
-            raise LostError(f"{run.name} is {status} after {number + 1} launches")
-        if problem := difference(run, reference, TOLERANCE if is_changing else 0.0):
+            num_launches += 1
+        problem = difference(run, reference, TOLERANCE if is_changing else 0.0)
+        if problem:
             raise LostError(problem)
         shutil.rmtree(run)
         self.survived.update(survived)
         self.num_runs += 1
-        print(f"{run.name}: {number + 1} launches, {', '.join(survived)}", flush=True)
+        print(f"{run.name}: {num_launches} launches, {', '.join(survived)}", flush=True)
 
-    def reference(self, num_ranks: int, arguments: list[str], is_changing: bool) -> Path:
+    def reference(self, num_ranks: int, arguments: list[str], name: str) -> Path:
         """Returns the folder of an undisturbed run."""
-        name = "reference-in-fp64" if is_changing else f"reference-{num_ranks}"
         path = self.folder / name
         if not path.exists():
             self.launch(path, num_ranks, arguments, [])
@@ -238,20 +239,18 @@ class Soak:
         drawn = self.draw.sample(kinds, self.draw.choice((1, 1, 2)))
         if "a frozen rank (SIGSTOP)" in drawn:
             drawn = [kind for kind in drawn if kind not in KILLS_TORCHRUN]
-        if (
-            "a cut link between two machines" in drawn
-        ):  # where torchrun waits minutes for another that was stopped
+        if "a cut link between two machines" in drawn:
+            # There, torchrun waits minutes for another that was stopped.
             drawn = [kind for kind in drawn if "torchrun" not in KINDS[kind]]
         faults = []
         for kind in drawn:
             action = KINDS[kind]
             phase = ONLY_PHASE.get(action, self.draw.choice(PHASES))
-            steps = [
-                step for step in range(max(saved, default=0), LAST_STEP + 1) if occurs(phase, step)
-            ]
-            step = self.draw.choice(
-                steps[:6] or [LAST_STEP]
-            )  # after the last step, there is an evaluation at most
+            first_step = max(saved, default=0)
+            steps = [step for step in range(first_step, LAST_STEP + 1) if occurs(phase, step)]
+            if not steps:  # after the last step, there is an evaluation at most
+                steps = [LAST_STEP]
+            step = self.draw.choice(steps[:6])
             rank = 0 if action in OF_RANK_0 else self.draw.randrange(num_ranks)
             faults.append(Fault(kind, rank, step, phase))
         return faults
@@ -276,68 +275,90 @@ class Soak:
         marks = self.folder / f"launch{self.num_launches}"
         marks.mkdir()
         self.num_launches += 1
-        injected = {
-            str(marks / str(number)): fault.injected() for number, fault in enumerate(faults)
-        }
-        variables = {
-            "FAULTS": json.dumps(injected),
-            "FAULT_EPOCHS": str(EPOCHS),
-            "SOAK": str(marks),
-            "OMP_NUM_THREADS": "1",
-        }
-        worker = ["fault-worker", str(run.parent), *arguments, f"ddp.timeout_s={TIMEOUT_S}"]
-        worker += [f"ddp.startup_timeout_s={STARTUP_TIMEOUT_S}"]
-        actions = [KINDS[fault.kind] for fault in faults]
-        if "kill loader" in actions:
-            worker.append("data.workers=1")
-        worker.append(f"run.name={run.name}")
-        was_disturbed = (run / BALLAST).exists() or (
-            run / "STOP"
-        ).exists()  # by a fault of an earlier launch
-        timeout = self.options.timeout
+        # By a fault of an earlier launch.
+        was_disturbed = (run / BALLAST).exists() or (run / "STOP").exists()
         with ThreadPoolExecutor() as pool:
-            if "cut the link" in actions:
-                torchruns = [
-                    pool.submit(
-                        launch, num_ranks // 2, worker, timeout, options, variables, True, prefix
-                    )
-                    for prefix, options in self.commands_of_two_machines()
-                ]
-            else:
-                torchruns = [
-                    pool.submit(launch, num_ranks, worker, timeout, ("--standalone",), variables)
-                ]
+            torchruns = self.start(pool, run, num_ranks, arguments, faults, marks)
             try:
                 end = self.wait(torchruns, marks)
             except BaseException:  # a request to stop
                 kill(processes(marks))
                 raise
         output = "\n".join(future.result()[1] for future in torchruns)
-        fired = [(fault, marks / str(number)) for number, fault in enumerate(faults)]
-        fired = [(fault, mark) for fault, mark in fired if mark.exists() and mark.read_text()]
-        for fault, mark in fired:
-            lost_s, limit_s = json.loads(mark.read_text())
-            hung_s = end - mark.stat().st_mtime
-            self.lost_s = max(self.lost_s, lost_s)
-            self.longest_s = max(self.longest_s, hung_s - limit_s)
-            if hung_s > limit_s + GRACE_S or lost_s > LOST_S:
-                raise LostError(
-                    f"{fault} ended after {hung_s:.0f} s and lost {lost_s:.0f} s:\n{output}"
-                )
-        if not fired and not was_disturbed and state(run) != "finished":
+        kinds = []
+        for number, fault in enumerate(faults):
+            mark = marks / str(number)
+            if mark.exists() and mark.read_text():
+                self.check_losses(fault, mark, end, output)
+                kinds.append(fault.kind)
+        if not kinds and not was_disturbed and state(run) != "finished":
             raise LostError(f"{run.name} is {state(run)} although no fault came:\n{output}")
-        return [fault.kind for fault, _ in fired]
+        return kinds
+
+    def start(
+        self,
+        pool: ThreadPoolExecutor,
+        run: Path,
+        num_ranks: int,
+        arguments: list[str],
+        faults: list[Fault],
+        marks: Path,
+    ) -> list[Future]:
+        """Starts the run, on two machines if a link will be cut; returns status and output."""
+        injected = {}
+        for number, fault in enumerate(faults):
+            injected[str(marks / str(number))] = fault.injected()
+        variables = {
+            "FAULTS": json.dumps(injected),
+            "FAULT_EPOCHS": str(EPOCHS),
+            "SOAK": str(marks),
+            "OMP_NUM_THREADS": "1",
+        }
+        actions = [KINDS[fault.kind] for fault in faults]
+        worker = ["fault-worker", str(run.parent), *arguments, f"ddp.timeout_s={TIMEOUT_S}"]
+        worker += [f"ddp.startup_timeout_s={STARTUP_TIMEOUT_S}"]
+        if "kill loader" in actions:
+            worker.append("data.workers=1")
+        worker.append(f"run.name={run.name}")
+        timeout = self.options.timeout
+        if "cut the link" not in actions:
+            torchrun = ("--standalone",)
+            return [pool.submit(launch, num_ranks, worker, timeout, torchrun, variables)]
+        torchruns = []
+        for prefix, torchrun in self.commands_of_two_machines():
+            half = num_ranks // 2
+            future = pool.submit(launch, half, worker, timeout, torchrun, variables, True, prefix)
+            torchruns.append(future)
+        return torchruns
+
+    def check_losses(self, fault: Fault, mark: Path, end: float, output: str) -> None:
+        """Raises `LostError` if a fault cost too much work, or the job ended too long after it.
+
+        `end` is when it ended; the fault's mark says how much was lost, and the limit of a hang.
+        """
+        lost_s, limit_s = json.loads(mark.read_text())
+        hung_s = end - mark.stat().st_mtime
+        self.lost_s = max(self.lost_s, lost_s)
+        self.longest_s = max(self.longest_s, hung_s - limit_s)
+        if hung_s > limit_s + GRACE_S or lost_s > LOST_S:
+            raise LostError(
+                f"{fault} ended after {hung_s:.0f} s and lost {lost_s:.0f} s:\n{output}"
+            )
 
     def commands_of_two_machines(self) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
         """Yields the beginning of the command and torchrun's options on each machine."""
         for name, space in self.spaces.items():
             prefix = ("ip", "netns", "exec", space, "env", "GLOO_SOCKET_IFNAME=cable")
-            host = int(name == "alpha")
-            yield prefix, (
-                "--nnodes=2", f"--local-addr={ADDRESSES[name]}", "--rdzv-backend=c10d",
-                "--rdzv-id=soak", f"--rdzv-endpoint={ADDRESSES['alpha']}:29500",
-                f"--rdzv-conf=is_host={host},join_timeout=60",
-            )  # fmt: skip
+            is_host = int(name == "alpha")
+            torchrun = (
+                "--nnodes=2",
+                f"--local-addr={ADDRESSES[name]}",
+                "--rdzv-backend=c10d",
+                "--rdzv-id=soak",
+                f"--rdzv-endpoint={ADDRESSES['alpha']}:29500",
+                f"--rdzv-conf=is_host={is_host},join_timeout=60",
+            )
+            yield prefix, torchrun
 
     def wait(self, torchruns: list[Future], marks: Path) -> float:
         """Returns when the last process had ended.
@@ -345,22 +366,22 @@ class Soak:
         If a link was cut, when the last rank had; the link is connected then.
         """
         end = 0.0
+        is_cut = len(torchruns) == 2
         while not all(future.done() for future in torchruns):
             time.sleep(0.2)
-            if (
-                len(torchruns) == 2
-                and not end
-                and any(marks.glob("[0-9]*"))
-                and not processes(marks, "LOCAL_RANK=")
-            ):
+            has_fault = any(marks.glob("[0-9]*"))
+            if is_cut and not end and has_fault and not processes(marks, "LOCAL_RANK="):
                 end = time.time()
                 connect(self.spaces)
-        end = end or time.time()
-        if len(torchruns) == 2:
+        if not end:
+            end = time.time()
+        if is_cut:
             connect(self.spaces)
         deadline = time.monotonic() + 10
-        while (left := processes(marks)) and time.monotonic() < deadline:
+        left = processes(marks)
+        while left and time.monotonic() < deadline:
             time.sleep(0.1)
+            left = processes(marks)
         kill(left)
         if left:
             raise LostError(f"{len(left)} processes are left over")
@@ -373,11 +394,8 @@ class Soak:
                 path.rmdir()
         if is_last or self.draw.random() > SHARE_FULL:
             (run / BALLAST).unlink(missing_ok=True)
-        if (
-            is_last
-            or self.draw.random() > SHARE_DAMAGED
-            or not any(run.glob("checkpoints/step_*.pt"))
-        ):
+        is_spared = is_last or self.draw.random() > SHARE_DAMAGED
+        if is_spared or not any(run.glob("checkpoints/step_*.pt")):
             return []
         name = self.draw.choice(list(DAMAGES))
         DAMAGES[name](newest_checkpoint(run))
@@ -395,6 +413,7 @@ def occurs(phase: str, step: int) -> bool:
 
 
 def state(run: Path) -> str:
+    """Returns the state in a run's status.json, `none` if there is none."""
     try:
         return json.loads((run / "status.json").read_text())["state"]
     except (OSError, ValueError):  # the disk was full
@@ -408,10 +427,7 @@ def kill(pids: list[int]) -> None:
 
 
 def processes(marks: Path, variable: str = "") -> list[int]:
-    """Returns the processes of the launch of `marks`.
-
-    Or those with an environment variable that starts so.
-    """
+    """Returns the processes of the launch of `marks`, or those that have a `variable`, too."""
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has exited

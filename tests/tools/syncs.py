@@ -21,17 +21,25 @@ class CountSynchronisations(TorchDispatchMode):
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, kwargs = str(func), kwargs or {}
-        unsized = "repeat_interleave.Tensor" in name and kwargs.get("output_size") is None
-        boolean = "aten.index" in name and any(
-            isinstance(index, torch.Tensor) and index.dtype == torch.bool
-            for indices in args[1:2]
-            if isinstance(indices, Sequence)
-            for index in indices
-        )
-        if unsized or boolean or any(part in name for part in self.WAITING):
-            self.record(name)
+        kwargs = kwargs or {}
+        if self.waits(str(func), args, kwargs):
+            self.record(str(func))
         return func(*args, **kwargs)
+
+    def waits(self, name: str, args: tuple, kwargs: dict) -> bool:
+        """Returns whether a call of an operator makes the host wait."""
+        if "repeat_interleave.Tensor" in name and kwargs.get("output_size") is None:
+            return True
+        if "aten.index" in name and len(args) > 1 and has_boolean(args[1]):
+            return True
+        return any(part in name for part in self.WAITING)
 
     def record(self, operator: str) -> None:
         self.seen.append(operator)
+
+
+def has_boolean(indices: object) -> bool:
+    """Returns whether one of several indices, not an integer, is a mask."""
+    if not isinstance(indices, Sequence):
+        return False
+    return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices)
