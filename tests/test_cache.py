@@ -1,0 +1,240 @@
+"""The cache of what was read: one process builds it, and its key is all that it depends on."""
+
+import inspect
+import os
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import tables
+from baseline import load_baseline
+from data import DataConfig, load
+from tables import cached, source_digest
+from tests.conftest import ROOT, write_table
+from tests.test_tables import SCORES, write_tables
+
+CONTENT = {"numbers": torch.arange(5)}
+
+
+def caches(folder: Path) -> list[Path]:
+    """Returns the files of a cache."""
+    return sorted(folder.glob("*.pt"))
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+def test_the_cache_is_reused_while_its_inputs_are_unchanged(tmp_path, monkeypatch):
+    options = write_tables(tmp_path)
+    first = load(options)
+    read_edges = tables.read_edges
+    calls = []
+
+    def count(*arguments):
+        calls.append(arguments)
+        return read_edges(*arguments)
+
+    monkeypatch.setattr(tables, "read_edges", count)
+    assert load(options).fingerprint() == first.fingerprint()
+    other_options = replace(options, split_seed=1, batch_size=7, workers=2)
+    assert load(other_options).fingerprint() == first.fingerprint()
+    assert len(calls) == 0
+    write_table(Path(options.perturbations), [*SCORES, ("c", 3, "train")])
+    assert len(load(options).y) == 4
+    assert len(calls) == 1
+    undirected = load(replace(options, undirected=True))
+    assert (undirected.edge_type == 1).sum() == 2
+    assert len(calls) == 2
+    assert not list(tmp_path.glob("cache/*.tmp"))
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None])
+def test_a_damaged_cache_is_rebuilt(tmp_path, damage, caplog):
+    options = write_tables(tmp_path)
+    first = load(options)
+    (path,) = caches(tmp_path / "cache")
+    path.write_bytes(path.read_bytes()[:-100] if damage is None else damage)
+    assert load(options).fingerprint() == first.fingerprint()
+    assert "damaged" in caplog.text
+    caplog.clear()
+    assert load(options).fingerprint() == first.fingerprint()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("damage", [None, b"not a checkpoint"])
+def test_one_process_builds_the_cache_and_the_others_wait(tmp_path, damage):
+    """Locks are of open files, so that threads can stand in for processes."""
+    folder = str(tmp_path / "cache")
+    built = []
+    if damage:
+        cached(folder, "numbers", "key", dict)
+        (path,) = caches(tmp_path / "cache")
+        path.write_bytes(damage)
+
+    def build() -> dict:
+        built.append(1)
+        time.sleep(0.3)
+        return CONTENT
+
+    def read(_: int) -> dict:
+        return cached(folder, "numbers", "key", build)
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(read, range(4)))
+    assert len(built) == 1
+    assert all(result["numbers"].tolist() == [0, 1, 2, 3, 4] for result in results)
+    assert cached(folder, "numbers", "another key", dict) == {}
+
+
+def test_the_cache_is_written_atomically(tmp_path, monkeypatch, caplog):
+    """A full disk leaves no partial file behind."""
+
+    def full(content: dict, file: Path) -> None:
+        file.write_bytes(b"a part")
+        assert caches(tmp_path) == []
+        raise RuntimeError("no space left")
+
+    monkeypatch.setattr(torch, "save", full)
+    assert cached(str(tmp_path), "numbers", "key", lambda: CONTENT) is CONTENT
+    assert "cannot be written: no space left" in caplog.text
+    assert [left.suffix for left in tmp_path.iterdir()] == [".lock"]
+
+
+def test_what_a_process_killed_while_writing_the_cache_leaves_is_overwritten(tmp_path, monkeypatch):
+    def killed(content: dict, file: Path) -> None:
+        file.write_bytes(b"a part" * 1000)
+        os._exit(9)
+
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(torch, "save", killed)
+        cached(str(tmp_path), "numbers", "key", lambda: CONTENT)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert len(list(tmp_path.iterdir())) == 2
+    cached(str(tmp_path), "numbers", "key", lambda: CONTENT)
+    assert sorted(left.suffix for left in tmp_path.iterdir()) == [".lock", ".pt"]
+    found = cached(str(tmp_path), "numbers", "key", dict)
+    assert found["numbers"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_cache_that_cannot_be_locked_is_read_but_not_written(tmp_path, monkeypatch, caplog):
+    def no_locks(*_):
+        raise OSError("no locks available")
+
+    cached(str(tmp_path), "numbers", "key", lambda: CONTENT)
+    before = caches(tmp_path)
+    monkeypatch.setattr("tables.fcntl.flock", no_locks)
+    found = cached(str(tmp_path), "numbers", "key", dict)
+    assert found["numbers"].tolist() == [0, 1, 2, 3, 4]
+    assert caplog.text == ""
+    assert cached(str(tmp_path), "numbers", "another key", dict) == {}
+    assert "cannot be written: no locks available" in caplog.text
+    assert caches(tmp_path) == before
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_an_unwritable_cache_folder_only_disables_the_cache(tmp_path, caplog):
+    options = write_tables(tmp_path)
+    (tmp_path / "cache").write_text("a file where the folder would be")
+    assert len(load(options).y) == 3
+    assert "cannot be written" in caplog.text
+
+
+# ---- Code ----------------------------------------------------------------------------------------
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns a folder of copies of the modules, from which the keys are made."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder)
+    original = inspect.getsourcefile
+
+    def in_copy(function: Callable) -> str:
+        return str(folder / Path(original(function)).name)
+
+    monkeypatch.setattr("tables.inspect.getsourcefile", in_copy)
+    source_digest.cache_clear()  # a process reads its modules once
+    yield folder
+    source_digest.cache_clear()
+
+
+def replace_text(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) >= 1
+    path.write_text(text.replace(old, new, 1))
+
+
+def remade(options: DataConfig) -> list[str]:
+    """Reads tables and baseline as a run does; returns the kinds of the files that are made."""
+    folder = Path(options.cache_dir)
+    before = caches(folder)
+    source_digest.cache_clear()
+    tables = load(options)
+    load_baseline(tables, tables.fingerprint(), options.cache_dir, "squared")
+    return sorted(path.name.partition("-")[0] for path in caches(folder) if path not in before)
+
+
+ALL = ["baseline", "split", "tables"]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "expected"),
+    [
+        # A reader, and what it imports.
+        ("tables.py", "valid = (least < numbers)", "valid = (least <= numbers)", ALL),
+        ("tables.py", "CHUNK = 2**23", "CHUNK = 2**22", ALL),
+        ("errors.py", "status = 2", "status = 3", ALL),
+        # What tells a reader nothing.
+        ("tables.py", "\nimport ast\n", "\n# a comment\nimport ast  # and another\n", []),
+        ("tables.py", "CHUNK = 2**23  #", "CHUNK = (\n    2**23\n)  # another comment:", []),
+        ("tables.py", '"""Files to `Tables`: ', '"""From files to `Tables`: ', []),
+        ("tables.py", '"""Returns a column, ', '"""Gives a column, ', []),
+        ("tables.py", '"""Some consecutive rows', '"""Consecutive rows', []),
+        # Others.
+        ("model.py", "SCALE = 10.0", "SCALE = 12.0", []),
+        ("task.py", "LARGE_BATCH = 8192", "LARGE_BATCH = 4096", []),
+        ("baseline.py", "TARGETS_AT_ONCE = 64", "TARGETS_AT_ONCE = 32", ["baseline"]),
+        ("baseline.py", '"""What is known of the scores', '"""What is known of them', []),
+        ("data.py", "* config.test_fraction", "* (config.test_fraction)", []),
+        ("data.py", "default_rng(0)", "default_rng(1)", ["split"]),
+    ],
+)
+def test_a_cache_is_remade_if_the_code_that_makes_it_is_edited(
+    tmp_path, sources, file, old, new, expected
+):
+    scores = [("genes", "score"), *((name, k) for k, name in enumerate("abcd" * 5))]
+    options = write_tables(tmp_path, scores=scores, val_fraction=0.25, test_fraction=0.25)
+    assert remade(options) == ALL
+    assert remade(options) == []
+    replace_text(sources / file, old, new)
+    assert remade(options) == expected
+    assert remade(options) == []
+
+
+def test_a_module_that_a_reader_imports_by_any_way_is_part_of_the_key(sources):
+    """Within a function, from a package, and by a module that is itself imported so."""
+    replace_text(
+        sources / "tables.py",
+        "    node_number = {}\n    relations,",
+        "    from formats.reader import lines\n\n    node_number = {}\n    relations,",
+    )
+    (sources / "formats").mkdir()
+    (sources / "formats/__init__.py").write_text("")
+    (sources / "formats/reader.py").write_text("import units\n\nlines = []\n")
+    (sources / "units.py").write_text("SCALE = 1\n")
+    digests = set()
+    for name in ("units.py", "formats/reader.py", "formats/__init__.py", "tables.py"):
+        source_digest.cache_clear()
+        digests.add(source_digest(tables.read_tables))
+        with (sources / name).open("a") as file:
+            file.write("ADDED = 1\n")
+    (sources / "unrelated.py").write_text("import tables\n")
+    source_digest.cache_clear()
+    digests.add(source_digest(tables.read_tables))
+    assert len(digests) == 5

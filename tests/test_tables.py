@@ -1,0 +1,380 @@
+"""Reading tables, and the fingerprint of what was read."""
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data import DataConfig, KnockoutDataset, load, random_split
+from errors import DataError
+from mask import SharedGraph
+from predict import read_sets
+from tables import SPLITS, Tables, pack, read_knockouts
+from tests.bench.synthetic import PRESETS, synthetic_tables
+from tests.conftest import write_table
+from tests.tools.runs import tables_of, task_of
+
+EDGES = [
+    ("source", "target", "relation"),
+    ("b", "a", "x"),
+    ("a", "c", "y"),
+    ("c", "c", "x"),
+    ("b", "a", "x"),
+]
+SCORES = [
+    ("genes", "score", "split"),
+    ("a,b", 0.5, "train"),
+    ("d", -1, "val"),
+    ("", "2e-1", "test"),
+]
+
+
+def write_tables(folder: Path, edges=EDGES, scores=SCORES, **options) -> DataConfig:
+    """Writes two tables and returns the options that name them and a cache beside them."""
+    return DataConfig(
+        edges=str(write_table(folder / "edges.tsv", edges)),
+        perturbations=str(write_table(folder / "scores.tsv", scores)),
+        cache_dir=str(folder / "cache"),
+        **options,
+    )
+
+
+def summary_of(tables: Tables) -> str:
+    """Returns what the log of a run says of its tables."""
+    graph = SharedGraph(tables.graph())
+    return task_of(graph, KnockoutDataset(tables, graph.degree)).summary()
+
+
+def sets_of(tables: Tables) -> list[list[int]]:
+    """Returns the perturbed nodes of each row."""
+    parts = tables.perturbed.split(tables.perturbed_ptr.diff().tolist())
+    return [nodes.tolist() for nodes in parts]
+
+
+def test_tables_are_read_correctly(tmp_path):
+    tables = load(write_tables(tmp_path))
+    assert tables.genes == ["a", "b", "c", "d"]  # d has no edge
+    assert tables.relations == ["x", "y"]
+    assert tables.edge_index.tolist() == [[1, 2, 0], [0, 2, 2]]  # no duplicate edge
+    assert tables.edge_type.tolist() == [0, 0, 1]
+    by_relation = [index.tolist() for index in tables.graph().edge_index_dict.values()]
+    assert by_relation == [[[1, 2], [0, 2]], [[0], [2]]]
+    assert tables.perturbed.tolist() == [0, 1, 3]
+    assert tables.perturbed_ptr.tolist() == [0, 2, 3, 3]
+    assert tables.y.tolist() == [[0.5], [-1.0], [0.2]]
+    assert [tables.rows(split).tolist() for split in SPLITS] == [[0], [1], [2]]
+    assert summary_of(tables) == (
+        "4 nodes of 0 features (1 of 3 knocked-out ones isolated), 3 edges in 2 relations "
+        "of 0 features, 3 samples of 0 to 2 knock-outs: 1 train, 1 val, 1 test, 0 in no split; "
+        "1 scores: score"
+    )
+
+
+def test_undirected_adds_reverse_edges_but_no_second_self_loop(tmp_path):
+    tables = load(write_tables(tmp_path, undirected=True))
+    assert tables.edge_index.T.tolist() == [[0, 1], [1, 0], [2, 2], [0, 2], [2, 0]]
+    assert tables.edge_type.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
+    plain = write_tables(tmp_path)
+    for path in (plain.edges, plain.perturbations):
+        text = Path(path).read_bytes().replace(b"\n", b"\r\n") + b"\r\n"
+        Path(path + ".gz").write_bytes(gzip.compress(text))
+    packed = replace(plain, edges=plain.edges + ".gz", perturbations=plain.perturbations + ".gz")
+    assert load(packed).fingerprint() == load(plain).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("edges", "scores", "message"),
+    [
+        (
+            [("source", "target")],
+            SCORES,
+            r"edges.tsv:1: the header is 'source\\ttarget': begin with "
+            r"'source\\ttarget\\trelation'",
+        ),
+        (EDGES[:1], SCORES, "edges.tsv: no rows below the header"),
+        ([*EDGES, ("a", "b")], SCORES, "edges.tsv:6: 2 fields where the header has 3"),
+        ([*EDGES, ("a", "", "x")], SCORES, "edges.tsv:6: the target '' is empty"),
+        (EDGES, SCORES[:1], "scores.tsv: no rows below the header"),
+        (EDGES, [], r"scores.tsv:1: the header is '': begin with 'genes', name each column once"),
+        (
+            EDGES,
+            [*SCORES, ("a", "high", "train")],
+            "scores.tsv:5: the score 'high' is not a number",
+        ),
+        (EDGES, [*SCORES, ("a", "nan", "train")], "scores.tsv:5: the score 'nan' is not a number"),
+        (
+            EDGES,
+            [*SCORES, ("a", "1e39", "train")],
+            "scores.tsv:5: the score '1e39' is not a number",
+        ),
+        (EDGES, [*SCORES, ("a", "1_0", "train")], "scores.tsv:5: the score '1_0' is not a number"),
+        (EDGES, [*SCORES, ("", "one", "train")], "scores.tsv:5: the score 'one' is not a number"),
+        (
+            EDGES,
+            [*SCORES, ("a", 1, "dev")],
+            "scores.tsv:5: the split 'dev' is not one of train, val, test",
+        ),
+        (
+            EDGES,
+            [*SCORES, ("a,,b", 1, "val")],
+            "scores.tsv:5: the genes 'a,,b' have '': no name, or no level from 0 to 10,000",
+        ),
+        (EDGES, SCORES[:3], "scores.tsv: no rows in the test split of 2 rows"),
+        (
+            EDGES,
+            [("genes", "score"), ("a", 1)],
+            "no rows in the train split|no rows in the val split",
+        ),
+    ],
+)
+def test_errors_in_tables_name_file_and_line(tmp_path, edges, scores, message):
+    with pytest.raises(DataError, match=message):
+        load(write_tables(tmp_path, edges, scores))
+    assert not list(tmp_path.glob("cache/*.tmp"))
+
+
+def asked(path: str, names: list[str]) -> tuple[list[str], list[bool], list[list[int]], list[str]]:
+    """Returns the cells of a table to predict, the known rows, their sets of nodes, other names."""
+    (chunk,) = read_sets(path, replace(tables_of([[0]], torch.zeros(1)), genes=names))
+    y = chunk.samples.y
+    assert y.shape == (int(chunk.is_known.sum()), 1)
+    assert y.isnan().all()
+    return list(chunk.sets), chunk.is_known.tolist(), sets_of(chunk.samples), chunk.unknown
+
+
+def quote(path: Path) -> None:
+    """Puts quotes around each cell of a table."""
+    lines = []
+    for line in path.read_text().splitlines():
+        lines.append("\t".join(f'"{cell}"' for cell in line.split("\t")) + "\n")
+    path.write_text("".join(lines))
+
+
+def test_cells_in_quotes_are_read(tmp_path):
+    """As spreadsheets write them, in each table and its header; quotes in a name are its own."""
+    options = write_tables(tmp_path, features=str(tmp_path / "features.tsv"))
+    write_table(tmp_path / "features.tsv", [("gene", "size, um"), ("a", 1), ("d", 2)])
+    plain = load(options)
+    for path in tmp_path.glob("*.tsv"):
+        quote(path)
+    assert load(options).fingerprint() == plain.fingerprint()
+    (tmp_path / "ask.tsv").write_text('genes\n"a,b"\n""\n"ant(2"")-Ia, c"\nant(2")-Ia\nb"\n')
+    genes, _, sets, unknown = asked(str(tmp_path / "ask.tsv"), ["a", "b"])
+    assert genes == ["a,b", "", 'ant(2")-Ia, c', 'ant(2")-Ia', 'b"']
+    assert sets == [[0, 1], []]
+    assert unknown == ['ant(2")-Ia', "c", 'ant(2")-Ia', 'b"']
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        '"a,b\t1',
+        'b,"a"\t1',
+        '"a","b"\t1',
+        '"a"b\t1',
+        '""""\t1',
+        ' "a,b"\t1',
+        '"a,b\nc"\t1',
+        'a\t"1\n"',
+    ],
+)
+def test_quotes_that_enclose_no_whole_cell_are_refused(tmp_path, cells):
+    (tmp_path / "scores.tsv").write_text(f"genes\tscore\na\t1\n\n{cells}\nd\t1\ne\t1\n")
+    with pytest.raises(DataError, match=r"scores\.tsv:4: .* has quotes that enclose no whole cell"):
+        read_knockouts(str(tmp_path / "scores.tsv"), {})
+
+
+def test_quotes_about_a_tab_make_fields(tmp_path):
+    (tmp_path / "scores.tsv").write_text('genes\tscore\n"a\tb"\t1\n')
+    with pytest.raises(DataError, match=r"scores\.tsv:2: 3 fields where the header has 2"):
+        read_knockouts(str(tmp_path / "scores.tsv"), {})
+
+
+def test_scores_may_be_named_and_other_columns_are_left_out(tmp_path):
+    scores = [
+        ("genes", "drug", "a", "b", "split"),
+        ("a", "MMS", 1, 2, "train"),
+        ("b", "-", 3, 4, "val"),
+        ("c", "-", 5, 6, "test"),
+    ]
+    options = write_tables(tmp_path, scores=scores)
+    message = r"scores\.tsv:2: the drug 'MMS' is not .*: to leave .* in data\.scores"
+    with pytest.raises(DataError, match=message):
+        load(options)
+    tables = load(replace(options, scores=["b"]))
+    assert tables.targets == ["b"]
+    assert tables.y.tolist() == [[2], [4], [6]]
+    assert tables.left_out == ["drug", "a"]
+    assert summary_of(tables).endswith("; 1 scores: b; columns left out: drug, a")
+    assert load(replace(options, scores=["b", "a"])).y[0].tolist() == [2, 1]
+    assert load(replace(options, scores=["b"])).fingerprint() == tables.fingerprint()
+    message = r"scores\.tsv:1: data\.scores=.*, but the scores are \['drug', 'a', 'b'\]"
+    for wrong in (["c"], [["b"]], ["split"], [1]):
+        with pytest.raises(DataError, match=message):
+            load(replace(options, scores=wrong))
+    write_tables(tmp_path, scores=[(row[0], *row[2:]) for row in scores])
+    assert load(replace(options, scores=["b"])).fingerprint() == tables.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("names", "isolated"), [("abx", ""), ("axy", "x, y"), ("wxyz", "w, x, y, z")]
+)
+def test_knocked_out_nodes_are_named_if_half_of_them_have_no_edge(tmp_path, names, isolated):
+    splits = ("train", "val", "test", "test")
+    rows = [(name, 1, split) for name, split in zip(names, splits, strict=False)]
+    tables = load(write_tables(tmp_path, scores=[("genes", "score", "split"), *rows]))
+    note = summary_of(tables).partition("\nnote      ")[2]
+    assert note == (f"no edges: {isolated}: do the tables use the same names?" if isolated else "")
+
+
+def test_a_long_cell_is_cut_in_errors(tmp_path):
+    long = "7" * 400
+    wrong = [(EDGES, [*SCORES, row]) for row in (("a,," + long, 1, "val"), ("a", long, "val"))]
+    wrong.append((EDGES, [*SCORES, ("a", 1, long)]))
+    wrong.append((EDGES, [("genes", long), ("a", "one")]))
+    wrong.append((EDGES, [(long, "score")]))
+    wrong.append(([(*EDGES[0], "width"), (*EDGES[1], long)], SCORES))
+    for edges, scores in wrong:
+        options = write_tables(tmp_path, edges, scores)
+        with pytest.raises(DataError, match=r"\.tsv:\d+: ") as error:
+            load(options)
+        assert len(str(error.value).removeprefix(str(tmp_path))) < 220
+
+
+def test_a_blank_line_of_a_one_column_table_is_a_sample_without_knock_outs(tmp_path):
+    path = write_table(tmp_path / "ask.tsv", [("genes",), ("a,b",), ("",), ("x,b",), ("c,a",)])
+    genes, is_known, sets, unknown = asked(str(path), ["a", "b", "c"])
+    assert genes == ["a,b", "", "x,b", "c,a"]
+    assert is_known == [True, True, False, True]
+    assert sets == [[0, 1], [], [0, 2]]
+    assert unknown == ["x"]
+
+
+def test_all_sets_of_one_or_two_names():
+    singles = asked("all-singles", ["a", "b", "c"])
+    assert singles == (["a", "b", "c"], [True] * 3, [[0], [1], [2]], [])
+    genes, _, sets, _ = asked("all-pairs", ["a", "b", "c"])
+    assert genes == ["a,b", "a,c", "b,c"]
+    assert sets == [[0, 1], [0, 2], [1, 2]]
+
+
+def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
+    """Blank lines, spaces, controls and an error, at some 100 lines a part."""
+    monkeypatch.setattr("tables.CHUNK", 1500)
+    lines = [f"g{i % 50},g{i % 37} ,g{i % 50}\t{i}" for i in range(1500)]
+    lines[7], lines[1200], lines[1300] = "\t1.5", "", "  \t2.5"
+    path = tmp_path / "scores.tsv"
+    path.write_text("\n".join(["genes\tscore", *lines, ""]))
+    number = {}
+    columns = read_knockouts(str(path), number)
+    assert columns["targets"] == ["score"]
+    assert columns["left_out"] == []
+    assert not {"split", "weight"} & columns.keys()
+    y = columns["y"]
+    packed = pack(columns["row"], columns["node"], columns["level"], len(y))
+    rows = [line.split("\t") for line in lines if line]
+    assert y.tolist() == [[float(score)] for _, score in rows]
+    expected = []
+    for genes, _ in rows:
+        names = {name.strip() for name in genes.split(",")} - {""}
+        expected.append(sorted(number[name] for name in names))
+    parts = packed["perturbed"].split(packed["perturbed_ptr"].diff().tolist())
+    assert [part.tolist() for part in parts] == expected
+    wrong_lines = {1401: "g1,,g2\t0", 1402: "g1\tNaN", 1403: "g1\t1\t2", 1404: "g1\t1_0"}
+    for number_of_line, wrong in wrong_lines.items():
+        before = lines[: number_of_line - 2]
+        after = lines[number_of_line - 2 :]
+        path.write_text("\n".join(["genes\tscore", *before, wrong, *after, ""]))
+        with pytest.raises(DataError, match=rf"scores.tsv:{number_of_line}: "):
+            read_knockouts(str(path), {})
+
+
+def test_a_part_of_blank_lines_alone_is_no_part(tmp_path, monkeypatch):
+    monkeypatch.setattr("tables.CHUNK", 3)  # a row at once, or four blank lines
+    rows = "a\t1\nb\t2\nc\t3\n"
+    (tmp_path / "scores.tsv").write_text(f"genes\tscore\n{rows}\n\n\n\n{rows}\n")
+    columns = read_knockouts(str(tmp_path / "scores.tsv"), {})
+    assert columns["row"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert columns["node"].tolist() == [0, 1, 2] * 2
+    assert len(columns["y"]) == 6
+    (tmp_path / "blank.tsv").write_text("genes\tscore\n\n\n")
+    with pytest.raises(DataError, match="no rows below the header"):
+        read_knockouts(str(tmp_path / "blank.tsv"), {})
+
+
+def test_unreadable_files_are_named(tmp_path):
+    options = write_tables(tmp_path)
+    for content in (b"\xff\xfe\x00", "source".encode("utf-16"), b"source\ttarget\trelation\n\xe9"):
+        Path(options.edges).write_bytes(content)
+        with pytest.raises(DataError, match=r"edges\.tsv is not UTF-8 text: save it as UTF-8"):
+            load(options)
+    Path(options.edges).unlink()
+    with pytest.raises(DataError, match=r"cannot read .*edges\.tsv: No such file"):
+        load(options)
+
+
+# ---- Fingerprint ---------------------------------------------------------------------------------
+def test_a_table_of_intact_samples_alone_has_a_fingerprint(tmp_path):
+    rows = [("", k, split) for k, split in enumerate(("train", "val", "test"))]
+    tables = load(write_tables(tmp_path, EDGES, [SCORES[0], *rows]))
+    assert tables.perturbed.shape == (0,)
+    assert len(tables.fingerprint()) == 64
+
+
+def test_the_fingerprint_depends_on_every_field():
+    tables = synthetic_tables(PRESETS["small"], 0)
+    tables.split = random_split(tables, DataConfig())
+    tables.weight = torch.arange(float(len(tables.y)))
+    tables.features = torch.arange(400.0).view(-1, 1)
+    tables.edge_weight = torch.arange(8000.0)
+    tables.edge_attr = torch.arange(16000.0).view(-1, 2)
+    tables.level = torch.arange(len(tables.perturbed)).double()
+    for name, value in vars(tables).items():
+        if name == "left_out":  # of which nothing depends
+            continue
+        if isinstance(value, list | tuple):
+            other = [*value[:-1], "another"]
+        elif isinstance(value, torch.Tensor) and value.numel():
+            other = value.flip(0)
+        else:  # a field of a copy that the example leaves empty
+            other = "another"
+        assert replace(tables, **{name: other}).fingerprint() != tables.fingerprint(), name
+
+
+def test_the_fingerprint_covers_added_fields():
+    tables = synthetic_tables(PRESETS["small"], 0)
+
+    def fingerprint(added: object) -> str:
+        tables.added = added
+        return tables.fingerprint()
+
+    one = torch.zeros(2000)
+    other = torch.zeros(2000).index_fill(0, torch.tensor(1000), 1.0)
+    forms = [
+        lambda x: x,
+        lambda x: [x],
+        lambda x: {"a": (x,)},
+        torch.Tensor.bfloat16,
+        torch.Tensor.bool,
+        torch.Tensor.tolist,
+        torch.Tensor.numpy,
+        lambda x: torch.stack([x, x], 1)[:, 0],
+    ]
+    for form in forms:
+        assert fingerprint(form(one)) == fingerprint(form(one.clone())) != fingerprint(form(other))
+    same_bytes = [
+        torch.zeros(2),
+        torch.zeros(1, 2),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.float64),
+    ]
+    assert len(set(map(fingerprint, same_bytes))) == 4
+    assert fingerprint(["a\nb", "c"]) != fingerprint(["a", "b\nc"])
+    assert fingerprint({"a": "1"}) != fingerprint({"a": 1}) != fingerprint({"b": 1})
+    values = (0, 0.5, "", None, False, [], {}, torch.tensor(0))
+    assert len(set(map(fingerprint, values))) == 8
