@@ -5,24 +5,28 @@ So does every readout.
 
 import itertools
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch_geometric.data import Data
 
 import model as model_module
 from baseline import additive_baseline
-from data import DataConfig, KnockoutDataset, Numbers, load, node_split, random_split
+from config import Config
+from data import DataConfig, KnockoutDataset, load, node_split, random_split
 from errors import DataError
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from predict import read_sets
 from reach import ReachPlanner
 from tables import Tables
+from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
 from tests.conftest import write_table
 from tests.tools.runs import pack_levels, small_graph, tables_of
 from tests.tools.syncs import CountSynchronisations
-from train import result_lines
 
 EDGES = [
     ("source", "target", "relation"),
@@ -45,56 +49,43 @@ SETS = [
 
 
 # ---- Tables --------------------------------------------------------------------------------------
-def read(folder, cells) -> Tables:
-    write_table(folder / "edges.tsv", EDGES)
+def read(folder: Path, cells: list[str]) -> Tables:
+    """Returns the tables of rows with these cells of the column genes."""
+    edges = write_table(folder / "edges.tsv", EDGES)
     rows = [(cell, k, ("train", "val", "test")[k % 3]) for k, cell in enumerate(cells)]
-    write_table(folder / "scores.tsv", [HEADER, *rows])
-    return load(
-        DataConfig(
-            str(folder / "edges.tsv"), str(folder / "scores.tsv"), cache_dir=str(folder / "cache")
-        )
-    )
+    scores = write_table(folder / "scores.tsv", [HEADER, *rows])
+    return load(DataConfig(str(edges), str(scores), cache_dir=str(folder / "cache")))
 
 
 def levels_of(tables: Tables) -> list[dict[str, float]]:
     """Returns each row's levels by name."""
     names = [tables.genes[node] for node in tables.perturbed.tolist()]
-    rows = zip(names, tables.level.tolist(), strict=True)
+    pairs = zip(names, tables.level.tolist(), strict=True)
     counts = tables.perturbed_ptr.diff().tolist()
-    return [
-        {name: pytest.approx(level) for name, level in itertools.islice(rows, count)}
-        for count in counts
-    ]
+    return [dict(itertools.islice(pairs, count)) for count in counts]
 
 
 def test_a_name_may_carry_a_level_and_names_of_nodes_win(tmp_path):
     """In data.edges stand nodes named `c=0.3` and `d=`."""
-    cells = [
-        "b=2 , a = 0.3",
-        "a,b",
-        "",
-        "c=0.3",
-        "c=0.4,b=1e-1",
-        "d=,d==3,a=1,a=1.0",
-        "a,a=0,z=0.5",
-    ]
-    with pytest.raises(
-        DataError, match=r"scores.tsv:7: the genes 'd=,d==3,a=1,a=1.0' have d= at 0\.0 and 3\.0"
-    ):
-        read(tmp_path, cells)
-    cells[5] = "d==3,a=1,a=1.0"
-    tables = read(tmp_path, cells)
+    cells = ["b=2 , a = 0.3", "a,b", "", "c=0.3", "c=0.4,b=1e-1"]
+    message = r"scores.tsv:7: the genes 'd=,d==3,a=1,a=1.0' have d= at 0\.0 and 3\.0"
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, [*cells, "d=,d==3,a=1,a=1.0", "a,a=0,z=0.5"])
+    tables = read(tmp_path, [*cells, "d==3,a=1,a=1.0", "a,a=0,z=0.5"])
     assert tables.genes == ["a", "b", "c", "c=0.3", "d=", "z"]
-    assert levels_of(tables) == [
-        {"a": 0.3, "b": 2.0}, {"a": 0.0, "b": 0.0}, {}, {"c=0.3": 0.0}, {"b": 0.1, "c": 0.4},
-        {"a": 1.0, "d=": 3.0}, {"a": 0.0, "z": 0.5},
-    ]  # fmt: skip
-    assert [tables.name(*pair) for pair in ((0, 0.0), (0, 0.3), (1, 3.0), (4, 2.5))] == [
-        "a",
-        "a=0.3",
-        "b=3",
-        "d==2.5",
+    expected = [
+        {"a": 0.3, "b": 2.0},
+        {"a": 0.0, "b": 0.0},
+        {},
+        {"c=0.3": 0.0},
+        {"b": 0.1, "c": 0.4},
+        {"a": 1.0, "d=": 3.0},
+        {"a": 0.0, "z": 0.5},
     ]
+    for levels, expected_levels in zip(levels_of(tables), expected, strict=True):
+        assert levels == pytest.approx(expected_levels)
+    named = [tables.name(*pair) for pair in ((0, 0.0), (0, 0.3), (1, 3.0), (4, 2.5))]
+    assert named == ["a", "a=0.3", "b=3", "d==2.5"]
 
 
 WRONG = [
@@ -123,33 +114,27 @@ def test_a_level_that_is_no_number_from_0_to_10000_is_an_error(tmp_path, cell):
 
 def test_minus_0_is_0(tmp_path):
     tables = read(tmp_path, ["a=-0", "b", "a=0"])
-    assert tables.level.tolist() == [0, 0, 0] and not tables.level.signbit().any()
+    assert tables.level.tolist() == [0, 0, 0]
+    assert not tables.level.signbit().any()
 
 
 def test_what_a_name_means_does_not_depend_on_the_rows_before_it(tmp_path, monkeypatch):
     cells = ["b=0.3", "c=0.3=0.5", *["a"] * 9, "b=0.3", "c=0.3"]
     whole = read(tmp_path, cells)
-    monkeypatch.setattr("data.CHUNK", 20)
+    monkeypatch.setattr("tables.CHUNK", 20)
     apart = tmp_path / "apart"
     apart.mkdir()
-    assert levels_of(read(apart, cells)) == levels_of(whole) and whole.genes == [
-        "a",
-        "b",
-        "c",
-        "c=0.3",
-        "d=",
-    ]
+    assert levels_of(read(apart, cells)) == levels_of(whole)
+    assert whole.genes == ["a", "b", "c", "c=0.3", "d="]
 
 
 def test_test_tsv_gives_levels_back(tmp_path):
     levels = [0.123456789, 1 / 3, 1e-5, 9999.5, 0.1 + 0.2]
     tables = read(tmp_path, [f"a={level:.15g}" for level in levels])
-    names = [
-        tables.name(node, level)
-        for node, level in zip(tables.perturbed, tables.level.tolist(), strict=True)
-    ]
+    names = list(map(tables.name, tables.perturbed, tables.level.tolist()))
     again = read(tmp_path, names)
-    assert torch.equal(again.level, tables.level) and names[0] == "a=0.123456789"
+    assert torch.equal(again.level, tables.level)
+    assert names[0] == "a=0.123456789"
 
 
 def test_the_dose_of_a_level_does_not_depend_on_its_place_in_the_batch(shared):
@@ -169,8 +154,14 @@ def test_the_power_of_levels_is_1_where_nothing_tells_it():
         choices = torch.tensor(levels, dtype=torch.float64)
         sets = [{k % 20: choices[k % len(levels)].item()} for k in range(100)]
         y = torch.randn(100, generator=generator, dtype=torch.float64)
-        edges = torch.tensor([[0], [1]]), torch.tensor([0])
-        tables = Tables([f"g{k:02}" for k in range(20)], ["r"], *edges, **pack_levels(sets), y=y)
+        tables = Tables(
+            genes=[f"g{k:02}" for k in range(20)],
+            relations=["r"],
+            edge_index=torch.tensor([[0], [1]]),
+            edge_type=torch.tensor([0]),
+            **pack_levels(sets),
+            y=y,
+        )
         tables.split = random_split(tables, DataConfig())
         assert additive_baseline(tables).power == 1
 
@@ -184,33 +175,32 @@ def test_two_levels_of_a_node_in_a_row_are_an_error_that_names_both(tmp_path, ce
 
 
 def asked(path: str, tables: Tables) -> tuple[list[str], list[bool], list[dict[str, float]]]:
-    number = Numbers({name: node for node, name in enumerate(tables.genes)})
-    ((cells, is_known, samples),) = read_sets(path, number, tables)
-    return list(cells), is_known.tolist(), levels_of(samples)
+    """Returns the cells of a table to predict, which rows are known, and the levels of these."""
+    (chunk,) = read_sets(path, tables)
+    return list(chunk.sets), chunk.is_known.tolist(), levels_of(chunk.samples)
 
 
 def test_tables_to_predict_have_levels_and_screens_run_at_one(tmp_path):
     tables = read(tmp_path, ["a", "b=0.5", "c"])
-    path = write_table(
-        tmp_path / "ask.tsv", [("genes",), ("b=0.25,a",), ("x=3",), ("c=0.3",), ("",)]
-    )
+    rows = [("genes",), ("b=0.25,a",), ("x=3",), ("c=0.3",), ("",)]
+    path = write_table(tmp_path / "ask.tsv", rows)
     cells, is_known, sets = asked(str(path), tables)
-    assert cells == ["b=0.25,a", "x=3", "c=0.3", ""] and is_known == [True, False, True, True]
+    assert cells == ["b=0.25,a", "x=3", "c=0.3", ""]
+    assert is_known == [True, False, True, True]
     assert sets == [{"a": 0.0, "b": 0.25}, {"c=0.3": 0.0}, {}]
     cells, _, sets = asked("all-singles=0.3", tables)
     assert cells == ["a=0.3", "b=0.3", "c=0.3", "c=0.3=0.3", "d==0.3"]
-    expected = ["a", "b", "c=0.3", "c=0.3", "d="]  # of which the third is a node, too
-    assert [set(names) for names in sets] == [{name} for name in expected]
-    assert [list(names.values()) for names in sets] == [[0.3], [0.3], [0.0], [0.3], [0.3]]
+    # The third is a node, too.
+    assert sets == [{"a": 0.3}, {"b": 0.3}, {"c=0.3": 0.0}, {"c=0.3": 0.3}, {"d=": 0.3}]
     _, _, sets = asked("all-pairs=2", tables)
-    assert len(sets) == 10 and sets[0] == {"a": 2.0, "b": 2.0}
-    with pytest.raises(
-        DataError, match="all-singles=x:0: the genes 'a=x' have 'a': no name, or no level"
-    ):
+    assert len(sets) == 10
+    assert sets[0] == {"a": 2.0, "b": 2.0}
+    message = "all-singles=x:0: the genes 'a=x' have 'a': no name, or no level"
+    with pytest.raises(DataError, match=message):
         asked("all-singles=x", tables)
 
 
-def test_a_screen_at_a_level_and_test_tsv_say_the_levels(train, tmp_path):
+def test_a_screen_at_a_level_and_test_tsv_say_the_levels(train, predict, tmp_path):
     lines = (tmp_path / "scores.tsv").read_text().splitlines()
     names = {f"Y{k:02}": ("=0.3", "=3", "")[k % 3] for k in range(30)}
     for name, level in names.items():
@@ -218,14 +208,12 @@ def test_a_screen_at_a_level_and_test_tsv_say_the_levels(train, tmp_path):
     (tmp_path / "scores.tsv").write_text("\n".join([*lines, ""]))
     train(0).check()
     _, *rows = (tmp_path / "runs/default/test.tsv").read_text().splitlines()
-    read = [row.split("\t")[0] for row in rows]
+    cells = [row.split("\t")[0] for row in rows]
     in_table = {frozenset(line.split("\t")[0].split(",")) for line in lines}
-    assert (
-        read
-        and {frozenset(cell.split(",")) for cell in read} <= in_table
-        and any("=0.3" in cell for cell in read)
-    )
-    train(0, "--predict=all-singles=0.5", "--checkpoint=runs/default/checkpoints/best.pt").check()
+    assert len(cells) > 0
+    assert {frozenset(cell.split(",")) for cell in cells} <= in_table
+    assert any("=0.3" in cell for cell in cells)
+    predict(0, "all-singles=0.5", "runs/default").check()
     _, *rows = (tmp_path / "all-singles=0.5.predictions.tsv").read_text().splitlines()
     assert [row.split("\t")[0] for row in rows] == [f"{name}=0.5" for name in names]
     assert len({row.split("\t")[1] for row in rows}) > 20
@@ -234,39 +222,31 @@ def test_a_screen_at_a_level_and_test_tsv_say_the_levels(train, tmp_path):
 def test_rows_of_the_same_nodes_and_levels_stay_together_in_a_split():
     """Also where two levels are swapped between two nodes."""
     sets = [{k: 0.0, k + 1: level} for k in range(0, 60, 2) for level in (0.0, 0.3, 3.0)]
-    sets += [{k: 0.3, k + 1: 3.0} for k in range(0, 60, 2)] + [
-        {k: 3.0, k + 1: 0.3} for k in range(0, 60, 2)
-    ]
+    sets += [{k: 0.3, k + 1: 3.0} for k in range(0, 60, 2)]
+    sets += [{k: 3.0, k + 1: 0.3} for k in range(0, 60, 2)]
     tables = tables_of(sets * 2, torch.zeros(300))
     tables.genes = [f"g{k}" for k in range(61)]
     for seed in range(3):
         split = random_split(tables, DataConfig(split_seed=seed))
         assert split[:150].equal(split[150:])
-        assert torch.bincount(split.int()).tolist() == [
-            240,
-            30,
-            30,
-        ]  # no group is larger than two rows
+        # No group is larger than two rows.
+        assert torch.bincount(split.int()).tolist() == [240, 30, 30]
     assert len(split[:90].view(30, 3).unique(dim=0)) > 3
     by_node = node_split(tables, DataConfig(split="nodes"))
-    no_levels = node_split(tables_with(tables, level=None), DataConfig(split="nodes"))
+    no_levels = node_split(replace(tables, level=None), DataConfig(split="nodes"))
     assert by_node.equal(no_levels)
-
-
-def tables_with(tables: Tables, **fields) -> Tables:
-    return Tables(**{**vars(tables), **fields})
 
 
 def test_lines_of_test_tsv_name_levels(tmp_path):
     tables = read(tmp_path, ["a", "b=0.5", "c=2,a=0.125"])
-    _, line = result_lines(tables, torch.zeros(1, 1), torch.zeros(3, 1))
+    task = KnockoutTask.from_tables(tables, Config(data=DataConfig(cache_dir=str(tmp_path))))
+    _, line = task.result_lines(torch.zeros(1, 1))
     assert line.split("\t")[0] == "a=0.125,c=2"
 
 
 def test_a_batch_counts_the_edges_of_deleted_nodes_alone():
-    dataset = KnockoutDataset(
-        tables_of([{3: 0.3, 1: 0.0}, {}, {2: 0.0, 3: 2.0}], torch.zeros(3)), torch.arange(5)
-    )
+    tables = tables_of([{3: 0.3, 1: 0.0}, {}, {2: 0.0, 3: 2.0}], torch.zeros(3))
+    dataset = KnockoutDataset(tables, torch.arange(5))
     batch = dataset.__getitems__([2, -1, 0])
     assert batch.perturbed.tolist() == [2, 3, 1, 3]
     assert batch.level.tolist() == pytest.approx([0.0, 2.0, 0.0, 0.3])
@@ -279,7 +259,9 @@ def shared() -> SharedGraph:
     return SharedGraph(small_graph(torch.Generator().manual_seed(0))).double()
 
 
-def make_batch(shared: SharedGraph, sets: list, planner: ReachPlanner | None = None):
+def make_batch(
+    shared: SharedGraph, sets: list[dict[int, float]], planner: ReachPlanner | None = None
+) -> Data:
     dataset = KnockoutDataset(tables_of(sets, torch.arange(len(sets)) / 3), shared.degree, planner)
     return dataset.__getitems__(list(range(len(sets))))
 
@@ -288,35 +270,30 @@ def make_model(**options) -> KnockoutGNN:
     torch.manual_seed(0)
     config = ModelConfig(**{"hidden": 8, "layers": 2, "dropout": 0.0, **options})
     targets = torch.tensor([5, 0, 10, 8, 2, 6])
-    scale = {"y_offset": [0.3], "y_std": [2.0]}
-    if config.readout == "nodes":
-        scale = {"y_offset": [0.3] * 6, "y_std": [2.0] * 6}
-    model = KnockoutGNN(config, NUM_NODES, 3, **scale, target_nodes=targets)
+    num_targets = 6 if config.readout == "nodes" else 1
+    model = KnockoutGNN(config, NUM_NODES, 3, num_targets=num_targets, target_nodes=targets)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.double()
 
 
 def outputs_and_gradients(
-    model: KnockoutGNN, shared: SharedGraph, batch
+    model: KnockoutGNN, shared: SharedGraph, batch: Data
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the predictions, and the gradients of a loss in all parameters that are trained."""
     prediction = model(shared, batch)
     prediction.square().sum().backward()
-    trained = [
-        parameter.grad.flatten() for parameter in model.parameters() if parameter.requires_grad
-    ]
-    return prediction.detach(), torch.cat(trained)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.cat([parameter.grad.flatten() for parameter in trained])
+    return prediction.detach(), gradients
 
 
 @pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_all_routes_agree_for_levels_beside_deletions(shared, monkeypatch, readout, layers):
     """Values and gradients: on copies, on all nodes, and with a plan of each number of layers."""
-    expected = outputs_and_gradients(
-        make_model(layers=layers, readout=readout, message_passing="expanded"),
-        shared,
-        make_batch(shared, SETS),
-    )
+    reference = make_model(layers=layers, readout=readout, message_passing="expanded")
+    expected = outputs_and_gradients(reference, shared, make_batch(shared, SETS))
     monkeypatch.setattr(model_module, "block_size", lambda wild_type, num_relations: 2)
     monkeypatch.setattr(ReachPlanner, "BLOCK", 3)
     for planned in range(layers + 1):
@@ -327,8 +304,8 @@ def test_all_routes_agree_for_levels_beside_deletions(shared, monkeypatch, reado
         with CountSynchronisations() as count:
             found = outputs_and_gradients(make_model(layers=layers, readout=readout), shared, batch)
         assert count.seen == []
-        for ours, reference in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-10)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
@@ -353,9 +330,10 @@ def test_a_target_at_a_level_has_its_own_part_beside_its_change(shared):
         model.change_readout.dead.bias.data.fill_(7.0)
         dose = (1 - batch.level).unsqueeze(1)
         additive = model.additive(torch.ones(2, NUM_NODES).bool(), dose, batch)
-        effects = (model(shared, batch) - model.y_offset) / model.y_std - additive
+        effects = model(shared, batch) - additive
         both, other, _, deleted = effects[:, 0]  # on node 5
-        assert abs(other) > 1e-4 and abs(both - 7.0 * 0.6) > 1e-4  # changed by node 0, too
+        assert abs(other) > 1e-4
+        assert abs(both - 7.0 * 0.6) > 1e-4  # changed by node 0, too
         assert deleted.item() == pytest.approx(7.0)
 
 
@@ -377,15 +355,15 @@ def test_the_additive_part_of_a_level_is_that_of_the_ridge(monkeypatch):
             dose[row, node] = 1 - level
     y = 3 + dose @ torch.randn(20, generator=generator).double()
     tables = Tables(
-        [f"g{k:02}" for k in range(20)],
-        ["r"],
-        torch.tensor([[0], [1]]),
-        torch.tensor([0]),
+        genes=[f"g{k:02}" for k in range(20)],
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
         **pack_levels(sets),
         y=y,
+        split=torch.tensor([0] * 240 + [1] * 30 + [2] * 30, dtype=torch.int8),
     )
-    tables.split = torch.tensor([0] * 240 + [1] * 30 + [2] * 30, dtype=torch.int8)
-    monkeypatch.setattr("data.PENALTIES", (2.0,))
+    monkeypatch.setattr("baseline.PENALTIES", (2.0,))
     found = additive_baseline(tables)
     x = torch.cat([torch.ones(300, 1), dose.sum(1, keepdim=True), dose], dim=1)
     penalty = torch.diag(torch.tensor([0.0, 0.0] + [2.0] * 20)).double()
@@ -395,24 +373,26 @@ def test_the_additive_part_of_a_level_is_that_of_the_ridge(monkeypatch):
 
     model = KnockoutGNN.from_tables(ModelConfig(hidden=4), tables, found).eval()
     shared = SharedGraph(tables.graph())
-    prediction = model(shared, KnockoutDataset(tables, shared.degree).__getitems__(range(300)))
-    torch.testing.assert_close(prediction.double(), found.prediction, rtol=1e-4, atol=1e-4)
+    batch = KnockoutDataset(tables, shared.degree).__getitems__(range(300))
+    prediction = found.mean + found.std * model(shared, batch)  # in the units of the scores
+    torch.testing.assert_close(prediction, found.prediction, rtol=1e-4, atol=1e-4)
 
 
 # ---- The synthetic preset ------------------------------------------------------------------------
 def test_dose_responses_are_what_a_loop_over_edges_says():
-    class Ones:  # in place of random numbers
+    class SameForAll:
+        """In place of random numbers: targets react alike, and edges and nodes count alike."""
+
         num_nodes = 3
         module = torch.zeros(3, dtype=torch.long)
 
-        def normal(self, count):
-            return torch.ones(count).double() * (2 * math.log(1.0) if count == 3 else 1.0)
+        def normal(self, count: int) -> torch.Tensor:
+            value = 0.0 if count == 3 else 1.0
+            return torch.full((count,), value, dtype=torch.float64)
 
     edges = [torch.tensor([[0, 1], [2, 2]])]
     packed = pack_levels([{0: 0.0}, {0: 3.0, 1: 0.5}, {}, {2: 0.0}])
-    found = dose_responses(
-        Ones(), edges, packed["perturbed"], packed["perturbed_ptr"], packed["level"], 1
-    )
+    found = dose_responses(SameForAll(), edges, *packed.values(), rounds=1)
     expected = [1.5 * x / (x + 0.5) - 1 for x in (0.5, 1.75, 1.0)] + [0.0]
     assert found.tolist() == pytest.approx(expected)
 
