@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from baseline import additive_baseline
 from config import Config
 from data import DataConfig, KnockoutDataset, load
 from errors import DataError
 from mask import SharedGraph
 from model import ModelConfig
+from task import KnockoutTask
 from tests.conftest import write_table
-from tests.tools.runs import parameters, read_metrics, tables_of
-from train import build_model
+from tests.test_tables import summary_of
+from tests.tools.runs import pack_levels, parameters, read_metrics, tables_of
 
 EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x"), ("c", "d", "y")]
 SCORES = [
@@ -35,30 +35,33 @@ FEATURES = [
 ]
 
 
-def config(folder: Path, features: str = "", edges=EDGES, **options) -> DataConfig:
-    paths = write_table(folder / "edges.tsv", edges), write_table(folder / "scores.tsv", SCORES)
-    settings = {
-        "features": str(folder / features) if features else "",
-        "cache_dir": str(folder / "cache"),
-    }
-    return DataConfig(*map(str, paths), **settings, **options)
+def write_tables(folder: Path, features: str = "", edges=EDGES, **options) -> DataConfig:
+    """Writes two tables and returns the options that name them and a file of features."""
+    return DataConfig(
+        edges=str(write_table(folder / "edges.tsv", edges)),
+        perturbations=str(write_table(folder / "scores.tsv", SCORES)),
+        features=str(folder / features) if features else "",
+        cache_dir=str(folder / "cache"),
+        **options,
+    )
 
 
 def test_features_are_standardised_and_0_where_they_are_missing(tmp_path):
     write_table(tmp_path / "features.tsv", FEATURES)
-    tables = load(config(tmp_path, "features.tsv"))
+    tables = load(write_tables(tmp_path, "features.tsv"))
     assert tables.genes == ["a", "b", "c", "d"]
     root = math.sqrt(26 / 3)  # the standard deviation of 1, 3 and 8
     expected = [[-3 / root, -1, 0], [0, 0, 0], [-1 / root, 0, 0], [4 / root, 1, 0]]
     torch.testing.assert_close(tables.features, torch.tensor(expected), atol=1e-6, rtol=0)
-    assert "4 nodes of 3 features (0 of 3 knocked-out ones isolated)" in tables.summary()
-    assert tables.graph()["gene"].x is tables.features and not tables.features.requires_grad
-    assert tables.fingerprint() != load(config(tmp_path)).fingerprint()
+    assert "4 nodes of 3 features (0 of 3 knocked-out ones isolated)" in summary_of(tables)
+    assert tables.graph()["gene"].x is tables.features
+    assert not tables.features.requires_grad
+    assert tables.fingerprint() != load(write_tables(tmp_path)).fingerprint()
 
 
 def test_one_node_with_features_is_enough(tmp_path):
     write_table(tmp_path / "features.tsv", FEATURES[:2])
-    assert load(config(tmp_path, "features.tsv")).features.tolist() == [[0, 0, 0]] * 4
+    assert load(write_tables(tmp_path, "features.tsv")).features.tolist() == [[0, 0, 0]] * 4
 
 
 @pytest.mark.parametrize(
@@ -83,37 +86,36 @@ def test_one_node_with_features_is_enough(tmp_path):
 def test_errors_in_a_table_of_features_name_file_and_line(tmp_path, rows, message):
     write_table(tmp_path / "features.tsv", rows)
     with pytest.raises(DataError, match=message):
-        load(config(tmp_path, "features.tsv"))
+        load(write_tables(tmp_path, "features.tsv"))
 
 
 @pytest.mark.parametrize("undirected", [False, True])
 def test_edge_weights_of_duplicate_edges_are_averaged(tmp_path, undirected):
-    edges = [(*row, weight) for row, weight in zip(EDGES, ("weight", 2, 0.5, 1e-3), strict=True)]
-    tables = load(config(tmp_path, edges=[*edges, ("a", "b", "x", 4)], undirected=undirected))
+    weights = ("weight", 2, 0.5, 1e-3)
+    edges = [(*row, weight) for row, weight in zip(EDGES, weights, strict=True)]
+    edges.append(("a", "b", "x", 4))
+    tables = load(write_tables(tmp_path, edges=edges, undirected=undirected))
     graph = tables.graph()
-    found = [
-        dict(zip(map(tuple, index.T.tolist()), weight.tolist(), strict=True))
-        for index, weight in zip(
-            graph.edge_index_dict.values(), graph.edge_weight_dict.values(), strict=True
-        )
-    ]
+    found = []  # {edge: weight} of each relation
+    for edge_type, edge_index in graph.edge_index_dict.items():
+        pairs = map(tuple, edge_index.T.tolist())
+        found.append(dict(zip(pairs, graph[edge_type].edge_weight.tolist(), strict=True)))
     expected = [{(0, 1): 3.0, (1, 2): 0.5}, {(2, 3): 1e-3}]
     if undirected:
-        expected = [
-            part | {(target, source): w for (source, target), w in part.items()}
-            for part in expected
-        ]
+        for weight_of in expected:
+            reverse = {(target, source): w for (source, target), w in weight_of.items()}
+            weight_of.update(reverse)
     assert found == expected
-    plain = load(config(tmp_path))
-    assert plain.edge_weight.eq(1).all() and plain.fingerprint() != tables.fingerprint()
+    plain = load(write_tables(tmp_path))
+    assert plain.edge_weight.eq(1).all()
+    assert plain.fingerprint() != tables.fingerprint()
 
 
 @pytest.mark.parametrize("weight", ["", "NA", 0, -1, "inf", "heavy", 1e-150])
 def test_edge_weights_must_be_positive(tmp_path, weight):
-    with pytest.raises(
-        DataError, match=f"edges.tsv:2: the weight '{weight}' is not a number from 1e-30"
-    ):
-        load(config(tmp_path, edges=[(*EDGES[0], "weight"), ("a", "b", "x", weight)]))
+    message = f"edges.tsv:2: the weight '{weight}' is not a number from 1e-30"
+    with pytest.raises(DataError, match=message):
+        load(write_tables(tmp_path, edges=[(*EDGES[0], "weight"), ("a", "b", "x", weight)]))
 
 
 def test_further_columns_of_edges_are_features_of_the_edges(tmp_path):
@@ -123,39 +125,36 @@ def test_further_columns_of_edges_are_features_of_the_edges(tmp_path):
     """
     header = (*EDGES[0], "length", "weight", "age")
     rows = [("b", "c", "x", 3, 1, "NA"), ("c", "d", "y", 8, 2, 2), ("a", "b", "x", 1, 4, -1)]
-    options = config(tmp_path, edges=[header, *rows], undirected=True)
+    options = write_tables(tmp_path, edges=[header, *rows], undirected=True)
     tables = load(options)
     root = math.sqrt(26 / 3)  # the standard deviation of 1, 3 and 8
     expected = {("a", "b"): [-3 / root, -1], ("b", "c"): [-1 / root, 0], ("c", "d"): [4 / root, 1]}
     expected |= {(target, source): values for (source, target), values in expected.items()}
-    assert "6 edges in 2 relations of 2 features" in tables.summary()
-    assert tables.fingerprint() != load(config(tmp_path, undirected=True)).fingerprint()
+    assert "6 edges in 2 relations of 2 features" in summary_of(tables)
+    assert tables.fingerprint() != load(write_tables(tmp_path, undirected=True)).fingerprint()
     shared = SharedGraph(tables.graph())
-    batch = KnockoutDataset(tables_of([[], [1], [0]], torch.zeros(3)), shared.degree).__getitems__(
-        [0, 1, 2]
-    )
-    for relation, values in zip(
-        shared.relations, shared.by_relation(shared.edge_attr), strict=True
-    ):
+    dataset = KnockoutDataset(tables_of([[], [1], [0]], torch.zeros(3)), shared.degree)
+    batch = dataset.__getitems__([0, 1, 2])
+    attributes = shared.by_relation(shared.edge_attr)
+    for relation, values in zip(shared.relations, attributes, strict=True):
         copied = shared.expand(batch)[relation].T % shared.num_nodes
         names = [(tables.genes[source], tables.genes[target]) for source, target in copied.tolist()]
         assert len(names) == 3 * len(values) > 0
-        torch.testing.assert_close(
-            values.repeat(3, 1), torch.tensor([expected[name] for name in names])
-        )
+        expected_values = torch.tensor([expected[name] for name in names])
+        torch.testing.assert_close(values.repeat(3, 1), expected_values)
 
 
 def test_a_feature_of_edges_is_a_number(tmp_path):
     with pytest.raises(DataError, match=r"edges.tsv:2: the length 'long' is not a number"):
-        load(config(tmp_path, edges=[(*EDGES[0], "length"), ("a", "b", "x", "long")]))
+        load(write_tables(tmp_path, edges=[(*EDGES[0], "length"), ("a", "b", "x", "long")]))
 
 
 def test_a_table_may_say_nodes(tmp_path):
     """In place of genes and gene."""
     write_table(tmp_path / "features.tsv", FEATURES)
-    expected = load(config(tmp_path, "features.tsv")).fingerprint()
+    expected = load(write_tables(tmp_path, "features.tsv")).fingerprint()
     write_table(tmp_path / "nodes.tsv", [("node", *FEATURES[0][1:]), *FEATURES[1:]])
-    options = config(tmp_path, "nodes.tsv")
+    options = write_tables(tmp_path, "nodes.tsv")
     write_table(tmp_path / "scores.tsv", [("nodes", *SCORES[0][1:]), *SCORES[1:]])
     assert load(options).fingerprint() == expected
 
@@ -163,19 +162,18 @@ def test_a_table_may_say_nodes(tmp_path):
 def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path):
     """d and e can only be told apart by what a model learns of each by name."""
     write_table(tmp_path / "features.tsv", [("gene", "size"), ("c", 5), ("d", 1), ("e", 1)])
-    options = config(tmp_path, "features.tsv", edges=[EDGES[0], ("c", "d", "x"), ("c", "e", "x")])
-    tables = load(options)
-    graph = SharedGraph(tables.graph()).double()
-    batch = KnockoutDataset(tables_of([[3], [4]], torch.zeros(2)), graph.degree).__getitems__(
-        [0, 1]
+    options = write_tables(
+        tmp_path, "features.tsv", edges=[EDGES[0], ("c", "d", "x"), ("c", "e", "x")]
     )
     for embedding in (True, False):
-        changed = replace(Config(), model=ModelConfig(embedding=embedding), data=options)
-        model = build_model(changed, tables, additive_baseline(tables)).double().eval()
+        config = Config(model=ModelConfig(embedding=embedding), data=options)
+        task = KnockoutTask.from_tables(load(options), config)
+        model = task.build_model().double().eval()
         for parameter in model.parameters():  # some parts start at zero
             torch.nn.init.normal_(parameter)
         model.additive.effect.data.zero_()  # the additive baseline's
-        d, e = model(graph, batch)
+        samples = task.with_samples(replace(task.tables, **pack_levels([{3: 0.0}, {4: 0.0}])))
+        d, e = model(task.graph.double(), samples.dataset.__getitems__([0, 1]))
         assert d.isclose(e) == (not embedding)
 
 
@@ -198,43 +196,36 @@ def test_options_that_contradict_each_other_are_refused(train, arguments, messag
     assert finished.returncode == 2 and message in finished.stderr
 
 
-def test_features_predict_genes_that_no_training_row_has(train, tmp_path):
+def test_features_predict_genes_that_no_training_row_has(train, predict, tmp_path):
     """The score is a sum over nodes of a linear function of their features; edges say nothing."""
-    generator = random.Random(0)
-    genes = {f"g{i:03}": [generator.gauss(0, 1) for _ in range(3)] for i in range(150)}
+    draw = random.Random(0)
+    genes = {f"g{i:03}": [draw.gauss(0, 1) for _ in range(3)] for i in range(150)}
     effect = {name: x[0] - 2 * x[1] for name, x in genes.items()}
-    pairs = generator.sample(list(combinations(genes, 2)), 1500)
-    rows = [(f"{a},{b}", effect[a] + effect[b] + generator.gauss(0, 0.1)) for a, b in pairs]
-    edges = [(*generator.sample(list(genes), 2), "x", generator.random()) for _ in range(100)]
-    files = {
-        "edges": write_table(
-            tmp_path / "e.tsv", [("source", "target", "relation", "weight"), *edges]
-        ),
-        "perturbations": write_table(tmp_path / "p.tsv", [("genes", "score"), *rows]),
-        "features": write_table(
-            tmp_path / "f.tsv", [("gene", *"abc"), *((name, *x) for name, x in genes.items())]
-        ),
-    }
-    settings = [f"data.{name}={path}" for name, path in files.items()]
-    settings += [
+    edges = [("source", "target", "relation", "weight")]
+    scores = [("genes", "score")]
+    for a, b in draw.sample(list(combinations(genes, 2)), 1500):
+        scores.append((f"{a},{b}", effect[a] + effect[b] + draw.gauss(0, 0.1)))
+    for _ in range(100):
+        edges.append((*draw.sample(list(genes), 2), "x", draw.random()))
+    features = [("gene", "a", "b", "c"), *((name, *x) for name, x in genes.items())]
+    settings = [
+        f"data.edges={write_table(tmp_path / 'e.tsv', edges)}",
+        f"data.perturbations={write_table(tmp_path / 'p.tsv', scores)}",
+        f"data.features={write_table(tmp_path / 'f.tsv', features)}",
         "data.split=nodes",
         "data.test_fraction=0.2",
+        "data.batch_size=32",
         "model.readout=local",
         "model.hidden=16",
+        "optim.lr=0.06",
+        "optim.epochs=5",
     ]
-    settings += ["optim.lr=0.06", "optim.epochs=5", "data.batch_size=32"]
     for name, embedding in (("added", "true"), ("alone", "false")):
-        options = f"model.embedding={embedding}", f"run.name={name}"
-        train(0, *settings, *options).check()
-        test = read_metrics(tmp_path / "runs" / name, "test")[0]
+        train(0, *settings, f"model.embedding={embedding}", f"run.name={name}").check()
+        (test,) = read_metrics(tmp_path / "runs" / name, "test")
         assert test["pearson"] > 0.8 > test["baseline_pearson"] + 0.15
     assert not {"embedding", "identity"} & parameters(tmp_path / "runs/alone").keys()
-    arguments = (
-        "--predict",
-        str(files["perturbations"]),
-        "--checkpoint",
-        "runs/alone/checkpoints/best.pt",
-    )
-    train(0, *settings, "model.embedding=false", *arguments).check()
+    predict(0, str(tmp_path / "p.tsv"), "runs/alone").check()
     lines = (tmp_path / "p.predictions.tsv").read_text().splitlines()
-    assert len(lines) == 1501 and all(float(line.split("\t")[1]) for line in lines[1:])
+    assert len(lines) == 1501
+    assert all(float(line.split("\t")[1]) for line in lines[1:])
