@@ -71,7 +71,7 @@ install() {
     die "$base is older than Python 3.10: activate a newer one"
   echo "Installing $1 into $venv (once; it takes minutes, as PyTorch is large)"
   [ -x "$python" ] || "$base" -m venv "$venv" || die "cannot make $venv"
-  "$python" -m pip install -q --disable-pip-version-check -r "$here/$1" || die "pip cannot install $1"
+  "$python" -m pip install -q --disable-pip-version-check -r "$here/$1" || die "cannot install $1"
   has_modules || die "$python still lacks one of ${modules// /, }: remove $venv and run this again"
   echo "Installed: launch.sh uses $python from now on"
 }
