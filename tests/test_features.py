@@ -2,7 +2,6 @@
 
 import math
 import random
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from model import ModelConfig
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.test_tables import summary_of
-from tests.tools.runs import pack_levels, parameters, read_metrics, tables_of
+from tests.tools.runs import parameters, read_metrics, tables_of
 
 EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x"), ("c", "d", "y")]
 SCORES = [
@@ -162,9 +161,8 @@ def test_a_table_may_say_nodes(tmp_path):
 def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path):
     """d and e can only be told apart by what a model learns of each by name."""
     write_table(tmp_path / "features.tsv", [("gene", "size"), ("c", 5), ("d", 1), ("e", 1)])
-    options = write_tables(
-        tmp_path, "features.tsv", edges=[EDGES[0], ("c", "d", "x"), ("c", "e", "x")]
-    )
+    edges = [EDGES[0], ("c", "d", "x"), ("c", "e", "x")]
+    options = write_tables(tmp_path, "features.tsv", edges=edges)
     for embedding in (True, False):
         config = Config(model=ModelConfig(embedding=embedding), data=options)
         task = KnockoutTask.from_tables(load(options), config)
@@ -172,8 +170,9 @@ def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path)
         for parameter in model.parameters():  # some parts start at zero
             torch.nn.init.normal_(parameter)
         model.additive.effect.data.zero_()  # the additive baseline's
-        samples = task.with_samples(replace(task.tables, **pack_levels([{3: 0.0}, {4: 0.0}])))
-        d, e = model(task.graph.double(), samples.dataset.__getitems__([0, 1]))
+        graph = task.graph.double()
+        dataset = KnockoutDataset(tables_of([[3], [4]], torch.zeros(2)), graph.degree)
+        d, e = model(graph, dataset.__getitems__([0, 1]))
         assert d.isclose(e) == (not embedding)
 
 
