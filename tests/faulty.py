@@ -180,6 +180,25 @@ def fail_beside_a_busy_rank() -> None:
     call_before(KnockoutDataset, "__getitems__", fail)
 
 
+def slow_data(rank: str, seconds: str) -> None:
+    """A rank sleeps before it makes each batch."""
+
+    def sleep(*arguments: object) -> None:
+        if rank == RANK:
+            time.sleep(float(seconds))
+
+    call_before(KnockoutDataset, "__getitems__", sleep)
+
+
+def fail_in_profiler() -> None:
+    """Whatever makes a profiler divides by zero."""
+
+    def fail(*arguments: object, **options: object) -> None:
+        _ = 1 / 0
+
+    call_before(torch.profiler, "profile", fail)
+
+
 # ---- Numbers -------------------------------------------------------------------------------------
 def save_an_infinite_weight() -> None:
     """A weight of every checkpoint is infinite."""
@@ -286,6 +305,12 @@ def other_option_on_rank_1(option: str) -> None:
     """Rank 1 gets another option on its command line."""
     if RANK == "1":
         sys.argv.append(option)
+
+
+def other_cuda_on_rank_1() -> None:
+    """Rank 1 has another version of CUDA."""
+    if RANK == "1":
+        torch.version.cuda = "99.9"
 
 
 def print_plans() -> None:

@@ -40,22 +40,16 @@ class Machine:
     """A network namespace, with a folder as its local disk."""
 
     def __init__(self, space: str, address: str, disk: Path, run: Callable[..., Finished]):
-        self.space, self.address, self.disk, self.run = space, address, disk, run
+        self.space = space
+        self.address = address
+        self.disk = disk
+        self.run = run
         self.pool = ThreadPoolExecutor()
         self.run_folder = disk / "runs/default"
 
     def launch(self, *arguments: str, timeout: float = 120, **variables: str) -> "Future[Finished]":
-        command = [
-            "ip",
-            "netns",
-            "exec",
-            self.space,
-            "env",
-            "-C",
-            str(self.disk),
-            str(ROOT / "launch.sh"),
-            *arguments,
-        ]
+        command = ["ip", "netns", "exec", self.space, "env", "-C", str(self.disk)]
+        command += [str(ROOT / "launch.sh"), *arguments]
         variables = {**VARIABLES, "NNODES": "2", "RDZV": RDZV, "RDZV_TIMEOUT": "60", **variables}
         return self.pool.submit(self.run, command, timeout, **variables)
 
@@ -71,9 +65,8 @@ class Machine:
         found = []
         for pid in sh("ip", "netns", "pids", self.space).split():
             with contextlib.suppress(OSError):  # the process has exited
-                if any(
-                    what in Path("/proc", pid, file).read_bytes() for file in ("cmdline", "environ")
-                ):
+                texts = [Path("/proc", pid, file).read_bytes() for file in ("cmdline", "environ")]
+                if any(what in text for text in texts):
                     found.append(pid)
         return found
 
@@ -100,9 +93,8 @@ def one_machine(tables, tmp_path) -> Callable[..., Path]:
     """one_machine(world_size, *overrides) returns the folder of an uninterrupted run here."""
 
     def start(world_size: int, *overrides: str) -> Path:
-        _store, ranks = fork_ranks(
-            tmp_path, world_size, "train.py", [*tables, *SMALL, *overrides, "run.name=one"]
-        )
+        arguments = [*tables, *SMALL, *overrides, "run.name=one"]
+        _store, ranks = fork_ranks(tmp_path, world_size, "train.py", arguments)
         assert join(ranks) == [0] * world_size, (tmp_path / "rank0.stderr").read_text()
         return tmp_path / "runs/one"
 
@@ -122,9 +114,8 @@ def wait_until(condition: Callable[[], object], seconds: float, message: Callabl
 
 def has_a_checkpoint(folder: Path) -> bool:
     """Tells whether a step was made; before the first, ddp.startup_timeout_s is the limit."""
-    return any(
-        path.name > "step_00000000.pt" for path in (folder / "checkpoints").glob("step_*.pt")
-    )
+    paths = (folder / "checkpoints").glob("step_*.pt")
+    return any(path.name > "step_00000000.pt" for path in paths)
 
 
 def test_two_machines_with_one_and_two_processes_train_as_one(machines, tables, one_machine):
@@ -136,13 +127,11 @@ def test_two_machines_with_one_and_two_processes_train_as_one(machines, tables, 
     second.result().check()
     assert "samples over 3 ranks" in first.stdout
     assert first.stderr == ""
-    # torchrun's warning if the machine that hosts its store has exited first
-    assert all(
-        "failed to shutdown the rendezvous" in line for line in second.result().stderr.splitlines()
-    )
-    assert (
-        difference(alpha.run_folder, one_machine(3, "data.batch_size=30", "optim.epochs=2")) == ""
-    )
+    for line in second.result().stderr.splitlines():
+        # torchrun's warning if the machine that hosts its store has exited first.
+        assert "failed to shutdown the rendezvous" in line
+    whole = one_machine(3, "data.batch_size=30", "optim.epochs=2")
+    assert difference(alpha.run_folder, whole) == ""
     assert {path.name for path in beta.run_folder.iterdir()} == {"log.rank1.txt", "log.rank2.txt"}
     for machine in machines:
         assert len(list((machine.disk / ".cache").glob("tables-*.pt"))) == 1
@@ -150,13 +139,8 @@ def test_two_machines_with_one_and_two_processes_train_as_one(machines, tables, 
 
 def test_machines_of_an_elastic_run_come_and_go(machines, tables, tmp_path):
     alpha, beta = machines
-    arguments = [
-        *tables,
-        *SMALL,
-        "data.batch_size=32",
-        "optim.epochs=500",
-        f"run.dir={tmp_path}/shared",
-    ]
+    shared = f"run.dir={tmp_path}/shared"
+    arguments = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=500", shared]
     elastic = {"NNODES": "1:2", "MAX_RESTARTS": "3", "RDZV_TIMEOUT": "60"}
     folder = tmp_path / "shared/default"
 
@@ -168,12 +152,7 @@ def test_machines_of_an_elastic_run_come_and_go(machines, tables, tmp_path):
     wait_until(lambda: has_a_checkpoint(folder), 120, lambda: "no checkpoint")
     second = beta.launch(*arguments, **elastic)
     wait_until(lambda: world_sizes() == [1, 2], 120, lambda: f"world sizes {world_sizes()}")
-    processes = sh("ip", "netns", "pids", beta.space).split()
-    sh(
-        "kill",
-        "-9",
-        *[pid for pid in processes if b"LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()],
-    )
+    sh("kill", "-9", *beta.processes(b"LOCAL_RANK="))
     wait_until(lambda: world_sizes() == [1, 2, 2], 120, lambda: f"world sizes {world_sizes()}")
     sh("kill", "-9", *sh("ip", "netns", "pids", beta.space).split())
     assert second.result().returncode != 0
@@ -192,12 +171,8 @@ def test_two_torchruns_of_one_machine_train_as_one(run, tables, one_machine, tmp
         both = [pool.submit(run, arguments, 120, **variables) for _ in range(2)]
     output = "".join(future.result().check().stdout for future in both)
     assert output.count("samples over 2 ranks") == 1
-    assert (
-        difference(
-            tmp_path / "runs/default", one_machine(2, "data.batch_size=32", "optim.epochs=2")
-        )
-        == ""
-    )
+    whole = one_machine(2, "data.batch_size=32", "optim.epochs=2")
+    assert difference(tmp_path / "runs/default", whole) == ""
 
 
 def test_waiting_for_a_missing_machine_times_out(machines, tables):
@@ -210,9 +185,8 @@ def test_waiting_for_a_missing_machine_times_out(machines, tables):
     )
     assert lost.result() == Finished(1, "", expected)
     assert waiting.result().returncode == 1
-    assert (
-        waiting.result().stderr.splitlines()[-1].endswith(".RendezvousTimeoutError")
-    )  # torchrun's own error
+    last_line = waiting.result().stderr.splitlines()[-1]
+    assert last_line.endswith(".RendezvousTimeoutError")  # torchrun's own error
 
 
 def test_a_machine_that_is_stopped_stops_the_other(machines, tables):
@@ -223,9 +197,8 @@ def test_a_machine_that_is_stopped_stops_the_other(machines, tables):
     sh("kill", "-USR1", *beta.processes(b"torch.distributed.run"))
     assert second.result().returncode == 1
     alpha.wait_for_the_end_of_ranks()
-    sh(
-        "kill", "-9", *alpha.processes(b"torch.distributed.run")
-    )  # or it would wait minutes for the other one
+    # Or it would wait minutes for the other one.
+    sh("kill", "-9", *alpha.processes(b"torch.distributed.run"))
     assert "error" not in first.result().stderr
     assert json.loads((alpha.run_folder / "status.json").read_text())["state"] == "stopped"
 
@@ -250,6 +223,5 @@ def test_a_network_cut_ends_both_machines_and_a_restart_resumes_the_run(
     for future in [machine.launch(*arguments) for machine in machines]:
         future.result().check()
     assert events(alpha.run_folder) == ["started", "failed", "resumed", "finished"]
-    assert (
-        difference(alpha.run_folder, one_machine(2, "data.batch_size=32", "optim.epochs=60")) == ""
-    )
+    whole = one_machine(2, "data.batch_size=32", "optim.epochs=60")
+    assert difference(alpha.run_folder, whole) == ""

@@ -9,7 +9,8 @@ from pathlib import Path
 from tests.conftest import fork_ranks, join
 from tests.tools.runs import difference, read_metrics
 
-NUM_RANKS, VICTIM = 32, 17
+NUM_RANKS = 32
+VICTIM = 17
 SETTINGS = [
     "data.batch_size=32",
     "model.hidden=4",

@@ -1,6 +1,7 @@
 """Diagnostics outside of training: preflight, audits, scaling."""
 
 import re
+import shutil
 import sys
 import warnings
 
@@ -18,23 +19,31 @@ SINGLE = {
     "WORLD_SIZE": "2",
     "LOCAL_WORLD_SIZE": "2",
     "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
 }
-SINGLE |= {"MASTER_PORT": "29500"}
+SMALL = ["data.batch_size=16", "model.hidden=8"]
 
 
 @pytest.mark.parametrize("nproc", [0, 2, 4])
 def test_preflight_of_a_good_machine(torchrun, nproc):
     result = torchrun(nproc, ROOT / "ddp_setup.py", GLOO_SOCKET_IFNAME="lo").check()
     _, *ranks = result.stdout.partition("OK     versions")[0].splitlines()
-    assert [line.partition(", host ")[0] for line in ranks] == [
-        f"rank {rank}" for rank in range(max(1, nproc))
-    ]
+    hosts = [line.partition(", host ")[0] for line in ranks]
+    assert hosts == [f"rank {rank}" for rank in range(max(1, nproc))]
     lines = [line.split() for line in result.stdout.splitlines() if line.startswith(("OK", "NOTE"))]
-    names = ["ranks", "versions", "speed"] + ["all-reduce"] * 4 * (nproc > 0)
-    assert [line[1] for line in lines] == names
-    assert all(
-        line[0] == "OK" for line in lines if line[1] != "speed"
-    )  # other processes may slow down a rank
+    expected = ["ranks", "versions", "speed"]
+    if nproc:
+        expected += ["all-reduce"] * 4
+    assert [name for _, name, *_ in lines] == expected
+    for verdict, name, *_ in lines:  # other processes may slow down a rank
+        assert verdict == "OK" or name == "speed"
+
+
+def test_the_preflight_needs_no_tests(torchrun, tmp_path):
+    for name in ("ddp_setup", "watchdog", "errors"):
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    result = torchrun(2, tmp_path / "ddp_setup.py", PYTHONPATH="", GLOO_SOCKET_IFNAME="lo").check()
+    assert "OK     all-reduce" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -96,29 +105,19 @@ def test_a_launch_that_cannot_work_gives_a_one_line_error(tmp_path, tables, vari
     assert "Traceback" not in error
 
 
-def test_different_versions_on_a_rank_stop_the_run(train, tmp_path):
-    (tmp_path / "other.py").write_text(
-        "import os, torch, train\nif os.environ['RANK'] == '1':\n    torch.version.cuda = '99.9'\n"
-        "train.main()\n"
-    )
-    result = train(2, script=tmp_path / "other.py")
+def test_different_versions_on_a_rank_stop_the_run(train):
+    result = train(2, fault="other_cuda_on_rank_1")
     assert result.returncode == 2
     assert result.stderr.count("error: CUDA differs between ranks: 99.9 on rank 1, ") == 1
 
 
-def test_the_audits_pass_on_the_template(run, tables):
-    for name, found in (("devices", "optimizer state"), ("syncs", "nothing waits for the device")):
-        command = [
-            sys.executable,
-            "-m",
-            "tests.check",
-            name,
-            *tables,
-            "data.batch_size=16",
-            "model.hidden=8",
-        ]
-        result = run(command).check()
-        assert found in result.stdout and result.stdout.splitlines()[-1] == "PASS"
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("devices", "optimizer state"), ("syncs", "nothing waits for the device")],
+)
+def test_the_audits_pass_on_the_template(run, tables, name, found):
+    result = run([sys.executable, "-m", "tests.check", name, *tables, *SMALL]).check()
+    assert found in result.stdout and result.stdout.splitlines()[-1] == "PASS"
 
 
 def test_the_audit_names_the_line_that_waits(run, tables, tmp_path):
@@ -128,21 +127,11 @@ def test_the_audit_names_the_line_that_waits(run, tables, tmp_path):
         "    return norm\n"
         "torch.nn.utils.get_total_norm = waiting\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "tests.check",
-        "syncs",
-        *tables,
-        "data.batch_size=16",
-        "model.hidden=8",
-    ]
+    command = [sys.executable, "-m", "tests.check", "syncs", *tables, *SMALL]
     result = run(command, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert result.returncode == 1
-    assert re.search(
-        r"WAITS  train.py:\d+ \(norm = .*get_total_norm.*_local_scalar_dense.*in 10 of 10",
-        result.stdout,
-    )
+    line = r"WAITS  optim.py:\d+ \(norm = .*get_total_norm.*_local_scalar_dense.*in 10 of 10"
+    assert re.search(line, result.stdout)
 
 
 def test_the_audit_of_a_gpu_reports_waits_but_not_the_warning_of_the_debug_mode(monkeypatch):
@@ -150,11 +139,12 @@ def test_the_audit_of_a_gpu_reports_waits_but_not_the_warning_of_the_debug_mode(
         "Synchronization debug mode is a prototype feature and does not yet detect all "
         "synchronizing operations"
     )
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_sync_debug_mode",
-        lambda mode: mode == "warn" and warnings.warn(notice, stacklevel=1),
-    )
+
+    def set_mode(mode: str) -> None:
+        if mode == "warn":
+            warnings.warn(notice, stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
     watch = WatchOnGPU()
     watch.begin()
     warnings.warn(
@@ -170,38 +160,23 @@ def test_the_audit_names_misplaced_tensors():
     optimizer.step()
     optimizer.state[model.weight]["exp_avg"] = torch.ones(1, 2, device="meta")
     model.register_buffer("scale", torch.ones(1, device="meta"))
-    lines = placement(
-        {"model": model, "optimizer": optimizer, "batch": {"y": [torch.ones(1)]}},
-        torch.device("cpu"),
-    )
+    found = {"model": model, "optimizer": optimizer, "batch": {"y": [torch.ones(1)]}}
+    lines = placement(found, torch.device("cpu"))
     assert [line.strip() for line in lines if "MISPLACED" in line] == [
         "MISPLACED  model.scale is on meta: move it to cpu",
         "MISPLACED  optimizer.state[weight].exp_avg is on meta: move it to cpu",
     ]
-    assert (
-        "  optimizer state   5 on cpu, 1 on meta" in lines
-        and "  batch             1 on cpu" in lines
-    )
+    assert "  optimizer state   5 on cpu, 1 on meta" in lines
+    assert "  batch             1 on cpu" in lines
 
 
 def test_the_scaling_report(run):
-    command = [
-        sys.executable,
-        "-m",
-        "tests.bench.scaling",
-        "--processes=2",
-        "--preset=small",
-        "--hidden=8",
-        "--rounds=1",
-    ]
-    output = run(command).check().stdout
-    for row in (
-        "| weak    | 2 ",
-        "| strong  | 2 ",
-        "| ddp.options={static_graph: true}",
-        "| 1,024 ",
-    ):
-        assert row in output
+    options = ["--processes=2", "--preset=small", "--hidden=8", "--rounds=1"]
+    output = run([sys.executable, "-m", "tests.bench.scaling", *options]).check().stdout
+    assert "| weak    | 2 " in output
+    assert "| strong  | 2 " in output
+    assert "| ddp.options={static_graph: true}" in output
+    assert "| 1,024 " in output
 
 
 def test_the_parts_of_the_scaling_report():
@@ -210,7 +185,6 @@ def test_the_parts_of_the_scaling_report():
     assert ring_ms(8e6, 4, 10.0, 1.0) == pytest.approx(6 * (0.01 + 2.0))
     linear = nn.Linear(1, 1)
     assert advice(0.1, 0.01, linear, 4) == []
-    assert [sentence.split(":")[0] for sentence in advice(0.4, 0.2, nn.BatchNorm1d(1), 4)] == [
-        "advice"
-    ] * 3
+    sentences = advice(0.4, 0.2, nn.BatchNorm1d(1), 4)
+    assert [sentence.split(":")[0] for sentence in sentences] == ["advice"] * 3
     assert advice(0.1, 0.01, nn.BatchNorm1d(1), 64) == []
