@@ -30,6 +30,7 @@ import data
 import ddp_setup
 import metrics
 import optim
+import predict
 import tables
 import train
 import watchdog
@@ -239,6 +240,15 @@ def fill_disk_in_test() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
 
     call_before(KnockoutTask, "result_lines", fill)
+
+
+def fill_disk_in_prediction() -> None:
+    """No file may be larger than 500 bytes from where the first predictions are written."""
+
+    def fill(*arguments: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+
+    call_before(predict, "append_lines", fill)
 
 
 def spawn_loader() -> None:
