@@ -5,10 +5,11 @@ import re
 
 import pytest
 
-from tests.conftest import write_table
+from tests.conftest import MODULES, write_table
 
 WRONG_INPUT = [
     (["optim.lrr=1"], "unknown option optim.lrr: did you mean optim.lr?"),
+    (["optim.warmup=500"], "it is the fraction of all steps that warm up, from 0 to 1, not their"),
     (["--lr=1"], "unrecognized arguments: --lr=1"),
     (
         ["--config", "missing.yaml"],
@@ -36,7 +37,7 @@ WRONG_INPUT = [
 def test_wrong_input_gives_one_message_and_leaves_no_files(train, tmp_path, nproc):
     for arguments, message in WRONG_INPUT:
         result = train_with_wrong_input(train, tmp_path, message, nproc, *arguments)
-        assert result.returncode == 2
+        assert result.returncode == 2, arguments
 
 
 def test_torchrun_reports_status_2(train, tmp_path):
@@ -51,9 +52,7 @@ def train_with_wrong_input(train, tmp_path, message, *arguments, **options):
     (tmp_path / "taken/config.yaml").mkdir(parents=True, exist_ok=True)
     result = train(*arguments, **options)
     assert result.stderr.count("error: ") == 1 and message in result.stderr, result.stderr
-    assert not re.search(r'File ".*/(mask|model|data|ddp_setup|train)\.py"', result.stderr), (
-        result.stderr
-    )
+    assert not re.search(rf'File ".*/({"|".join(MODULES)})\.py"', result.stderr), result.stderr
     assert not (tmp_path / "runs").exists()
     return result
 

@@ -7,8 +7,10 @@ import torch
 
 from baseline import additive_baseline
 from data import DataConfig, load
-from tests.conftest import ROOT
-from tests.test_data import compare_with_preset
+from tables import Tables
+from tests.conftest import DEFAULTS, ROOT
+from tests.test_bench import compare_with_preset
+from tests.test_tables import summary_of
 from tests.tools.runs import read_metrics
 
 FOLDER = ROOT.parent / "shared/data/yeast"
@@ -22,7 +24,7 @@ TABLES = {
 
 
 @pytest.fixture
-def tables(tmp_path: Path):
+def tables(tmp_path: Path) -> Tables:
     return load(DataConfig(cache_dir=str(tmp_path), **TABLES))
 
 
@@ -34,7 +36,7 @@ def test_the_yeast_preset_has_the_declared_shape():
 def test_the_tables_are_read_completely(tables):
     assert (len(tables.genes), len(tables.relations), len(tables.y)) == (4618, 6, 18152)
     assert len(tables.edge_type) == 2 * 105_022
-    assert "(16 of " in tables.summary()
+    assert "(16 of " in summary_of(tables)
     assert [len(tables.rows(split)) for split in ("train", "val", "test")] == [14522, 1815, 1815]
     assert tables.y.mean().item() == pytest.approx(-0.016, abs=1e-3)
 
@@ -48,17 +50,16 @@ def test_the_additive_baseline_has_the_known_pearson(tables):
 
 
 @real
-def test_training_beats_the_additive_baseline(torchrun, tmp_path):
-    arguments = ["data.undirected=true"]
-    arguments += [f"data.edges={TABLES['edges']}", f"data.perturbations={TABLES['perturbations']}"]
-    settings = [
+def test_training_beats_the_additive_baseline(command, tmp_path):
+    settings = [f"data.{name}={value}" for name, value in TABLES.items()]
+    settings += [
         "model.readout=local",
         "model.hidden=16",
         "data.batch_size=256",
         "optim.epochs=6",
         "run.name=real",
     ]
-    torchrun(2, ROOT / "train.py", *arguments, *settings, timeout=200).check()
+    command(2, "train.py", *settings, "--config", DEFAULTS, launcher=True, timeout=200).check()
     (test,) = read_metrics(tmp_path / "runs/real", "test")
     assert test["n"] == 1815
     assert test["pearson"] > test["baseline_pearson"] > 0.17
