@@ -17,6 +17,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
 from pathlib import Path
@@ -101,8 +102,9 @@ def predict(settings: Settings, env: Distributed) -> None:
             num_rows += len(chunk.sets)
             num_predicted += len(chunk.samples.y)
             unknown |= dict.fromkeys(chunk.unknown)
-        if env.rank == 0:
-            os.replace(temporary, output)
+        with env.sync_errors(), explain_errors(output):
+            if env.rank == 0:
+                os.replace(temporary, output)
     finally:
         temporary.unlink(missing_ok=True)
     if unknown:
@@ -114,12 +116,15 @@ def predict(settings: Settings, env: Distributed) -> None:
 
 def append_lines(path: Path, lines: Iterable[str], output: Path, env: Distributed) -> None:
     """Appends lines to the file that will be `output`, on rank 0; raises `UserError` on all."""
-    with env.sync_errors():
-        if env.rank != 0:
-            return
-        with explain_write_errors(output, UserError, "change the working folder"):
+    with env.sync_errors(), explain_errors(output):
+        if env.rank == 0:
             with path.open("a") as file:
                 file.writelines(lines)
+
+
+def explain_errors(output: Path) -> AbstractContextManager:
+    """Turns a failure to write the predictions into a `UserError`."""
+    return explain_write_errors(output, UserError, "change the working folder")
 
 
 class Predictor:
