@@ -28,7 +28,13 @@ from ddp_setup import Distributed
 from optim import OptimConfig
 from task import KnockoutTask
 from tests.tools.parity import BATCH_SIZE, TOLERANCE, load_few_rows
-from tests.tools.runs import difference, launch, newest_checkpoint, series
+from tests.tools.runs import (
+    difference,
+    launch,
+    newest_checkpoint,
+    relative_difference,
+    series,
+)
 
 # A run has two epochs of four steps, and a checkpoint every three and at epoch ends.
 STEP_OF_SAVE = 6
@@ -275,7 +281,23 @@ def run_fault(
     status, output = launch(ranks, arguments)
     if status or fault.again_prints not in output:
         return f"exit status {status} of the second run:\n{output}"
-    return difference(folder, reference, 0.0 if ranks == fault.ranks else TOLERANCE)
+    return lost(folder, reference, 0.0 if ranks == fault.ranks else TOLERANCE)
+
+
+def lost(folder: Path, reference: Path, tolerance: float) -> str:
+    """Returns what a run has lost against an undisturbed one, best.pt included, or ""."""
+    problem = difference(folder, reference, tolerance)
+    if problem:
+        return problem
+    best = torch.load(folder / "checkpoints/best.pt", weights_only=True)
+    expected = torch.load(reference / "checkpoints/best.pt", weights_only=True)
+    if best["step"] != expected["step"]:
+        return f"best.pt is of step {best['step']}, the undisturbed run's of {expected['step']}"
+    for name, value in expected["model"].items():
+        norm = value.double().norm()
+        if not relative_difference(best["model"][name], value, norm) <= tolerance:
+            return f"{name} in best.pt differs from the undisturbed run's"
+    return ""
 
 
 def problem_of_first_run(fault: Fault, folder: Path, status: int, output: str) -> str:

@@ -21,10 +21,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.tools.faults import BALLAST, EXACT
+from tests.tools.faults import BALLAST, EXACT, lost
 from tests.tools.machines import ADDRESSES, connect, two_machines
 from tests.tools.parity import BATCH_SIZE, TOLERANCE
-from tests.tools.runs import difference, launch, newest_checkpoint
+from tests.tools.runs import launch, newest_checkpoint
 
 EPOCHS = 6
 STEPS_PER_EPOCH = 4
@@ -215,7 +215,7 @@ class Soak:
                 faults = self.draw_faults(run, num_ranks)
             survived += self.launch(run, num_ranks, arguments, faults)
             num_launches += 1
-        problem = difference(run, reference, TOLERANCE if is_changing else 0.0)
+        problem = lost(run, reference, TOLERANCE if is_changing else 0.0)
         if problem:
             raise LostError(problem)
         shutil.rmtree(run)
