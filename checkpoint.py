@@ -64,7 +64,8 @@ class TrainState:
         # ZeRO leaves the step counts on the CPU, but fused AdamW needs them on its own device.
         inner = getattr(self.optimizer, "optim", self.optimizer)
         for parameter, values in inner.state.items():
-            values["step"] = values["step"].to(parameter.device)
+            if "step" in values:  # SGD counts none
+                values["step"] = values["step"].to(parameter.device)
         if state["config"]["optim"]["precision"] == precision:  # the scale depends on it
             self.scaler.load_state_dict(state["scaler"])
         for name in ("step", "epoch", "best", "skipped", "skipped_in_row"):
