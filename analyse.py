@@ -30,6 +30,7 @@ from checkpoint import explain_write_errors, write_atomically
 from config import Config, load_config, read_options
 from errors import UserError
 from plots import scatter_svg
+from run_folder import read_metrics
 from tables import Tables, mean_and_std, parse_number
 
 PROFILE = 20  # targets: with more of them, a row is a profile
@@ -184,8 +185,8 @@ def config_of(folder: Path) -> Config:
         return load_config(folder / "config.yaml")
     except UserError as error:
         raise UserError(
-            f"{error} ({folder / 'config.yaml'}); analyse a run with the version of the template "
-            "that wrote it, or repeat it with this one"
+            f"{error}; {folder} is a run of another version of the template: "
+            "analyse it with that one, or repeat it"
         ) from None
 
 
@@ -207,18 +208,9 @@ def overview(folders: list[Path]) -> list[str]:
     lines = {}
     for folder, each in zip(folders, options, strict=True):
         chosen = {key: str(each.get(key)) for key in differing}
-        lines[str(folder)] = chosen | results_of(read_metrics(folder))
+        lines[str(folder)] = chosen | results_of(read_metrics(folder / "metrics.jsonl"))
     titles = {name: name for values in lines.values() for name in values}
     return text_table(lines, titles)
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a run's metrics.jsonl; raises `UserError` if it cannot be read."""
-    path = folder / "metrics.jsonl"
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
 
 
 def results_of(rows: list[dict[str, Any]]) -> dict[str, Any]:

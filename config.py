@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -126,7 +126,6 @@ def load_config(
         options[key] = value
     if overrides:
         sources.append("the command line")
-    check_names(options)
     config = compose(options)
     log.info(f"options   {', then '.join(sources)}")
     return config
@@ -153,15 +152,18 @@ def read_options(path: str | Path) -> dict[str, Any]:
     with explain_yaml_errors(path):
         sections = yaml.safe_load(Path(path).read_text()) or {}
     try:
-        return by_key(sections)
+        options = by_key(sections)
     except AttributeError:
         raise UserError(f"{path} does not contain sections of options: see config.yaml") from None
+    check_names(options, f"{path}: ")
+    return options
 
 
 def parse_override(text: str) -> tuple[str, Any]:
     """Returns key and value of `section.key=value`; raises `UserError`."""
     key, _, value = text.partition("=")
-    kinds = types_of(all_options().get(key))
+    check_names([key])
+    kinds = types_of(all_options()[key])
     if kinds == (str,):
         return key, value
     with explain_yaml_errors(text):
@@ -202,13 +204,13 @@ def all_options() -> dict[str, Field]:
     return options
 
 
-def check_names(options: Mapping[str, Any]) -> None:
+def check_names(keys: Iterable[str], place: str = "") -> None:
     """Raises `UserError` with the nearest option for a name that is none."""
     known = all_options()
-    for key in options:
+    for key in keys:
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
-            raise UserError(f"unknown option {key}: did you mean {nearest}?")
+            raise UserError(f"{place}unknown option {key}: did you mean {nearest}?")
 
 
 def check_saved_names(options: Mapping[str, Any], checkpoint: str) -> None:
@@ -221,10 +223,8 @@ def check_saved_names(options: Mapping[str, Any], checkpoint: str) -> None:
         )
 
 
-def types_of(option: Field | None) -> tuple[Any, ...]:
-    """Returns the types that the values of an option may have; none for no option."""
-    if option is None:
-        return ()
+def types_of(option: Field) -> tuple[Any, ...]:
+    """Returns the types that the values of an option may have."""
     if get_origin(option.type) in (Union, UnionType):
         return get_args(option.type)
     return (option.type,)
@@ -262,7 +262,12 @@ def as_type(value: Any, kind: Any) -> Any:
 
 
 def is_in_range(value: Any, limits: Mapping[str, float]) -> bool:
-    """Returns whether a number is in its range, finite and, if an int, of 64 bits; others are."""
+    """Returns whether a number is in its range, finite and, if an int, of 64 bits; others are.
+
+    Of a list, all items must be.
+    """
+    if type(value) is list:
+        return all(is_in_range(item, limits) for item in value)
     if type(value) not in (int, float):
         return True
     if type(value) is int and abs(value) >= 2**63:

@@ -199,10 +199,8 @@ class RunFolder:
     def _open_metrics(self, state: TrainState) -> None:
         """Opens metrics.jsonl without the rows that the run will repeat."""
         path = self.path / "metrics.jsonl"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        for line in lines:
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut off by a kill
-                row = json.loads(line)
+        for row in read_metrics(path) if path.exists() else []:
+            with contextlib.suppress(TypeError, KeyError):  # a row that nobody here has written
                 is_past = row["kind"] != "test" and row.get("step", 0) <= state.step
                 if row["kind"] == "val":
                     is_past = state.best is not None and row["epoch"] <= state.epoch
@@ -315,6 +313,19 @@ class RunFolder:
         """Tells the profiler, if there is one, that a step has ended."""
         if self.profiler is not None:
             self.profiler.step()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a metrics.jsonl; raises `UserError` if it cannot be read."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    rows = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # a line cut off by a kill
+            rows.append(json.loads(line))
+    return rows
 
 
 def environment(ranks: str) -> str:

@@ -158,9 +158,9 @@ def test_a_run_of_another_version_is_named(tmp_path, analyse_here, capsys):
     (tmp_path / "config.yaml").write_text("log: {threshold: 1}\n")
     assert analyse_here(str(tmp_path)) == 2
     expected = (
-        "error: unknown option log.threshold: did you mean log.profile_steps? "
-        f"({tmp_path}/config.yaml); "
-        "analyse a run with the version of the template that wrote it, or repeat it with this one\n"
+        f"error: {tmp_path}/config.yaml: unknown option log.threshold: did you mean "
+        f"log.profile_steps?; {tmp_path} is a run of another version of the template: "
+        "analyse it with that one, or repeat it\n"
     )
     assert capsys.readouterr().err == expected
 

@@ -327,7 +327,7 @@ def test_options_that_are_not_counts_accept_zero():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("optim: {lrr: 1}", "unknown option optim.lrr: did you mean optim.lr?"),
+        ("optim: {lrr: 1}", "{path}: unknown option optim.lrr: did you mean optim.lr?"),
         ("optim: {lr: true}", "optim.lr must be float >= 0, not True"),
         ("run: {name: 5}", "run.name must be str, not 5"),
         ("optim: 3", "{path} does not contain sections of options: see config.yaml"),
