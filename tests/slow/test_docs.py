@@ -254,6 +254,9 @@ def test_the_tree_of_the_readme_is_that_of_the_folder():
     expected = {f"{module}.py" for module in MODULES} | {"config.yaml", "launch.sh"}
     assert set(listed) == expected | {"example/", "docs/", "tests/"}
     assert all((ROOT / name).exists() for name in listed)
+    for number, name in enumerate(listed):  # imports point down
+        imported = re.findall(r"^ *(?:from|import) (\w+)", TEXTS.get(ROOT / name, ""), re.M)
+        assert not {f"{module}.py" for module in imported} & set(listed[:number]), name
 
 
 @pytest.mark.parametrize(
