@@ -49,6 +49,7 @@ from watchdog import StopRequest, StopTraining
 log = logging.getLogger("train")
 
 TQDM_OPTIONS = {} if sys.stderr.isatty() else {"mininterval": 30, "delay": 30}  # short log files
+RSS_UNIT = 1 if sys.platform == "darwin" else 2**10  # bytes in the unit of ru_maxrss
 MAX_SKIPS = 10  # non-finite steps in a row after which even optim.on_nonfinite=skip ends the run
 
 
@@ -270,7 +271,7 @@ class Meter:
         elapsed = time.perf_counter() - self.start
         steps = torch.stack(self.steps).tolist()  # waits for the device
         self._count_skipped(steps, state)
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
         if self.env.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated()
         total = self.env.sum(self.loss).item()
