@@ -35,8 +35,6 @@ import tables
 import train
 import watchdog
 from data import DataConfig, KnockoutDataset
-from mask import SharedGraph
-from model import KnockoutGNN
 from optim import OptimConfig
 from task import KnockoutTask
 
@@ -326,10 +324,39 @@ def other_cuda_on_rank_1() -> None:
 def print_plans() -> None:
     """Prints of each batch whether it has a plan of the states that it changes."""
 
-    def report(model: KnockoutGNN, graph: SharedGraph, batch: Data, *arguments: object) -> None:
+    from model import KnockoutGNN  # which a copy may have replaced
+
+    def report(model: KnockoutGNN, graph: object, batch: Data, *arguments: object) -> None:
         print("planned:", "reach" in batch)
 
     call_before(KnockoutGNN, "changes", report)
+
+
+def few_rows_in_folder(folder: str) -> None:
+    """The tables have few rows in each split; when they are read, the working folder changes."""
+    from tests.tools.parity import few_rows
+
+    load = data.load
+
+    def load_and_enter(config: DataConfig) -> tables.Tables:
+        loaded = few_rows(load(config))
+        os.chdir(folder)
+        return loaded
+
+    data.load = load_and_enter
+
+
+def disturbed_model() -> None:
+    """The model starts from other parameters: what starts at zero would hide errors."""
+    build_model = KnockoutTask.build_model
+
+    def build_disturbed(task: KnockoutTask) -> nn.Module:
+        model = build_model(task)
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        return model
+
+    KnockoutTask.build_model = build_disturbed
 
 
 def print_fingerprints() -> None:

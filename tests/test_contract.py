@@ -14,16 +14,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch_geometric.data import Data
+from torch_geometric.utils import scatter
 
-from baseline import additive_baseline
 from data import KnockoutDataset, StepSampler, load, make_loader, with_example
 from errors import DataError
-from mask import SharedGraph
-from tests.conftest import fork_ranks, join, launch_forked
+from tables import Tables
+from task import KnockoutTask, make_dataset
+from tests.conftest import ROOT, fork_ranks, join, launch_forked
 from tests.tools import parity
 from tests.tools.runs import pack_levels, pack_sets
 from tests.tools.syncs import CountSynchronisations
-from train import build_model, criterion, make_dataset, read_config
+from train import read_config
 
 pytestmark = pytest.mark.contract
 
@@ -45,24 +48,39 @@ def tables(config):
 
 
 @pytest.fixture(scope="module")
-def graph(tables):
-    return SharedGraph(tables.graph())
+def task(tables, config):
+    return KnockoutTask.from_tables(tables, config)
 
 
 @pytest.fixture(scope="module")
-def baseline(config, tables):
-    return additive_baseline(tables, config.optim.loss)
+def graph(task):
+    return copy.deepcopy(task.graph).float()
 
 
 @pytest.fixture
-def model(config, tables, baseline):
-    """The model as training builds it, plus noise: parts that start at zero would hide errors."""
+def model(task):
+    return disturbed_model(task)
+
+
+def disturbed_model(task: KnockoutTask) -> nn.Module:
+    """Returns the model as training builds it, plus noise, as parts at zero would hide errors."""
     torch.manual_seed(0)
-    model = build_model(config, tables, baseline)
+    model = task.build_model()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     return model.eval()
+
+
+def model_on_copies(task: KnockoutTask, model: nn.Module) -> nn.Module | None:
+    """Returns the same model on masked copies of the graph, None if it has no such route."""
+    if task.config.model.message_passing not in ("auto", "shared", "reach"):
+        return None
+    options = dataclasses.replace(task.config.model, message_passing="expanded")
+    config = dataclasses.replace(task.config, model=options)
+    other = dataclasses.replace(task, config=config).build_model().double().eval()
+    other.load_state_dict(model.state_dict())
+    return other
 
 
 @pytest.fixture
@@ -74,9 +92,9 @@ def batch_of(graph, tables, sets):
         tables, perturbed=perturbed, perturbed_ptr=ptr, level=None, y=y, weight=None
     )
 
-    def build(some_sets, transform=None):
+    def build(chosen_sets, transform=None):
         dataset = KnockoutDataset(samples, graph.degree, transform)
-        batch = dataset.__getitems__([sets.index(nodes) for nodes in some_sets])
+        batch = dataset.__getitems__([sets.index(nodes) for nodes in chosen_sets])
         batch.seed = torch.tensor(0)
         return batch
 
@@ -86,8 +104,9 @@ def batch_of(graph, tables, sets):
 @pytest.fixture
 def sets(tables):
     """Sets of knocked-out nodes of every size in the first 200 rows, and an empty one."""
-    bounds, nodes = tables.perturbed_ptr.tolist(), tables.perturbed.tolist()
-    rows = [nodes[a:b] for a, b in itertools.pairwise(bounds[:200])]
+    bounds = tables.perturbed_ptr[:200].tolist()
+    nodes = tables.perturbed.tolist()
+    rows = [nodes[start:end] for start, end in itertools.pairwise(bounds)]
     by_size = {len(row): row for row in rows}
     return [*by_size.values(), *rows[:3], []]
 
@@ -100,14 +119,13 @@ def test_every_row_is_in_one_split_and_every_node_in_the_graph(tables):
     assert tables.perturbed.min() >= 0 and tables.perturbed.max() < len(tables.genes)
 
 
-def test_an_epoch_yields_each_training_row_once_on_any_number_of_ranks(config, tables, graph):
-    dataset, _ = make_dataset(config, tables, graph)
-    rows = tables.rows("train")[:100]
+def test_an_epoch_yields_each_training_row_once_on_any_number_of_ranks(task):
+    rows = task.rows("train")[:100]
     for world_size in (1, 2, 3):
         seen = []
         for rank in range(world_size):
             sampler = StepSampler(rows, 6 * world_size, 2, world_size, rank, seed=0)
-            for batch in make_loader(dataset, sampler, workers=0, device=torch.device("cpu")):
+            for batch in make_loader(task.dataset, sampler, workers=0, device=torch.device("cpu")):
                 seen += batch.index[batch.index >= 0].tolist()
         assert sorted(seen) == rows.tolist()
 
@@ -126,34 +144,28 @@ def test_a_batch_of_one_an_empty_batch_and_an_empty_knock_out_set_work(
     assert model(graph, batch_of([[]])).isfinite().all()
 
 
-def test_training_predicts_what_every_other_route_does(
-    config, tables, baseline, graph, model, batch_of, sets
-):
+def test_training_predicts_what_every_other_route_does(task, graph, model, batch_of, sets):
     """Training plans its batches, and the other tests here do not.
 
     `expanded`, if there is one, is the reference.
     """
-    graph, model = copy.deepcopy(graph).double(), model.double()
-    dataset, _ = make_dataset(config, tables, graph)
+    graph = copy.deepcopy(graph).double()
+    model = model.double()
     expected = model(graph, batch_of(sets))
-    torch.testing.assert_close(
-        model(graph, batch_of(sets, dataset.transform)), expected, rtol=1e-9, atol=1e-9
-    )
-    if config.model.message_passing in ("auto", "shared", "reach"):
-        changed = dataclasses.replace(config.model, message_passing="expanded")
-        other = (
-            build_model(dataclasses.replace(config, model=changed), tables, baseline)
-            .double()
-            .eval()
-        )
-        other.load_state_dict(model.state_dict())
-        torch.testing.assert_close(other(graph, batch_of(sets)), expected, rtol=1e-9, atol=1e-9)
+    dataset, _ = make_dataset(task.tables, graph, task.config)
+    planned = model(graph, batch_of(sets, dataset.transform))
+    torch.testing.assert_close(planned, expected, rtol=1e-9, atol=1e-9)
+    on_copies = model_on_copies(task, model)
+    if on_copies is not None:
+        prediction = on_copies(graph, batch_of(sets))
+        torch.testing.assert_close(prediction, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_prediction_does_not_depend_on_its_batch_or_on_the_order_of_its_nodes(
     model, graph, batch_of, sets
 ):
-    model, graph = model.double(), copy.deepcopy(graph).double()
+    graph = copy.deepcopy(graph).double()
+    model = model.double()
     together = model(graph, batch_of(sets))
     backwards = model(graph, batch_of(sets[::-1]))
     alone = torch.cat([model(graph, batch_of([nodes])) for nodes in sets])
@@ -164,73 +176,71 @@ def test_a_prediction_does_not_depend_on_its_batch_or_on_the_order_of_its_nodes(
     torch.testing.assert_close(model(graph, batch), alone[:1], rtol=1e-9, atol=1e-9)
 
 
+def samples_of(tables: Tables, sets: list[dict[int, float]]) -> Tables:
+    """Returns samples of these nodes at their levels, on the graph of the tables."""
+    y = torch.zeros(len(sets), *tables.y.shape[1:])
+    return dataclasses.replace(tables, **pack_levels(sets), y=y, weight=None)
+
+
+def batch_at_levels(task: KnockoutTask, sets: list[dict[int, float]]) -> Data:
+    """Returns the batch of some samples; raises `DataError` if the dataset refuses levels."""
+    samples = samples_of(task.tables, sets)
+    return KnockoutDataset(samples, task.dataset.degree).__getitems__(range(len(sets)))
+
+
 def test_a_level_of_1_is_intact_and_others_are_heeded_alike_on_every_route(
-    config, tables, baseline, graph, model, sets
+    task, graph, model, sets
 ):
     """Or the dataset refuses them, as a copy whose nodes die by rules does."""
-    graph, model = copy.deepcopy(graph).double(), model.double()
-    node = max(sets, key=len)[0]
-    sets = [
-        {node: 1.0},
-        {},
-        {node: 0.0},
-        {node: 0.3},
-        {node: 3.0},
-        dict(zip(max(sets, key=len), (2.0, 0.0, 0.5), strict=False)),
-    ]
-    packed = pack_levels(sets)
-    y = torch.zeros(len(sets), *tables.y.shape[1:])
-    samples = dataclasses.replace(tables, **packed, y=y, weight=None)
+    graph = copy.deepcopy(graph).double()
+    model = model.double()
+    largest = max(sets, key=len)
+    node = largest[0]
+    mixed = dict(zip(largest, (2.0, 0.0, 0.5), strict=False))
+    sets = [{node: 1.0}, {}, {node: 0.0}, {node: 0.3}, {node: 3.0}, mixed]
     try:
-        batch = KnockoutDataset(samples, graph.degree).__getitems__(range(len(sets)))
+        batch = batch_at_levels(task, sets)
     except DataError as error:
         pytest.skip(str(error))
     predictions = model(graph, batch)
     # Each set is the first row, as a batch may also have what else the tables say of its rows.
     alone = []
     for nodes in sets:
-        first = dataclasses.replace(samples, **pack_levels([nodes] * len(sets)))
+        first = samples_of(task.tables, [nodes] * len(sets))
         alone.append(model(graph, KnockoutDataset(first, graph.degree).__getitems__([0])))
     alone = torch.cat(alone)
     torch.testing.assert_close(alone[0], alone[1], rtol=1e-9, atol=1e-9)
     different = torch.cdist(alone[1:5], alone[1:5]) > 1e-9
     assert different.sum() == 4 * 3, alone
-    transform = make_dataset(config, tables, graph)[0].transform
-    planned = KnockoutDataset(samples, graph.degree, transform).__getitems__(range(len(sets)))
-    torch.testing.assert_close(model(graph, planned), predictions, rtol=1e-9, atol=1e-9)
-    if config.model.message_passing in ("auto", "shared", "reach"):
-        changed = dataclasses.replace(config.model, message_passing="expanded")
-        other = (
-            build_model(dataclasses.replace(config, model=changed), tables, baseline)
-            .double()
-            .eval()
-        )
-        other.load_state_dict(model.state_dict())
-        torch.testing.assert_close(other(graph, batch), predictions, rtol=1e-9, atol=1e-9)
+    dataset, _ = make_dataset(task.tables, graph, task.config)
+    dataset.tables = samples_of(task.tables, sets)
+    planned = model(graph, dataset.__getitems__(range(len(sets))))
+    torch.testing.assert_close(planned, predictions, rtol=1e-9, atol=1e-9)
+    on_copies = model_on_copies(task, model)
+    if on_copies is not None:
+        torch.testing.assert_close(on_copies(graph, batch), predictions, rtol=1e-9, atol=1e-9)
 
 
-def test_every_parameter_gets_a_finite_gradient(config, model, graph, batch_of, sets):
+def test_every_parameter_gets_a_finite_gradient(task, model, graph, batch_of, sets):
     """Even for a batch of nothing but padding.
 
     A rank without rows in the last step still joins the all-reduce.
     """
     model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for batch in (batch_of(sets), batch_of([[]])):
         model.zero_grad()
-        criterion(model(graph, batch), batch, model, config.optim.loss).backward()
-        trained = {
-            name: parameter.grad
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-        wrong = [
-            name for name, grad in trained.items() if grad is None or not grad.isfinite().all()
-        ]
+        task.loss(model(graph, batch), batch).backward()
+        wrong = []
+        for name, parameter in model.named_parameters():
+            has_gradient = parameter.grad is not None and parameter.grad.isfinite().all()
+            if parameter.requires_grad and not has_gradient:
+                wrong.append(name)
         assert not wrong, f"no finite gradient: {wrong}"
     batch.weight.zero_()
     model.zero_grad()
-    criterion(model(graph, batch), batch, model, config.optim.loss).backward()
-    assert all((model.get_parameter(name).grad == 0).all() for name in trained)
+    task.loss(model(graph, batch), batch).backward()
+    assert all((parameter.grad == 0).all() for parameter in trained)
 
 
 def test_two_ranks_train_the_same_model_as_one(arguments, monkeypatch):
@@ -240,38 +250,21 @@ def test_two_ranks_train_the_same_model_as_one(arguments, monkeypatch):
     )
 
 
-IN_A_FOLDER = """
-import os, sys, data, torch, train
-from tests.tools.parity import few_rows
-folder, load, build_model = sys.argv.pop(), data.load, train.build_model
-def load_and_enter(options):
-    tables = few_rows(load(options))
-    os.chdir(folder)  # paths in the configuration are relative to where the tests run
-    return tables
-def build_and_disturb(*arguments):
-    model = build_model(*arguments)
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)  # or zeros would hide errors
-    return model
-data.load, train.build_model = load_and_enter, build_and_disturb
-train.main()
-"""
-
-
 def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(
     arguments, config, tables, tmp_path
 ):
-    """Were a field of batches forgotten in --predict, it would silently predict something else."""
-    (tmp_path / "run.py").write_text(IN_A_FOLDER)
+    """Were a field of batches forgotten in predict.py, it would silently predict something else."""
 
-    def start(*options):
-        arguments_of_run = [*arguments, *options, str(tmp_path)]
-        _store, ranks = fork_ranks(
-            tmp_path, 1, str(tmp_path / "run.py"), arguments_of_run, cwd=os.getcwd()
-        )
+    def start(command: str, *options: str) -> None:
+        # Paths in the configuration are relative to where the tests run.
+        faults = [f"few_rows_in_folder:{tmp_path}", "disturbed_model"]
+        script = str(ROOT / "tests/faulty.py")
+        words = [*faults, "--", command, *options, *arguments]
+        _store, ranks = fork_ranks(tmp_path, 1, script, words, cwd=os.getcwd())
         assert join(ranks, 600) == [0], (tmp_path / "rank0.stderr").read_text()
 
-    start("run.dir=runs", "run.name=run", "run.init=", "run.resume=auto", "optim.epochs=2")
+    short = ("run.init=", "run.resume=auto", "optim.epochs=2")
+    start("train.py", "run.dir=runs", "run.name=run", *short)
     header, *rows = [
         line.split("\t") for line in (tmp_path / "runs/run/test.tsv").read_text().splitlines()
     ]
@@ -282,16 +275,14 @@ def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(
     table = Path(with_example(config.data).perturbations).read_bytes()
     if table.startswith(b"\x1f\x8b"):
         table = gzip.decompress(table)
-    if table.startswith(
-        (b"genes\t", b"nodes\t")
-    ):  # with all its columns, whatever else --predict reads
-        lines = [line for line in table.decode("utf-8-sig").splitlines() if line]
-        lines = [
-            lines[0],
-            *(lines[1 + row] for row in parity.few_rows(tables).rows("test").tolist()),
-        ]
-    (tmp_path / "ask.tsv").write_text("\n".join([*lines, ""]))
-    start("--predict", "ask.tsv", "--checkpoint", str(tmp_path / "runs/run/checkpoints/best.pt"))
+    if table.startswith((b"genes\t", b"nodes\t")):
+        # With all its columns, whatever else predict.py reads.
+        header_line, *all_lines = filter(None, table.decode("utf-8-sig").splitlines())
+        test_rows = parity.few_rows(tables).rows("test").tolist()
+        lines = [header_line, *(all_lines[row] for row in test_rows)]
+    asked = tmp_path / "ask.tsv"
+    asked.write_text("\n".join([*lines, ""]))
+    start("predict.py", str(asked), str(tmp_path / "runs/run"))
     _, *rows = [
         line.split("\t") for line in (tmp_path / "ask.predictions.tsv").read_text().splitlines()
     ]
@@ -299,23 +290,82 @@ def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(
     torch.testing.assert_close(torch.tensor(predicted), torch.tensor(written), rtol=1e-4, atol=1e-4)
 
 
-def test_the_state_dict_holds_everything(
-    config, tables, baseline, model, graph, batch_of, sets, tmp_path
+def with_targets_on_nodes(task: KnockoutTask) -> KnockoutTask:
+    """Returns a task whose scores are named after nodes, with the readout of nodes' states."""
+    config = task.config
+    if not hasattr(config.model, "readout"):
+        pytest.skip("the model has no readout of nodes")
+    options = dataclasses.replace(config.model, readout="nodes")
+    genes = task.tables.genes
+    tables = dataclasses.replace(
+        task.tables, targets=[genes[2], genes[0], genes[1]], y=task.tables.y[:, [0, 0, 0]]
+    )
+    return KnockoutTask.from_tables(tables, dataclasses.replace(config, model=options))
+
+
+def task_elsewhere(task: KnockoutTask) -> KnockoutTask:
+    """Returns a task of tables of the same shapes whose model starts from other values.
+
+    Targets are in the opposite order. Scores and levels are others, from which the baseline finds
+    another power of levels, unless the dataset refuses levels.
+    """
+    generator = torch.Generator().manual_seed(1)
+    tables = task.tables
+    power = 0.6 if task.baseline.power == 1.5 else 1.5
+    levels = torch.tensor([0.0, 0.2, 0.4, 0.6, 0.8], dtype=torch.float64)
+    level = levels[torch.randint(len(levels), tables.perturbed.shape, generator=generator)]
+    size = (len(tables.genes), tables.y.size(1))
+    effect = 1 + 0.1 * torch.randn(size, generator=generator, dtype=torch.float64)
+    dose = 1 - level**power
+    responses = dose.unsqueeze(1) * effect[tables.perturbed]
+    y = scatter(responses, tables.sample(), dim_size=len(tables.y))
+    if task.config.optim.loss == "binary":
+        y = (y > y.median(dim=0).values).double()
+    targets = list(tables.targets)[::-1]
+    other = dataclasses.replace(tables, level=level, y=y, targets=targets)
+    try:
+        elsewhere = KnockoutTask.from_tables(other, task.config)
+    except DataError:
+        other = dataclasses.replace(tables, y=y, targets=targets)
+        return KnockoutTask.from_tables(other, task.config)
+    assert elsewhere.baseline.power != task.baseline.power
+    return elsewhere
+
+
+@pytest.mark.parametrize("readout", ["configured", "nodes"])
+def test_the_state_dict_holds_all_that_a_prediction_depends_on(
+    config, task, graph, sets, readout, tmp_path
 ):
+    """A model of other tables that has loaded it, strictly, predicts the same to the bit."""
+    data = dataclasses.replace(config.data, cache_dir=str(tmp_path))
+    task = dataclasses.replace(task, config=dataclasses.replace(config, data=data))
+    if readout == "nodes":
+        task = with_targets_on_nodes(task)
+    model = disturbed_model(task)
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    other = build_model(config, tables, baseline).eval()
+    elsewhere = task_elsewhere(task)
+    other = elsewhere.build_model().eval()
+    try:
+        batch = batch_at_levels(task, [dict.fromkeys(nodes, 0.3) for nodes in sets])
+    except DataError:
+        batch = batch_at_levels(task, [dict.fromkeys(nodes, 0.0) for nodes in sets])
+    expected = model(graph, batch)
+    assert not torch.allclose(other(graph, batch), expected)
     other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    prediction = other(graph, batch)
+    assert torch.equal(prediction, expected)
+    # The scale of the scores is beside it in a checkpoint.
+    of_run = elsewhere.of_run(task.config, task.origin())
+    assert torch.equal(of_run.rescale(prediction), task.rescale(expected))
+    assert not torch.allclose(elsewhere.rescale(prediction), task.rescale(expected))
+
+
+def test_the_seed_determines_the_weights_and_the_dropout(task, graph, batch_of, sets):
     batch = batch_of(sets)
-    assert torch.equal(other(graph, batch), model(graph, batch))
-
-
-def test_the_seed_determines_the_weights_and_the_dropout(
-    config, tables, baseline, graph, batch_of, sets
-):
-    batch, results = batch_of(sets), []
+    results = []
     for _ in range(2):
         torch.manual_seed(5)
-        model = build_model(config, tables, baseline).train()
+        model = task.build_model().train()
         results.append((model(graph, batch), *model.state_dict().values()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -100,7 +100,7 @@ def test_shared_and_expanded_routes_agree_in_outputs_and_gradients(
 
 @pytest.fixture
 def limited_planner(monkeypatch) -> Callable[..., ReachPlanner]:
-    """limited_planner(graph, layers, max_edges) plans small blocks of at most so many edges each."""
+    """limited_planner(graph, layers, max_edges) plans small blocks, of at most so many edges."""
 
     def make(graph: SharedGraph, layers: int, max_edges: float) -> ReachPlanner:
         monkeypatch.setattr(ReachPlanner, "BLOCK", 3)
@@ -300,7 +300,7 @@ def test_training_hides_what_nodes_know_of_themselves_and_prediction_does_not(sh
 
 
 def test_dropout_does_not_look_like_a_knock_out(shared):
-    """Both passes drop the same channels: without knock-outs, nothing differs from the wild type."""
+    """Both passes drop the same channels: without knock-outs, all is as in the wild type."""
     model = make_model(readout="global", dropout=0.5).train()
     pooled = []
     head = model.change_readout.head

@@ -1,0 +1,52 @@
+"""The commands in a copy of the template that has left the folder tests out."""
+
+import json
+import sys
+
+import pytest
+
+from tests.conftest import SMALL, copy_template
+
+
+@pytest.fixture
+def run_in_copy(run, tmp_path):
+    """run_in_copy(script, *arguments) runs a script of the copy, which finds only its own modules.
+
+    `before` are arguments of Python before the script.
+    """
+    copy = copy_template(tmp_path / "copy", tests=False)
+    assert not (copy / "tests").exists()
+
+    def start(script, *arguments, before=()):
+        command = [sys.executable, *before, str(copy / script), *arguments]
+        return run(command, PYTHONPATH="", OMP_NUM_THREADS="1").check().stdout
+
+    return start
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_commands_work_without_the_tests(run_in_copy, tmp_path, nproc):
+    torchrun = ()
+    if nproc > 1:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}")
+
+    preflight = run_in_copy("ddp_setup.py", before=torchrun)
+    assert "OK     versions" in preflight
+    sizes = 4 if nproc > 1 else 0
+    assert preflight.count("all-reduce") == sizes
+
+    run_in_copy("train.py", *SMALL, "run.name=first", before=torchrun)
+    run_in_copy("train.py", *SMALL, "run.name=second", "run.seed=1", before=torchrun)
+    for name in ("first", "second"):
+        status = json.loads((tmp_path / "runs" / name / "status.json").read_text())
+        assert status["state"] == "finished"
+
+    (tmp_path / "ask.tsv").write_text("genes\nG00001\nG00002,G00003\n")
+    run_in_copy("predict.py", "ask.tsv", "runs/first", "runs/second", before=torchrun)
+    header, *rows = (tmp_path / "ask.predictions.tsv").read_text().splitlines()
+    assert header.startswith("genes\t") and len(rows) == 2
+
+    of_one = run_in_copy("analyse.py", "runs/first")
+    assert "pearson" in of_one.lower()
+    of_two = run_in_copy("analyse.py", "runs/first", "runs/second")
+    assert "first" in of_two and "second" in of_two
