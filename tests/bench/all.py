@@ -53,9 +53,8 @@ COMMANDS = {  # with the number of threads, 0: all cores
 
 
 def main() -> None:
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # ends the benchmark, too
+    # So that SIGTERM ends the benchmark, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,18 +72,14 @@ def main() -> None:
     measured = {"commit": commit(), "results": {}}
     if options.json.exists():
         measured = json.loads(options.json.read_text())
-    chosen = [
-        command
-        for command in COMMANDS
-        if options.only in command and (yeast or YEAST not in command)
-    ]
+    possible = [command for command in COMMANDS if yeast or YEAST not in command]
+    chosen = [command for command in possible if options.only in command]
     for number, command in enumerate(chosen, 1):
         if command in measured["results"]:
             continue
         if measured["commit"] != commit():
-            sys.exit(
-                f"{options.json} is of commit {measured['commit']}, the working tree is {commit()}"
-            )
+            was = measured["commit"]
+            sys.exit(f"{options.json} is of commit {was}, the working tree is {commit()}")
         print(f"{number} of {len(chosen)}: {command}", file=sys.stderr, flush=True)
         measured["results"][command] = measure(command.format(yeast), COMMANDS[command])
         options.json.write_text(json.dumps(measured, indent=1) + "\n")
@@ -108,7 +103,9 @@ def print_page(measured: dict) -> None:
 def measure(command: str, num_threads: int) -> dict:
     """Returns the machine, the tables that a benchmark writes and its time; exits if it fails."""
     name, *arguments = command.split()
-    environment = {**os.environ, **({"OMP_NUM_THREADS": str(num_threads)} if num_threads else {})}
+    environment = dict(os.environ)
+    if num_threads:
+        environment["OMP_NUM_THREADS"] = str(num_threads)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tables.json")
@@ -127,9 +124,8 @@ def measure(command: str, num_threads: int) -> dict:
 def commit() -> str:
     """Returns the commit of the working tree, which ends with -dirty if it differs."""
     command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return process.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ in which a node has one of `HELD_BACK`, which no training row has. With `--prese
 those of `tests.bench.synthetic`, and their scores without noise are a contestant, the noise
 ceiling, which no model can beat.
 After an interruption, the same command resumes the study: runs in `--dir` are kept as long as their
-options, their data and the modules are the same.
+options, their data and the code of train.py are the same.
 """
 
 import argparse
@@ -31,67 +31,66 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-import baseline
-import checkpoint
-import config
 import data
-import metrics
-import tables
-import task
-import train
+from analyse import number_of_resamples, seconds_of
+from checkpoint import load_model, read_checkpoint, write_atomically
+from config import Config, load_config
 from ddp_setup import Distributed, setup
-from errors import DataError, UserError
-from mask import SharedGraph
-from tests.bench import report
-from tests.bench.baselines import BASELINES, LEVELS, Problem
-from tests.bench.profiles import RIVALS, Profiles, are_profiles
-from tests.bench.synthetic import PRESETS, generate, write
-from tests.tools.analysis import (
+from errors import UserError
+from metrics import (
     centred,
     interval,
-    number_of_resamples,
+    mse,
+    pearson,
     pearson_of_rows,
     resampled_mean,
     resampled_pearson,
 )
+from tables import SPLITS, Tables, source_digest
+from task import KnockoutTask, predict_rows
+from tests.bench import report
+from tests.bench.baselines import BASELINES, LEVELS, Problem
+from tests.bench.profiles import RIVALS, Profiles, are_profiles
+from tests.bench.synthetic import PRESETS, generate, write
+from tests.tools.runs import ROOT
+from train import train
 
-ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("data.py", "ddp_setup.py", "mask.py", "model.py", "train.py")
 MODELS = ("local", "global", "both", "permuted", "random")  # of tables with one score
 PROFILE_MODELS = ("nodes", "permuted", "random")
 CEILING = "noise ceiling"
 HELD_BACK = (0.25, 3.0)  # levels
-SPLITS = [f"{kind}:{seed}" for kind in ("random", "nodes") for seed in range(3)]
+DEFAULT_SPLITS = [f"{kind}:{seed}" for kind in ("random", "nodes") for seed in range(3)]
 
 
 # ---- The tables ----------------------------------------------------------------------------------
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options = parse_arguments(sys.argv[1:])
+    results: dict[str, dict[str, dict]] = {}  # by kind of split and split
     try:
         env = setup(Distributed(load_config(options.config, options.overrides).ddp))
-        results = [contest(split, options, env) for split in options.splits]
-    except (UserError, DataError) as error:
+        for split in options.splits:
+            kind, _, _ = split.partition(":")
+            results.setdefault(kind, {})[split] = contest(split, options, env)
+    except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit("interrupted: the same command resumes the study")
-    kinds = dict.fromkeys(split.partition(":")[0] for split in options.splits)
-    tables = {}
-    for kind in kinds:
-        of_kind = {s: r for s, r in zip(options.splits, results, strict=True) if s.startswith(kind)}
+    sections = {}
+    for kind, splits in results.items():
+        first = next(iter(splits.values()))
         for measure in MEASURES:
-            if all(measure in figures for figures in results[0].values()):
-                tables |= summary(kind, of_kind, measure)
-    report(tables, env.device, options.json)
+            if all(measure in figures for figures in first.values()):
+                sections |= summary(kind, splits, measure)
+    report(sections, env.device, options.json)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -110,9 +109,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--splits",
         nargs="+",
-        default=SPLITS,
+        default=DEFAULT_SPLITS,
         metavar="KIND:SEED",
-        help="default: " + " ".join(SPLITS),
+        help="default: " + " ".join(DEFAULT_SPLITS),
     )
     parser.add_argument(
         "--models",
@@ -133,29 +132,26 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--json", metavar="FILE", type=Path, help="also write the tables to this file"
     )
     options = parser.parse_args([argument for argument in arguments if argument not in overrides])
-    if wrong := [
-        split for split in options.splits if not re.fullmatch(r"(random|nodes|levels):\d+", split)
-    ]:
-        parser.error(f"--splits: {wrong[0]!r} is not random:SEED, nodes:FOLD or levels:SEED")
-    options.overrides, options.signal = overrides, None
+    for split in options.splits:
+        if not re.fullmatch(r"(random|nodes|levels):\d+", split):
+            parser.error(f"--splits: {split!r} is not random:SEED, nodes:FOLD or levels:SEED")
+    options.overrides = overrides
+    options.signal = None
     if options.preset:
         tables, options.signal = generate(PRESETS[options.preset])
         options.overrides += write(tables, options.dir / options.preset)
     return options
 
 
-def load_config(file: str | None, overrides: list[str]) -> config.Config:
-    return config.load_config(SimpleNamespace(config=file, overrides=overrides, checkpoint=None))
-
-
 def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[str, dict]:
     """Returns {contestant: figures and test predictions} on one split; prints a line for each."""
     kind, _, seed = split.partition(":")
-    overrides = ["data.test_fraction=0.2"] * (kind == "nodes") + options.overrides
+    overrides = list(options.overrides)
+    if kind == "nodes":
+        overrides.insert(0, "data.test_fraction=0.2")
     if kind == "levels":
-        overrides += hold_levels_back(
-            load_config(options.config, overrides), options.dir, int(seed)
-        )
+        config = load_config(options.config, overrides)
+        overrides += hold_levels_back(config, options.dir, int(seed))
         kind = "random"
     overrides += [f"data.split={kind}", f"data.split_seed={seed}"]
     tables = data.load(load_config(options.config, overrides).data)
@@ -164,58 +160,80 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
         raise UserError(
             "tests.bench.quality takes one score, or scores that are named after nodes of the graph"
         )
-    rivals = RIVALS if is_profile else BASELINES
-    if not is_profile and tables.level.any():
-        rivals = rivals | LEVELS
-    problem = Profiles(tables) if is_profile else Problem(tables)
-    models = options.models
-    if models is None:
-        models = PROFILE_MODELS if is_profile else MODELS
-        models = [name for name in models if name != "random" or tables.features.size(1)]
     results = {}
 
     def enter(name: str, prediction: Tensor, seconds: float) -> None:
-        results[name] = result(tables, prediction.view_as(tables.y)) | {
-            "seconds": round(seconds, 2)
-        }
+        figures = result(tables, prediction.view_as(tables.y))
+        figures["seconds"] = round(seconds, 2)
+        results[name] = figures
         line = "{validation:.4f} on validation rows, {Pearson:.4f} on test rows, {seconds:,.1f} s"
         if is_profile:
             line += "; of profiles {row validation:.4f} and {row Pearson:.4f}"
-        print(
-            f"{split}  {name}: Pearson {line.format(**results[name])}", file=sys.stderr, flush=True
-        )
+        text = line.format(**figures)
+        print(f"{split}  {name}: Pearson {text}", file=sys.stderr, flush=True)
 
-    for name, rival in rivals.items():
-        start = time.perf_counter()
-        prediction = rival(problem)
-        enter(name, prediction, time.perf_counter() - start)
-    for variant in models:
-        members = []
-        for seed in range(options.seeds):
-            own = [*overrides, f"run.seed={seed}"] if options.seeds > 1 else overrides
-            members.append(ours(variant, own, options, env))
-            label = f", seed {seed}" if options.seeds > 1 else ""
-            enter(f"ours, {variant}{label}", *members[-1])
-        if options.seeds > 1:
-            predictions, seconds = zip(*members, strict=True)
-            enter(
-                f"ours, {variant}, all {options.seeds}",
-                torch.stack(predictions).mean(0),
-                sum(seconds),
-            )
+    enter_rivals(tables, enter)
+    for variant in chosen_models(options, tables):
+        enter_model(variant, overrides, options, env, enter)
     if options.signal is not None:
         enter(CEILING, options.signal, 0.0)
     return results
 
 
-def result(tables: tables.Tables, prediction: Tensor) -> dict:
+def enter_rivals(tables: Tables, enter: Callable[[str, Tensor, float], None]) -> None:
+    """Enters the prediction of each rival, and its seconds."""
+    if are_profiles(tables):
+        rivals = RIVALS
+        problem = Profiles(tables)
+    else:
+        rivals = BASELINES | LEVELS if tables.level.any() else BASELINES
+        problem = Problem(tables)
+    for name, rival in rivals.items():
+        start = time.perf_counter()
+        prediction = rival(problem)
+        enter(name, prediction, time.perf_counter() - start)
+
+
+def chosen_models(options: argparse.Namespace, tables: Tables) -> Sequence[str]:
+    """Returns the variants of our model that are asked for, by default all that apply."""
+    if options.models is not None:
+        return options.models
+    models = PROFILE_MODELS if are_profiles(tables) else MODELS
+    has_features = tables.features.size(1) > 0
+    return [name for name in models if has_features or name != "random"]
+
+
+def enter_model(
+    variant: str,
+    overrides: list[str],
+    options: argparse.Namespace,
+    env: Distributed,
+    enter: Callable[[str, Tensor, float], None],
+) -> None:
+    """Enters the prediction of a variant of our model, or of several and their mean."""
+    if options.seeds == 1:
+        prediction, seconds = ours(variant, overrides, options, env)
+        enter(f"ours, {variant}", prediction, seconds)
+        return
+    predictions = []
+    total_s = 0.0
+    for seed in range(options.seeds):
+        prediction, seconds = ours(variant, [*overrides, f"run.seed={seed}"], options, env)
+        enter(f"ours, {variant}, seed {seed}", prediction, seconds)
+        predictions.append(prediction)
+        total_s += seconds
+    enter(f"ours, {variant}, all {options.seeds}", torch.stack(predictions).mean(0), total_s)
+
+
+def result(tables: Tables, prediction: Tensor) -> dict:
     """Returns the figures of predictions [n, T], and the test rows that they are from."""
-    val, test = tables.rows("val"), tables.rows("test")
+    val = tables.rows("val")
+    test = tables.rows("test")
     y = tables.y[test]
     values = {
-        "validation": metrics.pearson(tables.y[val], prediction[val]).nanmean().item(),
-        "Pearson": metrics.pearson(y, prediction[test]).nanmean().item(),
-        "MSE": metrics.mean_present((prediction[test] - y).square(), y).nanmean().item(),
+        "validation": pearson(tables.y[val], prediction[val]).nanmean().item(),
+        "Pearson": pearson(y, prediction[test]).nanmean().item(),
+        "MSE": mse(y, prediction[test]).nanmean().item(),
         "y": y,
         "prediction": prediction[test],
     }
@@ -232,61 +250,52 @@ def summary(
     """Returns {title: rows} of two tables: means over a kind of splits, each split's figures."""
 
     def of_splits(name: str, key: str) -> Tensor:
-        return torch.tensor(
-            [results[name][key] for results in splits.values()], dtype=torch.float64
-        )
+        values = [results[name][key] for results in splits.values()]
+        return torch.tensor(values, dtype=torch.float64)
 
     validation, resample, over = MEASURES[measure]
     names = list(next(iter(splits.values())))
     rivals = [name for name in names if name != CEILING and not name.startswith("ours, ")]
-    best = max(rivals, key=lambda name: of_splits(name, validation).mean().nan_to_num(-2.0).item())
+
+    def quality(name: str) -> float:
+        return of_splits(name, validation).mean().nan_to_num(-2.0).item()
+
+    best = max(rivals, key=quality)
     sizes = [results[best]["y"].shape for results in splits.values()]
+    estimates = torch.stack([of_splits(name, measure) for name in names], dim=1)  # [splits, names]
+    differences = estimates - estimates[:, names.index(best)].unsqueeze(1)
     resamples = number_of_resamples(max(rows * scores for rows, scores in sizes))
     gains = [resample(results, names.index(best), resamples) for results in splits.values()]
     gains = torch.stack(gains)  # [splits, resamples, names]
-    if sizes[0][1] > 1:
-        estimates = torch.stack(
-            [of_splits(name, measure) for name in names], dim=1
-        )  # [splits, names]
-        estimates = estimates - estimates[:, names.index(best)].unsqueeze(1)
-        gains = centred(gains.transpose(0, 1), estimates).transpose(0, 1)
-    means, each = [], []
+    is_profile = sizes[0][1] > 1
+    if is_profile:
+        gains = centred(gains.transpose(0, 1), differences).transpose(0, 1)
+
+    means = []
     for k, name in enumerate(names):
-        tests = of_splits(name, measure)
-        row = {"contestant": name} | dict(zip(splits, tests.tolist(), strict=True))
-        row |= {"mean": tests.mean(), "spread": tests.std() if len(tests) > 1 else math.nan}
-        row |= {
-            "MSE": of_splits(name, "MSE").mean(),
-            **difference(tests - of_splits(best, measure), gains[:, :, k]),
-        }
-        means.append(row | {"seconds": of_splits(name, "seconds").mean()})
-        for s, (split, results) in enumerate(splits.items()):
-            row = {key: results[name][key] for key in (validation, measure, "MSE")}
-            gain = difference(
-                tests[s : s + 1] - of_splits(best, measure)[s], gains[s : s + 1, :, k]
-            )
-            each.append(
-                {
-                    "split": split,
-                    "contestant": name,
-                    **row,
-                    **gain,
-                    "seconds": results[name]["seconds"],
-                }
-            )
-    each.sort(key=lambda row: list(splits).index(row["split"]))
+        tests = estimates[:, k]
+        row = {"contestant": name, **dict(zip(splits, tests, strict=True))}
+        row["mean"] = tests.mean()
+        row["spread"] = tests.std() if len(tests) > 1 else math.nan
+        row["MSE"] = of_splits(name, "MSE").mean()
+        row |= difference(differences[:, k], gains[:, :, k])
+        row["seconds"] = of_splits(name, "seconds").mean()
+        means.append(clean(row))
+    each = []
+    for s, (split, results) in enumerate(splits.items()):
+        for k, name in enumerate(names):
+            row = {"split": split, "contestant": name}
+            for key in (validation, measure, "MSE"):
+                row[key] = results[name][key]
+            row |= difference(differences[s : s + 1, k], gains[s : s + 1, :, k])
+            row["seconds"] = results[name]["seconds"]
+            each.append(clean(row))
     count = " + ".join(f"{rows:,}" for rows, _ in sizes)
     title = (
         f"Splits by {kind}: Pearson {over}{count} test rows, mean and spread over splits, "
         f"difference to '{best}'"
     )
-    return {
-        heading: [{key: clean(value) for key, value in row.items()} for row in rows]
-        for heading, rows in (
-            (title, means),
-            (f"Each split by {kind}: Pearson {over}{count} test rows", each),
-        )
-    }
+    return {title: means, f"Each split by {kind}: Pearson {over}{count} test rows": each}
 
 
 def difference(differences: Tensor, resampled: Tensor) -> dict[str, float]:
@@ -298,9 +307,16 @@ def difference(differences: Tensor, resampled: Tensor) -> dict[str, float]:
     return {"difference": differences.mean(), "2.5 %": low, "97.5 %": high}
 
 
-def clean(value: object) -> object:
-    value = float(value) if isinstance(value, Tensor) else value
-    return "-" if isinstance(value, float) and math.isnan(value) else value
+def clean(row: dict) -> dict:
+    """Returns a row with floats in place of tensors, and a dash for nan."""
+    cells = {}
+    for key, value in row.items():
+        if isinstance(value, Tensor):
+            value = value.item()
+        if isinstance(value, float) and math.isnan(value):
+            value = "-"
+        cells[key] = value
+    return cells
 
 
 def bootstrap(results: dict[str, dict], best: int, resamples: int = 1000) -> Tensor:
@@ -308,18 +324,17 @@ def bootstrap(results: dict[str, dict], best: int, resamples: int = 1000) -> Ten
 
     Rows are drawn independently of each other, though those that share a node are not independent.
     """
-    each = [
-        resampled_pearson(result["y"], result["prediction"], resamples)
-        for result in results.values()
-    ]
-    correlation = torch.stack(each, dim=1)
+    correlations = []
+    for figures in results.values():
+        correlations.append(resampled_pearson(figures["y"], figures["prediction"], resamples))
+    correlation = torch.stack(correlations, dim=1)
     return correlation - correlation[:, best : best + 1]
 
 
 def bootstrap_rows(results: dict[str, dict], best: int, resamples: int = 1000) -> Tensor:
     """Returns the same of the Pearson of each row, averaged over the rows."""
-    each = [resampled_mean(result["rows"], resamples) for result in results.values()]
-    correlation = torch.stack(each, dim=1)
+    correlations = [resampled_mean(figures["rows"], resamples) for figures in results.values()]
+    correlation = torch.stack(correlations, dim=1)
     return correlation - correlation[:, best : best + 1]
 
 
@@ -338,125 +353,126 @@ def ours(
 
     Returns its predictions [n, T] and the seconds.
     """
+    config = load_config(options.config, overrides)
     if name == "permuted":
-        overrides = [
-            *overrides,
-            *permute_names(load_config(options.config, overrides), options.dir),
-        ]
+        overrides = overrides + permute_names(config, options.dir)
     elif name == "random":
-        overrides = [
-            *overrides,
-            *random_features(load_config(options.config, overrides), options.dir),
-        ]
+        overrides = overrides + random_features(config, options.dir)
     else:
         overrides = [*overrides, f"model.readout={name}"]
     config = load_config(options.config, overrides)
     tables = data.load(config.data)
-    modules = [(ROOT / module).read_text() for module in MODULES]
-    settings = {
-        **asdict(config),
-        "run": config.run.seed,
-        "data": [config.data.batch_size, tables.fingerprint()],
-    }
-    key = hashlib.sha256(json.dumps([settings, modules]).encode()).hexdigest()[:8]
+    key = run_key(config, tables)
     folder = options.dir / f"{config.data.split}-{config.data.split_seed}-{name}-{key}"
-    events = finished_run(folder)
-    if not events:
-        where = [f"run.dir={options.dir}", f"run.name={folder.name}"]
-        command = [sys.executable, str(ROOT / "train.py"), *overrides, *where]
-        command += ["--config", options.config] if options.config else []
-        # In a session of its own, so that Ctrl-C reaches only this process, which then ends the run
-        # cleanly.
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
-        try:
-            if status := process.wait():
-                sys.exit(f"train.py ended with exit status {status}: see {folder}/log.rank0.txt")
-        finally:
-            process.terminate()
-            process.wait()
-        if not (events := finished_run(folder)):
-            sys.exit(f"{folder} was stopped: the same command resumes it")
-    checkpoint = folder / "checkpoints/best.pt"
-    model = train.build_model(config, tables, baseline.additive_baseline(tables, config.optim.loss))
-    checkpoint.load_model(model, checkpoint.read_checkpoint(checkpoint))
-    graph = SharedGraph(tables.graph()).to(env.device)
-    dataset, _ = train.make_dataset(config, tables, graph)
+    if not finished_run(folder):
+        train_run(folder, options.config, overrides)
+    rows = finished_run(folder)
+    if not rows:
+        sys.exit(f"{folder} was stopped: the same command resumes it")
+    return predict(folder, config, tables, env), seconds_of(rows)
+
+
+def run_key(config: Config, tables: Tables) -> str:
+    """Returns a hash of all that the result of a run depends on."""
+    settings = asdict(config)
+    settings["run"] = config.run.seed
+    settings["data"] = [config.data.batch_size, tables.fingerprint()]
+    content = json.dumps([settings, source_digest(train)])
+    return hashlib.sha256(content.encode()).hexdigest()[:8]
+
+
+def train_run(folder: Path, file: str | None, overrides: list[str]) -> None:
+    """Trains a run, or resumes it; exits if it fails."""
+    where = [f"run.dir={folder.parent}", f"run.name={folder.name}"]
+    command = [sys.executable, str(ROOT / "train.py"), *overrides, *where]
+    if file is not None:
+        command += ["--config", file]
+    # In a session of its own, so that Ctrl-C reaches only this process, which then ends the run
+    # cleanly.
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        status = process.wait()
+    finally:
+        process.terminate()
+        process.wait()
+    if status:
+        sys.exit(f"train.py ended with exit status {status}: see {folder}/log.rank0.txt")
+
+
+def predict(folder: Path, config: Config, tables: Tables, env: Distributed) -> Tensor:
+    """Returns what the best model of a run predicts, [n, T], 0 for training rows."""
+    task = KnockoutTask.from_tables(tables, config, env.device)
+    model = task.build_model()
+    load_model(model, read_checkpoint(folder / "checkpoints/best.pt"))
+    model = model.to(env.device, config.optim.dtype)
     rows = torch.cat([tables.rows("val"), tables.rows("test")])
     prediction = torch.zeros_like(tables.y)
-    prediction[rows] = task.predict_rows(model.to(env.device), graph, dataset, rows, config, env)
-    sessions = [
-        (a["time"], b["time"]) for a, b in pairwise(events) if b["event"] in ("stopped", "finished")
-    ]
-    return prediction, sum(
-        end - start for start, end in sessions
-    )  # of killed sessions the end is not known
+    prediction[rows] = predict_rows(model, task, rows, env)
+    return prediction
 
 
-def hold_levels_back(config: config.Config, folder: Path, seed: int) -> list[str]:
+def hold_levels_back(config: Config, folder: Path, seed: int) -> list[str]:
     """Writes tables with a split column by levels; returns the options that name them.
 
     A tenth of the other rows is for validation.
     """
     tables = data.load(config.data)
-    count = torch.zeros(len(tables.y)).index_add(
-        0, tables.sample(), torch.isin(tables.level, torch.tensor(HELD_BACK)).float()
-    )
+    is_held_back = torch.isin(tables.level, torch.tensor(HELD_BACK))
+    count = torch.bincount(tables.sample()[is_held_back], minlength=len(tables.y))
     others = (count == 0).nonzero().flatten()
     order = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed))
-    tables.split = torch.full_like(tables.split, tables.SPLITS.index("test"))
-    tables.split[others] = tables.SPLITS.index("train")
-    tables.split[others[order[: len(others) // 10]]] = tables.SPLITS.index("val")
+    tables.split = torch.full_like(tables.split, SPLITS.index("test"))
+    tables.split[others] = SPLITS.index("train")
+    tables.split[others[order[: len(others) // 10]]] = SPLITS.index("val")
     return write(tables, folder / f"levels-{seed}")
 
 
 def finished_run(folder: Path) -> list[dict]:
-    """Returns the events of a run that has its test row, else an empty list."""
+    """Returns the rows of metrics.jsonl of a run that has its test row, else an empty list."""
     path = folder / "metrics.jsonl"
-    rows = (
-        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        if path.exists()
-        else []
-    )
-    finished = any(row["kind"] == "test" for row in rows)
-    return [row for row in rows if row["kind"] == "event"] if finished else []
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines()
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    is_finished = any(row["kind"] == "test" for row in rows)
+    return rows if is_finished else []
 
 
-def random_features(config: config.Config, folder: Path) -> list[str]:
+def random_features(config: Config, folder: Path) -> list[str]:
     """Writes random vectors for the genes with features; returns the option that names the file."""
     tables = data.load(config.data)
     if not tables.features.size(1):
         raise UserError("the variant random needs node features: set data.features")
     generator = torch.Generator().manual_seed(config.data.split_seed)
-    known = (tables.features != 0).any(dim=1).nonzero().flatten().tolist()
-    vectors = torch.randn(len(known), tables.features.size(1), generator=generator)
+    nodes = (tables.features != 0).any(dim=1).nonzero().flatten().tolist()
+    vectors = torch.randn(len(nodes), tables.features.size(1), generator=generator)
     lines = ["\t".join(["gene", *map(str, range(vectors.size(1)))])]
-    for node, vector in zip(known, vectors.tolist(), strict=True):
+    for node, vector in zip(nodes, vectors.tolist(), strict=True):
         lines.append("\t".join([tables.genes[node], *map(str, vector)]))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{config.data.split}-{config.data.split_seed}-random.tsv"
-    checkpoint.write_atomically(path, [line + "\n" for line in lines])
+    write_atomically(path, [line + "\n" for line in lines])
     return [f"data.features={path}"]
 
 
-def permute_names(config: config.Config, folder: Path) -> list[str]:
+def permute_names(config: Config, folder: Path) -> list[str]:
     """Writes the edges with permuted names of genes; returns the options that name both tables."""
     tables = data.load(config.data)
     generator = torch.Generator().manual_seed(config.data.split_seed)
     order = torch.randperm(len(tables.genes), generator=generator).tolist()
     name = [tables.genes[node] for node in order]
-    edges, graph = [], tables.graph()
-    for _, relation, _ in graph.edge_types:
-        part = graph["gene", relation, "gene"]
-        weights = part.get("edge_weight", torch.ones(part.num_edges)).tolist()
-        for (source, target), weight in zip(part.edge_index.T.tolist(), weights, strict=True):
-            edges.append(f"{name[source]}\t{name[target]}\t{relation}\t{weight!r}")
+    lines = ["source\ttarget\trelation\tweight\n"]
+    ends = tables.edge_index.T.tolist()
+    relations = tables.edge_type.tolist()
+    weights = tables.edge_weight.tolist()
+    for (source, target), r, weight in zip(ends, relations, weights, strict=True):
+        cells = (name[source], name[target], tables.relations[r], repr(weight))
+        lines.append("\t".join(cells) + "\n")
     path = folder / f"{config.data.split}-{config.data.split_seed}-permuted.edges.tsv"
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_atomically(path, ["\n".join(["source\ttarget\trelation\tweight", *edges, ""])])
-    return [
-        f"data.edges={path}",
-        f"data.perturbations={data.with_example(config.data).perturbations}",
-    ]
+    write_atomically(path, lines)
+    perturbations = data.with_example(config.data).perturbations
+    return [f"data.edges={path}", f"data.perturbations={perturbations}"]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ processes, on the example's tables.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing
@@ -33,26 +34,32 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import config
-import ddp_setup
-import run_folder
-import train
 import watchdog
-from ddp_setup import AGREEMENT_S, DDPConfig, Distributed, run
+from checkpoint import TrainState
+from config import Config
+from ddp_setup import AGREEMENT_S, DDPConfig, Distributed, describe, run
+from run_folder import RunConfig, RunFolder
 from tests.bench import arguments, report
-from tests.tools.runs import ROOT, gather
-from watchdog import OBSERVERS, Progress, Watchdog
+from tests.tools.runs import ROOT
+from train import train
+from watchdog import OBSERVERS, Progress, StopTraining, Watchdog
 
 LONG = timedelta(hours=1)
 PROCESSES = 4  # of the simulated ranks
-STEPS, ROUNDS = 60, 3  # of real ranks
+STEPS = 60  # of real ranks, in each round
+ROUNDS = 3
 PREDICTED = (8, 64, 256, 1024)
+DEFAULT = "(default: %(default)s)"
 ROW_STEPS = 10  # from one train row to the next, each with a sum over ranks
 WAITING = Progress(9, 7, "backward", 70)
 BEHIND = Progress(9, 5, "data", 68)
 
 
 # ---- Hangs ---------------------------------------------------------------------------------------
+COUNTED = ("set", "get", "add", "check", "compare_set", "wait", "multi_get", "multi_set", "append")
+NOT_COUNTED = ("clone", "set_timeout", "has_extended_api")
+
+
 class CountedStore(dist.Store):
     """Counts the calls of each method of a store, those of C++ included, those of clones not."""
 
@@ -62,32 +69,19 @@ class CountedStore(dist.Store):
         self.calls = Counter()
 
 
-def counted(name: str) -> Callable:
+def add_method(name: str) -> None:
+    """Gives `CountedStore` a method that calls the store's."""
+
     def call(self: CountedStore, *arguments) -> object:
-        self.calls[name] += 1
+        if name in COUNTED:
+            self.calls[name] += 1
         return getattr(self.store, name)(*arguments)
 
-    return call
+    setattr(CountedStore, name, call)
 
 
-for method in (
-    "set",
-    "get",
-    "add",
-    "check",
-    "compare_set",
-    "wait",
-    "multi_get",
-    "multi_set",
-    "append",
-):
-    setattr(CountedStore, method, counted(method))
-for method in ("clone", "set_timeout", "has_extended_api"):
-    setattr(
-        CountedStore,
-        method,
-        lambda self, *arguments, name=method: getattr(self.store, name)(*arguments),
-    )
+for method in COUNTED + NOT_COUNTED:
+    add_method(method)
 
 
 def hangs(options: argparse.Namespace) -> list[dict]:
@@ -112,10 +106,9 @@ def hang(
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=LONG)
     results = []
     for index in range(PROCESSES):
-        own = range(index, options.ranks, PROCESSES)
-        results.append(
-            pool.submit(simulate, store.port, own, options.ranks, options.limit, frozen, behind)
-        )
+        ranks = range(index, options.ranks, PROCESSES)
+        arguments = (store.port, ranks, options.ranks, options.limit, frozen, behind)
+        results.append(pool.submit(simulate, *arguments))
     while store.add("ready", 0) < PROCESSES:
         time.sleep(0.1)
     store.set("go", "")
@@ -125,64 +118,60 @@ def hang(
     calls = sum((result.result() for result in results), Counter())
     ended_s = time.monotonic() - start
     reason = store.get("end").decode()
-    assert {int(rank) for rank in re.findall(r"rank (\d+):", reason)} == {*frozen, *behind}, reason
-    row = {
+    named = {int(rank) for rank in re.findall(r"rank (\d+):", reason)}
+    assert named == {*frozen, *behind}, reason
+    return {
         "named after, s": named_s,
         "of the limit, %": 100 * named_s / options.limit,
         "all ended after, s": ended_s,
-    }
-    return row | {
         "calls per s": calls.total() / ended_s,
         "of them multi_get": calls["multi_get"] / ended_s,
     }
 
 
 def simulate(
-    port: int, own: range, world_size: int, limit_s: float, frozen: list[int], behind: list[int]
+    port: int, ranks: range, world_size: int, limit_s: float, frozen: list[int], behind: list[int]
 ) -> Counter[str]:
-    """Runs the watchdogs of the ranks `own` until they end the job; returns the calls they made."""
+    """Runs the watchdogs of some ranks until they end the job; returns the calls they made."""
     watchdog.log_and_print = lambda text: None
     threading.stack_size(2**18)
     store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=LONG)
 
     def watchdog_of(rank: int) -> Watchdog:
         env = Distributed(DDPConfig(timeout_s=limit_s, startup_timeout_s=limit_s))
-        env.rank, env.world_size, env.store = rank, world_size, store
+        env.rank = rank
+        env.world_size = world_size
+        env.store = store
         env.progress = BEHIND if rank in behind else WAITING
         env.exit_now = lambda reason, status: sys.exit()  # of its thread
-        watchdog = Watchdog(env)
-        watchdog.store = CountedStore(watchdog.store)
-        watchdog.watch_store = lambda: None  # which asks nothing of the store
-        return watchdog
+        made = Watchdog(env)
+        made.store = CountedStore(made.store)
+        made.watch_store = lambda: None  # which asks nothing of the store
+        return made
 
-    for rank in set(own) & set(frozen):
+    for rank in set(ranks) & set(frozen):
         store.set(f"progress/{rank}", json.dumps([1, BEHIND]))
     with ThreadPoolExecutor(32) as pool:  # as each connection may wait for a name server
-        watchdogs = list(pool.map(watchdog_of, sorted(set(own) - set(frozen))))
+        watchdogs = list(pool.map(watchdog_of, sorted(set(ranks) - set(frozen))))
     store.add("ready", 1)
     store.wait(["go"], LONG)
-    for watchdog in watchdogs:
-        watchdog.start()
-    for watchdog in watchdogs:
-        watchdog.join()
-    return sum((watchdog.store.calls for watchdog in watchdogs), Counter())
+    for thread in watchdogs:
+        thread.start()
+    for thread in watchdogs:
+        thread.join()
+    return sum((thread.store.calls for thread in watchdogs), Counter())
 
 
 # ---- Real processes ------------------------------------------------------------------------------
 def torchrun(number: int, variables: dict[str, str], *arguments: str) -> str:
     """Runs this module in so many processes on the CPU; returns what they print."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={number}",
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={number}", "-m", "tests.bench.ranks", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
-    command += ["-m", "tests.bench.ranks", *arguments]
-    return subprocess.run(
+    process = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
+    )
+    return process.stdout
 
 
 # ---- Agreement -----------------------------------------------------------------------------------
@@ -192,12 +181,15 @@ def agreement(options: argparse.Namespace) -> list[dict]:
     for number in (2, 4, 8, 16, 32):
         printed = torchrun(number, {}, "--step-ms", str(options.step_ms))
         each, rarely, alone = map(float, printed.split()[-3:])
-        row = {"processes": number, "an agreement, ms": alone, "after each step, ms per step": each}
-        row |= {
-            "as training does, ms per step": rarely,
-            "of a step, %": 100 * rarely / options.step_ms,
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "processes": number,
+                "an agreement, ms": alone,
+                "after each step, ms per step": each,
+                "as training does, ms per step": rarely,
+                "of a step, %": 100 * rarely / options.step_ms,
+            }
+        )
     return rows
 
 
@@ -223,16 +215,17 @@ def measure_agreement(options: argparse.Namespace, env: Distributed) -> None:
             env.stop_reason()
         return 1e3 * (time.perf_counter() - start) / STEPS
 
-    kinds = (lambda: None, env.stop_reason, lambda: env.stop_reason(at_once=False))
-    none, each, rarely = zip(*([steps(kind) for kind in kinds] for _ in range(ROUNDS)), strict=True)
+    gains_each = []
+    gains_rarely = []
+    for _ in range(ROUNDS):
+        none = steps(lambda: None)
+        gains_each.append(steps(env.stop_reason) - none)
+        gains_rarely.append(steps(lambda: env.stop_reason(at_once=False)) - none)
     alone = statistics.median(calls() for _ in range(ROUNDS))
-    gains = [
-        statistics.median(a - b for a, b in zip(times, none, strict=True))
-        for times in (each, rarely)
-    ]
-    gains = [max(values) for values in zip(*gather(gains, env), strict=True)]
+    each = max(env.gather(statistics.median(gains_each)))
+    rarely = max(env.gather(statistics.median(gains_rarely)))
     if env.rank == 0:
-        print(*gains, alone)
+        print(each, rarely, alone)
 
 
 # ---- Start-up ------------------------------------------------------------------------------------
@@ -263,8 +256,10 @@ def count_start_up(folder: str) -> None:
 
     All ranks make as many.
     """
-    counts, stores = {}, []
+    counts = {}
+    stores = []
     rendezvous = dist.rendezvous
+    resume = RunFolder.resume
 
     def counted_rendezvous(*arguments, **options) -> Iterator[tuple]:
         for store, *place in rendezvous(*arguments, **options):
@@ -272,27 +267,39 @@ def count_start_up(folder: str) -> None:
             yield stores[-1], *place
 
     def end_part(name: str, env: Distributed) -> None:
-        part = f"{collectives.calls}; {stores[-1].calls.total()}"
-        assert set(gather(part, env)) == {part}
-        counts[name] = part
+        calls = f"{collectives.calls}; {stores[-1].calls.total()}"
+        assert set(env.gather(calls)) == {calls}
+        counts[name] = calls
+        begin_part()
+
+    def begin_part() -> None:
         collectives.calls = 0
         stores[-1].calls.clear()
+
+    def start_run(name: str, env: Distributed) -> None:
+        """Starts a run until it knows from which state it goes on, and saves that."""
+
+        def resume_and_stop(run_folder: RunFolder, state: TrainState) -> None:
+            resume(run_folder, state)
+            end_part(name, env)
+            run_folder.save(state)
+            if env.rank == 0:
+                run_folder.lock.close()
+            raise StopTraining(name)
+
+        RunFolder.resume = resume_and_stop
+        with contextlib.suppress(StopTraining):
+            train(Config(run=RunConfig(dir=folder)), env)
+        begin_part()
 
     def program(env: Distributed) -> None:
         end_part("set-up", env)
         env.check_equal({"CUDA": "none"})
         end_part("check_equal", env)
-        ddp_setup.describe(env)
+        describe(env)
         end_part("describe", env)
-        config = config.Config(run=run_folder.RunConfig(dir=folder))
-        *_, state, run_folder = train.prepare_run(config, env)
-        end_part("a new run", env)
-        run_folder.save(state)
-        if env.rank == 0:
-            run_folder.lock.close()
-        collectives.calls = 0
-        train.prepare_run(config, env)
-        end_part("a resumed run", env)
+        start_run("a new run", env)
+        start_run("a resumed run", env)
         if env.rank == 0:
             print(json.dumps(counts))
 
@@ -307,7 +314,8 @@ def small_reduction_ms(processes: int, latency_us: float, backend: str) -> float
 
     Messages go round a ring twice (gloo), or up and down a tree.
     """
-    messages = 2 * (processes - 1) if backend == "gloo" else 2 * math.ceil(math.log2(processes))
+    depth = math.ceil(math.log2(processes))
+    messages = 2 * (processes - 1) if backend == "gloo" else 2 * depth
     return messages * latency_us / 1e3
 
 
@@ -325,14 +333,12 @@ def predict(options: argparse.Namespace) -> list[dict]:
         row = {"processes": number}
         for backend in ("nccl", "gloo"):
             once = small_reduction_ms(number, options.network_us, backend)
+            between_ms = max(options.step_ms, 1e3 * AGREEMENT_S)
             row[f"{backend}: an agreement, ms"] = once
-            row[f"{backend}: agreements, % of a step"] = (
-                100 * once / max(options.step_ms, 1e3 * AGREEMENT_S)
-            )
+            row[f"{backend}: agreements, % of a step"] = 100 * once / between_ms
             row[f"{backend}: loss sums, %"] = 100 * once / ROW_STEPS / options.step_ms
-        row["gradients, %"] = (
-            100 * ring_ms(3.7e6, number, options.network_us, 12.5) / options.step_ms
-        )
+        gradients_ms = ring_ms(3.7e6, number, options.network_us, 12.5)
+        row["gradients, %"] = 100 * gradients_ms / options.step_ms
         rows.append(row)
     return rows
 
@@ -341,45 +347,31 @@ def main() -> None:
     options = arguments(
         __doc__,
         **{
-            "ranks": {"type": int, "default": 1024, "help": "simulated (default: %(default)s)"},
-            "limit": {
-                "type": float,
-                "default": 40.0,
-                "help": "ddp.timeout_s of these (default: %(default)s)",
-            },
-            "step-ms": {
-                "type": float,
-                "default": 25.0,
-                "help": "a step's time (default: %(default)s)",
-            },
-            "network-us": {
-                "type": float,
-                "default": 20.0,
-                "help": "latency per message in us (default: 20)",
-            },
+            "ranks": {"type": int, "default": 1024, "help": f"simulated {DEFAULT}"},
+            "limit": {"type": float, "default": 40.0, "help": f"ddp.timeout_s of these {DEFAULT}"},
+            "step-ms": {"type": float, "default": 25.0, "help": f"a step's time {DEFAULT}"},
+            "network-us": {"type": float, "default": 20.0, "help": f"us per message {DEFAULT}"},
         },
     )
     if "COUNT_IN" in os.environ:
-        return count_start_up(os.environ["COUNT_IN"])
+        count_start_up(os.environ["COUNT_IN"])
+        return
     if "WORLD_SIZE" in os.environ:
-        return run(lambda env: measure_agreement(options, env), DDPConfig())
-    os.environ.setdefault(
-        "RES_OPTIONS", "timeout:1 attempts:1"
-    )  # torch looks up a host name for each connection
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # and warns if there is none
-    network = f"{options.network_us:g} us per message, steps of {options.step_ms:g} ms"
-    report(
-        {
-            f"Hangs of {options.ranks} simulated ranks, limit {options.limit:g} s": hangs(options),
-            "Calls of each rank at its start: collectives; on the store, gloo's "
-            "included": start_up(),
-            f"Agreement over gloo here, steps of {options.step_ms:g} ms": agreement(options),
-            f"Predicted: {network}, 3.7 MB of gradients at 12.5 GB/s, a train row each {ROW_STEPS} "
-            "steps": predict(options),
-        },
-        torch.device("cpu"),
-        options.json,
-    )
+        run(lambda env: measure_agreement(options, env), DDPConfig())
+        return
+    # torch looks up a host name for each connection, and warns if there is none.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    steps = f"steps of {options.step_ms:g} ms"
+    network = f"{options.network_us:g} us per message, {steps}"
+    gradients = "3.7 MB of gradients at 12.5 GB/s"
+    tables = {
+        f"Hangs of {options.ranks} simulated ranks, limit {options.limit:g} s": hangs(options),
+        "Calls of each rank at its start: collectives; on the store, gloo's included": start_up(),
+        f"Agreement over gloo here, {steps}": agreement(options),
+        f"Predicted: {network}, {gradients}, a train row each {ROW_STEPS} steps": predict(options),
+    }
+    report(tables, torch.device("cpu"), options.json)
 
 
 if __name__ == "__main__":

@@ -35,10 +35,8 @@ from ddp_setup import DDPConfig, Distributed, run
 from mask import SharedGraph
 from tests.bench import arguments, count_cores, report, synchronize
 from tests.bench.ranks import agreement_share
-from tests.bench.step import Step
+from tests.bench.step import Step, mean_loss
 from tests.bench.synthetic import PRESETS, build_graph, synthetic_tables
-from tests.tools.runs import gather
-from train import criterion
 
 PREDICTED = (8, 64, 256, 1024)
 BACKWARD = 2 / 3  # of a step's computation, which an all-reduce can overlap with
@@ -58,148 +56,229 @@ class ScaledStep(Step):
         **settings,
     ):
         super().__init__(shared, "shared", num_samples, options.hidden, options.layers)
-        self.accumulate, self.net = accumulate, self.model
+        self.accumulate = accumulate
+        self.net = self.model
         if group is not None:
             ids = [shared.device.index] if shared.device.type == "cuda" else None
             self.net = DistributedDataParallel(
                 self.model, device_ids=ids, process_group=group, **settings
             )
-            if hook:
+            if hook is not None:
                 self.net.register_comm_hook(group, hook)
 
     def __call__(self) -> None:
         for micro in range(self.accumulate):
-            last = micro == self.accumulate - 1
-            with contextlib.nullcontext() if last else self.net.no_sync():
+            is_last = micro == self.accumulate - 1
+            with contextlib.nullcontext() if is_last else self.net.no_sync():
                 prediction = self.net(self.shared, self.batch)
-                (criterion(prediction, self.batch, self.model) / len(self.batch.y)).backward()
+                mean_loss(prediction, self.batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
+class Timings:
+    """The seconds of steps in each round, on the slowest rank."""
+
+    def __init__(self, seconds: dict[Any, list[float]]):
+        self.seconds = seconds
+
+    def ms(self, key: Any) -> float:
+        return 1e3 * statistics.median(self.seconds[key])
+
+    def ratio(self, key: Any, other: Any) -> float:
+        """Returns the median over rounds of the ratio of two steps' times."""
+        pairs = zip(self.seconds[key], self.seconds[other], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+
 def measure(options: argparse.Namespace, env: Distributed) -> None:
     shared = SharedGraph(build_graph(options.preset)).to(env.device)
-    n, B = env.world_size, options.batch
-    sizes = [k for k in (*(2**i for i in range(n.bit_length())), n) if k <= n]
-    sizes = sorted(set(sizes))
-    groups = {
-        k: dist.new_group(range(k)) for k in sizes
-    }  # a collective call: every rank must create every group
-    plan = {("weak", k): B for k in sizes} | {
-        ("strong", k): B // k for k in sizes[1:] if B % k == 0
-    }
-    variants = {
-        "ddp.options={bucket_cap_mb: 1}": {"bucket_cap_mb": 1},
-        "ddp.options={gradient_as_bucket_view: true}": {"gradient_as_bucket_view": True},
-        "ddp.options={forward_sync_buffers: false}": {"forward_sync_buffers": False},
-        "ddp.options={static_graph: true}": {"static_graph": True},
-        **(
-            {"bf16 compression hook": {"hook": bf16_compress_hook}}
-            if env.device.type == "cuda"
-            else {
-                "fp16 compression hook": {"hook": fp16_compress_hook}
-            }  # torch does not support bf16 here on the CPU
-        ),
-        "optim.accumulate=4": {"accumulate": 4},
-    }
-
-    steps: dict[tuple, Callable] = {}
-    for (scaling, k), samples in plan.items():
-        if env.rank < k:
-            steps[scaling, k, "alone"] = ScaledStep(shared, samples, options)
-            steps[scaling, k, "ddp"] = ScaledStep(shared, samples, options, groups[k])
-        else:
-            steps[scaling, k, "alone"] = steps[scaling, k, "ddp"] = lambda: None
-    for name, settings in variants.items():
-        steps["variant", n, name] = ScaledStep(shared, B, options, groups[n], **settings)
-    times = in_turn_together(steps, env, options.rounds)
-    ms = {key: 1e3 * statistics.median(values) for key, values in times.items()}
-
-    def ratio(key: tuple, other: tuple) -> float:
-        return statistics.median(a / b for a, b in zip(times[key], times[other], strict=True))
-
-    rows = [
-        {
-            "scaling": scaling,
-            "processes": k,
-            "samples per process": samples,
-            "computation, ms": ms[scaling, k, "alone"],
-            "exposed communication, ms": max(0.0, ms[scaling, k, "ddp"] - ms[scaling, k, "alone"]),
-            "speed-up": ratio(("weak", 1, "alone"), (scaling, k, "ddp"))
-            * (k if scaling == "weak" else 1),
-            "achievable speed-up": ratio(("weak", 1, "alone"), (scaling, k, "alone"))
-            * (k if scaling == "weak" else 1),
-            "efficiency, %": 100 * ratio((scaling, k, "alone"), (scaling, k, "ddp")),
-        }
-        for (scaling, k), samples in plan.items()
-    ]
-    trials = []
-    for name, settings in variants.items():
-        micro = settings.get("accumulate", 1)
-        share = 100 * ratio(("variant", n, name), ("weak", n, "ddp")) / micro
-        trials.append(
-            {
-                "variant": name,
-                "ms per batch": ms["variant", n, name] / micro,
-                "of DDP's default, %": share,
-            }
-        )
-
-    model, compute = steps["weak", n, "ddp"].model, ms["weak", n, "alone"]
-    grad_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    tensors = {
-        size: torch.zeros(size // 4, device=env.device) for size in (10**i for i in range(3, 9))
-    }
-    calls = {size: partial(dist.all_reduce, tensor) for size, tensor in tensors.items()}
-    points = [
-        (size, 1e3 * statistics.median(values))
-        for size, values in in_turn_together(calls, env, 7).items()
-    ]
-    latency_ms, rate = fit_line(points)
-    here = [
-        {"bytes": size, "ms": ms, "fitted, ms": latency_ms + size / rate / 1e6}
-        for size, ms in points
-    ]
-    predicted = []
-    for k in PREDICTED:
-        exchange = ring_ms(grad_bytes, k, options.network_us, options.network_gbytes)
-        left = max(0.0, exchange - BACKWARD * compute)
-        backend = "nccl" if env.device.type == "cuda" else "gloo"
-        agreed = agreement_share(k, compute, options.network_us, backend) * compute
-        row = {"processes": k, "all-reduce, ms": exchange, "agreement, ms": agreed}
-        row["efficiency, no overlap, %"] = compute / (compute + agreed + exchange)
-        row["efficiency, overlap, %"] = compute / (compute + agreed + left)
-        predicted.append({name: 100 * v if "%" in name else v for name, v in row.items()})
-
-    tables = synthetic_tables(PRESETS[options.preset])
-    dataset = KnockoutDataset(tables, shared.degree)
-    start = time.perf_counter()
-    for _ in range(5):
-        dataset.__getitems__(range(B))
-    data_ms = 1e3 * (time.perf_counter() - start) / 5
+    num_processes = env.world_size
+    plan = plan_steps(num_processes, options.batch)
+    variants = variants_of(env.device)
+    steps = make_steps(shared, plan, variants, options, env)
+    timings = Timings(in_turn_together(steps, env, options.rounds))
+    points = time_all_reduces(env)
+    data_ms = time_data(options, shared)
     if env.rank != 0:
         return
+
+    model = steps["weak", num_processes, "ddp"].model
+    compute_ms = timings.ms(("weak", num_processes, "alone"))
+    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    latency_ms, rate = fit_line(points)
     network = (
         f"{options.network_gbytes:g} GB/s per process and {options.network_us:g} us per message"
     )
     title = (
         f"{options.preset}, hidden {options.hidden}, {options.layers} layers, "
-        f"{grad_bytes / 1e6:.1f} MB gradients"
+        f"{gradient_bytes / 1e6:.1f} MB gradients"
     )
-    report(
-        {
-            f"Steps ({title})": rows,
-            f"Variants on {n} processes": trials,
-            f"All-reduce over {n} processes here: {latency_ms:.2f} ms + bytes / {rate:.2f} "
-            "GB/s": here,
-            f"Predicted: a ring all-reduce and agreement, {network}, {B} samples each, as fast as "
-            "here": predicted,
-        },
-        env.device,
-        options.json,
+    all_reduces = (
+        f"All-reduce over {num_processes} processes here: "
+        f"{latency_ms:.2f} ms + bytes / {rate:.2f} GB/s"
     )
-    exchange = 1 - ratio(("weak", n, "alone"), ("weak", n, "ddp"))
-    print("", *advice(exchange, data_ms / (data_ms + compute), model, B), sep="\n")
+    predicted = (
+        f"Predicted: a ring all-reduce and agreement, {network}, {options.batch} samples each, "
+        "as fast as here"
+    )
+    tables = {
+        f"Steps ({title})": step_rows(plan, timings),
+        f"Variants on {num_processes} processes": variant_rows(variants, num_processes, timings),
+        all_reduces: all_reduce_rows(points),
+        predicted: predict(compute_ms, gradient_bytes, options, env.device),
+    }
+    report(tables, env.device, options.json)
+    alone = timings.ratio(("weak", num_processes, "alone"), ("weak", num_processes, "ddp"))
+    data_share = data_ms / (data_ms + compute_ms)
+    print("", *advice(1 - alone, data_share, model, options.batch), sep="\n")
+
+
+def plan_steps(num_processes: int, batch: int) -> dict[tuple[str, int], int]:
+    """Returns {(scaling, processes): samples per process}."""
+    sizes = {num_processes}
+    sizes.update(2**i for i in range(num_processes.bit_length()))
+    plan = {}
+    for k in sorted(sizes):
+        plan["weak", k] = batch
+    for k in sorted(sizes):
+        if k > 1 and batch % k == 0:
+            plan["strong", k] = batch // k
+    return plan
+
+
+def variants_of(device: torch.device) -> dict[str, dict]:
+    """Returns the settings of `ScaledStep` that are tried beside DDP's default."""
+    variants = {
+        "ddp.options={bucket_cap_mb: 1}": {"bucket_cap_mb": 1},
+        "ddp.options={gradient_as_bucket_view: true}": {"gradient_as_bucket_view": True},
+        "ddp.options={forward_sync_buffers: false}": {"forward_sync_buffers": False},
+        "ddp.options={static_graph: true}": {"static_graph": True},
+        "optim.accumulate=4": {"accumulate": 4},
+    }
+    if device.type == "cuda":
+        variants["bf16 compression hook"] = {"hook": bf16_compress_hook}
+    else:  # where torch does not support bf16
+        variants["fp16 compression hook"] = {"hook": fp16_compress_hook}
+    return variants
+
+
+def make_steps(
+    shared: SharedGraph,
+    plan: dict[tuple[str, int], int],
+    variants: dict[str, dict],
+    options: argparse.Namespace,
+    env: Distributed,
+) -> dict[tuple, Callable]:
+    """Returns the steps of this rank, which does nothing in those of fewer processes."""
+    steps: dict[tuple, Callable] = {}
+    groups = {}
+    for _, k in plan:
+        if k not in groups:
+            groups[k] = dist.new_group(range(k))  # by every rank: it is a collective call
+    for (scaling, k), num_samples in plan.items():
+        alone: Callable = do_nothing
+        ddp: Callable = do_nothing
+        if env.rank < k:
+            alone = ScaledStep(shared, num_samples, options)
+            ddp = ScaledStep(shared, num_samples, options, groups[k])
+        steps[scaling, k, "alone"] = alone
+        steps[scaling, k, "ddp"] = ddp
+    group = groups[env.world_size]
+    for name, settings in variants.items():
+        steps["variant", name] = ScaledStep(shared, options.batch, options, group, **settings)
+    return steps
+
+
+def do_nothing() -> None:
+    pass
+
+
+def step_rows(plan: dict[tuple[str, int], int], timings: Timings) -> list[dict]:
+    rows = []
+    first = ("weak", 1, "alone")
+    for (scaling, k), num_samples in plan.items():
+        alone = (scaling, k, "alone")
+        ddp = (scaling, k, "ddp")
+        work = k if scaling == "weak" else 1  # of all processes, in that of the first
+        rows.append(
+            {
+                "scaling": scaling,
+                "processes": k,
+                "samples per process": num_samples,
+                "computation, ms": timings.ms(alone),
+                "exposed communication, ms": max(0.0, timings.ms(ddp) - timings.ms(alone)),
+                "speed-up": work * timings.ratio(first, ddp),
+                "achievable speed-up": work * timings.ratio(first, alone),
+                "efficiency, %": 100 * timings.ratio(alone, ddp),
+            }
+        )
+    return rows
+
+
+def variant_rows(variants: dict[str, dict], num_processes: int, timings: Timings) -> list[dict]:
+    rows = []
+    for name, settings in variants.items():
+        num_batches = settings.get("accumulate", 1)
+        ratio = timings.ratio(("variant", name), ("weak", num_processes, "ddp"))
+        rows.append(
+            {
+                "variant": name,
+                "ms per batch": timings.ms(("variant", name)) / num_batches,
+                "of DDP's default, %": 100 * ratio / num_batches,
+            }
+        )
+    return rows
+
+
+def time_all_reduces(env: Distributed) -> list[tuple[float, float]]:
+    """Returns bytes and ms of all-reduces of several sizes."""
+    calls = {}
+    for size in (10**i for i in range(3, 9)):
+        calls[size] = partial(dist.all_reduce, torch.zeros(size // 4, device=env.device))
+    timings = Timings(in_turn_together(calls, env, 7))
+    return [(size, timings.ms(size)) for size in calls]
+
+
+def all_reduce_rows(points: list[tuple[float, float]]) -> list[dict]:
+    latency_ms, rate = fit_line(points)
+    rows = []
+    for size, ms in points:
+        fitted = latency_ms + size / rate / 1e6
+        rows.append({"bytes": size, "ms": ms, "fitted, ms": fitted})
+    return rows
+
+
+def predict(
+    compute_ms: float, gradient_bytes: int, options: argparse.Namespace, device: torch.device
+) -> list[dict]:
+    """Returns a row for each number of processes."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    rows = []
+    for k in PREDICTED:
+        exchange = ring_ms(gradient_bytes, k, options.network_us, options.network_gbytes)
+        exposed = max(0.0, exchange - BACKWARD * compute_ms)
+        agreed = agreement_share(k, compute_ms, options.network_us, backend) * compute_ms
+        rows.append(
+            {
+                "processes": k,
+                "all-reduce, ms": exchange,
+                "agreement, ms": agreed,
+                "efficiency, no overlap, %": 100 * compute_ms / (compute_ms + agreed + exchange),
+                "efficiency, overlap, %": 100 * compute_ms / (compute_ms + agreed + exposed),
+            }
+        )
+    return rows
+
+
+def time_data(options: argparse.Namespace, shared: SharedGraph) -> float:
+    """Returns the ms of building a batch."""
+    tables = synthetic_tables(PRESETS[options.preset])
+    dataset = KnockoutDataset(tables, shared.degree)
+    start = time.perf_counter()
+    for _ in range(5):
+        dataset.__getitems__(range(options.batch))
+    return 1e3 * (time.perf_counter() - start) / 5
 
 
 def in_turn_together(
@@ -217,7 +296,7 @@ def in_turn_together(
             with env.phase("step"):  # counts as progress for the watchdog
                 step()
                 synchronize(env.device)
-            slowest = max(gather(time.perf_counter() - start, env))
+            slowest = max(env.gather(time.perf_counter() - start))
             if turn >= 0:
                 times[key].append(slowest)
     return times
@@ -230,9 +309,8 @@ def fit_line(points: list[tuple[float, float]]) -> tuple[float, float]:
     """
     x = torch.tensor(points, dtype=torch.float64)
     weight = 1 / x[:, 1:]
-    line = torch.linalg.lstsq(
-        weight * torch.stack([torch.ones(len(x), dtype=x.dtype), x[:, 0]], 1), weight * x[:, 1:]
-    )
+    design = torch.stack([torch.ones(len(x), dtype=x.dtype), x[:, 0]], dim=1)
+    line = torch.linalg.lstsq(weight * design, weight * x[:, 1:])
     latency, per_byte = line.solution.flatten().tolist()
     return max(0.0, latency), 1e-6 / max(per_byte, 1e-12)
 
@@ -252,12 +330,12 @@ def advice(exchange: float, data: float, model: nn.Module, num_samples: int) -> 
         )
     if data > 0.1:
         sentences.append(f"advice: building batches takes {data:.0%} of a step: set data.workers.")
-    if num_samples < 16 and any(
-        isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
-    ):
+    kinds = [type(module) for module in model.modules()]
+    has_batch_norm = any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds)
+    if num_samples < 16 and has_batch_norm:
         sentences.append(
-            f"advice: BatchNorm sees {num_samples} samples per process: set "
-            "ddp.sync_batchnorm=true."
+            f"advice: BatchNorm sees {num_samples} samples per process: "
+            "set ddp.sync_batchnorm=true."
         )
     return sentences
 
@@ -286,15 +364,9 @@ def main() -> None:
     )
     if "WORLD_SIZE" not in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // options.processes)))
-        torchrun = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={options.processes}",
-        ]
-        os.execv(
-            sys.executable, [sys.executable, *torchrun, "-m", "tests.bench.scaling", *sys.argv[1:]]
-        )
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc_per_node={options.processes}", "-m", "tests.bench.scaling"]
+        os.execv(sys.executable, command + sys.argv[1:])
     run(partial(measure, options), DDPConfig())
 
 
