@@ -141,7 +141,7 @@ class RunFolder:
 
     def _find_checkpoint(self) -> dict[str, Any] | None:
         """Returns the checkpoint to go on from; raises `UserError` if it is another run's."""
-        checkpoint = self._newest_checkpoint()
+        checkpoint = self.newest_checkpoint()
         if checkpoint is None:
             return None
         file = checkpoint["file"]
@@ -158,7 +158,7 @@ class RunFolder:
                 )
         return checkpoint
 
-    def _newest_checkpoint(self) -> dict[str, Any] | None:
+    def newest_checkpoint(self) -> dict[str, Any] | None:
         """Returns the folder's newest readable checkpoint, else that of run.resume, if set."""
         resume = self.config.run.resume
         for path in [*self.step_files(), *self.checkpoints.glob("best.pt")]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ddp_setup import DDPConfig, Distributed
-from optim import OptimConfig, build_optimizer, optimizer_step, schedule
+from optim import PRECISIONS, OptimConfig, build_optimizer, optimizer_step, schedule
 from tests.tools.syncs import CountSynchronisations
 from train import Meter
 
@@ -103,3 +103,8 @@ def test_a_step_clips_the_unscaled_gradients(scale):
     scaler.scale(model(torch.tensor([[3.0, 4.0]]))).sum().backward()
     assert optimizer_step(model, optimizer, scaler, optim).tolist() == pytest.approx([5, scale])
     assert model.weight.flatten().tolist() == pytest.approx([-0.3, -0.4])
+
+
+def test_the_loss_is_scaled_in_half_precision_alone():
+    scales = {name: OptimConfig(precision=name).init_scale for name in PRECISIONS}
+    assert scales == {"fp64": 1.0, "fp32": 1.0, "bf16": 1.0, "fp16": 65536.0}

@@ -74,7 +74,7 @@ def newest_model(task: KnockoutTask, env: Distributed) -> nn.Module:
     with env.sync_errors():
         model = task.build_model()
         folder = RunFolder(task.config, env, task.origin(), first_metric())
-        checkpoint = folder._newest_checkpoint()
+        checkpoint = folder.newest_checkpoint()
         source = "step 0 (no checkpoint found)"
         if checkpoint is not None:
             load_model(model, checkpoint)
