@@ -296,11 +296,15 @@ def with_targets_on_nodes(task: KnockoutTask) -> KnockoutTask:
     if not hasattr(config.model, "readout"):
         pytest.skip("the model has no readout of nodes")
     options = dataclasses.replace(config.model, readout="nodes")
+    try:
+        config = dataclasses.replace(config, model=options)
+    except ValueError as error:  # an option of an adapted copy needs another readout
+        pytest.skip(str(error))
     genes = task.tables.genes
     tables = dataclasses.replace(
         task.tables, targets=[genes[2], genes[0], genes[1]], y=task.tables.y[:, [0, 0, 0]]
     )
-    return KnockoutTask.from_tables(tables, dataclasses.replace(config, model=options))
+    return KnockoutTask.from_tables(tables, config)
 
 
 def task_elsewhere(task: KnockoutTask) -> KnockoutTask:
