@@ -1,0 +1,71 @@
+"""What a copy with attention.patch must hold: `python -m pytest tests/recipes/attention.py`."""
+
+import pytest
+import torch
+
+from mask import ExpandedMessages
+from model import AttentionConv
+from tests.slow.recipes import LEVELS, batch_of, graph_of_20
+
+
+@pytest.fixture
+def graph():
+    """Edges have one feature: their number."""
+    graph = graph_of_20()
+    graph.edge_attr = torch.arange(90.0).unsqueeze(1)
+    return graph
+
+
+@pytest.fixture
+def layer():
+    return AttentionConv(4, 2, edge_dim=2)
+
+
+def test_dead_edges_are_loops_at_the_spare_node(graph, layer):
+    seen = []
+    for conv in layer.convs:
+        conv.register_forward_pre_hook(lambda conv, inputs: seen.append(inputs[1:]))
+    batch = batch_of(graph, [[1, 5], [], [7]])
+    layer(*torch.randn(2, 20, 3, 4), ExpandedMessages(graph, batch))
+    masks = graph.edge_masks(batch)
+    copies = graph.expand(batch)
+    spare = 3 * 20
+    for relation, (edge_index, edge_values) in zip(graph.relations, seen, strict=True):
+        is_alive = masks[relation]
+        assert torch.equal(edge_index[:, is_alive], copies[relation][:, is_alive])
+        assert (edge_index[:, ~is_alive] == spare).all()
+        assert not is_alive.all()
+        first, count = (0, 60) if relation[1] == "physical" else (60, 30)
+        assert edge_values[:, 1].tolist() == 3 * list(range(first, first + count))
+
+
+def test_attention_is_that_of_a_loop_over_living_edges(graph, layer):
+    own, h = torch.randn(2, 20, 3, 4)
+    messages = ExpandedMessages(graph, batch_of(graph, LEVELS))
+    found = layer(own, h, messages) - layer.root(own)
+    for sample, levels in enumerate(LEVELS):
+        for node in range(20):
+            if levels.get(node) != 0:
+                expected = attention_by_loop(layer, graph, h[:, sample], levels, node)
+                torch.testing.assert_close(found[node, sample], expected, rtol=1e-4, atol=1e-5)
+
+
+def attention_by_loop(layer, graph, h, levels, node):
+    """Returns what a node receives, [H], given the nodes' states in a sample, [N, H]."""
+    total = torch.zeros(4)
+    for conv, edges in zip(layer.convs, (range(60), range(60, 90)), strict=True):
+        logits = []
+        values = []
+        for edge in edges:
+            source, target = graph.edge_index[:, edge].tolist()
+            level = levels.get(source, 1.0)
+            if target == node and level > 0:
+                value = level * h[source] @ conv.lin_l.weight.T
+                of_edge = torch.stack([graph.edge_weight[edge], torch.tensor(float(edge))])
+                key = value + h[node] @ conv.lin_r.weight.T + of_edge @ conv.lin_edge.weight.T
+                activated = torch.nn.functional.leaky_relu(key, 0.2)
+                logits.append((activated * conv.att.flatten()).sum())
+                values.append(value)
+        if values:
+            total = total + torch.stack(logits).softmax(0) @ torch.stack(values)
+    return total

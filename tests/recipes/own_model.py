@@ -1,0 +1,47 @@
+"""What a copy with own_model.patch must hold: `python -m pytest tests/recipes/own_model.py`."""
+
+import pytest
+import torch
+
+from model import ModelConfig
+from task import GCN
+from tests.slow.recipes import LEVELS, batch_of, graph_of_20
+
+
+@pytest.fixture
+def graph():
+    return graph_of_20()
+
+
+@pytest.fixture
+def gcn():
+    return GCN(ModelConfig(hidden=4, dropout=0.0), 20, 1)
+
+
+def test_predictions_are_those_of_dense_products(graph, gcn):
+    source, target = graph.edge_index
+    matrix = torch.zeros(20, 20)
+    matrix.index_put_((target, source), graph.edge_weight, accumulate=True)
+    for levels, prediction in zip(LEVELS, gcn(graph, batch_of(graph, LEVELS)), strict=True):
+        level = torch.ones(20, 1)
+        for node, value in levels.items():
+            level[node] = value
+        x = gcn.embedding
+        for norm, linear in gcn.layers:
+            x = x + torch.nn.functional.gelu(matrix @ (level * linear(norm(x))))
+        torch.testing.assert_close(prediction, gcn.head((level * x).sum(0) / 20**0.5))
+
+
+def test_only_living_nodes_and_edges_count(graph, gcn):
+    batch = batch_of(graph, [[1, 5], [], [7]])
+    prediction = gcn(graph, batch)[0]
+    prediction.backward()
+    has_gradient = gcn.embedding.grad.abs().sum(1) > 0
+    assert has_gradient.equal(graph.keep(batch)[:, 0])
+    ptr = graph.stack.forward_ptr
+    target = torch.arange(len(ptr) - 1).repeat_interleave(ptr.diff()) % graph.num_nodes
+    ends = torch.stack([graph.stack.forward_col, target])
+    is_dead = torch.isin(ends, batch.perturbed[:2]).any(0)
+    graph.stack.forward_weight[is_dead] = 0
+    assert is_dead.any()
+    assert torch.equal(gcn(graph, batch)[0], prediction)
