@@ -443,6 +443,7 @@ def test_runs_are_compared_alone_and_together(train, tmp_path, analyse_here, cap
 def test_the_seconds_of_a_run_are_those_between_its_starts_and_ends():
     """A killed run has no end; what it did until then is not known."""
     events = [("started", 1), ("stopped", 4), ("resumed", 10), ("resumed", 20), ("failed", 25.5)]
+    events.append(("failed", 26))  # once more, while it ended
     rows = [{"kind": "event", "event": event, "time": time} for event, time in events]
     rows.insert(1, {"kind": "train", "step": 1})
     assert seconds_of(rows) == 8.5

@@ -153,7 +153,11 @@ def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
     batch = make_batch(shared, SETS)
     dataset = KnockoutDataset(tables_of(SETS, torch.zeros(len(SETS))), shared.degree)
     monkeypatch.setattr(ReachPlanner, "EDGE_SHARE", 0.0)
-    for edges_per_node, chosen, planned in ((99.0, "reach", 3), (0.01, "shared", 0)):
+    for edges_per_node, chosen, planned in (
+        (99.0, "reach", 3),
+        (1.5, "shared", 1),
+        (0.01, "shared", 0),
+    ):
         monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", edges_per_node)
         planner, line = plan_route(shared, dataset, "auto", 3)
         assert line.endswith(f" in {planned} of 3 layers: {chosen}")

@@ -94,6 +94,17 @@ def test_rows_of_the_users_own_kinds_are_kept_up_to_the_step_of_the_checkpoint(t
     assert curves_svg(rows, FIRST)
 
 
+@pytest.mark.parametrize(("best", "is_kept"), [(None, False), ({"step": 0}, True)])
+def test_a_validation_is_kept_if_the_checkpoint_knows_it(tmp_path, best, is_kept):
+    """A run that is killed between row and checkpoint validates once more."""
+    row = {"kind": "val", "step": 0, "epoch": 0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    folder = SimpleNamespace(path=tmp_path, rows=[])
+    RunFolder._open_metrics(folder, TrainState(None, None, None, best=best))
+    folder.metrics.close()
+    assert folder.rows == [row] * is_kept
+
+
 def test_malformed_lines_in_the_metrics_do_not_stop_a_run(train, tmp_path):
     train(0).check()
     with (tmp_path / "runs/default/metrics.jsonl").open("ab") as file:

@@ -3,11 +3,11 @@
 Each rank makes its own assertions.
 """
 
-import contextlib
 import copy
 import os
 import sys
 import timeit
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.data import HeteroData
 
 import ddp_setup
+import train
+from checkpoint import TrainState
 from config import Config
 from data import DataConfig, KnockoutDataset, StepSampler
 from ddp_setup import DDPConfig, Distributed, preflight, setup
@@ -87,26 +89,24 @@ def gradients() -> None:
 
 def compare_gradients(env: Distributed, accumulate: int) -> None:
     task, model = build(env)
+    task = replace(task, config=Config(optim=OptimConfig(accumulate=accumulate)))
     ddp_model = wrap(model, env)
     bare = copy.deepcopy(model)  # a backward pass of `model` itself would trigger DDP's hooks
     assert is_equal_on_all_ranks(flat_parameters(model), env)
     exchanges = []
     ddp_model.register_comm_hook(exchanges, counted_all_reduce)
+    train.optimizer_step = lambda *arguments: flat_gradients(model)
+    state = TrainState(model, None, torch.amp.GradScaler("cpu", init_scale=1.0))
+    meter = train.Meter(env, task.config.optim)
     rows = torch.arange(NUM_ROWS)
     sampler = StepSampler(rows, 8, accumulate, env.world_size, env.rank, seed=0)
-    batches = iter(sampler)
+    batches = map(task.dataset.__getitems__, sampler)
     whole_batches = iter(StepSampler(rows, 8, 1, 1, 0, seed=0))
     for step in range(3):  # the last one has 6 rows
         model.zero_grad()
         exchanges.clear()
         num_scores = task.dataset.num_scores(sampler.rows_in_step(step))
-        for micro_step in range(accumulate):
-            batch = task.dataset.__getitems__(next(batches))
-            is_last = micro_step == accumulate - 1
-            with contextlib.nullcontext() if is_last else ddp_model.no_sync():
-                loss = task.loss(ddp_model(task.graph, batch), batch)
-                (loss * env.world_size / num_scores).backward()
-        gradients = flat_gradients(model)
+        gradients = train.train_step(task, state, ddp_model, batches, num_scores, meter, env)
         assert len(exchanges) == len(set(exchanges)) > 0, "a bucket was reduced twice in a step"
         bare.zero_grad()
         batch = task.dataset.__getitems__(next(whole_batches))
