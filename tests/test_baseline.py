@@ -17,7 +17,8 @@ from tests.tools.runs import pack_sets
 def mixed_tables() -> Tables:
     """Returns 400 samples of none to five of 30 genes, with three gappy scores.
 
-    The genes' effects have a mean. Four of the genes occur in no training row.
+    The genes' effects have a mean. Four of the genes occur in no training row; two of these have
+    a neighbour.
     """
     random = Random(0)
     generator = torch.Generator().manual_seed(0)
@@ -31,8 +32,8 @@ def mixed_tables() -> Tables:
     return Tables(
         genes=[f"g{i:02}" for i in range(30)],
         relations=["r"],
-        edge_index=torch.tensor([[0], [1]]),
-        edge_type=torch.tensor([0]),
+        edge_index=torch.tensor([[0, 26, 27], [1, 3, 5]]),
+        edge_type=torch.tensor([0, 0, 0]),
         perturbed=perturbed,
         perturbed_ptr=perturbed_ptr,
         y=y,
