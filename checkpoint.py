@@ -53,13 +53,17 @@ class TrainState:
         """
         load_model(self.model, state)
         groups = self.optimizer.param_groups
+        advice = (
+            f"in an empty run folder, run.init={state['file']} alone starts from its parameters"
+        )
         try:
             self.optimizer.load_state_dict(state["optimizer"])
         except ValueError as error:
-            raise UserError(
-                f"the parameters' groups differ from the checkpoint's ({error}): in an empty run "
-                f"folder, run.init={state['file']} alone starts from its parameters"
-            ) from None
+            problem = f"the parameters' groups differ from the checkpoint's ({error})"
+            raise UserError(f"{problem}: {advice}") from None
+        except KeyError as error:
+            problem = f"the optimiser is another than the checkpoint's, which lacks {error}"
+            raise UserError(f"{problem}: {advice}") from None
         self.optimizer.param_groups = groups  # with the configuration's rates
         # ZeRO leaves the step counts on the CPU, but fused AdamW needs them on its own device.
         inner = getattr(self.optimizer, "optim", self.optimizer)

@@ -54,11 +54,11 @@ def load(config: DataConfig) -> Tables:
     missing, malformed or empty, or a split has no rows.
     """
     config = with_example(config)
-    files = [config.edges, config.perturbations, config.features]
-    arguments = (*files, config.scores, config.undirected)
-    digests = [file_digest(path) for path in files if path]
-    key = f"{source_digest(read_tables)} {digests} {config.scores} {config.undirected}"
-    fields = cached(config.cache_dir, "tables", key, lambda: vars(read_tables(*arguments)))
+    files = [config.edges, config.perturbations, config.features]  # "" for one that is not given
+    options = [config.scores, config.undirected]
+    digests = [path and file_digest(path) for path in files]
+    key = f"{source_digest(read_tables)} {digests} {options}"
+    fields = cached(config.cache_dir, "tables", key, lambda: vars(read_tables(*files, *options)))
     tables = Tables(**fields)
     if tables.split is None:
         make_split = {"random": random_split, "nodes": node_split}[config.split]
