@@ -54,9 +54,9 @@ def load(config: DataConfig) -> Tables:
     missing, malformed or empty, or a split has no rows.
     """
     config = with_example(config)
-    files = [config.edges, config.perturbations, config.features]  # "" for one that is not given
+    files = [config.edges, config.perturbations, config.features]
     options = [config.scores, config.undirected]
-    digests = [path and file_digest(path) for path in files]
+    digests = [path and file_digest(path) for path in files]  # "" for one that is not given
     key = f"{source_digest(read_tables)} {digests} {options}"
     fields = cached(config.cache_dir, "tables", key, lambda: vars(read_tables(*files, *options)))
     tables = Tables(**fields)

@@ -292,6 +292,15 @@ def other_groups() -> None:
     optim.parameter_groups = own_groups
 
 
+def other_optimiser() -> None:
+    """Trains with stochastic gradient descent, which keeps no state."""
+
+    def build_sgd(model: nn.Module, options: OptimConfig, env: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(optim.parameter_groups(model, options), lr=options.lr)
+
+    train.build_optimizer = build_sgd
+
+
 def terminal() -> None:
     """Shows progress as if stderr was a terminal."""
     train.TQDM_OPTIONS = {}

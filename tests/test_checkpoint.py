@@ -113,6 +113,15 @@ def test_resuming_in_another_precision_resets_the_loss_scale(train, tmp_path, be
     assert (state["scaler"]["scale"] > 1) is (after == "fp16")
 
 
+def test_a_checkpoint_of_another_optimiser_is_not_resumed(train):
+    train(0, fault="other_optimiser").check()
+    assert "resumed at step 5" in train(0, "optim.epochs=2", fault="other_optimiser").check().stdout
+    result = train(0, "optim.epochs=3")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "the optimiser is another than the checkpoint's, which lacks 'step': in" in result.stderr
+
+
 def test_a_checkpoint_with_other_parameter_groups_is_not_resumed(train):
     train(0).check()
     result = train(0, "optim.epochs=2", fault="other_groups")
