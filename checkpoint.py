@@ -53,17 +53,14 @@ class TrainState:
         """
         load_model(self.model, state)
         groups = self.optimizer.param_groups
-        advice = (
-            f"in an empty run folder, run.init={state['file']} alone starts from its parameters"
-        )
         try:
             self.optimizer.load_state_dict(state["optimizer"])
         except ValueError as error:
             problem = f"the parameters' groups differ from the checkpoint's ({error})"
-            raise UserError(f"{problem}: {advice}") from None
+            raise cannot_resume(state, problem) from None
         except KeyError as error:
             problem = f"the optimiser is another than the checkpoint's, which lacks {error}"
-            raise UserError(f"{problem}: {advice}") from None
+            raise cannot_resume(state, problem) from None
         self.optimizer.param_groups = groups  # with the configuration's rates
         # ZeRO leaves the step counts on the CPU, but fused AdamW needs them on its own device.
         inner = getattr(self.optimizer, "optim", self.optimizer)
@@ -82,6 +79,14 @@ class TrainState:
         """Returns whether the last `patience` evaluations were no better; 0 is never."""
         epochs_since_best = self.epoch - self.best["step"] // steps_per_epoch
         return 0 < patience <= epochs_since_best
+
+
+def cannot_resume(checkpoint: Mapping[str, Any], problem: str) -> UserError:
+    """Returns the error of a checkpoint with which the run cannot go on."""
+    file = checkpoint["file"]
+    return UserError(
+        f"{problem}: in an empty run folder, run.init={file} alone starts from its parameters"
+    )
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
