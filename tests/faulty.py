@@ -293,10 +293,11 @@ def other_groups() -> None:
 
 
 def other_optimiser() -> None:
-    """Trains with stochastic gradient descent, which keeps no state."""
+    """Trains with stochastic gradient descent, which counts no steps."""
 
     def build_sgd(model: nn.Module, options: OptimConfig, env: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(optim.parameter_groups(model, options), lr=options.lr)
+        groups = optim.parameter_groups(model, options)
+        return torch.optim.SGD(groups, lr=options.lr, momentum=0.9)
 
     train.build_optimizer = build_sgd
 
