@@ -150,9 +150,9 @@ def compose(options: Mapping[str, Any]) -> Config:
 def read_options(path: str | Path) -> dict[str, Any]:
     """Returns {"section.key": value} of a YAML file; raises `UserError`."""
     with explain_yaml_errors(path):
-        sections = yaml.safe_load(Path(path).read_text()) or {}
+        sections = yaml.safe_load(Path(path).read_text())
     try:
-        options = by_key(sections)
+        options = {} if sections is None else by_key(sections)
     except AttributeError:
         raise UserError(f"{path} does not contain sections of options: see config.yaml") from None
     check_names(options, f"{path}: ")
@@ -161,10 +161,12 @@ def read_options(path: str | Path) -> dict[str, Any]:
 
 def parse_override(text: str) -> tuple[str, Any]:
     """Returns key and value of `section.key=value`; raises `UserError`."""
-    key, _, value = text.partition("=")
+    key, sign, value = text.partition("=")
     check_names([key])
     kinds = types_of(all_options()[key])
     if kinds == (str,):
+        if not sign:
+            raise UserError(f"{key} has no value: write {key}=...")
         return key, value
     with explain_yaml_errors(text):
         parsed = yaml.safe_load(value)
@@ -187,7 +189,9 @@ def by_key(sections: Mapping[str, Mapping | None]) -> dict[str, Any]:
     """Returns {"section.key": value} of {section: {key: value}}."""
     options = {}
     for section, values in sections.items():
-        for name, value in (values or {}).items():
+        if values is None:  # an empty section
+            continue
+        for name, value in values.items():
             options[f"{section}.{name}"] = value
     return options
 

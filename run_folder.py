@@ -50,6 +50,10 @@ class RunConfig:
     resume: str = "auto"
     init: str = ""
 
+    def __post_init__(self):
+        if not self.name:
+            raise ValueError("run.name is empty: the run folder needs a name")
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -324,7 +328,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in lines:
         with contextlib.suppress(ValueError):  # a line cut off by a kill
-            rows.append(json.loads(line))
+            row = json.loads(line)
+            if isinstance(row, dict) and "kind" in row:
+                rows.append(row)
     return rows
 
 

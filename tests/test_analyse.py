@@ -456,7 +456,7 @@ def test_a_cut_line_of_metrics_is_left_out_and_a_missing_file_is_named(
     train(0, "run.name=a").check()
     shutil.copytree(tmp_path / "runs/a", tmp_path / "runs/b")
     with (tmp_path / "runs/b/metrics.jsonl").open("a") as file:
-        file.write('{"kind": "tr')
+        file.write('{"a": 1}\n5\n{"kind": "tr')
     assert analyse_here("runs/a", "runs/b") == 0
     of_a, of_b = capsys.readouterr().out.splitlines()[1:3]
     assert of_a.removeprefix("runs/a") == of_b.removeprefix("runs/b")

@@ -237,6 +237,8 @@ def test_without_values_added_options_have_their_defaults(added):
     [
         ("optim.lrr=1", "unknown option optim.lrr: did you mean optim.lr?"),
         ("lr=1", "unknown option lr: did you mean optim.lr?"),
+        ("run.name", "run.name has no value: write run.name=..."),
+        ("run.name=", "run.name is empty: the run folder needs a name"),
         ("data.batchsize=8", "unknown option data.batchsize: did you mean data.batch_size?"),
         ("modle.hidden=8", "unknown option modle.hidden: did you mean model.hidden?"),
         ("optim.lr", "optim.lr must be float >= 0, not None"),
@@ -332,6 +334,8 @@ def test_options_that_are_not_counts_accept_zero():
         ("run: {name: 5}", "run.name must be str, not 5"),
         ("optim: 3", "{path} does not contain sections of options: see config.yaml"),
         ("- a", "{path} does not contain sections of options: see config.yaml"),
+        ("false", "{path} does not contain sections of options: see config.yaml"),
+        ("optim: 0", "{path} does not contain sections of options: see config.yaml"),
         ("optim: [", "cannot read the configuration {path}: while parsing"),
         ("optim: {lr: 2024-13-45}", "cannot read the configuration {path}: month must be in 1..12"),
         ("[" * 1000, "cannot read the configuration {path}: "),

@@ -239,6 +239,7 @@ def test_segments_give_what_the_sparse_product_gives(graph):
     torch.testing.assert_close(_segment_product(*matrix, x), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # in torch 2.14 itself
 def test_the_product_obeys_the_contract_of_torch_operators(graph):
     """Schema, autograd, and the shapes and strides declared for tracing, for any strides of x."""
     matrix = forward_matrix(SharedGraph(graph))
