@@ -15,7 +15,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tensor, to_undirected
 
-from tables import Tables, cached, mean_and_std, source_digest
+from cache import cached, source_digest
+from tables import Tables, mean_and_std
 
 TARGETS_AT_ONCE = 64  # whose numbers stay in cache
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # on the effects: 0.1 to 1000

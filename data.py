@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_co
 from torch_geometric.data import Data
 from torch_geometric.utils import cumsum, scatter
 
+from cache import cached, source_digest
 from errors import DataError, UserError
-from tables import SPLITS, Tables, cached, read_tables, source_digest
+from tables import SPLITS, Tables, read_tables
 
 EXAMPLE = Path(__file__).with_name("example")  # tables that are read if none are given
 

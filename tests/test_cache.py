@@ -14,8 +14,8 @@ import torch
 
 import tables
 from baseline import load_baseline
+from cache import cached, source_digest
 from data import DataConfig, load
-from tables import cached, source_digest
 from tests.conftest import ROOT, write_table
 from tests.test_tables import SCORES, write_tables
 
@@ -128,7 +128,7 @@ def test_a_cache_that_cannot_be_locked_is_read_but_not_written(tmp_path, monkeyp
 
     cached(str(tmp_path), "numbers", "key", lambda: CONTENT)
     before = caches(tmp_path)
-    monkeypatch.setattr("tables.fcntl.flock", no_locks)
+    monkeypatch.setattr("cache.fcntl.flock", no_locks)
     found = cached(str(tmp_path), "numbers", "key", dict)
     assert found["numbers"].tolist() == [0, 1, 2, 3, 4]
     assert caplog.text == ""
@@ -158,7 +158,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def in_copy(function: Callable) -> str:
         return str(folder / Path(original(function)).name)
 
-    monkeypatch.setattr("tables.inspect.getsourcefile", in_copy)
+    monkeypatch.setattr("cache.inspect.getsourcefile", in_copy)
     source_digest.cache_clear()  # a process reads its modules once
     yield folder
     source_digest.cache_clear()
@@ -191,7 +191,7 @@ ALL = ["baseline", "split", "tables"]
         ("tables.py", "CHUNK = 2**23", "CHUNK = 2**22", ALL),
         ("errors.py", "status = 2", "status = 3", ALL),
         # What tells a reader nothing.
-        ("tables.py", "\nimport ast\n", "\n# a comment\nimport ast  # and another\n", []),
+        ("tables.py", "\nimport csv\n", "\n# a comment\nimport csv  # and another\n", []),
         ("tables.py", "CHUNK = 2**23  #", "CHUNK = (\n    2**23\n)  # another comment:", []),
         ("tables.py", '"""Files to `Tables`: ', '"""From files to `Tables`: ', []),
         ("tables.py", '"""Returns a column, ', '"""Gives a column, ', []),

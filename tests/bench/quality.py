@@ -40,6 +40,7 @@ from torch import Tensor
 
 import data
 from analyse import number_of_resamples, seconds_of
+from cache import source_digest
 from checkpoint import load_model, read_checkpoint, write_atomically
 from config import Config, load_config
 from ddp_setup import Distributed, setup
@@ -53,7 +54,7 @@ from metrics import (
     resampled_mean,
     resampled_pearson,
 )
-from tables import SPLITS, Tables, source_digest
+from tables import SPLITS, Tables
 from task import KnockoutTask, predict_rows
 from tests.bench import report
 from tests.bench.baselines import BASELINES, LEVELS, Problem

@@ -1,0 +1,79 @@
+"""The cache: results that are kept in files, found by all that they depend on."""
+
+import ast
+import contextlib
+import fcntl
+import functools
+import hashlib
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from modulefinder import ModuleFinder
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)  # what a docstring may stand in
+
+
+def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any:
+    """Returns the result of `build`, cached in a file; one process builds while others wait.
+
+    The file is that of `key`, which holds all that the result depends on, such as hashes of the
+    files that are read and the `source_digest` of what reads them. Its tensors are mapped into
+    memory, which the processes of a machine share.
+    """
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    path = Path(cache_dir, f"{kind}-{digest[:32]}.pt")
+    if not path.exists():
+        log.info(f"cache     making {path}")
+    with contextlib.ExitStack() as stack:
+        failure = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(path.with_suffix(".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:  # what is there can be read, but two might write at once
+            failure = error
+        if path.exists():
+            try:
+                return torch.load(path, weights_only=True, mmap=True)
+            except Exception as error:  # a damaged file fails in many ways
+                log.warning(
+                    f"cache     {path} is damaged and will be rebuilt: {type(error).__name__}"
+                )
+        content = build()
+        temporary = path.with_suffix(".tmp")  # overwrites what a killed process has left
+        try:
+            if failure:
+                raise failure
+            torch.save(content, temporary)
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+            log.warning(f"cache     {path} cannot be written: {error}")
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+    return content
+
+
+@functools.cache
+def source_digest(function: Callable) -> str:
+    """Returns a hash of the code of a function's module and of the modules beside it that it needs.
+
+    Comments, docstrings and layout do not count.
+    """
+    script = Path(inspect.getsourcefile(function))
+    finder = ModuleFinder([str(script.parent)])
+    finder.run_script(str(script))
+    files = [module.__file__ for module in finder.modules.values()]
+    digest = hashlib.sha256()
+    for file in sorted(filter(None, files)):
+        tree = ast.parse(Path(file).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False):
+                del node.body[0]
+        digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()
