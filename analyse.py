@@ -16,8 +16,7 @@ import math
 import statistics
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from array import array
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +29,19 @@ from checkpoint import explain_write_errors, write_atomically
 from config import Config, load_config, read_options
 from errors import UserError
 from plots import scatter_svg
+from results import Predictions, read_predictions
 from run_folder import read_metrics
-from tables import Tables, mean_and_std, parse_number
+from tables import Tables, mean_and_std
 
 PROFILE = 20  # targets: with more of them, a row is a profile
 MOST = 3  # of deletions and unseen genes; rows with more are counted with those
 LEVELS = 12  # most that are shown as groups of rows
 CELLS = 10**8  # rows x targets x resamples of an interval, about, which takes half a minute
 SHOWN = 20  # targets printed at most
-SUFFIXES = ("", "_prediction", "_baseline")  # of the columns of a target in test.tsv
 POINTS = 2000  # in the plot at most
 COLUMNS = {
     "n": "rows",
+    "rows": "with those without a score",
     "pearson": "Pearson",
     "baseline_pearson": "baseline",
     "gain": "difference (95 %)",
@@ -55,44 +55,6 @@ COLUMNS = {
     "auroc": "AUROC",
     "average_precision": "avg. precision",
 }
-
-
-@dataclass
-class Predictions:
-    """The content of a test.tsv."""
-
-    genes: list[str]  # of each row, separated by commas
-    unseen: Tensor  # long [n], how many of them occur in no training row
-    targets: list[str]  # name of each of the T scores
-    y: Tensor  # float64 [n, T], nan where a score is missing
-    prediction: Tensor  # float64 [n, T]
-    baseline: Tensor  # float64 [n, T], the additive one
-
-    def levels(self) -> list[str]:
-        """Returns the level that all genes of a row have, such as "0.3", or "several".
-
-        It is "0" for a row without genes.
-        """
-        levels = []
-        for names in self.genes:
-            of_genes = {level_of(name) for name in names.split(",")}
-            levels.append(of_genes.pop() if len(of_genes) == 1 else "several")
-        return levels
-
-    def deletions(self) -> Tensor:
-        """Returns how many genes each row names, long [n]."""
-        return torch.tensor([names.count(",") + 1 if names else 0 for names in self.genes])
-
-    def counts(self) -> str:
-        """Returns the numbers of rows and scores as a text."""
-        return f"rows {len(self.y):,}, scores {len(self.targets):,}"
-
-
-def level_of(name: str) -> str:
-    """Returns the level at the end of a gene's name in test.tsv, "0" for a deletion."""
-    _, sign, end = name.rpartition("=")
-    has_level = sign and math.isfinite(parse_number(end))
-    return end if has_level else "0"
 
 
 # ---- The command ---------------------------------------------------------------------------------
@@ -125,6 +87,10 @@ def analyse_run(folder: Path, threshold: float | None = None) -> None:
     result = analyse(rows, config.optim.loss, threshold)
     print(f"{file}: {rows.counts()}")
     print("\n".join(table(result)))
+    print(
+        f"95 % of {result['resamples']:,} samples of {result['sets_drawn']:,} sets of genes and "
+        f"{result['genes_drawn']:,} unseen genes, each with all its rows"
+    )
     try:
         result["shared_pairs"] = shared_pairs(tables_of(rows, config.data))
         print(f"{result['shared_pairs']:,} rows knock out two nodes of a training row")
@@ -159,7 +125,8 @@ def analyse_runs(folders: list[Path], threshold: float | None = None) -> None:
     predictions = torch.stack([member.prediction for member in members])
     std, mean = torch.std_mean(predictions, dim=0)
     resamples = number_of_resamples(rows.y.numel())
-    lines["ensemble"] = summary(rows.y, mean, rows.baseline, loss, threshold, resamples)
+    unit = rows.unit()
+    lines["ensemble"] = summary(rows.y, mean, rows.baseline, unit, loss, threshold, resamples)
     print(f"{len(folders)} runs: {rows.counts()}")
     print("\n".join(text_table(lines, COLUMNS)))
     correlation, errors = metrics.uncertainty(rows.y, mean, std)
@@ -243,43 +210,6 @@ def seconds_of(rows: list[dict[str, Any]]) -> float:
 
 
 # ---- Files ---------------------------------------------------------------------------------------
-def read_predictions(path: Path) -> Predictions:
-    """Returns the rows of a test.tsv; raises `UserError` if it is not as train.py writes it."""
-    genes = []
-    unseen = []
-    numbers = array("d")
-    line_number = 1
-    try:
-        with path.open(encoding="utf-8") as file:
-            header = file.readline().rstrip("\n").split("\t")
-            targets = header[2::3]
-            columns = [name + suffix for name in targets for suffix in SUFFIXES]
-            if not targets or header != ["genes", "unseen", *columns]:
-                expected = "genes, unseen, and three columns for each score"
-                raise ValueError(f"the header is not {expected}")
-            for line in file:
-                line_number += 1
-                cells = line.rstrip("\n").split("\t")
-                if len(cells) != len(header):
-                    raise ValueError(f"{len(cells)} cells under {len(header)} columns")
-                genes.append(cells[0])
-                unseen.append(int(cells[1]))
-                numbers.extend([float(cell or "nan") for cell in cells[2:]])
-            if not genes:
-                raise ValueError("there are no rows")
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror}; a run writes it when it finishes"
-        ) from None
-    except ValueError as error:
-        raise UserError(
-            f"{path}:{line_number}: {error}; start the run again, which writes it anew"
-        ) from None
-    scores = torch.frombuffer(numbers, dtype=torch.float64).view(len(genes), len(targets), 3)
-    y, prediction, baseline = scores.movedim(2, 0).contiguous()
-    return Predictions(genes, torch.tensor(unseen), targets, y, prediction, baseline)
-
-
 def tables_of(rows: Predictions, config: data.DataConfig) -> Tables:
     """Returns the tables that these rows are from; raises `UserError` if they cannot be read."""
     tables = data.load(config)
@@ -303,26 +233,38 @@ def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = 
 
     Groups are by number of unseen genes, by number of deletions, and by level if there are 2 to 12.
     """
-    resamples = number_of_resamples(rows.y.numel())
-    options = {"loss": loss, "threshold": threshold, "resamples": resamples}
-    result = summary(rows.y, rows.prediction, rows.baseline, **options)
+    options = {
+        "loss": loss,
+        "threshold": threshold,
+        "resamples": number_of_resamples(rows.y.numel()),
+    }
+    unit = rows.unit()
+    result = summary(rows.y, rows.prediction, rows.baseline, unit, **options)
+    result["resamples"] = options["resamples"]
+    num_drawn = Counter(kind for kind, _ in set(rows.units()))
+    result["sets_drawn"] = num_drawn["set"]
+    result["genes_drawn"] = num_drawn["gene"]
 
-    def of_group(chosen: Tensor) -> dict:
+    def of_group(is_in_group: Tensor) -> dict:
+        """Returns the figures of a group of scores, bool [n, T] or, of whole rows, [n, 1]."""
+        chosen = is_in_group.any(dim=1)
+        y = rows.y[chosen].where(is_in_group[chosen], math.nan)
         prediction = rows.prediction[chosen]
-        return summary(rows.y[chosen], prediction, rows.baseline[chosen], **options)
+        return summary(y, prediction, rows.baseline[chosen], unit[chosen], **options)
 
-    for name, count in {"unseen": rows.unseen, "deletions": rows.deletions()}.items():
+    for name, count in {"unseen": rows.unseen, "deletions": rows.deletions().unsqueeze(1)}.items():
         group = count.clamp(max=MOST)
         result[f"by_{name}"] = {}
         for k in group.unique().tolist():
             result[f"by_{name}"][str(k)] = of_group(group == k)
     levels = rows.levels()
     result["by_level"] = {}
-    if 1 < len(set(levels)) <= LEVELS:
-        numbers = sorted(set(levels) - {"several"}, key=float)
-        for level in [*numbers, *{"several"}.intersection(levels)]:
-            chosen = torch.tensor([own == level for own in levels])
-            result["by_level"][level] = of_group(chosen)
+    groups = set(levels) - {""}
+    if 1 < len(groups) <= LEVELS:
+        numbers = sorted(groups - {"several"}, key=float)
+        for level in [*numbers, *groups.intersection({"several"})]:
+            is_at_level = torch.tensor([row_level == level for row_level in levels])
+            result["by_level"][level] = of_group(is_at_level.unsqueeze(1))
     if len(rows.targets) > 1:
         each = target_figures(rows.y, rows.prediction, rows.baseline, loss, threshold)
         result["targets"] = {}
@@ -336,21 +278,26 @@ def summary(
     y: Tensor,
     prediction: Tensor,
     baseline: Tensor,
+    unit: Tensor,
     loss: str,
     threshold: float | None,
     resamples: int,
 ) -> dict:
     """Returns the number of rows, the means over targets of `target_figures`, and `gain`.
 
-    That is the 95 % interval of Pearson's r less the baseline's. Of profiles, also
+    That is the 95 % interval of Pearson's r less the baseline's, for which rows of the same `unit`,
+    long [n], are drawn together. `n` are the rows with a score. Of profiles, also
     `profile_figures`, the 95 % interval of Pearson's r over the targets of a row less the
     baseline's, and quartiles over the targets.
     """
     each = target_figures(y, prediction, baseline, loss, threshold)
     means = means_of(each)
-    gains = metrics.resampled_pearson(y, prediction, resamples)
-    gains -= metrics.resampled_pearson(y, baseline, resamples)
-    result = {"n": len(y), **means, "gain": metrics.interval(gains)}
+    gains = metrics.resampled_pearson(y, prediction, unit, resamples)
+    gains -= metrics.resampled_pearson(y, baseline, unit, resamples)
+    num_scored = int((~y.isnan()).any(dim=1).sum())
+    result = {"n": num_scored, **means, "gain": metrics.interval(gains)}
+    if num_scored < len(y):
+        result["rows"] = len(y)
     if y.size(1) > PROFILE:
         gain = means["pearson"] - means["baseline_pearson"]
         result["gain"] = metrics.interval(metrics.centred(gains, gain))
@@ -359,7 +306,7 @@ def summary(
             result[f"{name}_quartiles"] = each[name].nanquantile(quartiles).tolist()
         result |= profile_figures(y, prediction, baseline)
         row_gains = metrics.pearson_of_rows(y, prediction) - metrics.pearson_of_rows(y, baseline)
-        result["row_gain"] = metrics.interval(metrics.resampled_mean(row_gains, resamples))
+        result["row_gain"] = metrics.interval(metrics.resampled_mean(row_gains, unit, resamples))
     return result
 
 

@@ -33,7 +33,7 @@ class Baseline:
 
     intercept: Tensor  # float64 [T]
     slope: Tensor  # float64 [T], the same for every node
-    effect: Tensor  # float32 [N, T], of each node; imputed if no training row perturbs it
+    effect: Tensor  # float32 [N, T], of each node; imputed where it is not seen for the score
     imputed: Tensor  # float32 [N, T], what it would be for each node in that case
     mean: Tensor  # float64 [T], of the training scores; for binary ones, of their logits
     std: Tensor  # float64 [T], of the training scores; 1 for binary ones
@@ -55,7 +55,7 @@ def additive_baseline(tables: Tables, loss: str = "squared") -> Baseline:
     levels for all.
     """
     rows = tables.rows("val")
-    num_levels = (tables.level.unique() != 1).sum()
+    num_levels = len(tables.level.unique())
     powers = POWERS if num_levels > 1 else (1.0,)  # nothing tells the power of a single level
     best = None
     least = math.inf
@@ -84,35 +84,16 @@ def join_targets(baselines: list[Baseline], power: float) -> Baseline:
 
 def fit_baseline(tables: Tables, loss: str) -> Baseline:
     """Returns the `additive_baseline` of a few targets, with power 1."""
-    present = ~tables.y.isnan()
-    weight = (present & tables.is_in("train").unsqueeze(1)).double()
-    is_validated = present & tables.is_in("val").unsqueeze(1)
-    y = tables.y.nan_to_num()
     mean, std = mean_and_std(tables.y[tables.rows("train")])
     if loss == "binary":
         mean = mean.logit(eps=1e-3)
         std = torch.ones_like(std)
     design = Design(tables)
-    fit = y.new_zeros(2 + len(tables.genes), y.size(1))
-    fit[0] = mean
-    best = fit
-    least = torch.full_like(mean, math.inf)
-    for penalty in reversed(PENALTIES):  # each starts from the one before
-        if loss == "binary":
-            fit = logistic_ridge(design, y, weight, penalty, fit)
-            logit = design.predict(fit)
-            error = binary_cross_entropy_with_logits(logit, y, reduction="none")
-        else:
-            fit = ridge(design, y, weight, penalty, fit)
-            error = (design.predict(fit) - y).square()
-        error = (error * is_validated).sum(0)
-        best = fit.where(error < least, best)
-        least = least.minimum(error)
-
-    constant, slope, effect = best.tensor_split([1, 2])
+    fit = fit_validated(tables, design, mean, loss)
+    constant, slope, effect = fit.tensor_split([1, 2])
     is_seen = tables.is_seen()
     imputed = impute_effects(tables, is_seen, effect)
-    effect = effect.where(is_seen.unsqueeze(1), imputed)
+    effect = effect.where(is_seen, imputed)
     prediction = design.predict(torch.cat([constant, slope, effect]))
     if loss == "binary":
         prediction = prediction.sigmoid()
@@ -127,28 +108,67 @@ def fit_baseline(tables: Tables, loss: str) -> Baseline:
     )
 
 
+def fit_validated(tables: Tables, design: "Design", mean: Tensor, loss: str) -> Tensor:
+    """Returns the function of `design` that suits the validation rows best, [2 + N, T].
+
+    The penalty of a target without validation scores is the one that suits a third of its training
+    rows best, when it is fitted to the others; it is then fitted to all of them.
+    """
+    present = ~tables.y.isnan()
+    is_train = present & tables.is_in("train").unsqueeze(1)
+    is_validated = present & tables.is_in("val").unsqueeze(1)
+    has_val = is_validated.any(dim=0)
+    if not has_val.all():
+        is_third = (tables.set_number() % 3 == 0).unsqueeze(1)
+        is_validated |= is_train & is_third & ~has_val
+    y = tables.y.nan_to_num()
+    weight = (is_train & ~is_validated).double()
+    regress = logistic_ridge if loss == "binary" else ridge
+    fit = y.new_zeros(2 + len(tables.genes), y.size(1))
+    fit[0] = mean
+    best = fit
+    best_penalty = torch.ones_like(mean)
+    least = torch.full_like(mean, math.inf)
+    for penalty in reversed(PENALTIES):  # each starts from the one before
+        fit = regress(design, y, weight, penalty, fit)
+        if loss == "binary":
+            logit = design.predict(fit)
+            error = binary_cross_entropy_with_logits(logit, y, reduction="none")
+        else:
+            error = (design.predict(fit) - y).square()
+        error = (error * is_validated).sum(0)
+        is_better = error < least
+        best = fit.where(is_better, best)
+        best_penalty[is_better] = penalty
+        least = least.minimum(error)
+    if not has_val.all():
+        fit = regress(design, y, is_train.double(), best_penalty, best)
+        best = best.where(has_val, fit)
+    return best
+
+
 def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
     """Returns the mean effect [N, T] of the seen nodes one and two hops from each node, but itself.
 
     It is weighted by A @ A + A, with A the normalised adjacency of the undirected graph, and shrunk
-    to the mean of all seen nodes; how far is chosen by the error on these. `effect` [N, T] is 0 for
-    other nodes.
+    to the mean of all seen nodes; how far is chosen by the error on these. `is_seen` [N, T] says
+    for which scores a node is; elsewhere, `effect` [N, T] is 0.
     """
     num_nodes = len(effect)
     edges = remove_self_loops(*to_undirected(tables.edge_index, tables.edge_weight))
     edge_index, weight = gcn_norm(*edges, add_self_loops=False)
     adjacency = to_torch_coo_tensor(edge_index, weight, num_nodes)
-    values = torch.cat([is_seen.unsqueeze(1), effect], dim=1)
+    values = torch.cat([is_seen, effect], dim=1)
     one_hop = adjacency @ values
     to_itself = scatter(weight.square(), edge_index[0], dim_size=num_nodes).unsqueeze(1)
     sums = adjacency @ one_hop + one_hop - to_itself * values
-    total, sums = sums.tensor_split([1], dim=1)
-    mean = effect.sum(0) / is_seen.sum().clamp(min=1)
+    total, sums = sums.chunk(2, dim=1)
+    mean = effect.sum(0) / is_seen.sum(0).clamp(min=1)
     best = mean
     least = torch.full_like(mean, math.inf)
     for shrinkage in PENALTIES:
         imputed = (sums + shrinkage * mean) / (total + shrinkage)
-        error = (imputed - effect)[is_seen].square().sum(0)
+        error = ((imputed - effect) * is_seen).square().sum(0)
         best = imputed.where(error < least, best)
         least = least.minimum(error)
     return best

@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from errors import RunError, UserError
 
 log = logging.getLogger("checkpoint")
-ROWS_OF = {"embedding": "nodes", "identity": "nodes", "gate": "relations"}  # of these parameters
+# By the end of a parameter's name: what one of its dimensions has an entry for, and which it is.
+NAMED = {
+    "embedding": ("nodes", 0),
+    "identity": ("nodes", 0),
+    "project.weight": ("features", 1),
+    "gate": ("relations", 0),
+    "pair.weight": ("targets", 0),
+    "head.2.weight": ("targets", 0),
+    "head.2.bias": ("targets", 0),
+}
 
 
 @dataclass
@@ -77,6 +86,8 @@ class TrainState:
 
     def is_out_of_patience(self, steps_per_epoch: int, patience: int) -> bool:
         """Returns whether the last `patience` evaluations were no better; 0 is never."""
+        if self.best is None:
+            return False
         epochs_since_best = self.epoch - self.best["step"] // steps_per_epoch
         return 0 < patience <= epochs_since_best
 
@@ -114,8 +125,9 @@ def take_parameters(
 ) -> None:
     """Copies what a checkpoint of any tables has under the same names, in the same shapes.
 
-    Parameters in `ROWS_OF` have a row for each node or relation, and go by the names of these,
-    which are in `origin`. The additive readout stays, as it starts from the tables' own baseline.
+    Parameters in `NAMED` have entries for nodes, relations, features or targets, and go by the
+    names of these, which are in `origin`. The additive readout stays, as it starts from the tables'
+    own baseline.
     """
     taken = []
     left = []
@@ -124,22 +136,42 @@ def take_parameters(
         if saved is None or name.startswith("additive."):
             left.append(name)
             continue
-        kind = ROWS_OF.get(name.rpartition(".")[2])
-        has_rows = kind is not None and len(parameter) == len(origin[kind])
-        if has_rows and saved.shape[1:] == parameter.shape[1:]:
+        kind, dim = entries_of(name)
+        if kind and parameter.size(dim) == len(origin[kind]):
             names = origin[kind]
-            shared, rows, saved_rows = np.intersect1d(
+            shared, entries, saved_entries = np.intersect1d(
                 names, checkpoint.get(kind, []), return_indices=True
             )
-            parameter.data[rows] = saved[saved_rows].to(parameter)
-            taken.append(f"{name} of {len(shared):,} of {len(names):,} {kind}")
-        elif not has_rows and saved.shape == parameter.shape:
+            ours = parameter.data.movedim(dim, 0)  # a view
+            theirs = saved.movedim(dim, 0)
+            if ours.shape[1:] == theirs.shape[1:]:
+                ours[entries] = theirs[saved_entries].to(parameter)
+                taken.append(f"{name} of {len(shared):,} of {len(names):,} {kind}")
+                continue
+        elif saved.shape == parameter.shape:
             parameter.data.copy_(saved)
             taken.append(name)
-        else:
-            left.append(name)
+            continue
+        left.append(name)
     file = checkpoint["file"]
     log.info(f"init      from {file}: {', '.join(taken)}; not from it: {', '.join(left)}")
+    for kind in ("relations", "features", "targets"):
+        lacking = [name for name in origin[kind] if name not in checkpoint.get(kind, [])]
+        if lacking:
+            log.warning(
+                f"note      {file} has no {kind} {', '.join(lacking[:10])}: they start anew"
+            )
+
+
+def entries_of(parameter: str) -> tuple[str, int]:
+    """Returns what a parameter of this name has an entry for, and in which dimension, as `NAMED`.
+
+    It is "" for any other.
+    """
+    for end, entries in NAMED.items():
+        if f".{parameter}".endswith(f".{end}"):
+            return entries
+    return "", 0
 
 
 # ---- Writing -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_convert
 from torch_geometric.data import Data
-from torch_geometric.utils import cumsum, scatter
+from torch_geometric.utils import cumsum
 
 from cache import cached, source_digest
 from errors import DataError, UserError
@@ -51,8 +51,7 @@ class DataConfig:
 def load(config: DataConfig) -> Tables:
     """Returns the tables of `config`, or of the example, with their split, cached if possible.
 
-    Weights are scaled to a mean of 1 over the training rows. Raises `DataError` if a file is
-    missing, malformed or empty, or a split has no rows.
+    Raises `DataError` if a file is missing, malformed or empty, or a split has no rows.
     """
     config = with_example(config)
     files = [config.edges, config.perturbations, config.features]
@@ -78,8 +77,6 @@ def load(config: DataConfig) -> Tables:
                 f"{len(tables.y)} rows (data.split={config.split}): "
                 "change data.val_fraction and data.test_fraction, or add rows"
             )
-    if tables.weight is not None:
-        tables.weight = tables.weight / tables.weight[tables.rows("train")].mean()
     return tables
 
 
@@ -133,18 +130,11 @@ def target_nodes(tables: Tables) -> Tensor:
 # ---- Splits --------------------------------------------------------------------------------------
 def random_split(tables: Tables, config: DataConfig) -> Tensor:
     """Returns a random split, int8 [n], where rows of the same nodes and levels stay together."""
-    # Equal sets have equal sums of random 64-bit codes times numbers that stand for the levels, 1
-    # for 0; others have with a probability of about n * n / 2**64.
-    codes = np.random.default_rng(0).integers(-(2**63), 2**63, len(tables.genes))
-    codes = torch.from_numpy(codes)
-    terms = codes[tables.perturbed] * (1 + tables.level.view(torch.int64))
-    total = scatter(terms, tables.sample(), dim_size=len(tables.y))
-    _, first, group = np.unique(total.numpy(), return_index=True, return_inverse=True)
-    number = np.argsort(np.argsort(first))  # groups in order of their first rows
-
+    set_number = tables.set_number()
+    num_sets = int(set_number.max()) + 1
     generator = torch.Generator().manual_seed(config.split_seed)
-    order = torch.randperm(len(first), generator=generator)
-    return split_in_order(order, config, len(first))[torch.from_numpy(number[group])]
+    order = torch.randperm(num_sets, generator=generator)
+    return split_in_order(order, config, num_sets)[set_number]
 
 
 def node_split(tables: Tables, config: DataConfig) -> Tensor:
@@ -179,6 +169,16 @@ def split_in_order(order: Tensor, config: DataConfig, size: int) -> Tensor:
 
 
 # ---- Batches -------------------------------------------------------------------------------------
+def weight_scale(tables: Tables) -> Tensor:
+    """Returns what the weights of each score are multiplied by, float64 [T].
+
+    Their sum over the training rows that have the score is then the number of all training rows, so
+    that each score counts the same, however many of it are missing.
+    """
+    rows = tables.rows("train")
+    return len(rows) / tables.score_weight(rows).sum(dim=0)
+
+
 @dataclass
 class KnockoutDataset(Dataset):
     """Builds a whole batch of the tables' rows at once from a list of their numbers; -1 is padding.
@@ -187,19 +187,21 @@ class KnockoutDataset(Dataset):
     `level` [P] (0 for deleted nodes), `y` [B, T], `weight` [B, T] (0 for missing scores and
     padding), `index` [B] (the row, -1 for padding) and `num_dead_edges`, an int that sizes the
     masks' tensors. `degree` is that of `SharedGraph`, long [N]; `transform`, such as
-    `reach.ReachPlanner`, takes each batch and returns what the model gets.
+    `reach.ReachPlanner`, takes each batch and returns what the model gets; `scale` is the
+    `weight_scale` of the tables that are trained on.
     """
 
     tables: Tables
     degree: Tensor
     transform: Callable[[Data], Data] | None = None
+    scale: Tensor | float = 1.0
 
     def __len__(self) -> int:
         return len(self.tables.y)
 
-    def num_scores(self, rows: Tensor) -> int:
-        """Returns how many scores of these rows are not missing."""
-        return int(np.isfinite(self.tables.y[rows].numpy()).sum())
+    def total_weight(self, rows: Tensor) -> Tensor:
+        """Returns the sum of each score's weights in a batch of these rows, float64 [T]."""
+        return self.scale * self.tables.score_weight(rows).sum(dim=0)
 
     def __getitem__(self, row: int) -> Data:
         return self.__getitems__([row])
@@ -224,16 +226,14 @@ class KnockoutDataset(Dataset):
                 f"is outside [0, {num_nodes}), the graph's nodes"
             )
         y = self.tables.y[row]
-        weight = is_real.float()
-        if self.tables.weight is not None:
-            weight *= self.tables.weight[row]
+        weight = self.scale * self.tables.score_weight(row) * is_real.unsqueeze(1)
         batch = Data(
             perturbed=perturbed,
             perturbed_batch=sample,
             perturbed_ptr=ptr,
             level=level,
             y=y.nan_to_num() * is_real.unsqueeze(1),
-            weight=weight.unsqueeze(1) * ~y.isnan(),
+            weight=weight.float(),
             index=index,
             num_dead_edges=int(self.degree[perturbed[level == 0]].sum()),
         )

@@ -7,11 +7,11 @@ Shapes: n rows of T scores.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.utils import scatter
 
 from tables import mean_and_std, standardise
 
@@ -20,6 +20,11 @@ def mean_present(values: Tensor, y: Tensor) -> Tensor:
     """Returns the mean of each target's values [n, T] where y is not nan, [T]."""
     present = ~y.isnan()
     return values.where(present, 0.0).sum(dim=0) / present.sum(dim=0)
+
+
+def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
+    """Returns the mean of each target's values, both [n, T], nan where no weight is over 0, [T]."""
+    return (values * weight).sum(dim=0) / weight.sum(dim=0)
 
 
 def mse(y: Tensor, prediction: Tensor) -> Tensor:
@@ -112,19 +117,18 @@ def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
 
 
 # ---- Intervals -----------------------------------------------------------------------------------
-def resampled_pearson(y: Tensor, prediction: Tensor, resamples: int) -> Tensor:
-    """Returns Pearson's r, the targets' mean, of rows drawn with replacement, [resamples].
+def resampled_pearson(y: Tensor, prediction: Tensor, unit: Tensor, resamples: int) -> Tensor:
+    """Returns Pearson's r, the targets' mean, of rows in units drawn with replacement, [resamples].
 
-    As many rows are drawn as there are. Calls for the same rows draw the same ones, so that the
-    results of two predictions can be compared in pairs.
+    `unit` is the number of each row's unit, long [n]: all its rows are drawn together, and as many
+    units as there are. Calls for the same units draw the same ones, so that the results of two
+    predictions can be compared in pairs.
     """
     present = ~y.isnan()
     a = standardise(y).nan_to_num()
     b = standardise(prediction.where(present, math.nan)).nan_to_num()
     products = torch.stack([present.double(), a, b, a * a, b * b, a * b], dim=1)
-    columns = products.flatten(start_dim=1)
-    sums = [times @ columns for times in resampled_rows(len(y), resamples)]
-    count, *sums = torch.cat(sums).view(resamples, 6, -1).unbind(dim=1)
+    count, *sums = resampled_sums(products, unit, resamples).unbind(dim=1)
     mean_a, mean_b, mean_aa, mean_bb, mean_ab = (total / count for total in sums)
     variance_a = mean_aa - mean_a.square()
     variance_b = mean_bb - mean_b.square()
@@ -134,28 +138,36 @@ def resampled_pearson(y: Tensor, prediction: Tensor, resamples: int) -> Tensor:
     return r.nanmean(dim=1)
 
 
-def resampled_mean(values: Tensor, resamples: int) -> Tensor:
+def resampled_mean(values: Tensor, unit: Tensor, resamples: int) -> Tensor:
     """Returns the mean of the values [n] that are not nan, [resamples].
 
     The rows are those of `resampled_pearson`.
     """
     present = ~values.isnan()
     columns = torch.stack([values.nan_to_num(), present.double()], dim=1)
-    total, count = torch.cat(
-        [times @ columns for times in resampled_rows(len(values), resamples)]
-    ).T
+    total, count = resampled_sums(columns, unit, resamples).T
     return total / count
 
 
-def resampled_rows(num_rows: int, resamples: int) -> Iterator[Tensor]:
-    """Yields how often each row is drawn, some resamples at once, float64 [resamples, num_rows]."""
+def resampled_sums(values: Tensor, unit: Tensor, resamples: int) -> Tensor:
+    """Returns the sums of values [n, ...] over the rows that are drawn, float64 [resamples, ...].
+
+    With fewer than two units they are nan, as nothing is known of what other units would give.
+    """
+    units, unit = unit.unique(return_inverse=True)
+    num_units = len(units)
+    if num_units < 2:
+        return values.new_full((resamples, *values.shape[1:]), math.nan)
+    of_units = scatter(values, unit, dim_size=num_units).flatten(start_dim=1)
     generator = torch.Generator().manual_seed(0)
+    sums = []
     for start in range(0, resamples, 32):
         draws = []
         for _ in range(min(32, resamples - start)):
-            rows = torch.randint(num_rows, (num_rows,), generator=generator)
-            draws.append(torch.bincount(rows, minlength=num_rows).double())
-        yield torch.stack(draws)
+            drawn = torch.randint(num_units, (num_units,), generator=generator)
+            draws.append(torch.bincount(drawn, minlength=num_units).double())
+        sums.append(torch.stack(draws) @ of_units)
+    return torch.cat(sums).view(resamples, *values.shape[1:])
 
 
 def centred(resampled: Tensor, estimate: float | Tensor) -> Tensor:
@@ -201,9 +213,13 @@ def first_metric() -> str:
 
 
 def quality(result: dict[str, Any]) -> tuple[float, float]:
-    """Returns a sort key, larger is better: the first metric (0 if undefined), then the loss."""
+    """Returns a sort key, larger is better: the first metric (0 if undefined), then the loss.
+
+    A loss that is nan is the worst.
+    """
     value = result.get(first_metric(), -math.inf)  # as in a checkpoint from before an edit
-    return 0.0 if math.isnan(value) else value, -result["loss"]
+    loss = result["loss"]
+    return 0.0 if math.isnan(value) else value, -math.inf if math.isnan(loss) else -loss
 
 
 def result_text(result: dict[str, Any]) -> str:

@@ -133,15 +133,13 @@ class KnockoutGNN(nn.Module):
 
         Without a readout of the knocked-out nodes, it starts from the mean of the training scores.
         """
-        rows = tables.rows("val")  # training hides as many nodes as are unseen there
-        unseen = tables.unseen()[rows].sum() / tables.perturbed_ptr.diff()[rows].sum().clamp(min=1)
         model = cls(
             config,
             num_nodes=len(tables.genes),
             num_relations=len(tables.relations),
             num_features=tables.features.size(1),
             num_targets=len(tables.targets),
-            unseen=unseen.item(),
+            unseen=tables.unseen_share("val"),  # training hides as many nodes
             target_nodes=target_nodes,
         )
         if model.additive is not None:

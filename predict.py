@@ -30,7 +30,8 @@ from checkpoint import explain_write_errors, load_model, read_checkpoint
 from config import Config, Parser, load_config, log_to_console, run_command
 from ddp_setup import DDPConfig, Distributed
 from errors import UserError
-from tables import Rows, Tables, pack, read_header, read_rows
+from rows import read_header, read_rows, split_level
+from tables import Tables, pack
 from task import KnockoutTask, predict_rows, table_lines
 
 log = logging.getLogger("predict")
@@ -214,14 +215,21 @@ def read_sets(path: str, tables: Tables) -> Iterator[Chunk]:
 
     Whatever else a batch is made of must be read here, too. Raises `DataError`.
     """
-    node_number = {gene: node for node, gene in enumerate(tables.genes)}
-    kind, sign, level_text = path.partition("=")
+    kind, sign, _ = path.partition("=")
     if kind in SET_SIZES:
-        names = [name + sign + level_text for name in tables.genes]
-        all_rows = all_sets(path, names, SET_SIZES[kind])
-    else:
-        all_rows = read_rows(path, read_header(path, "genes"))
-    for rows in all_rows:
+        level = 0.0
+        if sign:
+            _, level = split_level(path)
+        if level is None:
+            raise UserError(f"{path} has no level from 0 to 10,000")
+        yield from all_sets(tables, SET_SIZES[kind], level)
+        return
+    node_number = {gene: node for node, gene in enumerate(tables.genes)}
+    notes = []
+    header = read_header(path, notes, ("genes",))
+    for note in notes:
+        log.info(f"note      {note}")
+    for rows in read_rows(path, header, skip_blank=False):
         row, names, level = rows.sets(node_number)
         node = torch.tensor([node_number.get(name, -1) for name in names], dtype=torch.long)
         is_known = torch.ones(len(rows.lines), dtype=torch.bool)
@@ -229,18 +237,32 @@ def read_sets(path: str, tables: Tables) -> Iterator[Chunk]:
         num_known = int(is_known.sum())
         number_of_row = is_known.cumsum(0) - 1
         chosen = is_known[row]
-        perturbations = pack(number_of_row[row[chosen]], node[chosen], level[chosen], num_known)
-        y = tables.y.new_full((num_known, len(tables.targets)), math.nan)
-        samples = replace(tables, **perturbations, y=y, split=None, weight=None)
+        samples = make_samples(
+            tables, number_of_row[row[chosen]], node[chosen], level[chosen], num_known
+        )
         unknown = [name for name in names if name not in node_number]
         yield Chunk(rows.cells["genes"], is_known, samples, unknown)
 
 
-def all_sets(path: str, names: Sequence[str], size: int) -> Iterator[Rows]:
-    """Yields the rows of a table of all sets of `size` names."""
-    sets = combinations(names, size)
+def all_sets(tables: Tables, size: int, level: float) -> Iterator[Chunk]:
+    """Yields all sets of `size` nodes, each at the level, some at once."""
+    num_nodes = len(tables.genes)
+    names = list(tables.names(torch.arange(num_nodes), torch.full((num_nodes,), level)))
+    sets = combinations(range(num_nodes), size)
     while some_sets := list(islice(sets, 100_000)):
-        yield Rows(path, range(len(some_sets)), {"genes": list(map(",".join, some_sets))})
+        nodes = torch.tensor(some_sets)
+        row = torch.arange(len(nodes)).repeat_interleave(size)
+        levels = torch.full((nodes.numel(),), level, dtype=torch.float64)
+        samples = make_samples(tables, row, nodes.flatten(), levels, len(nodes))
+        cells = [",".join(names[node] for node in one_set) for one_set in some_sets]
+        yield Chunk(cells, torch.ones(len(nodes), dtype=torch.bool), samples, [])
+
+
+def make_samples(tables: Tables, row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> Tables:
+    """Returns rows without scores on the graph of `tables`, given those of each perturbed node."""
+    y = tables.y.new_full((num_rows, len(tables.targets)), math.nan)
+    perturbations = pack(row, node, level, num_rows)
+    return replace(tables, **perturbations, y=y, split=None, weight=None)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,12 @@ from plots import curves_svg
 log = logging.getLogger("run_folder")
 # Options of a run that must stay when it is resumed: section and name.
 MUST_STAY = (("run", "seed"), ("data", "batch_size"), ("optim", "loss"), ("optim", "lr_mult"))
+# Sections and options that leave training as it is, but for rounding, once the hash of the data and
+# the options that must stay are the same.
+SAME_TRAINING = (
+    *("run", "data", "ddp", "checkpoint", "log"),
+    *("model.message_passing", "model.checkpointing", "optim.accumulate", "optim.zero"),
+)
 
 
 @dataclass(frozen=True)
@@ -122,13 +128,15 @@ class RunFolder:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logging.getLogger().addHandler(handler)
 
-    def resume(self, state: TrainState) -> None:
+    def resume(self, state: TrainState, steps_per_epoch: int) -> None:
         """Brings the state to where the run was, or to where it starts, and starts the files.
 
         That is the folder's newest checkpoint or, in an empty folder, what run.resume or run.init
-        name. A collective; raises `UserError` on every rank.
+        name. A collective; raises `UserError` on every rank, also if the options differ from those
+        of the steps that were made, and none is left to make.
         """
         checkpoint = None
+        is_trained = False
         with self.env.sync_errors():
             if self.env.rank == 0:
                 checkpoint = self._find_checkpoint()
@@ -138,10 +146,14 @@ class RunFolder:
         checkpoint = self.env.broadcast(checkpoint)
         if checkpoint is not None:
             state.load_state_dict(checkpoint, self.config.optim.precision)
+            optim = self.config.optim
+            is_out_of_patience = state.is_out_of_patience(steps_per_epoch, optim.patience)
+            is_trained = state.epoch >= optim.epochs or is_out_of_patience
+            self._compare_options(checkpoint, is_trained)
         self.env.progress = self.env.progress._replace(step=state.step)
         ranks = describe(self.env)
         with self.env.sync_errors():
-            self._start_files(state, ranks)
+            self._start_files(state, ranks, is_trained)
 
     def _find_checkpoint(self) -> dict[str, Any] | None:
         """Returns the checkpoint to go on from; raises `UserError` if it is another run's."""
@@ -162,6 +174,32 @@ class RunFolder:
                 )
         return checkpoint
 
+    def _compare_options(self, checkpoint: dict[str, Any], is_trained: bool) -> None:
+        """Says which options differ from those of a checkpoint's steps, and records those.
+
+        Raises `UserError` if they differ and the run `is_trained` to its end.
+        """
+        earlier = {}
+        for section, given in self.origin["config"].items():
+            saved = checkpoint["config"].get(section, {})
+            for name, value in given.items():
+                key = f"{section}.{name}"
+                stays = section in SAME_TRAINING or key in SAME_TRAINING
+                if not stays and saved.get(name, value) != value:
+                    earlier[key] = saved[name]
+        self.origin["earlier_options"] = dict(checkpoint.get("earlier_options", {}))
+        if not earlier:
+            return
+        step = checkpoint["step"]
+        made_with = ", ".join(f"{key}={value}" for key, value in earlier.items())
+        if is_trained:
+            raise UserError(
+                f"{checkpoint['file']} is trained to its end, step {step}, with {made_with}: set "
+                "it so, raise optim.epochs, or set another run.name to train with other options"
+            )
+        log.warning(f"note      the {step} steps so far were made with {made_with}")
+        self.origin["earlier_options"][step] = earlier
+
     def newest_checkpoint(self) -> dict[str, Any] | None:
         """Returns the folder's newest readable checkpoint, else that of run.resume, if set."""
         resume = self.config.run.resume
@@ -181,17 +219,20 @@ class RunFolder:
         """Returns the paths of the step checkpoints, newest first."""
         return sorted(self.checkpoints.glob(f"step_{'[0-9]' * 8}.pt"), reverse=True)
 
-    def _start_files(self, state: TrainState, ranks: str) -> None:
-        """Opens the other ranks' logs, and records configuration, environment and metrics."""
+    def _start_files(self, state: TrainState, ranks: str, is_trained: bool) -> None:
+        """Opens the other ranks' logs, and records configuration, environment and metrics.
+
+        A run that `is_trained` to its end keeps its test.tsv.
+        """
         with explain_write_errors(self.path, UserError):
             if self.env.rank != 0:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._log_to_file()
                 return
-            config = yaml.safe_dump(self.origin["config"], sort_keys=False)
-            write_atomically(self.path / "config.yaml", [config])
+            write_atomically(self.path / "config.yaml", self._config_lines())
             write_atomically(self.path / "environment.txt", [environment(ranks)])
-            (self.path / "test.tsv").unlink(missing_ok=True)  # of an earlier end
+            if not is_trained:
+                (self.path / "test.tsv").unlink(missing_ok=True)  # of an earlier end
             self._open_metrics(state)
         is_resumed = state.step > 0 or state.best is not None
         self.event("resumed" if is_resumed else "started", state)
@@ -199,6 +240,13 @@ class RunFolder:
         log.info(ranks)
         start = f"resumed at step {state.step}" if is_resumed else "from the start"
         log.info(f"run       {self.path}, {start}")
+
+    def _config_lines(self) -> Iterator[str]:
+        """Yields the lines of config.yaml, and comments on options that earlier steps had."""
+        for step, options in self.origin.get("earlier_options", {}).items():
+            for key, value in options.items():
+                yield f"# up to step {step}: {key}={value}\n"
+        yield yaml.safe_dump(self.origin["config"], sort_keys=False)
 
     def _open_metrics(self, state: TrainState) -> None:
         """Opens metrics.jsonl without the rows that the run will repeat."""

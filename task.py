@@ -23,11 +23,11 @@ from torch_geometric.data import Data
 import data
 from baseline import Baseline, load_baseline
 from config import Config
-from data import KnockoutDataset, make_loader, target_nodes
+from data import KnockoutDataset, make_loader, target_nodes, weight_scale
 from ddp_setup import Distributed
 from errors import UserError
 from mask import SharedGraph
-from metrics import compare, mean_present, mse
+from metrics import compare, mse, weighted_mean
 from model import KnockoutGNN
 from reach import plan_route
 from tables import SPLITS, Tables
@@ -92,6 +92,8 @@ class KnockoutTask:
             "data": self.fingerprint,
             "nodes": self.tables.genes,
             "relations": self.tables.relations,
+            "features": list(self.tables.feature_names),
+            "targets": list(self.tables.targets),
             "mean": self.mean.cpu(),
             "std": self.std.cpu(),
         }
@@ -110,16 +112,18 @@ class KnockoutTask:
         return KnockoutGNN.from_tables(options, self.tables, self.baseline, nodes)
 
     def loss(self, prediction: Tensor, batch: Data) -> Tensor:
-        """Returns the weighted sum of a batch's losses, given the model's prediction [B, T].
+        """Returns the weighted sum of a batch's losses for each score, [T].
 
         A loss is a squared error over the variance of the scores or, for optim.loss=binary, a
-        cross-entropy of logits.
+        cross-entropy of logits. `prediction` is the model's, [B, T].
         """
         if self.config.optim.loss == "binary":
             logit = self.rescale(prediction)
-            return binary_cross_entropy_with_logits(logit, batch.y, batch.weight, reduction="sum")
-        y = ((batch.y - self.mean) / self.std).to(prediction.dtype)
-        return (batch.weight * (prediction - y).square()).sum()
+            losses = binary_cross_entropy_with_logits(logit, batch.y, reduction="none")
+        else:
+            y = ((batch.y - self.mean) / self.std).to(prediction.dtype)
+            losses = (prediction - y).square()
+        return (batch.weight * losses).sum(dim=0)
 
     def rescale(self, prediction: Tensor) -> Tensor:
         """Returns predictions of the model in the units of the scores, or logits, float64."""
@@ -133,46 +137,61 @@ class KnockoutTask:
     def metrics(self, split: str, prediction: Tensor) -> dict[str, float]:
         """Returns what predictions of a split's rows, [n, T], are worth, beside the baseline.
 
-        A metric is the mean over the targets for which it is defined, nan if there are none.
+        A figure is the mean over the targets for which it is defined, nan if there are none: the
+        weighted mean of `loss`, and metrics without weights. `n` rows have a score, of `rows`.
         """
         rows = self.rows(split)
         y = self.tables.y[rows]
         if self.config.optim.loss == "binary":
-            cross_entropy = binary_cross_entropy(prediction, y.nan_to_num(), reduction="none")
-            loss = mean_present(cross_entropy, y)
+            losses = binary_cross_entropy(prediction, y.nan_to_num(), reduction="none")
         else:
-            loss = mse(y, prediction) / self.baseline.std.square()
+            losses = (prediction - y.nan_to_num()).square()
+        loss = weighted_mean(losses, self.tables.score_weight(rows))
+        if self.config.optim.loss == "squared":
+            loss = loss / self.baseline.std.square()
         figures = {
             "loss": loss,
             "mse": mse(y, prediction),
             **compare(y, prediction, self.baseline.prediction[rows]),
         }
         means = {name: values.nanmean().item() for name, values in figures.items()}
-        return {**means, "n": len(rows)}
+        num_scored = int((~y.isnan()).any(dim=1).sum())
+        return {**means, "n": num_scored, "rows": len(rows)}
 
     def result_lines(self, prediction: Tensor) -> Iterator[str]:
-        """Yields the lines of test.tsv: for each test row its nodes, how many of them are unseen.
+        """Yields the lines of test.tsv: for each test row its nodes, and those that are unseen.
 
-        For each target follow score, prediction [n, T] and baseline; a missing score is an empty
-        cell.
+        Of these, it gives the number, one for each score if they differ, and the names. For each
+        target follow score, prediction [n, T] and baseline; a missing score is an empty cell.
         """
         tables = self.tables
-        header = ["genes", "unseen"]
+        header = ["genes", "unseen", "unseen_genes"]
         for name in tables.targets:
             header += [name, f"{name}_prediction", f"{name}_baseline"]
         yield "\t".join(header) + "\n"
 
         rows = tables.rows("test")
-        is_test = tables.is_in("test")[tables.sample()]
-        perturbed = tables.perturbed[is_test].tolist()
-        levels = tables.level[is_test].tolist()
-        names = map(tables.name, perturbed, levels)
-        counts = tables.perturbed_ptr.diff()[rows].tolist()
-        sets = (",".join(islice(names, count)) for count in counts)
-        unseen = tables.unseen()[rows].unsqueeze(1)
         baseline = self.baseline.prediction[rows]
         scores = torch.stack([tables.y[rows], prediction, baseline], dim=2)
-        yield from table_lines(sets, torch.cat([unseen, scores.flatten(start_dim=1)], dim=1))
+        yield from table_lines(self._labels("test"), scores.flatten(start_dim=1))
+
+    def _labels(self, split: str) -> Iterator[str]:
+        """Yields the first cells of the lines of test.tsv."""
+        tables = self.tables
+        is_in_split = tables.is_in(split)[tables.sample()]
+        perturbed = tables.perturbed[is_in_split]
+        genes = tables.names(perturbed, tables.level[is_in_split])
+        is_unseen = ~tables.is_seen().all(dim=1)  # for one score at least
+        unseen_genes = (tables.genes[node] if is_unseen[node] else "" for node in perturbed)
+        counts = tables.perturbed_ptr.diff()[tables.rows(split)].tolist()
+        for count, unseen in zip(counts, tables.unseen(split), strict=True):
+            numbers = unseen[:1] if (unseen == unseen[0]).all() else unseen
+            cells = [
+                ",".join(islice(genes, count)),
+                ",".join(map(str, numbers.tolist())),
+                ",".join(filter(None, islice(unseen_genes, count))),
+            ]
+            yield "\t".join(cells)
 
     def summary(self) -> str:
         """Returns the numbers of nodes, edges and samples as a line for the log, and a warning."""
@@ -194,6 +213,8 @@ class KnockoutTask:
         )
         if tables.left_out:
             text += f"; columns left out: {', '.join(tables.left_out)}"
+        for note in tables.notes:
+            text += f"\nnote      {note}"
         if 2 * len(isolated) >= len(perturbed) > 0:
             names = ", ".join(tables.genes[node] for node in isolated[:10].tolist())
             text += f"\nnote      no edges: {names:.300}: do the tables use the same names?"
@@ -202,7 +223,7 @@ class KnockoutTask:
 
 def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[KnockoutDataset, str]:
     """Returns the dataset of tables on the graph, and how the model passes messages, a text."""
-    dataset = KnockoutDataset(tables, graph.degree)
+    dataset = KnockoutDataset(tables, graph.degree, scale=weight_scale(tables))
     options = config.model
     if not options.has_knockout_pass:
         return dataset, f"no knock-out pass, as model.readout={options.readout}"
@@ -211,12 +232,21 @@ def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[Kn
 
 
 def check_scores(tables: Tables, config: Config) -> None:
-    """Raises `UserError` for scores that optim.loss cannot take; notes options that do not suit."""
-    for name, scores in zip(tables.targets, tables.y[tables.rows("train")].T, strict=True):
-        if scores.isnan().all():
-            raise UserError(
-                f"no training row has a score '{name}': remove that column, or change the split"
-            )
+    """Raises `UserError` for scores that no training or validation row has, or of a wrong kind.
+
+    Notes scores that are missing elsewhere, and options that do not suit.
+    """
+    for split in SPLITS:
+        is_missing = tables.y[tables.rows(split)].isnan().all(dim=0)
+        names = [name for name, missing in zip(tables.targets, is_missing, strict=True) if missing]
+        if not names:
+            continue
+        problem = f"no {split} row has a score '{names[0]}'"
+        if len(names) > 1:
+            problem = f"no {split} row has a score {', '.join(names[:10])}"
+        if split == "train" or (split == "val" and len(names) == len(tables.targets)):
+            raise UserError(f"{problem}: remove that column, or change the split")
+        log.warning(f"note      {problem}: it does not count there")
     binary = bool(((tables.y == 0) | (tables.y == 1) | tables.y.isnan()).all())
     if config.optim.loss == "binary" and not binary:
         raise UserError("optim.loss=binary needs scores of 0 and 1: set optim.loss=squared")

@@ -71,9 +71,6 @@ def train(config: Config, env: Distributed) -> None:
     state = TrainState(model, optimizer, scaler)
     env.check_equal({**config.options(), "data (hash)": task.fingerprint, **library_versions()})
 
-    folder = RunFolder.open(config, env, task.origin(), first_metric())
-    folder.resume(state)
-    env.stop.is_training = True
     sampler = StepSampler(  # a DistributedSampler whose steps are the same on any number of ranks
         task.rows("train"),
         config.data.batch_size,
@@ -82,6 +79,9 @@ def train(config: Config, env: Distributed) -> None:
         rank=env.rank,
         seed=config.run.seed,
     )
+    folder = RunFolder.open(config, env, task.origin(), first_metric())
+    folder.resume(state, sampler.steps_per_epoch)
+    env.stop.is_training = True
     loader = make_loader(task.dataset, sampler, config.data.workers, env.device)
     if env.is_distributed:
         ddp_model = DistributedDataParallel(
@@ -126,7 +126,7 @@ def train_epoch(
     config = task.config
     optim = config.optim
     total_steps = sampler.steps_per_epoch * optim.epochs
-    meter = Meter(env, optim)
+    meter = Meter(task, env)
     progress = ""
     batches = iter(loader)
     state.model.train()
@@ -137,9 +137,8 @@ def train_epoch(
         lr_factor = schedule(state.step, total_steps, optim)
         set_learning_rates(state.optimizer, lr_factor)
         rows = sampler.rows_in_step(step_in_epoch)
-        num_scores = task.dataset.num_scores(rows)
-        norm_and_scale = train_step(task, state, ddp_model, batches, num_scores, meter, env)
-        meter.count(len(rows), num_scores, norm_and_scale)
+        norm_and_scale = train_step(task, state, ddp_model, batches, len(rows), meter, env)
+        meter.count(len(rows), task.dataset.total_weight(rows), norm_and_scale)
         state.step += 1
         folder.profile_step()
         env.step_done(state.step)
@@ -165,18 +164,19 @@ def train_step(
     state: TrainState,
     ddp_model: nn.Module,
     batches: Iterator[Data],
-    num_scores: int,
+    num_rows: int,
     meter: "Meter",
     env: Distributed,
 ) -> Tensor:
     """Makes one step of the optimiser, from `optim.accumulate` batches on each rank.
 
-    Returns what `optimizer_step` does. `num_scores` are those of the whole step.
+    Returns what `optimizer_step` does. `num_rows` are those of the whole step.
     """
     optim = task.config.optim
     seed = seed_step(task.config.run.seed, state.step, env)
-    # The loss of a step is the mean over all its scores; world_size undoes DDP's mean over ranks.
-    loss_factor = env.world_size / max(1, num_scores)
+    # The loss of a step is the mean over its rows and scores; world_size undoes DDP's mean over
+    # ranks.
+    loss_factor = env.world_size / (num_rows * len(task.tables.targets))
     for micro_step in range(optim.accumulate):
         with env.phase("data"):
             batch = next(batches).to(env.device, non_blocking=True)
@@ -187,8 +187,8 @@ def train_step(
             with env.phase("forward"), autocast(optim, env):
                 prediction = ddp_model(task.graph, batch)
             with env.phase("backward"):
-                loss = task.loss(prediction, batch)
-                state.scaler.scale(loss * loss_factor).backward()
+                loss = task.loss(prediction, batch)  # of each score
+                state.scaler.scale(loss.sum() * loss_factor).backward()
         meter.loss += loss.detach()
     with env.phase("optimiser"):
         return optimizer_step(state.model, state.optimizer, state.scaler, optim)
@@ -232,7 +232,10 @@ def test(task: KnockoutTask, state: TrainState, folder: RunFolder, env: Distribu
         raise StopTraining(reason)
     result = task.metrics("test", prediction)
     folder.finish(state, result, task.result_lines(prediction))
-    log.info(f"test      {result_text(result)} ({result['n']:,} samples)")
+    num_samples = f"{result['n']:,} samples"
+    if result["n"] < result["rows"]:
+        num_samples += f" with a score, of {result['rows']:,}"
+    log.info(f"test      {result_text(result)} ({num_samples})")
     command = f"python analyse.py {shlex.quote(str(folder.path))}"
     log.info(f"test      intervals, groups of rows and a plot: {command}")
 
@@ -243,23 +246,25 @@ class Meter:
     It does not wait for the device before `read`.
     """
 
-    def __init__(self, env: Distributed, optim: OptimConfig):
+    def __init__(self, task: KnockoutTask, env: Distributed):
+        self.num_targets = len(task.tables.targets)
+        self.optim = task.config.optim
         self.env = env
-        self.optim = optim
         self.restart()
 
     def restart(self) -> None:
         self.start = time.perf_counter()
-        self.loss = torch.zeros((), dtype=torch.float64, device=self.env.device)  # this rank's
+        # Sums for each score: of this rank's losses, and of the weights over all ranks.
+        self.loss = torch.zeros(self.num_targets, dtype=torch.float64, device=self.env.device)
+        self.weight = torch.zeros(self.num_targets, dtype=torch.float64)
         self.num_samples = 0
-        self.num_scores = 0
         self.steps = []  # what `optimizer_step` returned
         self.env.seconds.clear()
 
-    def count(self, num_samples: int, num_scores: int, norm_and_scale: Tensor) -> None:
-        """Adds a step with these samples and scores over all ranks."""
+    def count(self, num_samples: int, weight: Tensor, norm_and_scale: Tensor) -> None:
+        """Adds a step with these samples and weights of the scores [T], over all ranks."""
         self.num_samples += num_samples
-        self.num_scores += num_scores
+        self.weight += weight
         self.steps.append(norm_and_scale)
 
     def read(self, state: TrainState) -> dict[str, Any]:
@@ -274,9 +279,9 @@ class Meter:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
         if self.env.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated()
-        total = self.env.sum(self.loss).item()
+        mean_of_score = self.env.sum(self.loss).cpu() / self.weight
         row = {
-            "loss": total / max(1, self.num_scores),
+            "loss": mean_of_score.nanmean().item(),
             "grad_norm": steps[-1][0],
             "skipped": state.skipped,
             "samples_per_s": round(self.num_samples / elapsed, 1),

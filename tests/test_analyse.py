@@ -14,7 +14,7 @@ import torch
 import yaml
 
 import analyse
-from analyse import Predictions, read_predictions, seconds_of, shared_pairs
+from analyse import seconds_of, shared_pairs
 from baseline import additive_baseline
 from checkpoint import write_atomically
 from data import load

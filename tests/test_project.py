@@ -18,8 +18,8 @@ from tests.conftest import MODULES, ROOT
 SHELVES = {
     "commands": {
         "train": "task config data metrics optim run_folder checkpoint ddp_setup watchdog errors",
-        "predict": "task config checkpoint tables ddp_setup errors",
-        "analyse": "config data metrics run_folder checkpoint tables plots errors",
+        "predict": "task config checkpoint tables rows ddp_setup errors",
+        "analyse": "config data metrics run_folder checkpoint tables results plots errors",
     },
     "what you edit": {
         "task": "config model data metrics baseline reach mask tables ddp_setup errors",
@@ -35,7 +35,9 @@ SHELVES = {
         "baseline": "tables cache",
         "reach": "mask",
         "mask": "",
-        "tables": "errors",
+        "tables": "rows errors",
+        "results": "rows errors",
+        "rows": "errors",
         "cache": "",
         "ddp_setup": "watchdog errors",
         "watchdog": "",

@@ -265,7 +265,7 @@ def test_all_sets_of_one_or_two_names():
 
 def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
     """Blank lines, spaces, controls and an error, at some 100 lines a part."""
-    monkeypatch.setattr("tables.CHUNK", 1500)
+    monkeypatch.setattr("rows.CHUNK", 1500)
     lines = [f"g{i % 50},g{i % 37} ,g{i % 50}\t{i}" for i in range(1500)]
     lines[7], lines[1200], lines[1300] = "\t1.5", "", "  \t2.5"
     path = tmp_path / "scores.tsv"
@@ -295,7 +295,7 @@ def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
 
 
 def test_a_part_of_blank_lines_alone_is_no_part(tmp_path, monkeypatch):
-    monkeypatch.setattr("tables.CHUNK", 3)  # a row at once, or four blank lines
+    monkeypatch.setattr("rows.CHUNK", 3)  # a row at once, or four blank lines
     rows = "a\t1\nb\t2\nc\t3\n"
     (tmp_path / "scores.tsv").write_text(f"genes\tscore\n{rows}\n\n\n\n{rows}\n")
     columns = read_knockouts(str(tmp_path / "scores.tsv"), {})

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from analyse import analyse, read_predictions
+from analyse import analyse
 from config import Config
 from optim import OptimConfig
+from results import read_predictions
 from tables import Tables, mean_and_std
 from task import KnockoutTask
 from tests.conftest import write_table

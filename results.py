@@ -1,0 +1,125 @@
+"""The rows of a test.tsv: scores, predictions and baseline of the test rows.
+
+`KnockoutTask.result_lines` writes them.
+
+Shapes: n rows of T scores.
+"""
+
+import math
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from errors import UserError
+from rows import parse_number
+
+SUFFIXES = ("", "_prediction", "_baseline")  # of the columns of a target
+
+
+@dataclass
+class Predictions:
+    """The content of a test.tsv."""
+
+    genes: list[str]  # of each row, separated by commas
+    unseen: Tensor  # long [n, T], how many of them no training row with the score perturbs
+    unseen_genes: list[str]  # of each row, those of which that is so for a score at least
+    targets: list[str]  # name of each of the T scores
+    y: Tensor  # float64 [n, T], nan where a score is missing
+    prediction: Tensor  # float64 [n, T]
+    baseline: Tensor  # float64 [n, T], the additive one
+
+    def levels(self) -> list[str]:
+        """Returns the level that all genes of a row have, such as "0.3", or "several".
+
+        It is "" for a row without genes.
+        """
+        levels = []
+        for names in self.genes:
+            of_genes = {level_of(name) for name in names.split(",") if name}
+            if len(of_genes) > 1:
+                of_genes = {"several"}
+            levels.append("".join(of_genes))
+        return levels
+
+    def deletions(self) -> Tensor:
+        """Returns how many genes each row names, long [n]."""
+        return torch.tensor([names.count(",") + 1 if names else 0 for names in self.genes])
+
+    def units(self) -> list[tuple[str, str]]:
+        """Returns what each row is drawn with, for an interval: "gene" or "set", and its name.
+
+        Rows with the same genes share what the model gets wrong of them; so do rows with the same
+        unseen gene. Of several unseen ones, it is that of the most rows.
+        """
+        unseen_genes = [names.split(",") for names in self.unseen_genes]
+        num_rows = Counter(chain.from_iterable(unseen_genes))
+        units = []
+        for genes, unseen in zip(self.genes, unseen_genes, strict=True):
+            if unseen == [""]:
+                units.append(("set", genes))
+            else:
+                units.append(("gene", max(unseen, key=num_rows.__getitem__)))
+        return units
+
+    def unit(self) -> Tensor:
+        """Returns the number of each row's unit, long [n], in the order of their first rows."""
+        number = {}
+        return torch.tensor([number.setdefault(unit, len(number)) for unit in self.units()])
+
+    def counts(self) -> str:
+        """Returns the numbers of rows and scores as a text."""
+        return f"rows {len(self.y):,}, scores {len(self.targets):,}"
+
+
+def level_of(name: str) -> str:
+    """Returns the level at the end of a gene's name in test.tsv, "0" for a deletion."""
+    _, sign, end = name.rpartition("=")
+    has_level = sign and math.isfinite(parse_number(end))
+    return end if has_level else "0"
+
+
+def read_predictions(path: Path) -> Predictions:
+    """Returns the rows of a test.tsv; raises `UserError` if it is not as train.py writes it."""
+    genes = []
+    unseen = []
+    unseen_genes = []
+    numbers = array("d")
+    line_number = 1
+    try:
+        with path.open(encoding="utf-8") as file:
+            header = file.readline().rstrip("\n").split("\t")
+            targets = header[3::3]
+            columns = [name + suffix for name in targets for suffix in SUFFIXES]
+            if not targets or header != ["genes", "unseen", "unseen_genes", *columns]:
+                expected = "genes, unseen, unseen_genes, and three columns for each score"
+                raise ValueError(f"the header is not {expected}")
+            for line in file:
+                line_number += 1
+                cells = line.rstrip("\n").split("\t")
+                if len(cells) != len(header):
+                    raise ValueError(f"{len(cells)} cells under {len(header)} columns")
+                genes.append(cells[0])
+                counts = [int(count) for count in cells[1].split(",")]
+                if len(counts) not in (1, len(targets)):
+                    raise ValueError(f"{len(counts)} numbers of unseen genes")
+                unseen.append(torch.tensor(counts).expand(len(targets)))
+                unseen_genes.append(cells[2])
+                numbers.extend([float(cell or "nan") for cell in cells[3:]])
+            if not genes:
+                raise ValueError("there are no rows")
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}: {error.strerror}; a run writes it when it finishes"
+        ) from None
+    except ValueError as error:
+        raise UserError(
+            f"{path}:{line_number}: {error}; start the run again, which writes it anew"
+        ) from None
+    scores = torch.frombuffer(numbers, dtype=torch.float64).view(len(genes), len(targets), 3)
+    y, prediction, baseline = scores.movedim(2, 0).contiguous()
+    return Predictions(genes, torch.stack(unseen), unseen_genes, targets, y, prediction, baseline)
