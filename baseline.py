@@ -21,6 +21,11 @@ from tables import Tables, mean_and_std
 TARGETS_AT_ONCE = 64  # whose numbers stay in cache
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # on the effects: 0.1 to 1000
 POWERS = (1.0, 0.4, 0.6, 1.5)  # of levels
+TOLERANCE = 1e-7  # of a fit, in standard deviations of the scores
+REWEIGHTED = 1e-5  # the same, at which a logistic regression ends
+MOST_STEPS = 1000  # of conjugate gradients
+MOST_REWEIGHTINGS = 50  # of a logistic regression
+UNSOLVED = 1e-4  # the same, from which on the log says that a fit has ended before
 
 
 @dataclass
@@ -38,6 +43,7 @@ class Baseline:
     mean: Tensor  # float64 [T], of the training scores; for binary ones, of their logits
     std: Tensor  # float64 [T], of the training scores; 1 for binary ones
     prediction: Tensor  # float64 [n, T], for each row, in the units of y
+    error: Tensor  # float64 [T], how far the fit is from its solution, as `TOLERANCE`
     power: float = 1.0
 
 
@@ -89,7 +95,7 @@ def fit_baseline(tables: Tables, loss: str) -> Baseline:
         mean = mean.logit(eps=1e-3)
         std = torch.ones_like(std)
     design = Design(tables)
-    fit = fit_validated(tables, design, mean, loss)
+    fit, error = fit_validated(tables, design, mean, std, loss)
     constant, slope, effect = fit.tensor_split([1, 2])
     is_seen = tables.is_seen()
     imputed = impute_effects(tables, is_seen, effect)
@@ -105,11 +111,16 @@ def fit_baseline(tables: Tables, loss: str) -> Baseline:
         mean=mean,
         std=std,
         prediction=prediction,
+        error=error,
     )
 
 
-def fit_validated(tables: Tables, design: "Design", mean: Tensor, loss: str) -> Tensor:
+def fit_validated(
+    tables: Tables, design: "Design", mean: Tensor, std: Tensor, loss: str
+) -> tuple[Tensor, Tensor]:
     """Returns the function of `design` that suits the validation rows best, [2 + N, T].
+
+    With it comes the fit's error, [T], as in `Baseline`.
 
     The penalty of a target without validation scores is the one that suits a third of its training
     rows best, when it is fitted to the others; it is then fitted to all of them.
@@ -122,29 +133,24 @@ def fit_validated(tables: Tables, design: "Design", mean: Tensor, loss: str) -> 
         is_third = (tables.set_number() % 3 == 0).unsqueeze(1)
         is_validated |= is_train & is_third & ~has_val
     y = tables.y.nan_to_num()
-    weight = (is_train & ~is_validated).double()
-    regress = logistic_ridge if loss == "binary" else ridge
+    regression = LogisticRidge if loss == "binary" else Ridge
+    to_rest = regression(design, y, (is_train & ~is_validated).double(), std)
     fit = y.new_zeros(2 + len(tables.genes), y.size(1))
     fit[0] = mean
     best = fit
     best_penalty = torch.ones_like(mean)
     least = torch.full_like(mean, math.inf)
     for penalty in reversed(PENALTIES):  # each starts from the one before
-        fit = regress(design, y, weight, penalty, fit)
-        if loss == "binary":
-            logit = design.predict(fit)
-            error = binary_cross_entropy_with_logits(logit, y, reduction="none")
-        else:
-            error = (design.predict(fit) - y).square()
-        error = (error * is_validated).sum(0)
+        fit = to_rest.fit(penalty, fit)
+        error = (to_rest.losses(fit) * is_validated).sum(0)
         is_better = error < least
         best = fit.where(is_better, best)
         best_penalty[is_better] = penalty
         least = least.minimum(error)
+    to_all = regression(design, y, is_train.double(), std)
     if not has_val.all():
-        fit = regress(design, y, is_train.double(), best_penalty, best)
-        best = best.where(has_val, fit)
-    return best
+        best = best.where(has_val, to_all.fit(best_penalty, best))
+    return best, to_all.error(best_penalty, best)
 
 
 def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
@@ -187,6 +193,13 @@ class Design:
             tables.perturbed_ptr, tables.perturbed, dose, size
         )  # [n, N]
         self.transposed = self.nodes.to_sparse_csc().transpose(0, 1)
+        self.squares = torch.sparse_csr_tensor(
+            self.transposed.crow_indices(),
+            self.transposed.col_indices(),
+            self.transposed.values().square(),
+            self.transposed.shape,
+        )
+        self.largest_dose = dose.abs().amax() if len(dose) else 1.0
         count = self.nodes @ dose.new_ones(size[1], 1)
         self.mean_count = count.mean()
         self.line = torch.cat([torch.ones_like(count), count - self.mean_count], dim=1)  # [n, 2]
@@ -199,41 +212,109 @@ class Design:
         """Returns the product of the transposed matrix and values [n, T], [2 + N, T]."""
         return torch.cat([self.line.T @ values, self.transposed @ values])
 
-
-def logistic_ridge(design: Design, y: Tensor, weight: Tensor, penalty: float, x: Tensor) -> Tensor:
-    """Returns a penalised logistic regression, by iteratively reweighted least squares from x."""
-    for _ in range(8):
-        logit = design.predict(x)
-        probability = logit.sigmoid()
-        variance = (probability * (1 - probability)).clamp(min=1e-3)
-        response = logit + (y - probability) / variance
-        weighted = weight * variance
-        x = ridge(design, response, weighted, penalty, x)
-    return x
+    def diagonal(self, weight: Tensor, penalty: float | Tensor) -> Tensor:
+        """Returns the diagonal of the normal equations, [2 + N, T], 1 where it would be 0."""
+        of_nodes = self.squares @ weight + penalty
+        diagonal = torch.cat([self.line.square().T @ weight, of_nodes])
+        return diagonal.where(diagonal > 0, 1.0)
 
 
-def ridge(design: Design, y: Tensor, weight: Tensor, penalty: float, x: Tensor) -> Tensor:
-    """Returns a penalised linear regression, by conjugate gradients from x."""
+class Ridge:
+    """A penalised linear regression of scores y [n, T] on a design.
 
-    def product(x: Tensor) -> Tensor:
-        result = design.collect(weight * design.predict(x))
-        result[2:] += penalty * x[2:]
-        return result
+    Args:
+        weight: of each score, 0 for those that are not fitted, [n, T].
+        std: unit of the scores, in which a fit is exact to `TOLERANCE`, [T].
+    """
 
-    return conjugate_gradients(product, design.collect(weight * y), x)
+    def __init__(self, design: Design, y: Tensor, weight: Tensor, std: Tensor):
+        self.design = design
+        self.y = y
+        self.weight = weight
+        # The error of an effect counts times the dose; the matrix is the harder to solve, too.
+        self.unit = std.square() / design.largest_dose**3
+
+    def losses(self, x: Tensor) -> Tensor:
+        """Returns the loss of each score, [n, T]."""
+        return (self.design.predict(x) - self.y).square()
+
+    def fit(self, penalty: float | Tensor, x: Tensor) -> Tensor:
+        """Returns the solution for a penalty, or one for each score [T], starting from x."""
+        return self.solve(self.y - self.design.predict(x), self.weight, penalty, x)
+
+    def error(self, penalty: float | Tensor, x: Tensor) -> Tensor:
+        """Returns how far x is from the solution, [T], as `TOLERANCE`."""
+        return self.distance(self.y - self.design.predict(x), self.weight, penalty, x)
+
+    def solve(self, residual: Tensor, weight: Tensor, penalty: float | Tensor, x: Tensor) -> Tensor:
+        """Returns the solution, given what x leaves of the scores, [n, T]."""
+
+        def product(x: Tensor) -> Tensor:
+            result = self.design.collect(weight * self.design.predict(x))
+            result[2:] += penalty * x[2:]
+            return result
+
+        right = self.gradient(residual, weight, penalty, x)
+        diagonal = self.design.diagonal(weight, penalty)
+        least = TOLERANCE**2 * self.unit
+        return x + conjugate_gradients(product, right, torch.zeros_like(x), diagonal, least)
+
+    def gradient(
+        self, residual: Tensor, weight: Tensor, penalty: float | Tensor, x: Tensor
+    ) -> Tensor:
+        gradient = self.design.collect(weight * residual)
+        gradient[2:] -= penalty * x[2:]
+        return gradient
+
+    def distance(
+        self, residual: Tensor, weight: Tensor, penalty: float | Tensor, x: Tensor
+    ) -> Tensor:
+        gradient = self.gradient(residual, weight, penalty, x)
+        squared = gradient.square() / self.design.diagonal(weight, penalty)
+        return (squared.sum(0) / self.unit).sqrt()
+
+
+class LogisticRidge(Ridge):
+    """A penalised logistic regression of scores of 0 and 1, by reweighted least squares."""
+
+    def losses(self, x: Tensor) -> Tensor:
+        logit = self.design.predict(x)
+        return binary_cross_entropy_with_logits(logit, self.y, reduction="none")
+
+    def fit(self, penalty: float | Tensor, x: Tensor) -> Tensor:
+        for _ in range(MOST_REWEIGHTINGS):
+            if (self.error(penalty, x) <= REWEIGHTED).all():
+                break
+            probability = self.design.predict(x).sigmoid()
+            variance = variance_of(probability)
+            x = self.solve((self.y - probability) / variance, self.weight * variance, penalty, x)
+        return x
+
+    def error(self, penalty: float | Tensor, x: Tensor) -> Tensor:
+        probability = self.design.predict(x).sigmoid()
+        weight = self.weight * variance_of(probability)
+        residual = (self.y - probability) / variance_of(probability)
+        return self.distance(residual, weight, penalty, x)
+
+
+def variance_of(probability: Tensor) -> Tensor:
+    """Returns the variance of scores of 0 and 1, of which that of certain ones is not 0."""
+    return (probability * (1 - probability)).clamp(min=1e-3)
 
 
 def conjugate_gradients(
-    product: Callable[[Tensor], Tensor], right: Tensor, x: Tensor, tolerance: float = 1e-8
+    product: Callable[[Tensor], Tensor], right: Tensor, x: Tensor, diagonal: Tensor, least: Tensor
 ) -> Tensor:
     """Returns the solution of product(x) = right for each column, from x.
 
-    It ends when no residual is over the tolerance times `right`, in norms, or after 200 steps.
+    `diagonal` is that of the matrix, the preconditioner (Jacobi's). It ends when no column's sum of
+    residual**2 / diagonal is over `least` [T], or after `MOST_STEPS`.
     """
-    residual = direction = right - product(x)
-    norm = residual.square().sum(0)
-    least = tolerance**2 * right.square().sum(0)
-    for _ in range(200):
+    residual = right - product(x)
+    scaled = residual / diagonal
+    direction = scaled
+    norm = (residual * scaled).sum(0)
+    for _ in range(MOST_STEPS):
         if (norm <= least).all():
             break
         change = product(direction)
@@ -241,7 +322,8 @@ def conjugate_gradients(
         step = (norm / (direction * change).sum(0)).where(norm > least, 0.0)
         x = x + step * direction
         residual = residual - step * change
+        scaled = residual / diagonal
         previous = norm
-        norm = residual.square().sum(0)
-        direction = residual + (norm / previous).nan_to_num() * direction
+        norm = (residual * scaled).sum(0)
+        direction = scaled + (norm / previous).nan_to_num() * direction
     return x

@@ -21,7 +21,7 @@ from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_
 from torch_geometric.data import Data
 
 import data
-from baseline import Baseline, load_baseline
+from baseline import UNSOLVED, Baseline, load_baseline
 from config import Config
 from data import KnockoutDataset, make_loader, target_nodes, weight_scale
 from ddp_setup import Distributed
@@ -213,6 +213,11 @@ class KnockoutTask:
         )
         if tables.left_out:
             text += f"; columns left out: {', '.join(tables.left_out)}"
+        error = self.baseline.error.max()
+        if error > UNSOLVED:
+            text += (
+                f"\nnote      the baseline's fit has not converged: {error:.0e} deviations are left"
+            )
         for note in tables.notes:
             text += f"\nnote      {note}"
         if 2 * len(isolated) >= len(perturbed) > 0:
