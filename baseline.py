@@ -118,12 +118,11 @@ def fit_baseline(tables: Tables, loss: str) -> Baseline:
 def fit_validated(
     tables: Tables, design: "Design", mean: Tensor, std: Tensor, loss: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns the function of `design` that suits the validation rows best, [2 + N, T].
+    """Returns the function of `design` that suits the validation rows best, and its error.
 
-    With it comes the fit's error, [T], as in `Baseline`.
-
-    The penalty of a target without validation scores is the one that suits a third of its training
-    rows best, when it is fitted to the others; it is then fitted to all of them.
+    They are [2 + N, T] and, as in `Baseline`, [T]. The penalty of a target without validation
+    scores is the one that suits a third of its training rows best, when it is fitted to the others;
+    it is then fitted to all of them.
     """
     present = ~tables.y.isnan()
     is_train = present & tables.is_in("train").unsqueeze(1)
@@ -231,7 +230,7 @@ class Ridge:
         self.design = design
         self.y = y
         self.weight = weight
-        # The error of an effect counts times the dose; the matrix is the harder to solve, too.
+        # Errors of effects count times the doses, which make the matrix harder to solve, too.
         self.unit = std.square() / design.largest_dose**3
 
     def losses(self, x: Tensor) -> Tensor:
@@ -256,8 +255,7 @@ class Ridge:
 
         right = self.gradient(residual, weight, penalty, x)
         diagonal = self.design.diagonal(weight, penalty)
-        least = TOLERANCE**2 * self.unit
-        return x + conjugate_gradients(product, right, torch.zeros_like(x), diagonal, least)
+        return x + conjugate_gradients(product, right, diagonal, TOLERANCE**2 * self.unit)
 
     def gradient(
         self, residual: Tensor, weight: Tensor, penalty: float | Tensor, x: Tensor
@@ -303,14 +301,15 @@ def variance_of(probability: Tensor) -> Tensor:
 
 
 def conjugate_gradients(
-    product: Callable[[Tensor], Tensor], right: Tensor, x: Tensor, diagonal: Tensor, least: Tensor
+    product: Callable[[Tensor], Tensor], right: Tensor, diagonal: Tensor, least: Tensor
 ) -> Tensor:
-    """Returns the solution of product(x) = right for each column, from x.
+    """Returns the solution of product(x) = right for each column.
 
     `diagonal` is that of the matrix, the preconditioner (Jacobi's). It ends when no column's sum of
     residual**2 / diagonal is over `least` [T], or after `MOST_STEPS`.
     """
-    residual = right - product(x)
+    x = torch.zeros_like(right)
+    residual = right
     scaled = residual / diagonal
     direction = scaled
     norm = (residual * scaled).sum(0)
