@@ -189,7 +189,7 @@ def train_step(
             with env.phase("backward"):
                 loss = task.loss(prediction, batch)  # of each score
                 state.scaler.scale(loss.sum() * loss_factor).backward()
-        meter.loss += loss.detach()
+        meter.loss += loss.detach().view_as(meter.loss)
     with env.phase("optimiser"):
         return optimizer_step(state.model, state.optimizer, state.scaler, optim)
 
