@@ -120,29 +120,35 @@ def fit_validated(
 ) -> tuple[Tensor, Tensor]:
     """Returns the function of `design` that suits the validation rows best, and its error.
 
-    They are [2 + N, T] and, as in `Baseline`, [T]. The penalty of a target without validation
-    scores is the one that suits a third of its training rows best, when it is fitted to the others;
-    it is then fitted to all of them.
+    They are [2 + N, T] and, as in `Baseline`, [T]. Where no validation row tells anything of the
+    effects on a target, its penalty is the one that suits a third of its training rows best, when
+    it is fitted to the others; it is then fitted to all of them.
     """
     present = ~tables.y.isnan()
     is_train = present & tables.is_in("train").unsqueeze(1)
-    is_validated = present & tables.is_in("val").unsqueeze(1)
+    is_val = present & tables.is_in("val").unsqueeze(1)
+    is_validated = is_val & tells_effects(tables, is_train)
     has_val = is_validated.any(dim=0)
+    is_intact = (tables.perturbed_ptr.diff() == 0).unsqueeze(1)
+    is_validated |= is_val & is_intact
+    is_fitted = is_train
     if not has_val.all():
-        is_third = (tables.set_number() % 3 == 0).unsqueeze(1)
-        is_validated |= is_train & is_third & ~has_val
+        is_third = is_train & (tables.set_number() % 3 == 0).unsqueeze(1)
+        is_fitted = is_train & (has_val | ~is_third)
+        is_told = is_third & tells_effects(tables, is_fitted)
+        is_validated = is_validated.where(has_val, is_told)
     y = tables.y.nan_to_num()
     regression = LogisticRidge if loss == "binary" else Ridge
-    to_rest = regression(design, y, (is_train & ~is_validated).double(), std)
+    to_fitted = regression(design, y, is_fitted.double(), std)
     fit = y.new_zeros(2 + len(tables.genes), y.size(1))
     fit[0] = mean
     best = fit
     best_penalty = torch.ones_like(mean)
     least = torch.full_like(mean, math.inf)
     for penalty in reversed(PENALTIES):  # each starts from the one before
-        fit = to_rest.fit(penalty, fit)
-        error = (to_rest.losses(fit) * is_validated).sum(0)
-        is_better = error < least
+        fit = to_fitted.fit(penalty, fit)
+        error = (to_fitted.losses(fit) * is_validated).sum(0)
+        is_better = error <= least
         best = fit.where(is_better, best)
         best_penalty[is_better] = penalty
         least = least.minimum(error)
@@ -150,6 +156,18 @@ def fit_validated(
     if not has_val.all():
         best = best.where(has_val, to_all.fit(best_penalty, best))
     return best, to_all.error(best_penalty, best)
+
+
+def tells_effects(tables: Tables, is_fitted: Tensor) -> Tensor:
+    """Returns which scores are of rows with a node that a fitted score's row perturbs, bool [n, T].
+
+    `is_fitted` says to which scores the effects are fitted, [n, T].
+    """
+    sample = tables.sample()
+    num_nodes = len(tables.genes)
+    is_seen = scatter(is_fitted[sample].int(), tables.perturbed, dim_size=num_nodes) > 0
+    num_seen = scatter(is_seen[tables.perturbed].int(), sample, dim_size=len(tables.y))
+    return num_seen > 0
 
 
 def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
