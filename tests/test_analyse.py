@@ -4,8 +4,8 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -15,19 +15,14 @@ import yaml
 
 import analyse
 from analyse import seconds_of, shared_pairs
-from baseline import additive_baseline
-from checkpoint import write_atomically
 from data import load
-from errors import UserError
 from metrics import resampled_pearson
+from results import Predictions
 from tables import Tables
-from task import KnockoutTask
 from tests.conftest import DEFAULTS, write_table
-from tests.test_targets import gappy_tables
+from tests.test_results import HEADER
 from tests.tools.runs import pack_sets, read_metrics
 from train import read_config
-
-HEADER = ("genes", "unseen", "score", "score_prediction", "score_baseline")
 
 
 def normal(*size: int, seed: int = 0) -> torch.Tensor:
@@ -37,16 +32,34 @@ def normal(*size: int, seed: int = 0) -> torch.Tensor:
 def make_rows(num_rows: int, num_targets: int = 1) -> Predictions:
     """Returns rows of 0 to 5 genes, of which up to as many are unseen.
 
-    A fifth of the scores is missing.
+    No two rows share a gene. A fifth of the scores is missing.
     """
     y = normal(num_rows, num_targets)
     prediction = y + normal(num_rows, num_targets, seed=1)
     baseline = y + 2 * normal(num_rows, num_targets, seed=2)
     y[normal(num_rows, num_targets, seed=3) > 0.84] = math.nan
-    genes = [",".join(f"G{i}" for i in range(row % 6)) for row in range(num_rows)]
-    unseen = torch.tensor([row % (row % 6 + 1) for row in range(num_rows)])
-    targets = [f"t{t}" for t in range(num_targets)]
-    return Predictions(genes, unseen, targets, y, prediction, baseline)
+    genes = [[f"G{row}.{i}" for i in range(row % 6)] for row in range(num_rows)]
+    unseen = [row % (row % 6 + 1) for row in range(num_rows)]
+    return Predictions(
+        genes=[",".join(names) for names in genes],
+        unseen=torch.tensor(unseen).unsqueeze(1).expand(-1, num_targets),
+        unseen_genes=[",".join(names[:k]) for names, k in zip(genes, unseen, strict=True)],
+        targets=[f"t{t}" for t in range(num_targets)],
+        y=y,
+        prediction=prediction,
+        baseline=baseline,
+    )
+
+
+def chosen_rows(rows: Predictions, chosen: torch.Tensor) -> Predictions:
+    """Returns some of the rows, bool [n]."""
+    numbers = chosen.nonzero().flatten().tolist()
+    fields = {"targets": rows.targets}
+    for name in ("genes", "unseen_genes"):
+        fields[name] = [getattr(rows, name)[row] for row in numbers]
+    for name in ("unseen", "y", "prediction", "baseline"):
+        fields[name] = getattr(rows, name)[chosen]
+    return Predictions(**fields)
 
 
 @pytest.fixture
@@ -65,96 +78,9 @@ def analyse_here(monkeypatch, tmp_path):
     return start
 
 
-# ---- The file ------------------------------------------------------------------------------------
-def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
-    train, predict, tmp_path, monkeypatch
-):
-    options = gappy_tables(tmp_path)
-    options += ["data.split=nodes", "data.test_fraction=0.2", "optim.epochs=2"]
-    train(2, *options).check()
-    monkeypatch.chdir(tmp_path)
-    file = Path("runs/default/test.tsv")
-    tables = load(read_config([*options, "--config", DEFAULTS]).data)
-    rows = tables.rows("test")
-    header, *lines = [line.split("\t") for line in file.read_text().splitlines()]
-    assert header == [
-        "genes", "unseen", "fitness", "fitness_prediction", "fitness_baseline", "size",
-        "size_prediction", "size_baseline",
-    ]  # fmt: skip
-    counts = tables.perturbed_ptr.diff().tolist()
-    sets = [nodes.tolist() for nodes in tables.perturbed.split(counts)]
-    trained = {node for row in tables.rows("train").tolist() for node in sets[row]}
-    assert len(lines) == len(rows) > 30
-    for row, (genes, unseen, *_) in zip(rows.tolist(), lines, strict=True):
-        assert genes.split(",") == [tables.genes[node] for node in sets[row]]
-        assert int(unseen) == len(set(sets[row]) - trained) > 0
-    for column in (2, 5):
-        assert any(line[column] == "" for line in lines)
-
-    read = read_predictions(file)
-    torch.testing.assert_close(read.y, tables.y[rows], rtol=1e-6, atol=1e-6, equal_nan=True)
-    baseline = additive_baseline(tables).prediction[rows]
-    torch.testing.assert_close(read.baseline, baseline, rtol=1e-6, atol=1e-6)
-    write_table(tmp_path / "ask.tsv", [("genes",), *((line[0],) for line in lines)])
-    predict(0, "ask.tsv", "runs/default").check()
-    asked = []
-    for line in Path("ask.predictions.tsv").read_text().splitlines()[1:]:
-        asked.append([float(cell) for cell in line.split("\t")[1:]])
-    expected = torch.tensor(asked, dtype=torch.float64)
-    torch.testing.assert_close(read.prediction, expected, rtol=1e-5, atol=1e-5)
-
-    (test,) = read_metrics(Path("runs/default"), "test")
-    found = analyse.analyse(read)
-    for key in ("mse", "pearson", "baseline_pearson", "n"):
-        assert found[key] == pytest.approx(test[key], rel=1e-4)
-
-
-@pytest.mark.parametrize("num_rows", [1, 99, 100, 250])
-def test_what_is_written_is_read(tmp_path, num_rows):
-    """Rows are written in parts of 100; a prediction that is not a number stays so."""
-    sets = [list(range(row % 4)) for row in range(2 * num_rows)]
-    split = torch.tensor([2, 0] * num_rows, dtype=torch.int8)
-    y = normal(2 * num_rows, 2)
-    baseline = normal(2 * num_rows, 2, seed=1)
-    y[0, 1] = math.nan
-    genes = ["a", "b", "ü\x85\u2028", "nan"]  # of which some are line ends elsewhere
-    edges = torch.zeros(2, 0), torch.zeros(0)
-    tables = Tables(genes, ["r"], *edges, *pack_sets(sets), y, split, targets=["s", "s_prediction"])
-    prediction = normal(num_rows, 2, seed=2)
-    prediction[-1, 0] = math.nan
-    task = SimpleNamespace(tables=tables, baseline=SimpleNamespace(prediction=baseline))
-    write_atomically(tmp_path / "test.tsv", KnockoutTask.result_lines(task, prediction))
-    read = read_predictions(tmp_path / "test.tsv")
-    assert read.targets == ["s", "s_prediction"]
-    assert read.genes == [",".join(genes[node] for node in nodes) for nodes in sets[::2]]
-    assert read.deletions().tolist() == [len(nodes) for nodes in sets[::2]]
-    for name, values in (("y", y[::2]), ("prediction", prediction), ("baseline", baseline[::2])):
-        torch.testing.assert_close(getattr(read, name), values, rtol=1e-6, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        (
-            [HEADER[:4]],
-            r"test.tsv:1: the header is not genes, unseen, and three columns for each score; start "
-            r"the run",
-        ),
-        ([("genes", "unseen")], r"test.tsv:1: the header is not"),
-        ([HEADER], r"test.tsv:1: there are no rows"),
-        ([HEADER, ("a", 0, 1, 2, 3), ("a", 0, 1, 2)], r"test.tsv:3: 4 cells under 5 columns"),
-        ([HEADER, ("a", "x", 1, 2, 3)], r"test.tsv:2: invalid literal for int"),
-        ([HEADER, ("a", 0, 1, 2, "x")], r"test.tsv:2: could not convert string to float: 'x'"),
-    ],
-)
-def test_a_damaged_file_is_named(tmp_path, table, message):
-    write_table(tmp_path / "test.tsv", table)
-    with pytest.raises(UserError, match=message):
-        read_predictions(tmp_path / "test.tsv")
-
-
+# ---- Files ---------------------------------------------------------------------------------------
 def test_a_run_of_another_version_is_named(tmp_path, analyse_here, capsys):
-    write_table(tmp_path / "test.tsv", [HEADER, ("a", 0, 1, 2, 3)])
+    write_table(tmp_path / "test.tsv", [HEADER, ("a", 0, "", 1, 2, 3)])
     (tmp_path / "config.yaml").write_text("log: {threshold: 1}\n")
     assert analyse_here(str(tmp_path)) == 2
     expected = (
@@ -174,7 +100,7 @@ def test_a_missing_file_and_wrong_arguments_are_one_sentence(tmp_path, analyse_h
     assert capsys.readouterr().err == expected
     assert analyse_here() == 2
     assert "error: the following arguments are required: RUN" in capsys.readouterr().err
-    write_table(tmp_path / "test.tsv", [HEADER, ("a", 0, 1, 2, 3)])
+    write_table(tmp_path / "test.tsv", [HEADER, ("a", 0, "", 1, 2, 3)])
     assert analyse_here(".") == 2
     assert capsys.readouterr().err.startswith("error: cannot read the configuration config.yaml: ")
     (tmp_path / "config.yaml").touch()
@@ -234,21 +160,15 @@ def test_groups_are_analysed_as_their_rows_alone():
     result = analyse.analyse(rows)
     deletions = rows.deletions()
     assert deletions.tolist()[:7] == [0, 1, 2, 3, 4, 5, 0]
-    for name, count in (("by_unseen", rows.unseen), ("by_deletions", deletions)):
+    for name, count in (("by_unseen", rows.unseen[:, 0]), ("by_deletions", deletions)):
         assert result[name].keys() == {"0", "1", "2", "3"}
         for k, group in result[name].items():
             chosen = (count == int(k)) if k != "3" else (count >= 3)
-            part = Predictions(
-                [genes for genes, keep in zip(rows.genes, chosen.tolist(), strict=True) if keep],
-                rows.unseen[chosen],
-                rows.targets,
-                rows.y[chosen],
-                rows.prediction[chosen],
-                rows.baseline[chosen],
-            )
+            part = chosen_rows(rows, chosen)
             alone = analyse.analyse(part)
-            assert group == {key: alone[key] for key in group}
-            assert group["n"] == chosen.sum()
+            # Those without genes are one unit, so that their interval is nan.
+            assert json.dumps(group) == json.dumps({key: alone[key] for key in group})
+            assert group["n"] == (~part.y.isnan()).any(dim=1).sum()
     for name in result["targets"]["t0"]:
         mean = sum(figures[name] for figures in result["targets"].values()) / 2
         assert result[name] == pytest.approx(mean)
@@ -258,14 +178,14 @@ def test_groups_are_analysed_as_their_rows_alone():
 def test_rows_are_grouped_by_the_level_that_all_their_genes_have():
     rows = make_rows(63)
     cells = ["A", "A=0.3", "A=0.3,B=0.3", "A=0.3,B", "", "A=B", "C=2"]
-    levels = ["0", "0.3", "0.3", "several", "0", "0", "2"]
+    levels = ["0", "0.3", "0.3", "several", None, "0", "2"]
     rows.genes = 9 * cells
     of_row = 9 * levels
     result = analyse.analyse(rows)
     assert list(result["by_level"]) == ["0", "0.3", "2", "several"]
     for level, group in result["by_level"].items():
         chosen = torch.tensor([of_this == level for of_this in of_row])
-        assert group["n"] == chosen.sum()
+        assert group["n"] == (chosen & ~rows.y[:, 0].isnan()).sum()
         squared_error = (rows.y - rows.prediction)[chosen].square()
         assert group["mse"] == pytest.approx(squared_error.nanmean().item())
     assert any(line.startswith("level 0.3 ") for line in analyse.table(result))
@@ -284,14 +204,15 @@ def test_many_scores_are_printed_in_part():
 
 
 def test_undefined_figures_are_null_and_a_dash(tmp_path, analyse_here, capsys):
-    write_table(tmp_path / "test.tsv", [HEADER, ("a", 0, "", 2, 3), ("b", 1, "", 1, 3)])
+    rows = [("a", 0, "", "", 2, 3), ("b", 1, "b", "", 1, 3)]
+    write_table(tmp_path / "test.tsv", [HEADER, *rows])
     (tmp_path / "config.yaml").touch()
     assert analyse_here(".") == 0
     result = json.loads((tmp_path / "test.json").read_text())
-    assert result["n"] == 2
+    assert (result["n"], result["rows"]) == (0, 2)
     assert result["pearson"] is result["mse"] is None
     assert result["gain"] == [None, None]
-    assert re.split(r"  +", capsys.readouterr().out.splitlines()[2])[1:4] == ["2", "-", "-"]
+    assert re.split(r"  +", capsys.readouterr().out.splitlines()[2])[1:6] == ["0", "2", *"---"]
     ElementTree.parse(tmp_path / "test.svg")
 
 
@@ -329,18 +250,23 @@ def test_the_interval_of_profiles_holds_the_difference_though_few_rows_change_a_
     signal[range(60), range(60)] = 3.0  # each row changes a score of its own
     y = signal + 0.5 * normal(60, 60)
     baseline = normal(60, 60, seed=1)
-    targets = [f"t{t}" for t in range(60)]
-    rows = Predictions(["A"] * 60, torch.zeros(60).long(), targets, y, signal, baseline)
+    rows = replace(make_rows(60, 60), y=y, prediction=signal, baseline=baseline)
+    rows.genes = [f"G{row}" for row in range(60)]
+    rows.unseen_genes = [""] * 60
     result = analyse.analyse(rows)
     low, high = result["gain"]
     gain = result["pearson"] - result["baseline_pearson"]
     assert low < gain < high < 1
-    gains = resampled_pearson(y, signal, 100) - resampled_pearson(y, baseline, 100)
+    unit = rows.unit()
+    gains = resampled_pearson(y, signal, unit, 100) - resampled_pearson(y, baseline, unit, 100)
     assert gains.quantile(0.975) < gain  # as resamples lack some of these rows
 
 
 def test_the_interval_of_the_gain_holds_the_difference():
-    result = analyse.analyse(make_rows(2000))
+    rows = make_rows(2000)
+    rows.genes = [f"G{row}" for row in range(2000)]
+    rows.unseen_genes = [""] * 2000
+    result = analyse.analyse(rows)
     low, high = result["gain"]
     assert low < result["pearson"] - result["baseline_pearson"] < high
     assert 0.05 < high - low < 0.2
@@ -350,7 +276,9 @@ def test_intervals_take_a_bounded_number_of_resamples(monkeypatch):
     """The number is that of the whole table for its groups, too."""
     asked = []
 
-    def count(y: torch.Tensor, prediction: torch.Tensor, resamples: int) -> torch.Tensor:
+    def count(
+        y: torch.Tensor, prediction: torch.Tensor, unit: torch.Tensor, resamples: int
+    ) -> torch.Tensor:
         asked.append(resamples)
         return torch.zeros(resamples)
 
@@ -360,6 +288,40 @@ def test_intervals_take_a_bounded_number_of_resamples(monkeypatch):
         analyse.analyse(make_rows(50, 2))
         assert set(asked) == {expected}
         asked.clear()
+
+
+def test_rows_with_a_score_and_all_rows_are_counted(tmp_path, analyse_here, capsys):
+    """The second column of counts is empty for a group whose rows all have a score."""
+    rows = []
+    for row in range(9):
+        genes = f"A{row},B" if row < 5 else f"A{row}"
+        rows.append((genes, 0, "", "NA" if row in (0, 3) else row, row, row * (-1) ** row))
+    table = [HEADER, *(["" if cell == "NA" else cell for cell in row] for row in rows)]
+    write_table(tmp_path / "test.tsv", table)
+    (tmp_path / "config.yaml").touch()
+    assert analyse_here(".") == 0
+    result = json.loads((tmp_path / "test.json").read_text())
+    assert (result["n"], result["rows"]) == (7, 9)
+    groups = result["by_deletions"]
+    assert (groups["2"]["n"], groups["2"]["rows"]) == (3, 5)
+    assert groups["1"]["n"] == 4
+    assert "rows" not in groups["1"]
+    first, header, *lines = capsys.readouterr().out.splitlines()
+    assert first == "test.tsv: rows 9, scores 1"
+    assert re.split(r"  +", header)[1:4] == ["rows", "with those without a score", "Pearson"]
+    counts = [re.split(r"  +", line)[:3] for line in lines[:3]]
+    one, two = "deletions 1", "deletions 2"
+    assert counts == [["all", "7", "9"], [one, "4", "1.0000"], [two, "3", "5"]]
+
+
+def test_a_row_with_one_of_several_scores_has_a_score():
+    rows = make_rows(30, 2)
+    rows.y[:10] = math.nan
+    rows.y[0, 1] = 1.0
+    rows.y[10:] = rows.y[10:].nan_to_num()
+    result = analyse.analyse(rows)
+    assert (result["n"], result["rows"]) == (21, 30)
+    assert "rows" not in analyse.analyse(chosen_rows(rows, torch.arange(30) >= 10))
 
 
 def test_test_rows_with_a_pair_of_a_training_row_are_counted():

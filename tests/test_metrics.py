@@ -55,15 +55,21 @@ def test_an_own_metric_is_logged_and_chooses_the_best_model(train, tmp_path):
 
 
 def test_models_with_an_undefined_metric_are_ranked_by_loss():
-    """A constant prediction, whose Pearson is undefined, ranks as one of 0."""
+    """A constant prediction, whose Pearson is undefined, ranks as one of 0.
+
+    A loss of no rows, which is nan, is the worst.
+    """
     results = [
+        {FIRST: -0.5, "loss": math.nan},
         {FIRST: -0.5, "loss": 1.0},
+        {FIRST: math.nan, "loss": math.nan},
         {FIRST: 0.0, "loss": 3.0},
         {FIRST: math.nan, "loss": 2.0},
         {FIRST: math.nan, "loss": 1.0},
+        {FIRST: 0.1, "loss": math.nan},
         {FIRST: 0.1, "loss": 4.0},
     ]
-    assert sorted([results[i] for i in (4, 2, 0, 3, 1)], key=quality) == results
+    assert sorted([results[i] for i in (6, 2, 0, 7, 3, 1, 5, 4)], key=quality) == results
 
 
 # ---- Figures of scores and predictions -----------------------------------------------------------
@@ -157,7 +163,7 @@ def test_resampled_pearson_equals_that_of_torch_on_the_same_rows():
     )
     y[10:15, 0] = math.nan
     generator = torch.Generator().manual_seed(0)
-    for r in resampled_pearson(y, prediction, 5):
+    for r in resampled_pearson(y, prediction, torch.arange(50), 5):
         rows = torch.randint(50, (50,), generator=generator)
         rows = rows[~y[rows, 0].isnan()]
         expected = torch.corrcoef(torch.stack([y[rows, 0], prediction[rows, 0]]))[0, 1]
@@ -169,7 +175,7 @@ def test_a_resample_of_one_row_has_no_pearson():
     prediction = normal(3, 1, seed=1)
     generator = torch.Generator().manual_seed(0)
     undefined = 0
-    for r in resampled_pearson(y, prediction, 200):
+    for r in resampled_pearson(y, prediction, torch.arange(3), 200):
         rows = torch.randint(3, (3,), generator=generator)
         if len(rows.unique()) == 1:
             undefined += 1
@@ -184,11 +190,53 @@ def test_a_resampled_mean_is_of_the_rows_of_a_resampled_pearson():
     values = normal(50)
     values[10:15] = math.nan
     generator = torch.Generator().manual_seed(0)
-    found = resampled_mean(values, 70)
+    found = resampled_mean(values, torch.arange(50), 70)
     assert len(found) == 70
     for mean in found:
         rows = torch.randint(50, (50,), generator=generator)
         torch.testing.assert_close(mean, values[rows].nanmean())
+
+
+def test_rows_of_a_unit_are_drawn_together():
+    """Units of 1 to 9 rows in any order, whatever their numbers."""
+    y = normal(45, 1)
+    y[3] = math.nan
+    prediction = normal(45, 1, seed=1)
+    order = torch.randperm(45, generator=torch.Generator().manual_seed(0))
+    unit = 7 * torch.arange(9).repeat_interleave(torch.arange(1, 10))[order] - 20
+    generator = torch.Generator().manual_seed(0)
+    means = resampled_mean(y[:, 0], unit, 40)
+    for r, mean in zip(resampled_pearson(y, prediction, unit, 40), means, strict=True):
+        drawn = torch.randint(9, (9,), generator=generator)
+        rows = torch.cat([(unit == 7 * number - 20).nonzero().flatten() for number in drawn])
+        torch.testing.assert_close(mean, y[rows, 0].nanmean())
+        rows = rows[~y[rows, 0].isnan()]
+        expected = torch.corrcoef(torch.cat([y, prediction], dim=1)[rows].T)[0, 1]
+        torch.testing.assert_close(r, expected)
+
+
+@pytest.mark.parametrize("copies", [2, 10])
+def test_replicates_tell_nothing_more_of_an_interval(copies):
+    y = normal(60, 2)
+    prediction = y + normal(60, 2, seed=1)
+    unit = torch.arange(60)
+    expected = resampled_pearson(y, prediction, unit, 100)
+    rows = torch.arange(60).repeat(copies)
+    found = resampled_pearson(y[rows], prediction[rows], unit[rows], 100)
+    torch.testing.assert_close(found, expected)
+    found = resampled_mean(y[rows, 0], unit[rows], 100)
+    torch.testing.assert_close(found, resampled_mean(y[:, 0], unit, 100))
+
+
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_fewer_than_two_units_have_no_interval(num_rows):
+    y = normal(num_rows, 2)
+    unit = torch.full((num_rows,), 5)
+    assert resampled_pearson(y, normal(num_rows, 2, seed=1), unit, 10).isnan().all()
+    assert resampled_mean(y[:, 0], unit, 10).isnan().all()
+    low, high = interval(resampled_mean(y[:, 0], unit, 10))
+    assert math.isnan(low)
+    assert math.isnan(high)
 
 
 def test_an_interval_holds_the_middle():

@@ -284,7 +284,15 @@ def test_intervals_of_the_study_hold_the_difference_though_few_rows_change_a_sco
     signal = 3 * torch.eye(60, dtype=torch.float64)
     noise = torch.randn(2, 60, 60, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     split = torch.tensor([1, 2], dtype=torch.int8).repeat_interleave(30)
-    tables = replace(make_tables(), y=signal + 0.5 * noise[0], split=split)
+    perturbed, perturbed_ptr = pack_sets([[node] for node in range(60)])
+    tables = replace(
+        make_tables(),
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        level=None,
+        y=signal + 0.5 * noise[0],
+        split=split,
+    )
     results = {}
     for name, prediction in (("mean profile", noise[1]), ("edge paths", signal)):
         results[name] = {**quality.result(tables, prediction), "seconds": 0.0}

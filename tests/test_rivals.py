@@ -9,17 +9,21 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import data
 from baseline import additive_baseline
+from checkpoint import write_atomically
 from config import Config
 from data import DataConfig
 from errors import UserError
 from metrics import pearson
-from tables import Tables
+from results import read_predictions
+from tables import Tables, number_in_order
+from task import KnockoutTask
 from tests.bench import quality
 from tests.bench.baselines import (
     BASELINES,
@@ -314,6 +318,7 @@ def test_the_summary_compares_with_the_baseline_that_validation_prefers():
             "seconds": 0.0,
             "y": y,
             "prediction": prediction,
+            "unit": torch.arange(400) // 2,
         }
 
     noises = dict(zip(BASELINES, (3.0, 1.0, 2.0, 0.3, 2.0, 2.0, 2.0, 2.0), strict=True))
@@ -375,6 +380,26 @@ def test_the_mean_of_several_seeds_is_a_contestant(tmp_path, monkeypatch):
     assert results[together]["seconds"] == 6.0
     best = max(results[name]["Pearson"] for name in members)
     assert results[together]["Pearson"] > best + 0.05
+
+
+@pytest.mark.parametrize("split", ["random", "nodes"])
+def test_the_study_draws_the_units_that_the_analysis_draws(tmp_path, split):
+    """Some sets recur, at other levels, too; some nodes are unseen for one of two scores."""
+    tables = make_tables(zero, 2, split, num_rows=300)
+    tables.level = random_levels(tables)
+    tables.y = normal(300, 2)
+    rows_of_some = tables.sample()[tables.perturbed < 5]
+    tables.y[rows_of_some, 1] = math.nan
+    tables.targets = ["a", "b"]
+    rows = tables.rows("test")
+    fields = dict.fromkeys(KnockoutTask.__dataclass_fields__)
+    fields |= {"tables": tables, "baseline": SimpleNamespace(prediction=tables.y)}
+    lines = KnockoutTask(**fields).result_lines(tables.y[rows])
+    write_atomically(tmp_path / "test.tsv", lines)
+    of_file = read_predictions(tmp_path / "test.tsv").unit()
+    found = quality.units(tables)
+    assert 5 < len(found.unique()) < len(rows)
+    assert torch.equal(number_in_order(found), of_file)
 
 
 @pytest.mark.parametrize("split", ["random", "nodes"])

@@ -27,6 +27,7 @@ RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 EXPONENTS = ((0.0, 0.0), (0.5, 0.5), (0.0, 0.5), (0.0, 1.0))
 SHRINKAGES = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01)  # of the targets' scales towards 1
 PATH_PENALTIES = (1e-6, 1e-3, 1e-1)  # of the paths' weights, in units of their features' squares
+TOLERANCE = 1e-5  # of the nodes' effects, relative to what is to be solved
 BLOCK = 64  # rows whose paths are counted at once
 
 
@@ -92,7 +93,9 @@ class Profiles(KnockedOut):
             return collect(self.sum_rows(rows, effect)) + penalty * effect
 
         right = collect(deviation.nan_to_num())
-        return conjugate_gradients(normal, right, torch.zeros_like(right), tolerance=1e-5)
+        diagonal = collect(torch.ones_like(deviation)) + penalty
+        squared_norm = (right.square() / diagonal).sum(0)
+        return conjugate_gradients(normal, right, diagonal, TOLERANCE**2 * squared_norm)
 
 
 def mean_profile(problem: Profiles) -> Tensor:

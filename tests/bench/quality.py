@@ -12,12 +12,12 @@ options' readout, on a graph in which the genes' names are permuted, so that it 
 with random vectors in place of data.features. With `--seeds 5`, five are trained of each, with
 run.seed 0 to 4, and their mean prediction is a contestant, too. All settings are chosen on
 validation rows, and so is the best baseline of each kind of split, to which the others are compared
-by a paired bootstrap over the test rows. Pearson's r is over the rows, as the mean over the scores;
-of profiles, the same over the scores of each row stands beside it. Splits by nodes hold out a fifth
-of the nodes unless data.test_fraction is given. A split `levels:0`, of `--preset dose`, tests rows
-in which a node has one of `HELD_BACK`, which no training row has. With `--preset`, the tables are
-those of `tests.bench.synthetic`, and their scores without noise are a contestant, the noise
-ceiling, which no model can beat.
+by a paired bootstrap over the test rows, drawn as analyse.py draws them. Pearson's r is over the
+rows, as the mean over the scores; of profiles, the same over the scores of each row stands beside
+it. Splits by nodes hold out a fifth of the nodes unless data.test_fraction is given. A split
+`levels:0`, of `--preset dose`, tests rows in which a node has one of `HELD_BACK`, which no training
+row has. With `--preset`, the tables are those of `tests.bench.synthetic`, and their scores without
+noise are a contestant, the noise ceiling, which no model can beat.
 After an interruption, the same command resumes the study: runs in `--dir` are kept as long as their
 options, their data and the code of train.py are the same.
 """
@@ -31,6 +31,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -237,6 +238,7 @@ def result(tables: Tables, prediction: Tensor) -> dict:
         "MSE": mse(y, prediction[test]).nanmean().item(),
         "y": y,
         "prediction": prediction[test],
+        "unit": units(tables),
     }
     if tables.y.size(1) > 1:
         values["row validation"] = pearson_of_rows(tables.y[val], prediction[val]).nanmean().item()
@@ -320,21 +322,43 @@ def clean(row: dict) -> dict:
     return cells
 
 
+def units(tables: Tables) -> Tensor:
+    """Returns the number of what each test row is drawn with, long [rows].
+
+    As in `results.Predictions.units`, it is the row's unseen node of the most rows, or its set.
+    """
+    sample = tables.sample()
+    is_seen = tables.is_seen().all(dim=1)
+    is_chosen = tables.is_in("test")[sample] & ~is_seen[tables.perturbed]
+    unseen = tables.perturbed[is_chosen]
+    num_rows = torch.bincount(unseen, minlength=len(tables.genes)).tolist()
+    unseen_of_row = defaultdict(list)
+    for row, node in zip(sample[is_chosen].tolist(), unseen.tolist(), strict=True):
+        unseen_of_row[row].append(node)
+    unit = tables.set_number() + len(tables.genes)  # after the numbers of the nodes
+    for row, nodes in unseen_of_row.items():
+        unit[row] = max(nodes, key=num_rows.__getitem__)
+    return unit[tables.rows("test")]
+
+
 def bootstrap(results: dict[str, dict], best: int, resamples: int = 1000) -> Tensor:
     """Returns Pearson's r less that of number `best`, on resampled rows, [R, contestants].
 
-    Rows are drawn independently of each other, though those that share a node are not independent.
+    Rows of the same unit are drawn together.
     """
     correlations = []
     for figures in results.values():
-        correlations.append(resampled_pearson(figures["y"], figures["prediction"], resamples))
+        rows = (figures["y"], figures["prediction"], figures["unit"])
+        correlations.append(resampled_pearson(*rows, resamples))
     correlation = torch.stack(correlations, dim=1)
     return correlation - correlation[:, best : best + 1]
 
 
 def bootstrap_rows(results: dict[str, dict], best: int, resamples: int = 1000) -> Tensor:
     """Returns the same of the Pearson of each row, averaged over the rows."""
-    correlations = [resampled_mean(figures["rows"], resamples) for figures in results.values()]
+    correlations = []
+    for figures in results.values():
+        correlations.append(resampled_mean(figures["rows"], figures["unit"], resamples))
     correlation = torch.stack(correlations, dim=1)
     return correlation - correlation[:, best : best + 1]
 

@@ -165,7 +165,7 @@ def write(tables: Tables, folder: Path) -> list[str]:
         for (source, target), r in zip(tables.edge_index.T.tolist(), edge_type, strict=True):
             names = (tables.genes[source], tables.genes[target], tables.relations[r])
             file.write("\t".join(names) + "\n")
-    names = map(tables.name, tables.perturbed.tolist(), tables.level.tolist())
+    names = tables.names(tables.perturbed, tables.level)
     number = "\t%.11g" if len(tables.targets) == 1 else "\t%.3f"
     template = number * len(tables.targets)
     header = ["genes", *tables.targets]

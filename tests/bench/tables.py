@@ -71,7 +71,7 @@ def first_read(folder: str) -> dict[str, float]:
 
 def read_graph(folder: str) -> dict[str, float]:
     start = time.perf_counter()
-    read_edges(f"{folder}/edges.tsv", {})
+    read_edges(f"{folder}/edges.tsv", {}, [])
     read = time.perf_counter() - start
     tables = load(config_of(folder))
     start = time.perf_counter()
@@ -91,7 +91,7 @@ def later_start(folder: str) -> dict[str, float]:
         tables.rows("train"), BATCH_SIZE, accumulate=1, world_size=1, rank=0, seed=0
     )
     load_baseline(tables, tables.fingerprint(), config.cache_dir, "squared")
-    tables.unseen()
+    tables.unseen_share("val")
     sampler.set_epoch(1, first_step=sampler.steps_per_epoch // 2)  # a resumed run
     loader = make_loader(dataset, sampler, 0, torch.device("cpu"))
     batches = chain.from_iterable(repeat(loader))  # as often as it takes

@@ -1,0 +1,188 @@
+"""How often the 95 % intervals of analyse.py hold the true difference of Pearson's r.
+
+    python -m tests.bench.coverage [--tables 400]
+
+Test rows are simulated, and what a model and a baseline predict for them, so that the true
+difference of their correlations is known: it is that of a million such rows. Beside the intervals
+of units, as `results.Predictions.unit` numbers them, stand those of rows that are drawn one by one.
+
+A score is the sum of the effects of two nodes, what is special about the pair, and noise. Model and
+baseline know the effects of seen nodes, which are the same in all tables; the model knows more
+about unseen nodes and about pairs than the baseline does.
+
+Shapes: n rows, of two nodes each.
+"""
+
+import signal
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from metrics import interval, pearson, resampled_pearson
+from results import Predictions
+from tests.bench import arguments, report
+
+NUM_SEEN = 100  # nodes, numbered from 0; unseen ones come after them
+LARGE = 10**6  # rows of the table that tells the true difference
+RESAMPLES = 400
+
+
+# ---- The pairs of a table ------------------------------------------------------------------------
+# Each returns the nodes of some test rows, long [n, 2]. In the large table, unseen nodes and pairs
+# are as many as it needs for their mean to be known.
+def distinct_pairs(draw: torch.Generator, is_large: bool) -> Tensor:
+    return seen_pairs(LARGE if is_large else 400, draw)
+
+
+def replicates(draw: torch.Generator, is_large: bool) -> Tensor:
+    """50 pairs, ten rows of each."""
+    pairs = seen_pairs(LARGE // 10 if is_large else 50, draw)
+    return pairs.repeat_interleave(10, dim=0)
+
+
+def unseen_and_seen(draw: torch.Generator, is_large: bool) -> Tensor:
+    """20 to 40 unseen nodes, fifteen rows of each, with seen partners."""
+    num_unseen = LARGE // 15 if is_large else number_of_unseen(draw)
+    unseen = NUM_SEEN + torch.arange(num_unseen).repeat_interleave(15)
+    seen = torch.randint(NUM_SEEN, unseen.shape, generator=draw)
+    return torch.stack([seen, unseen], dim=1)
+
+
+def unseen_pairs(draw: torch.Generator, is_large: bool) -> Tensor:
+    """20 to 40 unseen nodes, each in 14 rows on average, with other unseen ones."""
+    if is_large:
+        return NUM_SEEN + torch.randint(LARGE, (LARGE, 2), generator=draw)
+    num_unseen = number_of_unseen(draw)
+    pairs = torch.combinations(NUM_SEEN + torch.arange(num_unseen))
+    order = torch.randperm(len(pairs), generator=draw)
+    return pairs[order[: 7 * num_unseen]]
+
+
+def a_fifth_unseen(draw: torch.Generator, is_large: bool) -> Tensor:
+    """20 to 40 unseen nodes, 18 rows for each, of which a ninth have another unseen one, too."""
+    num_unseen = LARGE // 18 if is_large else number_of_unseen(draw)
+    unseen = NUM_SEEN + torch.arange(num_unseen).repeat_interleave(18)
+    seen = torch.randint(NUM_SEEN, unseen.shape, generator=draw)
+    other = NUM_SEEN + torch.randint(num_unseen, unseen.shape, generator=draw)
+    has_two = torch.rand(unseen.shape, generator=draw) < 1 / 9
+    pairs = torch.stack([other.where(has_two, seen), unseen], dim=1)
+    return pairs[pairs[:, 0] != pairs[:, 1]].sort(dim=1).values
+
+
+KINDS = {
+    "pairs of seen nodes": distinct_pairs,
+    "the same, 50 pairs, ten rows of each": replicates,
+    "an unseen node and a seen one": unseen_and_seen,
+    "two unseen nodes": unseen_pairs,
+    "one unseen node or, in a ninth, two": a_fifth_unseen,
+}
+
+
+def seen_pairs(num_pairs: int, draw: torch.Generator) -> Tensor:
+    """Returns different pairs of seen nodes or, of more than there are, any."""
+    pairs = torch.combinations(torch.arange(NUM_SEEN))
+    if num_pairs > len(pairs):
+        return pairs[torch.randint(len(pairs), (num_pairs,), generator=draw)]
+    return pairs[torch.randperm(len(pairs), generator=draw)[:num_pairs]]
+
+
+def number_of_unseen(draw: torch.Generator) -> int:
+    return int(torch.randint(20, 41, (), generator=draw))
+
+
+# ---- Scores --------------------------------------------------------------------------------------
+def simulate(
+    make_pairs: Callable[[torch.Generator, bool], Tensor],
+    draw: torch.Generator,
+    is_large: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns pairs [n, 2] and their scores, predictions and baseline, each [n]."""
+
+    def normal(size: int) -> Tensor:
+        return torch.randn(size, dtype=torch.float64, generator=draw)
+
+    pairs = make_pairs(draw, is_large)
+    num_unseen = max(int(pairs.max()) + 1 - NUM_SEEN, 0)
+    quantile = (torch.arange(NUM_SEEN, dtype=torch.float64) + 0.5) / NUM_SEEN
+    of_seen = torch.special.ndtri(quantile)
+    of_unseen = normal(num_unseen)
+    of_model = 0.6 * of_unseen + 0.5 * normal(num_unseen)
+    of_baseline = 0.2 * of_unseen + 0.3 * normal(num_unseen)
+    # Replicates stand one after the other.
+    _, pair = pairs.unique_consecutive(dim=0, return_inverse=True)
+    num_pairs = int(pair.max()) + 1
+    special = 0.7 * normal(num_pairs)
+    y = special[pair] + 0.5 * normal(len(pairs))
+    prediction = (0.6 * special + 0.4 * normal(num_pairs))[pair]
+    baseline = (0.3 * normal(num_pairs))[pair]
+    total = [torch.cat([of_seen, of])[pairs].sum(1) for of in (of_unseen, of_model, of_baseline)]
+    return pairs, y + total[0], prediction + total[1], baseline + total[2]
+
+
+def gain(y: Tensor, prediction: Tensor, baseline: Tensor) -> float:
+    """Returns Pearson's r of predictions [n] less that of the baseline."""
+    of_model = pearson(y.unsqueeze(1), prediction.unsqueeze(1))
+    of_baseline = pearson(y.unsqueeze(1), baseline.unsqueeze(1))
+    return (of_model - of_baseline).item()
+
+
+def as_predictions(pairs: Tensor, y: Tensor, prediction: Tensor, baseline: Tensor) -> Predictions:
+    """Returns simulated rows as if they had been read from a test.tsv."""
+    genes = []
+    unseen_genes = []
+    for nodes in pairs.tolist():
+        genes.append(",".join(map(str, nodes)))
+        unseen_genes.append(",".join(str(node) for node in nodes if node >= NUM_SEEN))
+    return Predictions(
+        genes=genes,
+        unseen=(pairs >= NUM_SEEN).sum(dim=1, keepdim=True),
+        unseen_genes=unseen_genes,
+        targets=["score"],
+        y=y.unsqueeze(1),
+        prediction=prediction.unsqueeze(1),
+        baseline=baseline.unsqueeze(1),
+    )
+
+
+# ---- The benchmark -------------------------------------------------------------------------------
+def main() -> None:
+    # So that SIGTERM ends the benchmark, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    options = arguments(__doc__, tables={"type": int, "default": 400, "help": "of each kind"})
+    rows = []
+    for name, make_pairs in KINDS.items():
+        rows.append({"test rows": name, **measure(make_pairs, options.tables)})
+    title = (
+        f"Of {options.tables:,} tables, intervals that hold the true difference, and their width"
+    )
+    report({title: rows}, torch.device("cpu"), options.json)
+
+
+def measure(
+    make_pairs: Callable[[torch.Generator, bool], Tensor], num_tables: int
+) -> dict[str, float]:
+    """Returns the true difference and, for rows and units drawn, coverage in % and mean width."""
+    draw = torch.Generator().manual_seed(0)
+    _, *scores = simulate(make_pairs, draw, is_large=True)
+    truth = gain(*scores)
+    held = {"rows": 0, "units": 0}
+    width = {"rows": 0.0, "units": 0.0}
+    for _ in range(num_tables):
+        rows = as_predictions(*simulate(make_pairs, draw))
+        for drawn, unit in {"rows": torch.arange(len(rows.y)), "units": rows.unit()}.items():
+            gains = resampled_pearson(rows.y, rows.prediction, unit, RESAMPLES)
+            gains -= resampled_pearson(rows.y, rows.baseline, unit, RESAMPLES)
+            low, high = interval(gains)
+            held[drawn] += low <= truth <= high
+            width[drawn] += high - low
+    figures = {"true difference": truth}
+    for drawn in held:
+        figures[f"{drawn} drawn, %"] = 100 * held[drawn] / num_tables
+        figures[f"width, {drawn}"] = width[drawn] / num_tables
+    return figures
+
+
+if __name__ == "__main__":
+    main()

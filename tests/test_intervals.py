@@ -1,0 +1,151 @@
+"""The 95 % intervals of analyse.py beside those of rows that are drawn in a plain loop."""
+
+import itertools
+import json
+import random
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from analyse import analyse, analyse_run, analyse_runs
+from results import Predictions, read_predictions
+from tests.bench import coverage
+from tests.conftest import write_table
+from tests.test_analyse import make_rows, normal
+from tests.test_results import HEADER
+
+
+def own_interval(y, prediction, baseline, units: list[str]) -> tuple[float, float]:
+    """Returns the 95 % interval of Pearson's r less the baseline's, of units drawn one by one."""
+    draw = np.random.default_rng(0)
+    rows_of_unit = {}
+    for row, unit in enumerate(units):
+        rows_of_unit.setdefault(unit, []).append(row)
+    rows_of_unit = list(rows_of_unit.values())
+    gains = []
+    for _ in range(1000):
+        drawn = draw.integers(len(rows_of_unit), size=len(rows_of_unit))
+        rows = np.concatenate([rows_of_unit[unit] for unit in drawn])
+        r = [np.corrcoef(y[rows], values[rows])[0, 1] for values in (prediction, baseline)]
+        gains.append(r[0] - r[1])
+    return tuple(np.quantile(gains, [0.025, 0.975]))
+
+
+def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch, capsys):
+    """Eight rows of each pair, which share what no sum of effects says of it."""
+    draw = random.Random(0)
+    genes = [f"Y{i:02d}" for i in range(14)]
+    effect = {gene: draw.gauss(0, 1) for gene in genes}
+    table = []
+    for a, b in itertools.combinations(genes, 2):
+        total = effect[a] + effect[b] + effect[a] * effect[b] + draw.gauss(0, 0.7)
+        table += [(f"{a},{b}", f"{total + draw.gauss(0, 0.1):.4f}") for _ in range(8)]
+    draw.shuffle(table)
+    write_table(tmp_path / "replicates.tsv", [("genes", "score"), *table])
+    options = ["data.perturbations=replicates.tsv", "data.test_fraction=0.3"]
+    train(0, *options, "optim.epochs=4", "optim.lr=0.05").check()
+    monkeypatch.chdir(tmp_path)
+    analyse_run(Path("runs/default"))
+    low, high = json.loads(Path("runs/default/test.json").read_text())["gain"]
+
+    rows = read_predictions(Path("runs/default/test.tsv"))
+    scores = [values[:, 0].numpy() for values in (rows.y, rows.prediction, rows.baseline)]
+    sets = rows.genes
+    expected = own_interval(*scores, sets)
+    width = expected[1] - expected[0]
+    assert (low, high) == pytest.approx(expected, abs=0.15 * width)
+    of_rows = own_interval(*scores, list(range(len(sets))))
+    assert high - low > 1.8 * (of_rows[1] - of_rows[0])
+
+    drawn = f"1,000 samples of {len(set(sets))} sets of genes and 0 unseen genes, each with all"
+    assert f"\n95 % of {drawn} its rows\n" in capsys.readouterr().out
+    shutil.copytree("runs/default", "runs/same")
+    analyse_runs([Path("runs/default"), Path("runs/same")])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ensemble")]
+    assert f"  {low:.4f} to {high:.4f}  " in line
+
+
+def test_rows_of_an_unseen_gene_are_drawn_together():
+    """Twenty rows of each of 25 unseen genes, of which the model knows a part; others without."""
+    unseen_genes = [f"U{row % 25}" for row in range(500)] + [""] * 40
+    genes = [f"A{row},{name}".strip(",") for row, name in enumerate(unseen_genes)]
+    of_gene = normal(26, 1)[[row % 25 for row in range(500)] + [25] * 40]
+    partner = normal(540, 1, seed=1)
+    rows = replace(
+        make_rows(540),
+        genes=genes,
+        unseen_genes=unseen_genes,
+        y=partner + of_gene,
+        prediction=partner + 0.7 * of_gene + 0.2 * normal(540, 1, seed=2),
+        baseline=partner + 0.2 * normal(540, 1, seed=3),
+    )
+    found = analyse(rows)
+    scores = [values[:, 0].numpy() for values in (rows.y, rows.prediction, rows.baseline)]
+    units = [unseen or genes for unseen, genes in zip(unseen_genes, genes, strict=True)]
+    low, high = own_interval(*scores, units)
+    assert found["gain"] == pytest.approx([low, high], abs=0.15 * (high - low))
+    of_rows = own_interval(*scores, list(range(540)))
+    assert high - low > 1.8 * (of_rows[1] - of_rows[0])
+    assert (found["sets_drawn"], found["genes_drawn"]) == (40, 25)
+
+
+def test_profiles_are_drawn_with_their_replicates():
+    """With a copy of each row, the intervals are what they are without."""
+    rows = make_rows(40, 30)
+    fields = {"targets": rows.targets}
+    for name in ("genes", "unseen_genes"):
+        fields[name] = 2 * getattr(rows, name)
+    for name in ("unseen", "y", "prediction", "baseline"):
+        fields[name] = torch.cat([getattr(rows, name)] * 2)
+    twice = Predictions(**fields)
+    alone = analyse(rows)
+    found = analyse(twice)
+    for name in ("gain", "row_gain"):
+        assert found[name] == pytest.approx(alone[name])
+    assert found["n"] == 2 * alone["n"]
+    assert found["sets_drawn"] == alone["sets_drawn"]
+
+
+def test_rows_of_a_single_unit_have_no_interval(tmp_path, monkeypatch, capsys):
+    rows = [("A,B", 0, "", y, y**2, -y) for y in range(9)]
+    write_table(tmp_path / "test.tsv", [HEADER, *rows])
+    (tmp_path / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    analyse_run(Path())
+    lines = capsys.readouterr().out.splitlines()
+    header = ["rows", "Pearson", "baseline", "difference (95 %)"]
+    assert re.split(r"  +", lines[1])[1:5] == header
+    assert re.split(r"  +", lines[2])[1:5] == ["9", "0.9622", "-1.0000", "-"]
+    result = json.loads((tmp_path / "test.json").read_text())
+    assert result["gain"] == [None, None]
+    assert (result["sets_drawn"], result["genes_drawn"]) == (1, 0)
+
+
+# ---- The benchmark of their coverage -------------------------------------------------------------
+@pytest.mark.parametrize("kind", coverage.KINDS)
+def test_the_true_difference_of_simulated_rows_is_that_of_many_tables(kind, monkeypatch):
+    """Rows of the large table have as many unseen nodes as those of others; replicates recur."""
+    monkeypatch.setattr(coverage, "LARGE", 10**5)
+    draw = torch.Generator().manual_seed(1)
+    pairs, *scores = coverage.simulate(coverage.KINDS[kind], draw, is_large=True)
+    num_unseen = (pairs >= coverage.NUM_SEEN).double().sum(1).mean()
+    tables = [coverage.simulate(coverage.KINDS[kind], draw) for _ in range(60)]
+    share = [(nodes >= coverage.NUM_SEEN).double().sum(1).mean() for nodes, *_ in tables]
+    assert num_unseen == pytest.approx(np.mean(share), abs=0.02)
+    gains = [coverage.gain(*values) for _, *values in tables]
+    standard_error = np.std(gains) / 60**0.5
+    assert coverage.gain(*scores) == pytest.approx(np.mean(gains), abs=4 * standard_error)
+
+
+def test_intervals_of_units_hold_the_true_difference_where_those_of_rows_do_not(monkeypatch):
+    monkeypatch.setattr(coverage, "LARGE", 10**5)
+    figures = coverage.measure(coverage.replicates, 40)
+    assert figures["rows drawn, %"] < 70 < 85 < figures["units drawn, %"]
+    assert figures["width, units"] > 2 * figures["width, rows"]
+    figures = coverage.measure(coverage.distinct_pairs, 40)
+    assert figures["rows drawn, %"] == figures["units drawn, %"] > 85
