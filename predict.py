@@ -247,7 +247,8 @@ def read_sets(path: str, tables: Tables) -> Iterator[Chunk]:
 def all_sets(tables: Tables, size: int, level: float) -> Iterator[Chunk]:
     """Yields all sets of `size` nodes, each at the level, some at once."""
     num_nodes = len(tables.genes)
-    names = list(tables.names(torch.arange(num_nodes), torch.full((num_nodes,), level)))
+    level_of_each = torch.full((num_nodes,), level, dtype=torch.float64)
+    names = list(tables.names(torch.arange(num_nodes), level_of_each))
     sets = combinations(range(num_nodes), size)
     while some_sets := list(islice(sets, 100_000)):
         nodes = torch.tensor(some_sets)

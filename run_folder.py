@@ -179,18 +179,22 @@ class RunFolder:
 
         Raises `UserError` if they differ and the run `is_trained` to its end.
         """
+        step = checkpoint["step"]
+        recorded = dict(checkpoint.get("earlier_options", {}))
+        # Those of this very step mean that the checkpoint's own options have made none yet.
+        options_of_steps = recorded.pop(step, {})
+        self.origin["earlier_options"] = recorded
         earlier = {}
         for section, given in self.origin["config"].items():
             saved = checkpoint["config"].get(section, {})
             for name, value in given.items():
                 key = f"{section}.{name}"
                 stays = section in SAME_TRAINING or key in SAME_TRAINING
-                if not stays and saved.get(name, value) != value:
-                    earlier[key] = saved[name]
-        self.origin["earlier_options"] = dict(checkpoint.get("earlier_options", {}))
-        if not earlier:
+                value_of_steps = options_of_steps.get(key, saved.get(name, value))
+                if not stays and value_of_steps != value:
+                    earlier[key] = value_of_steps
+        if step == 0 or not earlier:
             return
-        step = checkpoint["step"]
         made_with = ", ".join(f"{key}={value}" for key, value in earlier.items())
         if is_trained:
             raise UserError(
@@ -198,7 +202,7 @@ class RunFolder:
                 "it so, raise optim.epochs, or set another run.name to train with other options"
             )
         log.warning(f"note      the {step} steps so far were made with {made_with}")
-        self.origin["earlier_options"][step] = earlier
+        recorded[step] = earlier
 
     def newest_checkpoint(self) -> dict[str, Any] | None:
         """Returns the folder's newest readable checkpoint, else that of run.resume, if set."""

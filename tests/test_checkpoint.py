@@ -156,11 +156,12 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(
     assert tuned["relations"] == ["a", "regulatory"]
     buffers = ("additive.", "_extra_state", "y_")  # of the tables
     for name, value in tuned["model"].items():
-        kind = checkpoint.ROWS_OF.get(name.split(".")[-1])
-        if kind is None:
+        kind, dim = checkpoint.entries_of(name)
+        if not kind:
             source = anew if name.startswith(buffers) else first
             assert torch.equal(value, source["model"][name]), name
             continue
+        assert dim == 0, name
         for row, row_name in enumerate(tuned[kind]):
             expected = anew["model"][name][row]
             if row_name in first[kind]:

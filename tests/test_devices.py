@@ -82,7 +82,7 @@ def test_masks_model_and_loss_stay_on_their_gpu_without_syncs(
         loss = task.loss(prediction, batch)
         results += [prediction, task.rescale(prediction)]
     assert {result.device for result in (*results, loss)} == {torch.device("cuda:3")}
-    assert loss.shape == () and all(result.numel() for result in results if result.size(-1))
+    assert loss.shape == (1,) and all(result.numel() for result in results if result.size(-1))
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cpu"])

@@ -169,6 +169,7 @@ def test_training_and_prediction_take_planned_batches(train, predict):
 
 def test_a_dataset_plans_as_the_model_needs(shared):
     tables = tables_of(SETS, torch.zeros(len(SETS)))
+    tables.split = torch.zeros(len(SETS), dtype=torch.int8)  # training rows
     for options, num_layers, route in (
         ({"readout": "local"}, None, "no knock-out pass, as model.readout=local"),
         ({"message_passing": "expanded"}, None, "expanded"),

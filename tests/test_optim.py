@@ -2,10 +2,12 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from config import Config
 from ddp_setup import DDPConfig, Distributed
 from optim import PRECISIONS, OptimConfig, build_optimizer, optimizer_step, schedule
 from tests.tools.syncs import CountSynchronisations
@@ -59,7 +61,8 @@ def env() -> Distributed:
 def test_a_step_and_its_meter_do_not_wait_for_the_device(env):
     """Counts what would make a GPU's host wait; AdamW without `fused=True` would need one wait."""
     model = torch.nn.Linear(2, 1)
-    meter = Meter(env, OptimConfig())
+    task = SimpleNamespace(tables=SimpleNamespace(targets=["score"]), config=Config())
+    meter = Meter(task, env)
     for fused in (True, False):
         optimizer = build_optimizer(model, OptimConfig(), env)
         if not fused:
@@ -70,7 +73,7 @@ def test_a_step_and_its_meter_do_not_wait_for_the_device(env):
         with CountSynchronisations() as count:
             norm_and_scale = optimizer_step(model, optimizer, scaler, OptimConfig())
             meter.loss += loss.detach()
-            meter.count(1, 1, norm_and_scale)
+            meter.count(1, torch.ones(1), norm_and_scale)
         assert (count.seen == []) is fused
 
 

@@ -75,10 +75,10 @@ def test_the_metrics_of_a_run_have_a_row_for_each_step_and_each_validation(finis
     rates = [0.01 * schedule(step, 15, OptimConfig()) for step in range(15)]
     assert [row["lr"] for row in train_rows] == rates
     baselines = {f"baseline_{name}" for name in METRICS}
-    needed = {"kind", "step", "epoch", "loss", "mse", "n", *METRICS, *baselines}
+    needed = {"kind", "step", "epoch", "loss", "mse", "n", "rows", *METRICS, *baselines}
     assert all(row.keys() == needed for row in val_rows)
     assert test_row.keys() == {*needed, "best_step"}
-    assert all(15 < row["n"] < 25 for row in [*val_rows, test_row])
+    assert all(15 < row["n"] == row["rows"] < 25 for row in [*val_rows, test_row])
     loss_of_first_epoch = sum(row["loss"] for row in train_rows[:5])
     assert sum(row["loss"] for row in train_rows[-5:]) < loss_of_first_epoch
 
@@ -136,14 +136,15 @@ def test_a_second_run_does_not_get_the_lock_of_a_folder(tmp_path, monkeypatch):
 # ---- Started again -------------------------------------------------------------------------------
 def test_restarting_a_finished_run_repeats_its_result_and_more_epochs_extend_it(train, tmp_path):
     first = train(0, "run.name=long").check()
-    again = train(0, "run.name=long", "optim.lr=0.1", "run.resume=runs/other.pt").check()
+    again = train(0, "run.name=long", "log.every_steps=3", "run.resume=runs/other.pt").check()
     assert again.stdout.splitlines()[-4:] == first.stdout.splitlines()[-4:]
     assert "trained   1 epochs: raise optim.epochs to train on" in again.stdout
     note = "note      runs/long goes on from runs/long/checkpoints/step_00000005.pt"
     assert f"{note}: run.init and run.resume are ignored" in again.stdout
     more = train(0, "run.name=long", "optim.epochs=2", "run.init=runs/other.pt").check()
     assert "run.init and run.resume are ignored" in more.stdout
-    assert "trained   2 epochs: raise optim.epochs" in train(0, "run.name=long").check().stdout
+    twice = train(0, "run.name=long", "optim.epochs=2").check()
+    assert "trained   2 epochs: raise optim.epochs" in twice.stdout
     folder = tmp_path / "runs/long"
     assert [row["step"] for row in read_metrics(folder, "train")] == list(range(1, 11))
     assert len(read_metrics(folder, "test")) == 1
@@ -268,7 +269,6 @@ def test_no_checkpoint_with_a_weight_that_is_not_finite_is_saved(train, tmp_path
 
 def test_a_run_whose_test_predictions_cannot_be_written_fails_and_resumes(train, tmp_path):
     folder = tmp_path / "runs/default"
-    train(2).check()
     failed = train(2, fault="fill_disk_in_test")
     assert failed.returncode == 1
     assert failed.stderr.count("error: ") == 1
@@ -285,3 +285,7 @@ def test_a_run_whose_test_predictions_cannot_be_written_fails_and_resumes(train,
     train(2, "run.name=whole").check()
     assert difference(folder, whole) == ""
     assert (folder / "test.tsv").read_text() == (whole / "test.tsv").read_text()
+    # Where it fails after that, the earlier file stays.
+    assert train(2, fault="fill_disk_in_test").returncode == 1
+    assert (folder / "test.tsv").read_text() == (whole / "test.tsv").read_text()
+    assert not (folder / "test.tsv.tmp").exists()

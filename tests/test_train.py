@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from checkpoint import TrainState
+from config import Config
 from ddp_setup import DDPConfig, Distributed
 from errors import RunError
 from metrics import first_metric
@@ -205,7 +206,12 @@ def test_a_run_with_a_killed_rank_fails_and_resumes_to_the_same_result(train, ta
 # ---- The meter -----------------------------------------------------------------------------------
 @pytest.fixture
 def meter() -> Meter:
-    return Meter(Distributed(DDPConfig()), OptimConfig(on_nonfinite="skip"))
+    """A meter of two scores."""
+    task = SimpleNamespace(
+        tables=SimpleNamespace(targets=["a", "b"]),
+        config=Config(optim=OptimConfig(on_nonfinite="skip")),
+    )
+    return Meter(task, Distributed(DDPConfig()))
 
 
 def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
@@ -216,7 +222,7 @@ def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
     def take(*norms: float, scale: float = 1.0) -> dict:
         for norm in norms:
             state.step += 1
-            meter.count(1, 1, torch.tensor([norm, scale]))
+            meter.count(1, torch.ones(2), torch.tensor([norm, scale]))
         return meter.read(state)
 
     assert take(good, bad, scale=2.0)["skipped"] == 0  # an overflow at a scale of 2
@@ -229,11 +235,17 @@ def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
 def test_a_row_has_the_mean_loss_and_times_since_the_previous_row(meter, monkeypatch):
     state = TrainState(None, None, None)
     for total, num_samples in ((3.0, 2), (1.0, 2), (2.0, 1)):
-        meter.loss += total
-        meter.count(num_samples, num_samples, torch.ones(2))
+        meter.loss += torch.tensor([total, 0.1])
+        meter.count(num_samples, torch.tensor([num_samples, 0.2]), torch.ones(2))
     meter.env.seconds["data"] = 1.5
     monkeypatch.setattr("train.time", SimpleNamespace(perf_counter=lambda: meter.start + 4.5))
     row = meter.read(state)
-    assert row["loss"] == pytest.approx(6.0 / 5)
+    assert row["loss"] == pytest.approx((6.0 / 5 + 0.3 / 0.6) / 2)  # the mean of two scores
     times = {name: row[name] for name in ("samples_per_s", "data_ms", "step_ms")}
     assert times == pytest.approx({"samples_per_s": 1.1, "data_ms": 500.0, "step_ms": 1500.0})
+
+
+def test_a_row_without_any_value_of_a_score_has_the_mean_loss_of_the_others(meter):
+    meter.loss += torch.tensor([3.0, 0.0])
+    meter.count(2, torch.tensor([2.0, 0.0]), torch.ones(2))
+    assert meter.read(TrainState(None, None, None))["loss"] == 1.5

@@ -17,7 +17,7 @@ from tests.tools import parity
 from tests.tools.runs import relative_difference
 
 PARITY = [sys.executable, "-m", "tests.check", "parity", "model.hidden=8"]
-LOSS_FACTOR = "env.world_size / max(1, num_scores)"
+LOSS_FACTOR = "env.world_size / (num_rows * len(task.tables.targets))"
 A_BUFFER_OF_INTEGERS = """        self.power = 1.0  # of levels
         num_ranks = int(__import__("os").environ.get("WORLD_SIZE", 1))
         self.register_buffer("num_ranks", torch.tensor(num_ranks))
@@ -25,10 +25,14 @@ A_BUFFER_OF_INTEGERS = """        self.power = 1.0  # of levels
 BROKEN = {  # module, what is right, what is wrong
     "loss divided by the local batch": (
         "train.py",
-        "state.scaler.scale(loss * loss_factor)",
-        "state.scaler.scale(loss * env.world_size / batch.weight.sum().clamp(min=1))",
+        "state.scaler.scale(loss.sum() * loss_factor)",
+        "state.scaler.scale(loss.sum() * env.world_size / batch.weight.sum().clamp(min=1))",
     ),
-    "DDP's average not undone": ("train.py", LOSS_FACTOR, "1 / max(1, num_scores)"),
+    "DDP's average not undone": (
+        "train.py",
+        LOSS_FACTOR,
+        LOSS_FACTOR.replace("env.world_size", "1"),
+    ),
     "gradients exchanged too early": (
         "train.py",
         "is_last = micro_step == optim.accumulate - 1",

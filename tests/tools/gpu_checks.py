@@ -185,7 +185,7 @@ class WholeModel:
         batch = first_batch(task).to(device)
         with autocast(task.config.optim, rank_on(device)):
             prediction = model(task.graph, batch)
-        task.loss(prediction, batch).backward()
+        task.loss(prediction, batch).sum().backward()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         gradients = [parameter.grad.to_dense().flatten() for parameter in trained]
         return [prediction.detach(), torch.cat(gradients)]
@@ -219,15 +219,16 @@ def ten_steps(
     scale = min(optim.init_scale, 2.0**10)  # or fp16 would skip the first steps
     scaler = torch.amp.GradScaler(device.type, init_scale=scale)
     state = TrainState(model, optimizer, scaler)
-    meter = Meter(env, optim)
+    meter = Meter(task, env)
     batch = first_batch(task)
+    weight = batch.weight.double().sum(dim=0)  # of each score
     if device.type == "cuda":
         batch = batch.pin_memory()
     batches = (copy.copy(batch) for _ in range(NUM_STEPS))  # as `to` moves a batch in place
     with no_waiting(device):
         for _ in range(NUM_STEPS):
             norm_and_scale = train_step(task, state, model, batches, NUM_SAMPLES, meter, env)
-            meter.count(NUM_SAMPLES, NUM_SAMPLES, norm_and_scale)
+            meter.count(NUM_SAMPLES, weight, norm_and_scale)
             state.step += 1
     row = meter.read(state)
     return row["skipped"] == 0, f"mean loss {row['loss']:.3f}"
