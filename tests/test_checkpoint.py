@@ -1,7 +1,9 @@
 """Checkpoints: what they hold, what of them another run takes, and how files are written."""
 
+import copy
 import errno
 import os
+import random
 import resource
 import shutil
 from collections.abc import Iterator
@@ -17,9 +19,12 @@ from checkpoint import (
     link_atomically,
     read_checkpoint,
     save_atomically,
+    take_parameters,
     write_atomically,
 )
 from errors import RunError
+from model import KnockoutGNN, ModelConfig
+from tests.conftest import write_table
 from tests.tools.runs import newest_checkpoint, read_metrics
 
 
@@ -202,6 +207,109 @@ def test_parameters_of_other_shapes_and_from_before_names_were_saved_stay(
     assert line in result.stdout
     assert "norm.bias" in not_taken
     assert "layers.2.gate, layers.2.norm.weight" in not_taken
+
+
+@pytest.mark.parametrize("columns", ["scores", "features"])
+def test_a_run_takes_parameters_of_another_whatever_the_order_of_the_columns(
+    train, tmp_path, columns
+):
+    """What it starts from is worth the same as with the columns in the order of the other run."""
+    draw = random.Random(0)
+    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    scores = [(genes, y, f"{draw.gauss(0, 1) - float(y) ** 2:.4f}") for genes, y in rows]
+    features = [(f"Y{i:02d}", draw.gauss(0, 1), draw.gauss(0, 1)) for i in range(30)]
+    for order in ((1, 2), (2, 1)):
+        name = "".join(" pq"[column] for column in order)
+        for table, header, lines in (("scores", "genes", scores), ("features", "gene", features)):
+            cells = [(header, *name), *((line[0], *(line[i] for i in order)) for line in lines)]
+            write_table(tmp_path / f"{table}_{name}.tsv", cells)
+    files = {"scores": "scores_pq.tsv", "features": "features_pq.tsv"}
+    of_other = files | {columns: f"{columns}_qp.tsv"}
+    readout = ["model.readout=global", "model.dropout=0"]  # none has the tables' own baseline
+    if columns == "features":
+        readout.append("model.embedding=false")
+
+    def start(name: str, files: dict[str, str], *more: str) -> dict:
+        """Returns the first validation of a run."""
+        tables = [f"data.perturbations={files['scores']}", f"data.features={files['features']}"]
+        train(0, *tables, *readout, f"run.name={name}", *more).check()
+        return read_metrics(tmp_path / "runs" / name, "val")[0]
+
+    fresh = start("first", files, "optim.epochs=6", "optim.lr=0.05")
+    init = f"run.init={newest_checkpoint(tmp_path / 'runs/first')}"
+    same = start("same", files, init)
+    other = start("other", of_other, init)
+    assert other["loss"] == pytest.approx(same["loss"], rel=1e-5)
+    assert other["pearson"] == pytest.approx(same["pearson"], rel=1e-5)
+    assert abs(same["loss"] - fresh["loss"]) > 1e-2
+
+
+SHARED = {  # name of a parameter: what its entries are for, and in which dimension
+    "embedding": ("nodes", 0),
+    "identity": ("nodes", 0),
+    "project.weight": ("features", 1),
+    "layers.0.gate": ("relations", 0),
+    "layers.1.gate": ("relations", 0),
+    "local_readout.pair.weight": ("targets", 0),
+    "local_readout.head.2.weight": ("targets", 0),
+    "local_readout.head.2.bias": ("targets", 0),
+    "change_readout.head.2.weight": ("targets", 0),
+    "change_readout.head.2.bias": ("targets", 0),
+}
+NAMES = {"nodes": ["m", "n", "o"], "relations": ["r"], "features": ["f"], "targets": ["s"]}
+
+
+def random_model(names: dict[str, list[str]], seed: int) -> KnockoutGNN:
+    """Returns a model of tables with these names; none of its parameters is 0."""
+    torch.manual_seed(seed)
+    sizes = [len(names[kind]) for kind in ("nodes", "relations", "features", "targets")]
+    model = KnockoutGNN(ModelConfig(hidden=4), *sizes)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"targets": ["a", "b", "c"]}, {"targets": ["d", "c", "a"]}),
+        ({"targets": ["a", "b"]}, {"targets": ["b"]}),
+        ({"targets": ["growth"]}, {"targets": ["yield"]}),
+        ({"features": ["p", "q"]}, {"features": ["q", "new", "p"]}),
+        ({"features": ["p", "q"], "targets": ["a"]}, {"features": ["x"], "targets": ["a", "b"]}),
+        ({"relations": ["r1", "r2"], "features": []}, {"relations": ["r2"], "features": ["p"]}),
+    ],
+)
+def test_entries_of_scores_and_features_go_by_name_and_others_stay(before, after, caplog):
+    caplog.set_level("INFO")
+    before = NAMES | before
+    after = NAMES | after
+    source = random_model(before, seed=0)
+    model = random_model(after, seed=1)
+    fresh = copy.deepcopy(model).state_dict()
+    saved = source.state_dict()
+    take_parameters(model, {"model": saved, "file": "first.pt", **before}, after)
+    for name, value in model.named_parameters():
+        if name.startswith("additive.") or name not in saved:
+            expected = fresh[name]
+        elif name not in SHARED:
+            expected = saved[name]
+        else:
+            kind, dim = SHARED[name]
+            expected = fresh[name].clone()
+            for entry, entry_name in enumerate(after[kind]):
+                if entry_name in before[kind]:
+                    theirs = saved[name].select(dim, before[kind].index(entry_name))
+                    expected.select(dim, entry).copy_(theirs)
+        assert torch.equal(value, expected), name
+    notes = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    expected_notes = []
+    for kind in ("relations", "features", "targets"):
+        lacking = [name for name in after[kind] if name not in before[kind]]
+        if lacking:
+            names = ", ".join(lacking)
+            expected_notes.append(f"note      first.pt has no {kind} {names}: they start anew")
+    assert notes == expected_notes
 
 
 # ---- Writing -------------------------------------------------------------------------------------
