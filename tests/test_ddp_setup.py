@@ -11,6 +11,11 @@ def test_gradients_do_not_depend_on_the_world_size(workers, nproc):
     workers(nproc, "gradients")
 
 
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_gradient_of_an_epoch_is_that_of_the_reported_loss(workers, nproc):
+    workers(nproc, "gradient_of_an_epoch")
+
+
 @pytest.mark.parametrize("nproc", [3, 5])
 def test_evaluation_is_exact_with_any_number_of_rows(workers, nproc):
     workers(nproc, "evaluation")

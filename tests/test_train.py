@@ -2,9 +2,11 @@
 
 import json
 import math
+import random
 import re
 import shutil
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +18,7 @@ from ddp_setup import DDPConfig, Distributed
 from errors import RunError
 from metrics import first_metric
 from optim import OptimConfig
-from tests.conftest import DEFAULTS, ROOT, SMALL, fork_ranks, join
+from tests.conftest import DEFAULTS, ROOT, SMALL, fork_ranks, join, write_table
 from tests.tools.runs import difference, read_metrics, series
 from train import MAX_SKIPS, Meter
 
@@ -100,6 +102,82 @@ def test_deterministic_algorithms_are_used_on_request(train):
     assert "put_ does not have a deterministic implementation" in output
     other = train(0, "run.name=other", fault=report, CUBLAS_WORKSPACE_CONFIG=":16:8").check()
     assert "deterministic False :16:8" in other.stdout
+
+
+# ---- The loss ------------------------------------------------------------------------------------
+def write_equal_splits(folder: Path, kind: str) -> list[str]:
+    """Writes rows of two scores, the same in each split; returns the options of a run on them.
+
+    Kinds are scores that are missing unequally often, weights, weights of the rows that lack one,
+    and scores of 0 and 1.
+    """
+    draw = random.Random(0)
+    rows = []
+    for line in (folder / "scores.tsv").read_text().splitlines()[1:71]:
+        genes, a = line.split("\t")
+        b = f"{draw.gauss(0, 3):.4f}"
+        if kind == "binary":
+            a, b = int(float(a) > 0), int(float(b) > 0)
+        is_missing = kind != "weights" and draw.random() < 0.8
+        weight = 1
+        if kind in ("weights", "binary"):
+            weight = f"{draw.uniform(0.1, 9):.3f}"
+        if kind == "weights of missing scores":
+            weight = 10 if is_missing else 0.1
+        rows.append((genes, a, "NA" if is_missing else b, weight))
+    lines = [(*row, split) for split in ("val", "train", "test") for row in rows]
+    write_table(folder / "equal.tsv", [("genes", "a", "b", "weight", "split"), *lines])
+    loss = "binary" if kind == "binary" else "squared"
+    frozen = ["optim.lr=0", "model.dropout=0", "optim.precision=fp64", "log.every_steps=1000"]
+    return ["data.perturbations=equal.tsv", f"optim.loss={loss}", *frozen]
+
+
+@pytest.mark.parametrize(
+    ("kind", "nproc"),
+    [
+        ("missing scores", 0),
+        ("weights", 0),
+        ("weights of missing scores", 0),
+        ("binary", 0),
+        ("weights of missing scores", 2),
+        ("binary", 2),
+    ],
+)
+def test_all_splits_report_the_same_loss_of_the_same_rows(train, tmp_path, kind, nproc):
+    """The rate is 0 and nothing is dropped; the last of three steps has fewer rows."""
+    train(nproc, *write_equal_splits(tmp_path, kind), "optim.accumulate=2").check()
+    losses = {}
+    for row in read_metrics(tmp_path / "runs/default"):
+        if row["kind"] != "event":
+            losses.setdefault(row["kind"], []).append(row["loss"])
+    (of_training,) = losses["train"]
+    assert of_training > 0.01
+    assert losses["val"] == pytest.approx([of_training] * 2, rel=1e-6)
+    assert losses["test"] == pytest.approx([of_training], rel=1e-6)
+
+
+def test_counts_are_of_the_rows_that_have_a_score(train, tmp_path):
+    """A third of the rows has none, a third has one of two."""
+    lines = (tmp_path / "scores.tsv").read_text().splitlines()[1:]
+    rows = []
+    for number, line in enumerate(lines):
+        genes, y = line.split("\t")
+        split = ("train", "train", "val", "test")[number // 3 % 4]
+        rows.append((genes, [y, y, "NA"][number % 3], [y, "NA", "NA"][number % 3], split))
+    write_table(tmp_path / "some.tsv", [("genes", "a", "b", "split"), *rows])
+    result = train(0, "data.perturbations=some.tsv").check()
+    counts = {}
+    for split in ("val", "test"):
+        of_split = [row for row in rows if row[3] == split]
+        num_scored = sum(row[1] != "NA" for row in of_split)
+        counts[split] = (num_scored, len(of_split))
+        for row in read_metrics(tmp_path / "runs/default", split):
+            assert (row["n"], row["rows"]) == counts[split]
+    num_scored, num_rows = counts["test"]
+    assert num_scored < 0.7 * num_rows
+    assert f"({num_scored} samples with a score, of {num_rows})\n" in result.stdout
+    of_all = train(0, "run.name=all").check().stdout
+    assert re.search(r"test      loss .* \(18 samples\)\n", of_all)
 
 
 # ---- Runs that are stopped, and resumed ----------------------------------------------------------

@@ -24,7 +24,7 @@ import ddp_setup
 import train
 from checkpoint import TrainState
 from config import Config
-from data import DataConfig, KnockoutDataset, StepSampler
+from data import DataConfig, KnockoutDataset, StepSampler, weight_scale
 from ddp_setup import DDPConfig, Distributed, preflight, setup
 from errors import DataError, RunError, UserError
 from mask import SharedGraph
@@ -115,6 +115,55 @@ def compare_gradients(env: Distributed, accumulate: int) -> None:
         expected = flat_gradients(bare)
         assert (gradients - expected).norm() < 1e-12 * expected.norm()
         assert is_equal_on_all_ranks(gradients, env)
+
+
+def gradient_of_an_epoch() -> None:
+    """Its steps add up to the gradient of the loss that all splits report, whatever is missing.
+
+    Each step counts as many times as it has rows. Rows have weights, which are larger where the
+    second of two scores is missing.
+    """
+    env = start()
+    task, _ = build(env)
+    generator = torch.Generator().manual_seed(1)
+    y = torch.randn(NUM_ROWS, 2, generator=generator).double()
+    y[torch.rand(NUM_ROWS, generator=generator) < 0.7, 1] = float("nan")
+    y[:2] = float("nan")
+    weight = 0.1 + torch.rand(NUM_ROWS, generator=generator).double() + 9 * y[:, 1].isnan()
+    split = torch.zeros(NUM_ROWS, dtype=torch.int8)
+    targets = ["a", "b"]
+    tables = replace(task.tables, y=y, weight=weight, split=split, targets=targets)
+    dataset = KnockoutDataset(tables, task.graph.degree, scale=weight_scale(tables))
+    optim = OptimConfig(accumulate=2)
+    task = replace(task, tables=tables, dataset=dataset, config=Config(optim=optim))
+    torch.manual_seed(env.rank)
+    model = KnockoutGNN(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, 1, num_targets=2).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    ddp_model = wrap(model, env)
+    bare = copy.deepcopy(model)
+    train.optimizer_step = lambda *arguments: flat_gradients(model)
+    state = TrainState(model, None, torch.amp.GradScaler("cpu", init_scale=1.0))
+    meter = train.Meter(task, env)
+    sampler = StepSampler(torch.arange(NUM_ROWS), 8, 2, env.world_size, env.rank, seed=0)
+    batches = map(task.dataset.__getitems__, sampler)
+    total = 0.0
+    for step in range(sampler.steps_per_epoch):
+        model.zero_grad()
+        num_rows = len(sampler.rows_in_step(step))
+        total += num_rows * train.train_step(task, state, ddp_model, batches, num_rows, meter, env)
+
+    prediction = bare(task.graph, dataset.__getitems__(range(NUM_ROWS)))
+    means = []
+    for t in range(2):
+        has_score = ~y[:, t].isnan()
+        error = (prediction[has_score, t] - y[has_score, t]).square()
+        means.append((weight[has_score] * error).sum() / weight[has_score].sum())
+    (sum(means) / 2).backward()
+    expected = flat_gradients(bare)
+    assert (total / NUM_ROWS - expected).norm() < 1e-6 * expected.norm()  # weights are float32
+    assert is_equal_on_all_ranks(total, env)
+    env.close()
 
 
 def evaluation() -> None:
