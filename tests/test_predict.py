@@ -104,6 +104,117 @@ def test_a_model_is_resumed_and_asked_with_its_own_loss_only(train, predict, tmp
         assert message in result.stderr
 
 
+# ---- Screens -------------------------------------------------------------------------------------
+@pytest.fixture
+def odd_names(train, tmp_path):
+    """A run, "runs/run", of a graph with nodes whose names look like others at a level."""
+    others = {"Y01": "Y00=0.3", "Y02": "Y00=0.3=0.3", "Y03": "Y04=0"}
+    for name in ("edges.tsv", "scores.tsv"):
+        text = (tmp_path / name).read_text()
+        for before, after in others.items():
+            text = text.replace(before, after)
+        (tmp_path / name).write_text(text)
+    train(0, "run.name=run", "optim.lr=0.05").check()
+
+
+@pytest.mark.parametrize(
+    ("screen", "expected"),
+    [
+        (
+            "all-singles",
+            {"Y00": "Y00=0", "Y00=0.3=0": "Y00=0.3", "Y04": "Y04=-0", "Y04=0=0": "Y04=0"},
+        ),
+        (
+            "all-singles=0.3",
+            {"Y00=00.3": "Y00=3e-1", "Y00=0.3=00.3": "Y00=0.3=.3", "Y04=0.3": "Y04=0.30"},
+        ),
+        (
+            "all-pairs=0.3",
+            {
+                "Y00=00.3,Y00=0.3=00.3": "Y00=3e-1,Y00=0.3=.3",
+                "Y04=0=0.3,Y10=0.3": "Y10=.3,Y04=0=.3",
+            },
+        ),
+        ("all-pairs", {"Y00,Y00=0.3=0": "Y00=0.3=0e0,Y00", "Y00,Y04": "Y04,Y00"}),
+    ],
+)
+def test_a_screen_means_levels_of_nodes_whatever_other_nodes_are_called(
+    predict, odd_names, tmp_path, screen, expected
+):
+    """Each row is read again as what was predicted."""
+    predict(0, screen, "runs/run").check()
+    output = tmp_path / f"{screen}.predictions.tsv"
+    _, sets, numbers = read_table(output)
+    assert len(set(sets)) == len(sets) == (435 if "pairs" in screen else 30)
+    assert len(numbers.unique()) > 0.95 * len(numbers)
+    output.rename(tmp_path / "again.tsv")
+    predict(2, "again.tsv", "runs/run").check()
+    _, sets_again, again = read_table(tmp_path / "again.predictions.tsv")
+    assert sets_again == sets
+    torch.testing.assert_close(again, numbers, rtol=1e-6, atol=1e-6)
+    # The same sets, written otherwise.
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in expected.values()]])
+    predict(0, "ask.tsv", "runs/run").check()
+    _, _, asked = read_table(tmp_path / "ask.predictions.tsv")
+    rows = [sets.index(genes) for genes in expected]
+    torch.testing.assert_close(numbers[rows], asked, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["0.1", "1e-5", "0.333333333333333", "10000", "1"])
+def test_a_level_of_a_screen_is_written_in_all_its_digits(predict, train, tmp_path, level):
+    train(0, "run.name=run").check()
+    predict(0, f"all-singles={level}", "runs/run").check()
+    _, sets, numbers = read_table(tmp_path / f"all-singles={level}.predictions.tsv")
+    assert [float(name.partition("=")[2]) for name in sets] == [float(level)] * 30
+    assert (len(numbers.unique()) == 1) is (level == "1")  # nodes at level 1 are intact
+
+
+@pytest.mark.parametrize("screen", ["all-pairs=", "all-singles=-0.1", "all-singles=high"])
+def test_a_screen_at_no_level_is_refused(predict, train, screen):
+    train(0, "run.name=run").check()
+    result = predict(0, screen, "runs/run")
+    assert result.returncode == 2
+    assert result.stderr == f"error: {screen} has no level from 0 to 10,000\n"
+
+
+# ---- Empty lines ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("header", ["genes", "genes\tscore", "nodes\tscore\tsplit"])
+def test_an_empty_line_is_a_row_without_knock_outs(train, predict, tmp_path, header, end):
+    """Wherever it stands, and however many columns there are."""
+    train(0, "run.name=run").check()
+    more = "\tNA" * header.count("\t")
+    lines = [header, "", f"Y01{more}", "", "", f"Y02{more}", more, "", ""]
+    (tmp_path / "ask.tsv").write_bytes(end.join([*lines, ""]).encode())
+    result = predict(0, "ask.tsv", "runs/run").check()
+    assert "8 predictions written" in result.stdout
+    _, sets, numbers = read_table(tmp_path / "ask.predictions.tsv")
+    assert sets == ["", "Y01", "", "", "Y02", "", "", ""]
+    write_table(tmp_path / "named.tsv", [("genes",), ("Y01",), ("Y02",), ("Y01=1",)])
+    predict(0, "named.tsv", "runs/run").check()
+    _, _, (first, second, intact) = read_table(tmp_path / "named.predictions.tsv")
+    expected = torch.stack([intact, first, intact, intact, second, intact, intact, intact])
+    torch.testing.assert_close(numbers, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_empty_lines_alone_are_rows_and_the_end_of_the_last_line_is_none(train, predict, tmp_path):
+    train(0, "run.name=run").check()
+    for text, num_rows in (("\n\n\n", 3), ("\nY01\t2", 2), ("\nY01\t2\n", 2)):
+        (tmp_path / "ask.tsv").write_text(f"genes\tscore\n{text}")
+        predict(2, "ask.tsv", "runs/run").check()
+        _, sets, numbers = read_table(tmp_path / "ask.predictions.tsv")
+        assert len(sets) == num_rows
+        assert not numbers.isnan().any()
+
+
+def test_a_line_of_blanks_that_lacks_cells_is_refused(train, predict, tmp_path):
+    train(0, "run.name=run").check()
+    (tmp_path / "ask.tsv").write_text("genes\tscore\nY01\t1\n  \n")
+    result = predict(0, "ask.tsv", "runs/run")
+    assert result.returncode == 2
+    assert result.stderr == "error: ask.tsv:3: 1 fields where the header has 2\n"
+
+
 # ---- What is refused -----------------------------------------------------------------------------
 def test_a_checkpoint_with_an_option_that_the_code_lacks_is_named(train, predict, tmp_path):
     train(0, "run.name=old").check()
