@@ -17,6 +17,7 @@ import statistics
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,7 @@ def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = 
     unit = rows.unit()
     result = summary(rows.y, rows.prediction, rows.baseline, unit, **options)
     result["resamples"] = options["resamples"]
-    num_drawn = Counter(kind for kind, _ in set(rows.units()))
+    num_drawn = Counter(kind for kind, _ in set(chain.from_iterable(rows.units())))
     result["sets_drawn"] = num_drawn["set"]
     result["genes_drawn"] = num_drawn["gene"]
 
@@ -286,7 +287,7 @@ def summary(
     """Returns the number of rows, the means over targets of `target_figures`, and `gain`.
 
     That is the 95 % interval of Pearson's r less the baseline's, for which rows of the same `unit`,
-    long [n], are drawn together. `n` are the rows with a score. Of profiles, also
+    long [n, 2], are drawn together. `n` are the rows with a score. Of profiles, also
     `profile_figures`, the 95 % interval of Pearson's r over the targets of a row less the
     baseline's, and quartiles over the targets.
     """

@@ -120,9 +120,10 @@ def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
 def resampled_pearson(y: Tensor, prediction: Tensor, unit: Tensor, resamples: int) -> Tensor:
     """Returns Pearson's r, the targets' mean, of rows in units drawn with replacement, [resamples].
 
-    `unit` is the number of each row's unit, long [n]: all its rows are drawn together, and as many
-    units as there are. Calls for the same units draw the same ones, so that the results of two
-    predictions can be compared in pairs.
+    `unit` are the numbers of each row's units, long [n, 2], -1 where it has only one: all rows of a
+    unit are drawn together, and as many units as there are. A row of two counts as often as the
+    product of both says (the pigeonhole bootstrap, Owen 2007). Calls for the same units draw the
+    same ones, so that the results of two predictions can be compared in pairs.
     """
     present = ~y.isnan()
     a = standardise(y).nan_to_num()
@@ -152,21 +153,26 @@ def resampled_mean(values: Tensor, unit: Tensor, resamples: int) -> Tensor:
 def resampled_sums(values: Tensor, unit: Tensor, resamples: int) -> Tensor:
     """Returns the sums of values [n, ...] over the rows that are drawn, float64 [resamples, ...].
 
-    With fewer than two units they are nan, as nothing is known of what other units would give.
+    Where all rows have the same units they are nan, as nothing is known of what others would give.
     """
-    units, unit = unit.unique(return_inverse=True)
+    units = unit[unit >= 0].unique()
     num_units = len(units)
-    if num_units < 2:
+    number = torch.searchsorted(units, unit).where(unit >= 0, num_units)
+    pairs, pair = number.unique(dim=0, return_inverse=True)
+    if len(pairs) < 2:
         return values.new_full((resamples, *values.shape[1:]), math.nan)
-    of_units = scatter(values, unit, dim_size=num_units).flatten(start_dim=1)
+    of_pairs = scatter(values, pair, dim_size=len(pairs)).flatten(start_dim=1)
     generator = torch.Generator().manual_seed(0)
     sums = []
     for start in range(0, resamples, 32):
         draws = []
         for _ in range(min(32, resamples - start)):
             drawn = torch.randint(num_units, (num_units,), generator=generator)
-            draws.append(torch.bincount(drawn, minlength=num_units).double())
-        sums.append(torch.stack(draws) @ of_units)
+            draws.append(torch.bincount(drawn, minlength=num_units + 1).double())
+        draws = torch.stack(draws)
+        draws[:, -1] = 1  # in place of a second unit
+        first, second = draws[:, pairs].unbind(dim=2)
+        sums.append((first * second) @ of_pairs)
     return torch.cat(sums).view(resamples, *values.shape[1:])
 
 

@@ -50,26 +50,34 @@ class Predictions:
         """Returns how many genes each row names, long [n]."""
         return torch.tensor([names.count(",") + 1 if names else 0 for names in self.genes])
 
-    def units(self) -> list[tuple[str, str]]:
+    def units(self) -> list[list[tuple[str, str]]]:
         """Returns what each row is drawn with, for an interval: "gene" or "set", and its name.
 
         Rows with the same genes share what the model gets wrong of them; so do rows with the same
-        unseen gene. Of several unseen ones, it is that of the most rows.
+        unseen gene. Of more than two unseen ones, it is the two of the most rows.
         """
         unseen_genes = [names.split(",") for names in self.unseen_genes]
         num_rows = Counter(chain.from_iterable(unseen_genes))
         units = []
         for genes, unseen in zip(self.genes, unseen_genes, strict=True):
             if unseen == [""]:
-                units.append(("set", genes))
+                units.append([("set", genes)])
             else:
-                units.append(("gene", max(unseen, key=num_rows.__getitem__)))
+                of_most_rows = sorted(unseen, key=num_rows.__getitem__, reverse=True)[:2]
+                units.append([("gene", name) for name in of_most_rows])
         return units
 
     def unit(self) -> Tensor:
-        """Returns the number of each row's unit, long [n], in the order of their first rows."""
+        """Returns the numbers of each row's units, long [n, 2], -1 if there is no second one.
+
+        They are numbered in the order of their first rows.
+        """
         number = {}
-        return torch.tensor([number.setdefault(unit, len(number)) for unit in self.units()])
+        rows = []
+        for units in self.units():
+            numbers = [number.setdefault(unit, len(number)) for unit in units]
+            rows.append([*numbers, -1][:2])
+        return torch.tensor(rows)
 
     def counts(self) -> str:
         """Returns the numbers of rows and scores as a text."""

@@ -158,12 +158,15 @@ def read_header(
     with open_table(path) as file:
         cells = split_line(next(file, ""), f"{path}:1")
     header = [cell.strip() for cell in cells]
-    header[0] = ALIASES.get(header[0].lower(), header[0])
     for i, name in enumerate(header):
         role = name.lower()
-        if role != name and role in (*first, *optional) and name not in kept:
+        is_in_another_case = role != name
+        if i == 0:
+            role = ALIASES.get(role, role)
+        if role in (*first, *optional) and name not in kept:
             header[i] = role
-            notes.append(f"{path}: the column {name} is read as {role}")
+            if is_in_another_case:
+                notes.append(f"{path}: the column {name} is read as {role}")
     if header[: len(first)] != list(first) or len(set(header)) < len(header):
         found = "\t".join(cells)
         expected = "\t".join(first)

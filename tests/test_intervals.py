@@ -149,3 +149,10 @@ def test_intervals_of_units_hold_the_true_difference_where_those_of_rows_do_not(
     assert figures["width, units"] > 2 * figures["width, rows"]
     figures = coverage.measure(coverage.distinct_pairs, 40)
     assert figures["rows drawn, %"] == figures["units drawn, %"] > 85
+
+
+def test_intervals_of_pairs_of_unseen_genes_hold_the_true_difference(monkeypatch):
+    """The errors of a row's two genes recur in the rows of either."""
+    monkeypatch.setattr(coverage, "LARGE", 10**5)
+    figures = coverage.measure(coverage.unseen_pairs, 40)
+    assert figures["rows drawn, %"] < 80 < 90 < figures["units drawn, %"]

@@ -155,6 +155,11 @@ def test_ranks_are_those_of_each_target_alone():
 
 
 # ---- Intervals -----------------------------------------------------------------------------------
+def one_each(unit: torch.Tensor) -> torch.Tensor:
+    """Returns units of rows [n] that have no second one, [n, 2]."""
+    return torch.stack([unit, torch.full_like(unit, -1)], dim=1)
+
+
 def test_resampled_pearson_equals_that_of_torch_on_the_same_rows():
     """The third target's scores are constant, the second's predictions: it counts as 0."""
     y = torch.stack([normal(50), 1000 + normal(50, seed=1), torch.full((50,), 0.1).double()], dim=1)
@@ -163,7 +168,7 @@ def test_resampled_pearson_equals_that_of_torch_on_the_same_rows():
     )
     y[10:15, 0] = math.nan
     generator = torch.Generator().manual_seed(0)
-    for r in resampled_pearson(y, prediction, torch.arange(50), 5):
+    for r in resampled_pearson(y, prediction, one_each(torch.arange(50)), 5):
         rows = torch.randint(50, (50,), generator=generator)
         rows = rows[~y[rows, 0].isnan()]
         expected = torch.corrcoef(torch.stack([y[rows, 0], prediction[rows, 0]]))[0, 1]
@@ -175,7 +180,7 @@ def test_a_resample_of_one_row_has_no_pearson():
     prediction = normal(3, 1, seed=1)
     generator = torch.Generator().manual_seed(0)
     undefined = 0
-    for r in resampled_pearson(y, prediction, torch.arange(3), 200):
+    for r in resampled_pearson(y, prediction, one_each(torch.arange(3)), 200):
         rows = torch.randint(3, (3,), generator=generator)
         if len(rows.unique()) == 1:
             undefined += 1
@@ -190,7 +195,7 @@ def test_a_resampled_mean_is_of_the_rows_of_a_resampled_pearson():
     values = normal(50)
     values[10:15] = math.nan
     generator = torch.Generator().manual_seed(0)
-    found = resampled_mean(values, torch.arange(50), 70)
+    found = resampled_mean(values, one_each(torch.arange(50)), 70)
     assert len(found) == 70
     for mean in found:
         rows = torch.randint(50, (50,), generator=generator)
@@ -203,23 +208,47 @@ def test_rows_of_a_unit_are_drawn_together():
     y[3] = math.nan
     prediction = normal(45, 1, seed=1)
     order = torch.randperm(45, generator=torch.Generator().manual_seed(0))
-    unit = 7 * torch.arange(9).repeat_interleave(torch.arange(1, 10))[order] - 20
+    unit = 7 * torch.arange(9).repeat_interleave(torch.arange(1, 10))[order] + 20
     generator = torch.Generator().manual_seed(0)
-    means = resampled_mean(y[:, 0], unit, 40)
-    for r, mean in zip(resampled_pearson(y, prediction, unit, 40), means, strict=True):
+    means = resampled_mean(y[:, 0], one_each(unit), 40)
+    found = resampled_pearson(y, prediction, one_each(unit), 40)
+    for r, mean in zip(found, means, strict=True):
         drawn = torch.randint(9, (9,), generator=generator)
-        rows = torch.cat([(unit == 7 * number - 20).nonzero().flatten() for number in drawn])
+        rows = torch.cat([(unit == 7 * number + 20).nonzero().flatten() for number in drawn])
         torch.testing.assert_close(mean, y[rows, 0].nanmean())
         rows = rows[~y[rows, 0].isnan()]
         expected = torch.corrcoef(torch.cat([y, prediction], dim=1)[rows].T)[0, 1]
         torch.testing.assert_close(r, expected)
 
 
+def test_a_row_of_two_units_counts_as_often_as_the_product_of_both():
+    y = normal(30, 1)
+    prediction = normal(30, 1, seed=1)
+    unit = torch.combinations(torch.arange(9))[:30]
+    unit[::5, 1] = -1
+    generator = torch.Generator().manual_seed(0)
+    for r in resampled_pearson(y, prediction, unit, 40):
+        drawn = torch.randint(9, (9,), generator=generator).tolist()
+        count = [
+            drawn.count(first) * (drawn.count(second) if second >= 0 else 1)
+            for first, second in unit.tolist()
+        ]
+        rows = torch.arange(30).repeat_interleave(torch.tensor(count))
+        expected = torch.corrcoef(torch.cat([y, prediction], dim=1)[rows].T)[0, 1]
+        torch.testing.assert_close(r, expected)
+
+
+def test_rows_that_all_have_the_same_two_units_have_no_interval():
+    y = normal(20, 1)
+    unit = torch.tensor([[3, 7]]).repeat(20, 1)
+    assert resampled_pearson(y, normal(20, 1, seed=1), unit, 10).isnan().all()
+
+
 @pytest.mark.parametrize("copies", [2, 10])
 def test_replicates_tell_nothing_more_of_an_interval(copies):
     y = normal(60, 2)
     prediction = y + normal(60, 2, seed=1)
-    unit = torch.arange(60)
+    unit = one_each(torch.arange(60))
     expected = resampled_pearson(y, prediction, unit, 100)
     rows = torch.arange(60).repeat(copies)
     found = resampled_pearson(y[rows], prediction[rows], unit[rows], 100)
@@ -231,7 +260,7 @@ def test_replicates_tell_nothing_more_of_an_interval(copies):
 @pytest.mark.parametrize("num_rows", [1, 20])
 def test_fewer_than_two_units_have_no_interval(num_rows):
     y = normal(num_rows, 2)
-    unit = torch.full((num_rows,), 5)
+    unit = one_each(torch.full((num_rows,), 5))
     assert resampled_pearson(y, normal(num_rows, 2, seed=1), unit, 10).isnan().all()
     assert resampled_mean(y[:, 0], unit, 10).isnan().all()
     low, high = interval(resampled_mean(y[:, 0], unit, 10))

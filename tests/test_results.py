@@ -208,21 +208,27 @@ def rows_of(genes: list[str], unseen_genes: list[str]) -> Predictions:
 
 def test_replicates_are_one_unit():
     rows = rows_of(["A,B", "A", "A,B", "", "A,B=0.5", "", "A"], [""] * 7)
-    assert rows.unit().tolist() == [0, 1, 0, 2, 3, 2, 1]
-    assert set(rows.units()) == {("set", genes) for genes in ("A,B", "A", "", "A,B=0.5")}
+    assert rows.unit().tolist() == [[number, -1] for number in (0, 1, 0, 2, 3, 2, 1)]
+    assert rows.units()[:5] == [[("set", names)] for names in rows.genes[:5]]
 
 
 def test_rows_with_an_unseen_gene_are_one_unit_at_any_level():
     rows = rows_of(["A,X", "X=0.3", "B,X", "A,Y", "A,B"], ["X", "X", "X", "Y", ""])
-    assert rows.unit().tolist() == [0, 0, 0, 1, 2]
-    assert rows.units()[1:4] == [("gene", "X"), ("gene", "X"), ("gene", "Y")]
+    assert rows.unit().tolist() == [[number, -1] for number in (0, 0, 0, 1, 2)]
+    assert rows.units()[1:4] == [[("gene", name)] for name in "XXY"]
 
 
-def test_of_several_unseen_genes_that_of_the_most_rows_is_the_unit():
-    rows = rows_of(["X,Y", "A,Y", "B,Y", "W,X", "W"], ["X,Y", "Y", "Y", "W,X", "W"])
-    assert rows.units() == [("gene", name) for name in ("Y", "Y", "Y", "W", "W")]
+def test_rows_of_two_unseen_genes_have_two_units():
+    rows = rows_of(["X,Y", "A,Y", "W,X", "A,B"], ["X,Y", "Y", "W,X", ""])
+    assert rows.unit().tolist() == [[0, 1], [1, -1], [0, 2], [3, -1]]
+
+
+def test_of_several_unseen_genes_two_of_the_most_rows_are_the_units():
+    names = ["W,X,Y,Z", "Y,Z", "W,Z", "V,W,X"]
+    units = [{name for _, name in units} for units in rows_of(names, names).units()]
+    assert units == [{"W", "Z"}, {"Y", "Z"}, {"W", "Z"}, {"W", "X"}]
 
 
 def test_a_set_that_is_called_as_an_unseen_gene_is_another_unit():
     rows = rows_of(["X", "X,Y"], ["", "X"])
-    assert rows.unit().tolist() == [0, 1]
+    assert rows.unit().tolist() == [[0, -1], [1, -1]]

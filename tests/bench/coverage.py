@@ -171,7 +171,7 @@ def measure(
     width = {"rows": 0.0, "units": 0.0}
     for _ in range(num_tables):
         rows = as_predictions(*simulate(make_pairs, draw))
-        for drawn, unit in {"rows": torch.arange(len(rows.y)), "units": rows.unit()}.items():
+        for drawn, unit in {"rows": one_by_one(len(rows.y)), "units": rows.unit()}.items():
             gains = resampled_pearson(rows.y, rows.prediction, unit, RESAMPLES)
             gains -= resampled_pearson(rows.y, rows.baseline, unit, RESAMPLES)
             low, high = interval(gains)
@@ -182,6 +182,11 @@ def measure(
         figures[f"{drawn} drawn, %"] = 100 * held[drawn] / num_tables
         figures[f"width, {drawn}"] = width[drawn] / num_tables
     return figures
+
+
+def one_by_one(num_rows: int) -> Tensor:
+    """Returns units of a row each, long [num_rows, 2]."""
+    return torch.stack([torch.arange(num_rows), torch.full((num_rows,), -1)], dim=1)
 
 
 if __name__ == "__main__":

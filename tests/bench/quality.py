@@ -323,9 +323,9 @@ def clean(row: dict) -> dict:
 
 
 def units(tables: Tables) -> Tensor:
-    """Returns the number of what each test row is drawn with, long [rows].
+    """Returns the numbers of what each test row is drawn with, long [rows, 2], -1 if it is one.
 
-    As in `results.Predictions.units`, it is the row's unseen node of the most rows, or its set.
+    As in `results.Predictions.units`, these are its unseen nodes of the most rows, or its set.
     """
     sample = tables.sample()
     is_seen = tables.is_seen().all(dim=1)
@@ -335,9 +335,11 @@ def units(tables: Tables) -> Tensor:
     unseen_of_row = defaultdict(list)
     for row, node in zip(sample[is_chosen].tolist(), unseen.tolist(), strict=True):
         unseen_of_row[row].append(node)
-    unit = tables.set_number() + len(tables.genes)  # after the numbers of the nodes
+    set_number = tables.set_number() + len(tables.genes)  # after the numbers of the nodes
+    unit = torch.stack([set_number, torch.full_like(set_number, -1)], dim=1)
     for row, nodes in unseen_of_row.items():
-        unit[row] = max(nodes, key=num_rows.__getitem__)
+        of_most_rows = sorted(nodes, key=num_rows.__getitem__, reverse=True)
+        unit[row] = torch.tensor([*of_most_rows, -1][:2])
     return unit[tables.rows("test")]
 
 
