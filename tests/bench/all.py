@@ -37,6 +37,7 @@ COMMANDS = {  # with the number of threads, 0: all cores
     f"screen model.readout=local {YEAST}": 0,
     "tables --edges 1000000": 0,
     "scaling": 1,
+    "coverage": 1,
     "quality --preset small --seeds 3 --splits random:0 --models both": 1,
     "quality --config tests/bench/yeast.yaml --models local --seeds 5 --splits random:0 random:1 "
     f"random:2 {YEAST}": 1,
