@@ -69,14 +69,15 @@ def tiny_step(device: torch.device) -> Callable[[], None]:
     batch = build_batch(shared, NUM_SAMPLES, model=config.model)
     samples = tables_of([[]] * NUM_SAMPLES, torch.zeros(NUM_SAMPLES))
     task = task_of(shared, KnockoutDataset(samples, shared.degree), config)
-    meter = Meter(env, optim)
+    meter = Meter(task, env)
+    weight = samples.score_weight(torch.arange(NUM_SAMPLES)).sum(dim=0)  # of each score
 
     def step() -> None:
         loss = task.loss(model(shared, batch), batch)
-        scaler.scale(loss * (1 / NUM_SAMPLES)).backward()
-        meter.loss += loss.detach()
+        scaler.scale(loss.sum() * (1 / NUM_SAMPLES)).backward()
+        meter.loss += loss.detach().view_as(meter.loss)
         norm_and_scale = optimizer_step(model, optimizer, scaler, optim)
-        meter.count(NUM_SAMPLES, NUM_SAMPLES, norm_and_scale)
+        meter.count(NUM_SAMPLES, weight, norm_and_scale)
 
     return step
 
