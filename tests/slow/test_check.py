@@ -4,6 +4,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from tests import check
 from tests.conftest import copy_template, launch_forked
 from tests.tools import parity
-from tests.tools.runs import relative_difference
+from tests.tools.runs import relative_difference, tables_of
 
 PARITY = [sys.executable, "-m", "tests.check", "parity", "model.hidden=8"]
 LOSS_FACTOR = "env.world_size / (num_rows * len(task.tables.targets))"
@@ -110,6 +111,19 @@ def test_parity_fails_on_a_broken_copy(parity_of_copy, capsys, name):
     output = capsys.readouterr().out
     assert "FAIL, the tensor that differs most is " in output
     assert ("tensor that differs most is num_ranks" in output) == (name == "a buffer of integers")
+
+
+def test_parity_takes_the_rows_that_have_scores():
+    """One row in twenty has one; they are the last ones of each split."""
+    y = torch.arange(600.0).double()
+    split = torch.arange(600) % 3
+    tables = replace(tables_of([[row % 5] for row in range(600)], y), split=split.to(torch.int8))
+    tables.y[:570] = math.nan
+    few = parity.few_rows(tables)
+    for name, num_rows in (("train", 77), ("val", 7), ("test", 7)):
+        rows = few.rows(name)
+        assert len(rows) == num_rows
+        assert (rows >= 570).sum() == min(10, num_rows)
 
 
 def test_integers_and_bools_are_compared_by_equality():

@@ -87,9 +87,7 @@ def describe_row(task: KnockoutTask, row: int, prediction: Tensor, error: Tensor
     """Returns a line with a row's nodes, and the scores [T] with the largest errors [T]."""
     tables = task.tables
     start, end = tables.perturbed_ptr[row : row + 2].tolist()
-    perturbed = tables.perturbed[start:end].tolist()
-    levels = tables.level[start:end].tolist()
-    nodes = ",".join(map(tables.name, perturbed, levels))
+    nodes = ",".join(tables.names(tables.perturbed[start:end], tables.level[start:end]))
     worst = error.nan_to_num(math.inf).argsort(descending=True)[:WORST]
     scores = []
     for target in worst.tolist():

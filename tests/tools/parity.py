@@ -102,11 +102,16 @@ def load_few_rows(config: DataConfig) -> Tables:
 
 
 def few_rows(tables: Tables) -> Tables:
-    """Returns tables with few rows in each split, which vary in their numbers of knock-outs."""
+    """Returns tables with few rows in each split, which vary in their numbers of knock-outs.
+
+    Of each number, they are those with the most scores, as training needs rows that have some.
+    """
     counts = tables.perturbed_ptr.diff()
+    scores = (~tables.y.isnan()).sum(dim=1)
     split = torch.full_like(tables.split, -1)
     for number, name in enumerate(SPLITS):
         rows = tables.rows(name)
+        rows = rows[scores[rows].argsort(descending=True, stable=True)]
         size = NUM_TRAIN if name == "train" else NUM_EVAL
         order = turns(counts[rows]).argsort(stable=True)
         split[rows[order[:size]]] = number
