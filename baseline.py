@@ -24,7 +24,8 @@ POWERS = (1.0, 0.4, 0.6, 1.5)  # of levels
 TOLERANCE = 1e-7  # of a fit, in standard deviations of the scores
 REWEIGHTED = 1e-5  # the same, at which a logistic regression ends
 MOST_STEPS = 1000  # of conjugate gradients
-MOST_REWEIGHTINGS = 50  # of a logistic regression
+MOST_REWEIGHTINGS = 100  # of a logistic regression
+MOST_HALVINGS = 30  # of one of its steps
 UNSOLVED = 1e-4  # the same, from which on the log says that a fit has ended before
 
 
@@ -133,7 +134,7 @@ def fit_validated(
     is_validated |= is_val & is_intact
     is_fitted = is_train
     if not has_val.all():
-        is_third = is_train & (tables.set_number() % 3 == 0).unsqueeze(1)
+        is_third = third_of_sets(tables, is_train)
         is_fitted = is_train & (has_val | ~is_third)
         is_told = is_third & tells_effects(tables, is_fitted)
         is_validated = is_validated.where(has_val, is_told)
@@ -156,6 +157,19 @@ def fit_validated(
     if not has_val.all():
         best = best.where(has_val, to_all.fit(best_penalty, best))
     return best, to_all.error(best_penalty, best)
+
+
+def third_of_sets(tables: Tables, is_chosen: Tensor) -> Tensor:
+    """Returns which of the chosen scores are of every third of their target's sets, bool [n, T].
+
+    Sets are in a random order, as a table may have one of its own, such as A; B; A,B; C ...
+    """
+    set_number = tables.set_number()
+    generator = torch.Generator().manual_seed(0)
+    position = torch.randperm(int(set_number.max()) + 1, generator=generator)[set_number]
+    has_set = scatter(is_chosen.int(), position, dim_size=len(tables.y)) > 0
+    is_third = has_set.cumsum(0) % 3 == 0
+    return is_chosen & is_third[position]
 
 
 def tells_effects(tables: Tables, is_fitted: Tensor) -> Tensor:
@@ -216,7 +230,7 @@ class Design:
             self.transposed.values().square(),
             self.transposed.shape,
         )
-        self.largest_dose = dose.abs().amax() if len(dose) else 1.0
+        self.largest_dose = torch.cat([dose.abs(), dose.new_ones(1)]).amax()  # 1 at least
         count = self.nodes @ dose.new_ones(size[1], 1)
         self.mean_count = count.mean()
         self.line = torch.cat([torch.ones_like(count), count - self.mean_count], dim=1)  # [n, 2]
@@ -257,7 +271,10 @@ class Ridge:
 
     def fit(self, penalty: float | Tensor, x: Tensor) -> Tensor:
         """Returns the solution for a penalty, or one for each score [T], starting from x."""
-        return self.solve(self.y - self.design.predict(x), self.weight, penalty, x)
+        # Rounding adds up over the steps where doses are large. What it left is solved, too.
+        for _ in range(2):
+            x = self.solve(self.y - self.design.predict(x), self.weight, penalty, x)
+        return x
 
     def error(self, penalty: float | Tensor, x: Tensor) -> Tensor:
         """Returns how far x is from the solution, [T], as `TOLERANCE`."""
@@ -302,9 +319,30 @@ class LogisticRidge(Ridge):
             if (self.error(penalty, x) <= REWEIGHTED).all():
                 break
             probability = self.design.predict(x).sigmoid()
-            variance = variance_of(probability)
-            x = self.solve((self.y - probability) / variance, self.weight * variance, penalty, x)
+            variance = variance_of(probability, least=1e-15)
+            residual = (self.y - probability) / variance
+            change = self.solve(residual, self.weight * variance, penalty, x) - x
+            x = x + self.step(penalty, x, change) * change
         return x
+
+    def step(self, penalty: float | Tensor, x: Tensor, change: Tensor) -> Tensor:
+        """Returns the largest of 1, 1/2, 1/4 ... of a change that is no step up, [T].
+
+        A whole one would go too far where scores are certain.
+        """
+
+        def total(x: Tensor) -> Tensor:
+            penalties = (penalty * x[2:].square()).sum(0) / 2
+            return (self.weight * self.losses(x)).sum(0) + penalties
+
+        most = total(x) * (1 + 1e-12)  # more than rounding
+        step = torch.ones_like(most)
+        for _ in range(MOST_HALVINGS):
+            is_up = total(x + step * change) > most
+            if not is_up.any():
+                break
+            step = step.where(~is_up, step / 2)
+        return step
 
     def error(self, penalty: float | Tensor, x: Tensor) -> Tensor:
         probability = self.design.predict(x).sigmoid()
@@ -313,9 +351,9 @@ class LogisticRidge(Ridge):
         return self.distance(residual, weight, penalty, x)
 
 
-def variance_of(probability: Tensor) -> Tensor:
-    """Returns the variance of scores of 0 and 1, of which that of certain ones is not 0."""
-    return (probability * (1 - probability)).clamp(min=1e-3)
+def variance_of(probability: Tensor, least: float = 1e-3) -> Tensor:
+    """Returns the variance of scores of 0 and 1, of which that of certain ones is `least`."""
+    return (probability * (1 - probability)).clamp(min=least)
 
 
 def conjugate_gradients(

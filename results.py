@@ -87,8 +87,9 @@ class Predictions:
 def level_of(name: str) -> str:
     """Returns the level at the end of a gene's name in test.tsv, "0" for a deletion."""
     _, sign, end = name.rpartition("=")
-    has_level = sign and math.isfinite(parse_number(end))
-    return end if has_level else "0"
+    level = parse_number(end)
+    has_level = sign and math.isfinite(level)
+    return f"{level:.15g}" if has_level else "0"  # as 00.3 may stand for 0.3
 
 
 def read_predictions(path: Path) -> Predictions:

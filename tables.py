@@ -215,7 +215,8 @@ def note_replicates(tables: Tables, path: str) -> None:
     perturbs = tables.perturbed_ptr.diff() > 0
     set_number = tables.set_number()[perturbs]
     split_number = set_number * len(SPLITS) + tables.split[perturbs]
-    num_shared = len(split_number.unique()) - len(set_number.unique())
+    num_splits = torch.bincount(split_number.unique() // len(SPLITS))  # of each set
+    num_shared = int((num_splits > 1).sum())
     if num_shared:
         tables.notes.append(
             f"{path}: sets of knock-outs that the column split puts on both sides: {num_shared:,}; "

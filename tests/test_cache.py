@@ -187,15 +187,15 @@ ALL = ["baseline", "split", "tables"]
     ("file", "old", "new", "expected"),
     [
         # A reader, and what it imports.
-        ("tables.py", "valid = (least < numbers)", "valid = (least <= numbers)", ALL),
-        ("tables.py", "CHUNK = 2**23", "CHUNK = 2**22", ALL),
+        ("rows.py", "valid = (least < numbers)", "valid = (least <= numbers)", ALL),
+        ("rows.py", "CHUNK = 2**23", "CHUNK = 2**22", ALL),
         ("errors.py", "status = 2", "status = 3", ALL),
         # What tells a reader nothing.
-        ("tables.py", "\nimport csv\n", "\n# a comment\nimport csv  # and another\n", []),
-        ("tables.py", "CHUNK = 2**23  #", "CHUNK = (\n    2**23\n)  # another comment:", []),
+        ("rows.py", "\nimport csv\n", "\n# a comment\nimport csv  # and another\n", []),
+        ("rows.py", "CHUNK = 2**23  #", "CHUNK = (\n    2**23\n)  # another comment:", []),
         ("tables.py", '"""Files to `Tables`: ', '"""From files to `Tables`: ', []),
-        ("tables.py", '"""Returns a column, ', '"""Gives a column, ', []),
-        ("tables.py", '"""Some consecutive rows', '"""Consecutive rows', []),
+        ("rows.py", '"""Returns a column, ', '"""Gives a column, ', []),
+        ("rows.py", '"""Some consecutive rows', '"""Consecutive rows', []),
         # Others.
         ("model.py", "SCALE = 10.0", "SCALE = 12.0", []),
         ("task.py", "LARGE_BATCH = 8192", "LARGE_BATCH = 4096", []),
@@ -221,8 +221,8 @@ def test_a_module_that_a_reader_imports_by_any_way_is_part_of_the_key(sources):
     """Within a function, from a package, and by a module that is itself imported so."""
     replace_text(
         sources / "tables.py",
-        "    node_number = {}\n    relations,",
-        "    from formats.reader import lines\n\n    node_number = {}\n    relations,",
+        "    node_number = {}\n    notes",
+        "    from formats.reader import lines\n\n    node_number = {}\n    notes",
     )
     (sources / "formats").mkdir()
     (sources / "formats/__init__.py").write_text("")

@@ -123,7 +123,9 @@ def test_unseen_nodes_are_counted_by_row():
     sets = [[0, 1, 2], [3], [], [0, 1], [0, 2, 4], [0, 3], [4, 5], [1, 2]]
     tables = small_tables(sets)
     tables.split = torch.tensor([0, 0, 0, 2, 2, 2, 2, 1], dtype=torch.int8)
-    assert tables.unseen().tolist() == [0, 0, 0, 0, 1, 0, 2, 0]
+    assert tables.unseen("train").tolist() == [[0], [0], [0]]
+    assert tables.unseen("test").tolist() == [[0], [1], [0], [2]]
+    assert tables.unseen("val").tolist() == [[0]]
 
 
 def test_a_node_split_beside_a_split_column_or_without_rows_is_an_error(tmp_path):

@@ -16,7 +16,7 @@ import model as model_module
 from baseline import additive_baseline
 from config import Config
 from data import DataConfig, KnockoutDataset, load, node_split, random_split
-from errors import DataError
+from errors import DataError, UserError
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from predict import read_sets
@@ -79,13 +79,14 @@ def test_a_name_may_carry_a_level_and_names_of_nodes_win(tmp_path):
         {},
         {"c=0.3": 0.0},
         {"b": 0.1, "c": 0.4},
-        {"a": 1.0, "d=": 3.0},
+        {"d=": 3.0},
         {"a": 0.0, "z": 0.5},
     ]
     for levels, expected_levels in zip(levels_of(tables), expected, strict=True):
         assert levels == pytest.approx(expected_levels)
-    named = [tables.name(*pair) for pair in ((0, 0.0), (0, 0.3), (1, 3.0), (4, 2.5))]
-    assert named == ["a", "a=0.3", "b=3", "d==2.5"]
+    levels = torch.tensor([0.0, 0.3, 3.0, 2.5], dtype=torch.float64)
+    named = tables.names(torch.tensor([0, 0, 1, 4]), levels)
+    assert list(named) == ["a", "a=0.3", "b=3", "d==2.5"]
 
 
 WRONG = [
@@ -131,7 +132,7 @@ def test_what_a_name_means_does_not_depend_on_the_rows_before_it(tmp_path, monke
 def test_test_tsv_gives_levels_back(tmp_path):
     levels = [0.123456789, 1 / 3, 1e-5, 9999.5, 0.1 + 0.2]
     tables = read(tmp_path, [f"a={level:.15g}" for level in levels])
-    names = list(map(tables.name, tables.perturbed, tables.level.tolist()))
+    names = list(tables.names(tables.perturbed, tables.level))
     again = read(tmp_path, names)
     assert torch.equal(again.level, tables.level)
     assert names[0] == "a=0.123456789"
@@ -189,14 +190,12 @@ def test_tables_to_predict_have_levels_and_screens_run_at_one(tmp_path):
     assert is_known == [True, False, True, True]
     assert sets == [{"a": 0.0, "b": 0.25}, {"c=0.3": 0.0}, {}]
     cells, _, sets = asked("all-singles=0.3", tables)
-    assert cells == ["a=0.3", "b=0.3", "c=0.3", "c=0.3=0.3", "d==0.3"]
-    # The third is a node, too.
-    assert sets == [{"a": 0.3}, {"b": 0.3}, {"c=0.3": 0.0}, {"c=0.3": 0.3}, {"d=": 0.3}]
+    assert cells == ["a=0.3", "b=0.3", "c=00.3", "c=0.3=0.3", "d==0.3"]  # a node is named c=0.3
+    assert sets == [{name: 0.3} for name in tables.genes]
     _, _, sets = asked("all-pairs=2", tables)
     assert len(sets) == 10
     assert sets[0] == {"a": 2.0, "b": 2.0}
-    message = "all-singles=x:0: the genes 'a=x' have 'a': no name, or no level"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match="all-singles=x has no level from 0 to 10,000"):
         asked("all-singles=x", tables)
 
 

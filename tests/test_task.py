@@ -14,7 +14,7 @@ from results import read_predictions
 from tables import Tables, mean_and_std
 from task import KnockoutTask
 from tests.conftest import write_table
-from tests.tools.runs import pack_sets, read_metrics
+from tests.tools.runs import pack_sets, read_metrics, tables_of
 
 BINARY = Config(optim=OptimConfig(loss="binary"))
 
@@ -31,14 +31,14 @@ def test_the_metrics_of_a_split_equal_their_definitions():
     rows = torch.arange(10, 60)
     task = SimpleNamespace(
         config=Config(),
-        tables=SimpleNamespace(y=y),
+        tables=tables_of([[]] * 60, y),
         baseline=SimpleNamespace(prediction=baseline, std=mean_and_std(y)[1]),
         rows={"test": rows}.get,
     )
     found = KnockoutTask.metrics(task, "test", prediction[rows])
     variance = y.numpy().var()
     y_of_rows, x, x_of_baseline = (values[rows, 0].numpy() for values in (y, prediction, baseline))
-    assert found["n"] == 50
+    assert found["n"] == found["rows"] == 50
     assert found["pearson"] == pytest.approx(np.corrcoef(y_of_rows, x)[0, 1])
     assert found["baseline_pearson"] == pytest.approx(np.corrcoef(y_of_rows, x_of_baseline)[0, 1])
     assert found["mse"] == pytest.approx(((y_of_rows - x) ** 2).mean())
