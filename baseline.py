@@ -160,16 +160,14 @@ def fit_validated(
 
 
 def third_of_sets(tables: Tables, is_chosen: Tensor) -> Tensor:
-    """Returns which of the chosen scores are of every third of their target's sets, bool [n, T].
+    """Returns which of the chosen scores are of a third of their target's sets, bool [n, T].
 
-    Sets are in a random order, as a table may have one of its own, such as A; B; A,B; C ...
+    It is every third of the sets that have a chosen score of the target, from the first on.
     """
     set_number = tables.set_number()
-    generator = torch.Generator().manual_seed(0)
-    position = torch.randperm(int(set_number.max()) + 1, generator=generator)[set_number]
-    has_set = scatter(is_chosen.int(), position, dim_size=len(tables.y)) > 0
-    is_third = has_set.cumsum(0) % 3 == 0
-    return is_chosen & is_third[position]
+    has_chosen = scatter(is_chosen.int(), set_number, dim_size=len(tables.y)) > 0
+    position = has_chosen.cumsum(0) - 1  # of each set among those of the target
+    return is_chosen & (position % 3 == 0)[set_number]
 
 
 def tells_effects(tables: Tables, is_fitted: Tensor) -> Tensor:
