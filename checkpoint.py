@@ -84,6 +84,10 @@ class TrainState:
         if self.best is not None and self.best_model is None:
             self.best_model = state["model"]
 
+    def is_trained(self, epochs: int, patience: int, steps_per_epoch: int) -> bool:
+        """Returns whether a run with these options has no step left."""
+        return self.epoch >= epochs or self.is_out_of_patience(steps_per_epoch, patience)
+
     def is_out_of_patience(self, steps_per_epoch: int, patience: int) -> bool:
         """Returns whether the last `patience` evaluations were no better; 0 is never."""
         if self.best is None:

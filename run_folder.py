@@ -147,9 +147,10 @@ class RunFolder:
         if checkpoint is not None:
             state.load_state_dict(checkpoint, self.config.optim.precision)
             optim = self.config.optim
-            is_out_of_patience = state.is_out_of_patience(steps_per_epoch, optim.patience)
-            is_trained = state.epoch >= optim.epochs or is_out_of_patience
-            self._compare_options(checkpoint, is_trained)
+            saved = checkpoint["config"]["optim"]
+            is_trained = state.is_trained(optim.epochs, optim.patience, steps_per_epoch)
+            was_trained = state.is_trained(saved["epochs"], saved["patience"], steps_per_epoch)
+            self._compare_options(checkpoint, is_complete=is_trained and was_trained)
         self.env.progress = self.env.progress._replace(step=state.step)
         ranks = describe(self.env)
         with self.env.sync_errors():
@@ -174,10 +175,10 @@ class RunFolder:
                 )
         return checkpoint
 
-    def _compare_options(self, checkpoint: dict[str, Any], is_trained: bool) -> None:
+    def _compare_options(self, checkpoint: dict[str, Any], is_complete: bool) -> None:
         """Says which options differ from those of a checkpoint's steps, and records those.
 
-        Raises `UserError` if they differ and the run `is_trained` to its end.
+        Raises `UserError` if they differ and the run `is_complete`, with both of them.
         """
         step = checkpoint["step"]
         recorded = dict(checkpoint.get("earlier_options", {}))
@@ -196,7 +197,7 @@ class RunFolder:
         if step == 0 or not earlier:
             return
         made_with = ", ".join(f"{key}={value}" for key, value in earlier.items())
-        if is_trained:
+        if is_complete:
             raise UserError(
                 f"{checkpoint['file']} is trained to its end, step {step}, with {made_with}: set "
                 "it so, raise optim.epochs, or set another run.name to train with other options"

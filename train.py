@@ -95,9 +95,7 @@ def train(config: Config, env: Distributed) -> None:
         if state.best is None:
             validate(task, state, folder, env, epoch=0)  # where training starts is a candidate, too
         with folder.profile():
-            while state.epoch < optim.epochs and not state.is_out_of_patience(
-                sampler.steps_per_epoch, optim.patience
-            ):
+            while not state.is_trained(optim.epochs, optim.patience, sampler.steps_per_epoch):
                 first_step = state.step - state.epoch * sampler.steps_per_epoch
                 sampler.set_epoch(state.epoch, first_step=first_step)
                 progress = train_epoch(task, state, folder, ddp_model, loader, sampler, env)

@@ -176,6 +176,14 @@ def test_other_options_in_the_middle_of_a_run_are_named_and_recorded(train, fold
     assert "is trained to its end, step 15, with model.dropout=0.6, optim.lr=0.001, " in back.stderr
 
 
+def test_a_run_that_was_stopped_may_end_with_fewer_epochs(train, folder):
+    train(0, *LONG, fault="stop_at_step:6").check()
+    result = train(0, "optim.epochs=1").check()
+    assert "note      the 7 steps so far were made with optim.epochs=3\n" in result.stdout
+    assert [row["step"] for row in read_metrics(folder, "test")] == [7]
+    assert comments(folder) == ["# up to step 7: optim.epochs=3"]
+
+
 def test_each_change_of_options_is_recorded_with_its_step(train, folder):
     train(0, *LONG, fault="stop_at_step:3").check()
     train(0, *LONG, "optim.lr=0.1", fault="stop_at_step:8").check()
