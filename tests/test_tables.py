@@ -12,7 +12,7 @@ from data import DataConfig, KnockoutDataset, load, random_split
 from errors import DataError
 from mask import SharedGraph
 from predict import read_sets
-from tables import OF_FILES, SPLITS, Tables, pack, read_knockouts
+from tables import OF_FILES, SPLITS, Tables
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.conftest import write_table
 from tests.tools.runs import tables_of, task_of
@@ -150,54 +150,6 @@ def asked(path: str, names: list[str]) -> tuple[list[str], list[bool], list[list
     return list(chunk.sets), chunk.is_known.tolist(), sets_of(chunk.samples), chunk.unknown
 
 
-def quote(path: Path) -> None:
-    """Puts quotes around each cell of a table."""
-    lines = []
-    for line in path.read_text().splitlines():
-        lines.append("\t".join(f'"{cell}"' for cell in line.split("\t")) + "\n")
-    path.write_text("".join(lines))
-
-
-def test_cells_in_quotes_are_read(tmp_path):
-    """As spreadsheets write them, in each table and its header; quotes in a name are its own."""
-    options = write_tables(tmp_path, features=str(tmp_path / "features.tsv"))
-    write_table(tmp_path / "features.tsv", [("gene", "size, um"), ("a", 1), ("d", 2)])
-    plain = load(options)
-    for path in tmp_path.glob("*.tsv"):
-        quote(path)
-    assert load(options).fingerprint() == plain.fingerprint()
-    (tmp_path / "ask.tsv").write_text('genes\n"a,b"\n""\n"ant(2"")-Ia, c"\nant(2")-Ia\nb"\n')
-    genes, _, sets, unknown = asked(str(tmp_path / "ask.tsv"), ["a", "b"])
-    assert genes == ["a,b", "", 'ant(2")-Ia, c', 'ant(2")-Ia', 'b"']
-    assert sets == [[0, 1], []]
-    assert unknown == ['ant(2")-Ia', "c", 'ant(2")-Ia', 'b"']
-
-
-@pytest.mark.parametrize(
-    "cells",
-    [
-        '"a,b\t1',
-        'b,"a"\t1',
-        '"a","b"\t1',
-        '"a"b\t1',
-        '""""\t1',
-        ' "a,b"\t1',
-        '"a,b\nc"\t1',
-        'a\t"1\n"',
-    ],
-)
-def test_quotes_that_enclose_no_whole_cell_are_refused(tmp_path, cells):
-    (tmp_path / "scores.tsv").write_text(f"genes\tscore\na\t1\n\n{cells}\nd\t1\ne\t1\n")
-    with pytest.raises(DataError, match=r"scores\.tsv:4: .* has quotes that enclose no whole cell"):
-        read_knockouts(str(tmp_path / "scores.tsv"), {}, [])
-
-
-def test_quotes_about_a_tab_make_fields(tmp_path):
-    (tmp_path / "scores.tsv").write_text('genes\tscore\n"a\tb"\t1\n')
-    with pytest.raises(DataError, match=r"scores\.tsv:2: 3 fields where the header has 2"):
-        read_knockouts(str(tmp_path / "scores.tsv"), {}, [])
-
-
 def test_scores_may_be_named_and_other_columns_are_left_out(tmp_path):
     scores = [
         ("genes", "drug", "a", "b", "split"),
@@ -235,90 +187,12 @@ def test_knocked_out_nodes_are_named_if_half_of_them_have_no_edge(tmp_path, name
     assert note == (f"no edges: {isolated}: do the tables use the same names?" if isolated else "")
 
 
-def test_a_long_cell_is_cut_in_errors(tmp_path):
-    long = "7" * 400
-    wrong = [(EDGES, [*SCORES, row]) for row in (("a,," + long, 1, "val"), ("a", long, "val"))]
-    wrong.append((EDGES, [*SCORES, ("a", 1, long)]))
-    wrong.append((EDGES, [("genes", long), ("a", "one")]))
-    wrong.append((EDGES, [(long, "score")]))
-    wrong.append(([(*EDGES[0], "width"), (*EDGES[1], long)], SCORES))
-    for edges, scores in wrong:
-        options = write_tables(tmp_path, edges, scores)
-        with pytest.raises(DataError, match=r"\.tsv:\d+: ") as error:
-            load(options)
-        assert len(str(error.value).removeprefix(str(tmp_path))) < 220
-
-
-def test_a_blank_line_of_a_one_column_table_is_a_sample_without_knock_outs(tmp_path):
-    path = write_table(tmp_path / "ask.tsv", [("genes",), ("a,b",), ("",), ("x,b",), ("c,a",)])
-    genes, is_known, sets, unknown = asked(str(path), ["a", "b", "c"])
-    assert genes == ["a,b", "", "x,b", "c,a"]
-    assert is_known == [True, True, False, True]
-    assert sets == [[0, 1], [], [0, 2]]
-    assert unknown == ["x"]
-
-
 def test_all_sets_of_one_or_two_names():
     singles = asked("all-singles", ["a", "b", "c"])
     assert singles == (["a", "b", "c"], [True] * 3, [[0], [1], [2]], [])
     genes, _, sets, _ = asked("all-pairs", ["a", "b", "c"])
     assert genes == ["a,b", "a,c", "b,c"]
     assert sets == [[0, 1], [0, 2], [1, 2]]
-
-
-def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
-    """Blank lines, spaces, controls and an error, at some 100 lines a part."""
-    monkeypatch.setattr("rows.CHUNK", 1500)
-    lines = [f"g{i % 50},g{i % 37} ,g{i % 50}\t{i}" for i in range(1500)]
-    lines[7], lines[1200], lines[1300] = "\t1.5", "", "  \t2.5"
-    path = tmp_path / "scores.tsv"
-    path.write_text("\n".join(["genes\tscore", *lines, ""]))
-    number = {}
-    columns = read_knockouts(str(path), number, [])
-    assert columns["targets"] == ["score"]
-    assert columns["left_out"] == []
-    assert not {"split", "weight"} & columns.keys()
-    y = columns["y"]
-    packed = pack(columns["row"], columns["node"], columns["level"], len(y))
-    rows = [line.split("\t") for line in lines if line]
-    assert y.tolist() == [[float(score)] for _, score in rows]
-    expected = []
-    for genes, _ in rows:
-        names = {name.strip() for name in genes.split(",")} - {""}
-        expected.append(sorted(number[name] for name in names))
-    parts = packed["perturbed"].split(packed["perturbed_ptr"].diff().tolist())
-    assert [part.tolist() for part in parts] == expected
-    wrong_lines = {1401: "g1,,g2\t0", 1402: "g1\tNaN", 1403: "g1\t1\t2", 1404: "g1\t1_0"}
-    for number_of_line, wrong in wrong_lines.items():
-        before = lines[: number_of_line - 2]
-        after = lines[number_of_line - 2 :]
-        path.write_text("\n".join(["genes\tscore", *before, wrong, *after, ""]))
-        with pytest.raises(DataError, match=rf"scores.tsv:{number_of_line}: "):
-            read_knockouts(str(path), {}, [])
-
-
-def test_a_part_of_blank_lines_alone_is_no_part(tmp_path, monkeypatch):
-    monkeypatch.setattr("rows.CHUNK", 3)  # a row at once, or four blank lines
-    rows = "a\t1\nb\t2\nc\t3\n"
-    (tmp_path / "scores.tsv").write_text(f"genes\tscore\n{rows}\n\n\n\n{rows}\n")
-    columns = read_knockouts(str(tmp_path / "scores.tsv"), {}, [])
-    assert columns["row"].tolist() == [0, 1, 2, 3, 4, 5]
-    assert columns["node"].tolist() == [0, 1, 2] * 2
-    assert len(columns["y"]) == 6
-    (tmp_path / "blank.tsv").write_text("genes\tscore\n\n\n")
-    with pytest.raises(DataError, match="no rows below the header"):
-        read_knockouts(str(tmp_path / "blank.tsv"), {}, [])
-
-
-def test_unreadable_files_are_named(tmp_path):
-    options = write_tables(tmp_path)
-    for content in (b"\xff\xfe\x00", "source".encode("utf-16"), b"source\ttarget\trelation\n\xe9"):
-        Path(options.edges).write_bytes(content)
-        with pytest.raises(DataError, match=r"edges\.tsv is not UTF-8 text: save it as UTF-8"):
-            load(options)
-    Path(options.edges).unlink()
-    with pytest.raises(DataError, match=r"cannot read .*edges\.tsv: No such file"):
-        load(options)
 
 
 # ---- Fingerprint ---------------------------------------------------------------------------------
