@@ -4,14 +4,27 @@ import math
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 
-from baseline import PENALTIES, additive_baseline, conjugate_gradients, impute_effects
+from baseline import (
+    PENALTIES,
+    UNSOLVED,
+    Design,
+    LogisticRidge,
+    Ridge,
+    additive_baseline,
+    conjugate_gradients,
+    impute_effects,
+)
+from config import Config
 from data import DataConfig, random_split
+from optim import OptimConfig
 from tables import Tables
+from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, synthetic_tables
-from tests.tools.runs import pack_sets
+from tests.tools.runs import pack_levels, pack_sets
 
 
 def mixed_tables() -> Tables:
@@ -47,12 +60,12 @@ def above_median(y: torch.Tensor) -> torch.Tensor:
     return (y > y.nanmedian(dim=0).values).double().where(~y.isnan(), math.nan)
 
 
-def dense_design(tables: Tables) -> torch.Tensor:
-    """Returns the columns intercept, number of knock-outs, and an indicator of each node."""
-    indicators = torch.zeros(len(tables.y), len(tables.genes), dtype=torch.float64)
-    indicators[tables.sample(), tables.perturbed] = 1
-    intercept = torch.ones(len(indicators), 1)
-    return torch.cat([intercept, indicators.sum(1, keepdim=True), indicators], dim=1)
+def dense_design(tables: Tables, power: float = 1.0) -> torch.Tensor:
+    """Returns the columns intercept, sum of doses, and the dose of each node: 1 if deleted."""
+    dose = torch.zeros(len(tables.y), len(tables.genes), dtype=torch.float64)
+    dose[tables.sample(), tables.perturbed] = 1 - tables.level**power
+    intercept = torch.ones(len(dose), 1)
+    return torch.cat([intercept, dose.sum(1, keepdim=True), dose], dim=1)
 
 
 @pytest.mark.parametrize("sizes", ["mixed", "pairs"])
@@ -234,3 +247,162 @@ def test_additive_baseline_does_not_depend_on_the_unit_of_the_scores():
     tables.y *= 1e-12
     found = 1e12 * additive_baseline(tables).prediction
     torch.testing.assert_close(found, reference, rtol=1e-8, atol=1e-8)
+
+
+# ---- High levels ---------------------------------------------------------------------------------
+def levelled_tables(levels: list[float], share: float, power: float = 1.0, seed: int = 0) -> Tables:
+    """Returns 1,000 samples of none to three of 80 genes, with scores that are additive but noise.
+
+    A `share` of the knock-outs are at levels other than the first of `levels`.
+    """
+    random = Random(seed)
+    weights = [1 - share, *[share / (len(levels) - 1)] * (len(levels) - 1)] if share else [1]
+    sets = []
+    for _ in range(1000):
+        nodes = random.sample(range(80), random.randint(0, 3))
+        sets.append(dict(zip(nodes, random.choices(levels, weights, k=3), strict=False)))
+    tables = Tables(
+        genes=[f"g{k:02}" for k in range(80)],
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        **pack_levels(sets),
+        y=torch.zeros(1000, dtype=torch.float64),
+        split=torch.tensor(random.choices([0, 1, 2], [14, 3, 3], k=1000), dtype=torch.int8),
+    )
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(82, 1, dtype=torch.float64, generator=generator)
+    noise = torch.randn(1000, 1, dtype=torch.float64, generator=generator)
+    tables.y = 3 + dense_design(tables, power)[:, 2:] @ x[2:] + 0.5 * noise
+    return tables
+
+
+def least_squares(tables: Tables, power: float, penalty: float) -> np.ndarray:
+    """Returns what the ridge predicts of the only score, [n], by a dense orthogonal solver."""
+    design = dense_design(tables, power).numpy()
+    train = tables.rows("train")
+    penalties = np.diag([0, 0, *[math.sqrt(penalty)] * len(tables.genes)])
+    matrix = np.concatenate([design[train], penalties])
+    scale = np.linalg.norm(matrix, axis=0)
+    right = np.concatenate([tables.y[train, 0].numpy(), np.zeros(len(penalties))])
+    solution = np.linalg.lstsq(matrix / scale, right, rcond=1e-15)[0] / scale
+    return design @ solution
+
+
+def most_likely(tables: Tables, penalty: float) -> np.ndarray:
+    """Returns the probabilities of a logistic ridge, [n], by damped Newton steps."""
+    design = dense_design(tables).numpy()
+    scale = np.linalg.norm(design, axis=0)
+    train = tables.rows("train").numpy()
+    x = (design / scale)[train]
+    y = tables.y[train, 0].numpy()
+    penalties = np.array([0, 0, *[penalty] * len(tables.genes)]) / scale**2
+    solution = np.zeros(len(scale))
+
+    def loss(solution: np.ndarray) -> float:
+        logit = x @ solution
+        likelihood = (np.logaddexp(0, logit) - y * logit).sum()
+        return likelihood + (penalties * solution**2).sum() / 2
+
+    for _ in range(200):
+        probability = np.exp(-np.logaddexp(0, -x @ solution))
+        gradient = x.T @ (probability - y) + penalties * solution
+        if np.abs(gradient).max() < 1e-9:
+            break
+        curvature = (x.T * (probability * (1 - probability))) @ x + np.diag(penalties)
+        change = np.linalg.solve(curvature, gradient)
+        size = 1.0
+        while loss(solution - size * change) > loss(solution) and size > 1e-9:
+            size /= 2
+        solution = solution - size * change
+    assert np.abs(gradient).max() < 1e-6
+    return np.exp(-np.logaddexp(0, -(design / scale) @ solution))
+
+
+@pytest.mark.parametrize("penalty", [0.1, 1000.0])
+@pytest.mark.parametrize("power", [1.0, 1.5])
+@pytest.mark.parametrize(
+    ("levels", "share"),
+    [([0.0, 1e4], 0.01), ([0.0, 0.3, 1e4], 0.5), ([0.9999], 0), ([0.999, 0.9999, 1000], 0.4)],
+)
+def test_the_fit_is_the_dense_one_for_levels_up_to_10000_and_close_to_1(
+    monkeypatch, levels, share, power, penalty
+):
+    monkeypatch.setattr("baseline.PENALTIES", (penalty,))
+    monkeypatch.setattr("baseline.POWERS", (power,))
+    tables = levelled_tables(levels, share, power)
+    found = additive_baseline(tables)
+    assert tables.is_seen().all()
+    expected = least_squares(tables, found.power, penalty)
+    difference = np.abs(found.prediction[:, 0].numpy() - expected) / found.std.item()
+    assert difference.max() < 1e-5
+    assert found.error < UNSOLVED
+
+
+@pytest.mark.parametrize("penalty", [0.1, 1000.0])
+@pytest.mark.parametrize(
+    ("levels", "share"), [([0.0, 100.0], 0.5), ([0.0, 1e4], 0.01), ([0.0, 0.3, 1e4], 0.5)]
+)
+def test_the_logistic_fit_is_the_dense_one_for_levels_up_to_10000(
+    monkeypatch, levels, share, penalty
+):
+    monkeypatch.setattr("baseline.PENALTIES", (penalty,))
+    monkeypatch.setattr("baseline.POWERS", (1.0,))
+    tables = levelled_tables(levels, share)
+    tables.y = above_median(tables.y)
+    found = additive_baseline(tables, "binary")
+    assert np.abs(found.prediction[:, 0].numpy() - most_likely(tables, penalty)).max() < 1e-4
+    assert found.error < UNSOLVED
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_the_logistic_fit_of_equal_scores_ends(value):
+    """Although their likelihood has no maximum."""
+    tables = levelled_tables([0.0], 0)
+    tables.y = torch.full_like(tables.y, value)
+    found = additive_baseline(tables, "binary")
+    assert found.error < UNSOLVED
+    torch.testing.assert_close(found.prediction, tables.y, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("regression", [Ridge, LogisticRidge])
+def test_the_error_of_a_fit_grows_with_the_distance_to_its_solution(regression):
+    tables = levelled_tables([0.0], 0)
+    weight = tables.is_in("train").double().unsqueeze(1)
+    y = above_median(tables.y) if regression is LogisticRidge else tables.y
+    fit = regression(Design(tables), y, weight, torch.ones(1, dtype=torch.float64))
+    solution = fit.fit(1.0, torch.zeros(82, 1, dtype=torch.float64))
+    assert fit.error(1.0, solution) < 1e-5
+    away = torch.zeros_like(solution)
+    away[5] = 1.0
+    errors = [fit.error(1.0, solution + size * away).item() for size in (1e-3, 1e-2)]
+    assert errors[0] > 1e-3
+    assert errors[1] == pytest.approx(10 * errors[0], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"), [("squared", "MOST_STEPS"), ("binary", "MOST_REWEIGHTINGS")]
+)
+def test_a_fit_that_is_cut_short_is_noted_at_every_start(tmp_path, monkeypatch, loss, name):
+    """Also where it is from the cache."""
+    tables = levelled_tables([0.0, 100.0], 0.1)
+    if loss == "binary":
+        tables.y = above_median(tables.y)
+    options = {"optim": OptimConfig(loss=loss)}
+
+    def noted(folder: str) -> tuple[float, list[str]]:
+        data = DataConfig(cache_dir=str(tmp_path / folder))
+        task = KnockoutTask.from_tables(tables, Config(data=data, **options))
+        lines = task.summary().splitlines()
+        return task.baseline.error.item(), [line for line in lines if "converged" in line]
+
+    error, lines = noted("whole")
+    assert error < UNSOLVED
+    assert lines == []
+    with monkeypatch.context() as patch:
+        patch.setattr(f"baseline.{name}", 3 if loss == "squared" else 1)
+        error, lines = noted("cut")
+    assert error > UNSOLVED
+    note = f"the baseline's fit has not converged: {error:.0e} deviations are left"
+    assert lines == [f"note      {note}"]
+    assert noted("cut") == (error, lines)

@@ -5,6 +5,7 @@ import random
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -141,6 +142,62 @@ def test_further_columns_of_edges_are_features_of_the_edges(tmp_path):
         assert len(names) == 3 * len(values) > 0
         expected_values = torch.tensor([expected[name] for name in names])
         torch.testing.assert_close(values.repeat(3, 1), expected_values)
+
+
+@pytest.mark.parametrize("undirected", [False, True])
+def test_a_feature_that_a_duplicate_edge_lacks_is_the_mean_of_those_present(tmp_path, undirected):
+    """One that all lack is 0, as that of a single edge."""
+    header = (*EDGES[0], "length", "age")
+    rows = [
+        ("a", "b", "x", 2, "NA"),
+        ("a", "b", "x", "", "NA"),
+        ("a", "b", "x", 6, 5),
+        ("a", "b", "y", 3, 1),  # of another relation
+        ("b", "c", "x", "NA", 7),
+        ("b", "c", "x", "NA", 4),
+        ("c", "d", "x", 9, "NA"),
+        ("d", "c", "x", 1, "NA"),
+        ("c", "c", "x", "NA", 2),
+        ("c", "c", "x", 8, 3),
+    ]
+    tables = load(write_tables(tmp_path, edges=[header, *rows], undirected=undirected))
+    columns = {"length": [2, 6, 3, 9, 1, 8], "age": [5, 1, 7, 4, 2, 3]}
+    present = {
+        ("a", "b", "x"): ([2, 6], [5]),
+        ("a", "b", "y"): ([3], [1]),
+        ("b", "c", "x"): ([], [7, 4]),
+        ("c", "d", "x"): ([9], []),
+        ("d", "c", "x"): ([1], []),
+        ("c", "c", "x"): ([8], [2, 3]),
+    }
+    if undirected:
+        present[("c", "d", "x")] = present[("d", "c", "x")] = ([9, 1], [])
+        for (source, target, relation), values in list(present.items()):
+            present[(target, source, relation)] = values
+    expected = {}
+    for edge, values_of_edge in present.items():
+        expected[edge] = []
+        for column, values in zip(columns.values(), values_of_edge, strict=True):
+            mean, std = np.mean(column), np.std(column)
+            expected[edge].append((np.mean(values) - mean) / std if values else 0.0)
+    found = {}
+    for (a, b), r, values in zip(
+        tables.edge_index.T.tolist(), tables.edge_type, tables.edge_attr, strict=True
+    ):
+        found[(tables.genes[a], tables.genes[b], tables.relations[r])] = values.tolist()
+    assert found.keys() == expected.keys()
+    for edge, values in found.items():
+        assert values == pytest.approx(expected[edge], abs=1e-6), edge
+
+
+def test_a_duplicate_edge_that_lacks_its_features_changes_none(tmp_path):
+    """Whatever its place in the table."""
+    header = (*EDGES[0], "length", "age")
+    rows = [("a", "b", "x", 2, 5), ("b", "c", "x", 6, 1), ("c", "d", "y", 4, 7)]
+    expected = load(write_tables(tmp_path, edges=[header, *rows])).fingerprint()
+    lacking = [(*row[:3], "NA", "") for row in rows]
+    for table in (rows + lacking, lacking + rows, [*lacking[:2], *lacking, *rows]):
+        assert load(write_tables(tmp_path, edges=[header, *table])).fingerprint() == expected
 
 
 def test_a_feature_of_edges_is_a_number(tmp_path):

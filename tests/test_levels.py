@@ -21,6 +21,7 @@ from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from predict import read_sets
 from reach import ReachPlanner
+from results import level_of
 from tables import Tables
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
@@ -136,6 +137,14 @@ def test_test_tsv_gives_levels_back(tmp_path):
     again = read(tmp_path, names)
     assert torch.equal(again.level, tables.level)
     assert names[0] == "a=0.123456789"
+
+
+def test_a_level_is_the_same_however_a_name_that_carries_it_is_told_from_others(tmp_path):
+    """A node is named `c=0.3`, which analyse reports beside the others at its level."""
+    tables = read(tmp_path, ["a=0.3", "c=00.3", "b=0.3", "c=0.3"])
+    names = list(tables.names(tables.perturbed, tables.level))
+    assert names == ["a=0.3", "c=00.3", "b=0.3", "c=0.3=0"]
+    assert list(map(level_of, names)) == ["0.3", "0.3", "0.3", "0"]
 
 
 def test_the_dose_of_a_level_does_not_depend_on_its_place_in_the_batch(shared):

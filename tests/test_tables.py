@@ -195,6 +195,54 @@ def test_all_sets_of_one_or_two_names():
     assert sets == [[0, 1], [0, 2], [1, 2]]
 
 
+# ---- Replicates ----------------------------------------------------------------------------------
+HEADER = ("genes", "score", "split")
+
+
+def note_of(folder: Path, rows: list[tuple], **options) -> str:
+    """Returns the only note on tables of these rows, without the file's name, or ""."""
+    tables = load(write_tables(folder, EDGES, rows, **options))
+    notes = list(tables.notes)
+    assert len(notes) < 2
+    assert all(f"\nnote      {note}" in summary_of(tables) for note in notes)
+    return "".join(notes).partition("scores.tsv: ")[2]
+
+
+def cycle(sets: list[str], splits: list[str]) -> list[tuple]:
+    """Returns a table in which the splits of the rows follow each other."""
+    return [HEADER, *((genes, k, splits[k % len(splits)]) for k, genes in enumerate(sets))]
+
+
+@pytest.mark.parametrize(
+    ("sets", "number"),
+    [
+        (["a", "b", "c", "d", "a,b", "c,d"], 0),
+        (["a", "a", "b", "c"], 1),
+        (["a,b", "b , a", "a,b,c=1", "c", "c", "a"], 2),  # the first is on three sides
+        (["b=0.3,a", "a=0,b=0.30", "b=0.3", "a,b"], 1),
+        (["a", "b", "c", "a", "b", "c"], 0),  # replicates on one side
+        (["", "", "", "a=1", "b=1,c=1", "a"], 0),  # intact controls belong on each
+        ([*"abc", *"bca"] * 200, 3),
+    ],
+)
+def test_sets_on_both_sides_of_a_given_split_are_noted_with_their_number(tmp_path, sets, number):
+    note = note_of(tmp_path, cycle(sets, ["train", "val", "test"]))
+    expected = (
+        f"sets of knock-outs that the column split puts on both sides: {number}; "
+        "a random split keeps their rows together"
+    )
+    assert note == (expected if number else "")
+
+
+def test_replicates_are_noted_at_each_start_and_only_beside_a_given_split(tmp_path):
+    rows = cycle(["a,b", "b", "d", "b,a", "c"] * 4, ["train", "val", "test"])
+    note = note_of(tmp_path, rows)
+    assert "on both sides: 4; " in note
+    assert note_of(tmp_path, rows) == note  # from the cache
+    fractions = {"val_fraction": 0.25, "test_fraction": 0.25}
+    assert note_of(tmp_path, [row[:2] for row in rows], **fractions) == ""
+
+
 # ---- Fingerprint ---------------------------------------------------------------------------------
 def test_a_table_of_intact_samples_alone_has_a_fingerprint(tmp_path):
     rows = [("", k, split) for k, split in enumerate(("train", "val", "test"))]

@@ -10,11 +10,12 @@ import torch
 from torch_geometric.data import HeteroData
 
 from analyse import target_figures
+from baseline import PENALTIES, TARGETS_AT_ONCE, additive_baseline
 from config import Config
 from data import DataConfig, KnockoutDataset, StepSampler, load, weight_scale
-from errors import DataError
+from errors import DataError, UserError
 from mask import SharedGraph
-from metrics import pearson
+from metrics import pearson, r2
 from model import KnockoutGNN, ModelConfig
 from optim import OptimConfig
 from tables import Tables, mean_and_std
@@ -289,6 +290,131 @@ def test_rows_outside_training_do_not_set_the_scale_of_the_weights(tmp_path):
         assert scaled[:, 0].equal(scaled[:, 1])
         weight[sd] = scaled[:3, 0].tolist()
     assert weight[1] == weight[1e-7] == pytest.approx([1.6, 0.4, 1.6])
+
+
+# ---- Validation without scores -------------------------------------------------------------------
+def additive_tables(noise: float, num_scores: int = 2, num_rows: int = 400) -> Tables:
+    """Returns rows of one or two of 30 nodes, whose scores are sums of effects, but noise."""
+    draw = random.Random(0)
+    generator = torch.Generator().manual_seed(0)
+    sets = [draw.sample(range(30), draw.choice([1, 2])) for _ in range(num_rows)]
+    perturbed, perturbed_ptr = pack_sets(sets)
+    effect = torch.randn(30, num_scores, dtype=torch.float64, generator=generator)
+    y = noise * torch.randn(num_rows, num_scores, dtype=torch.float64, generator=generator)
+    y += torch.stack([effect[nodes].sum(0) for nodes in sets])
+    return Tables(
+        genes=[f"g{k:02}" for k in range(30)],
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        y=y,
+        split=torch.tensor([0, 0, 0, 1, 2] * (num_rows // 5), dtype=torch.int8),
+        targets=[f"score{t}" for t in range(num_scores)],
+    )
+
+
+def without_validation(tables: Tables, *targets: int) -> Tables:
+    """Returns the tables without these scores of the validation rows."""
+    y = tables.y.clone()
+    for t in targets:
+        y[tables.rows("val"), t] = math.nan
+    return replace(tables, y=y)
+
+
+def penalty_of(tables: Tables, prediction: torch.Tensor, t: int) -> float:
+    """Returns the penalty with which a dense ridge on all training rows predicts a score so."""
+    dose = torch.zeros(len(tables.y), len(tables.genes), dtype=torch.float64)
+    dose[tables.sample(), tables.perturbed] = 1
+    x = torch.cat([torch.ones(len(dose), 1), dose.sum(1, keepdim=True), dose], dim=1)
+    train = tables.rows("train")
+    train = train[~tables.y[train, t].isnan()]
+    found = []
+    for penalty in PENALTIES:
+        penalties = torch.tensor([0.0, 0.0] + [penalty] * len(tables.genes)).double().diag()
+        solution = torch.linalg.solve(
+            x[train].T @ x[train] + penalties, x[train].T @ tables.y[train, t]
+        )
+        if (x @ solution - prediction[:, t]).abs().max() < 1e-5:
+            found.append(penalty)
+    (penalty,) = found
+    return penalty
+
+
+@pytest.mark.parametrize(("num_scores", "names"), [(1, "'score0'"), (2, "score0, score1")])
+def test_validation_without_any_score_is_an_error(tmp_path, num_scores, names):
+    tables = without_validation(additive_tables(0.1, num_scores), *range(num_scores))
+    message = f"no val row has a score {names}: remove that column, or change the split"
+    with pytest.raises(UserError, match=message):
+        KnockoutTask.from_tables(tables, Config(data=DataConfig(cache_dir=str(tmp_path))))
+
+
+def test_a_run_whose_validation_rows_have_no_score_ends_with_status_2(train, tmp_path):
+    rows = [("a", 1, "train"), ("b", 2, "train"), ("a,b", "NA", "val"), ("b", 1, "test")]
+    write_tables(tmp_path, rows, ("genes", "score", "split"))
+    finished = train(0, "data.edges=edges.tsv", "data.perturbations=scores.tsv")
+    assert finished.returncode == 2
+    message = "no val row has a score 'score': remove that column, or change the split"
+    assert f"error: {message}" in finished.stderr
+
+
+@pytest.mark.parametrize("noise", [0.1, 1.0, 4.0])
+def test_a_score_without_validation_scores_has_the_penalty_that_suits_its_training_rows(
+    tmp_path, caplog, noise
+):
+    """It is close to the one that validation scores choose; the fit is to all training rows."""
+    tables = additive_tables(noise, num_rows=2000)
+    expected = penalty_of(tables, additive_baseline(tables).prediction, 1)
+    gappy = without_validation(tables, 1)
+    options = DataConfig(cache_dir=str(tmp_path))
+    baseline = KnockoutTask.from_tables(gappy, Config(data=options)).baseline
+    assert "note      no val row has a score 'score1': it does not count there" in caplog.text
+    found = penalty_of(gappy, baseline.prediction, 1)
+    assert expected / 11 < found < 11 * expected
+    assert found < 1000
+    complete = additive_baseline(tables).prediction
+    torch.testing.assert_close(baseline.prediction[:, :1], complete[:, :1], rtol=0, atol=1e-6)
+    if noise == 0.1:
+        test = tables.rows("test")
+        assert r2(tables.y[test], baseline.prediction[test]).min() > 0.97
+
+
+def test_many_scores_without_validation_scores_are_fitted_beside_those_with_them():
+    """So many that one part of the scores has none."""
+    tables = without_validation(additive_tables(0.3, TARGETS_AT_ONCE + 2), *range(TARGETS_AT_ONCE))
+    prediction = additive_baseline(tables).prediction
+    test = tables.rows("test")
+    assert r2(tables.y[test], prediction[test]).min() > 0.8
+    assert max(penalty_of(tables, prediction, t) for t in range(0, 66, 13)) < 10
+
+
+def test_a_probability_without_validation_scores_has_a_penalty_of_its_training_rows(monkeypatch):
+    tables = additive_tables(0.3)
+    tables.y = (tables.y > 0).double()
+    complete = additive_baseline(tables, "binary").prediction
+    gappy = without_validation(tables, 1)
+    prediction = additive_baseline(gappy, "binary").prediction
+    torch.testing.assert_close(prediction[:, 0], complete[:, 0], rtol=0, atol=1e-4)
+    found = []
+    for penalty in PENALTIES:
+        monkeypatch.setattr("baseline.PENALTIES", (penalty,))
+        alone = additive_baseline(tables, "binary").prediction  # a fit to all training rows
+        if (alone[:, 1] - prediction[:, 1]).abs().max() < 1e-4:
+            found.append(penalty)
+    assert len(found) == 1
+    assert found[0] < 10
+    assert (prediction - complete).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize(("noise", "least", "most"), [(0.1, 0.1, 1.0), (8.0, 10.0, 316.3)])
+def test_the_rows_that_choose_a_penalty_are_of_sets_that_have_the_score(noise, least, most):
+    """It is measured in every third row alone, as in a table of A, then B, then A,B."""
+    tables = additive_tables(noise, num_rows=900)
+    tables.y[torch.arange(900) % 3 != 2, 1] = math.nan
+    gappy = without_validation(tables, 1)
+    prediction = additive_baseline(gappy).prediction
+    assert least <= penalty_of(gappy, prediction, 1) <= most
 
 
 # ---- Training ------------------------------------------------------------------------------------

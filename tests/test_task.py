@@ -1,5 +1,8 @@
 """The task: its scale, its model, and its metrics, of scores of any kind."""
 
+import math
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,11 +12,14 @@ import torch
 
 from analyse import analyse
 from config import Config
+from data import DataConfig
+from metrics import quality
 from optim import OptimConfig
 from results import read_predictions
 from tables import Tables, mean_and_std
 from task import KnockoutTask
 from tests.conftest import write_table
+from tests.test_targets import additive_tables, gappy_tables, without_validation
 from tests.tools.runs import pack_sets, read_metrics, tables_of
 
 BINARY = Config(optim=OptimConfig(loss="binary"))
@@ -73,6 +79,51 @@ def test_training_hides_as_many_nodes_as_are_unseen_in_validation(sets, split, u
     )
     model = KnockoutTask.from_tables(tables, Config()).build_model()
     assert model.unseen == pytest.approx(unseen)
+
+
+# ---- Validation without scores -------------------------------------------------------------------
+def test_figures_are_of_the_scores_that_validation_rows_have(tmp_path):
+    config = Config(data=DataConfig(cache_dir=str(tmp_path)))
+    task = KnockoutTask.from_tables(without_validation(additive_tables(1.0), 1), config)
+    of_first = replace(task.tables, y=task.tables.y[:, 0], targets=["score0"])
+    alone = KnockoutTask.from_tables(of_first, config)
+    prediction = task.baseline.prediction[task.rows("val")] + 0.5
+    found = task.metrics("val", prediction)
+    expected = alone.metrics("val", prediction[:, :1])
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert quality(found) == pytest.approx(quality(expected), rel=1e-6)
+
+
+def test_a_result_without_a_loss_is_no_better_than_any(tmp_path):
+    """A later one with a loss then replaces the first, which training keeps as its best."""
+    nothing = {"pearson": math.nan, "loss": math.nan}
+    results = [
+        nothing,
+        {"pearson": math.nan, "loss": 9.0},
+        {"pearson": math.nan, "loss": 2.0},
+        {"pearson": 0.1, "loss": math.nan},
+        {"pearson": 0.1, "loss": 3.0},
+    ]
+    for worse, better in pairwise(results):
+        assert quality(better) > quality(worse)
+    assert not quality(nothing) > quality(dict(nothing))
+
+
+def test_best_pt_is_chosen_by_the_scores_that_validation_rows_have(train, tmp_path):
+    gappy_tables(tmp_path)
+    header, *rows = (line.split("\t") for line in (tmp_path / "gaps.tsv").read_text().splitlines())
+    table = [(*header[:3], "split")]
+    for i, row in enumerate(rows):
+        split = ("train", "train", "val", "test")[i % 4]
+        table.append((row[0], "NA" if split == "val" else row[1], row[2], split))
+    write_table(tmp_path / "gaps.tsv", table)
+    files = ["data.edges=edges.tsv", "data.perturbations=gaps.tsv"]
+    output = train(0, *files, "optim.epochs=20", "optim.lr=0.03").check().stdout
+    assert "note      no val row has a score 'fitness': it does not count there" in output
+    results = read_metrics(tmp_path / "runs/default", "val")
+    assert all(math.isfinite(row["loss"]) for row in results)
+    best = torch.load(tmp_path / "runs/default/checkpoints/best.pt", weights_only=True)
+    assert best["step"] == max(results, key=quality)["step"] > 0
 
 
 # ---- Binary scores -------------------------------------------------------------------------------
