@@ -25,7 +25,8 @@ TOLERANCE = 1e-7  # of a fit, in standard deviations of the scores
 REWEIGHTED = 1e-5  # the same, at which a logistic regression ends
 MOST_STEPS = 1000  # of conjugate gradients
 MOST_REWEIGHTINGS = 100  # of a logistic regression
-MOST_HALVINGS = 30  # of one of its steps
+REDUCTION = 0.01  # of the distance from the solution, by one of its steps
+MOST_HALVINGS = 30  # of such a step
 UNSOLVED = 1e-4  # the same, from which on the log says that a fit has ended before
 
 
@@ -278,8 +279,18 @@ class Ridge:
         """Returns how far x is from the solution, [T], as `TOLERANCE`."""
         return self.distance(self.y - self.design.predict(x), self.weight, penalty, x)
 
-    def solve(self, residual: Tensor, weight: Tensor, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns the solution, given what x leaves of the scores, [n, T]."""
+    def solve(
+        self,
+        residual: Tensor,
+        weight: Tensor,
+        penalty: float | Tensor,
+        x: Tensor,
+        reduction: float = 0.0,
+    ) -> Tensor:
+        """Returns the solution, given what x leaves of the scores, [n, T].
+
+        It may be as far from it as `TOLERANCE`, or as `reduction` times the distance of x.
+        """
 
         def product(x: Tensor) -> Tensor:
             result = self.design.collect(weight * self.design.predict(x))
@@ -288,7 +299,9 @@ class Ridge:
 
         right = self.gradient(residual, weight, penalty, x)
         diagonal = self.design.diagonal(weight, penalty)
-        return x + conjugate_gradients(product, right, diagonal, TOLERANCE**2 * self.unit)
+        least = reduction**2 * (right.square() / diagonal).sum(0)
+        least = least.maximum(TOLERANCE**2 * self.unit)
+        return x + conjugate_gradients(product, right, diagonal, least)
 
     def gradient(
         self, residual: Tensor, weight: Tensor, penalty: float | Tensor, x: Tensor
@@ -319,7 +332,8 @@ class LogisticRidge(Ridge):
             probability = self.design.predict(x).sigmoid()
             variance = variance_of(probability, least=1e-15)
             residual = (self.y - probability) / variance
-            change = self.solve(residual, self.weight * variance, penalty, x) - x
+            goal = self.solve(residual, self.weight * variance, penalty, x, REDUCTION)
+            change = goal - x
             x = x + self.step(penalty, x, change) * change
         return x
 
