@@ -270,8 +270,8 @@ class Ridge:
 
     def fit(self, penalty: float | Tensor, x: Tensor) -> Tensor:
         """Returns the solution for a penalty, or one for each score [T], starting from x."""
-        # Rounding adds up over the steps where doses are large. What it left is solved, too.
-        for _ in range(2):
+        x = self.solve(self.y - self.design.predict(x), self.weight, penalty, x)
+        if self.design.largest_dose > 1:  # rounding adds up over the steps: solve what it left, too
             x = self.solve(self.y - self.design.predict(x), self.weight, penalty, x)
         return x
 
