@@ -182,10 +182,15 @@ class KnockoutTask:
         perturbed = tables.perturbed[is_in_split]
         genes = tables.names(perturbed, tables.level[is_in_split])
         is_unseen = ~tables.is_seen().all(dim=1)  # for one score at least
-        unseen_genes = (tables.genes[node] if is_unseen[node] else "" for node in perturbed)
+        names = []
+        for node, is_named in zip(perturbed.tolist(), is_unseen[perturbed].tolist(), strict=True):
+            names.append(tables.genes[node] if is_named else "")
+        unseen_genes = iter(names)
+        unseen = tables.unseen(split)  # [rows, T]
+        is_equal = (unseen == unseen[:, :1]).all(dim=1).tolist()
         counts = tables.perturbed_ptr.diff()[tables.rows(split)].tolist()
-        for count, unseen in zip(counts, tables.unseen(split), strict=True):
-            numbers = unseen[:1] if (unseen == unseen[0]).all() else unseen
+        for row, count in enumerate(counts):
+            numbers = unseen[row, :1] if is_equal[row] else unseen[row]
             cells = [
                 ",".join(islice(genes, count)),
                 ",".join(map(str, numbers.tolist())),
