@@ -63,14 +63,16 @@ def additive_baseline(tables: Tables, loss: str = "squared") -> Baseline:
     levels for all.
     """
     rows = tables.rows("val")
-    num_levels = len(tables.level.unique())
-    powers = POWERS if num_levels > 1 else (1.0,)  # nothing tells the power of a single level
+    levels, level_number = tables.level.unique(return_inverse=True)
+    powers = POWERS if len(levels) > 1 else (1.0,)  # nothing tells the power of a single level
     best = None
     least = math.inf
     for power in powers:
         fits = []
+        # Powers of equal numbers, each by itself, may differ in the last bit, and so would sets.
+        level = (levels**power)[level_number]
         for y in tables.y.split(TARGETS_AT_ONCE, dim=1):
-            dosed = replace(tables, y=y, level=tables.level**power)
+            dosed = replace(tables, y=y, level=level)
             fits.append(fit_baseline(dosed, loss))
         fit = join_targets(fits, power)
         error = (fit.prediction[rows] - tables.y[rows]) / fit.std

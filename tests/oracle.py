@@ -1,0 +1,244 @@
+"""What the program must compute, once more, from docs/tables.md: dense numpy and plain loops.
+
+It shares nothing with the program but the penalties and powers that the baseline chooses from.
+Shapes: N nodes, n rows of T scores, R relations.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from baseline import PENALTIES, POWERS
+
+
+@dataclass
+class Oracle:
+    sets: list[dict[str, float]]  # nodes and levels of each row
+    y: np.ndarray  # [n, T], nan where a score is missing
+    split: np.ndarray  # [n]: 0 train, 1 val, 2 test, -1 none
+    weight: np.ndarray  # [n]
+    edges: list[tuple[str, str, str, float]]  # source, target, relation, weight
+    features: dict[str, float]  # of each node that is listed, nan where missing
+    undirected: bool
+    binary: bool
+
+    def __post_init__(self):
+        names = {name for row in self.sets for name in row}
+        self.nodes = sorted(names.union(*(edge[:2] for edge in self.edges)))
+        self.level = np.array([[row.get(name, 1.0) for name in self.nodes] for row in self.sets])
+        self.perturbs = self.level != 1  # [n, N]
+        self.present = ~np.isnan(self.y)
+        self.in_train = self.present & (self.split == 0)[:, None]
+        self.seen = self.perturbs.T.astype(int) @ self.in_train > 0  # [N, T]
+        scales = [moments(y[rows]) for y, rows in zip(self.y.T, self.in_train.T, strict=True)]
+        self.mean, self.std = np.array(scales).T
+        if self.binary:
+            share = self.mean.clip(1e-3, 1 - 1e-3)
+            self.mean, self.std = np.log(share / (1 - share)), np.ones_like(share)
+        relations = list(dict.fromkeys(edge[2] for edge in self.edges))
+        copies = {}
+        for source, target, relation, weight in self.edges:
+            r, a, b = relations.index(relation), self.nodes.index(source), self.nodes.index(target)
+            for place in {(r, b, a), (r, a, b)} if self.undirected else {(r, b, a)}:
+                copies.setdefault(place, []).append(weight)
+        self.graph = np.zeros((len(relations), len(self.nodes), len(self.nodes)))  # [R, to, from]
+        for place, weights in copies.items():
+            self.graph[place] = np.mean(weights)
+
+    def unseen(self) -> np.ndarray:
+        """Returns how many nodes of each row are not seen for each score, [n, T]."""
+        return self.perturbs.astype(int) @ ~self.seen
+
+    def rows_of_choice(self, t: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the rows to which a score is fitted, and those by which its penalty is chosen."""
+        train, val = self.in_train[:, t], self.present[:, t] & (self.split == 1)
+        told = val & self.perturbs[:, self.seen[:, t]].any(axis=1)
+        if told.any():
+            return train, told | (val & ~self.perturbs.any(axis=1))
+        first_rows = {}
+        number = [first_rows.setdefault(tuple(row), len(first_rows)) for row in self.level]
+        third = train & np.isin(number, np.unique(np.array(number)[train])[::3])
+        fitted = train & ~third
+        return fitted, third & self.perturbs[:, self.perturbs[fitted].any(axis=0)].any(axis=1)
+
+    def baselines(self, t: int) -> dict[float, list[np.ndarray]]:
+        """Returns a score's predictions [n] by power; several where equal errors choose them."""
+        fit = logistic if self.binary else ridge
+        y, train = self.y[:, t], self.in_train[:, t]
+        rows, judges = self.rows_of_choice(t)
+        by_power = {}
+        for power in POWERS if len(set(self.level[self.perturbs])) > 1 else (1.0,):
+            dose = np.where(self.perturbs, 1 - self.level**power, 0)
+            design = np.column_stack([np.ones(len(dose)), dose.sum(axis=1), dose])
+            tries = [design[judges] @ fit(design[rows], y[rows], p) for p in PENALTIES]
+            errors = [losses(values, y[judges], self.binary).sum() for values in tries]
+            by_power[power] = []
+            for k in near_least(errors) if judges.any() else [0]:
+                x = fit(design[train], y[train], PENALTIES[k])
+                for effect in self.with_imputed(x[2:], self.seen[:, t]):
+                    by_power[power].append(design @ [*x[:2], *effect])
+        return by_power
+
+    def with_imputed(self, effect: np.ndarray, seen: np.ndarray) -> list[np.ndarray]:
+        """Returns the effects with those of unseen nodes imputed, several as in `baselines`."""
+        others = 1 - np.eye(len(seen))
+        whole = (self.graph + self.graph.transpose(0, 2, 1)).sum(axis=0) * others
+        degree = whole.sum(axis=1).clip(1e-99)
+        adjacency = whole / np.sqrt(np.outer(degree, degree))
+        near = (adjacency @ adjacency + adjacency) * others * seen
+        mean = effect[seen].mean() if seen.any() else 0.0
+        choices = [(near @ effect + s * mean) / (near.sum(axis=1) + s) for s in PENALTIES]
+        errors = [np.square(imputed - effect)[seen].sum() for imputed in choices]
+        return [np.where(seen, effect, choices[k]) for k in near_least(errors)]
+
+    def forward(self, model: "Parameters", targets: list[str]) -> np.ndarray:
+        """Returns what a model predicts for all rows, [n, T], in its unit."""
+        intact = self.states(model, np.ones(len(self.nodes)))
+        return np.array([self.predict(model, level, intact, targets) for level in self.level])
+
+    def states(self, model: "Parameters", level: np.ndarray) -> np.ndarray:
+        """Returns the nodes' last states where they have these levels."""
+        degree = self.graph.sum(axis=2, keepdims=True)
+        scale = np.sqrt(degree * degree.mean(axis=1, keepdims=True)).clip(1e-99)
+        graph = (self.graph / scale).astype(np.float32) * np.outer(level > 0, level)
+        x = sent = 0
+        if self.features:
+            values = np.array([self.features.get(node, math.nan) for node in self.nodes])
+            mean, std = moments(values)
+            values = np.nan_to_num((values - mean) / std).astype(np.float32)
+            x, sent = np.split(np.outer(values, model["project.weight"]), 2, axis=1)
+        if "embedding" in model:
+            x, sent = x + model["identity"], sent + model["embedding"]
+        for depth in range(sum(name.endswith("gate") for name in model)):
+            layer = f"layers.{depth}"
+            h = model.norm(x if depth else sent, f"{layer}.norm")
+            gates = 10 * model[f"{layer}.gate"]
+            total = sum(matrix @ h * gate for matrix, gate in zip(graph, gates, strict=True))
+            root = model.linear(h if depth else x, f"{layer}.root")
+            x = x + gelu(root + model.linear(total, f"{layer}.out"))
+        return model.norm(x, "norm")
+
+    def predict(self, model: "Parameters", level, intact, targets) -> np.ndarray:
+        nodes = np.flatnonzero(level != 1)
+        dose = 1 - level[nodes, None] ** model["_extra_state"]
+        prediction = np.zeros(len(targets))
+        if "additive.effect" in model:
+            effect = model["additive.effect"].reshape(-1, len(targets))[nodes]
+            of_nodes = dose * (effect + model["additive.slope"])
+            prediction += model["additive.intercept"] + of_nodes.sum(axis=0)
+        if "local_readout.pair.weight" in model:
+            each = dose * model.linear(intact[nodes], "local_readout.embed")
+            pairs = [each[i] * each[:i].sum(axis=0) for i in range(len(nodes))]
+            pairs = np.sum([0 * intact[0].repeat(2), *pairs], axis=0)
+            both = model.norm(np.append(each.sum(axis=0), pairs), "local_readout.norm")
+            prediction += model.linear(pairs, "local_readout.pair")
+            prediction += model.head(both, "local_readout.head")
+        change = (self.states(model, level) - intact) * (level > 0)[:, None]
+        if "change_readout.head.0.weight" in model:
+            total = np.arcsinh(change.sum(axis=0) / math.sqrt(len(level)))
+            prediction += model.head(total, "change_readout.head")
+        if "change_readout.dead.weight" in model:
+            response = gelu(model.linear(change, "change_readout.change"))
+            effect = (response * model.linear(intact, "change_readout.weight")).sum(axis=1)
+            effect += (1 - level) * model.linear(intact, "change_readout.dead")[:, 0]
+            prediction += effect[[self.nodes.index(name) for name in targets]]
+        return prediction
+
+    def loss(self, prediction: np.ndarray, split: int) -> float:
+        """Returns the loss of a split's rows, given predictions of all, [n, T], or logits."""
+        of_scores = []
+        for t, std in enumerate(self.std):
+            rows = self.present[:, t] & (self.split == split)
+            loss = losses(prediction[rows, t], self.y[rows, t], self.binary) / std**2
+            if rows.any():
+                of_scores.append((self.weight[rows] * loss).sum() / self.weight[rows].sum())
+        return np.mean(of_scores) if of_scores else math.nan
+
+
+class Parameters(dict):  # of a model, by name
+    def linear(self, x, name):
+        return x @ self[f"{name}.weight"].T + self.get(f"{name}.bias", 0)
+
+    def norm(self, x, name):
+        unit = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        return unit * self[f"{name}.weight"] + self.get(f"{name}.bias", 0)
+
+    def head(self, x, name):
+        return self.linear(gelu(self.linear(x, f"{name}.0")), f"{name}.2")
+
+
+def gelu(x):
+    return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+
+
+def moments(values):  # mean and standard deviation of those that are there
+    values = values[~np.isnan(values)]
+    return values.mean(), 1.0 if is_constant(values) else values.std()
+
+
+def is_constant(values):
+    return np.ptp(values) <= 1e-12 * np.abs(values).max()
+
+
+def losses(prediction, y, binary):
+    return np.logaddexp(0, prediction) - y * prediction if binary else np.square(prediction - y)
+
+
+def near_least(errors):
+    return [k for k, error in enumerate(errors) if error <= min(errors) * (1 + 1e-6) + 1e-12]
+
+
+def ridge(design, y, penalty):  # intercept and slope are free
+    held = np.sqrt(penalty) * np.eye(design.shape[1])[2:]
+    matrix = np.vstack([design, held])
+    scale = np.sqrt(np.square(matrix).sum(axis=0))
+    return np.linalg.lstsq(matrix / scale, np.append(y, 0 * held[:, 0]), rcond=None)[0] / scale
+
+
+def logistic(design, y, penalty):  # Newton's steps, each halved until it leads down
+    held = penalty * (np.arange(design.shape[1]) > 1)
+    scale = np.sqrt(np.square(design).sum(axis=0) + held)
+
+    def error(x):
+        return losses(design @ x, y, True).sum() + (held * x**2).sum() / 2
+
+    x = 0 * scale
+    step = x + 1
+    while np.abs(step * scale).max() > 1e-9:
+        probability = (1 + np.tanh(design @ x / 2)) / 2
+        variance = probability * (1 - probability)
+        curvature = (design.T * variance) @ design + np.diag(held)
+        gradient = design.T @ (probability - y) + held * x
+        step = np.linalg.lstsq(curvature / np.outer(scale, scale), gradient / scale)[0] / scale
+        while error(x - step) >= error(x) and np.abs(step * scale).max() > 1e-9:
+            step = step / 2
+        x = x - step
+    return x
+
+
+def figures(y, prediction):
+    a, b = y[~np.isnan(y)], prediction[~np.isnan(y)]
+    if not len(a):
+        return dict.fromkeys(("mse", "pearson", "r2", "spearman", "auroc"), math.nan)
+    mse = np.square(a - b).mean()
+    r = pearson(a, b)
+    ranked = b.astype(np.float32).astype(float)
+    wins = np.sign(np.subtract.outer(ranked[a == 1], ranked[a == 0]))
+    return {
+        "mse": mse,
+        "pearson": r,
+        "r2": math.nan if math.isnan(r) else 1 - mse / a.var(),
+        "spearman": pearson(ranks(a), ranks(ranked)),
+        "auroc": (1 + wins.mean()) / 2 if wins.size else math.nan,
+    }
+
+
+def pearson(a, b):
+    if is_constant(a):
+        return math.nan
+    return 0.0 if is_constant(b) else np.corrcoef(a, b)[0, 1]
+
+
+def ranks(values):
+    return np.array([(values < v).sum() + ((values == v).sum() + 1) / 2 for v in values])
