@@ -207,8 +207,10 @@ def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
     for shrinkage in PENALTIES:
         imputed = (sums + shrinkage * mean) / (total + shrinkage)
         error = ((imputed - effect) * is_seen).square().sum(0)
-        best = imputed.where(error < least, best)
-        least = least.minimum(error)
+        # Where no seen node is near another, all errors are equal but for rounding.
+        is_better = error < least * (1 - 1e-9)
+        best = imputed.where(is_better, best)
+        least = least.where(~is_better, error)
     return best
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import data
 import metrics
-from baseline import UNSOLVED
+from baseline import UNSOLVED, additive_baseline
 from config import Config
 from data import DataConfig
 from errors import UserError
@@ -376,3 +377,14 @@ def is_determined(oracle: Oracle, t: int) -> bool:
 @pytest.mark.parametrize("seed", [*range(50), 1542])
 def test_random_tables(seed, tmp_path):
     compare(seed, tmp_path)
+
+
+@pytest.mark.parametrize("seed", [31, 82, 176])
+def test_a_scaled_score_has_the_same_baseline(seed, tmp_path):
+    """In these tables, no error tells how far the imputed effects are to be shrunk."""
+    fields, options = draw(seed)
+    tables = data.load(write(fields, options, tmp_path).data)
+    prediction = additive_baseline(tables).prediction
+    for factor, shift in ((2, 3), (3, 1), (10, 0.1)):
+        scaled = additive_baseline(replace(tables, y=factor * tables.y + shift))
+        assert_close(scaled.prediction, factor * prediction.numpy() + shift, 1e-6)
