@@ -217,7 +217,8 @@ def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
 class Design:
     """The matrix of an additive function x [2 + N, T]: a constant, a slope, and the nodes' effects.
 
-    The constant is the function at the mean sum of doses, 1 - level; effects count times the doses.
+    The constant is the function at the training rows' mean sum of doses, 1 - level; effects count
+    times the doses.
     """
 
     def __init__(self, tables: Tables):
@@ -235,7 +236,8 @@ class Design:
         )
         self.largest_dose = torch.cat([dose.abs(), dose.new_ones(1)]).amax()  # 1 at least
         count = self.nodes @ dose.new_ones(size[1], 1)
-        self.mean_count = count.mean()
+        # Of training rows: where all of these have the same sum, nothing is known of the slope.
+        self.mean_count = count[tables.is_in("train")].mean()
         self.line = torch.cat([torch.ones_like(count), count - self.mean_count], dim=1)  # [n, 2]
 
     def predict(self, x: Tensor) -> Tensor:

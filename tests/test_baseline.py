@@ -240,6 +240,29 @@ def test_the_additive_baseline_is_a_constant_if_no_training_row_knocks_out_a_nod
     assert found.slope == 0
 
 
+@pytest.mark.parametrize("num_test", [1, 30])
+def test_the_baseline_does_not_depend_on_which_rows_are_tested(num_test):
+    """Single deletions alone tell no slope from the intercept; pairs are sums of effects."""
+    sets = [[0]] * 4 + [[1], [2]] + [[0], [0, 1], [0, 2]] + [[0, 1, 2]] * num_test
+    perturbed, perturbed_ptr = pack_sets(sets)
+    y = torch.tensor([3, 3.1, 2.9, 3, 1, 0.5, 3, 4, 3.5] + [4.5] * num_test, dtype=torch.float64)
+    tables = Tables(
+        genes=["a", "b", "c"],
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        y=y,
+        split=torch.tensor([0] * 6 + [1] * 3 + [2] * num_test, dtype=torch.int8),
+    )
+    found = additive_baseline(tables)
+    assert found.slope == 0
+    effect = found.effect[:, 0].double()
+    expected = found.intercept + effect[0] + effect[1]
+    torch.testing.assert_close(found.prediction[7], expected, rtol=1e-6, atol=1e-6)
+
+
 def test_additive_baseline_does_not_depend_on_the_unit_of_the_scores():
     tables = synthetic_tables(PRESETS["small"], seed=1)
     tables.split = random_split(tables, DataConfig())
