@@ -145,6 +145,11 @@ def check_same_rows(members: list[Predictions], files: list[Path]) -> None:
             raise UserError(
                 f"{file} has other test rows than {files[0]}: compare runs of one split"
             )
+        has_same_baseline = torch.allclose(member.baseline, first.baseline, rtol=1e-4, atol=1e-6)
+        if not (has_same_baseline and torch.equal(member.unseen, first.unseen)):
+            raise UserError(
+                f"{file} was trained on other rows than {files[0]}: compare runs of one split"
+            )
 
 
 def config_of(folder: Path) -> Config:
@@ -297,6 +302,7 @@ def summary(
     gains -= metrics.resampled_pearson(y, baseline, unit, resamples)
     num_scored = int((~y.isnan()).any(dim=1).sum())
     result = {"n": num_scored, **means, "gain": metrics.interval(gains)}
+    result["cells"] = int((~y.isnan()).sum())
     if num_scored < len(y):
         result["rows"] = len(y)
     if y.size(1) > PROFILE:
@@ -391,7 +397,7 @@ def table(result: dict) -> list[str]:
     for name in ("unseen", "deletions"):
         for k, group in result[f"by_{name}"].items():
             or_more = "+" if k == str(MOST) else ""
-            if group["n"] < result["n"]:
+            if 0 < group["cells"] < result["cells"]:
                 lines[f"{name} {k}{or_more}"] = group
     for level, group in result["by_level"].items():
         lines[f"level {level}"] = group

@@ -215,12 +215,12 @@ def read_sets(path: str, tables: Tables) -> Iterator[Chunk]:
 
     Whatever else a batch is made of must be read here, too. Raises `DataError`.
     """
-    kind, sign, _ = path.partition("=")
+    kind, sign, level_text = path.partition("=")
     if kind in SET_SIZES:
         level = 0.0
         if sign:
             _, level = split_level(path)
-        if level is None:
+        if level is None or "=" in level_text:
             raise UserError(f"{path} has no level from 0 to 10,000")
         yield from all_sets(tables, SET_SIZES[kind], level)
         return

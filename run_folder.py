@@ -150,7 +150,7 @@ class RunFolder:
             saved = checkpoint["config"]["optim"]
             is_trained = state.is_trained(optim.epochs, optim.patience, steps_per_epoch)
             was_trained = state.is_trained(saved["epochs"], saved["patience"], steps_per_epoch)
-            self._compare_options(checkpoint, is_complete=is_trained and was_trained)
+            self._compare_options(checkpoint, is_trained, was_trained)
         self.env.progress = self.env.progress._replace(step=state.step)
         ranks = describe(self.env)
         with self.env.sync_errors():
@@ -175,10 +175,13 @@ class RunFolder:
                 )
         return checkpoint
 
-    def _compare_options(self, checkpoint: dict[str, Any], is_complete: bool) -> None:
+    def _compare_options(
+        self, checkpoint: dict[str, Any], is_trained: bool, was_trained: bool
+    ) -> None:
         """Says which options differ from those of a checkpoint's steps, and records those.
 
-        Raises `UserError` if they differ and the run `is_complete`, with both of them.
+        Raises `UserError` if they differ and the run `is_trained` to its end, unless it was not
+        before, and only ends sooner.
         """
         step = checkpoint["step"]
         recorded = dict(checkpoint.get("earlier_options", {}))
@@ -197,10 +200,11 @@ class RunFolder:
         if step == 0 or not earlier:
             return
         made_with = ", ".join(f"{key}={value}" for key, value in earlier.items())
-        if is_complete:
+        only_ends_sooner = not was_trained and earlier.keys() <= {"optim.epochs", "optim.patience"}
+        if is_trained and not only_ends_sooner:
             raise UserError(
                 f"{checkpoint['file']} is trained to its end, step {step}, with {made_with}: set "
-                "it so, raise optim.epochs, or set another run.name to train with other options"
+                "it so, raise optim.epochs or optim.patience, or set another run.name"
             )
         log.warning(f"note      the {step} steps so far were made with {made_with}")
         recorded[step] = earlier

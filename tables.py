@@ -23,6 +23,7 @@ from torch_geometric.utils import coalesce, lexsort, scatter, to_undirected
 from errors import DataError
 from rows import SPLITS, read_header, read_rows
 
+MIXING = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
 OF_FILES = ("left_out", "notes", "feature_names")  # fields that the fingerprint leaves out
 
 
@@ -114,11 +115,14 @@ class Tables:
 
         Sets are numbered in the order of their first rows.
         """
-        # Equal sets have equal sums of random 64-bit codes times numbers that stand for the levels,
-        # 1 for 0; others have with a probability of about n * n / 2**64.
+        # Equal sets have equal sums of random 64-bit codes times odd numbers that stand for the
+        # levels, 1 for 0; others have with a probability of about n * n / 2**57.
         codes = np.random.default_rng(0).integers(-(2**63), 2**63, len(self.genes))
         codes = torch.from_numpy(codes)
-        terms = codes[self.perturbed] * (1 + self.level.view(torch.int64))
+        mixed = self.level.view(torch.int64)
+        for _ in range(2):  # as the bits of 0.5 or 2 are nearly all 0
+            mixed = (mixed ^ (mixed >> 32)) * MIXING
+        terms = codes[self.perturbed] * (1 + 2 * mixed)
         total = scatter(terms, self.sample(), dim_size=len(self.y))
         return number_in_order(total)
 

@@ -181,10 +181,11 @@ class KnockoutTask:
         is_in_split = tables.is_in(split)[tables.sample()]
         perturbed = tables.perturbed[is_in_split]
         genes = tables.names(perturbed, tables.level[is_in_split])
-        is_unseen = ~tables.is_seen().all(dim=1)  # for one score at least
+        present = ~tables.y[tables.sample()[is_in_split]].isnan()
+        is_named = (present & ~tables.is_seen()[perturbed]).any(dim=1)  # for a score of the row
         names = []
-        for node, is_named in zip(perturbed.tolist(), is_unseen[perturbed].tolist(), strict=True):
-            names.append(tables.genes[node] if is_named else "")
+        for node, is_unseen in zip(perturbed.tolist(), is_named.tolist(), strict=True):
+            names.append(tables.genes[node] if is_unseen else "")
         unseen_genes = iter(names)
         unseen = tables.unseen(split)  # [rows, T]
         is_equal = (unseen == unseen[:, :1]).all(dim=1).tolist()

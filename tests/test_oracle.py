@@ -343,10 +343,11 @@ def compare_test_rows(task: KnockoutTask, oracle: Oracle, folder: Path) -> None:
 def expected_units(oracle: Oracle) -> list[list[int]]:
     """Returns the numbers of what each test row is drawn with.
 
-    That is its set or, of its unseen nodes, the two that stand in the most rows.
+    That is its set or, of its nodes that are unseen for a score of it, the two of the most rows.
     """
     is_test = oracle.split == 2
-    is_unseen = (oracle.perturbs & ~oracle.seen.all(axis=1))[is_test]
+    num_lacking = oracle.present.astype(int) @ ~oracle.seen.T  # scores of the row, [n, N]
+    is_unseen = (oracle.perturbs & (num_lacking > 0))[is_test]
     num_rows = is_unseen.sum(axis=0)
     number = {}
     units = []

@@ -52,8 +52,8 @@ def test_a_finished_run_refuses_options_that_would_change_its_training(train, fo
     assert result.returncode == 2
     assert result.stderr == (
         "error: runs/default/checkpoints/step_00000010.pt is trained to its end, step 10, "
-        f"with {MADE_WITH}: set it so, raise optim.epochs, or set another run.name to train with "
-        "other options\n"
+        f"with {MADE_WITH}: set it so, raise optim.epochs or optim.patience, or set another "
+        "run.name\n"
     )
     assert contents(folder) == before
     again = train(nproc, "optim.epochs=2").check()
@@ -178,6 +178,9 @@ def test_other_options_in_the_middle_of_a_run_are_named_and_recorded(train, fold
 
 def test_a_run_that_was_stopped_may_end_with_fewer_epochs(train, folder):
     train(0, *LONG, fault="stop_at_step:6").check()
+    refused = train(0, "optim.epochs=1", "optim.lr=0.5")
+    assert refused.returncode == 2
+    assert "step 7, with optim.epochs=3, optim.lr=0.01: set it so" in refused.stderr
     result = train(0, "optim.epochs=1").check()
     assert "note      the 7 steps so far were made with optim.epochs=3\n" in result.stdout
     assert [row["step"] for row in read_metrics(folder, "test")] == [7]

@@ -163,7 +163,7 @@ def test_unseen_nodes_stand_in_test_tsv_with_a_number_for_each_score_where_these
         ("c", "0", ""),
         ("", "0", ""),
         ("", "0", ""),
-        ("a,b,d", "2", "a,b,d"),
+        ("a,b,d", "2", "a,d"),  # b is unseen for the score that the row lacks
     ]
     path = tmp_path / "test.tsv"
     path.write_text("".join(task_of(tmp_path, tables).result_lines(torch.zeros(6, 2))))

@@ -302,3 +302,13 @@ def test_the_fingerprint_covers_added_fields():
     assert fingerprint({"a": "1"}) != fingerprint({"a": 1}) != fingerprint({"b": 1})
     values = (0, 0.5, "", None, False, [], {}, torch.tensor(0))
     assert len(set(map(fingerprint, values))) == 8
+
+
+@pytest.mark.parametrize("level", [0.25, 0.5, 2.0, 4.0, 0.3, 10_000.0])
+def test_sets_are_told_apart_by_levels_of_few_digits(level):
+    """All pairs of one node deleted and another at a level, and each of both alone."""
+    sets = [{a: 0.0, b: level} for a in range(60) for b in range(60) if a != b]
+    sets += [{a: own} for a in range(60) for own in (0.0, level)]
+    tables = tables_of(sets, torch.zeros(len(sets), dtype=torch.float64))
+    tables.genes = [f"g{k}" for k in range(60)]
+    assert tables.set_number().tolist() == list(range(len(sets)))

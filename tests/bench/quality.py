@@ -328,8 +328,9 @@ def units(tables: Tables) -> Tensor:
     As in `results.Predictions.units`, these are its unseen nodes of the most rows, or its set.
     """
     sample = tables.sample()
-    is_seen = tables.is_seen().all(dim=1)
-    is_chosen = tables.is_in("test")[sample] & ~is_seen[tables.perturbed]
+    present = ~tables.y[sample].isnan()
+    is_unseen = (present & ~tables.is_seen()[tables.perturbed]).any(dim=1)  # for a score of the row
+    is_chosen = tables.is_in("test")[sample] & is_unseen
     unseen = tables.perturbed[is_chosen]
     num_rows = torch.bincount(unseen, minlength=len(tables.genes)).tolist()
     unseen_of_row = defaultdict(list)
