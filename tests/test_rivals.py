@@ -388,7 +388,8 @@ def test_the_study_draws_the_units_that_the_analysis_draws(tmp_path, split):
     tables = make_tables(zero, 2, split, num_rows=300)
     tables.level = random_levels(tables)
     tables.y = normal(300, 2)
-    rows_of_some = tables.sample()[tables.perturbed < 5]
+    in_train = tables.is_in("train")[tables.sample()]
+    rows_of_some = tables.sample()[in_train & (tables.perturbed < 5)]
     tables.y[rows_of_some, 1] = math.nan
     tables.targets = ["a", "b"]
     rows = tables.rows("test")
