@@ -10,7 +10,7 @@ of the graph:
 
 with `level` that of each node, 1 if intact, and `keep` where it is not 0. `SharedGraph.levels`,
 `SharedGraph.keep` and `SharedGraph.propagate` compute the factors. Layers that need
-per-edge values (attention, say) use `expand` and `edge_masks`: B block-diagonal copies of the graph
+per-edge values (attention, say) use `expand` and `EdgeMasks`: B block-diagonal copies of the graph
 and a boolean per copied edge, as `ExpandedMessages` does.
 
 Shapes: N nodes, R relations, E edges over all relations, E_r edges of relation r, H channels,
@@ -88,6 +88,7 @@ class SharedGraph(nn.Module):
 
         self.stack = RelationStack(edge_index, relation, weight, len(counts), self.num_nodes)
         self._add_incidence(relation)
+        self.reused_masks = EdgeMasks(self)
 
     def _add_incidence(self, relation: Tensor) -> None:
         """Stores, as CSR, which edges of relation r touch node n in row n * R + r."""
@@ -161,13 +162,9 @@ class SharedGraph(nn.Module):
     def edge_masks(self, batch: Data) -> dict[EdgeType, Tensor]:
         """Returns {edge type: bool [B * E_r]}, True where the edge is alive.
 
-        Sample k is `[k * E_r, (k + 1) * E_r)`.
+        Sample k is `[k * E_r, (k + 1) * E_r)`. `EdgeMasks` gives the same without fresh memory.
         """
-        dead_edges = self.dead_edges(batch)
-        sizes = [num_samples(batch) * count for count in self.num_edges.values()]
-        alive = torch.ones(sum(sizes), dtype=torch.bool, device=self.device)
-        alive.index_fill_(0, dead_edges, False)
-        return dict(zip(self.relations, alive.split(sizes), strict=True))
+        return EdgeMasks(self)(batch)
 
     def expand(self, batch: Data) -> dict[EdgeType, Tensor]:
         """Returns {edge type: long [2, B * E_r]}, block-diagonal edge indices.
@@ -231,6 +228,34 @@ class RelationStack(nn.Module):
         return _Propagate.apply(x, gate, *self.buffers())
 
 
+class EdgeMasks:
+    """The masks of `SharedGraph.edge_masks` in memory of their own, valid until the next call.
+
+    A call revives the edges that the batch before has killed, so that it costs the dead edges of
+    two batches, where fresh masks cost B * E.
+    """
+
+    def __init__(self, graph: SharedGraph):
+        self.graph = graph
+        self.alive = torch.empty(0, dtype=torch.bool)  # all True but at `dead_edges`
+        self.dead_edges = torch.empty(0, dtype=torch.long)
+
+    def __call__(self, batch: Data) -> dict[EdgeType, Tensor]:
+        """Returns {edge type: bool [B * E_r]}, True where the edge is alive."""
+        graph = self.graph
+        dead_edges = graph.dead_edges(batch)
+        sizes = [num_samples(batch) * count for count in graph.num_edges.values()]
+        size = sum(sizes)
+        if len(self.alive) < size or self.alive.device != graph.device:
+            self.alive = torch.ones(size, dtype=torch.bool, device=graph.device)
+        else:
+            self.alive.scatter_(0, self.dead_edges, True)  # takes half of index_fill_'s time
+        self.alive.scatter_(0, dead_edges, False)
+        self.dead_edges = dead_edges
+        masks = self.alive.narrow(0, 0, size).split(sizes)
+        return dict(zip(graph.relations, masks, strict=True))
+
+
 class ExpandedMessages:
     """Sums as `SharedGraph.propagate` does over B block-diagonal copies of the graph.
 
@@ -246,7 +271,9 @@ class ExpandedMessages:
         weights = graph.by_relation(graph.edge_weight)
         self.weights = [weight.repeat(self.num_samples) for weight in weights]
         copied = graph.expand(batch)
-        alive = graph.edge_masks(batch)
+        # The next batch overwrites these masks. Autograd keeps none of them, as only the ends of
+        # edges are made of them, which have no gradient.
+        alive = graph.reused_masks(batch)
         spare = self.num_samples * self.num_nodes
         self.edge_indices = [copied[name].where(alive[name], spare) for name in graph.relations]
 

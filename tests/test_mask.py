@@ -6,7 +6,15 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
 
 from data import KnockoutDataset
-from mask import ExpandedMessages, SharedGraph, _segment_product, intact_batch, num_samples, spmm
+from mask import (
+    EdgeMasks,
+    ExpandedMessages,
+    SharedGraph,
+    _segment_product,
+    intact_batch,
+    num_samples,
+    spmm,
+)
 from tests.tools.runs import tables_of
 from tests.tools.syncs import CountSynchronisations
 
@@ -124,6 +132,42 @@ def test_a_batch_without_knock_outs_leaves_the_graph_intact(graph):
     gate = torch.randn(3, 4, dtype=torch.float64)
     on_copies = ExpandedMessages(shared, batch)(x, gate)
     torch.testing.assert_close(on_copies, shared.propagate(x, gate), rtol=1e-12, atol=1e-12)
+
+
+def test_masks_in_reused_memory_equal_fresh_ones_for_batches_of_any_size(graph):
+    shared = SharedGraph(graph)
+    masks = EdgeMasks(shared)
+    hub = int(shared.degree.argmax())
+    batches = [SETS, [[hub]], [[]], [[hub]] * 7, [], SETS[::-1], LEVELS, [[hub, 3]] * 6]
+    for sets in batches:
+        batch = make_batch(shared, sets)
+        reused = masks(batch)
+        for relation, fresh in shared.edge_masks(batch).items():
+            assert torch.equal(reused[relation], fresh), (relation, sets)
+    largest = max(map(len, batches)) * sum(shared.num_edges.values())
+    assert len(masks.alive) == largest
+
+
+def test_fresh_masks_stay_as_they_are(graph):
+    shared = SharedGraph(graph)
+    masks = shared.edge_masks(make_batch(shared, SETS))
+    shared.edge_masks(make_batch(shared, [[]] * len(SETS)))
+    expected = loop_masks(graph, [[0, 3], [], [5], [8], [2, 0, 7, 1]])
+    assert all(torch.equal(masks[relation], expected[relation]) for relation in graph.edge_types)
+
+
+def test_gradients_on_copies_do_not_depend_on_later_batches(graph):
+    shared = SharedGraph(graph).double()
+    gate = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(NUM_NODES, len(SETS), 4, dtype=torch.float64, requires_grad=True)
+    first = make_batch(shared, SETS)
+    expected = torch.autograd.grad(ExpandedMessages(shared, first)(x, gate).sin().sum(), [x, gate])
+    messages = ExpandedMessages(shared, first)
+    other_messages = ExpandedMessages(shared, make_batch(shared, SETS[::-1]))
+    sums = messages(x, gate)
+    other_messages(x, gate).sum().backward()
+    gradients = torch.autograd.grad(sums.sin().sum(), [x, gate])
+    assert all(map(torch.equal, gradients, expected))
 
 
 def edges_of(graph: HeteroData) -> list[list[int]]:

@@ -177,9 +177,10 @@ def build_batch(
     deletions: int = 3,
     model: ModelConfig | None = None,
     num_targets: int = 1,
+    seed: int = 0,
 ) -> Data:
     """Returns a batch of random knock-outs, on the graph's device, planned as the model needs."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     sets = []
     for _ in range(num_samples):
         nodes = torch.randperm(shared.num_nodes, generator=generator)

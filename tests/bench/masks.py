@@ -1,25 +1,30 @@
 """The mask kernel against a loop and padded tables, on all relations.
 
-A batch has 32 samples with 3 deletions each.
+A batch has 32 samples with 3 deletions each, others in each call.
 
     python -m tests.bench.masks [--json FILE]
 
 loop: one `.item()` per sample, knocked-out node and relation. padded: a table [N, largest degree]
 of incident edges per relation, vectorised over the batch. dead_edges and edge_masks:
-`mask.SharedGraph`. All results are checked against those of edge_masks.
+`mask.SharedGraph`. EdgeMasks: the same masks in memory of their own. All results are checked
+against those of edge_masks.
 """
 
 import time
+from collections.abc import Callable
+from itertools import cycle
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch_geometric.data import Data, HeteroData
 
-from mask import SharedGraph
+from mask import EdgeMasks, SharedGraph
 from tests.bench import arguments, build_batch, in_turn, report
 from tests.bench.synthetic import build_graph
 from tests.tools.syncs import CountSynchronisations
+
+NUM_BATCHES = 7
 
 
 def incident_edges(edge_index: Tensor, num_nodes: int) -> list[Tensor]:
@@ -85,6 +90,12 @@ class Padded:
         return masks
 
 
+def on_each(function: Callable[[Data], object], batches: list[Data]) -> Callable[[], object]:
+    """Returns a function that calls another on one batch after another, over and over."""
+    endless = cycle(batches)
+    return lambda: function(next(endless))
+
+
 def main() -> None:
     options = arguments(
         __doc__, samples={"type": int, "default": 32}, repeats={"type": int, "default": 20}
@@ -99,27 +110,31 @@ def main() -> None:
         seconds[name] = time.perf_counter() - start
     shared = built["shared"].to(device)
     incidence = shared.incidence.nbytes + shared.incidence_ptr.nbytes
-    batch = build_batch(shared, options.samples)
-
-    masks = shared.edge_masks(batch)
-    for name in ("loop", "padded"):
-        for relation, mask in built[name](batch).items():
-            assert torch.equal(mask, masks[relation]), (name, relation)
-    alive = torch.cat(list(masks.values()))
-    assert torch.equal(shared.dead_edges(batch).unique(), (~alive).nonzero().flatten())
-
-    calls = {
-        "loop": lambda: built["loop"](batch),
-        "padded": lambda: built["padded"](batch),
-        "dead_edges": lambda: shared.dead_edges(batch),
-        "edge_masks": lambda: shared.edge_masks(batch),
+    batches = [build_batch(shared, options.samples, seed=seed) for seed in range(NUM_BATCHES)]
+    functions = {
+        "loop": built["loop"],
+        "padded": built["padded"],
+        "edge_masks": shared.edge_masks,
+        "EdgeMasks": EdgeMasks(shared),
+        "dead_edges": shared.dead_edges,
     }
+    for batch in batches:
+        masks = shared.edge_masks(batch)
+        for name in ("loop", "padded", "EdgeMasks"):
+            for relation, mask in functions[name](batch).items():
+                assert torch.equal(mask, masks[relation]), (name, relation)
+        alive = torch.cat(list(masks.values()))
+        assert torch.equal(shared.dead_edges(batch).unique(), (~alive).nonzero().flatten())
+
+    calls = {name: on_each(function, batches) for name, function in functions.items()}
     times = in_turn(calls, device, dict.fromkeys(calls, options.repeats))
     rows = []
     for name, call in calls.items():
         with CountSynchronisations() as count:
             call()
         kept = built[name].bytes if name in built else incidence
+        if name == "EdgeMasks":
+            kept += functions[name].alive.nbytes
         rows.append(
             {
                 "masks": name,
