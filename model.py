@@ -7,9 +7,8 @@ on the graph without its dead nodes; the *global* part of the readout pools how 
 remaining nodes change between the two passes. Where the targets are effects on nodes, the readout
 *nodes* predicts each from how the state of that node changes.
 
-Shapes: N nodes, R relations, E_r edges of relation r, B samples, P perturbed nodes in the batch,
-H hidden channels, T targets. Node states are node-major, [N, B, H], so that one sparse product
-serves all samples at once.
+Shapes: N nodes, R relations, B samples, P perturbed nodes in the batch, H hidden channels, T
+targets. Node states are node-major, [N, B, H]: one sparse product serves all samples at once.
 """
 
 from collections.abc import Callable
@@ -196,17 +195,20 @@ class KnockoutGNN(nn.Module):
         for_dropout, for_hiding = numbers.tensor_split([hidden], 1)
         # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
         is_known = for_hiding.narrow(0, 0, num_nodes).t() >= self.unseen
-        factors = (for_dropout >= rate) / (1 - rate)
+        factors = for_dropout.ge_(rate).div_(1 - rate)
         return Draws(is_known, *factors.tensor_split([num_nodes]))
 
     def embed(self, graph: SharedGraph, draws: Draws) -> tuple[Tensor, Tensor]:
         """Returns the nodes' states before the first layer and what they send in it, [N, H]."""
-        x = sent = self.norm.weight.new_zeros(graph.num_nodes, self.config.hidden)
-        if self.project is not None:
-            x, sent = self.project(graph.x).to(x.dtype).chunk(2, dim=1)
         if self.config.embedding:
-            x = x + self.identity * draws.is_known.select(0, 0).unsqueeze(1)
-            sent = sent + self.embedding
+            x = self.identity * draws.is_known.select(0, 0).unsqueeze(1)
+            sent = self.embedding
+        else:
+            x = sent = self.norm.weight.new_zeros(graph.num_nodes, self.config.hidden)
+        if self.project is not None:
+            for_x, for_sent = self.project(graph.x).to(x.dtype).chunk(2, dim=1)
+            x = x + for_x
+            sent = sent + for_sent
         return x, self.layers[0].norm(sent * draws.node_dropout)
 
     def encode(
@@ -238,11 +240,7 @@ class KnockoutGNN(nn.Module):
         if self.config.message_passing in ON_COPIES:
             messages = ExpandedMessages(graph, batch)
             return self.run(self.read_all, wild.layers[0].x, 0, messages, graph.keep(batch), wild)
-        blocks = [
-            ReachBlock(batch.perturbed, batch.perturbed_batch, batch.perturbed_ptr, batch.level)
-        ]
-        if "reach" in batch:
-            blocks = batch.reach
+        blocks = batch.reach if "reach" in batch else [ReachBlock.of(batch)]
         changes = []
         for block in blocks:
             reached = self.run(self.encode_reached, block, wild)
@@ -267,18 +265,23 @@ class KnockoutGNN(nn.Module):
 
         p is linear in h, so it is that of the intact graph plus what the changes of h add; the h of
         a dead node, which sends nothing, changes to zero. Where a perturbed node has another level,
-        the plan scales its changes.
+        the plan scales its changes. It adds in place, as fresh memory costs more than the sums.
         """
-        x = self.norm.weight.new_zeros(0, self.config.hidden)
-        node = block.perturbed.new_empty(0)
-        for layer, plan, states in zip(self.layers, block.layers, wild.layers, strict=False):
-            sent = layer.norm(x)
-            sent = nn.functional.pad(sent, (0, 0, len(block.perturbed), 0))  # by the dead: zero
-            change = sent - self.select(states.h, torch.cat([block.perturbed, node]))
+        x = node = None
+        for depth, plan in enumerate(block.layers):
+            layer = self.layers[depth]
+            states = wild.layers[depth]
+            x_before = self.select(states.x, plan.node)
+            if depth == 0:
+                change = -self.select(states.h, block.perturbed)  # the dead send nothing
+            else:
+                h_before = self.select(states.h, torch.cat([block.perturbed, node]))
+                h_perturbed, h_reached = h_before.tensor_split([len(block.perturbed)])
+                change = torch.cat([-h_perturbed, layer.norm(x) - h_reached])
+                x_before.index_copy_(0, plan.previous, x)
             node = plan.node
-            p = self.select(states.p, node) + layer.propagate_change(change, plan.matrix)
-            x = self.select(states.x, node).index_copy_(0, plan.previous, x)
-            x = x + nn.functional.gelu(p)
+            p = self.select(states.p, node).add_(layer.propagate_change(change, plan.matrix))
+            x = x_before.add_(nn.functional.gelu(p))
         return x
 
     def read_unplanned(
@@ -294,9 +297,8 @@ class KnockoutGNN(nn.Module):
             last = block.layers[-1]
             x = x.index_put((last.sample, last.node), reached)
         size = block_size(wild.final, len(graph.relations))
-        levels = graph.levels(block)
         changes = []
-        for states, level in zip(x.split(size), levels.split(size, 1), strict=True):
+        for states, level in zip(x.split(size), graph.levels(block).split(size, 1), strict=True):
             messages = partial(graph.propagate, level=level)
             states = states.transpose(0, 1).contiguous()
             changes.append(self.run(self.read_all, states, depth, messages, level > 0, wild))
@@ -336,7 +338,7 @@ def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
     for _ in range(2):
         x ^= x >> 32
         x *= golden
-    return x * 2**-64 + 0.5
+    return (x * 2**-64).add_(0.5)
 
 
 class KnockoutConv(nn.Module):

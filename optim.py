@@ -131,8 +131,8 @@ def optimizer_step(
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
-    # Gradients may be finite whose norm is not: this makes GradScaler skip the step then, too.
-    gradients[0].masked_fill_(~norm.isfinite(), math.nan)
+    # Gradients may be finite whose norm is not: 0 times that makes GradScaler skip the step, too.
+    gradients[0].add_(0 * norm)
     scaler.unscale_(optimizer)
     scale = scaler.scale(torch.ones_like(norm))
     grad_norm = norm / scale

@@ -7,9 +7,10 @@ are in train.py. A task of your own keeps the names that train.py and predict.py
 Shapes: N nodes, n rows of T scores, B samples in a batch.
 """
 
+import copy
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -17,8 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
+from torch.nn.functional import (
+    binary_cross_entropy,
+    binary_cross_entropy_with_logits,
+    mse_loss,
+)
 from torch_geometric.data import Data
+from torch_geometric.profile import get_data_size
 
 import data
 from baseline import UNSOLVED, Baseline, load_baseline
@@ -34,6 +40,7 @@ from tables import SPLITS, Tables
 
 log = logging.getLogger("task")
 LARGE_BATCH = 8192  # samples that are predicted at once where each costs next to nothing
+MOST_KEPT = 2**29  # bytes of batches that are kept for the next validation
 
 
 @dataclass
@@ -122,7 +129,7 @@ class KnockoutTask:
             losses = binary_cross_entropy_with_logits(logit, batch.y, reduction="none")
         else:
             y = ((batch.y - self.mean) / self.std).to(prediction.dtype)
-            losses = (prediction - y).square()
+            losses = mse_loss(prediction, y, reduction="none")
         return (batch.weight * losses).sum(dim=0)
 
     def rescale(self, prediction: Tensor) -> Tensor:
@@ -267,21 +274,60 @@ def check_scores(tables: Tables, config: Config) -> None:
         log.warning("note      all scores are named after nodes: model.readout=nodes suits them")
 
 
+def batches_of_rank(task: KnockoutTask, rows: Tensor, env: Distributed) -> Sequence[Tensor]:
+    """Returns the rows of each batch in which this rank predicts its share of some rows."""
+    rows_of_rank = rows[env.rank :: env.world_size]
+    return rows_of_rank.split(math.ceil(task.evaluation_batch_size / env.world_size))
+
+
+class KeptBatches:
+    """The batches in which this rank predicts its share of some rows, which are predicted often.
+
+    Those that fit in `MOST_KEPT` are made, and planned, by the first iteration alone.
+    """
+
+    def __init__(self, task: KnockoutTask, rows: Tensor, env: Distributed):
+        self.dataset = task.dataset
+        self.batches = batches_of_rank(task, rows, env)
+        self.device = env.device
+        self.kept = []
+        self.bytes_left = MOST_KEPT
+
+    def __iter__(self) -> Iterator[Data]:
+        for batch in self.kept:
+            yield copy.copy(batch)  # as `to` changes a batch in place
+        others = self.batches[len(self.kept) :]
+        for batch in make_loader(self.dataset, others, workers=0, device=self.device):
+            self.bytes_left -= get_data_size(batch)
+            if self.bytes_left >= 0:
+                self.kept.append(copy.copy(batch))
+            yield batch
+
+
 @torch.no_grad()
-def predict_rows(model: nn.Module, task: KnockoutTask, rows: Tensor, env: Distributed) -> Tensor:
+def predict_rows(
+    model: nn.Module,
+    task: KnockoutTask,
+    rows: Tensor,
+    env: Distributed,
+    kept: KeptBatches | None = None,
+) -> Tensor:
     """Returns predictions of these rows of the task on every rank, float64 [len(rows), T].
 
     They are in the units of the scores, probabilities if optim.loss=binary. Each row is predicted
     on one rank, by the bare model; the all-reduce adds only zeros to it and is therefore exact.
+    `kept` are the batches of these rows, if they are predicted often.
     """
     model.eval()
     size = (len(rows), len(task.tables.targets))
     predictions = torch.zeros(size, dtype=torch.float64, device=env.device)
     predictions_of_rank = predictions[env.rank :: env.world_size]  # a view
-    rows_of_rank = rows[env.rank :: env.world_size]
-    batches = rows_of_rank.split(math.ceil(task.evaluation_batch_size / env.world_size))
+    batches = kept
+    if kept is None:
+        rows_of_batches = batches_of_rank(task, rows, env)
+        batches = make_loader(task.dataset, rows_of_batches, workers=0, device=env.device)
     start = 0
-    for batch in make_loader(task.dataset, batches, workers=0, device=env.device):
+    for batch in batches:
         with env.phase("evaluation"):
             if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
                 break

@@ -43,7 +43,7 @@ from errors import RunError, UserError
 from metrics import first_metric, quality, result_text
 from optim import OptimConfig, build_optimizer, optimizer_step, schedule, set_learning_rates
 from run_folder import RunFolder
-from task import KnockoutTask, predict_rows
+from task import KeptBatches, KnockoutTask, predict_rows
 from watchdog import StopRequest, StopTraining
 
 log = logging.getLogger("train")
@@ -83,6 +83,7 @@ def train(config: Config, env: Distributed) -> None:
     folder.resume(state, sampler.steps_per_epoch)
     env.stop.is_training = True
     loader = make_loader(task.dataset, sampler, config.data.workers, env.device)
+    val_batches = KeptBatches(task, task.rows("val"), env)
     if env.is_distributed:
         ddp_model = DistributedDataParallel(
             env.prepare_for_ddp(model), device_ids=env.device_ids, **config.ddp.options
@@ -93,13 +94,14 @@ def train(config: Config, env: Distributed) -> None:
     log_plan(task, model, sampler, env)
     try:
         if state.best is None:
-            validate(task, state, folder, env, epoch=0)  # where training starts is a candidate, too
+            # Where training starts is a candidate, too.
+            validate(task, state, folder, val_batches, env, epoch=0)
         with folder.profile():
             while not state.is_trained(optim.epochs, optim.patience, sampler.steps_per_epoch):
                 first_step = state.step - state.epoch * sampler.steps_per_epoch
                 sampler.set_epoch(state.epoch, first_step=first_step)
                 progress = train_epoch(task, state, folder, ddp_model, loader, sampler, env)
-                validate(task, state, folder, env, state.epoch + 1, progress)
+                validate(task, state, folder, val_batches, env, state.epoch + 1, progress)
         option = "epochs" if state.epoch >= optim.epochs else "patience"
         log.info(f"trained   {state.epoch} epochs: raise optim.{option} to train on")
         test(task, state, folder, env)
@@ -196,6 +198,7 @@ def validate(
     task: KnockoutTask,
     state: TrainState,
     folder: RunFolder,
+    val_batches: KeptBatches,
     env: Distributed,
     epoch: int,
     progress: str = "",
@@ -204,7 +207,7 @@ def validate(
 
     Raises `StopTraining` on every rank, with the state saved as not validated.
     """
-    prediction = predict_rows(state.model, task, task.rows("val"), env)
+    prediction = predict_rows(state.model, task, task.rows("val"), env, val_batches)
     reason = env.stop_reason()
     if reason:
         folder.save(state)

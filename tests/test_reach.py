@@ -150,6 +150,17 @@ def test_blocks_of_a_large_graph_have_few_samples(shared, monkeypatch, states, s
     assert torch.cat([shared.levels(block) for block in blocks], dim=1).equal(shared.levels(batch))
 
 
+@pytest.mark.parametrize(("reached", "block"), [(10**6, 32), (1, 1)])
+def test_blocks_of_far_reaching_samples_have_few_of_them(shared, monkeypatch, reached, block):
+    dataset = KnockoutDataset(tables_of(SETS, torch.zeros(len(SETS))), shared.degree)
+    monkeypatch.setattr(ReachPlanner, "REACHED", reached)
+    planner, _ = plan_route(shared, dataset, "reach", 2)
+    sizes = [of_block.num_samples for of_block in planner.plan(make_batch(shared, SETS))]
+    assert sizes == [min(block, len(SETS))] * max(1, len(SETS) // block)
+    intact = KnockoutDataset(tables_of([[]] * 3, torch.zeros(3)), shared.degree)
+    assert plan_route(shared, intact, "reach", 2)[0].block == block
+
+
 def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
     batch = make_batch(shared, SETS)
     dataset = KnockoutDataset(tables_of(SETS, torch.zeros(len(SETS))), shared.degree)
