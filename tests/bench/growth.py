@@ -1,89 +1,167 @@
-"""How the cost of a training step on the shared graph grows: edges, samples, deletions per sample.
+"""How time and memory of a training step grow with the problem, and how they should.
 
-    python -m tests.bench.growth [--json FILE] [--nodes N ...]
+    python -m tests.bench.growth [--json FILE] [--series NAME ...] [--repeats N]
 
-Expect it to be linear in edges and samples, and nearly flat in deletions. The number of nodes is
-fixed as edges are added, so a part of the time does not grow with them. The last table is of
-reached states, on random graphs of 10 edges per node: what 127 more samples cost, beyond the
-wild-type pass, should hardly depend on the number of nodes.
+A series changes one size of a random problem, whose other sizes stand in `Problem`. A step builds
+and plans its batch and does forward, backward and optimiser. An exponent is the slope, on a
+logarithmic scale, from a row to the next: 1 is linear growth. `bound` says what the algorithm
+allows: all states of a batch on the route `shared`; those that the knock-outs reach, beside one
+pass over the intact graph, on `reach`.
 """
+
+import argparse
+import gc
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch_geometric.data import HeteroData
 
+from data import KnockoutDataset
 from mask import SharedGraph
-from tests.bench import arguments, build_batch, in_turn, report
-from tests.bench.step import Step
-from tests.bench.synthetic import build_graph
+from model import KnockoutGNN, ModelConfig
+from reach import plan_route
+from tests.bench import arguments, milliseconds, peak_mb, report
+from tests.bench.step import mean_loss
+from tests.tools.runs import tables_of
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The sizes of a random problem."""
+
+    route: str
+    nodes: int = 5_000
+    edges: int = 50_000
+    relations: int = 4
+    samples: int = 32
+    knockouts: int = 2  # of each sample
+    hub: int = 0  # edges of node 0, which every third sample knocks out, too
+
+
+@dataclass(frozen=True)
+class Series:
+    """Problems that differ in one size."""
+
+    problem: Problem
+    field: str  # the size
+    sizes: tuple[int, ...]
+    bound: str  # how a step grows at most
+
+
+SHARED = Problem("shared")
+REACH = Problem("reach")
+SERIES = {
+    "nodes": Series(REACH, "nodes", (10_000, 100_000, 1_000_000), "1: the intact graph's pass"),
+    "edges": Series(SHARED, "edges", (50_000, 200_000, 800_000), "1"),
+    "samples-shared": Series(SHARED, "samples", (8, 32, 128), "1"),
+    "samples-reach": Series(REACH, "samples", (8, 32, 128), "1"),
+    "knockouts-shared": Series(SHARED, "knockouts", (1, 10, 100), "0"),
+    "knockouts-reach": Series(REACH, "knockouts", (1, 10, 100), "1, until all nodes are reached"),
+    "hub": Series(
+        replace(REACH, nodes=100_000, edges=400_000, relations=1, samples=64, knockouts=1),
+        "hub",
+        (600, 6_000, 60_000),
+        "1: states that the hub reaches",
+    ),
+    "relations-shared": Series(SHARED, "relations", (3, 30, 300), "1 in edges"),
+    "relations-reach": Series(REACH, "relations", (3, 30, 300), "1 in edges"),
+}
+
+
+def random_graph(problem: Problem) -> SharedGraph:
+    """Returns random edges, spread evenly over the relations, and those of the hub, both ways."""
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.randint(problem.nodes, (2, problem.edges), generator=generator)
+    if problem.hub:
+        others = 1 + torch.randperm(problem.nodes - 1, generator=generator)[: problem.hub]
+        to_others = torch.stack([torch.zeros_like(others), others])
+        edges = torch.cat([edges, to_others, to_others.flip(0)], dim=1)
+    graph = HeteroData()
+    graph["gene"].num_nodes = problem.nodes
+    for number, of_relation in enumerate(edges.tensor_split(problem.relations, dim=1)):
+        graph["gene", f"r{number}", "gene"].edge_index = of_relation
+    return SharedGraph(graph)
+
+
+def random_sets(problem: Problem) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    sets = []
+    for number in range(problem.samples):
+        nodes = torch.randint(1, problem.nodes, (problem.knockouts,), generator=generator).tolist()
+        if problem.hub and number % 3 == 0:
+            nodes.append(0)
+        sets.append(sorted(set(nodes)))
+    return sets
+
+
+class Step:
+    """One training step on the same rows each time."""
+
+    def __init__(self, problem: Problem, hidden: int, layers: int, device: torch.device):
+        torch.manual_seed(0)
+        self.device = device
+        self.graph = random_graph(problem)
+        scores = torch.randn(problem.samples)
+        self.dataset = KnockoutDataset(tables_of(random_sets(problem), scores), self.graph.degree)
+        config = ModelConfig(hidden=hidden, layers=layers, message_passing=problem.route)
+        self.dataset.transform, _ = plan_route(self.graph, self.dataset, problem.route, layers)
+        self.graph.to(device)
+        self.model = KnockoutGNN(config, problem.nodes, problem.relations).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+
+    def __call__(self) -> None:
+        batch = self.dataset.__getitems__(range(len(self.dataset))).to(self.device)
+        batch.seed = torch.zeros((), dtype=torch.long, device=self.device)
+        mean_loss(self.model(self.graph, batch), batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def measure(series: Series, options: argparse.Namespace, device: torch.device) -> list[dict]:
+    """Returns a row for each size of a series."""
+    rows = []
+    for size in series.sizes:
+        problem = replace(series.problem, **{series.field: size})
+        step = Step(problem, options.hidden, options.layers, device)
+        step()
+        memory = peak_mb(step, device)
+        time = min(milliseconds(step, device) for _ in range(options.repeats))
+        row = {
+            series.field: size,
+            "ms per step": time,
+            "ms per sample": time / problem.samples,
+            "MB": memory,
+            "exponent of time": "",
+            "of memory": "",
+            "bound": series.bound,
+        }
+        if rows:
+            last = rows[-1]
+            growth = math.log(size / last[series.field])
+            row["exponent of time"] = math.log(time / last["ms per step"]) / growth
+            row["of memory"] = math.log(max(memory, 1) / max(last["MB"], 1)) / growth
+        rows.append(row)
+        del step
+        gc.collect()
+    return rows
 
 
 def main() -> None:
     options = arguments(
         __doc__,
-        hidden={"type": int, "default": 64},
-        layers={"type": int, "default": 3},
+        hidden={"type": int, "default": 32},
+        layers={"type": int, "default": 2},
         repeats={"type": int, "default": 3},
-        nodes={"type": int, "nargs": "+", "default": [10_000, 100_000, 1_000_000]},
+        series={"nargs": "+", "choices": SERIES, "default": list(SERIES)},
     )
     device = torch.device(options.device)
-    graphs = {}
-    for share in (0.25, 0.5, 1, 2):
-        graphs[share] = SharedGraph(build_graph(options.preset, share)).to(device)
-
-    def step(share: float = 1, num_samples: int = 8, deletions: int = 3) -> Step:
-        made = Step(graphs[share], "shared", num_samples, options.hidden, options.layers)
-        made.batch = build_batch(graphs[share], num_samples, deletions, made.model.config)
-        return made
-
-    deletions = [n for n in (1, 3, 30, 300) if n < graphs[1].num_nodes]
-    series = {
-        "edges (x the preset's)": {share: step(share=share) for share in graphs},
-        "samples": {n: step(num_samples=n) for n in (4, 8, 16, 32, 64)},
-        "deletions per sample": {n: step(deletions=n) for n in deletions},
-    }
     tables = {}
-    for title, steps in series.items():
-        times = in_turn(steps, device, dict.fromkeys(steps, options.repeats))
-        first = times[next(iter(times))]
-        rows = []
-        for size, made in steps.items():
-            num_samples = len(made.batch.y)
-            rows.append(
-                {
-                    title: size,
-                    "ms per step": times[size],
-                    "ms per sample": times[size] / num_samples,
-                    "relative to the first": times[size] / first,
-                    "dead edges per sample": made.batch.num_dead_edges / num_samples,
-                }
-            )
-        tables[f"Step time against {title}"] = rows
-    title = (
-        f"Step time against nodes (reached states, 10 edges per node, hidden {options.hidden}, "
-        "2 layers)"
-    )
-    tables[title] = [
-        reached(num_nodes, options.hidden, options.repeats, device) for num_nodes in options.nodes
-    ]
+    for name in options.series:
+        series = SERIES[name]
+        title = f"{name}: route {series.problem.route}, hidden {options.hidden}"
+        tables[title] = measure(series, options, device)
     report(tables, device, options.json)
-
-
-def reached(num_nodes: int, hidden: int, repeats: int, device: torch.device) -> dict:
-    """Returns a row of the last table: the times of steps with 1 and 128 samples of 3 deletions."""
-    graph = HeteroData()
-    graph["gene"].num_nodes = num_nodes
-    graph["gene", "edge", "gene"].edge_index = torch.randint(num_nodes, (2, 10 * num_nodes))
-    shared = SharedGraph(graph).to(device)
-    steps = {}
-    for num_samples in (1, 128):
-        steps[num_samples] = Step(shared, "reach", num_samples, hidden, layers=2)
-    times = in_turn(steps, device, dict.fromkeys(steps, repeats))
-    return {
-        "nodes": num_nodes,
-        "ms, B=1": times[1],
-        "ms, B=128": times[128],
-        "difference": times[128] - times[1],
-    }
 
 
 if __name__ == "__main__":
