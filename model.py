@@ -431,8 +431,9 @@ class LocalReadout(nn.Module):
         nodes = sum_by_sample(state, batch)
         squares = sum_by_sample(state.square(), batch)
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
-        features = self.norm(torch.cat([nodes, pairs], dim=1))
-        return self.pair(pairs) + self.head(features * wild.draws.row_dropout.repeat(1, 4))
+        features = self.norm(torch.cat([nodes, pairs], dim=1)).view(len(nodes), 4, -1)
+        features = features * wild.draws.row_dropout.unsqueeze(1)
+        return self.pair(pairs) + self.head(features.flatten(start_dim=1))
 
 
 def sum_by_sample(values: Tensor, batch: Data) -> Tensor:
