@@ -23,7 +23,7 @@ from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
 from mask import ExpandedMessages, SharedGraph, intact_batch, num_samples, spmm
-from reach import ReachBlock, block_size
+from reach import ReachBlock, ReachedStates, block_size
 
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
 
@@ -280,7 +280,7 @@ class KnockoutGNN(nn.Module):
                 change = torch.cat([-h_perturbed, layer.norm(x) - h_reached])
                 x_before.index_copy_(0, plan.previous, x)
             node = plan.node
-            p = self.select(states.p, node).add_(layer.propagate_change(change, plan.matrix))
+            p = self.select(states.p, node).add_(layer.propagate_change(change, plan))
             x = x_before.add_(nn.functional.gelu(p))
         return x
 
@@ -373,14 +373,13 @@ class KnockoutConv(nn.Module):
         """
         return self.root(state) + self.out(messages(h, self.SCALE * self.gate))
 
-    def propagate_change(self, change: Tensor, matrix: tuple[Tensor, ...]) -> Tensor:
-        """Maps changes of h [C, H] to those of `forward` where they reach [S, H].
-
-        `matrix` is that of `reach.ReachedStates`.
-        """
-        by_relation = self.out(change.unsqueeze(1) * (self.SCALE * self.gate))  # [C, R, H]
-        by_root = nn.functional.linear(change, self.root.weight).unsqueeze(1)
-        return spmm(*matrix, torch.cat([by_relation, by_root], dim=1).flatten(0, 1))
+    def propagate_change(self, change: Tensor, plan: ReachedStates) -> Tensor:
+        """Maps changes of the senders' h [C, H] to those of `forward` where they reach [S, H]."""
+        gate = (self.SCALE * self.gate).index_select(0, plan.relation)
+        by_relation = self.out(change.index_select(0, plan.sender) * gate)  # [K, H]
+        _, change_of_reached = change.tensor_split([len(change) - len(plan.previous)])
+        by_root = nn.functional.linear(change_of_reached, self.root.weight)
+        return spmm(*plan.matrix, torch.cat([by_relation, by_root]))
 
 
 class AdditiveReadout(nn.Module):
@@ -431,7 +430,7 @@ class LocalReadout(nn.Module):
         nodes = sum_by_sample(state, batch)
         squares = sum_by_sample(state.square(), batch)
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
-        features = self.norm(torch.cat([nodes, pairs], dim=1)).view(len(nodes), 4, -1)
+        features = self.norm(torch.cat([nodes, pairs], dim=1)).unflatten(1, (4, -1))
         features = features * wild.draws.row_dropout.unsqueeze(1)
         return self.pair(pairs) + self.head(features.flatten(start_dim=1))
 

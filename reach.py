@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch_geometric.data import Data
 from torch_geometric.index import index2ptr
+from torch_geometric.utils import cumsum
 
 from mask import SharedGraph, num_samples
 
@@ -22,15 +23,17 @@ from mask import SharedGraph, num_samples
 class ReachedStates(NamedTuple):
     """Which S states differ from the intact graph's after one layer, in a block of samples.
 
-    They are sorted by sample and node. The matrix [S, C * (R + 1)] sums what the C senders
-    contribute to them: the perturbed nodes, of whose states 1 - level is taken back, and the states
-    that differed before the layer, sent times their level. Column c * (R + 1) + r holds the
-    out-edges of sender c by relation r, the last the sender itself.
+    They are sorted by sample and node. The matrix [S, K + L] sums what the senders contribute to
+    them: the perturbed nodes, of whose states 1 - level is taken back, and after these the L states
+    that differed before the layer, sent times their level. Column k < K holds the out-edges of
+    `sender[k]` by `relation[k]`, column K + l state l itself.
     """
 
     node: Tensor  # long [S]
     sample: Tensor  # long [S], counted from the block's first sample
-    previous: Tensor  # long, where the states of the layer before stand among these
+    previous: Tensor  # long [L], where the states of the layer before stand among these
+    sender: Tensor  # long [K]
+    relation: Tensor  # long [K]
     matrix: tuple[Tensor, ...]  # for `spmm`
 
 
@@ -75,14 +78,17 @@ class ReachPlanner:
         self.num_layers = num_layers
         num_edges = sum(graph.num_edges.values())
         self.max_edges = self.EDGE_SHARE * num_edges + self.EDGES_PER_NODE * self.num_nodes
-        # The out-edges of each node by relation and, as if by one more, from each node to itself.
-        node = torch.arange(self.num_nodes + 1)
-        ptr = graph.stack.backward_ptr.cpu().unfold(0, len(node), self.num_nodes)  # [R, N + 1]
-        col = graph.stack.backward_col.cpu()
-        weight = graph.stack.backward_weight.cpu()
-        self.ptr = torch.cat([ptr, len(col) + node.unsqueeze(0)]).numpy()
-        self.col = torch.cat([col, node[:-1]]).numpy()
-        self.weight = torch.cat([weight, weight.new_ones(self.num_nodes)])
+        # The edges sorted by source and, of each source, by relation: a group is those of both.
+        source, target = graph.edge_index.cpu()
+        num_relations = len(graph.relations)
+        relation = torch.repeat_interleave(graph.edge_counts.cpu())
+        group, order = (source * num_relations + relation).sort(stable=True)
+        self.target = target[order].numpy()
+        self.weight = graph.edge_weight.cpu()[order]
+        group, size = group.unique_consecutive(return_counts=True)
+        self.group_relation = (group % num_relations).numpy()
+        self.group_ptr = cumsum(size).numpy()  # of edges
+        self.node_ptr = index2ptr(group // num_relations, self.num_nodes).numpy()  # of groups
         self.block = min(self.BLOCK, max(1, self.STATES // self.num_nodes))
         # Of the states of a block, numbered sample * N + node. Only entries of reached states are
         # written, as most states are not, and those of `level` and `is_reached` are set back.
@@ -117,45 +123,53 @@ class ReachPlanner:
         for _ in range(self.num_layers):
             senders = np.concatenate([perturbed, reached])
             sender_node = senders % self.num_nodes
-            # Column c * (R + 1) + r: the out-edges of sender c by relation r.
-            start = self.ptr[:, sender_node]
-            length = self.ptr[:, sender_node + 1] - start
-            if length.sum() > block.num_samples * self.max_edges:
+            first_group = self.node_ptr[sender_node]
+            last_group = self.node_ptr[sender_node + 1]
+            num_edges = (self.group_ptr[last_group] - self.group_ptr[first_group]).sum()
+            if num_edges + len(senders) > block.num_samples * self.max_edges:
                 break
-            length[-1, : len(perturbed)] = 0  # what a node sends does not change its own state
-            scale = np.ones(start.shape)
-            scale[:-1] = np.concatenate([1 - self.level[perturbed], self.level[reached]])
-            first_state = np.repeat(senders - sender_node, len(self.ptr))  # of the same sample
+            sender = np.repeat(np.arange(len(senders)), last_group - first_group)
+            group = ranges(first_group, last_group)
+            factor = np.concatenate([1 - self.level[perturbed], self.level[reached]])
+            first_state = senders - sender_node  # of the same sample
             previous = reached
-            columns = (values.T.ravel() for values in (start, length, scale))
-            reached, matrix = self._layer(first_state, *columns)
+            reached, matrix = self._layer(group, first_state[sender], factor[sender], previous)
             reached_sample, reached_node = np.divmod(reached, self.num_nodes)
             layers.append(
                 ReachedStates(
-                    torch.from_numpy(reached_node),
-                    torch.from_numpy(reached_sample),
-                    torch.from_numpy(self.row[previous]).long(),
-                    matrix,
+                    node=torch.from_numpy(reached_node),
+                    sample=torch.from_numpy(reached_sample),
+                    previous=torch.from_numpy(self.row[previous]).long(),
+                    sender=torch.from_numpy(sender),
+                    relation=torch.from_numpy(self.group_relation[group]),
+                    matrix=matrix,
                 )
             )
         self.level[perturbed] = 1
         return layers
 
     def _layer(
-        self, first_state: np.ndarray, start: np.ndarray, length: np.ndarray, scale: np.ndarray
+        self, group: np.ndarray, first_state: np.ndarray, factor: np.ndarray, previous: np.ndarray
     ) -> tuple[np.ndarray, tuple[Tensor, ...]]:
-        """Returns the living states that out-edges reach, ascending, and the matrix [S, columns].
+        """Returns the living states that edges reach, ascending, and the matrix of `ReachedStates`.
 
-        The edges of a column are `start[column] : start[column] + length[column]`, are weighted by
-        `scale[column]`, and lead to states of the sample whose node 0 is `first_state[column]`.
+        Column k has the edges of group[k] times factor[k], which lead to states of the sample whose
+        node 0 is first_state[k]. `previous` are the states that reach themselves.
         """
-        column = np.repeat(np.arange(len(length), dtype=np.int32), length)
-        edge = np.arange(len(column)) + np.repeat(start - (length.cumsum() - length), length)
-        target = np.repeat(first_state, length) + self.col[edge]
+        first_edge = self.group_ptr[group]
+        last_edge = self.group_ptr[group + 1]
+        column = np.repeat(np.arange(len(group), dtype=np.int32), last_edge - first_edge)
+        edge = ranges(first_edge, last_edge)
+        target = first_state[column] + self.target[edge]
         alive = self.level[target] > 0
-        column = torch.from_numpy(column[alive])
-        edge = torch.from_numpy(edge[alive])
-        target = target[alive]
+        column = column[alive]
+        weight = self.weight.index_select(0, torch.from_numpy(edge[alive]))
+        if (factor != 1).any():
+            weight.mul_(torch.from_numpy(factor[column]))
+        target = np.concatenate([target[alive], previous])
+        of_previous = len(group) + np.arange(len(previous), dtype=np.int32)
+        column = torch.from_numpy(np.concatenate([column, of_previous]))
+        weight = torch.cat([weight, weight.new_ones(len(previous))])
 
         # Marking states takes a third of sorting them, and gives them in ascending order, too.
         self.is_reached[target] = True
@@ -164,9 +178,6 @@ class ReachPlanner:
         self.row[reached] = np.arange(len(reached))
 
         row = self.row[target]
-        weight = self.weight.index_select(0, edge)
-        if (scale != 1).any():
-            weight.mul_(torch.from_numpy(scale).index_select(0, column))
         # Of equal rows, the first comes first. Sorting distinct numbers takes half the time of a
         # stable argsort.
         num_entries = len(row)
@@ -175,8 +186,15 @@ class ReachPlanner:
         row = torch.from_numpy(row)
         row_ptr = index2ptr(row.index_select(0, order), len(reached))
         by_row = (row_ptr, column.index_select(0, order), weight.index_select(0, order))
-        by_column = (index2ptr(column, len(length)), row, weight)
+        by_column = (index2ptr(column, len(group) + len(previous)), row, weight)
         return reached, (*by_row, *by_column)
+
+
+def ranges(first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Returns the numbers from first[i] to last[i] - 1 for each i, one after the other."""
+    length = last - first
+    end = length.cumsum()
+    return np.arange(length.sum()) + np.repeat(last - end, length)
 
 
 def plan_route(

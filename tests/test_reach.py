@@ -124,7 +124,8 @@ def test_a_plan_holds_the_weight_of_each_edge_from_a_sender(graph, shared):  # n
         perturbed = list(zip(block.perturbed_batch.tolist(), block.perturbed.tolist(), strict=True))
         senders = perturbed + reached_before
         reached = list(zip(layer.sample.tolist(), layer.node.tolist(), strict=True))
-        expected = torch.zeros(len(reached), len(senders), num_relations + 1)
+        of_edges = torch.zeros(len(reached), len(senders), num_relations)
+        of_states = torch.zeros(len(reached), len(reached_before))
         for row, (sample, node) in enumerate(reached):
             for column, (sample_of_sender, sender) in enumerate(senders):
                 if sample_of_sender != sample:
@@ -132,9 +133,13 @@ def test_a_plan_holds_the_weight_of_each_edge_from_a_sender(graph, shared):  # n
                 level = LEVELS[sample].get(sender, 1.0)
                 is_perturbed = column < len(perturbed)
                 factor = 1 - level if is_perturbed else level
-                expected[row, column, :-1] = factor * weights[:, sender, node]
-                expected[row, column, -1] = float(sender == node and not is_perturbed)
-        torch.testing.assert_close(dense_sums(block, depth), expected.flatten(start_dim=1))
+                of_edges[row, column] = factor * weights[:, sender, node]
+                if sender == node and not is_perturbed:
+                    of_states[row, column - len(perturbed)] = 1
+        in_columns = of_edges[:, layer.sender, layer.relation]
+        expected = torch.cat([in_columns, of_states], dim=1)
+        torch.testing.assert_close(dense_sums(block, depth), expected)
+        assert of_edges.count_nonzero() == in_columns.count_nonzero()
         places = {state: place for place, state in enumerate(reached)}
         assert layer.previous.tolist() == [places[state] for state in reached_before]
         reached_before = reached
