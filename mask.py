@@ -18,6 +18,7 @@ B samples in the batch, P perturbed nodes in the batch, D dead edges in the batc
 """
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -201,7 +202,13 @@ class SharedGraph(nn.Module):
 
 
 class RelationStack(nn.Module):
-    """The A_r one below the other as a CSR matrix [R * N, N], and their transposes as another."""
+    """The A_r one below the other as a CSR matrix [R * N, N], and their transposes as another.
+
+    Of many relations with few edges, only the M rows that have any are stored, or the empty ones
+    would take nearly all of the time.
+    """
+
+    SPARSE = 0.5  # share of rows with edges below which the others are left out (measured)
 
     def __init__(
         self,
@@ -214,18 +221,29 @@ class RelationStack(nn.Module):
         super().__init__()
         source, target = edge_index
         ends = {"forward": (target, source), "backward": (source, target)}
-        # Registered in the order in which `spmm` takes them.
+        # Registered in the order in which `_Propagate` takes them.
         for name, (row, col) in ends.items():
             row = relation * num_nodes + row
             order = torch.argsort(row * num_nodes + col)
-            ptr = index2ptr(row[order], num_relations * num_nodes)
-            self.register_buffer(f"{name}_ptr", ptr.int(), persistent=False)
+            row = row[order]
+            stored, place = row.unique_consecutive(return_inverse=True)
+            row_relation = row_node = None
+            num_rows = num_relations * num_nodes
+            if len(stored) < self.SPARSE * num_rows:
+                num_rows = len(stored)
+                row = place
+                row_relation = stored // num_nodes
+                row_node = stored % num_nodes
+            self.register_buffer(f"{name}_ptr", index2ptr(row, num_rows).int(), persistent=False)
             self.register_buffer(f"{name}_col", col[order].int(), persistent=False)
             self.register_buffer(f"{name}_weight", weight[order], persistent=False)
+            # Of the rows that are stored, long [M]; None if all are.
+            self.register_buffer(f"{name}_relation", row_relation, persistent=False)
+            self.register_buffer(f"{name}_node", row_node, persistent=False)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Returns the sum over relations r of gate_r * (A_r @ x), [N, B, H]."""
-        return _Propagate.apply(x, gate, *self.buffers())
+        return _Propagate.apply(x, gate, *self._buffers.values())
 
 
 class EdgeMasks:
@@ -313,18 +331,54 @@ class _Propagate(torch.autograd.Function):
     """`RelationStack.forward`; autograd alone would keep the sums of each relation for gate."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, gate: Tensor, *matrices: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gate, *matrices)
-        sums = spmm(*matrices, x.flatten(1)).view(len(gate), *x.shape)
-        return sums.mul_(gate.view(-1, 1, 1, x.size(2))).sum(0)
+    def forward(ctx, x: Tensor, gate: Tensor, *stack: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, gate, *stack)
+        forward, rows, backward, _ = split_stack(stack)
+        sums = spmm(*forward, *backward, x.flatten(1)).unflatten(1, x.shape[1:])
+        return sum_relations(sums, gate, rows, len(x))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, *matrices = ctx.saved_tensors
-        sums = spmm(*matrices[3:], *matrices[:3], grad.flatten(1)).view(len(gate), *x.shape)
-        grad_gate = (sums * x).sum((1, 2))
-        grad_x = sums.mul_(gate.view(-1, 1, 1, x.size(2))).sum(0)
-        return grad_x, grad_gate, *[None] * len(matrices)
+        x, gate, *stack = ctx.saved_tensors
+        forward, _, backward, rows = split_stack(stack)
+        sums = spmm(*backward, *forward, grad.flatten(1)).unflatten(1, x.shape[1:])
+        grad_gate = sum_products(sums, x, rows, len(gate))
+        grad_x = sum_relations(sums, gate, rows, len(x))
+        return grad_x, grad_gate, *[None] * len(stack)
+
+
+def split_stack(stack: Sequence[Tensor | None]) -> tuple[Sequence[Tensor | None], ...]:
+    """Returns a CSR matrix of a `RelationStack` and what its rows are, and the same of the other.
+
+    Rows are relations and nodes, long [M] each, or (None, None) for all, one after another.
+    """
+    return stack[:3], stack[3:5], stack[5:8], stack[8:]
+
+
+def sum_relations(
+    sums: Tensor, gate: Tensor, rows: Sequence[Tensor | None], num_nodes: int
+) -> Tensor:
+    """Returns the sum over relations of gate times sums of rows [M, B, H], [N, B, H].
+
+    It overwrites `sums`.
+    """
+    relation, node = rows
+    if relation is None:
+        sums = sums.view(len(gate), num_nodes, *sums.shape[1:])
+        return sums.mul_(gate.view(len(gate), 1, 1, -1)).sum(0)
+    sums.mul_(gate.index_select(0, relation).unsqueeze(1))
+    return sums.new_zeros(num_nodes, *sums.shape[1:]).index_add_(0, node, sums)
+
+
+def sum_products(
+    sums: Tensor, x: Tensor, rows: Sequence[Tensor | None], num_relations: int
+) -> Tensor:
+    """Returns the sum over nodes and samples of x [N, B, H] times sums [M, B, H], [R, H]."""
+    relation, node = rows
+    if relation is None:
+        return (sums.view(num_relations, *x.shape) * x).sum((1, 2))
+    of_row = (sums * x.index_select(0, node)).sum(1)
+    return x.new_zeros(num_relations, x.size(2)).index_add_(0, relation, of_row)
 
 
 @torch.library.custom_op("shared_graph::spmm", mutates_args=())

@@ -9,6 +9,7 @@ from data import KnockoutDataset
 from mask import (
     EdgeMasks,
     ExpandedMessages,
+    RelationStack,
     SharedGraph,
     _segment_product,
     intact_batch,
@@ -240,7 +241,7 @@ def assert_propagates_as_dense_products(
     inputs = (x, gate) if gated else (x,)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         sums = shared.propagate(*inputs)
-    factor = gate.double() if gated else torch.ones(3, 8, dtype=torch.float64)
+    factor = gate.double() if gated else torch.ones(len(dense), 8, dtype=torch.float64)
     expected = torch.einsum("rts,sbh,rh->tbh", dense, x.double(), factor)
     results = (sums, *torch.autograd.grad(sums, inputs, upstream.to(dtype)))
     references = (expected, *torch.autograd.grad(expected, inputs, upstream))
@@ -253,13 +254,30 @@ def assert_propagates_as_dense_products(
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("sparse", [0, 2])  # all rows are stored; those with edges
 def test_propagate_equals_dense_products_with_their_gradients(
-    graph, gated, autocast, dtype, tolerance
+    graph, monkeypatch, gated, autocast, dtype, tolerance, sparse
 ):
     """Also under autocast, as sums over many neighbours need the graph's precision."""
-    assert_propagates_as_dense_products(
-        SharedGraph(graph).to(dtype), graph, gated, autocast, tolerance
-    )
+    monkeypatch.setattr(RelationStack, "SPARSE", sparse)
+    shared = SharedGraph(graph).to(dtype)
+    assert (shared.stack.forward_node is None) == (sparse == 0)
+    assert_propagates_as_dense_products(shared, graph, gated, autocast, tolerance)
+
+
+def test_rows_without_edges_are_not_stored_where_they_are_many(graph):
+    for number in range(10):
+        edge_index = torch.tensor([[number % NUM_NODES], [3]])
+        graph["gene", f"few{number}", "gene"].edge_index = edge_index
+    shared = SharedGraph(graph)
+    ends = torch.cat([graph[relation].edge_index for relation in graph.edge_types], dim=1)
+    relation = torch.repeat_interleave(torch.tensor([30, 0, 12, *[1] * 10]))
+    for end, name in ((1, "forward"), (0, "backward")):
+        rows = (relation * NUM_NODES + ends[end]).unique()
+        assert len(getattr(shared.stack, f"{name}_ptr")) == len(rows) + 1
+        assert getattr(shared.stack, f"{name}_relation").equal(rows // NUM_NODES)
+        assert getattr(shared.stack, f"{name}_node").equal(rows % NUM_NODES)
+    assert_propagates_as_dense_products(shared, graph, True, None, 1e-6)
 
 
 def test_the_stacked_matrices_are_sorted_by_row_and_column(graph):

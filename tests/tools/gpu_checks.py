@@ -29,7 +29,7 @@ from checkpoint import TrainState
 from config import Config
 from data import DataConfig, random_split
 from ddp_setup import DDPConfig, Distributed
-from mask import SharedGraph, _segment_product
+from mask import SharedGraph, _segment_product, sum_relations
 from model import KnockoutGNN, ModelConfig, uniform
 from optim import PRECISIONS, OptimConfig, build_optimizer
 from tables import Tables
@@ -116,7 +116,10 @@ class Products:
         matrix = stack.forward_ptr, stack.forward_col, stack.forward_weight
         sums = [_segment_product(*matrix, columns) for _ in range(3)]
         expected = copy.deepcopy(host).double().propagate(x)
-        error = distance([sums[0].view(-1, *x.shape).sum(0)], [expected])
+        gate = columns.new_ones(len(host.relations), x.size(2))
+        rows = (stack.forward_relation, stack.forward_node)
+        total = sum_relations(sums[0].clone().unflatten(1, x.shape[1:]), gate, rows, len(x))
+        error = distance([total], [expected])
         same = all(torch.equal(sums[0], other) for other in sums)
         return error <= 1e-5 and same, f"relative error {error:.1e}, the same bits: {same}"
 
