@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from errors import RunError, UserError
+from threads import choose_threads
 from watchdog import Progress, StopRequest, Watchdog, log_and_print
 
 log = logging.getLogger("ddp_setup")
@@ -64,6 +65,7 @@ class Distributed:
         self.rank = self.local_rank = 0
         self.world_size = self.local_world_size = 1
         self.device = torch.device("cpu")
+        self.threads = ""  # of this process, and why so many
         self.store: dist.Store | None = None  # torchrun's, or one of this process
         self.watchdog: Watchdog | None = None
         self.stop: StopRequest | None = None
@@ -262,6 +264,7 @@ def setup(env: Distributed) -> Distributed:
     else:
         env.store = dist.HashStore()
         start_watchdog(env)
+    env.threads = set_threads(env.local_world_size)
     with env.sync_errors():  # if one rank finds no device, all exit rather than wait for it
         env.device = choose_device(env)
         if env.device.type == "cuda":
@@ -274,6 +277,16 @@ def setup(env: Distributed) -> Distributed:
                     "or set CUDA_VISIBLE_DEVICES= for CPU"
                 )
     return env
+
+
+def set_threads(local_world_size: int) -> str:
+    """Sets how many threads torch uses in this process; returns the number and the reason."""
+    # Of several ranks, torchrun sets this to 1 if the user has not.
+    if "OMP_NUM_THREADS" in os.environ:
+        return f"{torch.get_num_threads()} (OMP_NUM_THREADS)"
+    num_threads, reason = choose_threads(local_world_size)
+    torch.set_num_threads(num_threads)
+    return f"{num_threads} ({reason})"
 
 
 def start_watchdog(env: Distributed) -> None:
@@ -359,7 +372,7 @@ def describe(env: Distributed) -> str:
         "host": platform.node(),
         "pid": os.getpid(),
         "device": device,
-        "threads": torch.get_num_threads(),
+        "threads": env.threads,
         **library_versions(),
     }
     line = ", ".join(f"{name} {value}" for name, value in row.items())

@@ -23,6 +23,9 @@ from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
+# As in train.py.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 import torch
 from torch import Tensor, nn
 

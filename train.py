@@ -25,8 +25,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-# OpenMP reads this when torch is imported; by default, idle threads spin on others' cores.
-os.environ.setdefault("GOMP_SPINCOUNT", "100000")
+# OpenMP reads this when torch is imported; by default, threads that wait spin on others' cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
 from torch import Tensor, nn

@@ -385,11 +385,11 @@ def _run_script(
     gc.freeze()  # what was forked is never garbage, and looking for it copies its pages
     os.setsid()
     os.chdir(cwd or folder)
-    for variable in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE"):
+    for variable in ("RANK", "WORLD_SIZE"):
         os.environ.pop(variable, None)
+    os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.update(variables)
-    # torch has already read the variable.
-    torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", 1)))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which torch has already read
     sys.argv = command
     for parent in Path(command[0]).parents:
         if (parent / "train.py").exists() and parent != ROOT:

@@ -30,7 +30,8 @@ def test_a_run_prints_its_plan_and_progress(train):
     assert lines[0] == f"options   config.yaml, then {DEFAULTS}, then the command line"
     made = [re.match(r"cache     making \.cache/(\w+)-", line)[1] for line in lines[1:4]]
     assert made == ["tables", "split", "baseline"]
-    assert re.fullmatch(r"rank 0, host .*, pid \d+, device cpu, threads \d+, python .*", lines[4])
+    rank = r"rank 0, host .*, pid \d+, device cpu, threads 1 \(OMP_NUM_THREADS\), python .*"
+    assert re.fullmatch(rank, lines[4])
     kinds = [line.split()[0] for line in lines[5:]]
     assert kinds == [
         "run", "data", "model", "batch", "epoch", "epoch", "trained", "run", "test", "test",

@@ -64,8 +64,12 @@ def test_nproc_sets_the_number_of_processes(run, tables, active_path):
 
 def test_python3_is_used_if_python_lacks_the_packages(run, tmp_path):
     stand_in(tmp_path / "python", "exit 1")
-    stand_in(tmp_path / "python3", '[ "$1" = -c ] && echo 3 || echo "$OMP_NUM_THREADS $*"')
-    stand_in(tmp_path / "nproc", "echo 7")
+    answers = f"""case $1 in
+      -c) echo 3 ;;                    # GPUs
+      {ROOT}/threads.py) echo "2$2" ;; # threads of so many processes
+      *) echo "$OMP_NUM_THREADS $*" ;;
+    esac"""
+    stand_in(tmp_path / "python3", answers)
     result = run(
         [str(ROOT / "launch.sh"), "a=b"],
         timeout=20,
@@ -73,7 +77,7 @@ def test_python3_is_used_if_python_lacks_the_packages(run, tmp_path):
         MAX_RESTARTS="2",
     )
     expected = result.check().stdout
-    assert expected.startswith("2 -m torch.distributed.run --nproc-per-node=3 --max-restarts=2 ")
+    assert expected.startswith("23 -m torch.distributed.run --nproc-per-node=3 --max-restarts=2 ")
     assert expected.endswith(f" --standalone {ROOT}/train.py a=b\n")
 
 
@@ -178,11 +182,12 @@ def test_when_a_slurm_job_is_requeued(run, tmp_path, signal, status, job, restar
     assert not list(tmp_path.glob("*.stop"))
 
 
+@pytest.mark.parametrize("command", ["train", "predict"])
 @pytest.mark.parametrize("variable", [{}, {"GOMP_SPINCOUNT": "7"}])
-def test_idle_threads_stop_spinning_unless_the_user_says_otherwise(run, variable):
-    code = "import train, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+def test_idle_threads_stop_spinning_unless_the_user_says_otherwise(run, command, variable):
+    code = f"import {command}, os; print(os.environ.get('GOMP_SPINCOUNT'))"
     assert run([sys.executable, "-c", code], **variable).check().stdout.strip() == variable.get(
-        "GOMP_SPINCOUNT", "100000"
+        "GOMP_SPINCOUNT", "1000"
     )
 
 

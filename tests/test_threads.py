@@ -1,0 +1,126 @@
+"""How many threads a process uses: affinity, quotas of control groups, processes on the machine."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import threads
+from ddp_setup import set_threads
+from tests.conftest import ROOT
+from threads import choose_threads, quotas
+
+# (lines of /proc/self/cgroup, lines of mountinfo, {file: content}, quotas)
+OF_MACHINES = {
+    "version 1": (
+        ["4:memory:/job", "2:cpu,cpuacct:/jobs/job7", "0::/"],
+        [
+            "30 25 0:26 / {0}/cpu rw,nosuid - cgroup cgroup rw,cpu,cpuacct",
+            "31 25 0:27 / {0}/memory rw,nosuid - cgroup cgroup rw,memory",
+        ],
+        {
+            "cpu/jobs/job7/cpu.cfs_quota_us": "150000",
+            "cpu/jobs/job7/cpu.cfs_period_us": "100000",
+            "cpu/jobs/cpu.cfs_quota_us": "-1",
+            "cpu/jobs/cpu.cfs_period_us": "100000",
+            "memory/job/cpu.cfs_quota_us": "1",
+            "memory/job/cpu.cfs_period_us": "100000",
+        },
+        [1.5],
+    ),
+    "version 2": (
+        ["0::/user.slice/job7"],
+        ["30 25 0:26 / {0} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"],
+        {
+            "user.slice/job7/cpu.max": "max 100000",
+            "user.slice/cpu.max": "250000 100000",
+        },
+        [2.5],
+    ),
+    "both limit": (
+        ["0::/a/b"],
+        ["30 25 0:26 / {0} rw - cgroup2 cgroup2 rw"],
+        {"a/b/cpu.max": "50000 100000", "a/cpu.max": "400000 100000"},
+        [0.5, 4.0],
+    ),
+    "a container that sees its own group alone": (
+        ["2:cpu:/docker/7f3a"],
+        ["30 25 0:26 /docker/7f3a {0}/cpu ro - cgroup cgroup rw,cpu"],
+        {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "200000"},
+        [1.5],
+    ),
+    "a container whose group's path is that of the host": (
+        ["0::/../../docker/7f3a"],
+        ["30 25 0:26 /other {0} ro - cgroup2 cgroup ro"],
+        {"cpu.max": "100000 50000"},
+        [2.0],
+    ),
+    "no limit": (["0::/"], ["30 25 0:26 / {0} rw - cgroup2 cgroup2 rw"], {}, []),
+    "no control groups": ([], ["22 1 8:1 / / rw - ext4 /dev/sda1 rw"], {}, []),
+}
+
+
+@pytest.mark.parametrize("kind", OF_MACHINES)
+def test_quotas_are_those_of_the_groups_and_their_parents(tmp_path, kind):
+    groups, mounts, files, expected = OF_MACHINES[kind]
+    mounted = tmp_path / "mounted"
+    for name, content in files.items():
+        file = mounted / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{content}\n")
+    (tmp_path / "cgroup").write_text("".join(f"{line}\n" for line in groups))
+    lines = [line.format(mounted) for line in mounts]
+    (tmp_path / "mountinfo").write_text("".join(f"{line}\n" for line in lines))
+    assert list(quotas(tmp_path)) == expected
+
+
+def test_a_system_without_proc_has_no_quota(tmp_path):
+    assert list(quotas(tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize(
+    ("bound", "limits", "processes", "expected"),
+    [
+        (64, [], 1, (64, "64 CPUs")),
+        (64, [], 4, (16, "64 CPUs for 4 processes")),
+        (64, [1.5], 1, (1, "a quota of 1.5 CPUs")),
+        (64, [7.9, 12.0], 2, (3, "a quota of 7.9 CPUs for 2 processes")),
+        (2, [3.0], 1, (2, "2 CPUs")),
+        (2, [0.5], 1, (1, "a quota of 0.5 CPUs")),
+        (2, [], 8, (1, "2 CPUs for 8 processes")),
+    ],
+)
+def test_processes_share_what_is_bound_and_allowed(monkeypatch, bound, limits, processes, expected):
+    monkeypatch.setattr(threads, "count_bound_cpus", lambda: bound)
+    monkeypatch.setattr(threads, "quotas", lambda: iter(limits))
+    assert choose_threads(processes) == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound here")
+def test_the_cpus_to_which_a_process_is_bound_count():
+    cpu = min(os.sched_getaffinity(0))
+    command = [sys.executable, ROOT / "threads.py", "1"]
+    bind = f"import os, sys; os.sched_setaffinity(0, [{cpu}]); os.execv(sys.argv[1], sys.argv[1:])"
+    bound = [sys.executable, "-c", bind, *command]
+    result = subprocess.run(bound, capture_output=True, text=True, timeout=20, check=True)
+    assert result.stdout == "1\n"
+
+
+def test_threads_are_set_unless_the_user_has(monkeypatch):
+    before = torch.get_num_threads()
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr("ddp_setup.choose_threads", lambda processes: (7, f"for {processes}"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert set_threads(2) == f"{before} (OMP_NUM_THREADS)" and chosen == []
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert set_threads(2) == "7 (for 2)" and chosen == [7]
+
+
+def test_the_module_needs_no_torch():
+    imports = re.findall(r"^(?:import|from) (\w+)", Path(threads.__file__).read_text(), re.M)
+    assert set(imports) <= set(sys.stdlib_module_names)
