@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 # As in train.py.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 import torch
 from torch import Tensor, nn

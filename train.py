@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 # OpenMP reads this when torch is imported; by default, threads that wait spin on others' cores.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 import torch
 from torch import Tensor, nn

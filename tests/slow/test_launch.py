@@ -187,7 +187,7 @@ def test_when_a_slurm_job_is_requeued(run, tmp_path, signal, status, job, restar
 def test_idle_threads_stop_spinning_unless_the_user_says_otherwise(run, command, variable):
     code = f"import {command}, os; print(os.environ.get('GOMP_SPINCOUNT'))"
     assert run([sys.executable, "-c", code], **variable).check().stdout.strip() == variable.get(
-        "GOMP_SPINCOUNT", "1000"
+        "GOMP_SPINCOUNT", "30000"
     )
 
 
