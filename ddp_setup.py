@@ -282,7 +282,7 @@ def setup(env: Distributed) -> Distributed:
 def set_threads(local_world_size: int) -> str:
     """Sets how many threads torch uses in this process; returns the number and the reason."""
     # Of several ranks, torchrun sets this to 1 if the user has not.
-    if "OMP_NUM_THREADS" in os.environ:
+    if os.environ.get("OMP_NUM_THREADS"):
         return f"{torch.get_num_threads()} (OMP_NUM_THREADS)"
     num_threads, reason = choose_threads(local_world_size)
     torch.set_num_threads(num_threads)

@@ -8,8 +8,8 @@ load of the machine does not count, as a number of threads that changed between 
 their last digits.
 """
 
+import argparse
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -81,5 +81,14 @@ def cpu_groups(proc: Path) -> Iterator[Path]:
             yield mount_point / parent
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("processes", type=int, help="that share this machine")
+    num_processes = parser.parse_args().processes
+    if num_processes < 1:
+        parser.error(f"there must be 1 process at least, not {num_processes}")
+    print(choose_threads(num_processes)[0])
+
+
 if __name__ == "__main__":
-    print(choose_threads(int(sys.argv[1]))[0])
+    main()

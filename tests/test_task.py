@@ -84,7 +84,6 @@ def test_training_hides_as_many_nodes_as_are_unseen_in_validation(sets, split, u
     assert model.unseen == pytest.approx(unseen)
 
 
-# ---- Validation without scores -------------------------------------------------------------------
 @pytest.mark.parametrize("num_kept", [4, 2, 0])
 def test_batches_that_fit_in_memory_are_made_once(monkeypatch, num_kept):
     config = Config(data=DataConfig(batch_size=8), model=ModelConfig(message_passing="reach"))
@@ -108,6 +107,7 @@ def test_batches_that_fit_in_memory_are_made_once(monkeypatch, num_kept):
     assert made == [batch.index.tolist() for batch in batches[num_kept:]]
 
 
+# ---- Validation without scores -------------------------------------------------------------------
 def test_figures_are_of_the_scores_that_validation_rows_have(tmp_path):
     config = Config(data=DataConfig(cache_dir=str(tmp_path)))
     task = KnockoutTask.from_tables(without_validation(additive_tables(1.0), 1), config)

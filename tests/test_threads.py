@@ -117,8 +117,18 @@ def test_threads_are_set_unless_the_user_has(monkeypatch):
     monkeypatch.setattr("ddp_setup.choose_threads", lambda processes: (7, f"for {processes}"))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert set_threads(2) == f"{before} (OMP_NUM_THREADS)" and chosen == []
-    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
     assert set_threads(2) == "7 (for 2)" and chosen == [7]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert set_threads(3) == "7 (for 3)" and chosen == [7, 7]
+
+
+@pytest.mark.parametrize("arguments", [[], ["many"], ["0"]])
+def test_a_wrong_number_of_processes_ends_with_a_sentence(arguments):
+    command = [sys.executable, ROOT / "threads.py", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert result.returncode == 2 and "threads.py: error: " in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_the_module_needs_no_torch():

@@ -64,8 +64,8 @@ SERIES = {
         (600, 6_000, 60_000),
         "1: states that the hub reaches",
     ),
-    "relations-shared": Series(SHARED, "relations", (3, 30, 300), "1 in edges"),
-    "relations-reach": Series(REACH, "relations", (3, 30, 300), "1 in edges"),
+    "relations-shared": Series(SHARED, "relations", (3, 30, 300), "1, until rows have no edges"),
+    "relations-reach": Series(REACH, "relations", (3, 30, 300), "1, until rows have no edges"),
 }
 
 
