@@ -6,8 +6,9 @@ Shapes: N nodes, n samples of T scores.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from cache import cached, source_digest
 from tables import Tables, mean_and_std
 
 TARGETS_AT_ONCE = 64  # whose numbers stay in cache
+ROWS_AT_ONCE = 2**17  # the same, of one target
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # on the effects: 0.1 to 1000
 POWERS = (1.0, 0.4, 0.6, 1.5)  # of levels
 TOLERANCE = 1e-7  # of a fit, in standard deviations of the scores
@@ -63,14 +65,14 @@ def additive_baseline(tables: Tables, loss: str = "squared") -> Baseline:
     levels for all.
     """
     rows = tables.rows("val")
-    levels, level_number = tables.level.unique(return_inverse=True)
+    levels = tables.level.unique()
     powers = POWERS if len(levels) > 1 else (1.0,)  # nothing tells the power of a single level
     best = None
     least = math.inf
     for power in powers:
         fits = []
         # Powers of equal numbers, each by itself, may differ in the last bit, and so would sets.
-        level = (levels**power)[level_number]
+        level = (levels**power)[torch.searchsorted(levels, tables.level)]
         for y in tables.y.split(TARGETS_AT_ONCE, dim=1):
             dosed = replace(tables, y=y, level=level)
             fits.append(fit_baseline(dosed, loss))
@@ -151,14 +153,15 @@ def fit_validated(
     least = torch.full_like(mean, math.inf)
     for penalty in reversed(PENALTIES):  # each starts from the one before
         fit = to_fitted.fit(penalty, fit)
-        error = (to_fitted.losses(fit) * is_validated).sum(0)
+        error = to_fitted.losses(fit).mul_(is_validated).sum(0)
         is_better = error <= least
         best = fit.where(is_better, best)
         best_penalty[is_better] = penalty
         least = least.minimum(error)
+    if has_val.all():
+        return best, to_fitted.error(best_penalty, best)
     to_all = regression(design, y, is_train.double(), std)
-    if not has_val.all():
-        best = best.where(has_val, to_all.fit(best_penalty, best))
+    best = best.where(has_val, to_all.fit(best_penalty, best))
     return best, to_all.error(best_penalty, best)
 
 
@@ -214,45 +217,134 @@ def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
     return best
 
 
-class Design:
-    """The matrix of an additive function x [2 + N, T]: a constant, a slope, and the nodes' effects.
+@dataclass
+class DesignBlock:
+    """Some consecutive rows of a `Design`, m of them."""
 
-    The constant is the function at the training rows' mean sum of doses, 1 - level; effects count
-    times the doses.
-    """
+    nodes: Tensor  # sparse float64 [m, N], the dose of each node
+    transposed: Tensor  # the same, [N, m]
+    line: Tensor  # float64 [m, 2], 1 and the sum of doses, less its mean
 
-    def __init__(self, tables: Tables):
-        size = (len(tables.y), len(tables.genes))
-        dose = 1 - tables.level
-        self.nodes = torch.sparse_csr_tensor(
-            tables.perturbed_ptr, tables.perturbed, dose, size
-        )  # [n, N]
-        self.transposed = self.nodes.to_sparse_csc().transpose(0, 1)
-        self.squares = torch.sparse_csr_tensor(
+    def predict(self, x: Tensor) -> Tensor:
+        """Returns the function of each row, [m, T]."""
+        return (self.nodes @ x[2:]).add_(self.line @ x[:2])
+
+    def collect(self, values: Tensor) -> Tensor:
+        """Returns the product of the transposed rows and values [m, T], [2 + N, T]."""
+        return torch.cat([self.line.T @ values, self.transposed @ values])
+
+    def collect_squared(self, values: Tensor) -> Tensor:
+        """Returns the product of the squares of the transposed rows and values, as `collect`."""
+        squares = torch.sparse_csr_tensor(
             self.transposed.crow_indices(),
             self.transposed.col_indices(),
             self.transposed.values().square(),
             self.transposed.shape,
         )
+        return torch.cat([self.line.square().T @ values, squares @ values])
+
+
+class Design:
+    """The matrix of an additive function x [2 + N, T]: a constant, a slope, and the nodes' effects.
+
+    The constant is the function at the training rows' mean sum of doses, 1 - level; effects count
+    times the doses. The rows are in blocks: a product of ten million at once takes twice as long.
+    """
+
+    def __init__(self, tables: Tables):
+        dose = 1 - tables.level
         self.largest_dose = torch.cat([dose.abs(), dose.new_ones(1)]).amax()  # 1 at least
-        count = self.nodes @ dose.new_ones(size[1], 1)
+        num_nodes = len(tables.genes)
+        of_blocks = []
+        for first in range(0, len(tables.y), ROWS_AT_ONCE):
+            ptr = tables.perturbed_ptr[first : first + ROWS_AT_ONCE + 1]
+            entries = slice(ptr[0], ptr[-1])
+            nodes = torch.sparse_csr_tensor(
+                (ptr - ptr[0]).int(),
+                tables.perturbed[entries].int(),  # products read fewer bytes than of long ones
+                dose[entries],
+                (len(ptr) - 1, num_nodes),
+            )
+            of_blocks.append(nodes)
+        count = torch.cat([nodes @ dose.new_ones(num_nodes, 1) for nodes in of_blocks])
         # Of training rows: where all of these have the same sum, nothing is known of the slope.
         self.mean_count = count[tables.is_in("train")].mean()
-        self.line = torch.cat([torch.ones_like(count), count - self.mean_count], dim=1)  # [n, 2]
+        line = torch.cat([torch.ones_like(count), count - self.mean_count], dim=1)  # [n, 2]
+        self.blocks = []
+        for nodes, block_line in zip(of_blocks, line.split(ROWS_AT_ONCE), strict=True):
+            transposed = nodes.to_sparse_csc().transpose(0, 1)
+            self.blocks.append(DesignBlock(nodes, transposed, block_line))
 
     def predict(self, x: Tensor) -> Tensor:
         """Returns the function of each row, [n, T]."""
-        return self.line @ x[:2] + self.nodes @ x[2:]
+        return torch.cat([block.predict(x) for block in self.blocks])
 
     def collect(self, values: Tensor) -> Tensor:
         """Returns the product of the transposed matrix and values [n, T], [2 + N, T]."""
-        return torch.cat([self.line.T @ values, self.transposed @ values])
+        return sum(block.collect(rows) for block, rows in self.split(values))
 
-    def diagonal(self, weight: Tensor, penalty: float | Tensor) -> Tensor:
-        """Returns the diagonal of the normal equations, [2 + N, T], 1 where it would be 0."""
-        of_nodes = self.squares @ weight + penalty
-        diagonal = torch.cat([self.line.square().T @ weight, of_nodes])
+    def collect_squared(self, values: Tensor) -> Tensor:
+        """Returns the product of the squares of the transposed matrix and values, as `collect`."""
+        return sum(block.collect_squared(rows) for block, rows in self.split(values))
+
+    def collect_predicted(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Returns what `collect` does of the function times a weight [n, T]."""
+        total = torch.zeros_like(x)
+        for block, block_weight in self.split(weight):
+            total += block.collect(block.predict(x).mul_(block_weight))
+        return total
+
+    def split(self, values: Tensor) -> Iterator[tuple[DesignBlock, Tensor]]:
+        """Yields each block and its own rows of values [n, T]."""
+        return zip(self.blocks, values.split(ROWS_AT_ONCE), strict=True)
+
+
+class NormalEquations:
+    """Those of a penalised linear regression on a design, with a weight of each score, [n, T]."""
+
+    def __init__(self, design: Design, weight: Tensor):
+        self.design = design
+        self.weight = weight
+        self.squares = design.collect_squared(weight)
+
+    def product(self, penalty: float | Tensor, x: Tensor) -> Tensor:
+        """Returns the product of their matrix and x, [2 + N, T]."""
+        product = self.design.collect_predicted(x, self.weight)
+        product[2:] += penalty * x[2:]
+        return product
+
+    def diagonal(self, penalty: float | Tensor) -> Tensor:
+        """Returns the diagonal of their matrix, [2 + N, T], 1 where it would be 0."""
+        diagonal = torch.cat([self.squares[:2], self.squares[2:] + penalty])
         return diagonal.where(diagonal > 0, 1.0)
+
+    def gradient(self, residual: Tensor, penalty: float | Tensor, x: Tensor) -> Tensor:
+        """Returns what x leaves of their right side, given what it leaves of the scores, [n, T]."""
+        gradient = self.design.collect(self.weight * residual)
+        gradient[2:] -= penalty * x[2:]
+        return gradient
+
+    def distance(self, residual: Tensor, penalty: float | Tensor, x: Tensor) -> Tensor:
+        """Returns the square of how far x is from the solution, [T], given what it leaves."""
+        gradient = self.gradient(residual, penalty, x)
+        return (gradient.square() / self.diagonal(penalty)).sum(0)
+
+    def solve(
+        self,
+        residual: Tensor,
+        penalty: float | Tensor,
+        x: Tensor,
+        least: Tensor,
+        reduction: float = 0.0,
+    ) -> Tensor:
+        """Returns the solution, given what x leaves of the scores, [n, T].
+
+        The square of its distance from it may be `least` [T], or `reduction`**2 times that of x.
+        """
+        right = self.gradient(residual, penalty, x)
+        diagonal = self.diagonal(penalty)
+        least = least.maximum(reduction**2 * (right.square() / diagonal).sum(0))
+        return x + conjugate_gradients(partial(self.product, penalty), right, diagonal, least)
 
 
 class Ridge:
@@ -267,61 +359,30 @@ class Ridge:
         self.design = design
         self.y = y
         self.weight = weight
+        self.equations = NormalEquations(design, weight)
         # Errors of effects count times the doses, which make the matrix harder to solve, too.
         self.unit = std.square() / design.largest_dose**3
+        self.least = TOLERANCE**2 * self.unit
 
     def losses(self, x: Tensor) -> Tensor:
         """Returns the loss of each score, [n, T]."""
-        return (self.design.predict(x) - self.y).square()
+        return self.residual(x).square_()
+
+    def residual(self, x: Tensor) -> Tensor:
+        """Returns what x leaves of the scores, [n, T]."""
+        return self.design.predict(x).neg_().add_(self.y)
 
     def fit(self, penalty: float | Tensor, x: Tensor) -> Tensor:
         """Returns the solution for a penalty, or one for each score [T], starting from x."""
-        x = self.solve(self.y - self.design.predict(x), self.weight, penalty, x)
+        x = self.equations.solve(self.residual(x), penalty, x, self.least)
         if self.design.largest_dose > 1:  # rounding adds up over the steps: solve what it left, too
-            x = self.solve(self.y - self.design.predict(x), self.weight, penalty, x)
+            x = self.equations.solve(self.residual(x), penalty, x, self.least)
         return x
 
     def error(self, penalty: float | Tensor, x: Tensor) -> Tensor:
         """Returns how far x is from the solution, [T], as `TOLERANCE`."""
-        return self.distance(self.y - self.design.predict(x), self.weight, penalty, x)
-
-    def solve(
-        self,
-        residual: Tensor,
-        weight: Tensor,
-        penalty: float | Tensor,
-        x: Tensor,
-        reduction: float = 0.0,
-    ) -> Tensor:
-        """Returns the solution, given what x leaves of the scores, [n, T].
-
-        It may be as far from it as `TOLERANCE`, or as `reduction` times the distance of x.
-        """
-
-        def product(x: Tensor) -> Tensor:
-            result = self.design.collect(weight * self.design.predict(x))
-            result[2:] += penalty * x[2:]
-            return result
-
-        right = self.gradient(residual, weight, penalty, x)
-        diagonal = self.design.diagonal(weight, penalty)
-        least = reduction**2 * (right.square() / diagonal).sum(0)
-        least = least.maximum(TOLERANCE**2 * self.unit)
-        return x + conjugate_gradients(product, right, diagonal, least)
-
-    def gradient(
-        self, residual: Tensor, weight: Tensor, penalty: float | Tensor, x: Tensor
-    ) -> Tensor:
-        gradient = self.design.collect(weight * residual)
-        gradient[2:] -= penalty * x[2:]
-        return gradient
-
-    def distance(
-        self, residual: Tensor, weight: Tensor, penalty: float | Tensor, x: Tensor
-    ) -> Tensor:
-        gradient = self.gradient(residual, weight, penalty, x)
-        squared = gradient.square() / self.design.diagonal(weight, penalty)
-        return (squared.sum(0) / self.unit).sqrt()
+        distance = self.equations.distance(self.residual(x), penalty, x)
+        return (distance / self.unit).sqrt()
 
 
 class LogisticRidge(Ridge):
@@ -338,7 +399,8 @@ class LogisticRidge(Ridge):
             probability = self.design.predict(x).sigmoid()
             variance = variance_of(probability, least=1e-15)
             residual = (self.y - probability) / variance
-            goal = self.solve(residual, self.weight * variance, penalty, x, REDUCTION)
+            equations = NormalEquations(self.design, self.weight * variance)
+            goal = equations.solve(residual, penalty, x, self.least, REDUCTION)
             change = goal - x
             x = x + self.step(penalty, x, change) * change
         return x
@@ -364,9 +426,10 @@ class LogisticRidge(Ridge):
 
     def error(self, penalty: float | Tensor, x: Tensor) -> Tensor:
         probability = self.design.predict(x).sigmoid()
-        weight = self.weight * variance_of(probability)
-        residual = (self.y - probability) / variance_of(probability)
-        return self.distance(residual, weight, penalty, x)
+        variance = variance_of(probability)
+        equations = NormalEquations(self.design, self.weight * variance)
+        distance = equations.distance((self.y - probability) / variance, penalty, x)
+        return (distance / self.unit).sqrt()
 
 
 def variance_of(probability: Tensor, least: float = 1e-3) -> Tensor:

@@ -210,7 +210,7 @@ class Chunk:
     sets: Sequence[str]  # their cells of the column `genes`
     is_known: Tensor  # which of them have only nodes of the graph, bool [n]
     samples: Tables  # these, on the graph
-    unknown: list[str]  # names that are no nodes of the graph
+    unknown: list[str]  # names that are no nodes of the graph, each once
 
 
 def read_sets(path: str, tables: Tables) -> Iterator[Chunk]:
@@ -218,12 +218,10 @@ def read_sets(path: str, tables: Tables) -> Iterator[Chunk]:
 
     Whatever else a batch is made of must be read here, too. Raises `DataError`.
     """
-    kind, sign, level_text = path.partition("=")
+    kind, _, _ = path.partition("=")
     if kind in SET_SIZES:
-        level = 0.0
-        if sign:
-            _, level = split_level(path)
-        if level is None or "=" in level_text:
+        _, level = split_level(path, node_names=())
+        if math.isnan(level):
             raise UserError(f"{path} has no level from 0 to 10,000")
         yield from all_sets(tables, SET_SIZES[kind], level)
         return
@@ -233,8 +231,9 @@ def read_sets(path: str, tables: Tables) -> Iterator[Chunk]:
     for note in notes:
         log.info(f"note      {note}")
     for rows in read_rows(path, header, skip_blank=False):
-        row, names, level = rows.sets(node_number)
-        node = torch.tensor([node_number.get(name, -1) for name in names], dtype=torch.long)
+        row, name, names, level = rows.sets(node_number)
+        numbers = [node_number.get(name, -1) for name in names]
+        node = torch.tensor(numbers, dtype=torch.long)[name]
         is_known = torch.ones(len(rows.lines), dtype=torch.bool)
         is_known[row[node < 0]] = False
         num_known = int(is_known.sum())

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
 from torch_geometric.index import index2ptr
-from torch_geometric.utils import coalesce, lexsort, scatter, to_undirected
+from torch_geometric.utils import coalesce, scatter, to_undirected
 
 from errors import DataError
-from rows import SPLITS, read_header, read_rows
+from rows import SPLITS, number_names, read_header, read_rows, stable_order
 
 MIXING = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
 OF_FILES = ("left_out", "notes", "feature_names")  # fields that the fingerprint leaves out
@@ -128,10 +128,8 @@ class Tables:
 
     def is_seen(self) -> Tensor:
         """Returns which nodes are perturbed in a training row that has the score, bool [N, T]."""
-        sample = self.sample()
-        in_train = self.is_in("train")[sample]
-        is_measured = ~self.y[sample[in_train]].isnan()
-        count = scatter(is_measured.int(), self.perturbed[in_train], dim_size=len(self.genes))
+        is_trained = self.is_in("train").unsqueeze(1) & ~self.y.isnan()
+        count = scatter(is_trained[self.sample()].int(), self.perturbed, dim_size=len(self.genes))
         return count > 0
 
     def unseen(self, split: str) -> Tensor:
@@ -230,17 +228,13 @@ def note_replicates(tables: Tables, path: str) -> None:
 
 def number_in_order(values: Tensor) -> Tensor:
     """Returns a number for each of the values [n], equal for equal ones, from 0, by first rows."""
-    _, first, group = np.unique(values.numpy(), return_index=True, return_inverse=True)
-    number = np.argsort(np.argsort(first))
-    return torch.from_numpy(number[group])
-
-
-def number_names(names: Sequence[str], number: dict[str, int]) -> Tensor:
-    """Returns the number of each name, long [n]; unknown ones get the next numbers, in order."""
-    for name in dict.fromkeys(names):
-        number.setdefault(name, len(number))
-    numbers = map(number.__getitem__, names)
-    return torch.from_numpy(np.fromiter(numbers, dtype=np.int64, count=len(names)))
+    _, group = values.unique(return_inverse=True)
+    row = torch.arange(len(values))
+    first_row = scatter(row, group, reduce="min")
+    is_first = torch.zeros(len(values), dtype=torch.bool)
+    is_first[first_row] = True
+    number = is_first.cumsum(0) - 1  # of the value that has its first row there
+    return number[first_row[group]]
 
 
 def read_edges(
@@ -297,8 +291,8 @@ def read_knockouts(
     chunks = []
     num_rows = 0
     for rows in read_rows(path, header):
-        row, names, level = rows.sets(node_number)
-        node = number_names(names, node_number)
+        row, name, names, level = rows.sets(node_number)
+        node = number_names(names, node_number)[name]
         y = rows.table(targets, ": to leave that column out, name the others in data.scores")
         chunk = {"row": row + num_rows, "node": node, "level": level, "y": y}
         if "split" in header:
@@ -345,7 +339,8 @@ def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:
 
     A node at level 1 is intact, and left out.
     """
-    order = lexsort([node, row])
+    num_nodes = int(node.max()) + 1 if len(node) else 0
+    order = stable_order(row * num_nodes + node)
     order = order[level[order] != 1]
     return {
         "perturbed": node[order],
