@@ -83,6 +83,7 @@ def test_additive_baseline_is_the_ridge_solution(sizes, monkeypatch):
     design = dense_design(tables)
     if sizes == "mixed":
         monkeypatch.setattr("baseline.TARGETS_AT_ONCE", 2)
+        monkeypatch.setattr("baseline.ROWS_AT_ONCE", 70)
     monkeypatch.setattr("baseline.PENALTIES", (2.0,))
     found = additive_baseline(tables)
     seen = tables.is_seen()

@@ -78,7 +78,7 @@ def test_weighted_dataset_of_wrong_files(copy, tables, tmp_path):
     for name, message in (
         ("scores.tsv", f"scores.tsv {no_lines}\n"),
         ("no_sd.jsonl", f"no_sd.jsonl {no_lines}\n"),
-        ("level.jsonl", "level.jsonl:2: the genes 'Y00,Y01=x' have 'Y01': no name, or no level"),
+        ("level.jsonl", "level.jsonl:2: the genes 'Y00,Y01=x' have 'Y01=x': no name, or no level"),
         ("sd.jsonl", "sd.jsonl:1: the sd '0.0' is not a number from 1e-30 to 1e+30\n"),
     ):
         refuse(copy, message, "train.py", f"data.perturbations={name}", "run.name=wrong")
