@@ -77,8 +77,8 @@ def additive_baseline(tables: Tables, loss: str = "squared") -> Baseline:
             dosed = replace(tables, y=y, level=level)
             fits.append(fit_baseline(dosed, loss))
         fit = join_targets(fits, power)
-        error = (fit.prediction[rows] - tables.y[rows]) / fit.std
-        total = error.square().nansum()
+        error = (fit.prediction[rows] - tables.y[rows].nan_to_num()) / fit.std
+        total = (tables.score_weight(rows) * error.square()).sum()
         if total < least:
             least = total
             best = fit
@@ -96,16 +96,17 @@ def join_targets(baselines: list[Baseline], power: float) -> Baseline:
 
 def fit_baseline(tables: Tables, loss: str) -> Baseline:
     """Returns the `additive_baseline` of a few targets, with power 1."""
-    mean, std = mean_and_std(tables.y[tables.rows("train")])
+    weight = mean_one_weight(tables)
+    train = tables.rows("train")
+    mean, std = mean_and_std(tables.y[train], weight[train])
     if loss == "binary":
         mean = mean.logit(eps=1e-3)
         std = torch.ones_like(std)
     design = Design(tables)
-    fit, error = fit_validated(tables, design, mean, std, loss)
+    fit, error = fit_validated(tables, design, weight, mean, std, loss)
     constant, slope, effect = fit.tensor_split([1, 2])
-    is_seen = tables.is_seen()
-    imputed = impute_effects(tables, is_seen, effect)
-    effect = effect.where(is_seen, imputed)
+    imputed = impute_effects(tables, mean_weight_of_nodes(tables, weight), effect)
+    effect = effect.where(tables.is_seen(), imputed)
     prediction = design.predict(torch.cat([constant, slope, effect]))
     if loss == "binary":
         prediction = prediction.sigmoid()
@@ -121,14 +122,35 @@ def fit_baseline(tables: Tables, loss: str) -> Baseline:
     )
 
 
+def mean_one_weight(tables: Tables) -> Tensor:
+    """Returns the weight of each score, whose mean over the training rows that have it is 1.
+
+    It is float64 [n, T], 0 where a score is missing.
+    """
+    weight = tables.score_weight(slice(None))
+    of_train = tables.score_weight(tables.rows("train"))
+    return weight * ((of_train > 0).sum(dim=0) / of_train.sum(dim=0))
+
+
+def mean_weight_of_nodes(tables: Tables, weight: Tensor) -> Tensor:
+    """Returns the mean weight of the training scores of each node, float64 [N, T], 0 if none is."""
+    is_train = tables.is_in("train")[tables.sample()]
+    of_entries = weight[tables.sample()[is_train]]
+    node = tables.perturbed[is_train]
+    num_nodes = len(tables.genes)
+    total = scatter(of_entries, node, dim_size=num_nodes)
+    count = scatter((of_entries > 0).double(), node, dim_size=num_nodes)
+    return total / count.clamp(min=1)
+
+
 def fit_validated(
-    tables: Tables, design: "Design", mean: Tensor, std: Tensor, loss: str
+    tables: Tables, design: "Design", weight: Tensor, mean: Tensor, std: Tensor, loss: str
 ) -> tuple[Tensor, Tensor]:
     """Returns the function of `design` that suits the validation rows best, and its error.
 
-    They are [2 + N, T] and, as in `Baseline`, [T]. Where no validation row tells anything of the
-    effects on a target, its penalty is the one that suits a third of its training rows best, when
-    it is fitted to the others; it is then fitted to all of them.
+    They are [2 + N, T] and, as in `Baseline`, [T]. Scores count by their weight, [n, T]. Where no
+    validation row tells anything of the effects on a target, its penalty is the one that suits a
+    third of its training rows best, when it is fitted to the others; it is then fitted to all.
     """
     present = ~tables.y.isnan()
     is_train = present & tables.is_in("train").unsqueeze(1)
@@ -145,7 +167,7 @@ def fit_validated(
         is_validated = is_validated.where(has_val, is_told)
     y = tables.y.nan_to_num()
     regression = LogisticRidge if loss == "binary" else Ridge
-    to_fitted = regression(design, y, is_fitted.double(), std)
+    to_fitted = regression(design, y, weight * is_fitted, std)
     fit = y.new_zeros(2 + len(tables.genes), y.size(1))
     fit[0] = mean
     best = fit
@@ -153,14 +175,14 @@ def fit_validated(
     least = torch.full_like(mean, math.inf)
     for penalty in reversed(PENALTIES):  # each starts from the one before
         fit = to_fitted.fit(penalty, fit)
-        error = to_fitted.losses(fit).mul_(is_validated).sum(0)
+        error = to_fitted.losses(fit).mul_(weight * is_validated).sum(0)
         is_better = error <= least
         best = fit.where(is_better, best)
         best_penalty[is_better] = penalty
         least = least.minimum(error)
     if has_val.all():
         return best, to_fitted.error(best_penalty, best)
-    to_all = regression(design, y, is_train.double(), std)
+    to_all = regression(design, y, weight * is_train, std)
     best = best.where(has_val, to_all.fit(best_penalty, best))
     return best, to_all.error(best_penalty, best)
 
@@ -188,28 +210,29 @@ def tells_effects(tables: Tables, is_fitted: Tensor) -> Tensor:
     return num_seen > 0
 
 
-def impute_effects(tables: Tables, is_seen: Tensor, effect: Tensor) -> Tensor:
+def impute_effects(tables: Tables, node_weight: Tensor, effect: Tensor) -> Tensor:
     """Returns the mean effect [N, T] of the seen nodes one and two hops from each node, but itself.
 
     It is weighted by A @ A + A, with A the normalised adjacency of the undirected graph, and shrunk
-    to the mean of all seen nodes; how far is chosen by the error on these. `is_seen` [N, T] says
-    for which scores a node is; elsewhere, `effect` [N, T] is 0.
+    to the mean of all seen nodes; how far is chosen by the error on these. An effect [N, T] counts
+    by its `node_weight`, [N, T], 0 where the node is not seen for the score.
     """
     num_nodes = len(effect)
     edges = remove_self_loops(*to_undirected(tables.edge_index, tables.edge_weight))
     edge_index, weight = gcn_norm(*edges, add_self_loops=False)
     adjacency = to_torch_coo_tensor(edge_index, weight, num_nodes)
-    values = torch.cat([is_seen, effect], dim=1)
+    values = torch.cat([node_weight, node_weight * effect], dim=1)
     one_hop = adjacency @ values
     to_itself = scatter(weight.square(), edge_index[0], dim_size=num_nodes).unsqueeze(1)
     sums = adjacency @ one_hop + one_hop - to_itself * values
     total, sums = sums.chunk(2, dim=1)
-    mean = effect.sum(0) / is_seen.sum(0).clamp(min=1)
+    total_weight = node_weight.sum(0)
+    mean = (node_weight * effect).sum(0) / total_weight.where(total_weight > 0, 1.0)
     best = mean
     least = torch.full_like(mean, math.inf)
     for shrinkage in PENALTIES:
         imputed = (sums + shrinkage * mean) / (total + shrinkage)
-        error = ((imputed - effect) * is_seen).square().sum(0)
+        error = (node_weight * (imputed - effect).square()).sum(0)
         # Where no seen node is near another, all errors are equal but for rounding.
         is_better = error < least * (1 - 1e-9)
         best = imputed.where(is_better, best)

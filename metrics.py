@@ -13,18 +13,13 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from tables import mean_and_std, standardise
+from tables import mean_and_std, standardise, weighted_mean
 
 
 def mean_present(values: Tensor, y: Tensor) -> Tensor:
     """Returns the mean of each target's values [n, T] where y is not nan, [T]."""
     present = ~y.isnan()
-    return values.where(present, 0.0).sum(dim=0) / present.sum(dim=0)
-
-
-def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Returns the mean of each target's values, both [n, T], nan where no weight is over 0, [T]."""
-    return (values * weight).sum(dim=0) / weight.sum(dim=0)
+    return weighted_mean(values.where(present, 0.0), present)
 
 
 def mse(y: Tensor, prediction: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class Tables:
         """Returns the row of each entry of `perturbed`, long [total]."""
         return torch.repeat_interleave(self.perturbed_ptr.diff())
 
-    def score_weight(self, rows: Tensor) -> Tensor:
+    def score_weight(self, rows: Tensor | slice) -> Tensor:
         """Returns the weight of each score of these rows, 0 if it is missing, float64 [rows, T]."""
         present = (~self.y[rows].isnan()).double()
         if self.weight is None:
@@ -349,14 +349,21 @@ def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:
     }
 
 
-def mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
+def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
+    """Returns the mean of each target's values, both [n, T], nan where no weight is over 0, [T]."""
+    return (values * weight).sum(dim=0) / weight.sum(dim=0)
+
+
+def mean_and_std(values: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
     """Returns mean [T] and standard deviation [T], 1 where it would be 0, of values [n, T].
 
-    Values that are nan do not count.
+    Values that are nan do not count; others count by their `weight`, [n, T].
     """
+    present = ~values.isnan()
+    weight = (weight * present).to(values.dtype)
     middle = values.nanmedian(dim=0).values  # so that the mean of equal values is exact
-    mean = middle + (values - middle).nanmean(dim=0)
-    std = (values - mean).square().nanmean(dim=0).sqrt()
+    mean = middle + weighted_mean((values - middle).where(present, 0.0), weight)
+    std = weighted_mean((values - mean).where(present, 0.0).square(), weight).sqrt()
     largest = values.nan_to_num().abs().amax(dim=0)
     return mean, std.where(std > 1e-12 * largest, 1.0)
 

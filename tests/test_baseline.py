@@ -68,13 +68,23 @@ def dense_design(tables: Tables, power: float = 1.0) -> torch.Tensor:
     return torch.cat([intercept, dose.sum(1, keepdim=True), dose], dim=1)
 
 
-@pytest.mark.parametrize("sizes", ["mixed", "pairs"])
-def test_additive_baseline_is_the_ridge_solution(sizes, monkeypatch):
-    """Intercept and count are not penalised.
+def some_weights(tables: Tables) -> torch.Tensor:
+    """Returns a weight of each row from 0.01 to 100."""
+    generator = torch.Generator().manual_seed(3)
+    return 10 ** (4 * torch.rand(len(tables.y), dtype=torch.float64, generator=generator) - 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_weighted"), [("mixed", False), ("mixed", True), ("pairs", False)]
+)
+def test_additive_baseline_is_the_ridge_solution(sizes, is_weighted, monkeypatch):
+    """Intercept and count are not penalised; the weights of a score have a mean of 1.
 
     Where all rows knock out two nodes, the count says nothing.
     """
     tables = mixed_tables()
+    if is_weighted:
+        tables.weight = some_weights(tables)
     if sizes == "pairs":
         tables.perturbed_ptr = torch.arange(0, 801, 2)
         tables.level = torch.zeros(800, dtype=torch.float64)
@@ -97,18 +107,24 @@ def test_additive_baseline_is_the_ridge_solution(sizes, monkeypatch):
         rows = rows[~tables.y[rows, t].isnan()]
         x = design[rows][:, columns]
         y = tables.y[rows, t]
-        solution = torch.linalg.solve(x.T @ x + penalty, x.T @ y)
+        weight = torch.ones(len(rows), dtype=torch.float64)
+        if is_weighted:
+            weight = tables.weight[rows] / tables.weight[rows].mean()
+        weighted = x.T * weight
+        solution = torch.linalg.solve(weighted @ x + penalty, weighted @ y)
         solution[-4:] = found.imputed[-4:, t]
         prediction = design[:, columns] @ solution
         torch.testing.assert_close(found.prediction[:, t], prediction, rtol=1e-6, atol=1e-6)
         effect = solution[len(unpenalised) :]
         torch.testing.assert_close(found.effect[:, t].double(), effect, rtol=1e-6, atol=1e-6)
-        assert found.mean[t] == pytest.approx(y.mean().item())
-        assert found.std[t] == pytest.approx(y.std(correction=0).item())
+        mean = (weight * y).mean()
+        std = (weight * (y - mean).square()).mean().sqrt()
+        assert found.mean[t] == pytest.approx(mean.item())
+        assert found.std[t] == pytest.approx(std.item())
     if sizes == "mixed":
         assert found.effect.shape == (30, 3)
-        assert found.slope.sub(1).abs().max() < 0.5
-        assert found.intercept.sub(5).abs().max() < 0.5
+        assert found.slope.sub(1).abs().max() < 0.6
+        assert found.intercept.sub(5).abs().max() < 0.6
     else:
         assert (found.slope == 0).all()
 
@@ -151,7 +167,8 @@ def test_an_unseen_node_gets_the_mean_effect_of_those_one_and_two_hops_away():
     )
     is_seen = torch.tensor([[1, 1, 0, 1, 0, 1, 1, 1], [0, 1, 1, 1, 1, 0, 0, 1]]).bool().T
     effect = torch.randn(8, 2, dtype=torch.float64, generator=generator) * is_seen
-    found = impute_effects(tables, is_seen, effect)
+    node_weight = (torch.rand(8, 2, dtype=torch.float64, generator=generator) + 0.1) * is_seen
+    found = impute_effects(tables, node_weight, effect)
 
     adjacency = torch.zeros(8, 8, dtype=torch.float64)
     for (source, target), value in zip(edge_index.T.tolist(), weight, strict=True):
@@ -165,21 +182,24 @@ def test_an_unseen_node_gets_the_mean_effect_of_those_one_and_two_hops_away():
         seen = is_seen[:, t].nonzero().flatten()
         kernel = kernel_of_all[:, seen]
         own = effect[seen, t]
+        importance = node_weight[seen, t]
+        mean = (importance * own).sum() / importance.sum()
         errors = []
         imputed = []
         for shrinkage in PENALTIES:
-            total = kernel.sum(1) + shrinkage
-            values = (kernel @ own + shrinkage * own.mean()) / total
-            errors.append((values[seen] - own).square().sum().item())
+            total = kernel @ importance + shrinkage
+            values = (kernel @ (importance * own) + shrinkage * mean) / total
+            errors.append((importance * (values[seen] - own).square()).sum().item())
             imputed.append(values)
         best = imputed[errors.index(min(errors))]
         torch.testing.assert_close(found[:, t], best)
-        torch.testing.assert_close(found[6:, t], own.mean().expand(2))
+        torch.testing.assert_close(found[6:, t], mean.expand(2))
 
 
 def test_the_logistic_baseline_is_the_penalised_maximum_of_the_likelihood(monkeypatch):
     tables = mixed_tables()
     tables.y = above_median(tables.y)
+    tables.weight = some_weights(tables)
     monkeypatch.setattr("baseline.PENALTIES", (2.0,))
     found = additive_baseline(tables, "binary")
     design = dense_design(tables)
@@ -191,7 +211,8 @@ def test_the_logistic_baseline_is_the_penalised_maximum_of_the_likelihood(monkey
         parameters = torch.cat([line, found.effect[:, t]])
         probability = (design @ parameters).sigmoid()
         torch.testing.assert_close(found.prediction[:, t], probability)
-        gradient = design[rows].T @ (probability[rows] - tables.y[rows, t])
+        weight = tables.weight[rows] / tables.weight[rows].mean()
+        gradient = design[rows].T @ (weight * (probability[rows] - tables.y[rows, t]))
         gradient[2:] += 2 * parameters[2:] * seen[:, t]
         torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-5)
     assert found.std.tolist() == [1, 1, 1]
@@ -211,6 +232,39 @@ def test_the_additive_baseline_takes_the_penalty_that_suits_the_validation_rows(
     errors = [(prediction(p) - tables.y)[val].square().mean() for p in (0.1, 10.0, 1000.0)]
     assert errors[0] > errors[1] > errors[2]
     torch.testing.assert_close(prediction(0.1, 10.0, 1000.0), prediction(1000.0))
+
+
+def test_noisy_rows_count_little_in_all_that_is_fitted_or_chosen():
+    """A weight is that of a measurement's variance, which differs a millionfold."""
+    random = Random(0)
+    sets = [random.sample(range(100), 2) for _ in range(1500)]
+    generator = torch.Generator().manual_seed(0)
+    effect = torch.randn(100, dtype=torch.float64, generator=generator)
+    truth = torch.stack([effect[nodes].sum() for nodes in sets])
+    sd = 10 ** (3 * torch.rand(len(sets), dtype=torch.float64, generator=generator) - 1.5)
+    perturbed, perturbed_ptr = pack_sets(sets)
+    tables = Tables(
+        genes=[f"g{i:02}" for i in range(100)],
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        y=truth + sd * torch.randn(len(sets), dtype=torch.float64, generator=generator),
+        split=torch.tensor([0, 0, 0, 1, 2] * 300, dtype=torch.int8),
+    )
+    test = tables.rows("test")
+
+    def pearson_with_truth() -> float:
+        prediction = additive_baseline(tables).prediction[test, 0]
+        return torch.corrcoef(torch.stack([prediction, truth[test]]))[0, 1].item()
+
+    assert pearson_with_truth() < 0.9
+    tables.weight = sd**-2
+    assert pearson_with_truth() > 0.99
+    prediction = additive_baseline(tables).prediction
+    tables.weight = tables.weight * 1e6
+    torch.testing.assert_close(additive_baseline(tables).prediction, prediction)
 
 
 def test_a_column_that_is_solved_early_rests_until_the_slowest_is():
@@ -299,6 +353,18 @@ def levelled_tables(levels: list[float], share: float, power: float = 1.0, seed:
     noise = torch.randn(1000, 1, dtype=torch.float64, generator=generator)
     tables.y = 3 + dense_design(tables, power)[:, 2:] @ x[2:] + 0.5 * noise
     return tables
+
+
+def test_rows_of_little_weight_do_not_choose_the_power_of_levels():
+    levels = [0.0, 0.2, 0.5, 3.0]
+    tables = levelled_tables(levels, share=0.7, power=0.4)
+    val = tables.rows("val")
+    misled = val[: 2 * len(val) // 3]
+    tables.y[misled] = levelled_tables(levels, share=0.7, power=1.5).y[misled]
+    assert additive_baseline(tables).power != 0.4
+    tables.weight = torch.ones(len(tables.y), dtype=torch.float64)
+    tables.weight[misled] = 1e-6
+    assert additive_baseline(tables).power == 0.4
 
 
 def least_squares(tables: Tables, power: float, penalty: float) -> np.ndarray:

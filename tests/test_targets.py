@@ -262,8 +262,11 @@ def test_the_loss_of_each_score_is_the_weighted_mean_over_the_rows_that_have_it(
         for t in range(2):
             y = task.tables.y[:, t]
             scored = train_rows[~y[train_rows].isnan()]
-            std = y[scored].std(correction=0)
-            per_weight = len(train_rows) / task.tables.weight[scored].sum()
+            weight_of_scored = task.tables.weight[scored]
+            mean = (weight_of_scored * y[scored]).sum() / weight_of_scored.sum()
+            variance = weight_of_scored * (y[scored] - mean).square() / weight_of_scored.sum()
+            std = variance.sum().sqrt()
+            per_weight = len(train_rows) / weight_of_scored.sum()
             total_loss = 0.0
             total_weight = 0.0
             for row, value in zip(rows.tolist(), prediction[:, t], strict=True):
