@@ -86,6 +86,7 @@ def predict(settings: Settings, env: Distributed) -> None:
     """Writes a prediction for each row of the table, in order; raises `UserError` on every rank."""
     predictor = Predictor.load(settings.checkpoints, settings.configs, env)
     columns = predictor.columns()
+    digits = predictor.digits()
     name = Path(settings.table).name.removesuffix(".gz").removesuffix(".tsv")
     output = Path(f"{name}.predictions.tsv")
     temporary = Path(f"{output}.{uuid.uuid4().hex}.tmp")
@@ -102,7 +103,7 @@ def predict(settings: Settings, env: Distributed) -> None:
                 break
             cells = torch.full((len(chunk.sets), len(columns)), math.nan, dtype=torch.float64)
             cells[chunk.is_known] = predictor(chunk.samples)
-            append_lines(temporary, table_lines(iter(chunk.sets), cells), output, env)
+            append_lines(temporary, table_lines(iter(chunk.sets), cells, digits), output, env)
             num_rows += len(chunk.sets)
             num_predicted += len(chunk.samples.y)
             unknown |= dict.fromkeys(chunk.unknown)
@@ -176,6 +177,11 @@ class Predictor:
         if not is_ensemble:
             return list(targets)
         return [column for name in targets for column in (name, f"{name}_sd")]
+
+    def digits(self) -> Tensor:
+        """Returns how many significant digits each column is written with, long [C]."""
+        columns_of_target = len(self.columns()) // len(self.tables.targets)
+        return self.tasks[0].digits().repeat_interleave(columns_of_target)
 
     def __call__(self, samples: Tables) -> Tensor:
         """Returns each sample's predictions, float64 [n, T], on every rank.

@@ -180,7 +180,18 @@ class KnockoutTask:
         rows = tables.rows("test")
         baseline = self.baseline.prediction[rows]
         scores = torch.stack([tables.y[rows], prediction, baseline], dim=2)
-        yield from table_lines(self._labels("test"), scores.flatten(start_dim=1))
+        digits = torch.repeat_interleave(self.digits(), scores.size(2))
+        yield from table_lines(self._labels("test"), scores.flatten(start_dim=1), digits)
+
+    def digits(self) -> Tensor:
+        """Returns how many digits of each score are written, long [T].
+
+        They are 7 and, where a score's mean is large, as many more as its deviations lie behind.
+        """
+        if self.config.optim.loss == "binary":
+            return torch.full(self.mean.shape, 7)
+        distance = (self.mean.abs() / self.std).cpu().clamp(min=1)
+        return (7 + distance.log10().floor().long()).clamp(max=17)
 
     def _labels(self, split: str) -> Iterator[str]:
         """Yields the first cells of the lines of test.tsv."""
@@ -338,9 +349,12 @@ def predict_rows(
     return env.sum(predictions).cpu()
 
 
-def table_lines(sets: Iterator[str], values: Tensor) -> Iterator[str]:
-    """Yields a line for each row of values [n, C]: its set, and a cell each, empty for nan."""
-    template = "\t%.7g" * values.size(1) + "\n"
+def table_lines(sets: Iterator[str], values: Tensor, digits: Tensor) -> Iterator[str]:
+    """Yields a line for each row of values [n, C]: its set, and a cell each, empty for nan.
+
+    `digits` says how many significant digits each column has, long [C].
+    """
+    template = "".join(f"\t%.{count}g" for count in digits.tolist()) + "\n"
     for some_values in values.split(100):  # as lists, they take four times the memory
         for row in some_values.tolist():
             yield next(sets) + (template % tuple(row)).replace("\tnan", "\t")

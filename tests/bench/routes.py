@@ -53,7 +53,8 @@ class Step:
     def __call__(self) -> None:
         batch = self.planned().to(self.device)
         batch.seed = torch.zeros((), dtype=torch.long, device=self.device)
-        loss = self.task.loss(self.model(self.task.graph, batch), batch) / len(self.rows)
+        losses = self.task.loss(self.model(self.task.graph, batch), batch)  # of each score
+        loss = losses.sum() / len(self.rows)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
