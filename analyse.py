@@ -17,6 +17,7 @@ import statistics
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,16 @@ COLUMNS = {
     "pearson": "Pearson",
     "baseline_pearson": "baseline",
     "gain": "difference (95 %)",
+    "ceiling_pearson": "noise ceiling",
+    "weighted_pearson": "weighted Pearson",
+    "baseline_weighted_pearson": "weighted baseline",
     "row_pearson": "row Pearson",
     "baseline_row_pearson": "row baseline",
     "row_gain": "difference (95 %)",
     "mse_top20": "MSE of top 20",
     "spearman": "Spearman",
     "r2": "R2",
+    "ceiling_r2": "R2 ceiling",
     "mse": "MSE",
     "auroc": "AUROC",
     "average_precision": "avg. precision",
@@ -92,6 +97,9 @@ def analyse_run(folder: Path, threshold: float | None = None) -> None:
         f"95 % of {result['resamples']:,} samples of {result['sets_drawn']:,} sets of genes and "
         f"{result['genes_drawn']:,} unseen genes, each with all its rows"
     )
+    if "ceiling_r2" in result:
+        share = result["r2"] / result["ceiling_r2"]
+        print(f"{share:.1%} of the way from the mean to the ceiling that the noise leaves of R2")
     try:
         result["shared_pairs"] = shared_pairs(tables_of(rows, config.data))
         print(f"{result['shared_pairs']:,} rows knock out two nodes of a training row")
@@ -117,7 +125,7 @@ def analyse_runs(folders: list[Path], threshold: float | None = None) -> None:
     check_threshold(threshold, rows, files[0])
     lines = {}
     for folder, member in zip(folders, members, strict=True):
-        each = target_figures(member.y, member.prediction, member.baseline, loss, threshold)
+        each = target_figures(member, loss, threshold)
         lines[str(folder)] = means_of(each)
     means = {}
     for name in lines[str(folders[0])]:
@@ -127,7 +135,8 @@ def analyse_runs(folders: list[Path], threshold: float | None = None) -> None:
     std, mean = torch.std_mean(predictions, dim=0)
     resamples = number_of_resamples(rows.y.numel())
     unit = rows.unit()
-    lines["ensemble"] = summary(rows.y, mean, rows.baseline, unit, loss, threshold, resamples)
+    ensemble = replace(rows, prediction=mean)
+    lines["ensemble"] = summary(ensemble, unit, loss, threshold, resamples)
     print(f"{len(folders)} runs: {rows.counts()}")
     print("\n".join(text_table(lines, COLUMNS)))
     correlation, errors = metrics.uncertainty(rows.y, mean, std)
@@ -195,7 +204,7 @@ def results_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
         best_step = test["best_step"]
         val = next((row for row in rows if row["kind"] == "val" and row["step"] == best_step), {})
         result["best step"] = best_step
-        for name in ("loss", *metrics.METRICS):
+        for name in ("loss", *metrics.names_in(test)):
             result[f"val {name}"] = val.get(name)
             result[f"test {name}"] = test.get(name)
     return result | {"seconds": round(seconds_of(rows))}
@@ -253,7 +262,7 @@ def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = 
         "resamples": number_of_resamples(rows.y.numel()),
     }
     unit = rows.unit()
-    result = summary(rows.y, rows.prediction, rows.baseline, unit, **options)
+    result = summary(rows, unit, **options)
     result["resamples"] = options["resamples"]
     num_drawn = Counter(kind for kind, _ in set(chain.from_iterable(rows.units())))
     result["sets_drawn"] = num_drawn["set"]
@@ -261,10 +270,7 @@ def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = 
 
     def of_group(is_in_group: Tensor) -> dict:
         """Returns the figures of a group of scores, bool [n, T] or, of whole rows, [n, 1]."""
-        chosen = is_in_group.any(dim=1)
-        y = rows.y[chosen].where(is_in_group[chosen], math.nan)
-        prediction = rows.prediction[chosen]
-        return summary(y, prediction, rows.baseline[chosen], unit[chosen], **options)
+        return summary(rows.select(is_in_group), unit[is_in_group.any(dim=1)], **options)
 
     for name, count in {"unseen": rows.unseen, "deletions": rows.deletions().unsqueeze(1)}.items():
         group = count.clamp(max=MOST)
@@ -280,7 +286,7 @@ def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = 
             is_at_level = torch.tensor([row_level == level for row_level in levels])
             result["by_level"][level] = of_group(is_at_level.unsqueeze(1))
     if len(rows.targets) > 1:
-        each = target_figures(rows.y, rows.prediction, rows.baseline, loss, threshold)
+        each = target_figures(rows, loss, threshold)
         result["targets"] = {}
         for t, target in enumerate(rows.targets):
             figures = {name: values[t].item() for name, values in each.items()}
@@ -289,13 +295,7 @@ def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = 
 
 
 def summary(
-    y: Tensor,
-    prediction: Tensor,
-    baseline: Tensor,
-    unit: Tensor,
-    loss: str,
-    threshold: float | None,
-    resamples: int,
+    rows: Predictions, unit: Tensor, loss: str, threshold: float | None, resamples: int
 ) -> dict:
     """Returns the number of rows, the means over targets of `target_figures`, and `gain`.
 
@@ -304,10 +304,11 @@ def summary(
     `profile_figures`, the 95 % interval of Pearson's r over the targets of a row less the
     baseline's, and quartiles over the targets.
     """
-    each = target_figures(y, prediction, baseline, loss, threshold)
+    y = rows.y
+    each = target_figures(rows, loss, threshold)
     means = means_of(each)
-    gains = metrics.resampled_pearson(y, prediction, unit, resamples)
-    gains -= metrics.resampled_pearson(y, baseline, unit, resamples)
+    gains = metrics.resampled_pearson(y, rows.prediction, unit, resamples)
+    gains -= metrics.resampled_pearson(y, rows.baseline, unit, resamples)
     num_scored = int((~y.isnan()).any(dim=1).sum())
     result = {"n": num_scored, **means, "gain": metrics.interval(gains)}
     result["cells"] = int((~y.isnan()).sum())
@@ -319,8 +320,9 @@ def summary(
         quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
         for name in ("pearson", "baseline_pearson"):
             result[f"{name}_quartiles"] = each[name].nanquantile(quartiles).tolist()
-        result |= profile_figures(y, prediction, baseline)
-        row_gains = metrics.pearson_of_rows(y, prediction) - metrics.pearson_of_rows(y, baseline)
+        result |= profile_figures(rows)
+        row_gains = metrics.pearson_of_rows(y, rows.prediction)
+        row_gains -= metrics.pearson_of_rows(y, rows.baseline)
         result["row_gain"] = metrics.interval(metrics.resampled_mean(row_gains, unit, resamples))
     return result
 
@@ -330,37 +332,44 @@ def means_of(figures: dict[str, Tensor]) -> dict[str, float]:
     return {name: values.nanmean().item() for name, values in figures.items()}
 
 
-def profile_figures(y: Tensor, prediction: Tensor, baseline: Tensor) -> dict[str, float]:
+def profile_figures(rows: Predictions) -> dict[str, float]:
     """Returns the means over rows of Pearson's r over the targets, and of the squared error.
 
     That is the error of the targets that change most in each row.
     """
-    largest = y.abs().nan_to_num().topk(PROFILE, dim=1).indices
-    error = (prediction - y).square().gather(1, largest)
+    largest = rows.y.abs().nan_to_num().topk(PROFILE, dim=1).indices
+    error = (rows.prediction - rows.y).square().gather(1, largest)
     figures = {
-        "row_pearson": metrics.pearson_of_rows(y, prediction),
-        "baseline_row_pearson": metrics.pearson_of_rows(y, baseline),
+        "row_pearson": metrics.pearson_of_rows(rows.y, rows.prediction),
+        "baseline_row_pearson": metrics.pearson_of_rows(rows.y, rows.baseline),
         "mse_top20": error,
     }
     return means_of(figures)
 
 
 def target_figures(
-    y: Tensor,
-    prediction: Tensor,
-    baseline: Tensor,
-    loss: str = "squared",
-    threshold: float | None = None,
+    rows: Predictions, loss: str = "squared", threshold: float | None = None
 ) -> dict[str, Tensor]:
     """Returns the figures of each target, [T], nan where undefined.
 
+    If rows have weights, Pearson's r is also with these; if they have an `sd`, there is also the
+    ceiling of R2, and of Pearson's r, its root, which predictions without an error would have.
     With a threshold, or binary scores, these are also how well rows are found: scores below the
     threshold by low predictions, scores of 1 by high ones.
     """
+    y = rows.y
+    prediction = rows.prediction
     result = {}
     for metric in (metrics.mse, metrics.r2, metrics.pearson, metrics.spearman):
         result[metric.__name__] = metric(y, prediction)
-    result["baseline_pearson"] = metrics.pearson(y, baseline)
+    result["baseline_pearson"] = metrics.pearson(y, rows.baseline)
+    if rows.weight is not None:
+        weight = rows.weight.unsqueeze(1)
+        result["weighted_pearson"] = metrics.pearson(y, prediction, weight)
+        result["baseline_weighted_pearson"] = metrics.pearson(y, rows.baseline, weight)
+    if rows.sd is not None:
+        result["ceiling_r2"] = metrics.noise_ceiling(y, rows.sd.unsqueeze(1))
+        result["ceiling_pearson"] = result["ceiling_r2"].sqrt()
     positive = None
     certainty = metrics.as_ranked(y, prediction)
     if threshold is not None:

@@ -1,7 +1,7 @@
 """Metrics: each is one vectorised function of scores and predictions, a figure per target.
 
-To log another one, write a function of y [n, T], nan where a score is missing, and predictions
-[n, T], that returns [T], nan where it is undefined, and add it to `METRICS`.
+To log another one, write a function of y [n, T], nan where a score is missing, predictions [n, T],
+and the rows' weight, [n, 1] or 1, that returns [T], nan where it is undefined; add it to `METRICS`.
 
 Shapes: n rows of T scores.
 """
@@ -22,6 +22,12 @@ def mean_present(values: Tensor, y: Tensor) -> Tensor:
     return weighted_mean(values.where(present, 0.0), present)
 
 
+def mean_defined(values: Tensor, weight: Tensor | float) -> Tensor:
+    """Returns the `weighted_mean` of the values that are not nan."""
+    is_defined = ~values.isnan()
+    return weighted_mean(values.where(is_defined, 0.0), weight * is_defined)
+
+
 def mse(y: Tensor, prediction: Tensor) -> Tensor:
     """Returns the mean squared error, [T]."""
     return mean_present((prediction - y).square(), y)
@@ -34,21 +40,32 @@ def r2(y: Tensor, prediction: Tensor) -> Tensor:
     return (1 - mse(y, prediction) / std.square()).where(is_defined, math.nan)
 
 
-def pearson(y: Tensor, prediction: Tensor) -> Tensor:
-    """Returns Pearson's r, [T].
+def pearson(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    """Returns Pearson's r, [T], in which rows count by their weight, [n, 1].
 
     It is nan where y is constant, so that such targets count in no mean, and 0 where only the
     prediction is, so that the means of all predictions are over the same targets.
     """
-    a = standardise(y)
-    b = standardise(prediction.where(~y.isnan(), math.nan))
-    varies = a.square().nanmean(dim=0) > 0.5
-    return (a * b).nanmean(dim=0).where(varies, math.nan)
+    a = standardise(y, weight)
+    b = standardise(prediction.where(~y.isnan(), math.nan), weight)
+    varies = mean_defined(a.square(), weight) > 0.5
+    return mean_defined(a * b, weight).where(varies, math.nan)
 
 
-def spearman(y: Tensor, prediction: Tensor) -> Tensor:
-    """Returns Spearman's rank correlation, [T], nan and 0 as `pearson`."""
-    return pearson(rank(y), rank(as_ranked(y, prediction)))
+def noise_ceiling(y: Tensor, sd: Tensor) -> Tensor:
+    """Returns the R2 of predictions that are right but for the noise of the scores, [T].
+
+    `sd` is the noise's standard deviation, [n, 1]. It is nan where y varies no more than the noise.
+    """
+    noise = mean_present(sd.square().expand(y.shape), y)
+    _, std = mean_and_std(y)
+    ceiling = 1 - noise / std.square()
+    return ceiling.where(ceiling > 0, math.nan)
+
+
+def spearman(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    """Returns the `pearson` of the ranks, Spearman's rank correlation."""
+    return pearson(rank(y), rank(as_ranked(y, prediction)), weight)
 
 
 def pearson_of_rows(y: Tensor, prediction: Tensor) -> Tensor:
@@ -199,13 +216,30 @@ def uncertainty(y: Tensor, prediction: Tensor, sd: Tensor) -> tuple[float, list[
 
 
 # ---- Results -------------------------------------------------------------------------------------
-def compare(y: Tensor, prediction: Tensor, baseline: Tensor) -> dict[str, Tensor]:
-    """Returns each of `METRICS` of the predictions and of the baseline, as `baseline_<name>`."""
+def compare(
+    y: Tensor, prediction: Tensor, baseline: Tensor, weight: Tensor | None
+) -> dict[str, Tensor]:
+    """Returns each of `METRICS` of the predictions and of the baseline, as `baseline_<name>`.
+
+    If rows have a weight, [n], each follows with it, too, as `weighted_<name>`.
+    """
     figures = {}
     for name, metric in METRICS.items():
-        figures[name] = metric(y, prediction)
-        figures[f"baseline_{name}"] = metric(y, baseline)
+        figures[name] = metric(y, prediction, 1.0)
+        figures[f"baseline_{name}"] = metric(y, baseline, 1.0)
+        if weight is not None:
+            of_rows = weight.unsqueeze(1)
+            figures[f"weighted_{name}"] = metric(y, prediction, of_rows)
+            figures[f"baseline_weighted_{name}"] = metric(y, baseline, of_rows)
     return figures
+
+
+def names_in(result: dict[str, Any]) -> list[str]:
+    """Returns the names of the metrics that a result has."""
+    names = []
+    for name in METRICS:
+        names += [name, f"weighted_{name}"]
+    return [name for name in names if name in result]
 
 
 def first_metric() -> str:
@@ -216,9 +250,11 @@ def first_metric() -> str:
 def quality(result: dict[str, Any]) -> tuple[float, float]:
     """Returns a sort key, larger is better: the first metric (0 if undefined), then the loss.
 
-    A loss that is nan is the worst.
+    If rows have weights, it is the weighted one. A loss that is nan is the worst.
     """
-    value = result.get(first_metric(), -math.inf)  # as in a checkpoint from before an edit
+    first = first_metric()
+    value = result.get(first, -math.inf)  # as in a checkpoint from before an edit
+    value = result.get(f"weighted_{first}", value)
     loss = result["loss"]
     return 0.0 if math.isnan(value) else value, -math.inf if math.isnan(loss) else -loss
 
@@ -226,8 +262,8 @@ def quality(result: dict[str, Any]) -> tuple[float, float]:
 def result_text(result: dict[str, Any]) -> str:
     """Returns metrics as a part of a line for the log."""
     text = f"loss {result['loss']:.4f}"
-    for name in METRICS:
-        if name in result:
-            baseline = result[f"baseline_{name}"]
-            text += f", {name.title()} {result[name]:.4f}, additive baseline {baseline:.4f}"
+    for name in names_in(result):
+        title = name.replace("_", " ").title()
+        baseline = result[f"baseline_{name}"]
+        text += f", {title} {result[name]:.4f}, additive baseline {baseline:.4f}"
     return text

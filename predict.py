@@ -271,7 +271,7 @@ def make_samples(tables: Tables, row: Tensor, node: Tensor, level: Tensor, num_r
     """Returns rows without scores on the graph of `tables`, given those of each perturbed node."""
     y = tables.y.new_full((num_rows, len(tables.targets)), math.nan)
     perturbations = pack(row, node, level, num_rows)
-    return replace(tables, **perturbations, y=y, split=None, weight=None)
+    return replace(tables, **perturbations, y=y, split=None, weight=None, sd=None)
 
 
 if __name__ == "__main__":

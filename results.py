@@ -8,7 +8,7 @@ Shapes: n rows of T scores.
 import math
 from array import array
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -32,6 +32,28 @@ class Predictions:
     y: Tensor  # float64 [n, T], nan where a score is missing
     prediction: Tensor  # float64 [n, T]
     baseline: Tensor  # float64 [n, T], the additive one
+    weight: Tensor | None = None  # float64 [n], of each row; None: all are 1
+    sd: Tensor | None = None  # float64 [n], of each row's scores, whose weight is then 1 / sd**2
+
+    def __post_init__(self):
+        if self.sd is not None:
+            self.weight = self.sd**-2
+
+    def select(self, is_chosen: Tensor) -> "Predictions":
+        """Returns the rows with chosen scores, bool [n, T] or [n, 1]; the others are missing."""
+        rows = is_chosen.any(dim=1)
+        numbers = rows.nonzero().flatten().tolist()
+        return Predictions(
+            genes=[self.genes[row] for row in numbers],
+            unseen=self.unseen[rows],
+            unseen_genes=[self.unseen_genes[row] for row in numbers],
+            targets=self.targets,
+            y=self.y[rows].where(is_chosen[rows], math.nan),
+            prediction=self.prediction[rows],
+            baseline=self.baseline[rows],
+            weight=None if self.weight is None else self.weight[rows],
+            sd=None if self.sd is None else self.sd[rows],
+        )
 
     def levels(self) -> list[str]:
         """Returns the level that all genes of a row have, such as "0.3", or "several".
@@ -97,14 +119,19 @@ def read_predictions(path: Path) -> Predictions:
     genes = []
     unseen = []
     unseen_genes = []
+    weights = array("d")
     numbers = array("d")
     line_number = 1
     try:
         with path.open(encoding="utf-8") as file:
             header = file.readline().rstrip("\n").split("\t")
-            targets = header[3::3]
+            of_rows = ["genes", "unseen", "unseen_genes"]
+            weight_name = header[3] if len(header) > 3 else ""
+            if weight_name in ("weight", "sd"):
+                of_rows.append(weight_name)
+            targets = header[len(of_rows) :: 3]
             columns = [name + suffix for name in targets for suffix in SUFFIXES]
-            if not targets or header != ["genes", "unseen", "unseen_genes", *columns]:
+            if not targets or header != [*of_rows, *columns]:
                 expected = "genes, unseen, unseen_genes, and three columns for each score"
                 raise ValueError(f"the header is not {expected}")
             for line in file:
@@ -118,7 +145,8 @@ def read_predictions(path: Path) -> Predictions:
                     raise ValueError(f"{len(counts)} numbers of unseen genes")
                 unseen.append(torch.tensor(counts).expand(len(targets)))
                 unseen_genes.append(cells[2])
-                numbers.extend([float(cell or "nan") for cell in cells[3:]])
+                weights.extend(map(float, cells[3 : len(of_rows)]))
+                numbers.extend([float(cell or "nan") for cell in cells[len(of_rows) :]])
             if not genes:
                 raise ValueError("there are no rows")
     except OSError as error:
@@ -131,4 +159,8 @@ def read_predictions(path: Path) -> Predictions:
         ) from None
     scores = torch.frombuffer(numbers, dtype=torch.float64).view(len(genes), len(targets), 3)
     y, prediction, baseline = scores.movedim(2, 0).contiguous()
-    return Predictions(genes, torch.stack(unseen), unseen_genes, targets, y, prediction, baseline)
+    rows = Predictions(genes, torch.stack(unseen), unseen_genes, targets, y, prediction, baseline)
+    if weights:
+        weight = torch.tensor(weights, dtype=torch.float64)
+        rows = replace(rows, **{weight_name: weight})
+    return rows

@@ -40,6 +40,7 @@ class Tables:
     y: Tensor  # float64 [n, T], or [n], the measured effects, nan where one is missing
     split: Tensor | None = None  # int8 [n], index into `SPLITS`, -1 for rows in none
     weight: Tensor | None = None  # float64 [n], of each sample in the loss
+    sd: Tensor | None = None  # float64 [n], of each sample's scores, whose weight is then 1 / sd**2
     targets: Sequence[str] = ("score",)  # name of each of the T effects
     left_out: Sequence[str] = ()  # columns of the samples' table that are not read
     notes: Sequence[str] = ()  # sentences for the log on how the files were read
@@ -59,6 +60,8 @@ class Tables:
             self.edge_attr = torch.empty(num_edges, 0)
         if self.features is None:
             self.features = torch.empty(len(self.genes), 0)
+        if self.sd is not None:
+            self.weight = self.sd**-2
         if self.level is None:
             self.level = torch.zeros(len(self.perturbed), dtype=torch.float64)
 
@@ -300,7 +303,7 @@ def read_knockouts(
         if "weight" in header:
             chunk["weight"] = rows.numbers("weight", positive=True)
         if "sd" in header:
-            chunk["weight"] = rows.numbers("sd", positive=True) ** -2
+            chunk["sd"] = rows.numbers("sd", positive=True)
         chunks.append(chunk)
         num_rows += len(y)
     fields = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
@@ -368,7 +371,7 @@ def mean_and_std(values: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, 
     return mean, std.where(std > 1e-12 * largest, 1.0)
 
 
-def standardise(values: Tensor) -> Tensor:
+def standardise(values: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """Returns the values [n, T] less their mean and over their standard deviation; nan stays."""
-    mean, std = mean_and_std(values)
+    mean, std = mean_and_std(values, weight)
     return (values - mean) / std

@@ -145,10 +145,12 @@ class KnockoutTask:
         """Returns what predictions of a split's rows, [n, T], are worth, beside the baseline.
 
         A figure is the mean over the targets for which it is defined, nan if there are none: the
-        weighted mean of `loss`, and metrics without weights. `n` rows have a score, of `rows`.
+        weighted mean of `loss`, and metrics without and, if rows have weights, with these. `n` rows
+        have a score, of `rows`.
         """
         rows = self.rows(split)
         y = self.tables.y[rows]
+        weight = None if self.tables.weight is None else self.tables.weight[rows]
         if self.config.optim.loss == "binary":
             losses = binary_cross_entropy(prediction, y.nan_to_num(), reduction="none")
         else:
@@ -159,7 +161,7 @@ class KnockoutTask:
         figures = {
             "loss": loss,
             "mse": mse(y, prediction),
-            **compare(y, prediction, self.baseline.prediction[rows]),
+            **compare(y, prediction, self.baseline.prediction[rows], weight),
         }
         means = {name: values.nanmean().item() for name, values in figures.items()}
         num_scored = int((~y.isnan()).any(dim=1).sum())
@@ -168,28 +170,33 @@ class KnockoutTask:
     def result_lines(self, prediction: Tensor) -> Iterator[str]:
         """Yields the lines of test.tsv: for each test row its nodes, and those that are unseen.
 
-        Of these, it gives the number, one for each score if they differ, and the names. For each
-        target follow score, prediction [n, T] and baseline; a missing score is an empty cell.
+        Of these, it gives the number, one for each score if they differ, and the names. Then follow
+        the column `weight` or `sd` if the table has it, and for each target score, prediction
+        [n, T] and baseline; a missing score is an empty cell.
         """
         tables = self.tables
-        header = ["genes", "unseen", "unseen_genes"]
-        for name in tables.targets:
-            header += [name, f"{name}_prediction", f"{name}_baseline"]
-        yield "\t".join(header) + "\n"
-
         rows = tables.rows("test")
         baseline = self.baseline.prediction[rows]
         scores = torch.stack([tables.y[rows], prediction, baseline], dim=2)
+        values = scores.flatten(start_dim=1)
         digits = torch.repeat_interleave(self.digits(), scores.size(2))
-        yield from table_lines(self._labels("test"), scores.flatten(start_dim=1), digits)
+        header = ["genes", "unseen", "unseen_genes"]
+        name = "weight" if tables.sd is None else "sd"
+        of_rows = getattr(tables, name)
+        if of_rows is not None:
+            header.append(name)
+            values = torch.cat([of_rows[rows].unsqueeze(1), values], dim=1)
+            digits = torch.cat([torch.tensor([7]), digits])
+        for target in tables.targets:
+            header += [target, f"{target}_prediction", f"{target}_baseline"]
+        yield "\t".join(header) + "\n"
+        yield from table_lines(self._labels("test"), values, digits)
 
     def digits(self) -> Tensor:
         """Returns how many digits of each score are written, long [T].
 
         They are 7 and, where a score's mean is large, as many more as its deviations lie behind.
         """
-        if self.config.optim.loss == "binary":
-            return torch.full(self.mean.shape, 7)
         distance = (self.mean.abs() / self.std).cpu().clamp(min=1)
         return (7 + distance.log10().floor().long()).clamp(max=17)
 

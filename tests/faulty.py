@@ -276,7 +276,7 @@ def unsendable_batch() -> None:
 def own_metric() -> None:
     """The first metric is `worst`, the negative of the template's first one."""
     metric = metrics.METRICS[metrics.first_metric()]
-    own = {"worst": lambda y, prediction: -metric(y, prediction)}
+    own = {"worst": lambda y, prediction, weight: -metric(y, prediction, weight)}
     metrics.METRICS = own | metrics.METRICS
 
 

@@ -22,7 +22,7 @@ from metrics import (
     spearman,
     uncertainty,
 )
-from tests.tools.runs import read_metrics
+from tests.tools.runs import predictions_of, read_metrics
 
 FIRST = first_metric()
 
@@ -72,7 +72,21 @@ def test_models_with_an_undefined_metric_are_ranked_by_loss():
     assert sorted([results[i] for i in (6, 2, 0, 7, 3, 1, 5, 4)], key=quality) == results
 
 
+def test_the_weighted_metric_chooses_the_best_model_if_there_is_one():
+    worse = {FIRST: 0.9, f"weighted_{FIRST}": 0.1, "loss": 1.0}
+    better = {FIRST: 0.1, f"weighted_{FIRST}": 0.9, "loss": 1.0}
+    assert quality(better) > quality(worse)
+
+
 # ---- Figures of scores and predictions -----------------------------------------------------------
+def test_a_whole_weight_counts_as_that_many_rows():
+    y, prediction = whole_numbers(2, 60, 2)
+    y[::7, 0] = math.nan
+    weight = 1 + torch.arange(60) % 4
+    expected = pearson(y.repeat_interleave(weight, 0), prediction.repeat_interleave(weight, 0))
+    torch.testing.assert_close(pearson(y, prediction, weight.double().unsqueeze(1)), expected)
+
+
 def test_metrics_equal_their_definitions():
     y, prediction = whole_numbers(2, 60, 1)
     noise = 1e-12 * normal(60, 1)
@@ -93,18 +107,18 @@ def test_metrics_equal_their_definitions():
 
 def test_figures_equal_their_definitions():
     y, prediction, baseline = whole_numbers(3, 60, 1)
-    found = target_figures(y, prediction, baseline, threshold=-1.5)
+    found = target_figures(predictions_of(y, prediction, baseline), threshold=-1.5)
     missing = torch.full((20, 1), math.nan)
-    with_gaps = target_figures(
+    rows = predictions_of(
         torch.cat([y, missing]),
         torch.cat([prediction, normal(20, 1)]),
         torch.cat([baseline, normal(20, 1)]),
-        threshold=-1.5,
     )
+    with_gaps = target_figures(rows, threshold=-1.5)
     for name, value in found.items():
         torch.testing.assert_close(with_gaps[name], value)
     found = {name: value.item() for name, value in found.items()}
-    ones = target_figures((y < -1.5).double(), -prediction, baseline, loss="binary")
+    ones = target_figures(predictions_of((y < -1.5).double(), -prediction, baseline), loss="binary")
     for name in ("auroc", "average_precision"):
         assert ones[name].item() == found[name]
     y, prediction, baseline = (values[:, 0].numpy() for values in (y, prediction, baseline))

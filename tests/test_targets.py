@@ -22,7 +22,7 @@ from tables import Tables, mean_and_std
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.test_tables import sets_of, summary_of
-from tests.tools.runs import difference, pack_sets, read_metrics, tables_of
+from tests.tools.runs import difference, pack_sets, predictions_of, read_metrics, tables_of
 
 HEADER = ("genes", "growth", "cell size", "split", "sd")
 ROWS = [
@@ -162,7 +162,7 @@ def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(t
     prediction = task.baseline.prediction
     rows = task.rows("val")
     found = task.metrics("val", prediction[rows] + 1)
-    each = target_figures(tables.y[rows], prediction[rows] + 1, prediction[rows])
+    each = target_figures(predictions_of(tables.y[rows], prediction[rows] + 1, prediction[rows]))
     parts = []
     for t in range(2):
         alone = KnockoutTask.from_tables(rows_with_score(tables, t), task.config)
@@ -236,13 +236,13 @@ def test_metrics_of_predictions_that_say_nothing_of_a_target_are_means_over_the_
     result = task.metrics("val", prediction)
     assert result["pearson"] == pytest.approx(0.5)
     assert result["baseline_pearson"] == 0
-    each = target_figures(y[rows], prediction, nothing[rows])
+    each = target_figures(predictions_of(y[rows], prediction, nothing[rows]))
     assert each["pearson"].tolist() == pytest.approx([1, 0])
     y[rows, 1] = math.nan
     result = task.metrics("val", nothing[rows])
     assert result["pearson"] == 0
     assert result["loss"] > 0
-    each = target_figures(y[rows], nothing[rows], nothing[rows])
+    each = target_figures(predictions_of(y[rows], nothing[rows], nothing[rows]))
     assert all(values[1].isnan() and not values[0].isnan() for values in each.values())
 
 

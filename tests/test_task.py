@@ -120,6 +120,24 @@ def test_figures_are_of_the_scores_that_validation_rows_have(tmp_path):
     assert quality(found) == pytest.approx(quality(expected), rel=1e-6)
 
 
+def test_weighted_metrics_stand_beside_those_without_weights(tmp_path):
+    config = Config(data=DataConfig(cache_dir=str(tmp_path)))
+    tables = additive_tables(1.0, num_scores=1)
+    rows = tables.rows("val")
+    prediction = tables.y[rows] + torch.arange(len(rows)).unsqueeze(1) % 7
+    without = KnockoutTask.from_tables(tables, config).metrics("val", prediction)
+    tables.weight = 1.0 + torch.arange(len(tables.y)) % 6
+    task = KnockoutTask.from_tables(tables, config)
+    found = task.metrics("val", prediction)
+    assert set(found) - set(without) == {"weighted_pearson", "baseline_weighted_pearson"}
+    assert found["pearson"] == without["pearson"]
+    for name, predicted in {"": prediction, "baseline_": task.baseline.prediction[rows]}.items():
+        values = torch.cat([tables.y[rows], predicted], dim=1).T
+        covariance = values.cov(correction=0, aweights=tables.weight[rows])
+        expected = covariance[0, 1] / covariance.diagonal().prod().sqrt()
+        assert found[f"{name}weighted_pearson"] == pytest.approx(expected.item())
+
+
 def test_a_result_without_a_loss_is_no_better_than_any(tmp_path):
     """A later one with a loss then replaces the first, which training keeps as its best."""
     nothing = {"pearson": math.nan, "loss": math.nan}

@@ -15,6 +15,7 @@ from torch_geometric.data import HeteroData
 from config import Config
 from data import KnockoutDataset
 from mask import SharedGraph
+from results import Predictions
 from tables import Tables, pack
 from task import KnockoutTask
 
@@ -82,6 +83,20 @@ def task_of(
         std=zeros + 1,
         dataset=dataset,
         route="",
+    )
+
+
+def predictions_of(y: Tensor, prediction: Tensor, baseline: Tensor) -> Predictions:
+    """Returns what a test.tsv says of scores, predictions and baseline [n, T], of no genes."""
+    n, num_targets = y.shape
+    return Predictions(
+        genes=[""] * n,
+        unseen=torch.zeros(n, num_targets, dtype=torch.long),
+        unseen_genes=[""] * n,
+        targets=[f"score{t}" for t in range(num_targets)],
+        y=y,
+        prediction=prediction,
+        baseline=baseline,
     )
 
 
