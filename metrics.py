@@ -60,7 +60,8 @@ def noise_ceiling(y: Tensor, sd: Tensor) -> Tensor:
     noise = mean_present(sd.square().expand(y.shape), y)
     _, std = mean_and_std(y)
     ceiling = 1 - noise / std.square()
-    return ceiling.where(ceiling > 0, math.nan)
+    varies = ~pearson(y, y).isnan()
+    return ceiling.where(varies & (ceiling > 0), math.nan)
 
 
 def spearman(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:

@@ -31,7 +31,9 @@ class Oracle:
         self.present = ~np.isnan(self.y)
         self.in_train = self.present & (self.split == 0)[:, None]
         self.seen = self.perturbs.T.astype(int) @ self.in_train > 0  # [N, T]
-        scales = [moments(y[rows]) for y, rows in zip(self.y.T, self.in_train.T, strict=True)]
+        scales = []
+        for y, rows in zip(self.y.T, self.in_train.T, strict=True):
+            scales.append(moments(y[rows], self.weight[rows]))
         self.mean, self.std = np.array(scales).T
         if self.binary:
             share = self.mean.clip(1e-3, 1 - 1e-3)
@@ -67,29 +69,40 @@ class Oracle:
         fit = logistic if self.binary else ridge
         y, train = self.y[:, t], self.in_train[:, t]
         rows, judges = self.rows_of_choice(t)
+        weight = self.weight / self.weight[train].mean()
         by_power = {}
         for power in POWERS if len(set(self.level[self.perturbs])) > 1 else (1.0,):
             dose = np.where(self.perturbs, 1 - self.level**power, 0)
             design = np.column_stack([np.ones(len(dose)), dose.sum(axis=1), dose])
-            tries = [design[judges] @ fit(design[rows], y[rows], p) for p in PENALTIES]
-            errors = [losses(values, y[judges], self.binary).sum() for values in tries]
+            errors = []
+            for penalty in PENALTIES:
+                x = fit(design[rows], y[rows], penalty, weight[rows])
+                of_judges = losses(design[judges] @ x, y[judges], self.binary)
+                errors.append((weight[judges] * of_judges).sum())
             by_power[power] = []
             for k in near_least(errors) if judges.any() else [0]:
-                x = fit(design[train], y[train], PENALTIES[k])
-                for effect in self.with_imputed(x[2:], self.seen[:, t]):
+                x = fit(design[train], y[train], PENALTIES[k], weight[train])
+                for effect in self.with_imputed(x[2:], self.node_weight(weight, t)):
                     by_power[power].append(design @ [*x[:2], *effect])
         return by_power
 
-    def with_imputed(self, effect: np.ndarray, seen: np.ndarray) -> list[np.ndarray]:
+    def node_weight(self, weight: np.ndarray, t: int) -> np.ndarray:
+        """Returns the mean weight of the training rows of each node for a score, 0 if none, [N]."""
+        perturbs = self.perturbs[self.in_train[:, t]]
+        total = weight[self.in_train[:, t]] @ perturbs
+        return total / perturbs.sum(axis=0).clip(1)
+
+    def with_imputed(self, effect: np.ndarray, weight: np.ndarray) -> list[np.ndarray]:
         """Returns the effects with those of unseen nodes imputed, several as in `baselines`."""
+        seen = weight > 0
         others = 1 - np.eye(len(seen))
         whole = (self.graph + self.graph.transpose(0, 2, 1)).sum(axis=0) * others
         degree = whole.sum(axis=1).clip(1e-99)
         adjacency = whole / np.sqrt(np.outer(degree, degree))
-        near = (adjacency @ adjacency + adjacency) * others * seen
-        mean = effect[seen].mean() if seen.any() else 0.0
+        near = (adjacency @ adjacency + adjacency) * others * weight
+        mean = (weight @ effect) / weight.sum() if seen.any() else 0.0
         choices = [(near @ effect + s * mean) / (near.sum(axis=1) + s) for s in PENALTIES]
-        errors = [np.square(imputed - effect)[seen].sum() for imputed in choices]
+        errors = [weight @ np.square(imputed - effect) for imputed in choices]
         return [np.where(seen, effect, choices[k]) for k in near_least(errors)]
 
     def forward(self, model: "Parameters", targets: list[str]) -> np.ndarray:
@@ -105,7 +118,7 @@ class Oracle:
         x = sent = 0
         if self.features:
             values = np.array([self.features.get(node, math.nan) for node in self.nodes])
-            mean, std = moments(values)
+            mean, std = moments(values, np.ones(len(values)))
             values = np.nan_to_num((values - mean) / std).astype(np.float32)
             x, sent = np.split(np.outer(values, model["project.weight"]), 2, axis=1)
         if "embedding" in model:
@@ -172,9 +185,12 @@ def gelu(x):
     return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
 
 
-def moments(values):  # mean and standard deviation of those that are there
-    values = values[~np.isnan(values)]
-    return values.mean(), 1.0 if is_constant(values) else values.std()
+def moments(values, weight):  # mean and standard deviation of those that are there
+    present = ~np.isnan(values)
+    values, weight = values[present], weight[present]
+    mean = np.average(values, weights=weight)
+    variance = np.average(np.square(values - mean), weights=weight)
+    return mean, 1.0 if is_constant(values) else math.sqrt(variance)
 
 
 def is_constant(values):
@@ -189,27 +205,28 @@ def near_least(errors):
     return [k for k, error in enumerate(errors) if error <= min(errors) * (1 + 1e-6) + 1e-12]
 
 
-def ridge(design, y, penalty):  # intercept and slope are free
+def ridge(design, y, penalty, weight):  # intercept and slope are free
     held = np.sqrt(penalty) * np.eye(design.shape[1])[2:]
-    matrix = np.vstack([design, held])
+    matrix = np.vstack([design * np.sqrt(weight)[:, None], held])
     scale = np.sqrt(np.square(matrix).sum(axis=0))
-    return np.linalg.lstsq(matrix / scale, np.append(y, 0 * held[:, 0]), rcond=None)[0] / scale
+    right = np.append(y * np.sqrt(weight), 0 * held[:, 0])
+    return np.linalg.lstsq(matrix / scale, right, rcond=None)[0] / scale
 
 
-def logistic(design, y, penalty):  # Newton's steps, each halved until it leads down
+def logistic(design, y, penalty, weight):  # Newton's steps, each halved until it leads down
     held = penalty * (np.arange(design.shape[1]) > 1)
-    scale = np.sqrt(np.square(design).sum(axis=0) + held)
+    scale = np.sqrt(weight @ np.square(design) + held)
 
     def error(x):
-        return losses(design @ x, y, True).sum() + (held * x**2).sum() / 2
+        return weight @ losses(design @ x, y, True) + (held * x**2).sum() / 2
 
     x = 0 * scale
     step = x + 1
     while np.abs(step * scale).max() > 1e-9:
         probability = (1 + np.tanh(design @ x / 2)) / 2
-        variance = probability * (1 - probability)
+        variance = weight * probability * (1 - probability)
         curvature = (design.T * variance) @ design + np.diag(held)
-        gradient = design.T @ (probability - y) + held * x
+        gradient = design.T @ (weight * (probability - y)) + held * x
         step = np.linalg.lstsq(curvature / np.outer(scale, scale), gradient / scale)[0] / scale
         while error(x - step) >= error(x) and np.abs(step * scale).max() > 1e-9:
             step = step / 2

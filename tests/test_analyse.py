@@ -21,7 +21,7 @@ from results import Predictions
 from tables import Tables
 from tests.conftest import DEFAULTS, write_table
 from tests.test_results import HEADER
-from tests.tools.runs import pack_sets, read_metrics
+from tests.tools.runs import pack_sets, predictions_of, read_metrics
 from train import read_config
 
 
@@ -59,6 +59,8 @@ def chosen_rows(rows: Predictions, chosen: torch.Tensor) -> Predictions:
         fields[name] = [getattr(rows, name)[row] for row in numbers]
     for name in ("unseen", "y", "prediction", "baseline"):
         fields[name] = getattr(rows, name)[chosen]
+    if rows.sd is not None:
+        fields["sd"] = rows.sd[chosen]
     return Predictions(**fields)
 
 
@@ -155,8 +157,42 @@ def test_a_copy_of_the_run_folder_suffices_but_for_one_line(train, tmp_path, ana
     assert json.loads(Path("test.json").read_text()) == result
 
 
-def test_groups_are_analysed_as_their_rows_alone():
+def test_the_noise_ceiling_is_what_predictions_without_an_error_reach():
+    """Of 4,000 rows whose scores have a known noise; a third of one score is missing."""
+    truth = normal(4000, 2)
+    sd = torch.rand(4000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = truth + sd.unsqueeze(1) * normal(4000, 2, seed=1)
+    y[::3, 1] = math.nan
+    rows = replace(predictions_of(y, truth, 0 * truth), sd=sd)
+    figures = {name: values.tolist() for name, values in analyse.target_figures(rows).items()}
+    assert figures["ceiling_r2"] == pytest.approx([0.75, 0.75], abs=0.02)
+    assert figures["r2"] == pytest.approx(figures["ceiling_r2"], abs=0.02)
+    assert figures["pearson"] == pytest.approx(figures["ceiling_pearson"], abs=0.02)
+    constant = replace(rows, y=0 * truth)
+    assert analyse.target_figures(constant)["ceiling_r2"].isnan().all()
+
+
+def test_a_table_with_sd_is_analysed_beside_its_noise(train, tmp_path, analyse_here, capsys):
+    header, *lines = (tmp_path / "scores.tsv").read_text().splitlines()
+    rows = [f"{line}\t{0.1 + 0.1 * (i % 5):.1f}" for i, line in enumerate(lines)]
+    (tmp_path / "noisy.tsv").write_text("\n".join([f"{header}\tsd", *rows]) + "\n")
+    log = train(0, "data.perturbations=noisy.tsv").check().stdout
+    assert ", Weighted Pearson " in log
+    assert analyse_here("runs/default") == 0
+    printed = capsys.readouterr().out
+    for title in ("noise ceiling", "weighted Pearson", "weighted baseline", "R2 ceiling"):
+        assert title in printed
+    result = json.loads(Path("runs/default/test.json").read_text())
+    share = result["r2"] / result["ceiling_r2"]
+    assert f"{share:.1%} of the way from the mean to the ceiling" in printed
+
+
+@pytest.mark.parametrize("has_sd", [False, True])
+def test_groups_are_analysed_as_their_rows_alone(has_sd):
     rows = make_rows(400, 2)
+    if has_sd:
+        sd = torch.rand(400, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        rows = replace(rows, sd=0.1 + 0.2 * sd)
     result = analyse.analyse(rows)
     deletions = rows.deletions()
     assert deletions.tolist()[:7] == [0, 1, 2, 3, 4, 5, 0]

@@ -255,7 +255,7 @@ def compare_baseline(task: KnockoutTask, oracle: Oracle) -> None:
             if oracle.binary:
                 choices = [(1 + np.tanh(logit / 2)) / 2 for logit in choices]
             scaled = [(choice - oracle.y[:, t]) / oracle.std[t] for choice in choices]
-            errors = [np.square(values[rows]).sum() for values in scaled]
+            errors = [oracle.weight[rows] @ np.square(values[rows]) for values in scaled]
             least[power] += min(errors)
             most[power] += max(errors)
             if power == baseline.power and baseline.error[t] <= UNSOLVED:
@@ -318,6 +318,7 @@ def compare_metrics(task: KnockoutTask, outputs: Tensor) -> None:
     for name in ("mse", "pearson"):
         of_scores = torch.tensor([of_score[name] for of_score in expected])
         assert_close(reported[name], of_scores.nanmean().item())
+    assert ("weighted_pearson" in reported) == (task.tables.weight is not None)
 
 
 def compare_test_rows(task: KnockoutTask, oracle: Oracle, folder: Path) -> None:
@@ -336,6 +337,8 @@ def compare_test_rows(task: KnockoutTask, oracle: Oracle, folder: Path) -> None:
     rows = task.rows("test")
     path.write_text("".join(task.result_lines(task.baseline.prediction[rows])))
     predictions = read_predictions(path)
+    if predictions.weight is not None:
+        np.testing.assert_allclose(predictions.weight, oracle.weight[oracle.split == 2], rtol=1e-6)
     np.testing.assert_array_equal(predictions.unseen, oracle.unseen()[oracle.split == 2])
     assert predictions.unit().tolist() == expected_units(oracle)
 

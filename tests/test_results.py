@@ -40,8 +40,8 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
     rows = tables.rows("test")
     header, *lines = [line.split("\t") for line in file.read_text().splitlines()]
     assert header == [
-        "genes", "unseen", "unseen_genes", "fitness", "fitness_prediction", "fitness_baseline",
-        "size", "size_prediction", "size_baseline",
+        "genes", "unseen", "unseen_genes", "weight", "fitness", "fitness_prediction",
+        "fitness_baseline", "size", "size_prediction", "size_baseline",
     ]  # fmt: skip
     counts = tables.perturbed_ptr.diff().tolist()
     sets = [nodes.tolist() for nodes in tables.perturbed.split(counts)]
@@ -58,11 +58,12 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
         of_row = [seen for seen, y in zip(trained, tables.y[row], strict=True) if not y.isnan()]
         named = [node for node in sets[row] if any(node not in seen for seen in of_row)]
         assert unseen_genes == ",".join(tables.genes[node] for node in named)
-    for column in (3, 6):
+    for column in (4, 7):
         assert any(line[column] == "" for line in lines)
 
     read = read_predictions(file)
     torch.testing.assert_close(read.y, tables.y[rows], rtol=1e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(read.weight, tables.weight[rows], rtol=1e-6, atol=0)
     baseline = additive_baseline(tables).prediction[rows]
     torch.testing.assert_close(read.baseline, baseline, rtol=1e-6, atol=1e-6)
     write_table(tmp_path / "ask.tsv", [("genes",), *((line[0],) for line in lines)])
@@ -75,7 +76,8 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
 
     (test,) = read_metrics(Path("runs/default"), "test")
     found = analyse.analyse(read)
-    for key in ("mse", "pearson", "baseline_pearson", "n", "rows"):
+    weighted = ("weighted_pearson", "baseline_weighted_pearson")
+    for key in ("mse", "pearson", "baseline_pearson", *weighted, "n", "rows"):
         assert found[key] == pytest.approx(test[key], rel=1e-4)
 
 
@@ -94,6 +96,7 @@ def test_what_is_written_is_read(tmp_path, num_rows):
     prediction[-1, 0] = math.nan
     fields = dict.fromkeys(KnockoutTask.__dataclass_fields__)
     fields |= {"tables": tables, "baseline": SimpleNamespace(prediction=baseline)}
+    fields |= {"mean": torch.zeros(2), "std": torch.ones(2)}
     lines = KnockoutTask(**fields).result_lines(prediction)
     write_atomically(tmp_path / "test.tsv", lines)
     read = read_predictions(tmp_path / "test.tsv")

@@ -395,6 +395,8 @@ def test_the_study_draws_the_units_that_the_analysis_draws(tmp_path, split):
     rows = tables.rows("test")
     fields = dict.fromkeys(KnockoutTask.__dataclass_fields__)
     fields |= {"tables": tables, "baseline": SimpleNamespace(prediction=tables.y)}
+    num_targets = tables.y.size(1)
+    fields |= {"mean": torch.zeros(num_targets), "std": torch.ones(num_targets)}
     lines = KnockoutTask(**fields).result_lines(tables.y[rows])
     write_atomically(tmp_path / "test.tsv", lines)
     of_file = read_predictions(tmp_path / "test.tsv").unit()

@@ -1,5 +1,6 @@
 """Reading tables, and the fingerprint of what was read."""
 
+import copy
 import gzip
 from dataclasses import replace
 from pathlib import Path
@@ -266,7 +267,9 @@ def test_the_fingerprint_depends_on_every_field_but_what_is_said_of_the_files():
             other = value.flip(0)
         else:  # a field of a copy that the example leaves empty
             other = "another"
-        is_same = replace(tables, **{name: other}).fingerprint() == tables.fingerprint()
+        changed = copy.copy(tables)
+        setattr(changed, name, other)
+        is_same = changed.fingerprint() == tables.fingerprint()
         assert is_same == (name in OF_FILES), name
 
 
