@@ -213,31 +213,48 @@ def tells_effects(tables: Tables, is_fitted: Tensor) -> Tensor:
 def impute_effects(tables: Tables, node_weight: Tensor, effect: Tensor) -> Tensor:
     """Returns the mean effect [N, T] of the seen nodes one and two hops from each node, but itself.
 
-    It is weighted by A @ A + A, with A the normalised adjacency of the undirected graph, and shrunk
-    to the mean of all seen nodes; how far is chosen by the error on these. An effect [N, T] counts
-    by its `node_weight`, [N, T], 0 where the node is not seen for the score.
+    It is shrunk to the mean of all seen nodes. How far, and whether the hops are on all relations
+    together or on one of them, is chosen for each target by the error on the seen nodes. An effect
+    [N, T] counts by its `node_weight`, [N, T], 0 where the node is not seen for the score.
     """
-    num_nodes = len(effect)
-    edges = remove_self_loops(*to_undirected(tables.edge_index, tables.edge_weight))
-    edge_index, weight = gcn_norm(*edges, add_self_loops=False)
-    adjacency = to_torch_coo_tensor(edge_index, weight, num_nodes)
-    values = torch.cat([node_weight, node_weight * effect], dim=1)
-    one_hop = adjacency @ values
-    to_itself = scatter(weight.square(), edge_index[0], dim_size=num_nodes).unsqueeze(1)
-    sums = adjacency @ one_hop + one_hop - to_itself * values
-    total, sums = sums.chunk(2, dim=1)
     total_weight = node_weight.sum(0)
     mean = (node_weight * effect).sum(0) / total_weight.where(total_weight > 0, 1.0)
     best = mean
     least = torch.full_like(mean, math.inf)
-    for shrinkage in PENALTIES:
-        imputed = (sums + shrinkage * mean) / (total + shrinkage)
-        error = (node_weight * (imputed - effect).square()).sum(0)
-        # Where no seen node is near another, all errors are equal but for rounding.
-        is_better = error < least * (1 - 1e-9)
-        best = imputed.where(is_better, best)
-        least = least.where(~is_better, error)
+    values = torch.cat([node_weight, node_weight * effect], dim=1)
+    for edges in edges_of_choice(tables):
+        near = sum_of_neighbours(tables.edge_index[:, edges], tables.edge_weight[edges], values)
+        weight_near, effect_near = near.chunk(2, dim=1)
+        for shrinkage in PENALTIES:
+            imputed = (effect_near + shrinkage * mean) / (weight_near + shrinkage)
+            error = (node_weight * (imputed - effect).square()).sum(0)
+            # Where no seen node is near another, all errors are equal but for rounding.
+            is_better = error < least * (1 - 1e-9)
+            best = imputed.where(is_better, best)
+            least = least.where(~is_better, error)
     return best
+
+
+def edges_of_choice(tables: Tables) -> Iterator[Tensor]:
+    """Yields which edges are of all relations, and then of each, bool [E]."""
+    yield torch.ones_like(tables.edge_type, dtype=torch.bool)
+    if len(tables.relations) > 1:
+        for relation in range(len(tables.relations)):
+            yield tables.edge_type == relation
+
+
+def sum_of_neighbours(edge_index: Tensor, edge_weight: Tensor, values: Tensor) -> Tensor:
+    """Returns A @ A + A, without its diagonal, times values [N, ...].
+
+    A is the normalised adjacency of the undirected graph, without edges from a node to itself.
+    """
+    num_nodes = len(values)
+    edges = remove_self_loops(*to_undirected(edge_index, edge_weight))
+    edge_index, weight = gcn_norm(*edges, add_self_loops=False, num_nodes=num_nodes)
+    adjacency = to_torch_coo_tensor(edge_index, weight, num_nodes)
+    one_hop = adjacency @ values
+    to_itself = scatter(weight.square(), edge_index[0], dim_size=num_nodes).unsqueeze(1)
+    return adjacency @ one_hop + one_hop - to_itself * values
 
 
 @dataclass

@@ -96,12 +96,14 @@ class Oracle:
         """Returns the effects with those of unseen nodes imputed, several as in `baselines`."""
         seen = weight > 0
         others = 1 - np.eye(len(seen))
-        whole = (self.graph + self.graph.transpose(0, 2, 1)).sum(axis=0) * others
-        degree = whole.sum(axis=1).clip(1e-99)
-        adjacency = whole / np.sqrt(np.outer(degree, degree))
-        near = (adjacency @ adjacency + adjacency) * others * weight
         mean = (weight @ effect) / weight.sum() if seen.any() else 0.0
-        choices = [(near @ effect + s * mean) / (near.sum(axis=1) + s) for s in PENALTIES]
+        relations = (self.graph + self.graph.transpose(0, 2, 1)) * others
+        choices = []
+        for whole in (relations.sum(axis=0), *relations):  # of all together, or of one
+            degree = whole.sum(axis=1).clip(1e-99)
+            adjacency = whole / np.sqrt(np.outer(degree, degree))
+            near = (adjacency @ adjacency + adjacency) * others * weight
+            choices += [(near @ effect + s * mean) / (near.sum(axis=1) + s) for s in PENALTIES]
         errors = [weight @ np.square(imputed - effect) for imputed in choices]
         return [np.where(seen, effect, choices[k]) for k in near_least(errors)]
 

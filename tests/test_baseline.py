@@ -145,7 +145,7 @@ def test_the_baseline_of_a_target_is_the_same_alone_and_beside_others(loss):
 
 
 def test_an_unseen_node_gets_the_mean_effect_of_those_one_and_two_hops_away():
-    """Equal to dense products, for each score by those that are seen for it.
+    """Equal to dense products on the graph that suits a score best, by those that are seen for it.
 
     Node 6 has no edges and node 7 only one to itself: they get the mean of all.
     """
@@ -170,30 +170,38 @@ def test_an_unseen_node_gets_the_mean_effect_of_those_one_and_two_hops_away():
     node_weight = (torch.rand(8, 2, dtype=torch.float64, generator=generator) + 0.1) * is_seen
     found = impute_effects(tables, node_weight, effect)
 
-    adjacency = torch.zeros(8, 8, dtype=torch.float64)
-    for (source, target), value in zip(edge_index.T.tolist(), weight, strict=True):
-        if source != target:
-            adjacency[source, target] += value
-            adjacency[target, source] += value
-    degree = adjacency.sum(1)
-    adjacency = adjacency / (degree.outer(degree)).sqrt().where(adjacency > 0, 1.0)
-    kernel_of_all = (adjacency @ adjacency + adjacency).fill_diagonal_(0.0)
+    def kernel_of(edges: torch.Tensor) -> torch.Tensor:
+        adjacency = torch.zeros(8, 8, dtype=torch.float64)
+        for (source, target), value in zip(
+            edge_index[:, edges].T.tolist(), weight[edges], strict=True
+        ):
+            if source != target:
+                adjacency[source, target] += value
+                adjacency[target, source] += value
+        degree = adjacency.sum(1)
+        adjacency = adjacency / (degree.outer(degree)).sqrt().where(adjacency > 0, 1.0)
+        return (adjacency @ adjacency + adjacency).fill_diagonal_(0.0)
+
+    kernels = [kernel_of(edge_type >= 0), kernel_of(edge_type == 0), kernel_of(edge_type == 1)]
+    chosen = set()
     for t in range(2):
         seen = is_seen[:, t].nonzero().flatten()
-        kernel = kernel_of_all[:, seen]
         own = effect[seen, t]
         importance = node_weight[seen, t]
         mean = (importance * own).sum() / importance.sum()
         errors = []
         imputed = []
-        for shrinkage in PENALTIES:
-            total = kernel @ importance + shrinkage
-            values = (kernel @ (importance * own) + shrinkage * mean) / total
-            errors.append((importance * (values[seen] - own).square()).sum().item())
-            imputed.append(values)
-        best = imputed[errors.index(min(errors))]
-        torch.testing.assert_close(found[:, t], best)
+        for kernel in kernels:
+            for shrinkage in PENALTIES:
+                total = kernel[:, seen] @ importance + shrinkage
+                values = (kernel[:, seen] @ (importance * own) + shrinkage * mean) / total
+                errors.append((importance * (values[seen] - own).square()).sum().item())
+                imputed.append(values)
+        least = errors.index(min(errors))
+        chosen.add(least // len(PENALTIES))
+        torch.testing.assert_close(found[:, t], imputed[least])
         torch.testing.assert_close(found[6:, t], mean.expand(2))
+    assert chosen != {0}  # a relation by itself suits a score better than all together
 
 
 def test_the_logistic_baseline_is_the_penalised_maximum_of_the_likelihood(monkeypatch):
