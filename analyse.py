@@ -29,6 +29,7 @@ import data
 import metrics
 from checkpoint import explain_write_errors, write_atomically
 from config import Config, load_config, read_options
+from ddp_setup import set_threads
 from errors import UserError
 from plots import scatter_svg
 from results import Predictions, read_predictions
@@ -71,6 +72,7 @@ def main() -> None:
         "--threshold", type=float, metavar="X", help="also how well scores below X are found"
     )
     arguments = parser.parse_args()
+    set_threads(local_world_size=1)
     try:
         if len(arguments.runs) == 1:
             analyse_run(arguments.runs[0], arguments.threshold)

@@ -93,6 +93,15 @@ def test_a_run_of_another_version_is_named(tmp_path, analyse_here, capsys):
     assert capsys.readouterr().err == expected
 
 
+def test_the_command_takes_the_threads_of_one_process(analyse_here, monkeypatch):
+    taken = []
+    monkeypatch.setattr("ddp_setup.choose_threads", lambda count: (3, f"for {count}"))
+    monkeypatch.setattr("torch.set_num_threads", taken.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert analyse_here("runs/none") == 2
+    assert taken == [3]
+
+
 def test_a_missing_file_and_wrong_arguments_are_one_sentence(tmp_path, analyse_here, capsys):
     assert analyse_here("runs/none") == 2
     expected = (

@@ -19,7 +19,9 @@ SHELVES = {
     "commands": {
         "train": "task config data metrics optim run_folder checkpoint ddp_setup watchdog errors",
         "predict": "task config checkpoint tables rows ddp_setup errors",
-        "analyse": "config data metrics run_folder checkpoint tables results plots errors",
+        "analyse": (
+            "config data metrics run_folder checkpoint tables results plots ddp_setup errors"
+        ),
     },
     "what you edit": {
         "task": "config model data metrics baseline reach mask tables ddp_setup errors",
