@@ -99,9 +99,8 @@ def analyse_run(folder: Path, threshold: float | None = None) -> None:
         f"95 % of {result['resamples']:,} samples of {result['sets_drawn']:,} sets of genes and "
         f"{result['genes_drawn']:,} unseen genes, each with all its rows"
     )
-    if "ceiling_r2" in result:
-        share = result["r2"] / result["ceiling_r2"]
-        print(f"{share:.1%} of the way from the mean to the ceiling that the noise leaves of R2")
+    if rows.sd is not None:
+        print(noise_text(result))
     try:
         result["shared_pairs"] = shared_pairs(tables_of(rows, config.data))
         print(f"{result['shared_pairs']:,} rows knock out two nodes of a training row")
@@ -111,6 +110,14 @@ def analyse_run(folder: Path, threshold: float | None = None) -> None:
     write(folder / "test.json", json.dumps(without_nan, indent=1) + "\n")
     write(folder / "test.svg", plot(rows))
     print(f"written: {folder / 'test.json'}, {folder / 'test.svg'}")
+
+
+def noise_text(result: dict) -> str:
+    """Returns how far a model comes where the noise of the scores is known."""
+    share = result["r2_of_ceiling"]
+    if math.isnan(share):
+        return "the scores vary no more than their noise, by the column sd: R2 has no ceiling"
+    return f"R2 is {share:.1%} of the ceiling that the noise leaves"
 
 
 def analyse_runs(folders: list[Path], threshold: float | None = None) -> None:
@@ -156,11 +163,22 @@ def check_same_rows(members: list[Predictions], files: list[Path]) -> None:
             raise UserError(
                 f"{file} has other test rows than {files[0]}: compare runs of one split"
             )
-        has_same_baseline = are_close(first.baseline, member.baseline, tolerance=1e-4)
+        has_same_baseline = torch.allclose(member.baseline, first.baseline, rtol=1e-4, atol=1e-6)
         if not (has_same_baseline and torch.equal(member.unseen, first.unseen)):
             raise UserError(
                 f"{file} was trained on other rows than {files[0]}: compare runs of one split"
             )
+        if not (is_same(member.weight, first.weight) and is_same(member.sd, first.sd)):
+            raise UserError(
+                f"{file} has other weights or sd than {files[0]}: compare runs of one table"
+            )
+
+
+def is_same(values: Tensor | None, others: Tensor | None) -> bool:
+    """Returns whether both are None, or the same numbers."""
+    if values is None or others is None:
+        return values is others
+    return torch.equal(values, others)
 
 
 def config_of(folder: Path) -> Config:
@@ -234,17 +252,12 @@ def tables_of(rows: Predictions, config: data.DataConfig) -> Tables:
     y = tables.y[test]
     deletions = tables.perturbed_ptr.diff()[test]
     has_same_size = y.shape == rows.y.shape and torch.equal(deletions, rows.deletions())
-    if not (has_same_size and are_close(y, rows.y, tolerance=1e-5)):
+    mean, std = mean_and_std(tables.y[tables.rows("train")])  # as in `KnockoutTask.digits`
+    y = (y - mean) / std
+    written = (rows.y - mean) / std
+    if not (has_same_size and torch.allclose(y, written, rtol=1e-5, atol=1e-5, equal_nan=True)):
         raise UserError("the tables have changed since the run")
     return tables
-
-
-def are_close(y: Tensor, values: Tensor, tolerance: float) -> bool:
-    """Returns whether values [n, T] are those of y but for rounding, in its standard deviations."""
-    mean, std = mean_and_std(y)
-    y = (y - mean) / std
-    values = (values - mean) / std
-    return torch.allclose(y, values, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def write(path: Path, text: str) -> None:
@@ -372,6 +385,7 @@ def target_figures(
     if rows.sd is not None:
         result["ceiling_r2"] = metrics.noise_ceiling(y, rows.sd.unsqueeze(1))
         result["ceiling_pearson"] = result["ceiling_r2"].sqrt()
+        result["r2_of_ceiling"] = result["r2"] / result["ceiling_r2"]
     positive = None
     certainty = metrics.as_ranked(y, prediction)
     if threshold is not None:

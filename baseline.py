@@ -132,6 +132,16 @@ def mean_one_weight(tables: Tables) -> Tensor:
     return weight * ((of_train > 0).sum(dim=0) / of_train.sum(dim=0))
 
 
+def effective_share(weight: Tensor) -> Tensor:
+    """Returns the effective number of rows (Kish 1965) over that of rows with a weight, [T].
+
+    It is 1 for equal weights [n, T], and small where a few rows have nearly all of it: the others
+    then have small weights, and need small penalties.
+    """
+    effective = weight.sum(dim=0).square() / weight.square().sum(dim=0)
+    return effective / (weight > 0).sum(dim=0)
+
+
 def mean_weight_of_nodes(tables: Tables, weight: Tensor) -> Tensor:
     """Returns the mean weight of the training scores of each node, float64 [N, T], 0 if none is."""
     is_train = tables.is_in("train")[tables.sample()]
@@ -165,6 +175,7 @@ def fit_validated(
         is_fitted = is_train & (has_val | ~is_third)
         is_told = is_third & tells_effects(tables, is_fitted)
         is_validated = is_validated.where(has_val, is_told)
+    scale = effective_share(weight * is_train)
     y = tables.y.nan_to_num()
     regression = LogisticRidge if loss == "binary" else Ridge
     to_fitted = regression(design, y, weight * is_fitted, std)
@@ -174,11 +185,11 @@ def fit_validated(
     best_penalty = torch.ones_like(mean)
     least = torch.full_like(mean, math.inf)
     for penalty in reversed(PENALTIES):  # each starts from the one before
-        fit = to_fitted.fit(penalty, fit)
+        fit = to_fitted.fit(penalty * scale, fit)
         error = to_fitted.losses(fit).mul_(weight * is_validated).sum(0)
         is_better = error <= least
         best = fit.where(is_better, best)
-        best_penalty[is_better] = penalty
+        best_penalty[is_better] = penalty * scale[is_better]
         least = least.minimum(error)
     if has_val.all():
         return best, to_fitted.error(best_penalty, best)

@@ -95,11 +95,12 @@ def rank(values: Tensor) -> Tensor:
 
 
 def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
-    """Returns the predictions of scores that are there, else nan, in float32, [n, T].
+    """Returns the predictions of scores that are there, less the mean of these, float32 [n, T].
 
-    Otherwise, rounding would order equal ones.
+    Others are nan. In float64, rounding would order equal ones.
     """
-    return prediction.float().where(~y.isnan(), math.nan)
+    mean, _ = mean_and_std(y)
+    return (prediction - mean).float().where(~y.isnan(), math.nan)
 
 
 def auroc(positive: Tensor, certainty: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Predictions:
     sd: Tensor | None = None  # float64 [n], of each row's scores, whose weight is then 1 / sd**2
 
     def __post_init__(self):
-        if self.sd is not None:
+        if self.sd is not None and self.weight is None:
             self.weight = self.sd**-2
 
     def select(self, is_chosen: Tensor) -> "Predictions":

@@ -24,7 +24,8 @@ from errors import DataError
 from rows import SPLITS, number_names, read_header, read_rows, stable_order
 
 MIXING = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
-OF_FILES = ("left_out", "notes", "feature_names")  # fields that the fingerprint leaves out
+# Fields that the fingerprint leaves out: what is said of the files, and what `weight` comes from.
+OF_FILES = ("left_out", "notes", "feature_names", "sd")
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Tables:
             self.edge_attr = torch.empty(num_edges, 0)
         if self.features is None:
             self.features = torch.empty(len(self.genes), 0)
-        if self.sd is not None:
+        if self.sd is not None and self.weight is None:
             self.weight = self.sd**-2
         if self.level is None:
             self.level = torch.zeros(len(self.perturbed), dtype=torch.float64)

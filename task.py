@@ -27,7 +27,7 @@ from torch_geometric.data import Data
 from torch_geometric.profile import get_data_size
 
 import data
-from baseline import UNSOLVED, Baseline, load_baseline
+from baseline import UNSOLVED, Baseline, effective_share, load_baseline
 from config import Config
 from data import KnockoutDataset, make_loader, target_nodes, weight_scale
 from ddp_setup import Distributed
@@ -40,6 +40,7 @@ from tables import SPLITS, Tables
 
 log = logging.getLogger("task")
 LARGE_BATCH = 8192  # samples that are predicted at once where each costs next to nothing
+FEW = 0.1  # of the training rows, as which all count by their weights, from which the log says so
 MOST_KEPT = 2**29  # bytes of batches that are kept for the next validation
 
 
@@ -251,6 +252,11 @@ class KnockoutTask:
             )
         for note in tables.notes:
             text += f"\nnote      {note}"
+        share = effective_share(tables.score_weight(tables.rows("train"))).min().item()
+        if share < FEW:
+            text += (
+                f"\nnote      with their weights, all training rows count as {share:.1%} of them do"
+            )
         if 2 * len(isolated) >= len(perturbed) > 0:
             names = ", ".join(tables.genes[node] for node in isolated[:10].tolist())
             text += f"\nnote      no edges: {names:.300}: do the tables use the same names?"

@@ -70,18 +70,19 @@ class Oracle:
         y, train = self.y[:, t], self.in_train[:, t]
         rows, judges = self.rows_of_choice(t)
         weight = self.weight / self.weight[train].mean()
+        share = 1 / np.square(weight[train]).mean()  # Kish's effective rows over the rows
         by_power = {}
         for power in POWERS if len(set(self.level[self.perturbs])) > 1 else (1.0,):
             dose = np.where(self.perturbs, 1 - self.level**power, 0)
             design = np.column_stack([np.ones(len(dose)), dose.sum(axis=1), dose])
             errors = []
             for penalty in PENALTIES:
-                x = fit(design[rows], y[rows], penalty, weight[rows])
+                x = fit(design[rows], y[rows], penalty * share, weight[rows])
                 of_judges = losses(design[judges] @ x, y[judges], self.binary)
                 errors.append((weight[judges] * of_judges).sum())
             by_power[power] = []
             for k in near_least(errors) if judges.any() else [0]:
-                x = fit(design[train], y[train], PENALTIES[k], weight[train])
+                x = fit(design[train], y[train], PENALTIES[k] * share, weight[train])
                 for effect in self.with_imputed(x[2:], self.node_weight(weight, t)):
                     by_power[power].append(design @ [*x[:2], *effect])
         return by_power
@@ -242,7 +243,7 @@ def figures(y, prediction):
         return dict.fromkeys(("mse", "pearson", "r2", "spearman", "auroc"), math.nan)
     mse = np.square(a - b).mean()
     r = pearson(a, b)
-    ranked = b.astype(np.float32).astype(float)
+    ranked = (b - a.mean()).astype(np.float32).astype(float)
     wins = np.sign(np.subtract.outer(ranked[a == 1], ranked[a == 0]))
     return {
         "mse": mse,

@@ -193,7 +193,7 @@ def test_a_table_with_sd_is_analysed_beside_its_noise(train, tmp_path, analyse_h
         assert title in printed
     result = json.loads(Path("runs/default/test.json").read_text())
     share = result["r2"] / result["ceiling_r2"]
-    assert f"{share:.1%} of the way from the mean to the ceiling" in printed
+    assert f"R2 is {share:.1%} of the ceiling" in printed
 
 
 @pytest.mark.parametrize("has_sd", [False, True])

@@ -20,6 +20,7 @@ from baseline import (
 )
 from config import Config
 from data import DataConfig, random_split
+from metrics import pearson
 from optim import OptimConfig
 from tables import Tables
 from task import KnockoutTask
@@ -111,7 +112,8 @@ def test_additive_baseline_is_the_ridge_solution(sizes, is_weighted, monkeypatch
         if is_weighted:
             weight = tables.weight[rows] / tables.weight[rows].mean()
         weighted = x.T * weight
-        solution = torch.linalg.solve(weighted @ x + penalty, weighted @ y)
+        share = 1 / weight.square().mean()  # of the rows, as which they count
+        solution = torch.linalg.solve(weighted @ x + share * penalty, weighted @ y)
         solution[-4:] = found.imputed[-4:, t]
         prediction = design[:, columns] @ solution
         torch.testing.assert_close(found.prediction[:, t], prediction, rtol=1e-6, atol=1e-6)
@@ -221,7 +223,8 @@ def test_the_logistic_baseline_is_the_penalised_maximum_of_the_likelihood(monkey
         torch.testing.assert_close(found.prediction[:, t], probability)
         weight = tables.weight[rows] / tables.weight[rows].mean()
         gradient = design[rows].T @ (weight * (probability[rows] - tables.y[rows, t]))
-        gradient[2:] += 2 * parameters[2:] * seen[:, t]
+        share = 1 / weight.square().mean()  # of the rows, as which they count
+        gradient[2:] += 2 * share * parameters[2:] * seen[:, t]
         torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-5)
     assert found.std.tolist() == [1, 1, 1]
 
@@ -273,6 +276,20 @@ def test_noisy_rows_count_little_in_all_that_is_fitted_or_chosen():
     prediction = additive_baseline(tables).prediction
     tables.weight = tables.weight * 1e6
     torch.testing.assert_close(additive_baseline(tables).prediction, prediction)
+
+
+def test_rows_of_very_large_weight_leave_the_others_what_they_tell():
+    """Three intact controls, measured a thousand times as exactly as the others."""
+    tables = mixed_tables()
+    tables.y = tables.y[:, :1]
+    test = tables.rows("test")
+    plain = pearson(tables.y[test], additive_baseline(tables).prediction[test]).item()
+    assert plain > 0.9
+    is_control = (tables.perturbed_ptr.diff() == 0) & tables.is_in("train")
+    tables.weight = torch.ones(len(tables.y), dtype=torch.float64)
+    tables.weight[is_control.nonzero().flatten()[:3]] = 1e6
+    weighted = pearson(tables.y[test], additive_baseline(tables).prediction[test]).item()
+    assert weighted > plain - 0.02
 
 
 def test_a_column_that_is_solved_early_rests_until_the_slowest_is():

@@ -55,6 +55,7 @@ def test_scores_gaps_and_weights_are_read(tmp_path):
     rows = [(*row[:4], row[4] ** -2) for row in ROWS]
     weighted = load(write_tables(tmp_path, rows, (*HEADER[:4], "weight")))
     assert torch.equal(weighted.weight, tables.weight)
+    assert weighted.fingerprint() == tables.fingerprint()
     assert weighted.sd is None
     assert tables.sd.tolist() == [0.5, 1, 2, 1]
 
