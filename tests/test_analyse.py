@@ -1,5 +1,6 @@
 """analyse.py: a run's test.tsv, and what is said of one run and of several."""
 
+import itertools
 import json
 import math
 import re
@@ -16,6 +17,7 @@ import yaml
 import analyse
 from analyse import seconds_of, shared_pairs
 from data import load
+from errors import UserError
 from metrics import resampled_pearson
 from results import Predictions
 from tables import Tables
@@ -194,6 +196,35 @@ def test_a_table_with_sd_is_analysed_beside_its_noise(train, tmp_path, analyse_h
     result = json.loads(Path("runs/default/test.json").read_text())
     share = result["r2"] / result["ceiling_r2"]
     assert f"R2 is {share:.1%} of the ceiling" in printed
+
+
+def test_runs_of_other_weights_are_not_compared():
+    rows = make_rows(20)
+    weighted = replace(rows, weight=torch.ones(20, dtype=torch.float64))
+    noisy = replace(rows, sd=torch.ones(20, dtype=torch.float64))
+    files = [Path("a"), Path("b")]
+    analyse.check_same_rows([noisy, noisy], files)
+    for members in itertools.permutations([rows, weighted, noisy], 2):
+        with pytest.raises(UserError, match="b has other weights or sd than a"):
+            analyse.check_same_rows(list(members), files)
+
+
+def test_scores_that_vary_no_more_than_their_noise_have_no_ceiling():
+    rows = replace(make_rows(40), sd=torch.full((40,), 9.0, dtype=torch.float64))
+    assert "R2 has no ceiling" in analyse.noise_text(analyse.analyse(rows))
+    rows = replace(rows, sd=torch.full((40,), 1e-9, dtype=torch.float64))
+    result = analyse.analyse(rows)
+    assert analyse.noise_text(result).startswith(f"R2 is {result['r2']:.1%} of the ceiling")
+
+
+def test_ranks_do_not_depend_on_an_offset():
+    offset = 1e9
+    rows = make_rows(200)
+    figures = analyse.target_figures(rows, threshold=0.5)
+    moved = replace(rows, y=rows.y + offset, prediction=rows.prediction + offset)
+    found = analyse.target_figures(moved, threshold=offset + 0.5)
+    for name in ("spearman", "auroc", "average_precision"):
+        torch.testing.assert_close(found[name], figures[name], rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("has_sd", [False, True])

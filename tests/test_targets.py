@@ -64,6 +64,17 @@ def test_scores_gaps_and_weights_are_read(tmp_path):
     torch.testing.assert_close(batch.weight, torch.tensor([[4, 0], [0, 0], [0.25, 0.25], [0, 0]]))
 
 
+def test_a_note_says_that_few_rows_have_nearly_all_weight(tmp_path):
+    train = [("a", 0.5 + row, 1.0, "train", 1.0) for row in range(99)]
+    others = [("a", 0.1, 1.0, "val", 1.0), ("b", 0.2, 1.0, "test", 1.0)]
+    tables = load(write_tables(tmp_path, [*train, *others]))
+    assert "by weight" not in summary_of(tables)
+    tables.weight[3] = 1e6
+    assert "note      by weight, the training rows count as 1.0% of them would" in summary_of(
+        tables
+    )
+
+
 @pytest.mark.parametrize(
     ("header", "row", "message"),
     [
