@@ -254,9 +254,7 @@ class KnockoutTask:
             text += f"\nnote      {note}"
         share = effective_share(tables.score_weight(tables.rows("train"))).min().item()
         if share < FEW:
-            text += (
-                f"\nnote      with their weights, all training rows count as {share:.1%} of them do"
-            )
+            text += f"\nnote      by weight, the training rows count as {share:.1%} of them would"
         if 2 * len(isolated) >= len(perturbed) > 0:
             names = ", ".join(tables.genes[node] for node in isolated[:10].tolist())
             text += f"\nnote      no edges: {names:.300}: do the tables use the same names?"
