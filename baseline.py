@@ -8,7 +8,7 @@ Shapes: N nodes, n samples of T scores.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -410,10 +410,13 @@ class Ridge:
         self.design = design
         self.y = y
         self.weight = weight
-        self.equations = NormalEquations(design, weight)
         # Errors of effects count times the doses, which make the matrix harder to solve, too.
         self.unit = std.square() / design.largest_dose**3
         self.least = TOLERANCE**2 * self.unit
+
+    @cached_property
+    def equations(self) -> NormalEquations:
+        return NormalEquations(self.design, self.weight)
 
     def losses(self, x: Tensor) -> Tensor:
         """Returns the loss of each score, [n, T]."""

@@ -25,6 +25,7 @@ from optim import OptimConfig
 from tables import Tables
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, synthetic_tables
+from tests.test_targets import additive_tables
 from tests.tools.runs import pack_levels, pack_sets
 
 
@@ -279,17 +280,15 @@ def test_noisy_rows_count_little_in_all_that_is_fitted_or_chosen():
 
 
 def test_rows_of_very_large_weight_leave_the_others_what_they_tell():
-    """Three intact controls, measured a thousand times as exactly as the others."""
-    tables = mixed_tables()
-    tables.y = tables.y[:, :1]
+    """Three rows were measured a thousand times as exactly as the others."""
+    tables = additive_tables(noise=0.3, num_scores=1, num_rows=1500)
     test = tables.rows("test")
     plain = pearson(tables.y[test], additive_baseline(tables).prediction[test]).item()
-    assert plain > 0.9
-    is_control = (tables.perturbed_ptr.diff() == 0) & tables.is_in("train")
+    assert plain > 0.95
     tables.weight = torch.ones(len(tables.y), dtype=torch.float64)
-    tables.weight[is_control.nonzero().flatten()[:3]] = 1e6
+    tables.weight[tables.rows("train")[:3]] = 1e6
     weighted = pearson(tables.y[test], additive_baseline(tables).prediction[test]).item()
-    assert weighted > plain - 0.02
+    assert weighted > plain - 0.03
 
 
 def test_a_column_that_is_solved_early_rests_until_the_slowest_is():
