@@ -8,20 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from baseline import (
-    PENALTIES,
-    UNSOLVED,
-    Design,
-    LogisticRidge,
-    Ridge,
-    additive_baseline,
-    conjugate_gradients,
-    impute_effects,
-)
+from baseline import PENALTIES, UNSOLVED, additive_baseline, impute_effects
 from config import Config
 from data import DataConfig, random_split
 from metrics import pearson
 from optim import OptimConfig
+from ridge import Design, LogisticRidge, Ridge, conjugate_gradients
 from tables import Tables
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, synthetic_tables
@@ -95,7 +87,7 @@ def test_additive_baseline_is_the_ridge_solution(sizes, is_weighted, monkeypatch
     design = dense_design(tables)
     if sizes == "mixed":
         monkeypatch.setattr("baseline.TARGETS_AT_ONCE", 2)
-        monkeypatch.setattr("baseline.ROWS_AT_ONCE", 70)
+        monkeypatch.setattr("ridge.ROWS_AT_ONCE", 70)
     monkeypatch.setattr("baseline.PENALTIES", (2.0,))
     found = additive_baseline(tables)
     seen = tables.is_seen()
@@ -514,7 +506,7 @@ def test_a_fit_that_is_cut_short_is_noted_at_every_start(tmp_path, monkeypatch, 
     assert error < UNSOLVED
     assert lines == []
     with monkeypatch.context() as patch:
-        patch.setattr(f"baseline.{name}", 3 if loss == "squared" else 1)
+        patch.setattr(f"ridge.{name}", 3 if loss == "squared" else 1)
         error, lines = noted("cut")
     assert error > UNSOLVED
     note = f"the baseline's fit has not converged: {error:.0e} deviations are left"

@@ -34,7 +34,8 @@ SHELVES = {
     "the engine": {
         "run_folder": "checkpoint ddp_setup plots errors",
         "checkpoint": "errors",
-        "baseline": "tables cache",
+        "baseline": "ridge tables cache",
+        "ridge": "tables",
         "reach": "mask",
         "mask": "",
         "tables": "rows errors",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from baseline import additive_baseline, conjugate_gradients
+from baseline import additive_baseline
 from data import target_nodes
 from tables import Tables
 from tests.bench.baselines import WEIGHTS, KnockedOut
