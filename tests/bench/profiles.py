@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baseline import additive_baseline
 from data import target_nodes
+from ridge import conjugate_gradients
 from tables import Tables
 from tests.bench.baselines import WEIGHTS, KnockedOut
 
