@@ -1,8 +1,8 @@
-"""What is known of the scores without the graph: an additive function of the perturbed nodes.
+"""What is known of the scores without the graph: a function of the perturbed nodes.
 
 Training starts from it, and every result stands beside it. Its tables are those of one split.
 
-Shapes: N nodes, n samples of T scores.
+Shapes: N nodes, n samples of T scores, K responses of a node.
 """
 
 import math
@@ -15,103 +15,189 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tensor, to_undirected
 
 from cache import cached, source_digest
-from ridge import Design, LogisticRidge, Ridge
+from combination import Combination, combine
+from mask import doses
+from ridge import Design, Doses, Scores
 from tables import Tables, mean_and_std
 
 TARGETS_AT_ONCE = 64  # whose numbers stay in cache
-PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # on the effects: 0.1 to 1000
-POWERS = (1.0, 0.4, 0.6, 1.5)  # of levels
+PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # on the responses: 0.1 to 1000
 UNSOLVED = 1e-4  # error of a fit, from which on the log says that it has ended before
+SUM = (1.0, 0.0, 0.0)  # weights of the sum, the largest and the smallest response
+LEAST_GAIN = 0.1  # of the loss of a sum; below it, networks that start from the sum are better
+LEAST_VALIDATED = 10  # scores, as fewer tell nothing of the error of a gain
+MOST_COMBINED = 2**21  # perturbed nodes times scores, of which the fit takes a minute
 
 
 @dataclass
 class Baseline:
-    """What is known of the scores without the graph: an additive function of the perturbed nodes.
+    """What is known of the scores without the graph: a function of the perturbed nodes.
 
-    It is intercept + the sum over them of (slope + effect) times the dose, 1 - level**power; a
-    logit for optim.loss=binary.
+    It is the one of `combination`. A node responds by the sum of its effects, each times a dose:
+    `mask.doses` of its level, times `basis`. For optim.loss=binary it is a logit.
     """
 
     intercept: Tensor  # float64 [T]
-    slope: Tensor  # float64 [T], the same for every node
-    effect: Tensor  # float32 [N, T], of each node; imputed where it is not seen for the score
-    imputed: Tensor  # float32 [N, T], what it would be for each node in that case
+    slope: Tensor  # float64 [T], the same for every node, times 1 - level
+    effect: Tensor  # float32 [N, K, T], of each node; imputed where nothing tells it
+    imputed: Tensor  # float32 [N, K, T], what it would be for each node in that case
+    weights: Tensor  # float64 [3, T], of the sum, the largest and the smallest response
     mean: Tensor  # float64 [T], of the training scores; for binary ones, of their logits
     std: Tensor  # float64 [T], of the training scores; 1 for binary ones
     prediction: Tensor  # float64 [n, T], for each row, in the units of y
-    error: Tensor  # float64 [T], how far the fit is from its solution, as `TOLERANCE`
-    power: float = 1.0
+    error: Tensor  # float64 [T], how far the additive fit is from its solution, as `TOLERANCE`
+    basis: Tensor  # float64 [3, K], of the effects' doses
+    is_combined: bool = True  # whether other weights than those of a sum were tried
 
 
 def load_baseline(tables: Tables, fingerprint: str, cache_dir: str, loss: str) -> Baseline:
-    """Returns the `additive_baseline` of tables with this fingerprint, cached."""
-    key = f"{source_digest(additive_baseline)} {fingerprint} {loss}"
-    fields = cached(cache_dir, "baseline", key, lambda: vars(additive_baseline(tables, loss)))
+    """Returns `fit_baseline` of tables with this fingerprint, cached."""
+    key = f"{source_digest(fit_baseline)} {fingerprint} {loss}"
+    fields = cached(cache_dir, "baseline", key, lambda: vars(fit_baseline(tables, loss)))
     return Baseline(**fields)
 
 
 def additive_baseline(tables: Tables, loss: str = "squared") -> Baseline:
-    """Returns the ridge regression on the training rows that suits the validation rows best.
+    """Returns the best sum of responses for the validation rows."""
+    return fit_baseline(tables, loss, is_combined=False)
 
-    For the loss `binary`, it is a logistic one. The penalty is chosen for each target, the power of
-    levels for all.
+
+def fit_baseline(tables: Tables, loss: str = "squared", is_combined: bool = True) -> Baseline:
+    """Returns the function, fitted on the training rows, that suits the validation rows best.
+
+    It is a ridge regression or, for the loss `binary`, a logistic one. The penalty is chosen for
+    each target, and whether more than the sum of responses counts, if the tables are not too large
+    to try.
     """
-    rows = tables.rows("val")
-    levels = tables.level.unique()
-    powers = POWERS if len(levels) > 1 else (1.0,)  # nothing tells the power of a single level
-    best = None
-    least = math.inf
-    for power in powers:
-        fits = []
-        # Powers of equal numbers, each by itself, may differ in the last bit, and so would sets.
-        level = (levels**power)[torch.searchsorted(levels, tables.level)]
-        for y in tables.y.split(TARGETS_AT_ONCE, dim=1):
-            dosed = replace(tables, y=y, level=level)
-            fits.append(fit_baseline(dosed, loss))
-        fit = join_targets(fits, power)
-        error = (fit.prediction[rows] - tables.y[rows].nan_to_num()) / fit.std
-        total = (tables.score_weight(rows) * error.square()).sum()
-        if total < least:
-            least = total
-            best = fit
-    return best
+    is_combined = is_combined and len(tables.perturbed) * len(tables.targets) <= MOST_COMBINED
+    basis = basis_of(tables)
+    fits = []
+    for y in tables.y.split(TARGETS_AT_ONCE, dim=1):
+        fits.append(fit_targets(replace(tables, y=y), basis, loss, is_combined))
+    return join_targets(fits)
 
 
-def join_targets(baselines: list[Baseline], power: float) -> Baseline:
+def join_targets(baselines: list[Baseline]) -> Baseline:
     """Returns the baselines of some targets each as that of all."""
-    joined = {}
-    for name, value in vars(baselines[0]).items():
-        if isinstance(value, Tensor):
-            joined[name] = torch.cat([getattr(part, name) for part in baselines], dim=-1)
-    return Baseline(**joined, power=power)
+    joined = dict(vars(baselines[0]))
+    for name in vars(baselines[0]).keys() - {"basis", "is_combined"}:
+        joined[name] = torch.cat([getattr(part, name) for part in baselines], dim=-1)
+    return Baseline(**joined)
 
 
-def fit_baseline(tables: Tables, loss: str) -> Baseline:
-    """Returns the `additive_baseline` of a few targets, with power 1."""
+def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> Baseline:
+    """Returns the `fit_baseline` of a few targets, whose nodes respond as `basis` says, [3, K]."""
     weight = mean_one_weight(tables)
     train = tables.rows("train")
     mean, std = mean_and_std(tables.y[train], weight[train])
     if loss == "binary":
         mean = mean.logit(eps=1e-3)
         std = torch.ones_like(std)
-    design = Design(tables)
-    fit, error = fit_validated(tables, design, weight, mean, std, loss)
-    constant, slope, effect = fit.tensor_split([1, 2])
-    imputed = impute_effects(tables, mean_weight_of_nodes(tables, weight), effect)
-    effect = effect.where(tables.is_seen(), imputed)
-    prediction = design.predict(torch.cat([constant, slope, effect]))
+    doses, mean_sum = doses_of(tables, basis)
+    scores, has_val = scores_of(tables, weight, std, loss)
+    design = Design(doses)
+    additive, error = fit_validated(design, scores, has_val, mean)
+    node_weight = mean_weight_of_nodes(tables, weight, doses)
+    x, imputed = with_imputed(tables, node_weight, additive)
+    prediction = design.predict(x)
+    weights = x.new_tensor(SUM).unsqueeze(1).repeat(1, x.size(1))
+    if is_combined:
+        of_whole_rows, _ = scores_of(tables, weight, std, loss, whole=True)
+        combined, combined_weights = combine(doses, design, of_whole_rows, additive)
+        combined, combined_imputed = with_imputed(tables, node_weight, combined)
+        combined_prediction = predict_combined(doses, combined, combined_weights)
+        val_weight = weight * tables.is_in("val").unsqueeze(1)
+        is_better = gains_enough(scores, val_weight, prediction, combined_prediction)
+        x = combined.where(is_better, x)
+        imputed = combined_imputed.where(is_better.repeat(basis.size(1)), imputed)
+        weights = combined_weights.where(is_better, weights)
+        prediction = combined_prediction.where(is_better, prediction)
     if loss == "binary":
         prediction = prediction.sigmoid()
+    constant, slope, effect = x.tensor_split([1, 2])
+    size = (len(tables.genes), basis.size(1), x.size(1))
     return Baseline(
-        intercept=(constant - slope * design.mean_count).flatten(),
+        intercept=(constant - slope * mean_sum).flatten(),
         slope=slope.flatten(),
-        effect=effect.float(),
-        imputed=imputed.float(),
+        effect=effect.view(size).float(),
+        imputed=imputed.view(size).float(),
+        weights=weights,
         mean=mean,
         std=std,
         prediction=prediction,
         error=error,
+        basis=basis,
+        is_combined=is_combined,
     )
+
+
+def with_imputed(tables: Tables, node_weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the function x [2 + NK, T] with imputed effects where nothing tells them.
+
+    Also returns what they would be for all, [N, KT]. A node's responses are imputed each by itself.
+    """
+    line, effect = x.tensor_split([2])
+    effect = effect.view(len(tables.genes), -1)
+    imputed = impute_effects(tables, node_weight, effect)
+    effect = effect.where(node_weight > 0, imputed)
+    return torch.cat([line, effect.view(-1, x.size(1))]), imputed
+
+
+def predict_combined(doses: Doses, x: Tensor, weights: Tensor) -> Tensor:
+    """Returns the function of each row, [n, T], of x [2 + NK, T] and weights [3, T]."""
+    predictions = []
+    for t in range(x.size(1)):
+        predictions.append(Combination(doses, x[:, t : t + 1], weights[:, t]).predict())
+    return torch.cat(predictions, dim=1)
+
+
+def gains_enough(scores: Scores, weight: Tensor, prediction: Tensor, combined: Tensor) -> Tensor:
+    """Returns for which targets the combined predictions are better by enough, bool [T].
+
+    Their gain over the others, [n, T], in rows with a weight, is a tenth of the others' loss and
+    more than its standard error, which fewer than ten scores do not tell.
+    """
+    loss = scores.regression.loss
+    losses = weight * loss(prediction, scores.y)
+    gains = losses - weight * loss(combined, scores.y)
+    is_counted = weight > 0
+    num_counted = is_counted.sum(dim=0)
+    gain = gains.sum(dim=0)
+    mean = gain / num_counted.clamp(min=1)
+    error = ((gains - mean).square() * is_counted).sum(dim=0).sqrt()
+    is_large = gain > LEAST_GAIN * losses.sum(dim=0)
+    return is_large & (gain > error) & (num_counted >= LEAST_VALIDATED)
+
+
+def basis_of(tables: Tables) -> Tensor:
+    """Returns of which `mask.doses` each response of a node is made, float64 [3, K].
+
+    Responses are as many as the levels of the training rows can tell apart: activations from
+    losses, and what only a deletion does from a part of it. The mean square of their doses that are
+    not 0 is 1 in these rows, so that one penalty suits all.
+    """
+    is_trained = tables.is_in("train") & ~tables.y.isnan().all(dim=1)
+    level = tables.level[is_trained[tables.sample()]]
+    responses = [[1.0, 1.0, 0.0]]  # 1 - level
+    if (level < 1).any() and (level > 1).any():
+        responses = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+    if (level == 0).any() and ((level > 0) & (level < 1)).any():
+        responses.append([0.0, 0.0, 1.0])
+    basis = torch.tensor(responses, dtype=torch.float64).T
+    dose = doses(level) @ basis
+    mean_square = dose.square().sum(dim=0) / (dose != 0).sum(dim=0)
+    return basis / mean_square.sqrt().nan_to_num(1.0)
+
+
+def doses_of(tables: Tables, basis: Tensor) -> tuple[Doses, Tensor]:
+    """Returns the doses of the samples, and the mean sum of 1 - level of the training rows, []."""
+    num_rows = len(tables.y)
+    total = scatter(1 - tables.level, tables.sample(), dim_size=num_rows).unsqueeze(1)
+    # Of training rows: where all of these have the same sum, nothing is known of the slope.
+    mean_sum = total[tables.is_in("train")].mean()
+    line = torch.cat([torch.ones_like(total), total - mean_sum], dim=1)
+    dose = doses(tables.level) @ basis
+    return Doses(tables.perturbed, tables.perturbed_ptr, dose, line, len(tables.genes)), mean_sum
 
 
 def mean_one_weight(tables: Tables) -> Tensor:
@@ -134,10 +220,15 @@ def effective_share(weight: Tensor) -> Tensor:
     return effective / (weight > 0).sum(dim=0)
 
 
-def mean_weight_of_nodes(tables: Tables, weight: Tensor) -> Tensor:
-    """Returns the mean weight of the training scores of each node, float64 [N, T], 0 if none is."""
+def mean_weight_of_nodes(tables: Tables, weight: Tensor, doses: Doses) -> Tensor:
+    """Returns the mean weight of the training scores that tell an effect, float64 [N, KT].
+
+    It is 0 where none does.
+    """
     is_train = tables.is_in("train")[tables.sample()]
-    of_entries = weight[tables.sample()[is_train]]
+    of_scores = weight[tables.sample()[is_train]].unsqueeze(1)
+    is_told = (doses.dose[is_train] != 0).unsqueeze(2)
+    of_entries = (of_scores * is_told).flatten(start_dim=1)
     node = tables.perturbed[is_train]
     num_nodes = len(tables.genes)
     total = scatter(of_entries, node, dim_size=num_nodes)
@@ -145,19 +236,19 @@ def mean_weight_of_nodes(tables: Tables, weight: Tensor) -> Tensor:
     return total / count.clamp(min=1)
 
 
-def fit_validated(
-    tables: Tables, design: Design, weight: Tensor, mean: Tensor, std: Tensor, loss: str
-) -> tuple[Tensor, Tensor]:
-    """Returns the function of `design` that suits the validation rows best, and its error.
+def scores_of(
+    tables: Tables, weight: Tensor, std: Tensor, loss: str, whole: bool = False
+) -> tuple[Scores, Tensor]:
+    """Returns the scores for the fits, and for which targets validation rows choose, bool [T].
 
-    They are [2 + N, T] and, as in `Baseline`, [T]. Scores count by their weight, [n, T]. Where no
-    validation row tells anything of the effects on a target, its penalty is the one that suits a
-    third of its training rows best, when it is fitted to the others; it is then fitted to all.
+    Scores count by their weight, [n, T]. Rows choose that have a node of a training row or, for
+    `whole`, no other ones. For a target without such validation rows, a third of its training rows
+    chooses, by fits to the others.
     """
     present = ~tables.y.isnan()
     is_train = present & tables.is_in("train").unsqueeze(1)
     is_val = present & tables.is_in("val").unsqueeze(1)
-    is_validated = is_val & tells_effects(tables, is_train)
+    is_validated = is_val & tells_effects(tables, is_train, whole)
     has_val = is_validated.any(dim=0)
     is_intact = (tables.perturbed_ptr.diff() == 0).unsqueeze(1)
     is_validated |= is_val & is_intact
@@ -165,27 +256,45 @@ def fit_validated(
     if not has_val.all():
         is_third = third_of_sets(tables, is_train)
         is_fitted = is_train & (has_val | ~is_third)
-        is_told = is_third & tells_effects(tables, is_fitted)
+        is_told = is_third & tells_effects(tables, is_fitted, whole)
         is_validated = is_validated.where(has_val, is_told)
-    scale = effective_share(weight * is_train)
-    y = tables.y.nan_to_num()
-    regression = LogisticRidge if loss == "binary" else Ridge
-    to_fitted = regression(design, y, weight * is_fitted, std)
-    fit = y.new_zeros(2 + len(tables.genes), y.size(1))
+    of_train = weight * is_train
+    scores = Scores(
+        y=tables.y.nan_to_num(),
+        weight=of_train,
+        fitted=weight * is_fitted,
+        validated=weight * is_validated,
+        std=std,
+        scale=effective_share(of_train),
+        is_binary=loss == "binary",
+    )
+    return scores, has_val
+
+
+def fit_validated(
+    design: Design, scores: Scores, has_val: Tensor, mean: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the function of `design` that suits the validated scores best, and its error.
+
+    They are [2 + NK, T] and, as in `Baseline`, [T].
+    """
+    y = scores.y
+    to_fitted = scores.regression(design, y, scores.fitted, scores.std)
+    fit = y.new_zeros(design.width, y.size(1))
     fit[0] = mean
     best = fit
     best_penalty = torch.ones_like(mean)
     least = torch.full_like(mean, math.inf)
     for penalty in reversed(PENALTIES):  # each starts from the one before
-        fit = to_fitted.fit(penalty * scale, fit)
-        error = to_fitted.losses(fit).mul_(weight * is_validated).sum(0)
+        fit = to_fitted.fit(penalty * scores.scale, fit)
+        error = to_fitted.losses(fit).mul_(scores.validated).sum(0)
         is_better = error <= least
         best = fit.where(is_better, best)
-        best_penalty[is_better] = penalty * scale[is_better]
+        best_penalty[is_better] = penalty * scores.scale[is_better]
         least = least.minimum(error)
     if has_val.all():
         return best, to_fitted.error(best_penalty, best)
-    to_all = regression(design, y, weight * is_train, std)
+    to_all = scores.regression(design, y, scores.weight, scores.std)
     best = best.where(has_val, to_all.fit(best_penalty, best))
     return best, to_all.error(best_penalty, best)
 
@@ -201,16 +310,18 @@ def third_of_sets(tables: Tables, is_chosen: Tensor) -> Tensor:
     return is_chosen & (position % 3 == 0)[set_number]
 
 
-def tells_effects(tables: Tables, is_fitted: Tensor) -> Tensor:
+def tells_effects(tables: Tables, is_fitted: Tensor, whole: bool) -> Tensor:
     """Returns which scores are of rows with a node that a fitted score's row perturbs, bool [n, T].
 
-    `is_fitted` says to which scores the effects are fitted, [n, T].
+    `is_fitted` says to which scores the effects are fitted, [n, T]. For `whole`, all nodes of the
+    row are such.
     """
     sample = tables.sample()
     num_nodes = len(tables.genes)
     is_seen = scatter(is_fitted[sample].int(), tables.perturbed, dim_size=num_nodes) > 0
     num_seen = scatter(is_seen[tables.perturbed].int(), sample, dim_size=len(tables.y))
-    return num_seen > 0
+    most = tables.perturbed_ptr.diff().unsqueeze(1) if whole else 1
+    return (num_seen > 0) & (num_seen >= most)
 
 
 def impute_effects(tables: Tables, node_weight: Tensor, effect: Tensor) -> Tensor:

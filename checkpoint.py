@@ -137,7 +137,7 @@ def take_parameters(
     left = []
     for name, parameter in model.named_parameters():
         saved = checkpoint["model"].get(name)
-        if saved is None or name.startswith("additive."):
+        if saved is None or name.startswith("baseline."):
             left.append(name)
             continue
         kind, dim = entries_of(name)

@@ -37,6 +37,36 @@ def num_samples(batch: Data) -> int:
     return batch.perturbed_ptr.numel() - 1
 
 
+def sum_by_sample(values: Tensor, batch: Data) -> Tensor:
+    """Returns the sum over the perturbed nodes of each sample, [B, ...], of values [P, ...]."""
+    return scatter(values, batch.perturbed_batch, dim_size=num_samples(batch))
+
+
+def extremes_by_sample(values: Tensor, batch: Data) -> tuple[Tensor, Tensor]:
+    """Returns the largest of the perturbed nodes' values [P, T] in each sample, and the smallest.
+
+    They are [B, T], and 0 where the largest is negative or the smallest positive.
+    """
+    both = torch.cat([values, -values], dim=1)
+    sample = batch.perturbed_batch.unsqueeze(1).expand_as(both)
+    none = both.new_zeros(num_samples(batch), both.size(1))
+    largest, opposite = none.scatter_reduce(0, sample, both, "amax").chunk(2, dim=1)
+    return largest, -opposite
+
+
+# The basis, [3, 1], of one response to the level: 1 - level, whether it is a loss or a gain.
+LINEAR = torch.tensor([[1.0], [1.0], [0.0]])
+
+
+def doses(level: Tensor) -> Tensor:
+    """Returns how far nodes at these levels [P] are from intact, in three ways, [P, 3].
+
+    They are its loss, 1 - level below 1, its gain, 1 - level above 1, and 1 if it is deleted.
+    """
+    change = 1 - level
+    return torch.stack([change.clamp(min=0), change.clamp(max=0), (level == 0).to(change)], dim=1)
+
+
 class SharedGraph(nn.Module):
     """The graph's topology on one device, without parameters or entries in the state dict.
 

@@ -267,5 +267,5 @@ def result_text(result: dict[str, Any]) -> str:
     for name in names_in(result):
         title = name.replace("_", " ").title()
         baseline = result[f"baseline_{name}"]
-        text += f", {title} {result[name]:.4f}, additive baseline {baseline:.4f}"
+        text += f", {title} {result[name]:.4f}, baseline {baseline:.4f}"
     return text

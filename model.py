@@ -8,7 +8,8 @@ remaining nodes change between the two passes. Where the targets are effects on 
 *nodes* predicts each from how the state of that node changes.
 
 Shapes: N nodes, R relations, B samples, P perturbed nodes in the batch, H hidden channels, T
-targets. Node states are node-major, [N, B, H]: one sparse product serves all samples at once.
+targets, K responses of a node to its level. Node states are node-major, [N, B, H]: one sparse
+product serves all samples at once.
 """
 
 from collections.abc import Callable
@@ -20,9 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
-from torch_geometric.utils import scatter
 
-from mask import ExpandedMessages, SharedGraph, intact_batch, num_samples, spmm
+from combination import BaselineReadout
+from mask import (
+    LINEAR,
+    ExpandedMessages,
+    SharedGraph,
+    doses,
+    intact_batch,
+    spmm,
+    sum_by_sample,
+)
 from reach import ReachBlock, ReachedStates, block_size
 
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
@@ -86,6 +95,7 @@ class KnockoutGNN(nn.Module):
         unseen: share of nodes whose own identity and effect a training step hides, so that the
             model learns to predict nodes that no training row knocks out; none if dropout is 0.
         target_nodes: the node of each target, long [T], for the readout `nodes`.
+        basis: of which `mask.doses` each response of a node is the sum, [3, K].
     """
 
     def __init__(
@@ -97,11 +107,14 @@ class KnockoutGNN(nn.Module):
         num_targets: int = 1,
         unseen: float = 0.0,
         target_nodes: Tensor | None = None,
+        basis: Tensor = LINEAR,
     ):
         super().__init__()
         self.config = config
         self.unseen = unseen
         hidden = config.hidden
+        self.register_buffer("basis", basis.clone())
+        num_responses = basis.size(1)
         if config.embedding:
             self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))  # sent in the first layer
             self.identity = nn.Parameter(torch.zeros(num_nodes, hidden))  # the states before it
@@ -112,17 +125,16 @@ class KnockoutGNN(nn.Module):
         self.layers = nn.ModuleList(layers)
         # From differences of states alone, a bias would only learn rounding errors.
         self.norm = nn.LayerNorm(hidden, bias=config.readout != "global")
-        self.additive = self.local_readout = self.change_readout = None
+        self.baseline = self.local_readout = self.change_readout = None
         if config.readout != "global":
-            self.additive = AdditiveReadout(num_nodes, num_targets)
+            self.baseline = BaselineReadout(num_nodes, num_targets, num_responses)
         if config.readout in ("local", "both"):
-            self.local_readout = LocalReadout(hidden, num_targets)
+            self.local_readout = LocalReadout(hidden, num_targets, num_responses)
         if config.readout in ("global", "both"):
             self.change_readout = GlobalReadout(num_nodes, hidden, num_targets)
         if config.readout == "nodes":
-            self.additive.requires_grad_(False)  # thousands of effects per node would learn noise
+            self.baseline.requires_grad_(False)  # thousands of effects per node would learn noise
             self.change_readout = NodeReadout(num_nodes, hidden, target_nodes)
-        self.power = 1.0  # of levels
 
     @classmethod
     def from_tables(
@@ -140,21 +152,15 @@ class KnockoutGNN(nn.Module):
             num_targets=len(tables.targets),
             unseen=tables.unseen_share("val"),  # training hides as many nodes
             target_nodes=target_nodes,
+            basis=baseline.basis,
         )
-        if model.additive is not None:
-            model.additive.intercept.copy_((baseline.intercept - baseline.mean) / baseline.std)
-            model.additive.slope.data.copy_(baseline.slope / baseline.std)
-            model.additive.effect.data.copy_((baseline.effect / baseline.std).flatten())
-            model.additive.imputed.copy_(baseline.imputed / baseline.std)
-            model.power = baseline.power
+        if model.baseline is not None:
+            model.baseline.intercept.copy_((baseline.intercept - baseline.mean) / baseline.std)
+            model.baseline.slope.data.copy_(baseline.slope / baseline.std)
+            model.baseline.effect.data.copy_((baseline.effect / baseline.std).flatten())
+            model.baseline.weights.data.copy_(baseline.weights.flatten())
+            model.baseline.imputed.copy_(baseline.imputed / baseline.std)
         return model
-
-    def get_extra_state(self) -> Tensor:
-        """Returns the power, which a buffer would round with the model's dtype."""
-        return torch.tensor(self.power, dtype=torch.float64)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.power = state.item()
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
         """Returns predictions [B, T]; raises `RuntimeError` if the batch is on another device.
@@ -169,11 +175,11 @@ class KnockoutGNN(nn.Module):
         x, sent = self.embed(graph, draws)
         x, layers = self.encode(x.unsqueeze(1), sent.unsqueeze(1), messages)
         wild = WildType(layers, self.norm(x), draws)
-        # How far each perturbed node is from intact: 1 if deleted, below 0 if activated, [P, 1].
-        dose = (1 - batch.level**self.power).to(wild.final.dtype).unsqueeze(1)
+        # How far each perturbed node is from intact, in the ways in which it responds, [P, K].
+        dose = (doses(batch.level) @ self.basis.to(batch.level.dtype)).to(wild.final.dtype)
         prediction = 0.0
-        if self.additive is not None:
-            prediction = self.additive(draws.is_known, dose, batch)
+        if self.baseline is not None:
+            prediction = self.baseline(draws.is_known, dose, batch)
         if self.local_readout is not None:
             prediction = prediction + self.local_readout(wild, dose, batch)
         if self.change_readout is not None:
@@ -382,41 +388,17 @@ class KnockoutConv(nn.Module):
         return spmm(*plan.matrix, torch.cat([by_relation, by_root]))
 
 
-class AdditiveReadout(nn.Module):
-    """An intercept + the sum over the perturbed nodes of dose times (slope + effect of the node).
-
-    `KnockoutGNN.from_tables` sets them to the additive baseline's.
-    """
-
-    def __init__(self, num_nodes: int, num_targets: int):
-        super().__init__()
-        # One-dimensional, and so without weight decay.
-        self.slope = nn.Parameter(torch.zeros(num_targets))
-        self.effect = nn.Parameter(torch.zeros(num_nodes * num_targets))
-        self.register_buffer("intercept", torch.zeros(num_targets))
-        # What stands for the effects of hidden nodes.
-        self.register_buffer("imputed", torch.zeros(num_nodes, num_targets), persistent=False)
-
-    def forward(self, is_known: Tensor, dose: Tensor, batch: Data) -> Tensor:
-        """Returns [B, T], given which nodes' effects are known and which slopes, bool [2, N]."""
-        node = batch.perturbed
-        has_effect, has_slope = is_known.index_select(1, node).unsqueeze(2)
-        effect = self.effect.view(self.imputed.shape).index_select(0, node)
-        effect = effect.where(has_effect, self.imputed.index_select(0, node))
-        return self.intercept + sum_by_sample(dose * (effect + self.slope * has_slope), batch)
-
-
 class LocalReadout(nn.Module):
     """A permutation-invariant function of the wild-type states of any number of perturbed nodes.
 
-    A node's features count times its dose. It adds a weighted product per pair of nodes (a
-    factorisation machine, Rendle 2010) and an MLP of the summed node and pair features. Both start
-    at zero.
+    A node has features for each of its responses, which count times the doses. It adds a weighted
+    product per pair of nodes (a factorisation machine, Rendle 2010) and an MLP of the summed node
+    and pair features. Both start at zero.
     """
 
-    def __init__(self, hidden: int, num_targets: int):
+    def __init__(self, hidden: int, num_targets: int, num_responses: int = 1):
         super().__init__()
-        self.embed = nn.Linear(hidden, 2 * hidden)
+        self.embed = nn.Linear(hidden, num_responses * 2 * hidden)
         self.pair = nn.Linear(2 * hidden, num_targets, bias=False)
         self.norm = nn.LayerNorm(4 * hidden)
         self.head = readout_head(4 * hidden, hidden, num_targets)
@@ -426,18 +408,14 @@ class LocalReadout(nn.Module):
         """Returns what the wild-type states say, [B, T]."""
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
         factors = wild.draws.node_dropout.index_select(0, batch.perturbed)
-        state = dose * self.embed(states * factors)  # [P, 2H]
+        of_responses = self.embed(states * factors).unflatten(1, (dose.size(1), -1))
+        state = (dose.unsqueeze(2) * of_responses).sum(dim=1)  # [P, 2H]
         nodes = sum_by_sample(state, batch)
         squares = sum_by_sample(state.square(), batch)
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
         features = self.norm(torch.cat([nodes, pairs], dim=1)).unflatten(1, (4, -1))
         features = features * wild.draws.row_dropout.unsqueeze(1)
         return self.pair(pairs) + self.head(features.flatten(start_dim=1))
-
-
-def sum_by_sample(values: Tensor, batch: Data) -> Tensor:
-    """Returns the sum over the perturbed nodes of each sample, [B, ...], of values [P, ...]."""
-    return scatter(values, batch.perturbed_batch, dim_size=num_samples(batch))
 
 
 class GlobalReadout(nn.Module):

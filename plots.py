@@ -84,7 +84,7 @@ def curves_svg(rows: Sequence[dict], metric: str) -> str:
     ]
     metric_curves = [
         Curve("model", ORANGE, points_of(rows, "val", metric)),
-        Curve("additive baseline", GREY, points_of(rows, "val", f"baseline_{metric}")),
+        Curve("baseline", GREY, points_of(rows, "val", f"baseline_{metric}")),
     ]
     last_step = max([1, *(row.get("step", 0) for row in rows)])
     svg = [f'<svg viewBox="0 0 920 360" {STYLE}>']

@@ -1,8 +1,10 @@
 """Ridge regressions, linear and logistic, on the perturbed nodes of samples.
 
-Shapes: N nodes, n samples of T scores.
+Shapes: N nodes, n samples of T scores, `total` perturbed nodes in all samples, K responses of a
+node.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,11 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from tables import Tables
-
 ROWS_AT_ONCE = 2**17  # whose numbers of one target stay in cache
 TOLERANCE = 1e-7  # of a fit, in standard deviations of the scores
-REWEIGHTED = 1e-5  # the same, at which a logistic regression ends
+REWEIGHTED = 100  # times that, at which a logistic regression ends
 MOST_STEPS = 1000  # of conjugate gradients
 MOST_REWEIGHTINGS = 100  # of a logistic regression
 REDUCTION = 0.01  # of the distance from the solution, by one of its steps
@@ -23,69 +23,113 @@ MOST_HALVINGS = 30  # of such a step
 
 
 @dataclass
+class Doses:
+    """What the perturbed nodes of samples are multiplied with, and a line for each sample."""
+
+    node: Tensor  # long [total], the perturbed nodes of all samples, concatenated
+    ptr: Tensor  # long [n + 1]; sample i has those from ptr[i] to ptr[i + 1]
+    dose: Tensor  # float64 [total, K], by which each node's responses count
+    line: Tensor  # float64 [n, 2], 1 and a sum of doses, less its mean
+    num_nodes: int
+
+    @cached_property
+    def sample(self) -> Tensor:
+        """The sample of each perturbed node, long [total]."""
+        return torch.repeat_interleave(self.ptr.diff())
+
+    def responses(self, x: Tensor) -> Tensor:
+        """Returns what each perturbed node adds to the function x [2 + NK], [total]."""
+        of_nodes = x[2:].view(self.num_nodes, -1).index_select(0, self.node)
+        return (self.dose * of_nodes).sum(dim=1)
+
+
+@dataclass
 class DesignBlock:
     """Some consecutive rows of a `Design`, m of them."""
 
-    nodes: Tensor  # sparse float64 [m, N], the dose of each node
-    transposed: Tensor  # the same, [N, m]
-    line: Tensor  # float64 [m, 2], 1 and the sum of doses, less its mean
+    nodes: Tensor  # sparse float64 [m, NK], the doses of each node
+    transposed: Tensor  # the same, [NK, m]
+    line: Tensor  # float64 [m, 2]
+
+    @cached_property
+    def order(self) -> Tensor:
+        """For each value of `transposed`, its place among those of `nodes`, long [values]."""
+        place = torch.arange(len(self.nodes.values()))
+        return with_values(self.nodes, place).to_sparse_csc().values()
+
+    def scaled(self, factor: Tensor) -> "DesignBlock":
+        """Returns the same rows with each value of `nodes` times a factor, [values]."""
+        values = self.nodes.values() * factor
+        nodes = with_values(self.nodes, values)
+        transposed = with_values(self.transposed, values[self.order])
+        scaled = DesignBlock(nodes, transposed, self.line)
+        scaled.order = self.order
+        return scaled
 
     def predict(self, x: Tensor) -> Tensor:
         """Returns the function of each row, [m, T]."""
         return (self.nodes @ x[2:]).add_(self.line @ x[:2])
 
     def collect(self, values: Tensor) -> Tensor:
-        """Returns the product of the transposed rows and values [m, T], [2 + N, T]."""
+        """Returns the product of the transposed rows and values [m, T], [2 + NK, T]."""
         return torch.cat([self.line.T @ values, self.transposed @ values])
 
     def collect_squared(self, values: Tensor) -> Tensor:
         """Returns the product of the squares of the transposed rows and values, as `collect`."""
-        squares = torch.sparse_csr_tensor(
-            self.transposed.crow_indices(),
-            self.transposed.col_indices(),
-            self.transposed.values().square(),
-            self.transposed.shape,
-        )
+        squares = with_values(self.transposed, self.transposed.values().square())
         return torch.cat([self.line.square().T @ values, squares @ values])
 
 
-class Design:
-    """The matrix of an additive function x [2 + N, T]: a constant, a slope, and the nodes' effects.
+def with_values(matrix: Tensor, values: Tensor) -> Tensor:
+    """Returns a sparse matrix in CSR form with other values."""
+    return torch.sparse_csr_tensor(
+        matrix.crow_indices(), matrix.col_indices(), values, matrix.shape
+    )
 
-    The constant is the function at the training rows' mean sum of doses, 1 - level; effects count
-    times the doses. The rows are in blocks: a product of ten million at once takes twice as long.
+
+class Design:
+    """The matrix of a function x [2 + NK, T]: a constant, a slope, and the nodes' responses.
+
+    Constant and slope are those of `doses.line`; responses count times the doses. The rows are in
+    blocks: a product of ten million at once takes twice as long.
     """
 
-    def __init__(self, tables: Tables):
-        dose = 1 - tables.level
-        self.largest_dose = torch.cat([dose.abs(), dose.new_ones(1)]).amax()  # 1 at least
-        num_nodes = len(tables.genes)
-        of_blocks = []
-        for first in range(0, len(tables.y), ROWS_AT_ONCE):
-            ptr = tables.perturbed_ptr[first : first + ROWS_AT_ONCE + 1]
-            entries = slice(ptr[0], ptr[-1])
-            nodes = torch.sparse_csr_tensor(
-                (ptr - ptr[0]).int(),
-                tables.perturbed[entries].int(),  # products read fewer bytes than of long ones
-                dose[entries],
-                (len(ptr) - 1, num_nodes),
-            )
-            of_blocks.append(nodes)
-        count = torch.cat([nodes @ dose.new_ones(num_nodes, 1) for nodes in of_blocks])
-        # Of training rows: where all of these have the same sum, nothing is known of the slope.
-        self.mean_count = count[tables.is_in("train")].mean()
-        line = torch.cat([torch.ones_like(count), count - self.mean_count], dim=1)  # [n, 2]
+    def __init__(self, doses: Doses):
+        largest = torch.cat([doses.dose.abs().flatten(), doses.dose.new_ones(1)]).amax()
+        self.largest_dose = largest  # 1 at least
+        self.num_responses = num_responses = doses.dose.size(1)
+        self.width = 2 + doses.num_nodes * num_responses
+        number = torch.arange(num_responses)
         self.blocks = []
-        for nodes, block_line in zip(of_blocks, line.split(ROWS_AT_ONCE), strict=True):
+        for first in range(0, len(doses.line), ROWS_AT_ONCE):
+            ptr = doses.ptr[first : first + ROWS_AT_ONCE + 1]
+            entries = slice(ptr[0], ptr[-1])
+            column = doses.node[entries].unsqueeze(1) * num_responses + number
+            nodes = torch.sparse_csr_tensor(
+                ((ptr - ptr[0]) * num_responses).int(),
+                column.flatten().int(),  # products read fewer bytes than of long ones
+                doses.dose[entries].flatten(),
+                (len(ptr) - 1, doses.num_nodes * num_responses),
+            )
             transposed = nodes.to_sparse_csc().transpose(0, 1)
-            self.blocks.append(DesignBlock(nodes, transposed, block_line))
+            line = doses.line[first : first + ROWS_AT_ONCE]
+            self.blocks.append(DesignBlock(nodes, transposed, line))
+
+    def scaled(self, factor: Tensor) -> "Design":
+        """Returns the matrix in which each perturbed node counts by a factor, [total]."""
+        scaled = copy.copy(self)
+        factors = factor.repeat_interleave(self.num_responses)
+        sizes = [len(block.nodes.values()) for block in self.blocks]
+        pairs = zip(self.blocks, factors.split(sizes), strict=True)
+        scaled.blocks = [block.scaled(of_block) for block, of_block in pairs]
+        return scaled
 
     def predict(self, x: Tensor) -> Tensor:
         """Returns the function of each row, [n, T]."""
         return torch.cat([block.predict(x) for block in self.blocks])
 
     def collect(self, values: Tensor) -> Tensor:
-        """Returns the product of the transposed matrix and values [n, T], [2 + N, T]."""
+        """Returns the product of the transposed matrix and values [n, T], [2 + NK, T]."""
         return sum(block.collect(rows) for block, rows in self.split(values))
 
     def collect_squared(self, values: Tensor) -> Tensor:
@@ -104,6 +148,30 @@ class Design:
         return zip(self.blocks, values.split(ROWS_AT_ONCE), strict=True)
 
 
+@dataclass
+class Scores:
+    """What functions of the perturbed nodes are fitted to, and by which they are chosen."""
+
+    y: Tensor  # float64 [n, T], 0 where a score is missing
+    weight: Tensor  # float64 [n, T], of each score in training, 0 for those of other rows
+    fitted: Tensor  # the same, of those to which candidates are fitted
+    validated: Tensor  # the same, of those by which the best candidate is chosen
+    std: Tensor  # float64 [T], of the training scores
+    scale: Tensor  # float64 [T], of the penalties
+    is_binary: bool
+
+    def of_target(self, t: int) -> "Scores":
+        """Returns those of one target."""
+        columns = {}
+        for name, value in vars(self).items():
+            columns[name] = value[..., t : t + 1] if isinstance(value, Tensor) else value
+        return Scores(**columns)
+
+    @property
+    def regression(self) -> "type[Ridge]":
+        return LogisticRidge if self.is_binary else Ridge
+
+
 class NormalEquations:
     """Those of a penalised linear regression on a design, with a weight of each score, [n, T]."""
 
@@ -113,13 +181,13 @@ class NormalEquations:
         self.squares = design.collect_squared(weight)
 
     def product(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns the product of their matrix and x, [2 + N, T]."""
+        """Returns the product of their matrix and x, [2 + NK, T]."""
         product = self.design.collect_predicted(x, self.weight)
         product[2:] += penalty * x[2:]
         return product
 
     def diagonal(self, penalty: float | Tensor) -> Tensor:
-        """Returns the diagonal of their matrix, [2 + N, T], 1 where it would be 0."""
+        """Returns the diagonal of their matrix, [2 + NK, T], 1 where it would be 0."""
         diagonal = torch.cat([self.squares[:2], self.squares[2:] + penalty])
         return diagonal.where(diagonal > 0, 1.0)
 
@@ -157,24 +225,45 @@ class Ridge:
 
     Args:
         weight: of each score, 0 for those that are not fitted, [n, T].
-        std: unit of the scores, in which a fit is exact to `TOLERANCE`, [T].
+        std: unit of the scores, in which a fit is exact to the tolerance, [T].
     """
 
-    def __init__(self, design: Design, y: Tensor, weight: Tensor, std: Tensor):
+    def __init__(
+        self,
+        design: Design,
+        y: Tensor,
+        weight: Tensor,
+        std: Tensor,
+        tolerance: float = TOLERANCE,
+    ):
         self.design = design
         self.y = y
         self.weight = weight
+        self.tolerance = tolerance
         # Errors of effects count times the doses, which make the matrix harder to solve, too.
         self.unit = std.square() / design.largest_dose**3
-        self.least = TOLERANCE**2 * self.unit
+        self.least = tolerance**2 * self.unit
 
     @cached_property
     def equations(self) -> NormalEquations:
         return NormalEquations(self.design, self.weight)
 
+    @staticmethod
+    def loss(prediction: Tensor, y: Tensor) -> Tensor:
+        """Returns the loss of each score, [n, T]."""
+        return (y - prediction).square()
+
+    @staticmethod
+    def linearise(prediction: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what predictions leave of the scores, and the curvature of their loss, [n, T].
+
+        A least-squares fit of the former, weighted by the latter, is a Newton step.
+        """
+        return y - prediction, torch.ones_like(y)
+
     def losses(self, x: Tensor) -> Tensor:
         """Returns the loss of each score, [n, T]."""
-        return self.residual(x).square_()
+        return self.loss(self.design.predict(x), self.y)
 
     def residual(self, x: Tensor) -> Tensor:
         """Returns what x leaves of the scores, [n, T]."""
@@ -182,13 +271,17 @@ class Ridge:
 
     def fit(self, penalty: float | Tensor, x: Tensor) -> Tensor:
         """Returns the solution for a penalty, or one for each score [T], starting from x."""
-        x = self.equations.solve(self.residual(x), penalty, x, self.least)
+        x = self.improve(penalty, x)
         if self.design.largest_dose > 1:  # rounding adds up over the steps: solve what it left, too
-            x = self.equations.solve(self.residual(x), penalty, x, self.least)
+            x = self.improve(penalty, x)
         return x
 
+    def improve(self, penalty: float | Tensor, x: Tensor) -> Tensor:
+        """Returns x after one of Newton's steps, which for squared errors is the solution."""
+        return self.equations.solve(self.residual(x), penalty, x, self.least)
+
     def error(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns how far x is from the solution, [T], as `TOLERANCE`."""
+        """Returns how far x is from the solution, [T], as the tolerance."""
         distance = self.equations.distance(self.residual(x), penalty, x)
         return (distance / self.unit).sqrt()
 
@@ -196,22 +289,31 @@ class Ridge:
 class LogisticRidge(Ridge):
     """A penalised logistic regression of scores of 0 and 1, by reweighted least squares."""
 
-    def losses(self, x: Tensor) -> Tensor:
-        logit = self.design.predict(x)
-        return binary_cross_entropy_with_logits(logit, self.y, reduction="none")
+    @staticmethod
+    def loss(prediction: Tensor, y: Tensor) -> Tensor:
+        return binary_cross_entropy_with_logits(prediction, y, reduction="none")
+
+    @staticmethod
+    def linearise(prediction: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        probability = prediction.sigmoid()
+        variance = variance_of(probability)
+        return (y - probability) / variance, variance
 
     def fit(self, penalty: float | Tensor, x: Tensor) -> Tensor:
         for _ in range(MOST_REWEIGHTINGS):
-            if (self.error(penalty, x) <= REWEIGHTED).all():
+            if (self.error(penalty, x) <= REWEIGHTED * self.tolerance).all():
                 break
-            probability = self.design.predict(x).sigmoid()
-            variance = variance_of(probability, least=1e-15)
-            residual = (self.y - probability) / variance
-            equations = NormalEquations(self.design, self.weight * variance)
-            goal = equations.solve(residual, penalty, x, self.least, REDUCTION)
-            change = goal - x
-            x = x + self.step(penalty, x, change) * change
+            x = self.improve(penalty, x)
         return x
+
+    def improve(self, penalty: float | Tensor, x: Tensor) -> Tensor:
+        probability = self.design.predict(x).sigmoid()
+        variance = variance_of(probability, least=1e-15)
+        residual = (self.y - probability) / variance
+        equations = NormalEquations(self.design, self.weight * variance)
+        goal = equations.solve(residual, penalty, x, self.least, REDUCTION)
+        change = goal - x
+        return x + self.step(penalty, x, change) * change
 
     def step(self, penalty: float | Tensor, x: Tensor, change: Tensor) -> Tensor:
         """Returns the largest of 1, 1/2, 1/4 ... of a change that is no step up, [T].
@@ -233,10 +335,9 @@ class LogisticRidge(Ridge):
         return step
 
     def error(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        probability = self.design.predict(x).sigmoid()
-        variance = variance_of(probability)
+        residual, variance = self.linearise(self.design.predict(x), self.y)
         equations = NormalEquations(self.design, self.weight * variance)
-        distance = equations.distance((self.y - probability) / variance, penalty, x)
+        distance = equations.distance(residual, penalty, x)
         return (distance / self.unit).sqrt()
 
 

@@ -250,6 +250,11 @@ class KnockoutTask:
             text += (
                 f"\nnote      the baseline's fit has not converged: {error:.0e} deviations are left"
             )
+        if not self.baseline.is_combined:
+            text += (
+                "\nnote      the table is large: sums of effects are the baseline, largest and "
+                "smallest ones were not tried"
+            )
         for note in tables.notes:
             text += f"\nnote      {note}"
         share = effective_share(tables.score_weight(tables.rows("train"))).min().item()

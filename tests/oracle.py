@@ -1,15 +1,16 @@
 """What the program must compute, once more, from docs/tables.md: dense numpy and plain loops.
 
-It shares nothing with the program but the penalties and powers that the baseline chooses from.
+It shares nothing with the program but the penalties that the baseline chooses from.
 Shapes: N nodes, n rows of T scores, R relations.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from baseline import PENALTIES, POWERS
+from baseline import PENALTIES
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Oracle:
         self.present = ~np.isnan(self.y)
         self.in_train = self.present & (self.split == 0)[:, None]
         self.seen = self.perturbs.T.astype(int) @ self.in_train > 0  # [N, T]
+        self.doses = self.responses()  # [K, n, N]
         scales = []
         for y, rows in zip(self.y.T, self.in_train.T, strict=True):
             scales.append(moments(y[rows], self.weight[rows]))
@@ -64,34 +66,48 @@ class Oracle:
         fitted = train & ~third
         return fitted, third & self.perturbs[:, self.perturbs[fitted].any(axis=0)].any(axis=1)
 
-    def baselines(self, t: int) -> dict[float, list[np.ndarray]]:
-        """Returns a score's predictions [n] by power; several where equal errors choose them."""
+    def responses(self) -> np.ndarray:
+        """Returns the doses of each node in each row, in as many ways as training levels tell."""
+        level = self.level
+        loss, gain, dead = 1 - level.clip(max=1), 1 - level.clip(1), 1.0 * (level == 0)
+        in_train = self.perturbs & self.in_train.any(axis=1)[:, None]
+        levels = level[in_train]
+        ways = [loss, gain] if (levels < 1).any() and (levels > 1).any() else [1 - level]
+        if (levels == 0).any() and ((levels > 0) & (levels < 1)).any():
+            ways.append(dead)
+        sizes = [way[in_train & (way != 0)] for way in ways]
+        self.units = [np.sqrt(np.square(size).mean()) if len(size) else 1.0 for size in sizes]
+        return np.array([way / unit for way, unit in zip(ways, self.units, strict=True)])
+
+    def baselines(self, t: int) -> list[np.ndarray]:
+        """Returns a score's predictions [n] by sums; several where equal errors choose them."""
         fit = logistic if self.binary else ridge
         y, train = self.y[:, t], self.in_train[:, t]
         rows, judges = self.rows_of_choice(t)
         weight = self.weight / self.weight[train].mean()
         share = 1 / np.square(weight[train]).mean()  # Kish's effective rows over the rows
-        by_power = {}
-        for power in POWERS if len(set(self.level[self.perturbs])) > 1 else (1.0,):
-            dose = np.where(self.perturbs, 1 - self.level**power, 0)
-            design = np.column_stack([np.ones(len(dose)), dose.sum(axis=1), dose])
-            errors = []
-            for penalty in PENALTIES:
-                x = fit(design[rows], y[rows], penalty * share, weight[rows])
-                of_judges = losses(design[judges] @ x, y[judges], self.binary)
-                errors.append((weight[judges] * of_judges).sum())
-            by_power[power] = []
-            for k in near_least(errors) if judges.any() else [0]:
-                x = fit(design[train], y[train], PENALTIES[k] * share, weight[train])
-                for effect in self.with_imputed(x[2:], self.node_weight(weight, t)):
-                    by_power[power].append(design @ [*x[:2], *effect])
-        return by_power
+        total = (1 - self.level).sum(axis=1)
+        design = np.column_stack([np.ones(len(total)), total, *self.doses])
+        errors = []
+        for penalty in PENALTIES:
+            x = fit(design[rows], y[rows], penalty * share, weight[rows])
+            of_judges = losses(design[judges] @ x, y[judges], self.binary)
+            errors.append((weight[judges] * of_judges).sum())
+        predictions = []
+        for k in near_least(errors) if judges.any() else [0]:
+            x = fit(design[train], y[train], PENALTIES[k] * share, weight[train])
+            choices = []
+            for way, effect in zip(self.doses, x[2:].reshape(len(self.doses), -1), strict=True):
+                choices.append(self.with_imputed(effect, self.node_weight(way, weight, t)))
+            for effects in itertools.product(*choices):
+                predictions.append(design @ np.concatenate([x[:2], *effects]))
+        return predictions
 
-    def node_weight(self, weight: np.ndarray, t: int) -> np.ndarray:
-        """Returns the mean weight of the training rows of each node for a score, 0 if none, [N]."""
-        perturbs = self.perturbs[self.in_train[:, t]]
-        total = weight[self.in_train[:, t]] @ perturbs
-        return total / perturbs.sum(axis=0).clip(1)
+    def node_weight(self, way: np.ndarray, weight: np.ndarray, t: int) -> np.ndarray:
+        """Returns the mean weight of the training rows with a dose of each node, 0 if none, [N]."""
+        has_dose = (way != 0)[self.in_train[:, t]]
+        total = weight[self.in_train[:, t]] @ has_dose
+        return total / has_dose.sum(axis=0).clip(1)
 
     def with_imputed(self, effect: np.ndarray, weight: np.ndarray) -> list[np.ndarray]:
         """Returns the effects with those of unseen nodes imputed, several as in `baselines`."""
@@ -137,14 +153,19 @@ class Oracle:
 
     def predict(self, model: "Parameters", level, intact, targets) -> np.ndarray:
         nodes = np.flatnonzero(level != 1)
-        dose = 1 - level[nodes, None] ** model["_extra_state"]
+        row = int((self.level == level).all(axis=1).argmax())
+        doses = self.doses[:, row, nodes]  # [K, nodes]
         prediction = np.zeros(len(targets))
-        if "additive.effect" in model:
-            effect = model["additive.effect"].reshape(-1, len(targets))[nodes]
-            of_nodes = dose * (effect + model["additive.slope"])
-            prediction += model["additive.intercept"] + of_nodes.sum(axis=0)
+        if "baseline.effect" in model:
+            effect = model["baseline.effect"].reshape(len(level), len(doses), len(targets))
+            prediction += model["baseline.intercept"]
+            prediction += (1 - level).sum() * model["baseline.slope"]
+            weights = model["baseline.weights"].reshape(3, -1)
+            prediction += combination(weights, np.einsum("kp,pkt->pt", doses, effect[nodes]))
         if "local_readout.pair.weight" in model:
-            each = dose * model.linear(intact[nodes], "local_readout.embed")
+            embedded = model.linear(intact[nodes], "local_readout.embed")
+            size = (len(nodes), len(doses), 2 * intact.shape[1])
+            each = np.einsum("kp,pkh->ph", doses, embedded.reshape(size))
             pairs = [each[i] * each[:i].sum(axis=0) for i in range(len(nodes))]
             pairs = np.sum([0 * intact[0].repeat(2), *pairs], axis=0)
             both = model.norm(np.append(each.sum(axis=0), pairs), "local_readout.norm")
@@ -182,6 +203,12 @@ class Parameters(dict):  # of a model, by name
 
     def head(self, x, name):
         return self.linear(gelu(self.linear(x, f"{name}.0")), f"{name}.2")
+
+
+def combination(weights, responses):  # of the nodes' responses [nodes, T]
+    largest = responses.max(axis=0, initial=0)
+    smallest = responses.min(axis=0, initial=0)
+    return weights[0] * responses.sum(axis=0) + weights[1] * largest + weights[2] * smallest
 
 
 def gelu(x):

@@ -153,13 +153,13 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(
     for text in (result.stdout, (tmp_path / "runs/tuned/log.rank0.txt").read_text()):
         assert text.count(f"init      from {file}: embedding of 20 of 30 nodes, ") == 1
     assert "layers.1.gate of 1 of 2 relations" in result.stdout
-    assert "not from it: additive.slope, " in result.stdout
+    assert "not from it: baseline.slope, " in result.stdout
     train(nproc, *options, "run.name=anew").check()
     newest = [newest_checkpoint(tmp_path / "runs" / name) for name in ("tuned", "anew")]
     first, tuned, anew = map(read_checkpoint, [tmp_path / file, *newest])
     assert first["relations"] == ["regulatory", "physical"]
     assert tuned["relations"] == ["a", "regulatory"]
-    buffers = ("additive.", "_extra_state", "y_")  # of the tables
+    buffers = ("baseline.", "_extra_state", "y_")  # of the tables
     for name, value in tuned["model"].items():
         kind, dim = checkpoint.entries_of(name)
         if not kind:
@@ -290,7 +290,7 @@ def test_entries_of_scores_and_features_go_by_name_and_others_stay(before, after
     saved = source.state_dict()
     take_parameters(model, {"model": saved, "file": "first.pt", **before}, after)
     for name, value in model.named_parameters():
-        if name.startswith("additive.") or name not in saved:
+        if name.startswith("baseline.") or name not in saved:
             expected = fresh[name]
         elif name not in SHARED:
             expected = saved[name]

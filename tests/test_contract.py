@@ -310,18 +310,17 @@ def with_targets_on_nodes(task: KnockoutTask) -> KnockoutTask:
 def task_elsewhere(task: KnockoutTask) -> KnockoutTask:
     """Returns a task of tables of the same shapes whose model starts from other values.
 
-    Targets are in the opposite order. Scores and levels are others, from which the baseline finds
-    another power of levels, unless the dataset refuses levels.
+    Targets are in the opposite order. Scores and levels are others, so that the responses to them
+    have other units, unless the dataset refuses levels.
     """
     generator = torch.Generator().manual_seed(1)
     tables = task.tables
-    power = 0.6 if task.baseline.power == 1.5 else 1.5
-    levels = torch.tensor([0.0, 0.2, 0.4, 0.6, 0.8], dtype=torch.float64)
-    level = levels[torch.randint(len(levels), tables.perturbed.shape, generator=generator)]
+    level = tables.level.where(tables.level < 1, 1.1 * tables.level) * 0.9
+    if (level == 0).all():
+        level = torch.full_like(level, 0.2)
     size = (len(tables.genes), tables.y.size(1))
     effect = 1 + 0.1 * torch.randn(size, generator=generator, dtype=torch.float64)
-    dose = 1 - level**power
-    responses = dose.unsqueeze(1) * effect[tables.perturbed]
+    responses = (1 - level).unsqueeze(1) * effect[tables.perturbed]
     y = scatter(responses, tables.sample(), dim_size=len(tables.y))
     if task.config.optim.loss == "binary":
         y = (y > y.median(dim=0).values).double()
@@ -332,7 +331,7 @@ def task_elsewhere(task: KnockoutTask) -> KnockoutTask:
     except DataError:
         other = dataclasses.replace(tables, y=y, targets=targets)
         return KnockoutTask.from_tables(other, task.config)
-    assert elsewhere.baseline.power != task.baseline.power
+    assert not torch.allclose(elsewhere.baseline.basis, task.baseline.basis)
     return elsewhere
 
 

@@ -226,7 +226,7 @@ def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path)
         model = task.build_model().double().eval()
         for parameter in model.parameters():  # some parts start at zero
             torch.nn.init.normal_(parameter)
-        model.additive.effect.data.zero_()  # the additive baseline's
+        model.baseline.effect.data.zero_()  # the additive baseline's
         graph = task.graph.double()
         dataset = KnockoutDataset(tables_of([[3], [4]], torch.zeros(2)), graph.degree)
         d, e = model(graph, dataset.__getitems__([0, 1]))

@@ -13,11 +13,12 @@ import torch
 from torch_geometric.data import Data
 
 import model as model_module
-from baseline import additive_baseline
+from baseline import additive_baseline, basis_of, fit_baseline
 from config import Config
 from data import DataConfig, KnockoutDataset, load, node_split, random_split
 from errors import DataError, UserError
-from mask import SharedGraph
+from mask import SharedGraph, doses
+from metrics import pearson
 from model import KnockoutGNN, ModelConfig
 from predict import read_sets
 from reach import ReachPlanner
@@ -148,9 +149,7 @@ def test_a_level_is_the_same_however_a_name_that_carries_it_is_told_from_others(
 
 
 def test_the_dose_of_a_level_does_not_depend_on_its_place_in_the_batch(shared):
-    """A float32 power has another last digit at the end of a tensor than in its middle."""
     model = make_model(readout="local").double()
-    model.power = 0.6
     levels = torch.rand(50, generator=torch.Generator().manual_seed(0)).tolist()
     for level in levels:
         together = model(shared, make_batch(shared, [{3: level}] * 41))
@@ -158,22 +157,65 @@ def test_the_dose_of_a_level_does_not_depend_on_its_place_in_the_batch(shared):
         torch.testing.assert_close(together, alone.expand(41, -1), rtol=0, atol=1e-13)
 
 
-def test_the_power_of_levels_is_1_where_nothing_tells_it():
+@pytest.mark.parametrize(
+    ("levels", "expected"),
+    [
+        ([0.0], [[1, 1, 0]]),
+        ([0.0, 1.0], [[1, 1, 0]]),
+        ([0.2], [[1.25, 1.25, 0]]),
+        ([3.0], [[0.5, 0.5, 0]]),
+        ([0.0, 3.0], [[1, 0, 0], [0, 0.5, 0]]),
+        ([0.0, 0.2], [[(2 / 1.64) ** 0.5, (2 / 1.64) ** 0.5, 0], [0, 0, 1]]),
+        ([0.2, 3.0], [[1.25, 0, 0], [0, 0.5, 0]]),
+        ([0.0, 0.2, 3.0], [[(2 / 1.64) ** 0.5, 0, 0], [0, 0.5, 0], [0, 0, 1]]),
+    ],
+)
+def test_a_node_has_as_many_responses_as_the_levels_of_training_tell_apart(levels, expected):
+    """Levels of other rows, or of rows without a score, tell nothing."""
+    choices = torch.tensor(levels, dtype=torch.float64)
+    sets = [{k % 20: choices[k % len(levels)].item()} for k in range(120)]
+    sets += [{k: level} for k, level in enumerate([0.0, 0.7, 8.0] * 2)]
+    y = torch.arange(126, dtype=torch.float64)
+    y[-3:] = math.nan
+    split = torch.tensor([0] * 120 + [1] * 2 + [2] + [0] * 3, dtype=torch.int8)
+    tables = replace(tables_of(sets, y), split=split)
+    tables.y = y.unsqueeze(1)
+    torch.testing.assert_close(basis_of(tables).T, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_each_response_of_a_node_is_found_and_imputed_by_itself(tmp_path):
+    """Losses, activations and deletions have effects of their own, by modules of the graph."""
     generator = torch.Generator().manual_seed(0)
-    for levels in ([0.2], [0.0, 1.0], [1.0]):
-        choices = torch.tensor(levels, dtype=torch.float64)
-        sets = [{k % 20: choices[k % len(levels)].item()} for k in range(100)]
-        y = torch.randn(100, generator=generator, dtype=torch.float64)
-        tables = Tables(
-            genes=[f"g{k:02}" for k in range(20)],
-            relations=["r"],
-            edge_index=torch.tensor([[0], [1]]),
-            edge_type=torch.tensor([0]),
-            **pack_levels(sets),
-            y=y,
-        )
-        tables.split = random_split(tables, DataConfig())
-        assert additive_baseline(tables).power == 1
+    effect = torch.randn(6, 3, dtype=torch.float64, generator=generator)
+    module = torch.arange(60) % 6
+    levels = [0.0, 0.25, 0.5, 0.75, 2.0, 3.0]
+    sets = [{node: level} for node in range(60) for level in levels]
+    y = []
+    for nodes in sets:
+        (node, level), *_ = nodes.items()
+        dose = [max(0, 1 - level), min(0, 1 - level), float(level == 0)]
+        y.append(effect[module[node]] @ torch.tensor(dose, dtype=torch.float64))
+    source, target = torch.combinations(torch.arange(60)).T
+    is_edge = module[source] == module[target]
+    # The last node of each module was never activated, the one before never deleted.
+    is_left_out = [
+        (node >= 54 and level > 1) or (48 <= node < 54 and level == 0)
+        for nodes in sets
+        for node, level in nodes.items()
+    ]
+    tables = Tables(
+        genes=[f"g{k:02}" for k in range(60)],
+        relations=["r"],
+        edge_index=torch.stack([source[is_edge], target[is_edge]]),
+        edge_type=torch.zeros(int(is_edge.sum()), dtype=torch.long),
+        **pack_levels(sets),
+        y=torch.stack(y),
+        split=torch.tensor([2 if out else k % 7 == 0 for k, out in enumerate(is_left_out)]).char(),
+    )
+    found = additive_baseline(tables).prediction
+    assert pearson(tables.y, found) > 0.99
+    test = tables.rows("test")
+    assert pearson(tables.y[test], found[test]) > 0.98
 
 
 @pytest.mark.parametrize(
@@ -337,7 +379,7 @@ def test_a_target_at_a_level_has_its_own_part_beside_its_change(shared):
         model.change_readout.dead.weight.data.zero_()
         model.change_readout.dead.bias.data.fill_(7.0)
         dose = (1 - batch.level).unsqueeze(1)
-        additive = model.additive(torch.ones(2, NUM_NODES).bool(), dose, batch)
+        additive = model.baseline(torch.ones(2, NUM_NODES).bool(), dose, batch)
         effects = model(shared, batch) - additive
         both, other, _, deleted = effects[:, 0]  # on node 5
         assert abs(other) > 1e-4
@@ -345,11 +387,8 @@ def test_a_target_at_a_level_has_its_own_part_beside_its_change(shared):
         assert deleted.item() == pytest.approx(7.0)
 
 
-def test_the_additive_part_of_a_level_is_that_of_the_ridge(monkeypatch):
-    """The baseline is a ridge regression on 1 - level of each node, and on their sum.
-
-    The model starts from it.
-    """
+def test_the_model_starts_from_the_baseline_at_all_levels():
+    """With each of the three responses, and with those of largest and smallest response."""
     generator = torch.Generator().manual_seed(0)
     choices = torch.tensor([0.0, 0.25, 0.5, 2.0])
     sets = []
@@ -357,28 +396,23 @@ def test_the_additive_part_of_a_level_is_that_of_the_ridge(monkeypatch):
         nodes = torch.randperm(20, generator=generator)[:2].tolist()
         level = choices[torch.randint(4, (2,), generator=generator)].tolist()
         sets.append(dict(zip(nodes, level, strict=True)))
-    dose = torch.zeros(300, 20).double()
-    for row, nodes in enumerate(sets):
-        for node, level in nodes.items():
-            dose[row, node] = 1 - level
-    y = 3 + dose @ torch.randn(20, generator=generator).double()
+    effect = torch.randn(20, 3, generator=generator).double()
+    dose = doses(pack_levels(sets)["level"])
+    response = (dose * effect[pack_levels(sets)["perturbed"]]).sum(1).view(300, 2)
+    largest = response.amax(1).clamp(min=0)
     tables = Tables(
         genes=[f"g{k:02}" for k in range(20)],
         relations=["r"],
         edge_index=torch.tensor([[0], [1]]),
         edge_type=torch.tensor([0]),
         **pack_levels(sets),
-        y=y,
+        y=torch.stack([response.sum(1), largest], dim=1),
         split=torch.tensor([0] * 240 + [1] * 30 + [2] * 30, dtype=torch.int8),
+        targets=("sum", "largest"),
     )
-    monkeypatch.setattr("baseline.PENALTIES", (2.0,))
-    found = additive_baseline(tables)
-    x = torch.cat([torch.ones(300, 1), dose.sum(1, keepdim=True), dose], dim=1)
-    penalty = torch.diag(torch.tensor([0.0, 0.0] + [2.0] * 20)).double()
-    train = tables.rows("train")
-    solution = torch.linalg.solve(x[train].T @ x[train] + penalty, x[train].T @ y[train])
-    torch.testing.assert_close(found.prediction.squeeze(1), x @ solution, rtol=1e-6, atol=1e-6)
-
+    found = fit_baseline(tables)
+    assert found.weights[:, 0].tolist() == pytest.approx([1, 0, 0], abs=1e-3)
+    assert found.weights[1, 1] > 1
     model = KnockoutGNN.from_tables(ModelConfig(hidden=4), tables, found).eval()
     shared = SharedGraph(tables.graph())
     batch = KnockoutDataset(tables, shared.degree).__getitems__(range(300))

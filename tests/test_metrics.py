@@ -50,7 +50,7 @@ def test_an_own_metric_is_logged_and_chooses_the_best_model(train, tmp_path):
     title = f"loss {test['loss']:.4f}"
     for name in ("worst", *METRICS):
         baseline = test[f"baseline_{name}"]
-        title += f", {name.title()} {test[name]:.4f}, additive baseline {baseline:.4f}"
+        title += f", {name.title()} {test[name]:.4f}, baseline {baseline:.4f}"
     assert f"test      {title}" in result.stdout
 
 

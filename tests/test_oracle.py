@@ -1,7 +1,6 @@
 """The program against `oracle.Oracle` on random tables, with all that tables may have."""
 
 import math
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 import data
 import metrics
-from baseline import UNSOLVED, additive_baseline
+from baseline import UNSOLVED, Baseline, additive_baseline
 from config import Config
 from data import DataConfig
 from errors import UserError
@@ -23,7 +22,7 @@ from results import read_predictions
 from tables import SPLITS
 from task import KnockoutTask
 from tests.conftest import write_table
-from tests.oracle import Oracle, Parameters, figures
+from tests.oracle import Oracle, Parameters, combination, figures
 
 LEVELS = ([0], [0, 1], [0.3], [0, 0.3, 1], [0.5, 2, 1], [0, 0.3, 0.5, 1, 2], [0, 0.5, 10_000])
 SHARES = (0.3, 0.15, 0.1, 0.15, 0.1, 0.15, 0.05)  # of the tables that have these levels
@@ -239,30 +238,39 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
 
 
 def compare_baseline(task: KnockoutTask, oracle: Oracle) -> None:
-    """Compares the predictions of all rows, and the choice of the power."""
+    """Compares the predictions of all rows by sums, and where they count, by combinations."""
+    additive = additive_baseline(task.tables, task.config.optim.loss)
     baseline = task.baseline
     assert_close(baseline.mean, oracle.mean)
     assert_close(baseline.std, oracle.std)
-    assert baseline.prediction.isfinite().all()
-    num_targets = len(oracle.std)
-    if not all(is_determined(oracle, t) for t in range(num_targets)):
-        return
-    least = Counter()  # the sum of the scores' validation errors, where choices that tie are
-    most = Counter()  # the best and the worst
-    for t in range(num_targets):
-        rows = oracle.present[:, t] & (oracle.split == 1)
-        for power, choices in oracle.baselines(t).items():
-            if oracle.binary:
-                choices = [(1 + np.tanh(logit / 2)) / 2 for logit in choices]
-            scaled = [(choice - oracle.y[:, t]) / oracle.std[t] for choice in choices]
-            errors = [oracle.weight[rows] @ np.square(values[rows]) for values in scaled]
-            least[power] += min(errors)
-            most[power] += max(errors)
-            if power == baseline.power and baseline.error[t] <= UNSOLVED:
-                found = baseline.prediction[:, t].numpy()
-                distances = [np.abs(found - choice).max() for choice in choices]
-                assert min(distances) < 1e-5 * oracle.std[t]
-    assert least[baseline.power] <= min(most.values()) * (1 + 1e-6) + 1e-12
+    np.testing.assert_allclose(1 / baseline.basis.amax(dim=0), oracle.units)
+    for t in range(len(oracle.std)):
+        found = additive.prediction[:, t].numpy()
+        assert np.isfinite(found).all()
+        if is_determined(oracle, t) and additive.error[t] <= UNSOLVED:
+            distances = [
+                np.abs(found - as_scores(choice, oracle)).max() for choice in oracle.baselines(t)
+            ]
+            assert min(distances) < 1e-5 * oracle.std[t]
+        compare_combination(baseline, oracle, t)
+
+
+def compare_combination(baseline: Baseline, oracle: Oracle, t: int) -> None:
+    """Compares the predictions of all rows with those of the parameters, which are float32."""
+    effect = baseline.effect[:, :, t].double().numpy()  # [N, K]
+    responses = np.einsum("knp,pk->npk", oracle.doses, effect).sum(axis=2)  # [n, N]
+    weights = baseline.weights[:, t : t + 1].numpy()
+    combined = [combination(weights, row[:, None])[0] for row in responses]
+    total = (1 - oracle.level).sum(axis=1)
+    expected = baseline.intercept[t].item() + baseline.slope[t].item() * total + combined
+    size = oracle.std[t] + np.abs(responses).max()
+    found = baseline.prediction[:, t].numpy()
+    assert np.abs(found - as_scores(expected, oracle)).max() < 1e-5 * size * len(effect)
+
+
+def as_scores(prediction: np.ndarray, oracle: Oracle) -> np.ndarray:
+    """Returns predictions as scores, logits as probabilities."""
+    return (1 + np.tanh(prediction / 2)) / 2 if oracle.binary else prediction
 
 
 def disturbed_model(task: KnockoutTask, seed: int) -> tuple[torch.nn.Module, Parameters]:

@@ -26,7 +26,7 @@ SHELVES = {
     "what you edit": {
         "task": "config model data metrics baseline reach mask tables ddp_setup errors",
         "config": "model data optim run_folder ddp_setup errors",
-        "model": "reach mask",
+        "model": "combination reach mask",
         "data": "tables cache errors",
         "metrics": "tables",
         "optim": "ddp_setup errors",
@@ -34,8 +34,9 @@ SHELVES = {
     "the engine": {
         "run_folder": "checkpoint ddp_setup plots errors",
         "checkpoint": "errors",
-        "baseline": "ridge tables cache",
-        "ridge": "tables",
+        "baseline": "combination ridge mask tables cache",
+        "combination": "ridge mask",
+        "ridge": "",
         "reach": "mask",
         "mask": "",
         "tables": "rows errors",

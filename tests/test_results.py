@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import analyse
-from baseline import additive_baseline
+from baseline import fit_baseline
 from checkpoint import write_atomically
 from data import load
 from errors import UserError
@@ -64,7 +64,7 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
     read = read_predictions(file)
     torch.testing.assert_close(read.y, tables.y[rows], rtol=1e-6, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(read.weight, tables.weight[rows], rtol=1e-6, atol=0)
-    baseline = additive_baseline(tables).prediction[rows]
+    baseline = fit_baseline(tables).prediction[rows]
     torch.testing.assert_close(read.baseline, baseline, rtol=1e-6, atol=1e-6)
     write_table(tmp_path / "ask.tsv", [("genes",), *((line[0],) for line in lines)])
     predict(0, "ask.tsv", "runs/default").check()

@@ -50,7 +50,7 @@ def test_a_run_writes_all_files_of_its_folder(finished):
     (test_row,) = read_metrics(folder, "test")
     last = output[output.index("test  ") :].splitlines()
     assert f"{FIRST.title()} {test_row[FIRST]:.4f}" in last[0]
-    assert f"additive baseline {test_row[f'baseline_{FIRST}']:.4f}" in last[0]
+    assert f", baseline {test_row[f'baseline_{FIRST}']:.4f}" in last[0]
     assert last[1:] == [
         "test      intervals, groups of rows and a plot: python analyse.py runs/first"
     ]

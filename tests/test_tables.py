@@ -47,7 +47,7 @@ def summary_of(tables: Tables) -> str:
     """Returns what the log of a run says of its tables."""
     graph = SharedGraph(tables.graph())
     task = task_of(graph, KnockoutDataset(tables, graph.degree))
-    task.baseline = SimpleNamespace(error=torch.zeros(len(tables.targets)))
+    task.baseline = SimpleNamespace(error=torch.zeros(len(tables.targets)), is_combined=True)
     return task.summary()
 
 

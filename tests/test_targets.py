@@ -180,7 +180,7 @@ def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(t
     for t in range(2):
         alone = KnockoutTask.from_tables(rows_with_score(tables, t), task.config)
         expected = alone.baseline.prediction
-        effect = task.baseline.effect[:, t : t + 1]
+        effect = task.baseline.effect[:, :, t : t + 1]
         # Two fits to the same tolerance may be a rounding of float32 apart.
         torch.testing.assert_close(effect, alone.baseline.effect, rtol=2e-7, atol=1e-10)
         present = ~tables.y[:, t].isnan()
@@ -468,9 +468,9 @@ def test_a_score_that_no_training_row_has_is_named(train, tmp_path):
 
 def test_the_model_has_an_output_for_each_target():
     model = KnockoutGNN(ModelConfig(hidden=8), 5, 1, num_targets=3)
-    model.additive.intercept[:] = torch.tensor([1.0, 2.0, 3.0])
+    model.baseline.intercept[:] = torch.tensor([1.0, 2.0, 3.0])
     # Of node 0 for targets 0 to 2, of node 1, ...
-    model.additive.effect.data[:] = torch.arange(15.0)
+    model.baseline.effect.data[:] = torch.arange(15.0)
     graph = HeteroData()
     graph["gene"].num_nodes = 5
     graph["gene", "a", "gene"].edge_index = torch.tensor([[0, 1], [1, 2]])

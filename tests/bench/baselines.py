@@ -18,7 +18,8 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import remove_self_loops, to_undirected
 
 from baseline import PENALTIES as SHRINKAGES
-from baseline import additive_baseline, fit_baseline
+from baseline import additive_baseline, fit_targets
+from mask import LINEAR, doses
 from tables import Tables
 
 RANKS = (2, 8, 32)  # of the low-rank pairs
@@ -116,19 +117,21 @@ class Problem(KnockedOut):
         baseline = additive_baseline(tables)
         self.additive = baseline.prediction.squeeze(1)  # [n]
         self.residual = self.y - self.additive
-        self.effect = baseline.effect[self.nodes, 0].double()  # [K], beyond what every node has
+        # Of a deletion of each node, beyond what every node has, [K].
+        dose_of_deletion = doses(torch.zeros(1, dtype=torch.float64)) @ baseline.basis
+        self.effect = baseline.effect[self.nodes, :, 0].double() @ dose_of_deletion[0]
         pairs = [torch.empty(3, 0, dtype=torch.long)]
-        doses = [torch.empty(0, dtype=torch.float64)]
-        dose = 1 - tables.level**baseline.power
+        pair_doses = [torch.empty(0, dtype=torch.float64)]
+        dose = 1 - tables.level
         self.dose = dose  # [total]
         for k in range(1, int(tables.perturbed_ptr.diff().max())):  # k positions apart in a row
             triples = torch.stack([self.member[:-k], self.member[k:], self.row[:-k]])
             is_pair = self.row[:-k] == self.row[k:]
             pairs.append(triples[:, is_pair])
-            doses.append((dose[:-k] * dose[k:])[is_pair])
+            pair_doses.append((dose[:-k] * dose[k:])[is_pair])
         swapped = [triples[[1, 0, 2]] for triples in pairs]
         self.pairs = torch.cat(pairs + swapped, dim=1)  # [3, q]: i, j, row
-        self.pair_dose = torch.cat(doses * 2)  # [q]: 1 for two deleted nodes
+        self.pair_dose = torch.cat(pair_doses * 2)  # [q]: 1 for two deleted nodes
         self.train_pairs = self.pairs[:, self.train[self.pairs[2]]]
 
     def add(self, row: Tensor, values: Tensor) -> Tensor:
@@ -181,14 +184,13 @@ def recurring_pairs(problem: Problem) -> Tensor:
     number = len(tables.genes) + torch.searchsorted(recurring, pair[is_recurring])
     rows, order = torch.cat([problem.row, row[is_recurring]]).sort(stable=True)
     perturbed = torch.cat([tables.perturbed, number])[order]
-    # The doses stay as they are: the power of levels has been applied.
     level = 1 - torch.cat([problem.dose, problem.pair_dose[once][is_recurring]])[order]
     pointer = torch.bincount(rows + 1, minlength=problem.num_rows + 1).cumsum(0)
     genes = [*tables.genes, *map(str, recurring.tolist())]
     with_pairs = replace(
         tables, genes=genes, perturbed=perturbed, perturbed_ptr=pointer, level=level
     )
-    return fit_baseline(with_pairs, "squared").prediction.squeeze(1)
+    return linear_ridge(with_pairs)
 
 
 def low_rank(problem: Problem) -> Tensor:
@@ -321,8 +323,13 @@ def low_rank_neighbours(problem: Problem) -> Tensor:
 
 
 def one_curve(problem: Problem) -> Tensor:
-    """The additive ridge: effects count 1 - level times, what we start from 1 - level^p times."""
-    return fit_baseline(problem.tables, "squared").prediction.squeeze(1)
+    """The additive ridge, but that a node has one effect, which counts 1 - level times."""
+    return linear_ridge(problem.tables)
+
+
+def linear_ridge(tables: Tables) -> Tensor:
+    fit = fit_targets(tables, LINEAR.double(), "squared", is_combined=False)
+    return fit.prediction.squeeze(1)
 
 
 def curve_of_each(problem: Problem) -> Tensor:
@@ -335,7 +342,7 @@ def curve_of_each(problem: Problem) -> Tensor:
     genes = [*tables.genes, *(f"{gene} squared" for gene in tables.genes)]
     doubled = replace(tables, genes=genes, features=None, perturbed=perturbed, level=level)
     doubled.perturbed_ptr = 2 * tables.perturbed_ptr
-    return fit_baseline(doubled, "squared").prediction.squeeze(1)
+    return linear_ridge(doubled)
 
 
 def effect_of_each_level(problem: Problem) -> Tensor:

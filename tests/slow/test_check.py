@@ -19,7 +19,9 @@ from tests.tools.runs import relative_difference, tables_of
 
 PARITY = [sys.executable, "-m", "tests.check", "parity", "model.hidden=8"]
 LOSS_FACTOR = "env.world_size / (num_rows * len(task.tables.targets))"
-A_BUFFER_OF_INTEGERS = """        self.power = 1.0  # of levels
+PLACE = """        self.register_buffer("basis", basis.clone())
+"""
+A_BUFFER_OF_INTEGERS = f"""{PLACE}
         num_ranks = int(__import__("os").environ.get("WORLD_SIZE", 1))
         self.register_buffer("num_ranks", torch.tensor(num_ranks))
 """
@@ -48,13 +50,13 @@ BROKEN = {  # module, what is right, what is wrong
     "the same rows on each rank": ("data.py", "[:, :, self.rank]", "[:, :, 0]"),
     "a buffer of integers": (
         "model.py",
-        "        self.power = 1.0  # of levels\n",
+        PLACE,
         A_BUFFER_OF_INTEGERS,
     ),
 }
 # A shift of all outputs, less their mean, as before a softmax.
 SHIFTED = {
-    "        self.power = 1.0  # of levels\n": """        self.power = 1.0  # of levels
+    PLACE: f"""{PLACE}
         self.shift = nn.Parameter(torch.zeros(1))
 """,
     "        return prediction.to(self.norm.weight.dtype)\n": """

@@ -1,0 +1,229 @@
+"""Functions of the perturbed nodes that are no sums: also of their largest and smallest responses.
+
+Growth is limited by what is scarcest, a grid fails at its most loaded line. A sample's function is
+
+    intercept + slope * sum of doses + u * sum of responses
+        + v * max(0, largest response) + w * min(0, smallest response)
+
+Given which response is the largest and which the smallest, it is linear in the responses, and given
+the responses, in the weights u, v and w: they are fitted in turn.
+
+Shapes: N nodes, n samples of T scores, `total` perturbed nodes in all samples, K responses of a
+node.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice, product
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.utils import scatter
+
+from mask import extremes_by_sample, sum_by_sample
+from ridge import Design, Doses, Scores
+
+# Weights u, v and w, from which the fits start, as it depends on these where they end.
+STARTS = ((1.0, 0.0, 0.0), (0.3, 1.0, 0.0), (0.3, 0.0, 1.0))
+# On the responses. Scores without noise need none: a node that was measured alone is known.
+PENALTIES = (3.0, 0.3, 0.01, 0.0001)
+ROUNDS = (3, 12)  # of all starts and penalties, and of the few of them that suit best by then
+MOST_SETTINGS = 2  # of these
+TOLERANCE = 1e-4  # of the responses in a round, in standard deviations of the scores
+
+
+class BaselineReadout(nn.Module):
+    """What is known without the graph (see `baseline.Baseline`), of the perturbed nodes.
+
+    It is intercept + slope * the sum of 1 - level + weights of the sum of the nodes' responses, of
+    the largest if it is positive, and of the smallest if it is negative. A response is the sum of
+    a node's effects times its doses. `KnockoutGNN.from_tables` sets all to the baseline's.
+    """
+
+    def __init__(self, num_nodes: int, num_targets: int, num_responses: int):
+        super().__init__()
+        # One-dimensional, and so without weight decay.
+        self.slope = nn.Parameter(torch.zeros(num_targets))
+        self.effect = nn.Parameter(torch.zeros(num_nodes * num_responses * num_targets))
+        self.weights = nn.Parameter(torch.tensor([1.0, 0.0, 0.0]).repeat_interleave(num_targets))
+        self.register_buffer("intercept", torch.zeros(num_targets))
+        # What stands for the effects of hidden nodes.
+        imputed = torch.zeros(num_nodes, num_responses, num_targets)
+        self.register_buffer("imputed", imputed, persistent=False)
+
+    def forward(self, is_known: Tensor, dose: Tensor, batch: Data) -> Tensor:
+        """Returns [B, T], given which nodes' effects are known and which slopes, bool [2, N].
+
+        The doses are [P, K].
+        """
+        node = batch.perturbed
+        has_effect, has_slope = is_known.index_select(1, node).unsqueeze(2)
+        effect = self.effect.view(self.imputed.shape).index_select(0, node)
+        imputed = self.imputed.index_select(0, node)
+        effect = effect.where(has_effect.unsqueeze(2), imputed)
+        response = (dose.unsqueeze(2) * effect).sum(dim=1)  # [P, T]
+        change = (1 - batch.level).to(dose.dtype).unsqueeze(1)
+        of_sum, of_largest, of_smallest = self.weights.view(3, -1)
+        sums = sum_by_sample(change * self.slope * has_slope + of_sum * response, batch)
+        largest, smallest = extremes_by_sample(response, batch)
+        return self.intercept + sums + of_largest * largest + of_smallest * smallest
+
+
+@dataclass
+class Combination:
+    """A function of the perturbed nodes, of one target."""
+
+    doses: Doses
+    x: Tensor  # float64 [2 + NK, 1], as in `ridge.Design`
+    weights: Tensor  # float64 [3]: u, v and w
+
+    @cached_property
+    def parts(self) -> Tensor:
+        """How far each response is in what u, v and w are multiplied with, float64 [3, total]."""
+        response = self.doses.responses(self.x)
+        largest = share_of_largest(response, self.doses)
+        smallest = share_of_largest(-response, self.doses)
+        return torch.stack([torch.ones_like(response), largest, smallest])
+
+    def factor(self) -> Tensor:
+        """Returns by what the response of each perturbed node counts, float64 [total]."""
+        return self.weights @ self.parts
+
+    def predict(self) -> Tensor:
+        """Returns the function of each sample, float64 [n, 1]."""
+        return self.features() @ self.line_and_weights()
+
+    def features(self) -> Tensor:
+        """Returns what intercept, slope, u, v and w are multiplied with, float64 [n, 5]."""
+        parts = self.parts * self.doses.responses(self.x)
+        of_samples = scatter(parts, self.doses.sample, dim=1, dim_size=len(self.doses.line))
+        return torch.cat([self.doses.line.T, of_samples]).T
+
+    def line_and_weights(self) -> Tensor:
+        """Returns intercept, slope, u, v and w, float64 [5, 1]."""
+        return torch.cat([self.x[:2, 0], self.weights]).unsqueeze(1)
+
+
+def share_of_largest(response: Tensor, doses: Doses) -> Tensor:
+    """Returns 1 for the largest response of each sample if it is positive, 0 for others, [total].
+
+    Of several that are equal, each is a part of 1.
+    """
+    sample = doses.sample
+    num_samples = len(doses.line)
+    largest = scatter(response, sample, dim_size=num_samples, reduce="max")
+    is_largest = ((response == largest[sample]) & (response > 0)).double()
+    num_largest = scatter(is_largest, sample, dim_size=num_samples)
+    return is_largest / num_largest[sample].clamp(min=1)
+
+
+def combine(
+    doses: Doses, design: Design, scores: Scores, additive: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns x [2 + NK, T] and weights [3, T] of what suits the validated scores best.
+
+    `additive` is the sum of responses, x [2 + NK, T], of `design`.
+    """
+    x = additive.clone()
+    weights = additive.new_tensor(STARTS[0]).unsqueeze(1).repeat(1, additive.size(1))
+    for t in range(additive.size(1)):
+        best = combine_target(doses, design, scores.of_target(t), additive[:, t : t + 1])
+        if best is not None:
+            x[:, t] = best.x[:, 0]
+            weights[:, t] = best.weights
+    return x, weights
+
+
+def combine_target(
+    doses: Doses, design: Design, scores: Scores, additive: Tensor
+) -> Combination | None:
+    """Returns what `combine` does for one target, None if the sum of responses suits best."""
+    loss = scores.regression.loss
+
+    def validate(prediction: Tensor) -> float:
+        return (scores.validated * loss(prediction, scores.y)).sum().item()
+
+    least = validate(design.predict(additive))
+    best = None
+    losses = {}  # of each setting, the least so far
+    settings = list(product(STARTS, PENALTIES))
+    for num_rounds in ROUNDS:
+        for setting in settings:
+            candidates = rounds(doses, design, scores, scores.fitted, additive, *setting)
+            for number, candidate in enumerate(islice(candidates, num_rounds)):
+                total = validate(candidate.predict())
+                losses[setting] = min(total, losses.get(setting, total))
+                if total < least:
+                    least = total
+                    best = (candidate, setting, number)
+        settings = sorted(settings, key=losses.__getitem__)[:MOST_SETTINGS]
+    if best is None:
+        return None
+    candidate, setting, number = best
+    if torch.equal(scores.fitted, scores.weight):
+        return candidate
+    to_all = rounds(doses, design, scores, scores.weight, additive, *setting)
+    return next(islice(to_all, number, None))
+
+
+def rounds(
+    doses: Doses,
+    design: Design,
+    scores: Scores,
+    weight: Tensor,
+    additive: Tensor,
+    start: tuple[float, float, float],
+    penalty: float,
+) -> Iterator[Combination]:
+    """Yields what each round of fits to scores with a weight [n, 1] ends with, without an end."""
+
+    def improve(design: Design, x: Tensor) -> Tensor:
+        regression = scores.regression(design, scores.y, weight, scores.std, TOLERANCE)
+        return regression.improve(penalty * scores.scale, x)
+
+    state = Combination(doses, improve(design, additive), additive.new_tensor(start))
+    while True:
+        x = improve(design.scaled(state.factor()), state.x)
+        state = refit_weights(Combination(doses, x, state.weights), scores, weight)
+        yield state
+
+
+def refit_weights(state: Combination, scores: Scores, weight: Tensor) -> Combination:
+    """Returns the function with intercept, slope and weights by a least-squares fit.
+
+    No weight is negative: of rows of two nodes, differences of large weights would say what no
+    other rows follow. The responses are scaled so that u + (v + w) / 2 is 1.
+    """
+    features = state.features()
+    prediction = features @ state.line_and_weights()
+    residual, curvature = scores.regression.linearise(prediction, scores.y)
+    target = prediction + residual
+    is_used = torch.ones(features.size(1), dtype=torch.bool)
+    for _ in STARTS[0]:
+        solution = least_squares(features * is_used, target, weight * curvature)
+        line, weights = solution.tensor_split([2])
+        if (weights >= 0).all():
+            break
+        is_used[2 + weights.argmin()] = False
+    weights = weights.clamp(min=0)
+    u, v, w = weights
+    size = u + (v + w) / 2
+    if size < 1e-3:
+        size = torch.ones_like(size)
+    x = torch.cat([line, state.x[2:, 0] * size]).unsqueeze(1)
+    return Combination(state.doses, x, weights / size)
+
+
+def least_squares(features: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """Returns what a target is of a few features, [F]; of what they do not tell, the least.
+
+    Features are [n, F], target and weight [n, 1].
+    """
+    weighted = features * weight
+    matrix = weighted.T @ features
+    unit = matrix.diagonal().sqrt()
+    unit = unit.where(unit > 0, 1.0).unsqueeze(1)
+    inverse = torch.linalg.pinv(matrix / unit / unit.T, rtol=1e-10, hermitian=True)
+    return (inverse @ (weighted.T @ target / unit) / unit).flatten()
