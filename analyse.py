@@ -2,8 +2,9 @@
 
     python analyse.py RUN... [--threshold X]
 
-It prints a table of the test rows, all and by groups, each beside the additive baseline and with
-the 95 % interval of the difference, and writes test.json and a plot, test.svg, into the run folder.
+It prints a table of the test rows, all and by groups, each beside the baseline and with the 95 %
+interval of the difference, and another one of what can be said of the same rows without the model.
+It writes test.json and a plot, test.svg, into the run folder.
 With `--threshold X` it also prints how well scores below X are found. Of several runs, it first
 prints a line for each: the options in which they differ, best step, metrics and seconds; then what
 the mean of their predictions is worth, and whether their standard deviation tells where it errs.
@@ -33,6 +34,7 @@ from ddp_setup import set_threads
 from errors import UserError
 from plots import scatter_svg
 from results import Predictions, read_predictions
+from rivals import rivals, shared_pairs
 from run_folder import read_metrics
 from tables import Tables, mean_and_std
 
@@ -102,10 +104,13 @@ def analyse_run(folder: Path, threshold: float | None = None) -> None:
     if rows.sd is not None:
         print(noise_text(result))
     try:
-        result["shared_pairs"] = shared_pairs(tables_of(rows, config.data))
+        tables = tables_of(rows, config.data)
+        result["shared_pairs"] = shared_pairs(tables)
         print(f"{result['shared_pairs']:,} rows knock out two nodes of a training row")
+        result["rivals"] = beside_rivals(rows, tables, config.optim.loss)
+        print("\n".join(["", *table_of_rivals(result["rivals"])]))
     except UserError as error:
-        print(f"rows that knock out two nodes of a training row were not counted: {error}")
+        print(f"no comparison with what can be said without the model: {error}")
     without_nan = json.loads(json.dumps(result), parse_constant=lambda name: None)
     write(folder / "test.json", json.dumps(without_nan, indent=1) + "\n")
     write(folder / "test.svg", plot(rows))
@@ -130,7 +135,8 @@ def analyse_runs(folders: list[Path], threshold: float | None = None) -> None:
     members = [read_predictions(file) for file in files]
     check_same_rows(members, files)
     rows = members[0]
-    loss = config_of(folders[0]).optim.loss
+    config = config_of(folders[0])
+    loss = config.optim.loss
     check_threshold(threshold, rows, files[0])
     lines = {}
     for folder, member in zip(folders, members, strict=True):
@@ -152,6 +158,11 @@ def analyse_runs(folders: list[Path], threshold: float | None = None) -> None:
     fifths = ", ".join(map(cell, errors))
     print(f"Spearman of standard deviation and absolute error: {cell(correlation)}")
     print(f"mean absolute error by fifths of the standard deviation: {fifths}")
+    try:
+        of_rivals = beside_rivals(ensemble, tables_of(rows, config.data), loss)
+        print("\n".join(["", *table_of_rivals(of_rivals)]))
+    except UserError as error:
+        print(f"no comparison with what can be said without the model: {error}")
 
 
 def check_same_rows(members: list[Predictions], files: list[Path]) -> None:
@@ -399,28 +410,26 @@ def target_figures(
     return result
 
 
+def beside_rivals(rows: Predictions, tables: Tables, loss: str) -> dict[str, dict]:
+    """Returns the figures of predictions without the model by name, the best first.
+
+    `gain` is the 95 % interval of the model's Pearson's r less theirs.
+    """
+    resamples = number_of_resamples(rows.y.numel())
+    unit = rows.unit()
+    figures = {}
+    for name, prediction in {"baseline": rows.baseline, **rivals(tables, loss)}.items():
+        turned = replace(rows, prediction=prediction, baseline=rows.prediction)
+        of_rival = summary(turned, unit, loss, None, resamples)
+        low, high = of_rival["gain"]
+        figures[name] = {key: of_rival[key] for key in ("pearson", "r2", "spearman")}
+        figures[name]["gain"] = [-high, -low]
+    return dict(sorted(figures.items(), key=lambda item: item[1]["pearson"], reverse=True))
+
+
 def number_of_resamples(num_cells: int) -> int:
     """Returns how many resamples an interval takes from a table of so many scores."""
     return max(100, min(1000, CELLS // num_cells))
-
-
-def shared_pairs(tables: Tables) -> int:
-    """Returns how many test rows knock out two nodes of a training row, both of 2 to 10 nodes."""
-    row = tables.sample()
-    has_few = tables.perturbed_ptr.diff()[row] <= 10
-    row = row[has_few]
-    node = tables.perturbed[has_few]
-    pairs = []  # number of the pair, row
-    for distance in range(1, 10):  # of two nodes in the same row
-        first_row = row[:-distance]
-        is_pair = first_row == row[distance:]
-        number = node[:-distance] * len(tables.genes) + node[distance:]
-        pairs.append(torch.stack([number, first_row])[:, is_pair])
-    number, row_of_pair = torch.cat(pairs, dim=1)
-    is_train = tables.is_in("train")[row_of_pair]
-    is_test = tables.is_in("test")[row_of_pair]
-    is_shared = torch.isin(number[is_test], number[is_train])
-    return len(row_of_pair[is_test][is_shared].unique())
 
 
 # ---- What is shown -------------------------------------------------------------------------------
@@ -444,6 +453,19 @@ def table(result: dict) -> list[str]:
             quartiles = ", ".join(map(cell, result[f"{name}_quartiles"]))
             text.append(f"{title}, quartiles over the scores: {quartiles}")
     return text
+
+
+def table_of_rivals(figures: dict[str, dict]) -> list[str]:
+    """Returns the lines of a table of `beside_rivals`, and a sentence about the strongest."""
+    strongest = next(iter(figures))
+    low, high = figures[strongest]["gain"]
+    place = "not clearly above it"
+    if low > 0:
+        place = "above it"
+    if high < 0:
+        place = "below it"
+    sentence = f"strongest without the model: {strongest}; the model is {place}"
+    return [*text_table(figures, COLUMNS), sentence]
 
 
 def text_table(lines: dict[str, dict], titles: dict[str, str]) -> list[str]:

@@ -119,16 +119,24 @@ class Tables:
 
         Sets are numbered in the order of their first rows.
         """
-        # Equal sets have equal sums of random 64-bit codes times odd numbers that stand for the
-        # levels, 1 for 0; others have with a probability of about n * n / 2**57.
+        return number_in_order(self.set_code(self.node_code()))
+
+    def node_code(self) -> Tensor:
+        """Returns a code of each perturbed node at its level, long [total]."""
+        # Random 64-bit codes times odd numbers that stand for the levels, 1 for 0.
         codes = np.random.default_rng(0).integers(-(2**63), 2**63, len(self.genes))
         codes = torch.from_numpy(codes)
         mixed = self.level.view(torch.int64)
         for _ in range(2):  # as the bits of 0.5 or 2 are nearly all 0
             mixed = (mixed ^ (mixed >> 32)) * MIXING
-        terms = codes[self.perturbed] * (1 + 2 * mixed)
-        total = scatter(terms, self.sample(), dim_size=len(self.y))
-        return number_in_order(total)
+        return codes[self.perturbed] * (1 + 2 * mixed)
+
+    def set_code(self, node_code: Tensor) -> Tensor:
+        """Returns the sum of the codes of each row's nodes, long [n].
+
+        Equal sets have equal sums, others with a probability of about n * n / 2**57.
+        """
+        return scatter(node_code, self.sample(), dim_size=len(self.y))
 
     def is_seen(self) -> Tensor:
         """Returns which nodes are perturbed in a training row that has the score, bool [N, T]."""

@@ -20,7 +20,7 @@ SHELVES = {
         "train": "task config data metrics optim run_folder checkpoint ddp_setup watchdog errors",
         "predict": "task config checkpoint tables rows ddp_setup errors",
         "analyse": (
-            "config data metrics run_folder checkpoint tables results plots ddp_setup errors"
+            "config data metrics run_folder checkpoint tables rivals results plots ddp_setup errors"
         ),
     },
     "what you edit": {
@@ -34,6 +34,7 @@ SHELVES = {
     "the engine": {
         "run_folder": "checkpoint ddp_setup plots errors",
         "checkpoint": "errors",
+        "rivals": "baseline combination mask tables",
         "baseline": "combination ridge mask tables cache",
         "combination": "ridge mask",
         "ridge": "",
