@@ -17,7 +17,7 @@ from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tenso
 from cache import cached, source_digest
 from combination import Combination, combine
 from mask import doses
-from ridge import Design, Doses, Scores
+from ridge import ROWS_AT_ONCE, Design, Doses, Scores
 from tables import Tables, mean_and_std
 
 TARGETS_AT_ONCE = 64  # whose numbers stay in cache
@@ -177,7 +177,8 @@ def basis_of(tables: Tables) -> Tensor:
     not 0 is 1 in these rows, so that one penalty suits all.
     """
     is_trained = tables.is_in("train") & ~tables.y.isnan().all(dim=1)
-    level = tables.level[is_trained[tables.sample()]]
+    level, count = tables.level[is_trained[tables.sample()]].unique(return_counts=True)
+    count = count.double()
     responses = [[1.0, 1.0, 0.0]]  # 1 - level
     if (level < 1).any() and (level > 1).any():
         responses = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
@@ -185,7 +186,7 @@ def basis_of(tables: Tables) -> Tensor:
         responses.append([0.0, 0.0, 1.0])
     basis = torch.tensor(responses, dtype=torch.float64).T
     dose = doses(level) @ basis
-    mean_square = dose.square().sum(dim=0) / (dose != 0).sum(dim=0)
+    mean_square = (count @ dose.square()) / (count @ (dose != 0).double())
     return basis / mean_square.sqrt().nan_to_num(1.0)
 
 
@@ -196,7 +197,8 @@ def doses_of(tables: Tables, basis: Tensor) -> tuple[Doses, Tensor]:
     # Of training rows: where all of these have the same sum, nothing is known of the slope.
     mean_sum = total[tables.is_in("train")].mean()
     line = torch.cat([torch.ones_like(total), total - mean_sum], dim=1)
-    dose = doses(tables.level) @ basis
+    # The three doses of ten million nodes at once would take more memory than all else.
+    dose = torch.cat([doses(level) @ basis for level in tables.level.split(ROWS_AT_ONCE)])
     return Doses(tables.perturbed, tables.perturbed_ptr, dose, line, len(tables.genes)), mean_sum
 
 
