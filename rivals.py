@@ -17,6 +17,7 @@ from combination import least_squares
 from mask import doses
 from tables import Tables, weighted_mean
 
+FEATURES = ("sum", "largest", "smallest", "product")
 LEAST_ROWS = 10  # of training, to which a line is fitted
 
 
@@ -34,29 +35,48 @@ def rivals(tables: Tables, loss: str) -> dict[str, Tensor]:
     intact = additive.intercept.sigmoid() if loss == "binary" else additive.intercept
     node_code = tables.node_code()
     set_code = tables.set_code(node_code)
-    row = tables.sample()
-    count = tables.perturbed_ptr.diff()
     single = measured_scores(tables, weight, set_code, node_code)
-    if is_known_mostly(single[(tables.is_in("test") & (count > 1))[row]]):
-        single = single.where(~single.isnan(), single_scores(tables, additive, loss))
-        features = features_of_sets(tables, single, intact)
-        lines = {}
-        for name, feature in features.items():
-            lines[name] = on_line(tables, weight, feature.where(count.unsqueeze(1) > 1, math.nan))
-            lines[name] = lines[name].where(~lines[name].isnan(), additive.prediction)
-            predictions[f"{name} of single scores"] = lines[name][test]
-        smaller = measured_scores(tables, weight, set_code, set_code[row] - node_code)
-        if is_known_mostly(smaller[(tables.is_in("test") & (count > 2))[row]]):
-            for name, feature in features_of_sets(tables, smaller, intact).items():
-                line = on_line(tables, weight, feature.where(count.unsqueeze(1) > 2, math.nan))
-                line = line.where(~line.isnan(), lines[name])
-                predictions[f"{name} of scores without a node"] = line[test]
+    if not is_known_mostly(tables, single, least_nodes=2):
+        return predictions
+    single = single.where(~single.isnan(), single_scores(tables, additive, loss))
+    sums = dict.fromkeys(FEATURES, additive.prediction)
+    of_singles = on_lines(tables, weight, single, intact, 2, sums)
+    for name in FEATURES:
+        predictions[f"{name} of single scores"] = of_singles[name][test]
+    smaller = measured_scores(tables, weight, set_code, set_code[tables.sample()] - node_code)
+    if is_known_mostly(tables, smaller, least_nodes=3):
+        of_smaller = on_lines(tables, weight, smaller, intact, 3, of_singles)
+        for name in FEATURES:
+            predictions[f"{name} of scores without a node"] = of_smaller[name][test]
     return predictions
 
 
-def is_known_mostly(scores: Tensor) -> bool:
-    """Returns whether more than half of the scores, [m, T], are there."""
-    return 2 * (~scores.isnan()).sum() > scores.numel()
+def is_known_mostly(tables: Tables, scores: Tensor, least_nodes: int) -> bool:
+    """Returns whether more than half of the scores [total, T] of larger test rows are there."""
+    is_asked = tables.is_in("test") & (tables.perturbed_ptr.diff() >= least_nodes)
+    asked = scores[is_asked[tables.sample()]]
+    return 2 * (~asked.isnan()).sum() > asked.numel()
+
+
+def on_lines(
+    tables: Tables,
+    weight: Tensor,
+    scores: Tensor,
+    intact: Tensor,
+    least_nodes: int,
+    otherwise: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """Returns `on_line` of each of the features of rows with so many nodes, by name, [n, T].
+
+    Where a score is not known, and for other rows, it is what `otherwise` has of that name.
+    """
+    has_nodes = (tables.perturbed_ptr.diff() >= least_nodes).unsqueeze(1)
+    features = features_of_sets(tables, scores, intact)
+    predictions = {}
+    for name in FEATURES:
+        line = on_line(tables, weight, features[name].where(has_nodes, math.nan))
+        predictions[name] = line.where(~line.isnan(), otherwise[name])
+    return predictions
 
 
 def single_scores(tables: Tables, additive: Baseline, loss: str) -> Tensor:
@@ -93,11 +113,13 @@ def features_of_sets(tables: Tables, scores: Tensor, intact: Tensor) -> dict[str
     num_rows = len(tables.y)
     is_known = scatter(scores.isnan().int(), row, dim_size=num_rows) == 0
     scores = scores.nan_to_num()
+    total = scatter(scores - intact, row, dim_size=num_rows)
+    ratio = scatter(scores / intact, row, dim_size=num_rows, reduce="mul")
     features = {
-        "sum": intact + scatter(scores - intact, row, dim_size=num_rows),
+        "sum": intact + total,
         "largest": scatter(scores, row, dim_size=num_rows, reduce="max"),
         "smallest": scatter(scores, row, dim_size=num_rows, reduce="min"),
-        "product": intact * scatter(scores / intact, row, dim_size=num_rows, reduce="mul"),
+        "product": intact * ratio,
     }
     return {name: feature.where(is_known, math.nan) for name, feature in features.items()}
 
