@@ -121,7 +121,10 @@ def features_of_sets(tables: Tables, scores: Tensor, intact: Tensor) -> dict[str
         "smallest": scatter(scores, row, dim_size=num_rows, reduce="min"),
         "product": intact * ratio,
     }
-    return {name: feature.where(is_known, math.nan) for name, feature in features.items()}
+    for name, feature in features.items():
+        # A ratio to an intact score of 0 says nothing.
+        features[name] = feature.where(is_known & feature.isfinite(), math.nan)
+    return features
 
 
 def on_line(tables: Tables, weight: Tensor, feature: Tensor) -> Tensor:

@@ -321,7 +321,7 @@ def test_the_summary_compares_with_the_baseline_that_validation_prefers():
             "unit": torch.stack([torch.arange(400) // 2, torch.full((400,), -1)], dim=1),
         }
 
-    noises = dict(zip(BASELINES, (3.0, 1.0, 2.0, 0.3, 2.0, 2.0, 2.0, 2.0), strict=True))
+    noises = dict(zip(BASELINES, (3.0, 1.0, 2.0, 2.0, 0.3, 2.0, 2.0, 2.0, 2.0), strict=True))
     noises["ours, both"] = 0.5
     splits = {}
     for s in range(2):

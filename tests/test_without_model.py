@@ -116,6 +116,19 @@ def test_sets_that_lack_one_node_tell_of_larger_ones():
     assert pearson(y, found["smallest of single scores"]) < 0.5
 
 
+def test_a_ratio_to_an_intact_score_of_0_says_nothing():
+    tables = all_pairs("sum")
+    tables.y -= 1
+    tables.y[0] = 0.0
+    tables.weight = torch.ones(len(tables.y), dtype=torch.float64)
+    tables.weight[0] = 1e12  # so that the intercept is 0, too, or very near
+    found = rivals(tables, "squared")
+    for prediction in found.values():
+        assert prediction.isfinite().all()
+    y = tables.y[tables.rows("test")]
+    torch.testing.assert_close(found["sum of single scores"], y, rtol=0, atol=1e-3)
+
+
 def test_levels_are_sets_of_their_own():
     tables = combined_tables((0.0, 0.0, 2.0), noise=0.0, levels=(0.0, 0.5))
     sets = [{k: level} for k in range(60) for level in (0.0, 0.5)]

@@ -18,7 +18,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import remove_self_loops, to_undirected
 
 from baseline import PENALTIES as SHRINKAGES
-from baseline import additive_baseline, fit_targets
+from baseline import additive_baseline, fit_baseline, fit_targets
 from mask import LINEAR, doses
 from tables import Tables
 
@@ -169,6 +169,11 @@ def ridge(problem: Problem) -> Tensor:
 def additive(problem: Problem) -> Tensor:
     """The same, in which it has the effect that `baseline.impute_effects` gives it."""
     return problem.additive
+
+
+def combination(problem: Problem) -> Tensor:
+    """What our model starts from: also the largest and smallest responses, if they tell more."""
+    return fit_baseline(problem.tables).prediction.squeeze(1)
 
 
 def recurring_pairs(problem: Problem) -> Tensor:
@@ -371,6 +376,7 @@ BASELINES: dict[str, Callable[[Problem], Tensor]] = {
     "mean": mean,
     "additive ridge": ridge,
     "additive ridge + imputed": additive,
+    "combination, the start": combination,
     "ridge + recurring pairs": recurring_pairs,
     "ridge + low-rank pairs": low_rank,
     "graph neighbours": neighbours,
