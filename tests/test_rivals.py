@@ -135,7 +135,7 @@ def random_levels(tables: Tables) -> torch.Tensor:
 
 
 def test_each_rival_of_levels_knows_its_own_response():
-    """Linear in the level, quadratic, and any other."""
+    """Linear in the level, quadratic, of its logarithm, and any other."""
     tables = make_tables(zero, 3, "random", num_rows=1500)
     tables.level = random_levels(tables)
     dose = 1 - tables.level
@@ -143,12 +143,18 @@ def test_each_rival_of_levels_knows_its_own_response():
     second = normal(NUM_GENES, seed=1)[tables.perturbed]
     number_of_level = (2 * tables.level).long().clamp(max=2)
     of_each_level = normal(3, NUM_GENES, seed=3)[number_of_level, tables.perturbed]
-    responses = [dose * first, dose * first + dose.square() * second, of_each_level]
+    logarithm = (tables.level + 0.03).log()
+    responses = [
+        dose * first,
+        dose * first + dose.square() * second,
+        dose * first + logarithm * second,
+        of_each_level,
+    ]
     for k, response in enumerate(responses):
         none = torch.zeros(len(tables.y), dtype=torch.float64)
         tables.y = none.index_add(0, tables.sample(), response).unsqueeze(1)
         known = [on_test_rows(tables, rival(Problem(tables))) > 0.995 for rival in LEVELS.values()]
-        assert known == [k == 0, k <= 1, True]
+        assert known == [k == 0, k <= 1, k in (0, 2), True]
 
 
 def test_rows_at_levels_that_are_held_back_are_the_test_rows(tmp_path):

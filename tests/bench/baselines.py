@@ -339,12 +339,20 @@ def linear_ridge(tables: Tables) -> Tensor:
 
 def curve_of_each(problem: Problem) -> Tensor:
     """The same, with a second effect of each node, which counts the square of 1 - level."""
-    tables = problem.tables
-    dose = 1 - tables.level
-    level = torch.stack([tables.level, 1 - dose.square()], dim=1).flatten()
+    dose = 1 - problem.tables.level
+    return with_second_effect(problem.tables, dose.square())
+
+
+def logarithm_of_each(problem: Problem) -> Tensor:
+    """The same, but that the second effect counts the logarithm of the level, of 0.03 more."""
+    return with_second_effect(problem.tables, (problem.tables.level + 0.03).log())
+
+
+def with_second_effect(tables: Tables, second_dose: Tensor) -> Tensor:
+    level = torch.stack([tables.level, 1 - second_dose], dim=1).flatten()
     second = tables.perturbed + len(tables.genes)  # the node that has the second effect
     perturbed = torch.stack([tables.perturbed, second], dim=1).flatten()
-    genes = [*tables.genes, *(f"{gene} squared" for gene in tables.genes)]
+    genes = [*tables.genes, *(f"{gene} again" for gene in tables.genes)]
     doubled = replace(tables, genes=genes, features=None, perturbed=perturbed, level=level)
     doubled.perturbed_ptr = 2 * tables.perturbed_ptr
     return linear_ridge(doubled)
@@ -370,6 +378,7 @@ def effect_of_each_level(problem: Problem) -> Tensor:
 LEVELS: dict[str, Callable[[Problem], Tensor]] = {  # beside `BASELINES`, if nodes have levels
     "ridge, 1 - level": one_curve,
     "ridge, 1 - level and its square": curve_of_each,
+    "ridge, 1 - level and its logarithm": logarithm_of_each,
     "ridge of nodes and levels": effect_of_each_level,
 }
 BASELINES: dict[str, Callable[[Problem], Tensor]] = {
