@@ -190,14 +190,6 @@ def resampled_sums(values: Tensor, unit: Tensor, resamples: int) -> Tensor:
     return torch.cat(sums).view(resamples, *values.shape[1:])
 
 
-def error_of_gain(rows: Any, resamples: int = 200) -> float:
-    """Returns the standard error of Pearson's r less the baseline's, of `results.Predictions`."""
-    unit = rows.unit()
-    gains = resampled_pearson(rows.y, rows.prediction, unit, resamples)
-    gains -= resampled_pearson(rows.y, rows.baseline, unit, resamples)
-    return gains.std().item()
-
-
 def centred(resampled: Tensor, estimate: float | Tensor) -> Tensor:
     """Returns resampled figures [R, ...] of profiles, moved so that their mean is the estimate.
 

@@ -33,10 +33,9 @@ from data import KnockoutDataset, make_loader, target_nodes, weight_scale
 from ddp_setup import Distributed
 from errors import UserError
 from mask import SharedGraph
-from metrics import compare, error_of_gain, mse, quality, weighted_mean
+from metrics import compare, mse, weighted_mean
 from model import KnockoutGNN
 from reach import plan_route
-from results import Predictions
 from tables import SPLITS, Tables
 
 log = logging.getLogger("task")
@@ -168,36 +167,6 @@ class KnockoutTask:
         means = {name: values.nanmean().item() for name, values in figures.items()}
         num_scored = int((~y.isnan()).any(dim=1).sum())
         return {**means, "n": num_scored, "rows": len(rows)}
-
-    def is_better(self, val: dict[str, float], prediction: Tensor, best: dict[str, float]) -> bool:
-        """Returns whether validation prefers a state with these metrics to the best one so far.
-
-        `prediction` is the state's of the validation rows, [n, T]. On nodes that no training row
-        has, few nodes decide, and validation misleads: there, a state takes the place of the start
-        only if its gain exceeds the standard error.
-        """
-        if quality(val) <= quality(best):
-            return False
-        if self.config.data.split != "nodes" or best["step"] > 0:
-            return True
-        gain = quality(val)[0] - quality(best)[0]
-        return gain > error_of_gain(self.predictions("val", prediction))
-
-    def predictions(self, split: str, prediction: Tensor) -> Predictions:
-        """Returns a split's rows with their predictions, [n, T]."""
-        tables = self.tables
-        rows = self.rows(split)
-        labels = [label.split("\t") for label in self._labels(split)]
-        genes, _, unseen_genes = zip(*labels, strict=True)
-        return Predictions(
-            genes=list(genes),
-            unseen=tables.unseen(split),
-            unseen_genes=list(unseen_genes),
-            targets=list(tables.targets),
-            y=tables.y[rows],
-            prediction=prediction,
-            baseline=self.baseline.prediction[rows],
-        )
 
     def result_lines(self, prediction: Tensor) -> Iterator[str]:
         """Yields the lines of test.tsv: for each test row its nodes, and those that are unseen.

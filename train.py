@@ -40,7 +40,7 @@ from config import Config, Parser, load_config, log_to_console, run_command
 from data import StepSampler, check_batch_size, make_loader
 from ddp_setup import Distributed, library_versions
 from errors import RunError, UserError
-from metrics import first_metric, result_text
+from metrics import first_metric, quality, result_text
 from optim import OptimConfig, build_optimizer, optimizer_step, schedule, set_learning_rates
 from run_folder import RunFolder
 from task import KeptBatches, KnockoutTask, predict_rows
@@ -214,8 +214,7 @@ def validate(
         raise StopTraining(reason)
     val = task.metrics("val", prediction)
     state.epoch = epoch
-    is_best = state.best is None or task.is_better(val, prediction, state.best)
-    is_best = env.broadcast(is_best)
+    is_best = env.broadcast(state.best is None or quality(val) > quality(state.best))
     if is_best:
         state.best = {"step": state.step, **val}
         state.best_model = copy.deepcopy(state.model.state_dict())

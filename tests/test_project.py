@@ -24,7 +24,7 @@ SHELVES = {
         ),
     },
     "what you edit": {
-        "task": ("config model data metrics baseline reach mask results tables ddp_setup errors"),
+        "task": "config model data metrics baseline reach mask tables ddp_setup errors",
         "config": "model data optim run_folder ddp_setup errors",
         "model": "combination reach mask",
         "data": "tables cache errors",

@@ -262,32 +262,3 @@ def test_a_row_at_level_1_is_an_intact_control(tmp_path):
     torch.testing.assert_close(named, intact, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(twin, single, rtol=1e-6, atol=1e-6)
     assert not named.isclose(twin)
-
-
-# ---- The best state ------------------------------------------------------------------------------
-@pytest.mark.parametrize("split", ["nodes", "random"])
-def test_the_start_is_left_for_a_gain_above_its_error_where_nodes_are_unseen(tmp_path, split):
-    """A gain on one node of six has a large error; elsewhere any gain is enough."""
-    tables = read_modules(tmp_path, module_rows())
-    data = DataConfig(cache_dir=str(tmp_path), split=split)
-    task = KnockoutTask.from_tables(tables, Config(data=data))
-    val_rows = task.rows("val")
-    baseline = task.baseline.prediction[val_rows]
-    y = tables.y[val_rows]
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(y.shape, dtype=torch.float64, generator=generator)
-    task.baseline.prediction[val_rows] = baseline + noise
-    start = {"step": 0, **task.metrics("val", task.baseline.prediction[val_rows])}
-    node = tables.perturbed[val_rows]  # a node a row
-    of_one = (node == node[-1]).unsqueeze(1)
-    corrections = {
-        "none": (-0.1, False),
-        "of a node": (of_one, split == "random"),
-        "of all": (0.9, True),
-    }
-    for name, (share, is_better) in corrections.items():
-        prediction = task.baseline.prediction[val_rows] - share * noise
-        val = task.metrics("val", prediction)
-        assert task.is_better(val, prediction, start) is is_better, name
-        later = {**start, "step": 5}
-        assert task.is_better(val, prediction, later) is (name != "none"), name
