@@ -15,7 +15,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tensor, to_undirected
 
 from cache import cached, source_digest
-from combination import Combination, combine
+from combination import SUM, Combination, combine
 from mask import doses
 from ridge import ROWS_AT_ONCE, Design, Doses, Scores
 from tables import Tables, mean_and_std
@@ -23,10 +23,11 @@ from tables import Tables, mean_and_std
 TARGETS_AT_ONCE = 64  # whose numbers stay in cache
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # on the responses: 0.1 to 1000
 UNSOLVED = 1e-4  # error of a fit, from which on the log says that it has ended before
-SUM = (1.0, 0.0, 0.0)  # weights of the sum, the largest and the smallest response
 LEAST_GAIN = 0.1  # of the loss of a sum; below it, networks that start from the sum are better
-LEAST_VALIDATED = 10  # scores, as fewer tell nothing of the error of a gain
+LEAST_ERRORS = 2.0  # standard errors of a gain, which is the best of many
+LEAST_VALIDATED = 20  # scores, as fewer tell little of the error
 MOST_COMBINED = 2**21  # perturbed nodes times scores, of which the fit takes a minute
+FEWEST = 2**13  # perturbed nodes, of which the fit takes no longer than of fewer
 
 
 @dataclass
@@ -69,7 +70,8 @@ def fit_baseline(tables: Tables, loss: str = "squared", is_combined: bool = True
     each target, and whether more than the sum of responses counts, if the tables are not too large
     to try.
     """
-    is_combined = is_combined and len(tables.perturbed) * len(tables.targets) <= MOST_COMBINED
+    size = max(len(tables.perturbed), FEWEST) * tables.y.size(1)
+    is_combined = is_combined and size <= MOST_COMBINED
     basis = basis_of(tables)
     fits = []
     for y in tables.y.split(TARGETS_AT_ONCE, dim=1):
@@ -106,7 +108,9 @@ def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> 
         combined, combined_weights = combine(doses, design, of_whole_rows, additive)
         combined, combined_imputed = with_imputed(tables, node_weight, combined)
         combined_prediction = predict_combined(doses, combined, combined_weights)
-        val_weight = weight * tables.is_in("val").unsqueeze(1)
+        # Rows of one node say nothing of how nodes combine.
+        is_judge = tables.is_in("val") & (tables.perturbed_ptr.diff() > 1)
+        val_weight = weight * is_judge.unsqueeze(1)
         is_better = gains_enough(scores, val_weight, prediction, combined_prediction)
         x = combined.where(is_better, x)
         imputed = combined_imputed.where(is_better.repeat(basis.size(1)), imputed)
@@ -155,7 +159,7 @@ def gains_enough(scores: Scores, weight: Tensor, prediction: Tensor, combined: T
     """Returns for which targets the combined predictions are better by enough, bool [T].
 
     Their gain over the others, [n, T], in rows with a weight, is a tenth of the others' loss and
-    more than its standard error, which fewer than ten scores do not tell.
+    twice its standard error, which few scores do not tell.
     """
     loss = scores.regression.loss
     losses = weight * loss(prediction, scores.y)
@@ -166,7 +170,8 @@ def gains_enough(scores: Scores, weight: Tensor, prediction: Tensor, combined: T
     mean = gain / num_counted.clamp(min=1)
     error = ((gains - mean).square() * is_counted).sum(dim=0).sqrt()
     is_large = gain > LEAST_GAIN * losses.sum(dim=0)
-    return is_large & (gain > error) & (num_counted >= LEAST_VALIDATED)
+    is_sure = (gain > LEAST_ERRORS * error) & (num_counted >= LEAST_VALIDATED)
+    return is_large & is_sure
 
 
 def basis_of(tables: Tables) -> Tensor:

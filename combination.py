@@ -25,11 +25,12 @@ from torch_geometric.utils import scatter
 from mask import extremes_by_sample, sum_by_sample
 from ridge import Design, Doses, Scores
 
-# Weights u, v and w, from which the fits start, as it depends on these where they end.
-STARTS = ((1.0, 0.0, 0.0), (0.3, 1.0, 0.0), (0.3, 0.0, 1.0))
+SUM = (1.0, 0.0, 0.0)  # weights u, v and w of a sum
+# Those from which the fits start, as it depends on these where they end.
+STARTS = (SUM, (0.3, 1.0, 0.0), (0.3, 0.0, 1.0))
 # On the responses. Scores without noise need none: a node that was measured alone is known.
 PENALTIES = (3.0, 0.3, 0.01, 0.0001)
-ROUNDS = (3, 12)  # of all starts and penalties, and of the few of them that suit best by then
+ROUNDS = (4, 13)  # of all starts and penalties, and of the few of them that suit best by then
 MOST_SETTINGS = 2  # of these
 TOLERANCE = 1e-4  # of the responses in a round, in standard deviations of the scores
 
@@ -127,7 +128,7 @@ def combine(
     `additive` is the sum of responses, x [2 + NK, T], of `design`.
     """
     x = additive.clone()
-    weights = additive.new_tensor(STARTS[0]).unsqueeze(1).repeat(1, additive.size(1))
+    weights = additive.new_tensor(SUM).unsqueeze(1).repeat(1, additive.size(1))
     for t in range(additive.size(1)):
         best = combine_target(doses, design, scores.of_target(t), additive[:, t : t + 1])
         if best is not None:
@@ -177,13 +178,18 @@ def rounds(
     start: tuple[float, float, float],
     penalty: float,
 ) -> Iterator[Combination]:
-    """Yields what each round of fits to scores with a weight [n, 1] ends with, without an end."""
+    """Yields what each round of fits to scores with a weight [n, 1] ends with, without an end.
+
+    The first is the sum with this penalty.
+    """
 
     def improve(design: Design, x: Tensor) -> Tensor:
         regression = scores.regression(design, scores.y, weight, scores.std, TOLERANCE)
         return regression.improve(penalty * scores.scale, x)
 
-    state = Combination(doses, improve(design, additive), additive.new_tensor(start))
+    x = improve(design, additive)
+    yield Combination(doses, x, additive.new_tensor(SUM))
+    state = Combination(doses, x, additive.new_tensor(start))
     while True:
         x = improve(design.scaled(state.factor()), state.x)
         state = refit_weights(Combination(doses, x, state.weights), scores, weight)
@@ -199,15 +205,8 @@ def refit_weights(state: Combination, scores: Scores, weight: Tensor) -> Combina
     features = state.features()
     prediction = features @ state.line_and_weights()
     residual, curvature = scores.regression.linearise(prediction, scores.y)
-    target = prediction + residual
-    is_used = torch.ones(features.size(1), dtype=torch.bool)
-    for _ in STARTS[0]:
-        solution = least_squares(features * is_used, target, weight * curvature)
-        line, weights = solution.tensor_split([2])
-        if (weights >= 0).all():
-            break
-        is_used[2 + weights.argmin()] = False
-    weights = weights.clamp(min=0)
+    solution = non_negative(features, prediction + residual, weight * curvature)
+    line, weights = solution.tensor_split([2])
     u, v, w = weights
     size = u + (v + w) / 2
     if size < 1e-3:
@@ -216,14 +215,38 @@ def refit_weights(state: Combination, scores: Scores, weight: Tensor) -> Combina
     return Combination(state.doses, x, weights / size)
 
 
+def non_negative(features: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """Returns what `least_squares` does where none but the first two may be negative, [F].
+
+    It is the best one of all choices of features to leave out.
+    """
+    is_used = torch.tensor([(1, 1, *chosen) for chosen in product((0, 1), repeat=3)]).double()
+    matrix, right = moments(features, target, weight)
+    masked = is_used.unsqueeze(2) * matrix * is_used.unsqueeze(1)
+    solutions = is_used * solve_small(masked, is_used * right)
+    losses = ((solutions @ matrix) * solutions).sum(dim=1) - 2 * solutions @ right
+    is_allowed = (solutions[:, 2:] >= 0).all(dim=1)
+    return solutions[losses.where(is_allowed, torch.inf).argmin()]
+
+
 def least_squares(features: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """Returns what a target is of a few features, [F]; of what they do not tell, the least.
 
     Features are [n, F], target and weight [n, 1].
     """
+    return solve_small(*moments(features, target, weight))
+
+
+def moments(features: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns matrix [F, F] and right side [F] of the normal equations."""
     weighted = features * weight
-    matrix = weighted.T @ features
-    unit = matrix.diagonal().sqrt()
-    unit = unit.where(unit > 0, 1.0).unsqueeze(1)
-    inverse = torch.linalg.pinv(matrix / unit / unit.T, rtol=1e-10, hermitian=True)
-    return (inverse @ (weighted.T @ target / unit) / unit).flatten()
+    return weighted.T @ features, (weighted.T @ target).flatten()
+
+
+def solve_small(matrix: Tensor, right: Tensor) -> Tensor:
+    """Returns the smallest solutions [..., F] of normal equations [..., F, F] and [..., F]."""
+    unit = matrix.diagonal(dim1=-2, dim2=-1).sqrt()
+    unit = unit.where(unit > 0, 1.0)
+    scaled = matrix / unit.unsqueeze(-1) / unit.unsqueeze(-2)
+    inverse = torch.linalg.pinv(scaled, rtol=1e-10, hermitian=True)
+    return (inverse @ (right / unit).unsqueeze(-1)).squeeze(-1) / unit

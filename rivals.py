@@ -75,7 +75,7 @@ def on_lines(
     predictions = {}
     for name in FEATURES:
         line = on_line(tables, weight, features[name].where(has_nodes, math.nan))
-        predictions[name] = line.where(~line.isnan(), otherwise[name])
+        predictions[name] = line.where(line.isfinite(), otherwise[name])
     return predictions
 
 
@@ -122,8 +122,8 @@ def features_of_sets(tables: Tables, scores: Tensor, intact: Tensor) -> dict[str
         "product": intact * ratio,
     }
     for name, feature in features.items():
-        # A ratio to an intact score of 0 says nothing.
-        features[name] = feature.where(is_known & feature.isfinite(), math.nan)
+        # A ratio to an intact score of 0 says nothing, and no score is as large.
+        features[name] = feature.where(is_known & (feature.abs() < 1e30), math.nan)
     return features
 
 

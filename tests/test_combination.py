@@ -12,7 +12,7 @@ from torch_geometric.utils import scatter
 
 import baseline
 from baseline import additive_baseline, fit_baseline
-from combination import BaselineReadout, least_squares
+from combination import BaselineReadout, least_squares, non_negative
 from config import Config
 from data import DataConfig, KnockoutDataset, random_split
 from mask import SharedGraph
@@ -86,6 +86,32 @@ def test_a_sum_stays_a_sum():
     additive = additive_baseline(tables)
     for name in ("intercept", "slope", "effect", "imputed", "prediction"):
         assert torch.equal(getattr(found, name), getattr(additive, name))
+
+
+@pytest.mark.parametrize("levels", [(0.0,), (0.0, 0.25, 0.5, 0.75)])
+def test_rows_of_one_node_choose_no_combination(levels):
+    """They say nothing of how nodes combine, however much a weaker penalty would gain."""
+    sets = [{node: level} for node in range(NUM_NODES) for level in levels] * 3
+    generator = torch.Generator().manual_seed(0)
+    effect = torch.randn(NUM_NODES, dtype=torch.float64, generator=generator)
+    y = [sum(effect[node].item() * (1 - level) for node, level in row.items()) for row in sets]
+    tables = replace(
+        combined_tables(),
+        **pack_levels(sets),
+        y=torch.tensor(y, dtype=torch.float64).unsqueeze(1),
+        split=(torch.arange(len(sets)) % 3 == 2).char(),
+    )
+    assert fit_baseline(tables).weights[:, 0].tolist() == [1, 0, 0]
+
+
+def test_small_additive_tables_seldom_get_a_combination_that_harms():
+    """Of forty tables, whose validation rows are few: that which suits them best is no proof."""
+    num_combined = 0
+    for seed in range(40):
+        tables = combined_tables((1.0, 0.0, 0.0), noise=0.5, num_rows=300, seed=seed)
+        found = fit_baseline(tables)
+        num_combined += found.weights[:, 0].tolist() != [1, 0, 0]
+    assert num_combined <= 4
 
 
 def test_each_score_is_combined_by_itself():
@@ -171,7 +197,8 @@ def test_tables_that_are_too_large_keep_the_sum(monkeypatch, tmp_path):
     note = "largest and smallest ones were not tried"
     assert note not in KnockoutTask.from_tables(tables, config).summary()
     monkeypatch.setattr(baseline, "MOST_COMBINED", 100)
-    task = KnockoutTask.from_tables(tables, replace(config, data=DataConfig(cache_dir="")))
+    other = replace(config, data=DataConfig(cache_dir=str(tmp_path / "other")))
+    task = KnockoutTask.from_tables(tables, other)
     assert task.baseline.weights[:, 0].tolist() == [1, 0, 0]
     assert note in task.summary()
 
@@ -223,6 +250,25 @@ def test_least_squares_shares_what_equal_features_tell():
     target = torch.tensor([[5.0], [1], [3]], dtype=torch.float64)
     found = least_squares(features, target, torch.ones(3, 1, dtype=torch.float64))
     assert found.tolist() == pytest.approx([1, 1, 1, 0])
+
+
+def test_weights_are_the_best_without_a_negative_one():
+    """Of random problems, none of a grid of weights is better."""
+    generator = torch.Generator().manual_seed(0)
+    grid = torch.cartesian_prod(*[torch.linspace(0, 1.5, 7, dtype=torch.float64)] * 3)
+    for _ in range(50):
+        features = torch.randn(12, 5, dtype=torch.float64, generator=generator)
+        features[:, 4] += features[:, 3]
+        target = torch.randn(12, 1, dtype=torch.float64, generator=generator)
+        weight = torch.rand(12, 1, dtype=torch.float64, generator=generator)
+
+        found = non_negative(features, target, weight)
+        assert (found[2:] >= 0).all()
+        rest = target - features[:, 2:] @ grid.T
+        line = torch.linalg.lstsq(weight.sqrt() * features[:, :2], weight.sqrt() * rest).solution
+        solutions = torch.cat([found.unsqueeze(1), torch.cat([line, grid.T])], dim=1)
+        losses = (weight * (features @ solutions - target).square()).sum(dim=0)
+        assert losses[0] <= losses.min() + 1e-9
 
 
 # ---- The model -----------------------------------------------------------------------------------

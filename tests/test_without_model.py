@@ -129,6 +129,17 @@ def test_a_ratio_to_an_intact_score_of_0_says_nothing():
     torch.testing.assert_close(found["sum of single scores"], y, rtol=0, atol=1e-3)
 
 
+def test_products_beyond_all_numbers_are_none():
+    """Of rows of 29 nodes, whose ratios to a small intact score multiply to more than any."""
+    single = [{k: 0.0} for k in range(30)] * 2
+    sets = [{}, *single, *[{k: 0.0 for k in range(30) if k != row % 30} for row in range(60)]]
+    y = [0.001] + [50.0 + k % 30 for k in range(60)] + [7.0 + row % 11 for row in range(60)]
+    split = [0] * 61 + [k % 3 for k in range(60)]
+    tables = tables_of_sets(sets, torch.tensor(y, dtype=torch.float64), split)
+    for name, prediction in rivals(tables, "squared").items():
+        assert prediction.isfinite().all(), name
+
+
 def test_levels_are_sets_of_their_own():
     tables = combined_tables((0.0, 0.0, 2.0), noise=0.0, levels=(0.0, 0.5))
     sets = [{k: level} for k in range(60) for level in (0.0, 0.5)]
