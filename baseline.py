@@ -103,14 +103,15 @@ def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> 
     x, imputed = with_imputed(tables, node_weight, additive)
     prediction = design.predict(x)
     weights = x.new_tensor(SUM).unsqueeze(1).repeat(1, x.size(1))
-    if is_combined:
+    # Rows of one node say nothing of how nodes combine.
+    is_judge = tables.is_in("val") & (tables.perturbed_ptr.diff() > 1)
+    val_weight = weight * is_judge.unsqueeze(1)
+    is_judged = (val_weight > 0).sum(dim=0) >= LEAST_VALIDATED
+    if is_combined and is_judged.any():
         of_whole_rows, _ = scores_of(tables, weight, std, loss, whole=True)
-        combined, combined_weights = combine(doses, design, of_whole_rows, additive)
+        combined, combined_weights = combine(doses, design, of_whole_rows, additive, is_judged)
         combined, combined_imputed = with_imputed(tables, node_weight, combined)
         combined_prediction = predict_combined(doses, combined, combined_weights)
-        # Rows of one node say nothing of how nodes combine.
-        is_judge = tables.is_in("val") & (tables.perturbed_ptr.diff() > 1)
-        val_weight = weight * is_judge.unsqueeze(1)
         is_better = gains_enough(scores, val_weight, prediction, combined_prediction)
         x = combined.where(is_better, x)
         imputed = combined_imputed.where(is_better.repeat(basis.size(1)), imputed)
@@ -159,7 +160,7 @@ def gains_enough(scores: Scores, weight: Tensor, prediction: Tensor, combined: T
     """Returns for which targets the combined predictions are better by enough, bool [T].
 
     Their gain over the others, [n, T], in rows with a weight, is a tenth of the others' loss and
-    twice its standard error, which few scores do not tell.
+    twice its standard error.
     """
     loss = scores.regression.loss
     losses = weight * loss(prediction, scores.y)
@@ -170,8 +171,7 @@ def gains_enough(scores: Scores, weight: Tensor, prediction: Tensor, combined: T
     mean = gain / num_counted.clamp(min=1)
     error = ((gains - mean).square() * is_counted).sum(dim=0).sqrt()
     is_large = gain > LEAST_GAIN * losses.sum(dim=0)
-    is_sure = (gain > LEAST_ERRORS * error) & (num_counted >= LEAST_VALIDATED)
-    return is_large & is_sure
+    return is_large & (gain > LEAST_ERRORS * error)
 
 
 def basis_of(tables: Tables) -> Tensor:

@@ -121,15 +121,16 @@ def share_of_largest(response: Tensor, doses: Doses) -> Tensor:
 
 
 def combine(
-    doses: Doses, design: Design, scores: Scores, additive: Tensor
+    doses: Doses, design: Design, scores: Scores, additive: Tensor, is_tried: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns x [2 + NK, T] and weights [3, T] of what suits the validated scores best.
 
-    `additive` is the sum of responses, x [2 + NK, T], of `design`.
+    `additive` is the sum of responses, x [2 + NK, T], of `design`. It stays for the targets that
+    are not to be tried, bool [T].
     """
     x = additive.clone()
     weights = additive.new_tensor(SUM).unsqueeze(1).repeat(1, additive.size(1))
-    for t in range(additive.size(1)):
+    for t in is_tried.nonzero().flatten().tolist():
         best = combine_target(doses, design, scores.of_target(t), additive[:, t : t + 1])
         if best is not None:
             x[:, t] = best.x[:, 0]
