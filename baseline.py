@@ -100,23 +100,17 @@ def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> 
     design = Design(doses)
     additive, error = fit_validated(design, scores, has_val, mean)
     node_weight = mean_weight_of_nodes(tables, weight, doses)
-    x, imputed = with_imputed(tables, node_weight, additive)
-    prediction = design.predict(x)
+    x = additive
     weights = x.new_tensor(SUM).unsqueeze(1).repeat(1, x.size(1))
-    # Rows of one node say nothing of how nodes combine.
-    is_judge = tables.is_in("val") & (tables.perturbed_ptr.diff() > 1)
-    val_weight = weight * is_judge.unsqueeze(1)
-    is_judged = (val_weight > 0).sum(dim=0) >= LEAST_VALIDATED
-    if is_combined and is_judged.any():
+    if is_combined:
         of_whole_rows, _ = scores_of(tables, weight, std, loss, whole=True)
-        combined, combined_weights = combine(doses, design, of_whole_rows, additive, is_judged)
-        combined, combined_imputed = with_imputed(tables, node_weight, combined)
-        combined_prediction = predict_combined(doses, combined, combined_weights)
-        is_better = gains_enough(scores, val_weight, prediction, combined_prediction)
-        x = combined.where(is_better, x)
-        imputed = combined_imputed.where(is_better.repeat(basis.size(1)), imputed)
-        weights = combined_weights.where(is_better, weights)
-        prediction = combined_prediction.where(is_better, prediction)
+        x, weights = combined_where_better(
+            tables, doses, design, of_whole_rows, weight, node_weight, additive
+        )
+    x, imputed = with_imputed(tables, node_weight, x)
+    prediction = design.predict(x)
+    for t in (weights[0] != 1).nonzero().flatten().tolist():
+        prediction[:, t : t + 1] = Combination(doses, x[:, t : t + 1], weights[:, t]).predict()
     if loss == "binary":
         prediction = prediction.sigmoid()
     constant, slope, effect = x.tensor_split([1, 2])
@@ -148,12 +142,36 @@ def with_imputed(tables: Tables, node_weight: Tensor, x: Tensor) -> tuple[Tensor
     return torch.cat([line, effect.view(-1, x.size(1))]), imputed
 
 
-def predict_combined(doses: Doses, x: Tensor, weights: Tensor) -> Tensor:
-    """Returns the function of each row, [n, T], of x [2 + NK, T] and weights [3, T]."""
+def combined_where_better(
+    tables: Tables,
+    doses: Doses,
+    design: Design,
+    scores: Scores,
+    weight: Tensor,
+    node_weight: Tensor,
+    additive: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Returns `combine`, but the sum, x [2 + NK, T], where it is not better by enough.
+
+    Validation rows of several nodes judge both, with imputed effects, by their weight [n, T]: rows
+    of one node say nothing of how nodes combine.
+    """
+    weights = additive.new_tensor(SUM).unsqueeze(1).repeat(1, additive.size(1))
+    is_judge = tables.is_in("val") & (tables.perturbed_ptr.diff() > 1)
+    judges = weight * is_judge.unsqueeze(1)
+    is_judged = (judges > 0).sum(dim=0) >= LEAST_VALIDATED
+    if not is_judged.any():
+        return additive, weights
+    combined, combined_weights = combine(doses, design, scores, additive, is_judged)
+    sums, _ = with_imputed(tables, node_weight, additive)
+    others, _ = with_imputed(tables, node_weight, combined)
     predictions = []
-    for t in range(x.size(1)):
-        predictions.append(Combination(doses, x[:, t : t + 1], weights[:, t]).predict())
-    return torch.cat(predictions, dim=1)
+    for t in range(others.size(1)):
+        function = Combination(doses, others[:, t : t + 1], combined_weights[:, t])
+        predictions.append(function.predict())
+    prediction = torch.cat(predictions, dim=1)
+    is_better = gains_enough(scores, judges, design.predict(sums), prediction)
+    return combined.where(is_better, additive), combined_weights.where(is_better, weights)
 
 
 def gains_enough(scores: Scores, weight: Tensor, prediction: Tensor, combined: Tensor) -> Tensor:
