@@ -223,6 +223,7 @@ def odd(kind: str) -> Tables:
     return tables
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch's, once in a process
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("loss", ["squared", "binary"])
 @pytest.mark.parametrize(
