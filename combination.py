@@ -13,6 +13,7 @@ node.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
@@ -30,7 +31,7 @@ SUM = (1.0, 0.0, 0.0)  # weights u, v and w of a sum
 STARTS = (SUM, (0.3, 1.0, 0.0), (0.3, 0.0, 1.0))
 # On the responses. Scores without noise need none: a node that was measured alone is known.
 PENALTIES = (3.0, 0.3, 0.01, 0.0001)
-ROUNDS = (4, 13)  # of all starts and penalties, and of the few of them that suit best by then
+ROUNDS = (4, 9)  # of all starts and penalties, and more of the few that suit best by then
 MOST_SETTINGS = 2  # of these
 TOLERANCE = 1e-4  # of the responses in a round, in standard deviations of the scores
 
@@ -120,6 +121,17 @@ def share_of_largest(response: Tensor, doses: Doses) -> Tensor:
     return is_largest / num_largest[sample].clamp(min=1)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Lets torch compute on one thread: several wait for each other longer than the fits take."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def combine(
     doses: Doses, design: Design, scores: Scores, additive: Tensor, is_tried: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -130,11 +142,12 @@ def combine(
     """
     x = additive.clone()
     weights = additive.new_tensor(SUM).unsqueeze(1).repeat(1, additive.size(1))
-    for t in is_tried.nonzero().flatten().tolist():
-        best = combine_target(doses, design, scores.of_target(t), additive[:, t : t + 1])
-        if best is not None:
-            x[:, t] = best.x[:, 0]
-            weights[:, t] = best.weights
+    with one_thread():
+        for t in is_tried.nonzero().flatten().tolist():
+            best = combine_target(doses, design, scores.of_target(t), additive[:, t : t + 1])
+            if best is not None:
+                x[:, t] = best.x[:, 0]
+                weights[:, t] = best.weights
     return x, weights
 
 
@@ -150,11 +163,14 @@ def combine_target(
     least = validate(design.predict(additive))
     best = None
     losses = {}  # of each setting, the least so far
-    settings = list(product(STARTS, PENALTIES))
+    candidates = {}
+    for setting in product(STARTS, PENALTIES):
+        of_setting = rounds(doses, design, scores, scores.fitted, additive, *setting)
+        candidates[setting] = enumerate(of_setting)
+    settings = list(candidates)
     for num_rounds in ROUNDS:
         for setting in settings:
-            candidates = rounds(doses, design, scores, scores.fitted, additive, *setting)
-            for number, candidate in enumerate(islice(candidates, num_rounds)):
+            for number, candidate in islice(candidates[setting], num_rounds):
                 total = validate(candidate.predict())
                 losses[setting] = min(total, losses.get(setting, total))
                 if total < least:

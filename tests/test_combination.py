@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 import baseline
+import combination
 from baseline import additive_baseline, fit_baseline
 from combination import BaselineReadout, least_squares, non_negative
 from config import Config
@@ -188,6 +189,25 @@ def test_unseen_nodes_take_part_with_imputed_responses():
     found = fit_baseline(tables)
     assert found.weights[2, 0] > 1.5
     assert on_test_rows(tables, found.prediction) > 0.98
+
+
+def test_a_fit_takes_one_thread_and_leaves_their_number(monkeypatch):
+    seen = []
+    fit = combination.combine_target
+
+    def combine_target(*arguments):
+        seen.append(torch.get_num_threads())
+        return fit(*arguments)
+
+    monkeypatch.setattr(combination, "combine_target", combine_target)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        fit_baseline(combined_tables(num_rows=300))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1]
 
 
 def test_tables_that_are_too_large_keep_the_sum(monkeypatch, tmp_path):
