@@ -1,23 +1,16 @@
 """Tests that need a GPU: `./launch.sh test -m gpu`; otherwise GPUs are hidden from the tests."""
 
-import copy
-
 import pytest
 import torch
 
-from ddp_setup import DDPConfig, Distributed
-from optim import OptimConfig, build_optimizer, optimizer_step
 from tests.test_model import (
     SETS,
     make_batch,
-    make_dataset,
     make_model,
     outputs_and_gradients,
     shared,  # noqa: F401
 )
-from tests.tools.gpu import same_draws
-from tests.tools.runs import task_of
-from train import Meter, autocast
+from tests.tools.gpu_checks import same_draws, ten_steps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,31 +35,10 @@ def test_random_numbers_have_the_bits_of_the_cpus():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_ten_training_steps_never_wait_for_the_gpu(shared, precision):  # noqa: F811
-    optim = OptimConfig(precision=precision)
-    graph = shared.to("cuda")
-    task = task_of(graph, make_dataset(shared, SETS))
-    model = make_model(dropout=0.1).to("cuda").train()
-    env = Distributed(DDPConfig())
-    env.device = torch.device("cuda", 0)
-    optimizer = build_optimizer(model, optim, env)
-    scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
-    meter = Meter(env, optim)
-    batch = make_batch(shared, SETS).pin_memory()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(10):
-            # `Data.to` moves a batch in place.
-            on_gpu = copy.copy(batch).to("cuda", non_blocking=True)
-            with autocast(optim, env):
-                prediction = model(graph, on_gpu)
-            loss = task.loss(prediction, on_gpu)
-            scaler.scale(loss).backward()
-            norm_and_scale = optimizer_step(model, optimizer, scaler, optim)
-            meter.loss += loss.detach()
-            meter.count(len(batch.y), len(batch.y), norm_and_scale)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+def test_ten_training_steps_never_wait_for_the_gpu(tmp_path, precision):
+    device = torch.device("cuda", 0)
+    is_right, figure = ten_steps(device, precision, False, "shared", tmp_path)
+    assert is_right, figure
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
