@@ -188,6 +188,20 @@ def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
     assert plan_route(shared, dataset, "expanded", 3) == (None, "expanded")
 
 
+def test_a_gpu_computes_all_states_in_few_launches(shared, monkeypatch):
+    sets = SETS * 40
+    batch = make_batch(shared, sets)
+    dataset = KnockoutDataset(tables_of(sets, torch.zeros(len(sets))), shared.degree)
+    monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", 99.0)
+    planner, line = plan_route(shared, dataset, "auto", 3)
+    assert line.endswith("3 of 3 layers: reach") and len(planner.plan(batch)) > 1
+    monkeypatch.setattr(SharedGraph, "device", torch.device("cuda"))
+    planner, line = plan_route(shared, dataset, "auto", 3)
+    assert line.endswith("1 of 3 layers: shared") and len(planner.plan(batch)) == 1
+    planner, line = plan_route(shared, dataset, "reach", 3)
+    assert line.endswith("3 of 3 layers: reach") and len(planner.plan(batch)) == 1
+
+
 def test_a_block_fits_the_cache_and_is_never_empty():
     assert block_size(torch.empty(6607, 1, 32), 9) == 1
     assert block_size(torch.empty(400, 1, 32), 3) == 20

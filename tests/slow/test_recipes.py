@@ -135,18 +135,6 @@ def test_attention(copy, tables, tmp_path):
     run_tests(copy, "tests/recipes/attention.py")
 
 
-def test_dense(copy, tables, tmp_path):
-    add_levels(tmp_path)
-    adapt(copy, "dense", [*tables, "optim.precision=bf16"])
-    train(copy)
-    log = (tmp_path / "runs/run/log.rank0.txt").read_text()
-    (names,) = re.findall("dense relations, in bf16: (.*)", log)
-    assert set(names.split(", ")) == {"physical", "regulatory"}
-    assert_parity(copy)
-    assert_contract(copy)
-    run_tests(copy, "tests/recipes/dense.py")
-
-
 # Stands in for `torch.utils.tensorboard`, which needs the package tensorboard: each call becomes a
 # line of a file.
 BOARD = """

@@ -56,14 +56,6 @@ def distance(ours: list[Tensor], reference: list[Tensor]) -> float:
     return max(errors)
 
 
-def densify(graph: SharedGraph, dtype: torch.dtype | None) -> list[str]:
-    """Returns the relations that a copy multiplies in `dtype`, as training does.
-
-    It has tests/recipes/dense.patch.
-    """
-    return graph.densify(dtype) if dtype and hasattr(graph, "densify") else []
-
-
 @cache
 def host_graph(preset: str) -> SharedGraph:
     """Returns the preset's graph on the CPU; use a copy, as `to` moves it."""
@@ -100,13 +92,9 @@ class Products:
     def agree(self, device: torch.device, precision: str, tolerance: float) -> tuple[bool, str]:
         dtype, half = PRECISIONS[precision]
         graph = copy.deepcopy(host_graph(self.preset)).to(device, dtype)
-        dense = densify(graph, half)
         with torch.autocast(device.type, half, enabled=half is not None):
             error = distance(self.results(graph), self.reference)
-        figure = f"relative error {error:.1e}"
-        if dense:
-            figure += f", dense: {', '.join(dense)}"
-        return error <= tolerance, figure
+        return error <= tolerance, f"relative error {error:.1e}"
 
     def are_deterministic(self, device: torch.device) -> tuple[bool, str]:
         host = host_graph(self.preset)
@@ -144,9 +132,7 @@ def small_task(
 ) -> KnockoutTask:
     """Returns the task of `small_tables`, whose baseline is cached in `folder`."""
     config = Config(data=DataConfig(cache_dir=str(folder)), model=model, optim=optim)
-    task = KnockoutTask.from_tables(small_tables(model.readout), config, device)
-    densify(task.graph, optim.autocast_dtype)
-    return task
+    return KnockoutTask.from_tables(small_tables(model.readout), config, device)
 
 
 def first_batch(task: KnockoutTask) -> Data:
