@@ -34,7 +34,7 @@ from ddp_setup import set_threads
 from errors import UserError
 from plots import scatter_svg
 from results import Predictions, read_predictions
-from rivals import rivals, shared_pairs
+from rivals import rivals, shared_pairs, with_baseline
 from run_folder import read_metrics
 from tables import Tables, mean_and_std
 
@@ -418,7 +418,7 @@ def beside_rivals(rows: Predictions, tables: Tables, loss: str) -> dict[str, dic
     resamples = number_of_resamples(rows.y.numel())
     unit = rows.unit()
     figures = {}
-    for name, prediction in {"baseline": rows.baseline, **rivals(tables, loss)}.items():
+    for name, prediction in with_baseline(rivals(tables, loss), rows.baseline).items():
         turned = replace(rows, prediction=prediction, baseline=rows.prediction)
         of_rival = summary(turned, unit, loss, None, resamples)
         low, high = of_rival["gain"]

@@ -7,6 +7,7 @@ Shapes: n rows of T scores, `total` perturbed nodes in all rows.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,13 +19,15 @@ from mask import doses
 from tables import Tables, weighted_mean
 
 FEATURES = ("sum", "largest", "smallest", "product")
+WITH_NEIGHBOURS = "sum of effects, unseen: graph neighbours"
 LEAST_ROWS = 10  # of training, to which a line is fitted
 
 
 def rivals(tables: Tables, loss: str) -> dict[str, Tensor]:
     """Returns predictions of the test rows by name of the rival, float64 [n, T].
 
-    In place of the score of a node that no training row has alone, its effect counts.
+    In place of the score of a node that no training row has alone, its effect counts. That of a
+    node that no training row has at all is the mean of its neighbours in the graph.
     """
     test = tables.rows("test")
     weight = mean_one_weight(tables)
@@ -32,6 +35,10 @@ def rivals(tables: Tables, loss: str) -> dict[str, Tensor]:
     mean = weighted_mean(tables.y[train].nan_to_num(), weight[train])
     additive = additive_baseline(tables, loss)
     predictions = {"mean": mean.expand(len(test), -1), "sum of effects": additive.prediction[test]}
+    if tables.unseen("test").any():
+        of_seen = replace(additive, effect=additive.effect * tables.is_seen().unsqueeze(1))
+        predictions["sum of effects"] = sums_of_effects(tables, of_seen, loss)[test]
+        predictions[WITH_NEIGHBOURS] = additive.prediction[test]
     intact = additive.intercept.sigmoid() if loss == "binary" else additive.intercept
     node_code = tables.node_code()
     set_code = tables.set_code(node_code)
@@ -49,6 +56,18 @@ def rivals(tables: Tables, loss: str) -> dict[str, Tensor]:
         for name in FEATURES:
             predictions[f"{name} of scores without a node"] = of_smaller[name][test]
     return predictions
+
+
+def with_baseline(predictions: dict[str, Tensor], baseline: Tensor) -> dict[str, Tensor]:
+    """Returns predictions [n, T] by name with those of the baseline, which may be one of them."""
+    tolerance = 1e-4 * baseline.std(dim=0, correction=0)  # digits of a file
+    named = {}
+    for name, prediction in predictions.items():
+        is_baseline = ((prediction - baseline).abs() <= tolerance).all()
+        named[f"baseline: {name}" if is_baseline else name] = prediction
+    if named.keys() == predictions.keys():
+        named["baseline"] = baseline
+    return named
 
 
 def is_known_mostly(tables: Tables, scores: Tensor, least_nodes: int) -> bool:
@@ -81,11 +100,23 @@ def on_lines(
 
 def single_scores(tables: Tables, additive: Baseline, loss: str) -> Tensor:
     """Returns what the sum of effects says of each perturbed node alone, [total, T]."""
+    score = additive.intercept + responses(tables, additive)
+    return score.sigmoid() if loss == "binary" else score
+
+
+def sums_of_effects(tables: Tables, additive: Baseline, loss: str) -> Tensor:
+    """Returns what the sum of effects says of each row, [n, T]."""
+    total = scatter(responses(tables, additive), tables.sample(), dim_size=len(tables.y))
+    score = additive.intercept + total
+    return score.sigmoid() if loss == "binary" else score
+
+
+def responses(tables: Tables, additive: Baseline) -> Tensor:
+    """Returns what each perturbed node adds to the intercept, [total, T]."""
     dose = (doses(tables.level) @ additive.basis).unsqueeze(2)
     response = (dose * additive.effect[tables.perturbed]).sum(dim=1)
     change = (1 - tables.level).unsqueeze(1)
-    score = additive.intercept + additive.slope * change + response
-    return score.sigmoid() if loss == "binary" else score
+    return additive.slope * change + response
 
 
 def measured_scores(tables: Tables, weight: Tensor, set_code: Tensor, wanted: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from analyse import beside_rivals, table_of_rivals
+from baseline import additive_baseline
 from metrics import pearson
-from rivals import rivals
+from rivals import rivals, with_baseline
 from tables import Tables
 from tests.test_combination import combined_tables
 from tests.tools.runs import ROOT, pack_levels, predictions_of
@@ -114,6 +115,41 @@ def test_sets_that_lack_one_node_tell_of_larger_ones():
     name = "smallest of scores without a node"
     torch.testing.assert_close(found[name], y, rtol=0, atol=1e-6)
     assert pearson(y, found["smallest of single scores"]) < 0.5
+
+
+@pytest.mark.parametrize("loss", ["squared", "binary"])
+def test_an_unseen_node_has_no_effect_or_the_mean_of_its_neighbours(loss):
+    """Genes of the same third are joined, and have the same effect."""
+    group = torch.arange(30) % 3
+    joined = (group.unsqueeze(1) == group).fill_diagonal_(False)
+    pairs = torch.combinations(torch.arange(30))
+    y = torch.tensor([-2.0, 0.0, 2.0], dtype=torch.float64)[group][pairs].sum(dim=1, keepdim=True)
+    if loss == "binary":
+        y = (y > 0).double()
+    is_unseen = (pairs < 6).any(dim=1)
+    split = torch.where(is_unseen, 2, torch.arange(len(pairs)) % 4 == 0)
+    sets = [dict.fromkeys(pair, 0.0) for pair in pairs.tolist()]
+    tables = tables_of_sets(sets, y, split.tolist())
+    tables = replace(
+        tables,
+        edge_index=joined.nonzero().T,
+        edge_type=torch.zeros(joined.sum(), dtype=torch.long),
+        edge_weight=None,
+        edge_attr=None,
+    )
+    found = rivals(tables, loss)
+    name = "sum of effects, unseen: graph neighbours"
+    assert list(found) == ["mean", "sum of effects", name]
+    y = tables.y[tables.rows("test")]
+    assert pearson(y, found[name]) > (0.999 if loss == "squared" else 0.9)
+    assert pearson(y, found["sum of effects"]) < pearson(y, found[name]) - 0.1
+    both_unseen = (pairs[tables.rows("test")] < 6).all(dim=1)
+    assert found["sum of effects"][both_unseen].std() < 1e-6 < found[name][both_unseen].std()
+    baseline = additive_baseline(tables, loss).prediction[tables.rows("test")]
+    torch.testing.assert_close(found[name], baseline)
+    named = with_baseline(found, baseline + 1e-9)
+    assert list(named) == ["mean", "sum of effects", f"baseline: {name}"]
+    assert list(with_baseline(found, baseline + 0.1)) == [*found, "baseline"]
 
 
 def test_a_ratio_to_an_intact_score_of_0_says_nothing():
@@ -239,6 +275,6 @@ def test_analyse_prints_rivals_of_a_run_and_of_several(train, run, tmp_path: Pat
         train(0, f"run.name=s{seed}", f"run.seed={seed}").check()
     for folders in (["runs/s0"], ["runs/s0", "runs/s1"]):
         output = run([sys.executable, ROOT / "analyse.py", *folders]).check().stdout
-        assert re.search(r"^baseline +-?\d\.\d{4} ", output, re.MULTILINE)
+        assert re.search(r"^baseline: sum of effects +-?\d\.\d{4} ", output, re.MULTILINE)
         assert re.search(r"^mean +0\.0000 ", output, re.MULTILINE)
         assert output.count("strongest without the model: ") == 1
