@@ -24,6 +24,8 @@ from errors import DataError
 
 SPLITS = ("train", "val", "test")
 ALIASES = {"node": "gene", "nodes": "genes"}  # of a table's first column
+# What pandas, R and spreadsheets write for a missing value; any text that is a float's nan is one.
+MISSING = {"", "NA", "N/A", "#N/A", "None", "null", "NULL", "<NA>"}
 CHUNK = 2**23  # characters of a table that are parsed at once
 
 
@@ -43,6 +45,7 @@ class Rows:
         """Returns a column, float64 [n], nan where missing, unless all must be `positive`."""
         values = [parse_number(cell) for cell in self.cells[column]]
         numbers = torch.from_numpy(np.array(values, dtype=np.float64))
+        numbers[numbers.isnan()] = math.nan  # of the same bits, whatever its text
         least = 1e-30 if positive else -1e30
         valid = (least < numbers) & (numbers < 1e30)
         if not positive:
@@ -150,13 +153,11 @@ def split_level(text: str, node_names: Container[str]) -> tuple[str, float]:
 
 def parse_number(cell: str) -> float:
     """Returns the number in a cell; nan if it is missing, inf if it is something else."""
-    if cell in ("", "NA"):
-        return math.nan
     try:
         value = float(cell)
     except ValueError:
-        return math.inf
-    return math.inf if math.isnan(value) or "_" in cell else value
+        return math.nan if cell.strip() in MISSING else math.inf
+    return math.inf if "_" in cell else value
 
 
 @contextlib.contextmanager
@@ -182,7 +183,7 @@ def read_header(
     """Returns the names of a table's columns, which must begin with `first`; raises `DataError`.
 
     One of `first` or `optional` in another case is that column, as `notes` then say, unless it is
-    `kept`.
+    `kept`. A column without a name is "", and left out, as `notes` say, too.
     """
     with open_table(path) as file:
         cells = split_line(next(file, ""), path, line=1)
@@ -196,7 +197,11 @@ def read_header(
             header[i] = role
             if is_in_another_case:
                 notes.append(f"{path}: the column {name} is read as {role}")
-    if header[: len(first)] != list(first) or len(set(header)) < len(header):
+    names = [name for name in header if name]
+    for number, name in enumerate(header, 1):
+        if not name:
+            notes.append(f"{path}: column {number} has no name and no cells, and is left out")
+    if header[: len(first)] != list(first) or len(set(names)) < len(names):
         found = "\t".join(cells)
         expected = "\t".join(first)
         raise DataError(
@@ -208,31 +213,43 @@ def read_header(
 def read_rows(path: str, header: list[str], skip_blank: bool = True) -> Iterator[Rows]:
     """Yields the rows of a table, those of some megabytes at once; raises `DataError`.
 
-    A blank line is skipped, or a row of empty cells.
+    A blank line is skipped, or a row of empty cells. Columns without a name must have empty cells.
     """
     is_empty = True
     next_line = 2
     with open_table(path) as file:
         next(file)
         while texts := file.readlines(CHUNK):
-            lines, cells = split_lines(path, texts, next_line, len(header), skip_blank)
+            lines, cells = split_lines(path, texts, next_line, header, skip_blank)
             next_line += len(texts)
             if lines:
                 is_empty = False
-                columns = {name: cells[i :: len(header)] for i, name in enumerate(header)}
+                columns = {}
+                for i, name in enumerate(header):
+                    columns[name] = cells[i :: len(header)]
+                    if not name:
+                        check_empty(path, lines, columns.pop(name), i + 1)
                 yield Rows(path, lines, columns)
     if is_empty:
         raise DataError(f"{path}: no rows below the header")
 
 
+def check_empty(path: str, lines: list[int], cells: list[str], number: int) -> None:
+    """Raises `DataError` for a cell that is not empty in a column without a name."""
+    for line, cell in zip(lines, cells, strict=True):
+        if cell.strip():
+            raise DataError(f"{path}:{line}: {cell!r:.60} in column {number}, which has no name")
+
+
 def split_lines(
-    path: str, texts: list[str], next_line: int, num_columns: int, skip_blank: bool
+    path: str, texts: list[str], next_line: int, header: list[str], skip_blank: bool
 ) -> tuple[list[int], list[str]]:
     """Returns the number of each line but blank ones to skip, and the cells of all in one list.
 
     One list per line would keep the garbage collector busy. Raises `DataError` for a line of
-    another number of cells.
+    another number of cells, but for empty ones at the end, of columns without a name.
     """
+    num_columns = len(header)
     lines = []
     cells = []
     for line, text in enumerate(texts, next_line):
@@ -242,11 +259,23 @@ def split_lines(
                 continue
             row = [""] * num_columns
         if len(row) != num_columns:
+            row = with_empty_end(row, header)
+        if len(row) != num_columns:
             problem = f"{len(row)} fields where the header has {num_columns}"
             raise DataError(f"{path}:{line}: {problem}")
         lines.append(line)
         cells += row
     return lines, cells
+
+
+def with_empty_end(row: list[str], header: list[str]) -> list[str]:
+    """Returns the cells with as many empty ones at the end as the header has columns, if it can."""
+    row = list(row)
+    while len(row) > len(header) and not row[-1].strip():
+        row.pop()
+    while len(row) < len(header) and not any(header[len(row) :]):
+        row.append("")
+    return row
 
 
 def split_line(text: str, path: str, line: int) -> list[str]:

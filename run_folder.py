@@ -57,8 +57,9 @@ class RunConfig:
     init: str = ""
 
     def __post_init__(self):
-        if not self.name:
-            raise ValueError("run.name is empty: the run folder needs a name")
+        if {"", ".", ".."} & set(self.name.split("/")):
+            problem = "no relative path such as a/b, with neither empty parts nor . or .."
+            raise ValueError(f"run.name={self.name!r} is {problem}")
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,7 @@ def read_edges(
     `node_number` lacks are added to it, sentences for the log to `notes`. Raises `DataError`.
     """
     header = read_header(path, notes, ("source", "target", "relation"), ("weight",))
-    names = [name for name in header[3:] if name != "weight"]
+    names = [name for name in header[3:] if name not in ("", "weight")]
     relation_number = {}
     edges = []
     weights = []
@@ -292,7 +292,7 @@ def read_knockouts(
     """
     chosen = list(map(str, scores))  # 1 is the name "1"
     header = read_header(path, notes, ("genes",), ("split", "weight", "sd"), kept=chosen)
-    score_columns = [name for name in header[1:] if name not in ("split", "weight", "sd")]
+    score_columns = [name for name in header[1:] if name not in ("", "split", "weight", "sd")]
     if not score_columns or {"weight", "sd"} <= set(header):
         problem = "the header needs scores after genes, and weight or sd, not both"
         raise DataError(f"{path}:1: {problem}")
@@ -327,7 +327,7 @@ def read_features(path: str, genes: list[str], notes: list[str]) -> dict[str, An
     Raises `DataError`.
     """
     header = read_header(path, notes, ("gene",))
-    names = header[1:]
+    names = [name for name in header[1:] if name]
     if not names:
         raise DataError(f"{path}:1: the header has no features after gene")
     row_of = {}  # by name

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data import load
+from data import DataConfig, load
 from errors import DataError
 from rows import Rows, read_header, read_rows
 from tables import Tables, pack, read_edges, read_knockouts
@@ -314,7 +314,7 @@ def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
         expected.append(sorted(number[name] for name in names))
     parts = packed["perturbed"].split(packed["perturbed_ptr"].diff().tolist())
     assert [part.tolist() for part in parts] == expected
-    wrong_lines = {1401: "g1,,g2\t0", 1402: "g1\tNaN", 1403: "g1\t1\t2", 1404: "g1\t1_0"}
+    wrong_lines = {1401: "g1,,g2\t0", 1402: "g1\tinf", 1403: "g1\t1\t2", 1404: "g1\t1_0"}
     for number_of_line, wrong in wrong_lines.items():
         before = lines[: number_of_line - 2]
         after = lines[number_of_line - 2 :]
@@ -345,3 +345,71 @@ def test_unreadable_files_are_named(tmp_path):
     Path(options.edges).unlink()
     with pytest.raises(DataError, match=r"cannot read .*edges\.tsv: No such file"):
         load(options)
+
+
+# ---- Missing values and columns without a name ---------------------------------------------------
+@pytest.mark.parametrize(
+    "cell",
+    ["", " ", "NA", "N/A", "#N/A", "NaN", "nan", "-nan", "None", "null", "NULL", "<NA>", " NA "],
+)
+def test_missing_values_of_other_tools_are_missing(tmp_path, cell):
+    """In scores and features; a node of such a name stays a node."""
+    tables = read_under(tmp_path / "plain")
+    rows = [("a", "", "train", 1), *SCORE_ROWS]
+    others = [("a", cell, "train", 1), *SCORE_ROWS]
+    found = []
+    for folder, score_rows in (("empty", rows), ("cell", others)):
+        path = write_table(
+            tmp_path / f"{folder}.tsv", [FEATURE_HEADER, *FEATURE_ROWS, ("b", cell, 3)]
+        )
+        (tmp_path / folder).mkdir()
+        options = write_tables(
+            tmp_path / folder,
+            [EDGE_HEADER, *EDGE_ROWS, ("a", "nan", "x", 1, 1), ("NULL", "None", "x", 1, 1)],
+            [SCORE_HEADER, *score_rows],
+            features=str(path),
+        )
+        found.append(load(options))
+    assert found[0].fingerprint() == found[1].fingerprint()
+    assert {"nan", "NULL", "None"} <= set(found[1].genes)
+    assert found[1].y.isnan().sum() == tables.y.isnan().sum() + 1
+
+
+def test_a_column_without_a_name_and_cells_is_left_out_with_a_note(tmp_path):
+    """Of each table, at its end or within it; lines may leave the empty end out, or add to it."""
+    plain = read_under(tmp_path / "plain")
+    folder = tmp_path / "more"
+    folder.mkdir()
+    texts = {
+        "edges": [EDGE_HEADER, *EDGE_ROWS],
+        "scores": [SCORE_HEADER, *SCORE_ROWS],
+        "features": [FEATURE_HEADER, *FEATURE_ROWS],
+    }
+    for k, (name, rows) in enumerate(texts.items()):
+        lines = ["\t".join(map(str, row)) for row in rows]
+        if name == "scores":  # within the table
+            cells = [line.split("\t") for line in lines]
+            lines = [
+                "\t".join([*row[:2], " " if i else "", *row[2:]]) for i, row in enumerate(cells)
+            ]
+        lines[0] += "\t"
+        lines[1] += "\t" * (k + 1)
+        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n")
+    options = DataConfig(
+        edges=str(folder / "edges.tsv"),
+        perturbations=str(folder / "scores.tsv"),
+        features=str(folder / "features.tsv"),
+        cache_dir=str(folder / "cache"),
+    )
+    tables = load(options)
+    assert tables.fingerprint() == plain.fingerprint()
+    assert sorted(tables.notes) == [
+        f"{folder}/{name}.tsv: column {number} has no name and no cells, and is left out"
+        for name, number in (("edges", 6), ("features", 4), ("scores", 3), ("scores", 6))
+    ]
+
+
+def test_a_cell_under_no_name_is_an_error_that_says_where(tmp_path):
+    with pytest.raises(DataError, match=r"scores.tsv:3: 'x' in column 5, which has no name"):
+        write = [(*SCORE_HEADER, ""), (*SCORE_ROWS[0], ""), (*SCORE_ROWS[1], "x")]
+        load(write_tables(tmp_path, [EDGE_HEADER, *EDGE_ROWS], write))

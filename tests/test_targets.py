@@ -79,7 +79,7 @@ def test_a_note_says_that_few_rows_have_nearly_all_weight(tmp_path):
     ("header", "row", "message"),
     [
         (HEADER, ("a", 1, "x", "val", 1), r"scores.tsv:6: the cell size 'x' is not a number"),
-        (HEADER, ("a", "nan", 1, "val", 1), r"scores.tsv:6: the growth 'nan' is not a number"),
+        (HEADER, ("a", "-inf", 1, "val", 1), r"scores.tsv:6: the growth '-inf' is not a number"),
         (HEADER, ("a", 1, 1, "val", -1), r"scores.tsv:6: the sd '-1' is not a number from 1e-30"),
         (HEADER, ("a", 1, 1, "val", 0), r"scores.tsv:6: the sd '0' is not a number from 1e-30"),
         (HEADER, ("a", 1, 1, "val", "NA"), r"scores.tsv:6: the sd 'NA' is not a number from 1e-30"),
