@@ -33,9 +33,9 @@ from config import Config, load_config, read_options
 from ddp_setup import set_threads
 from errors import UserError
 from plots import scatter_svg
-from results import Predictions, read_predictions
+from results import Predictions, check_same_rows, read_predictions
 from rivals import rivals, shared_pairs, with_baseline
-from run_folder import read_metrics
+from run_folder import read_metrics, read_warnings
 from tables import Tables, mean_and_std
 
 PROFILE = 20  # targets: with more of them, a row is a profile
@@ -96,6 +96,8 @@ def analyse_run(folder: Path, threshold: float | None = None) -> None:
     check_threshold(threshold, rows, file)
     result = analyse(rows, config.optim.loss, threshold)
     print(f"{file}: {rows.counts()}")
+    for warning in read_warnings(folder):
+        print(f"the run says: {' '.join(warning.split())}")
     print("\n".join(table(result)))
     print(
         f"95 % of {result['resamples']:,} samples of {result['sets_drawn']:,} sets of genes and "
@@ -163,33 +165,6 @@ def analyse_runs(folders: list[Path], threshold: float | None = None) -> None:
         print("\n".join(["", *table_of_rivals(of_rivals)]))
     except UserError as error:
         print(f"no comparison with what can be said without the model: {error}")
-
-
-def check_same_rows(members: list[Predictions], files: list[Path]) -> None:
-    """Raises `UserError` if the files do not have the same rows with the same scores."""
-    first = members[0]
-    for file, member in zip(files, members, strict=True):
-        has_same_names = (member.genes, member.targets) == (first.genes, first.targets)
-        if not (has_same_names and torch.equal(member.y.nan_to_num(), first.y.nan_to_num())):
-            raise UserError(
-                f"{file} has other test rows than {files[0]}: compare runs of one split"
-            )
-        has_same_baseline = torch.allclose(member.baseline, first.baseline, rtol=1e-4, atol=1e-6)
-        if not (has_same_baseline and torch.equal(member.unseen, first.unseen)):
-            raise UserError(
-                f"{file} was trained on other rows than {files[0]}: compare runs of one split"
-            )
-        if not (is_same(member.weight, first.weight) and is_same(member.sd, first.sd)):
-            raise UserError(
-                f"{file} has other weights or sd than {files[0]}: compare runs of one table"
-            )
-
-
-def is_same(values: Tensor | None, others: Tensor | None) -> bool:
-    """Returns whether both are None, or the same numbers."""
-    if values is None or others is None:
-        return values is others
-    return torch.equal(values, others)
 
 
 def config_of(folder: Path) -> Config:

@@ -22,7 +22,7 @@ import yaml
 
 from data import DataConfig
 from ddp_setup import DDPConfig, Distributed, run
-from errors import UserError
+from errors import UserError, kept_warnings
 from model import ModelConfig
 from optim import OptimConfig
 from run_folder import CheckpointConfig, LogConfig, RunConfig
@@ -69,11 +69,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def log_to_console() -> None:
-    """Prints what rank 0 logs; errors go to stderr."""
+    """Prints what rank 0 logs, and keeps warnings; errors go to stderr."""
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     console.addFilter(lambda record: record.levelno < logging.ERROR)
-    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[console])
+    handlers = [console, kept_warnings]
+    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=handlers)
     logging.raiseExceptions = False  # stdout may be a closed pipe
 
 
@@ -150,7 +151,7 @@ def compose(options: Mapping[str, Any]) -> Config:
 def read_options(path: str | Path) -> dict[str, Any]:
     """Returns {"section.key": value} of a YAML file; raises `UserError`."""
     with explain_yaml_errors(path):
-        sections = yaml.safe_load(Path(path).read_text())
+        sections = yaml.load(Path(path).read_text(), UniqueKeyLoader)
     try:
         options = {} if sections is None else by_key(sections)
     except AttributeError:
@@ -169,10 +170,23 @@ def parse_override(text: str) -> tuple[str, Any]:
             raise UserError(f"{key} has no value: write {key}=...")
         return key, value
     with explain_yaml_errors(text):
-        parsed = yaml.safe_load(value)
+        parsed = yaml.load(value, UniqueKeyLoader)
     if str in kinds and parsed is not None:
         return key, value  # 5 is the text "5"
     return key, parsed
+
+
+class UniqueKeyLoader(yaml.SafeLoader):
+    """Reads YAML in which no key stands twice, of which the first would be ignored."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.MarkedYAMLError(
+                    problem=f"{name} stands twice", problem_mark=node.start_mark
+                )
+        return super().construct_mapping(node, deep)
 
 
 @contextlib.contextmanager

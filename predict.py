@@ -33,6 +33,7 @@ from checkpoint import explain_write_errors, load_model, read_checkpoint
 from config import Config, Parser, load_config, log_to_console, run_command
 from ddp_setup import DDPConfig, Distributed
 from errors import UserError
+from names import nearly_nodes, with_nearest
 from rows import read_header, read_rows, split_level
 from tables import Tables, pack
 from task import KnockoutTask, predict_rows, table_lines
@@ -114,7 +115,8 @@ def predict(settings: Settings, env: Distributed) -> None:
         temporary.unlink(missing_ok=True)
     if unknown:
         missing = f"{num_rows - num_predicted} rows have no prediction"
-        names = ", ".join(list(unknown)[:10])
+        first = list(unknown)[:10]
+        names = with_nearest(first, nearly_nodes(first, predictor.tables.genes))
         log.warning(f"{missing}: {len(unknown)} nodes are not in the graph: {names}")
     log.info(f"{num_predicted} predictions written to {output}")
 

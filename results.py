@@ -164,3 +164,30 @@ def read_predictions(path: Path) -> Predictions:
         weight = torch.tensor(weights, dtype=torch.float64)
         rows = replace(rows, **{weight_name: weight})
     return rows
+
+
+def check_same_rows(members: list[Predictions], files: list[Path]) -> None:
+    """Raises `UserError` if the files do not have the same rows with the same scores."""
+    first = members[0]
+    for file, member in zip(files, members, strict=True):
+        has_same_names = (member.genes, member.targets) == (first.genes, first.targets)
+        if not (has_same_names and torch.equal(member.y.nan_to_num(), first.y.nan_to_num())):
+            raise UserError(
+                f"{file} has other test rows than {files[0]}: compare runs of one split"
+            )
+        has_same_baseline = torch.allclose(member.baseline, first.baseline, rtol=1e-4, atol=1e-6)
+        if not (has_same_baseline and torch.equal(member.unseen, first.unseen)):
+            raise UserError(
+                f"{file} was trained on other rows than {files[0]}: compare runs of one split"
+            )
+        if not (is_same(member.weight, first.weight) and is_same(member.sd, first.sd)):
+            raise UserError(
+                f"{file} has other weights or sd than {files[0]}: compare runs of one table"
+            )
+
+
+def is_same(values: Tensor | None, others: Tensor | None) -> bool:
+    """Returns whether both are None, or the same numbers."""
+    if values is None or others is None:
+        return values is others
+    return torch.equal(values, others)

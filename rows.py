@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from errors import DataError
+from names import misread
 
 SPLITS = ("train", "val", "test")
 ALIASES = {"node": "gene", "nodes": "genes"}  # of a table's first column
@@ -88,7 +89,7 @@ class Rows:
         """Returns the perturbed nodes in the column genes, `A,B=0.3`, each once a row.
 
         They are the row, the number of the name, all names, and the level of each node. A name with
-        `=` is one of `node_names`.
+        `=` is one of `node_names`, and any other is none that is `names.misread`.
         """
         cells = self.cells["genes"]
         filled = [cell for cell in cells if cell.strip()]
@@ -109,6 +110,11 @@ class Rows:
         name = number_names(names, name_number)[text]
         names = list(name_number)
         level = level_of_text[text]
+        for number, unknown in enumerate(names):
+            problem = "" if unknown in node_names else misread(unknown, node_names)
+            if problem:
+                first = int((name == number).nonzero()[0])
+                raise self.error(int(row[first]), "genes", f"have {problem}")
         order = stable_order(row * len(name_number) + name)
         row, name, level = row[order], name[order], level[order]
         is_first = torch.ones(len(row), dtype=torch.bool)
@@ -201,7 +207,7 @@ def read_header(
     for number, name in enumerate(header, 1):
         if not name:
             notes.append(f"{path}: column {number} has no name and no cells, and is left out")
-    if header[: len(first)] != list(first) or len(set(names)) < len(names):
+    if names[: len(first)] != list(first) or len(set(names)) < len(names):
         found = "\t".join(cells)
         expected = "\t".join(first)
         raise DataError(

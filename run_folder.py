@@ -33,7 +33,7 @@ from checkpoint import (
     write_atomically,
 )
 from ddp_setup import Distributed, describe
-from errors import RunError, UserError
+from errors import RunError, UserError, kept_warnings
 from plots import curves_svg
 
 log = logging.getLogger("run_folder")
@@ -45,6 +45,7 @@ SAME_TRAINING = (
     *("run", "data", "ddp", "checkpoint", "log"),
     *("model.message_passing", "model.checkpointing", "optim.accumulate", "optim.zero"),
 )
+SHOWN_WARNINGS = 10  # at the end of a run
 
 
 @dataclass(frozen=True)
@@ -324,6 +325,7 @@ class RunFolder:
             return
         status = "running" if event in ("started", "resumed") else event
         row = {"state": status, "step": state.step, "epoch": state.epoch, "reason": reason}
+        row["warnings"] = kept_warnings.texts
         with explain_write_errors(self.path / "status.json"):
             write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
         self.write(
@@ -354,6 +356,14 @@ class RunFolder:
         (self.path / "STOP").unlink(missing_ok=True)
         self.event("stopped", state, reason)
         log.info(f"stopped   at step {state.step} ({reason}): the same command resumes the run")
+
+    def repeat_warnings(self) -> None:
+        """Logs the warnings of this start once more, as progress bars have moved them away."""
+        texts = kept_warnings.texts
+        if texts:
+            log.info(f"warnings  {len(texts)}, as above:")
+        for text in texts[:SHOWN_WARNINGS]:
+            log.info(text)
 
     # ---- Traces ----------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -390,6 +400,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if isinstance(row, dict) and "kind" in row:
                 rows.append(row)
     return rows
+
+
+def read_warnings(folder: Path) -> list[str]:
+    """Returns the warnings of a run's last start, none if its status cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        status = json.loads((folder / "status.json").read_text())
+        return list(status.get("warnings", []))
+    return []
 
 
 def environment(ranks: str) -> str:

@@ -21,8 +21,12 @@ from torch_geometric.index import index2ptr
 from torch_geometric.utils import coalesce, scatter, to_undirected
 
 from errors import DataError
+from names import note_on_unknown
 from rows import SPLITS, number_names, read_header, read_rows, stable_order
 
+OUTLYING = 0.25  # share of the variance, from which on a row is noted
+FEWEST_ROWS = 50  # of fewer, a row may well have such a share
+FEW_SCORES = 20  # which are looked at one by one
 MIXING = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
 # Fields that the fingerprint leaves out: what is said of the files, and what `weight` comes from.
 OF_FILES = ("left_out", "notes", "feature_names", "sd")
@@ -219,7 +223,41 @@ def read_tables(
         **columns,
     )
     note_replicates(tables, perturbations)
+    note_outliers(tables, perturbations)
     return tables
+
+
+def note_outliers(tables: Tables, path: str) -> None:
+    """Notes scores that make much of the variance of all, of which the loss would mostly be made.
+
+    Of many scores, these are rows that do so on average.
+    """
+    if len(tables.y) < FEWEST_ROWS:
+        return
+    weight = tables.score_weight(slice(None))
+    mean, _ = mean_and_std(tables.y, weight)
+    squares = weight * (tables.y - mean).nan_to_num().square()
+    shares = (squares / squares.sum(dim=0)).nan_to_num()
+    names = [f"the {target:.60}" for target in tables.targets]
+    if len(names) > FEW_SCORES:
+        shares = shares.mean(dim=1, keepdim=True)
+        names = [f"the row of {len(names):,} scores"]
+    largest, row_of_largest = shares.max(dim=0)
+    for name, share, row in zip(names, largest.tolist(), row_of_largest.tolist(), strict=True):
+        if share > OUTLYING:
+            tables.notes.append(
+                f"{path}:{line_of_row(path, row)}: {name} makes {share:.0%} of the variance of all "
+                "rows: remove it, give it a small weight, or clip or rank the scores"
+            )
+
+
+def line_of_row(path: str, row: int) -> int:
+    """Returns in which line of a table a row stands, counted without blank lines from 0."""
+    for rows in read_rows(path, read_header(path, [], ("genes",))):
+        if row < len(rows.lines):
+            return rows.lines[row]
+        row -= len(rows.lines)
+    raise IndexError(row)
 
 
 def note_replicates(tables: Tables, path: str) -> None:
@@ -259,7 +297,8 @@ def read_edges(
     `node_number` lacks are added to it, sentences for the log to `notes`. Raises `DataError`.
     """
     header = read_header(path, notes, ("source", "target", "relation"), ("weight",))
-    names = [name for name in header[3:] if name not in ("", "weight")]
+    named = [name for name in header if name]
+    names = [name for name in named[3:] if name != "weight"]
     relation_number = {}
     edges = []
     weights = []
@@ -292,7 +331,8 @@ def read_knockouts(
     """
     chosen = list(map(str, scores))  # 1 is the name "1"
     header = read_header(path, notes, ("genes",), ("split", "weight", "sd"), kept=chosen)
-    score_columns = [name for name in header[1:] if name not in ("", "split", "weight", "sd")]
+    named = [name for name in header if name]
+    score_columns = [name for name in named[1:] if name not in ("split", "weight", "sd")]
     if not score_columns or {"weight", "sd"} <= set(header):
         problem = "the header needs scores after genes, and weight or sd, not both"
         raise DataError(f"{path}:1: {problem}")
@@ -302,8 +342,10 @@ def read_knockouts(
         raise DataError(f"{path}:1: {problem}")
     chunks = []
     num_rows = 0
+    nodes = list(node_number)
+    known = frozenset(nodes)
     for rows in read_rows(path, header):
-        row, name, names, level = rows.sets(node_number)
+        row, name, names, level = rows.sets(known)
         node = number_names(names, node_number)[name]
         y = rows.table(targets, ": to leave that column out, name the others in data.scores")
         chunk = {"row": row + num_rows, "node": node, "level": level, "y": y}
@@ -316,6 +358,10 @@ def read_knockouts(
         chunks.append(chunk)
         num_rows += len(y)
     fields = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    unknown = list(node_number)[len(nodes) :]
+    note = note_on_unknown(unknown, nodes, num_perturbed=len(fields["node"].unique()))
+    if note:
+        notes.append(f"{path}: {note}")
     left_out = [name for name in score_columns if name not in targets]
     return {**fields, "targets": targets, "left_out": left_out}
 
@@ -327,7 +373,7 @@ def read_features(path: str, genes: list[str], notes: list[str]) -> dict[str, An
     Raises `DataError`.
     """
     header = read_header(path, notes, ("gene",))
-    names = [name for name in header[1:] if name]
+    _, *names = [name for name in header if name]
     if not names:
         raise DataError(f"{path}:1: the header has no features after gene")
     row_of = {}  # by name

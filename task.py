@@ -226,7 +226,7 @@ class KnockoutTask:
             yield "\t".join(cells)
 
     def summary(self) -> str:
-        """Returns the numbers of nodes, edges and samples as a line for the log, and a warning."""
+        """Returns the numbers of nodes, edges and samples as a line for the log."""
         tables = self.tables
         perturbed = tables.perturbed.unique()
         has_edge = np.isin(perturbed, tables.edge_index)  # ten times faster than torch
@@ -245,25 +245,21 @@ class KnockoutTask:
         )
         if tables.left_out:
             text += f"; columns left out: {', '.join(tables.left_out)}"
+        if not self.baseline.is_combined:
+            text += "; the baseline is a sum of effects, as the table is large"
+        return text
+
+    def notes(self) -> list[str]:
+        """Returns sentences for the log on what may be wrong with the tables."""
+        notes = list(self.tables.notes)
         error = self.baseline.error.max()
         if error > UNSOLVED:
-            text += (
-                f"\nnote      the baseline's fit has not converged: {error:.0e} deviations are left"
-            )
-        if not self.baseline.is_combined:
-            text += (
-                "\nnote      the table is large: sums of effects are the baseline, largest and "
-                "smallest ones were not tried"
-            )
-        for note in tables.notes:
-            text += f"\nnote      {note}"
-        share = effective_share(tables.score_weight(tables.rows("train"))).min().item()
+            notes.append(f"the baseline's fit has not converged: {error:.0e} deviations are left")
+        rows = self.tables.rows("train")
+        share = effective_share(self.tables.score_weight(rows)).min().item()
         if share < FEW:
-            text += f"\nnote      by weight, the training rows count as {share:.1%} of them would"
-        if 2 * len(isolated) >= len(perturbed) > 0:
-            names = ", ".join(tables.genes[node] for node in isolated[:10].tolist())
-            text += f"\nnote      no edges: {names:.300}: do the tables use the same names?"
-        return text
+            notes.append(f"by weight, the training rows count as {share:.1%} of them would")
+        return notes
 
 
 def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[KnockoutDataset, str]:

@@ -107,6 +107,7 @@ def train(config: Config, env: Distributed) -> None:
         test(task, state, folder, env)
     except StopTraining as stop:  # raised on every rank after the same step
         folder.stop(state, stop.reason)
+    folder.repeat_warnings()
 
 
 def train_epoch(
@@ -356,6 +357,8 @@ def log_plan(task: KnockoutTask, model: nn.Module, sampler: StepSampler, env: Di
     config = task.config
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(f"data      {task.summary()}")
+    for note in task.notes():
+        log.warning(f"note      {note}")
     log.info(f"model     {num_parameters:,} parameters; {task.route}")
     log.info(
         f"batch     {config.data.batch_size} samples over {env.world_size} ranks "

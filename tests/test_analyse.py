@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -24,7 +25,7 @@ from rivals import shared_pairs
 from tables import Tables
 from tests.conftest import DEFAULTS, write_table
 from tests.test_results import HEADER
-from tests.tools.runs import pack_sets, predictions_of, read_metrics
+from tests.tools.runs import ROOT, pack_sets, predictions_of, read_metrics
 from train import read_config
 
 
@@ -434,6 +435,25 @@ def test_the_plot_has_at_most_two_thousand_points_evenly_chosen():
 
 
 # ---- Several runs --------------------------------------------------------------------------------
+def test_the_warnings_of_a_run_stand_at_its_end_in_its_status_and_in_the_analysis(
+    train, run, tmp_path
+):
+    """Each once, also after a second start."""
+    path = tmp_path / "scores.tsv"
+    path.write_text(path.read_text().replace("Y03", "y03"))
+    note = "note      scores.tsv: 3 of 30 knocked-out nodes have no edge: y03 (Y03?), Y"
+    for epochs in (1, 2):
+        *_, title, last = train(0, f"optim.epochs={epochs}").check().stdout.splitlines()
+        assert title == "warnings  1, as above:" or epochs == 2
+        assert last.startswith(note)
+        status = json.loads((tmp_path / "runs/default/status.json").read_text())
+        assert status["warnings"][-1] == last
+    command = [sys.executable, ROOT / "analyse.py", "runs/default"]
+    assert f"the run says: {' '.join(note.split())}" in run(command).check().stdout
+    (tmp_path / "runs/default/status.json").write_text("{")
+    assert "the run says" not in run(command).check().stdout
+
+
 def test_runs_are_compared_alone_and_together(train, tmp_path, analyse_here, capsys):
     options = {
         "a": ["run.seed=1"],

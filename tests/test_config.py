@@ -2,10 +2,12 @@
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import get_origin
 
 import pytest
 import yaml
@@ -291,6 +293,11 @@ def test_without_values_added_options_have_their_defaults(added):
         ("model.dropout=1", "model.dropout must be in [0, 1), not 1.0"),
         ("ddp.options=3", "ddp.options must be"),
         (
+            "ddp.options={static_graph: true, static_graph: false}",
+            "cannot read the configuration ddp.options={static_graph: true, static_graph: false}: "
+            "static_graph stands twice",
+        ),
+        (
             "ddp.options={bucket_cap: 3}",
             "DistributedDataParallel: got an unexpected keyword argument 'bucket_cap'",
         ),
@@ -312,6 +319,61 @@ def test_a_wrong_argument_gives_a_one_line_error(argument, message):
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.status == 2
+
+
+TEXTS = ("x y", "null", "[1, 2]", "{a: 1}", "true", "5", "1.5", "99999999999999999999999")
+FITTING = {  # which of these are values of a type
+    str: ["x y"],
+    bool: ["true"],
+    int: ["5"],
+    float: ["5", "1.5", "99999999999999999999999"],
+    list: ["[1, 2]"],
+    dict: ["{a: 1}"],
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("key", config.all_options())
+def test_a_wrong_type_of_any_option_is_one_sentence_that_names_it(tmp_path, key, text):
+    """From a file and from the command line, where each text is one."""
+    kinds = config.types_of(config.all_options()[key])
+    if any(text in FITTING.get(get_origin(kind) or kind, []) for kind in kinds):
+        return
+    section, _, name = key.partition(".")
+    (tmp_path / "mine.yaml").write_text(f"{section}:\n  {name}: {text}\n")
+    assert_one_sentence(key, "--config", str(tmp_path / "mine.yaml"))
+    if kinds != (str,):
+        assert_one_sentence(key, f"{key}={text}")
+
+
+@pytest.mark.parametrize("key", config.all_options())
+def test_a_number_out_of_the_range_of_any_option_is_one_sentence_that_names_it(key):
+    limits = config.all_options()[key].metadata
+    if "min" in limits:
+        assert_one_sentence(key, f"{key}={limits['min'] - 1}")
+    if "max" in limits:
+        assert_one_sentence(key, f"{key}={limits['max'] + 1}")
+
+
+def assert_one_sentence(key: str, *arguments: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(*arguments)
+    assert re.match(rf"{re.escape(key)}( must be |: |=)", str(caught.value))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", config.all_options())
+def test_the_name_of_any_option_is_found_for_a_misspelt_one(tmp_path, key):
+    section, _, name = key.partition(".")
+    for wrong in (f"{name}x", name[:-1] if len(name) > 4 else f"{name}_", name.replace("_", "-")):
+        if f"{section}.{wrong}" in config.all_options():
+            continue
+        message = rf"unknown option {section}\.{re.escape(wrong)}: did you mean {key}\?$"
+        with pytest.raises(UserError, match=message):
+            load(f"{section}.{wrong}=1")
+        (tmp_path / "mine.yaml").write_text(f"{section}:\n  {wrong}: 1\n")
+        with pytest.raises(UserError, match=message):
+            load("--config", str(tmp_path / "mine.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -343,6 +405,8 @@ def test_options_that_are_not_counts_accept_zero():
         ("optim: 0", "{path} does not contain sections of options: see config.yaml"),
         ("optim: [", "cannot read the configuration {path}: while parsing"),
         ("optim: {lr: 2024-13-45}", "cannot read the configuration {path}: month must be in 1..12"),
+        ("optim: {lr: 1}\noptim: {clip: 1}", "the configuration {path}: optim stands twice in"),
+        ("optim: {lr: 1, lr: 2}", "cannot read the configuration {path}: lr stands twice in"),
         ("[" * 1000, "cannot read the configuration {path}: "),
         (None, "cannot read the configuration {path}: [Errno 2] No such file or directory"),
     ],

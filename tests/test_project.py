@@ -18,7 +18,7 @@ from tests.conftest import MODULES, ROOT
 SHELVES = {
     "commands": {
         "train": "task config data metrics optim run_folder checkpoint ddp_setup watchdog errors",
-        "predict": "task config checkpoint tables rows ddp_setup errors",
+        "predict": "task config checkpoint tables names rows ddp_setup errors",
         "analyse": (
             "config data metrics run_folder checkpoint tables rivals results plots ddp_setup errors"
         ),
@@ -40,9 +40,10 @@ SHELVES = {
         "ridge": "",
         "reach": "mask",
         "mask": "",
-        "tables": "rows errors",
+        "tables": "names rows errors",
         "results": "rows errors",
-        "rows": "errors",
+        "rows": "names errors",
+        "names": "",
         "cache": "",
         "ddp_setup": "watchdog threads errors",
         "watchdog": "",

@@ -12,7 +12,7 @@ from errors import DataError
 from rows import Rows, read_header, read_rows
 from tables import Tables, pack, read_edges, read_knockouts
 from tests.conftest import write_table
-from tests.test_tables import EDGES, SCORES, asked, summary_of, write_tables
+from tests.test_tables import EDGES, SCORES, asked, notes_on, write_tables
 from tests.tools.runs import tables_of
 
 EDGE_ROWS = [("a", "b", "x", 3, 0.5), ("b", "c", "x", 1, 2), ("c", "d", "y", 2, 4)]
@@ -87,8 +87,8 @@ def test_a_column_with_a_role_may_stand_in_another_case_as_a_note_says(
     found = [note.partition(".tsv: ")[2] for note in tables.notes]
     # Those of the table of features come last.
     assert found == [f"the column {name} is read as {role}" for name, role in roles.items()]
-    assert summary_of(tables).count("\nnote      ") == len(roles)
-    assert all(f"\nnote      {note}" in summary_of(tables) for note in tables.notes)
+    assert notes_on(tables) == list(tables.notes)
+    assert len(tables.notes) == len(roles)
     again = read_under(tmp_path / "cases", edges, scores, features)  # from the cache
     assert list(again.notes) == list(tables.notes)
 

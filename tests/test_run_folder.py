@@ -41,7 +41,10 @@ def test_a_run_writes_all_files_of_its_folder(finished):
         "log.rank0.txt", "log.rank1.txt", "checkpoints/best.pt", "checkpoints/step_00000010.pt",
         "checkpoints/step_00000015.pt",
     }  # fmt: skip
-    assert read_status(folder) == {"state": "finished", "step": 15, "epoch": 3, "reason": ""}
+    assert read_status(folder) == {
+        **{"state": "finished", "step": 15, "epoch": 3, "reason": ""},
+        "warnings": [],
+    }
     assert (folder / "config.yaml").read_text().startswith("run:\n  name: first\n")
     environment = (folder / "environment.txt").read_text()
     assert re.search(r"^rank 1, host \S+, pid \d+, device cpu, ", environment, re.M)

@@ -1,0 +1,98 @@
+"""What a name may mean that no edge has: a node written otherwise, several nodes, or a control.
+
+A name that an edge has is that node, whatever it looks like.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+# Without hyphens, underscores and blanks, in lower case.
+CONTROL = re.compile(r"wt|wildtype|nt|(control|ctrl|ntc|nontargeting|safetargeting)(control|\d)*")
+JOINTS = "+;|:_ "  # what people write between names in place of a comma
+SHOWN = 10  # names in a note
+# What spreadsheets take for months, and the names that these genes have got since.
+MONTH = re.compile(r"(JAN|FEB|MAR|APR|MAY|JUN|JUL|AUG|SEP|OCT|NOV|DEC)(CH|CHF|T|TIN)?|DELEC")
+CASE = "upper and lower case"
+SIGNS = "hyphens, underscores, dots and blanks"
+VERSION = "a version such as .1"
+DATE = "dates that a spreadsheet made of names"
+
+
+def is_control(name: str) -> bool:
+    """Returns whether a name is one of those that people write for an intact sample."""
+    return CONTROL.fullmatch(re.sub(r"[-_\s]", "", name).casefold()) is not None
+
+
+def misread(name: str, nodes: Container[str]) -> str:
+    """Returns what is wrong with a name that is no node, "" if it may be one without edges."""
+    for joint in JOINTS:
+        parts = [part.strip() for part in name.split(joint)]
+        knocked_out = [part for part in parts if not is_control(part)]
+        if len(parts) > 1 and knocked_out and all(part in nodes for part in knocked_out):
+            return f"{name}, which is no node but joins names: write {','.join(knocked_out)}"
+    if is_control(name):
+        return f"{name}, a control: leave it out, as the cell of an intact sample is empty"
+    return ""
+
+
+def note_on_unknown(unknown: Sequence[str], nodes: Sequence[str], num_perturbed: int) -> str:
+    """Returns a sentence on perturbed names that no edge has, "" if they look as they should.
+
+    They do if none is nearly one of the `nodes`, and they are less than half of all names.
+    """
+    if not unknown:
+        return ""
+    near = nearly_nodes(unknown, nodes)
+    are_most = 2 * len(unknown) >= num_perturbed
+    if not near and not are_most:
+        return ""
+    count = f"{len(unknown):,} of {num_perturbed:,}"
+    text = f"{count} knocked-out nodes have no edge"
+    if are_most:
+        text = f"MOST KNOCKED-OUT NODES, {count}, HAVE NO EDGE"
+    names = [*near, *(name for name in unknown if name not in near)]
+    text += f": {with_nearest(names[:SHOWN], near):.500}"
+    if not near:
+        return f"{text}: do the tables use the same names?"
+    ((difference, count),) = Counter(how for _, how in near.values()).most_common(1)
+    if 2 * count > len(unknown):
+        text += f"; what differs is only {difference}, for {count:,} of them"
+    return text
+
+
+def with_nearest(names: Iterable[str], near: Mapping[str, tuple[str, str]]) -> str:
+    """Returns names as a text, with the node that each nearly is, of `nearly_nodes`."""
+    return ", ".join(f"{name} ({near[name][0]}?)" if name in near else name for name in names)
+
+
+def nearly_nodes(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Returns, for each name that nearly is a node, that node and in what they differ."""
+    found = {}
+    keys = {CASE: str.casefold, SIGNS: without_signs, VERSION: without_version, DATE: month_of}
+    for difference, key in keys.items():
+        node_of = {key(node): node for node in reversed(nodes)}  # the first node of a key
+        for name in unknown:
+            node = node_of.get(key(name), "")
+            # Two versions are two names, as in C. elegans.
+            are_two_versions = difference == VERSION and key(name) not in (name, node)
+            if node and key(name) and not are_two_versions:
+                found.setdefault(name, (node, difference))
+    return found
+
+
+def without_signs(name: str) -> str:
+    return re.sub(r"[-_.\s]", "", name).casefold()
+
+
+def without_version(name: str) -> str:
+    return re.sub(r"\.\d+$", "", name)
+
+
+def month_of(name: str) -> str:
+    """Returns month and number of `1-Mar`, `Mar-01`, MAR1 or MARCH1, such as MAR1; else ""."""
+    match = re.fullmatch(r"0?(\d+)[-/ ]([A-Za-z]+)|([A-Za-z]+)[-/ ]?0?(\d+)", name)
+    if match is None:
+        return ""
+    month = MONTH.fullmatch((match[2] or match[3]).upper())
+    return f"{month[1] or 'DEC'}{match[1] or match[4]}" if month else ""

@@ -1,0 +1,140 @@
+"""Names that no edge has: what they may mean, and what one is told."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from data import DataConfig, load
+from errors import DataError
+from names import is_control, misread, nearly_nodes, note_on_unknown
+from predict import read_sets
+from tests.conftest import write_table
+
+SPLITS = ("train", "val", "test")
+
+
+def read(folder: Path, nodes: list[str], cells: list[str]) -> list[str]:
+    """Returns the notes on a table of these cells, and a ring of these nodes."""
+    edges = [(node, other, "x") for node, other in zip(nodes, nodes[1:] + nodes[:1], strict=True)]
+    rows = [(cell, k, SPLITS[k % 3]) for k, cell in enumerate(cells)]
+    options = DataConfig(
+        edges=str(write_table(folder / "edges.tsv", [("source", "target", "relation"), *edges])),
+        perturbations=str(write_table(folder / "scores.tsv", [("genes", "score", "split"), *rows])),
+        cache_dir=str(folder / "cache"),
+    )
+    return [note.partition("scores.tsv: ")[2] for note in load(options).notes]
+
+
+# ---- Controls and joined names -------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ctrl", "CTRL", "control", "Control_1", "WT", "wild-type", "wild type", "Wildtype"),
+        *("non-targeting", "Non_Targeting", "non-targeting_00012", "NT", "NTC", "safe-targeting"),
+        "non-targeting control 3",
+    ],
+)
+def test_controls_are_refused_unless_they_are_nodes(tmp_path, name):
+    assert is_control(name)
+    message = f"scores.tsv:3: the genes 'a,{name}' have {name}, a control: leave it out, as the "
+    message += "cell of an intact sample is empty"
+    with pytest.raises(DataError, match=re.escape(message)):
+        read(tmp_path, ["a", "b"], ["b", f"a,{name}", "a"])
+    assert read(tmp_path, ["a", "b", name], ["b", f"a,{name}", "a"]) == []
+
+
+@pytest.mark.parametrize("name", ["WT1", "NT5", "NT5E", "CTRB1", "CONTROLLER", "WTAP", "SAFE"])
+def test_genes_are_no_controls(name):
+    assert not is_control(name)
+
+
+@pytest.mark.parametrize("joint", ["+", " + ", "_", ";", "; ", "|", ":", " "])
+@pytest.mark.parametrize("level", ["", "=0.3"])
+def test_names_that_are_joined_are_refused_unless_they_are_one_node(tmp_path, joint, level):
+    name = f"a1{joint}b2"
+    message = f"scores.tsv:4: the genes 'c,{name}{level}' have {name}, which is no node but joins "
+    message += "names: write a1,b2"
+    cells = ["c", "a1", f"c,{name}{level}"]
+    with pytest.raises(DataError, match=re.escape(message)):
+        read(tmp_path, ["a1", "b2", "c"], cells)
+    assert read(tmp_path, ["a1", "b2", "c", name], cells) == []
+
+
+def test_names_are_joined_only_where_all_are_nodes():
+    nodes = {"a", "b", "MT_CO1", "c"}
+    assert misread("a+b+c", nodes).endswith("write a,b,c")
+    assert misread("MT_CO1+a", nodes).endswith("write MT_CO1,a")
+    assert misread("a+ctrl", nodes).endswith("write a")
+    assert misread("ctrl+ctrl", nodes) == ""
+    for name in ("a+d", "a-b", "a_", "+", "ab", "a.b"):
+        assert misread(name, nodes) == "", name
+
+
+def test_tables_to_predict_are_read_by_the_same_rules(tmp_path):
+    read(tmp_path, ["a", "b", "c"], ["a", "b", "c"])
+    tables = load(
+        DataConfig(
+            edges=str(tmp_path / "edges.tsv"),
+            perturbations=str(tmp_path / "scores.tsv"),
+            cache_dir=str(tmp_path / "cache"),
+        )
+    )
+    for cell, problem in (("a+b", "write a,b"), ("a,ctrl", "a control")):
+        path = write_table(tmp_path / "new.tsv", [("genes",), ("c",), (cell,)])
+        with pytest.raises(DataError, match=rf"new\.tsv:3: .*{problem}"):
+            list(read_sets(str(path), tables))
+
+
+# ---- Names that nearly are nodes -----------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "node", "difference"),
+    [
+        ("g0", "G0", "upper and lower case"),
+        ("yal001c", "YAL001C", "upper and lower case"),
+        ("HLA_A", "HLA-A", "hyphens, underscores, dots and blanks"),
+        ("hla a", "HLA-A", "hyphens, underscores, dots and blanks"),
+        ("ENSG01.12", "ENSG01", "a version such as .1"),
+        ("ENSG01", "ENSG01.3", "a version such as .1"),
+        ("1-Mar", "MARCH1", "dates that a spreadsheet made of names"),
+        ("Mar-01", "MARCHF1", "dates that a spreadsheet made of names"),
+        ("1-Mar", "MAR1", "dates that a spreadsheet made of names"),
+        ("2-Sep", "SEPT2", "dates that a spreadsheet made of names"),
+        ("02-Sep", "SEPTIN2", "dates that a spreadsheet made of names"),
+        ("1-Dec", "DEC1", "dates that a spreadsheet made of names"),
+        ("1-DEC", "DELEC1", "dates that a spreadsheet made of names"),
+        ("4-Oct", "OCT4", "dates that a spreadsheet made of names"),
+    ],
+)
+def test_a_name_is_nearly_a_node(name, node, difference):
+    assert nearly_nodes([name], ["other", node, "more"]) == {name: (node, difference)}
+
+
+def test_other_names_are_no_nodes():
+    """Two versions are two names, as in C. elegans."""
+    nodes = ["F09G8.3", "MARCH1", "abc", "x1"]
+    for name in ("F09G8.9", "2-Mar", "abd", "x2", "1-Apr", "March"):
+        assert nearly_nodes([name], nodes) == {}, name
+
+
+def test_a_note_shows_ten_names_and_the_change_that_most_need():
+    nodes = [f"G{k}" for k in range(40)] + ["A-B"]
+    unknown = [f"g{k}" for k in range(20)] + ["A_B", "zzz"]
+    shown = ", ".join(f"g{k} (G{k}?)" for k in range(10))
+    text = "; what differs is only upper and lower case, for 20 of them"
+    note = f"22 of 100 knocked-out nodes have no edge: {shown}{text}"
+    assert note_on_unknown(unknown, nodes, 100) == note
+    most = note_on_unknown(unknown, nodes, 40)
+    assert most == f"MOST KNOCKED-OUT NODES, 22 of 40, HAVE NO EDGE: {shown}{text}"
+    few = note_on_unknown(["zzz", "A_B", "yyy"], nodes, 100)
+    assert few == "3 of 100 knocked-out nodes have no edge: A_B (A-B?), zzz, yyy"
+
+
+def test_nodes_without_edges_that_look_like_no_other_are_not_noted(tmp_path):
+    assert note_on_unknown([], ["a"], 5) == ""
+    assert note_on_unknown(["x", "y"], ["a"], 5) == ""
+    assert read(tmp_path, ["a", "b", "c"], ["a", "b", "c", "x"]) == []
+    assert read(tmp_path, ["a", "b", "c"], ["a", "b", "c", "A"]) == [
+        "1 of 4 knocked-out nodes have no edge: A (a?); what differs is only upper and lower "
+        "case, for 1 of them"
+    ]
