@@ -110,11 +110,7 @@ class Rows:
         name = number_names(names, name_number)[text]
         names = list(name_number)
         level = level_of_text[text]
-        for number, unknown in enumerate(names):
-            problem = "" if unknown in node_names else misread(unknown, node_names)
-            if problem:
-                first = int((name == number).nonzero()[0])
-                raise self.error(int(row[first]), "genes", f"have {problem}")
+        self.check_names(row, name, names, node_names)
         order = stable_order(row * len(name_number) + name)
         row, name, level = row[order], name[order], level[order]
         is_first = torch.ones(len(row), dtype=torch.bool)
@@ -126,6 +122,16 @@ class Rows:
             problem = f"have {names[name[first]]} at {level_text}"
             raise self.error(int(row[first]), "genes", problem)
         return row[is_first], name[is_first], names, level[is_first]
+
+    def check_names(
+        self, row: Tensor, name: Tensor, names: Sequence[str], node_names: Container[str]
+    ) -> None:
+        """Raises `DataError` for a name that is no node and `misread`, given each one's row."""
+        for number, unknown in enumerate(names):
+            problem = "" if unknown in node_names else misread(unknown, node_names)
+            if problem:
+                first = int((name == number).nonzero()[0])
+                raise self.error(int(row[first]), "genes", f"have {problem}")
 
 
 def number_names(names: Sequence[str], number: dict[str, int]) -> Tensor:
