@@ -96,8 +96,7 @@ def analyse_run(folder: Path, threshold: float | None = None) -> None:
     check_threshold(threshold, rows, file)
     result = analyse(rows, config.optim.loss, threshold)
     print(f"{file}: {rows.counts()}")
-    for warning in read_warnings(folder):
-        print(f"the run says: {' '.join(warning.split())}")
+    print_warnings(folder)
     print("\n".join(table(result)))
     print(
         f"95 % of {result['resamples']:,} samples of {result['sets_drawn']:,} sets of genes and "
@@ -119,6 +118,11 @@ def analyse_run(folder: Path, threshold: float | None = None) -> None:
     print(f"written: {folder / 'test.json'}, {folder / 'test.svg'}")
 
 
+def print_warnings(folder: Path) -> None:
+    for warning in read_warnings(folder):
+        print(f"{folder} says: {' '.join(warning.split())}")
+
+
 def noise_text(result: dict) -> str:
     """Returns how far a model comes where the noise of the scores is known."""
     share = result["r2_of_ceiling"]
@@ -133,6 +137,8 @@ def analyse_runs(folders: list[Path], threshold: float | None = None) -> None:
     Raises `UserError` if they have different test rows.
     """
     print("\n".join([*overview(folders), ""]))
+    for folder in folders:
+        print_warnings(folder)
     files = [folder / "test.tsv" for folder in folders]
     members = [read_predictions(file) for file in files]
     check_same_rows(members, files)

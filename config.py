@@ -180,12 +180,13 @@ class UniqueKeyLoader(yaml.SafeLoader):
     """Reads YAML in which no key stands twice, of which the first would be ignored."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        names = [key.value for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1:
+        names = []
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if key.value in names:
                 raise yaml.MarkedYAMLError(
-                    problem=f"{name} stands twice", problem_mark=node.start_mark
+                    problem=f"{key.value} stands twice", problem_mark=key.start_mark
                 )
+            names.append(key.value)
         return super().construct_mapping(node, deep)
 
 

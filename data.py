@@ -57,7 +57,8 @@ def load(config: DataConfig) -> Tables:
     files = [config.edges, config.perturbations, config.features]
     options = [config.scores, config.undirected]
     digests = [path and file_digest(path) for path in files]  # "" for one that is not given
-    key = f"{source_digest(read_tables)} {digests} {options}"
+    # Notes of tables name their files.
+    key = f"{source_digest(read_tables)} {files} {digests} {options}"
     fields = cached(config.cache_dir, "tables", key, lambda: vars(read_tables(*files, *options)))
     tables = Tables(**fields)
     if tables.split is None:

@@ -5,18 +5,23 @@ A name that an edge has is that node, whatever it looks like.
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 # Without hyphens, underscores and blanks, in lower case.
-CONTROL = re.compile(r"wt|wildtype|nt|(control|ctrl|ntc|nontargeting|safetargeting)(control|\d)*")
-JOINTS = "+;|:_ "  # what people write between names in place of a comma
+CONTROL = re.compile(
+    r"wt|nt|wildtype\d*|mock|untreated|unperturbed|scrambled?"
+    r"|(neg|negative)?(control|ctrl|ntc|nontargeting|safetargeting)(control|guide|\d)*"
+)
+JOINTS = "+;|:/&_ "  # what people write between names in place of a comma
 SHOWN = 10  # names in a note
 # What spreadsheets take for months, and the names that these genes have got since.
 MONTH = re.compile(r"(JAN|FEB|MAR|APR|MAY|JUN|JUL|AUG|SEP|OCT|NOV|DEC)(CH|CHF|T|TIN)?|DELEC")
 CASE = "upper and lower case"
-SIGNS = "hyphens, underscores, dots and blanks"
 VERSION = "a version such as .1"
-DATE = "dates that a spreadsheet made of names"
+SIGNS = "hyphens, underscores, dots and blanks"
+DATE = "a spreadsheet's date or a newer name"
+PART = "further text"
+ONE_NODE = "; if it is one node, give it an edge, such as a loop"
 
 
 def is_control(name: str) -> bool:
@@ -26,13 +31,19 @@ def is_control(name: str) -> bool:
 
 def misread(name: str, nodes: Container[str]) -> str:
     """Returns what is wrong with a name that is no node, "" if it may be one without edges."""
+    are_controls = is_control(name)
     for joint in JOINTS:
-        parts = [part.strip() for part in name.split(joint)]
+        parts = [part for part in re.split(rf"(?:\s*{re.escape(joint)}\s*)+", name) if part]
         knocked_out = [part for part in parts if not is_control(part)]
-        if len(parts) > 1 and knocked_out and all(part in nodes for part in knocked_out):
-            return f"{name}, which is no node but joins names: write {','.join(knocked_out)}"
-    if is_control(name):
-        return f"{name}, a control: leave it out, as the cell of an intact sample is empty"
+        are_numbered = joint in "_ " and all(part.isdigit() for part in knocked_out)
+        if parts and len(knocked_out) < len(parts) and (are_numbered or not knocked_out):
+            are_controls = True
+        is_joined = parts != [name] and knocked_out and all(part in nodes for part in knocked_out)
+        if is_joined and not are_controls:
+            names = ",".join(knocked_out)
+            return f"{name}, which is no node but joins names: write {names}{ONE_NODE}"
+    if are_controls:
+        return f"{name}, a control: leave it out, as an intact sample has an empty cell{ONE_NODE}"
     return ""
 
 
@@ -51,8 +62,7 @@ def note_on_unknown(unknown: Sequence[str], nodes: Sequence[str], num_perturbed:
     text = f"{count} knocked-out nodes have no edge"
     if are_most:
         text = f"MOST KNOCKED-OUT NODES, {count}, HAVE NO EDGE"
-    names = [*near, *(name for name in unknown if name not in near)]
-    text += f": {with_nearest(names[:SHOWN], near):.500}"
+    text += f": {some_names(unknown, near)}"
     if not near:
         return f"{text}: do the tables use the same names?"
     ((difference, count),) = Counter(how for _, how in near.values()).most_common(1)
@@ -61,15 +71,17 @@ def note_on_unknown(unknown: Sequence[str], nodes: Sequence[str], num_perturbed:
     return text
 
 
-def with_nearest(names: Iterable[str], near: Mapping[str, tuple[str, str]]) -> str:
-    """Returns names as a text, with the node that each nearly is, of `nearly_nodes`."""
-    return ", ".join(f"{name} ({near[name][0]}?)" if name in near else name for name in names)
+def some_names(names: Sequence[str], near: Mapping[str, tuple[str, str]]) -> str:
+    """Returns ten of the names as a text, first those that are `near` a node, with that node."""
+    shown = [f"{name} ({near[name][0]}?)" for name in names if name in near]
+    shown += [name for name in names if name not in near]
+    return f"{', '.join(shown[:SHOWN]):.500}"
 
 
 def nearly_nodes(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Returns, for each name that nearly is a node, that node and in what they differ."""
     found = {}
-    keys = {CASE: str.casefold, SIGNS: without_signs, VERSION: without_version, DATE: month_of}
+    keys = {CASE: str.casefold, VERSION: without_version, SIGNS: without_signs, DATE: month_of}
     for difference, key in keys.items():
         node_of = {key(node): node for node in reversed(nodes)}  # the first node of a key
         for name in unknown:
@@ -78,11 +90,16 @@ def nearly_nodes(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, tupl
             are_two_versions = difference == VERSION and key(name) not in (name, node)
             if node and key(name) and not are_two_versions:
                 found.setdefault(name, (node, difference))
+    known = set(nodes)
+    for name in unknown:
+        for part in re.split(rf"[{re.escape(JOINTS)}\s]+", name):
+            if part in known:
+                found.setdefault(name, (part, PART))
     return found
 
 
 def without_signs(name: str) -> str:
-    return re.sub(r"[-_.\s]", "", name).casefold()
+    return re.sub(r"[-_.\s\u200b\ufeff]", "", name).casefold()
 
 
 def without_version(name: str) -> str:

@@ -11,6 +11,7 @@ each row, in order; rows with unknown nodes get empty cells. Of several runs, th
 their predictions, and beside it their standard deviation, `sd`.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -33,7 +34,7 @@ from checkpoint import explain_write_errors, load_model, read_checkpoint
 from config import Config, Parser, load_config, log_to_console, run_command
 from ddp_setup import DDPConfig, Distributed
 from errors import UserError
-from names import nearly_nodes, with_nearest
+from names import nearly_nodes, some_names
 from rows import read_header, read_rows, split_level
 from tables import Tables, pack
 from task import KnockoutTask, predict_rows, table_lines
@@ -112,11 +113,11 @@ def predict(settings: Settings, env: Distributed) -> None:
             if env.rank == 0:
                 os.replace(temporary, output)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     if unknown:
         missing = f"{num_rows - num_predicted} rows have no prediction"
-        first = list(unknown)[:10]
-        names = with_nearest(first, nearly_nodes(first, predictor.tables.genes))
+        names = some_names(list(unknown), nearly_nodes(list(unknown), predictor.tables.genes))
         log.warning(f"{missing}: {len(unknown)} nodes are not in the graph: {names}")
     log.info(f"{num_predicted} predictions written to {output}")
 
@@ -236,9 +237,10 @@ def read_sets(path: str, tables: Tables) -> Iterator[Chunk]:
     node_number = {gene: node for node, gene in enumerate(tables.genes)}
     notes = []
     header = read_header(path, notes, ("genes",))
-    for note in notes:
-        log.info(f"note      {note}")
     for rows in read_rows(path, header, skip_blank=False):
+        for note in notes:
+            log.warning(f"note      {note}")
+        notes.clear()  # each once, after the first error
         row, name, names, level = rows.sets(node_number)
         numbers = [node_number.get(name, -1) for name in names]
         node = torch.tensor(numbers, dtype=torch.long)[name]

@@ -79,10 +79,11 @@ class Rows:
 
     def splits(self) -> Tensor:
         """Returns the column split, int8 [n], as in `Tables`."""
-        for row, cell in enumerate(self.cells["split"]):
-            if cell not in SPLITS:
+        names = [cell.strip() for cell in self.cells["split"]]
+        for row, name in enumerate(names):
+            if name not in SPLITS:
                 raise self.error(row, "split", f"is not one of {', '.join(SPLITS)}")
-        positions = [SPLITS.index(cell) for cell in self.cells["split"]]
+        positions = [SPLITS.index(name) for name in names]
         return torch.tensor(positions, dtype=torch.int8)
 
     def sets(self, node_names: Container[str]) -> tuple[Tensor, Tensor, list[str], Tensor]:
@@ -105,6 +106,7 @@ class Rows:
         if level_of_text.isnan().any():
             wrong = int(level_of_text[text].isnan().nonzero()[0])
             problem = f"have {texts[wrong].strip()!r:.60}: no name, or no level from 0 to 10,000"
+            problem += " (a comma separates nodes)"
             raise self.error(int(row[wrong]), "genes", problem)
         name_number = {}  # two texts may be one name
         name = number_names(names, name_number)[text]
@@ -128,10 +130,17 @@ class Rows:
     ) -> None:
         """Raises `DataError` for a name that is no node and `misread`, given each one's row."""
         for number, unknown in enumerate(names):
-            problem = "" if unknown in node_names else misread(unknown, node_names)
+            if unknown in node_names:
+                continue
+            first = int(row[(name == number).nonzero()[0]])
+            problem = misread(unknown, node_names)
+            if math.isnan(parse_number(unknown)):
+                problem = f"{unknown}, a missing value, but an intact sample has an empty cell"
+            cell = self.cells["genes"][first]
+            if unknown.isdigit() and re.search(rf"=\s*\d+,\s*{unknown}\s*(,|$)", cell):
+                problem = "a level with a decimal comma: write a point"
             if problem:
-                first = int((name == number).nonzero()[0])
-                raise self.error(int(row[first]), "genes", f"have {problem}")
+                raise self.error(first, "genes", f"have {problem}")
 
 
 def number_names(names: Sequence[str], number: dict[str, int]) -> Tensor:
@@ -200,10 +209,11 @@ def read_header(
     with open_table(path) as file:
         cells = split_line(next(file, ""), path, line=1)
     header = [cell.strip() for cell in cells]
+    names = [name for name in header if name]
     for i, name in enumerate(header):
         role = name.lower()
         is_in_another_case = role != name
-        if i == 0:
+        if names[:1] == [name] and name not in header[:i]:
             role = ALIASES.get(role, role)
         if role in (*first, *optional) and name not in kept:
             header[i] = role
@@ -213,12 +223,13 @@ def read_header(
     for number, name in enumerate(header, 1):
         if not name:
             notes.append(f"{path}: column {number} has no name and no cells, and is left out")
-    if names[: len(first)] != list(first) or len(set(names)) < len(names):
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(f"{path}:1: two columns are {name!r:.60}: name each once")
+    if names[: len(first)] != list(first):
         found = "\t".join(cells)
         expected = "\t".join(first)
-        raise DataError(
-            f"{path}:1: the header is {found!r:.60}: begin with {expected!r}, name each column once"
-        )
+        raise DataError(f"{path}:1: the header is {found!r:.60}: begin with {expected!r}")
     return header
 
 
@@ -266,9 +277,9 @@ def split_lines(
     cells = []
     for line, text in enumerate(texts, next_line):
         row = split_line(text, path, line)
+        if not row[0] and skip_blank and not "".join(row).strip():
+            continue
         if row == [""]:
-            if skip_blank:
-                continue
             row = [""] * num_columns
         if len(row) != num_columns:
             row = with_empty_end(row, header)

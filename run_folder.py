@@ -323,11 +323,7 @@ class RunFolder:
         """Records started, resumed, stopped, failed or finished in status.json and the metrics."""
         if self.env.rank != 0:
             return
-        status = "running" if event in ("started", "resumed") else event
-        row = {"state": status, "step": state.step, "epoch": state.epoch, "reason": reason}
-        row["warnings"] = kept_warnings.texts
-        with explain_write_errors(self.path / "status.json"):
-            write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
+        self.write_status(event, state, reason)
         self.write(
             "event",
             state,
@@ -336,6 +332,16 @@ class RunFolder:
             time=time.time(),
             world_size=self.env.world_size,
         )
+
+    def write_status(self, event: str, state: TrainState, reason: str = "") -> None:
+        """Writes status.json, with the warnings so far."""
+        if self.env.rank != 0:
+            return
+        status = "running" if event in ("started", "resumed") else event
+        row = {"state": status, "step": state.step, "epoch": state.epoch, "reason": reason}
+        row["warnings"] = kept_warnings.texts
+        with explain_write_errors(self.path / "status.json"):
+            write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
 
     def finish(self, state: TrainState, test: dict[str, Any], lines: Iterable[str]) -> None:
         """Writes the test row and the lines of test.tsv, and records the end of the run.
@@ -364,6 +370,8 @@ class RunFolder:
             log.info(f"warnings  {len(texts)}, as above:")
         for text in texts[:SHOWN_WARNINGS]:
             log.info(text)
+        if len(texts) > SHOWN_WARNINGS:
+            log.info(f"and {len(texts) - SHOWN_WARNINGS} more above")
 
     # ---- Traces ----------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -406,7 +414,8 @@ def read_warnings(folder: Path) -> list[str]:
     """Returns the warnings of a run's last start, none if its status cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         status = json.loads((folder / "status.json").read_text())
-        return list(status.get("warnings", []))
+        if isinstance(status, dict) and isinstance(status.get("warnings"), list):
+            return list(map(str, status["warnings"]))
     return []
 
 

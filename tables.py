@@ -25,7 +25,7 @@ from names import note_on_unknown
 from rows import SPLITS, number_names, read_header, read_rows, stable_order
 
 OUTLYING = 0.25  # share of the variance, from which on a row is noted
-FEWEST_ROWS = 50  # of fewer, a row may well have such a share
+FEWEST_SCORES = 50  # of fewer, one may well have such a share
 FEW_SCORES = 20  # which are looked at one by one
 MIXING = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
 # Fields that the fingerprint leaves out: what is said of the files, and what `weight` comes from.
@@ -232,8 +232,6 @@ def note_outliers(tables: Tables, path: str) -> None:
 
     Of many scores, these are rows that do so on average.
     """
-    if len(tables.y) < FEWEST_ROWS:
-        return
     weight = tables.score_weight(slice(None))
     mean, _ = mean_and_std(tables.y, weight)
     squares = weight * (tables.y - mean).nan_to_num().square()
@@ -243,12 +241,19 @@ def note_outliers(tables: Tables, path: str) -> None:
         shares = shares.mean(dim=1, keepdim=True)
         names = [f"the row of {len(names):,} scores"]
     largest, row_of_largest = shares.max(dim=0)
-    for name, share, row in zip(names, largest.tolist(), row_of_largest.tolist(), strict=True):
-        if share > OUTLYING:
-            tables.notes.append(
-                f"{path}:{line_of_row(path, row)}: {name} makes {share:.0%} of the variance of all "
-                "rows: remove it, give it a small weight, or clip or rank the scores"
-            )
+    present = (~tables.y.isnan()).sum(dim=0)
+    # Of fewer, or of 0 and 1, any may have such a share.
+    are_others = ~((tables.y == 0) | (tables.y == 1) | tables.y.isnan()).all(dim=0)
+    is_judged = (present >= FEWEST_SCORES) & are_others
+    if len(names) < len(is_judged):
+        is_judged = is_judged.any(dim=0, keepdim=True)
+    is_noted = is_judged & (largest > OUTLYING)
+    for k in is_noted.nonzero().flatten().tolist():
+        line = line_of_row(path, int(row_of_largest[k]))
+        tables.notes.append(
+            f"{path}:{line}: {names[k]} makes {largest[k]:.0%} of the variance of all rows: "
+            "remove it, give it a small weight, or clip or rank the scores"
+        )
 
 
 def line_of_row(path: str, row: int) -> int:

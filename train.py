@@ -92,6 +92,7 @@ def train(config: Config, env: Distributed) -> None:
     else:
         ddp_model = model
     log_plan(task, model, sampler, env)
+    folder.write_status("started", state)
     try:
         if state.best is None:
             # Where training starts is a candidate, too.

@@ -449,9 +449,12 @@ def test_the_warnings_of_a_run_stand_at_its_end_in_its_status_and_in_the_analysi
         status = json.loads((tmp_path / "runs/default/status.json").read_text())
         assert status["warnings"][-1] == last
     command = [sys.executable, ROOT / "analyse.py", "runs/default"]
-    assert f"the run says: {' '.join(note.split())}" in run(command).check().stdout
-    (tmp_path / "runs/default/status.json").write_text("{")
-    assert "the run says" not in run(command).check().stdout
+    says = "runs/default says: "
+    assert f"{says}{' '.join(note.split())}" in run(command).check().stdout
+    assert says in run([*command, "runs/default"]).check().stdout
+    for text in ("{", "[]", "null", '{"warnings": 5}', '{"warnings": null}'):
+        (tmp_path / "runs/default/status.json").write_text(text)
+        assert says not in run(command).check().stdout
 
 
 def test_runs_are_compared_alone_and_together(train, tmp_path, analyse_here, capsys):

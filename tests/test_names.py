@@ -32,24 +32,27 @@ def read(folder: Path, nodes: list[str], cells: list[str]) -> list[str]:
     [
         *("ctrl", "CTRL", "control", "Control_1", "WT", "wild-type", "wild type", "Wildtype"),
         *("non-targeting", "Non_Targeting", "non-targeting_00012", "NT", "NTC", "safe-targeting"),
-        "non-targeting control 3",
+        *("non-targeting control 3", "negative control", "neg_ctrl", "Wild_Type_3", "scrambled"),
+        *("mock", "non targeting guide 7"),
     ],
 )
 def test_controls_are_refused_unless_they_are_nodes(tmp_path, name):
     assert is_control(name)
-    message = f"scores.tsv:3: the genes 'a,{name}' have {name}, a control: leave it out, as the "
-    message += "cell of an intact sample is empty"
+    message = f"scores.tsv:3: the genes 'a,{name}' have {name}, a control: leave it out, as an "
+    message += "intact sample has an empty cell; if it is one node, give it an edge"
     with pytest.raises(DataError, match=re.escape(message)):
         read(tmp_path, ["a", "b"], ["b", f"a,{name}", "a"])
     assert read(tmp_path, ["a", "b", name], ["b", f"a,{name}", "a"]) == []
 
 
-@pytest.mark.parametrize("name", ["WT1", "NT5", "NT5E", "CTRB1", "CONTROLLER", "WTAP", "SAFE"])
+@pytest.mark.parametrize(
+    "name", ["WT1", "NT5", "NT5E", "CTRB1", "CONTROLLER", "WTAP", "SAFE", "CTRLP", "SCRN1"]
+)
 def test_genes_are_no_controls(name):
     assert not is_control(name)
 
 
-@pytest.mark.parametrize("joint", ["+", " + ", "_", ";", "; ", "|", ":", " "])
+@pytest.mark.parametrize("joint", ["+", " + ", "_", ";", "; ", "|", ":", "/", "&", " ", "  "])
 @pytest.mark.parametrize("level", ["", "=0.3"])
 def test_names_that_are_joined_are_refused_unless_they_are_one_node(tmp_path, joint, level):
     name = f"a1{joint}b2"
@@ -63,11 +66,14 @@ def test_names_that_are_joined_are_refused_unless_they_are_one_node(tmp_path, jo
 
 def test_names_are_joined_only_where_all_are_nodes():
     nodes = {"a", "b", "MT_CO1", "c"}
-    assert misread("a+b+c", nodes).endswith("write a,b,c")
-    assert misread("MT_CO1+a", nodes).endswith("write MT_CO1,a")
-    assert misread("a+ctrl", nodes).endswith("write a")
-    assert misread("ctrl+ctrl", nodes) == ""
-    for name in ("a+d", "a-b", "a_", "+", "ab", "a.b"):
+    assert "write a,b,c;" in misread("a+b+c", nodes)
+    assert "write MT_CO1,a;" in misread("MT_CO1+a", nodes)
+    assert "write a;" in misread("a+ctrl", nodes)
+    assert "write a;" in misread("a;", nodes)
+    for name in ("ctrl+ctrl", "WT + NT", "control_1", "WT_1", "NT 3"):
+        assert "a control" in misread(name, {*nodes, "1", "3"}), name
+    assert "write 3;" in misread("3+ctrl", {*nodes, "3"})
+    for name in ("a+d", "a-b", "+", "ab", "a.b"):
         assert misread(name, nodes) == "", name
 
 
@@ -86,6 +92,22 @@ def test_tables_to_predict_are_read_by_the_same_rules(tmp_path):
             list(read_sets(str(path), tables))
 
 
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        ("a=0,5", "have a level with a decimal comma: write a point"),
+        ("b,a=0, 5", "have a level with a decimal comma: write a point"),
+        ("NA", "have NA, a missing value, but an intact sample has an empty cell"),
+        ("a,None", "have None, a missing value, but an intact sample has an empty cell"),
+        ("a=0.3;b", r"have 'a=0.3;b': no name, or no level .*\(a comma separates nodes\)"),
+    ],
+)
+def test_what_else_is_no_name_is_refused(tmp_path, cell, problem):
+    with pytest.raises(DataError, match=f"scores.tsv:3: the genes '{cell}' {problem}"):
+        read(tmp_path, ["a", "b"], ["a", cell, "b"])
+    assert read(tmp_path, ["a", "b", "5", "NA"], ["a", "a=0.5,5", "NA"]) == []
+
+
 # ---- Names that nearly are nodes -----------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "node", "difference"),
@@ -96,18 +118,21 @@ def test_tables_to_predict_are_read_by_the_same_rules(tmp_path):
         ("hla a", "HLA-A", "hyphens, underscores, dots and blanks"),
         ("ENSG01.12", "ENSG01", "a version such as .1"),
         ("ENSG01", "ENSG01.3", "a version such as .1"),
-        ("1-Mar", "MARCH1", "dates that a spreadsheet made of names"),
-        ("Mar-01", "MARCHF1", "dates that a spreadsheet made of names"),
-        ("1-Mar", "MAR1", "dates that a spreadsheet made of names"),
-        ("2-Sep", "SEPT2", "dates that a spreadsheet made of names"),
-        ("02-Sep", "SEPTIN2", "dates that a spreadsheet made of names"),
-        ("1-Dec", "DEC1", "dates that a spreadsheet made of names"),
-        ("1-DEC", "DELEC1", "dates that a spreadsheet made of names"),
-        ("4-Oct", "OCT4", "dates that a spreadsheet made of names"),
+        ("G1.1", "G1", "a version such as .1"),
+        ("G1+new", "G1", "further text"),
+        ("HLA-A\u200b", "HLA-A", "hyphens, underscores, dots and blanks"),
+        ("1-Mar", "MARCH1", "a spreadsheet's date or a newer name"),
+        ("Mar-01", "MARCHF1", "a spreadsheet's date or a newer name"),
+        ("1-Mar", "MAR1", "a spreadsheet's date or a newer name"),
+        ("2-Sep", "SEPT2", "a spreadsheet's date or a newer name"),
+        ("02-Sep", "SEPTIN2", "a spreadsheet's date or a newer name"),
+        ("1-Dec", "DEC1", "a spreadsheet's date or a newer name"),
+        ("1-DEC", "DELEC1", "a spreadsheet's date or a newer name"),
+        ("4-Oct", "OCT4", "a spreadsheet's date or a newer name"),
     ],
 )
 def test_a_name_is_nearly_a_node(name, node, difference):
-    assert nearly_nodes([name], ["other", node, "more"]) == {name: (node, difference)}
+    assert nearly_nodes([name], ["other", node, "G11", "more"]) == {name: (node, difference)}
 
 
 def test_other_names_are_no_nodes():

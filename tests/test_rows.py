@@ -128,7 +128,7 @@ def test_a_column_that_data_scores_names_has_its_role_in_the_case_of_that(tmp_pa
     ],
 )
 def test_two_columns_of_one_name_are_an_error(tmp_path, headers, file):
-    message = rf"{file}\.tsv:1: the header is .*: begin with .*, name each column once"
+    message = rf"{file}\.tsv:1: two columns are '.*': name each once"
     with pytest.raises(DataError, match=message):
         read_under(tmp_path, **headers)
 

@@ -114,7 +114,7 @@ def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
         ([*EDGES, ("a", "b")], SCORES, "edges.tsv:6: 2 fields where the header has 3"),
         ([*EDGES, ("a", "", "x")], SCORES, "edges.tsv:6: the target '' is empty"),
         (EDGES, SCORES[:1], "scores.tsv: no rows below the header"),
-        (EDGES, [], r"scores.tsv:1: the header is '': begin with 'genes', name each column once"),
+        (EDGES, [], r"scores.tsv:1: the header is '': begin with 'genes'"),
         (
             EDGES,
             [*SCORES, ("a", "high", "train")],

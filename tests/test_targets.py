@@ -109,6 +109,24 @@ def test_a_score_that_makes_much_of_the_variance_is_noted_with_its_line(tmp_path
     assert outlying(tmp_path, 1e6, num_rows=40) == []  # of which any may have a quarter
 
 
+def test_of_zeros_and_ones_and_of_few_scores_none_outlies(tmp_path):
+    lines = ["genes\ta\tb\tsplit"]
+    for row in range(150):
+        few = row if row % 25 == 0 else ""
+        lines.append(
+            f"{'abc'[row % 3]}\t{int(row in (3, 77))}\t{few}\t{('train', 'val', 'test')[row % 3]}"
+        )
+    (tmp_path / "scores.tsv").write_text("\n".join(lines))
+    edges = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x")]
+    write_table(tmp_path / "edges.tsv", edges)
+    options = DataConfig(
+        edges=str(tmp_path / "edges.tsv"),
+        perturbations=str(tmp_path / "scores.tsv"),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    assert not any("variance" in note for note in load(options).notes)
+
+
 def test_of_many_scores_a_row_is_noted_that_outlies_in_most(tmp_path):
     (note,) = outlying(tmp_path, 1e3, size=25)
     assert ":21: the row of 25 scores makes 98% of the variance" in note
@@ -154,8 +172,7 @@ def test_a_small_weight_makes_a_score_outlie_no_more(tmp_path):
         (
             ("genes", "s", "s"),
             ("a", 1, 1),
-            r"scores.tsv:1: the header is 'genes\\ts\\ts': begin with 'genes', name each column "
-            r"once",
+            r"scores.tsv:1: two columns are 's': name each once",
         ),
     ],
 )
