@@ -51,6 +51,24 @@ class Baseline:
     is_combined: bool = True  # whether other weights than those of a sum were tried
 
 
+def blank_baseline(num_nodes: int, num_targets: int, basis: Tensor) -> Baseline:
+    """Returns a baseline that says 0, for a model whose parameters a checkpoint replaces."""
+    zeros = torch.zeros(num_targets, dtype=torch.float64)
+    effect = torch.zeros(num_nodes, basis.size(1), num_targets)
+    return Baseline(
+        intercept=zeros,
+        slope=zeros,
+        effect=effect,
+        imputed=effect,
+        weights=zeros.new_tensor(SUM).unsqueeze(1).repeat(1, num_targets),
+        mean=zeros,
+        std=torch.ones_like(zeros),
+        prediction=zeros.new_empty(0, num_targets),
+        error=zeros,
+        basis=basis,
+    )
+
+
 def load_baseline(tables: Tables, fingerprint: str, cache_dir: str, loss: str) -> Baseline:
     """Returns `fit_baseline` of tables with this fingerprint, cached."""
     key = f"{source_digest(fit_baseline)} {fingerprint} {loss}"

@@ -26,8 +26,7 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
     files that are read and the `source_digest` of what reads them. Its tensors are mapped into
     memory, which the processes of a machine share.
     """
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    path = Path(cache_dir, f"{kind}-{digest[:32]}.pt")
+    path = cache_file(cache_dir, kind, key)
     if not path.exists():
         log.info(f"cache     making {path}")
     with contextlib.ExitStack() as stack:
@@ -57,6 +56,12 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
             with contextlib.suppress(OSError):
                 temporary.unlink()
     return content
+
+
+def cache_file(cache_dir: str, kind: str, key: str) -> Path:
+    """Returns where `cached` keeps a result."""
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return Path(cache_dir, f"{kind}-{digest[:32]}.pt")
 
 
 @functools.cache

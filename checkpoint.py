@@ -114,6 +114,21 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
 
 
+def read_graph(checkpoint: Path) -> dict[str, Any]:
+    """Returns the graph.pt of a checkpoint's run folder, or beside it; raises `UserError`."""
+    for folder in (checkpoint.parent, checkpoint.parent.parent):
+        path = folder / "graph.pt"
+        if path.exists():
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except Exception as error:  # a damaged file fails in many ways
+                raise UserError(f"{path} is not readable ({type(error).__name__})") from None
+    raise UserError(
+        f"no graph.pt beside {checkpoint}: copy it from the run folder; starting a run again "
+        "writes it, too"
+    )
+
+
 def load_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """Loads the parameters; raises `UserError` naming the keys or shapes that do not match."""
     try:

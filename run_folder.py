@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import yaml
 
+from cache import cache_file, cached
 from checkpoint import (
     TrainState,
     explain_write_errors,
@@ -251,6 +252,23 @@ class RunFolder:
         log.info(ranks)
         start = f"resumed at step {state.step}" if is_resumed else "from the start"
         log.info(f"run       {self.path}, {start}")
+
+    def write_graph(self, fields: dict[str, Any]) -> None:
+        """Writes graph.pt: `Tables.graph_fields`, and their hash. Raises `UserError` on all ranks.
+
+        Runs on the same graph share one file, where the disk has links.
+        """
+        path = self.path / "graph.pt"
+        with self.env.sync_errors(), explain_write_errors(path, UserError):
+            if self.env.rank != 0:
+                return
+            content = {"graph": self.origin["graph"], **fields}
+            of_cache = (self.config.data.cache_dir, "graph", self.origin["graph"])
+            cached(*of_cache, lambda: content)
+            if cache_file(*of_cache).exists():
+                link_atomically(cache_file(*of_cache), path)
+            else:
+                save_atomically(path, content)
 
     def _config_lines(self) -> Iterator[str]:
         """Yields the lines of config.yaml, and comments on options that earlier steps had."""

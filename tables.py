@@ -30,6 +30,9 @@ FEW_SCORES = 20  # which are looked at one by one
 MIXING = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
 # Fields that the fingerprint leaves out: what is said of the files, and what `weight` comes from.
 OF_FILES = ("left_out", "notes", "feature_names", "sd")
+# What all samples have in common; with a checkpoint, it is all that a prediction needs.
+GRAPH = ("genes", "relations", "edge_index", "edge_type", "edge_weight", "edge_attr")
+GRAPH += ("features", "feature_names", "targets")
 
 
 @dataclass
@@ -69,6 +72,30 @@ class Tables:
             self.weight = self.sd**-2
         if self.level is None:
             self.level = torch.zeros(len(self.perturbed), dtype=torch.float64)
+
+    @classmethod
+    def of_graph(cls, fields: dict[str, Any]) -> "Tables":
+        """Returns tables without samples, given `graph_fields`."""
+        no_samples = {
+            "perturbed": torch.empty(0, dtype=torch.long),
+            "perturbed_ptr": torch.zeros(1, dtype=torch.long),
+            "y": torch.empty(0, len(fields["targets"]), dtype=torch.float64),
+            "split": torch.empty(0, dtype=torch.int8),
+        }
+        tables = cls(**fields, **no_samples)
+        tables.edge_index = tables.edge_index.long()
+        tables.edge_type = tables.edge_type.long()
+        return tables
+
+    def graph_fields(self) -> dict[str, Any]:
+        """Returns the fields `GRAPH`, in a third of their size."""
+        fields = {name: getattr(self, name) for name in GRAPH}
+        fields["edge_index"] = self.edge_index.int()
+        fields["edge_type"] = self.edge_type.to(
+            torch.uint8 if len(self.relations) < 256 else torch.int
+        )
+        fields["edge_weight"] = None if (self.edge_weight == 1).all() else self.edge_weight
+        return fields
 
     def graph(self) -> HeteroData:
         """Returns the graph, with node type `gene` and one edge type per relation."""
@@ -169,8 +196,8 @@ class Tables:
         share = num_unseen / (count * present).sum().clamp(min=1)
         return share.item()
 
-    def fingerprint(self) -> str:
-        """Returns a hash of all fields, added ones too, but those `OF_FILES`."""
+    def fingerprint(self, names: Sequence[str] = ()) -> str:
+        """Returns a hash of all fields, added ones too, but those `OF_FILES`; or of the named."""
 
         def encode(tensor: Tensor) -> list:
             content = torch.as_tensor(tensor).ravel().view(torch.uint8).numpy()
@@ -178,7 +205,7 @@ class Tables:
 
         digest = hashlib.sha256()
         for name, value in vars(self).items():
-            if name in OF_FILES:
+            if name in OF_FILES or (names and name not in names):
                 continue
             digest.update(json.dumps([name, value], default=encode).encode())
         return digest.hexdigest()

@@ -27,7 +27,7 @@ from torch_geometric.data import Data
 from torch_geometric.profile import get_data_size
 
 import data
-from baseline import UNSOLVED, Baseline, effective_share, load_baseline
+from baseline import UNSOLVED, Baseline, blank_baseline, effective_share, load_baseline
 from config import Config
 from data import KnockoutDataset, make_loader, target_nodes, weight_scale
 from ddp_setup import Distributed
@@ -36,7 +36,7 @@ from mask import SharedGraph
 from metrics import compare, mse, weighted_mean
 from model import KnockoutGNN
 from reach import plan_route
-from tables import SPLITS, Tables
+from tables import GRAPH, SPLITS, Tables
 
 log = logging.getLogger("task")
 LARGE_BATCH = 8192  # samples that are predicted at once where each costs next to nothing
@@ -78,12 +78,28 @@ class KnockoutTask:
         dataset, route = make_dataset(tables, graph, config)
         return cls(config, tables, fingerprint, baseline, graph, mean, std, dataset, route)
 
-    def of_run(self, config: Config, checkpoint: dict[str, Any]) -> "KnockoutTask":
-        """Returns the task of another run on the same tables, whose model predicts in its scale."""
-        dataset, route = make_dataset(self.tables, self.graph, config)
-        mean = checkpoint["mean"].to(self.mean)
-        std = checkpoint["std"].to(self.std)
-        return replace(self, config=config, mean=mean, std=std, dataset=dataset, route=route)
+    @classmethod
+    def of_run(
+        cls, config: Config, checkpoint: dict[str, Any], tables: Tables, graph: SharedGraph
+    ) -> "KnockoutTask":
+        """Returns the task in which a run's model predicts, whose tables have no samples yet."""
+        size = (len(tables.genes), len(tables.targets))
+        return cls(
+            config=config,
+            tables=tables,
+            fingerprint=checkpoint["data"],
+            baseline=blank_baseline(*size, checkpoint["basis"]),
+            graph=graph,
+            mean=checkpoint["mean"].to(graph.device),
+            std=checkpoint["std"].to(graph.device),
+            dataset=KnockoutDataset(tables, graph.degree),
+            route="",
+        )
+
+    def planned_for(self, samples: Tables) -> "KnockoutTask":
+        """Returns the task that predicts samples such as these, at least one, on the same graph."""
+        dataset, route = make_dataset(samples, self.graph, self.config)
+        return replace(self, tables=samples, dataset=dataset, route=route)
 
     def with_samples(self, samples: Tables) -> "KnockoutTask":
         """Returns the task that predicts other samples, on the same graph."""
@@ -98,12 +114,14 @@ class KnockoutTask:
         return {
             "config": asdict(self.config),
             "data": self.fingerprint,
+            "graph": self.tables.fingerprint(GRAPH),
             "nodes": self.tables.genes,
             "relations": self.tables.relations,
             "features": list(self.tables.feature_names),
             "targets": list(self.tables.targets),
             "mean": self.mean.cpu(),
             "std": self.std.cpu(),
+            "basis": self.baseline.basis,
         }
 
     @property
@@ -264,7 +282,8 @@ class KnockoutTask:
 
 def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[KnockoutDataset, str]:
     """Returns the dataset of tables on the graph, and how the model passes messages, a text."""
-    dataset = KnockoutDataset(tables, graph.degree, scale=weight_scale(tables))
+    scale = 1.0 if tables.split is None else weight_scale(tables)
+    dataset = KnockoutDataset(tables, graph.degree, scale=scale)
     options = config.model
     if not options.has_knockout_pass:
         return dataset, f"no knock-out pass, as model.readout={options.readout}"

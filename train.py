@@ -81,6 +81,7 @@ def train(config: Config, env: Distributed) -> None:
     )
     folder = RunFolder.open(config, env, task.origin(), first_metric())
     folder.resume(state, sampler.steps_per_epoch)
+    folder.write_graph(task.tables.graph_fields())
     env.stop.is_training = True
     loader = make_loader(task.dataset, sampler, config.data.workers, env.device)
     val_batches = KeptBatches(task, task.rows("val"), env)

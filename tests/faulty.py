@@ -343,10 +343,17 @@ def print_plans() -> None:
 
 
 def few_rows_in_folder(folder: str) -> None:
-    """The tables have few rows in each split; when they are read, the working folder changes."""
+    """The tables have few rows in each split; when they or a run are read, the folder changes."""
+    import predict
     from tests.tools.parity import few_rows
 
     load = data.load
+    read_run = predict.read_run
+
+    def read_and_enter(*arguments: Any) -> predict.Run:
+        run = read_run(*arguments)
+        os.chdir(folder)
+        return run
 
     def load_and_enter(config: DataConfig) -> tables.Tables:
         loaded = few_rows(load(config))
@@ -354,6 +361,7 @@ def few_rows_in_folder(folder: str) -> None:
         return loaded
 
     data.load = load_and_enter
+    predict.read_run = read_and_enter
 
 
 def disturbed_model() -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from torch_geometric.utils import scatter
 
 from data import KnockoutDataset, StepSampler, load, make_loader, with_example
 from errors import DataError
+from predict import Predictor
 from tables import Tables
 from task import KnockoutTask, make_dataset
 from tests.conftest import ROOT, fork_ranks, join, launch_forked
@@ -288,6 +290,11 @@ def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(
     ]
     predicted = [[float(cell) for cell in row[1:]] for row in rows]
     torch.testing.assert_close(torch.tensor(predicted), torch.tensor(written), rtol=1e-4, atol=1e-4)
+    header, *rows = [line.split("\t") for line in asked.read_text().splitlines()]
+    sets, *others = zip(*rows, strict=True)
+    columns = dict(zip(header[1:], others, strict=True))
+    from_python = Predictor(tmp_path / "runs/run", device="cpu").predict(sets, columns=columns)
+    np.testing.assert_allclose(from_python.mean, predicted, rtol=1e-4, atol=1e-4)
 
 
 def with_targets_on_nodes(task: KnockoutTask) -> KnockoutTask:
@@ -358,7 +365,9 @@ def test_the_state_dict_holds_all_that_a_prediction_depends_on(
     prediction = other(graph, batch)
     assert torch.equal(prediction, expected)
     # The scale of the scores is beside it in a checkpoint.
-    of_run = elsewhere.of_run(task.config, task.origin())
+    without_samples = Tables.of_graph(task.tables.graph_fields())
+    of_run = KnockoutTask.of_run(task.config, task.origin(), without_samples, graph)
+    of_run.build_model().load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     assert torch.equal(of_run.rescale(prediction), task.rescale(expected))
     assert not torch.allclose(elsewhere.rescale(prediction), task.rescale(expected))
 

@@ -1,17 +1,22 @@
 """predict.py: predictions of one run and of several, and what is refused."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from data import DataConfig, KnockoutDataset, load
-from ddp_setup import DDPConfig, Distributed
+from errors import UserError
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
-from predict import Predictor, read_sets, read_settings
+from predict import Predictor
+from tables import GRAPH, Tables
 from tests.bench import screen
+from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.conftest import DEFAULTS, ROOT, SMALL, fork, join, write_table
 from tests.test_task import write_binary_scores
 from tests.tools.runs import newest_checkpoint, tables_of
@@ -67,7 +72,7 @@ def test_a_run_is_a_folder_or_a_checkpoint_file_and_keeps_its_options(train, pre
     step = torch.load(tmp_path / BEST.format("run"), weights_only=True)["step"]
     tables = []
     for run in ("runs/run", BEST.format("run"), f"runs/run/checkpoints/step_{step:08d}.pt"):
-        result = predict(0, "ask.tsv", run, "data.workers=0").check()
+        result = predict(0, "ask.tsv", run, "data.batch_size=16").check()
         assert "options   runs/run/checkpoints/" in result.stdout
         assert ".pt, then the command line" in result.stdout
         tables.append((tmp_path / "ask.predictions.tsv").read_text())
@@ -77,29 +82,117 @@ def test_a_run_is_a_folder_or_a_checkpoint_file_and_keeps_its_options(train, pre
     assert f"the model saved in {BEST.format('run')} does not match: " in wrong.stderr
 
 
-def test_predictions_from_python_are_those_of_the_command(train, predict, tmp_path, monkeypatch):
+# ---- From Python, and elsewhere ------------------------------------------------------------------
+def test_predictions_from_python_are_those_of_the_command(members, predict, tmp_path, monkeypatch):
+    """Of one run and of several, whatever the environment of a job says."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for runs in (members[:1], members):
+        predict(0, "all-pairs=0.3", *runs).check()
+        _, sets, expected = read_table(tmp_path / "all-pairs=0.3.predictions.tsv")
+        predictor = Predictor(*(tmp_path / run for run in runs), device="cpu")
+        found = predictor.predict(sets)
+        assert (len(sets), found.targets) == (435, ["score"])
+        assert found.mean.dtype == np.float64
+        columns = [found.mean] if len(runs) == 1 else [found.mean, found.sd]
+        assert (found.sd is None) == (len(runs) == 1)
+        np.testing.assert_allclose(np.hstack(columns), expected, rtol=1e-5, atol=1e-6)
+        again = predictor.predict(tuple(sets[:3]))
+        np.testing.assert_allclose(again.mean, found.mean[:3], rtol=1e-5, atol=1e-6)
+        assert predictor.predict([]).mean.shape == (0, 1)
+        assert predictor.predict(["", "Y01=1"]).mean.std() < 1e-6
+    assert not torch.distributed.is_initialized()
+
+
+def test_unknown_nodes_raise_or_give_nan(members, tmp_path):
+    predictor = Predictor(*(tmp_path / run for run in members))
+    sets = ["Y01", "y02,NOPE", "Y03"]
+    with pytest.raises(UserError, match=r"2 nodes are not in the graph: y02 \(Y02\?\), NOPE"):
+        predictor.predict(sets)
+    found = predictor.predict(sets, unknown="nan")
+    for values in (found.mean, found.sd):
+        assert np.isnan(values[:, 0]).tolist() == [False, True, False]
+    with pytest.raises(UserError, match="sets:1: the genes 'Y01=x' have 'Y01=x': no name, or no"):
+        predictor.predict(["Y01", "Y01=x"])
+    with pytest.raises(UserError, match="'Y01' is one text: predict takes a list of them"):
+        predictor.predict("Y01")
+    with pytest.raises(UserError, match="no run is named"):
+        Predictor()
+
+
+def test_a_run_can_be_moved_and_needs_neither_tables_nor_cache(
+    members, predict, tmp_path, monkeypatch
+):
+    predict(0, "all-singles", *members).check()
+    output = tmp_path / "all-singles.predictions.tsv"
+    expected = output.read_text()
+    graphs = [tmp_path / run / "graph.pt" for run in members]
+    assert graphs[0].stat().st_ino == graphs[1].stat().st_ino  # one file
+    for name in ("edges.tsv", "scores.tsv"):
+        (tmp_path / name).unlink()
+    shutil.rmtree(tmp_path / ".cache")
+    shutil.copytree(tmp_path / "runs", tmp_path / "elsewhere/moved")
+    shutil.rmtree(tmp_path / "runs")
+    moved = [run.replace("runs", "elsewhere/moved") for run in members]
+    predict(0, "all-singles", *moved).check()
+    assert output.read_text() == expected
+    lone = tmp_path / "lone.pt"
+    shutil.copy(tmp_path / moved[0] / "checkpoints/best.pt", lone)
+    with pytest.raises(UserError, match=r"no graph.pt beside .*lone.pt: copy it from the run fold"):
+        Predictor(lone)
+    shutil.copy(tmp_path / moved[0] / "graph.pt", tmp_path)
+    singles = [f"Y{k:02d}" for k in range(30)]
+    one = Predictor(lone).predict(singles).mean
+    np.testing.assert_array_equal(one, Predictor(tmp_path / moved[0]).predict(singles).mean)
+    (tmp_path / "graph.pt").write_text("damaged")
+    with pytest.raises(UserError, match=r"graph.pt is not readable \("):
+        Predictor(lone)
+
+
+def test_a_graph_of_another_run_or_a_run_of_an_older_version_is_named(train, tmp_path):
+    train(0, "run.name=a").check()
+    train(0, "run.name=b", "data.undirected=true").check()
+    shutil.copy(tmp_path / "runs/b/graph.pt", tmp_path / "runs/a/graph.pt")
+    with pytest.raises(UserError, match=r"graph.pt of .*best.pt is of another graph: copy that"):
+        Predictor(tmp_path / "runs/a")
+    best = tmp_path / "runs/b/checkpoints/best.pt"
+    state = torch.load(best, weights_only=True)
+    del state["graph"]
+    torch.save(state, best)
+    with pytest.raises(UserError, match=r"best.pt is of another version of the template: predict"):
+        Predictor(tmp_path / "runs/b")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_graph_of_a_run_is_that_of_its_tables(tmp_path, weighted):
+    tables = synthetic_tables(PRESETS["small"])
+    if weighted:
+        tables.edge_weight = torch.rand(len(tables.edge_type), dtype=torch.float64)
+        tables.edge_attr = torch.rand(len(tables.edge_type), 2)
+        tables.features = torch.rand(len(tables.genes), 3)
+        tables.feature_names = ["f", "g", "h"]
+    torch.save(tables.graph_fields(), tmp_path / "graph.pt")
+    loaded = Tables.of_graph(torch.load(tmp_path / "graph.pt", weights_only=True))
+    assert loaded.fingerprint(GRAPH) == tables.fingerprint(GRAPH)
+    assert len(loaded.y) == 0 and loaded.y.size(1) == 1
+    changed = replace(tables, y=tables.y + 1)
+    assert changed.fingerprint(GRAPH) == tables.fingerprint(GRAPH)
+    assert changed.fingerprint() != tables.fingerprint()
+
+
+def test_an_option_that_changes_no_prediction_is_refused(train, predict, tmp_path):
     train(0, "run.name=run").check()
-    predict(0, "all-singles=0.3", "runs/run").check()
-    _, sets, expected = read_table(tmp_path / "all-singles=0.3.predictions.tsv")
-    monkeypatch.chdir(tmp_path)
-    settings = read_settings(["-", "runs/run"])
-    predictor = Predictor.load(settings.checkpoints, settings.configs, Distributed(DDPConfig()))
-    (chunk,) = read_sets("all-singles=0.3", predictor.tables)
-    assert list(chunk.sets) == sets == [f"Y{i:02d}=0.3" for i in range(30)]
-    assert predictor.columns() == ["prediction"]
-    torch.testing.assert_close(predictor(chunk.samples), expected, rtol=1e-6, atol=1e-6)
+    for option in ("data.edges=new.tsv", "data.workers=0", "run.seed=1", "log.every_steps=3"):
+        result = predict(0, "all-singles", "runs/run", option)
+        assert result.returncode == 2
+        assert result.stderr == (
+            f"error: {option} changes no prediction, as checkpoint and graph.pt are all it needs\n"
+        )
 
 
 def test_a_model_is_resumed_and_asked_with_its_own_loss_only(train, predict, tmp_path):
     write_binary_scores(tmp_path)
     train(0, "optim.loss=binary").check()
-    for result, message in (
-        (train(0), "was trained with optim.loss=binary, not squared: "),
-        (
-            predict(0, "scores.tsv", "runs/default", "optim.loss=squared"),
-            "was trained with optim.loss=binary, not squared",
-        ),
-    ):
+    for result, message in ((train(0), "was trained with optim.loss=binary, not squared: "),):
         assert result.returncode == 2
         assert message in result.stderr
 
@@ -234,7 +327,7 @@ def test_a_checkpoint_with_an_option_that_the_code_lacks_is_named(train, predict
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ask.tsv", "data.workers=0"], "no run is named: python predict.py TABLE RUN..."),
+        (["ask.tsv", "model.layers=1"], "no run is named: python predict.py TABLE RUN..."),
         (["ask.tsv", "runs/none"], "runs/none is not a readable checkpoint (FileNotFoundError)"),
         (["none.tsv", "runs/run"], "none.tsv"),
         (["ask.tsv", "runs/run", "optim.rl=1"], "unknown option optim.rl: did you mean optim.lr?"),
@@ -282,11 +375,10 @@ def test_an_ensemble_predicts_the_mean_and_says_how_far_its_members_are_apart(
     output = tmp_path / "ask.predictions.tsv"
     of_members = []
     for run in members:
-        predict(0, "ask.tsv", run, "data.cache_dir=other").check()
+        predict(0, "ask.tsv", run).check()
         header, _, numbers = read_table(output)
         assert header == ["genes", "prediction"]
         of_members.append(numbers)
-    assert (tmp_path / "other").is_dir()
     of_members = torch.cat(of_members, dim=1)
     expected = torch.stack([of_members.mean(1), of_members.std(1)], dim=1)
     assert expected[0, 1] > 0.01
@@ -296,9 +388,8 @@ def test_an_ensemble_predicts_the_mean_and_says_how_far_its_members_are_apart(
     assert list(tmp_path.glob("ask.predictions.tsv.*.tmp"))
     for nproc in (0, 2):
         output.unlink()
-        arguments = [members[0], "data.cache_dir=other", *members[1:], "data.workers=0"]
-        result = predict(nproc, "ask.tsv", *arguments, fault="print_fingerprints").check()
-        assert result.stdout.count("hashed") == max(1, nproc)  # tables take seconds
+        arguments = [members[0], "data.batch_size=8", *members[1:]]
+        predict(nproc, "ask.tsv", *arguments).check()
         header, _, numbers = read_table(output)
         assert header == ["genes", "prediction", "sd"]
         torch.testing.assert_close(numbers, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
@@ -321,8 +412,27 @@ def test_each_score_has_a_standard_deviation(train, predict, tmp_path):
     assert a * b < 0 < a_sd * b_sd
 
 
-def test_members_of_other_data_or_loss_are_named(train, predict, members, tmp_path):
-    train(0, "data.split_seed=1", "run.name=other").check()
+def test_members_may_have_other_splits_and_other_rows(train, predict, members, tmp_path):
+    train(0, "data.split_seed=1", "run.name=split", "optim.lr=0.05").check()
+    lines = (tmp_path / "scores.tsv").read_text().splitlines()
+    (tmp_path / "few.tsv").write_text("\n".join([lines[0], *lines[90:]]))
+    options = ["data.perturbations=few.tsv", "run.name=few", "optim.lr=0.05"]
+    train(0, *options).check()
+    predict(0, "all-singles", members[0], "runs/split").check()
+    _, _, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
+    found = [
+        Predictor(tmp_path / run).predict([f"Y{k:02d}" for k in range(30)]).mean[:, 0]
+        for run in (members[0], "runs/split")
+    ]
+    np.testing.assert_allclose(numbers[:, 0], np.mean(found, axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_members_of_another_graph_other_scores_or_loss_are_named(train, predict, members, tmp_path):
+    train(0, "data.undirected=true", "run.name=other").check()
+    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    two = [("genes", "score", "b"), *((genes, y, y) for genes, y in rows)]
+    write_table(tmp_path / "two.tsv", two)
+    train(0, "data.perturbations=two.tsv", "run.name=two").check()
     lines = (tmp_path / "scores.tsv").read_text().splitlines()[1:]
     labels = [(line.split("\t")[0], row % 2) for row, line in enumerate(lines)]
     write_table(tmp_path / "labels.tsv", [("genes", "score"), *labels])
@@ -333,12 +443,13 @@ def test_members_of_other_data_or_loss_are_named(train, predict, members, tmp_pa
         (
             members[0],
             BEST.format("other"),
-            "was trained on different data from the configuration's",
+            f"was trained on another graph than {BEST.format('a')}",
         ),
+        (members[0], BEST.format("two"), f"has other scores than {BEST.format('a')}"),
         (
             BEST.format("squared"),
             BEST.format("binary"),
-            "was trained with optim.loss=binary, not squared",
+            f"was trained with optim.loss=binary, {BEST.format('squared')} with squared",
         ),
         (
             members[0],

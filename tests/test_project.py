@@ -18,7 +18,7 @@ from tests.conftest import MODULES, ROOT
 SHELVES = {
     "commands": {
         "train": "task config data metrics optim run_folder checkpoint ddp_setup watchdog errors",
-        "predict": "task config checkpoint tables names rows ddp_setup errors",
+        "predict": "task config checkpoint mask tables names rows ddp_setup errors",
         "analyse": (
             "config data metrics run_folder checkpoint tables rivals results plots ddp_setup errors"
         ),
@@ -32,7 +32,7 @@ SHELVES = {
         "optim": "ddp_setup errors",
     },
     "the engine": {
-        "run_folder": "checkpoint ddp_setup plots errors",
+        "run_folder": "checkpoint cache ddp_setup plots errors",
         "checkpoint": "errors",
         "rivals": "baseline combination mask tables",
         "baseline": "combination ridge mask tables cache",

@@ -38,6 +38,7 @@ def test_a_run_writes_all_files_of_its_folder(finished):
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert names == {
         "config.yaml", "environment.txt", "metrics.jsonl", "curves.svg", "test.tsv", "status.json",
+        "graph.pt",
         "log.rank0.txt", "log.rank1.txt", "checkpoints/best.pt", "checkpoints/step_00000010.pt",
         "checkpoints/step_00000015.pt",
     }  # fmt: skip

@@ -66,10 +66,12 @@ def test_what_a_command_refers_to_exists(command, tmp_path, monkeypatch):
             read_config(words)
     elif program == "predict.py":
         saved = dataclasses.asdict(Config())
+        hashes = {"graph": "0", "basis": None}
+        monkeypatch.setattr(predict, "read_graph", lambda path: {"graph": "0"})
         monkeypatch.setattr(
-            predict, "read_checkpoint", lambda path: {"config": saved, "file": str(path)}
+            predict, "read_checkpoint", lambda path: {"config": saved, "file": str(path), **hashes}
         )
-        assert predict.read_settings(words).checkpoints
+        assert predict.read_settings(words).runs
     elif program == "analyse.py":
         flags = [word for word in words if word.startswith("--")]
         assert words and all(f'"{flag}"' in (ROOT / program).read_text() for flag in flags)
