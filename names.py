@@ -88,12 +88,12 @@ def nearly_nodes(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, tupl
             node = node_of.get(key(name), "")
             # Two versions are two names, as in C. elegans.
             are_two_versions = difference == VERSION and key(name) not in (name, node)
-            if node and key(name) and not are_two_versions:
+            if node not in ("", name) and key(name) and not are_two_versions:
                 found.setdefault(name, (node, difference))
     known = set(nodes)
     for name in unknown:
         for part in re.split(rf"[{re.escape(JOINTS)}\s]+", name):
-            if part in known:
+            if part in known and part != name:
                 found.setdefault(name, (part, PART))
     return found
 

@@ -30,9 +30,9 @@ FEW_SCORES = 20  # which are looked at one by one
 MIXING = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
 # Fields that the fingerprint leaves out: what is said of the files, and what `weight` comes from.
 OF_FILES = ("left_out", "notes", "feature_names", "sd")
-# What all samples have in common; with a checkpoint, it is all that a prediction needs.
-GRAPH = ("genes", "relations", "edge_index", "edge_type", "edge_weight", "edge_attr")
-GRAPH += ("features", "feature_names", "targets")
+# Fields of samples and their files: with a checkpoint, the others are all that a prediction needs.
+OF_SAMPLES = ("perturbed", "perturbed_ptr", "level", "y", "split", "weight", "sd")
+OF_SAMPLES += ("left_out", "notes")
 
 
 @dataclass
@@ -88,8 +88,8 @@ class Tables:
         return tables
 
     def graph_fields(self) -> dict[str, Any]:
-        """Returns the fields `GRAPH`, in a third of their size."""
-        fields = {name: getattr(self, name) for name in GRAPH}
+        """Returns all fields but those `OF_SAMPLES`, the edges in a third of their size."""
+        fields = {name: value for name, value in vars(self).items() if name not in OF_SAMPLES}
         fields["edge_index"] = self.edge_index.int()
         fields["edge_type"] = self.edge_type.to(
             torch.uint8 if len(self.relations) < 256 else torch.int
@@ -196,8 +196,8 @@ class Tables:
         share = num_unseen / (count * present).sum().clamp(min=1)
         return share.item()
 
-    def fingerprint(self, names: Sequence[str] = ()) -> str:
-        """Returns a hash of all fields, added ones too, but those `OF_FILES`; or of the named."""
+    def fingerprint(self, without: Sequence[str] = ()) -> str:
+        """Returns a hash of all fields, added ones too, but those `OF_FILES` and `without`."""
 
         def encode(tensor: Tensor) -> list:
             content = torch.as_tensor(tensor).ravel().view(torch.uint8).numpy()
@@ -205,7 +205,7 @@ class Tables:
 
         digest = hashlib.sha256()
         for name, value in vars(self).items():
-            if name in OF_FILES or (names and name not in names):
+            if name in (*OF_FILES, *without):
                 continue
             digest.update(json.dumps([name, value], default=encode).encode())
         return digest.hexdigest()

@@ -36,7 +36,7 @@ from mask import SharedGraph
 from metrics import compare, mse, weighted_mean
 from model import KnockoutGNN
 from reach import plan_route
-from tables import GRAPH, SPLITS, Tables
+from tables import OF_SAMPLES, SPLITS, Tables
 
 log = logging.getLogger("task")
 LARGE_BATCH = 8192  # samples that are predicted at once where each costs next to nothing
@@ -114,7 +114,7 @@ class KnockoutTask:
         return {
             "config": asdict(self.config),
             "data": self.fingerprint,
-            "graph": self.tables.fingerprint(GRAPH),
+            "graph": self.tables.fingerprint(without=OF_SAMPLES),
             "nodes": self.tables.genes,
             "relations": self.tables.relations,
             "features": list(self.tables.feature_names),

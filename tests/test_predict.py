@@ -14,7 +14,7 @@ from errors import UserError
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from predict import Predictor
-from tables import GRAPH, Tables
+from tables import OF_SAMPLES, Tables
 from tests.bench import screen
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.conftest import DEFAULTS, ROOT, SMALL, fork, join, write_table
@@ -172,10 +172,10 @@ def test_the_graph_of_a_run_is_that_of_its_tables(tmp_path, weighted):
         tables.feature_names = ["f", "g", "h"]
     torch.save(tables.graph_fields(), tmp_path / "graph.pt")
     loaded = Tables.of_graph(torch.load(tmp_path / "graph.pt", weights_only=True))
-    assert loaded.fingerprint(GRAPH) == tables.fingerprint(GRAPH)
+    assert loaded.fingerprint(OF_SAMPLES) == tables.fingerprint(OF_SAMPLES)
     assert len(loaded.y) == 0 and loaded.y.size(1) == 1
     changed = replace(tables, y=tables.y + 1)
-    assert changed.fingerprint(GRAPH) == tables.fingerprint(GRAPH)
+    assert changed.fingerprint(OF_SAMPLES) == tables.fingerprint(OF_SAMPLES)
     assert changed.fingerprint() != tables.fingerprint()
 
 
