@@ -222,7 +222,7 @@ def test_the_names_that_commands_use_of_a_task_are_those_on_the_page():
         rows = re.findall(rf"^\| `{script}` \| (`[a-z].*) \|$", page, re.M)
         listed = set(re.findall(r"`(\w+)`", " ".join(rows)))
         text = TEXTS[ROOT / script]
-        used = set(re.findall(r"\b(?:task|first|KnockoutTask|tasks\[0\])\.(\w+)", text))
+        used = set(re.findall(r"\b(?:task|KnockoutTask|tasks\[0\])\.(\w+)", text))
         assert used <= listed, f"{script} uses {used - listed}"
         assert all(f".{name}" in text for name in listed)
 
