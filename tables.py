@@ -346,7 +346,9 @@ def read_edges(
         weights.append(weight)
         features.append(rows.table(names))
     edges = torch.cat(edges, dim=1)
-    features = standardise(torch.cat(features))
+    features = torch.cat(features)
+    note_empty_columns(path, names, features, notes)
+    features = standardise(features)
     present = ~features.isnan()
     values = torch.cat([torch.cat(weights), features.nan_to_num(), present], dim=1)
     return list(relation_number), edges[:2], edges[2], values
@@ -421,7 +423,15 @@ def read_features(path: str, genes: list[str], notes: list[str]) -> dict[str, An
         problem = "none of its nodes is in the tables of edges and knock-outs"
         raise DataError(f"{path}: {problem}")
     values = torch.cat(chunks)[row].where(row.unsqueeze(1) >= 0, math.nan)
+    note_empty_columns(path, names, values, notes)
     return {"features": standardise(values).nan_to_num().float(), "feature_names": names}
+
+
+def note_empty_columns(path: str, names: Sequence[str], values: Tensor, notes: list[str]) -> None:
+    """Notes which of the named columns of values [n, F] have none."""
+    for name, is_empty in zip(names, values.isnan().all(dim=0).tolist(), strict=True):
+        if is_empty:
+            notes.append(f"{path}: the column {name:.60} has no value, and says nothing")
 
 
 def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:

@@ -153,7 +153,9 @@ def write(fields: dict[str, Any], options: dict[str, Any], folder: Path) -> Conf
     for row, scores in zip(fields["sets"], fields["y"].tolist(), strict=True):
         names = [f"{name}={level}" if level else name for name, level in row.items()]
         cell = ",".join(rng.permutation(names + names[:1]))  # a name may stand twice
-        rows.append([cell, *("" if math.isnan(score) else score for score in scores)])
+        cells = ["" if math.isnan(score) else score for score in scores]
+        # A line of empty cells alone would be no row.
+        rows.append([cell, "NA" if cells[0] == "" else cells[0], *cells[1:]])
     if fields["split"] is not None:
         header.append("split")
         rows = [[*row, SPLITS[k]] for row, k in zip(rows, fields["split"], strict=True)]
