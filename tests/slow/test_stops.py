@@ -78,6 +78,7 @@ def test_without_torchrun_a_run_stops_before_its_first_step(train, tmp_path):
     assert result.returncode == -signal.SIGKILL
     assert "stopped   at step 0 (torchrun exited)" in result.stdout
     status = status_of(tmp_path / "runs/default")
+    assert status.pop("warnings") == []
     assert status == {"state": "stopped", "step": 0, "epoch": 0, "reason": "torchrun exited"}
 
 
