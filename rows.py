@@ -19,6 +19,7 @@ from typing import TextIO
 import numpy as np
 import torch
 from torch import Tensor
+from torch_geometric.utils import scatter
 
 from errors import DataError
 from names import misread
@@ -129,15 +130,18 @@ class Rows:
         self, row: Tensor, name: Tensor, names: Sequence[str], node_names: Container[str]
     ) -> None:
         """Raises `DataError` for a name that is no node and `misread`, given each one's row."""
-        for number, unknown in enumerate(names):
-            if unknown in node_names:
-                continue
-            first = int(row[(name == number).nonzero()[0]])
-            problem = misread(unknown, node_names)
-            if math.isnan(parse_number(unknown)):
-                problem = f"{unknown}, a missing value, but an intact sample has an empty cell"
+        unknown = [number for number, text in enumerate(names) if text not in node_names]
+        if not unknown:
+            return
+        first_row = scatter(row, name, dim_size=len(names), reduce="min").tolist()
+        for number in unknown:
+            text = names[number]
+            first = first_row[number]
+            problem = misread(text, node_names)
+            if math.isnan(parse_number(text)):
+                problem = f"{text}, a missing value, but an intact sample has an empty cell"
             cell = self.cells["genes"][first]
-            if unknown.isdigit() and re.search(rf"=\s*\d+,\s*{unknown}\s*(,|$)", cell):
+            if text.isdigit() and re.search(rf"=\s*\d+,\s*{text}\s*(,|$)", cell):
                 problem = "a level with a decimal comma: write a point"
             if problem:
                 raise self.error(first, "genes", f"have {problem}")
