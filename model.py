@@ -35,6 +35,9 @@ from mask import (
 from reach import ReachBlock, ReachedStates, block_size
 
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
+# What a prediction is the sum of: what is known without the graph, the local readout, and the
+# knock-out pass.
+PARTS = ("without_graph", "local", "knockout")
 
 # Sums gate_r * h over the living edges of each relation r, for h [N, B, H] and gate [R, H].
 Messages = Callable[[Tensor, Tensor], Tensor]
@@ -167,6 +170,26 @@ class KnockoutGNN(nn.Module):
 
         In training, all that is random follows from `batch.seed`, a long tensor, and `batch.index`.
         """
+        first, *others = self.parts(graph, batch).values()
+        return sum(others, start=first).to(self.norm.weight.dtype)
+
+    def parts(self, graph: SharedGraph, batch: Data) -> dict[str, Tensor]:
+        """Returns what a prediction is the sum of, [B, T] each, some of `PARTS`."""
+        wild = self.wild_type(graph, batch)
+        # How far each perturbed node is from intact, in the ways in which it responds, [P, K].
+        dose = (doses(batch.level) @ self.basis.to(batch.level.dtype)).to(wild.final.dtype)
+        parts = {}
+        if self.baseline is not None:
+            parts["without_graph"] = self.baseline(wild.draws.is_known, dose, batch)
+        if self.local_readout is not None:
+            parts["local"] = self.local_readout(wild, dose, batch)
+        if self.change_readout is not None:
+            changes = self.changes(graph, batch, wild)
+            parts["knockout"] = self.change_readout(changes, wild, batch)
+        return parts
+
+    def wild_type(self, graph: SharedGraph, batch: Data) -> WildType:
+        """Returns the pass on the intact graph; raises as `forward` does."""
         graph.check(batch)
         messages = graph.propagate
         if self.config.message_passing in ON_COPIES:
@@ -174,18 +197,7 @@ class KnockoutGNN(nn.Module):
         draws = self.draw(graph, batch)
         x, sent = self.embed(graph, draws)
         x, layers = self.encode(x.unsqueeze(1), sent.unsqueeze(1), messages)
-        wild = WildType(layers, self.norm(x), draws)
-        # How far each perturbed node is from intact, in the ways in which it responds, [P, K].
-        dose = (doses(batch.level) @ self.basis.to(batch.level.dtype)).to(wild.final.dtype)
-        prediction = 0.0
-        if self.baseline is not None:
-            prediction = self.baseline(draws.is_known, dose, batch)
-        if self.local_readout is not None:
-            prediction = prediction + self.local_readout(wild, dose, batch)
-        if self.change_readout is not None:
-            changes = self.changes(graph, batch, wild)
-            prediction = prediction + self.change_readout(changes, wild, batch)
-        return prediction.to(self.norm.weight.dtype)
+        return WildType(layers, self.norm(x), draws)
 
     def draw(self, graph: SharedGraph, batch: Data) -> Draws:
         """Returns all that is random, drawn at once, by node and by row of the table."""

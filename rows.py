@@ -39,6 +39,11 @@ class Rows:
     lines: Sequence[int]  # number of each row's line in the file
     cells: dict[str, list[str]]  # by column
 
+    def select(self, start: int, stop: int) -> "Rows":
+        """Returns the rows from `start` to `stop` - 1."""
+        cells = {name: column[start:stop] for name, column in self.cells.items()}
+        return Rows(self.path, self.lines[start:stop], cells)
+
     def error(self, row: int, column: str, problem: str) -> DataError:
         cell = self.cells[column][row]
         return DataError(f"{self.path}:{self.lines[row]}: the {column:.60} {cell!r:.60} {problem}")

@@ -10,7 +10,7 @@ Shapes: N nodes, n rows of T scores, B samples in a batch.
 import copy
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -34,7 +34,7 @@ from ddp_setup import Distributed
 from errors import UserError
 from mask import SharedGraph
 from metrics import compare, mse, weighted_mean
-from model import KnockoutGNN
+from model import PARTS, KnockoutGNN
 from reach import plan_route
 from tables import OF_SAMPLES, SPLITS, Tables
 
@@ -157,8 +157,27 @@ class KnockoutTask:
 
     def to_scores(self, prediction: Tensor) -> Tensor:
         """Returns predictions of the model as scores, or probabilities of 1, float64."""
-        scores = self.rescale(prediction)
+        return self.inverse_link(self.rescale(prediction))
+
+    def inverse_link(self, scores: Tensor) -> Tensor:
+        """Returns scores as they are or, for optim.loss=binary, probabilities of these logits."""
         return scores.sigmoid() if self.config.optim.loss == "binary" else scores
+
+    def parts(self, model: nn.Module, batch: Data) -> Tensor:
+        """Returns what the predictions of a batch are the sums of, float64 [B, T, PARTS].
+
+        They are in the units of the scores or, for optim.loss=binary, of logits. What is known
+        without the graph has the mean of the scores in it; of a readout that the model does not
+        have, all are 0.
+        """
+        of_model = model.parts(self.graph, batch)
+        size = (len(batch.y), len(self.tables.targets), len(PARTS))
+        parts = torch.zeros(size, dtype=torch.float64, device=self.graph.device)
+        for number, name in enumerate(PARTS):
+            if name in of_model:
+                parts[:, :, number] = self.std * of_model[name]
+        parts[:, :, 0] += self.mean
+        return parts
 
     def metrics(self, split: str, prediction: Tensor) -> dict[str, float]:
         """Returns what predictions of a split's rows, [n, T], are worth, beside the baseline.
@@ -346,7 +365,6 @@ class KeptBatches:
             yield batch
 
 
-@torch.no_grad()
 def predict_rows(
     model: nn.Module,
     task: KnockoutTask,
@@ -356,14 +374,33 @@ def predict_rows(
 ) -> Tensor:
     """Returns predictions of these rows of the task on every rank, float64 [len(rows), T].
 
-    They are in the units of the scores, probabilities if optim.loss=binary. Each row is predicted
-    on one rank, by the bare model; the all-reduce adds only zeros to it and is therefore exact.
+    They are those of the bare model in the units of the scores, probabilities if optim.loss=binary.
     `kept` are the batches of these rows, if they are predicted often.
     """
     model.eval()
-    size = (len(rows), len(task.tables.targets))
-    predictions = torch.zeros(size, dtype=torch.float64, device=env.device)
-    predictions_of_rank = predictions[env.rank :: env.world_size]  # a view
+
+    def scores(batch: Data) -> Tensor:
+        return task.to_scores(model(task.graph, batch))
+
+    return compute_rows(scores, (len(task.tables.targets),), task, rows, env, kept)
+
+
+@torch.no_grad()
+def compute_rows(
+    function: Callable[[Data], Tensor],
+    shape: tuple[int, ...],
+    task: KnockoutTask,
+    rows: Tensor,
+    env: Distributed,
+    kept: KeptBatches | None = None,
+) -> Tensor:
+    """Returns a function of these rows of the task on every rank, float64 [len(rows), *shape].
+
+    It takes a batch on the device, and gives [B, *shape]. Each row is computed on one rank; the
+    all-reduce adds only zeros to it and is therefore exact.
+    """
+    values = torch.zeros((len(rows), *shape), dtype=torch.float64, device=env.device)
+    values_of_rank = values[env.rank :: env.world_size]  # a view
     batches = kept
     if kept is None:
         rows_of_batches = batches_of_rank(task, rows, env)
@@ -373,11 +410,10 @@ def predict_rows(
         with env.phase("evaluation"):
             if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
                 break
-            output = model(task.graph, batch.to(env.device, non_blocking=True))
-            scores = task.to_scores(output)
-            predictions_of_rank[start : start + len(scores)] = scores
-            start += len(scores)
-    return env.sum(predictions).cpu()
+            of_batch = function(batch.to(env.device, non_blocking=True))
+            values_of_rank[start : start + len(of_batch)] = of_batch
+            start += len(of_batch)
+    return env.sum(values).cpu()
 
 
 def table_lines(sets: Iterator[str], values: Tensor, digits: Tensor) -> Iterator[str]:

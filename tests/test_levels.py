@@ -20,9 +20,9 @@ from errors import DataError, UserError
 from mask import SharedGraph, doses
 from metrics import pearson
 from model import KnockoutGNN, ModelConfig
-from predict import read_sets
 from reach import ReachPlanner
 from results import level_of
+from sets import read_sets
 from tables import Tables
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables

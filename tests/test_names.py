@@ -8,7 +8,7 @@ import pytest
 from data import DataConfig, load
 from errors import DataError
 from names import is_control, misread, nearly_nodes, note_on_unknown
-from predict import read_sets
+from sets import read_sets
 from tests.conftest import write_table
 
 SPLITS = ("train", "val", "test")

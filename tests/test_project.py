@@ -18,20 +18,29 @@ from tests.conftest import MODULES, ROOT
 SHELVES = {
     "commands": {
         "train": "task config data metrics optim run_folder checkpoint ddp_setup watchdog errors",
-        "predict": "task config checkpoint mask tables names rows ddp_setup errors",
+        "predict": "predictor task config data explain sets growing_table ddp_setup errors",
         "analyse": (
             "config data metrics run_folder checkpoint tables rivals results plots ddp_setup errors"
+        ),
+    },
+    "from Python": {
+        "predictor": (
+            "task config explain model data run_folder checkpoint sets mask tables rows ddp_setup "
+            "errors"
         ),
     },
     "what you edit": {
         "task": "config model data metrics baseline reach mask tables ddp_setup errors",
         "config": "model data optim run_folder ddp_setup errors",
+        "explain": "model reach mask tables errors",
         "model": "combination reach mask",
         "data": "tables cache errors",
         "metrics": "tables",
         "optim": "ddp_setup errors",
     },
     "the engine": {
+        "sets": "tables names rows errors",
+        "growing_table": "checkpoint errors",
         "run_folder": "checkpoint cache ddp_setup plots errors",
         "checkpoint": "errors",
         "rivals": "baseline combination mask tables",

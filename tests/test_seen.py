@@ -13,8 +13,8 @@ from config import Config
 from data import DataConfig, load, node_split, random_split
 from ddp_setup import DDPConfig, Distributed
 from metrics import pearson
-from predict import read_sets
 from results import read_predictions
+from sets import read_sets
 from tables import Tables
 from task import KnockoutTask, predict_rows
 from tests.conftest import write_table

@@ -12,7 +12,7 @@ import torch
 from data import DataConfig, KnockoutDataset, load, random_split
 from errors import DataError
 from mask import SharedGraph
-from predict import read_sets
+from sets import read_sets
 from tables import OF_FILES, SPLITS, Tables
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, synthetic_tables

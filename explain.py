@@ -1,0 +1,186 @@
+"""Which nodes the knock-out pass of a prediction hangs on.
+
+The readout of changes gets how each living node's state differs from the intact graph's. Of a
+readout `nodes`, the effect on a target is a function of that node's change alone. That of
+`GlobalReadout` is a function of the sum of all changes: it is divided among the nodes by integrated
+gradients (Sundararajan, Taly and Yan 2017, arXiv:1703.01365), on the straight way from no change to
+the sum. Contributions add up to the knock-out pass less what it gives for no change.
+
+Shapes: N nodes, B samples, H hidden channels, T targets.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.index import index2ptr
+
+from errors import UserError
+from mask import ExpandedMessages, SharedGraph
+from model import ON_COPIES, GlobalReadout, KnockoutGNN, NodeReadout
+from reach import block_size, ranges
+from tables import Tables
+
+POINTS = 32  # on the way from no change to the sum of changes
+
+
+class Contribution(NamedTuple):
+    """What one node's change of state adds to a prediction."""
+
+    node: str
+    contribution: float  # in the unit of the score; of a binary one, of its logit
+    steps: int  # edges on the shortest way from a knocked-out node, 0 for one at another level
+    relations: str  # of the last edges of all such ways, separated by commas
+
+
+def check_explained(model: torch.nn.Module, name: str) -> None:
+    """Raises `UserError` if what the knock-out pass of a model hangs on cannot be said."""
+    readout = getattr(model, "change_readout", None)
+    if not isinstance(readout, GlobalReadout | NodeReadout):
+        raise UserError(
+            f"the model of {name} has no knock-out pass that can be explained: "
+            "train one with model.readout=both, global or nodes"
+        )
+
+
+def largest_contributions(
+    models: Sequence[KnockoutGNN],
+    units: Sequence[Tensor],
+    graph: SharedGraph,
+    num_nodes: int,
+    batch: Data,
+) -> Tensor:
+    """Returns the nodes whose changes contribute most, float64 [B, T, num_nodes, 2].
+
+    Of each, that is its number and its contribution, the mean over the models. Each model has the
+    unit of its predictions, float64 [T].
+    """
+    largest = units[0].new_zeros(len(batch.y), len(units[0]), num_nodes, 2)
+    changes = [changes_of_samples(model, graph, batch) for model in models]
+    for sample, changes_of_models in enumerate(zip(*changes, strict=True)):
+        total = 0.0
+        for model, unit, (change, wild_type) in zip(models, units, changes_of_models, strict=True):
+            total = total + unit.unsqueeze(1) * contributions(model, change, wild_type)
+        node = total.abs().topk(num_nodes, dim=1).indices
+        largest[sample, :, :, 0] = node
+        largest[sample, :, :, 1] = total.gather(1, node) / len(models)
+    return largest
+
+
+def changes_of_samples(
+    model: KnockoutGNN, graph: SharedGraph, batch: Data
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields how each sample changes the nodes' states, [N, H], and the wild-type states, [N, H].
+
+    The changes of dead nodes are 0. All states are computed, a few samples at once.
+    """
+    wild = model.wild_type(graph, batch)
+    levels = graph.levels(batch)
+    if model.config.message_passing in ON_COPIES:
+        blocks = [(levels, ExpandedMessages(graph, batch))]
+    else:
+        size = block_size(wild.final, len(graph.relations))
+        blocks = [
+            (level, partial(graph.propagate, level=level)) for level in levels.split(size, dim=1)
+        ]
+    for level, messages in blocks:
+        x = wild.layers[0].x.expand(-1, level.size(1), -1)
+        x, _ = model.encode(x, wild.layers[0].h, messages)
+        changes = (model.norm(x) - wild.final) * (level > 0).unsqueeze(2)
+        for change in changes.unbind(1):
+            yield change, wild.final.squeeze(1)
+
+
+def contributions(model: KnockoutGNN, change: Tensor, wild_type: Tensor) -> Tensor:
+    """Returns what the change of each node adds to the predictions of a sample, [T, N].
+
+    The changes and the wild-type states are [N, H].
+    """
+    readout = model.change_readout
+    if isinstance(readout, NodeReadout):
+        effect = readout.effect(change, wild_type)
+        target = readout.target_nodes
+        of_targets = effect.new_zeros(len(target), len(effect))
+        return of_targets.scatter_(1, target.unsqueeze(1), effect[target].unsqueeze(1))
+    return mean_gradient(readout, change.sum(0)) @ change.T
+
+
+def mean_gradient(readout: GlobalReadout, total: Tensor) -> Tensor:
+    """Returns the mean gradient of the outputs on the way from no change to a total, [T, H].
+
+    asinh bends most where the way begins, so the points are densest there.
+    """
+    position, weight = np.polynomial.legendre.leggauss(POINTS)  # in -1 to 1
+    u = torch.from_numpy((1 + position) / 2).to(total)
+    way = u**3
+    step = torch.from_numpy(weight / 2).to(total) * 3 * u**2
+
+    def output(changes: Tensor) -> Tensor:
+        return readout.head(torch.asinh(readout.scale * changes))
+
+    gradients = torch.func.vmap(torch.func.jacrev(output))(way.unsqueeze(1) * total)
+    return torch.tensordot(step, gradients, dims=1)
+
+
+class ShortestWays:
+    """The shortest ways from knocked-out nodes to others, on the edges of all relations."""
+
+    def __init__(self, tables: Tables):
+        self.num_nodes = len(tables.genes)
+        self.relations = tables.relations
+        source, target = tables.edge_index
+        by_source = source.argsort(stable=True)
+        self.source_ptr = index2ptr(source[by_source], self.num_nodes).numpy()
+        self.target = target[by_source].numpy()
+        by_target = target.argsort(stable=True)
+        self.target_ptr = index2ptr(target[by_target], self.num_nodes).numpy()
+        self.source = source[by_target].numpy()
+        self.relation = tables.edge_type[by_target].numpy()
+
+    def steps(self, perturbed: np.ndarray) -> np.ndarray:
+        """Returns how many edges lead from a perturbed node to each node, long [N], -1 for none."""
+        steps = np.full(self.num_nodes, -1)
+        steps[perturbed] = 0
+        reached = perturbed
+        num_steps = 0
+        while len(reached):
+            num_steps += 1
+            edges = ranges(self.source_ptr[reached], self.source_ptr[reached + 1])
+            targets = np.unique(self.target[edges])
+            reached = targets[steps[targets] < 0]
+            steps[reached] = num_steps
+        return steps
+
+    def last_relations(self, node: int, steps: np.ndarray) -> str:
+        """Returns the relations of the last edges on the ways to a node, given all `steps`."""
+        edges = slice(self.target_ptr[node], self.target_ptr[node + 1])
+        is_last = steps[self.source[edges]] == max(0, steps[node] - 1)
+        numbers = np.unique(self.relation[edges][is_last])
+        return ",".join(self.relations[number] for number in numbers)
+
+
+def name_contributions(
+    values: Tensor, samples: Tables, ways: ShortestWays
+) -> Iterator[list[list[Contribution]]]:
+    """Yields the contributions to each score of each sample, without those of 0.
+
+    `values` are `largest_contributions` of n samples, [n, T, K, 2].
+    """
+    ptr = samples.perturbed_ptr.tolist()
+    for row, of_targets in enumerate(values.tolist()):
+        steps = ways.steps(samples.perturbed[ptr[row] : ptr[row + 1]].numpy())
+        named = []
+        for pairs in of_targets:
+            contributions = []
+            for number, value in pairs:
+                node = int(number)
+                if value and steps[node] >= 0:
+                    relations = ways.last_relations(node, steps)
+                    name = samples.genes[node]
+                    contributions.append(Contribution(name, value, int(steps[node]), relations))
+            named.append(contributions)
+        yield named

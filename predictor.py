@@ -1,0 +1,319 @@
+"""Trained runs that predict: `Predictor`, the same for the command, a script and a notebook.
+
+Shapes: n sets of knock-outs, T scores.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from checkpoint import load_model, read_checkpoint, read_graph
+from config import Config, load_config
+from data import KnockoutDataset
+from ddp_setup import DDPConfig, Distributed
+from errors import UserError
+from explain import (
+    Contribution,
+    ShortestWays,
+    check_explained,
+    largest_contributions,
+    name_contributions,
+)
+from mask import SharedGraph
+from model import PARTS
+from rows import Rows
+from run_folder import read_status
+from sets import Chunk, chunk_of, unknown_nodes
+from tables import Tables
+from task import KnockoutTask, compute_rows, predict_rows
+
+log = logging.getLogger("predictor")
+SETS_AT_ONCE = 100_000
+
+
+@dataclass
+class Run:
+    """A trained run."""
+
+    checkpoint: dict[str, Any]
+    config: Config
+    graph: dict[str, Any]  # what its graph.pt holds
+
+    @property
+    def file(self) -> str:
+        return self.checkpoint["file"]
+
+
+def read_run(run: str | Path, config: str | None = None, overrides: Sequence[str] = ()) -> Run:
+    """Returns a run, given its folder, of which best.pt predicts, or a checkpoint file.
+
+    Its options are its own, overridden by those of a file and of `overrides`. Raises `UserError`.
+    """
+    path = Path(run)
+    if path.is_dir():
+        state = read_status(path).get("state")
+        if state not in ("finished", None):
+            log.warning(f"note      {path} is {state}: its best model so far predicts")
+        path = path / "checkpoints" / "best.pt"
+    checkpoint = read_checkpoint(path)
+    lacking = {"graph", "basis"} - checkpoint.keys()
+    if lacking:
+        raise UserError(f"{path} is of another version of the template: predict with that one")
+    graph = read_graph(path)
+    if graph.pop("graph") != checkpoint["graph"]:
+        raise UserError(f"the graph.pt of {path} is of another graph: copy that of its run folder")
+    options = load_config(config, overrides, checkpoint["config"], checkpoint["file"])
+    return Run(checkpoint, options, graph)
+
+
+def check_same(first: Run, run: Run) -> None:
+    """Raises `UserError` if two runs do not predict the same scores on the same graph."""
+    if list(run.graph["targets"]) != list(first.graph["targets"]):
+        raise UserError(f"{run.file} has other scores than {first.file}")
+    if run.checkpoint["graph"] != first.checkpoint["graph"]:
+        raise UserError(f"{run.file} was trained on another graph than {first.file}")
+    loss = run.config.optim.loss
+    if loss != first.config.optim.loss:
+        raise UserError(
+            f"{run.file} was trained with optim.loss={loss}, {first.file} with "
+            f"{first.config.optim.loss}"
+        )
+
+
+class Prediction(NamedTuple):
+    """What is predicted of n sets of knock-outs, in the units of the T scores."""
+
+    mean: np.ndarray  # float64 [n, T]; of binary scores, the probability of 1; nan if not known
+    sd: np.ndarray | None  # float64 [n, T], the standard deviation over several runs
+    targets: list[str]  # name of each score
+
+
+class Predictor:
+    """Trained models that predict sets of knock-outs: of one run, or of several as an ensemble.
+
+        predictor = Predictor("runs/a", "runs/b")
+        mean, sd, targets = predictor.predict(["YAL001C,YBR002W=0.3", ""])
+
+    A run is its folder, of which best.pt predicts, or a checkpoint file; its graph.pt is all else
+    that it needs. Several must be of the same graph, scores and loss.
+
+    Args:
+        runs: folders or checkpoint files.
+        device: where the models predict, such as "cpu"; by default a GPU, if there is one.
+
+    Raises:
+        UserError: a run cannot be read, or does not go with the first.
+    """
+
+    def __init__(self, *runs: str | Path, device: torch.device | str | None = None):
+        if not runs:
+            raise UserError("no run is named: Predictor('runs/NAME')")
+        env = Distributed(DDPConfig())
+        env.is_distributed = False
+        env.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._load([read_run(run) for run in runs], env)
+
+    @classmethod
+    def of_ranks(cls, runs: list[Run], env: Distributed) -> "Predictor":
+        """Returns the predictor of the ranks of `env`, which share the rows of each call."""
+        predictor = cls.__new__(cls)
+        predictor._load(runs, env)
+        return predictor
+
+    def _load(self, runs: list[Run], env: Distributed) -> None:
+        first = runs[0]
+        for run in runs[1:]:
+            check_same(first, run)
+        self.env = env
+        self.tables = Tables.of_graph(first.graph)
+        self.graph = SharedGraph(self.tables.graph()).to(env.device, first.config.optim.dtype)
+        self.files = [run.file for run in runs]
+        self.tasks = []
+        self.models = []
+        for run in runs:
+            task = KnockoutTask.of_run(run.config, run.checkpoint, self.tables, self.graph)
+            model = task.build_model()
+            load_model(model, run.checkpoint)
+            self.tasks.append(task)
+            self.models.append(model.to(env.device, run.config.optim.dtype).eval())
+        self.is_planned = False
+
+    @property
+    def targets(self) -> list[str]:
+        """The name of each score."""
+        return list(self.tables.targets)
+
+    def columns(self, with_parts: bool = False) -> list[str]:
+        """Returns the names of what is predicted, one score after another."""
+        figures = ["prediction"]
+        if len(self.models) > 1:
+            figures.append("sd")
+        if with_parts:
+            if self.tasks[0].config.optim.loss == "binary":
+                figures.append("logit")
+            figures += PARTS
+        if len(self.targets) == 1:
+            return figures
+        columns = []
+        for target in self.targets:
+            columns.append(target)
+            columns += [f"{target}_{figure}" for figure in figures[1:]]
+        return columns
+
+    def digits(self, with_parts: bool = False) -> Tensor:
+        """Returns how many significant digits each column is written with, long [C]."""
+        columns_of_target = len(self.columns(with_parts)) // len(self.targets)
+        return self.tasks[0].digits().repeat_interleave(columns_of_target)
+
+    def predict(
+        self,
+        sets: Sequence[str],
+        unknown: Literal["raise", "nan"] = "raise",
+        columns: Mapping[str, Sequence[str]] | None = None,
+    ) -> Prediction:
+        """Predicts sets of knock-outs, each a text as in the column `genes` of a table.
+
+        `"A,B=0.3"` deletes node A and keeps 0.3 of what B sends; `""` is an intact sample.
+
+        Args:
+            sets: n texts.
+            unknown: what becomes of a set with a node that the graph does not have.
+            columns: further columns of the table, for a dataset that reads some, n cells each.
+
+        Raises:
+            UserError: a text names no set, or, for `unknown="raise"`, an unknown node.
+        """
+        num_figures = len(self.columns()) // len(self.targets)
+        values = np.full((len(sets), len(self.targets), num_figures), math.nan)
+        for row, chunk in self._chunks(sets, unknown, columns):
+            values[row] = self(chunk.samples).numpy()
+        sd = values[:, :, 1] if len(self.models) > 1 else None
+        return Prediction(values[:, :, 0], sd, self.targets)
+
+    def parts(
+        self,
+        sets: Sequence[str],
+        unknown: Literal["raise", "nan"] = "raise",
+        columns: Mapping[str, Sequence[str]] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Returns what the predictions of `predict` are the sums of, float64 [n, T] by name.
+
+        `without_graph` is what is known without the graph, with the mean of the training scores in
+        it, `local` what the readout of the knocked-out nodes adds, `knockout` what the change of
+        the others' states does. Of binary scores they add up to the logit, the mean over runs. The
+        arguments are those of `predict`, and so are the errors.
+        """
+        self.check_parts()
+        values = np.full((len(sets), len(self.targets), len(PARTS)), math.nan)
+        for row, chunk in self._chunks(sets, unknown, columns):
+            values[row] = self(chunk.samples, with_parts=True)[:, :, -len(PARTS) :].numpy()
+        return {name: values[:, :, number] for number, name in enumerate(PARTS)}
+
+    def explain(
+        self,
+        sets: Sequence[str],
+        num_nodes: int = 10,
+        columns: Mapping[str, Sequence[str]] | None = None,
+    ) -> list[list[list[Contribution]]]:
+        """Returns the nodes whose changes of state contribute most to predictions.
+
+        They are lists by set, by score and, the largest first, by node. Their sum over all nodes is
+        the part `knockout` less that of a change of 0 (see `explain`).
+
+        Args:
+            sets, columns: those of `predict`.
+            num_nodes: the most nodes of each set and score.
+
+        Raises:
+            UserError: as `predict`, or a model has no knock-out pass that can be explained.
+        """
+        self.check_explained()
+        rows = []
+        for _, chunk in self._chunks(sets, "raise", columns):
+            values = self.contributions(chunk.samples, min(num_nodes, len(self.tables.genes)))
+            rows += self.name_nodes(values, chunk.samples)
+        return rows
+
+    def _chunks(
+        self, sets: Sequence[str], unknown: str, columns: Mapping[str, Sequence[str]] | None
+    ) -> Iterator[tuple[np.ndarray, Chunk]]:
+        """Yields some sets at once, and where those of them stand that have no unknown node."""
+        if isinstance(sets, str):
+            raise UserError(f"{sets!r:.60} is one text: predict takes a list of them")
+        for first in range(0, len(sets), SETS_AT_ONCE):
+            last = min(first + SETS_AT_ONCE, len(sets))
+            cells = {"genes": list(sets[first:last])}
+            for name, column in (columns or {}).items():
+                cells[name] = list(column[first:last])
+            rows = Rows("sets", range(first, last), cells)
+            chunk = chunk_of(rows, self.tables)
+            if chunk.unknown and unknown == "raise":
+                raise UserError(unknown_nodes(chunk.unknown, self.tables))
+            yield np.flatnonzero(chunk.is_known.numpy()) + first, chunk
+
+    def __call__(self, samples: Tables, with_parts: bool = False) -> Tensor:
+        """Returns `columns` of n samples on the graph `self.tables`, float64 [n, T, columns of T].
+
+        They are the mean of the models' predictions and, of several, the standard deviation. It is
+        the same on every rank.
+        """
+        if len(samples.y) and not self.is_planned:
+            self.tasks = [task.planned_for(samples) for task in self.tasks]
+            self.is_planned = True
+        rows = torch.arange(len(samples.y))
+        size = (len(self.targets), len(PARTS))
+        predictions = []
+        parts = []
+        for task, model in zip(self.tasks, self.models, strict=True):
+            task = task.with_samples(samples)
+            if with_parts:
+                function = partial(task.parts, model)
+                parts.append(compute_rows(function, size, task, rows, self.env))
+                predictions.append(task.inverse_link(parts[-1].sum(dim=2)))
+            else:
+                predictions.append(predict_rows(model, task, rows, self.env))
+        figures = predictions
+        if len(predictions) > 1:
+            std, mean = torch.std_mean(torch.stack(predictions), dim=0)
+            figures = [mean, std]
+        if with_parts:
+            mean_parts = torch.stack(parts).mean(dim=0)
+            if self.tasks[0].config.optim.loss == "binary":
+                figures.append(mean_parts.sum(dim=2))
+            figures += mean_parts.unbind(dim=2)
+        return torch.stack(figures, dim=2)
+
+    def check_parts(self) -> None:
+        """Raises `UserError` if a model does not say what its predictions are the sums of."""
+        for model, file in zip(self.models, self.files, strict=True):
+            if not hasattr(model, "parts"):
+                raise UserError(
+                    f"the model of {file} has no parts: give it a method as `KnockoutGNN.parts`"
+                )
+
+    def check_explained(self) -> None:
+        """Raises `UserError` if a model has no knock-out pass that can be explained."""
+        for model, file in zip(self.models, self.files, strict=True):
+            check_explained(model, file)
+
+    def contributions(self, samples: Tables, num_nodes: int) -> Tensor:
+        """Returns what `explain.largest_contributions` does of n samples, on every rank."""
+        units = [task.std for task in self.tasks]
+        function = partial(largest_contributions, self.models, units, self.graph, num_nodes)
+        size = (len(self.targets), num_nodes, 2)
+        dataset = KnockoutDataset(samples, self.graph.degree)
+        task = replace(self.tasks[0], tables=samples, dataset=dataset)
+        return compute_rows(function, size, task, torch.arange(len(samples.y)), self.env)
+
+    def name_nodes(self, values: Tensor, samples: Tables) -> Iterator[list[list[Contribution]]]:
+        """Yields the `contributions` to the scores of each sample, without those of 0."""
+        ways = ShortestWays(self.tables)
+        return name_contributions(values, samples, ways)

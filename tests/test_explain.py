@@ -1,0 +1,304 @@
+"""Parts of predictions, and the nodes that their knock-out pass hangs on."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from errors import UserError
+from explain import (
+    ShortestWays,
+    changes_of_samples,
+    check_explained,
+    contributions,
+    largest_contributions,
+    name_contributions,
+)
+from mask import SharedGraph
+from model import PARTS, KnockoutGNN
+from predict import Predictor
+from tables import Tables, pack
+from tests.conftest import write_table
+from tests.test_model import NUM_NODES, make_batch, make_model, shared  # noqa: F401
+from tests.test_predict import BEST, members, read_table  # noqa: F401
+from tests.test_task import write_binary_scores
+from tests.tools.runs import newest_checkpoint
+
+SETS = [{0: 0.0, 3: 0.0}, {}, {5: 0.3}, {8: 0.0, 1: 3.0}, {2: 0.0, 0: 0.0, 7: 0.5, 11: 0.0}]
+
+
+def knockout_part(model: KnockoutGNN, shared: SharedGraph, sets: list) -> torch.Tensor:  # noqa: F811
+    """Returns what the change of the states adds to predictions, [B, T]."""
+    with torch.no_grad():
+        return model.eval().parts(shared, make_batch(shared, sets))["knockout"]
+
+
+def last_checkpoint(run: Path) -> str:
+    """Returns the checkpoint after the last step; best.pt may be where training started."""
+    return str(newest_checkpoint(run))
+
+
+# ---- The model -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
+def test_parts_are_those_of_the_readouts_and_add_up_to_the_prediction(shared, readout):  # noqa: F811
+    model = make_model(readout=readout).eval()
+    batch = make_batch(shared, SETS)
+    parts = model.parts(shared, batch)
+    names = {
+        "both": PARTS,
+        "local": ("without_graph", "local"),
+        "global": ("knockout",),
+        "nodes": ("without_graph", "knockout"),
+    }
+    assert tuple(parts) == names[readout]
+    assert all(values.std() > 0 for values in parts.values())
+    torch.testing.assert_close(sum(parts.values()), model(shared, batch), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1, 30, 1000])
+@pytest.mark.parametrize("route", ["shared", "expanded"])
+def test_contributions_add_up_to_the_knockout_pass(shared, route, scale):  # noqa: F811
+    """Less what it gives for no change, to 1 % and better, however far asinh is bent."""
+    model = make_model(message_passing=route)
+    model.change_readout.scale *= scale
+    batch = make_batch(shared, SETS)
+    total = knockout_part(model, shared, SETS) - knockout_part(model, shared, [{}])
+    assert (total.abs() > 1e-4).sum() == len(SETS) - 1
+    added = []
+    with torch.no_grad():
+        for change, wild_type in changes_of_samples(model, shared, batch):
+            added.append(contributions(model, change, wild_type).sum(1))
+    torch.testing.assert_close(torch.stack(added), total, rtol=1e-3, atol=1e-5)
+
+
+def test_contributions_are_the_integral_of_the_gradient(shared):  # noqa: F811
+    """Against a sum of ten thousand steps, each with the gradient by autograd."""
+    model = make_model().eval()
+    model.change_readout.scale *= 20
+    batch = make_batch(shared, SETS)
+    for change, wild_type in changes_of_samples(model, shared, batch):
+        change = change.detach()
+        found = contributions(model, change, wild_type)[0]
+        total = torch.zeros_like(found)
+        readout = model.change_readout
+        num_steps = 10_000
+        way = (torch.arange(num_steps) + 0.5).unsqueeze(1) / num_steps * change.sum(0)
+        way = way.requires_grad_()
+        readout.head(torch.asinh(readout.scale * way)).sum().backward()
+        total = change @ way.grad.mean(0)
+        torch.testing.assert_close(found, total, rtol=1e-3, atol=1e-5)
+
+
+def test_contributions_to_nodes_are_exact_and_those_of_the_nodes_themselves(shared):  # noqa: F811
+    model = make_model(readout="nodes").eval()
+    sets = [{3: 0.0}, {1: 0.0, 7: 0.4}]
+    expected = knockout_part(model, shared, sets)
+    target = model.change_readout.target_nodes
+    perturbed = torch.tensor([[node in nodes for node in target.tolist()] for nodes in sets])
+    with torch.no_grad():
+        changes = changes_of_samples(model, shared, make_batch(shared, sets))
+        found = torch.stack([contributions(model, *pair) for pair in changes])
+    of_target = found[:, torch.arange(len(target)), target]
+    torch.testing.assert_close(of_target[~perturbed], expected[~perturbed])
+    assert (found != 0).sum() == (of_target != 0).sum() > 3
+
+
+def test_dead_nodes_and_intact_samples_contribute_nothing(shared):  # noqa: F811
+    model = make_model()
+    with torch.no_grad():
+        changes = changes_of_samples(model, shared, make_batch(shared, SETS))
+        for nodes, pair in zip(SETS, changes, strict=True):
+            of_nodes = contributions(model, *pair)[0]
+            dead = [node for node, level in nodes.items() if level == 0]
+            assert (of_nodes[dead] == 0).all()
+            assert (of_nodes.abs().max() > 1e-6) == bool(nodes)
+
+
+def test_the_largest_are_means_over_models_in_their_units(shared):  # noqa: F811
+    models = [make_model().eval(), make_model(layers=1).eval()]
+    units = [torch.tensor([2.0]).double(), torch.tensor([3.0]).double()]
+    batch = make_batch(shared, SETS)
+    with torch.no_grad():
+        found = largest_contributions(models, units, shared, NUM_NODES, batch)
+        two = largest_contributions(models, units, shared, 2, batch)
+        expected = torch.zeros(len(SETS), NUM_NODES, dtype=torch.float64)
+        for model, unit in zip(models, units, strict=True):
+            for row, pair in enumerate(changes_of_samples(model, shared, batch)):
+                expected[row] += unit * contributions(model, *pair)[0] / 2
+    assert torch.equal(two[..., 1], found[:, :, :2, 1])
+    by_node = torch.zeros_like(expected)
+    by_node.scatter_(1, found[:, 0, :, 0].long(), found[:, 0, :, 1])
+    torch.testing.assert_close(by_node, expected)
+    sizes = found[:, 0, :, 1].abs()
+    assert (sizes.diff(dim=1) <= 0).all()
+
+
+def test_a_model_without_a_knockout_pass_is_not_explained():
+    for model in (make_model(readout="local"), torch.nn.Linear(1, 1)):
+        with pytest.raises(UserError, match="the model of runs/a has no knock-out pass that can"):
+            check_explained(model, "runs/a")
+
+
+# ---- Ways ----------------------------------------------------------------------------------------
+def test_steps_and_relations_are_those_of_the_shortest_ways():
+    generator = torch.Generator().manual_seed(0)
+    num_nodes = 25
+    edge_index = torch.randint(num_nodes - 2, (2, 50), generator=generator)
+    edge_type = torch.randint(3, (50,), generator=generator)
+    tables = Tables(
+        genes=[f"N{node}" for node in range(num_nodes)],
+        relations=["a", "b", "c"],
+        edge_index=edge_index,
+        edge_type=edge_type,
+        **pack(torch.tensor([0, 0]), torch.tensor([4, 9]), torch.zeros(2).double(), 1),
+        y=torch.zeros(1, 1).double(),
+    )
+    edges = list(zip(*edge_index.tolist(), edge_type.tolist(), strict=True))
+    distance = {4: 0, 9: 0}
+    for step in itertools.count(1):
+        reached = {
+            target
+            for source, target, _ in edges
+            if distance.get(source) == step - 1 and target not in distance
+        }
+        if not reached:
+            break
+        distance |= dict.fromkeys(reached, step)
+    assert max(distance.values()) > 3
+    ways = ShortestWays(tables)
+    steps = ways.steps(np.array([4, 9]))
+    assert steps.tolist() == [distance.get(node, -1) for node in range(num_nodes)]
+    values = torch.stack([torch.arange(num_nodes).double(), torch.ones(num_nodes).double()], dim=1)
+    ((contributions_of_row,),) = name_contributions(values.expand(1, 1, -1, -1), tables, ways)
+    assert [each.node for each in contributions_of_row] == [f"N{node}" for node in sorted(distance)]
+    for node, contribution in zip(sorted(distance), contributions_of_row, strict=True):
+        expected = {
+            "abc"[relation]
+            for source, target, relation in edges
+            if target == node and distance.get(source) == max(0, distance[node] - 1)
+        }
+        assert contribution.steps == distance[node]
+        assert contribution.relations == ",".join(sorted(expected))
+
+
+# ---- The command and Python ----------------------------------------------------------------------
+def test_parts_of_runs_add_up_in_the_table_and_from_python(members, predict, tmp_path):  # noqa: F811
+    trained = [last_checkpoint(tmp_path / run) for run in members]
+    for runs in (trained[:1], trained):
+        predict(0, "all-singles", *runs).check()
+        _, _, expected = read_table(tmp_path / "all-singles.predictions.tsv")
+        predict(2, "all-singles", *runs, "--parts").check()
+        header, sets, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
+        figures = ["prediction"] if len(runs) == 1 else ["prediction", "sd"]
+        assert header == ["genes", *figures, *PARTS]
+        torch.testing.assert_close(numbers[:, : len(figures)], expected, rtol=1e-5, atol=1e-6)
+        parts = numbers[:, len(figures) :]
+        torch.testing.assert_close(parts.sum(1), numbers[:, 0], rtol=1e-6, atol=1e-6)
+        assert (parts.std(0) > 1e-4).all()
+        predictor = Predictor(*runs, device="cpu")
+        from_python = predictor.parts(sets)
+        for number, name in enumerate(PARTS):
+            values = from_python[name][:, 0]
+            np.testing.assert_allclose(values, parts[:, number], rtol=1e-5, atol=1e-6)
+        total = sum(from_python.values())
+        np.testing.assert_allclose(total, predictor.predict(sets).mean, rtol=1e-6, atol=1e-6)
+
+
+def test_parts_of_binary_scores_add_up_to_the_logit(train, predict, tmp_path):
+    write_binary_scores(tmp_path)
+    for seed in (0, 1):
+        options = ["optim.loss=binary", f"run.seed={seed}", f"run.name={seed}", "optim.lr=0.05"]
+        train(0, *options).check()
+    predict(0, "all-singles", "runs/0", "runs/1", "--parts").check()
+    header, sets, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
+    assert header == ["genes", "prediction", "sd", "logit", *PARTS]
+    torch.testing.assert_close(numbers[:, 3:].sum(1), numbers[:, 2], rtol=1e-6, atol=1e-6)
+    predictor = Predictor(tmp_path / "runs/0")
+    logit = sum(predictor.parts(sets).values())
+    probability = 1 / (1 + np.exp(-logit))
+    np.testing.assert_allclose(probability, predictor.predict(sets).mean, rtol=1e-6)
+
+
+def test_parts_of_several_scores_stand_beside_each(train, predict, tmp_path):
+    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    two = [("genes", "a", "b"), *((genes, y, 1000 - float(y)) for genes, y in rows)]
+    write_table(tmp_path / "two.tsv", two)
+    train(0, "data.perturbations=two.tsv", "run.name=run", "optim.lr=0.05").check()
+    predict(0, "all-singles", "runs/run", "--parts").check()
+    header, _, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
+    names = [f"{target}{part}" for target in "ab" for part in ("", *(f"_{part}" for part in PARTS))]
+    assert header == ["genes", *names]
+    for first in (0, 4):
+        total = numbers[:, first + 1 : first + 4].sum(1)
+        torch.testing.assert_close(total, numbers[:, first], rtol=1e-6, atol=1e-6)
+
+
+def test_an_own_model_without_parts_says_so(train, tmp_path):
+    train(0, "run.name=run").check()
+    predictor = Predictor(tmp_path / "runs/run")
+    predictor.models = [torch.nn.Linear(1, 1)]
+    with pytest.raises(UserError, match=r"best.pt has no parts: give it a method as `KnockoutGNN"):
+        predictor.parts(["Y01"])
+
+
+def test_explanations_are_a_regular_table_and_the_same_from_python(members, predict, tmp_path):  # noqa: F811
+    runs = [last_checkpoint(tmp_path / run) for run in members[:2]]
+    sets = ["Y01,Y02", "Y03,NOPE", "", "Y29", "Y04=0.3"]
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets]])
+    texts = []
+    for nproc in (0, 2):
+        result = predict(nproc, "ask.tsv", *runs, "--explain", "4").check()
+        assert "1 rows have no prediction" in result.stdout
+        texts.append((tmp_path / "ask.explained.tsv").read_text())
+    assert not (tmp_path / "ask.predictions.tsv").exists()
+    header, *lines = [line.split("\t") for line in texts[0].splitlines()]
+    assert header == ["genes", "score", "node", "contribution", "steps", "relations"]
+    assert [line[0] for line in lines] == [genes for genes in sets for _ in range(4)]
+    assert all(line[1] == "score" for line in lines)
+    predictor = Predictor(*runs, device="cpu")
+    known = [genes for genes in sets if "NOPE" not in genes]
+    explained = dict(zip(known, predictor.explain(known, num_nodes=4), strict=True))
+    for genes, of_set in itertools.groupby(lines, lambda line: line[0]):
+        (named,) = explained.get(genes, [[]])
+        cells = [line[2:] for line in of_set if line[2]]
+        assert [line[0] for line in cells] == [each.node for each in named]
+        assert [float(line[1]) for line in cells] == pytest.approx(
+            [each.contribution for each in named], rel=1e-4, abs=1e-6
+        )
+        assert [(line[2], line[3]) for line in cells] == [
+            (str(each.steps), each.relations) for each in named
+        ]
+    assert len(explained["Y01,Y02"][0]) == 4
+    assert not explained[""][0]
+    assert {each.steps for each in explained["Y01,Y02"][0]} <= {1, 2}
+    of_two_ranks = [line.split("\t")[:3] for line in texts[1].splitlines()]
+    assert of_two_ranks == [line[:3] for line in [header, *lines]]
+
+
+def test_all_contributions_add_up_to_the_part(members, tmp_path):  # noqa: F811
+    predictor = Predictor(last_checkpoint(tmp_path / members[0]), device="cpu")
+    sets = ["Y01,Y02", "Y05", "Y29"]
+    part = predictor.parts([*sets, ""])["knockout"][:, 0]
+    sums = []
+    for (named,) in predictor.explain(sets, num_nodes=1000):
+        sums.append(sum(each.contribution for each in named))
+    np.testing.assert_allclose(sums, part[:-1] - part[-1], rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["runs/c", "--explain", "3"], "runs/c/checkpoints/best.pt has no knock-out pass that can"),
+        (["runs/a", "--explain", "-1"], "--explain takes a number above 0, and not together with"),
+        (["runs/a", "--explain", "3", "--parts"], "--explain takes a number above 0, and not toge"),
+        (["runs/a", "--explain", "many"], "argument --explain: invalid int value: 'many'"),
+    ],
+)
+def test_what_cannot_be_explained_is_one_sentence(members, predict, tmp_path, arguments, message):  # noqa: F811
+    result = predict(2, "all-singles", *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.glob("all-singles.*"))
