@@ -41,6 +41,7 @@ class GrowingTable:
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self.file.close()
             raise UserError(f"another process is writing {path}: wait for it") from None
         self.header = header
         self.num_rows = self._cut_to_whole_rows(lines_per_row)

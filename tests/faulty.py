@@ -35,6 +35,7 @@ import tables
 import train
 import watchdog
 from data import DataConfig, KnockoutDataset
+from growing_table import GrowingTable
 from optim import OptimConfig
 from task import KnockoutTask
 
@@ -127,11 +128,6 @@ def signal_while_loading(target: str, signal_name: str) -> None:
             os.kill(process, signal.Signals[signal_name])
 
     call_before(data, "load", send)
-
-
-def die_at_replace() -> None:
-    """The process exits with status 9 where it would put the first complete file in its place."""
-    os.replace = lambda source, target: os._exit(9)
 
 
 # ---- Hangs and exceptions ------------------------------------------------------------------------
@@ -246,7 +242,26 @@ def fill_disk_in_prediction() -> None:
     def fill(*arguments: object) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
 
-    call_before(predict, "append_lines", fill)
+    call_before(GrowingTable, "append", fill)
+
+
+def predict_at_once(num_rows: str) -> None:
+    """So many rows are predicted, and written, at once."""
+    predict.MOST = int(num_rows)
+
+
+def die_after_appends(number: str) -> None:
+    """The process is killed where it would write rows again, with half a line written."""
+    calls = []
+
+    def die(table: GrowingTable, *arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) > int(number):
+            table.file.write(b"Y01,Y0")
+            table.file.flush()
+            kill_this_process("SIGKILL")
+
+    call_before(GrowingTable, "append", die)
 
 
 def spawn_loader() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from data import DataConfig, KnockoutDataset, load
 from errors import UserError
+from growing_table import GrowingTable
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from predict import Predictor
@@ -270,6 +271,150 @@ def test_a_screen_at_no_level_is_refused(predict, train, screen):
     assert result.stderr == f"error: {screen} has no level from 0 to 10,000\n"
 
 
+# ---- Long predictions ----------------------------------------------------------------------------
+@pytest.mark.parametrize("more", [(), ("--explain", "3")])
+def test_a_killed_prediction_goes_on_after_its_last_whole_row(train, predict, tmp_path, more):
+    """With another number of processes, too, and to the same file."""
+    train(0, "run.name=run", "optim.lr=0.05").check()
+    command = ["all-pairs", str(newest_checkpoint(tmp_path / "runs/run")), *more]
+    predict(0, *command).check()
+    kind = "explained" if more else "predictions"
+    output = tmp_path / f"all-pairs.{kind}.tsv"
+    expected = output.read_text()
+    output.unlink()
+    faults = "predict_at_once:50 die_after_appends:7"
+    assert predict(0, *command, fault=faults).returncode == -9
+    assert not output.exists()
+    (partial,) = tmp_path.glob("*.partial")
+    *written, cut_off = partial.read_text().splitlines()
+    assert cut_off == "Y01,Y0"
+    num_done = 350
+    if more:  # a part of a row's lines
+        *written, _, last = written[:-1]
+        partial.write_text("\n".join([*written, last[:5]]))
+        num_done = 349
+    result = predict(2, *command, fault="predict_at_once:50").check()
+    assert f"all-pairs.{kind}.tsv goes on after {num_done} of 435 rows" in result.stdout
+    assert "435 predictions written" in result.stdout
+    assert output.read_text().splitlines()[: len(written)] == written
+    assert_same_numbers(output.read_text(), expected)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def assert_same_numbers(text: str, expected: str) -> None:
+    """Compares tables whose numbers may be rounded otherwise."""
+    lines = text.splitlines()
+    expected_lines = expected.splitlines()
+    assert len(lines) == len(expected_lines)
+    for line, expected_line in zip(lines, expected_lines, strict=True):
+        for cell, other in zip(line.split("\t"), expected_line.split("\t"), strict=True):
+            if cell != other:
+                assert float(cell) == pytest.approx(float(other), rel=1e-4, abs=1e-6)
+
+
+def test_another_command_says_which_file_is_in_the_way(members, predict, tmp_path):
+    sets = [f"Y{k:02d}" for k in range(30)]
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets]])
+    faults = "predict_at_once:10 die_after_appends:2"
+    assert predict(0, "ask.tsv", members[0], fault=faults).returncode == -9
+    (partial,) = tmp_path.glob("*.partial")
+    written = partial.read_text()
+    message = (
+        f"error: {partial.name} was begun with another table, other runs or options: repeat that "
+        "command, or remove the file\n"
+    )
+    for command in ([members[1]], [members[0], "--parts"], [members[0], members[1]]):
+        result = predict(0, "ask.tsv", *command)
+        assert (result.returncode, result.stderr) == (2, message)
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets[:-1]]])
+    assert predict(2, "ask.tsv", members[0]).stderr == message
+    assert partial.read_text() == written
+    partial.unlink()
+    predict(0, "ask.tsv", members[1]).check()
+
+
+def test_two_processes_do_not_write_one_table(tmp_path):
+    first = GrowingTable(tmp_path / "a.tsv", "genes\n", "key")
+    with pytest.raises(UserError, match=r"another process is writing .*a.tsv: wait for it"):
+        GrowingTable(tmp_path / "a.tsv", "genes\n", "key")
+    first.append(["x\n"], 1)
+    first.finish()
+    first.close()
+    assert (tmp_path / "a.tsv").read_text() == "genes\nx\n"
+    GrowingTable(tmp_path / "a.tsv", "genes\n", "key").close()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.tsv"]
+
+
+def test_some_rows_of_a_table_or_screen_are_those_of_all(train, predict, tmp_path):
+    train(0, "run.name=run").check()
+    sets = [f"Y{k:02d},Y{(7 * k) % 30:02d}" for k in range(20)]
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets]])
+    for table, name, ranges in (
+        ("ask.tsv", "ask", ("0:7", "7:19", "19:1000")),
+        ("all-pairs=0.3", "all-pairs=0.3", (":100", "100:101", "101:")),
+    ):
+        predict(0, table, "runs/run").check()
+        header, *expected = (tmp_path / f"{name}.predictions.tsv").read_text().splitlines()
+        lines = []
+        for rows in ranges:
+            predict(2, table, "runs/run", f"--rows={rows}", fault="predict_at_once:5").check()
+            first, _, last = rows.partition(":")
+            output = tmp_path / f"{name}.{first or 0}-{last}.predictions.tsv"
+            of_range = output.read_text().splitlines()
+            assert of_range[0] == header
+            lines += of_range[1:]
+        assert_same_numbers("\n".join(lines), "\n".join(expected))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--rows=30:40", "all-singles has no row 30: its rows are counted from 0"),
+        ("--rows=5", "--rows=5 is not A:B, such as 0:1000000"),
+        ("--rows=5:5", "--rows=5:5 has no row: its end is not above its start"),
+        ("--rows=-3:5", "--rows=-3:5 is not A:B, such as 0:1000000"),
+        ("--device=gpu", "--device=gpu is neither cpu nor such as cuda:0 or cuda:0,1"),
+        ("ddp.device_ids=[0]", "ddp.device_ids=[0] is for training: set --device"),
+    ],
+)
+def test_wrong_rows_and_devices_are_one_sentence(train, predict, option, message):
+    train(0, "run.name=run").check()
+    result = predict(2, "all-singles", "runs/run", option)
+    assert (result.returncode, result.stderr) == (2, f"error: {message}\n")
+
+
+def test_a_device_is_that_of_the_machine_that_predicts(train, predict):
+    """Whatever the training had."""
+    train(0, "run.name=run").check()
+    predict(0, "all-singles", "runs/run", "--device=cpu").check()
+    result = predict(0, "all-singles", "runs/run", "--device=cuda:3")
+    assert result.returncode == 2
+    assert "but 0 GPUs, ddp.device_ids=[3]: set --nproc_per_node" in result.stderr
+
+
+def test_a_line_that_is_wrong_is_found_before_the_first_prediction(train, predict, tmp_path):
+    train(0, "run.name=run").check()
+    rows = [(f"Y{k:02d}",) for k in range(20)]
+    write_table(tmp_path / "ask.tsv", [("genes",), *rows, ("Y01=x",)])
+    result = predict(2, "ask.tsv", "runs/run", fault="predict_at_once:5 die_after_appends:0")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ask.tsv:22: ")
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_run_that_has_not_finished_is_named(train, predict, tmp_path):
+    train(0, "run.name=run").check()
+    status = tmp_path / "runs/run/status.json"
+    for state in ("running", "failed", "stopped"):
+        status.write_text(json.dumps({"state": state}))
+        result = predict(0, "all-singles", "runs/run").check()
+        assert f"note      runs/run is {state}: its best model so far predicts" in result.stdout
+    (tmp_path / "runs/run/checkpoints/best.pt").unlink()
+    result = predict(0, "all-singles", "runs/run")
+    assert result.returncode == 2
+    assert "best.pt is not a readable checkpoint (FileNotFoundError)" in result.stderr
+
+
 # ---- Empty lines ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("header", ["genes", "genes\tscore", "nodes\tscore\tsplit"])
@@ -351,7 +496,10 @@ def test_predictions_that_cannot_be_written_are_one_sentence(train, predict, tmp
         "error: cannot write all-pairs.predictions.tsv: File too large; "
         "fix that or change the working folder, and start again\n"
     )
-    assert not list(tmp_path.glob("all-pairs.predictions.tsv*"))
+    assert not (tmp_path / "all-pairs.predictions.tsv").exists()
+    result = predict(0, "all-pairs", "runs/run").check()
+    assert "all-pairs.predictions.tsv goes on after" in result.stdout
+    assert not list(tmp_path.glob("all-pairs.predictions.tsv.*"))
 
 
 # ---- Several runs --------------------------------------------------------------------------------
@@ -383,9 +531,6 @@ def test_an_ensemble_predicts_the_mean_and_says_how_far_its_members_are_apart(
     expected = torch.stack([of_members.mean(1), of_members.std(1)], dim=1)
     assert expected[0, 1] > 0.01
     assert expected[1].isnan().all()
-    # What a killed prediction left is no part of the next one.
-    assert predict(0, "ask.tsv", members[0], fault="die_at_replace").returncode == 9
-    assert list(tmp_path.glob("ask.predictions.tsv.*.tmp"))
     for nproc in (0, 2):
         output.unlink()
         arguments = [members[0], "data.batch_size=8", *members[1:]]

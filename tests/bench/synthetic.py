@@ -294,7 +294,14 @@ def interaction_scores(
 def failure_losses(
     edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor, ptr: Tensor, rounds: int
 ) -> Tensor:
-    """Returns how much activity living nodes lose when failures spread along edges, float64 [n].
+    """Returns how much activity all living nodes lose together, float64 [n]."""
+    return lost_activity(edge_indices, num_nodes, perturbed, ptr, rounds).sum(0)
+
+
+def lost_activity(
+    edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor, ptr: Tensor, rounds: int
+) -> Tensor:
+    """Returns how much activity each living node loses when failures spread, float64 [N, n].
 
     It is a supply network: an edge's source supplies its target, with half the weight of the
     relation before. In each round, a node's activity becomes a steep function of the weighted share
@@ -314,7 +321,7 @@ def failure_losses(
     for _ in range(rounds):
         failed = torch.sparse.mm(supply, 1 - activity)
         activity = alive * torch.sigmoid(12 * (0.4 - failed))
-    return (alive * (activity[:, -1:] - activity)).sum(0)[:-1]
+    return (alive * (activity[:, -1:] - activity))[:, :-1]
 
 
 def relation_weights(edge_indices: list[Tensor]) -> Tensor:
