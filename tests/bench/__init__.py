@@ -6,10 +6,11 @@ kernels of a step. program: train.py against a bare loop. transfer: a start from
 run. tables: tables of millions of rows. screen: every pair of nodes predicted, by one model and by
 five. scaling: the speed-up from more processes. ranks: what grows with their number: agreement, and
 finding a hang. quality: predictions against what can be known without the model, whose baselines
-are in `baselines` and `profiles`. coverage: how often intervals hold what is true. weighting: how
-scores that are unequally often missing should count. all: these but ranks, transfer and weighting,
-as one page. Contestants within one process are timed in turn, so that a slowdown of the machine
-affects all of them; quote the ratios.
+are in `baselines` and `profiles`. explained: whether explanations name the nodes that matter.
+coverage: how often intervals hold what is true. weighting: how scores that are unequally often
+missing should count. all: these but ranks, transfer, weighting and explained, as one page.
+Contestants within one process are timed in turn, so that a slowdown of the machine affects all of
+them; quote the ratios.
 """
 
 import argparse

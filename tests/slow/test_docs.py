@@ -18,6 +18,7 @@ import torch
 import yaml
 
 import predict
+import predictor
 from config import Config
 from errors import UserError
 from mask import SharedGraph
@@ -67,10 +68,13 @@ def test_what_a_command_refers_to_exists(command, tmp_path, monkeypatch):
     elif program == "predict.py":
         saved = dataclasses.asdict(Config())
         hashes = {"graph": "0", "basis": None}
-        monkeypatch.setattr(predict, "read_graph", lambda path: {"graph": "0"})
+        monkeypatch.setattr(predictor, "read_graph", lambda path: {"graph": "0"})
         monkeypatch.setattr(
-            predict, "read_checkpoint", lambda path: {"config": saved, "file": str(path), **hashes}
+            predictor,
+            "read_checkpoint",
+            lambda path: {"config": saved, "file": str(path), **hashes},
         )
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which --device=cpu sets
         assert predict.read_settings(words).runs
     elif program == "analyse.py":
         flags = [word for word in words if word.startswith("--")]

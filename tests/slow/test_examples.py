@@ -110,6 +110,20 @@ def test_the_example_of_runs(run, tmp_path):
     assert run_commands(page, run, "python analyse.py") == 1
 
 
+def test_the_example_of_predictions(run, tmp_path):
+    copy_template(tmp_path)
+    page = ROOT / "docs/predictions.md"
+    assert run_commands(page, run, "python train.py run.name=asked") == 1
+    assert run_page(page, run, tmp_path) == 1
+    assert run_commands(page, run, "python predict.py") == 3
+    for name, num_lines in (
+        ("all-singles.predictions", 401),
+        ("all-singles.explained", 2001),
+        ("all-pairs.0-1000.predictions", 1001),
+    ):
+        assert len((tmp_path / f"{name}.tsv").read_text().splitlines()) == num_lines
+
+
 def test_the_example_of_clusters(run):
     page = ROOT / "docs/clusters.md"
     command = "torchrun --standalone --nproc_per_node=2 ddp_setup.py"
