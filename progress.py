@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from operator import length_hint
+from threading import RLock
 from typing import Any
 
 from tqdm import tqdm
@@ -59,6 +60,10 @@ class ProgressBar(tqdm):
         return False
 
 
+# tqdm's own lock is one of processes, too: a rank that fails would leave a semaphore behind.
+ProgressBar.set_lock(RLock())
+
+
 def progress_bar(
     steps: Iterable | int,
     title: str,
@@ -90,6 +95,7 @@ def progress_bar(
         desc=title,
         total=total or None,
         leave=False,
+        file=sys.stderr,
         mininterval=FILE_S if is_file else TERMINAL_S,
         miniters=1,
         disable=not (is_shown and is_first_rank and total != 1),
@@ -149,7 +155,7 @@ class RunProgress:
             self.steps_done += 1
 
     def text(self) -> str:
-        """Returns the time left for the run, as of now, and the speed; "" before the first step."""
+        """Returns the time left for the run, and loss and speed; "" before the first step."""
         if self.steps_done == 0:
             return ""
         seconds = time.perf_counter() - self.started_at  # validations included
