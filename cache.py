@@ -8,14 +8,16 @@ import hashlib
 import inspect
 import logging
 import os
+import time
 from collections.abc import Callable
 from modulefinder import ModuleFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 log = logging.getLogger(__name__)
+LEAD_S = 1.0  # seconds for which rank 0 is awaited
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)  # what a docstring may stand in
 
 
@@ -34,6 +36,7 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(path.with_suffix(".lock").open("w"))
+            await_rank_0(path, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:  # what is there can be read, but two might write at once
             failure = error
@@ -56,6 +59,24 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
             with contextlib.suppress(OSError):
                 temporary.unlink()
     return content
+
+
+def await_rank_0(path: Path, lock: TextIO) -> None:
+    """Waits, on other ranks, until rank 0 builds the file: it alone shows how far that is.
+
+    It is awaited for `LEAD_S` at most, as it may be on a machine with another cache. Raises
+    `OSError` if the disk knows no locks.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        return
+    deadline = time.monotonic() + LEAD_S
+    while not path.exists() and time.monotonic() < deadline:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # a process builds
+            return
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        time.sleep(0.01)
 
 
 def cache_file(cache_dir: str, kind: str, key: str) -> Path:

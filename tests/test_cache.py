@@ -90,6 +90,19 @@ def test_one_process_builds_the_cache_and_the_others_wait(tmp_path, damage):
     assert cached(folder, "numbers", "another key", dict) == {}
 
 
+@pytest.mark.parametrize("lead_s", [10.0, 0.1])
+def test_rank_0_builds_the_cache_if_it_comes_soon(tmp_path, monkeypatch, lead_s):
+    """A thread that comes first stands in for rank 1."""
+    monkeypatch.setattr("cache.LEAD_S", lead_s)
+    monkeypatch.setenv("RANK", "1")
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(cached, str(tmp_path), "numbers", "key", lambda: {"rank": 1})
+        time.sleep(0.4)
+        monkeypatch.setenv("RANK", "0")
+        content = cached(str(tmp_path), "numbers", "key", lambda: {"rank": 0})
+    assert content == future.result() == {"rank": 0 if lead_s > 1 else 1}
+
+
 def test_the_cache_is_written_atomically(tmp_path, monkeypatch, caplog):
     """A full disk leaves no partial file behind."""
 
