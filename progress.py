@@ -46,7 +46,7 @@ class ProgressBar(tqdm):
         return fields
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Draws the bar, or the text `msg` in its place; returns whether there is now one to clear.
+        """Draws the bar, or the text `msg` in its place; returns whether it did on a terminal.
 
         In a file, a bar within another one is left out.
         """
