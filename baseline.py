@@ -330,10 +330,8 @@ def fit_validated(
     best = fit
     best_penalty = torch.ones_like(mean)
     least = torch.full_like(mean, math.inf)
-    penalties = list(reversed(PENALTIES))
-    for penalty in progress_bar(
-        penalties, "fitting sums of responses"
-    ):  # each starts from the one before
+    penalties = list(reversed(PENALTIES))  # each fit starts from the one before
+    for penalty in progress_bar(penalties, "fitting sums of responses"):
         fit = to_fitted.fit(penalty * scores.scale, fit)
         error = to_fitted.losses(fit).mul_(scores.validated).sum(0)
         is_better = error <= least
