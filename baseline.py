@@ -17,6 +17,7 @@ from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tenso
 from cache import cached, source_digest
 from combination import SUM, Combination, combine
 from mask import doses
+from progress import progress_bar
 from ridge import ROWS_AT_ONCE, Design, Doses, Scores
 from tables import Tables, mean_and_std
 
@@ -92,7 +93,8 @@ def fit_baseline(tables: Tables, loss: str = "squared", is_combined: bool = True
     is_combined = is_combined and size <= MOST_COMBINED
     basis = basis_of(tables)
     fits = []
-    for y in tables.y.split(TARGETS_AT_ONCE, dim=1):
+    blocks = tables.y.split(TARGETS_AT_ONCE, dim=1)
+    for y in progress_bar(blocks, f"fitting the baseline, {TARGETS_AT_ONCE} scores at once"):
         fits.append(fit_targets(replace(tables, y=y), basis, loss, is_combined))
     return join_targets(fits)
 
@@ -328,7 +330,8 @@ def fit_validated(
     best = fit
     best_penalty = torch.ones_like(mean)
     least = torch.full_like(mean, math.inf)
-    for penalty in reversed(PENALTIES):  # each starts from the one before
+    penalties = list(reversed(PENALTIES))  # each fit starts from the one before
+    for penalty in progress_bar(penalties, "fitting sums of responses"):
         fit = to_fitted.fit(penalty * scores.scale, fit)
         error = to_fitted.losses(fit).mul_(scores.validated).sum(0)
         is_better = error <= least

@@ -24,6 +24,7 @@ from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
 from mask import extremes_by_sample, sum_by_sample
+from progress import ProgressBar, progress_bar
 from ridge import Design, Doses, Scores
 
 SUM = (1.0, 0.0, 0.0)  # weights u, v and w of a sum
@@ -142,9 +143,12 @@ def combine(
     """
     x = additive.clone()
     weights = additive.new_tensor(SUM).unsqueeze(1).repeat(1, additive.size(1))
-    with one_thread():
-        for t in is_tried.nonzero().flatten().tolist():
-            best = combine_target(doses, design, scores.of_target(t), additive[:, t : t + 1])
+    targets = is_tried.nonzero().flatten().tolist()
+    num_fits = len(targets) * (len(STARTS) * len(PENALTIES) + MOST_SETTINGS)
+    with one_thread(), progress_bar(num_fits, "fitting combinations of responses") as bar:
+        for t in targets:
+            x_of_sum = additive[:, t : t + 1]
+            best = combine_target(doses, design, scores.of_target(t), x_of_sum, bar)
             if best is not None:
                 x[:, t] = best.x[:, 0]
                 weights[:, t] = best.weights
@@ -152,9 +156,12 @@ def combine(
 
 
 def combine_target(
-    doses: Doses, design: Design, scores: Scores, additive: Tensor
+    doses: Doses, design: Design, scores: Scores, additive: Tensor, bar: ProgressBar
 ) -> Combination | None:
-    """Returns what `combine` does for one target, None if the sum of responses suits best."""
+    """Returns what `combine` does for one target, None if the sum of responses suits best.
+
+    The bar counts the settings that are tried, `MOST_SETTINGS` of them twice.
+    """
     loss = scores.regression.loss
 
     def validate(prediction: Tensor) -> float:
@@ -176,6 +183,7 @@ def combine_target(
                 if total < least:
                     least = total
                     best = (candidate, setting, number)
+            bar.update()
         settings = sorted(settings, key=losses.__getitem__)[:MOST_SETTINGS]
     if best is None:
         return None

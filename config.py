@@ -25,6 +25,7 @@ from ddp_setup import DDPConfig, Distributed, run
 from errors import UserError, kept_warnings
 from model import ModelConfig
 from optim import OptimConfig
+from progress import BarClearer
 from run_folder import CheckpointConfig, LogConfig, RunConfig
 
 log = logging.getLogger("config")
@@ -73,7 +74,7 @@ def log_to_console() -> None:
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     console.addFilter(lambda record: record.levelno < logging.ERROR)
-    handlers = [console, kept_warnings]
+    handlers = [BarClearer(), console, kept_warnings]
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=handlers)
     logging.raiseExceptions = False  # stdout may be a closed pipe
 

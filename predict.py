@@ -43,6 +43,7 @@ from errors import UserError
 from explain import Contribution
 from growing_table import GrowingTable
 from predictor import Predictor, Run, read_run
+from progress import progress_bar
 from sets import MOST, Chunk, Survey, read_sets, screen, survey_sets, unknown_nodes
 from task import table_lines
 
@@ -249,6 +250,10 @@ def write_table(
         first, last = settings.rows
         most = max(1, min(MOST, CELLS_AT_ONCE // (len(columns) * lines_per_row)))
         chunks = read_sets(settings.table, predictor.tables, first + num_done, last, most)
+        bar = progress_bar(
+            survey.num_rows, kind, unit=" rows", initial=num_done, is_shown=env.rank == 0
+        )
+        stack.enter_context(bar)
         while True:
             with env.sync_errors():
                 chunk = next(chunks, None)
@@ -258,6 +263,7 @@ def write_table(
             with env.sync_errors():
                 if table:
                     table.append(lines_of_chunk, len(chunk.sets))
+            bar.update(len(chunk.sets))
         with env.sync_errors():
             if table:
                 table.finish()

@@ -10,10 +10,12 @@ import contextlib
 import csv
 import gzip
 import math
+import os
 import re
 import zlib
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 import numpy as np
@@ -23,6 +25,7 @@ from torch_geometric.utils import scatter
 
 from errors import DataError
 from names import misread
+from progress import ProgressBar, progress_bar
 
 SPLITS = ("train", "val", "test")
 ALIASES = {"node": "gene", "nodes": "genes"}  # of a table's first column
@@ -242,18 +245,22 @@ def read_header(
     return header
 
 
-def read_rows(path: str, header: list[str], skip_blank: bool = True) -> Iterator[Rows]:
+def read_rows(
+    path: str, header: list[str], skip_blank: bool = True, has_bar: bool = False
+) -> Iterator[Rows]:
     """Yields the rows of a table, those of some megabytes at once; raises `DataError`.
 
     A blank line is skipped, or a row of empty cells. Columns without a name must have empty cells.
+    A bar, if asked for, shows how much of the file is read.
     """
     is_empty = True
     next_line = 2
-    with open_table(path) as file:
+    with open_table(path) as file, bar_of_file(file, path, has_bar) as bar:
         next(file)
         while texts := file.readlines(CHUNK):
             lines, cells = split_lines(path, texts, next_line, header, skip_blank)
             next_line += len(texts)
+            bar.update(os.lseek(file.fileno(), 0, os.SEEK_CUR) - bar.n)
             if lines:
                 is_empty = False
                 columns = {}
@@ -264,6 +271,12 @@ def read_rows(path: str, header: list[str], skip_blank: bool = True) -> Iterator
                 yield Rows(path, lines, columns)
     if is_empty:
         raise DataError(f"{path}: no rows below the header")
+
+
+def bar_of_file(file: TextIO, path: str, is_shown: bool) -> ProgressBar:
+    """Returns a bar of a file's bytes, which are compressed ones if it is gzipped."""
+    size = os.fstat(file.fileno()).st_size
+    return progress_bar(size, f"reading {Path(path).name}", unit="B", is_shown=is_shown)
 
 
 def check_empty(path: str, lines: list[int], cells: list[str], number: int) -> None:

@@ -335,7 +335,7 @@ def read_edges(
     edges = []
     weights = []
     features = []
-    for rows in read_rows(path, header):
+    for rows in read_rows(path, header, has_bar=True):
         source = number_names(rows.node_names("source"), node_number)
         target = number_names(rows.node_names("target"), node_number)
         relation = number_names(rows.names("relation"), relation_number)
@@ -378,7 +378,7 @@ def read_knockouts(
     num_rows = 0
     nodes = list(node_number)
     known = frozenset(nodes)
-    for rows in read_rows(path, header):
+    for rows in read_rows(path, header, has_bar=True):
         row, name, names, level = rows.sets(known)
         node = number_names(names, node_number)[name]
         y = rows.table(targets, ": to leave that column out, name the others in data.scores")
@@ -412,7 +412,7 @@ def read_features(path: str, genes: list[str], notes: list[str]) -> dict[str, An
         raise DataError(f"{path}:1: the header has no features after gene")
     row_of = {}  # by name
     chunks = []
-    for rows in read_rows(path, header):
+    for rows in read_rows(path, header, has_bar=True):
         for row, name in enumerate(rows.names("gene")):
             if name in row_of:
                 raise rows.error(row, "gene", "stands twice")

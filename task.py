@@ -35,6 +35,7 @@ from errors import UserError
 from mask import SharedGraph
 from metrics import compare, mse, weighted_mean
 from model import PARTS, KnockoutGNN
+from progress import progress_bar
 from reach import plan_route
 from tables import OF_SAMPLES, SPLITS, Tables
 
@@ -354,6 +355,9 @@ class KeptBatches:
         self.kept = []
         self.bytes_left = MOST_KEPT
 
+    def __len__(self) -> int:
+        return len(self.batches)
+
     def __iter__(self) -> Iterator[Data]:
         for batch in self.kept:
             yield copy.copy(batch)  # as `to` changes a batch in place
@@ -406,7 +410,7 @@ def compute_rows(
         rows_of_batches = batches_of_rank(task, rows, env)
         batches = make_loader(task.dataset, rows_of_batches, workers=0, device=env.device)
     start = 0
-    for batch in batches:
+    for batch in progress_bar(batches, "predicting", unit="batch", is_shown=env.rank == 0):
         with env.phase("evaluation"):
             if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
                 break

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
-from tqdm import tqdm
 
 from checkpoint import TrainState
 from config import Config, Parser, load_config, log_to_console, run_command
@@ -42,13 +41,13 @@ from ddp_setup import Distributed, library_versions
 from errors import RunError, UserError
 from metrics import first_metric, quality, result_text
 from optim import OptimConfig, build_optimizer, optimizer_step, schedule, set_learning_rates
+from progress import RunProgress
 from run_folder import RunFolder
 from task import KeptBatches, KnockoutTask, predict_rows
 from watchdog import StopRequest, StopTraining
 
 log = logging.getLogger("train")
 
-TQDM_OPTIONS = {} if sys.stderr.isatty() else {"mininterval": 30, "delay": 30}  # short log files
 RSS_UNIT = 1 if sys.platform == "darwin" else 2**10  # bytes in the unit of ru_maxrss
 MAX_SKIPS = 10  # non-finite steps in a row after which even optim.on_nonfinite=skip ends the run
 
@@ -94,16 +93,18 @@ def train(config: Config, env: Distributed) -> None:
         ddp_model = model
     log_plan(task, model, sampler, env)
     folder.write_status("started", state)
+    steps_left = sampler.steps_per_epoch * optim.epochs - state.step
+    progress = RunProgress(steps_left, is_at_most=optim.patience > 0, is_shown=env.rank == 0)
     try:
         if state.best is None:
             # Where training starts is a candidate, too.
-            validate(task, state, folder, val_batches, env, epoch=0)
+            validate(task, state, folder, val_batches, progress, env, epoch=0)
         with folder.profile():
             while not state.is_trained(optim.epochs, optim.patience, sampler.steps_per_epoch):
                 first_step = state.step - state.epoch * sampler.steps_per_epoch
                 sampler.set_epoch(state.epoch, first_step=first_step)
-                progress = train_epoch(task, state, folder, ddp_model, loader, sampler, env)
-                validate(task, state, folder, val_batches, env, state.epoch + 1, progress)
+                train_epoch(task, state, folder, ddp_model, loader, sampler, progress, env)
+                validate(task, state, folder, val_batches, progress, env, state.epoch + 1)
         option = "epochs" if state.epoch >= optim.epochs else "patience"
         log.info(f"trained   {state.epoch} epochs: raise optim.{option} to train on")
         test(task, state, folder, env)
@@ -119,9 +120,10 @@ def train_epoch(
     ddp_model: nn.Module,
     loader: DataLoader,
     sampler: StepSampler,
+    progress: RunProgress,
     env: Distributed,
-) -> str:
-    """Trains an epoch, or the rest of one that was interrupted, and returns its progress as a text.
+) -> None:
+    """Trains an epoch, or the rest of one that was interrupted.
 
     Raises `StopTraining` on every rank after the same step, and `RunError` for too many non-finite
     steps.
@@ -130,13 +132,11 @@ def train_epoch(
     optim = config.optim
     total_steps = sampler.steps_per_epoch * optim.epochs
     meter = Meter(task, env)
-    progress = ""
     batches = iter(loader)
     state.model.train()
     steps = range(sampler.first_step, sampler.steps_per_epoch)
     title = f"epoch {state.epoch + 1}/{optim.epochs}"
-    bar = tqdm(steps, title, leave=False, disable=env.rank != 0, **TQDM_OPTIONS)
-    for step_in_epoch in bar:
+    for step_in_epoch in progress.steps(steps, title):
         lr_factor = schedule(state.step, total_steps, optim)
         set_learning_rates(state.optimizer, lr_factor)
         rows = sampler.rows_in_step(step_in_epoch)
@@ -153,13 +153,13 @@ def train_epoch(
         if reason or save_now or log_now or is_last:
             row = meter.read(state)
             folder.write("train", state, lr=lr_factor * optim.lr, **row)
-            progress = f"loss {row['loss']:.4f}  {row['samples_per_s']:,.0f} samples/s  "
-            bar.set_postfix_str(progress, refresh=False)
+            progress.loss_and_speed = (
+                f"loss {row['loss']:.4f}  {row['samples_per_s']:,.0f} samples/s"
+            )
         if reason or save_now:
             folder.save(state)  # rank 0 writes
         if reason:
             raise StopTraining(reason)
-    return progress
 
 
 def train_step(
@@ -202,9 +202,9 @@ def validate(
     state: TrainState,
     folder: RunFolder,
     val_batches: KeptBatches,
+    progress: RunProgress,
     env: Distributed,
     epoch: int,
-    progress: str = "",
 ) -> None:
     """Validates the state after an epoch, and saves it; the best one so far is best.pt.
 
@@ -223,8 +223,9 @@ def validate(
         state.best_model = copy.deepcopy(state.model.state_dict())
     folder.write("val", state, **val)
     folder.save(state, is_best)
-    title = f"epoch {epoch}/{task.config.optim.epochs}  step {state.step}  {progress}"
-    log.info(f"{title}val {result_text(val)}")
+    title = f"epoch {epoch}/{task.config.optim.epochs}  step {state.step}"
+    texts = [title, progress.text(), f"val {result_text(val)}"]
+    log.info("  ".join(filter(None, texts)))
 
 
 def test(task: KnockoutTask, state: TrainState, folder: RunFolder, env: Distributed) -> None:

@@ -31,6 +31,7 @@ import ddp_setup
 import metrics
 import optim
 import predict
+import progress
 import tables
 import train
 import watchdog
@@ -319,7 +320,12 @@ def other_optimiser() -> None:
 
 def terminal() -> None:
     """Shows progress as if stderr was a terminal."""
-    train.TQDM_OPTIONS = {}
+    sys.stderr.isatty = lambda: True
+
+
+def steps_left() -> None:
+    """Tells the time left for the run as numbers of steps."""
+    progress.time_left = lambda seconds, steps_done, left: f"{steps_done} done, {left} left"
 
 
 def layer_without_gradient() -> None:

@@ -17,8 +17,13 @@ from tests.conftest import MODULES, ROOT
 # only what stands below it.
 SHELVES = {
     "commands": {
-        "train": "task config data metrics optim run_folder checkpoint ddp_setup watchdog errors",
-        "predict": "predictor task config data explain sets growing_table ddp_setup errors",
+        "train": (
+            "task config data metrics optim run_folder checkpoint ddp_setup watchdog progress "
+            "errors"
+        ),
+        "predict": (
+            "predictor task config data explain sets growing_table ddp_setup progress errors"
+        ),
         "analyse": (
             "config data metrics run_folder checkpoint tables rivals results plots ddp_setup errors"
         ),
@@ -30,8 +35,8 @@ SHELVES = {
         ),
     },
     "what you edit": {
-        "task": "config model data metrics baseline reach mask tables ddp_setup errors",
-        "config": "model data optim run_folder ddp_setup errors",
+        "task": "config model data metrics baseline reach mask tables ddp_setup progress errors",
+        "config": "model data optim run_folder ddp_setup progress errors",
         "explain": "model reach mask tables errors",
         "model": "combination reach mask",
         "data": "tables cache errors",
@@ -44,19 +49,20 @@ SHELVES = {
         "run_folder": "checkpoint cache ddp_setup plots errors",
         "checkpoint": "errors",
         "rivals": "baseline combination mask tables",
-        "baseline": "combination ridge mask tables cache",
-        "combination": "ridge mask",
+        "baseline": "combination ridge mask tables cache progress",
+        "combination": "ridge mask progress",
         "ridge": "",
         "reach": "mask",
         "mask": "",
         "tables": "names rows errors",
         "results": "rows errors",
-        "rows": "names errors",
+        "rows": "names progress errors",
         "names": "",
         "cache": "",
         "ddp_setup": "watchdog threads errors",
         "watchdog": "",
         "threads": "",
+        "progress": "",
         "plots": "",
         "errors": "",
     },
