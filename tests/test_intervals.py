@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from analyse import analyse, analyse_run, analyse_runs
+from analyse import analyse_run, analyse_runs
+from evaluation import analyse
 from results import Predictions, read_predictions
 from tests.bench import coverage
 from tests.conftest import write_table
-from tests.test_analyse import make_rows, normal
+from tests.test_evaluation import make_rows, normal
 from tests.test_results import HEADER
 
 

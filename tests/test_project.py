@@ -20,7 +20,8 @@ SHELVES = {
         "train": "task config data metrics optim run_folder checkpoint ddp_setup watchdog errors",
         "predict": "task config checkpoint mask tables names rows ddp_setup errors",
         "analyse": (
-            "config data metrics run_folder checkpoint tables rivals results plots ddp_setup errors"
+            "config data evaluation metrics run_folder checkpoint tables rivals results plots "
+            "ddp_setup errors"
         ),
     },
     "what you edit": {
@@ -28,6 +29,7 @@ SHELVES = {
         "config": "model data optim run_folder ddp_setup errors",
         "model": "combination reach mask",
         "data": "tables cache errors",
+        "evaluation": "metrics rivals results tables",
         "metrics": "tables",
         "optim": "ddp_setup errors",
     },
