@@ -3,6 +3,7 @@
 Shapes: n rows of T scores.
 """
 
+import statistics
 from collections import Counter
 from dataclasses import replace
 from itertools import chain
@@ -154,6 +155,59 @@ def target_figures(
     return result
 
 
+def number_of_resamples(num_cells: int) -> int:
+    """Returns how many resamples an interval takes from a table of so many scores."""
+    return max(100, min(1000, CELLS // num_cells))
+
+
+# ---- Several runs --------------------------------------------------------------------------------
+def ensemble_of(members: dict[str, Predictions]) -> tuple[Predictions, Tensor]:
+    """Returns the members' rows with their mean prediction, and its standard deviation, [n, T]."""
+    predictions = torch.stack([rows.prediction for rows in members.values()])
+    std, mean = torch.std_mean(predictions, dim=0)
+    first = next(iter(members.values()))
+    return replace(first, prediction=mean), std
+
+
+def figures_together(
+    members: dict[str, Predictions], ensemble: Predictions, loss: str, threshold: float | None
+) -> dict[str, dict]:
+    """Returns the figures of each member by name, of `mean of these`, and of the `ensemble`.
+
+    Those of a member are `means_of` its `target_figures`, those of the ensemble its `summary`.
+    """
+    figures = {}
+    for name, rows in members.items():
+        figures[name] = means_of(target_figures(rows, loss, threshold))
+    means = {}
+    for name in figures[next(iter(members))]:
+        means[name] = statistics.fmean(of_member[name] for of_member in figures.values())
+    resamples = number_of_resamples(ensemble.y.numel())
+    figures["mean of these"] = means
+    figures["ensemble"] = summary(ensemble, ensemble.unit(), loss, threshold, resamples)
+    return figures
+
+
+def difference_of_best(members: dict[str, Predictions], loss: str) -> dict:
+    """Returns the names of the two `runs` of the highest Pearson's r, and its `difference`.
+
+    `gain` is the 95 % interval of that, for which rows are drawn as in `summary`, and for both runs
+    the same ones.
+    """
+    correlation = {}
+    for name, rows in members.items():
+        correlation[name] = metrics.pearson(rows.y, rows.prediction).nanmean().item()
+    best, second = sorted(correlation, key=correlation.__getitem__, reverse=True)[:2]
+    rows = replace(members[best], baseline=members[second].prediction)
+    figures = summary(rows, rows.unit(), loss, None, number_of_resamples(rows.y.numel()))
+    return {
+        "runs": [best, second],
+        "difference": figures["pearson"] - figures["baseline_pearson"],
+        "gain": figures["gain"],
+    }
+
+
+# ---- Without the model ---------------------------------------------------------------------------
 def beside_rivals(rows: Predictions, tables: Tables, loss: str) -> dict[str, dict]:
     """Returns the figures of predictions without the model by name, the best first.
 
@@ -169,8 +223,3 @@ def beside_rivals(rows: Predictions, tables: Tables, loss: str) -> dict[str, dic
         figures[name] = {key: of_rival[key] for key in ("pearson", "r2", "spearman")}
         figures[name]["gain"] = [-high, -low]
     return dict(sorted(figures.items(), key=lambda item: item[1]["pearson"], reverse=True))
-
-
-def number_of_resamples(num_cells: int) -> int:
-    """Returns how many resamples an interval takes from a table of so many scores."""
-    return max(100, min(1000, CELLS // num_cells))

@@ -428,13 +428,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def read_warnings(folder: Path) -> list[str]:
-    """Returns the warnings of a run's last start, none if its status cannot be read."""
+def read_status(folder: Path) -> dict[str, Any]:
+    """Returns the content of a run's status.json, nothing if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         status = json.loads((folder / "status.json").read_text())
-        if isinstance(status, dict) and isinstance(status.get("warnings"), list):
-            return list(map(str, status["warnings"]))
-    return []
+        if isinstance(status, dict):
+            return status
+    return {}
+
+
+def read_warnings(folder: Path) -> list[str]:
+    """Returns the warnings of a run's last start, none if its status cannot be read."""
+    warnings = read_status(folder).get("warnings")
+    if not isinstance(warnings, list):
+        return []
+    return list(map(str, warnings))
 
 
 def environment(ranks: str) -> str:

@@ -67,10 +67,7 @@ def test_the_command_takes_the_threads_of_one_process(analyse_here, monkeypatch)
 
 def test_a_missing_file_and_wrong_arguments_are_one_sentence(tmp_path, analyse_here, capsys):
     assert analyse_here("runs/none") == 2
-    expected = (
-        "error: cannot read runs/none/test.tsv: No such file or directory; a run writes it when it "
-        "finishes\n"
-    )
+    expected = "error: there is no run folder runs/none: name one, such as runs/NAME\n"
     assert capsys.readouterr().err == expected
     assert analyse_here() == 2
     assert "error: the following arguments are required: RUN" in capsys.readouterr().err
@@ -128,6 +125,7 @@ def test_a_copy_of_the_run_folder_suffices_but_for_one_line(train, tmp_path, ana
     assert f"{problem}: {missing}" in analyse_copy()
     del result["shared_pairs"]
     del result["rivals"]
+    result["no_rivals"] = missing
     assert json.loads(Path("test.json").read_text()) == result
 
 
@@ -257,9 +255,10 @@ def test_the_warnings_of_a_run_stand_at_its_end_in_its_status_and_in_the_analysi
         status = json.loads((tmp_path / "runs/default/status.json").read_text())
         assert status["warnings"][-1] == last
     command = [sys.executable, ROOT / "analyse.py", "runs/default"]
+    shutil.copytree(tmp_path / "runs/default", tmp_path / "runs/copy")
     says = "runs/default says: "
     assert f"{says}{' '.join(note.split())}" in run(command).check().stdout
-    assert says in run([*command, "runs/default"]).check().stdout
+    assert says in run([*command, "runs/copy"]).check().stdout
     for text in ("{", "[]", "null", '{"warnings": 5}', '{"warnings": null}'):
         (tmp_path / "runs/default/status.json").write_text(text)
         assert says not in run(command).check().stdout
@@ -303,8 +302,9 @@ def test_runs_are_compared_alone_and_together(train, tmp_path, analyse_here, cap
     assert pearson[3] == pytest.approx(sum(pearson[:3]) / 3, abs=2e-4)
     assert " to " in figures["ensemble"]
     assert " to " not in figures["runs/a"]
-    assert lines[12].startswith("Spearman of standard deviation and absolute error: ")
-    assert lines[13].count(",") == 4
+    assert lines[12].startswith("best two, runs/")
+    assert lines[13].startswith("Spearman of standard deviation and absolute error: ")
+    assert lines[14].count(",") == 4
 
     train(0, "data.split_seed=1", "run.name=other").check()
     assert analyse_here("runs/a", "runs/other") == 2

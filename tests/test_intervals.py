@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 import re
 import shutil
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from analyse import analyse_run, analyse_runs
+from analyse import analyse_run, report_of_run, report_of_runs
 from evaluation import analyse
 from results import Predictions, read_predictions
 from tests.bench import coverage
@@ -37,7 +38,7 @@ def own_interval(y, prediction, baseline, units: list[str]) -> tuple[float, floa
     return tuple(np.quantile(gains, [0.025, 0.975]))
 
 
-def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch, capsys):
+def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch):
     """Eight rows of each pair, which share what no sum of effects says of it."""
     draw = random.Random(0)
     genes = [f"Y{i:02d}" for i in range(14)]
@@ -51,8 +52,8 @@ def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch, ca
     options = ["data.perturbations=replicates.tsv", "data.test_fraction=0.3"]
     train(0, *options, "optim.epochs=4", "optim.lr=0.05").check()
     monkeypatch.chdir(tmp_path)
-    analyse_run(Path("runs/default"))
-    low, high = json.loads(Path("runs/default/test.json").read_text())["gain"]
+    result, lines = report_of_run(Path("runs/default"), None)
+    low, high = result["gain"]
 
     rows = read_predictions(Path("runs/default/test.tsv"))
     scores = [values[:, 0].numpy() for values in (rows.y, rows.prediction, rows.baseline)]
@@ -64,10 +65,10 @@ def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch, ca
     assert high - low > 1.8 * (of_rows[1] - of_rows[0])
 
     drawn = f"1,000 samples of {len(set(sets))} sets of genes and 0 unseen genes, each with all"
-    assert f"\n95 % of {drawn} its rows\n" in capsys.readouterr().out
+    assert f"95 % of {drawn} its rows" in lines
     shutil.copytree("runs/default", "runs/same")
-    analyse_runs([Path("runs/default"), Path("runs/same")])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ensemble")]
+    _, lines = report_of_runs([Path("runs/default"), Path("runs/same")], None)
+    (line,) = [line for line in lines if line.startswith("ensemble")]
     assert f"  {low:.4f} to {high:.4f}  " in line
 
 
@@ -112,19 +113,20 @@ def test_profiles_are_drawn_with_their_replicates():
     assert found["sets_drawn"] == alone["sets_drawn"]
 
 
-def test_rows_of_a_single_unit_have_no_interval(tmp_path, monkeypatch, capsys):
+def test_rows_of_a_single_unit_have_no_interval(tmp_path, monkeypatch):
     rows = [("A,B", 0, "", y, y**2, -y) for y in range(9)]
     write_table(tmp_path / "test.tsv", [HEADER, *rows])
     (tmp_path / "config.yaml").touch()
     monkeypatch.chdir(tmp_path)
-    analyse_run(Path())
-    lines = capsys.readouterr().out.splitlines()
+    _, lines = report_of_run(Path(), None)
     header = ["rows", "Pearson", "baseline", "difference (95 %)"]
     assert re.split(r"  +", lines[1])[1:5] == header
     assert re.split(r"  +", lines[2])[1:5] == ["9", "0.9622", "-1.0000", "-"]
     result = json.loads((tmp_path / "test.json").read_text())
     assert result["gain"] == [None, None]
     assert (result["sets_drawn"], result["genes_drawn"]) == (1, 0)
+    low, high = analyse_run(".")["gain"]
+    assert math.isnan(low) and math.isnan(high)
 
 
 # ---- The benchmark of their coverage -------------------------------------------------------------
