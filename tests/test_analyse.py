@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import shutil
 import sys
@@ -21,7 +22,7 @@ from evaluation import analyse as figures_of
 from rivals import shared_pairs
 from tables import Tables
 from tests.conftest import DEFAULTS, write_table
-from tests.test_evaluation import make_rows
+from tests.test_evaluation import make_rows, normal
 from tests.test_results import HEADER
 from tests.tools.runs import ROOT, pack_sets, read_metrics
 from train import read_config
@@ -41,6 +42,25 @@ def analyse_here(monkeypatch, tmp_path):
         return 0
 
     return start
+
+
+def write_run(folder: Path, seed: int = 0, state: str = "finished") -> Path:
+    """Writes what analyse.py reads of a run, but no tables; returns the folder.
+
+    Of two scores, the second is constant. The prediction is that of the seed.
+    """
+    folder.mkdir(parents=True)
+    header = [*HEADER, "flat", "flat_prediction", "flat_baseline"]
+    y, noise = normal(40, 1).flatten().tolist(), normal(40, 1, seed=seed + 1).flatten().tolist()
+    lines = [(f"G{row}", 0, "", y[row], y[row] + noise[row], 0, 1, 1, 1) for row in range(40)]
+    write_table(folder / "test.tsv", [header, *lines])
+    missing = {"edges": "none.tsv", "perturbations": "none.tsv"}
+    options = {"run": {"seed": seed}, "data": missing}
+    (folder / "config.yaml").write_text(yaml.safe_dump(options))
+    (folder / "metrics.jsonl").write_text('{"kind": "test", "loss": 0.5, "best_step": 3}\n')
+    status = {"state": state, "warnings": ["look here"]}
+    (folder / "status.json").write_text(json.dumps(status))
+    return folder
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -77,6 +97,164 @@ def test_a_missing_file_and_wrong_arguments_are_one_sentence(tmp_path, analyse_h
     (tmp_path / "config.yaml").touch()
     assert analyse_here(".", "--threshold", "-1.5") == 2
     assert capsys.readouterr().err == "error: test.tsv has no score below --threshold=-1.5\n"
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("running", "it is training or was killed: wait, or start it again, which resumes it"),
+        ("stopped", "it was stopped before its end: start it again, which resumes it"),
+        ("failed", "it failed, and status.json says why: start it again, which resumes it"),
+    ],
+)
+def test_a_run_that_has_not_finished_is_one_sentence(tmp_path, analyse_here, capsys, state, reason):
+    write_run(tmp_path / "a", state=state)
+    write_run(tmp_path / "b")
+    assert analyse_here("a") == 0  # of a table that is there, the state does not matter
+    (tmp_path / "a/test.tsv").unlink()
+    for folders in (["a"], ["b", "a"]):
+        capsys.readouterr()
+        assert analyse_here(*folders) == 2
+        assert capsys.readouterr() == ("", f"error: a has no test.tsv, as {reason}\n")
+
+
+def test_a_folder_that_is_no_run_is_one_sentence(tmp_path, analyse_here, capsys):
+    write_run(tmp_path / "runs/a")
+    assert analyse_here("runs/a/test.tsv") == 2
+    problem = "there is no run folder runs/a/test.tsv: name one, such as runs/NAME"
+    assert capsys.readouterr() == ("", f"error: {problem}\n")
+    assert analyse_here("runs") == 2
+    problem = "cannot read runs/test.tsv: No such file or directory; a run writes it when it finish"
+    assert capsys.readouterr().err.startswith(f"error: {problem}")
+
+
+def test_several_runs_of_which_one_is_of_another_version_are_one_sentence(
+    tmp_path, analyse_here, capsys
+):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", seed=1)
+    (tmp_path / "b/config.yaml").write_text("log: {threshold: 1}\n")
+    assert analyse_here("a", "b") == 2
+    printed, error = capsys.readouterr()
+    assert printed == ""
+    assert "; b is a run of another version of the template: " in error
+    assert error.startswith("error: b/config.yaml: unknown option log.threshold")
+    assert error.count("\n") == 1
+
+
+def test_metrics_that_nobody_here_has_written_are_no_traceback(tmp_path, analyse_here):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", seed=1)
+    rows = [{"kind": "test", "loss": 1}, {"kind": "val"}]
+    rows += [{"kind": "event", "event": event} for event in ("started", "failed")]
+    (tmp_path / "b/metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert analyse_here("a", "b") == 0
+
+
+def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path, analyse_here, capsys):
+    """Root may write into any folder, so that this one has a folder where a file would be."""
+    (write_run(tmp_path / "a") / "test.json.tmp").mkdir()
+    assert analyse_here("a") == 2
+    problem = "cannot write a/test.json: Is a directory; fix that or copy the run folder, and start"
+    assert capsys.readouterr() == ("", f"error: {problem} again\n")
+    assert analyse.analyse_run(tmp_path / "a")["n"] == 40
+
+
+def test_a_run_that_is_named_twice_is_refused(tmp_path, analyse_here, capsys):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", seed=1)
+    assert analyse_here("a", "b", "b/../a") == 2
+    assert capsys.readouterr() == ("", "error: b/../a is named twice: name each run once\n")
+
+
+def test_a_closed_pipe_loses_no_file_and_shows_no_traceback(run, tmp_path):
+    """`true` has ended before the first line is printed."""
+    for name, seed in (("a", 0), ("b", 1)):
+        write_run(tmp_path / name, seed)
+    for words in ("a", "a b", "a --json"):
+        command = f"set -o pipefail; {sys.executable} {ROOT / 'analyse.py'} {words} | true"
+        result = run(["bash", "-c", command], OMP_NUM_THREADS="1")
+        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert json.loads((tmp_path / "a/test.json").read_text())["n"] == 40
+    ElementTree.parse(tmp_path / "a/test.svg")
+
+
+# ---- For programs --------------------------------------------------------------------------------
+def test_the_json_of_a_run_is_its_file_and_what_python_gets(tmp_path, analyse_here, capsys):
+    write_run(tmp_path / "a")
+    assert analyse_here("a", "--json", "--threshold=0") == 0
+    printed, errors = capsys.readouterr()
+    assert errors == ""
+    assert printed == (tmp_path / "a/test.json").read_text()
+    result = json.loads(printed)
+    assert result["targets"]["flat"]["pearson"] is None  # as that score is constant
+    assert "auroc" in result
+    assert result["no_rivals"] == "cannot read none.tsv: No such file or directory"
+    (tmp_path / "a/test.json").unlink()
+    assert without_nan(analyse.analyse_run("a", threshold=0)) == result
+    assert math.isnan(analyse.analyse_run("a")["targets"]["flat"]["pearson"])
+    assert not (tmp_path / "a/test.json").exists()
+    assert capsys.readouterr() == ("", "")
+
+
+def without_nan(result: dict) -> dict:
+    return json.loads(json.dumps(result).replace("NaN", "null"))
+
+
+def test_the_json_of_several_runs_is_what_python_gets_and_the_text_says(
+    tmp_path, analyse_here, capsys
+):
+    folders = ["a", "b", "c"]
+    for seed, name in enumerate(folders):
+        write_run(tmp_path / name, seed)
+    files = sorted(tmp_path.rglob("*"))
+    assert analyse_here(*folders, "--json") == 0
+    printed, errors = capsys.readouterr()
+    assert errors == ""
+    result = json.loads(printed)
+    comparison = analyse.compare([Path(name) for name in folders])
+    assert without_nan(comparison) == result
+    assert capsys.readouterr() == ("", "")
+    assert sorted(tmp_path.rglob("*")) == files
+
+    assert result["options"] == {"a": {"run.seed": 0}, "b": {"run.seed": 1}, "c": {"run.seed": 2}}
+    assert result["results"]["b"]["best step"] == 3
+    assert result["results"]["b"]["val loss"] is None
+    assert list(result["figures"]) == [*folders, "mean of these", "ensemble"]
+    for name in folders:
+        assert result["figures"][name]["pearson"] == analyse.analyse_run(name)["pearson"]
+    by_pearson = sorted(folders, key=lambda name: -result["figures"][name]["pearson"])
+    best_two = result["best_two"]
+    assert best_two["runs"] == by_pearson[:2]
+    best, second = (result["figures"][name]["pearson"] for name in by_pearson[:2])
+    assert best_two["difference"] == pytest.approx(best - second)
+    assert len(result["uncertainty"]["error_by_fifths"]) == 5
+
+    assert analyse_here(*folders) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "a says: look here" in lines
+    (line,) = [line for line in lines if line.startswith("best two, ")]
+    low, high = best_two["gain"]
+    expected = f"Pearson {best - second:.4f}, 95 % {low:.4f} to {high:.4f}"
+    assert line == f"best two, {by_pearson[0]} less {by_pearson[1]}: {expected}"
+
+
+def test_options_that_only_a_later_run_names_are_shown(tmp_path):
+    write_run(tmp_path / "a")
+    folder = write_run(tmp_path / "b")
+    with (folder / "config.yaml").open("a") as file:
+        file.write("optim: {lr: 0.5}\n")
+    options = analyse.compare([tmp_path / "a", folder])["options"]
+    assert options == {str(tmp_path / "a"): {"optim.lr": None}, str(folder): {"optim.lr": 0.5}}
+
+
+def test_compare_needs_a_list_of_runs(tmp_path):
+    folder = write_run(tmp_path / "a")
+    for runs in ("runs", folder, [folder], []):
+        with pytest.raises(UserError, match="compare takes a list of two runs or more"):
+            analyse.compare(runs)
+    with pytest.raises(UserError, match="is named twice"):
+        analyse.compare([folder, str(folder)])
 
 
 # ---- One run -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from analyse import analyse_run, report_of_run, report_of_runs
-from evaluation import analyse
+from evaluation import analyse, difference_of_best
 from results import Predictions, read_predictions
 from tests.bench import coverage
 from tests.conftest import write_table
@@ -127,6 +127,45 @@ def test_rows_of_a_single_unit_have_no_interval(tmp_path, monkeypatch):
     assert (result["sets_drawn"], result["genes_drawn"]) == (1, 0)
     low, high = analyse_run(".")["gain"]
     assert math.isnan(low) and math.isnan(high)
+
+
+def two_of_one_error(num_targets: int) -> dict[str, Predictions]:
+    """Returns the rows of three runs: two good ones, whose errors are much the same, and a bad one.
+
+    Each set has four rows, which share their errors.
+    """
+    rows = make_rows(160, num_targets)
+    rows.genes = [f"G{row // 4}" for row in range(160)]
+    rows.unseen_genes = [""] * 160
+    truth = normal(160, num_targets)
+    error = 0.5 * normal(40, num_targets, seed=1).repeat_interleave(4, dim=0)
+    of_one = 0.1 * normal(40, num_targets, seed=2).repeat_interleave(4, dim=0)
+    return {
+        "bad": replace(rows, y=truth, prediction=normal(160, num_targets, seed=3)),
+        "second": replace(rows, y=truth, prediction=truth + 1.1 * error + of_one),
+        "best": replace(rows, y=truth, prediction=truth + error),
+    }
+
+
+def test_the_best_two_runs_are_compared_on_the_same_drawn_rows():
+    members = two_of_one_error(1)
+    found = difference_of_best(members, "squared")
+    assert found["runs"] == ["best", "second"]
+    y, best = (values[:, 0].numpy() for values in (members["best"].y, members["best"].prediction))
+    second = members["second"].prediction[:, 0].numpy()
+    difference = np.corrcoef(y, best)[0, 1] - np.corrcoef(y, second)[0, 1]
+    assert found["difference"] == pytest.approx(difference)
+    low, high = own_interval(y, best, second, members["best"].genes)
+    assert found["gain"] == pytest.approx([low, high], abs=0.15 * (high - low))
+    low_of_rows, high_of_rows = own_interval(y, best, second, list(range(160)))
+    assert high - low > 1.5 * (high_of_rows - low_of_rows)
+
+
+def test_the_best_two_runs_of_profiles_differ_by_what_their_interval_holds():
+    found = difference_of_best(two_of_one_error(30), "squared")
+    low, high = found["gain"]
+    assert found["runs"] == ["best", "second"]
+    assert 0 < low < found["difference"] < high
 
 
 # ---- The benchmark of their coverage -------------------------------------------------------------
