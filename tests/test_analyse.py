@@ -173,7 +173,8 @@ def test_a_closed_pipe_loses_no_file_and_shows_no_traceback(run, tmp_path):
         write_run(tmp_path / name, seed)
     for words in ("a", "a b", "a --json"):
         command = f"set -o pipefail; {sys.executable} {ROOT / 'analyse.py'} {words} | true"
-        result = run(["bash", "-c", command], OMP_NUM_THREADS="1")
+        # Else Python may write at once, and have nothing left to write when it exits.
+        result = run(["bash", "-c", command], OMP_NUM_THREADS="1", PYTHONUNBUFFERED="")
         assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert json.loads((tmp_path / "a/test.json").read_text())["n"] == 40
     ElementTree.parse(tmp_path / "a/test.svg")
