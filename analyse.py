@@ -1,30 +1,32 @@
 """Says what the test predictions of a run are worth, or of several runs, alone and together.
 
-    python analyse.py RUN... [--threshold X]
+    python analyse.py runs/s0                     # a run
+    python analyse.py runs/s0 runs/s1 runs/s2     # one by one, and together
+    python analyse.py runs/s0 --json              # for a program
 
 It prints a table of the test rows, all and by groups, each beside the baseline and with the 95 %
 interval of the difference, and another one of what can be said of the same rows without the model.
-It writes test.json and a plot, test.svg, into the run folder.
-With `--threshold X` it also prints how well scores below X are found. Of several runs, it first
-prints a line for each: the options in which they differ, best step, metrics and seconds; then what
-the mean of their predictions is worth, and whether their standard deviation tells where it errs.
+It writes test.json and a plot, test.svg, into the run folder. Of several runs, it writes no file.
+It prints a line for each: the options in which they differ, best step, metrics and seconds. Then
+follow what each is worth, and the mean of their predictions; the 95 % interval of the difference of
+the best two; and whether the standard deviation of the predictions tells where their mean errs.
+With `--threshold X` it also says how well scores below X are found. With `--json` it prints a JSON
+object and nothing else, of one run the content of test.json; null is a number that is not defined.
+From Python, use `analyse_run` and `compare`.
 
 Shapes: n rows of T scores.
 """
 
 import json
 import math
-import statistics
+import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections import Counter
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import data
 import metrics
@@ -32,16 +34,26 @@ from checkpoint import explain_write_errors, write_atomically
 from config import Config, load_config, read_options
 from ddp_setup import set_threads
 from errors import UserError
+from evaluation import (
+    MOST,
+    analyse,
+    beside_rivals,
+    difference_of_best,
+    ensemble_of,
+    figures_together,
+)
 from plots import scatter_svg
 from results import Predictions, check_same_rows, read_predictions
-from rivals import rivals, shared_pairs, with_baseline
-from run_folder import read_metrics, read_warnings
+from rivals import shared_pairs
+from run_folder import read_metrics, read_status, read_warnings
 from tables import Tables, mean_and_std
 
-PROFILE = 20  # targets: with more of them, a row is a profile
-MOST = 3  # of deletions and unseen genes; rows with more are counted with those
-LEVELS = 12  # most that are shown as groups of rows
-CELLS = 10**8  # rows x targets x resamples of an interval, about, which takes half a minute
+# Why a run has no test.tsv, by its state.
+UNFINISHED = {
+    "running": "it is training or was killed: wait, or start it again, which resumes it",
+    "stopped": "it was stopped before its end: start it again, which resumes it",
+    "failed": "it failed, and status.json says why: start it again, which resumes it",
+}
 SHOWN = 20  # targets printed at most
 POINTS = 2000  # in the plot at most
 COLUMNS = {
@@ -73,104 +85,184 @@ def main() -> None:
     parser.add_argument(
         "--threshold", type=float, metavar="X", help="also how well scores below X are found"
     )
+    parser.add_argument("--json", action="store_true", help="print a JSON object in place of text")
     arguments = parser.parse_args()
     set_threads(local_world_size=1)
     try:
         if len(arguments.runs) == 1:
-            analyse_run(arguments.runs[0], arguments.threshold)
+            result, lines = report_of_run(arguments.runs[0], arguments.threshold)
         else:
-            analyse_runs(arguments.runs, arguments.threshold)
+            result, lines = report_of_runs(arguments.runs, arguments.threshold)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.status)
+    if arguments.json:
+        lines = [as_json(result)]
+    show(lines)
 
 
-def analyse_run(folder: Path, threshold: float | None = None) -> None:
-    """Prints what a run's test.tsv says, and writes test.json and test.svg beside it.
+def show(lines: list[str]) -> None:
+    """Prints lines. A reader that has closed the pipe, such as `head`, wants no more of them."""
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:
+        # When Python exits, it would write them once more, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def report_of_run(folder: Path, threshold: float | None) -> tuple[dict, list[str]]:
+    """Writes test.json and test.svg into a run's folder; returns its figures, and as lines.
 
     Raises `UserError`.
     """
-    file = folder / "test.tsv"
-    rows = read_predictions(file)
+    rows = read_run(folder)
+    result = figures_of_run(folder, rows, threshold)
+    files = {folder / "test.json": as_json(result) + "\n", folder / "test.svg": plot(rows)}
+    for file, text in files.items():
+        with explain_write_errors(file, UserError, "copy the run folder"):
+            write_atomically(file, [text])
+    lines = [f"{folder / 'test.tsv'}: {rows.counts()}", *lines_of_warnings(folder)]
+    lines += lines_of_run(result, has_noise=rows.sd is not None)
+    lines.append(f"written: {', '.join(map(str, files))}")
+    return result, lines
+
+
+def report_of_runs(folders: list[Path], threshold: float | None) -> tuple[dict, list[str]]:
+    """Returns the figures of several runs, and as lines; raises `UserError`."""
+    members = read_runs(folders)
+    result = figures_of_runs(members, threshold)
+    overview = {}
+    for name, options in result["options"].items():
+        texts = {key: str(value) for key, value in options.items()}
+        overview[name] = texts | result["results"][name]
+    titles = {key: key for cells in overview.values() for key in cells}
+    lines = [*text_table(overview, titles), ""]
+    for folder in folders:
+        lines += lines_of_warnings(folder)
+    rows = next(iter(members.values()))
+    lines.append(f"{len(folders)} runs: {rows.counts()}")
+    return result, lines + lines_of_runs(result)
+
+
+def as_json(result: dict) -> str:
+    """Returns figures as JSON, with null for numbers that are not finite."""
+    without_nan = json.loads(json.dumps(result), parse_constant=lambda name: None)
+    return json.dumps(without_nan, indent=1)
+
+
+# ---- From Python ---------------------------------------------------------------------------------
+def analyse_run(run: str | Path, threshold: float | None = None) -> dict[str, Any]:
+    """Returns what the test predictions of a run are worth, as test.json has it.
+
+    Nothing is printed or written. These are the figures of all rows by name, such as `pearson` and
+    `gain`, the 95 % interval of Pearson's r less the baseline's; of groups of rows, `by_unseen`,
+    `by_deletions` and `by_level`; and of each of several `targets`. `rivals` are the figures of
+    predictions without the model; if the run's tables cannot be read, `no_rivals` says why. A
+    figure that is not defined is nan.
+
+    Args:
+        run: its folder.
+        threshold: if given, also how well scores below it are found, in the units of the score.
+
+    Raises:
+        UserError: the run has not finished, is of another version, or has no such score.
+    """
+    folder = Path(run)
+    return figures_of_run(folder, read_run(folder), threshold)
+
+
+def compare(runs: Sequence[str | Path], threshold: float | None = None) -> dict[str, Any]:
+    """Returns what the test predictions of several runs are worth, alone and together.
+
+    Nothing is printed or written. A figure that is not defined is nan. The keys are
+
+    - `options`: of each run by its folder, the options in which they differ;
+    - `results`: of each, the best step, metrics of validation and test, and seconds;
+    - `figures`: of each, of `mean of these`, and of the `ensemble`, their mean prediction;
+    - `best_two`: the two `runs` of the highest Pearson's r, its `difference`, and as `gain` the
+      95 % interval of that for other test rows, of which both runs get the same;
+    - `uncertainty`: Spearman's correlation of the predictions' standard deviation with the error of
+      their mean, and the mean absolute error by fifths of it;
+    - `rivals`, `shared_pairs` or `no_rivals`: as in `analyse_run`, beside the ensemble.
+
+    Args:
+        runs: two or more folders of runs with the same test rows.
+        threshold: if given, also how well scores below it are found, in the units of the score.
+
+    Raises:
+        UserError: a run has not finished, is of another version, was trained on other rows or
+            tables than the first one, or is named twice.
+    """
+    folders = []
+    if not isinstance(runs, str | Path):
+        folders = [Path(run) for run in runs]
+    if len(folders) < 2:
+        raise UserError(f"compare takes a list of two runs or more, not {runs!r}: see analyse_run")
+    return figures_of_runs(read_runs(folders), threshold)
+
+
+def figures_of_run(folder: Path, rows: Predictions, threshold: float | None) -> dict[str, Any]:
+    """Returns what `analyse_run` does, of the rows of the run's test.tsv."""
     config = config_of(folder)
-    check_threshold(threshold, rows, file)
+    check_threshold(threshold, rows, folder)
     result = analyse(rows, config.optim.loss, threshold)
-    print(f"{file}: {rows.counts()}")
-    print_warnings(folder)
-    print("\n".join(table(result)))
-    print(
-        f"95 % of {result['resamples']:,} samples of {result['sets_drawn']:,} sets of genes and "
-        f"{result['genes_drawn']:,} unseen genes, each with all its rows"
-    )
-    if rows.sd is not None:
-        print(noise_text(result))
+    return result | figures_of_rivals(rows, config)
+
+
+def figures_of_runs(members: dict[str, Predictions], threshold: float | None) -> dict[str, Any]:
+    """Returns what `compare` does, of the rows of the runs' test.tsv by folder."""
+    folders = [Path(name) for name in members]
+    configs = [config_of(folder) for folder in folders]
+    loss = configs[0].optim.loss
+    ensemble, std = ensemble_of(members)
+    check_threshold(threshold, ensemble, folders[0])
+    result = {"options": differing_options(folders), "results": {}}
+    for folder in folders:
+        result["results"][str(folder)] = results_of(read_metrics(folder / "metrics.jsonl"))
+    result["figures"] = figures_together(members, ensemble, loss, threshold)
+    result["best_two"] = difference_of_best(members, loss)
+    correlation, errors = metrics.uncertainty(ensemble.y, ensemble.prediction, std)
+    result["uncertainty"] = {"spearman": correlation, "error_by_fifths": errors}
+    return result | figures_of_rivals(ensemble, configs[0])
+
+
+def figures_of_rivals(rows: Predictions, config: Config) -> dict[str, Any]:
+    """Returns what can be said of the rows without the model, or why it is not known."""
     try:
         tables = tables_of(rows, config.data)
-        result["shared_pairs"] = shared_pairs(tables)
-        print(f"{result['shared_pairs']:,} rows knock out two nodes of a training row")
-        result["rivals"] = beside_rivals(rows, tables, config.optim.loss)
-        print("\n".join(["", *table_of_rivals(result["rivals"])]))
+        return {
+            "shared_pairs": shared_pairs(tables),
+            "rivals": beside_rivals(rows, tables, config.optim.loss),
+        }
     except UserError as error:
-        print(f"no comparison with what can be said without the model: {error}")
-    without_nan = json.loads(json.dumps(result), parse_constant=lambda name: None)
-    write(folder / "test.json", json.dumps(without_nan, indent=1) + "\n")
-    write(folder / "test.svg", plot(rows))
-    print(f"written: {folder / 'test.json'}, {folder / 'test.svg'}")
+        return {"no_rivals": str(error)}
 
 
-def print_warnings(folder: Path) -> None:
-    for warning in read_warnings(folder):
-        print(f"{folder} says: {' '.join(warning.split())}")
+# ---- Files ---------------------------------------------------------------------------------------
+def read_run(folder: Path) -> Predictions:
+    """Returns the rows of a run's test.tsv; raises `UserError`, also if it is not finished."""
+    file = folder / "test.tsv"
+    if not os.path.isdir(folder):
+        raise UserError(f"there is no run folder {folder}: name one, such as runs/NAME")
+    state = str(read_status(folder).get("state"))
+    if state in UNFINISHED and not os.path.exists(file):
+        raise UserError(f"{folder} has no test.tsv, as {UNFINISHED[state]}")
+    return read_predictions(file)
 
 
-def noise_text(result: dict) -> str:
-    """Returns how far a model comes where the noise of the scores is known."""
-    share = result["r2_of_ceiling"]
-    if math.isnan(share):
-        return "the scores vary no more than their noise, by the column sd: R2 has no ceiling"
-    return f"R2 is {share:.1%} of the ceiling that the noise leaves"
+def read_runs(folders: list[Path]) -> dict[str, Predictions]:
+    """Returns the rows of each run's test.tsv by folder.
 
-
-def analyse_runs(folders: list[Path], threshold: float | None = None) -> None:
-    """Prints a table of the runs, what their mean prediction is worth, and what their spread tells.
-
-    Raises `UserError` if they have different test rows.
+    Raises `UserError`, also if they are not of the same test rows, or a run is named twice.
     """
-    print("\n".join([*overview(folders), ""]))
+    places = set()
     for folder in folders:
-        print_warnings(folder)
-    files = [folder / "test.tsv" for folder in folders]
-    members = [read_predictions(file) for file in files]
-    check_same_rows(members, files)
-    rows = members[0]
-    config = config_of(folders[0])
-    loss = config.optim.loss
-    check_threshold(threshold, rows, files[0])
-    lines = {}
-    for folder, member in zip(folders, members, strict=True):
-        each = target_figures(member, loss, threshold)
-        lines[str(folder)] = means_of(each)
-    means = {}
-    for name in lines[str(folders[0])]:
-        means[name] = statistics.fmean(figures[name] for figures in lines.values())
-    lines["mean of these"] = means
-    predictions = torch.stack([member.prediction for member in members])
-    std, mean = torch.std_mean(predictions, dim=0)
-    resamples = number_of_resamples(rows.y.numel())
-    unit = rows.unit()
-    ensemble = replace(rows, prediction=mean)
-    lines["ensemble"] = summary(ensemble, unit, loss, threshold, resamples)
-    print(f"{len(folders)} runs: {rows.counts()}")
-    print("\n".join(text_table(lines, COLUMNS)))
-    correlation, errors = metrics.uncertainty(rows.y, mean, std)
-    fifths = ", ".join(map(cell, errors))
-    print(f"Spearman of standard deviation and absolute error: {cell(correlation)}")
-    print(f"mean absolute error by fifths of the standard deviation: {fifths}")
-    try:
-        of_rivals = beside_rivals(ensemble, tables_of(rows, config.data), loss)
-        print("\n".join(["", *table_of_rivals(of_rivals)]))
-    except UserError as error:
-        print(f"no comparison with what can be said without the model: {error}")
+        if folder.resolve() in places:
+            raise UserError(f"{folder} is named twice: name each run once")
+        places.add(folder.resolve())
+    members = {str(folder): read_run(folder) for folder in folders}
+    check_same_rows(list(members.values()), [folder / "test.tsv" for folder in folders])
+    return members
 
 
 def config_of(folder: Path) -> Config:
@@ -184,59 +276,12 @@ def config_of(folder: Path) -> Config:
         ) from None
 
 
-def check_threshold(threshold: float | None, rows: Predictions, file: Path) -> None:
-    """Raises `UserError` if no score is below the threshold."""
+def check_threshold(threshold: float | None, rows: Predictions, folder: Path) -> None:
+    """Raises `UserError` if no score of the run is below the threshold."""
     if threshold is not None and not (rows.y < threshold).any():
-        raise UserError(f"{file} has no score below --threshold={threshold:g}")
+        raise UserError(f"{folder / 'test.tsv'} has no score below --threshold={threshold:g}")
 
 
-# ---- Runs side by side ---------------------------------------------------------------------------
-def overview(folders: list[Path]) -> list[str]:
-    """Returns a table of runs: options in which they differ, best step, metrics and seconds."""
-    options = [read_options(folder / "config.yaml") for folder in folders]
-    differing = []
-    for key in options[0]:
-        values = {str(each.get(key)) for each in options}
-        if len(values) > 1 and key not in ("run.name", "run.dir"):
-            differing.append(key)
-    lines = {}
-    for folder, each in zip(folders, options, strict=True):
-        chosen = {key: str(each.get(key)) for key in differing}
-        lines[str(folder)] = chosen | results_of(read_metrics(folder / "metrics.jsonl"))
-    titles = {name: name for values in lines.values() for name in values}
-    return text_table(lines, titles)
-
-
-def results_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns best step, its metrics in validation and test, and seconds of the rows of a run."""
-    result = {}
-    tests = [row for row in rows if row["kind"] == "test"]
-    if tests:
-        test = tests[-1]
-        best_step = test["best_step"]
-        val = next((row for row in rows if row["kind"] == "val" and row["step"] == best_step), {})
-        result["best step"] = best_step
-        for name in ("loss", *metrics.names_in(test)):
-            result[f"val {name}"] = val.get(name)
-            result[f"test {name}"] = test.get(name)
-    return result | {"seconds": round(seconds_of(rows))}
-
-
-def seconds_of(rows: list[dict[str, Any]]) -> float:
-    """Returns the time between the starts and the ends of a run; a killed one has no end."""
-    total = 0.0
-    start = None
-    for row in rows:
-        event = row.get("event")
-        if event in ("started", "resumed"):
-            start = row["time"]
-        elif event and start is not None:
-            total += row["time"] - start
-            start = None
-    return total
-
-
-# ---- Files ---------------------------------------------------------------------------------------
 def tables_of(rows: Predictions, config: data.DataConfig) -> Tables:
     """Returns the tables that these rows are from; raises `UserError` if they cannot be read."""
     tables = data.load(config)
@@ -252,168 +297,103 @@ def tables_of(rows: Predictions, config: data.DataConfig) -> Tables:
     return tables
 
 
-def write(path: Path, text: str) -> None:
-    with explain_write_errors(path, UserError, "copy the run folder"):
-        write_atomically(path, [text])
-
-
-# ---- Figures -------------------------------------------------------------------------------------
-def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = None) -> dict:
-    """Returns `summary` of all rows, of groups of them, and the figures of each of several targets.
-
-    Groups are by number of unseen genes, by number of deletions, and by level if there are 2 to 12.
-    """
-    options = {
-        "loss": loss,
-        "threshold": threshold,
-        "resamples": number_of_resamples(rows.y.numel()),
+# ---- Runs side by side ---------------------------------------------------------------------------
+def differing_options(folders: list[Path]) -> dict[str, dict[str, Any]]:
+    """Returns the options in which runs differ, but for their names, of each run by folder."""
+    options = {folder: read_options(folder / "config.yaml") for folder in folders}
+    keys = dict.fromkeys(key for of_run in options.values() for key in of_run)
+    differing = []
+    for key in keys:
+        texts = {str(of_run.get(key)) for of_run in options.values()}
+        if len(texts) > 1 and key not in ("run.name", "run.dir"):
+            differing.append(key)
+    return {
+        str(folder): {key: of_run.get(key) for key in differing}
+        for folder, of_run in options.items()
     }
-    unit = rows.unit()
-    result = summary(rows, unit, **options)
-    result["resamples"] = options["resamples"]
-    num_drawn = Counter(kind for kind, _ in set(chain.from_iterable(rows.units())))
-    result["sets_drawn"] = num_drawn["set"]
-    result["genes_drawn"] = num_drawn["gene"]
-
-    def of_group(is_in_group: Tensor) -> dict:
-        """Returns the figures of a group of scores, bool [n, T] or, of whole rows, [n, 1]."""
-        return summary(rows.select(is_in_group), unit[is_in_group.any(dim=1)], **options)
-
-    for name, count in {"unseen": rows.unseen, "deletions": rows.deletions().unsqueeze(1)}.items():
-        group = count.clamp(max=MOST)
-        result[f"by_{name}"] = {}
-        for k in group.unique().tolist():
-            result[f"by_{name}"][str(k)] = of_group(group == k)
-    levels = rows.levels()
-    result["by_level"] = {}
-    groups = set(levels) - {""}
-    if 1 < len(groups) <= LEVELS:
-        numbers = sorted(groups - {"several"}, key=float)
-        for level in [*numbers, *groups.intersection({"several"})]:
-            is_at_level = torch.tensor([row_level == level for row_level in levels])
-            result["by_level"][level] = of_group(is_at_level.unsqueeze(1))
-    if len(rows.targets) > 1:
-        each = target_figures(rows, loss, threshold)
-        result["targets"] = {}
-        for t, target in enumerate(rows.targets):
-            figures = {name: values[t].item() for name, values in each.items()}
-            result["targets"][target] = figures
-    return result
 
 
-def summary(
-    rows: Predictions, unit: Tensor, loss: str, threshold: float | None, resamples: int
-) -> dict:
-    """Returns the number of rows, the means over targets of `target_figures`, and `gain`.
-
-    That is the 95 % interval of Pearson's r less the baseline's, for which rows of the same `unit`,
-    long [n, 2], are drawn together. `n` are the rows with a score. Of profiles, also
-    `profile_figures`, the 95 % interval of Pearson's r over the targets of a row less the
-    baseline's, and quartiles over the targets.
-    """
-    y = rows.y
-    each = target_figures(rows, loss, threshold)
-    means = means_of(each)
-    gains = metrics.resampled_pearson(y, rows.prediction, unit, resamples)
-    gains -= metrics.resampled_pearson(y, rows.baseline, unit, resamples)
-    num_scored = int((~y.isnan()).any(dim=1).sum())
-    result = {"n": num_scored, **means, "gain": metrics.interval(gains)}
-    result["cells"] = int((~y.isnan()).sum())
-    if num_scored < len(y):
-        result["rows"] = len(y)
-    if y.size(1) > PROFILE:
-        gain = means["pearson"] - means["baseline_pearson"]
-        result["gain"] = metrics.interval(metrics.centred(gains, gain))
-        quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-        for name in ("pearson", "baseline_pearson"):
-            result[f"{name}_quartiles"] = each[name].nanquantile(quartiles).tolist()
-        result |= profile_figures(rows)
-        row_gains = metrics.pearson_of_rows(y, rows.prediction)
-        row_gains -= metrics.pearson_of_rows(y, rows.baseline)
-        result["row_gain"] = metrics.interval(metrics.resampled_mean(row_gains, unit, resamples))
-    return result
-
-
-def means_of(figures: dict[str, Tensor]) -> dict[str, float]:
-    """Returns the mean over the targets of each figure [T], without nan."""
-    return {name: values.nanmean().item() for name, values in figures.items()}
-
-
-def profile_figures(rows: Predictions) -> dict[str, float]:
-    """Returns the means over rows of Pearson's r over the targets, and of the squared error.
-
-    That is the error of the targets that change most in each row.
-    """
-    largest = rows.y.abs().nan_to_num().topk(PROFILE, dim=1).indices
-    error = (rows.prediction - rows.y).square().gather(1, largest)
-    figures = {
-        "row_pearson": metrics.pearson_of_rows(rows.y, rows.prediction),
-        "baseline_row_pearson": metrics.pearson_of_rows(rows.y, rows.baseline),
-        "mse_top20": error,
-    }
-    return means_of(figures)
-
-
-def target_figures(
-    rows: Predictions, loss: str = "squared", threshold: float | None = None
-) -> dict[str, Tensor]:
-    """Returns the figures of each target, [T], nan where undefined.
-
-    If rows have weights, Pearson's r is also with these; if they have an `sd`, there is also the
-    ceiling of R2, and of Pearson's r, its root, which predictions without an error would have.
-    With a threshold, or binary scores, these are also how well rows are found: scores below the
-    threshold by low predictions, scores of 1 by high ones.
-    """
-    y = rows.y
-    prediction = rows.prediction
+def results_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns best step, its metrics in validation and test, and seconds of the rows of a run."""
     result = {}
-    for metric in (metrics.mse, metrics.r2, metrics.pearson, metrics.spearman):
-        result[metric.__name__] = metric(y, prediction)
-    result["baseline_pearson"] = metrics.pearson(y, rows.baseline)
-    if rows.weight is not None:
-        weight = rows.weight.unsqueeze(1)
-        result["weighted_pearson"] = metrics.pearson(y, prediction, weight)
-        result["baseline_weighted_pearson"] = metrics.pearson(y, rows.baseline, weight)
-    if rows.sd is not None:
-        result["ceiling_r2"] = metrics.noise_ceiling(y, rows.sd.unsqueeze(1))
-        result["ceiling_pearson"] = result["ceiling_r2"].sqrt()
-        result["r2_of_ceiling"] = result["r2"] / result["ceiling_r2"]
-    positive = None
-    certainty = metrics.as_ranked(y, prediction)
-    if threshold is not None:
-        positive = y < threshold
-        certainty = -certainty
-    elif loss == "binary":
-        positive = y == 1
-    if positive is not None:
-        result["auroc"] = metrics.auroc(positive, certainty)
-        result["average_precision"] = metrics.average_precision(positive, certainty)
-    return result
+    tests = [row for row in rows if row["kind"] == "test"]
+    if tests:
+        test = tests[-1]
+        best_step = test.get("best_step")
+        vals = [row for row in rows if row["kind"] == "val"]
+        val = next((row for row in vals if row.get("step") == best_step), {})
+        result["best step"] = best_step
+        for name in ("loss", *metrics.names_in(test)):
+            result[f"val {name}"] = val.get(name)
+            result[f"test {name}"] = test.get(name)
+    return result | {"seconds": round(seconds_of(rows))}
 
 
-def beside_rivals(rows: Predictions, tables: Tables, loss: str) -> dict[str, dict]:
-    """Returns the figures of predictions without the model by name, the best first.
-
-    `gain` is the 95 % interval of the model's Pearson's r less theirs.
-    """
-    resamples = number_of_resamples(rows.y.numel())
-    unit = rows.unit()
-    figures = {}
-    for name, prediction in with_baseline(rivals(tables, loss), rows.baseline).items():
-        turned = replace(rows, prediction=prediction, baseline=rows.prediction)
-        of_rival = summary(turned, unit, loss, None, resamples)
-        low, high = of_rival["gain"]
-        figures[name] = {key: of_rival[key] for key in ("pearson", "r2", "spearman")}
-        figures[name]["gain"] = [-high, -low]
-    return dict(sorted(figures.items(), key=lambda item: item[1]["pearson"], reverse=True))
-
-
-def number_of_resamples(num_cells: int) -> int:
-    """Returns how many resamples an interval takes from a table of so many scores."""
-    return max(100, min(1000, CELLS // num_cells))
+def seconds_of(rows: list[dict[str, Any]]) -> float:
+    """Returns the time between the starts and the ends of a run; a killed one has no end."""
+    total = 0.0
+    start = None
+    for row in rows:
+        event = row.get("event")
+        if event in ("started", "resumed"):
+            start = row.get("time")
+        elif event and start is not None:
+            total += row.get("time", start) - start
+            start = None
+    return total
 
 
 # ---- What is shown -------------------------------------------------------------------------------
+def lines_of_run(result: dict, has_noise: bool) -> list[str]:
+    """Returns the figures of a run as lines, with the ceiling of R2 if there is one."""
+    lines = table(result)
+    lines.append(
+        f"95 % of {result['resamples']:,} samples of {result['sets_drawn']:,} sets of genes and "
+        f"{result['genes_drawn']:,} unseen genes, each with all its rows"
+    )
+    if has_noise:
+        lines.append(noise_text(result))
+    if "shared_pairs" in result:
+        lines.append(f"{result['shared_pairs']:,} rows knock out two nodes of a training row")
+    return lines + lines_of_rivals(result)
+
+
+def lines_of_runs(result: dict) -> list[str]:
+    """Returns the figures of several runs, alone and together, as lines."""
+    lines = text_table(result["figures"], COLUMNS)
+    best_two = result["best_two"]
+    best, second = best_two["runs"]
+    lines.append(
+        f"best two, {best} less {second}: Pearson {cell(best_two['difference'])}, "
+        f"95 % {cell(best_two['gain'])}"
+    )
+    spread = result["uncertainty"]
+    fifths = ", ".join(map(cell, spread["error_by_fifths"]))
+    lines.append(f"Spearman of standard deviation and absolute error: {cell(spread['spearman'])}")
+    lines.append(f"mean absolute error by fifths of the standard deviation: {fifths}")
+    return lines + lines_of_rivals(result)
+
+
+def lines_of_rivals(result: dict) -> list[str]:
+    """Returns what can be said without the model as lines, or why that is not known."""
+    if "no_rivals" in result:
+        return [f"no comparison with what can be said without the model: {result['no_rivals']}"]
+    return ["", *table_of_rivals(result["rivals"])]
+
+
+def lines_of_warnings(folder: Path) -> list[str]:
+    """Returns the warnings of a run's last start as lines."""
+    return [f"{folder} says: {' '.join(text.split())}" for text in read_warnings(folder)]
+
+
+def noise_text(result: dict) -> str:
+    """Returns how far a model comes where the noise of the scores is known."""
+    ratio = result["r2_of_ceiling"]
+    if math.isnan(ratio):
+        return "the scores vary no more than their noise, by the column sd: R2 has no ceiling"
+    return f"R2 is {ratio:.1%} of the ceiling that the noise leaves"
+
+
 def table(result: dict) -> list[str]:
     """Returns the lines of a table: all rows, each smaller group, and the first targets."""
     lines = {"all": result}

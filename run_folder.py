@@ -428,19 +428,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def read_warnings(folder: Path) -> list[str]:
-    """Returns the warnings of a run's last start, none if its status cannot be read."""
-    warnings = read_status(folder).get("warnings")
-    return list(map(str, warnings)) if isinstance(warnings, list) else []
-
-
 def read_status(folder: Path) -> dict[str, Any]:
-    """Returns what status.json says, {} if it cannot be read."""
+    """Returns the content of a run's status.json, nothing if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         status = json.loads((folder / "status.json").read_text())
         if isinstance(status, dict):
             return status
     return {}
+
+
+def read_warnings(folder: Path) -> list[str]:
+    """Returns the warnings of a run's last start, none if its status cannot be read."""
+    warnings = read_status(folder).get("warnings")
+    if not isinstance(warnings, list):
+        return []
+    return list(map(str, warnings))
 
 
 def environment(ranks: str) -> str:

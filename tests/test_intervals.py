@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 import re
 import shutil
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from analyse import analyse, analyse_run, analyse_runs
+from analyse import analyse_run, report_of_run, report_of_runs
+from evaluation import analyse, difference_of_best
 from results import Predictions, read_predictions
 from tests.bench import coverage
 from tests.conftest import write_table
-from tests.test_analyse import make_rows, normal
+from tests.test_evaluation import make_rows, normal
 from tests.test_results import HEADER
 
 
@@ -36,7 +38,7 @@ def own_interval(y, prediction, baseline, units: list[str]) -> tuple[float, floa
     return tuple(np.quantile(gains, [0.025, 0.975]))
 
 
-def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch, capsys):
+def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch):
     """Eight rows of each pair, which share what no sum of effects says of it."""
     draw = random.Random(0)
     genes = [f"Y{i:02d}" for i in range(14)]
@@ -50,8 +52,8 @@ def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch, ca
     options = ["data.perturbations=replicates.tsv", "data.test_fraction=0.3"]
     train(0, *options, "optim.epochs=4", "optim.lr=0.05").check()
     monkeypatch.chdir(tmp_path)
-    analyse_run(Path("runs/default"))
-    low, high = json.loads(Path("runs/default/test.json").read_text())["gain"]
+    result, lines = report_of_run(Path("runs/default"), None)
+    low, high = result["gain"]
 
     rows = read_predictions(Path("runs/default/test.tsv"))
     scores = [values[:, 0].numpy() for values in (rows.y, rows.prediction, rows.baseline)]
@@ -63,10 +65,10 @@ def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch, ca
     assert high - low > 1.8 * (of_rows[1] - of_rows[0])
 
     drawn = f"1,000 samples of {len(set(sets))} sets of genes and 0 unseen genes, each with all"
-    assert f"\n95 % of {drawn} its rows\n" in capsys.readouterr().out
+    assert f"95 % of {drawn} its rows" in lines
     shutil.copytree("runs/default", "runs/same")
-    analyse_runs([Path("runs/default"), Path("runs/same")])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ensemble")]
+    _, lines = report_of_runs([Path("runs/default"), Path("runs/same")], None)
+    (line,) = [line for line in lines if line.startswith("ensemble")]
     assert f"  {low:.4f} to {high:.4f}  " in line
 
 
@@ -111,19 +113,59 @@ def test_profiles_are_drawn_with_their_replicates():
     assert found["sets_drawn"] == alone["sets_drawn"]
 
 
-def test_rows_of_a_single_unit_have_no_interval(tmp_path, monkeypatch, capsys):
+def test_rows_of_a_single_unit_have_no_interval(tmp_path, monkeypatch):
     rows = [("A,B", 0, "", y, y**2, -y) for y in range(9)]
     write_table(tmp_path / "test.tsv", [HEADER, *rows])
     (tmp_path / "config.yaml").touch()
     monkeypatch.chdir(tmp_path)
-    analyse_run(Path())
-    lines = capsys.readouterr().out.splitlines()
+    _, lines = report_of_run(Path(), None)
     header = ["rows", "Pearson", "baseline", "difference (95 %)"]
     assert re.split(r"  +", lines[1])[1:5] == header
     assert re.split(r"  +", lines[2])[1:5] == ["9", "0.9622", "-1.0000", "-"]
     result = json.loads((tmp_path / "test.json").read_text())
     assert result["gain"] == [None, None]
     assert (result["sets_drawn"], result["genes_drawn"]) == (1, 0)
+    low, high = analyse_run(".")["gain"]
+    assert math.isnan(low) and math.isnan(high)
+
+
+def two_of_one_error(num_targets: int) -> dict[str, Predictions]:
+    """Returns the rows of three runs: two good ones, whose errors are much the same, and a bad one.
+
+    Each set has four rows, which share their errors.
+    """
+    rows = make_rows(160, num_targets)
+    rows.genes = [f"G{row // 4}" for row in range(160)]
+    rows.unseen_genes = [""] * 160
+    truth = normal(160, num_targets)
+    error = 0.5 * normal(40, num_targets, seed=1).repeat_interleave(4, dim=0)
+    of_one = 0.1 * normal(40, num_targets, seed=2).repeat_interleave(4, dim=0)
+    return {
+        "bad": replace(rows, y=truth, prediction=normal(160, num_targets, seed=3)),
+        "second": replace(rows, y=truth, prediction=truth + 1.1 * error + of_one),
+        "best": replace(rows, y=truth, prediction=truth + error),
+    }
+
+
+def test_the_best_two_runs_are_compared_on_the_same_drawn_rows():
+    members = two_of_one_error(1)
+    found = difference_of_best(members, "squared")
+    assert found["runs"] == ["best", "second"]
+    y, best = (values[:, 0].numpy() for values in (members["best"].y, members["best"].prediction))
+    second = members["second"].prediction[:, 0].numpy()
+    difference = np.corrcoef(y, best)[0, 1] - np.corrcoef(y, second)[0, 1]
+    assert found["difference"] == pytest.approx(difference)
+    low, high = own_interval(y, best, second, members["best"].genes)
+    assert found["gain"] == pytest.approx([low, high], abs=0.15 * (high - low))
+    low_of_rows, high_of_rows = own_interval(y, best, second, list(range(160)))
+    assert high - low > 1.5 * (high_of_rows - low_of_rows)
+
+
+def test_the_best_two_runs_of_profiles_differ_by_what_their_interval_holds():
+    found = difference_of_best(two_of_one_error(30), "squared")
+    low, high = found["gain"]
+    assert found["runs"] == ["best", "second"]
+    assert 0 < low < found["difference"] < high
 
 
 # ---- The benchmark of their coverage -------------------------------------------------------------

@@ -25,7 +25,8 @@ SHELVES = {
             "predictor task config data explain sets growing_table ddp_setup progress errors"
         ),
         "analyse": (
-            "config data metrics run_folder checkpoint tables rivals results plots ddp_setup errors"
+            "config data evaluation metrics run_folder checkpoint tables rivals results plots "
+            "ddp_setup errors"
         ),
     },
     "from Python": {
@@ -40,6 +41,7 @@ SHELVES = {
         "explain": "model reach mask tables errors",
         "model": "combination reach mask",
         "data": "tables cache errors",
+        "evaluation": "metrics rivals results tables",
         "metrics": "tables",
         "optim": "ddp_setup errors",
     },

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import analyse
 from baseline import fit_baseline
 from checkpoint import write_atomically
 from data import load
 from errors import UserError
+from evaluation import analyse
 from results import Predictions, read_predictions
 from tables import Tables
 from task import KnockoutTask
@@ -75,7 +75,7 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
     torch.testing.assert_close(read.prediction, expected, rtol=1e-5, atol=1e-5)
 
     (test,) = read_metrics(Path("runs/default"), "test")
-    found = analyse.analyse(read)
+    found = analyse(read)
     weighted = ("weighted_pearson", "baseline_weighted_pearson")
     for key in ("mse", "pearson", "baseline_pearson", *weighted, "n", "rows"):
         assert found[key] == pytest.approx(test[key], rel=1e-4)
@@ -150,7 +150,7 @@ def test_scores_are_grouped_by_the_genes_that_are_unseen_for_them(tmp_path):
     """The row `A,B` is among those of an unseen gene with its score a, not with its score b."""
     read = read_predictions(write_table(tmp_path / "test.tsv", TWO_SCORES))
     read.prediction[:, 1] = torch.tensor([50.0, 6.0, 7.0, 8.0], dtype=torch.float64)
-    groups = analyse.analyse(read)["by_unseen"]
+    groups = analyse(read)["by_unseen"]
     assert groups.keys() == {"0", "1"}
     assert groups["1"]["mse"] == pytest.approx((1 + (8 - 4) ** 2) / 2)
     assert groups["0"]["mse"] == pytest.approx((1 + ((50 - 4) ** 2 + (7 - 4) ** 2) / 2) / 2)
@@ -191,7 +191,7 @@ def test_a_gene_is_unseen_for_the_score_that_its_training_rows_lack(train, tmp_p
         ("C,E", "0", ""),
         ("D,E", "1", "D"),
     ]
-    groups = analyse.analyse(read_predictions(tmp_path / "runs/default/test.tsv"))["by_unseen"]
+    groups = analyse(read_predictions(tmp_path / "runs/default/test.tsv"))["by_unseen"]
     assert {count: group["n"] for count, group in groups.items()} == {"0": 2, "1": 4, "2": 1}
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch_geometric.data import HeteroData
 
-from analyse import target_figures
 from baseline import PENALTIES, TARGETS_AT_ONCE, additive_baseline
 from config import Config
 from data import DataConfig, KnockoutDataset, StepSampler, load, weight_scale
 from errors import DataError, UserError
+from evaluation import target_figures
 from mask import SharedGraph
 from metrics import pearson, r2
 from model import KnockoutGNN, ModelConfig

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch_geometric.profile import get_data_size
 
-from analyse import analyse
 from config import Config
 from data import DataConfig
 from ddp_setup import DDPConfig, Distributed
+from evaluation import analyse
 from metrics import quality
 from model import ModelConfig
 from optim import OptimConfig

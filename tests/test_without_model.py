@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from analyse import beside_rivals, table_of_rivals
+from analyse import table_of_rivals
 from baseline import additive_baseline
+from evaluation import beside_rivals
 from metrics import pearson
 from rivals import rivals, with_baseline
 from tables import Tables

@@ -40,12 +40,13 @@ import torch
 from torch import Tensor
 
 import data
-from analyse import number_of_resamples, seconds_of
+from analyse import seconds_of
 from cache import source_digest
 from checkpoint import load_model, read_checkpoint, write_atomically
 from config import Config, load_config
 from ddp_setup import Distributed, setup
 from errors import UserError
+from evaluation import number_of_resamples
 from metrics import (
     centred,
     interval,

@@ -124,6 +124,20 @@ def test_the_example_of_predictions(run, tmp_path):
         assert len((tmp_path / f"{name}.tsv").read_text().splitlines()) == num_lines
 
 
+def test_the_cells_of_notebook(run, tmp_path):
+    """In order in one process, as a kernel runs them, with matplotlib or without it."""
+    copy_template(tmp_path)
+    page = ROOT / "docs/notebook.md"
+    assert run_commands(page, run, "python train.py run.name=") == 2
+    cells = blocks(page, "python")
+    mark = "---- the next cell"
+    script = f"\nprint({mark!r})\n".join(cell.text for cell in cells)
+    command = [sys.executable, "-c", script]
+    printed = run(command, PYTHONPATH=str(tmp_path), MPLBACKEND="agg", **WITHOUT_GPU).check().stdout
+    assert printed.split(f"{mark}\n") == [output.text for output in blocks(page, "")]
+    assert len(cells) >= 7
+
+
 def test_the_example_of_clusters(run):
     page = ROOT / "docs/clusters.md"
     command = "torchrun --standalone --nproc_per_node=2 ddp_setup.py"
