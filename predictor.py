@@ -269,27 +269,24 @@ class Predictor:
             self.tasks = [task.planned_for(samples) for task in self.tasks]
             self.is_planned = True
         rows = torch.arange(len(samples.y))
-        size = (len(self.targets), len(PARTS))
-        predictions = []
-        parts = []
+        predictions = []  # of each model, float64 [n, T, 1 or, with parts, 4]
         for task, model in zip(self.tasks, self.models, strict=True):
             task = task.with_samples(samples)
             if with_parts:
-                function = partial(task.parts, model)
-                parts.append(compute_rows(function, size, task, rows, self.env))
-                predictions.append(task.inverse_link(parts[-1].sum(dim=2)))
+                size = (len(self.targets), 1 + len(PARTS))
+                function = partial(task.predict_parts, model)
+                predictions.append(compute_rows(function, size, task, rows, self.env))
             else:
-                predictions.append(predict_rows(model, task, rows, self.env))
-        figures = predictions
+                prediction = predict_rows(model, task, rows, self.env)
+                predictions.append(prediction.unsqueeze(2))
+        of_models = torch.stack(predictions)
+        prediction, parts = of_models.mean(dim=0).tensor_split([1], dim=2)
+        columns = [prediction]
         if len(predictions) > 1:
-            std, mean = torch.std_mean(torch.stack(predictions), dim=0)
-            figures = [mean, std]
-        if with_parts:
-            mean_parts = torch.stack(parts).mean(dim=0)
-            if self.tasks[0].config.optim.loss == "binary":
-                figures.append(mean_parts.sum(dim=2))
-            figures += mean_parts.unbind(dim=2)
-        return torch.stack(figures, dim=2)
+            columns.append(of_models[:, :, :, :1].std(dim=0))
+        if with_parts and self.tasks[0].config.optim.loss == "binary":
+            columns.append(parts.sum(dim=2, keepdim=True))
+        return torch.cat([*columns, parts], dim=2)
 
     def check_parts(self) -> None:
         """Raises `UserError` if a model does not say what its predictions are the sums of."""

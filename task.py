@@ -158,27 +158,22 @@ class KnockoutTask:
 
     def to_scores(self, prediction: Tensor) -> Tensor:
         """Returns predictions of the model as scores, or probabilities of 1, float64."""
-        return self.inverse_link(self.rescale(prediction))
-
-    def inverse_link(self, scores: Tensor) -> Tensor:
-        """Returns scores as they are or, for optim.loss=binary, probabilities of these logits."""
+        scores = self.rescale(prediction)
         return scores.sigmoid() if self.config.optim.loss == "binary" else scores
 
-    def parts(self, model: nn.Module, batch: Data) -> Tensor:
-        """Returns what the predictions of a batch are the sums of, float64 [B, T, PARTS].
+    def predict_parts(self, model: nn.Module, batch: Data) -> Tensor:
+        """Returns the predictions of a batch and, behind each, its parts, float64 [B, T, 1 + 3].
 
-        They are in the units of the scores or, for optim.loss=binary, of logits. What is known
-        without the graph has the mean of the scores in it; of a readout that the model does not
-        have, all are 0.
+        The `PARTS` are in the units of the scores or, for optim.loss=binary, of logits. What is
+        known without the graph has the mean of the scores in it; those that the model does not have
+        are 0.
         """
-        of_model = model.parts(self.graph, batch)
-        size = (len(batch.y), len(self.tables.targets), len(PARTS))
-        parts = torch.zeros(size, dtype=torch.float64, device=self.graph.device)
-        for number, name in enumerate(PARTS):
-            if name in of_model:
-                parts[:, :, number] = self.std * of_model[name]
-        parts[:, :, 0] += self.mean
-        return parts
+        parts = model.parts(self.graph, batch)
+        prediction = sum(parts.values())
+        none = torch.zeros_like(prediction)
+        columns = [self.std * parts.get(name, none) for name in PARTS]
+        columns[0] = self.mean + columns[0]
+        return torch.stack([self.to_scores(prediction), *columns], dim=2)
 
     def metrics(self, split: str, prediction: Tensor) -> dict[str, float]:
         """Returns what predictions of a split's rows, [n, T], are worth, beside the baseline.
