@@ -159,7 +159,8 @@ def predict(settings: Settings, env: Distributed) -> None:
     """Writes what the command line asks for; raises `UserError` on every rank."""
     with env.sync_errors():
         predictor = Predictor.of_ranks(settings.runs, env)
-        survey = survey_sets(settings.table, predictor.tables, *settings.rows)
+        is_first = env.rank == 0
+        survey = survey_sets(settings.table, predictor.tables, *settings.rows, has_bar=is_first)
         if settings.explain:
             predictor.check_explained()
         if settings.parts:
@@ -194,15 +195,19 @@ def write_explanations(settings: Settings, predictor: Predictor, survey: Survey)
     Where fewer have changed, their cells are empty.
     """
     num_nodes = min(settings.explain, len(predictor.tables.genes))
+    sizes = []  # of the contributions in each chunk
 
     def lines(chunk: Chunk) -> Iterator[str]:
         values = predictor.contributions(chunk.samples, num_nodes)
+        sizes.append(values[..., 1].abs().sum().item())
         of_known = predictor.name_nodes(values, chunk.samples)
         return explained_lines(chunk, predictor.targets, of_known, num_nodes)
 
     columns = ["score", *Contribution._fields]
     lines_per_row = num_nodes * len(predictor.targets)
     write_table(settings, predictor, survey, "explained", columns, lines, lines_per_row)
+    if not any(sizes):
+        log.warning("note      no node contributes: perhaps best.pt is where training started")
 
 
 def explained_lines(

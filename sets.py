@@ -41,10 +41,13 @@ class Survey:
     notes: list[str]  # sentences for the log on how the file was read
 
 
-def survey_sets(path: str, tables: Tables, first: int = 0, last: int = sys.maxsize) -> Survey:
+def survey_sets(
+    path: str, tables: Tables, first: int = 0, last: int = sys.maxsize, has_bar: bool = False
+) -> Survey:
     """Reads all that `read_sets` will, so that no error comes after hours of predictions.
 
-    Raises `DataError`, and `UserError` if there are no rows from `first` to `last`.
+    A bar, if asked for, shows how much is read. Raises `DataError`, and `UserError` if there are no
+    rows from `first` to `last`.
     """
     size, _ = screen(path)
     if size:
@@ -54,7 +57,7 @@ def survey_sets(path: str, tables: Tables, first: int = 0, last: int = sys.maxsi
     else:
         survey = Survey(0, 0, [], [])
         unknown = {}  # names, in their order
-        for chunk in read_sets(path, tables, first, last, notes=survey.notes):
+        for chunk in read_sets(path, tables, first, last, MOST, survey.notes, has_bar):
             survey.num_rows += len(chunk.sets)
             survey.num_known += len(chunk.samples.y)
             unknown |= dict.fromkeys(chunk.unknown)
@@ -71,6 +74,7 @@ def read_sets(
     last: int = sys.maxsize,
     most: int = MOST,
     notes: list[str] | None = None,
+    has_bar: bool = False,
 ) -> Iterator[Chunk]:
     """Yields the rows of a table from `first` to `last` - 1, up to `most` at once.
 
@@ -83,7 +87,7 @@ def read_sets(
         return
     header = read_header(path, [] if notes is None else notes, ("genes",))
     end = 0  # of the rows so far
-    for rows in read_rows(path, header, skip_blank=False):
+    for rows in read_rows(path, header, skip_blank=False, has_bar=has_bar):
         begin = end
         end += len(rows.lines)
         for start in range(max(first, begin), min(last, end), most):
