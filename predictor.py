@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -281,12 +281,12 @@ class Predictor:
                 predictions.append(prediction.unsqueeze(2))
         of_models = torch.stack(predictions)
         prediction, parts = of_models.mean(dim=0).tensor_split([1], dim=2)
-        columns = [prediction]
+        figures = [prediction]
         if len(predictions) > 1:
-            columns.append(of_models[:, :, :, :1].std(dim=0))
+            figures.append(of_models[:, :, :, :1].std(dim=0))
         if with_parts and self.tasks[0].config.optim.loss == "binary":
-            columns.append(parts.sum(dim=2, keepdim=True))
-        return torch.cat([*columns, parts], dim=2)
+            figures.append(parts.sum(dim=2, keepdim=True))
+        return torch.cat([*figures, parts], dim=2)
 
     def check_parts(self) -> None:
         """Raises `UserError` if a model does not say what its predictions are the sums of."""
@@ -312,5 +312,9 @@ class Predictor:
 
     def name_nodes(self, values: Tensor, samples: Tables) -> Iterator[list[list[Contribution]]]:
         """Yields the `contributions` to the scores of each sample, without those of 0."""
-        ways = ShortestWays(self.tables)
-        return name_contributions(values, samples, ways)
+        return name_contributions(values, samples, self.ways)
+
+    @cached_property
+    def ways(self) -> ShortestWays:
+        """The shortest ways on the edges of the graph."""
+        return ShortestWays(self.tables)
