@@ -105,9 +105,11 @@ def show(lines: list[str]) -> None:
     """Prints lines. A reader that has closed the pipe, such as `head`, wants no more of them."""
     try:
         print("\n".join(lines), flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         # When Python exits, it would write them once more, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            sys.exit(f"error: cannot print the figures: {error.strerror}")
 
 
 def report_of_run(folder: Path, threshold: float | None) -> tuple[dict, list[str]]:
@@ -136,7 +138,7 @@ def report_of_runs(folders: list[Path], threshold: float | None) -> tuple[dict, 
         texts = {key: str(value) for key, value in options.items()}
         overview[name] = texts | result["results"][name]
     titles = {key: key for cells in overview.values() for key in cells}
-    lines = [*text_table(overview, titles), ""]
+    lines = [*text_table(list(overview.items()), titles), ""]
     for folder in folders:
         lines += lines_of_warnings(folder)
     rows = next(iter(members.values()))
@@ -157,8 +159,8 @@ def analyse_run(run: str | Path, threshold: float | None = None) -> dict[str, An
     Nothing is printed or written. These are the figures of all rows by name, such as `pearson` and
     `gain`, the 95 % interval of Pearson's r less the baseline's; of groups of rows, `by_unseen`,
     `by_deletions` and `by_level`; and of each of several `targets`. `rivals` are the figures of
-    predictions without the model; if the run's tables cannot be read, `no_rivals` says why. A
-    figure that is not defined is nan.
+    predictions without the model; if the run's tables cannot be read, `no_rivals` says why.
+    `warnings` are those of the run's last start. A figure that is not defined is nan.
 
     Args:
         run: its folder.
@@ -178,7 +180,9 @@ def compare(runs: Sequence[str | Path], threshold: float | None = None) -> dict[
 
     - `options`: of each run by its folder, the options in which they differ;
     - `results`: of each, the best step, metrics of validation and test, and seconds;
-    - `figures`: of each, of `mean of these`, and of the `ensemble`, their mean prediction;
+    - `warnings`: of each, those of its last start;
+    - `figures`: of each, by folder; `mean`: the mean of these; `ensemble`: the figures of the mean
+      prediction;
     - `best_two`: the two `runs` of the highest Pearson's r, its `difference`, and as `gain` the
       95 % interval of that for other test rows, of which both runs get the same;
     - `uncertainty`: Spearman's correlation of the predictions' standard deviation with the error of
@@ -205,7 +209,7 @@ def figures_of_run(folder: Path, rows: Predictions, threshold: float | None) -> 
     """Returns what `analyse_run` does, of the rows of the run's test.tsv."""
     config = config_of(folder)
     check_threshold(threshold, rows, folder)
-    result = analyse(rows, config.optim.loss, threshold)
+    result = {"warnings": read_warnings(folder), **analyse(rows, config.optim.loss, threshold)}
     return result | figures_of_rivals(rows, config)
 
 
@@ -216,10 +220,11 @@ def figures_of_runs(members: dict[str, Predictions], threshold: float | None) ->
     loss = configs[0].optim.loss
     ensemble, std = ensemble_of(members)
     check_threshold(threshold, ensemble, folders[0])
-    result = {"options": differing_options(folders), "results": {}}
+    result = {"options": differing_options(folders), "results": {}, "warnings": {}}
     for folder in folders:
+        result["warnings"][str(folder)] = read_warnings(folder)
         result["results"][str(folder)] = results_of(read_metrics(folder / "metrics.jsonl"))
-    result["figures"] = figures_together(members, ensemble, loss, threshold)
+    result |= figures_together(members, ensemble, loss, threshold)
     result["best_two"] = difference_of_best(members, loss)
     correlation, errors = metrics.uncertainty(ensemble.y, ensemble.prediction, std)
     result["uncertainty"] = {"spearman": correlation, "error_by_fifths": errors}
@@ -360,7 +365,9 @@ def lines_of_run(result: dict, has_noise: bool) -> list[str]:
 
 def lines_of_runs(result: dict) -> list[str]:
     """Returns the figures of several runs, alone and together, as lines."""
-    lines = text_table(result["figures"], COLUMNS)
+    rows = list(result["figures"].items())
+    rows += [("mean of these", result["mean"]), ("ensemble", result["ensemble"])]
+    lines = text_table(rows, COLUMNS)
     best_two = result["best_two"]
     best, second = best_two["runs"]
     lines.append(
@@ -396,17 +403,17 @@ def noise_text(result: dict) -> str:
 
 def table(result: dict) -> list[str]:
     """Returns the lines of a table: all rows, each smaller group, and the first targets."""
-    lines = {"all": result}
+    rows = [("all", result)]
     for name in ("unseen", "deletions"):
         for k, group in result[f"by_{name}"].items():
             or_more = "+" if k == str(MOST) else ""
             if 0 < group["cells"] < result["cells"]:
-                lines[f"{name} {k}{or_more}"] = group
+                rows.append((f"{name} {k}{or_more}", group))
     for level, group in result["by_level"].items():
-        lines[f"level {level}"] = group
+        rows.append((f"level {level}", group))
     targets = result.get("targets", {})
-    lines |= dict(list(targets.items())[:SHOWN])
-    text = text_table(lines, COLUMNS)
+    rows += list(targets.items())[:SHOWN]
+    text = text_table(rows, COLUMNS)
     if len(targets) > SHOWN:
         text.append(f"and {len(targets) - SHOWN:,} more scores, which are in test.json")
     for name, title in (("pearson", "Pearson"), ("baseline_pearson", "baseline")):
@@ -426,18 +433,21 @@ def table_of_rivals(figures: dict[str, dict]) -> list[str]:
     if high < 0:
         place = "below it"
     sentence = f"strongest without the model: {strongest}; the model is {place}"
-    return [*text_table(figures, COLUMNS), sentence]
+    return [*text_table(list(figures.items()), COLUMNS), sentence]
 
 
-def text_table(lines: dict[str, dict], titles: dict[str, str]) -> list[str]:
-    """Returns the lines of a table: a header, and figures under each title that has some."""
-    names = [name for name in titles if any(name in figures for figures in lines.values())]
-    rows = [["", *(titles[name] for name in names)]]
-    for label, figures in lines.items():
-        rows.append([label, *(cell(figures.get(name, "")) for name in names)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def text_table(rows: list[tuple[str, dict]], titles: dict[str, str]) -> list[str]:
+    """Returns the lines of a table: a header, and figures under each title that has some.
+
+    A row is its label and its figures.
+    """
+    names = [name for name in titles if any(name in figures for _, figures in rows)]
+    texts = [["", *(titles[name] for name in names)]]
+    for label, figures in rows:
+        texts.append([label, *(cell(figures.get(name, "")) for name in names)])
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     text = []
-    for label, *cells in rows:
+    for label, *cells in texts:
         padded = map(str.rjust, cells, widths[1:])
         text.append("  ".join([label.ljust(widths[0]), *padded]))
     return text

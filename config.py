@@ -55,18 +55,23 @@ class Config:
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line with `--config FILE`, whose help ends with config.yaml."""
+    """A command line, of which what is wrong is a `UserError`."""
 
-    def __init__(self, description: str):
+    def __init__(self, description: str, **options: Any):
         super().__init__(
             description=description,
-            epilog=f"config.yaml:\n\n{DEFAULTS.read_text()}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **options,
         )
-        self.add_argument("--config", metavar="FILE", help="a file that overrides these options")
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
+
+
+def all_options_text() -> str:
+    """Returns config.yaml, for the help of a command."""
+    return f"config.yaml:\n\n{DEFAULTS.read_text()}"
 
 
 def log_to_console() -> None:

@@ -229,6 +229,8 @@ class Distributed:
                 f"rank {self.rank}: there is no memory for another {allocated[1]}: lower "
                 "model.hidden or data.batch_size, or raise optim.accumulate"
             )
+        elif isinstance(error, KeyboardInterrupt):
+            reason = "interrupted"
         elif not isinstance(error, UserError):
             trace = "".join(traceback.format_exception(error))
             reason = f"rank {self.rank}: {type(error).__name__}: {reason}"

@@ -172,20 +172,22 @@ def ensemble_of(members: dict[str, Predictions]) -> tuple[Predictions, Tensor]:
 def figures_together(
     members: dict[str, Predictions], ensemble: Predictions, loss: str, threshold: float | None
 ) -> dict[str, dict]:
-    """Returns the figures of each member by name, of `mean of these`, and of the `ensemble`.
+    """Returns the `figures` of each member by name, their `mean`, and those of the `ensemble`.
 
     Those of a member are `means_of` its `target_figures`, those of the ensemble its `summary`.
     """
     figures = {}
     for name, rows in members.items():
         figures[name] = means_of(target_figures(rows, loss, threshold))
-    means = {}
+    mean = {}
     for name in figures[next(iter(members))]:
-        means[name] = statistics.fmean(of_member[name] for of_member in figures.values())
+        mean[name] = statistics.fmean(of_member[name] for of_member in figures.values())
     resamples = number_of_resamples(ensemble.y.numel())
-    figures["mean of these"] = means
-    figures["ensemble"] = summary(ensemble, ensemble.unit(), loss, threshold, resamples)
-    return figures
+    return {
+        "figures": figures,
+        "mean": mean,
+        "ensemble": summary(ensemble, ensemble.unit(), loss, threshold, resamples),
+    }
 
 
 def difference_of_best(members: dict[str, Predictions], loss: str) -> dict:

@@ -1,10 +1,11 @@
 """Which nodes the knock-out pass of a prediction hangs on.
 
 The readout of changes gets how each living node's state differs from the intact graph's. Of a
-readout `nodes`, the effect on a target is a function of that node's change alone. That of
-`GlobalReadout` is a function of the sum of all changes: it is divided among the nodes by integrated
-gradients (Sundararajan, Taly and Yan 2017, arXiv:1703.01365), on the straight way from no change to
-the sum. Contributions add up to the knock-out pass less what it gives for no change.
+readout `nodes`, the effect on a target is a function of that node's change, and of its level if it
+is perturbed itself: the node's own contribution is all of it. That of `GlobalReadout` is a function
+of the sum of all changes: it is divided among the nodes by integrated gradients (Sundararajan, Taly
+and Yan 2017, arXiv:1703.01365), on the straight way from no change to the sum. Contributions add up
+to the knock-out pass less what it gives for no change.
 
 Shapes: N nodes, B samples, H hidden channels, T targets.
 """
@@ -21,7 +22,7 @@ from torch_geometric.index import index2ptr
 
 from errors import UserError
 from mask import ExpandedMessages, SharedGraph
-from model import ON_COPIES, GlobalReadout, KnockoutGNN, NodeReadout
+from model import ON_COPIES, GlobalReadout, KnockoutGNN, NodeReadout, WildType
 from reach import block_size, ranges
 from tables import Tables
 
@@ -29,11 +30,11 @@ POINTS = 32  # on the way from no change to the sum of changes
 
 
 class Contribution(NamedTuple):
-    """What one node's change of state adds to a prediction."""
+    """What one node adds to a prediction by the change of its state."""
 
     node: str
     contribution: float  # in the unit of the score; of a binary one, of its logit
-    steps: int  # edges on the shortest way from a knocked-out node, 0 for one at another level
+    steps: int  # edges on the shortest way from a perturbed node, 0 for one of these
     relations: str  # of the last edges of all such ways, separated by commas
 
 
@@ -60,25 +61,39 @@ def largest_contributions(
     unit of its predictions, float64 [T].
     """
     largest = units[0].new_zeros(len(batch.y), len(units[0]), num_nodes, 2)
-    changes = [changes_of_samples(model, graph, batch) for model in models]
-    for sample, changes_of_models in enumerate(zip(*changes, strict=True)):
+    of_models = [contributions(model, graph, batch) for model in models]
+    for sample, of_sample in enumerate(zip(*of_models, strict=True)):
         total = 0.0
-        for model, unit, (change, wild_type) in zip(models, units, changes_of_models, strict=True):
-            total = total + unit.unsqueeze(1) * contributions(model, change, wild_type)
+        for unit, of_model in zip(units, of_sample, strict=True):
+            total = total + unit.unsqueeze(1) * of_model
         node = total.abs().topk(num_nodes, dim=1).indices
         largest[sample, :, :, 0] = node
         largest[sample, :, :, 1] = total.gather(1, node) / len(models)
     return largest
 
 
-def changes_of_samples(
-    model: KnockoutGNN, graph: SharedGraph, batch: Data
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields how each sample changes the nodes' states, [N, H], and the wild-type states, [N, H].
-
-    The changes of dead nodes are 0. All states are computed, a few samples at once.
-    """
+def contributions(model: KnockoutGNN, graph: SharedGraph, batch: Data) -> Iterator[Tensor]:
+    """Yields what each node adds to the predictions of each sample, [T, N]."""
+    readout = model.change_readout
     wild = model.wild_type(graph, batch)
+    if isinstance(readout, NodeReadout):
+        target = readout.target_nodes.unsqueeze(1)
+        effects = readout.with_direct(model.changes(graph, batch, wild), wild, batch)
+        for effect in effects:
+            of_targets = effect.new_zeros(len(target), len(effect))
+            yield of_targets.scatter(1, target, effect[target])
+        return
+    for change in changes_of_samples(model, graph, batch, wild):
+        yield mean_gradient(readout, change.sum(0)) @ change.T
+
+
+def changes_of_samples(
+    model: KnockoutGNN, graph: SharedGraph, batch: Data, wild: WildType
+) -> Iterator[Tensor]:
+    """Yields how each sample changes the nodes' states, [N, H], those of dead nodes by 0.
+
+    All states are computed, a few samples at once.
+    """
     levels = graph.levels(batch)
     if model.config.message_passing in ON_COPIES:
         blocks = [(levels, ExpandedMessages(graph, batch))]
@@ -91,22 +106,7 @@ def changes_of_samples(
         x = wild.layers[0].x.expand(-1, level.size(1), -1)
         x, _ = model.encode(x, wild.layers[0].h, messages)
         changes = (model.norm(x) - wild.final) * (level > 0).unsqueeze(2)
-        for change in changes.unbind(1):
-            yield change, wild.final.squeeze(1)
-
-
-def contributions(model: KnockoutGNN, change: Tensor, wild_type: Tensor) -> Tensor:
-    """Returns what the change of each node adds to the predictions of a sample, [T, N].
-
-    The changes and the wild-type states are [N, H].
-    """
-    readout = model.change_readout
-    if isinstance(readout, NodeReadout):
-        effect = readout.effect(change, wild_type)
-        target = readout.target_nodes
-        of_targets = effect.new_zeros(len(target), len(effect))
-        return of_targets.scatter_(1, target.unsqueeze(1), effect[target].unsqueeze(1))
-    return mean_gradient(readout, change.sum(0)) @ change.T
+        yield from changes.unbind(1)
 
 
 def mean_gradient(readout: GlobalReadout, total: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class ShortestWays:
     def last_relations(self, node: int, steps: np.ndarray) -> str:
         """Returns the relations of the last edges on the ways to a node, given all `steps`."""
         edges = slice(self.target_ptr[node], self.target_ptr[node + 1])
-        is_last = steps[self.source[edges]] == max(0, steps[node] - 1)
+        is_last = (steps[node] > 0) & (steps[self.source[edges]] == steps[node] - 1)
         numbers = np.unique(self.relation[edges][is_last])
         return ",".join(self.relations[number] for number in numbers)
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import fcntl
+import glob
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 from checkpoint import explain_write_errors
 from errors import UserError
@@ -30,21 +32,37 @@ class GrowingTable:
     def __init__(self, path: Path, header: str, key: str, lines_per_row: int = 1):
         self.path = path
         self.partial = Path(f"{path}.{key}.partial")
-        for other in path.parent.glob(f"{path.name}.*.partial"):
-            if other != self.partial and other.stat().st_size:
-                raise UserError(
-                    f"{other} was begun with another table, other runs or options: repeat that "
-                    "command, or remove the file"
-                )
+        self.header = header
         with explain_errors(path):
             self.file = self.partial.open("a+b")
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self._lock(self.file)
+            self._check_others()
+        except UserError:
             self.file.close()
-            raise UserError(f"another process is writing {path}: wait for it") from None
-        self.header = header
+            raise
         self.num_rows = self._cut_to_whole_rows(lines_per_row)
+
+    def _lock(self, file: BinaryIO) -> None:
+        """Locks a file until it is closed; raises `UserError` if another process has."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is writing {self.path}: wait for it") from None
+
+    def _check_others(self) -> None:
+        """Raises `UserError` if the same file is or was begun with another key."""
+        pattern = f"{glob.escape(self.path.name)}.*.partial"
+        for other in self.path.parent.glob(pattern):
+            if other == self.partial:
+                continue
+            with contextlib.suppress(FileNotFoundError), other.open("rb") as file:
+                self._lock(file)
+                if other.stat().st_size:
+                    raise UserError(
+                        f"{other} was begun with another table, other runs or options: repeat that "
+                        "command, or remove the file"
+                    )
 
     def _cut_to_whole_rows(self, lines_per_row: int) -> int:
         """Removes the end of a row that a kill cut off, and returns how many rows there are."""
@@ -80,10 +98,12 @@ class GrowingTable:
     def close(self) -> None:
         """Ends writing, and removes a file without rows, from which nobody would go on."""
         with contextlib.suppress(OSError):  # the disk may be full
-            self.file.close()
+            self.file.flush()
         with contextlib.suppress(OSError):
             if not self.partial.stat().st_size:
                 self.partial.unlink()
+        with contextlib.suppress(OSError):
+            self.file.close()
 
 
 def explain_errors(path: Path) -> contextlib.AbstractContextManager:

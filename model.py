@@ -494,11 +494,14 @@ class NodeReadout(nn.Module):
 
     def forward(self, effects: Tensor, wild: WildType, batch: Data) -> Tensor:
         """Returns the effects on the targets, [B, T], of those on all nodes, [B, N]."""
+        return self.with_direct(effects, wild, batch).index_select(1, self.target_nodes)
+
+    def with_direct(self, effects: Tensor, wild: WildType, batch: Data) -> Tensor:
+        """Returns effects [B, N], with those of a node's own level on itself."""
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
         direct = ((1 - batch.level) * self.dead(states).squeeze(1)).to(effects.dtype)
         entries = (batch.perturbed_batch, batch.perturbed)
-        effects = effects.index_put(entries, direct, accumulate=True)
-        return effects.index_select(1, self.target_nodes)
+        return effects.index_put(entries, direct, accumulate=True)
 
 
 def readout_head(inputs: int, hidden: int, outputs: int) -> nn.Module:

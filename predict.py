@@ -1,6 +1,6 @@
 """Predicts the rows of a table with one trained run, or with several as an ensemble.
 
-    python predict.py TABLE RUN... [--config FILE] [section.key=value ...]
+    python predict.py TABLE RUN... [section.key=value ...]
     torchrun --standalone --nproc_per_node=4 predict.py TABLE RUN...
 
 for example
@@ -13,11 +13,11 @@ for example
 TABLE has a header that begins with `genes` (or `nodes`), or is `all-singles` or `all-pairs`, of the
 graph's nodes, or these at a level: `all-singles=0.3`. A RUN is a run folder, of which best.pt
 predicts, or a checkpoint file. The run's graph.pt is all else that is needed, so that a run can be
-moved. Options are those of the training unless the command line says otherwise, as far as they do
-not change what is predicted. `<table>.predictions.tsv` in the working folder gets a line for each
-row, in order; rows with unknown nodes get empty cells. Of several runs, that is the mean of their
-predictions, and beside it their standard deviation, `sd`. A command that was killed goes on where
-it was when it is repeated. From Python, use `Predictor`.
+moved. Options are those of the training, but for a few that the command line may set, such as
+data.batch_size. `<table>.predictions.tsv` in the working folder gets a line for each row, in order;
+rows with unknown nodes get empty cells. Of several runs, that is the mean of their predictions, and
+beside it their standard deviation, `sd`. A command that was killed goes on where it was when it is
+repeated. From Python, use `Predictor`.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -44,12 +45,19 @@ from explain import Contribution
 from growing_table import GrowingTable
 from predictor import Predictor, Run, read_run
 from progress import progress_bar
-from sets import MOST, Chunk, Survey, read_sets, screen, survey_sets, unknown_nodes
+from sets import Chunk, Survey, read_sets, screen, survey_sets, unknown_nodes
 from task import table_lines
 
 log = logging.getLogger("predict")
 CELLS_AT_ONCE = 2**24
-IGNORED = ("run.", "data.", "checkpoint.", "log.")  # options of which only data.batch_size counts
+# The options that count; all others are those of the training.
+OPTIONS = (
+    "data.batch_size",
+    "model.message_passing",
+    "ddp.options",
+    "ddp.startup_timeout_s",
+    "ddp.timeout_s",
+)
 
 
 @dataclass
@@ -99,7 +107,6 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument(
         "--explain",
         type=int,
-        default=0,
         metavar="K",
         help="write, instead of predictions, the K nodes on whose changes each hangs most",
     )
@@ -112,20 +119,21 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
     runs = [word for word in parsed.words if word not in overrides]
     if not runs:
         raise UserError("no run is named: python predict.py TABLE RUN...")
-    if parsed.explain < 0 or (parsed.explain and parsed.parts):
+    if parsed.explain is not None and (parsed.explain < 1 or parsed.parts):
         raise UserError("--explain takes a number above 0, and not together with --parts")
     for override in overrides:
-        if override.startswith("ddp.device_ids="):
+        option, _, _ = override.partition("=")
+        if option == "ddp.device_ids":
             raise UserError(f"{override} is for training: set --device")
-        if override.startswith(IGNORED) and not override.startswith("data.batch_size="):
+        if option not in OPTIONS:
             raise UserError(
-                f"{override} changes no prediction, as checkpoint and graph.pt are all it needs"
+                f"{override} is for training: a prediction takes {', '.join(OPTIONS)} alone"
             )
     return Settings(
         table=parsed.table,
-        runs=[read_run(run, parsed.config, overrides) for run in runs],
+        runs=[read_run(run, overrides) for run in runs],
         parts=parsed.parts,
-        explain=parsed.explain,
+        explain=parsed.explain or 0,
         rows=read_range(parsed.rows),
         device_ids=choose_gpus(parsed.device),
     )
@@ -133,12 +141,12 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
 
 def read_range(text: str) -> tuple[int, int]:
     """Returns the first row of `A:B`, and the one after the last; raises `UserError`."""
-    match = re.fullmatch(r"(\d*):(\d*)", text)
+    match = re.fullmatch("([0-9]*):([0-9]*)", text)
     if not match:
         raise UserError(f"--rows={text} is not A:B, such as 0:1000000")
     first, last = match.groups()
     first_row = int(first or 0)
-    last_row = int(last or sys.maxsize)
+    last_row = min(int(last or sys.maxsize), sys.maxsize)
     if last_row <= first_row:
         raise UserError(f"--rows={text} has no row: its end is not above its start")
     return first_row, last_row
@@ -165,6 +173,7 @@ def predict(settings: Settings, env: Distributed) -> None:
             predictor.check_explained()
         if settings.parts:
             predictor.check_parts()
+        check_names(predictor.columns(settings.parts))
     for note in survey.notes:
         log.warning(f"note      {note}")
     if survey.unknown:
@@ -174,6 +183,13 @@ def predict(settings: Settings, env: Distributed) -> None:
         write_explanations(settings, predictor, survey)
     else:
         write_predictions(settings, predictor, survey)
+
+
+def check_names(columns: list[str]) -> None:
+    """Raises `UserError` if two columns have one name, as of scores `a` and `a_sd`."""
+    for name, count in Counter(columns).items():
+        if count > 1:
+            raise UserError(f"two columns would be {name}: predict from Python, by `Predictor`")
 
 
 def write_predictions(settings: Settings, predictor: Predictor, survey: Survey) -> None:
@@ -253,7 +269,8 @@ def write_table(
         if num_done:
             log.info(f"{output} goes on after {num_done:,} of {survey.num_rows:,} rows")
         first, last = settings.rows
-        most = max(1, min(MOST, CELLS_AT_ONCE // (len(columns) * lines_per_row)))
+        cells_per_row = len(columns) * lines_per_row
+        most = max(1, min(predictor.rows_at_once, CELLS_AT_ONCE // cells_per_row))
         chunks = read_sets(settings.table, predictor.tables, first + num_done, last, most)
         bar = progress_bar(
             survey.num_rows, kind, unit=" rows", initial=num_done, is_shown=env.rank == 0

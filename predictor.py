@@ -5,10 +5,11 @@ Shapes: n sets of knock-outs, T scores.
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ from mask import SharedGraph
 from model import PARTS
 from rows import Rows
 from run_folder import read_status
-from sets import Chunk, chunk_of, unknown_nodes
+from sets import MOST, Chunk, chunk_of, unknown_nodes
 from tables import Tables
 from task import KnockoutTask, compute_rows, predict_rows
 
@@ -52,10 +53,10 @@ class Run:
         return self.checkpoint["file"]
 
 
-def read_run(run: str | Path, config: str | None = None, overrides: Sequence[str] = ()) -> Run:
+def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
     """Returns a run, given its folder, of which best.pt predicts, or a checkpoint file.
 
-    Its options are its own, overridden by those of a file and of `overrides`. Raises `UserError`.
+    Its options are its own but for `overrides`. Raises `UserError`.
     """
     path = Path(run)
     if path.is_dir():
@@ -70,12 +71,14 @@ def read_run(run: str | Path, config: str | None = None, overrides: Sequence[str
     graph = read_graph(path)
     if graph.pop("graph") != checkpoint["graph"]:
         raise UserError(f"the graph.pt of {path} is of another graph: copy that of its run folder")
-    options = load_config(config, overrides, checkpoint["config"], checkpoint["file"])
+    options = load_config(None, overrides, checkpoint["config"], checkpoint["file"])
     return Run(checkpoint, options, graph)
 
 
 def check_same(first: Run, run: Run) -> None:
     """Raises `UserError` if two runs do not predict the same scores on the same graph."""
+    if Path(run.file).resolve() == Path(first.file).resolve():
+        raise UserError(f"{run.file} is named twice: name each run once")
     if list(run.graph["targets"]) != list(first.graph["targets"]):
         raise UserError(f"{run.file} has other scores than {first.file}")
     if run.checkpoint["graph"] != first.checkpoint["graph"]:
@@ -86,6 +89,17 @@ def check_same(first: Run, run: Run) -> None:
             f"{run.file} was trained with optim.loss={loss}, {first.file} with "
             f"{first.config.optim.loss}"
         )
+
+
+def texts_of(sets: Iterable[str]) -> list[str]:
+    """Returns sets of knock-outs as a list; raises `UserError` if they are not several texts."""
+    if isinstance(sets, str):
+        raise UserError(f"{sets!r:.60} is one text: give a list of them")
+    texts = list(sets)
+    for text in texts:
+        if not isinstance(text, str):
+            raise UserError(f"{text!r:.60} is no text such as 'A,B=0.3', or '' for no knock-out")
+    return texts
 
 
 class Prediction(NamedTuple):
@@ -118,7 +132,11 @@ class Predictor:
             raise UserError("no run is named: Predictor('runs/NAME')")
         env = Distributed(DDPConfig())
         env.is_distributed = False
-        env.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            env.device = torch.empty(0, device=device or default).device
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(f"device={device!r}: {str(error).splitlines()[0]}") from None
         self._load([read_run(run) for run in runs], env)
 
     @classmethod
@@ -145,6 +163,7 @@ class Predictor:
             self.tasks.append(task)
             self.models.append(model.to(env.device, run.config.optim.dtype).eval())
         self.is_planned = False
+        self.lock = Lock()  # the planners of batches have memory of their own
 
     @property
     def targets(self) -> list[str]:
@@ -191,6 +210,9 @@ class Predictor:
         Raises:
             UserError: a text names no set, or, for `unknown="raise"`, an unknown node.
         """
+        sets = texts_of(sets)
+        if unknown not in ("raise", "nan"):
+            raise UserError(f"unknown={unknown!r} is neither 'raise' nor 'nan'")
         num_figures = len(self.columns()) // len(self.targets)
         values = np.full((len(sets), len(self.targets), num_figures), math.nan)
         for row, chunk in self._chunks(sets, unknown, columns):
@@ -201,19 +223,19 @@ class Predictor:
     def parts(
         self,
         sets: Sequence[str],
-        unknown: Literal["raise", "nan"] = "raise",
         columns: Mapping[str, Sequence[str]] | None = None,
     ) -> dict[str, np.ndarray]:
         """Returns what the predictions of `predict` are the sums of, float64 [n, T] by name.
 
         `without_graph` is what is known without the graph, with the mean of the training scores in
         it, `local` what the readout of the knocked-out nodes adds, `knockout` what the change of
-        the others' states does. Of binary scores they add up to the logit, the mean over runs. The
-        arguments are those of `predict`, and so are the errors.
+        the others' states does. Of binary scores they add up to the logit, the mean over runs. Of
+        the arguments and errors of `predict`, all but `unknown` are the same.
         """
+        sets = texts_of(sets)
         self.check_parts()
         values = np.full((len(sets), len(self.targets), len(PARTS)), math.nan)
-        for row, chunk in self._chunks(sets, unknown, columns):
+        for row, chunk in self._chunks(sets, "raise", columns):
             values[row] = self(chunk.samples, with_parts=True)[:, :, -len(PARTS) :].numpy()
         return {name: values[:, :, number] for number, name in enumerate(PARTS)}
 
@@ -236,22 +258,26 @@ class Predictor:
             UserError: as `predict`, or a model has no knock-out pass that can be explained.
         """
         self.check_explained()
+        if num_nodes < 1:
+            raise UserError(f"num_nodes={num_nodes}: ask for 1 or more")
         rows = []
-        for _, chunk in self._chunks(sets, "raise", columns):
+        for _, chunk in self._chunks(texts_of(sets), "raise", columns):
             values = self.contributions(chunk.samples, min(num_nodes, len(self.tables.genes)))
             rows += self.name_nodes(values, chunk.samples)
         return rows
 
     def _chunks(
-        self, sets: Sequence[str], unknown: str, columns: Mapping[str, Sequence[str]] | None
+        self, sets: list[str], unknown: str, columns: Mapping[str, Sequence[str]] | None
     ) -> Iterator[tuple[np.ndarray, Chunk]]:
         """Yields some sets at once, and where those of them stand that have no unknown node."""
-        if isinstance(sets, str):
-            raise UserError(f"{sets!r:.60} is one text: predict takes a list of them")
+        columns = columns or {}
+        for name, cells in columns.items():
+            if len(cells) != len(sets):
+                raise UserError(f"columns: {name} has {len(cells)} cells for {len(sets)} sets")
         for first in range(0, len(sets), SETS_AT_ONCE):
             last = min(first + SETS_AT_ONCE, len(sets))
-            cells = {"genes": list(sets[first:last])}
-            for name, column in (columns or {}).items():
+            cells = {"genes": sets[first:last]}
+            for name, column in columns.items():
                 cells[name] = list(column[first:last])
             rows = Rows("sets", range(first, last), cells)
             chunk = chunk_of(rows, self.tables)
@@ -265,11 +291,23 @@ class Predictor:
         They are the mean of the models' predictions and, of several, the standard deviation. It is
         the same on every rank.
         """
+        with self.lock:
+            of_models = self._of_models(samples, with_parts)
+        prediction, parts = of_models.mean(dim=0).tensor_split([1], dim=2)
+        figures = [prediction]
+        if len(of_models) > 1:
+            figures.append(of_models[:, :, :, :1].std(dim=0))
+        if with_parts and self.tasks[0].config.optim.loss == "binary":
+            figures.append(parts.sum(dim=2, keepdim=True))
+        return torch.cat([*figures, parts], dim=2)
+
+    def _of_models(self, samples: Tables, with_parts: bool) -> Tensor:
+        """Returns predictions of each of M models, float64 [M, n, T, 1 or, with parts, 4]."""
         if len(samples.y) and not self.is_planned:
             self.tasks = [task.planned_for(samples) for task in self.tasks]
             self.is_planned = True
         rows = torch.arange(len(samples.y))
-        predictions = []  # of each model, float64 [n, T, 1 or, with parts, 4]
+        predictions = []
         for task, model in zip(self.tasks, self.models, strict=True):
             task = task.with_samples(samples)
             if with_parts:
@@ -279,14 +317,12 @@ class Predictor:
             else:
                 prediction = predict_rows(model, task, rows, self.env)
                 predictions.append(prediction.unsqueeze(2))
-        of_models = torch.stack(predictions)
-        prediction, parts = of_models.mean(dim=0).tensor_split([1], dim=2)
-        figures = [prediction]
-        if len(predictions) > 1:
-            figures.append(of_models[:, :, :, :1].std(dim=0))
-        if with_parts and self.tasks[0].config.optim.loss == "binary":
-            figures.append(parts.sum(dim=2, keepdim=True))
-        return torch.cat([*figures, parts], dim=2)
+        return torch.stack(predictions)
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows are predicted, and then written, at once: some seconds of work."""
+        return min(MOST, 4 * self.tasks[0].evaluation_batch_size)
 
     def check_parts(self) -> None:
         """Raises `UserError` if a model does not say what its predictions are the sums of."""

@@ -35,7 +35,14 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from checkpoint import TrainState
-from config import Config, Parser, load_config, log_to_console, run_command
+from config import (
+    Config,
+    Parser,
+    all_options_text,
+    load_config,
+    log_to_console,
+    run_command,
+)
 from data import StepSampler, check_batch_size, make_loader
 from ddp_setup import Distributed, library_versions
 from errors import RunError, UserError
@@ -376,7 +383,8 @@ def main() -> None:
 
 def read_config(arguments: Sequence[str] | None = None) -> Config:
     """Returns the options of a command line, by default this one's; raises `UserError`."""
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, epilog=all_options_text())
+    parser.add_argument("--config", metavar="FILE", help="a file that overrides these options")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="an option")
     parser.add_argument("--predict", help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", nargs="+", help=argparse.SUPPRESS)

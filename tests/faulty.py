@@ -31,6 +31,7 @@ import ddp_setup
 import metrics
 import optim
 import predict
+import predictor
 import progress
 import tables
 import train
@@ -248,7 +249,7 @@ def fill_disk_in_prediction() -> None:
 
 def predict_at_once(num_rows: str) -> None:
     """So many rows are predicted, and written, at once."""
-    predict.MOST = int(num_rows)
+    predictor.MOST = int(num_rows)
 
 
 def die_after_appends(number: str) -> None:
@@ -365,7 +366,6 @@ def print_plans() -> None:
 
 def few_rows_in_folder(folder: str) -> None:
     """The tables have few rows in each split; when they or a run are read, the folder changes."""
-    import predict
     from tests.tools.parity import few_rows
 
     load = data.load

@@ -221,7 +221,7 @@ def test_the_json_of_several_runs_is_what_python_gets_and_the_text_says(
     assert result["options"] == {"a": {"run.seed": 0}, "b": {"run.seed": 1}, "c": {"run.seed": 2}}
     assert result["results"]["b"]["best step"] == 3
     assert result["results"]["b"]["val loss"] is None
-    assert list(result["figures"]) == [*folders, "mean of these", "ensemble"]
+    assert list(result["figures"]) == folders
     for name in folders:
         assert result["figures"][name]["pearson"] == analyse.analyse_run(name)["pearson"]
     by_pearson = sorted(folders, key=lambda name: -result["figures"][name]["pearson"])
@@ -230,6 +230,7 @@ def test_the_json_of_several_runs_is_what_python_gets_and_the_text_says(
     best, second = (result["figures"][name]["pearson"] for name in by_pearson[:2])
     assert best_two["difference"] == pytest.approx(best - second)
     assert len(result["uncertainty"]["error_by_fifths"]) == 5
+    assert result["warnings"]["a"] == analyse.analyse_run("a")["warnings"] == ["look here"]
 
     assert analyse_here(*folders) == 0
     lines = capsys.readouterr().out.splitlines()

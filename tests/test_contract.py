@@ -261,12 +261,12 @@ def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(
         # Paths in the configuration are relative to where the tests run.
         faults = [f"few_rows_in_folder:{tmp_path}", "disturbed_model"]
         script = str(ROOT / "tests/faulty.py")
-        words = [*faults, "--", command, *options, *arguments]
+        words = [*faults, "--", command, *options]
         _store, ranks = fork_ranks(tmp_path, 1, script, words, cwd=os.getcwd())
         assert join(ranks, 600) == [0], (tmp_path / "rank0.stderr").read_text()
 
     short = ("run.init=", "run.resume=auto", "optim.epochs=2")
-    start("train.py", "run.dir=runs", "run.name=run", *short)
+    start("train.py", "run.dir=runs", "run.name=run", *short, *arguments)
     header, *rows = [
         line.split("\t") for line in (tmp_path / "runs/run/test.tsv").read_text().splitlines()
     ]

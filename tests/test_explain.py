@@ -66,10 +66,8 @@ def test_contributions_add_up_to_the_knockout_pass(shared, route, scale):  # noq
     batch = make_batch(shared, SETS)
     total = knockout_part(model, shared, SETS) - knockout_part(model, shared, [{}])
     assert (total.abs() > 1e-4).sum() == len(SETS) - 1
-    added = []
     with torch.no_grad():
-        for change, wild_type in changes_of_samples(model, shared, batch):
-            added.append(contributions(model, change, wild_type).sum(1))
+        added = [of_nodes.sum(1) for of_nodes in contributions(model, shared, batch)]
     torch.testing.assert_close(torch.stack(added), total, rtol=1e-3, atol=1e-5)
 
 
@@ -78,11 +76,11 @@ def test_contributions_are_the_integral_of_the_gradient(shared):  # noqa: F811
     model = make_model().eval()
     model.change_readout.scale *= 20
     batch = make_batch(shared, SETS)
-    for change, wild_type in changes_of_samples(model, shared, batch):
-        change = change.detach()
-        found = contributions(model, change, wild_type)[0]
-        total = torch.zeros_like(found)
-        readout = model.change_readout
+    readout = model.change_readout
+    with torch.no_grad():
+        changes = list(changes_of_samples(model, shared, batch, model.wild_type(shared, batch)))
+        of_samples = list(contributions(model, shared, batch))
+    for change, (found,) in zip(changes, of_samples, strict=True):
         num_steps = 10_000
         way = (torch.arange(num_steps) + 0.5).unsqueeze(1) / num_steps * change.sum(0)
         way = way.requires_grad_()
@@ -91,26 +89,26 @@ def test_contributions_are_the_integral_of_the_gradient(shared):  # noqa: F811
         torch.testing.assert_close(found, total, rtol=1e-3, atol=1e-5)
 
 
-def test_contributions_to_nodes_are_exact_and_those_of_the_nodes_themselves(shared):  # noqa: F811
-    model = make_model(readout="nodes").eval()
-    sets = [{3: 0.0}, {1: 0.0, 7: 0.4}]
+@pytest.mark.parametrize("route", ["shared", "expanded"])
+def test_contributions_to_nodes_are_those_of_the_nodes_themselves(shared, route):  # noqa: F811
+    """Also of targets that are deleted or at another level."""
+    model = make_model(readout="nodes", message_passing=route).eval()
+    sets = [{3: 0.0}, {1: 0.0, 7: 0.4}, {5: 0.0, 0: 0.3}, {}]
     expected = knockout_part(model, shared, sets)
     target = model.change_readout.target_nodes
-    perturbed = torch.tensor([[node in nodes for node in target.tolist()] for nodes in sets])
     with torch.no_grad():
-        changes = changes_of_samples(model, shared, make_batch(shared, sets))
-        found = torch.stack([contributions(model, *pair) for pair in changes])
-    of_target = found[:, torch.arange(len(target)), target]
-    torch.testing.assert_close(of_target[~perturbed], expected[~perturbed])
-    assert (found != 0).sum() == (of_target != 0).sum() > 3
+        found = torch.stack(list(contributions(model, shared, make_batch(shared, sets))))
+    torch.testing.assert_close(found[:, torch.arange(len(target)), target], expected)
+    torch.testing.assert_close(found.sum(2), expected)
+    assert (expected[2] != 0).sum() == 5  # all but the node without edges
+    assert (found[3] == 0).all()
 
 
 def test_dead_nodes_and_intact_samples_contribute_nothing(shared):  # noqa: F811
     model = make_model()
     with torch.no_grad():
-        changes = changes_of_samples(model, shared, make_batch(shared, SETS))
-        for nodes, pair in zip(SETS, changes, strict=True):
-            of_nodes = contributions(model, *pair)[0]
+        of_samples = contributions(model, shared, make_batch(shared, SETS))
+        for nodes, (of_nodes,) in zip(SETS, of_samples, strict=True):
             dead = [node for node, level in nodes.items() if level == 0]
             assert (of_nodes[dead] == 0).all()
             assert (of_nodes.abs().max() > 1e-6) == bool(nodes)
@@ -125,8 +123,8 @@ def test_the_largest_are_means_over_models_in_their_units(shared):  # noqa: F811
         two = largest_contributions(models, units, shared, 2, batch)
         expected = torch.zeros(len(SETS), NUM_NODES, dtype=torch.float64)
         for model, unit in zip(models, units, strict=True):
-            for row, pair in enumerate(changes_of_samples(model, shared, batch)):
-                expected[row] += unit * contributions(model, *pair)[0] / 2
+            for row, (of_nodes,) in enumerate(contributions(model, shared, batch)):
+                expected[row] += unit * of_nodes / 2
     assert torch.equal(two[..., 1], found[:, :, :2, 1])
     by_node = torch.zeros_like(expected)
     by_node.scatter_(1, found[:, 0, :, 0].long(), found[:, 0, :, 1])
@@ -177,7 +175,7 @@ def test_steps_and_relations_are_those_of_the_shortest_ways():
         expected = {
             "abc"[relation]
             for source, target, relation in edges
-            if target == node and distance.get(source) == max(0, distance[node] - 1)
+            if target == node and distance.get(source) == distance[node] - 1
         }
         assert contribution.steps == distance[node]
         assert contribution.relations == ",".join(sorted(expected))
@@ -291,7 +289,7 @@ def test_all_contributions_add_up_to_the_part(members, tmp_path):  # noqa: F811
     ("arguments", "message"),
     [
         (["runs/c", "--explain", "3"], "runs/c/checkpoints/best.pt has no knock-out pass that can"),
-        (["runs/a", "--explain", "-1"], "--explain takes a number above 0, and not together with"),
+        (["runs/a", "--explain", "0"], "--explain takes a number above 0, and not together with"),
         (["runs/a", "--explain", "3", "--parts"], "--explain takes a number above 0, and not toge"),
         (["runs/a", "--explain", "many"], "argument --explain: invalid int value: 'many'"),
     ],

@@ -1,7 +1,9 @@
 """predict.py: predictions of one run and of several, and what is refused."""
 
 import json
+import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,9 +80,6 @@ def test_a_run_is_a_folder_or_a_checkpoint_file_and_keeps_its_options(train, pre
         assert ".pt, then the command line" in result.stdout
         tables.append((tmp_path / "ask.predictions.tsv").read_text())
     assert tables[0] == tables[1] == tables[2]
-    wrong = predict(0, "ask.tsv", "runs/run", "model.layers=2")
-    assert wrong.returncode == 2
-    assert f"the model saved in {BEST.format('run')} does not match: " in wrong.stderr
 
 
 # ---- From Python, and elsewhere ------------------------------------------------------------------
@@ -114,8 +113,23 @@ def test_unknown_nodes_raise_or_give_nan(members, tmp_path):
         assert np.isnan(values[:, 0]).tolist() == [False, True, False]
     with pytest.raises(UserError, match="sets:1: the genes 'Y01=x' have 'Y01=x': no name, or no"):
         predictor.predict(["Y01", "Y01=x"])
-    with pytest.raises(UserError, match="'Y01' is one text: predict takes a list of them"):
-        predictor.predict("Y01")
+    of_graph = Predictor(tmp_path / members[0])
+    for method in (predictor.predict, predictor.parts, of_graph.explain):
+        with pytest.raises(UserError, match="'Y01' is one text: give a list of them"):
+            method("Y01")
+        with pytest.raises(UserError, match="5 is no text such as 'A,B=0"):
+            method(["Y01", 5])
+    with pytest.raises(UserError, match="unknown='drop' is neither 'raise' nor 'nan'"):
+        predictor.predict(["Y01"], unknown="drop")
+    with pytest.raises(UserError, match="columns: dose has 1 cells for 2 sets"):
+        predictor.predict(["Y01", "Y02"], columns={"dose": ["1"]})
+    with pytest.raises(UserError, match="device='gpu': "):
+        Predictor(tmp_path / members[0], device="gpu")
+    with pytest.raises(UserError, match=r"best.pt is named twice: name each run once"):
+        Predictor(tmp_path / members[0], tmp_path / members[0] / "checkpoints/best.pt")
+    expected = predictor.predict(["Y01", "Y03"]).mean
+    for texts in (np.array(["Y01", "Y03"]), (text for text in ("Y01", "Y03"))):
+        np.testing.assert_array_equal(predictor.predict(texts).mean, expected)
     with pytest.raises(UserError, match="no run is named"):
         Predictor()
 
@@ -182,12 +196,10 @@ def test_the_graph_of_a_run_is_that_of_its_tables(tmp_path, weighted):
 
 def test_an_option_that_changes_no_prediction_is_refused(train, predict, tmp_path):
     train(0, "run.name=run").check()
-    for option in ("data.edges=new.tsv", "data.workers=0", "run.seed=1", "log.every_steps=3"):
+    for option in ("data.edges=new.tsv", "optim.loss=binary", "run.seed=1", "model.layers=2"):
         result = predict(0, "all-singles", "runs/run", option)
         assert result.returncode == 2
-        assert result.stderr == (
-            f"error: {option} changes no prediction, as checkpoint and graph.pt are all it needs\n"
-        )
+        assert result.stderr.startswith(f"error: {option} is for training: a prediction takes data")
 
 
 def test_a_model_is_resumed_and_asked_with_its_own_loss_only(train, predict, tmp_path):
@@ -334,15 +346,18 @@ def test_another_command_says_which_file_is_in_the_way(members, predict, tmp_pat
 
 
 def test_two_processes_do_not_write_one_table(tmp_path):
-    first = GrowingTable(tmp_path / "a.tsv", "genes\n", "key")
-    with pytest.raises(UserError, match=r"another process is writing .*a.tsv: wait for it"):
-        GrowingTable(tmp_path / "a.tsv", "genes\n", "key")
+    path = tmp_path / "a[1].tsv"
+    first = GrowingTable(path, "genes\n", "key")
+    for key in ("key", "another"):
+        with pytest.raises(UserError, match=r"another process is writing .*tsv: wait for it"):
+            GrowingTable(path, "genes\n", key)
+        (tmp_path / f"{path.name}.another.partial").unlink(missing_ok=True)
     first.append(["x\n"], 1)
     first.finish()
     first.close()
-    assert (tmp_path / "a.tsv").read_text() == "genes\nx\n"
-    GrowingTable(tmp_path / "a.tsv", "genes\n", "key").close()
-    assert [path.name for path in tmp_path.iterdir()] == ["a.tsv"]
+    assert path.read_text() == "genes\nx\n"
+    GrowingTable(path, "genes\n", "key").close()
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_some_rows_of_a_table_or_screen_are_those_of_all(train, predict, tmp_path):
@@ -383,10 +398,37 @@ def test_wrong_rows_and_devices_are_one_sentence(train, predict, option, message
     assert (result.returncode, result.stderr) == (2, f"error: {message}\n")
 
 
+def test_one_predictor_serves_several_threads(members, tmp_path):
+    predictor = Predictor(tmp_path / members[0], device="cpu")
+    sets = [f"Y{k:02d},Y{(7 * k) % 30:02d}" for k in range(30)]
+    expected = predictor.predict(sets).mean
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: predictor.predict(sets).mean, range(40)):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_a_pipe_is_refused_as_it_cannot_be_read_twice(train, predict, tmp_path):
+    train(0, "run.name=run").check()
+    os.mkfifo(tmp_path / "pipe")
+    result = predict(0, "pipe", "runs/run")
+    message = "error: pipe is a pipe, which cannot be read twice: write it to a file\n"
+    assert (result.returncode, result.stderr) == (2, message)
+
+
+def test_scores_that_are_named_like_figures_of_others_are_refused(train, predict, tmp_path):
+    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    write_table(tmp_path / "two.tsv", [("genes", "a", "a_local"), *((g, y, y) for g, y in rows)])
+    train(0, "data.perturbations=two.tsv", "run.name=run").check()
+    predict(0, "all-singles", "runs/run").check()
+    result = predict(0, "all-singles", "runs/run", "--parts")
+    message = "error: two columns would be a_local: predict from Python, by `Predictor`\n"
+    assert (result.returncode, result.stderr) == (2, message)
+
+
 def test_a_device_is_that_of_the_machine_that_predicts(train, predict):
     """Whatever the training had."""
     train(0, "run.name=run").check()
-    predict(0, "all-singles", "runs/run", "--device=cpu").check()
+    predict(0, "all-singles", "runs/run", "--device=cpu", "--rows=:99999999999999999999").check()
     result = predict(0, "all-singles", "runs/run", "--device=cuda:3")
     assert result.returncode == 2
     assert "but 0 GPUs, ddp.device_ids=[3]: set --nproc_per_node" in result.stderr
@@ -475,7 +517,11 @@ def test_a_checkpoint_with_an_option_that_the_code_lacks_is_named(train, predict
         (["ask.tsv", "model.layers=1"], "no run is named: python predict.py TABLE RUN..."),
         (["ask.tsv", "runs/none"], "runs/none is not a readable checkpoint (FileNotFoundError)"),
         (["none.tsv", "runs/run"], "none.tsv"),
-        (["ask.tsv", "runs/run", "optim.rl=1"], "unknown option optim.rl: did you mean optim.lr?"),
+        (
+            ["ask.tsv", "runs/run", "data.batchsize=1"],
+            "data.batchsize=1 is for training: a pred",
+        ),
+        (["ask.tsv", "runs/run", "--part"], "unrecognized arguments: --part"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(train, predict, tmp_path, arguments, message):
