@@ -54,7 +54,6 @@ CELLS_AT_ONCE = 2**24
 OPTIONS = (
     "data.batch_size",
     "model.message_passing",
-    "ddp.options",
     "ddp.startup_timeout_s",
     "ddp.timeout_s",
 )
