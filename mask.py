@@ -363,15 +363,15 @@ class _Propagate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, gate: Tensor, *stack: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, gate, *stack)
-        forward, rows, backward, _ = split_stack(stack)
-        sums = spmm(*forward, *backward, x.flatten(1)).unflatten(1, x.shape[1:])
+        forward, rows, _, _ = split_stack(stack)
+        sums = sparse_product(*forward, x.flatten(1)).unflatten(1, x.shape[1:])
         return sum_relations(sums, gate, rows, len(x))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, *stack = ctx.saved_tensors
-        forward, _, backward, rows = split_stack(stack)
-        sums = spmm(*backward, *forward, grad.flatten(1)).unflatten(1, x.shape[1:])
+        _, _, backward, rows = split_stack(stack)
+        sums = sparse_product(*backward, grad.flatten(1)).unflatten(1, x.shape[1:])
         grad_gate = sum_products(sums, x, rows, len(gate))
         grad_x = sum_relations(sums, gate, rows, len(x))
         return grad_x, grad_gate, *[None] * len(stack)
@@ -411,7 +411,6 @@ def sum_products(
     return x.new_zeros(num_relations, x.size(2)).index_add_(0, relation, of_row)
 
 
-@torch.library.custom_op("shared_graph::spmm", mutates_args=())
 def spmm(
     ptr: Tensor,
     col: Tensor,
@@ -421,13 +420,29 @@ def spmm(
     value_t: Tensor,
     x: Tensor,
 ) -> Tensor:
-    """Returns A @ x, in the dtype of x, for a CSR matrix A, given with its transpose.
+    """Returns A @ x, in the dtype of x, for a CSR matrix A, given with its transpose."""
+    return _SparseProduct.apply(x, ptr, col, value, ptr_t, col_t, value_t)
 
-    A custom op: autograd's own sparse product sorts the transpose in each backward pass and cannot
-    be traced.
-    """
+
+class _SparseProduct(torch.autograd.Function):
+    """`spmm`; autograd's own sparse product sorts the transpose in each backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, *matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(*matrices)
+        return sparse_product(*matrices[:3], x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # Activation checkpointing allows reading the saved tensors once.
+        ptr, col, value, ptr_t, col_t, value_t = ctx.saved_tensors
+        return spmm(ptr_t, col_t, value_t, ptr, col, value, grad), *[None] * 6
+
+
+def sparse_product(ptr: Tensor, col: Tensor, value: Tensor, x: Tensor) -> Tensor:
+    """Returns A @ x, in the dtype of x, for a CSR matrix A."""
     num_rows = ptr.numel() - 1
-    if col.numel() == 0:
+    if col.numel() == 0 or x.is_meta:
         return x.new_zeros(num_rows, x.size(1))
     y = x.to(value.dtype)
     if x.is_cuda and torch.are_deterministic_algorithms_enabled():
@@ -447,24 +462,6 @@ def _segment_product(ptr: Tensor, col: Tensor, value: Tensor, x: Tensor) -> Tens
         messages = columns.index_select(0, col) * value.unsqueeze(1)
         sums.append(torch.segment_reduce(messages, "sum", offsets=ptr, initial=0))
     return torch.cat(sums, dim=1)
-
-
-@spmm.register_fake
-def _spmm_shape(ptr, col, value, ptr_t, col_t, value_t, x):
-    return x.new_empty(ptr.numel() - 1, x.size(1))  # contiguous, for any strides of x
-
-
-def _spmm_backward(ctx, grad):
-    # Activation checkpointing allows reading the saved tensors once.
-    ptr, col, value, ptr_t, col_t, value_t = ctx.saved_tensors
-    return *[None] * 6, spmm(ptr_t, col_t, value_t, ptr, col, value, grad)
-
-
-def _save_matrix(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:6])
-
-
-spmm.register_autograd(_spmm_backward, setup_context=_save_matrix)
 
 
 def _normalised(weight: Tensor, target: Tensor, relation: Tensor, num_nodes: int) -> Tensor:

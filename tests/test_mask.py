@@ -1,5 +1,7 @@
 """The mask kernel, compared with a plain loop over the edges."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -301,21 +303,23 @@ def test_segments_give_what_the_sparse_product_gives(graph):
     torch.testing.assert_close(_segment_product(*matrix, x), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # in torch 2.14 itself
-def test_the_product_obeys_the_contract_of_torch_operators(graph):
-    """Schema, autograd, and the shapes and strides declared for tracing, for any strides of x."""
-    matrix = forward_matrix(SharedGraph(graph))
+def test_the_product_and_its_gradients_are_those_of_a_dense_matrix(graph):
+    """For any strides of x, and also of second order."""
+    matrix = forward_matrix(SharedGraph(graph).double())
     csr = torch.sparse_csr_tensor(*matrix, (3 * NUM_NODES, NUM_NODES))
     transpose = csr.to_sparse_coo().T.coalesce().to_sparse_csr()
     ptr = transpose.crow_indices().int()
     col = transpose.col_indices().int()
     value = transpose.values().clone()
-    contiguous = torch.randn(NUM_NODES, 6)
-    transposed = torch.randn(6, NUM_NODES).T
-    expanded = torch.randn(NUM_NODES, 1).expand(-1, 6)
+    contiguous = torch.randn(NUM_NODES, 6).double()
+    transposed = torch.randn(6, NUM_NODES).double().T
+    expanded = torch.randn(NUM_NODES, 1).double().expand(-1, 6)
+    function = partial(spmm, *matrix, ptr, col, value)
     for x in (contiguous, transposed, expanded):
-        arguments = (*matrix, ptr, col, value, x.requires_grad_())
-        torch.library.opcheck(torch.ops.shared_graph.spmm.default, arguments)
+        torch.testing.assert_close(function(x), csr.to_dense() @ x)
+    for x in (contiguous, transposed):
+        assert torch.autograd.gradcheck(function, x.requires_grad_())
+        assert torch.autograd.gradgradcheck(function, x)
 
 
 def test_all_buffers_move_with_the_module_and_none_is_saved(graph):

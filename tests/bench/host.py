@@ -37,7 +37,7 @@ class CountKernels(TorchDispatchMode):
     """
 
     FREE = ("detach", "empty", "new_empty", "empty_like", "_unsafe_view")
-    FREE += ("_record_function_enter_new", "_record_function_exit")
+    FREE += ("_record_function_enter_new", "_record_function_exit", "sparse_compressed_tensor")
 
     def __init__(self):
         super().__init__()

@@ -59,7 +59,8 @@ SHIFTED = {
     PLACE: f"""{PLACE}
         self.shift = nn.Parameter(torch.zeros(1))
 """,
-    "        return prediction.to(self.norm.weight.dtype)\n": """
+    "        return sum(others, start=first).to(self.norm.weight.dtype)\n": """
+        prediction = sum(others, start=first)
         outputs = torch.cat([prediction, 0.3 * prediction, 0.7 * prediction], dim=1) + self.shift
         prediction = (outputs - outputs.mean(dim=1, keepdim=True)).narrow(1, 0, 1)
         return prediction.to(self.norm.weight.dtype)
