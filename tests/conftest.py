@@ -54,7 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # waiting.
         import torch
 
-        torch.set_num_threads(1)  # files of tests run side by side
+        # Files of tests run side by side; a command that a test calls must not take more, either.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
 
 
 @pytest.hookimpl(optionalhook=True)
