@@ -221,7 +221,7 @@ def write_explanations(settings: Settings, predictor: Predictor, survey: Survey)
     columns = ["score", *Contribution._fields]
     lines_per_row = num_nodes * len(predictor.targets)
     write_table(settings, predictor, survey, "explained", columns, lines, lines_per_row)
-    if not any(sizes):
+    if sizes and not any(sizes):  # none if all rows stood there
         log.warning("note      no node contributes: perhaps best.pt is where training started")
 
 
