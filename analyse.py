@@ -30,11 +30,7 @@ import torch
 
 import data
 import metrics
-from checkpoint import explain_write_errors, write_atomically
-from config import Config, load_config, read_options
-from ddp_setup import set_threads
-from errors import UserError
-from evaluation import (
+from analyse_metrics import (
     MOST,
     analyse,
     beside_rivals,
@@ -42,11 +38,15 @@ from evaluation import (
     ensemble_of,
     figures_together,
 )
-from plots import scatter_svg
-from results import Predictions, check_same_rows, read_predictions
-from rivals import shared_pairs
+from analyse_rivals import shared_pairs
+from config import Config, load_config, read_options
+from data_tables import Tables, mean_and_std
+from ddp_setup import set_threads
+from errors import UserError
+from run_checkpoint import explain_write_errors, write_atomically
 from run_folder import read_metrics, read_status, read_warnings
-from tables import Tables, mean_and_std
+from run_plots import scatter_svg
+from run_results import Predictions, check_same_rows, read_predictions
 
 # Why a run has no test.tsv, by its state.
 UNFINISHED = {

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tensor, to_undirected
 
-from cache import cached, source_digest
-from combination import SUM, Combination, combine
+from baseline_combination import SUM, Combination, combine
+from baseline_ridge import ROWS_AT_ONCE, Design, Doses, Scores
+from data_cache import cached, source_digest
+from data_tables import Tables, mean_and_std
 from mask import doses
-from progress import progress_bar
-from ridge import ROWS_AT_ONCE, Design, Doses, Scores
-from tables import Tables, mean_and_std
+from run_progress import progress_bar
 
 TARGETS_AT_ONCE = 64  # whose numbers stay in cache
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # on the responses: 0.1 to 1000

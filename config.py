@@ -25,8 +25,8 @@ from ddp_setup import DDPConfig, Distributed, run
 from errors import UserError, kept_warnings
 from model import ModelConfig
 from optim import OptimConfig
-from progress import BarClearer
 from run_folder import CheckpointConfig, LogConfig, RunConfig
+from run_progress import BarClearer
 
 log = logging.getLogger("config")
 DEFAULTS = Path(__file__).with_name("config.yaml")

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_co
 from torch_geometric.data import Data
 from torch_geometric.utils import cumsum
 
-from cache import cached, source_digest
+from data_cache import cached, source_digest
+from data_tables import SPLITS, Tables, read_tables
 from errors import DataError, UserError
-from tables import SPLITS, Tables, read_tables
 
 EXAMPLE = Path(__file__).with_name("example")  # tables that are read if none are given
 
@@ -188,7 +188,7 @@ class KnockoutDataset(Dataset):
     `level` [P] (0 for deleted nodes), `y` [B, T], `weight` [B, T] (0 for missing scores and
     padding), `index` [B] (the row, -1 for padding) and `num_dead_edges`, an int that sizes the
     masks' tensors. `degree` is that of `SharedGraph`, long [N]; `transform`, such as
-    `reach.ReachPlanner`, takes each batch and returns what the model gets; `scale` is the
+    `model_reach.ReachPlanner`, takes each batch and returns what the model gets; `scale` is the
     `weight_scale` of the tables that are trained on.
     """
 

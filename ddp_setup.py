@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
+from ddp_threads import choose_threads
+from ddp_watchdog import Progress, StopRequest, Watchdog, log_and_print
 from errors import RunError, UserError
-from threads import choose_threads
-from watchdog import Progress, StopRequest, Watchdog, log_and_print
 
 log = logging.getLogger("ddp_setup")
 log.addHandler(logging.NullHandler())  # or the preflight prints errors twice

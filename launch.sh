@@ -119,7 +119,7 @@ start_job_step() { # one launch.sh per node; in a batch script, end or requeue t
 
 set_up_torchrun() {
   local processes=${NPROC:-$((gpus > 0 ? gpus : 2))}
-  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$("$python" "$here/threads.py" "$processes")}
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$("$python" "$here/ddp_threads.py" "$processes")}
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240} # s, to step and save
   torchrun=("$python" -m torch.distributed.run --nproc-per-node="$processes"
     --max-restarts="${MAX_RESTARTS:=0}" "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")

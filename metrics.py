@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from tables import mean_and_std, standardise, weighted_mean
+from data_tables import mean_and_std, standardise, weighted_mean
 
 
 def mean_present(values: Tensor, y: Tensor) -> Tensor:

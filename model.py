@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
-from combination import BaselineReadout
+from baseline_combination import BaselineReadout
 from mask import (
     LINEAR,
     ExpandedMessages,
@@ -32,7 +32,7 @@ from mask import (
     spmm,
     sum_by_sample,
 )
-from reach import ReachBlock, ReachedStates, block_size
+from model_reach import ReachBlock, ReachedStates, block_size
 
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
 # What a prediction is the sum of: what is known without the graph, the local readout, and the
@@ -143,7 +143,7 @@ class KnockoutGNN(nn.Module):
     def from_tables(
         cls, config: ModelConfig, tables: Any, baseline: Any, target_nodes: Tensor | None = None
     ) -> "KnockoutGNN":
-        """Returns a model for `tables.Tables` that starts from their `baseline.Baseline`.
+        """Returns a model for `data_tables.Tables` that starts from their `baseline.Baseline`.
 
         Without a readout of the knocked-out nodes, it starts from the mean of the training scores.
         """
@@ -253,7 +253,7 @@ class KnockoutGNN(nn.Module):
         """Returns what the readout keeps of how knock-outs change the living nodes, [B, width].
 
         In the layers that the batch's plan covers, only states that change are computed (see
-        `reach.ReachPlanner`); further layers, or all of a batch without a plan, run on all nodes.
+        `ReachPlanner`); further layers, or all of a batch without a plan, run on all nodes.
         """
         if self.config.message_passing in ON_COPIES:
             messages = ExpandedMessages(graph, batch)

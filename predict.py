@@ -41,11 +41,11 @@ from config import Parser, log_to_console, run_command
 from data import file_digest
 from ddp_setup import DDPConfig, Distributed
 from errors import UserError
-from explain import Contribution
-from growing_table import GrowingTable
+from predict_explain import Contribution
+from predict_sets import Chunk, Survey, read_sets, screen, survey_sets, unknown_nodes
+from predict_table import GrowingTable
 from predictor import Predictor, Run, read_run
-from progress import progress_bar
-from sets import Chunk, Survey, read_sets, screen, survey_sets, unknown_nodes
+from run_progress import progress_bar
 from task import table_lines
 
 log = logging.getLogger("predict")

@@ -16,24 +16,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import load_model, read_checkpoint, read_graph
 from config import Config, load_config
 from data import KnockoutDataset
+from data_cells import Rows
+from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
 from errors import UserError
-from explain import (
+from mask import SharedGraph
+from model import PARTS
+from predict_explain import (
     Contribution,
     ShortestWays,
     check_explained,
     largest_contributions,
     name_contributions,
 )
-from mask import SharedGraph
-from model import PARTS
-from rows import Rows
+from predict_sets import MOST, Chunk, chunk_of, unknown_nodes
+from run_checkpoint import load_model, read_checkpoint, read_graph
 from run_folder import read_status
-from sets import MOST, Chunk, chunk_of, unknown_nodes
-from tables import Tables
 from task import KnockoutTask, compute_rows, predict_rows
 
 log = logging.getLogger("predictor")
@@ -338,7 +338,7 @@ class Predictor:
             check_explained(model, file)
 
     def contributions(self, samples: Tables, num_nodes: int) -> Tensor:
-        """Returns what `explain.largest_contributions` does of n samples, on every rank."""
+        """Returns what `predict_explain.largest_contributions` does of n samples, on every rank."""
         units = [task.std for task in self.tasks]
         function = partial(largest_contributions, self.models, units, self.graph, num_nodes)
         size = (len(self.targets), num_nodes, 2)

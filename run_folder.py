@@ -22,8 +22,10 @@ from typing import Any
 import torch
 import yaml
 
-from cache import cache_file, cached
-from checkpoint import (
+from data_cache import cache_file, cached
+from ddp_setup import Distributed, describe
+from errors import RunError, UserError, kept_warnings
+from run_checkpoint import (
     TrainState,
     explain_write_errors,
     first_nonfinite,
@@ -33,9 +35,7 @@ from checkpoint import (
     take_parameters,
     write_atomically,
 )
-from ddp_setup import Distributed, describe
-from errors import RunError, UserError, kept_warnings
-from plots import curves_svg
+from run_plots import curves_svg
 
 log = logging.getLogger("run_folder")
 # Options of a run that must stay when it is resumed: section and name.

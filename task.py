@@ -30,14 +30,14 @@ import data
 from baseline import UNSOLVED, Baseline, blank_baseline, effective_share, load_baseline
 from config import Config
 from data import KnockoutDataset, make_loader, target_nodes, weight_scale
+from data_tables import OF_SAMPLES, SPLITS, Tables
 from ddp_setup import Distributed
 from errors import UserError
 from mask import SharedGraph
 from metrics import compare, mse, weighted_mean
 from model import PARTS, KnockoutGNN
-from progress import progress_bar
-from reach import plan_route
-from tables import OF_SAMPLES, SPLITS, Tables
+from model_reach import plan_route
+from run_progress import progress_bar
 
 log = logging.getLogger("task")
 LARGE_BATCH = 8192  # samples that are predicted at once where each costs next to nothing

@@ -34,7 +34,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
-from checkpoint import TrainState
 from config import (
     Config,
     Parser,
@@ -45,13 +44,14 @@ from config import (
 )
 from data import StepSampler, check_batch_size, make_loader
 from ddp_setup import Distributed, library_versions
+from ddp_watchdog import StopRequest, StopTraining
 from errors import RunError, UserError
 from metrics import first_metric, quality, result_text
 from optim import OptimConfig, build_optimizer, optimizer_step, schedule, set_learning_rates
-from progress import RunProgress
+from run_checkpoint import TrainState
 from run_folder import RunFolder
+from run_progress import RunProgress
 from task import KeptBatches, KnockoutTask, predict_rows
-from watchdog import StopRequest, StopTraining
 
 log = logging.getLogger("train")
 

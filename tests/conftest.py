@@ -31,7 +31,7 @@ SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_st
 MODULES = tuple(path.stem for path in ROOT.glob("*.py"))
 EXAMPLE_SIZE = (400, 8000, 6000, 1)  # nodes, edges, rows and scores of the example
 # Files of tests that pass with other models and tables, too.
-FOR_ANY_MODEL = ("test_contract", "test_mask", "test_reach", "test_config")
+FOR_ANY_MODEL = ("test_contract", "test_mask", "test_model_reach", "test_config")
 
 REPLACED_IN_WORKERS: set[str] = set()  # of pytest-xdist
 

@@ -25,20 +25,20 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
-import checkpoint
 import data
+import data_tables
 import ddp_setup
+import ddp_watchdog
 import metrics
 import optim
 import predict
 import predictor
-import progress
-import tables
+import run_checkpoint
+import run_progress
 import train
-import watchdog
 from data import DataConfig, KnockoutDataset
-from growing_table import GrowingTable
 from optim import OptimConfig
+from predict_table import GrowingTable
 from task import KnockoutTask
 
 RANK = os.environ.get("RANK", "0")
@@ -150,7 +150,7 @@ def hang_in_optimiser(rank: str) -> None:
 
 def give_up_after(seconds: str) -> None:
     """A rank without progress gives up so many seconds after SIGTERM."""
-    watchdog.SIGTERM_S = float(seconds)
+    ddp_watchdog.SIGTERM_S = float(seconds)
 
 
 def fail_in_optimiser(rank: str) -> None:
@@ -199,14 +199,14 @@ def fail_in_profiler() -> None:
 # ---- Numbers -------------------------------------------------------------------------------------
 def save_an_infinite_weight() -> None:
     """A weight of every checkpoint is infinite."""
-    state_dict = checkpoint.TrainState.state_dict
+    state_dict = run_checkpoint.TrainState.state_dict
 
-    def spoiled(state: checkpoint.TrainState) -> dict[str, Any]:
+    def spoiled(state: run_checkpoint.TrainState) -> dict[str, Any]:
         saved = state_dict(state)
         saved["model"]["embedding"][3, 1] = float("inf")
         return saved
 
-    checkpoint.TrainState.state_dict = spoiled
+    run_checkpoint.TrainState.state_dict = spoiled
 
 
 def spoil_a_step_and_stop(step: str) -> None:
@@ -326,7 +326,7 @@ def terminal() -> None:
 
 def steps_left() -> None:
     """Tells the time left for the run as numbers of steps."""
-    progress.time_left = lambda seconds, steps_done, left: f"{steps_done} done, {left} left"
+    run_progress.time_left = lambda seconds, steps_done, left: f"{steps_done} done, {left} left"
 
 
 def layer_without_gradient() -> None:
@@ -376,7 +376,7 @@ def few_rows_in_folder(folder: str) -> None:
         os.chdir(folder)
         return run
 
-    def load_and_enter(config: DataConfig) -> tables.Tables:
+    def load_and_enter(config: DataConfig) -> data_tables.Tables:
         loaded = few_rows(load(config))
         os.chdir(folder)
         return loaded
@@ -400,7 +400,7 @@ def disturbed_model() -> None:
 
 def print_fingerprints() -> None:
     """Prints `hashed` whenever tables are hashed."""
-    call_before(tables.Tables, "fingerprint", lambda *arguments: print("hashed"))
+    call_before(data_tables.Tables, "fingerprint", lambda *arguments: print("hashed"))
 
 
 def print_determinism() -> None:

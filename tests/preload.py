@@ -7,9 +7,9 @@ import predict  # noqa: F401
 import tests.tools.faults
 import tests.workers  # noqa: F401
 from baseline import additive_baseline
-from cache import source_digest
 from data import random_split
-from tables import read_tables
+from data_cache import source_digest
+from data_tables import read_tables
 
 for function in (read_tables, random_split, additive_baseline):
     source_digest(function)

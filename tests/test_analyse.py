@@ -16,14 +16,14 @@ import yaml
 
 import analyse
 from analyse import seconds_of
+from analyse_metrics import analyse as figures_of
+from analyse_rivals import shared_pairs
 from data import load
+from data_tables import Tables
 from errors import UserError
-from evaluation import analyse as figures_of
-from rivals import shared_pairs
-from tables import Tables
 from tests.conftest import DEFAULTS, write_table
-from tests.test_evaluation import make_rows, normal
-from tests.test_results import HEADER
+from tests.test_analyse_metrics import make_rows, normal
+from tests.test_run_results import HEADER
 from tests.tools.runs import ROOT, pack_sets, read_metrics
 from train import read_config
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from baseline import PENALTIES, UNSOLVED, additive_baseline, doses_of, impute_effects
+from baseline_ridge import Design, LogisticRidge, Ridge, conjugate_gradients
 from config import Config
 from data import DataConfig, random_split
+from data_tables import Tables
 from mask import LINEAR
 from metrics import pearson
 from optim import OptimConfig
-from ridge import Design, LogisticRidge, Ridge, conjugate_gradients
-from tables import Tables
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.test_targets import additive_tables
@@ -96,7 +96,7 @@ def test_additive_baseline_is_the_ridge_solution(sizes, is_weighted, monkeypatch
     design = dense_design(tables)
     if sizes == "mixed":
         monkeypatch.setattr("baseline.TARGETS_AT_ONCE", 2)
-        monkeypatch.setattr("ridge.ROWS_AT_ONCE", 70)
+        monkeypatch.setattr("baseline_ridge.ROWS_AT_ONCE", 70)
     monkeypatch.setattr("baseline.PENALTIES", (2.0,))
     found = additive_baseline(tables)
     seen = tables.is_seen()

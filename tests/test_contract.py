@@ -20,9 +20,9 @@ from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
 from data import KnockoutDataset, StepSampler, load, make_loader, with_example
+from data_tables import Tables
 from errors import DataError
 from predict import Predictor
-from tables import Tables
 from task import KnockoutTask, make_dataset
 from tests.conftest import ROOT, fork_ranks, join, launch_forked
 from tests.tools import parity

@@ -17,10 +17,10 @@ from data import (
     node_split,
     random_split,
 )
+from data_tables import Tables
 from errors import DataError
-from tables import Tables
 from tests.conftest import write_table
-from tests.test_tables import SCORES, write_tables
+from tests.test_data_tables import SCORES, write_tables
 from tests.tools.runs import pack_sets, tables_of
 
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
-from reach import ReachPlanner
+from model_reach import ReachPlanner
 from tests.test_model import (
     NUM_FEATURES,
     NUM_NODES,

@@ -16,7 +16,7 @@ from mask import SharedGraph
 from model import ModelConfig
 from task import KnockoutTask
 from tests.conftest import write_table
-from tests.test_tables import summary_of
+from tests.test_data_tables import summary_of
 from tests.tools.runs import parameters, read_metrics, tables_of
 
 EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x"), ("c", "d", "y")]

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from analyse import analyse_run, report_of_run, report_of_runs
-from evaluation import analyse, difference_of_best
-from results import Predictions, read_predictions
+from analyse_metrics import analyse, difference_of_best
+from run_results import Predictions, read_predictions
 from tests.bench import coverage
 from tests.conftest import write_table
-from tests.test_evaluation import make_rows, normal
-from tests.test_results import HEADER
+from tests.test_analyse_metrics import make_rows, normal
+from tests.test_run_results import HEADER
 
 
 def own_interval(y, prediction, baseline, units: list[str]) -> tuple[float, float]:

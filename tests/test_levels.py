@@ -16,14 +16,14 @@ import model as model_module
 from baseline import additive_baseline, basis_of, fit_baseline
 from config import Config
 from data import DataConfig, KnockoutDataset, load, node_split, random_split
+from data_tables import Tables
 from errors import DataError, UserError
 from mask import SharedGraph, doses
 from metrics import pearson
 from model import KnockoutGNN, ModelConfig
-from reach import ReachPlanner
-from results import level_of
-from sets import read_sets
-from tables import Tables
+from model_reach import ReachPlanner
+from predict_sets import read_sets
+from run_results import level_of
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
 from tests.conftest import write_table
@@ -124,7 +124,7 @@ def test_minus_0_is_0(tmp_path):
 def test_what_a_name_means_does_not_depend_on_the_rows_before_it(tmp_path, monkeypatch):
     cells = ["b=0.3", "c=0.3=0.5", *["a"] * 9, "b=0.3", "c=0.3"]
     whole = read(tmp_path, cells)
-    monkeypatch.setattr("rows.CHUNK", 20)
+    monkeypatch.setattr("data_cells.CHUNK", 20)
     apart = tmp_path / "apart"
     apart.mkdir()
     assert levels_of(read(apart, cells)) == levels_of(whole)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation import target_figures
+from analyse_metrics import target_figures
 from metrics import (
     METRICS,
     average_precision,

@@ -16,7 +16,7 @@ from config import Config
 from data import KnockoutDataset
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig, uniform
-from reach import ReachPlanner
+from model_reach import ReachPlanner
 from task import make_dataset as make_planned_dataset
 from tests.bench.host import count_kernels, tiny_step
 from tests.tools.runs import small_graph, tables_of

@@ -15,11 +15,11 @@ import metrics
 from baseline import UNSOLVED, Baseline, additive_baseline
 from config import Config
 from data import DataConfig
+from data_tables import SPLITS
 from errors import UserError
 from model import ModelConfig
 from optim import OptimConfig
-from results import read_predictions
-from tables import SPLITS
+from run_results import read_predictions
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.oracle import Oracle, Parameters, combination, figures

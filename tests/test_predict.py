@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from data import DataConfig, KnockoutDataset, load
+from data_tables import OF_SAMPLES, Tables
 from errors import UserError
-from growing_table import GrowingTable
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from predict import Predictor
-from tables import OF_SAMPLES, Tables
+from predict_table import GrowingTable
 from tests.bench import screen
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.conftest import DEFAULTS, ROOT, SMALL, fork, join, write_table

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from data import DataConfig, load, node_split, random_split
+from data_tables import SPLITS, Tables, read_tables
 from errors import UserError
 from metrics import pearson_of_rows
-from tables import SPLITS, Tables, read_tables
 from tests.bench import profiles, quality, synthetic
 from tests.bench.profiles import (
     RIVALS,
@@ -28,7 +28,7 @@ from tests.bench.profiles import (
 )
 from tests.bench.synthetic import PRESETS, generate, regulations, write
 from tests.conftest import DEFAULTS, ROOT, write_defaults, write_table
-from tests.test_tables import sets_of
+from tests.test_data_tables import sets_of
 from tests.tools.runs import difference, pack_sets, read_metrics
 from train import read_config
 

@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from checkpoint import TrainState
 from errors import UserError
 from metrics import METRICS, first_metric
 from optim import OptimConfig, schedule
-from plots import curves_svg
+from run_checkpoint import TrainState
 from run_folder import RunFolder
+from run_plots import curves_svg
 from tests.tools.runs import difference, read_metrics
 
 FIRST = first_metric()

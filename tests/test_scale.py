@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from results import read_predictions
+from run_results import read_predictions
 from tests.conftest import Finished
 
 FIGURES = ("loss", "pearson", "baseline_pearson")

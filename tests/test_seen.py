@@ -11,11 +11,11 @@ from torch import Tensor
 from baseline import additive_baseline
 from config import Config
 from data import DataConfig, load, node_split, random_split
+from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
 from metrics import pearson
-from results import read_predictions
-from sets import read_sets
-from tables import Tables
+from predict_sets import read_sets
+from run_results import read_predictions
 from task import KnockoutTask, predict_rows
 from tests.conftest import write_table
 from tests.tools.runs import tables_of

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from tables import Tables, read_tables
+from data_tables import Tables, read_tables
 from tests.conftest import ROOT, write_table
-from tests.test_tables import sets_of
+from tests.test_data_tables import sets_of
 
 pandas = pytest.importorskip("pandas")  # which comes with anndata
 LINES = 12  # of a block at most

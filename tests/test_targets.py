@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch_geometric.data import HeteroData
 
+from analyse_metrics import target_figures
 from baseline import PENALTIES, TARGETS_AT_ONCE, additive_baseline
 from config import Config
 from data import DataConfig, KnockoutDataset, StepSampler, load, weight_scale
+from data_tables import Tables, mean_and_std
 from errors import DataError, UserError
-from evaluation import target_figures
 from mask import SharedGraph
 from metrics import pearson, r2
 from model import KnockoutGNN, ModelConfig
 from optim import OptimConfig
-from tables import Tables, mean_and_std
 from task import KnockoutTask
 from tests.conftest import write_table
-from tests.test_tables import notes_on, sets_of, summary_of
+from tests.test_data_tables import notes_on, sets_of, summary_of
 from tests.tools.runs import difference, pack_sets, predictions_of, read_metrics, tables_of
 
 HEADER = ("genes", "growth", "cell size", "split", "sd")

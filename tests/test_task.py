@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch_geometric.profile import get_data_size
 
+from analyse_metrics import analyse
 from config import Config
 from data import DataConfig
+from data_tables import Tables, mean_and_std
 from ddp_setup import DDPConfig, Distributed
-from evaluation import analyse
 from metrics import quality
 from model import ModelConfig
 from optim import OptimConfig
-from results import read_predictions
-from tables import Tables, mean_and_std
+from run_results import read_predictions
 from task import KeptBatches, KnockoutTask, predict_rows
 from tests.conftest import write_table
 from tests.test_targets import additive_tables, gappy_tables, without_validation

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from checkpoint import TrainState
 from config import Config
 from ddp_setup import DDPConfig, Distributed
 from errors import RunError
 from metrics import first_metric
 from optim import OptimConfig
+from run_checkpoint import TrainState
 from tests.conftest import DEFAULTS, ROOT, SMALL, fork_ranks, join, write_table
 from tests.tools.runs import difference, read_metrics, series
 from train import MAX_SKIPS, Meter

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from analyse import table_of_rivals
+from analyse_metrics import beside_rivals
+from analyse_rivals import rivals, with_baseline
 from baseline import additive_baseline
-from evaluation import beside_rivals
+from data_tables import Tables
 from metrics import pearson
-from rivals import rivals, with_baseline
-from tables import Tables
-from tests.test_combination import combined_tables
+from tests.test_baseline_combination import combined_tables
 from tests.tools.runs import ROOT, pack_levels, predictions_of
 
 SINGLES = ["sum", "largest", "smallest", "product"]

@@ -22,7 +22,6 @@ from torch_geometric.data import HeteroData
 
 import ddp_setup
 import train
-from checkpoint import TrainState
 from config import Config
 from data import DataConfig, KnockoutDataset, StepSampler, weight_scale
 from ddp_setup import DDPConfig, Distributed, preflight, setup
@@ -30,6 +29,7 @@ from errors import DataError, RunError, UserError
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from optim import OptimConfig, build_optimizer
+from run_checkpoint import TrainState
 from task import KnockoutTask, predict_rows
 from tests.tools.runs import tables_of, task_of
 

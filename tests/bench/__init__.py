@@ -31,7 +31,7 @@ from torch_geometric.data import Data
 from data import KnockoutDataset
 from mask import SharedGraph
 from model import ModelConfig
-from reach import plan_route
+from model_reach import plan_route
 from tests.tools.runs import tables_of
 
 

@@ -19,8 +19,8 @@ from torch_geometric.utils import remove_self_loops, to_undirected
 
 from baseline import PENALTIES as SHRINKAGES
 from baseline import additive_baseline, fit_baseline, fit_targets
+from data_tables import Tables
 from mask import LINEAR, doses
-from tables import Tables
 
 RANKS = (2, 8, 32)  # of the low-rank pairs
 PENALTIES = (1.0, 3.0, 10.0, 30.0, 100.0)  # of the low-rank pairs, in units of the residuals

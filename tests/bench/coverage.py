@@ -4,7 +4,7 @@
 
 Test rows are simulated, and what a model and a baseline predict for them, so that the true
 difference of their correlations is known: it is that of a million such rows. Beside the intervals
-of units, as `results.Predictions.unit` numbers them, stand those of rows that are drawn one by one.
+of units, as `Predictions.unit` numbers them, stand those of rows that are drawn one by one.
 
 A score is the sum of the effects of two nodes, what is special about the pair, and noise. Model and
 baseline know the effects of seen nodes, which are the same in all tables; the model knows more
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from metrics import interval, pearson, resampled_pearson
-from results import Predictions
+from run_results import Predictions
 from tests.bench import arguments, report
 
 NUM_SEEN = 100  # nodes, numbered from 0; unseen ones come after them

@@ -23,9 +23,9 @@ from torch_geometric.utils import degree, scatter
 
 import data
 from config import load_config
+from data_tables import Tables
 from predict import Predictor
 from run_folder import read_metrics
-from tables import Tables
 from tests.bench import report
 from tests.bench.synthetic import PRESETS, lost_activity, synthetic_tables, write
 from tests.tools.runs import ROOT

@@ -20,7 +20,7 @@ from torch_geometric.data import HeteroData
 from data import KnockoutDataset
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
-from reach import plan_route
+from model_reach import plan_route
 from tests.bench import arguments, milliseconds, peak_mb, report
 from tests.bench.step import mean_loss
 from tests.tools.runs import tables_of

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from baseline import additive_baseline
+from baseline_ridge import conjugate_gradients
 from data import target_nodes
-from ridge import conjugate_gradients
-from tables import Tables
+from data_tables import Tables
 from tests.bench.baselines import WEIGHTS, KnockedOut
 
 # Of the nodes' effects: at 1, a node of a single row gets half of its score.

@@ -41,12 +41,12 @@ from torch import Tensor
 
 import data
 from analyse import seconds_of
-from cache import source_digest
-from checkpoint import load_model, read_checkpoint, write_atomically
+from analyse_metrics import number_of_resamples
 from config import Config, load_config
+from data_cache import source_digest
+from data_tables import SPLITS, Tables
 from ddp_setup import Distributed, setup
 from errors import UserError
-from evaluation import number_of_resamples
 from metrics import (
     centred,
     interval,
@@ -56,7 +56,7 @@ from metrics import (
     resampled_mean,
     resampled_pearson,
 )
-from tables import SPLITS, Tables
+from run_checkpoint import load_model, read_checkpoint, write_atomically
 from task import KnockoutTask, predict_rows
 from tests.bench import report
 from tests.bench.baselines import BASELINES, LEVELS, Problem
@@ -326,7 +326,7 @@ def clean(row: dict) -> dict:
 def units(tables: Tables) -> Tensor:
     """Returns the numbers of what each test row is drawn with, long [rows, 2], -1 if it is one.
 
-    As in `results.Predictions.units`, these are its unseen nodes of the most rows, or its set.
+    As in `run_results.Predictions.units`, these are its unseen nodes of the most rows, or its set.
     """
     sample = tables.sample()
     present = ~tables.y[sample].isnan()

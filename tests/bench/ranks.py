@@ -34,15 +34,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import watchdog
-from checkpoint import TrainState
+import ddp_watchdog
 from config import Config
 from ddp_setup import AGREEMENT_S, DDPConfig, Distributed, describe, run
+from ddp_watchdog import OBSERVERS, Progress, StopTraining, Watchdog
+from run_checkpoint import TrainState
 from run_folder import RunConfig, RunFolder
 from tests.bench import arguments, report
 from tests.tools.runs import ROOT
 from train import train
-from watchdog import OBSERVERS, Progress, StopTraining, Watchdog
 
 LONG = timedelta(hours=1)
 PROCESSES = 4  # of the simulated ranks
@@ -133,7 +133,7 @@ def simulate(
     port: int, ranks: range, world_size: int, limit_s: float, frozen: list[int], behind: list[int]
 ) -> Counter[str]:
     """Runs the watchdogs of some ranks until they end the job; returns the calls they made."""
-    watchdog.log_and_print = lambda text: None
+    ddp_watchdog.log_and_print = lambda text: None
     threading.stack_size(2**18)
     store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=LONG)
 

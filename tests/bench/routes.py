@@ -19,7 +19,7 @@ from torch_geometric.data import Data
 
 import data
 from config import Config, load_config
-from tables import Tables
+from data_tables import Tables
 from task import KnockoutTask
 from tests.bench import in_turn, report
 from tests.bench.synthetic import PRESETS, synthetic_tables, write

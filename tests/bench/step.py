@@ -18,7 +18,7 @@ from torch_geometric.data import Data
 
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
-from reach import block_size
+from model_reach import block_size
 from tests.bench import arguments, build_batch, in_turn, milliseconds, peak_mb, report
 from tests.bench.synthetic import build_graph
 

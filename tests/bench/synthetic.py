@@ -24,7 +24,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 from torch_geometric.utils import cumsum, to_undirected
 
-from tables import SPLITS, Tables, pack
+from data_tables import SPLITS, Tables, pack
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ import torch
 
 from baseline import load_baseline
 from data import DataConfig, KnockoutDataset, StepSampler, load, make_loader
+from data_tables import read_edges
 from mask import SharedGraph
-from tables import read_edges
 from tests.bench import report, resident_kb
 
 BATCH_SIZE = 128

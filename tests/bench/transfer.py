@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 import data
+from data_tables import SPLITS
 from errors import DataError, UserError
-from tables import SPLITS
 from tests.bench import report
 from tests.tools.runs import ROOT, read_metrics
 from train import read_config

@@ -24,10 +24,10 @@ from torch import Tensor
 
 import task
 import train
+from data_cells import SPLITS
+from data_tables import Tables
 from metrics import pearson
-from results import read_predictions
-from rows import SPLITS
-from tables import Tables
+from run_results import read_predictions
 from tests.bench import report
 from tests.tools.runs import ROOT, read_metrics
 

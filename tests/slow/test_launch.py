@@ -66,7 +66,7 @@ def test_python3_is_used_if_python_lacks_the_packages(run, tmp_path):
     stand_in(tmp_path / "python", "exit 1")
     answers = f"""case $1 in
       -c) echo 3 ;;                    # GPUs
-      {ROOT}/threads.py) echo "2$2" ;; # threads of so many processes
+      {ROOT}/ddp_threads.py) echo "2$2" ;; # threads of so many processes
       *) echo "$OMP_NUM_THREADS $*" ;;
     esac"""
     stand_in(tmp_path / "python3", answers)

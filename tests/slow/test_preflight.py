@@ -40,7 +40,7 @@ def test_preflight_of_a_good_machine(torchrun, nproc):
 
 
 def test_the_preflight_needs_no_tests(torchrun, tmp_path):
-    for name in ("ddp_setup", "watchdog", "threads", "errors"):
+    for name in ("ddp_setup", "ddp_watchdog", "ddp_threads", "errors"):
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     result = torchrun(2, tmp_path / "ddp_setup.py", PYTHONPATH="", GLOO_SOCKET_IFNAME="lo").check()
     assert "OK     all-reduce" in result.stdout

@@ -48,7 +48,7 @@ def test_weighted_dataset(copy, tables, tmp_path):
     assert_parity(copy)
     assert_contract(copy)
 
-    read_tables = runpy.run_path(str(copy / "tables.py"))["read_tables"]
+    read_tables = runpy.run_path(str(copy / "data_tables.py"))["read_tables"]
     edges, samples = (str(tmp_path / name) for name in ("edges.tsv", "uneven.jsonl"))
     data = read_tables(edges, samples, "", [], False)
     dataset = KnockoutDataset(data, torch.zeros(len(data.genes), dtype=torch.long))

@@ -7,10 +7,10 @@ import torch
 
 from baseline import additive_baseline
 from data import DataConfig, load
-from tables import Tables
+from data_tables import Tables
 from tests.conftest import DEFAULTS, ROOT
 from tests.test_bench import compare_with_preset
-from tests.test_tables import summary_of
+from tests.test_data_tables import summary_of
 from tests.tools.runs import read_metrics
 
 FOLDER = ROOT.parent / "shared/data/yeast"

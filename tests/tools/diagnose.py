@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpoint import load_model
+from data_tables import SPLITS
 from ddp_setup import Distributed, setup
 from errors import UserError
 from metrics import first_metric
+from run_checkpoint import load_model
 from run_folder import RunFolder
-from tables import SPLITS
 from task import KnockoutTask, predict_rows
 from train import autocast, read_config
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 import data
 import train
-from checkpoint import TrainState
 from ddp_setup import Distributed
 from optim import OptimConfig
+from run_checkpoint import TrainState
 from task import KnockoutTask
 from tests.tools.parity import BATCH_SIZE, TOLERANCE, load_few_rows
 from tests.tools.runs import (

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from checkpoint import TrainState
 from config import Config
 from data import DataConfig, random_split
+from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
 from mask import SharedGraph, _segment_product, sum_relations
 from model import KnockoutGNN, ModelConfig, uniform
 from optim import PRECISIONS, OptimConfig, build_optimizer
-from tables import Tables
+from run_checkpoint import TrainState
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, build_graph, synthetic_tables, write
 from tests.tools.faults import faults

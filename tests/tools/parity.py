@@ -11,9 +11,9 @@ from torch import Tensor
 
 import data
 from data import DataConfig
+from data_tables import SPLITS, Tables
 from ddp_setup import Distributed, run
 from run_folder import LogConfig, RunConfig
-from tables import SPLITS, Tables
 from tests.tools.runs import launch, parameters, read_metrics, relative_difference
 from train import read_config, train
 

@@ -14,9 +14,9 @@ from torch_geometric.data import HeteroData
 
 from config import Config
 from data import KnockoutDataset
+from data_tables import Tables, pack
 from mask import SharedGraph
-from results import Predictions
-from tables import Tables, pack
+from run_results import Predictions
 from task import KnockoutTask
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ def small_graph(generator: torch.Generator) -> HeteroData:
 
 
 def pack_levels(sets: list[dict[int, float]]) -> dict[str, Tensor]:
-    """Returns `tables.pack` of sets of nodes and their levels."""
+    """Returns `data_tables.pack` of sets of nodes and their levels."""
     row = torch.repeat_interleave(torch.tensor([len(nodes) for nodes in sets], dtype=torch.long))
     node = torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long)
     level = torch.tensor([level for nodes in sets for level in nodes.values()], dtype=torch.float64)

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data_cells import Rows, read_header, read_rows, split_level
+from data_names import nearly_nodes, some_names
+from data_tables import Tables, pack
 from errors import UserError
-from names import nearly_nodes, some_names
-from rows import Rows, read_header, read_rows, split_level
-from tables import Tables, pack
 
 SET_SIZES = {"all-singles": 1, "all-pairs": 2}
 MOST = 16_384  # rows at once

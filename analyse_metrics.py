@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import metrics
-from results import Predictions
-from rivals import rivals, with_baseline
-from tables import Tables
+from analyse_rivals import rivals, with_baseline
+from data_tables import Tables
+from run_results import Predictions
 
 PROFILE = 20  # targets: with more of them, a row is a profile
 MOST = 3  # of deletions and unseen genes; rows with more are counted with those

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data_cells import parse_number
 from errors import UserError
-from rows import parse_number
 
 SUFFIXES = ("", "_prediction", "_baseline")  # of the columns of a target
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.index import index2ptr
 
+from data_tables import Tables
 from errors import UserError
 from mask import ExpandedMessages, SharedGraph
 from model import ON_COPIES, GlobalReadout, KnockoutGNN, NodeReadout, WildType
-from reach import block_size, ranges
-from tables import Tables
+from model_reach import block_size, ranges
 
 POINTS = 32  # on the way from no change to the sum of changes
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 from baseline import Baseline, additive_baseline, mean_one_weight
-from combination import least_squares
+from baseline_combination import least_squares
+from data_tables import Tables, weighted_mean
 from mask import doses
-from tables import Tables, weighted_mean
 
 FEATURES = ("sum", "largest", "smallest", "product")
 WITH_NEIGHBOURS = "sum of effects, unseen: graph neighbours"

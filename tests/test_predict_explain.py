@@ -7,8 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from data_tables import Tables, pack
 from errors import UserError
-from explain import (
+from mask import SharedGraph
+from model import PARTS, KnockoutGNN
+from predict import Predictor
+from predict_explain import (
     ShortestWays,
     changes_of_samples,
     check_explained,
@@ -16,10 +20,6 @@ from explain import (
     largest_contributions,
     name_contributions,
 )
-from mask import SharedGraph
-from model import PARTS, KnockoutGNN
-from predict import Predictor
-from tables import Tables, pack
 from tests.conftest import write_table
 from tests.test_model import NUM_NODES, make_batch, make_model, shared  # noqa: F401
 from tests.test_predict import BEST, members, read_table  # noqa: F401

@@ -16,13 +16,13 @@ import torch
 
 import data
 from baseline import additive_baseline
-from checkpoint import write_atomically
 from config import Config
 from data import DataConfig
+from data_tables import Tables
 from errors import UserError
 from metrics import pearson
-from results import read_predictions
-from tables import Tables
+from run_checkpoint import write_atomically
+from run_results import read_predictions
 from task import KnockoutTask
 from tests.bench import quality
 from tests.bench.baselines import (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from errors import RunError, UserError
 
-log = logging.getLogger("checkpoint")
+log = logging.getLogger("run_checkpoint")
 # By the end of a parameter's name: what one of its dimensions has an entry for, and which it is.
 NAMED = {
     "embedding": ("nodes", 0),

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from data import DataConfig, load
+from data_names import is_control, misread, nearly_nodes, note_on_unknown
 from errors import DataError
-from names import is_control, misread, nearly_nodes, note_on_unknown
-from sets import read_sets
+from predict_sets import read_sets
 from tests.conftest import write_table
 
 SPLITS = ("train", "val", "test")

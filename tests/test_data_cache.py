@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import tables
+import data_tables
 from baseline import load_baseline
-from cache import cached, source_digest
 from data import DataConfig, load
+from data_cache import cached, source_digest
 from tests.conftest import ROOT, write_table
-from tests.test_tables import SCORES, write_tables
+from tests.test_data_tables import SCORES, write_tables
 
 CONTENT = {"numbers": torch.arange(5)}
 
@@ -31,14 +31,14 @@ def caches(folder: Path) -> list[Path]:
 def test_the_cache_is_reused_while_its_inputs_are_unchanged(tmp_path, monkeypatch):
     options = write_tables(tmp_path)
     first = load(options)
-    read_edges = tables.read_edges
+    read_edges = data_tables.read_edges
     calls = []
 
     def count(*arguments):
         calls.append(arguments)
         return read_edges(*arguments)
 
-    monkeypatch.setattr(tables, "read_edges", count)
+    monkeypatch.setattr(data_tables, "read_edges", count)
     assert load(options).fingerprint() == first.fingerprint()
     other_options = replace(options, split_seed=1, batch_size=7, workers=2)
     assert load(other_options).fingerprint() == first.fingerprint()
@@ -128,7 +128,7 @@ def test_a_cache_that_cannot_be_locked_is_read_but_not_written(tmp_path, monkeyp
 
     cached(str(tmp_path), "numbers", "key", lambda: CONTENT)
     before = caches(tmp_path)
-    monkeypatch.setattr("cache.fcntl.flock", no_locks)
+    monkeypatch.setattr("data_cache.fcntl.flock", no_locks)
     found = cached(str(tmp_path), "numbers", "key", dict)
     assert found["numbers"].tolist() == [0, 1, 2, 3, 4]
     assert caplog.text == ""
@@ -158,7 +158,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def in_copy(function: Callable) -> str:
         return str(folder / Path(original(function)).name)
 
-    monkeypatch.setattr("cache.inspect.getsourcefile", in_copy)
+    monkeypatch.setattr("data_cache.inspect.getsourcefile", in_copy)
     source_digest.cache_clear()  # a process reads its modules once
     yield folder
     source_digest.cache_clear()
@@ -187,15 +187,15 @@ ALL = ["baseline", "split", "tables"]
     ("file", "old", "new", "expected"),
     [
         # A reader, and what it imports.
-        ("rows.py", "valid = (least < numbers)", "valid = (least <= numbers)", ALL),
-        ("rows.py", "CHUNK = 2**23", "CHUNK = 2**22", ALL),
+        ("data_cells.py", "valid = (least < numbers)", "valid = (least <= numbers)", ALL),
+        ("data_cells.py", "CHUNK = 2**23", "CHUNK = 2**22", ALL),
         ("errors.py", "status = 2", "status = 3", ALL),
         # What tells a reader nothing.
-        ("rows.py", "\nimport csv\n", "\n# a comment\nimport csv  # and another\n", []),
-        ("rows.py", "CHUNK = 2**23  #", "CHUNK = (\n    2**23\n)  # another comment:", []),
-        ("tables.py", '"""Files to `Tables`: ', '"""From files to `Tables`: ', []),
-        ("rows.py", '"""Returns a column, ', '"""Gives a column, ', []),
-        ("rows.py", '"""Some consecutive rows', '"""Consecutive rows', []),
+        ("data_cells.py", "\nimport csv\n", "\n# a comment\nimport csv  # and another\n", []),
+        ("data_cells.py", "CHUNK = 2**23  #", "CHUNK = (\n    2**23\n)  # another comment:", []),
+        ("data_tables.py", '"""Files to `Tables`: ', '"""From files to `Tables`: ', []),
+        ("data_cells.py", '"""Returns a column, ', '"""Gives a column, ', []),
+        ("data_cells.py", '"""Some consecutive rows', '"""Consecutive rows', []),
         # Others.
         ("model.py", "SCALE = 10.0", "SCALE = 12.0", []),
         ("task.py", "LARGE_BATCH = 8192", "LARGE_BATCH = 4096", []),
@@ -220,7 +220,7 @@ def test_a_cache_is_remade_if_the_code_that_makes_it_is_edited(
 def test_a_module_that_a_reader_imports_by_any_way_is_part_of_the_key(sources):
     """Within a function, from a package, and by a module that is itself imported so."""
     replace_text(
-        sources / "tables.py",
+        sources / "data_tables.py",
         "    node_number = {}\n    notes",
         "    from formats.reader import lines\n\n    node_number = {}\n    notes",
     )
@@ -229,12 +229,12 @@ def test_a_module_that_a_reader_imports_by_any_way_is_part_of_the_key(sources):
     (sources / "formats/reader.py").write_text("import units\n\nlines = []\n")
     (sources / "units.py").write_text("SCALE = 1\n")
     digests = set()
-    for name in ("units.py", "formats/reader.py", "formats/__init__.py", "tables.py"):
+    for name in ("units.py", "formats/reader.py", "formats/__init__.py", "data_tables.py"):
         source_digest.cache_clear()
-        digests.add(source_digest(tables.read_tables))
+        digests.add(source_digest(data_tables.read_tables))
         with (sources / name).open("a") as file:
             file.write("ADDED = 1\n")
     (sources / "unrelated.py").write_text("import tables\n")
     source_digest.cache_clear()
-    digests.add(source_digest(tables.read_tables))
+    digests.add(source_digest(data_tables.read_tables))
     assert len(digests) == 5

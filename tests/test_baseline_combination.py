@@ -11,15 +11,15 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 import baseline
-import combination
+import baseline_combination
 from baseline import additive_baseline, fit_baseline
-from combination import BaselineReadout, least_squares, non_negative
+from baseline_combination import BaselineReadout, least_squares, non_negative
 from config import Config
 from data import DataConfig, KnockoutDataset, random_split
+from data_tables import Tables
 from mask import SharedGraph
 from metrics import pearson
 from model import KnockoutGNN, ModelConfig
-from tables import Tables
 from task import KnockoutTask
 from tests.tools.runs import pack_levels
 
@@ -193,13 +193,13 @@ def test_unseen_nodes_take_part_with_imputed_responses():
 
 def test_a_fit_takes_one_thread_and_leaves_their_number(monkeypatch):
     seen = []
-    fit = combination.combine_target
+    fit = baseline_combination.combine_target
 
     def combine_target(*arguments):
         seen.append(torch.get_num_threads())
         return fit(*arguments)
 
-    monkeypatch.setattr(combination, "combine_target", combine_target)
+    monkeypatch.setattr(baseline_combination, "combine_target", combine_target)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from data import DataConfig, KnockoutDataset, load, random_split
+from data_tables import OF_FILES, SPLITS, Tables
 from errors import DataError
 from mask import SharedGraph
-from sets import read_sets
-from tables import OF_FILES, SPLITS, Tables
+from predict_sets import read_sets
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.conftest import write_table

@@ -12,7 +12,7 @@ from torch_geometric.data import HeteroData
 
 from data import KnockoutDataset
 from mask import SharedGraph
-from reach import ReachBlock, ReachedStates, ReachPlanner, block_size, plan_route
+from model_reach import ReachBlock, ReachedStates, ReachPlanner, block_size, plan_route
 from tests.test_mask import (
     DEAD,
     LEVELS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from metrics import first_metric
-from plots import Panel, curves_svg, range_of, scatter_svg
+from run_plots import Panel, curves_svg, range_of, scatter_svg
 
 FIRST = first_metric()
 

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import checkpoint
-from checkpoint import (
+import run_checkpoint
+from errors import RunError
+from model import KnockoutGNN, ModelConfig
+from run_checkpoint import (
     TrainState,
     explain_write_errors,
     link_atomically,
@@ -22,8 +24,6 @@ from checkpoint import (
     take_parameters,
     write_atomically,
 )
-from errors import RunError
-from model import KnockoutGNN, ModelConfig
 from tests.conftest import write_table
 from tests.tools.runs import newest_checkpoint, read_metrics
 
@@ -161,7 +161,7 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(
     assert tuned["relations"] == ["a", "regulatory"]
     buffers = ("baseline.", "_extra_state", "y_")  # of the tables
     for name, value in tuned["model"].items():
-        kind, dim = checkpoint.entries_of(name)
+        kind, dim = run_checkpoint.entries_of(name)
         if not kind:
             source = anew if name.startswith(buffers) else first
             assert torch.equal(value, source["model"][name]), name

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
 
+from data_names import misread
 from errors import DataError
-from names import misread
-from progress import ProgressBar, progress_bar
+from run_progress import ProgressBar, progress_bar
 
 SPLITS = ("train", "val", "test")
 ALIASES = {"node": "gene", "nodes": "genes"}  # of a table's first column
@@ -99,7 +99,7 @@ class Rows:
         """Returns the perturbed nodes in the column genes, `A,B=0.3`, each once a row.
 
         They are the row, the number of the name, all names, and the level of each node. A name with
-        `=` is one of `node_names`, and any other is none that is `names.misread`.
+        `=` is one of `node_names`, and any other is none that is `data_names.misread`.
         """
         cells = self.cells["genes"]
         filled = [cell for cell in cells if cell.strip()]

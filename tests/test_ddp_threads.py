@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import threads
+import ddp_threads
 from ddp_setup import set_threads
+from ddp_threads import choose_threads, quotas
 from tests.conftest import ROOT
-from threads import choose_threads, quotas
 
 # (lines of /proc/self/cgroup, lines of mountinfo, {file: content}, quotas)
 OF_MACHINES = {
@@ -95,15 +95,15 @@ def test_a_system_without_proc_has_no_quota(tmp_path):
     ],
 )
 def test_processes_share_what_is_bound_and_allowed(monkeypatch, bound, limits, processes, expected):
-    monkeypatch.setattr(threads, "count_bound_cpus", lambda: bound)
-    monkeypatch.setattr(threads, "quotas", lambda: iter(limits))
+    monkeypatch.setattr(ddp_threads, "count_bound_cpus", lambda: bound)
+    monkeypatch.setattr(ddp_threads, "quotas", lambda: iter(limits))
     assert choose_threads(processes) == expected
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound here")
 def test_the_cpus_to_which_a_process_is_bound_count():
     cpu = min(os.sched_getaffinity(0))
-    command = [sys.executable, ROOT / "threads.py", "1"]
+    command = [sys.executable, ROOT / "ddp_threads.py", "1"]
     bind = f"import os, sys; os.sched_setaffinity(0, [{cpu}]); os.execv(sys.argv[1], sys.argv[1:])"
     bound = [sys.executable, "-c", bind, *command]
     result = subprocess.run(bound, capture_output=True, text=True, timeout=20, check=True)
@@ -125,12 +125,12 @@ def test_threads_are_set_unless_the_user_has(monkeypatch):
 
 @pytest.mark.parametrize("arguments", [[], ["many"], ["0"]])
 def test_a_wrong_number_of_processes_ends_with_a_sentence(arguments):
-    command = [sys.executable, ROOT / "threads.py", *arguments]
+    command = [sys.executable, ROOT / "ddp_threads.py", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    assert result.returncode == 2 and "threads.py: error: " in result.stderr
+    assert result.returncode == 2 and "ddp_threads.py: error: " in result.stderr
     assert "Traceback" not in result.stderr
 
 
 def test_the_module_needs_no_torch():
-    imports = re.findall(r"^(?:import|from) (\w+)", Path(threads.__file__).read_text(), re.M)
+    imports = re.findall(r"^(?:import|from) (\w+)", Path(ddp_threads.__file__).read_text(), re.M)
     assert set(imports) <= set(sys.stdlib_module_names)

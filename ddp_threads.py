@@ -1,6 +1,6 @@
 """How many threads each process may use on this machine.
 
-    python threads.py PROCESSES     prints the number for so many processes
+    python ddp_threads.py PROCESSES     prints the number for so many processes
 
 It follows the CPUs to which this process is bound and the quotas of its control groups: a container
 with 1.5 CPUs on a host of 64 cores gets one thread, not 64 that are stopped most of the time. The

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from data import DataConfig, load
+from data_cells import Rows, read_header, read_rows
+from data_tables import Tables, pack, read_edges, read_knockouts
 from errors import DataError
-from rows import Rows, read_header, read_rows
-from tables import Tables, pack, read_edges, read_knockouts
 from tests.conftest import write_table
-from tests.test_tables import EDGES, SCORES, asked, notes_on, write_tables
+from tests.test_data_tables import EDGES, SCORES, asked, notes_on, write_tables
 from tests.tools.runs import tables_of
 
 EDGE_ROWS = [("a", "b", "x", 3, 0.5), ("b", "c", "x", 1, 2), ("c", "d", "y", 2, 4)]
@@ -294,7 +294,7 @@ def test_a_blank_line_of_a_table_to_predict_is_a_row_in_every_layout(tmp_path, h
 
 def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
     """Blank lines, spaces, controls and an error, at some 100 lines a part."""
-    monkeypatch.setattr("rows.CHUNK", 1500)
+    monkeypatch.setattr("data_cells.CHUNK", 1500)
     lines = [f"g{i % 50},g{i % 37} ,g{i % 50}\t{i}" for i in range(1500)]
     lines[7], lines[1200], lines[1300] = "\t1.5", "", "  \t2.5"
     path = tmp_path / "scores.tsv"
@@ -324,7 +324,7 @@ def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
 
 
 def test_a_part_of_blank_lines_alone_is_no_part(tmp_path, monkeypatch):
-    monkeypatch.setattr("rows.CHUNK", 3)  # a row at once, or four blank lines
+    monkeypatch.setattr("data_cells.CHUNK", 3)  # a row at once, or four blank lines
     rows = "a\t1\nb\t2\nc\t3\n"
     (tmp_path / "scores.tsv").write_text(f"genes\tscore\n{rows}\n\n\n\n{rows}\n")
     columns = read_knockouts(str(tmp_path / "scores.tsv"), {}, [])

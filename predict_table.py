@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from checkpoint import explain_write_errors
 from errors import UserError
+from run_checkpoint import explain_write_errors
 
 
 class GrowingTable:

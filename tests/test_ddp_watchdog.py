@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import ddp_setup
-import watchdog
+import ddp_watchdog
 from ddp_setup import DDPConfig, Distributed
-from watchdog import Progress, StopRequest, Watchdog
+from ddp_watchdog import Progress, StopRequest, Watchdog
 
 
 def test_stop_requests_have_reasons(tmp_path, monkeypatch):
@@ -123,8 +123,8 @@ def watched(
 
     thread.finished = SimpleNamespace(wait=wait)
     monkeypatch.setattr(env, "exit_now", end)
-    monkeypatch.setattr(watchdog, "GRACE_S", 1)
-    monkeypatch.setattr(watchdog, "SIGTERM_S", 1)
+    monkeypatch.setattr(ddp_watchdog, "GRACE_S", 1)
+    monkeypatch.setattr(ddp_watchdog, "SIGTERM_S", 1)
     return env, thread, beats
 
 
@@ -194,7 +194,7 @@ def end_of_a_hang(monkeypatch, frozen: set[int]) -> tuple[str, list[CountedStore
 
     The ranks `frozen` froze before their first heartbeat.
     """
-    monkeypatch.setattr(watchdog, "log_and_print", lambda text: None)
+    monkeypatch.setattr(ddp_watchdog, "log_and_print", lambda text: None)
     store = dist.HashStore()
     watchdogs = []
     for rank in range(32):

@@ -13,14 +13,14 @@ import torch
 from baseline import fit_baseline
 from config import Config
 from data import DataConfig
+from data_cells import read_header, read_rows
+from data_tables import read_tables
 from ddp_setup import DDPConfig, Distributed
 from model import ModelConfig
-from progress import FILE_S, BarClearer, RunProgress, progress_bar, time_left
-from rows import read_header, read_rows
-from tables import read_tables
+from run_progress import FILE_S, BarClearer, RunProgress, progress_bar, time_left
 from task import KnockoutTask, predict_rows
 from tests.conftest import write_table
-from tests.test_combination import combined_tables
+from tests.test_baseline_combination import combined_tables
 from tests.test_targets import additive_tables
 
 
@@ -58,21 +58,21 @@ class Stderr(io.StringIO):
 def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("tqdm.std.time", clock)
-    monkeypatch.setattr("progress.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("run_progress.time", SimpleNamespace(perf_counter=clock))
     return clock
 
 
 @pytest.fixture
 def terminal(monkeypatch, clock) -> Stderr:
     stderr = Stderr(clock, is_terminal=True)
-    monkeypatch.setattr("progress.sys", SimpleNamespace(stderr=stderr))
+    monkeypatch.setattr("run_progress.sys", SimpleNamespace(stderr=stderr))
     return stderr
 
 
 @pytest.fixture
 def file(monkeypatch, clock) -> Stderr:
     stderr = Stderr(clock, is_terminal=False)
-    monkeypatch.setattr("progress.sys", SimpleNamespace(stderr=stderr))
+    monkeypatch.setattr("run_progress.sys", SimpleNamespace(stderr=stderr))
     return stderr
 
 
@@ -222,7 +222,7 @@ def test_a_resumed_run_counts_the_steps_of_this_process(train):
 # ---- Where bars are ------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["t.tsv", "t.tsv.gz"])
 def test_the_bar_of_a_table_counts_its_bytes(monkeypatch, tmp_path, clock, terminal, name):
-    monkeypatch.setattr("rows.CHUNK", 100_000)
+    monkeypatch.setattr("data_cells.CHUNK", 100_000)
     generator = torch.Generator().manual_seed(0)
     numbers = torch.rand(50_000, generator=generator).tolist()
     content = "genes\tscore\n" + "".join(f"a\t{number}\n" for number in numbers)
@@ -241,7 +241,7 @@ def test_the_bar_of_a_table_counts_its_bytes(monkeypatch, tmp_path, clock, termi
 
 
 def test_reading_fitting_and_predicting_have_bars(monkeypatch, tmp_path, clock, terminal):
-    monkeypatch.setattr("rows.CHUNK", 10)
+    monkeypatch.setattr("data_cells.CHUNK", 10)
     monkeypatch.setattr("baseline.TARGETS_AT_ONCE", 1)
     clock.tick = 10.0  # so that everything takes long
     edges = [("source", "target", "relation"), ("a", "b", "r"), ("b", "c", "r")]

@@ -1,4 +1,4 @@
-"""evaluation.py: figures of test predictions beside their definitions, and of groups of rows."""
+"""analyse_metrics.py: metrics of test predictions beside their definitions, also of groups."""
 
 import json
 import math
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-import evaluation
+import analyse_metrics
 from analyse import table
-from evaluation import analyse, target_figures
+from analyse_metrics import analyse, target_figures
 from metrics import resampled_pearson
-from results import Predictions
+from run_results import Predictions
 from tests.tools.runs import predictions_of
 
 
@@ -190,7 +190,7 @@ def test_intervals_take_a_bounded_number_of_resamples(monkeypatch):
 
     monkeypatch.setattr("metrics.resampled_pearson", count)
     for cells, expected in ((10**8, 1000), (50_000, 500), (10, 100)):
-        monkeypatch.setattr(evaluation, "CELLS", cells)
+        monkeypatch.setattr(analyse_metrics, "CELLS", cells)
         analyse(make_rows(50, 2))
         assert set(asked) == {expected}
         asked.clear()

@@ -20,9 +20,9 @@ from torch_geometric.data import HeteroData
 from torch_geometric.index import index2ptr
 from torch_geometric.utils import coalesce, scatter, to_undirected
 
+from data_cells import SPLITS, number_names, read_header, read_rows, stable_order
+from data_names import note_on_unknown
 from errors import DataError
-from names import note_on_unknown
-from rows import SPLITS, number_names, read_header, read_rows, stable_order
 
 OUTLYING = 0.25  # share of the variance, from which on a row is noted
 FEWEST_SCORES = 50  # of fewer, one may well have such a share

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
+from baseline_ridge import Design, Doses, Scores
 from mask import extremes_by_sample, sum_by_sample
-from progress import ProgressBar, progress_bar
-from ridge import Design, Doses, Scores
+from run_progress import ProgressBar, progress_bar
 
 SUM = (1.0, 0.0, 0.0)  # weights u, v and w of a sum
 # Those from which the fits start, as it depends on these where they end.
@@ -79,7 +79,7 @@ class Combination:
     """A function of the perturbed nodes, of one target."""
 
     doses: Doses
-    x: Tensor  # float64 [2 + NK, 1], as in `ridge.Design`
+    x: Tensor  # float64 [2 + NK, 1], as in `baseline_ridge.Design`
     weights: Tensor  # float64 [3]: u, v and w
 
     @cached_property

@@ -1,4 +1,4 @@
-"""results.py: a run's test.tsv, as train.py writes it, and what its rows are drawn with."""
+"""run_results.py: a run's test.tsv, as train.py writes it, and what its rows are drawn with."""
 
 import math
 from pathlib import Path
@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from analyse_metrics import analyse
 from baseline import fit_baseline
-from checkpoint import write_atomically
 from data import load
+from data_tables import Tables
 from errors import UserError
-from evaluation import analyse
-from results import Predictions, read_predictions
-from tables import Tables
+from run_checkpoint import write_atomically
+from run_results import Predictions, read_predictions
 from task import KnockoutTask
 from tests.conftest import DEFAULTS, write_table
 from tests.test_targets import gappy_tables

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-log = logging.getLogger("watchdog")
+log = logging.getLogger("ddp_watchdog")
 log.addHandler(logging.NullHandler())  # or the preflight prints errors twice
 
 PARENT_PID = os.getppid()  # torchrun, if it launched this process
