@@ -502,7 +502,7 @@ def test_a_fit_that_is_cut_short_is_noted_at_every_start(tmp_path, monkeypatch, 
     assert error < UNSOLVED
     assert lines == []
     with monkeypatch.context() as patch:
-        patch.setattr(f"ridge.{name}", 3 if loss == "squared" else 1)
+        patch.setattr(f"baseline_ridge.{name}", 3 if loss == "squared" else 1)
         error, lines = noted("cut")
     assert error > UNSOLVED
     note = f"the baseline's fit has not converged: {error:.0e} deviations are left"
