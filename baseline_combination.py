@@ -19,12 +19,10 @@ from functools import cached_property
 from itertools import islice, product
 
 import torch
-from torch import Tensor, nn
-from torch_geometric.data import Data
+from torch import Tensor
 from torch_geometric.utils import scatter
 
 from baseline_ridge import Design, Doses, Scores
-from mask import extremes_by_sample, sum_by_sample
 from run_progress import ProgressBar, progress_bar
 
 SUM = (1.0, 0.0, 0.0)  # weights u, v and w of a sum
@@ -35,43 +33,6 @@ PENALTIES = (3.0, 0.3, 0.01, 0.0001)
 ROUNDS = (4, 9)  # of all starts and penalties, and more of the few that suit best by then
 MOST_SETTINGS = 2  # of these
 TOLERANCE = 1e-4  # of the responses in a round, in standard deviations of the scores
-
-
-class BaselineReadout(nn.Module):
-    """What is known without the graph (see `baseline.Baseline`), of the perturbed nodes.
-
-    It is intercept + slope * the sum of 1 - level + weights of the sum of the nodes' responses, of
-    the largest if it is positive, and of the smallest if it is negative. A response is the sum of
-    a node's effects times its doses. `KnockoutGNN.from_tables` sets all to the baseline's.
-    """
-
-    def __init__(self, num_nodes: int, num_targets: int, num_responses: int):
-        super().__init__()
-        # One-dimensional, and so without weight decay.
-        self.slope = nn.Parameter(torch.zeros(num_targets))
-        self.effect = nn.Parameter(torch.zeros(num_nodes * num_responses * num_targets))
-        self.weights = nn.Parameter(torch.tensor([1.0, 0.0, 0.0]).repeat_interleave(num_targets))
-        self.register_buffer("intercept", torch.zeros(num_targets))
-        # What stands for the effects of hidden nodes.
-        imputed = torch.zeros(num_nodes, num_responses, num_targets)
-        self.register_buffer("imputed", imputed, persistent=False)
-
-    def forward(self, is_known: Tensor, dose: Tensor, batch: Data) -> Tensor:
-        """Returns [B, T], given which nodes' effects are known and which slopes, bool [2, N].
-
-        The doses are [P, K].
-        """
-        node = batch.perturbed
-        has_effect, has_slope = is_known.index_select(1, node).unsqueeze(2)
-        effect = self.effect.view(self.imputed.shape).index_select(0, node)
-        imputed = self.imputed.index_select(0, node)
-        effect = effect.where(has_effect.unsqueeze(2), imputed)
-        response = (dose.unsqueeze(2) * effect).sum(dim=1)  # [P, T]
-        change = (1 - batch.level).to(dose.dtype).unsqueeze(1)
-        of_sum, of_largest, of_smallest = self.weights.view(3, -1)
-        sums = sum_by_sample(change * self.slope * has_slope + of_sum * response, batch)
-        largest, smallest = extremes_by_sample(response, batch)
-        return self.intercept + sums + of_largest * largest + of_smallest * smallest
 
 
 @dataclass

@@ -12,7 +12,7 @@ targets, K responses of a node to its level. Node states are node-major, [N, B, 
 product serves all samples at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -22,18 +22,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
-from baseline_combination import BaselineReadout
 from mask import (
     LINEAR,
     ExpandedMessages,
     SharedGraph,
     doses,
+    extremes_by_sample,
     intact_batch,
-    spmm,
     sum_by_sample,
 )
-from model_reach import ReachBlock, ReachedStates, block_size
 
+ENTRIES_OF_HEAD = (("head.2.weight", "targets", 0), ("head.2.bias", "targets", 0))
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
 # What a prediction is the sum of: what is known without the graph, the local readout, and the
 # knock-out pass.
@@ -68,7 +67,12 @@ class LayerStates(NamedTuple):
 
     x: Tensor  # states before the layer
     h: Tensor  # what the nodes send
-    p: Tensor  # what gelu is applied to, before it is added to x
+    update: Tensor  # gelu of this is added to x
+
+    @property
+    def after(self) -> Tensor:
+        """The states after the layer."""
+        return self.x + nn.functional.gelu(self.update)
 
 
 class Draws(NamedTuple):
@@ -82,6 +86,8 @@ class Draws(NamedTuple):
 class WildType(NamedTuple):
     """The pass on the intact graph, B = 1."""
 
+    x: Tensor  # the nodes' identities, the states before the first layer, [N, 1, H]
+    sent: Tensor  # what the nodes send in the first layer, before its norm, [N, 1, H]
     layers: list[LayerStates]
     final: Tensor  # normalised states after the last layer, [N, 1, H]
     draws: Draws
@@ -100,6 +106,13 @@ class KnockoutGNN(nn.Module):
         target_nodes: the node of each target, long [T], for the readout `nodes`.
         basis: of which `mask.doses` each response of a node is the sum, [3, K].
     """
+
+    # Parameters with an entry for each node, feature, relation or target, and in which dimension.
+    ENTRIES = (
+        ("embedding", "nodes", 0),
+        ("identity", "nodes", 0),
+        ("project.weight", "features", 1),
+    )
 
     def __init__(
         self,
@@ -160,8 +173,8 @@ class KnockoutGNN(nn.Module):
         if model.baseline is not None:
             model.baseline.intercept.copy_((baseline.intercept - baseline.mean) / baseline.std)
             model.baseline.slope.data.copy_(baseline.slope / baseline.std)
-            model.baseline.effect.data.copy_((baseline.effect / baseline.std).flatten())
-            model.baseline.weights.data.copy_(baseline.weights.flatten())
+            model.baseline.effect.data.copy_(baseline.effect / baseline.std)
+            model.baseline.weights.data.copy_(baseline.weights)
             model.baseline.imputed.copy_(baseline.imputed / baseline.std)
         return model
 
@@ -196,8 +209,8 @@ class KnockoutGNN(nn.Module):
             messages = ExpandedMessages(graph, intact_batch(graph.device))
         draws = self.draw(graph, batch)
         x, sent = self.embed(graph, draws)
-        x, layers = self.encode(x.unsqueeze(1), sent.unsqueeze(1), messages)
-        return WildType(layers, self.norm(x), draws)
+        final, layers = self.encode(x, sent, messages)
+        return WildType(x, sent, layers, self.norm(final), draws)
 
     def draw(self, graph: SharedGraph, batch: Data) -> Draws:
         """Returns all that is random, drawn at once, by node and by row of the table."""
@@ -217,7 +230,7 @@ class KnockoutGNN(nn.Module):
         return Draws(is_known, *factors.tensor_split([num_nodes]))
 
     def embed(self, graph: SharedGraph, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Returns the nodes' states before the first layer and what they send in it, [N, H]."""
+        """Returns the nodes' identities, and what they send in the first layer, [N, 1, H] each."""
         if self.config.embedding:
             x = self.identity * draws.is_known.select(0, 0).unsqueeze(1)
             sent = self.embedding
@@ -227,50 +240,59 @@ class KnockoutGNN(nn.Module):
             for_x, for_sent = self.project(graph.x).to(x.dtype).chunk(2, dim=1)
             x = x + for_x
             sent = sent + for_sent
-        return x, self.layers[0].norm(sent * draws.node_dropout)
+        return x.unsqueeze(1), (sent * draws.node_dropout).unsqueeze(1)
 
     def encode(
         self, x: Tensor, sent: Tensor, messages: Messages, first: int = 0
     ) -> tuple[Tensor, list[LayerStates]]:
         """Returns the states after the layers from `first` on, [N, B, H], and those of each layer.
 
-        `x` are the states before them, `sent` is what the nodes send in layer 0.
+        `x` are the states before them, `sent` is as in `WildType`, [N, B, H] or [N, 1, H].
         """
         layers = []
         for depth, layer in enumerate(self.layers[first:], first):
-            if depth == 0:
-                state = x
-                h = sent
-            else:
-                state = h = layer.norm(x)
-            p = layer(state, h, messages)
-            p = p.to(x.dtype)  # as sparse gradients do not add up in half precision
-            layers.append(LayerStates(x, h, p))
-            x = x + nn.functional.gelu(p)
+            states = layer(x, messages, sent if depth == 0 else None)
+            layers.append(states)
+            x = states.after
         return x, layers
 
     def changes(self, graph: SharedGraph, batch: Data, wild: WildType) -> Tensor:
         """Returns what the readout keeps of how knock-outs change the living nodes, [B, width].
 
-        In the layers that the batch's plan covers, only states that change are computed (see
-        `ReachPlanner`); further layers, or all of a batch without a plan, run on all nodes.
+        A batch with a plan, as of `model_reach.py`, brings a faster way to the same numbers.
         """
-        if self.config.message_passing in ON_COPIES:
-            messages = ExpandedMessages(graph, batch)
-            return self.run(self.read_all, wild.layers[0].x, 0, messages, graph.keep(batch), wild)
-        blocks = batch.reach if "reach" in batch else [ReachBlock.of(batch)]
+        if "plan" in batch:
+            return batch.plan.changes(self, graph, wild)
         changes = []
-        for block in blocks:
-            reached = self.run(self.encode_reached, block, wild)
-            if len(block.layers) == len(self.layers):
-                before = self.select(wild.final, block.layers[-1].node)
-                change = self.norm(reached) - before
-                changes.append(self.change_readout.of_reached(change, before, block, wild))
-            else:
-                changes += self.read_unplanned(graph, block, reached, wild)
+        for messages, level in self.passes(graph, batch):
+            changes.append(self.checkpointed(self.read_changes, messages, level, wild))
         return torch.cat(changes)
 
-    def run(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    def passes(self, graph: SharedGraph, batch: Data) -> Iterator[tuple[Messages, Tensor]]:
+        """Yields the messages between the living nodes of some samples, and their levels [N, b].
+
+        Few samples run through all layers at once, so that they stay in cache.
+        """
+        levels = graph.levels(batch)
+        if self.config.message_passing in ON_COPIES:
+            yield ExpandedMessages(graph, batch), levels
+            return
+        states = self.norm.weight.expand(graph.num_nodes, 1, -1)
+        for level in levels.split(graph.samples_at_once(states), dim=1):
+            yield partial(graph.propagate, level=level), level
+
+    def read_changes(self, messages: Messages, level: Tensor, wild: WildType) -> Tensor:
+        """Returns what the readout keeps of the changes in some samples, [b, width]."""
+        change = self.change_of_states(messages, level, wild)
+        return self.change_readout.keep(change, level > 0, wild)
+
+    def change_of_states(self, messages: Messages, level: Tensor, wild: WildType) -> Tensor:
+        """Returns how the states of all nodes differ from the intact graph's, [N, b, H]."""
+        x = wild.x.expand(-1, level.size(1), -1)
+        final, _ = self.encode(x, wild.sent, messages)
+        return self.norm(final) - wild.final
+
+    def checkpointed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Calls `function`, whose activations model.checkpointing recomputes in backward."""
         # Or gradients of the same low-precision copy of a weight add up over all calls.
         torch.clear_autocast_cache()
@@ -278,71 +300,26 @@ class KnockoutGNN(nn.Module):
             return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
         return function(*arguments)
 
-    def encode_reached(self, block: ReachBlock, wild: WildType) -> Tensor:
-        """Returns the states that the block's knock-outs change, after the layers it plans, [S, H].
+    def no_weight_decay(self) -> set[str]:
+        """Returns the names of the parameters without weight decay: vectors, and the baseline's."""
+        names = set()
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1 or name.startswith("baseline."):
+                names.add(name)
+        return names
 
-        p is linear in h, so it is that of the intact graph plus what the changes of h add; the h of
-        a dead node, which sends nothing, changes to zero. Where a perturbed node has another level,
-        the plan scales its changes. It adds in place, as fresh memory costs more than the sums.
+    def transferable(self) -> dict[str, tuple[str, int]]:
+        """Returns the parameters that `run.init` takes from a run on other tables, by name.
+
+        Of each, that is what one of its dimensions has an entry for, and which one it is, or
+        ("", 0). The baseline's are not among them, as they start from the tables' own baseline.
         """
-        x = node = None
-        for depth, plan in enumerate(block.layers):
-            layer = self.layers[depth]
-            states = wild.layers[depth]
-            x_before = self.select(states.x, plan.node)
-            if depth == 0:
-                change = -self.select(states.h, block.perturbed)  # the dead send nothing
-            else:
-                h_before = self.select(states.h, torch.cat([block.perturbed, node]))
-                h_perturbed, h_reached = h_before.tensor_split([len(block.perturbed)])
-                change = torch.cat([-h_perturbed, layer.norm(x) - h_reached])
-                x_before.index_copy_(0, plan.previous, x)
-            node = plan.node
-            p = self.select(states.p, node).add_(layer.propagate_change(change, plan))
-            x = x_before.add_(nn.functional.gelu(p))
-        return x
-
-    def read_unplanned(
-        self, graph: SharedGraph, block: ReachBlock, reached: Tensor, wild: WildType
-    ) -> list[Tensor]:
-        """Returns what the readout keeps, several [B, width], if the plan leaves layers out.
-
-        Few samples run through these layers at once, so that they stay in cache.
-        """
-        depth = len(block.layers)
-        x = wild.layers[depth].x.transpose(0, 1).expand(block.num_samples, -1, -1)
-        if block.layers:
-            last = block.layers[-1]
-            x = x.index_put((last.sample, last.node), reached)
-        size = block_size(wild.final, len(graph.relations))
-        changes = []
-        for states, level in zip(x.split(size), graph.levels(block).split(size, 1), strict=True):
-            messages = partial(graph.propagate, level=level)
-            states = states.transpose(0, 1).contiguous()
-            changes.append(self.run(self.read_all, states, depth, messages, level > 0, wild))
-        return changes
-
-    def read_all(
-        self, x: Tensor, depth: int, messages: Messages, alive: Tensor, wild: WildType
-    ) -> Tensor:
-        """Returns what the readout keeps, [B, width], given all states before a layer.
-
-        `alive` are the nodes of which it reads, bool [N, B].
-        """
-        x, _ = self.encode(x, wild.layers[0].h, messages, depth)
-        return self.change_readout.of_all(self.norm(x) - wild.final, wild, alive)
-
-    def select(self, states: Tensor, node: Tensor) -> Tensor:
-        """Returns states[node], [S, H], of states [N, 1, H].
-
-        The gradient is sparse if that is smaller than a dense one, so that its cost does not follow
-        N. It is added to dense gradients from the rest of the wild-type pass; with the readout
-        `global`, the last states have none. The dense one of index_select takes less than half of
-        embedding's time on the CPU.
-        """
-        if self.config.readout != "global" and len(node) < len(states):
-            return nn.functional.embedding(node, states.squeeze(1), sparse=True)
-        return states.squeeze(1).index_select(0, node)
+        entries = {}
+        for prefix, module in self.named_modules():
+            for name, kind, dim in getattr(module, "ENTRIES", ()):
+                entries[f"{prefix}.{name}".removeprefix(".")] = (kind, dim)
+        names = [name for name, _ in self.named_parameters() if not name.startswith("baseline.")]
+        return {name: entries.get(name, ("", 0)) for name in names}
 
 
 def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
@@ -360,21 +337,22 @@ def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
 
 
 class KnockoutConv(nn.Module):
-    """gelu(root(h) + out(scale * sum over living edges: weight * gate_relation * h_source)).
+    """x + gelu(root(h) + out(scale * sum over living edges: weight * gate_relation * h_source)).
 
     A relational graph convolution of h = norm(x), whose messages are the source's state times a
     vector of the relation (CompGCN, Vashishth et al. 2020, arXiv:1911.03082). The root term is not
     masked: nothing reads the states of dead nodes.
 
-    In the first layer, h is the normalised embedding, but the root term takes x, the nodes'
-    identities, which for a node that no training row knocks out are learnt only from what it sends
-    to others in later layers.
+    In the first layer, h is the norm of the embedding that the nodes send, but the root term takes
+    x, the nodes' identities, which for a node that no training row knocks out are learnt only from
+    what it sends to others in later layers.
     """
 
     # With normalised weights the sums are small: 0.2 for one of yeast's relations, where h has a
     # standard deviation of 1. Scaling makes neighbours outweigh a node's own embedding, which
     # carries no information about other nodes.
     SCALE = 10.0
+    ENTRIES = (("gate", "relations", 0),)  # as of `KnockoutGNN`
 
     def __init__(self, hidden: int, num_relations: int):
         super().__init__()
@@ -384,20 +362,56 @@ class KnockoutConv(nn.Module):
         self.gate = nn.Parameter(torch.randn(num_relations, hidden) / num_relations**0.5)
         self.out = nn.Linear(hidden, hidden, bias=False)
 
-    def forward(self, state: Tensor, h: Tensor, messages: Messages) -> Tensor:
-        """Maps the nodes' states and what they send, each [N, B, H], to gelu's argument [N, B, H].
+    def forward(self, x: Tensor, messages: Messages, sent: Tensor | None = None) -> LayerStates:
+        """Returns the states x [N, B, H], and h and gelu's argument, as above.
 
-        It is linear in both.
+        `sent` is what the nodes send in the first layer, [N, B, H] or [N, 1, H].
         """
-        return self.root(state) + self.out(messages(h, self.SCALE * self.gate))
+        if sent is None:
+            h = self.norm(x)
+            root = self.root(h)
+        else:
+            h = self.norm(sent)
+            root = self.root(x)
+        update = root + self.out(messages(h, self.SCALE * self.gate))
+        return LayerStates(x, h, update.to(x.dtype))  # sparse gradients do not add up in half
 
-    def propagate_change(self, change: Tensor, plan: ReachedStates) -> Tensor:
-        """Maps changes of the senders' h [C, H] to those of `forward` where they reach [S, H]."""
-        gate = (self.SCALE * self.gate).index_select(0, plan.relation)
-        by_relation = self.out(change.index_select(0, plan.sender) * gate)  # [K, H]
-        _, change_of_reached = change.tensor_split([len(change) - len(plan.previous)])
-        by_root = nn.functional.linear(change_of_reached, self.root.weight)
-        return spmm(*plan.matrix, torch.cat([by_relation, by_root]))
+
+class BaselineReadout(nn.Module):
+    """What is known without the graph (see `baseline.Baseline`), of the perturbed nodes.
+
+    It is intercept + slope * the sum of 1 - level + weights of the sum of the nodes' responses, of
+    the largest if it is positive, and of the smallest if it is negative. A response is the sum of
+    a node's effects times its doses. `KnockoutGNN.from_tables` sets all to the baseline's.
+    """
+
+    def __init__(self, num_nodes: int, num_targets: int, num_responses: int):
+        super().__init__()
+        self.slope = nn.Parameter(torch.zeros(num_targets))
+        self.effect = nn.Parameter(torch.zeros(num_nodes, num_responses, num_targets))
+        of_sum_alone = torch.tensor([1.0, 0.0, 0.0]).unsqueeze(1)
+        self.weights = nn.Parameter(of_sum_alone.repeat(1, num_targets))
+        self.register_buffer("intercept", torch.zeros(num_targets))
+        # What stands for the effects of hidden nodes.
+        imputed = torch.zeros(num_nodes, num_responses, num_targets)
+        self.register_buffer("imputed", imputed, persistent=False)
+
+    def forward(self, is_known: Tensor, dose: Tensor, batch: Data) -> Tensor:
+        """Returns [B, T], given which nodes' effects are known and which slopes, bool [2, N].
+
+        The doses are [P, K].
+        """
+        node = batch.perturbed
+        has_effect, has_slope = is_known.index_select(1, node).unsqueeze(2)
+        effect = self.effect.index_select(0, node)
+        imputed = self.imputed.index_select(0, node)
+        effect = effect.where(has_effect.unsqueeze(2), imputed)
+        response = (dose.unsqueeze(2) * effect).sum(dim=1)  # [P, T]
+        change = (1 - batch.level).to(dose.dtype).unsqueeze(1)
+        of_sum, of_largest, of_smallest = self.weights
+        sums = sum_by_sample(change * self.slope * has_slope + of_sum * response, batch)
+        largest, smallest = extremes_by_sample(response, batch)
+        return self.intercept + sums + of_largest * largest + of_smallest * smallest
 
 
 class LocalReadout(nn.Module):
@@ -407,6 +421,8 @@ class LocalReadout(nn.Module):
     product per pair of nodes (a factorisation machine, Rendle 2010) and an MLP of the summed node
     and pair features. Both start at zero.
     """
+
+    ENTRIES = (("pair.weight", "targets", 0), *ENTRIES_OF_HEAD)
 
     def __init__(self, hidden: int, num_targets: int, num_responses: int = 1):
         super().__init__()
@@ -433,24 +449,19 @@ class LocalReadout(nn.Module):
 class GlobalReadout(nn.Module):
     """An MLP of the changes of the living nodes' states, summed over the nodes."""
 
+    ENTRIES = ENTRIES_OF_HEAD
+
     def __init__(self, num_nodes: int, hidden: int, num_targets: int):
         super().__init__()
         self.scale = num_nodes**-0.5
         self.head = readout_head(hidden, hidden, num_targets)
 
-    def of_reached(
-        self, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
-    ) -> Tensor:
-        """Sums the changes of the states that change, [S, H], to [B, H]."""
-        total = change.new_zeros(block.num_samples, change.size(1))
-        return total.index_add(0, block.layers[-1].sample, change)  # whose gradient is a copy
-
-    def of_all(self, change: Tensor, wild: WildType, alive: Tensor) -> Tensor:
-        """Sums the changes of all states, [N, B, H], where they are `alive` [N, B], to [B, H]."""
+    def keep(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
+        """Sums the changes [N, b, H] of the nodes that are `alive` [N, b], to [b, H]."""
         return (change * alive.unsqueeze(-1)).sum(0)
 
     def forward(self, changes: Tensor, wild: WildType, batch: Data) -> Tensor:
-        """Maps summed changes [B, H] to [B, T]."""
+        """Maps what `keep` returns of all samples, [B, H], to [B, T]."""
         features = torch.asinh(self.scale * changes)  # as thousands of neighbours add up
         return self.head(features * wild.draws.row_dropout)
 
@@ -479,17 +490,8 @@ class NodeReadout(nn.Module):
         response = nn.functional.gelu(self.change(change))
         return (response * self.weight(wild_type)).sum(-1).to(change.dtype)
 
-    def of_reached(
-        self, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
-    ) -> Tensor:
-        """Returns the effects [B, N], given the changes of the states that change, [S, H]."""
-        last = block.layers[-1]
-        change = change * wild.draws.node_dropout.index_select(0, last.node)
-        none = change.new_zeros(block.num_samples, self.width)
-        return none.index_put((last.sample, last.node), self.effect(change, before))
-
-    def of_all(self, change: Tensor, wild: WildType, alive: Tensor) -> Tensor:
-        """Returns the effects [B, N], given all changes [N, B, H]; those on dead nodes are 0."""
+    def keep(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
+        """Returns the effects [b, N], given all changes [N, b, H]; those on dead nodes are 0."""
         return (self.effect(change * wild.draws.node_dropout.unsqueeze(1), wild.final) * alive).T
 
     def forward(self, effects: Tensor, wild: WildType, batch: Data) -> Tensor:

@@ -1,25 +1,38 @@
-"""Which states a batch's knock-outs change, so that only these are computed; choice of route.
+"""The pass over the states that a batch's knock-outs change, in place of all; choice of route.
 
 Most states do not differ from the intact graph's. `ReachPlanner` lists those that do, layer by
-layer, from the topology alone; `plan_route` decides whether that pays.
+layer, from the topology alone, and `ReachPlan.changes` computes from these what
+`KnockoutGNN.changes` does. `plan_route` decides whether that pays, `is_exact` whether it fits.
+
+A copy can do without this file: with model.message_passing=shared, all states are computed. It
+knows the layer `KnockoutConv` (see `update_of_reached`) and the readouts of `KEEP_REACHED`; for
+another readout, the last states of all nodes are put together.
 
 Shapes: N nodes, R relations, B samples with P perturbed nodes in the batch, H hidden channels.
 """
 
-from collections.abc import Sequence
+import copy
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torch_geometric.data import Data
 from torch_geometric.index import index2ptr
 from torch_geometric.utils import cumsum
 
-from mask import SharedGraph, num_samples
+from mask import CSR, SharedGraph, num_samples, spmm
+from model import GlobalReadout, KnockoutConv, KnockoutGNN, NodeReadout, WildType
+
+log = logging.getLogger("model_reach")
 
 
+# ---- Plans ---------------------------------------------------------------------------------------
 class ReachedStates(NamedTuple):
     """Which S states differ from the intact graph's after one layer, in a block of samples.
 
@@ -34,7 +47,8 @@ class ReachedStates(NamedTuple):
     previous: Tensor  # long [L], where the states of the layer before stand among these
     sender: Tensor  # long [K]
     relation: Tensor  # long [K]
-    matrix: tuple[Tensor, ...]  # for `spmm`
+    matrix: CSR
+    transpose: CSR
 
 
 class ReachBlock(NamedTuple):
@@ -46,14 +60,36 @@ class ReachBlock(NamedTuple):
     level: Tensor
     layers: Sequence[ReachedStates] = ()
 
-    @classmethod
-    def of(cls, batch: Data) -> "ReachBlock":
-        """Returns all samples of a batch as one block without a plan."""
-        return cls(batch.perturbed, batch.perturbed_batch, batch.perturbed_ptr, batch.level)
-
     @property
     def num_samples(self) -> int:
         return len(self.perturbed_ptr) - 1
+
+
+class ReachPlan(NamedTuple):
+    """The plan of a batch, `batch.plan`."""
+
+    blocks: list[ReachBlock]
+
+    def changes(self, model: KnockoutGNN, graph: SharedGraph, wild: WildType) -> Tensor:
+        """Returns what `KnockoutGNN.changes` does, [B, width].
+
+        In the layers that the plan covers, only states that change are computed; further layers run
+        on all nodes.
+        """
+        readout = model.change_readout
+        keep = KEEP_REACHED.get(type(readout))
+        if keep is None:
+            log_unknown(type(readout).__name__)
+        changes = []
+        for block in self.blocks:
+            reached = model.checkpointed(encode_reached, model, block, wild)
+            if keep and len(block.layers) == len(model.layers):
+                before = select(model, wild.final, block.layers[-1].node)
+                change = model.norm(reached) - before
+                changes.append(keep(readout, change, before, block, wild))
+            else:
+                changes += keep_all(model, graph, block, reached, wild)
+        return torch.cat(changes)
 
 
 class ReachPlanner:
@@ -100,11 +136,11 @@ class ReachPlanner:
         self.row = np.empty(num_states, dtype=np.int32)  # in the plan of a layer
 
     def __call__(self, batch: Data) -> Data:
-        """Adds `reach` to a batch on the CPU, and returns it."""
-        batch.reach = self.plan(batch)
+        """Adds `plan` to a batch on the CPU, and returns it."""
+        batch.plan = self.plan(batch)
         return batch
 
-    def plan(self, batch: Data) -> list[ReachBlock]:
+    def plan(self, batch: Data) -> ReachPlan:
         """Returns the plan of a batch on the CPU, in blocks of samples."""
         blocks = []
         for first in range(0, max(1, num_samples(batch)), self.block):
@@ -115,7 +151,7 @@ class ReachPlanner:
                 batch.perturbed[knockouts], sample, ptr - ptr[0], batch.level[knockouts]
             )
             blocks.append(block._replace(layers=self._plan_layers(block)))
-        return blocks
+        return ReachPlan(blocks)
 
     def _plan_layers(self, block: ReachBlock) -> list[ReachedStates]:
         perturbed = (block.perturbed_batch * self.num_nodes + block.perturbed).numpy()
@@ -135,7 +171,7 @@ class ReachPlanner:
             factor = np.concatenate([1 - self.level[perturbed], self.level[reached]])
             first_state = senders - sender_node  # of the same sample
             previous = reached
-            reached, matrix = self._layer(group, first_state[sender], factor[sender], previous)
+            reached, *matrices = self._layer(group, first_state[sender], factor[sender], previous)
             reached_sample, reached_node = np.divmod(reached, self.num_nodes)
             layers.append(
                 ReachedStates(
@@ -144,7 +180,8 @@ class ReachPlanner:
                     previous=torch.from_numpy(self.row[previous]).long(),
                     sender=torch.from_numpy(sender),
                     relation=torch.from_numpy(self.group_relation[group]),
-                    matrix=matrix,
+                    matrix=matrices[0],
+                    transpose=matrices[1],
                 )
             )
         self.level[perturbed] = 1
@@ -152,8 +189,8 @@ class ReachPlanner:
 
     def _layer(
         self, group: np.ndarray, first_state: np.ndarray, factor: np.ndarray, previous: np.ndarray
-    ) -> tuple[np.ndarray, tuple[Tensor, ...]]:
-        """Returns the living states that edges reach, ascending, and the matrix of `ReachedStates`.
+    ) -> tuple[np.ndarray, CSR, CSR]:
+        """Returns the living states that edges reach, ascending, and matrix and transpose.
 
         Column k has the edges of group[k] times factor[k], which lead to states of the sample whose
         node 0 is first_state[k]. `previous` are the states that reach themselves.
@@ -187,9 +224,9 @@ class ReachPlanner:
         order = torch.from_numpy(np.sort(key) % max(1, num_entries))
         row = torch.from_numpy(row)
         row_ptr = index2ptr(row.index_select(0, order), len(reached))
-        by_row = (row_ptr, column.index_select(0, order), weight.index_select(0, order))
-        by_column = (index2ptr(column, len(group) + len(previous)), row, weight)
-        return reached, (*by_row, *by_column)
+        matrix = CSR(row_ptr, column.index_select(0, order), weight.index_select(0, order))
+        transpose = CSR(index2ptr(column, len(group) + len(previous)), row, weight)
+        return reached, matrix, transpose
 
 
 def ranges(first: np.ndarray, last: np.ndarray) -> np.ndarray:
@@ -199,22 +236,132 @@ def ranges(first: np.ndarray, last: np.ndarray) -> np.ndarray:
     return np.arange(length.sum()) + np.repeat(last - end, length)
 
 
+# ---- The pass ------------------------------------------------------------------------------------
+def encode_reached(model: KnockoutGNN, block: ReachBlock, wild: WildType) -> Tensor:
+    """Returns the states that the block's knock-outs change, after the layers it plans, [S, H].
+
+    A layer's update is linear in h, so it is that of the intact graph plus what the changes of h
+    add; the h of a dead node, which sends nothing, changes to zero. Where a perturbed node has
+    another level, the plan scales its changes. It adds in place, as fresh memory costs more than
+    the sums.
+    """
+    x = node = None
+    for depth, plan in enumerate(block.layers):
+        layer = model.layers[depth]
+        states = wild.layers[depth]
+        x_before = select(model, states.x, plan.node)
+        if depth == 0:
+            change = -select(model, states.h, block.perturbed)  # the dead send nothing
+        else:
+            h_before = select(model, states.h, torch.cat([block.perturbed, node]))
+            h_perturbed, h_reached = h_before.tensor_split([len(block.perturbed)])
+            change = torch.cat([-h_perturbed, layer.norm(x) - h_reached])
+            x_before.index_copy_(0, plan.previous, x)
+        node = plan.node
+        update = select(model, states.update, node).add_(update_of_reached(layer, change, plan))
+        x = x_before.add_(nn.functional.gelu(update))
+    return x
+
+
+def update_of_reached(layer: KnockoutConv, change: Tensor, plan: ReachedStates) -> Tensor:
+    """Maps changes of h [C, H] to those of the layer's update where they reach, [S, H]."""
+    gate = (layer.SCALE * layer.gate).index_select(0, plan.relation)
+    by_relation = layer.out(change.index_select(0, plan.sender) * gate)  # [K, H]
+    _, change_of_reached = change.tensor_split([len(change) - len(plan.previous)])
+    by_root = nn.functional.linear(change_of_reached, layer.root.weight)
+    return spmm(plan.matrix, plan.transpose, torch.cat([by_relation, by_root]))
+
+
+def keep_all(
+    model: KnockoutGNN, graph: SharedGraph, block: ReachBlock, reached: Tensor, wild: WildType
+) -> Iterator[Tensor]:
+    """Yields what the readout keeps of some samples of a block each, [b, width].
+
+    The layers that the plan leaves out run on all nodes, for as few samples at once as
+    `KnockoutGNN.passes` takes.
+    """
+    depth = len(block.layers)
+    is_encoded = depth == len(wild.layers)
+    before = wild.layers[-1].after if is_encoded else wild.layers[depth].x
+    x = before.transpose(0, 1).expand(block.num_samples, -1, -1)
+    if block.layers:
+        last = block.layers[-1]
+        x = x.index_put((last.sample, last.node), reached)
+    levels = graph.levels(block)
+    size = graph.samples_at_once(wild.final)
+    for states, level in zip(x.split(size), levels.split(size, dim=1), strict=True):
+        states = states.transpose(0, 1).contiguous()
+        yield model.checkpointed(keep_further, model, graph, states, depth, level, wild)
+
+
+def keep_further(
+    model: KnockoutGNN, graph: SharedGraph, x: Tensor, depth: int, level: Tensor, wild: WildType
+) -> Tensor:
+    """Returns what the readout keeps, [b, width], given the states [N, b, H] before a layer."""
+    messages = partial(graph.propagate, level=level)
+    final, _ = model.encode(x, wild.sent, messages, depth)
+    return model.change_readout.keep(model.norm(final) - wild.final, level > 0, wild)
+
+
+def select(model: KnockoutGNN, states: Tensor, node: Tensor) -> Tensor:
+    """Returns states[node], [S, H], of states [N, 1, H].
+
+    The gradient is sparse if that is smaller than a dense one, so that its cost does not follow N.
+    It is added to dense gradients from the rest of the wild-type pass; with the readout `global`,
+    the last states have none. The dense one of index_select takes less than half of embedding's
+    time on the CPU.
+    """
+    if model.config.readout != "global" and len(node) < len(states):
+        return nn.functional.embedding(node, states.squeeze(1), sparse=True)
+    return states.squeeze(1).index_select(0, node)
+
+
+# ---- What readouts keep --------------------------------------------------------------------------
+def sum_reached(
+    readout: GlobalReadout, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
+) -> Tensor:
+    """Returns what `GlobalReadout.keep` does, [B, H]."""
+    total = change.new_zeros(block.num_samples, change.size(1))
+    return total.index_add(0, block.layers[-1].sample, change)  # whose gradient is a copy
+
+
+def effects_reached(
+    readout: NodeReadout, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
+) -> Tensor:
+    """Returns what `NodeReadout.keep` does, [B, N]."""
+    last = block.layers[-1]
+    change = change * wild.draws.node_dropout.index_select(0, last.node)
+    none = change.new_zeros(block.num_samples, readout.width)
+    return none.index_put((last.sample, last.node), readout.effect(change, before))
+
+
+# By readout, a function of this readout, the changes of the states that change [S, H], what these
+# are on the intact graph [S, H], their block and the wild type. It returns what the readout's
+# method `keep` does of all nodes.
+KEEP_REACHED = {GlobalReadout: sum_reached, NodeReadout: effects_reached}
+
+
+@functools.cache
+def log_unknown(readout: str) -> None:
+    """Logs, once, that a readout runs on all nodes."""
+    log.info(f"note      {readout} is not in KEEP_REACHED of model_reach.py: it reads all nodes")
+
+
+# ---- Choice of route -----------------------------------------------------------------------------
 def plan_route(
     graph: SharedGraph, dataset: Dataset, message_passing: str, num_layers: int
-) -> tuple[ReachPlanner | None, str]:
+) -> tuple[ReachPlanner, str]:
     """Returns what plans batches as the option `message_passing` needs, and a line for the log.
 
     `auto` takes `reach` if the plan of some hundred rows of the dataset covers more than the first
     layer. `shared` plans that one, too: all samples enter it with the same states, so little of it
-    changes on any graph. Any other, such as `expanded`, works on copies and needs no plan.
+    changes on any graph.
     """
-    if message_passing not in ("auto", "shared", "reach"):
-        return None, message_passing
     if message_passing == "auto" and graph.device.type == "cuda":
         message_passing = "shared"  # a GPU computes all states sooner than the CPU plans (measured)
     planner = ReachPlanner(graph, 1 if message_passing == "shared" else num_layers)
     some_rows = range(0, len(dataset), len(dataset) // 128 + 1)  # evenly spaced
-    blocks = planner.plan(dataset.__getitems__(some_rows))
+    blocks = planner.plan(dataset.__getitems__(some_rows)).blocks
     num_planned = min(len(block.layers) for block in blocks)
     if message_passing != "reach":
         planner.num_layers = num_planned
@@ -230,10 +377,21 @@ def plan_route(
     return planner, f"a knock-out reaches {reached}: {route}"
 
 
-def block_size(wild_type: Tensor, num_relations: int) -> int:
-    """Returns for how many samples states fit in 1 MB, about a CPU core's cache.
+@torch.no_grad()
+def is_exact(model: KnockoutGNN, graph: SharedGraph, batch: Data) -> bool:
+    """Returns whether the plan of a batch gives the same changes as the model by itself.
 
-    On a GPU, it is for how many each relation's sums of states fit in 4 GB together.
+    It does not if an edited layer or readout is another function than the one above. They are
+    compared with other parameters, as those that start at zero would hide a difference.
     """
-    size = 2**32 // num_relations if wild_type.is_cuda else 2**20
-    return max(1, size // (wild_type.numel() * wild_type.element_size()))
+    probe = copy.deepcopy(model).train()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in probe.parameters():
+        parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    batch.seed = torch.zeros((), dtype=torch.long, device=graph.device)
+    wild = probe.wild_type(graph, batch)
+    planned = probe.changes(graph, batch, wild)
+    del batch.plan
+    expected = probe.changes(graph, batch, wild)
+    tolerance = 1e-3 * expected.abs().amax()  # rounding is a thousandth of it
+    return bool((planned - expected).abs().amax() <= tolerance)

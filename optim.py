@@ -1,4 +1,4 @@
-"""The optimiser: parameter groups, learning rates, and the step that clips and skips."""
+"""The optimiser: parameter groups, learning rates, and which steps are skipped."""
 
 import contextlib
 import math
@@ -57,19 +57,12 @@ class OptimConfig:
         """The type to which autocast lowers dense layers, None for no autocast."""
         return PRECISIONS[self.precision][1]
 
-    @property
-    def init_scale(self) -> float:
-        """The first scale of the loss; without fp16 it is 1 and stays so, see `optimizer_step`."""
-        return 2.0**16 if self.precision == "fp16" else 1.0
-
 
 def build_optimizer(
     model: nn.Module, optim: OptimConfig, env: Distributed
 ) -> torch.optim.Optimizer:
     """Returns AdamW, whose state `optim.zero` shards over ranks."""
     groups = parameter_groups(model, optim)
-    # With fused AdamW, GradScaler skips a non-finite step without a host sync; others (and ZeRO)
-    # sync.
     if optim.zero and env.is_distributed:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # takes half a second
 
@@ -78,26 +71,27 @@ def build_optimizer(
 
 
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Returns groups of parameters with the same learning rate; only matrices get weight decay.
+    """Returns groups of parameters with the same learning rate and weight decay.
 
     The rate is optim.lr times the value of the longest key of optim.lr_mult that the parameter's
-    name contains; one of 0 freezes it. Raises `UserError` for a key that no name contains, or if
+    name contains; one of 0 freezes it. A model's method `no_weight_decay` names the parameters
+    without weight decay, as in timm. Raises `UserError` for a key that no name contains, or if
     nothing is left to train.
     """
     keys = sorted(optim.lr_mult, key=len)
     unused = set(keys)
-    groups = {}  # by multiplier and whether they are matrices
+    undecayed = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    groups = {}  # by multiplier and weight decay
     for name, parameter in model.named_parameters():
         fitting = [key for key in keys if key in name]
         unused -= set(fitting)
         multiplier = float(optim.lr_mult[fitting[-1]]) if fitting else 1.0
         if multiplier == 0:
             parameter.requires_grad_(False)
-        is_matrix = parameter.dim() > 1
-        group = groups.setdefault((multiplier, is_matrix), {"params": []})
+        weight_decay = 0.0 if name in undecayed else optim.weight_decay
+        new_group = {"params": [], "lr": multiplier * optim.lr, "weight_decay": weight_decay}
+        group = groups.setdefault((multiplier, name in undecayed), new_group)
         group["params"].append(parameter)
-        group["lr"] = multiplier * optim.lr
-        group["weight_decay"] = optim.weight_decay if is_matrix else 0.0
     if unused or not any(parameter.requires_grad for parameter in model.parameters()):
         names = ", ".join(name for name, _ in model.named_parameters())
         raise UserError(f"optim.lr_mult={optim.lr_mult} fits none or freezes all of {names:.300}")
@@ -119,25 +113,14 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
 
 
-def optimizer_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    optim: OptimConfig,
-) -> Tensor:
-    """Unscales and clips the gradients, steps if their norm is finite, and clears them.
+def may_step(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> bool:
+    """Returns whether to call `optimizer.step`, which no gradient that is not finite may reach.
 
-    Returns the norm before clipping and the scale of the loss, [2].
+    A fused optimiser is always called, and skips such a step on the device, without the host
+    waiting for the norm [].
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
-    # Gradients may be finite whose norm is not: 0 times that makes GradScaler skip the step, too.
-    gradients[0].add_(0 * norm)
-    scaler.unscale_(optimizer)
-    scale = scaler.scale(torch.ones_like(norm))
-    grad_norm = norm / scale
-    nn.utils.clip_grads_with_norm_(model.parameters(), optim.clip or math.inf, grad_norm)
-    scaler.step(optimizer)
-    scaler.update(None if optim.precision == "fp16" else 1.0)
-    optimizer.zero_grad(set_to_none=True)
-    return torch.stack([grad_norm, scale])
+    inner = getattr(optimizer, "optim", optimizer)  # of ZeRO
+    if getattr(inner, "_step_supports_amp_scaling", False):
+        inner.found_inf = (~grad_norm.isfinite()).float()  # as GradScaler tells it
+        return True
+    return bool(grad_norm.isfinite())

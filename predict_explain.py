@@ -11,7 +11,6 @@ Shapes: N nodes, B samples, H hidden channels, T targets.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +21,8 @@ from torch_geometric.index import index2ptr
 
 from data_tables import Tables
 from errors import UserError
-from mask import ExpandedMessages, SharedGraph
-from model import ON_COPIES, GlobalReadout, KnockoutGNN, NodeReadout, WildType
-from model_reach import block_size, ranges
+from mask import SharedGraph
+from model import GlobalReadout, KnockoutGNN, NodeReadout, WildType
 
 POINTS = 32  # on the way from no change to the sum of changes
 
@@ -94,18 +92,8 @@ def changes_of_samples(
 
     All states are computed, a few samples at once.
     """
-    levels = graph.levels(batch)
-    if model.config.message_passing in ON_COPIES:
-        blocks = [(levels, ExpandedMessages(graph, batch))]
-    else:
-        size = block_size(wild.final, len(graph.relations))
-        blocks = [
-            (level, partial(graph.propagate, level=level)) for level in levels.split(size, dim=1)
-        ]
-    for level, messages in blocks:
-        x = wild.layers[0].x.expand(-1, level.size(1), -1)
-        x, _ = model.encode(x, wild.layers[0].h, messages)
-        changes = (model.norm(x) - wild.final) * (level > 0).unsqueeze(2)
+    for messages, level in model.passes(graph, batch):
+        changes = model.change_of_states(messages, level, wild) * (level > 0).unsqueeze(2)
         yield from changes.unbind(1)
 
 
@@ -133,10 +121,8 @@ class ShortestWays:
         self.num_nodes = len(tables.genes)
         self.relations = tables.relations
         source, target = tables.edge_index
-        by_source = source.argsort(stable=True)
-        self.source_ptr = index2ptr(source[by_source], self.num_nodes).numpy()
-        self.target = target[by_source].numpy()
         by_target = target.argsort(stable=True)
+        self.target = target[by_target].numpy()
         self.target_ptr = index2ptr(target[by_target], self.num_nodes).numpy()
         self.source = source[by_target].numpy()
         self.relation = tables.edge_type[by_target].numpy()
@@ -145,14 +131,14 @@ class ShortestWays:
         """Returns how many edges lead from a perturbed node to each node, long [N], -1 for none."""
         steps = np.full(self.num_nodes, -1)
         steps[perturbed] = 0
-        reached = perturbed
+        is_reached = steps == 0
         num_steps = 0
-        while len(reached):
+        while is_reached.any():
             num_steps += 1
-            edges = ranges(self.source_ptr[reached], self.source_ptr[reached + 1])
-            targets = np.unique(self.target[edges])
-            reached = targets[steps[targets] < 0]
-            steps[reached] = num_steps
+            is_target = np.zeros(self.num_nodes, dtype=bool)
+            is_target[self.target[is_reached[self.source]]] = True
+            is_reached = is_target & (steps < 0)
+            steps[is_reached] = num_steps
         return steps
 
     def last_relations(self, node: int, steps: np.ndarray) -> str:

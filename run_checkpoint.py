@@ -20,16 +20,6 @@ from torch import Tensor, nn
 from errors import RunError, UserError
 
 log = logging.getLogger("run_checkpoint")
-# By the end of a parameter's name: what one of its dimensions has an entry for, and which it is.
-NAMED = {
-    "embedding": ("nodes", 0),
-    "identity": ("nodes", 0),
-    "project.weight": ("features", 1),
-    "gate": ("relations", 0),
-    "pair.weight": ("targets", 0),
-    "head.2.weight": ("targets", 0),
-    "head.2.bias": ("targets", 0),
-}
 
 
 @dataclass
@@ -46,9 +36,12 @@ class TrainState:
     skipped: int = 0  # non-finite steps so far, which were not applied
     skipped_in_row: int = 0
 
+    def __post_init__(self):
+        self.ddp_model = self.model  # what a step calls; of several ranks, as DDP wraps it
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what is saved; the best model is left out if it is the model itself."""
-        state = dict(vars(self))
+        state = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("model", "optimizer", "scaler"):
             state[name] = state[name].state_dict()
         if self.best is not None and self.best["step"] == self.step:
@@ -144,18 +137,22 @@ def take_parameters(
 ) -> None:
     """Copies what a checkpoint of any tables has under the same names, in the same shapes.
 
-    Parameters in `NAMED` have entries for nodes, relations, features or targets, and go by the
-    names of these, which are in `origin`. The additive readout stays, as it starts from the tables'
-    own baseline.
+    A model's method `transferable` says which parameters these are, and which of them have entries
+    for nodes, relations, features or targets. Those go by the names of these, which are in
+    `origin`.
     """
+    parameters = dict(model.named_parameters())
+    transferable = dict.fromkeys(parameters, ("", 0))
+    if hasattr(model, "transferable"):
+        transferable = model.transferable()
     taken = []
     left = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         saved = checkpoint["model"].get(name)
-        if saved is None or name.startswith("baseline."):
+        if saved is None or name not in transferable:
             left.append(name)
             continue
-        kind, dim = entries_of(name)
+        kind, dim = transferable[name]
         if kind and parameter.size(dim) == len(origin[kind]):
             names = origin[kind]
             shared, entries, saved_entries = np.intersect1d(
@@ -180,17 +177,6 @@ def take_parameters(
             log.warning(
                 f"note      {file} has no {kind} {', '.join(lacking[:10])}: they start anew"
             )
-
-
-def entries_of(parameter: str) -> tuple[str, int]:
-    """Returns what a parameter of this name has an entry for, and in which dimension, as `NAMED`.
-
-    It is "" for any other.
-    """
-    for end, entries in NAMED.items():
-        if f".{parameter}".endswith(f".{end}"):
-            return entries
-    return "", 0
 
 
 # ---- Writing -------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from run_checkpoint import (
     write_atomically,
 )
 from run_plots import curves_svg
+from run_progress import RunProgress
 
 log = logging.getLogger("run_folder")
 # Options of a run that must stay when it is resumed: section and name.
@@ -95,6 +96,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.rows = []  # of metrics.jsonl
         self.profiler = None
+        self.progress = RunProgress(num_steps=0, is_at_most=False, is_shown=False)
 
     # ---- Opening ---------------------------------------------------------------------------------
     @classmethod
@@ -406,6 +408,11 @@ class RunFolder:
         )
         with self.profiler:
             yield
+
+    def show_progress(self, num_steps: int) -> None:
+        """Starts `progress`, whose bar and time left are of the steps that this process makes."""
+        is_at_most = self.config.optim.patience > 0
+        self.progress = RunProgress(num_steps, is_at_most, is_shown=self.env.rank == 0)
 
     def profile_step(self) -> None:
         """Tells the profiler, if there is one, that a step has ended."""

@@ -8,6 +8,7 @@ Shapes: N nodes, n rows of T scores, B samples in a batch.
 """
 
 import copy
+import importlib.util
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,6 @@ from errors import UserError
 from mask import SharedGraph
 from metrics import compare, mse, weighted_mean
 from model import PARTS, KnockoutGNN
-from model_reach import plan_route
 from run_progress import progress_bar
 
 log = logging.getLogger("task")
@@ -137,6 +137,23 @@ class KnockoutTask:
         options = self.config.model
         nodes = target_nodes(self.tables) if options.readout == "nodes" else None
         return KnockoutGNN.from_tables(options, self.tables, self.baseline, nodes)
+
+    def check_plan(self, model: nn.Module) -> None:
+        """Drops the plan of batches, as the log says, if `model` computes other changes itself."""
+        if self.dataset.transform is None:
+            return
+        from model_reach import is_exact
+
+        some_rows = range(0, len(self.dataset), len(self.dataset) // 3 + 1)
+        batch = self.dataset.__getitems__(some_rows).to(self.graph.device)
+        if not is_exact(model, self.graph, batch):
+            self.dataset = replace(self.dataset, transform=None)
+            self.route = "shared"
+            log.warning(
+                "note      model_reach.py computes other changes of states than model.py: it is "
+                "not used, which is slower; edit it, or delete it and set "
+                "model.message_passing=shared"
+            )
 
     def loss(self, prediction: Tensor, batch: Data) -> Tensor:
         """Returns the weighted sum of a batch's losses for each score, [T].
@@ -302,6 +319,14 @@ def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[Kn
     options = config.model
     if not options.has_knockout_pass:
         return dataset, f"no knock-out pass, as model.readout={options.readout}"
+    if options.message_passing not in ("auto", "shared", "reach"):
+        return dataset, options.message_passing
+    if importlib.util.find_spec("model_reach") is None:  # a copy may do without it
+        if options.message_passing != "shared":
+            raise UserError("there is no model_reach.py: set model.message_passing=shared")
+        return dataset, "shared"
+    from model_reach import plan_route
+
     planner, route = plan_route(graph, dataset, options.message_passing, options.layers)
     return replace(dataset, transform=planner), route
 

@@ -31,6 +31,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
@@ -47,10 +48,9 @@ from ddp_setup import Distributed, library_versions
 from ddp_watchdog import StopRequest, StopTraining
 from errors import RunError, UserError
 from metrics import first_metric, quality, result_text
-from optim import OptimConfig, build_optimizer, optimizer_step, schedule, set_learning_rates
+from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
 from run_checkpoint import TrainState
 from run_folder import RunFolder
-from run_progress import RunProgress
 from task import KeptBatches, KnockoutTask, predict_rows
 
 log = logging.getLogger("train")
@@ -72,8 +72,9 @@ def train(config: Config, env: Distributed) -> None:
     task = KnockoutTask.load(config, env)
     torch.manual_seed(config.run.seed)
     model = task.build_model().to(env.device, optim.dtype)
+    task.check_plan(model)
     optimizer = build_optimizer(model, optim, env)
-    scaler = torch.amp.GradScaler(env.device.type, init_scale=optim.init_scale)
+    scaler = torch.amp.GradScaler(env.device.type, enabled=optim.precision == "fp16")
     state = TrainState(model, optimizer, scaler)
     env.check_equal({**config.options(), "data (hash)": task.fingerprint, **library_versions()})
 
@@ -89,29 +90,26 @@ def train(config: Config, env: Distributed) -> None:
     folder.resume(state, sampler.steps_per_epoch)
     folder.write_graph(task.tables.graph_fields())
     env.stop.is_training = True
-    loader = make_loader(task.dataset, sampler, config.data.workers, env.device)
+    train_loader = make_loader(task.dataset, sampler, config.data.workers, env.device)
     val_batches = KeptBatches(task, task.rows("val"), env)
     if env.is_distributed:
-        ddp_model = DistributedDataParallel(
+        state.ddp_model = DistributedDataParallel(
             env.prepare_for_ddp(model), device_ids=env.device_ids, **config.ddp.options
         )
-        order_buckets(ddp_model, task, env)
-    else:
-        ddp_model = model
+        order_buckets(state.ddp_model, task, env)
     log_plan(task, model, sampler, env)
     folder.write_status("started", state)
-    steps_left = sampler.steps_per_epoch * optim.epochs - state.step
-    progress = RunProgress(steps_left, is_at_most=optim.patience > 0, is_shown=env.rank == 0)
+    folder.show_progress(sampler.steps_per_epoch * optim.epochs - state.step)
     try:
         if state.best is None:
             # Where training starts is a candidate, too.
-            validate(task, state, folder, val_batches, progress, env, epoch=0)
+            validate(task, state, folder, val_batches, env)
         with folder.profile():
             while not state.is_trained(optim.epochs, optim.patience, sampler.steps_per_epoch):
                 first_step = state.step - state.epoch * sampler.steps_per_epoch
                 sampler.set_epoch(state.epoch, first_step=first_step)
-                train_epoch(task, state, folder, ddp_model, loader, sampler, progress, env)
-                validate(task, state, folder, val_batches, progress, env, state.epoch + 1)
+                train_epoch(task, state, folder, train_loader, env)
+                validate(task, state, folder, val_batches, env)
         option = "epochs" if state.epoch >= optim.epochs else "patience"
         log.info(f"trained   {state.epoch} epochs: raise optim.{option} to train on")
         test(task, state, folder, env)
@@ -121,14 +119,7 @@ def train(config: Config, env: Distributed) -> None:
 
 
 def train_epoch(
-    task: KnockoutTask,
-    state: TrainState,
-    folder: RunFolder,
-    ddp_model: nn.Module,
-    loader: DataLoader,
-    sampler: StepSampler,
-    progress: RunProgress,
-    env: Distributed,
+    task: KnockoutTask, state: TrainState, folder: RunFolder, loader: DataLoader, env: Distributed
 ) -> None:
     """Trains an epoch, or the rest of one that was interrupted.
 
@@ -137,17 +128,18 @@ def train_epoch(
     """
     config = task.config
     optim = config.optim
+    sampler = loader.batch_sampler
     total_steps = sampler.steps_per_epoch * optim.epochs
     meter = Meter(task, env)
     batches = iter(loader)
     state.model.train()
     steps = range(sampler.first_step, sampler.steps_per_epoch)
     title = f"epoch {state.epoch + 1}/{optim.epochs}"
-    for step_in_epoch in progress.steps(steps, title):
+    for step_in_epoch in folder.progress.steps(steps, title):
         lr_factor = schedule(state.step, total_steps, optim)
         set_learning_rates(state.optimizer, lr_factor)
         rows = sampler.rows_in_step(step_in_epoch)
-        norm_and_scale = train_step(task, state, ddp_model, batches, len(rows), meter, env)
+        norm_and_scale = train_step(task, state, batches, len(rows), meter, env)
         meter.count(len(rows), task.dataset.total_weight(rows), norm_and_scale)
         state.step += 1
         folder.profile_step()
@@ -160,7 +152,7 @@ def train_epoch(
         if reason or save_now or log_now or is_last:
             row = meter.read(state)
             folder.write("train", state, lr=lr_factor * optim.lr, **row)
-            progress.loss_and_speed = (
+            folder.progress.loss_and_speed = (
                 f"loss {row['loss']:.4f}  {row['samples_per_s']:,.0f} samples/s"
             )
         if reason or save_now:
@@ -172,7 +164,6 @@ def train_epoch(
 def train_step(
     task: KnockoutTask,
     state: TrainState,
-    ddp_model: nn.Module,
     batches: Iterator[Data],
     num_rows: int,
     meter: "Meter",
@@ -180,7 +171,8 @@ def train_step(
 ) -> Tensor:
     """Makes one step of the optimiser, from `optim.accumulate` batches on each rank.
 
-    Returns what `optimizer_step` does. `num_rows` are those of the whole step.
+    `num_rows` are those of the whole step. Returns the gradient norm before clipping and the scale
+    of the loss, [2].
     """
     optim = task.config.optim
     seed = seed_step(task.config.run.seed, state.step, env)
@@ -193,15 +185,22 @@ def train_step(
             batch.seed = seed
         is_last = micro_step == optim.accumulate - 1
         # Only the last micro-batch of a step all-reduces the gradients.
-        with nullcontext() if is_last or not env.is_distributed else ddp_model.no_sync():
+        with nullcontext() if is_last or not env.is_distributed else state.ddp_model.no_sync():
             with env.phase("forward"), autocast(optim, env):
-                prediction = ddp_model(task.graph, batch)
+                prediction = state.ddp_model(task.graph, batch)
             with env.phase("backward"):
                 loss = task.loss(prediction, batch)  # of each score
                 state.scaler.scale(loss.sum() * loss_factor).backward()
         meter.loss += loss.detach().view_as(meter.loss)
     with env.phase("optimiser"):
-        return optimizer_step(state.model, state.optimizer, state.scaler, optim)
+        scale = state.scaler.scale(torch.ones((), device=env.device))
+        state.scaler.unscale_(state.optimizer)  # the scaler is there for fp16 alone
+        grad_norm = clip_grad_norm_(state.model.parameters(), optim.clip or math.inf)
+        if may_step(state.optimizer, grad_norm):
+            state.optimizer.step()
+        state.scaler.update()
+        state.optimizer.zero_grad()
+    return torch.stack([grad_norm, scale.to(grad_norm)])
 
 
 def validate(
@@ -209,9 +208,7 @@ def validate(
     state: TrainState,
     folder: RunFolder,
     val_batches: KeptBatches,
-    progress: RunProgress,
     env: Distributed,
-    epoch: int,
 ) -> None:
     """Validates the state after an epoch, and saves it; the best one so far is best.pt.
 
@@ -223,15 +220,16 @@ def validate(
         folder.save(state)
         raise StopTraining(reason)
     val = task.metrics("val", prediction)
-    state.epoch = epoch
+    if state.best is not None:  # the first validation is of where training starts
+        state.epoch += 1
     is_best = env.broadcast(state.best is None or quality(val) > quality(state.best))
     if is_best:
         state.best = {"step": state.step, **val}
         state.best_model = copy.deepcopy(state.model.state_dict())
     folder.write("val", state, **val)
     folder.save(state, is_best)
-    title = f"epoch {epoch}/{task.config.optim.epochs}  step {state.step}"
-    texts = [title, progress.text(), f"val {result_text(val)}"]
+    title = f"epoch {state.epoch}/{task.config.optim.epochs}  step {state.step}"
+    texts = [title, folder.progress.text(), f"val {result_text(val)}"]
     log.info("  ".join(filter(None, texts)))
 
 
@@ -270,7 +268,7 @@ class Meter:
         self.loss = torch.zeros(self.num_targets, dtype=torch.float64, device=self.env.device)
         self.weight = torch.zeros(self.num_targets, dtype=torch.float64)
         self.num_samples = 0
-        self.steps = []  # what `optimizer_step` returned
+        self.steps = []  # what `train_step` returned
         self.env.seconds.clear()
 
     def count(self, num_samples: int, weight: Tensor, norm_and_scale: Tensor) -> None:

@@ -118,7 +118,7 @@ def kill_in_optimiser(rank: str) -> None:
         if rank == RANK:
             kill_this_process("SIGKILL")
 
-    call_before(train, "optimizer_step", kill)
+    call_before(train, "may_step", kill)
 
 
 def signal_while_loading(target: str, signal_name: str) -> None:
@@ -145,7 +145,7 @@ def hang_in_optimiser(rank: str) -> None:
         if rank == RANK:
             sleep_in_a_library()
 
-    call_before(train, "optimizer_step", hang)
+    call_before(train, "may_step", hang)
 
 
 def give_up_after(seconds: str) -> None:
@@ -359,7 +359,7 @@ def print_plans() -> None:
     from model import KnockoutGNN  # which a copy may have replaced
 
     def report(model: KnockoutGNN, graph: object, batch: Data, *arguments: object) -> None:
-        print("planned:", "reach" in batch)
+        print("planned:", "plan" in batch)
 
     call_before(KnockoutGNN, "changes", report)
 

@@ -13,13 +13,13 @@ from torch_geometric.utils import scatter
 import baseline
 import baseline_combination
 from baseline import additive_baseline, fit_baseline
-from baseline_combination import BaselineReadout, least_squares, non_negative
+from baseline_combination import least_squares, non_negative
 from config import Config
 from data import DataConfig, KnockoutDataset, random_split
 from data_tables import Tables
 from mask import SharedGraph
 from metrics import pearson
-from model import KnockoutGNN, ModelConfig
+from model import BaselineReadout, KnockoutGNN, ModelConfig
 from task import KnockoutTask
 from tests.tools.runs import pack_levels
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from mask import SharedGraph
+from mask import CSR, SharedGraph
 from model import KnockoutGNN, ModelConfig
 from model_reach import ReachPlanner
 from tests.test_model import (
@@ -49,8 +49,9 @@ class FakeGPUs:
         return module
 
 
-def product_of_fakes(ptr: Tensor, col: Tensor, value: Tensor, x: Tensor) -> Tensor:
+def product_of_fakes(matrix: CSR, x: Tensor) -> Tensor:
     """Stands in for a sparse product, whose matrix torch does not make without a real GPU."""
+    ptr, col, value = matrix
     assert ptr.device == col.device == value.device == x.device
     return x.new_empty(len(ptr) - 1, x.size(1))
 

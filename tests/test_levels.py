@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-import model as model_module
 from baseline import additive_baseline, basis_of, fit_baseline
 from config import Config
 from data import DataConfig, KnockoutDataset, load, node_split, random_split
@@ -344,13 +343,13 @@ def test_all_routes_agree_for_levels_beside_deletions(shared, monkeypatch, reado
     """Values and gradients: on copies, on all nodes, and with a plan of each number of layers."""
     reference = make_model(layers=layers, readout=readout, message_passing="expanded")
     expected = outputs_and_gradients(reference, shared, make_batch(shared, SETS))
-    monkeypatch.setattr(model_module, "block_size", lambda wild_type, num_relations: 2)
+    monkeypatch.setattr(SharedGraph, "samples_at_once", lambda graph, states: 2)
     monkeypatch.setattr(ReachPlanner, "BLOCK", 3)
     for planned in range(layers + 1):
         planner = ReachPlanner(shared, planned)
         planner.max_edges = math.inf
         batch = make_batch(shared, SETS, planner)
-        assert {len(block.layers) for block in batch.reach} == {planned}
+        assert {len(block.layers) for block in batch.plan.blocks} == {planned}
         with CountSynchronisations() as count:
             found = outputs_and_gradients(make_model(layers=layers, readout=readout), shared, batch)
         assert count.seen == []

@@ -9,6 +9,7 @@ from torch_geometric.data import Batch, Data, HeteroData
 
 from data import KnockoutDataset
 from mask import (
+    CSR,
     EdgeMasks,
     ExpandedMessages,
     RelationStack,
@@ -263,7 +264,7 @@ def test_propagate_equals_dense_products_with_their_gradients(
     """Also under autocast, as sums over many neighbours need the graph's precision."""
     monkeypatch.setattr(RelationStack, "SPARSE", sparse)
     shared = SharedGraph(graph).to(dtype)
-    assert (shared.stack.forward_node is None) == (sparse == 0)
+    assert (shared.stack.by_target.node is None) == (sparse == 0)
     assert_propagates_as_dense_products(shared, graph, gated, autocast, tolerance)
 
 
@@ -274,47 +275,42 @@ def test_rows_without_edges_are_not_stored_where_they_are_many(graph):
     shared = SharedGraph(graph)
     ends = torch.cat([graph[relation].edge_index for relation in graph.edge_types], dim=1)
     relation = torch.repeat_interleave(torch.tensor([30, 0, 12, *[1] * 10]))
-    for end, name in ((1, "forward"), (0, "backward")):
+    for end, matrix in ((1, shared.stack.by_target), (0, shared.stack.by_source)):
         rows = (relation * NUM_NODES + ends[end]).unique()
-        assert len(getattr(shared.stack, f"{name}_ptr")) == len(rows) + 1
-        assert getattr(shared.stack, f"{name}_relation").equal(rows // NUM_NODES)
-        assert getattr(shared.stack, f"{name}_node").equal(rows % NUM_NODES)
+        assert len(matrix.csr.ptr) == len(rows) + 1
+        assert matrix.relation.equal(rows // NUM_NODES)
+        assert matrix.node.equal(rows % NUM_NODES)
     assert_propagates_as_dense_products(shared, graph, True, None, 1e-6)
 
 
 def test_the_stacked_matrices_are_sorted_by_row_and_column(graph):
     stack = SharedGraph(graph).stack
-    forward = (stack.forward_ptr, stack.forward_col)
-    backward = (stack.backward_ptr, stack.backward_col)
-    for ptr, col in (forward, backward):
+    for ptr, col, _ in (stack.by_target.csr, stack.by_source.csr):
         row = torch.arange(len(ptr) - 1).repeat_interleave(ptr.diff())
         assert (row * NUM_NODES + col).diff().ge(0).all()
 
 
-def forward_matrix(shared: SharedGraph) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the CSR matrix of all relations, 27 x 9."""
-    return shared.stack.forward_ptr, shared.stack.forward_col, shared.stack.forward_weight
-
-
 def test_segments_give_what_the_sparse_product_gives(graph):
     x = torch.randn(NUM_NODES, 100)
-    matrix = forward_matrix(SharedGraph(graph))
-    expected = spmm(*matrix, *matrix, x)
-    torch.testing.assert_close(_segment_product(*matrix, x), expected, rtol=1e-6, atol=1e-7)
+    matrix = SharedGraph(graph).stack.by_target.csr  # of all relations, 27 x 9
+    expected = spmm(matrix, matrix, x)
+    torch.testing.assert_close(_segment_product(matrix, x), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_the_product_and_its_gradients_are_those_of_a_dense_matrix(graph):
     """For any strides of x, and also of second order."""
-    matrix = forward_matrix(SharedGraph(graph).double())
+    matrix = SharedGraph(graph).double().stack.by_target.csr
     csr = torch.sparse_csr_tensor(*matrix, (3 * NUM_NODES, NUM_NODES))
-    transpose = csr.to_sparse_coo().T.coalesce().to_sparse_csr()
-    ptr = transpose.crow_indices().int()
-    col = transpose.col_indices().int()
-    value = transpose.values().clone()
+    transposed_csr = csr.to_sparse_coo().T.coalesce().to_sparse_csr()
+    transpose = CSR(
+        transposed_csr.crow_indices().int(),
+        transposed_csr.col_indices().int(),
+        transposed_csr.values().clone(),
+    )
     contiguous = torch.randn(NUM_NODES, 6).double()
     transposed = torch.randn(6, NUM_NODES).double().T
     expanded = torch.randn(NUM_NODES, 1).double().expand(-1, 6)
-    function = partial(spmm, *matrix, ptr, col, value)
+    function = partial(spmm, matrix, transpose)
     for x in (contiguous, transposed, expanded):
         torch.testing.assert_close(function(x), csr.to_dense() @ x)
     for x in (contiguous, transposed):

@@ -16,7 +16,7 @@ from config import Config
 from data import KnockoutDataset
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig, uniform
-from model_reach import ReachPlanner
+from model_reach import ReachPlanner, select
 from task import make_dataset as make_planned_dataset
 from tests.bench.host import count_kernels, tiny_step
 from tests.tools.runs import small_graph, tables_of
@@ -130,7 +130,7 @@ def test_reached_states_give_what_masked_copies_give(
     cases = itertools.product({1, layers}, (30, math.inf), (False, True))
     for depth, max_edges, checkpointing in cases:
         batch = make_batch(shared, sets, limited_planner(shared, depth, max_edges))
-        depths = {len(block.layers) for block in batch.reach}
+        depths = {len(block.layers) for block in batch.plan.blocks}
         is_mixed |= len(depths) > 1
         assert max_edges == 30 or depths == {depth}
         model = make_model(dtype, checkpointing=checkpointing, **options).train()
@@ -144,7 +144,7 @@ def test_a_few_rows_of_the_wild_type_states_have_a_sparse_gradient():
     """So that its cost does not follow the number of nodes."""
     for num_rows in (3, 4):
         states = torch.ones(4, 1, 8, requires_grad=True)
-        make_model().select(states, torch.arange(num_rows)).sum().backward()
+        select(make_model(), states, torch.arange(num_rows)).sum().backward()
         assert states.grad.is_sparse is (num_rows == 3)
         assert states.grad.sum() == 8 * num_rows
 
@@ -164,7 +164,9 @@ def test_training_and_prediction_take_planned_batches(train, predict):
     of_training = train(0, fault="print_plans").check().stdout
     of_prediction = predict(0, "all-singles", "runs/default", fault="print_plans").check().stdout
     for output in (of_training, of_prediction):
-        assert "planned: True" in output and "planned: False" not in output
+        assert output.count("planned: True") > 1
+        # The check of the plan at the start compares it with a pass without one.
+        assert output.count("planned: False") <= 1
 
 
 def test_a_dataset_plans_as_the_model_needs(shared):
@@ -205,7 +207,7 @@ def set_block(monkeypatch) -> Callable[[int], None]:
     """set_block(k) makes the model process k samples at a time, not all as the cache allows."""
 
     def set_size(size: int) -> None:
-        monkeypatch.setattr(model_module, "block_size", lambda wild_type, num_relations: size)
+        monkeypatch.setattr(SharedGraph, "samples_at_once", lambda graph, states: size)
 
     return set_size
 

@@ -1,4 +1,5 @@
-"""Which states a batch's knock-outs change, compared with a plain loop; and the choice of route.
+"""Which states a batch's knock-outs change, compared with a plain loop; the choice of route; and
+other layers and readouts.
 
 The model's own tests compare its predictions on planned batches with those on copies of the graph.
 """
@@ -12,7 +13,22 @@ from torch_geometric.data import HeteroData
 
 from data import KnockoutDataset
 from mask import SharedGraph
-from model_reach import ReachBlock, ReachedStates, ReachPlanner, block_size, plan_route
+from model import (
+    GlobalReadout,
+    KnockoutConv,
+    KnockoutGNN,
+    LayerStates,
+    ModelConfig,
+    NodeReadout,
+)
+from model_reach import (
+    KEEP_REACHED,
+    ReachBlock,
+    ReachedStates,
+    ReachPlanner,
+    is_exact,
+    plan_route,
+)
 from tests.test_mask import (
     DEAD,
     LEVELS,
@@ -77,7 +93,7 @@ def test_nodes_at_a_level_reach_what_deleted_ones_do_and_live(graph, shared):  #
     perturbed = [[node for node, level in nodes.items() if level != 1] for nodes in LEVELS]
     expected = reach_by_a_loop(edges_of(graph), perturbed, DEAD, 3)
     for _ in range(2):  # the planner forgets the levels of a batch
-        (block,) = planner(make_batch(shared, LEVELS)).reach
+        (block,) = planner(make_batch(shared, LEVELS)).plan.blocks
         assert [states_of(layer, len(LEVELS)) for layer in block.layers] == expected
         planner(make_batch(shared, [{}]))
 
@@ -88,7 +104,7 @@ def test_reached_states_are_those_that_a_loop_finds(graph, shared, order):  # no
     planner = planner_of(shared, 3)
     for sets in (SETS, SETS[::-1], [[]], [], SETS * 9)[::order]:
         expected = reach_by_a_loop(edges_of(graph), sets, sets, 3)
-        blocks = planner(make_batch(shared, sets)).reach
+        blocks = planner(make_batch(shared, sets)).plan.blocks
         for depth in range(3):
             reached = []
             for block in blocks:
@@ -98,17 +114,17 @@ def test_reached_states_are_those_that_a_loop_finds(graph, shared, order):  # no
 
 def dense_sums(block: ReachBlock, depth: int) -> Tensor:
     """Returns the matrix of a layer of the plan, dense, float64 [S, columns]."""
-    ptr, col, value, ptr_t, col_t, value_t = block.layers[depth].matrix
-    size = (len(ptr) - 1, len(ptr_t) - 1)
-    matrix = torch.sparse_csr_tensor(ptr, col, value, size).to_dense()
-    transposed = torch.sparse_csr_tensor(ptr_t, col_t, value_t, size[::-1]).to_dense()
+    layer = block.layers[depth]
+    size = (len(layer.matrix.ptr) - 1, len(layer.transpose.ptr) - 1)
+    matrix = torch.sparse_csr_tensor(*layer.matrix, size).to_dense()
+    transposed = torch.sparse_csr_tensor(*layer.transpose, size[::-1]).to_dense()
     assert matrix.T.equal(transposed)
     return matrix
 
 
 def test_a_plan_holds_the_weight_of_each_edge_from_a_sender(graph, shared):  # noqa: F811
     """Of a perturbed node, 1 - level is taken back; others send their changes times their level."""
-    (block,) = planner_of(shared, 2)(make_batch(shared, LEVELS)).reach
+    (block,) = planner_of(shared, 2)(make_batch(shared, LEVELS)).plan.blocks
     num_relations = len(shared.relations)
     weights = torch.zeros(num_relations, NUM_NODES, NUM_NODES)  # of source and target
     for r, (edges, weight) in enumerate(
@@ -150,7 +166,7 @@ def test_blocks_of_a_large_graph_have_few_samples(shared, monkeypatch, states, s
     """So that the states of all nodes in a block fit in memory."""
     monkeypatch.setattr(ReachPlanner, "STATES", states)
     batch = make_batch(shared, (SETS * 7)[:7])
-    blocks = ReachPlanner(shared, 1).plan(batch)
+    blocks = ReachPlanner(shared, 1).plan(batch).blocks
     assert [block.num_samples for block in blocks] == sizes
     assert torch.cat([shared.levels(block) for block in blocks], dim=1).equal(shared.levels(batch))
 
@@ -160,7 +176,7 @@ def test_blocks_of_far_reaching_samples_have_few_of_them(shared, monkeypatch, re
     dataset = KnockoutDataset(tables_of(SETS, torch.zeros(len(SETS))), shared.degree)
     monkeypatch.setattr(ReachPlanner, "REACHED", reached)
     planner, _ = plan_route(shared, dataset, "reach", 2)
-    sizes = [of_block.num_samples for of_block in planner.plan(make_batch(shared, SETS))]
+    sizes = [of_block.num_samples for of_block in planner.plan(make_batch(shared, SETS)).blocks]
     assert sizes == [min(block, len(SETS))] * max(1, len(SETS) // block)
     intact = KnockoutDataset(tables_of([[]] * 3, torch.zeros(3)), shared.degree)
     assert plan_route(shared, intact, "reach", 2)[0].block == block
@@ -183,9 +199,8 @@ def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
     for route, planned in (("shared", 1), ("reach", 3)):
         planner, line = plan_route(shared, dataset, route, 3)
         assert line.endswith(f": {route}") and planner.num_layers == planned
-        reached = sum(len(block.layers[0].node) for block in planner.plan(batch))
+        reached = sum(len(block.layers[0].node) for block in planner.plan(batch).blocks)
         assert f" reaches {100 * reached / (len(SETS) * NUM_NODES):.2g}" in line
-    assert plan_route(shared, dataset, "expanded", 3) == (None, "expanded")
 
 
 def test_a_gpu_computes_all_states_in_few_launches(shared, monkeypatch):
@@ -194,15 +209,81 @@ def test_a_gpu_computes_all_states_in_few_launches(shared, monkeypatch):
     dataset = KnockoutDataset(tables_of(sets, torch.zeros(len(sets))), shared.degree)
     monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", 99.0)
     planner, line = plan_route(shared, dataset, "auto", 3)
-    assert line.endswith("3 of 3 layers: reach") and len(planner.plan(batch)) > 1
+    assert line.endswith("3 of 3 layers: reach") and len(planner.plan(batch).blocks) > 1
     monkeypatch.setattr(SharedGraph, "device", torch.device("cuda"))
     planner, line = plan_route(shared, dataset, "auto", 3)
-    assert line.endswith("1 of 3 layers: shared") and len(planner.plan(batch)) == 1
+    assert line.endswith("1 of 3 layers: shared") and len(planner.plan(batch).blocks) == 1
     planner, line = plan_route(shared, dataset, "reach", 3)
-    assert line.endswith("3 of 3 layers: reach") and len(planner.plan(batch)) == 1
+    assert line.endswith("3 of 3 layers: reach") and len(planner.plan(batch).blocks) == 1
 
 
-def test_a_block_fits_the_cache_and_is_never_empty():
-    assert block_size(torch.empty(6607, 1, 32), 9) == 1
-    assert block_size(torch.empty(400, 1, 32), 3) == 20
-    assert block_size(torch.empty(10**6, 1, 64, device="meta"), 3) == 1
+def test_a_block_fits_the_cache_and_is_never_empty(shared):
+    assert shared.samples_at_once(torch.empty(6607, 1, 32)) == 1
+    assert shared.samples_at_once(torch.empty(400, 1, 32)) == 20
+    assert shared.samples_at_once(torch.empty(10**6, 1, 64, device="meta")) == 1
+
+
+# ---- Other layers and readouts -------------------------------------------------------------------
+def tiny_model(readout: str) -> KnockoutGNN:
+    torch.manual_seed(0)
+    config = ModelConfig(hidden=8, readout=readout)
+    target_nodes = torch.tensor([1, 4, 5])
+    num_targets = 3 if readout == "nodes" else 1
+    return KnockoutGNN(config, NUM_NODES, 3, num_targets=num_targets, target_nodes=target_nodes)
+
+
+def is_planned_exactly(model: KnockoutGNN, shared: SharedGraph, num_layers: int) -> bool:
+    return is_exact(model, shared, planner_of(shared, num_layers)(make_batch(shared, LEVELS)))
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("readout", ["both", "global", "nodes"])
+def test_a_plan_is_exact_for_the_layer_and_the_readouts_that_it_knows(shared, readout, num_layers):
+    model = tiny_model(readout)
+    before = [parameter.clone() for parameter in model.parameters()]
+    assert is_planned_exactly(model, shared, num_layers)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert model.training
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("readout", ["both", "nodes"])
+def test_a_plan_is_not_exact_for_an_edited_layer(shared, monkeypatch, readout, num_layers):
+    """Not even for a part of the layer that starts at zero."""
+    forward = KnockoutConv.forward
+
+    def squared(layer, x, messages, sent=None) -> LayerStates:
+        states = forward(layer, x, messages, sent)
+        return states._replace(update=states.update + layer.more * states.update.square())
+
+    model = tiny_model(readout)
+    for layer in model.layers:
+        layer.more = torch.nn.Parameter(torch.zeros(8))
+    monkeypatch.setattr(KnockoutConv, "forward", squared)
+    assert not is_planned_exactly(model, shared, num_layers)
+
+
+@pytest.mark.parametrize("readout", [GlobalReadout, NodeReadout])
+def test_a_plan_is_not_exact_for_an_edited_readout(shared, monkeypatch, readout):
+    keep = readout.keep
+    monkeypatch.setattr(readout, "keep", lambda *arguments: 2 * keep(*arguments))
+    model = tiny_model("nodes" if readout is NodeReadout else "both")
+    assert not is_planned_exactly(model, shared, 2)
+
+
+def test_a_readout_of_its_own_reads_the_states_of_all_nodes(shared, monkeypatch, caplog):
+    """With a line in the log, once; the layers still compute only states that change."""
+
+    class LargestChange(GlobalReadout):
+        def keep(self, change: Tensor, alive: Tensor, wild: object) -> Tensor:
+            return (change * alive.unsqueeze(-1)).amax(0)
+
+    caplog.set_level("INFO")
+    model = tiny_model("both")
+    model.change_readout = LargestChange(NUM_NODES, 8, 1)
+    assert LargestChange not in KEEP_REACHED
+    for _ in range(2):
+        assert is_planned_exactly(model, shared, 2)
+    assert [record.message for record in caplog.records] == [
+        "note      LargestChange is not in KEEP_REACHED of model_reach.py: it reads all nodes"
+    ]

@@ -6,12 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch_geometric.data import Data
 
 from config import Config
 from ddp_setup import DDPConfig, Distributed
-from optim import PRECISIONS, OptimConfig, build_optimizer, optimizer_step, schedule
+from model import KnockoutGNN, ModelConfig
+from optim import OptimConfig, build_optimizer, parameter_groups, schedule
+from run_checkpoint import TrainState
 from tests.tools.syncs import CountSynchronisations
-from train import Meter
+from train import Meter, train_step
 
 
 @pytest.mark.parametrize("factors", ["{embeding: 0.1}", "{a: 0, e: 0, o: 0}"])
@@ -52,62 +55,101 @@ def test_learning_rate_warms_up_and_decays_to_zero():
     assert schedule(0, 1, optim) == 1.0
 
 
+def test_biases_norms_and_the_baseline_have_no_weight_decay():
+    model = KnockoutGNN(ModelConfig(hidden=4, layers=1), 5, num_relations=2, num_features=3)
+    groups = parameter_groups(model, OptimConfig(weight_decay=0.7))
+    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    without = {name for name, parameter in model.named_parameters() if decays[id(parameter)] == 0}
+    vectors = {name for name, parameter in model.named_parameters() if parameter.dim() == 1}
+    assert without == vectors | {"baseline.effect", "baseline.weights"}
+    assert set(decays.values()) == {0.0, 0.7}
+
+
 # ---- A step --------------------------------------------------------------------------------------
-@pytest.fixture
-def env() -> Distributed:
-    return Distributed(DDPConfig())
+class Summed(torch.nn.Linear):
+    """A model as `train_step` calls it."""
+
+    def forward(self, graph: None, batch: Data) -> torch.Tensor:
+        return super().forward(batch.x)
 
 
-def test_a_step_and_its_meter_do_not_wait_for_the_device(env):
-    """Counts what would make a GPU's host wait; AdamW without `fused=True` would need one wait."""
-    model = torch.nn.Linear(2, 1)
-    task = SimpleNamespace(tables=SimpleNamespace(targets=["score"]), config=Config())
+def make_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options) -> TrainState:
+    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", **options))
+
+
+def one_step(state: TrainState, x: list[float], optim: OptimConfig) -> torch.Tensor:
+    """Makes a step whose loss is the model's output for x; returns norm and scale."""
+    task = SimpleNamespace(
+        config=Config(optim=optim),
+        graph=None,
+        tables=SimpleNamespace(targets=["score"]),
+        loss=lambda prediction, batch: prediction.sum(dim=0),
+    )
+    env = Distributed(DDPConfig())
     meter = Meter(task, env)
-    for fused in (True, False):
-        optimizer = build_optimizer(model, OptimConfig(), env)
-        if not fused:
-            optimizer = torch.optim.AdamW(model.parameters())
-        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-        loss = model(torch.ones(1, 2)).sum()
-        scaler.scale(loss).backward()
-        with CountSynchronisations() as count:
-            norm_and_scale = optimizer_step(model, optimizer, scaler, OptimConfig())
-            meter.loss += loss.detach()
-            meter.count(1, torch.ones(1), norm_and_scale)
-        assert (count.seen == []) is fused
+    batches = iter([Data(x=torch.tensor([x]))])
+    with CountSynchronisations() as count:
+        norm_and_scale = train_step(task, state, batches, 1, meter, env)
+        meter.count(1, torch.ones(1), norm_and_scale)
+    state.waits = count.seen
+    return norm_and_scale
+
+
+def test_a_step_and_its_meter_do_not_wait_for_the_device():
+    """Counts what would make a GPU's host wait; one that is not fused is asked for."""
+    model = Summed(2, 1)
+    fused = build_optimizer(model, OptimConfig(), Distributed(DDPConfig()))
+    for optimizer in (fused, torch.optim.SGD(model.parameters(), lr=0.1)):
+        state = make_state(model, optimizer, enabled=False)
+        one_step(state, [1.0, 1.0], OptimConfig())
+        assert len(state.waits) == (optimizer is not fused)
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
-@pytest.mark.parametrize("fused", [True, False])  # ZeRO steps as an optimiser that is not fused
+@pytest.mark.parametrize("kind", ["fused", "in ZeRO", "not fused"])
 @pytest.mark.parametrize("size", [1e20, math.inf, math.nan])
-def test_a_step_whose_norm_is_not_finite_changes_nothing(env, size, fused, clip):
-    """Gradients of 1e20 are finite, but their norm is not in fp32."""
-    model = torch.nn.Linear(2, 1)
-    before = [parameter.clone() for parameter in model.parameters()]
-    optim = OptimConfig(clip=clip)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_whose_norm_is_not_finite_changes_nothing(size, kind, clip, precision):
+    """Gradients of 1e20 are finite, but their norm is not in fp32.
+
+    The optimiser has stepped before, so that its moments would move the parameters.
+    """
+    model = Summed(2, 1)
+    optim = OptimConfig(clip=clip, precision=precision)
     optimizer = torch.optim.AdamW(model.parameters())
-    if fused:
-        optimizer = build_optimizer(model, optim, env)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    scaler.scale(size * model(torch.ones(1, 2)).sum()).backward()
-    norm, _ = optimizer_step(model, optimizer, scaler, optim)
+    if kind != "not fused":
+        optimizer = build_optimizer(model, optim, Distributed(DDPConfig()))
+    if kind == "in ZeRO":  # which hands a step on to an optimiser of its own
+        optimizer.optim = build_optimizer(model, optim, Distributed(DDPConfig()))
+        optimizer.step = lambda: optimizer.optim.step()
+    state = make_state(model, optimizer, enabled=precision == "fp16", init_scale=1.0)
+    start = [parameter.clone() for parameter in model.parameters()]
+    one_step(state, [1.0, 1.0], optim)
+    assert not any(map(torch.equal, model.parameters(), start))
+    before = [parameter.clone() for parameter in model.parameters()]
+    norm, _ = one_step(state, [size, size], optim)
     assert not norm.isfinite()
     assert all(map(torch.equal, model.parameters(), before))
+    one_step(state, [1.0, 1.0], optim)
+    assert not any(map(torch.equal, model.parameters(), before))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_a_step_clips_the_unscaled_gradients(scale):
-    model = torch.nn.Linear(2, 1, bias=False)
+    model = Summed(2, 1, bias=False)
     with torch.no_grad():
         model.weight.zero_()
     optim = OptimConfig(clip=0.5, precision="fp16")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    scaler.scale(model(torch.tensor([[3.0, 4.0]]))).sum().backward()
-    assert optimizer_step(model, optimizer, scaler, optim).tolist() == pytest.approx([5, scale])
+    state = make_state(model, optimizer, init_scale=scale)
+    assert one_step(state, [3.0, 4.0], optim).tolist() == pytest.approx([5, scale])
     assert model.weight.flatten().tolist() == pytest.approx([-0.3, -0.4])
 
 
-def test_the_loss_is_scaled_in_half_precision_alone():
-    scales = {name: OptimConfig(precision=name).init_scale for name in PRECISIONS}
-    assert scales == {"fp64": 1.0, "fp32": 1.0, "bf16": 1.0, "fp16": 65536.0}
+def test_the_loss_is_scaled_in_fp16_alone(train, tmp_path):
+    for precision in ("fp32", "bf16", "fp16"):
+        name = f"run.name={precision}"
+        train(0, name, f"optim.precision={precision}", "optim.on_nonfinite=skip").check()
+        path = tmp_path / f"runs/{precision}/checkpoints/best.pt"
+        scaler = torch.load(path, weights_only=True)["scaler"]
+        assert ("scale" in scaler) is (precision == "fp16")

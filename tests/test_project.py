@@ -18,8 +18,7 @@ from tests.conftest import MODULES, ROOT
 SHELVES = {
     "commands": {
         "train": (
-            "config data ddp_setup ddp_watchdog errors metrics optim run_checkpoint run_folder "
-            "run_progress task"
+            "config data ddp_setup ddp_watchdog errors metrics optim run_checkpoint run_folder task"
         ),
         "predict": (
             "config data ddp_setup errors predict_explain predict_sets predict_table predictor "
@@ -36,7 +35,7 @@ SHELVES = {
             "run_progress"
         ),
         "config": "data ddp_setup errors model optim run_folder run_progress",
-        "model": "baseline_combination mask model_reach",
+        "model": "mask",
         "data": "data_cache data_tables errors",
         "metrics": "data_tables",
         "optim": "ddp_setup errors",
@@ -45,7 +44,7 @@ SHELVES = {
         "analyse_metrics": "analyse_rivals data_tables metrics run_results",
         "analyse_rivals": "baseline baseline_combination data_tables mask",
         "baseline": "baseline_combination baseline_ridge data_cache data_tables mask run_progress",
-        "baseline_combination": "baseline_ridge mask run_progress",
+        "baseline_combination": "baseline_ridge run_progress",
         "baseline_ridge": "",
         "data_cache": "",
         "data_cells": "data_names errors run_progress",
@@ -56,8 +55,8 @@ SHELVES = {
         "ddp_watchdog": "",
         "errors": "",
         "mask": "",
-        "model_reach": "mask",
-        "predict_explain": "data_tables errors mask model model_reach",
+        "model_reach": "mask model",
+        "predict_explain": "data_tables errors mask model",
         "predict_sets": "data_cells data_names data_tables errors",
         "predict_table": "errors run_checkpoint",
         "predictor": (
@@ -65,7 +64,7 @@ SHELVES = {
             "predict_sets run_checkpoint run_folder task"
         ),
         "run_checkpoint": "errors",
-        "run_folder": "data_cache ddp_setup errors run_checkpoint run_plots",
+        "run_folder": "data_cache ddp_setup errors run_checkpoint run_plots run_progress",
         "run_plots": "",
         "run_progress": "",
         "run_results": "data_cells errors",

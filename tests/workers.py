@@ -87,16 +87,29 @@ def gradients() -> None:
     env.close()
 
 
+class GradientKeeper:
+    """In place of an optimiser: keeps the gradients of a step, as one vector."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def step(self) -> None:
+        self.gradients = flat_gradients(self.model)
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+
 def compare_gradients(env: Distributed, accumulate: int) -> None:
     task, model = build(env)
-    task = replace(task, config=Config(optim=OptimConfig(accumulate=accumulate)))
+    task = replace(task, config=Config(optim=OptimConfig(accumulate=accumulate, clip=0)))
     ddp_model = wrap(model, env)
     bare = copy.deepcopy(model)  # a backward pass of `model` itself would trigger DDP's hooks
     assert is_equal_on_all_ranks(flat_parameters(model), env)
     exchanges = []
     ddp_model.register_comm_hook(exchanges, counted_all_reduce)
-    train.optimizer_step = lambda *arguments: flat_gradients(model)
-    state = TrainState(model, None, torch.amp.GradScaler("cpu", init_scale=1.0))
+    state = TrainState(model, GradientKeeper(model), torch.amp.GradScaler("cpu", enabled=False))
+    state.ddp_model = ddp_model
     meter = train.Meter(task, env)
     rows = torch.arange(NUM_ROWS)
     sampler = StepSampler(rows, 8, accumulate, env.world_size, env.rank, seed=0)
@@ -106,7 +119,8 @@ def compare_gradients(env: Distributed, accumulate: int) -> None:
         model.zero_grad()
         exchanges.clear()
         num_rows = len(sampler.rows_in_step(step))
-        gradients = train.train_step(task, state, ddp_model, batches, num_rows, meter, env)
+        train.train_step(task, state, batches, num_rows, meter, env)
+        gradients = state.optimizer.gradients
         assert len(exchanges) == len(set(exchanges)) > 0, "a bucket was reduced twice in a step"
         bare.zero_grad()
         batch = task.dataset.__getitems__(next(whole_batches))
@@ -134,7 +148,7 @@ def gradient_of_an_epoch() -> None:
     targets = ["a", "b"]
     tables = replace(task.tables, y=y, weight=weight, split=split, targets=targets)
     dataset = KnockoutDataset(tables, task.graph.degree, scale=weight_scale(tables))
-    optim = OptimConfig(accumulate=2)
+    optim = OptimConfig(accumulate=2, clip=0)
     task = replace(task, tables=tables, dataset=dataset, config=Config(optim=optim))
     torch.manual_seed(env.rank)
     model = KnockoutGNN(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, 1, num_targets=2).double()
@@ -142,8 +156,8 @@ def gradient_of_an_epoch() -> None:
         nn.init.normal_(parameter, std=0.3)
     ddp_model = wrap(model, env)
     bare = copy.deepcopy(model)
-    train.optimizer_step = lambda *arguments: flat_gradients(model)
-    state = TrainState(model, None, torch.amp.GradScaler("cpu", init_scale=1.0))
+    state = TrainState(model, GradientKeeper(model), torch.amp.GradScaler("cpu", enabled=False))
+    state.ddp_model = ddp_model
     meter = train.Meter(task, env)
     sampler = StepSampler(torch.arange(NUM_ROWS), 8, 2, env.world_size, env.rank, seed=0)
     batches = map(task.dataset.__getitems__, sampler)
@@ -151,7 +165,8 @@ def gradient_of_an_epoch() -> None:
     for step in range(sampler.steps_per_epoch):
         model.zero_grad()
         num_rows = len(sampler.rows_in_step(step))
-        total += num_rows * train.train_step(task, state, ddp_model, batches, num_rows, meter, env)
+        train.train_step(task, state, batches, num_rows, meter, env)
+        total += num_rows * state.optimizer.gradients
 
     prediction = bare(task.graph, dataset.__getitems__(range(NUM_ROWS)))
     means = []

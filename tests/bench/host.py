@@ -7,6 +7,7 @@ nodes and 4 samples, so that next to nothing is computed. Kernels are counted fr
 operators, less those that only change a view. A step cannot be faster than the host.
 """
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable
@@ -20,10 +21,11 @@ from data import KnockoutDataset
 from ddp_setup import Distributed
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
-from optim import OptimConfig, build_optimizer, optimizer_step
+from optim import OptimConfig, build_optimizer
+from run_checkpoint import TrainState
 from tests.bench import arguments, build_batch, milliseconds, report
 from tests.tools.runs import tables_of, task_of
-from train import Meter
+from train import Meter, train_step
 
 NUM_NODES = 16
 NUM_RELATIONS = 9
@@ -65,18 +67,16 @@ def tiny_step(device: torch.device) -> Callable[[], None]:
     env = Distributed(config.ddp)
     env.device = device
     optimizer = build_optimizer(model, optim, env)
-    scaler = torch.amp.GradScaler(device.type, init_scale=optim.init_scale)
+    state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=False))
     batch = build_batch(shared, NUM_SAMPLES, model=config.model)
     samples = tables_of([[]] * NUM_SAMPLES, torch.zeros(NUM_SAMPLES))
     task = task_of(shared, KnockoutDataset(samples, shared.degree), config)
     meter = Meter(task, env)
     weight = samples.score_weight(torch.arange(NUM_SAMPLES)).sum(dim=0)  # of each score
+    batches = itertools.repeat(batch)
 
     def step() -> None:
-        loss = task.loss(model(shared, batch), batch)
-        scaler.scale(loss.sum() * (1 / NUM_SAMPLES)).backward()
-        meter.loss += loss.detach().view_as(meter.loss)
-        norm_and_scale = optimizer_step(model, optimizer, scaler, optim)
+        norm_and_scale = train_step(task, state, batches, NUM_SAMPLES, meter, env)
         meter.count(NUM_SAMPLES, weight, norm_and_scale)
 
     return step

@@ -18,7 +18,6 @@ from torch_geometric.data import Data
 
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
-from model_reach import block_size
 from tests.bench import arguments, build_batch, in_turn, milliseconds, peak_mb, report
 from tests.bench.synthetic import build_graph
 
@@ -62,7 +61,7 @@ class Step:
         state = shared.num_nodes * hidden  # numbers in the state of one sample
         states = torch.empty(shared.num_nodes, 1, hidden, device=shared.device)
         num_samples = len(self.batch.y)
-        num_blocks = math.ceil(num_samples / block_size(states, len(shared.relations)))
+        num_blocks = math.ceil(num_samples / shared.samples_at_once(states))
         # Two products of [N, H] with [H, H], and two more for each in backward.
         dense = 3 * 2 * 2 * state * hidden
         sparse = 2 * 2 * num_edges * hidden

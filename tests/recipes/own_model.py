@@ -38,10 +38,10 @@ def test_only_living_nodes_and_edges_count(graph, gcn):
     prediction.backward()
     has_gradient = gcn.embedding.grad.abs().sum(1) > 0
     assert has_gradient.equal(graph.keep(batch)[:, 0])
-    ptr = graph.stack.forward_ptr
+    ptr, col, weight = graph.stack.by_target.csr
     target = torch.arange(len(ptr) - 1).repeat_interleave(ptr.diff()) % graph.num_nodes
-    ends = torch.stack([graph.stack.forward_col, target])
+    ends = torch.stack([col, target])
     is_dead = torch.isin(ends, batch.perturbed[:2]).any(0)
-    graph.stack.forward_weight[is_dead] = 0
+    weight[is_dead] = 0
     assert is_dead.any()
     assert torch.equal(gcn(graph, batch)[0], prediction)

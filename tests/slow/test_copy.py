@@ -1,4 +1,4 @@
-"""The commands in a copy of the template that has left the folder tests out."""
+"""The commands in a copy of the template that has left files out or edited the layer."""
 
 import json
 import sys
@@ -50,3 +50,52 @@ def test_the_commands_work_without_the_tests(run_in_copy, tmp_path, nproc):
     assert "pearson" in of_one.lower()
     of_two = run_in_copy("analyse.py", "runs/first", "runs/second")
     assert "first" in of_two and "second" in of_two
+
+
+EDIT = """
+from model import KnockoutConv
+
+forward = KnockoutConv.forward
+
+
+def squared(layer, x, messages, sent=None):
+    states = forward(layer, x, messages, sent)
+    return states._replace(update=states.update + states.update.square())
+
+
+KnockoutConv.forward = squared
+"""
+
+
+def test_another_layer_is_trained_with_and_without_the_pass_that_knows_only_ours(
+    run, tables, tmp_path
+):
+    """The log says so, and the numbers are those of a copy without model_reach.py."""
+    copy = copy_template(tmp_path / "copy", tests=False)
+    (copy / "edit.py").write_text(EDIT)
+    code = (copy / "train.py").read_text()
+    (copy / "train.py").write_text(
+        code.replace("\nimport torch\n", "\nimport edit\nimport torch\n")
+    )
+
+    def start(script, *arguments):
+        command = [sys.executable, str(copy / script), *arguments]
+        return run(command, PYTHONPATH="", OMP_NUM_THREADS="1")
+
+    arguments = [*tables, *SMALL, "optim.precision=fp64"]
+    kept = start("train.py", *arguments, "run.name=kept").check().stdout
+    assert "model_reach.py computes other changes of states than model.py" in kept
+    (copy / "model_reach.py").unlink()
+    refused = start("train.py", *arguments, "run.name=deleted")
+    assert refused.returncode == 2
+    assert "there is no model_reach.py: set model.message_passing=shared" in refused.stderr
+    option = "model.message_passing=shared"
+    start("train.py", *arguments, "run.name=deleted", option).check()
+    losses = {}
+    for name in ("kept", "deleted"):
+        rows = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [row["loss"] for row in map(json.loads, rows) if row["kind"] == "val"]
+    assert len(losses["kept"]) == 2
+    assert losses["kept"] == pytest.approx(losses["deleted"], rel=1e-12)
+    predicted = start("predict.py", "all-singles", "runs/kept", option).check().stdout
+    assert "30 predictions written" in predicted

@@ -101,12 +101,11 @@ class Products:
         x = self.inputs[0]
         stack = copy.deepcopy(host).to(device).stack
         columns = x.flatten(1).to(device, torch.float32)
-        matrix = stack.forward_ptr, stack.forward_col, stack.forward_weight
-        sums = [_segment_product(*matrix, columns) for _ in range(3)]
+        sums = [_segment_product(stack.by_target.csr, columns) for _ in range(3)]
         expected = copy.deepcopy(host).double().propagate(x)
         gate = columns.new_ones(len(host.relations), x.size(2))
-        rows = (stack.forward_relation, stack.forward_node)
-        total = sum_relations(sums[0].clone().unflatten(1, x.shape[1:]), gate, rows, len(x))
+        of_rows = sums[0].clone().unflatten(1, x.shape[1:])
+        total = sum_relations(of_rows, gate, stack.by_target, len(x))
         error = distance([total], [expected])
         same = all(torch.equal(sums[0], other) for other in sums)
         return error <= 1e-5 and same, f"relative error {error:.1e}, the same bits: {same}"
@@ -205,8 +204,9 @@ def ten_steps(
     env = rank_on(device)
     model = task.build_model().to(device, optim.dtype).train()
     optimizer = build_optimizer(model, optim, env)
-    scale = min(optim.init_scale, 2.0**10)  # or fp16 would skip the first steps
-    scaler = torch.amp.GradScaler(device.type, init_scale=scale)
+    is_half = precision == "fp16"
+    # With the usual scale, fp16 would skip the first steps.
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=is_half)
     state = TrainState(model, optimizer, scaler)
     meter = Meter(task, env)
     batch = first_batch(task)
@@ -216,7 +216,7 @@ def ten_steps(
     batches = (copy.copy(batch) for _ in range(NUM_STEPS))  # as `to` moves a batch in place
     with no_waiting(device):
         for _ in range(NUM_STEPS):
-            norm_and_scale = train_step(task, state, model, batches, NUM_SAMPLES, meter, env)
+            norm_and_scale = train_step(task, state, batches, NUM_SAMPLES, meter, env)
             meter.count(NUM_SAMPLES, weight, norm_and_scale)
             state.step += 1
     row = meter.read(state)
