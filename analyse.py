@@ -21,7 +21,7 @@ import json
 import math
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,9 @@ from analyse_metrics import (
     figures_together,
 )
 from analyse_rivals import shared_pairs
-from config import Config, load_config, read_options
+from config import Config, Parser, load_config, read_options
 from data_tables import Tables, mean_and_std
-from ddp_setup import set_threads
+from ddp_setup import end_process, set_threads
 from errors import UserError
 from run_checkpoint import explain_write_errors, write_atomically
 from run_folder import read_metrics, read_status, read_warnings
@@ -79,37 +79,48 @@ COLUMNS = {
 
 
 # ---- The command ---------------------------------------------------------------------------------
-def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Analyses as a command line says, by default this process's; returns the exit status."""
+    num_threads = torch.get_num_threads()
+    set_threads(local_world_size=1)
+    try:
+        return report(read_arguments(arguments))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.status
+    except SystemExit:  # after --help
+        return 0
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def read_arguments(arguments: Sequence[str] | None) -> Namespace:
+    """Returns the arguments of a command line; raises `UserError`."""
+    parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument(
         "--threshold", type=float, metavar="X", help="also how well scores below X are found"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object in place of text")
-    arguments = parser.parse_args()
-    set_threads(local_world_size=1)
-    try:
-        if len(arguments.runs) == 1:
-            result, lines = report_of_run(arguments.runs[0], arguments.threshold)
-        else:
-            result, lines = report_of_runs(arguments.runs, arguments.threshold)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.status)
+    return parser.parse_args(arguments)
+
+
+def report(arguments: Namespace) -> int:
+    """Prints what is asked for, and returns the exit status; raises `UserError`."""
+    if len(arguments.runs) == 1:
+        result, lines = report_of_run(arguments.runs[0], arguments.threshold)
+    else:
+        result, lines = report_of_runs(arguments.runs, arguments.threshold)
     if arguments.json:
         lines = [as_json(result)]
-    show(lines)
-
-
-def show(lines: list[str]) -> None:
-    """Prints lines. A reader that has closed the pipe, such as `head`, wants no more of them."""
     try:
         print("\n".join(lines), flush=True)
+    except BrokenPipeError:
+        pass  # such as `head`, which wants no more lines
     except OSError as error:
-        # When Python exits, it would write them once more, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            sys.exit(f"error: cannot print the figures: {error.strerror}")
+        print(f"error: cannot print the figures: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def report_of_run(folder: Path, threshold: float | None) -> tuple[dict, list[str]]:
@@ -487,4 +498,4 @@ def plot(rows: Predictions) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    end_process(main())

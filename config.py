@@ -74,37 +74,75 @@ def all_options_text() -> str:
     return f"config.yaml:\n\n{DEFAULTS.read_text()}"
 
 
-def log_to_console() -> None:
-    """Prints what rank 0 logs, and keeps warnings; errors go to stderr."""
+def run_command(
+    arguments: Sequence[str] | None,
+    read_settings: Callable[[Sequence[str] | None], Any],
+    command: Callable[[Any, Distributed], None],
+) -> int:
+    """Calls `command` on this rank with the settings of a command line; returns the exit status.
+
+    A wrong command line is reported once, not by every rank. What the process had before, such as
+    handlers of the log, is there afterwards.
+
+    Args:
+        arguments: the words of the command line; None: this process's.
+        read_settings: returns the settings that the words mean, which have a field `ddp`.
+        command: takes settings and process group.
+    """
+    with log_to_console(), restored_environment():
+        settings = Config()
+        problem = None
+        try:
+            settings = read_settings(arguments)
+        except UserError as error:
+            problem = error
+        except SystemExit:  # after --help
+            return 0
+
+        def program(env: Distributed) -> None:
+            if arguments is not None:
+                env.command = [f"{command.__module__}.py", *arguments]
+            with env.sync_errors():
+                if problem:
+                    raise problem
+            command(settings, env)
+
+        return run(program, settings.ddp)
+
+
+@contextlib.contextmanager
+def log_to_console() -> Iterator[None]:
+    """In the block, prints what rank 0 logs, and keeps warnings; errors go to stderr."""
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     console.addFilter(lambda record: record.levelno < logging.ERROR)
     handlers = [BarClearer(), console, kept_warnings]
-    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=handlers)
+    kept_warnings.texts.clear()
+    logger = logging.getLogger()
+    level = logger.level
+    raises = logging.raiseExceptions
+    logger.setLevel(logging.INFO)
     logging.raiseExceptions = False  # stdout may be a closed pipe
-
-
-def run_command(
-    read_settings: Callable[[], Any], command: Callable[[Any, Distributed], None]
-) -> None:
-    """Calls `command` on this rank with the settings, which have a field `ddp`.
-
-    A wrong command line is reported once, not by every rank.
-    """
-    settings = Config()
-    problem = None
+    for handler in handlers:
+        logger.addHandler(handler)
     try:
-        settings = read_settings()
-    except UserError as error:
-        problem = error
+        yield
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+        logging.raiseExceptions = raises
+        logger.setLevel(level)
 
-    def program(env: Distributed) -> None:
-        with env.sync_errors():
-            if problem:
-                raise problem
-        command(settings, env)
 
-    run(program, settings.ddp)
+@contextlib.contextmanager
+def restored_environment() -> Iterator[None]:
+    """After the block, restores the environment variables."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 # ---- Reading -------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -31,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from ddp_threads import choose_threads
-from ddp_watchdog import Progress, StopRequest, Watchdog, log_and_print
+from ddp_watchdog import Heartbeat, StopRequest, Watchdog, log_and_print
 from errors import RunError, UserError
 
 log = logging.getLogger("ddp_setup")
@@ -70,19 +71,21 @@ class Distributed:
         self.watchdog: Watchdog | None = None
         self.stop: StopRequest | None = None
         self.on_failure: Callable[[str], None] | None = None  # called with the reason on exit
-        self.progress = Progress()
+        self.heartbeat = Heartbeat()
         self.agreed_at = 0.0  # when ranks last agreed whether to stop
         self.steps_since = 0
         self.steps_between = 1  # that and the next time, as they agreed
         self.limit_s = config.startup_timeout_s  # without progress: the watchdog ends the job
         self.seconds = defaultdict(float)  # time spent in each phase
+        self.command = sys.argv  # the words of the command line
+        self.cleanup = contextlib.ExitStack()  # what `close` closes, the last one first
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Labels what this rank is doing, for hang reports, metrics.jsonl and profiler traces."""
-        before = self.progress
+        before = self.heartbeat
         changes = before.changes if name == before.phase else before.changes + 1
-        self.progress = Progress(before.step, changes, name, before.entered + 1)
+        self.heartbeat = Heartbeat(before.step, changes, name, before.entered + 1)
         start = time.perf_counter()
         with record_function(name):
             yield
@@ -114,9 +117,14 @@ class Distributed:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
         return model
 
+    def stop_on_request(self, file: Path) -> None:
+        """Makes signals and the file STOP ends of training, until this is closed."""
+        self.stop = StopRequest(file)
+        self.cleanup.callback(self.stop.close)
+
     def step_done(self, step: int) -> None:
         """Records that `step` steps are done."""
-        self.progress = self.progress._replace(step=step, changes=0)
+        self.heartbeat = self.heartbeat._replace(step=step, changes=0)
         self.steps_since += 1
         self.limit_s = self.config.timeout_s  # only the first one loads libraries
 
@@ -194,12 +202,14 @@ class Distributed:
                     )
 
     def close(self) -> None:
-        """Destroys the process group. Only after success: a rank in a collective would hang."""
-        self.watchdog.finished.set()
-        self.watchdog.join()
-        if self.is_distributed:
-            gc.collect()  # a DDP module that outlives the group can deadlock with a gloo thread
-            dist.destroy_process_group()
+        """Leaves the process as it was: ends the watchdog, files, handlers and process group.
+
+        Several ranks do so only after success: one of them in a collective would hang.
+        """
+        if self.watchdog:
+            self.watchdog.finished.set()
+            self.watchdog.join()
+        self.cleanup.close()
 
     def record_end_reason(self, reason: str) -> tuple[str, bool]:
         """Records why the job ends, if no rank has yet.
@@ -213,10 +223,10 @@ class Distributed:
                 return first, int(rank) == self.rank
         return reason, True
 
-    def fail(self, error: BaseException) -> NoReturn:
-        """Exits with the status of a `UserError`, else with 1 and a traceback.
+    def fail(self, error: BaseException) -> int:
+        """Reports that the job fails; returns the exit status: of a `UserError` its own, else 1.
 
-        Only the first rank to fail prints.
+        Only the first rank to fail prints, of other errors with a traceback.
         """
         trace, reason = "", str(error)
         of_gloo = isinstance(error, RuntimeError) and "/gloo/" in reason
@@ -237,16 +247,19 @@ class Distributed:
         first, is_first = self.record_end_reason(reason)
         report = log_and_print if is_first else log.error
         report(f"{trace}error: {reason}")
-        self.exit_now(first, getattr(error, "status", 1))
+        self.record_failure(first)
+        return getattr(error, "status", 1)
 
-    def exit_now(self, reason: str, status: int) -> NoReturn:
-        """Exits after the hook `on_failure`, without interpreter shutdown, which can hang."""
+    def record_failure(self, reason: str) -> None:
+        """Calls the hook `on_failure`, if there is one."""
         if self.on_failure:
             with contextlib.suppress(UserError):  # the disk may be full
                 self.on_failure(reason)
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(status)
+
+    def exit_now(self, reason: str, status: int) -> NoReturn:
+        """Ends a process that hangs, after the hook `on_failure`."""
+        self.record_failure(reason)
+        end_process(status)
 
 
 # ---- Set-up --------------------------------------------------------------------------------------
@@ -266,6 +279,7 @@ def setup(env: Distributed) -> Distributed:
     else:
         env.store = dist.HashStore()
         start_watchdog(env)
+    env.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
     env.threads = set_threads(env.local_world_size)
     with env.sync_errors():  # if one rank finds no device, all exit rather than wait for it
         env.device = choose_device(env)
@@ -316,6 +330,7 @@ def join_group(env: Distributed) -> None:
         dist.init_process_group(
             backend, store=env.store, rank=env.rank, world_size=env.world_size, timeout=timeout
         )
+        env.cleanup.callback(leave_group)
     except (RuntimeError, OSError, ValueError) as error:
         address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise UserError(
@@ -324,6 +339,11 @@ def join_group(env: Distributed) -> None:
             "set the address of rank 0, open all ports between the machines, "
             "or name the network interface in GLOO_SOCKET_IFNAME"
         ) from None
+
+
+def leave_group() -> None:
+    gc.collect()  # a DDP module that outlives the group can deadlock with a gloo thread
+    dist.destroy_process_group()
 
 
 def choose_device(env: Distributed) -> torch.device:
@@ -344,14 +364,37 @@ def choose_device(env: Distributed) -> torch.device:
     return torch.device("cuda", chosen[env.local_rank])
 
 
-def run(program: Callable[[Distributed], None], config: DDPConfig) -> None:
-    """Calls `program` with this process's `Distributed`; an exception on any rank ends the job."""
+def run(program: Callable[[Distributed], None], config: DDPConfig) -> int:
+    """Calls `program` with this process's `Distributed`; returns the exit status.
+
+    An exception on any rank ends the job: a rank of several that has failed must end its process,
+    with this status. One process alone is left as it was.
+    """
     env = Distributed(config)
     try:
         program(setup(env))
         env.close()
+        return 0
     except BaseException as error:  # even SystemExit: the other ranks would hang
-        env.fail(error)
+        status = env.fail(error)
+        if env.world_size > 1:
+            sys.last_value = error  # or what DDP holds would be freed, which can hang
+            return status
+    env.close()
+    return status
+
+
+def end_process(status: int) -> None:
+    """Ends this process after a failure, without interpreter shutdown, which can hang.
+
+    After success, it does so only if stdout is a closed pipe, of which Python would complain.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os._exit(status)
+    if status:
+        os._exit(status)
 
 
 def library_versions() -> dict[str, str]:
@@ -437,10 +480,10 @@ def milliseconds(env: Distributed, function: Callable[[], object]) -> list[float
     return env.gather(1e3 * statistics.median(times))
 
 
-def main() -> None:
-    """Runs the preflight."""
-    run(preflight, DDPConfig(startup_timeout_s=30.0))
+def main() -> int:
+    """Runs the preflight, and returns the exit status."""
+    return run(preflight, DDPConfig(startup_timeout_s=30.0))
 
 
 if __name__ == "__main__":
-    main()
+    end_process(main())

@@ -53,24 +53,31 @@ class StopRequest:
     def __init__(self, file: Path):
         self.files = [file, Path(os.environ.get("STOP_FILE", file))]  # launch.sh sets it for SLURM
         self.reason = 0  # a position in REASONS
-        self.is_training = False  # until then, there is nothing to save: a signal ends the process
         # Python runs handlers between its instructions; the watchdog also sees signals while a call
         # never returns.
-        self.received, sender = os.pipe()
+        self.received, self.sender = os.pipe()
         os.set_blocking(self.received, False)
-        os.set_blocking(sender, False)
-        signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+        os.set_blocking(self.sender, False)
+        self.earlier_fd = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
+        self.earlier_handlers = {}
         for number in self.SIGNALS:
             by_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not by_nohup:
-                signal.signal(number, self._handle)
+                self.earlier_handlers[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: object) -> None:
         reason = self.REASONS.index(signal.Signals(number).name)
-        is_second = number == signal.SIGINT and self.reason == reason  # Ctrl-C
-        if is_second or not self.is_training:
-            os._exit(128 + number)
+        if number == signal.SIGINT and self.reason == reason:  # the second Ctrl-C
+            raise KeyboardInterrupt
         self.reason = reason
+
+    def close(self) -> None:
+        """Gives signals the effects that they had before."""
+        for number, handler in self.earlier_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self.earlier_fd)
+        os.close(self.sender)
+        os.close(self.received)
 
     def told_to_end(self) -> bool:
         """Returns whether a SIGTERM has arrived since the last call, even if no handler ran."""
@@ -87,8 +94,8 @@ class StopRequest:
         return self.reason
 
 
-class Progress(NamedTuple):
-    """How far a rank has come."""
+class Heartbeat(NamedTuple):
+    """How far a rank has come, as it tells the other ranks."""
 
     step: int = 0  # steps done
     changes: int = 0  # of the phase, since the last step
@@ -99,16 +106,16 @@ class Progress(NamedTuple):
 class Observed(NamedTuple):
     """What a watchdog has seen of a rank."""
 
-    heartbeat: int | None
-    progress: Progress | None
-    silent: int  # heartbeats of this rank during which the other's has not changed
-    stalled: int  # and its progress has not
+    replies: int | None  # as `Watchdog.replies`
+    heartbeat: Heartbeat | None
+    silent: int  # heartbeats of this rank during which the other has sent none
+    stalled: int  # and during which the other has not come further
 
 
 class Watchdog(threading.Thread):
     """Ends the job with a report when a rank makes no progress for too long.
 
-    With each heartbeat, every rank writes its progress to the store. If a few of the ranks, the
+    Every rank writes its heartbeat to the store, every `heartbeat_s`. If a few of the ranks, the
     observers, have stalled for half of `limit_s`, they observe all for the other half; if those
     furthest behind have not moved, they name them, and every rank prints its stack and exits. The
     other ranks observe the observers, a little later: they name these if they are silent. Time is
@@ -131,14 +138,18 @@ class Watchdog(threading.Thread):
         self.seen = {}  # an `Observed` of each rank
 
     def run(self) -> None:
-        threading.Thread(target=self.watch_store, name="watchdog of the store", daemon=True).start()
-        progress, told_to_end = None, False
+        of_store = threading.Thread(
+            target=self.watch_store, name="watchdog of the store", daemon=True
+        )
+        of_store.start()
+        heartbeat = None
+        told_to_end = False
         stalled = 0  # heartbeats without progress
         waited = 0  # of these, heartbeats after SIGTERM
         ending = 0  # heartbeats since a rank has recorded why the job ends
         while not self.finished.wait(self.heartbeat_s):
-            stalled = stalled + 1 if progress == self.env.progress else 0
-            progress = self.env.progress
+            stalled = stalled + 1 if heartbeat == self.env.heartbeat else 0
+            heartbeat = self.env.heartbeat
             # A rank that waits in NCCL for a dead one cannot handle torchrun's SIGTERM.
             told_to_end = told_to_end or bool(self.env.stop and self.env.stop.told_to_end())
             waited = waited + 1 if told_to_end and stalled else 0
@@ -147,11 +158,11 @@ class Watchdog(threading.Thread):
             )
             limit_s = SIGTERM_AFTER_DEATH_S if silence_s > SILENCE_S else SIGTERM_S
             if waited * self.heartbeat_s > limit_s:
-                reason = f"SIGTERM while it waits in {progress.phase} of step {progress.step}"
+                reason = f"SIGTERM while it waits in {heartbeat.phase} of step {heartbeat.step}"
                 self.abort(self.env.record_end_reason(f"rank {self.env.rank}: {reason}")[0])
             with contextlib.suppress(dist.DistError):  # torchrun is gone, as StopRequest notices
-                state = json.dumps([self.replies, progress])
-                self.store.set(f"progress/{self.env.rank}", state)
+                state = json.dumps([self.replies, heartbeat])
+                self.store.set(f"heartbeat/{self.env.rank}", state)
                 is_stalled = stalled * self.heartbeat_s >= self.env.limit_s * self.patience
                 if is_stalled or told_to_end:
                     self.observe_ranks()
@@ -163,12 +174,13 @@ class Watchdog(threading.Thread):
                 if ending * self.heartbeat_s > GRACE_S:  # the main thread is busy or hangs
                     self.abort(self.env.record_end_reason("")[0])
                 self.replies += 1
+        of_store.join()
 
     def watch_store(self) -> None:
         """Ends this rank when calls to the store never return, as of an unreachable machine."""
         last, stalled = None, 0
         while not self.finished.wait(self.heartbeat_s):
-            current = (self.replies, self.env.progress)
+            current = (self.replies, self.env.heartbeat)
             stalled = stalled + 1 if current == last else 0
             last = current
             if stalled * self.heartbeat_s > self.env.limit_s:
@@ -179,22 +191,22 @@ class Watchdog(threading.Thread):
 
     def observe_ranks(self) -> None:
         """Counts the heartbeats since each rank was last heard of, and since it last moved."""
-        keys = [f"progress/{rank}" for rank in self.observed]
+        keys = [f"heartbeat/{rank}" for rank in self.observed]
         if not self.seen:
             for key in keys:  # `multi_get` would wait for a rank that has not written
                 self.store.compare_set(key, "", "[-1, [0, -1]]")  # behind all others
         for rank, state in zip(self.observed, self.store.multi_get(keys), strict=True):
-            heartbeat, progress = json.loads(state)
-            progress = Progress(*progress)
+            replies, fields = json.loads(state)
+            heartbeat = Heartbeat(*fields)
             last = self.seen.get(rank, Observed(None, None, 0, 0))
-            silent = last.silent + 1 if heartbeat == last.heartbeat else 0
-            stalled = last.stalled + 1 if progress == last.progress else 0
-            self.seen[rank] = Observed(heartbeat, progress, silent, stalled)
+            silent = last.silent + 1 if replies == last.replies else 0
+            stalled = last.stalled + 1 if heartbeat == last.heartbeat else 0
+            self.seen[rank] = Observed(replies, heartbeat, silent, stalled)
 
     def check_ranks(self) -> None:
         """Records the ranks furthest behind as the reason to end, if none has moved for long."""
-        least = min(seen.progress[:2] for seen in self.seen.values())
-        behind = {rank: seen for rank, seen in self.seen.items() if seen.progress[:2] == least}
+        least = min(seen.heartbeat[:2] for seen in self.seen.values())
+        behind = {rank: seen for rank, seen in self.seen.items() if seen.heartbeat[:2] == least}
         half = self.env.limit_s / 2 / self.heartbeat_s  # in heartbeats
         found = []
         for rank, seen in behind.items():
@@ -203,7 +215,7 @@ class Watchdog(threading.Thread):
                 return
             frozen = "frozen, or its machine is gone, last " if seen.silent >= half else ""
             found.append(
-                f"rank {rank}: {frozen}in {seen.progress.phase} of step {seen.progress.step}"
+                f"rank {rank}: {frozen}in {seen.heartbeat.phase} of step {seen.heartbeat.step}"
             )
         reason = (
             f"no progress for {self.env.limit_s:.0f} s (ddp.timeout_s, ddp.startup_timeout_s): "

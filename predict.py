@@ -37,9 +37,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 import torch
 
-from config import Parser, log_to_console, run_command
+from config import Parser, run_command
 from data import file_digest
-from ddp_setup import DDPConfig, Distributed
+from ddp_setup import DDPConfig, Distributed, end_process
 from errors import UserError
 from predict_explain import Contribution
 from predict_sets import Chunk, Survey, read_sets, screen, survey_sets, unknown_nodes
@@ -92,9 +92,9 @@ class Settings:
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
-def main() -> None:
-    log_to_console()
-    run_command(read_settings, predict)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Predicts as a command line says, by default this process's; returns the exit status."""
+    return run_command(arguments, read_settings, predict)
 
 
 def read_settings(arguments: Sequence[str] | None = None) -> Settings:
@@ -292,4 +292,4 @@ def write_table(
 
 
 if __name__ == "__main__":
-    main()
+    end_process(main())

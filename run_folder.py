@@ -118,7 +118,7 @@ class RunFolder:
 
     def _lock(self) -> None:
         """Waits for ranks of a killed torchrun and their DataLoader workers, which take seconds."""
-        self.lock = (self.path / "log.rank0.txt").open("a")
+        self.lock = self.env.cleanup.enter_context((self.path / "log.rank0.txt").open("a"))
         for _ in range(100):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,6 +132,8 @@ class RunFolder:
         handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logging.getLogger().addHandler(handler)
+        self.env.cleanup.callback(handler.close)
+        self.env.cleanup.callback(logging.getLogger().removeHandler, handler)
 
     def resume(self, state: TrainState, steps_per_epoch: int) -> None:
         """Brings the state to where the run was, or to where it starts, and starts the files.
@@ -156,7 +158,7 @@ class RunFolder:
             is_trained = state.is_trained(optim.epochs, optim.patience, steps_per_epoch)
             was_trained = state.is_trained(saved["epochs"], saved["patience"], steps_per_epoch)
             self._compare_options(checkpoint, is_trained, was_trained)
-        self.env.progress = self.env.progress._replace(step=state.step)
+        self.env.heartbeat = self.env.heartbeat._replace(step=state.step)
         ranks = describe(self.env)
         with self.env.sync_errors():
             self._start_files(state, ranks, is_trained)
@@ -244,7 +246,7 @@ class RunFolder:
                 self._log_to_file()
                 return
             write_atomically(self.path / "config.yaml", self._config_lines())
-            write_atomically(self.path / "environment.txt", [environment(ranks)])
+            write_atomically(self.path / "environment.txt", [environment(self.env.command, ranks)])
             if not is_trained:
                 (self.path / "test.tsv").unlink(missing_ok=True)  # of an earlier end
             self._open_metrics(state)
@@ -290,7 +292,7 @@ class RunFolder:
                 if is_past or row["kind"] == "event":
                     self.rows.append(row)
         write_atomically(path, (json.dumps(row) + "\n" for row in self.rows))
-        self.metrics = path.open("a")
+        self.metrics = self.env.cleanup.enter_context(path.open("a"))
 
     # ---- Writing ---------------------------------------------------------------------------------
     def write(self, kind: str, state: TrainState, **values: Any) -> None:
@@ -452,13 +454,13 @@ def read_warnings(folder: Path) -> list[str]:
     return list(map(str, warnings))
 
 
-def environment(ranks: str) -> str:
+def environment(command: list[str], ranks: str) -> str:
     """Returns the command, the git commit, the packages' versions and the table of ranks."""
     folder = shlex.quote(str(Path(__file__).resolve().parent))
     commit = subprocess.getoutput(f"git -C {folder} describe --always --dirty --abbrev=40")
     packages = ("torch", "torch-geometric", "pyyaml", "tqdm")
     lines = [
-        f"command: {shlex.join([sys.executable, *sys.argv])}",
+        f"command: {shlex.join([sys.executable, *command])}",
         f"git commit: {commit}",
         *(f"{name}: {version(name)}" for name in packages),
         ranks,

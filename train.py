@@ -10,7 +10,6 @@ Exit status: 0 finished or stopped on request, 1 failure, 2 wrong configuration 
 `predict.py` predicts with a run, `analyse.py` says what its predictions are worth.
 """
 
-import argparse
 import copy
 import hashlib
 import logging
@@ -21,8 +20,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 # OpenMP reads this when torch is imported; by default, threads that wait spin on others' cores.
@@ -40,13 +38,12 @@ from config import (
     Parser,
     all_options_text,
     load_config,
-    log_to_console,
     run_command,
 )
 from data import StepSampler, check_batch_size, make_loader
-from ddp_setup import Distributed, library_versions
-from ddp_watchdog import StopRequest, StopTraining
-from errors import RunError, UserError
+from ddp_setup import Distributed, end_process, library_versions
+from ddp_watchdog import StopTraining
+from errors import RunError
 from metrics import first_metric, quality, result_text
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
 from run_checkpoint import TrainState
@@ -65,9 +62,8 @@ def train(config: Config, env: Distributed) -> None:
     On every rank, raises `UserError` for wrong input and `RunError` for a later failure.
     """
     optim = config.optim
-    env.stop = StopRequest(Path(config.run.dir, config.run.name, "STOP"))
     if config.run.deterministic:
-        use_deterministic_algorithms()
+        env.cleanup.enter_context(deterministic_algorithms())
     check_batch_size(config.data.batch_size, env.world_size, optim.accumulate)
     task = KnockoutTask.load(config, env)
     torch.manual_seed(config.run.seed)
@@ -89,7 +85,7 @@ def train(config: Config, env: Distributed) -> None:
     folder = RunFolder.open(config, env, task.origin(), first_metric())
     folder.resume(state, sampler.steps_per_epoch)
     folder.write_graph(task.tables.graph_fields())
-    env.stop.is_training = True
+    env.stop_on_request(folder.path / "STOP")
     train_loader = make_loader(task.dataset, sampler, config.data.workers, env.device)
     val_batches = KeptBatches(task, task.rows("val"), env)
     if env.is_distributed:
@@ -322,11 +318,18 @@ class Meter:
             log.warning(f"skipped   step {step}, which is not finite, {state.skipped} in total")
 
 
-def use_deterministic_algorithms() -> None:
-    """Makes a GPU compute the same bits each time; the log names what cannot."""
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """In the block, a GPU computes the same bits each time; the log names what cannot."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    mode = torch.get_deterministic_debug_mode()
     logging.captureWarnings(True)
     torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        logging.captureWarnings(False)
 
 
 def autocast(optim: OptimConfig, env: Distributed) -> torch.autocast:
@@ -374,9 +377,9 @@ def log_plan(task: KnockoutTask, model: nn.Module, sampler: StepSampler, env: Di
     )
 
 
-def main() -> None:
-    log_to_console()
-    run_command(read_config, train)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trains as a command line says, by default this process's; returns the exit status."""
+    return run_command(arguments, read_config, train)
 
 
 def read_config(arguments: Sequence[str] | None = None) -> Config:
@@ -384,13 +387,9 @@ def read_config(arguments: Sequence[str] | None = None) -> Config:
     parser = Parser(__doc__, epilog=all_options_text())
     parser.add_argument("--config", metavar="FILE", help="a file that overrides these options")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="an option")
-    parser.add_argument("--predict", help=argparse.SUPPRESS)
-    parser.add_argument("--checkpoint", nargs="+", help=argparse.SUPPRESS)
     parsed = parser.parse_intermixed_args(arguments)
-    if parsed.predict or parsed.checkpoint:
-        raise UserError("predictions have a command of their own: python predict.py TABLE RUN...")
     return load_config(parsed.config, parsed.overrides)
 
 
 if __name__ == "__main__":
-    main()
+    end_process(main())

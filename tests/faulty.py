@@ -52,7 +52,7 @@ def main() -> None:
     for fault in faults:
         name, *arguments = fault.split(":")
         globals()[name](*arguments)
-    importlib.import_module(command.removesuffix(".py")).main()
+    ddp_setup.end_process(importlib.import_module(command.removesuffix(".py")).main())
 
 
 def call_before(owner: Any, name: str, action: Callable[..., None]) -> None:

@@ -34,12 +34,7 @@ def analyse_here(monkeypatch, tmp_path):
 
     def start(*arguments: str) -> int:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("sys.argv", ["analyse.py", *arguments])
-        try:
-            analyse.main()
-        except SystemExit as stop:
-            return stop.code
-        return 0
+        return analyse.main(list(arguments))
 
     return start
 
@@ -82,7 +77,7 @@ def test_the_command_takes_the_threads_of_one_process(analyse_here, monkeypatch)
     monkeypatch.setattr("torch.set_num_threads", taken.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert analyse_here("runs/none") == 2
-    assert taken == [3]
+    assert taken == [3, torch.get_num_threads()]  # and leaves those that were there
 
 
 def test_a_missing_file_and_wrong_arguments_are_one_sentence(tmp_path, analyse_here, capsys):
@@ -90,7 +85,7 @@ def test_a_missing_file_and_wrong_arguments_are_one_sentence(tmp_path, analyse_h
     expected = "error: there is no run folder runs/none: name one, such as runs/NAME\n"
     assert capsys.readouterr().err == expected
     assert analyse_here() == 2
-    assert "error: the following arguments are required: RUN" in capsys.readouterr().err
+    assert capsys.readouterr().err == "error: the following arguments are required: RUN\n"
     write_table(tmp_path / "test.tsv", [HEADER, ("a", 0, "", 1, 2, 3)])
     assert analyse_here(".") == 2
     assert capsys.readouterr().err.startswith("error: cannot read the configuration config.yaml: ")

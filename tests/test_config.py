@@ -303,7 +303,6 @@ def test_without_values_added_options_have_their_defaults(added):
         ),
         ("ddp.options={device_ids: 1}", "got multiple values for keyword argument 'device_ids'"),
         ("--lr=3", "unrecognized arguments: --lr=3"),
-        ("--predict=table.tsv", "a command of their own: python predict.py TABLE RUN..."),
         (
             "optim.warmup=500",
             "optim.warmup=500: it is the fraction of all steps that warm up, from 0 to 1, "

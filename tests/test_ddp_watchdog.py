@@ -1,5 +1,6 @@
 """How ranks notice that they must end: requests to stop, and the watchdog."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -19,26 +20,24 @@ import torch.distributed as dist
 import ddp_setup
 import ddp_watchdog
 from ddp_setup import DDPConfig, Distributed
-from ddp_watchdog import Progress, StopRequest, Watchdog
+from ddp_watchdog import Heartbeat, StopRequest, Watchdog
 
 
 def test_stop_requests_have_reasons(tmp_path, monkeypatch):
     monkeypatch.setenv("STOP_FILE", str(tmp_path / "slurm.stop"))
-    handlers = {number: signal.getsignal(number) for number in StopRequest.SIGNALS}
-    try:
-        for name in ("STOP", "slurm.stop"):
-            stop = StopRequest(tmp_path / "STOP")
+    for name in ("STOP", "slurm.stop"):
+        with contextlib.closing(StopRequest(tmp_path / "STOP")) as stop:
             assert StopRequest.REASONS[stop.code()] == ""
             (tmp_path / name).touch()
             assert StopRequest.REASONS[stop.code()] == "STOP file"
             (tmp_path / name).unlink()
             assert stop.code()  # a request cannot be withdrawn
-        stop.is_training = True
+    with contextlib.closing(StopRequest(tmp_path / "STOP")) as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert StopRequest.REASONS[stop.code()] == "SIGUSR1"
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    for pipe in (stop.sender, stop.received):
+        with pytest.raises(OSError):
+            os.fstat(pipe)
 
 
 def test_a_rank_that_waits_for_a_slow_one_is_not_stuck(capsys):
@@ -57,10 +56,10 @@ def test_a_rank_that_waits_for_a_slow_one_is_not_stuck(capsys):
         thread.seen.clear()
         env.store.delete_key("end")
         for beat in range(beats + 1):
-            env.store.set("progress/0", json.dumps([beat, [9, 7, "evaluation", 20]]))
+            env.store.set("heartbeat/0", json.dumps([beat, [9, 7, "evaluation", 20]]))
             heartbeat = 0 if silent else beat
             entered = beat if moving else 0
-            env.store.set("progress/1", json.dumps([heartbeat, [*place, entered]]))
+            env.store.set("heartbeat/1", json.dumps([heartbeat, [*place, entered]]))
             thread.observe_ranks()
             thread.check_ranks()
         return env.record_end_reason("")[0]
@@ -84,15 +83,15 @@ def test_the_watchdog_waits_longer_until_the_first_step_is_over():
     assert env.stop_reason() == "" and env.limit_s == 9
     env.step_done(8)
     assert env.limit_s == 3
-    assert env.progress.step == 8
+    assert env.heartbeat.step == 8
 
 
-def test_progress_counts_the_phases_entered():
+def test_a_heartbeat_counts_the_phases_entered():
     env = Distributed(DDPConfig())
     for name in ("data", "forward", "forward"):
         with env.phase(name):
             pass
-    assert env.progress == Progress(step=0, changes=2, phase="forward", entered=3)
+    assert env.heartbeat == Heartbeat(step=0, changes=2, phase="forward", entered=3)
 
 
 class EndedError(Exception):
@@ -133,7 +132,7 @@ def test_the_watchdog_ends_a_rank_that_the_store_does_not_answer(monkeypatch):
         thread.replies += 1
 
     def move(env, thread):
-        env.progress = Progress(step=1)
+        env.heartbeat = Heartbeat(step=1)
 
     _, thread, beats = watched(monkeypatch, {5: reply, 9: move})
     with pytest.raises(EndedError, match="torchrun's store does not answer"):
@@ -143,7 +142,7 @@ def test_the_watchdog_ends_a_rank_that_the_store_does_not_answer(monkeypatch):
 
 def test_the_watchdog_ends_a_rank_that_hangs(monkeypatch, capsys):
     def move(env, thread):
-        env.progress = Progress(step=7, phase="forward")
+        env.heartbeat = Heartbeat(step=7, phase="forward")
 
     env, thread, beats = watched(monkeypatch, {4: move})
     monkeypatch.setattr(thread, "watch_store", lambda: None)
@@ -152,7 +151,7 @@ def test_the_watchdog_ends_a_rank_that_hangs(monkeypatch, capsys):
     # Half of the limit unobserved, half observed, more than GRACE_S to end.
     assert next(beats) - 1 == 4 + 4 + 4 + 2
     assert "stack of rank 0" in capsys.readouterr().err
-    assert json.loads(env.store.get("progress/0"))[1][0] == 7
+    assert json.loads(env.store.get("heartbeat/0"))[1][0] == 7
 
 
 def test_the_watchdog_ends_a_rank_that_waits_after_sigterm(monkeypatch):
@@ -202,7 +201,7 @@ def end_of_a_hang(monkeypatch, frozen: set[int]) -> tuple[str, list[CountedStore
         env.store = store
         env.rank = rank
         env.world_size = 32
-        env.progress = Progress(step=3, phase="backward")
+        env.heartbeat = Heartbeat(step=3, phase="backward")
         env.exit_now = lambda reason, status: sys.exit()  # of the thread
         watchdogs.append(Watchdog(env))
         watchdogs[rank].store = CountedStore(store)
@@ -248,7 +247,7 @@ def test_other_ranks_name_no_observer_that_is_alive():
     thread.store = env.store
     for beat in range(20):  # observers wait for a rank that is slow
         for rank in range(0, 32, 4):
-            env.store.set(f"progress/{rank}", json.dumps([beat, [9, 7, "evaluation", 20]]))
+            env.store.set(f"heartbeat/{rank}", json.dumps([beat, [9, 7, "evaluation", 20]]))
         thread.observe_ranks()
         thread.check_ranks()
     assert env.record_end_reason("")[0] == ""
@@ -275,7 +274,7 @@ class SimulatedRanks:
         start = self.now
         self.now += max(seconds)
         for env, own in zip(self.envs, seconds, strict=True):
-            env.step_done(env.progress.step + 1)
+            env.step_done(env.heartbeat.step + 1)
             env._reduce = lambda values, op: proposals.append(values) or values
             self.now = start + own
             env.agreed_before = vars(env).copy()
@@ -283,7 +282,7 @@ class SimulatedRanks:
         assert len(proposals) in (0, len(self.envs))  # all agree at the same step, or none
         told = [""] * len(self.envs)
         if proposals:
-            self.agreements.append((self.envs[0].progress.step, start + max(seconds)))
+            self.agreements.append((self.envs[0].heartbeat.step, start + max(seconds)))
 
             def reduce(values: torch.Tensor, op: object) -> torch.Tensor:
                 self.now = start + max(seconds)

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from ddp_setup import DDPConfig, Distributed
 from errors import UserError
 from metrics import METRICS, first_metric
 from optim import OptimConfig, schedule
@@ -91,9 +92,11 @@ def test_rows_of_the_users_own_kinds_are_kept_up_to_the_step_of_the_checkpoint(t
     rows = [{"kind": kind, "step": step} for step in (3, 4, 5) for kind in ("train", "probe")]
     rows.insert(0, {"kind": "probe", "x": 1})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    folder = SimpleNamespace(path=tmp_path, rows=[])
+    env = Distributed(DDPConfig())
+    folder = SimpleNamespace(path=tmp_path, env=env, rows=[])
     RunFolder._open_metrics(folder, TrainState(None, None, None, step=4))
-    folder.metrics.close()
+    env.close()
+    assert folder.metrics.closed
     assert folder.rows == rows[:5]
     assert curves_svg(rows, FIRST)
 
@@ -103,9 +106,10 @@ def test_a_validation_is_kept_if_the_checkpoint_knows_it(tmp_path, best, is_kept
     """A run that is killed between row and checkpoint validates once more."""
     row = {"kind": "val", "step": 0, "epoch": 0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    folder = SimpleNamespace(path=tmp_path, rows=[])
+    env = Distributed(DDPConfig())
+    folder = SimpleNamespace(path=tmp_path, env=env, rows=[])
     RunFolder._open_metrics(folder, TrainState(None, None, None, best=best))
-    folder.metrics.close()
+    env.close()
     assert folder.rows == [row] * is_kept
 
 
@@ -128,13 +132,13 @@ def test_each_rank_removes_the_stop_file_unless_another_one_has(tmp_path):
 
 def test_a_second_run_does_not_get_the_lock_of_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("run_folder.time", SimpleNamespace(sleep=lambda seconds: None))
-    first = SimpleNamespace(path=tmp_path)
-    second = SimpleNamespace(path=tmp_path)
+    first, second = (SimpleNamespace(path=tmp_path, env=Distributed(DDPConfig())) for _ in range(2))
     RunFolder._lock(first)
     with pytest.raises(UserError, match="another process is training in"):
         RunFolder._lock(second)
-    first.lock.close()
-    second.lock.close()
+    first.env.close()
+    RunFolder._lock(second)
+    second.env.close()
 
 
 # ---- Started again -------------------------------------------------------------------------------

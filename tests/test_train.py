@@ -66,16 +66,6 @@ def test_wrong_input_prints_one_error_on_four_ranks(train, tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_predictions_have_a_command_of_their_own(train, tmp_path):
-    for arguments in (["--predict", "scores.tsv"], ["--checkpoint", "runs/a/best.pt", "other.pt"]):
-        result = train(2, *arguments)
-        assert result.returncode == 2
-        assert result.stderr == (
-            "error: predictions have a command of their own: python predict.py TABLE RUN...\n"
-        )
-    assert not (tmp_path / "runs").exists()
-
-
 # ---- The loop ------------------------------------------------------------------------------------
 def test_a_run_never_ends_below_the_additive_baseline(train, tmp_path):
     """The first predictions are the baseline's, and their validation counts for best.pt."""

@@ -292,7 +292,7 @@ def preflight_of_a_bad_machine(what: str) -> None:
         ddp_setup.library_versions = lambda: {**versions, "torch": "1.0"}
     if what == "sum":
         Distributed.sum = lambda env, values: values
-    ddp_setup.run(preflight, DDPConfig())
+    ddp_setup.end_process(ddp_setup.run(preflight, DDPConfig()))
 
 
 def options() -> None:

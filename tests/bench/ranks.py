@@ -36,8 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_watchdog
 from config import Config
-from ddp_setup import AGREEMENT_S, DDPConfig, Distributed, describe, run
-from ddp_watchdog import OBSERVERS, Progress, StopTraining, Watchdog
+from ddp_setup import AGREEMENT_S, DDPConfig, Distributed, describe, end_process, run
+from ddp_watchdog import OBSERVERS, Heartbeat, StopTraining, Watchdog
 from run_checkpoint import TrainState
 from run_folder import RunConfig, RunFolder
 from tests.bench import arguments, report
@@ -51,8 +51,8 @@ ROUNDS = 3
 PREDICTED = (8, 64, 256, 1024)
 DEFAULT = "(default: %(default)s)"
 ROW_STEPS = 10  # from one train row to the next, each with a sum over ranks
-WAITING = Progress(9, 7, "backward", 70)
-BEHIND = Progress(9, 5, "data", 68)
+WAITING = Heartbeat(9, 7, "backward", 70)
+BEHIND = Heartbeat(9, 5, "data", 68)
 
 
 # ---- Hangs ---------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def simulate(
         env.rank = rank
         env.world_size = world_size
         env.store = store
-        env.progress = BEHIND if rank in behind else WAITING
+        env.heartbeat = BEHIND if rank in behind else WAITING
         env.exit_now = lambda reason, status: sys.exit()  # of its thread
         made = Watchdog(env)
         made.store = CountedStore(made.store)
@@ -150,7 +150,7 @@ def simulate(
         return made
 
     for rank in set(ranks) & set(frozen):
-        store.set(f"progress/{rank}", json.dumps([1, BEHIND]))
+        store.set(f"heartbeat/{rank}", json.dumps([1, BEHIND]))
     with ThreadPoolExecutor(32) as pool:  # as each connection may wait for a name server
         watchdogs = list(pool.map(watchdog_of, sorted(set(ranks) - set(frozen))))
     store.add("ready", 1)
@@ -204,7 +204,7 @@ def measure_agreement(options: argparse.Namespace, env: Distributed) -> None:
         start = time.perf_counter()
         for _ in range(STEPS):
             time.sleep(options.step_ms / 1e3)
-            env.step_done(env.progress.step + 1)
+            env.step_done(env.heartbeat.step + 1)
             agree()
         dist.barrier()
         return 1e3 * (time.perf_counter() - start) / STEPS
@@ -305,7 +305,7 @@ def count_start_up(folder: str) -> None:
 
     dist.rendezvous = counted_rendezvous
     with CountedCollectives() as collectives:
-        run(program, DDPConfig())
+        end_process(run(program, DDPConfig()))
 
 
 # ---- Prediction ----------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def main() -> None:
         count_start_up(os.environ["COUNT_IN"])
         return
     if "WORLD_SIZE" in os.environ:
-        run(lambda env: measure_agreement(options, env), DDPConfig())
+        end_process(run(lambda env: measure_agreement(options, env), DDPConfig()))
         return
     # torch looks up a host name for each connection, and warns if there is none.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

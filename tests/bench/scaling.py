@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from data import KnockoutDataset
-from ddp_setup import DDPConfig, Distributed, run
+from ddp_setup import DDPConfig, Distributed, end_process, run
 from mask import SharedGraph
 from tests.bench import arguments, count_cores, report, synchronize
 from tests.bench.ranks import agreement_share
@@ -367,7 +367,7 @@ def main() -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc_per_node={options.processes}", "-m", "tests.bench.scaling"]
         os.execv(sys.executable, command + sys.argv[1:])
-    run(partial(measure, options), DDPConfig())
+    end_process(run(partial(measure, options), DDPConfig()))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import task
 import train
 from data_cells import SPLITS
 from data_tables import Tables
+from ddp_setup import end_process
 from metrics import pearson
 from run_results import read_predictions
 from tests.bench import report
@@ -43,7 +44,7 @@ def main() -> None:
     if sys.argv[1:2] == ["by cell"]:  # a run that this program starts
         del sys.argv[1]
         task.weight_scale = scale_by_cell
-        train.main()
+        end_process(train.main())
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -18,7 +18,7 @@ from torch_geometric.data import Data
 
 import train
 from config import Config
-from ddp_setup import Distributed, run
+from ddp_setup import Distributed, end_process, run
 from run_folder import CheckpointConfig, LogConfig, RunConfig
 from task import KnockoutTask
 from tests.tools.runs import ROOT, launch
@@ -69,7 +69,7 @@ def audit_worker(name: str, arguments: list[str]) -> None:
             )
             audits[name](quiet, env)
 
-    run(program, config.ddp)
+    end_process(run(program, config.ddp))
 
 
 # ---- Devices -------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def audit_syncs(config: Config, env: Distributed) -> None:
         if done == STEPS:
             raise AuditDone
         reason = stop_reason(at_once)
-        step = env.progress.step
+        step = env.heartbeat.step
         if step > max(last_step, WARM_UP):
             watch.begin()
         last_step = step
@@ -240,7 +240,7 @@ class WatchOnCPU(CountSynchronisations):
         self.active = True
 
     def record(self, operator: str) -> None:
-        if self.env.progress.phase not in ("data", "agreement"):
+        if self.env.heartbeat.phase not in ("data", "agreement"):
             self.found.add((caller(), operator))
 
     def end(self) -> set[tuple[str, str]]:

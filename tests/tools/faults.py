@@ -23,7 +23,7 @@ from torch import Tensor
 
 import data
 import train
-from ddp_setup import Distributed
+from ddp_setup import Distributed, end_process
 from optim import OptimConfig
 from run_checkpoint import TrainState
 from task import KnockoutTask
@@ -351,7 +351,7 @@ def fault_worker(parent: str, arguments: list[str]) -> None:
         name = arguments[-1].removeprefix("run.name=")
         places = json.loads(os.environ["FAULTS"])
         arm(Path(parent, name), {Path(mark): place for mark, place in places.items()})
-    train.main()
+    end_process(train.main())
 
 
 def arm(folder: Path, faults: dict[Path, list]) -> None:
@@ -369,12 +369,12 @@ def arm(folder: Path, faults: dict[Path, list]) -> None:
 
     def phase_with_faults(env: Distributed, name: str) -> contextlib.AbstractContextManager:
         for mark, (*place, action) in faults.items():
-            if place == [env.rank, env.progress.step, name] and not mark.exists():
+            if place == [env.rank, env.heartbeat.step, name] and not mark.exists():
                 lost_s = time.time() - max(start, last_save(folder))
                 mark.write_text(json.dumps([lost_s, env.limit_s]))
                 context = phase_of(env, name)
                 context.__enter__()  # so that hang reports name this phase
-                inject(action, folder, mark.parent, env.progress.step)
+                inject(action, folder, mark.parent, env.heartbeat.step)
         return phase_of(env, name)
 
     Distributed.phase = phase_with_faults

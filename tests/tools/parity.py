@@ -12,7 +12,7 @@ from torch import Tensor
 import data
 from data import DataConfig
 from data_tables import SPLITS, Tables
-from ddp_setup import Distributed, run
+from ddp_setup import Distributed, end_process, run
 from run_folder import LogConfig, RunConfig
 from tests.tools.runs import launch, parameters, read_metrics, relative_difference
 from train import read_config, train
@@ -93,7 +93,7 @@ def parity_worker(folder: str, arguments: list[str]) -> None:
             )
             train(short, env)
 
-    run(program, config.ddp)
+    end_process(run(program, config.ddp))
 
 
 def load_few_rows(config: DataConfig) -> Tables:
