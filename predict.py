@@ -41,12 +41,13 @@ from config import Parser, run_command
 from data import file_digest
 from ddp_setup import DDPConfig, Distributed, end_process
 from errors import UserError
-from predict_explain import Contribution
+from predict_ensemble import Ensemble, Run, read_run
+from predict_explain import Contribution, name_contributions
 from predict_sets import Chunk, Survey, read_sets, screen, survey_sets, unknown_nodes
 from predict_table import GrowingTable
-from predictor import Predictor, Run, read_run
+from predictor import Predictor as Predictor  # for those who import it from here
 from run_progress import progress_bar
-from task import table_lines
+from run_results import table_lines
 
 log = logging.getLogger("predict")
 CELLS_AT_ONCE = 2**24
@@ -165,23 +166,23 @@ def choose_gpus(device: str) -> list[int]:
 def predict(settings: Settings, env: Distributed) -> None:
     """Writes what the command line asks for; raises `UserError` on every rank."""
     with env.sync_errors():
-        predictor = Predictor.of_ranks(settings.runs, env)
+        ensemble = Ensemble(settings.runs, env)
         is_first = env.rank == 0
-        survey = survey_sets(settings.table, predictor.tables, *settings.rows, has_bar=is_first)
+        survey = survey_sets(settings.table, ensemble.tables, *settings.rows, has_bar=is_first)
         if settings.explain:
-            predictor.check_explained()
+            ensemble.check_explained()
         if settings.parts:
-            predictor.check_parts()
-        check_names(predictor.columns(settings.parts))
+            ensemble.check_parts()
+        check_names(ensemble.columns(settings.parts))
     for note in survey.notes:
         log.warning(f"note      {note}")
     if survey.unknown:
         missing = f"{survey.num_rows - survey.num_known} rows have no prediction"
-        log.warning(f"{missing}: {unknown_nodes(survey.unknown, predictor.tables)}")
+        log.warning(f"{missing}: {unknown_nodes(survey.unknown, ensemble.tables)}")
     if settings.explain:
-        write_explanations(settings, predictor, survey)
+        write_explanations(settings, ensemble, survey)
     else:
-        write_predictions(settings, predictor, survey)
+        write_predictions(settings, ensemble, survey)
 
 
 def check_names(columns: list[str]) -> None:
@@ -191,36 +192,36 @@ def check_names(columns: list[str]) -> None:
             raise UserError(f"two columns would be {name}: predict from Python, by `Predictor`")
 
 
-def write_predictions(settings: Settings, predictor: Predictor, survey: Survey) -> None:
+def write_predictions(settings: Settings, ensemble: Ensemble, survey: Survey) -> None:
     """Writes a line for each row of the table: its set and what is predicted."""
-    columns = predictor.columns(settings.parts)
-    digits = predictor.digits(settings.parts)
+    columns = ensemble.columns(settings.parts)
+    digits = ensemble.digits(settings.parts)
 
     def lines(chunk: Chunk) -> Iterator[str]:
         cells = torch.full((len(chunk.sets), len(columns)), math.nan, dtype=torch.float64)
-        cells[chunk.is_known] = predictor(chunk.samples, settings.parts).flatten(1)
+        cells[chunk.is_known] = ensemble.predict(chunk.samples, settings.parts).flatten(1)
         return table_lines(iter(chunk.sets), cells, digits)
 
-    write_table(settings, predictor, survey, "predictions", columns, lines)
+    write_table(settings, ensemble, survey, "predictions", columns, lines)
 
 
-def write_explanations(settings: Settings, predictor: Predictor, survey: Survey) -> None:
+def write_explanations(settings: Settings, ensemble: Ensemble, survey: Survey) -> None:
     """Writes, for each row of the table and score, as many lines as nodes are asked for.
 
     Where fewer have changed, their cells are empty.
     """
-    num_nodes = min(settings.explain, len(predictor.tables.genes))
+    num_nodes = min(settings.explain, len(ensemble.tables.genes))
     sizes = []  # of the contributions in each chunk
 
     def lines(chunk: Chunk) -> Iterator[str]:
-        values = predictor.contributions(chunk.samples, num_nodes)
+        values = ensemble.contributions(chunk.samples, num_nodes)
         sizes.append(values[..., 1].abs().sum().item())
-        of_known = predictor.name_nodes(values, chunk.samples)
-        return explained_lines(chunk, predictor.targets, of_known, num_nodes)
+        of_known = name_contributions(values, chunk.samples, ensemble.ways)
+        return explained_lines(chunk, ensemble.targets, of_known, num_nodes)
 
     columns = ["score", *Contribution._fields]
-    lines_per_row = num_nodes * len(predictor.targets)
-    write_table(settings, predictor, survey, "explained", columns, lines, lines_per_row)
+    lines_per_row = num_nodes * len(ensemble.targets)
+    write_table(settings, ensemble, survey, "explained", columns, lines, lines_per_row)
     if sizes and not any(sizes):  # none if all rows stood there
         log.warning("note      no node contributes: perhaps best.pt is where training started")
 
@@ -244,7 +245,7 @@ def explained_lines(
 
 def write_table(
     settings: Settings,
-    predictor: Predictor,
+    ensemble: Ensemble,
     survey: Survey,
     kind: str,
     columns: Sequence[str],
@@ -255,7 +256,7 @@ def write_table(
 
     `lines` is called on every rank; what it returns is written by rank 0.
     """
-    env = predictor.env
+    env = ensemble.env
     output = settings.output(kind)
     table = None
     with contextlib.ExitStack() as stack:
@@ -269,8 +270,8 @@ def write_table(
             log.info(f"{output} goes on after {num_done:,} of {survey.num_rows:,} rows")
         first, last = settings.rows
         cells_per_row = len(columns) * lines_per_row
-        most = max(1, min(predictor.rows_at_once, CELLS_AT_ONCE // cells_per_row))
-        chunks = read_sets(settings.table, predictor.tables, first + num_done, last, most)
+        most = max(1, min(ensemble.rows_at_once, CELLS_AT_ONCE // cells_per_row))
+        chunks = read_sets(settings.table, ensemble.tables, first + num_done, last, most)
         bar = progress_bar(
             survey.num_rows, kind, unit=" rows", initial=num_done, is_shown=env.rank == 0
         )

@@ -1,6 +1,4 @@
-"""The rows of a test.tsv: scores, predictions and baseline of the test rows.
-
-`KnockoutTask.result_lines` writes them.
+"""test.tsv: scores, predictions and baseline of the test rows, as they are written and read.
 
 Shapes: n rows of T scores.
 """
@@ -8,14 +6,16 @@ Shapes: n rows of T scores.
 import math
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from data_cells import parse_number
+from data_tables import Tables
 from errors import UserError
 
 SUFFIXES = ("", "_prediction", "_baseline")  # of the columns of a target
@@ -112,6 +112,66 @@ def level_of(name: str) -> str:
     level = parse_number(end)
     has_level = sign and math.isfinite(level)
     return f"{level:.15g}" if has_level else "0"  # as 00.3 may stand for 0.3
+
+
+def result_lines(
+    tables: Tables, prediction: Tensor, baseline: Tensor, digits: Tensor
+) -> Iterator[str]:
+    """Yields the lines of test.tsv: for each test row its nodes, and those that are unseen.
+
+    Of these, it gives the number, one for each score if they differ, and the names. Then follow
+    the column `weight` or `sd` if the table has it, and for each target score, prediction and
+    baseline; a missing score is an empty cell. Prediction and baseline are those of the test rows,
+    [n, T]; `digits` says how many significant digits each target has, long [T].
+    """
+    rows = tables.rows("test")
+    numbers = torch.stack([tables.y[rows], prediction, baseline], dim=2).flatten(start_dim=1)
+    digits = digits.repeat_interleave(len(SUFFIXES))
+    header = ["genes", "unseen", "unseen_genes"]
+    name = "weight" if tables.sd is None else "sd"
+    of_rows = getattr(tables, name)
+    if of_rows is not None:
+        header.append(name)
+        numbers = torch.cat([of_rows[rows].unsqueeze(1), numbers], dim=1)
+        digits = torch.cat([torch.tensor([7]), digits])
+    header += [target + suffix for target in tables.targets for suffix in SUFFIXES]
+    yield "\t".join(header) + "\n"
+    yield from table_lines(row_labels(tables, "test"), numbers, digits)
+
+
+def row_labels(tables: Tables, split: str) -> Iterator[str]:
+    """Yields the first three cells of each row of a split: its nodes, and those unseen."""
+    is_in_split = tables.is_in(split)[tables.sample()]
+    perturbed = tables.perturbed[is_in_split]
+    genes = tables.names(perturbed, tables.level[is_in_split])
+    present = ~tables.y[tables.sample()[is_in_split]].isnan()
+    is_named = (present & ~tables.is_seen()[perturbed]).any(dim=1)  # for a score of the row
+    names = []
+    for node, is_unseen in zip(perturbed.tolist(), is_named.tolist(), strict=True):
+        names.append(tables.genes[node] if is_unseen else "")
+    unseen_genes = iter(names)
+    unseen = tables.unseen(split)  # [rows, T]
+    is_equal = (unseen == unseen[:, :1]).all(dim=1).tolist()
+    counts = tables.perturbed_ptr.diff()[tables.rows(split)].tolist()
+    for row, count in enumerate(counts):
+        numbers = unseen[row, :1] if is_equal[row] else unseen[row]
+        cells = [
+            ",".join(islice(genes, count)),
+            ",".join(map(str, numbers.tolist())),
+            ",".join(filter(None, islice(unseen_genes, count))),
+        ]
+        yield "\t".join(cells)
+
+
+def table_lines(labels: Iterator[str], numbers: Tensor, digits: Tensor) -> Iterator[str]:
+    """Yields a line for each row of numbers [n, C]: its label, and a cell each, empty for nan.
+
+    `digits` says how many significant digits each column has, long [C].
+    """
+    template = "".join(f"\t%.{count}g" for count in digits.tolist()) + "\n"
+    for some_numbers in numbers.split(100):  # as lists, they take four times the memory
+        for row in some_numbers.tolist():
+            yield next(labels) + (template % tuple(row)).replace("\tnan", "\t")
 
 
 def read_predictions(path: Path) -> Predictions:

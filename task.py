@@ -7,13 +7,9 @@ are in train.py. A task of your own keeps the names that train.py and predict.py
 Shapes: N nodes, n rows of T scores, B samples in a batch.
 """
 
-import copy
 import importlib.util
 import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,24 +21,20 @@ from torch.nn.functional import (
     mse_loss,
 )
 from torch_geometric.data import Data
-from torch_geometric.profile import get_data_size
 
 import data
-from baseline import UNSOLVED, Baseline, blank_baseline, effective_share, load_baseline
+from baseline import UNSOLVED, Baseline, effective_share, load_baseline
 from config import Config
-from data import KnockoutDataset, make_loader, target_nodes, weight_scale
+from data import KnockoutDataset, target_nodes, weight_scale
 from data_tables import OF_SAMPLES, SPLITS, Tables
 from ddp_setup import Distributed
 from errors import UserError
 from mask import SharedGraph
 from metrics import compare, mse, weighted_mean
-from model import PARTS, KnockoutGNN
-from run_progress import progress_bar
+from model import KnockoutGNN
 
 log = logging.getLogger("task")
-LARGE_BATCH = 8192  # samples that are predicted at once where each costs next to nothing
 FEW = 0.1  # of the training rows, as which all count by their weights, from which the log says so
-MOST_KEPT = 2**29  # bytes of batches that are kept for the next validation
 
 
 @dataclass
@@ -79,29 +71,6 @@ class KnockoutTask:
         dataset, route = make_dataset(tables, graph, config)
         return cls(config, tables, fingerprint, baseline, graph, mean, std, dataset, route)
 
-    @classmethod
-    def of_run(
-        cls, config: Config, checkpoint: dict[str, Any], tables: Tables, graph: SharedGraph
-    ) -> "KnockoutTask":
-        """Returns the task in which a run's model predicts, whose tables have no samples yet."""
-        size = (len(tables.genes), len(tables.targets))
-        return cls(
-            config=config,
-            tables=tables,
-            fingerprint=checkpoint["data"],
-            baseline=blank_baseline(*size, checkpoint["basis"]),
-            graph=graph,
-            mean=checkpoint["mean"].to(graph.device),
-            std=checkpoint["std"].to(graph.device),
-            dataset=KnockoutDataset(tables, graph.degree),
-            route="",
-        )
-
-    def planned_for(self, samples: Tables) -> "KnockoutTask":
-        """Returns the task that predicts samples such as these, at least one, on the same graph."""
-        dataset, route = make_dataset(samples, self.graph, self.config)
-        return replace(self, tables=samples, dataset=dataset, route=route)
-
     def with_samples(self, samples: Tables) -> "KnockoutTask":
         """Returns the task that predicts other samples, on the same graph."""
         return replace(self, tables=samples, dataset=replace(self.dataset, tables=samples))
@@ -124,13 +93,6 @@ class KnockoutTask:
             "std": self.std.cpu(),
             "basis": self.baseline.basis,
         }
-
-    @property
-    def evaluation_batch_size(self) -> int:
-        """The samples that are predicted at once, over all ranks."""
-        if self.config.model.has_knockout_pass:
-            return self.config.data.batch_size
-        return max(self.config.data.batch_size, LARGE_BATCH)
 
     def build_model(self) -> nn.Module:
         """Returns the model that is trained, on the CPU; raises `UserError`."""
@@ -178,20 +140,6 @@ class KnockoutTask:
         scores = self.rescale(prediction)
         return scores.sigmoid() if self.config.optim.loss == "binary" else scores
 
-    def predict_parts(self, model: nn.Module, batch: Data) -> Tensor:
-        """Returns the predictions of a batch and, behind each, its parts, float64 [B, T, 1 + 3].
-
-        The `PARTS` are in the units of the scores or, for optim.loss=binary, of logits. What is
-        known without the graph has the mean of the scores in it; those that the model does not have
-        are 0.
-        """
-        parts = model.parts(self.graph, batch)
-        prediction = sum(parts.values())
-        none = torch.zeros_like(prediction)
-        columns = [self.std * parts.get(name, none) for name in PARTS]
-        columns[0] = self.mean + columns[0]
-        return torch.stack([self.to_scores(prediction), *columns], dim=2)
-
     def metrics(self, split: str, prediction: Tensor) -> dict[str, float]:
         """Returns what predictions of a split's rows, [n, T], are worth, beside the baseline.
 
@@ -218,31 +166,6 @@ class KnockoutTask:
         num_scored = int((~y.isnan()).any(dim=1).sum())
         return {**means, "n": num_scored, "rows": len(rows)}
 
-    def result_lines(self, prediction: Tensor) -> Iterator[str]:
-        """Yields the lines of test.tsv: for each test row its nodes, and those that are unseen.
-
-        Of these, it gives the number, one for each score if they differ, and the names. Then follow
-        the column `weight` or `sd` if the table has it, and for each target score, prediction
-        [n, T] and baseline; a missing score is an empty cell.
-        """
-        tables = self.tables
-        rows = tables.rows("test")
-        baseline = self.baseline.prediction[rows]
-        scores = torch.stack([tables.y[rows], prediction, baseline], dim=2)
-        values = scores.flatten(start_dim=1)
-        digits = torch.repeat_interleave(self.digits(), scores.size(2))
-        header = ["genes", "unseen", "unseen_genes"]
-        name = "weight" if tables.sd is None else "sd"
-        of_rows = getattr(tables, name)
-        if of_rows is not None:
-            header.append(name)
-            values = torch.cat([of_rows[rows].unsqueeze(1), values], dim=1)
-            digits = torch.cat([torch.tensor([7]), digits])
-        for target in tables.targets:
-            header += [target, f"{target}_prediction", f"{target}_baseline"]
-        yield "\t".join(header) + "\n"
-        yield from table_lines(self._labels("test"), values, digits)
-
     def digits(self) -> Tensor:
         """Returns how many digits of each score are written, long [T].
 
@@ -250,30 +173,6 @@ class KnockoutTask:
         """
         distance = (self.mean.abs() / self.std).cpu().clamp(min=1)
         return (7 + distance.log10().floor().long()).clamp(max=17)
-
-    def _labels(self, split: str) -> Iterator[str]:
-        """Yields the first cells of the lines of test.tsv."""
-        tables = self.tables
-        is_in_split = tables.is_in(split)[tables.sample()]
-        perturbed = tables.perturbed[is_in_split]
-        genes = tables.names(perturbed, tables.level[is_in_split])
-        present = ~tables.y[tables.sample()[is_in_split]].isnan()
-        is_named = (present & ~tables.is_seen()[perturbed]).any(dim=1)  # for a score of the row
-        names = []
-        for node, is_unseen in zip(perturbed.tolist(), is_named.tolist(), strict=True):
-            names.append(tables.genes[node] if is_unseen else "")
-        unseen_genes = iter(names)
-        unseen = tables.unseen(split)  # [rows, T]
-        is_equal = (unseen == unseen[:, :1]).all(dim=1).tolist()
-        counts = tables.perturbed_ptr.diff()[tables.rows(split)].tolist()
-        for row, count in enumerate(counts):
-            numbers = unseen[row, :1] if is_equal[row] else unseen[row]
-            cells = [
-                ",".join(islice(genes, count)),
-                ",".join(map(str, numbers.tolist())),
-                ",".join(filter(None, islice(unseen_genes, count))),
-            ]
-            yield "\t".join(cells)
 
     def summary(self) -> str:
         """Returns the numbers of nodes, edges and samples as a line for the log."""
@@ -354,98 +253,3 @@ def check_scores(tables: Tables, config: Config) -> None:
         log.warning("note      all scores are 0 or 1: optim.loss=binary predicts probabilities")
     if config.model.readout != "nodes" and set(tables.targets) <= set(tables.genes):
         log.warning("note      all scores are named after nodes: model.readout=nodes suits them")
-
-
-def batches_of_rank(task: KnockoutTask, rows: Tensor, env: Distributed) -> Sequence[Tensor]:
-    """Returns the rows of each batch in which this rank predicts its share of some rows."""
-    rows_of_rank = rows[env.rank :: env.world_size]
-    return rows_of_rank.split(math.ceil(task.evaluation_batch_size / env.world_size))
-
-
-class KeptBatches:
-    """The batches in which this rank predicts its share of some rows, which are predicted often.
-
-    Those that fit in `MOST_KEPT` are made, and planned, by the first iteration alone.
-    """
-
-    def __init__(self, task: KnockoutTask, rows: Tensor, env: Distributed):
-        self.dataset = task.dataset
-        self.batches = batches_of_rank(task, rows, env)
-        self.device = env.device
-        self.kept = []
-        self.bytes_left = MOST_KEPT
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Data]:
-        for batch in self.kept:
-            yield copy.copy(batch)  # as `to` changes a batch in place
-        others = self.batches[len(self.kept) :]
-        for batch in make_loader(self.dataset, others, workers=0, device=self.device):
-            self.bytes_left -= get_data_size(batch)
-            if self.bytes_left >= 0:
-                self.kept.append(copy.copy(batch))
-            yield batch
-
-
-def predict_rows(
-    model: nn.Module,
-    task: KnockoutTask,
-    rows: Tensor,
-    env: Distributed,
-    kept: KeptBatches | None = None,
-) -> Tensor:
-    """Returns predictions of these rows of the task on every rank, float64 [len(rows), T].
-
-    They are those of the bare model in the units of the scores, probabilities if optim.loss=binary.
-    `kept` are the batches of these rows, if they are predicted often.
-    """
-    model.eval()
-
-    def scores(batch: Data) -> Tensor:
-        return task.to_scores(model(task.graph, batch))
-
-    return compute_rows(scores, (len(task.tables.targets),), task, rows, env, kept)
-
-
-@torch.no_grad()
-def compute_rows(
-    function: Callable[[Data], Tensor],
-    shape: tuple[int, ...],
-    task: KnockoutTask,
-    rows: Tensor,
-    env: Distributed,
-    kept: KeptBatches | None = None,
-) -> Tensor:
-    """Returns a function of these rows of the task on every rank, float64 [len(rows), *shape].
-
-    It takes a batch on the device, and gives [B, *shape]. Each row is computed on one rank; the
-    all-reduce adds only zeros to it and is therefore exact.
-    """
-    values = torch.zeros((len(rows), *shape), dtype=torch.float64, device=env.device)
-    values_of_rank = values[env.rank :: env.world_size]  # a view
-    batches = kept
-    if kept is None:
-        rows_of_batches = batches_of_rank(task, rows, env)
-        batches = make_loader(task.dataset, rows_of_batches, workers=0, device=env.device)
-    start = 0
-    for batch in progress_bar(batches, "predicting", unit="batch", is_shown=env.rank == 0):
-        with env.phase("evaluation"):
-            if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
-                break
-            of_batch = function(batch.to(env.device, non_blocking=True))
-            values_of_rank[start : start + len(of_batch)] = of_batch
-            start += len(of_batch)
-    return env.sum(values).cpu()
-
-
-def table_lines(sets: Iterator[str], values: Tensor, digits: Tensor) -> Iterator[str]:
-    """Yields a line for each row of values [n, C]: its set, and a cell each, empty for nan.
-
-    `digits` says how many significant digits each column has, long [C].
-    """
-    template = "".join(f"\t%.{count}g" for count in digits.tolist()) + "\n"
-    for some_values in values.split(100):  # as lists, they take four times the memory
-        for row in some_values.tolist():
-            yield next(sets) + (template % tuple(row)).replace("\tnan", "\t")

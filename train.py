@@ -46,9 +46,11 @@ from ddp_watchdog import StopTraining
 from errors import RunError
 from metrics import first_metric, quality, result_text
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
+from predict_rows import KeptBatches, predict_rows
 from run_checkpoint import TrainState
 from run_folder import RunFolder
-from task import KeptBatches, KnockoutTask, predict_rows
+from run_results import result_lines
+from task import KnockoutTask
 
 log = logging.getLogger("train")
 
@@ -232,12 +234,14 @@ def validate(
 def test(task: KnockoutTask, state: TrainState, folder: RunFolder, env: Distributed) -> None:
     """Tests the best model, and ends the run; raises `StopTraining` on every rank."""
     state.model.load_state_dict(state.best_model)
-    prediction = predict_rows(state.model, task, task.rows("test"), env)
+    rows = task.rows("test")
+    prediction = predict_rows(state.model, task, rows, env)
     reason = env.stop_reason()
     if reason:
         raise StopTraining(reason)
     result = task.metrics("test", prediction)
-    folder.finish(state, result, task.result_lines(prediction))
+    lines = result_lines(task.tables, prediction, task.baseline.prediction[rows], task.digits())
+    folder.finish(state, result, lines)
     num_samples = f"{result['n']:,} samples"
     if result["n"] < result["rows"]:
         num_samples += f" with a score, of {result['rows']:,}"

@@ -32,7 +32,7 @@ import ddp_watchdog
 import metrics
 import optim
 import predict
-import predictor
+import predict_ensemble
 import run_checkpoint
 import run_progress
 import train
@@ -235,7 +235,7 @@ def fill_disk_in_test() -> None:
     def fill(*arguments: object) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
 
-    call_before(KnockoutTask, "result_lines", fill)
+    call_before(train, "result_lines", fill)
 
 
 def fill_disk_in_prediction() -> None:
@@ -249,7 +249,7 @@ def fill_disk_in_prediction() -> None:
 
 def predict_at_once(num_rows: str) -> None:
     """So many rows are predicted, and written, at once."""
-    predictor.MOST = int(num_rows)
+    predict_ensemble.MOST = int(num_rows)
 
 
 def die_after_appends(number: str) -> None:

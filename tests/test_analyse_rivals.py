@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +21,7 @@ from data_tables import Tables
 from errors import UserError
 from metrics import pearson
 from run_checkpoint import write_atomically
-from run_results import read_predictions
-from task import KnockoutTask
+from run_results import read_predictions, result_lines
 from tests.bench import quality
 from tests.bench.baselines import (
     BASELINES,
@@ -399,11 +397,8 @@ def test_the_study_draws_the_units_that_the_analysis_draws(tmp_path, split):
     tables.y[rows_of_some, 1] = math.nan
     tables.targets = ["a", "b"]
     rows = tables.rows("test")
-    fields = dict.fromkeys(KnockoutTask.__dataclass_fields__)
-    fields |= {"tables": tables, "baseline": SimpleNamespace(prediction=tables.y)}
-    num_targets = tables.y.size(1)
-    fields |= {"mean": torch.zeros(num_targets), "std": torch.ones(num_targets)}
-    lines = KnockoutTask(**fields).result_lines(tables.y[rows])
+    scores = tables.y[rows]
+    lines = result_lines(tables, scores, scores, digits=torch.tensor([7, 7]))
     write_atomically(tmp_path / "test.tsv", lines)
     of_file = read_predictions(tmp_path / "test.tsv").unit()
     found = quality.units(tables)

@@ -23,6 +23,7 @@ from data import KnockoutDataset, StepSampler, load, make_loader, with_example
 from data_tables import Tables
 from errors import DataError
 from predict import Predictor
+from predict_ensemble import task_of_run
 from task import KnockoutTask, make_dataset
 from tests.conftest import ROOT, fork_ranks, join, launch_forked
 from tests.tools import parity
@@ -296,7 +297,7 @@ def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(
     predictor = Predictor(tmp_path / "runs/run", device="cpu")
     from_python = predictor.predict(sets, columns=columns).mean
     np.testing.assert_allclose(from_python, predicted, rtol=1e-4, atol=1e-4)
-    if all(hasattr(model, "parts") for model in predictor.models):
+    if all(hasattr(model, "parts") for model in predictor.ensemble.models):
         total = sum(predictor.parts(sets, columns=columns).values())
         if config.optim.loss == "binary":
             total = 1 / (1 + np.exp(-total))
@@ -372,7 +373,7 @@ def test_the_state_dict_holds_all_that_a_prediction_depends_on(
     assert torch.equal(prediction, expected)
     # The scale of the scores is beside it in a checkpoint.
     without_samples = Tables.of_graph(task.tables.graph_fields())
-    of_run = KnockoutTask.of_run(task.config, task.origin(), without_samples, graph)
+    of_run = task_of_run(task.config, task.origin(), without_samples, graph)
     of_run.build_model().load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     assert torch.equal(of_run.rescale(prediction), task.rescale(expected))
     assert not torch.allclose(elsewhere.rescale(prediction), task.rescale(expected))

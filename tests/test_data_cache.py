@@ -198,7 +198,7 @@ ALL = ["baseline", "split", "tables"]
         ("data_cells.py", '"""Some consecutive rows', '"""Consecutive rows', []),
         # Others.
         ("model.py", "SCALE = 10.0", "SCALE = 12.0", []),
-        ("task.py", "LARGE_BATCH = 8192", "LARGE_BATCH = 4096", []),
+        ("task.py", "FEW = 0.1", "FEW = 0.2", []),
         ("baseline.py", "TARGETS_AT_ONCE = 64", "TARGETS_AT_ONCE = 32", ["baseline"]),
         ("baseline.py", '"""What is known of the scores', '"""What is known of them', []),
         ("data.py", "* config.test_fraction", "* (config.test_fraction)", []),

@@ -26,7 +26,7 @@ from run_results import level_of
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
 from tests.conftest import write_table
-from tests.tools.runs import pack_levels, small_graph, tables_of
+from tests.tools.runs import lines_of_test, pack_levels, small_graph, tables_of
 from tests.tools.syncs import CountSynchronisations
 
 EDGES = [
@@ -289,7 +289,7 @@ def test_rows_of_the_same_nodes_and_levels_stay_together_in_a_split():
 def test_lines_of_test_tsv_name_levels(tmp_path):
     tables = read(tmp_path, ["a", "b=0.5", "c=2,a=0.125"])
     task = KnockoutTask.from_tables(tables, Config(data=DataConfig(cache_dir=str(tmp_path))))
-    _, line = task.result_lines(torch.zeros(1, 1))
+    _, line = lines_of_test(task, torch.zeros(1, 1))
     assert line.split("\t")[0] == "a=0.125,c=2"
 
 

@@ -23,6 +23,7 @@ from run_results import read_predictions
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.oracle import Oracle, Parameters, combination, figures
+from tests.tools.runs import lines_of_test
 
 LEVELS = ([0], [0, 1], [0.3], [0, 0.3, 1], [0.5, 2, 1], [0, 0.3, 0.5, 1, 2], [0, 0.5, 10_000])
 SHARES = (0.3, 0.15, 0.1, 0.15, 0.1, 0.15, 0.05)  # of the tables that have these levels
@@ -345,7 +346,7 @@ def compare_test_rows(task: KnockoutTask, oracle: Oracle, folder: Path) -> None:
         np.testing.assert_array_equal(task.tables.unseen(split), expected)
     path = folder / "test.tsv"
     rows = task.rows("test")
-    path.write_text("".join(task.result_lines(task.baseline.prediction[rows])))
+    path.write_text("".join(lines_of_test(task, task.baseline.prediction[rows])))
     predictions = read_predictions(path)
     if predictions.weight is not None:
         np.testing.assert_allclose(predictions.weight, oracle.weight[oracle.split == 2], rtol=1e-6)

@@ -236,7 +236,7 @@ def test_parts_of_several_scores_stand_beside_each(train, predict, tmp_path):
 def test_an_own_model_without_parts_says_so(train, tmp_path):
     train(0, "run.name=run").check()
     predictor = Predictor(tmp_path / "runs/run")
-    predictor.models = [torch.nn.Linear(1, 1)]
+    predictor.ensemble.models = [torch.nn.Linear(1, 1)]
     with pytest.raises(UserError, match=r"best.pt has no parts: give it a method as `KnockoutGNN"):
         predictor.parts(["Y01"])
 

@@ -18,11 +18,12 @@ from tests.conftest import MODULES, ROOT
 SHELVES = {
     "commands": {
         "train": (
-            "config data ddp_setup ddp_watchdog errors metrics optim run_checkpoint run_folder task"
+            "config data ddp_setup ddp_watchdog errors metrics optim predict_rows run_checkpoint "
+            "run_folder run_results task"
         ),
         "predict": (
-            "config data ddp_setup errors predict_explain predict_sets predict_table predictor "
-            "run_progress task"
+            "config data ddp_setup errors predict_ensemble predict_explain predict_sets "
+            "predict_table predictor run_progress run_results"
         ),
         "analyse": (
             "analyse_metrics analyse_rivals config data data_tables ddp_setup errors metrics "
@@ -30,10 +31,7 @@ SHELVES = {
         ),
     },
     "what you edit": {
-        "task": (
-            "baseline config data data_tables ddp_setup errors mask metrics model model_reach "
-            "run_progress"
-        ),
+        "task": "baseline config data data_tables ddp_setup errors mask metrics model model_reach",
         "config": "data ddp_setup errors model optim run_folder run_progress",
         "model": "mask",
         "data": "data_cache data_tables errors",
@@ -56,18 +54,23 @@ SHELVES = {
         "errors": "",
         "mask": "",
         "model_reach": "mask model",
+        "predict_ensemble": (
+            "baseline config data data_tables ddp_setup errors mask model predict_explain "
+            "predict_rows predict_sets run_checkpoint run_folder task"
+        ),
         "predict_explain": "data_tables errors mask model",
+        "predict_rows": "config data ddp_setup run_progress task",
         "predict_sets": "data_cells data_names data_tables errors",
         "predict_table": "errors run_checkpoint",
         "predictor": (
-            "config data data_cells data_tables ddp_setup errors mask model predict_explain "
-            "predict_sets run_checkpoint run_folder task"
+            "data_cells data_tables ddp_setup errors model predict_ensemble predict_explain "
+            "predict_sets"
         ),
         "run_checkpoint": "errors",
         "run_folder": "data_cache ddp_setup errors run_checkpoint run_plots run_progress",
         "run_plots": "",
         "run_progress": "",
-        "run_results": "data_cells errors",
+        "run_results": "data_cells data_tables errors",
     },
 }
 IMPORTS = {

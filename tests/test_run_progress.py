@@ -17,8 +17,9 @@ from data_cells import read_header, read_rows
 from data_tables import read_tables
 from ddp_setup import DDPConfig, Distributed
 from model import ModelConfig
+from predict_rows import predict_rows
 from run_progress import FILE_S, BarClearer, RunProgress, progress_bar, time_left
-from task import KnockoutTask, predict_rows
+from task import KnockoutTask
 from tests.conftest import write_table
 from tests.test_baseline_combination import combined_tables
 from tests.test_targets import additive_tables

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from data import load
 from data_tables import Tables
 from errors import UserError
 from run_checkpoint import write_atomically
-from run_results import Predictions, read_predictions
-from task import KnockoutTask
+from run_results import Predictions, read_predictions, result_lines
 from tests.conftest import DEFAULTS, write_table
 from tests.test_targets import gappy_tables
 from tests.tools.runs import pack_sets, read_metrics
@@ -94,10 +92,7 @@ def test_what_is_written_is_read(tmp_path, num_rows):
     tables = Tables(genes, ["r"], *edges, *pack_sets(sets), y, split, targets=["s", "s_prediction"])
     prediction = normal(num_rows, 2, seed=2)
     prediction[-1, 0] = math.nan
-    fields = dict.fromkeys(KnockoutTask.__dataclass_fields__)
-    fields |= {"tables": tables, "baseline": SimpleNamespace(prediction=baseline)}
-    fields |= {"mean": torch.zeros(2), "std": torch.ones(2)}
-    lines = KnockoutTask(**fields).result_lines(prediction)
+    lines = result_lines(tables, prediction, baseline[::2], digits=torch.tensor([7, 7]))
     write_atomically(tmp_path / "test.tsv", lines)
     read = read_predictions(tmp_path / "test.tsv")
     assert read.targets == ["s", "s_prediction"]

@@ -14,11 +14,12 @@ from data import DataConfig, load, node_split, random_split
 from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
 from metrics import pearson
+from predict_rows import predict_rows
 from predict_sets import read_sets
 from run_results import read_predictions
-from task import KnockoutTask, predict_rows
+from task import KnockoutTask
 from tests.conftest import write_table
-from tests.tools.runs import tables_of
+from tests.tools.runs import lines_of_test, tables_of
 
 EFFECTS = (-3.0, -2.0, -1.0, 1.0, 2.0, 3.0)  # of the nodes of each module
 NODES = [f"g{k:02}" for k in range(60)]
@@ -88,7 +89,7 @@ def test_a_row_without_a_score_or_at_level_1_makes_no_node_seen(tmp_path, cells)
     assert not tables.is_seen()[::10].any()
     assert tables.unseen("test").eq(1).all()
     assert tables.unseen_share("test") == 1
-    lines = list(task_of(tmp_path, tables).result_lines(torch.zeros(len(y), 1)))
+    lines = lines_of_test(task_of(tmp_path, tables), torch.zeros(len(y), 1))
     cells = [line.split("\t")[:3] for line in lines[1:]]
     assert {tuple(row[1:]) for row in cells} == {("1", name) for name in TEST_NODES}
 
@@ -109,7 +110,7 @@ def test_a_node_is_seen_for_each_score_by_itself(tmp_path):
     assert tables.unseen_share("test") == 0.5
     task = task_of(tmp_path, tables)
     path = tmp_path / "test.tsv"
-    path.write_text("".join(task.result_lines(torch.zeros(len(y), 2))))
+    path.write_text("".join(lines_of_test(task, torch.zeros(len(y), 2))))
     found = read_predictions(path)
     assert found.unseen.tolist() == [[0, 1]] * 36
     assert found.unseen_genes == [name for name in TEST_NODES for _ in range(3)]
@@ -166,7 +167,7 @@ def test_unseen_nodes_stand_in_test_tsv_with_a_number_for_each_score_where_these
         ("a,b,d", "2", "a,d"),  # b is unseen for the score that the row lacks
     ]
     path = tmp_path / "test.tsv"
-    path.write_text("".join(task_of(tmp_path, tables).result_lines(torch.zeros(6, 2))))
+    path.write_text("".join(lines_of_test(task_of(tmp_path, tables), torch.zeros(6, 2))))
     lines = path.read_text().splitlines()
     assert [tuple(line.split("\t")[:3]) for line in lines[1:]] == expected
     found = read_predictions(path)

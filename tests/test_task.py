@@ -9,18 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch_geometric.profile import get_data_size
 
 from analyse_metrics import analyse
 from config import Config
 from data import DataConfig
 from data_tables import Tables, mean_and_std
-from ddp_setup import DDPConfig, Distributed
 from metrics import quality
-from model import ModelConfig
 from optim import OptimConfig
 from run_results import read_predictions
-from task import KeptBatches, KnockoutTask, predict_rows
+from task import KnockoutTask
 from tests.conftest import write_table
 from tests.test_targets import additive_tables, gappy_tables, without_validation
 from tests.tools.runs import pack_sets, read_metrics, tables_of
@@ -82,29 +79,6 @@ def test_training_hides_as_many_nodes_as_are_unseen_in_validation(sets, split, u
     )
     model = KnockoutTask.from_tables(tables, Config()).build_model()
     assert model.unseen == pytest.approx(unseen)
-
-
-@pytest.mark.parametrize("num_kept", [4, 2, 0])
-def test_batches_that_fit_in_memory_are_made_once(monkeypatch, num_kept):
-    config = Config(data=DataConfig(batch_size=8), model=ModelConfig(message_passing="reach"))
-    task = KnockoutTask.from_tables(additive_tables(noise=1.0), config)
-    model = task.build_model()
-    env = Distributed(DDPConfig())
-    rows = torch.arange(5, 35)
-    made = []
-    plan = task.dataset.transform
-    task.dataset.transform = lambda batch: made.append(batch.index.tolist()) or plan(batch)
-    expected = predict_rows(model, task, rows, env)
-    batches = [task.dataset.__getitems__(some.tolist()) for some in rows.split(8)]
-    most = sum(map(get_data_size, batches[:num_kept]))
-    monkeypatch.setattr("task.MOST_KEPT", most)
-    kept = KeptBatches(task, rows, env)
-    next(iter(kept))  # one that is not read to its end
-    for _ in range(3):
-        made.clear()
-        assert torch.equal(predict_rows(model, task, rows, env, kept), expected)
-        assert len(kept.kept) == num_kept
-    assert made == [batch.index.tolist() for batch in batches[num_kept:]]
 
 
 # ---- Validation without scores -------------------------------------------------------------------

@@ -29,8 +29,9 @@ from errors import DataError, RunError, UserError
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from optim import OptimConfig, build_optimizer
+from predict_rows import predict_rows
 from run_checkpoint import TrainState
-from task import KnockoutTask, predict_rows
+from task import KnockoutTask
 from tests.tools.runs import tables_of, task_of
 
 NUM_NODES = 12

@@ -56,8 +56,9 @@ from metrics import (
     resampled_mean,
     resampled_pearson,
 )
+from predict_rows import predict_rows
 from run_checkpoint import load_model, read_checkpoint, write_atomically
-from task import KnockoutTask, predict_rows
+from task import KnockoutTask
 from tests.bench import report
 from tests.bench.baselines import BASELINES, LEVELS, Problem
 from tests.bench.profiles import RIVALS, Profiles, are_profiles

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 import predict
-import predictor
+import predict_ensemble
 from config import Config
 from errors import UserError
 from mask import SharedGraph
@@ -68,9 +68,9 @@ def test_what_a_command_refers_to_exists(command, tmp_path, monkeypatch):
     elif program == "predict.py":
         saved = dataclasses.asdict(Config())
         hashes = {"graph": "0", "basis": None}
-        monkeypatch.setattr(predictor, "read_graph", lambda path: {"graph": "0"})
+        monkeypatch.setattr(predict_ensemble, "read_graph", lambda path: {"graph": "0"})
         monkeypatch.setattr(
-            predictor,
+            predict_ensemble,
             "read_checkpoint",
             lambda path: {"config": saved, "file": str(path), **hashes},
         )
@@ -222,7 +222,7 @@ def has_name(owner: Any, name: str) -> bool:
 
 def test_the_names_that_commands_use_of_a_task_are_those_on_the_page():
     page = (ROOT / "docs/adapting.md").read_text()
-    for script in ("train.py", "predict.py"):
+    for script in ("train.py", "predict_rows.py", "predict_ensemble.py"):
         rows = re.findall(rf"^\| `{script}` \| (`[a-z].*) \|$", page, re.M)
         listed = set(re.findall(r"`(\w+)`", " ".join(rows)))
         text = TEXTS[ROOT / script]

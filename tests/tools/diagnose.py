@@ -14,9 +14,10 @@ from data_tables import SPLITS
 from ddp_setup import Distributed, setup
 from errors import UserError
 from metrics import first_metric
+from predict_rows import predict_rows
 from run_checkpoint import load_model
 from run_folder import RunFolder
-from task import KnockoutTask, predict_rows
+from task import KnockoutTask
 from train import autocast, read_config
 
 SHOWN = 20  # bad rows printed at most

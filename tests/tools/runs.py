@@ -16,7 +16,7 @@ from config import Config
 from data import KnockoutDataset
 from data_tables import Tables, pack
 from mask import SharedGraph
-from run_results import Predictions
+from run_results import Predictions, result_lines
 from task import KnockoutTask
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +84,12 @@ def task_of(
         dataset=dataset,
         route="",
     )
+
+
+def lines_of_test(task: KnockoutTask, prediction: Tensor) -> list[str]:
+    """Returns the lines of test.tsv, given predictions of the test rows."""
+    baseline = task.baseline.prediction[task.rows("test")]
+    return list(result_lines(task.tables, prediction, baseline, task.digits()))
 
 
 def predictions_of(y: Tensor, prediction: Tensor, baseline: Tensor) -> Predictions:

@@ -1,0 +1,121 @@
+"""The loop over rows that are predicted: in validation, in the test and by predict.py.
+
+Every function is called on all ranks, which share the rows.
+
+Shapes: n rows, B samples in a batch, T scores.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch_geometric.data import Data
+from torch_geometric.profile import get_data_size
+
+from config import Config
+from data import KnockoutDataset, make_loader
+from ddp_setup import Distributed
+from run_progress import progress_bar
+from task import KnockoutTask
+
+LARGE_BATCH = 8192  # samples that are predicted at once where each costs next to nothing
+MOST_KEPT = 2**29  # bytes of batches that are kept for the next validation
+
+
+def evaluation_batch_size(config: Config) -> int:
+    """Returns how many samples are predicted at once, over all ranks."""
+    if config.model.has_knockout_pass:
+        return config.data.batch_size
+    return max(config.data.batch_size, LARGE_BATCH)
+
+
+def split_rows(rows: Tensor, batch_size: int, env: Distributed) -> Sequence[Tensor]:
+    """Returns this rank's share of some rows, batch by batch; a batch is spread over the ranks."""
+    rows_of_rank = rows[env.rank :: env.world_size]
+    return rows_of_rank.split(math.ceil(batch_size / env.world_size))
+
+
+def load_batches(
+    dataset: KnockoutDataset, rows: Tensor, batch_size: int, env: Distributed
+) -> DataLoader:
+    """Returns a loader of this rank's share of some rows of a dataset."""
+    return make_loader(dataset, split_rows(rows, batch_size, env), workers=0, device=env.device)
+
+
+class KeptBatches:
+    """This rank's batches of rows that are predicted often.
+
+    Those that fit in `MOST_KEPT` are made, and planned, by the first iteration alone.
+    """
+
+    def __init__(self, task: KnockoutTask, rows: Tensor, env: Distributed):
+        self.dataset = task.dataset
+        self.batches = split_rows(rows, evaluation_batch_size(task.config), env)
+        self.device = env.device
+        self.kept = []
+        self.bytes_left = MOST_KEPT
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Data]:
+        for batch in self.kept:
+            yield copy.copy(batch)  # as `to` changes a batch in place
+        others = self.batches[len(self.kept) :]
+        for batch in make_loader(self.dataset, others, workers=0, device=self.device):
+            self.bytes_left -= get_data_size(batch)
+            if self.bytes_left >= 0:
+                self.kept.append(copy.copy(batch))
+            yield batch
+
+
+def predict_rows(
+    model: nn.Module,
+    task: KnockoutTask,
+    rows: Tensor,
+    env: Distributed,
+    kept: KeptBatches | None = None,
+) -> Tensor:
+    """Returns predictions of rows of the task on every rank, float64 [n, T].
+
+    They are those of the bare model in the units of the scores, probabilities if optim.loss=binary.
+    `kept` are the batches of these rows, if they are predicted often.
+    """
+    model.eval()
+
+    def scores(batch: Data) -> Tensor:
+        return task.to_scores(model(task.graph, batch))
+
+    batches = kept
+    if batches is None:
+        batches = load_batches(task.dataset, rows, evaluation_batch_size(task.config), env)
+    return compute_rows(scores, batches, (len(rows), len(task.tables.targets)), env)
+
+
+@torch.no_grad()
+def compute_rows(
+    function: Callable[[Data], Tensor],
+    batches: Iterable[Data],
+    shape: tuple[int, ...],
+    env: Distributed,
+) -> Tensor:
+    """Returns a function of n rows on every rank, float64 of a shape that begins with n.
+
+    It takes a batch on the device, and gives as many rows as the batch has samples. `batches` are
+    this rank's. Each row is computed on one rank; the all-reduce adds only zeros to it and is
+    therefore exact.
+    """
+    values = torch.zeros(shape, dtype=torch.float64, device=env.device)
+    values_of_rank = values[env.rank :: env.world_size]  # a view
+    start = 0
+    for batch in progress_bar(batches, "predicting", unit="batch", is_shown=env.rank == 0):
+        with env.phase("evaluation"):
+            if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
+                break
+            of_batch = function(batch.to(env.device, non_blocking=True))
+            values_of_rank[start : start + len(of_batch)] = of_batch
+            start += len(of_batch)
+    return env.sum(values).cpu()
