@@ -3,6 +3,11 @@
 An option is a field of one of these dataclasses and a line of config.yaml. It has the type of the
 field; `field(default=..., metadata={"min": ..., "max": ...})` states its range. Options come from
 config.yaml, then from `--config FILE`, then from `section.key=value` on the command line.
+
+`metadata={"resume": ...}` of an option, or of its whole section in `Config`, says what it means for
+a run that is resumed with another value: "fixed" refuses it; "free" takes it, as training stays as
+it is but for rounding; "noted", the default, also takes it while there are steps left, and records
+what the earlier steps had.
 """
 
 import argparse
@@ -13,7 +18,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -35,13 +40,13 @@ PLAIN_TYPES = (bool, int, float, str, list, dict, NoneType)
 
 @dataclass(frozen=True)
 class Config:
-    run: RunConfig = RunConfig()
-    data: DataConfig = DataConfig()
+    run: RunConfig = field(default=RunConfig(), metadata={"resume": "free"})
+    data: DataConfig = field(default=DataConfig(), metadata={"resume": "free"})  # its hash is fixed
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = OptimConfig()
-    ddp: DDPConfig = DDPConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
+    ddp: DDPConfig = field(default=DDPConfig(), metadata={"resume": "free"})
+    checkpoint: CheckpointConfig = field(default=CheckpointConfig(), metadata={"resume": "free"})
+    log: LogConfig = field(default=LogConfig(), metadata={"resume": "free"})
 
     def __post_init__(self):
         if not (self.model.embedding or self.data.features):
@@ -52,6 +57,16 @@ class Config:
     def options(self) -> dict[str, Any]:
         """Returns {"section.key": value} of all options."""
         return by_key(asdict(self))
+
+    def resume_rules(self) -> dict[str, str]:
+        """Returns {"section.key": "fixed", "free" or "noted"} of all options."""
+        rules = {}
+        for section in fields(self):
+            rule_of_section = section.metadata.get("resume", "noted")
+            for option in fields(getattr(self, section.name)):
+                rule = option.metadata.get("resume", rule_of_section)
+                rules[f"{section.name}.{option.name}"] = rule
+        return rules
 
 
 class Parser(argparse.ArgumentParser):
@@ -345,10 +360,13 @@ def describe_type(kind: Any, limits: Mapping[str, float]) -> str:
         return " or ".join(map(str, get_args(kind)))
     if get_origin(kind) is list:
         return str(kind)
-    if kind not in (int, float) or not limits:
-        return kind.__name__.removesuffix("Type")
-    if len(limits) == 2:
-        return f"{kind.__name__} from {limits['min']} to {limits['max']}"
+    name = kind.__name__.removesuffix("Type")
+    if kind not in (int, float):
+        return name
+    if "min" in limits and "max" in limits:
+        return f"{name} from {limits['min']} to {limits['max']}"
     if "min" in limits:
-        return f"{kind.__name__} >= {limits['min']}"
-    return f"{kind.__name__} <= {limits['max']}"
+        return f"{name} >= {limits['min']}"
+    if "max" in limits:
+        return f"{name} <= {limits['max']}"
+    return name

@@ -35,7 +35,7 @@ class DataConfig:
     features: str = ""
     scores: list = field(default_factory=list)
     undirected: bool = False
-    batch_size: int = field(default=128, metadata={"min": 1})
+    batch_size: int = field(default=128, metadata={"min": 1, "resume": "fixed"})
     split: Literal["random", "nodes"] = "random"
     split_seed: int = field(default=0, metadata={"min": 0, "max": 2**32 - 1})
     val_fraction: float = field(default=0.1, metadata={"min": 0, "max": 1})

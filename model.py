@@ -48,9 +48,11 @@ class ModelConfig:
     layers: int = field(default=2, metadata={"min": 1})
     dropout: float = 0.1
     embedding: bool = True
-    message_passing: Literal["auto", "shared", "reach", "expanded"] = "auto"
+    message_passing: Literal["auto", "shared", "reach", "expanded"] = field(
+        default="auto", metadata={"resume": "free"}
+    )
     readout: Literal["both", "local", "global", "nodes"] = "both"
-    checkpointing: bool = False
+    checkpointing: bool = field(default=False, metadata={"resume": "free"})
 
     def __post_init__(self):
         if not 0 <= self.dropout < 1:

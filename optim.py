@@ -26,12 +26,12 @@ class OptimConfig:
     lr: float = field(default=0.01, metadata={"min": 0})
     warmup: float = 0.05
     weight_decay: float = field(default=0.1, metadata={"min": 0})
-    lr_mult: dict = field(default_factory=dict)
+    lr_mult: dict = field(default_factory=dict, metadata={"resume": "fixed"})
     clip: float = field(default=1.0, metadata={"min": 0})
     patience: int = field(default=0, metadata={"min": 0})
-    loss: Literal["squared", "binary"] = "squared"
-    accumulate: int = field(default=1, metadata={"min": 1})
-    zero: bool = False
+    loss: Literal["squared", "binary"] = field(default="squared", metadata={"resume": "fixed"})
+    accumulate: int = field(default=1, metadata={"min": 1, "resume": "free"})
+    zero: bool = field(default=False, metadata={"resume": "free"})
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     on_nonfinite: Literal["stop", "skip"] = "stop"
 

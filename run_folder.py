@@ -39,14 +39,6 @@ from run_plots import curves_svg
 from run_progress import RunProgress
 
 log = logging.getLogger("run_folder")
-# Options of a run that must stay when it is resumed: section and name.
-MUST_STAY = (("run", "seed"), ("data", "batch_size"), ("optim", "loss"), ("optim", "lr_mult"))
-# Sections and options that leave training as it is, but for rounding, once the hash of the data and
-# the options that must stay are the same.
-SAME_TRAINING = (
-    *("run", "data", "ddp", "checkpoint", "log"),
-    *("model.message_passing", "model.checkpointing", "optim.accumulate", "optim.zero"),
-)
 SHOWN_WARNINGS = 10  # at the end of a run
 
 
@@ -54,7 +46,7 @@ SHOWN_WARNINGS = 10  # at the end of a run
 class RunConfig:
     name: str = "default"
     dir: str = "runs"
-    seed: int = field(default=0, metadata={"min": 0, "max": 2**32 - 1})
+    seed: int = field(default=0, metadata={"min": 0, "max": 2**32 - 1, "resume": "fixed"})
     deterministic: bool = False
     resume: str = "auto"
     init: str = ""
@@ -143,78 +135,86 @@ class RunFolder:
         of the steps that were made, and none is left to make.
         """
         checkpoint = None
-        is_trained = False
         with self.env.sync_errors():
             if self.env.rank == 0:
-                checkpoint = self._find_checkpoint()
+                checkpoint = self.newest_checkpoint()
                 init = self.config.run.init
-                if checkpoint is None and init:  # the other ranks get the parameters from DDP
+                if checkpoint is not None:
+                    self._check_is_same_run(checkpoint)
+                elif init:  # the other ranks get the parameters from DDP
                     take_parameters(state.model, read_checkpoint(init), self.origin)
         checkpoint = self.env.broadcast(checkpoint)
+        is_trained = False
         if checkpoint is not None:
             state.load_state_dict(checkpoint, self.config.optim.precision)
-            optim = self.config.optim
-            saved = checkpoint["config"]["optim"]
-            is_trained = state.is_trained(optim.epochs, optim.patience, steps_per_epoch)
-            was_trained = state.is_trained(saved["epochs"], saved["patience"], steps_per_epoch)
-            self._compare_options(checkpoint, is_trained, was_trained)
+        if state.step > 0:
+            is_trained = self._compare_options(state, checkpoint, steps_per_epoch)
         self.env.heartbeat = self.env.heartbeat._replace(step=state.step)
         ranks = describe(self.env)
         with self.env.sync_errors():
             self._start_files(state, ranks, is_trained)
 
-    def _find_checkpoint(self) -> dict[str, Any] | None:
-        """Returns the checkpoint to go on from; raises `UserError` if it is another run's."""
-        checkpoint = self.newest_checkpoint()
-        if checkpoint is None:
-            return None
+    def _check_is_same_run(self, checkpoint: dict[str, Any]) -> None:
+        """Raises `UserError` if the data or a fixed option differ from those of a checkpoint."""
         file = checkpoint["file"]
         advice = f"in an empty run folder, run.init={file} alone starts from its parameters"
         if checkpoint["data"] != self.origin["data"]:
             raise UserError(f"{file} was trained on different data or splits: {advice}")
-        for section, name in MUST_STAY:
-            saved = checkpoint["config"][section][name]
-            given = self.origin["config"][section][name]
-            if saved != given:
-                raise UserError(
-                    f"{file} was trained with {section}.{name}={saved}, not {given}: "
-                    f"set it so, or, {advice}"
-                )
-        return checkpoint
+        given = self.config.options()
+        for key, earlier in self._changed_options(checkpoint, "fixed").items():
+            raise UserError(
+                f"{file} was trained with {key}={earlier}, not {given[key]}: "
+                f"set it so, or, {advice}"
+            )
 
     def _compare_options(
-        self, checkpoint: dict[str, Any], is_trained: bool, was_trained: bool
-    ) -> None:
-        """Says which options differ from those of a checkpoint's steps, and records those.
+        self, state: TrainState, checkpoint: dict[str, Any], steps_per_epoch: int
+    ) -> bool:
+        """Names and records the options of the steps so far that differ from the given ones.
 
-        Raises `UserError` if they differ and the run `is_trained` to its end, unless it was not
-        before, and only ends sooner.
+        Returns whether no step is left to make. Raises `UserError` if that is so and options
+        differ, unless all that they do is to end the run sooner.
         """
-        step = checkpoint["step"]
+        changed = self._changed_options(checkpoint, "noted")
+        optim = self.config.optim
+        is_trained = state.is_trained(optim.epochs, optim.patience, steps_per_epoch)
+        epochs = changed.get("optim.epochs", optim.epochs)
+        patience = changed.get("optim.patience", optim.patience)
+        was_trained = state.is_trained(epochs, patience, steps_per_epoch)
+
         recorded = dict(checkpoint.get("earlier_options", {}))
-        # Those of this very step mean that the checkpoint's own options have made none yet.
-        options_of_steps = recorded.pop(step, {})
+        recorded.pop(state.step, None)
         self.origin["earlier_options"] = recorded
-        earlier = {}
-        for section, given in self.origin["config"].items():
-            saved = checkpoint["config"].get(section, {})
-            for name, value in given.items():
-                key = f"{section}.{name}"
-                stays = section in SAME_TRAINING or key in SAME_TRAINING
-                value_of_steps = options_of_steps.get(key, saved.get(name, value))
-                if not stays and value_of_steps != value:
-                    earlier[key] = value_of_steps
-        if step == 0 or not earlier:
-            return
-        made_with = ", ".join(f"{key}={value}" for key, value in earlier.items())
-        only_ends_sooner = not was_trained and earlier.keys() <= {"optim.epochs", "optim.patience"}
+        if not changed:
+            return is_trained
+        made_with = ", ".join(f"{key}={value}" for key, value in changed.items())
+        only_ends_sooner = not was_trained and changed.keys() <= {"optim.epochs", "optim.patience"}
         if is_trained and not only_ends_sooner:
             raise UserError(
-                f"{checkpoint['file']} is trained to its end, step {step}, with {made_with}: set "
-                "it so, raise optim.epochs or optim.patience, or set another run.name"
+                f"{checkpoint['file']} is trained to its end, step {state.step}, with {made_with}: "
+                "set it so, raise optim.epochs or optim.patience, or set another run.name"
             )
-        log.warning(f"note      the {step} steps so far were made with {made_with}")
-        recorded[step] = earlier
+        log.warning(f"note      the {state.step} steps so far were made with {made_with}")
+        recorded[state.step] = changed
+        return is_trained
+
+    def _changed_options(self, checkpoint: dict[str, Any], rule: str) -> dict[str, Any]:
+        """Returns {"section.key": value} of the options with which a checkpoint's steps were made.
+
+        Only of those that differ from the given ones, and have this `rule` in
+        `Config.resume_rules`.
+        """
+        # Where some are recorded for this very step, the checkpoint's own have made none yet.
+        recorded = checkpoint.get("earlier_options", {}).get(checkpoint["step"], {})
+        rules = self.config.resume_rules()
+        changed = {}
+        for key, given in self.config.options().items():
+            section, _, name = key.partition(".")
+            saved = checkpoint["config"].get(section, {}).get(name, given)
+            earlier = recorded.get(key, saved)
+            if rules[key] == rule and earlier != given:
+                changed[key] = earlier
+        return changed
 
     def newest_checkpoint(self) -> dict[str, Any] | None:
         """Returns the folder's newest readable checkpoint, else that of run.resume, if set."""

@@ -29,7 +29,7 @@ from optim import OptimConfig as Options
 @dataclass(frozen=True)
 class OptimConfig(Options):
     cap: float | None = None
-    floor: Optional[int] = field(default=None, metadata={"min": 0})
+    floor: Optional[int] = field(default=None, metadata={"min": 0, "resume": "fixed"})
     names: list[str] = field(default_factory=list)
     ends: list[float] = field(default_factory=lambda: [0.0, 1.0])
     factors: dict[str, float] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class OptimConfig(Options):
     count: int = 5
     shift: float = -1.0
     limit: float = field(default=-1.0, metadata={"min": -2.5, "max": 0})
-    most: int = field(default=3, metadata={"max": 8})
+    most: int = field(default=3, metadata={"max": 8, "resume": "free"})
     pair: tuple = ()
     pairs: tuple[int, int] = (0, 0)
     path: Path = None
@@ -231,6 +231,28 @@ def test_a_wrong_value_or_type_of_an_added_option_gives_a_one_line_error(added, 
 def test_without_values_added_options_have_their_defaults(added):
     found = added()
     assert (found.cap, found.names, found.count, found.shift) == (None, [], 5, -1.0)
+
+
+# ---- What an option means for a run that is resumed ----------------------------------------------
+def test_each_option_says_what_another_value_means_for_a_resumed_run():
+    rules = Config().resume_rules()
+    assert rules.keys() == Config().options().keys()
+    keys = {rule: {key for key in rules if rules[key] == rule} for rule in rules.values()}
+    assert keys.keys() == {"fixed", "free", "noted"}
+    assert keys["fixed"] == {"run.seed", "data.batch_size", "optim.loss", "optim.lr_mult"}
+    free = {key for key in keys["free"] if key.startswith(("model.", "optim."))}
+    assert free == {
+        *("model.message_passing", "model.checkpointing"),
+        *("optim.accumulate", "optim.zero"),
+    }
+    assert {key.partition(".")[0] for key in keys["noted"]} == {"model", "optim"}
+
+
+def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
+    added()
+    rules = config.Config().resume_rules()
+    assert (rules["optim.cap"], rules["optim.floor"]) == ("noted", "fixed")
+    assert (rules["optim.limit"], rules["optim.most"]) == ("noted", "free")
 
 
 # ---- Wrong options -------------------------------------------------------------------------------

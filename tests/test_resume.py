@@ -187,6 +187,17 @@ def test_a_run_that_was_stopped_may_end_with_fewer_epochs(train, folder):
     assert comments(folder) == ["# up to step 7: optim.epochs=3"]
 
 
+def test_the_end_of_a_run_that_made_no_step_with_fewer_epochs_is_repeated(train, folder):
+    """The checkpoint that its validation saved anew has options that made none of its steps."""
+    train(0, *LONG, fault="stop_at_step:4").check()
+    train(0, "optim.epochs=1").check()
+    again = train(0, "optim.epochs=1").check()
+    assert "note      the 5 steps so far were made with optim.epochs=3\n" in again.stdout
+    assert comments(folder) == ["# up to step 5: optim.epochs=3"]
+    assert "resumed at step 5" in train(0, *LONG).check().stdout
+    assert comments(folder) == []
+
+
 def test_each_change_of_options_is_recorded_with_its_step(train, folder):
     train(0, *LONG, fault="stop_at_step:3").check()
     train(0, *LONG, "optim.lr=0.1", fault="stop_at_step:8").check()
