@@ -211,8 +211,9 @@ class Ensemble:
 
     def _plan(self, samples: Tables) -> None:
         """Chooses how each model passes messages, for samples such as these, at least one."""
-        for task in self.tasks:
+        for task, model in zip(self.tasks, self.models, strict=True):
             task.dataset, task.route = make_dataset(samples, self.graph, task.config)
+            task.check_plan(model)
         self.is_planned = True
 
     def contributions(self, samples: Tables, num_nodes: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Combinations: sums, largest and smallest responses, with their weights fitted together."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -105,14 +106,19 @@ def test_rows_of_one_node_choose_no_combination(levels):
     assert fit_baseline(tables).weights[:, 0].tolist() == [1, 0, 0]
 
 
-def test_small_additive_tables_seldom_get_a_combination_that_harms():
-    """Of forty tables, whose validation rows are few: that which suits them best is no proof."""
-    num_combined = 0
-    for seed in range(40):
+def test_a_combination_that_suits_few_validation_rows_by_chance_is_not_taken():
+    """The best combination of these additive tables is a little better than the sum."""
+    seeds = (2, 8, 9, 12)
+    assert num_combined(seeds) == 0
+
+
+def num_combined(seeds: Iterable[int]) -> int:
+    """Returns how many small additive tables get a combination that is no sum."""
+    number = 0
+    for seed in seeds:
         tables = combined_tables((1.0, 0.0, 0.0), noise=0.5, num_rows=300, seed=seed)
-        found = fit_baseline(tables)
-        num_combined += found.weights[:, 0].tolist() != [1, 0, 0]
-    assert num_combined <= 4
+        number += fit_baseline(tables).weights[:, 0].tolist() != [1, 0, 0]
+    return number
 
 
 def test_each_score_is_combined_by_itself():

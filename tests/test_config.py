@@ -136,15 +136,17 @@ def test_ddp_options_accept_the_arguments_of_ddp():
 
 
 # ---- Added options -------------------------------------------------------------------------------
-@pytest.fixture(params=["", "from __future__ import annotations\n"], ids=["types", "texts"])
-def added(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    """added(*arguments) returns section optim of these arguments, with the fields of `ADDED`.
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    """added(*arguments) returns section optim of these arguments, with the fields of `ADDED`."""
+    return adapt_config(monkeypatch, ADDED)
 
-    Their types are objects or, as `from __future__ import annotations` makes them, texts.
-    """
+
+def adapt_config(monkeypatch: pytest.MonkeyPatch, source: str) -> Callable[..., object]:
+    """Puts the OptimConfig of a source into `Config`; returns what reads its section."""
     module = ModuleType("adapted_optim")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(f"{request.param}{ADDED}", vars(module))
+    exec(source, vars(module))
     optim = module.OptimConfig
     adapted = dataclasses.make_dataclass(
         "Config", [("optim", optim, optim())], bases=(Config,), frozen=True
@@ -226,6 +228,20 @@ def test_a_wrong_value_or_type_of_an_added_option_gives_a_one_line_error(added, 
         added(f"optim.{argument}")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_types_of_added_options_may_be_texts(monkeypatch):
+    """As `from __future__ import annotations` makes them."""
+    added = adapt_config(monkeypatch, f"from __future__ import annotations\n{ADDED}")
+    arguments = ("cap=3", "floor=0", "ends=[-1, 1e-3]", "title=5", "kind=mean", "size=3", "count=0")
+    options = added(*(f"optim.{argument}" for argument in arguments))
+    assert repr((options.cap, options.floor, options.ends)) == "(3.0, 0, [-1.0, 0.001])"
+    assert (options.title, options.kind) == ("5", "mean")
+    assert repr((options.size, options.count)) == "(3, 0)"
+    with pytest.raises(UserError, match=r"^optim.cap must be float or None, not 'high'$"):
+        added("optim.cap=high")
+    with pytest.raises(UserError, match=r"^optim.pairs has the type tuple\[int, int\], which no"):
+        added("optim.pairs=[1, 2]")
 
 
 def test_without_values_added_options_have_their_defaults(added):
@@ -353,27 +369,49 @@ FITTING = {  # which of these are values of a type
 }
 
 
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("key", config.all_options())
-def test_a_wrong_type_of_any_option_is_one_sentence_that_names_it(tmp_path, key, text):
+def wrong_texts(key: str) -> list[str]:
+    """Returns the texts that are no values of an option."""
+    fitting = set()
+    for kind in config.types_of(config.all_options()[key]):
+        fitting.update(FITTING.get(get_origin(kind) or kind, []))
+    return [text for text in TEXTS if text not in fitting]
+
+
+def one_of_each_type() -> list[str]:
+    """Returns an option of each type, of which all choices of words are one."""
+    by_type = {}
+    for key, option in config.all_options().items():
+        types = tuple(get_origin(kind) or kind for kind in config.types_of(option))
+        by_type.setdefault(types, key)
+    return list(by_type.values())
+
+
+@pytest.mark.parametrize(
+    ("key", "text"), [(key, text) for key in one_of_each_type() for text in wrong_texts(key)]
+)
+def test_a_wrong_type_is_one_sentence_that_names_the_option(tmp_path, key, text):
     """From a file and from the command line, where each text is one."""
-    kinds = config.types_of(config.all_options()[key])
-    if any(text in FITTING.get(get_origin(kind) or kind, []) for kind in kinds):
-        return
     section, _, name = key.partition(".")
     (tmp_path / "mine.yaml").write_text(f"{section}:\n  {name}: {text}\n")
     assert_one_sentence(key, "--config", str(tmp_path / "mine.yaml"))
-    if kinds != (str,):
+    if config.types_of(config.all_options()[key]) != (str,):
         assert_one_sentence(key, f"{key}={text}")
 
 
-@pytest.mark.parametrize("key", config.all_options())
-def test_a_number_out_of_the_range_of_any_option_is_one_sentence_that_names_it(key):
-    limits = config.all_options()[key].metadata
-    if "min" in limits:
-        assert_one_sentence(key, f"{key}={limits['min'] - 1}")
-    if "max" in limits:
-        assert_one_sentence(key, f"{key}={limits['max'] + 1}")
+def test_every_option_of_a_file_is_looked_at(tmp_path):
+    for key in config.all_options():
+        section, _, name = key.partition(".")
+        (tmp_path / "mine.yaml").write_text(f"{section}:\n  {name}: {wrong_texts(key)[0]}\n")
+        assert_one_sentence(key, "--config", str(tmp_path / "mine.yaml"))
+
+
+def test_a_number_out_of_the_range_of_any_option_is_one_sentence_that_names_it():
+    for key, option in config.all_options().items():
+        limits = option.metadata
+        if "min" in limits:
+            assert_one_sentence(key, f"{key}={limits['min'] - 1}")
+        if "max" in limits:
+            assert_one_sentence(key, f"{key}={limits['max'] + 1}")
 
 
 def assert_one_sentence(key: str, *arguments: str) -> None:
@@ -383,18 +421,16 @@ def assert_one_sentence(key: str, *arguments: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("key", config.all_options())
-def test_the_name_of_any_option_is_found_for_a_misspelt_one(tmp_path, key):
-    section, _, name = key.partition(".")
-    for wrong in (f"{name}x", name[:-1] if len(name) > 4 else f"{name}_", name.replace("_", "-")):
-        if f"{section}.{wrong}" in config.all_options():
-            continue
-        message = rf"unknown option {section}\.{re.escape(wrong)}: did you mean {key}\?$"
-        with pytest.raises(UserError, match=message):
-            load(f"{section}.{wrong}=1")
-        (tmp_path / "mine.yaml").write_text(f"{section}:\n  {wrong}: 1\n")
-        with pytest.raises(UserError, match=message):
-            load("--config", str(tmp_path / "mine.yaml"))
+def test_the_name_of_any_option_is_found_for_a_misspelt_one():
+    for key in config.all_options():
+        section, _, name = key.partition(".")
+        shorter = name[:-1] if len(name) > 4 else f"{name}_"
+        for wrong in (f"{name}x", shorter, name.replace("_", "-")):
+            if f"{section}.{wrong}" in config.all_options():
+                continue
+            message = rf"^unknown option {section}\.{re.escape(wrong)}: did you mean {key}\?$"
+            with pytest.raises(UserError, match=message):
+                config.check_names([f"{section}.{wrong}"])
 
 
 @pytest.mark.parametrize(

@@ -1,32 +1,68 @@
 """Real processes: gradients, results and errors do not depend on the number of ranks."""
 
+import contextlib
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from tests.conftest import fork_ranks, join
 from tests.tools.runs import difference, read_metrics
 
-
-@pytest.mark.parametrize("nproc", [2, 4])
-def test_gradients_do_not_depend_on_the_world_size(workers, nproc):
-    workers(nproc, "gradients")
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_the_gradient_of_an_epoch_is_that_of_the_reported_loss(workers, nproc):
-    workers(nproc, "gradient_of_an_epoch")
-
-
-@pytest.mark.parametrize("nproc", [3, 5])
-def test_evaluation_is_exact_with_any_number_of_rows(workers, nproc):
-    workers(nproc, "evaluation")
+ON_FOUR_RANKS = (
+    "gradients",
+    "gradient_of_an_epoch",
+    "evaluation",
+    "options",
+    "buffers",
+    "zero",
+    "agreement",
+)
 
 
-def test_options_reach_ddp(workers):
-    workers(2, "options")
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
+    """four_ranks(name) asserts that a function of tests/workers.py has ended on each of four ranks.
+
+    One group of ranks calls all functions; those after one that fails or hangs are not called.
+    """
+    folder = tmp_path_factory.mktemp("ranks")
+    command = ["in_one_group", *ON_FOUR_RANKS]
+    _store, ranks = fork_ranks(folder, 4, "tests/workers.py", command)
+    with contextlib.suppress(AssertionError):  # which says that they hang
+        join(ranks, timeout=60)
+    errors = [(folder / f"rank{rank}.stderr").read_text() for rank in range(4)]
+
+    unended = []
+    for name in ON_FOUR_RANKS:
+        if not all((folder / f"{name}{rank}").exists() for rank in range(4)):
+            unended.append(name)
+
+    def has_ended(name: str) -> None:
+        assert name not in unended, f"{unended[0]} fails or hangs\n" + "\n".join(errors)
+
+    return has_ended
 
 
-def test_constant_buffers_are_not_broadcast(workers):
-    workers(2, "buffers")
+def test_gradients_do_not_depend_on_the_world_size(four_ranks):
+    four_ranks("gradients")
+
+
+def test_the_gradient_of_an_epoch_is_that_of_the_reported_loss(four_ranks, workers):
+    four_ranks("gradient_of_an_epoch")
+    workers(1, "in_one_group", "gradient_of_an_epoch")
+
+
+def test_evaluation_is_exact_with_any_number_of_rows(four_ranks):
+    four_ranks("evaluation")
+
+
+def test_options_reach_ddp(four_ranks):
+    four_ranks("options")
+
+
+def test_constant_buffers_are_not_broadcast(four_ranks):
+    four_ranks("buffers")
 
 
 def test_parameters_without_a_gradient_are_named(train):
@@ -43,8 +79,8 @@ def test_sync_batchnorm_is_refused_on_the_cpu(train):
     assert result.stderr.count("error: ddp.sync_batchnorm=true needs GPUs") == 1
 
 
-def test_zero_shards_the_optimiser_state(workers):
-    workers(2, "zero")
+def test_zero_shards_the_optimiser_state(four_ranks):
+    four_ranks("zero")
 
 
 def test_zero_gives_the_same_result_and_interchangeable_checkpoints(train, tmp_path):
@@ -66,8 +102,8 @@ def test_zero_gives_the_same_result_and_interchangeable_checkpoints(train, tmp_p
         assert other["optimizer"]["state"].keys() == plain["optimizer"]["state"].keys()
 
 
-def test_ranks_agree_on_errors_and_values(workers):
-    workers(4, "agreement")
+def test_ranks_agree_on_errors_and_values(four_ranks):
+    four_ranks("agreement")
 
 
 @pytest.mark.parametrize("name", ["too_few_gpus", "shared_gpu"])

@@ -1,6 +1,7 @@
 """Functions that tests run on every rank: `python -m tests.workers NAME`.
 
-Each rank makes its own assertions.
+Each rank makes its own assertions. Functions that take `env` leave its process group as it is:
+`python -m tests.workers in_one_group NAME ...` calls several, one after another.
 """
 
 import copy
@@ -42,6 +43,15 @@ def start(**options) -> Distributed:
     return setup(Distributed(DDPConfig(**options)))
 
 
+def in_one_group(*names: str) -> None:
+    """Calls functions of this module one after another; leaves a file for each that has ended."""
+    env = start()
+    for name in names:
+        globals()[name](env)
+        Path(f"{name}{env.rank}").touch()
+    env.close()
+
+
 def wrap(model: nn.Module, env: Distributed) -> DistributedDataParallel:
     """Returns the model as train.py wraps it."""
     model = env.prepare_for_ddp(model)
@@ -80,12 +90,10 @@ def is_equal_on_all_ranks(tensor: Tensor, env: Distributed) -> bool:
     return all(torch.equal(tensor, other) for other in env.gather(tensor))
 
 
-def gradients() -> None:
+def gradients(env: Distributed) -> None:
     """A step's gradient is, on every rank, that of the batch on one process, even with padding."""
-    env = start()
     for accumulate in (1, 2):
         compare_gradients(env, accumulate)
-    env.close()
 
 
 class GradientKeeper:
@@ -132,13 +140,12 @@ def compare_gradients(env: Distributed, accumulate: int) -> None:
         assert is_equal_on_all_ranks(gradients, env)
 
 
-def gradient_of_an_epoch() -> None:
+def gradient_of_an_epoch(env: Distributed) -> None:
     """Its steps add up to the gradient of the loss that all splits report, whatever is missing.
 
     Each step counts as many times as it has rows. Rows have weights, which are larger where the
     second of two scores is missing.
     """
-    env = start()
     task, _ = build(env)
     generator = torch.Generator().manual_seed(1)
     y = torch.randn(NUM_ROWS, 2, generator=generator).double()
@@ -179,12 +186,10 @@ def gradient_of_an_epoch() -> None:
     expected = flat_gradients(bare)
     assert (total / NUM_ROWS - expected).norm() < 1e-6 * expected.norm()  # weights are float32
     assert is_equal_on_all_ranks(total, env)
-    env.close()
 
 
-def evaluation() -> None:
+def evaluation(env: Distributed) -> None:
     """Predictions are those of one process for any number of rows, even if some ranks have none."""
-    env = start()
     task, model = build(env)
     wrap(model, env)  # which broadcasts the parameters
     alone = copy.copy(env)
@@ -198,7 +203,6 @@ def evaluation() -> None:
         assert expected.shape == (num_rows, 1) and expected.all()
         torch.testing.assert_close(predictions, expected, rtol=1e-12, atol=0)
         assert is_equal_on_all_ranks(predictions, env)
-    env.close()
 
 
 def counted_all_reduce(exchanges: list, bucket: GradBucket) -> Future[Tensor]:
@@ -206,9 +210,8 @@ def counted_all_reduce(exchanges: list, bucket: GradBucket) -> Future[Tensor]:
     return allreduce_hook(None, bucket)
 
 
-def agreement() -> None:
+def agreement(env: Distributed) -> None:
     """An error on one rank is raised on all, and a value that differs is named."""
-    env = start()
     for kind in (UserError, DataError, RunError):
         try:
             with env.sync_errors():
@@ -230,7 +233,6 @@ def agreement() -> None:
     assert env.broadcast(f"made by {env.rank}") == "made by 0"
     assert env.sum(torch.ones(2)).tolist() == [4.0, 4.0]
     assert env.gather(f"made by {env.rank}") == [f"made by {rank}" for rank in range(4)]
-    env.close()
 
 
 def refused(config: DDPConfig, *expected: str) -> None:
@@ -296,16 +298,15 @@ def preflight_of_a_bad_machine(what: str) -> None:
     ddp_setup.end_process(ddp_setup.run(preflight, DDPConfig()))
 
 
-def options() -> None:
+def options(env: Distributed) -> None:
     """`ddp.options` reach DDP: a tiny bucket_cap_mb gives several buckets."""
-    env = start(options={"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True})
+    env = copy.copy(env)
+    env.config = DDPConfig(options={"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True})
     assert exchanged_buckets(env) > 1
-    env.close()  # no DDP module may outlive the group
 
 
-def buffers() -> None:
+def buffers(env: Distributed) -> None:
     """A forward pass broadcasts rank 0's buffers only if some change, as BatchNorm's do."""
-    env = start()
     for norm, expected in ((nn.LayerNorm(4), env.rank), (nn.BatchNorm1d(4), 0)):
         module = nn.Sequential(nn.Linear(4, 4), norm)
         module.register_buffer("constant", torch.zeros(()))
@@ -313,8 +314,6 @@ def buffers() -> None:
         module.constant.fill_(env.rank)
         model(torch.randn(3, 4)).sum().backward()
         assert module.constant.item() == expected
-        del model, module  # no DDP module may outlive the group
-    env.close()
 
 
 def exchanged_buckets(env: Distributed) -> int:
@@ -344,9 +343,8 @@ def batchnorm_means(env: Distributed, sync_batchnorm: bool) -> list[float]:
     return env.gather(ddp_model.module[0].running_mean.item())
 
 
-def zero() -> None:
+def zero(env: Distributed) -> None:
     """Each rank holds a shard of the optimiser state; together they hold what one process would."""
-    env = start()
     _, model = build(env)
     sizes = {}
     for optim in (OptimConfig(), OptimConfig(zero=True)):
@@ -359,7 +357,6 @@ def zero() -> None:
         sizes[optim.zero] = env.gather(sum(value.nbytes for value in state))
     assert max(sizes[True]) < 0.7 * sizes[False][0]
     assert sum(sizes[True]) == sizes[False][0]
-    env.close()
 
 
 if __name__ == "__main__":
