@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
