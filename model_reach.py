@@ -26,7 +26,8 @@ from torch_geometric.data import Data
 from torch_geometric.index import index2ptr
 from torch_geometric.utils import cumsum
 
-from mask import CSR, SharedGraph, num_samples, spmm
+from mask import SharedGraph, num_samples
+from mask_product import CSR, spmm
 from model import GlobalReadout, KnockoutConv, KnockoutGNN, NodeReadout, WildType
 
 log = logging.getLogger("model_reach")

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from mask import CSR, SharedGraph
+from mask import SharedGraph
+from mask_product import CSR
 from model import KnockoutGNN, ModelConfig
 from model_reach import ReachPlanner
 from tests.test_model import (
@@ -61,7 +62,7 @@ def gpus(monkeypatch):
     gpus = FakeGPUs()
     # The method looks for a real GPU, the operator that it calls does not.
     monkeypatch.setattr(Tensor, "contiguous", lambda tensor: torch.ops.aten.contiguous(tensor))
-    monkeypatch.setattr("mask.sparse_product", product_of_fakes)
+    monkeypatch.setattr("mask_product.sparse_product", product_of_fakes)
     with torch.no_grad():
         yield gpus
 

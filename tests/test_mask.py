@@ -9,16 +9,13 @@ from torch_geometric.data import Batch, Data, HeteroData
 
 from data import KnockoutDataset
 from mask import (
-    CSR,
     EdgeMasks,
     ExpandedMessages,
-    RelationStack,
     SharedGraph,
-    _segment_product,
     intact_batch,
     num_samples,
-    spmm,
 )
+from mask_product import CSR, RelationStack, _segment_product, spmm
 from tests.tools.runs import tables_of
 from tests.tools.syncs import CountSynchronisations
 

@@ -52,8 +52,9 @@ SHELVES = {
         "ddp_threads": "",
         "ddp_watchdog": "",
         "errors": "",
-        "mask": "",
-        "model_reach": "mask model",
+        "mask": "mask_product",
+        "mask_product": "",
+        "model_reach": "mask mask_product model",
         "predict_ensemble": (
             "baseline config data data_tables ddp_setup errors mask model predict_explain "
             "predict_rows predict_sets run_checkpoint run_folder task"

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from mask import RelationStack
+from mask_product import RelationStack
 from task import KnockoutTask
 from tests.conftest import ROOT, fork_ranks, join
 from tests.tools import faults, gpu, gpu_checks, parity

@@ -29,7 +29,8 @@ from config import Config
 from data import DataConfig, random_split
 from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
-from mask import SharedGraph, _segment_product, sum_relations
+from mask import SharedGraph
+from mask_product import _segment_product, sum_relations
 from model import KnockoutGNN, ModelConfig, uniform
 from optim import PRECISIONS, OptimConfig, build_optimizer
 from run_checkpoint import TrainState

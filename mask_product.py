@@ -1,0 +1,177 @@
+"""Sparse products: of the adjacency matrices of all relations at once, and of any matrix.
+
+Shapes: N nodes, R relations, H channels, B samples in the batch.
+"""
+
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.index import index2ptr
+
+# torch warns once per process about sparse tensors, which users can do nothing about.
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
+
+
+class CSR(NamedTuple):
+    """A sparse matrix in compressed rows."""
+
+    ptr: Tensor  # int [M + 1], where the entries of each row begin
+    col: Tensor  # int [entries]
+    value: Tensor  # [entries]
+
+
+class RelationMatrix(NamedTuple):
+    """The matrices of R relations one below the other, [M, N]: all their rows, or those with edges.
+
+    `relation` and `node` are those of the rows that are stored, long [M], or None for all R * N.
+    """
+
+    csr: CSR
+    relation: Tensor | None
+    node: Tensor | None
+
+
+class RelationStack(nn.Module):
+    """The A_r one below the other as a CSR matrix [R * N, N], and their transposes as another.
+
+    Of many relations with few edges, only the M rows that have any are stored, or the empty ones
+    would take nearly all of the time.
+    """
+
+    SPARSE = 0.5  # share of rows with edges below which the others are left out (measured)
+
+    def __init__(
+        self,
+        edge_index: Tensor,
+        relation: Tensor,
+        weight: Tensor,
+        num_relations: int,
+        num_nodes: int,
+    ):
+        super().__init__()
+        source, target = edge_index
+        for name, row_node, col in (("by_target", target, source), ("by_source", source, target)):
+            row = relation * num_nodes + row_node
+            order = torch.argsort(row * num_nodes + col)
+            row = row[order]
+            stored, place = row.unique_consecutive(return_inverse=True)
+            stored_relation = stored_node = None
+            num_rows = num_relations * num_nodes
+            if len(stored) < self.SPARSE * num_rows:
+                num_rows = len(stored)
+                row = place
+                stored_relation = stored // num_nodes
+                stored_node = stored % num_nodes
+            self._buffer(f"{name}_ptr", index2ptr(row, num_rows).int())
+            self._buffer(f"{name}_col", col[order].int())
+            self._buffer(f"{name}_weight", weight[order])
+            self._buffer(f"{name}_relation", stored_relation)
+            self._buffer(f"{name}_node", stored_node)
+
+    def _buffer(self, name: str, tensor: Tensor | None) -> None:
+        self.register_buffer(name, tensor, persistent=False)
+
+    @property
+    def by_target(self) -> RelationMatrix:
+        """Row r * N + i has the edges of relation r that lead to node i."""
+        csr = CSR(self.by_target_ptr, self.by_target_col, self.by_target_weight)
+        return RelationMatrix(csr, self.by_target_relation, self.by_target_node)
+
+    @property
+    def by_source(self) -> RelationMatrix:
+        """Row r * N + i has the edges of relation r that leave node i."""
+        csr = CSR(self.by_source_ptr, self.by_source_col, self.by_source_weight)
+        return RelationMatrix(csr, self.by_source_relation, self.by_source_node)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Returns the sum over relations r of gate_r * (A_r @ x), [N, B, H]."""
+        return _Propagate.apply(x, gate, self.by_target, self.by_source)
+
+
+class _Propagate(torch.autograd.Function):
+    """`RelationStack.forward`; autograd alone would keep the sums of each relation for gate."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, gate: Tensor, by_target: RelationMatrix, by_source: RelationMatrix
+    ) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        ctx.by_source = by_source
+        sums = sparse_product(by_target.csr, x.flatten(1)).unflatten(1, x.shape[1:])
+        return sum_relations(sums, gate, by_target, len(x))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, gate = ctx.saved_tensors
+        sums = sparse_product(ctx.by_source.csr, grad.flatten(1)).unflatten(1, x.shape[1:])
+        grad_gate = sum_products(sums, x, ctx.by_source, len(gate))
+        grad_x = sum_relations(sums, gate, ctx.by_source, len(x))
+        return grad_x, grad_gate, None, None
+
+
+def sum_relations(sums: Tensor, gate: Tensor, rows: RelationMatrix, num_nodes: int) -> Tensor:
+    """Returns the sum over relations of gate times sums of rows [M, B, H], [N, B, H].
+
+    It overwrites `sums`.
+    """
+    if rows.relation is None:
+        sums = sums.view(len(gate), num_nodes, *sums.shape[1:])
+        return sums.mul_(gate.view(len(gate), 1, 1, -1)).sum(0)
+    sums.mul_(gate.index_select(0, rows.relation).unsqueeze(1))
+    return sums.new_zeros(num_nodes, *sums.shape[1:]).index_add_(0, rows.node, sums)
+
+
+def sum_products(sums: Tensor, x: Tensor, rows: RelationMatrix, num_relations: int) -> Tensor:
+    """Returns the sum over nodes and samples of x [N, B, H] times sums [M, B, H], [R, H]."""
+    if rows.relation is None:
+        return (sums.view(num_relations, *x.shape) * x).sum((1, 2))
+    of_row = (sums * x.index_select(0, rows.node)).sum(1)
+    return x.new_zeros(num_relations, x.size(2)).index_add_(0, rows.relation, of_row)
+
+
+def spmm(matrix: CSR, transpose: CSR, x: Tensor) -> Tensor:
+    """Returns matrix @ x, in the dtype of x, for a sparse matrix given with its transpose."""
+    return _SparseProduct.apply(x, matrix, transpose)
+
+
+class _SparseProduct(torch.autograd.Function):
+    """`spmm`; autograd's own sparse product sorts the transpose in each backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, matrix: CSR, transpose: CSR) -> Tensor:
+        ctx.matrix = matrix
+        ctx.transpose = transpose
+        return sparse_product(matrix, x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return spmm(ctx.transpose, ctx.matrix, grad), None, None
+
+
+def sparse_product(matrix: CSR, x: Tensor) -> Tensor:
+    """Returns matrix @ x, in the dtype of x."""
+    ptr, col, value = matrix
+    num_rows = ptr.numel() - 1
+    if col.numel() == 0 or x.is_meta:
+        return x.new_zeros(num_rows, x.size(1))
+    y = x.to(value.dtype)
+    if x.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return _segment_product(matrix, y).to(x.dtype)
+    size = (num_rows, x.size(0))
+    csr = torch.sparse_csr_tensor(ptr, col, value, size, check_invariants=False)
+    out = y.new_empty(num_rows, y.size(1))
+    with torch.autocast(x.device.type, enabled=False):  # sparse products need full precision
+        torch.addmm(out, csr, y.contiguous(), beta=0, out=out)  # csr @ y would fill it first
+    return out.to(x.dtype)
+
+
+def _segment_product(matrix: CSR, x: Tensor) -> Tensor:
+    """Returns matrix @ x with the same bits each time, unlike cuSPARSE."""
+    sums = []
+    for columns in x.split(64, dim=1):  # as it keeps all messages
+        messages = columns.index_select(0, matrix.col) * matrix.value.unsqueeze(1)
+        sums.append(torch.segment_reduce(messages, "sum", offsets=matrix.ptr, initial=0))
+    return torch.cat(sums, dim=1)
