@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import gc
+import importlib
+import io
 import multiprocessing
 import os
 import random
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -28,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 DEFAULTS = "defaults.yaml"  # a file of options in the folder of a test
 SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
+COMMANDS = ("train.py", "predict.py", "analyse.py")
 MODULES = tuple(path.stem for path in ROOT.glob("*.py"))
 EXAMPLE_SIZE = (400, 8000, 6000, 1)  # nodes, edges, rows and scores of the example
 # Files of tests that pass with other models and tables, too.
@@ -246,22 +249,26 @@ def predict(command: Callable[..., Finished]) -> Callable[..., Finished]:
 def command(torchrun: Callable[..., Finished], tmp_path: Path) -> Callable[..., Finished]:
     """command(nproc, script, *arguments) runs a script of the template on so many ranks.
 
-    nproc=0 is plain `python script`. `fault` names functions of tests/faulty.py, with spaces
-    between them. With launcher=True the ranks run under a real torchrun; otherwise they are forked
-    processes with torchrun's environment variables, which start much faster. The file `DEFAULTS`
-    has the dataclasses' options, whatever config.yaml says in a copy.
+    nproc=0 calls the command's `main` in this process; with start=True, it is `python script`.
+    `fault` names functions of tests/faulty.py, with spaces between them. With launcher=True the
+    ranks run under a real torchrun; otherwise they are forked processes with torchrun's environment
+    variables, which start much faster. The file `DEFAULTS` has the dataclasses' options, whatever
+    config.yaml says in a copy.
     """
     write_defaults(tmp_path)
 
-    def start(
+    def run_script(
         nproc: int,
         script: str | Path,
         *arguments: str,
         fault: str = "",
         launcher: bool = False,
+        start: bool = False,
         timeout: float = 120,
         **env: str,
     ) -> Finished:
+        if nproc == 0 and script in COMMANDS and not (fault or launcher or start or env):
+            return call_main(script, arguments, tmp_path)
         if fault:
             arguments = (*fault.split(), "--", str(script), *arguments)
             script = "tests/faulty.py"
@@ -281,7 +288,55 @@ def command(torchrun: Callable[..., Finished], tmp_path: Path) -> Callable[..., 
         assert len(set(codes)) == 1, f"ranks exited with {codes}\n{output['stderr']}"
         return Finished(codes[0], **output)
 
-    return start
+    return run_script
+
+
+def call_main(script: str, arguments: Sequence[str], folder: Path) -> Finished:
+    """Calls the `main` of a command in this process, with a folder as the working folder."""
+    module = importlib.import_module(script.removesuffix(".py"))
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
+    ):
+        patch.chdir(folder)
+        for variable in ("RANK", "WORLD_SIZE"):
+            patch.delenv(variable, raising=False)
+        status = module.main([str(argument) for argument in arguments])
+    return Finished(status, stdout.getvalue(), stderr.getvalue())
+
+
+@pytest.fixture(scope="session")
+def folders_of_trained() -> dict[tuple[str, ...], Path]:
+    """The folders in which `trained` has trained, by options."""
+    return {}
+
+
+@pytest.fixture
+def trained(
+    folders_of_trained: dict[tuple[str, ...], Path],
+    tables: list[str],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., None]:
+    """trained(*overrides) leaves in the test's folder what `train(0, *overrides)` does.
+
+    All tests that ask for the same run share one training, on the tables of the fixture `tables`.
+    """
+
+    def copy_run(*overrides: str) -> None:
+        if overrides not in folders_of_trained:
+            folder = tmp_path_factory.mktemp("trained")
+            for name in ("edges.tsv", "scores.tsv"):
+                shutil.copy(tmp_path / name, folder)
+            write_defaults(folder)
+            arguments = [*tables, *SMALL, *overrides, "--config", DEFAULTS]
+            call_main("train.py", arguments, folder).check()
+            folders_of_trained[overrides] = folder
+        shutil.copytree(folders_of_trained[overrides], tmp_path, dirs_exist_ok=True)
+
+    return copy_run
 
 
 def write_defaults(folder: Path) -> None:

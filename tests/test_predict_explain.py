@@ -233,8 +233,8 @@ def test_parts_of_several_scores_stand_beside_each(train, predict, tmp_path):
         torch.testing.assert_close(total, numbers[:, first], rtol=1e-6, atol=1e-6)
 
 
-def test_an_own_model_without_parts_says_so(train, tmp_path):
-    train(0, "run.name=run").check()
+def test_an_own_model_without_parts_says_so(trained, tmp_path):
+    trained("run.name=run")
     predictor = Predictor(tmp_path / "runs/run")
     predictor.ensemble.models = [torch.nn.Linear(1, 1)]
     with pytest.raises(UserError, match=r"best.pt has no parts: give it a method as `KnockoutGNN"):

@@ -44,8 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 # ---- A run that is trained to its end ------------------------------------------------------------
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_a_finished_run_refuses_options_that_would_change_its_training(train, folder, nproc):
+def test_a_finished_run_refuses_options_that_would_change_its_training(train, folder, nproc=0):
     first = train(nproc, "optim.epochs=2").check()
     before = contents(folder)
     result = train(nproc, "optim.epochs=2", *CHANGED)
@@ -134,8 +133,9 @@ def test_a_run_that_ran_out_of_patience_takes_more_of_it_and_no_other_rate(train
     assert comments(folder) == ["# up to step 10: optim.patience=2"]
 
 
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_a_stop_of_a_finished_run_that_is_started_again_keeps_its_predictions(train, folder, nproc):
+def test_a_stop_of_a_finished_run_that_is_started_again_keeps_its_predictions(
+    train, folder, nproc=0
+):
     train(nproc).check()
     before = contents(folder)
     (folder / "STOP").touch()
@@ -208,8 +208,7 @@ def test_each_change_of_options_is_recorded_with_its_step(train, folder):
     assert earlier_options(folder) == expected
 
 
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_options_that_made_no_step_leave_no_trace(train, folder, nproc):
+def test_options_that_made_no_step_leave_no_trace(train, folder, nproc=0):
     """A run is killed before it saves a step that it has made with them."""
     train(nproc, *LONG, "run.name=whole").check()
     train(nproc, *LONG, fault="stop_at_step:6").check()

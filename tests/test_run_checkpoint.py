@@ -42,9 +42,9 @@ SECOND_IS_BEST = ["optim.lr=0.1", "optim.epochs=3", "model.dropout=0"]
 
 
 @pytest.fixture
-def best_is_early(train, tmp_path):
+def best_is_early(trained, tmp_path):
     """The checkpoints and the test row of a run whose best step is not its last one."""
-    train(0, *SECOND_IS_BEST, "checkpoint.keep_last=9", "run.name=early").check()
+    trained(*SECOND_IS_BEST, "checkpoint.keep_last=9", "run.name=early")
     (test,) = read_metrics(tmp_path / "runs/early", "test")
     assert test["best_step"] == 10
     return tmp_path / "runs/early/checkpoints", test
@@ -126,8 +126,8 @@ def test_a_checkpoint_of_another_optimiser_is_not_resumed(train):
     assert "the optimiser is another than the checkpoint's, which lacks 'step': in" in result.stderr
 
 
-def test_a_checkpoint_with_other_parameter_groups_is_not_resumed(train):
-    train(0).check()
+def test_a_checkpoint_with_other_parameter_groups_is_not_resumed(trained, train):
+    trained()
     result = train(0, "optim.epochs=2", fault="other_groups")
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
@@ -135,9 +135,8 @@ def test_a_checkpoint_with_other_parameter_groups_is_not_resumed(train):
 
 
 # ---- Parameters of another run -------------------------------------------------------------------
-@pytest.mark.parametrize("nproc", [0, 2])
 def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(
-    train, tmp_path, nproc
+    train, tmp_path, nproc=0
 ):
     """The second graph lacks nodes and a relation of the first, has others and another order."""
     train(0, "run.name=first", "optim.epochs=2").check()
@@ -175,8 +174,8 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(
             assert torch.equal(value[row], expected), (name, row_name)
 
 
-def test_layers_that_a_checkpoint_lacks_stay(train):
-    train(0, "run.name=first").check()
+def test_layers_that_a_checkpoint_lacks_stay(trained, train):
+    trained("run.name=first")
     init = "run.init=runs/first/checkpoints/best.pt"
     result = train(0, "run.name=deeper", init, "model.layers=3").check()
     assert "not from it: layers.2.gate, layers.2.norm.weight, " in result.stdout

@@ -113,8 +113,8 @@ def test_a_validation_is_kept_if_the_checkpoint_knows_it(tmp_path, best, is_kept
     assert folder.rows == [row] * is_kept
 
 
-def test_malformed_lines_in_the_metrics_do_not_stop_a_run(train, tmp_path):
-    train(0).check()
+def test_malformed_lines_in_the_metrics_do_not_stop_a_run(trained, train, tmp_path):
+    trained()
     with (tmp_path / "runs/default/metrics.jsonl").open("ab") as file:
         file.write(b'\xff\xfe\n{"kind": "event"}\n12\n"x"\n{"kind": "train", "step": "a"}\n')
     train(0, "optim.epochs=2").check()
@@ -159,9 +159,9 @@ def test_restarting_a_finished_run_repeats_its_result_and_more_epochs_extend_it(
 
 
 @pytest.mark.parametrize("option", ["optim.lr=-1", "model.hidden=16", "run.seed=1"])
-def test_a_wrong_option_leaves_the_status_of_a_finished_run(train, tmp_path, option):
+def test_a_wrong_option_leaves_the_status_of_a_finished_run(trained, train, tmp_path, option):
     """status.json says how the run that last started has ended; this one did not start."""
-    train(0).check()
+    trained()
     folder = tmp_path / "runs/default"
     names = ("status.json", "metrics.jsonl", "config.yaml", "test.tsv", "environment.txt")
     before = [(folder / name).read_text() for name in names]
@@ -198,6 +198,8 @@ def test_an_empty_folder_starts_from_a_checkpoint_file(train, tmp_path):
     train(0, "run.name=old", "checkpoint.every_steps=3").check()
     branch = ["run.name=new", "run.resume=runs/old/checkpoints/step_00000003.pt", "optim.epochs=2"]
     train(0, *branch).check()
+    graphs = [tmp_path / "runs" / name / "graph.pt" for name in ("old", "new")]
+    assert graphs[0].stat().st_ino == graphs[1].stat().st_ino  # runs on one graph share a file
     steps = [row["step"] for row in read_metrics(tmp_path / "runs/new", "train")]
     assert steps == list(range(4, 11))
     # The folder is not empty any more.
@@ -234,8 +236,8 @@ def test_an_empty_folder_starts_from_a_checkpoint_file(train, tmp_path):
         ),
     ],
 )
-def test_a_checkpoint_of_another_run_is_not_resumed(train, tmp_path, change, message):
-    train(0, "run.name=run").check()
+def test_a_checkpoint_of_another_run_is_not_resumed(trained, train, tmp_path, change, message):
+    trained("run.name=run")
     before = (tmp_path / "runs/run/metrics.jsonl").read_text()
     result = train(0, "run.name=run", change)
     assert result.returncode == 2

@@ -25,7 +25,7 @@ from train import MAX_SKIPS, Meter
 
 # ---- What is printed -----------------------------------------------------------------------------
 def test_a_run_prints_its_plan_and_progress(train):
-    result = train(0).check()
+    result = train(0, start=True).check()
     lines = result.stdout.splitlines()
     assert lines[0] == f"options   config.yaml, then {DEFAULTS}, then the command line"
     made = [re.match(r"cache     making \.cache/(\w+)-", line)[1] for line in lines[1:4]]
