@@ -30,7 +30,7 @@ from data_tables import OF_SAMPLES, SPLITS, Tables
 from ddp_setup import Distributed
 from errors import UserError
 from mask import SharedGraph
-from metrics import compare, mse, weighted_mean
+from metrics import metrics_beside_baseline, mse, weighted_mean
 from model import KnockoutGNN
 
 log = logging.getLogger("task")
@@ -160,7 +160,7 @@ class KnockoutTask:
         figures = {
             "loss": loss,
             "mse": mse(y, prediction),
-            **compare(y, prediction, self.baseline.prediction[rows], weight),
+            **metrics_beside_baseline(y, prediction, self.baseline.prediction[rows], weight),
         }
         means = {name: values.nanmean().item() for name, values in figures.items()}
         num_scored = int((~y.isnan()).any(dim=1).sum())
