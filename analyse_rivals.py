@@ -110,18 +110,18 @@ def fitted_lines(
 
 def single_predictions(tables: Tables, additive: Baseline, loss: str) -> Tensor:
     """Returns the additive prediction of each perturbed node alone, [total, T]."""
-    prediction = additive.intercept + responses(tables, additive)
+    prediction = additive.intercept + node_terms(tables, additive)
     return prediction.sigmoid() if loss == "binary" else prediction
 
 
 def sums_of_effects(tables: Tables, additive: Baseline, loss: str) -> Tensor:
     """Returns the additive prediction of each row, [n, T]."""
-    total = scatter(responses(tables, additive), tables.sample(), dim_size=len(tables.y))
+    total = scatter(node_terms(tables, additive), tables.sample(), dim_size=len(tables.y))
     prediction = additive.intercept + total
     return prediction.sigmoid() if loss == "binary" else prediction
 
 
-def responses(tables: Tables, additive: Baseline) -> Tensor:
+def node_terms(tables: Tables, additive: Baseline) -> Tensor:
     """Returns the term of each perturbed node in the additive baseline, [total, T]."""
     dose = (doses(tables.level) @ additive.basis).unsqueeze(2)
     response = (dose * additive.effect[tables.perturbed]).sum(dim=1)

@@ -3,7 +3,7 @@
 Training starts from it, and every metric stands beside the baseline's. It is fitted to the training
 rows, and validation rows choose its penalty.
 
-Shapes: N nodes, n samples of T targets, K responses of a node.
+Shapes: N nodes, n samples of T targets, K effects of a node.
 """
 
 import math
@@ -225,12 +225,12 @@ def basis_of(tables: Tables) -> Tensor:
     is_trained = tables.is_in("train") & ~tables.y.isnan().all(dim=1)
     level, count = tables.level[is_trained[tables.sample()]].unique(return_counts=True)
     count = count.double()
-    responses = [[1.0, 1.0, 0.0]]  # 1 - level
+    columns = [[1.0, 1.0, 0.0]]  # 1 - level
     if (level < 1).any() and (level > 1).any():
-        responses = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+        columns = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     if (level == 0).any() and ((level > 0) & (level < 1)).any():
-        responses.append([0.0, 0.0, 1.0])
-    basis = torch.tensor(responses, dtype=torch.float64).T
+        columns.append([0.0, 0.0, 1.0])
+    basis = torch.tensor(columns, dtype=torch.float64).T
     dose = doses(level) @ basis
     mean_square = (count @ dose.square()) / (count @ (dose != 0).double())
     return basis / mean_square.sqrt().nan_to_num(1.0)

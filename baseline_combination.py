@@ -8,7 +8,7 @@ Growth is limited by what is scarcest, a grid fails at its most loaded line. A s
 Given which response is the largest and which the smallest, it is linear in the responses, and given
 the responses, in the weights u, v and w: they are fitted in turn.
 
-Shapes: N nodes, n samples of T targets, `total` perturbed nodes in all samples, K responses of a
+Shapes: N nodes, n samples of T targets, `total` perturbed nodes in all samples, K effects of a
 node.
 """
 

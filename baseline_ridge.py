@@ -1,6 +1,6 @@
 """Ridge regressions, linear and logistic, on the perturbed nodes of samples.
 
-Shapes: N nodes, n samples of T targets, `total` perturbed nodes in all samples, K responses of a
+Shapes: N nodes, n samples of T targets, `total` perturbed nodes in all samples, K effects of a
 node.
 """
 
@@ -97,19 +97,20 @@ class Design:
     def __init__(self, doses: Doses):
         largest = torch.cat([doses.dose.abs().flatten(), doses.dose.new_ones(1)]).amax()
         self.largest_dose = largest  # 1 at least
-        self.num_responses = num_responses = doses.dose.size(1)
-        self.width = 2 + doses.num_nodes * num_responses
-        number = torch.arange(num_responses)
+        num_effects = doses.dose.size(1)
+        self.num_effects = num_effects
+        self.width = 2 + doses.num_nodes * num_effects
+        number = torch.arange(num_effects)
         self.blocks = []
         for first in range(0, len(doses.line), ROWS_AT_ONCE):
             ptr = doses.ptr[first : first + ROWS_AT_ONCE + 1]
             entries = slice(ptr[0], ptr[-1])
-            column = doses.node[entries].unsqueeze(1) * num_responses + number
+            column = doses.node[entries].unsqueeze(1) * num_effects + number
             nodes = torch.sparse_csr_tensor(
-                ((ptr - ptr[0]) * num_responses).int(),
+                ((ptr - ptr[0]) * num_effects).int(),
                 column.flatten().int(),  # products read fewer bytes than of long ones
                 doses.dose[entries].flatten(),
-                (len(ptr) - 1, doses.num_nodes * num_responses),
+                (len(ptr) - 1, doses.num_nodes * num_effects),
             )
             transposed = nodes.to_sparse_csc().transpose(0, 1)
             line = doses.line[first : first + ROWS_AT_ONCE]
@@ -118,7 +119,7 @@ class Design:
     def scaled(self, factor: Tensor) -> "Design":
         """Returns the matrix with the doses of each perturbed node times a factor, [total]."""
         scaled = copy.copy(self)
-        factors = factor.repeat_interleave(self.num_responses)
+        factors = factor.repeat_interleave(self.num_effects)
         sizes = [len(block.nodes.values()) for block in self.blocks]
         scaled.blocks = []
         for block, of_block in zip(self.blocks, factors.split(sizes), strict=True):
