@@ -327,16 +327,18 @@ def tables_of(rows: Results, config: data.DataConfig) -> Tables:
 def differing_options(folders: list[Path]) -> dict[str, dict[str, Any]]:
     """Returns, by folder, the options of each run that differ between runs, but for names."""
     options = {folder: read_options(folder / "config.yaml") for folder in folders}
-    keys = dict.fromkeys(key for of_run in options.values() for key in of_run)
+    keys = {}  # in order
+    for of_run in options.values():
+        keys |= dict.fromkeys(of_run)
     differing = []
     for key in keys:
         texts = {str(of_run.get(key)) for of_run in options.values()}
         if len(texts) > 1 and key not in ("run.name", "run.dir"):
             differing.append(key)
-    return {
-        str(folder): {key: of_run.get(key) for key in differing}
-        for folder, of_run in options.items()
-    }
+    differing_of_run = {}
+    for folder, of_run in options.items():
+        differing_of_run[str(folder)] = {key: of_run.get(key) for key in differing}
+    return differing_of_run
 
 
 def best_step_and_seconds(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -473,12 +475,12 @@ def text_table(rows: list[tuple[str, dict]], titles: dict[str, str]) -> list[str
     texts = [["", *(titles[name] for name in names)]]
     for label, cells in rows:
         texts.append([label, *(cell(cells.get(name, "")) for name in names)])
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    text = []
+    label_width, *widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = []
     for label, *cells in texts:
-        padded = map(str.rjust, cells, widths[1:])
-        text.append("  ".join([label.ljust(widths[0]), *padded]))
-    return text
+        padded = map(str.rjust, cells, widths)
+        lines.append("  ".join([label.ljust(label_width), *padded]))
+    return lines
 
 
 def cell(value: object) -> str:

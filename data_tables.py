@@ -91,10 +91,10 @@ class Tables:
         """Returns the fields that are not `OF_SAMPLES`, the edges in a third of their bytes."""
         fields = {name: value for name, value in vars(self).items() if name not in OF_SAMPLES}
         fields["edge_index"] = self.edge_index.int()
-        fields["edge_type"] = self.edge_type.to(
-            torch.uint8 if len(self.relations) < 256 else torch.int
-        )
-        fields["edge_weight"] = None if (self.edge_weight == 1).all() else self.edge_weight
+        dtype = torch.uint8 if len(self.relations) < 256 else torch.int
+        fields["edge_type"] = self.edge_type.to(dtype)
+        if (self.edge_weight == 1).all():
+            fields["edge_weight"] = None
         return fields
 
     def graph(self) -> HeteroData:
@@ -233,9 +233,8 @@ def read_tables(
     merge = to_undirected if undirected else coalesce
     edge_index = position[edge_index] + edge_type * len(genes)
     edge_index, edge_values = merge(edge_index, edge_values, reduce="mean")
-    edge_weight, edge_attr, present = edge_values.tensor_split(
-        [1, 1 + edge_values.size(1) // 2], dim=1
-    )
+    num_features = edge_values.size(1) // 2
+    edge_weight, edge_attr, present = edge_values.split([1, num_features, num_features], dim=1)
     node_features = read_features(features, genes, notes) if features else {}
     tables = Tables(
         genes=genes,

@@ -217,8 +217,12 @@ def uncertainty(y: Tensor, prediction: Tensor, sd: Tensor) -> tuple[float, list[
     error = (prediction - y).abs()
     ranks = rank(sd.where(~y.isnan(), math.nan))
     correlation = pearson(rank(error), ranks).nanmean().item()
-    fifth = ((ranks - 0.5) * 5 / (~y.isnan()).sum(dim=0)).floor()
-    errors = [error.where(fifth == k, math.nan).nanmean(dim=0).nanmean().item() for k in range(5)]
+    num_present = (~y.isnan()).sum(dim=0)
+    fifth = ((ranks - 0.5) * 5 / num_present).floor()
+    errors = []
+    for k in range(5):
+        of_fifth = error.where(fifth == k, math.nan)
+        errors.append(of_fifth.nanmean(dim=0).nanmean().item())
     return correlation, errors
 
 
