@@ -112,11 +112,11 @@ def read_arguments(arguments: Sequence[str] | None) -> Namespace:
 def report(arguments: Namespace) -> int:
     """Prints what is asked for, and returns the exit status; raises `UserError`."""
     if len(arguments.runs) == 1:
-        result, lines = report_of_run(arguments.runs[0], arguments.threshold)
+        analysis, lines = report_of_run(arguments.runs[0], arguments.threshold)
     else:
-        result, lines = report_of_runs(arguments.runs, arguments.threshold)
+        analysis, lines = report_of_runs(arguments.runs, arguments.threshold)
     if arguments.json:
-        lines = [as_json(result)]
+        lines = [as_json(analysis)]
     try:
         print("\n".join(lines), flush=True)
     except BrokenPipeError:

@@ -121,12 +121,12 @@ def level_of(name: str) -> str:
 def result_lines(
     tables: Tables, prediction: Tensor, baseline: Tensor, digits: Tensor
 ) -> Iterator[str]:
-    """Yields the lines of test.tsv: for each test row its nodes, and those that are unseen.
+    """Yields the lines of test.tsv: the header, and one for each test row.
 
-    Of these, it gives the number, one for each score if they differ, and the names. Then follow
-    the column `weight` or `sd` if the table has it, and for each target score, prediction and
-    baseline; a missing score is an empty cell. Prediction and baseline are those of the test rows,
-    [n, T]; `digits` says how many significant digits each target has, long [T].
+    A row has its nodes; the number of those that are unseen, for each target if these numbers
+    differ; and their names. Then follow the weight or the `sd` if the table has them, and for each
+    target score, prediction and baseline. A missing score is an empty cell. Prediction and baseline
+    are [n, T], of the test rows; `digits` are the significant digits of each target, long [T].
     """
     rows = tables.rows("test")
     numbers = torch.stack([tables.y[rows], prediction, baseline], dim=2).flatten(start_dim=1)
@@ -144,15 +144,15 @@ def result_lines(
 
 
 def row_labels(tables: Tables, split: str) -> Iterator[str]:
-    """Yields the first three cells of each row of a split: its nodes, and those unseen."""
+    """Yields the first three cells of each row of a split, as in `result_lines`."""
     is_in_split = tables.is_in(split)[tables.sample()]
     perturbed = tables.perturbed[is_in_split]
     genes = tables.names(perturbed, tables.level[is_in_split])
     present = ~tables.y[tables.sample()[is_in_split]].isnan()
-    is_named = (present & ~tables.is_seen()[perturbed]).any(dim=1)  # for a score of the row
+    is_unseen = (present & ~tables.is_seen()[perturbed]).any(dim=1)  # for a score of the row
     names = []
-    for node, is_unseen in zip(perturbed.tolist(), is_named.tolist(), strict=True):
-        names.append(tables.genes[node] if is_unseen else "")
+    for node, is_named in zip(perturbed.tolist(), is_unseen.tolist(), strict=True):
+        names.append(tables.genes[node] if is_named else "")
     unseen_genes = iter(names)
     unseen = tables.unseen(split)  # [rows, T]
     is_equal = (unseen == unseen[:, :1]).all(dim=1).tolist()
@@ -170,7 +170,7 @@ def row_labels(tables: Tables, split: str) -> Iterator[str]:
 def table_lines(labels: Iterator[str], numbers: Tensor, digits: Tensor) -> Iterator[str]:
     """Yields a line for each row of numbers [n, C]: its label, and a cell each, empty for nan.
 
-    `digits` says how many significant digits each column has, long [C].
+    `digits` are the significant digits of each column, long [C].
     """
     template = "".join(f"\t%.{count}g" for count in digits.tolist()) + "\n"
     for some_numbers in numbers.split(100):  # as lists, they take four times the memory
