@@ -1,20 +1,24 @@
-"""Says what the test predictions of a run are worth, or of several runs, alone and together.
+"""Prints the test metrics of a run beside its rivals, or of several runs, alone and together.
 
     python analyse.py runs/s0                     # a run
     python analyse.py runs/s0 runs/s1 runs/s2     # one by one, and together
     python analyse.py runs/s0 --json              # for a program
 
-It prints a table of the test rows, all and by groups, each beside the baseline and with the 95 %
-interval of the difference, and another one of what can be said of the same rows without the model.
-It writes test.json and a plot, test.svg, into the run folder. Of several runs, it writes no file.
-It prints a line for each: the options in which they differ, best step, metrics and seconds. Then
-follow what each is worth, and the mean of their predictions; the 95 % interval of the difference of
-the best two; and whether the standard deviation of the predictions tells where their mean errs.
+It prints a table with the metrics of all test rows and of groups of them, each beside the
+baseline's and with the 95 % interval of the difference. A second table has the metrics of the
+rivals, which predict the same rows without the model. It writes test.json and a plot, test.svg,
+into the run folder.
+
+Of several runs, it writes no file. It prints a line for each: the options in which they differ,
+best step, metrics and seconds. Then follow the metrics of each and of their mean prediction, the
+95 % interval of the difference of the best two, and the correlation of the predictions' standard
+deviation with the error of their mean.
+
 With `--threshold X` it also says how well scores below X are found. With `--json` it prints a JSON
 object and nothing else, of one run the content of test.json; null is a number that is not defined.
 From Python, use `analyse_run` and `compare`.
 
-Shapes: n rows of T scores.
+Shapes: n rows of T targets.
 """
 
 import json
@@ -32,11 +36,11 @@ import data
 import metrics
 from analyse_metrics import (
     MOST,
-    analyse,
-    beside_rivals,
     difference_of_best,
     ensemble_of,
-    figures_together,
+    metrics_by_group,
+    metrics_of_rivals,
+    metrics_together,
 )
 from analyse_rivals import shared_pairs
 from config import Config, Parser, load_config, read_options
@@ -46,7 +50,7 @@ from errors import UserError
 from run_checkpoint import explain_write_errors, write_atomically
 from run_folder import read_metrics, read_status, read_warnings
 from run_plots import scatter_svg
-from run_results import Predictions, check_same_rows, read_predictions
+from run_results import Results, check_same_rows, read_results
 
 # Why a run has no test.tsv, by its state.
 UNFINISHED = {
@@ -108,11 +112,11 @@ def read_arguments(arguments: Sequence[str] | None) -> Namespace:
 def report(arguments: Namespace) -> int:
     """Prints what is asked for, and returns the exit status; raises `UserError`."""
     if len(arguments.runs) == 1:
-        result, lines = report_of_run(arguments.runs[0], arguments.threshold)
+        analysis, lines = report_of_run(arguments.runs[0], arguments.threshold)
     else:
-        result, lines = report_of_runs(arguments.runs, arguments.threshold)
+        analysis, lines = report_of_runs(arguments.runs, arguments.threshold)
     if arguments.json:
-        lines = [as_json(result)]
+        lines = [as_json(analysis)]
     try:
         print("\n".join(lines), flush=True)
     except BrokenPipeError:
@@ -124,54 +128,58 @@ def report(arguments: Namespace) -> int:
 
 
 def report_of_run(folder: Path, threshold: float | None) -> tuple[dict, list[str]]:
-    """Writes test.json and test.svg into a run's folder; returns its figures, and as lines.
+    """Writes test.json and test.svg into a run's folder.
 
-    Raises `UserError`.
+    Returns the content of test.json, and the lines to print. Raises `UserError`.
     """
     rows = read_run(folder)
-    result = figures_of_run(folder, rows, threshold)
-    files = {folder / "test.json": as_json(result) + "\n", folder / "test.svg": plot(rows)}
+    analysis = metrics_of_run(folder, rows, threshold)
+    files = {folder / "test.json": as_json(analysis) + "\n", folder / "test.svg": plot(rows)}
     for file, text in files.items():
         with explain_write_errors(file, UserError, "copy the run folder"):
             write_atomically(file, [text])
     lines = [f"{folder / 'test.tsv'}: {rows.counts()}", *lines_of_warnings(folder)]
-    lines += lines_of_run(result, has_noise=rows.sd is not None)
+    lines += lines_of_run(analysis, has_noise=rows.sd is not None)
     lines.append(f"written: {', '.join(map(str, files))}")
-    return result, lines
+    return analysis, lines
 
 
 def report_of_runs(folders: list[Path], threshold: float | None) -> tuple[dict, list[str]]:
-    """Returns the figures of several runs, and as lines; raises `UserError`."""
+    """Returns what `compare` does, and the lines to print; raises `UserError`."""
     members = read_runs(folders)
-    result = figures_of_runs(members, threshold)
+    analysis = metrics_of_runs(members, threshold)
     overview = {}
-    for name, options in result["options"].items():
+    for name, options in analysis["options"].items():
         texts = {key: str(value) for key, value in options.items()}
-        overview[name] = texts | result["results"][name]
+        overview[name] = texts | analysis["results"][name]
     titles = {key: key for cells in overview.values() for key in cells}
     lines = [*text_table(list(overview.items()), titles), ""]
     for folder in folders:
         lines += lines_of_warnings(folder)
     rows = next(iter(members.values()))
     lines.append(f"{len(folders)} runs: {rows.counts()}")
-    return result, lines + lines_of_runs(result)
+    return analysis, lines + lines_of_runs(analysis)
 
 
-def as_json(result: dict) -> str:
-    """Returns figures as JSON, with null for numbers that are not finite."""
-    without_nan = json.loads(json.dumps(result), parse_constant=lambda name: None)
+def as_json(analysis: dict) -> str:
+    """Returns the text of test.json, with null for numbers that are not finite."""
+    without_nan = json.loads(json.dumps(analysis), parse_constant=lambda name: None)
     return json.dumps(without_nan, indent=1)
 
 
 # ---- From Python ---------------------------------------------------------------------------------
 def analyse_run(run: str | Path, threshold: float | None = None) -> dict[str, Any]:
-    """Returns what the test predictions of a run are worth, as test.json has it.
+    """Returns the metrics of a run's test predictions by name: the content of test.json.
 
-    Nothing is printed or written. These are the figures of all rows by name, such as `pearson` and
-    `gain`, the 95 % interval of Pearson's r less the baseline's; of groups of rows, `by_unseen`,
-    `by_deletions` and `by_level`; and of each of several `targets`. `rivals` are the figures of
-    predictions without the model; if the run's tables cannot be read, `no_rivals` says why.
-    `warnings` are those of the run's last start. A figure that is not defined is nan.
+    Nothing is printed or written. A metric that is not defined is nan. The keys are
+
+    - `pearson`, `r2` and so on: of all rows; `gain`: the 95 % interval of Pearson's r less the
+      baseline's;
+    - `by_unseen`, `by_deletions`, `by_level`: the same of groups of rows;
+    - `targets`: the metrics of each target, if there are several;
+    - `rivals`: the metrics of predictions without the model, or `no_rivals`: why the run's tables
+      cannot be read;
+    - `warnings`: those of the run's last start.
 
     Args:
         run: its folder.
@@ -181,19 +189,19 @@ def analyse_run(run: str | Path, threshold: float | None = None) -> dict[str, An
         UserError: the run has not finished, is of another version, or has no such score.
     """
     folder = Path(run)
-    return figures_of_run(folder, read_run(folder), threshold)
+    return metrics_of_run(folder, read_run(folder), threshold)
 
 
 def compare(runs: Sequence[str | Path], threshold: float | None = None) -> dict[str, Any]:
-    """Returns what the test predictions of several runs are worth, alone and together.
+    """Returns the metrics of several runs' test predictions, of each run and of their mean.
 
-    Nothing is printed or written. A figure that is not defined is nan. The keys are
+    Nothing is printed or written. A metric that is not defined is nan. The keys are
 
     - `options`: of each run by its folder, the options in which they differ;
     - `results`: of each, the best step, metrics of validation and test, and seconds;
     - `warnings`: of each, those of its last start;
-    - `figures`: of each, by folder; `mean`: the mean of these; `ensemble`: the figures of the mean
-      prediction;
+    - `figures`: the metrics of each, by folder; `mean`: the mean of these; `ensemble`: the metrics
+      of the mean prediction;
     - `best_two`: the two `runs` of the highest Pearson's r, its `difference`, and as `gain` the
       95 % interval of that for other test rows, of which both runs get the same;
     - `uncertainty`: Spearman's correlation of the predictions' standard deviation with the error of
@@ -213,49 +221,51 @@ def compare(runs: Sequence[str | Path], threshold: float | None = None) -> dict[
         folders = [Path(run) for run in runs]
     if len(folders) < 2:
         raise UserError(f"compare takes a list of two runs or more, not {runs!r}: see analyse_run")
-    return figures_of_runs(read_runs(folders), threshold)
+    return metrics_of_runs(read_runs(folders), threshold)
 
 
-def figures_of_run(folder: Path, rows: Predictions, threshold: float | None) -> dict[str, Any]:
-    """Returns what `analyse_run` does, of the rows of the run's test.tsv."""
+def metrics_of_run(folder: Path, rows: Results, threshold: float | None) -> dict[str, Any]:
+    """Returns what `analyse_run` does, given the rows of the run's test.tsv."""
     config = config_of(folder)
     check_threshold(threshold, rows, folder)
-    result = {"warnings": read_warnings(folder), **analyse(rows, config.optim.loss, threshold)}
-    return result | figures_of_rivals(rows, config)
+    analysis = {"warnings": read_warnings(folder)}
+    analysis |= metrics_by_group(rows, config.optim.loss, threshold)
+    return analysis | rivals_or_reason(rows, config)
 
 
-def figures_of_runs(members: dict[str, Predictions], threshold: float | None) -> dict[str, Any]:
-    """Returns what `compare` does, of the rows of the runs' test.tsv by folder."""
+def metrics_of_runs(members: dict[str, Results], threshold: float | None) -> dict[str, Any]:
+    """Returns what `compare` does, given the rows of each run's test.tsv, by folder."""
     folders = [Path(name) for name in members]
     configs = [config_of(folder) for folder in folders]
     loss = configs[0].optim.loss
     ensemble, std = ensemble_of(members)
     check_threshold(threshold, ensemble, folders[0])
-    result = {"options": differing_options(folders), "results": {}, "warnings": {}}
+    analysis = {"options": differing_options(folders), "results": {}, "warnings": {}}
     for folder in folders:
-        result["warnings"][str(folder)] = read_warnings(folder)
-        result["results"][str(folder)] = results_of(read_metrics(folder / "metrics.jsonl"))
-    result |= figures_together(members, ensemble, loss, threshold)
-    result["best_two"] = difference_of_best(members, loss)
+        logged = read_metrics(folder / "metrics.jsonl")
+        analysis["warnings"][str(folder)] = read_warnings(folder)
+        analysis["results"][str(folder)] = best_step_and_seconds(logged)
+    analysis |= metrics_together(members, ensemble, loss, threshold)
+    analysis["best_two"] = difference_of_best(members, loss)
     correlation, errors = metrics.uncertainty(ensemble.y, ensemble.prediction, std)
-    result["uncertainty"] = {"spearman": correlation, "error_by_fifths": errors}
-    return result | figures_of_rivals(ensemble, configs[0])
+    analysis["uncertainty"] = {"spearman": correlation, "error_by_fifths": errors}
+    return analysis | rivals_or_reason(ensemble, configs[0])
 
 
-def figures_of_rivals(rows: Predictions, config: Config) -> dict[str, Any]:
-    """Returns what can be said of the rows without the model, or why it is not known."""
+def rivals_or_reason(rows: Results, config: Config) -> dict[str, Any]:
+    """Returns `shared_pairs` and the `rivals`' metrics, or `no_rivals`: why these are not known."""
     try:
         tables = tables_of(rows, config.data)
         return {
             "shared_pairs": shared_pairs(tables),
-            "rivals": beside_rivals(rows, tables, config.optim.loss),
+            "rivals": metrics_of_rivals(rows, tables, config.optim.loss),
         }
     except UserError as error:
         return {"no_rivals": str(error)}
 
 
 # ---- Files ---------------------------------------------------------------------------------------
-def read_run(folder: Path) -> Predictions:
+def read_run(folder: Path) -> Results:
     """Returns the rows of a run's test.tsv; raises `UserError`, also if it is not finished."""
     file = folder / "test.tsv"
     if not os.path.isdir(folder):
@@ -263,10 +273,10 @@ def read_run(folder: Path) -> Predictions:
     state = str(read_status(folder).get("state"))
     if state in UNFINISHED and not os.path.exists(file):
         raise UserError(f"{folder} has no test.tsv, as {UNFINISHED[state]}")
-    return read_predictions(file)
+    return read_results(file)
 
 
-def read_runs(folders: list[Path]) -> dict[str, Predictions]:
+def read_runs(folders: list[Path]) -> dict[str, Results]:
     """Returns the rows of each run's test.tsv by folder.
 
     Raises `UserError`, also if they are not of the same test rows, or a run is named twice.
@@ -292,13 +302,13 @@ def config_of(folder: Path) -> Config:
         ) from None
 
 
-def check_threshold(threshold: float | None, rows: Predictions, folder: Path) -> None:
+def check_threshold(threshold: float | None, rows: Results, folder: Path) -> None:
     """Raises `UserError` if no score of the run is below the threshold."""
     if threshold is not None and not (rows.y < threshold).any():
         raise UserError(f"{folder / 'test.tsv'} has no score below --threshold={threshold:g}")
 
 
-def tables_of(rows: Predictions, config: data.DataConfig) -> Tables:
+def tables_of(rows: Results, config: data.DataConfig) -> Tables:
     """Returns the tables that these rows are from; raises `UserError` if they cannot be read."""
     tables = data.load(config)
     test = tables.rows("test")
@@ -315,34 +325,40 @@ def tables_of(rows: Predictions, config: data.DataConfig) -> Tables:
 
 # ---- Runs side by side ---------------------------------------------------------------------------
 def differing_options(folders: list[Path]) -> dict[str, dict[str, Any]]:
-    """Returns the options in which runs differ, but for their names, of each run by folder."""
+    """Returns, by folder, the options of each run that differ between runs, but for names."""
     options = {folder: read_options(folder / "config.yaml") for folder in folders}
-    keys = dict.fromkeys(key for of_run in options.values() for key in of_run)
+    keys = {}  # in order
+    for of_run in options.values():
+        keys |= dict.fromkeys(of_run)
     differing = []
     for key in keys:
         texts = {str(of_run.get(key)) for of_run in options.values()}
         if len(texts) > 1 and key not in ("run.name", "run.dir"):
             differing.append(key)
-    return {
-        str(folder): {key: of_run.get(key) for key in differing}
-        for folder, of_run in options.items()
-    }
+    differing_of_run = {}
+    for folder, of_run in options.items():
+        differing_of_run[str(folder)] = {key: of_run.get(key) for key in differing}
+    return differing_of_run
 
 
-def results_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns best step, its metrics in validation and test, and seconds of the rows of a run."""
-    result = {}
+def best_step_and_seconds(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the best step, its metrics in validation and test, and the seconds of training.
+
+    The rows are those of a run's metrics.jsonl.
+    """
+    shown = {}
     tests = [row for row in rows if row["kind"] == "test"]
     if tests:
         test = tests[-1]
         best_step = test.get("best_step")
         vals = [row for row in rows if row["kind"] == "val"]
         val = next((row for row in vals if row.get("step") == best_step), {})
-        result["best step"] = best_step
+        shown["best step"] = best_step
         for name in ("loss", *metrics.names_in(test)):
-            result[f"val {name}"] = val.get(name)
-            result[f"test {name}"] = test.get(name)
-    return result | {"seconds": round(seconds_of(rows))}
+            shown[f"val {name}"] = val.get(name)
+            shown[f"test {name}"] = test.get(name)
+    shown["seconds"] = round(seconds_of(rows))
+    return shown
 
 
 def seconds_of(rows: list[dict[str, Any]]) -> float:
@@ -360,43 +376,46 @@ def seconds_of(rows: list[dict[str, Any]]) -> float:
 
 
 # ---- What is shown -------------------------------------------------------------------------------
-def lines_of_run(result: dict, has_noise: bool) -> list[str]:
-    """Returns the figures of a run as lines, with the ceiling of R2 if there is one."""
-    lines = table(result)
+def lines_of_run(analysis: dict, has_noise: bool) -> list[str]:
+    """Returns the metrics of a run as lines, with the ceiling of R2 if there is one."""
+    num_resamples = analysis["resamples"]
+    num_sets = analysis["sets_drawn"]
+    num_genes = analysis["genes_drawn"]
+    lines = table(analysis)
     lines.append(
-        f"95 % of {result['resamples']:,} samples of {result['sets_drawn']:,} sets of genes and "
-        f"{result['genes_drawn']:,} unseen genes, each with all its rows"
+        f"95 % of {num_resamples:,} samples of {num_sets:,} sets of genes and "
+        f"{num_genes:,} unseen genes, each with all its rows"
     )
     if has_noise:
-        lines.append(noise_text(result))
-    if "shared_pairs" in result:
-        lines.append(f"{result['shared_pairs']:,} rows knock out two nodes of a training row")
-    return lines + lines_of_rivals(result)
+        lines.append(noise_text(analysis))
+    if "shared_pairs" in analysis:
+        lines.append(f"{analysis['shared_pairs']:,} rows knock out two nodes of a training row")
+    return lines + lines_of_rivals(analysis)
 
 
-def lines_of_runs(result: dict) -> list[str]:
-    """Returns the figures of several runs, alone and together, as lines."""
-    rows = list(result["figures"].items())
-    rows += [("mean of these", result["mean"]), ("ensemble", result["ensemble"])]
+def lines_of_runs(analysis: dict) -> list[str]:
+    """Returns the metrics of several runs, alone and together, as lines."""
+    rows = list(analysis["figures"].items())
+    rows += [("mean of these", analysis["mean"]), ("ensemble", analysis["ensemble"])]
     lines = text_table(rows, COLUMNS)
-    best_two = result["best_two"]
+    best_two = analysis["best_two"]
     best, second = best_two["runs"]
-    lines.append(
-        f"best two, {best} less {second}: Pearson {cell(best_two['difference'])}, "
-        f"95 % {cell(best_two['gain'])}"
-    )
-    spread = result["uncertainty"]
+    difference = cell(best_two["difference"])
+    interval = cell(best_two["gain"])
+    lines.append(f"best two, {best} less {second}: Pearson {difference}, 95 % {interval}")
+    spread = analysis["uncertainty"]
     fifths = ", ".join(map(cell, spread["error_by_fifths"]))
     lines.append(f"Spearman of standard deviation and absolute error: {cell(spread['spearman'])}")
     lines.append(f"mean absolute error by fifths of the standard deviation: {fifths}")
-    return lines + lines_of_rivals(result)
+    return lines + lines_of_rivals(analysis)
 
 
-def lines_of_rivals(result: dict) -> list[str]:
-    """Returns what can be said without the model as lines, or why that is not known."""
-    if "no_rivals" in result:
-        return [f"no comparison with what can be said without the model: {result['no_rivals']}"]
-    return ["", *table_of_rivals(result["rivals"])]
+def lines_of_rivals(analysis: dict) -> list[str]:
+    """Returns the metrics of the rivals as lines, or a line that says why they are not known."""
+    if "no_rivals" in analysis:
+        reason = analysis["no_rivals"]
+        return [f"no comparison with what can be said without the model: {reason}"]
+    return ["", *table_of_rivals(analysis["rivals"])]
 
 
 def lines_of_warnings(folder: Path) -> list[str]:
@@ -404,68 +423,68 @@ def lines_of_warnings(folder: Path) -> list[str]:
     return [f"{folder} says: {' '.join(text.split())}" for text in read_warnings(folder)]
 
 
-def noise_text(result: dict) -> str:
-    """Returns how far a model comes where the noise of the scores is known."""
-    ratio = result["r2_of_ceiling"]
+def noise_text(analysis: dict) -> str:
+    """Returns a sentence with R2 as a share of its ceiling, the R2 that noisy scores allow."""
+    ratio = analysis["r2_of_ceiling"]
     if math.isnan(ratio):
         return "the scores vary no more than their noise, by the column sd: R2 has no ceiling"
     return f"R2 is {ratio:.1%} of the ceiling that the noise leaves"
 
 
-def table(result: dict) -> list[str]:
-    """Returns the lines of a table: all rows, each smaller group, and the first targets."""
-    rows = [("all", result)]
+def table(analysis: dict) -> list[str]:
+    """Returns the lines of a table of metrics: all rows, each smaller group, the first targets."""
+    rows = [("all", analysis)]
     for name in ("unseen", "deletions"):
-        for k, group in result[f"by_{name}"].items():
+        for k, group in analysis[f"by_{name}"].items():
             or_more = "+" if k == str(MOST) else ""
-            if 0 < group["cells"] < result["cells"]:
+            if 0 < group["cells"] < analysis["cells"]:
                 rows.append((f"{name} {k}{or_more}", group))
-    for level, group in result["by_level"].items():
+    for level, group in analysis["by_level"].items():
         rows.append((f"level {level}", group))
-    targets = result.get("targets", {})
+    targets = analysis.get("targets", {})
     rows += list(targets.items())[:SHOWN]
     text = text_table(rows, COLUMNS)
     if len(targets) > SHOWN:
         text.append(f"and {len(targets) - SHOWN:,} more scores, which are in test.json")
     for name, title in (("pearson", "Pearson"), ("baseline_pearson", "baseline")):
-        if f"{name}_quartiles" in result:
-            quartiles = ", ".join(map(cell, result[f"{name}_quartiles"]))
+        if f"{name}_quartiles" in analysis:
+            quartiles = ", ".join(map(cell, analysis[f"{name}_quartiles"]))
             text.append(f"{title}, quartiles over the scores: {quartiles}")
     return text
 
 
-def table_of_rivals(figures: dict[str, dict]) -> list[str]:
-    """Returns the lines of a table of `beside_rivals`, and a sentence about the strongest."""
-    strongest = next(iter(figures))
-    low, high = figures[strongest]["gain"]
+def table_of_rivals(rivals: dict[str, dict]) -> list[str]:
+    """Returns the lines of a table of `metrics_of_rivals`, and a sentence about the strongest."""
+    strongest = next(iter(rivals))
+    low, high = rivals[strongest]["gain"]
     place = "not clearly above it"
     if low > 0:
         place = "above it"
     if high < 0:
         place = "below it"
     sentence = f"strongest without the model: {strongest}; the model is {place}"
-    return [*text_table(list(figures.items()), COLUMNS), sentence]
+    return [*text_table(list(rivals.items()), COLUMNS), sentence]
 
 
 def text_table(rows: list[tuple[str, dict]], titles: dict[str, str]) -> list[str]:
-    """Returns the lines of a table: a header, and figures under each title that has some.
+    """Returns the lines of a table: a header, and the cells under each title that has some.
 
-    A row is its label and its figures.
+    A row is its label, and its cells by name; `titles` has the title of each name.
     """
-    names = [name for name in titles if any(name in figures for _, figures in rows)]
+    names = [name for name in titles if any(name in cells for _, cells in rows)]
     texts = [["", *(titles[name] for name in names)]]
-    for label, figures in rows:
-        texts.append([label, *(cell(figures.get(name, "")) for name in names)])
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    text = []
+    for label, cells in rows:
+        texts.append([label, *(cell(cells.get(name, "")) for name in names)])
+    label_width, *widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = []
     for label, *cells in texts:
-        padded = map(str.rjust, cells, widths[1:])
-        text.append("  ".join([label.ljust(widths[0]), *padded]))
-    return text
+        padded = map(str.rjust, cells, widths)
+        lines.append("  ".join([label.ljust(label_width), *padded]))
+    return lines
 
 
 def cell(value: object) -> str:
-    """Returns a text, an interval, a whole number or a number as a text, "-" if undefined."""
+    """Returns the text of a cell: a text, an interval, or a number; "-" if it is not defined."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -479,8 +498,8 @@ def cell(value: object) -> str:
     return f"{value:.4f}" if is_usual else f"{value:.3e}"
 
 
-def plot(rows: Predictions) -> str:
-    """Returns an SVG of scores against predictions; of several scores, in units of their std."""
+def plot(rows: Results) -> str:
+    """Returns an SVG of y against predictions; of several targets, each in units of its std."""
     y = rows.y
     prediction = rows.prediction
     unit = ""

@@ -1,6 +1,6 @@
-"""What test predictions are worth: figures of rows and of groups of them, and their intervals.
+"""Metrics of test predictions: of all rows and of groups of them, with their intervals.
 
-Shapes: n rows of T scores.
+Shapes: n rows of T targets.
 """
 
 import statistics
@@ -14,7 +14,7 @@ from torch import Tensor
 import metrics
 from analyse_rivals import rivals, with_baseline
 from data_tables import Tables
-from run_results import Predictions
+from run_results import Results
 
 PROFILE = 20  # targets: with more of them, a row is a profile
 MOST = 3  # of deletions and unseen genes; rows with more are counted with those
@@ -22,126 +22,129 @@ LEVELS = 12  # most that are shown as groups of rows
 CELLS = 10**8  # rows x targets x resamples of an interval, about, which takes half a minute
 
 
-def analyse(rows: Predictions, loss: str = "squared", threshold: float | None = None) -> dict:
-    """Returns `summary` of all rows, of groups of them, and the figures of each of several targets.
+def metrics_by_group(rows: Results, loss: str = "squared", threshold: float | None = None) -> dict:
+    """Returns the metrics of all rows, of groups of them, and of each of several targets.
 
-    Groups are by number of unseen genes, by number of deletions, and by level if there are 2 to 12.
+    Those of rows are `metrics_of_rows`. Groups are by the number of unseen genes, by the number of
+    deletions, and by level if there are 2 to 12 of them.
     """
     options = {
         "loss": loss,
         "threshold": threshold,
         "resamples": number_of_resamples(rows.y.numel()),
     }
-    unit = rows.unit()
-    result = summary(rows, unit, **options)
-    result["resamples"] = options["resamples"]
-    num_drawn = Counter(kind for kind, _ in set(chain.from_iterable(rows.units())))
-    result["sets_drawn"] = num_drawn["set"]
-    result["genes_drawn"] = num_drawn["gene"]
+    cluster = rows.cluster_numbers()
+    grouped = metrics_of_rows(rows, cluster, **options)
+    grouped["resamples"] = options["resamples"]
+    clusters = set(chain.from_iterable(rows.clusters()))
+    num_drawn = Counter(kind for kind, _ in clusters)
+    grouped["sets_drawn"] = num_drawn["set"]
+    grouped["genes_drawn"] = num_drawn["gene"]
 
     def of_group(is_in_group: Tensor) -> dict:
-        """Returns the figures of a group of scores, bool [n, T] or, of whole rows, [n, 1]."""
-        return summary(rows.select(is_in_group), unit[is_in_group.any(dim=1)], **options)
+        """Returns the metrics of a group of scores, bool [n, T] or, of whole rows, [n, 1]."""
+        cluster_of_group = cluster[is_in_group.any(dim=1)]
+        return metrics_of_rows(rows.select(is_in_group), cluster_of_group, **options)
 
     for name, count in {"unseen": rows.unseen, "deletions": rows.deletions().unsqueeze(1)}.items():
         group = count.clamp(max=MOST)
-        result[f"by_{name}"] = {}
+        grouped[f"by_{name}"] = {}
         for k in group.unique().tolist():
-            result[f"by_{name}"][str(k)] = of_group(group == k)
+            grouped[f"by_{name}"][str(k)] = of_group(group == k)
     levels = rows.levels()
-    result["by_level"] = {}
+    grouped["by_level"] = {}
     groups = set(levels) - {""}
     if 1 < len(groups) <= LEVELS:
         numbers = sorted(groups - {"several"}, key=float)
         for level in [*numbers, *groups.intersection({"several"})]:
             is_at_level = torch.tensor([row_level == level for row_level in levels])
-            result["by_level"][level] = of_group(is_at_level.unsqueeze(1))
+            grouped["by_level"][level] = of_group(is_at_level.unsqueeze(1))
     if len(rows.targets) > 1:
-        each = target_figures(rows, loss, threshold)
-        result["targets"] = {}
+        each = target_metrics(rows, loss, threshold)
+        grouped["targets"] = {}
         for t, target in enumerate(rows.targets):
-            figures = {name: values[t].item() for name, values in each.items()}
-            result["targets"][target] = figures
-    return result
+            grouped["targets"][target] = {name: metric[t].item() for name, metric in each.items()}
+    return grouped
 
 
-def summary(
-    rows: Predictions, unit: Tensor, loss: str, threshold: float | None, resamples: int
+def metrics_of_rows(
+    rows: Results, cluster: Tensor, loss: str, threshold: float | None, resamples: int
 ) -> dict:
-    """Returns the number of rows, the means over targets of `target_figures`, and `gain`.
+    """Returns the number of rows, the means over targets of `target_metrics`, and `gain`.
 
-    That is the 95 % interval of Pearson's r less the baseline's, for which rows of the same `unit`,
-    long [n, 2], are drawn together. `n` are the rows with a score. Of profiles, also
-    `profile_figures`, the 95 % interval of Pearson's r over the targets of a row less the
-    baseline's, and quartiles over the targets.
+    `gain` is the 95 % interval of Pearson's r less the baseline's, for which rows of the same
+    `cluster`, long [n, 2], are drawn together. `n` is the number of rows with a score. Where rows
+    are profiles, there are also `profile_metrics`, `row_gain`, the 95 % interval of the mean
+    Pearson's r over a row less the baseline's, and quartiles over the targets.
     """
     y = rows.y
-    each = target_figures(rows, loss, threshold)
-    means = means_of(each)
-    gains = metrics.resampled_pearson(y, rows.prediction, unit, resamples)
-    gains -= metrics.resampled_pearson(y, rows.baseline, unit, resamples)
+    each = target_metrics(rows, loss, threshold)
+    means = nanmeans(each)
+    gains = metrics.resampled_pearson(y, rows.prediction, cluster, resamples)
+    gains -= metrics.resampled_pearson(y, rows.baseline, cluster, resamples)
     num_scored = int((~y.isnan()).any(dim=1).sum())
-    result = {"n": num_scored, **means, "gain": metrics.interval(gains)}
-    result["cells"] = int((~y.isnan()).sum())
+    by_name = {"n": num_scored, **means, "gain": metrics.interval(gains)}
+    by_name["cells"] = int((~y.isnan()).sum())
     if num_scored < len(y):
-        result["rows"] = len(y)
+        by_name["rows"] = len(y)
     if y.size(1) > PROFILE:
         gain = means["pearson"] - means["baseline_pearson"]
-        result["gain"] = metrics.interval(metrics.centred(gains, gain))
+        by_name["gain"] = metrics.interval(metrics.centred(gains, gain))
         quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
         for name in ("pearson", "baseline_pearson"):
-            result[f"{name}_quartiles"] = each[name].nanquantile(quartiles).tolist()
-        result |= profile_figures(rows)
+            by_name[f"{name}_quartiles"] = each[name].nanquantile(quartiles).tolist()
+        by_name |= profile_metrics(rows)
         row_gains = metrics.pearson_of_rows(y, rows.prediction)
         row_gains -= metrics.pearson_of_rows(y, rows.baseline)
-        result["row_gain"] = metrics.interval(metrics.resampled_mean(row_gains, unit, resamples))
-    return result
+        mean_gains = metrics.resampled_mean(row_gains, cluster, resamples)
+        by_name["row_gain"] = metrics.interval(mean_gains)
+    return by_name
 
 
-def means_of(figures: dict[str, Tensor]) -> dict[str, float]:
-    """Returns the mean over the targets of each figure [T], without nan."""
-    return {name: values.nanmean().item() for name, values in figures.items()}
+def nanmeans(each: dict[str, Tensor]) -> dict[str, float]:
+    """Returns the mean of each metric's values, such as one per target, without nan."""
+    return {name: metric.nanmean().item() for name, metric in each.items()}
 
 
-def profile_figures(rows: Predictions) -> dict[str, float]:
-    """Returns the means over rows of Pearson's r over the targets, and of the squared error.
+def profile_metrics(rows: Results) -> dict[str, float]:
+    """Returns the means over rows of Pearson's r within a row, and of the largest scores' error.
 
-    That is the error of the targets that change most in each row.
+    That is the squared error of the `PROFILE` largest absolute scores of each row.
     """
     largest = rows.y.abs().nan_to_num().topk(PROFILE, dim=1).indices
     error = (rows.prediction - rows.y).square().gather(1, largest)
-    figures = {
+    each = {
         "row_pearson": metrics.pearson_of_rows(rows.y, rows.prediction),
         "baseline_row_pearson": metrics.pearson_of_rows(rows.y, rows.baseline),
         "mse_top20": error,
     }
-    return means_of(figures)
+    return nanmeans(each)
 
 
-def target_figures(
-    rows: Predictions, loss: str = "squared", threshold: float | None = None
+def target_metrics(
+    rows: Results, loss: str = "squared", threshold: float | None = None
 ) -> dict[str, Tensor]:
-    """Returns the figures of each target, [T], nan where undefined.
+    """Returns the metrics of each target by name, [T] each, nan where undefined.
 
-    If rows have weights, Pearson's r is also with these; if they have an `sd`, there is also the
-    ceiling of R2, and of Pearson's r, its root, which predictions without an error would have.
-    With a threshold, or binary scores, these are also how well rows are found: scores below the
-    threshold by low predictions, scores of 1 by high ones.
+    If rows have weights, there is also the weighted Pearson's r. If they have an `sd`, there are
+    also the ceilings of R2 and of Pearson's r, which predictions without an error would reach. With
+    a threshold, or binary scores, there are also AUROC and average precision of finding the rows
+    below the threshold by low predictions, or those of 1 by high ones.
     """
     y = rows.y
     prediction = rows.prediction
-    result = {}
+    each = {}
     for metric in (metrics.mse, metrics.r2, metrics.pearson, metrics.spearman):
-        result[metric.__name__] = metric(y, prediction)
-    result["baseline_pearson"] = metrics.pearson(y, rows.baseline)
+        each[metric.__name__] = metric(y, prediction)
+    each["baseline_pearson"] = metrics.pearson(y, rows.baseline)
     if rows.weight is not None:
         weight = rows.weight.unsqueeze(1)
-        result["weighted_pearson"] = metrics.pearson(y, prediction, weight)
-        result["baseline_weighted_pearson"] = metrics.pearson(y, rows.baseline, weight)
+        each["weighted_pearson"] = metrics.pearson(y, prediction, weight)
+        each["baseline_weighted_pearson"] = metrics.pearson(y, rows.baseline, weight)
     if rows.sd is not None:
-        result["ceiling_r2"] = metrics.noise_ceiling(y, rows.sd.unsqueeze(1))
-        result["ceiling_pearson"] = result["ceiling_r2"].sqrt()
-        result["r2_of_ceiling"] = result["r2"] / result["ceiling_r2"]
+        each["ceiling_r2"] = metrics.noise_ceiling(y, rows.sd.unsqueeze(1))
+        each["ceiling_pearson"] = each["ceiling_r2"].sqrt()
+        each["r2_of_ceiling"] = each["r2"] / each["ceiling_r2"]
     positive = None
     certainty = metrics.as_ranked(y, prediction)
     if threshold is not None:
@@ -150,78 +153,79 @@ def target_figures(
     elif loss == "binary":
         positive = y == 1
     if positive is not None:
-        result["auroc"] = metrics.auroc(positive, certainty)
-        result["average_precision"] = metrics.average_precision(positive, certainty)
-    return result
+        each["auroc"] = metrics.auroc(positive, certainty)
+        each["average_precision"] = metrics.average_precision(positive, certainty)
+    return each
 
 
 def number_of_resamples(num_cells: int) -> int:
-    """Returns how many resamples an interval takes from a table of so many scores."""
+    """Returns the number of resamples of an interval: 1,000, fewer for more than 100,000 scores."""
     return max(100, min(1000, CELLS // num_cells))
 
 
 # ---- Several runs --------------------------------------------------------------------------------
-def ensemble_of(members: dict[str, Predictions]) -> tuple[Predictions, Tensor]:
-    """Returns the members' rows with their mean prediction, and its standard deviation, [n, T]."""
+def ensemble_of(members: dict[str, Results]) -> tuple[Results, Tensor]:
+    """Returns the rows with the members' mean prediction, and their standard deviation, [n, T]."""
     predictions = torch.stack([rows.prediction for rows in members.values()])
     std, mean = torch.std_mean(predictions, dim=0)
     first = next(iter(members.values()))
     return replace(first, prediction=mean), std
 
 
-def figures_together(
-    members: dict[str, Predictions], ensemble: Predictions, loss: str, threshold: float | None
+def metrics_together(
+    members: dict[str, Results], ensemble: Results, loss: str, threshold: float | None
 ) -> dict[str, dict]:
-    """Returns the `figures` of each member by name, their `mean`, and those of the `ensemble`.
+    """Returns the metrics of each member as `figures`, their `mean`, and those of the `ensemble`.
 
-    Those of a member are `means_of` its `target_figures`, those of the ensemble its `summary`.
+    Those of a member are the means of its `target_metrics`, those of the ensemble its
+    `metrics_of_rows`.
     """
-    figures = {}
+    by_member = {}
     for name, rows in members.items():
-        figures[name] = means_of(target_figures(rows, loss, threshold))
+        by_member[name] = nanmeans(target_metrics(rows, loss, threshold))
     mean = {}
-    for name in figures[next(iter(members))]:
-        mean[name] = statistics.fmean(of_member[name] for of_member in figures.values())
+    for name in by_member[next(iter(members))]:
+        mean[name] = statistics.fmean(of_member[name] for of_member in by_member.values())
     resamples = number_of_resamples(ensemble.y.numel())
-    return {
-        "figures": figures,
-        "mean": mean,
-        "ensemble": summary(ensemble, ensemble.unit(), loss, threshold, resamples),
-    }
+    cluster = ensemble.cluster_numbers()
+    of_ensemble = metrics_of_rows(ensemble, cluster, loss, threshold, resamples)
+    return {"figures": by_member, "mean": mean, "ensemble": of_ensemble}
 
 
-def difference_of_best(members: dict[str, Predictions], loss: str) -> dict:
+def difference_of_best(members: dict[str, Results], loss: str) -> dict:
     """Returns the names of the two `runs` of the highest Pearson's r, and its `difference`.
 
-    `gain` is the 95 % interval of that, for which rows are drawn as in `summary`, and for both runs
-    the same ones.
+    `gain` is the 95 % interval of that. Rows are drawn as in `metrics_of_rows`, the same ones for
+    both runs.
     """
     correlation = {}
     for name, rows in members.items():
         correlation[name] = metrics.pearson(rows.y, rows.prediction).nanmean().item()
     best, second = sorted(correlation, key=correlation.__getitem__, reverse=True)[:2]
     rows = replace(members[best], baseline=members[second].prediction)
-    figures = summary(rows, rows.unit(), loss, None, number_of_resamples(rows.y.numel()))
+    resamples = number_of_resamples(rows.y.numel())
+    of_best = metrics_of_rows(rows, rows.cluster_numbers(), loss, None, resamples)
     return {
         "runs": [best, second],
-        "difference": figures["pearson"] - figures["baseline_pearson"],
-        "gain": figures["gain"],
+        "difference": of_best["pearson"] - of_best["baseline_pearson"],
+        "gain": of_best["gain"],
     }
 
 
 # ---- Without the model ---------------------------------------------------------------------------
-def beside_rivals(rows: Predictions, tables: Tables, loss: str) -> dict[str, dict]:
-    """Returns the figures of predictions without the model by name, the best first.
+def metrics_of_rivals(rows: Results, tables: Tables, loss: str) -> dict[str, dict]:
+    """Returns the metrics of predictions without the model, by name of the rival, the best first.
 
     `gain` is the 95 % interval of the model's Pearson's r less theirs.
     """
     resamples = number_of_resamples(rows.y.numel())
-    unit = rows.unit()
-    figures = {}
+    cluster = rows.cluster_numbers()
+    by_rival = {}
     for name, prediction in with_baseline(rivals(tables, loss), rows.baseline).items():
         turned = replace(rows, prediction=prediction, baseline=rows.prediction)
-        of_rival = summary(turned, unit, loss, None, resamples)
+        of_rival = metrics_of_rows(turned, cluster, loss, None, resamples)
         low, high = of_rival["gain"]
-        figures[name] = {key: of_rival[key] for key in ("pearson", "r2", "spearman")}
-        figures[name]["gain"] = [-high, -low]
-    return dict(sorted(figures.items(), key=lambda item: item[1]["pearson"], reverse=True))
+        by_rival[name] = {key: of_rival[key] for key in ("pearson", "r2", "spearman")}
+        by_rival[name]["gain"] = [-high, -low]
+    best_first = sorted(by_rival, key=lambda name: by_rival[name]["pearson"], reverse=True)
+    return {name: by_rival[name] for name in best_first}

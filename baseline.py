@@ -1,8 +1,9 @@
-"""What is known of the scores without the graph: a function of the perturbed nodes.
+"""The baseline: a prediction from the perturbed nodes alone, without the graph.
 
-Training starts from it, and every result stands beside it. Its tables are those of one split.
+Training starts from it, and every metric stands beside the baseline's. It is fitted to the training
+rows, and validation rows choose its penalty.
 
-Shapes: N nodes, n samples of T scores, K responses of a node.
+Shapes: N nodes, n samples of T targets, K effects of a node.
 """
 
 import math
@@ -15,45 +16,45 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tensor, to_undirected
 
 from baseline_combination import SUM, Combination, combine
-from baseline_ridge import ROWS_AT_ONCE, Design, Doses, Scores
+from baseline_ridge import ROWS_AT_ONCE, Design, Doses, Targets
 from data_cache import cached, source_digest
 from data_tables import Tables, mean_and_std
 from mask import doses
 from run_progress import progress_bar
 
 TARGETS_AT_ONCE = 64  # whose numbers stay in cache
-PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # on the responses: 0.1 to 1000
-UNSOLVED = 1e-4  # error of a fit, from which on the log says that it has ended before
+PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # on the effects: 0.1 to 1000
+UNSOLVED = 1e-4  # error of a fit, from which on the log says that it has not converged
 LEAST_GAIN = 0.1  # of the loss of a sum; below it, networks that start from the sum are better
 LEAST_ERRORS = 2.0  # standard errors of a gain, which is the best of many
-LEAST_VALIDATED = 20  # scores, as fewer tell little of the error
-MOST_COMBINED = 2**21  # perturbed nodes times scores, of which the fit takes a minute
+LEAST_VALIDATED = 20  # scores that judge; fewer estimate the error badly
+MOST_COMBINED = 2**21  # perturbed nodes times targets, of which the fit takes a minute
 FEWEST = 2**13  # perturbed nodes, of which the fit takes no longer than of fewer
 
 
 @dataclass
 class Baseline:
-    """What is known of the scores without the graph: a function of the perturbed nodes.
+    """A fitted baseline and its predictions of all rows, in the form of `baseline_combination`.
 
-    It is the one of `combination`. A node responds by the sum of its effects, each times a dose:
-    `mask.doses` of its level, times `basis`. For optim.loss=binary it is a logit.
+    A node's response is the sum of its effects, each times a dose. The doses are the `mask.doses`
+    of its level times `basis`. For optim.loss=binary, the sum of all terms is a logit.
     """
 
     intercept: Tensor  # float64 [T]
     slope: Tensor  # float64 [T], the same for every node, times 1 - level
-    effect: Tensor  # float32 [N, K, T], of each node; imputed where nothing tells it
-    imputed: Tensor  # float32 [N, K, T], what it would be for each node in that case
+    effect: Tensor  # float32 [N, K, T], of each node; imputed where no training row identifies it
+    imputed: Tensor  # float32 [N, K, T], the imputed effect of each node, identified or not
     weights: Tensor  # float64 [3, T], of the sum, the largest and the smallest response
-    mean: Tensor  # float64 [T], of the training scores; for binary ones, of their logits
-    std: Tensor  # float64 [T], of the training scores; 1 for binary ones
+    mean: Tensor  # float64 [T], of y in training; for binary y, the logit of that
+    std: Tensor  # float64 [T], of y in training; 1 for binary y
     prediction: Tensor  # float64 [n, T], for each row, in the units of y
-    error: Tensor  # float64 [T], how far the additive fit is from its solution, as `TOLERANCE`
-    basis: Tensor  # float64 [3, K], of the effects' doses
+    error: Tensor  # float64 [T], distance of the additive fit from its solution, as `TOLERANCE`
+    basis: Tensor  # float64 [3, K], maps `mask.doses` to the doses of a node's effects
     is_combined: bool = True  # whether other weights than those of a sum were tried
 
 
 def blank_baseline(num_nodes: int, num_targets: int, basis: Tensor) -> Baseline:
-    """Returns a baseline that says 0, for a model whose parameters a checkpoint replaces."""
+    """Returns a baseline that predicts 0, for a model whose parameters a checkpoint replaces."""
     zeros = torch.zeros(num_targets, dtype=torch.float64)
     effect = torch.zeros(num_nodes, basis.size(1), num_targets)
     return Baseline(
@@ -71,23 +72,23 @@ def blank_baseline(num_nodes: int, num_targets: int, basis: Tensor) -> Baseline:
 
 
 def load_baseline(tables: Tables, fingerprint: str, cache_dir: str, loss: str) -> Baseline:
-    """Returns `fit_baseline` of tables with this fingerprint, cached."""
+    """Returns `fit_baseline` of these tables, cached by their fingerprint."""
     key = f"{source_digest(fit_baseline)} {fingerprint} {loss}"
     fields = cached(cache_dir, "baseline", key, lambda: vars(fit_baseline(tables, loss)))
     return Baseline(**fields)
 
 
 def additive_baseline(tables: Tables, loss: str = "squared") -> Baseline:
-    """Returns the best sum of responses for the validation rows."""
+    """Returns the baseline that is a sum of responses, the best one for the validation rows."""
     return fit_baseline(tables, loss, is_combined=False)
 
 
 def fit_baseline(tables: Tables, loss: str = "squared", is_combined: bool = True) -> Baseline:
-    """Returns the function, fitted on the training rows, that suits the validation rows best.
+    """Fits the baseline to the training rows, and chooses among fits by the validation rows.
 
-    It is a ridge regression or, for the loss `binary`, a logistic one. The penalty is chosen for
-    each target, and whether more than the sum of responses counts, if the tables are not too large
-    to try.
+    It is a ridge regression or, for the loss `binary`, a logistic one. Its penalty is chosen for
+    each target. So is whether it is a sum of responses or a combination, if `is_combined` and the
+    tables are not too large to try.
     """
     size = max(len(tables.perturbed), FEWEST) * tables.y.size(1)
     is_combined = is_combined and size <= MOST_COMBINED
@@ -100,15 +101,15 @@ def fit_baseline(tables: Tables, loss: str = "squared", is_combined: bool = True
 
 
 def join_targets(baselines: list[Baseline]) -> Baseline:
-    """Returns the baselines of some targets each as that of all."""
+    """Returns one baseline of all targets, given those of consecutive blocks of targets."""
     joined = dict(vars(baselines[0]))
-    for name in vars(baselines[0]).keys() - {"basis", "is_combined"}:
-        joined[name] = torch.cat([getattr(part, name) for part in baselines], dim=-1)
+    for name in joined.keys() - {"basis", "is_combined"}:
+        joined[name] = torch.cat([getattr(of_block, name) for of_block in baselines], dim=-1)
     return Baseline(**joined)
 
 
 def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> Baseline:
-    """Returns the `fit_baseline` of a few targets, whose nodes respond as `basis` says, [3, K]."""
+    """Returns the `fit_baseline` of a few targets, given the basis of the doses, [3, K]."""
     weight = mean_one_weight(tables)
     train = tables.rows("train")
     mean, std = mean_and_std(tables.y[train], weight[train])
@@ -116,14 +117,14 @@ def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> 
         mean = mean.logit(eps=1e-3)
         std = torch.ones_like(std)
     doses, mean_sum = doses_of(tables, basis)
-    scores, has_val = scores_of(tables, weight, std, loss)
+    targets, has_val = targets_of(tables, weight, std, loss)
     design = Design(doses)
-    additive, error = fit_validated(design, scores, has_val, mean)
+    additive, error = fit_validated(design, targets, has_val, mean)
     node_weight = mean_weight_of_nodes(tables, weight, doses)
     x = additive
     weights = x.new_tensor(SUM).unsqueeze(1).repeat(1, x.size(1))
     if is_combined:
-        of_whole_rows, _ = scores_of(tables, weight, std, loss, whole=True)
+        of_whole_rows, _ = targets_of(tables, weight, std, loss, whole=True)
         x, weights = combined_where_better(
             tables, doses, design, of_whole_rows, weight, node_weight, additive
         )
@@ -151,9 +152,10 @@ def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> 
 
 
 def with_imputed(tables: Tables, node_weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the function x [2 + NK, T] with imputed effects where nothing tells them.
+    """Imputes the effects in x [2 + NK, T] that no training row identifies.
 
-    Also returns what they would be for all, [N, KT]. A node's responses are imputed each by itself.
+    Returns x with these, and the imputed effects of all nodes, [N, KT]. Each of a node's K effects
+    is imputed by itself.
     """
     line, effect = x.tensor_split([2])
     effect = effect.view(len(tables.genes), -1)
@@ -166,15 +168,15 @@ def combined_where_better(
     tables: Tables,
     doses: Doses,
     design: Design,
-    scores: Scores,
+    targets: Targets,
     weight: Tensor,
     node_weight: Tensor,
     additive: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `combine`, but the sum, x [2 + NK, T], where it is not better by enough.
+    """Returns x [2 + NK, T] and weights [3, T] of the combination where it is better by enough.
 
-    Validation rows of several nodes judge both, with imputed effects, by their weight [n, T]: rows
-    of one node say nothing of how nodes combine.
+    Other targets keep the sum, `additive`. Validation rows of several nodes judge both, with
+    imputed effects and by their weight [n, T]: rows of one node say nothing of how nodes combine.
     """
     weights = additive.new_tensor(SUM).unsqueeze(1).repeat(1, additive.size(1))
     is_judge = tables.is_in("val") & (tables.perturbed_ptr.diff() > 1)
@@ -182,7 +184,7 @@ def combined_where_better(
     is_judged = (judges > 0).sum(dim=0) >= LEAST_VALIDATED
     if not is_judged.any():
         return additive, weights
-    combined, combined_weights = combine(doses, design, scores, additive, is_judged)
+    combined, combined_weights = combine(doses, design, targets, additive, is_judged)
     sums, _ = with_imputed(tables, node_weight, additive)
     others, _ = with_imputed(tables, node_weight, combined)
     predictions = []
@@ -190,19 +192,19 @@ def combined_where_better(
         function = Combination(doses, others[:, t : t + 1], combined_weights[:, t])
         predictions.append(function.predict())
     prediction = torch.cat(predictions, dim=1)
-    is_better = gains_enough(scores, judges, design.predict(sums), prediction)
+    is_better = gains_enough(targets, judges, design.predict(sums), prediction)
     return combined.where(is_better, additive), combined_weights.where(is_better, weights)
 
 
-def gains_enough(scores: Scores, weight: Tensor, prediction: Tensor, combined: Tensor) -> Tensor:
-    """Returns for which targets the combined predictions are better by enough, bool [T].
+def gains_enough(targets: Targets, weight: Tensor, prediction: Tensor, combined: Tensor) -> Tensor:
+    """Returns whether the combined predictions of a target are better by enough, bool [T].
 
-    Their gain over the others, [n, T], in rows with a weight, is a tenth of the others' loss and
-    twice its standard error.
+    Both predictions are [n, T]. What the combination gains in loss, over the rows with a weight,
+    must be a tenth of the other loss, and twice the standard error of the gain.
     """
-    loss = scores.regression.loss
-    losses = weight * loss(prediction, scores.y)
-    gains = losses - weight * loss(combined, scores.y)
+    loss = targets.regression.loss
+    losses = weight * loss(prediction, targets.y)
+    gains = losses - weight * loss(combined, targets.y)
     is_counted = weight > 0
     num_counted = is_counted.sum(dim=0)
     gain = gains.sum(dim=0)
@@ -213,31 +215,32 @@ def gains_enough(scores: Scores, weight: Tensor, prediction: Tensor, combined: T
 
 
 def basis_of(tables: Tables) -> Tensor:
-    """Returns of which `mask.doses` each response of a node is made, float64 [3, K].
+    """Returns the matrix that maps the `mask.doses` of a level to K doses, float64 [3, K].
 
-    Responses are as many as the levels of the training rows can tell apart: activations from
-    losses, and what only a deletion does from a part of it. The mean square of their doses that are
-    not 0 is 1 in these rows, so that one penalty suits all.
+    There are as many doses, and so effects of a node, as the levels in training identify. Gains are
+    apart from losses if there are both; deletions are apart from losses if there are also levels
+    between 0 and 1. Each column is scaled so that the mean square of its doses that are not 0 is 1
+    in training: one penalty then suits all.
     """
     is_trained = tables.is_in("train") & ~tables.y.isnan().all(dim=1)
     level, count = tables.level[is_trained[tables.sample()]].unique(return_counts=True)
     count = count.double()
-    responses = [[1.0, 1.0, 0.0]]  # 1 - level
+    columns = [[1.0, 1.0, 0.0]]  # 1 - level
     if (level < 1).any() and (level > 1).any():
-        responses = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+        columns = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     if (level == 0).any() and ((level > 0) & (level < 1)).any():
-        responses.append([0.0, 0.0, 1.0])
-    basis = torch.tensor(responses, dtype=torch.float64).T
+        columns.append([0.0, 0.0, 1.0])
+    basis = torch.tensor(columns, dtype=torch.float64).T
     dose = doses(level) @ basis
     mean_square = (count @ dose.square()) / (count @ (dose != 0).double())
     return basis / mean_square.sqrt().nan_to_num(1.0)
 
 
 def doses_of(tables: Tables, basis: Tensor) -> tuple[Doses, Tensor]:
-    """Returns the doses of the samples, and the mean sum of 1 - level of the training rows, []."""
+    """Returns the `Doses` of all rows, and the mean of the training rows' sums of 1 - level, []."""
     num_rows = len(tables.y)
     total = scatter(1 - tables.level, tables.sample(), dim_size=num_rows).unsqueeze(1)
-    # Of training rows: where all of these have the same sum, nothing is known of the slope.
+    # Of training rows: where all of these have the same sum, no row identifies the slope.
     mean_sum = total[tables.is_in("train")].mean()
     line = torch.cat([torch.ones_like(total), total - mean_sum], dim=1)
     # The three doses of ten million nodes at once would take more memory than all else.
@@ -246,9 +249,9 @@ def doses_of(tables: Tables, basis: Tensor) -> tuple[Doses, Tensor]:
 
 
 def mean_one_weight(tables: Tables) -> Tensor:
-    """Returns the weight of each score, whose mean over the training rows that have it is 1.
+    """Returns weights with a mean of 1 over the training rows of each target, float64 [n, T].
 
-    It is float64 [n, T], 0 where a score is missing.
+    They are 0 where y is missing.
     """
     weight = tables.score_weight(slice(None))
     of_train = tables.score_weight(tables.rows("train"))
@@ -256,24 +259,24 @@ def mean_one_weight(tables: Tables) -> Tensor:
 
 
 def effective_share(weight: Tensor) -> Tensor:
-    """Returns the effective number of rows (Kish 1965) over that of rows with a weight, [T].
+    """Returns the effective number of rows (Kish 1965), as a share of those with a weight, [T].
 
-    It is 1 for equal weights [n, T], and small where a few rows have nearly all of it: the others
-    then have small weights, and need small penalties.
+    It is 1 for equal weights [n, T], and small where a few rows have nearly all the weight. The
+    weights of the others are small then, and so must be the penalties.
     """
     effective = weight.sum(dim=0).square() / weight.square().sum(dim=0)
     return effective / (weight > 0).sum(dim=0)
 
 
 def mean_weight_of_nodes(tables: Tables, weight: Tensor, doses: Doses) -> Tensor:
-    """Returns the mean weight of the training scores that tell an effect, float64 [N, KT].
+    """Returns the mean weight of the training scores that identify an effect, float64 [N, KT].
 
-    It is 0 where none does.
+    A score identifies those of its nodes' effects whose dose is not 0. It is 0 where none does.
     """
     is_train = tables.is_in("train")[tables.sample()]
     of_scores = weight[tables.sample()[is_train]].unsqueeze(1)
-    is_told = (doses.dose[is_train] != 0).unsqueeze(2)
-    of_entries = (of_scores * is_told).flatten(start_dim=1)
+    is_identified = (doses.dose[is_train] != 0).unsqueeze(2)
+    of_entries = (of_scores * is_identified).flatten(start_dim=1)
     node = tables.perturbed[is_train]
     num_nodes = len(tables.genes)
     total = scatter(of_entries, node, dim_size=num_nodes)
@@ -281,19 +284,19 @@ def mean_weight_of_nodes(tables: Tables, weight: Tensor, doses: Doses) -> Tensor
     return total / count.clamp(min=1)
 
 
-def scores_of(
+def targets_of(
     tables: Tables, weight: Tensor, std: Tensor, loss: str, whole: bool = False
-) -> tuple[Scores, Tensor]:
-    """Returns the scores for the fits, and for which targets validation rows choose, bool [T].
+) -> tuple[Targets, Tensor]:
+    """Returns the `Targets` of the fits, and whether validation rows choose a target's, bool [T].
 
-    Scores count by their weight, [n, T]. Rows choose that have a node of a training row or, for
-    `whole`, no other ones. For a target without such validation rows, a third of its training rows
-    chooses, by fits to the others.
+    The weights are [n, T]. Validation rows choose if a training row has one of their nodes or, for
+    `whole`, all of them. For a target without such rows, a third of its training rows chooses among
+    fits to the others.
     """
     present = ~tables.y.isnan()
     is_train = present & tables.is_in("train").unsqueeze(1)
     is_val = present & tables.is_in("val").unsqueeze(1)
-    is_validated = is_val & tells_effects(tables, is_train, whole)
+    is_validated = is_val & are_nodes_fitted(tables, is_train, whole)
     has_val = is_validated.any(dim=0)
     is_intact = (tables.perturbed_ptr.diff() == 0).unsqueeze(1)
     is_validated |= is_val & is_intact
@@ -301,10 +304,10 @@ def scores_of(
     if not has_val.all():
         is_third = third_of_sets(tables, is_train)
         is_fitted = is_train & (has_val | ~is_third)
-        is_told = is_third & tells_effects(tables, is_fitted, whole)
-        is_validated = is_validated.where(has_val, is_told)
+        is_validated_third = is_third & are_nodes_fitted(tables, is_fitted, whole)
+        is_validated = is_validated.where(has_val, is_validated_third)
     of_train = weight * is_train
-    scores = Scores(
+    targets = Targets(
         y=tables.y.nan_to_num(),
         weight=of_train,
         fitted=weight * is_fitted,
@@ -313,18 +316,18 @@ def scores_of(
         scale=effective_share(of_train),
         is_binary=loss == "binary",
     )
-    return scores, has_val
+    return targets, has_val
 
 
 def fit_validated(
-    design: Design, scores: Scores, has_val: Tensor, mean: Tensor
+    design: Design, targets: Targets, has_val: Tensor, mean: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the function of `design` that suits the validated scores best, and its error.
+    """Fits sums with each of the `PENALTIES`; returns the best, x [2 + NK, T], and its error [T].
 
-    They are [2 + NK, T] and, as in `Baseline`, [T].
+    The best has the smallest loss on the validated scores. The error is that of `Baseline`.
     """
-    y = scores.y
-    to_fitted = scores.regression(design, y, scores.fitted, scores.std)
+    y = targets.y
+    to_fitted = targets.regression(design, y, targets.fitted, targets.std)
     fit = y.new_zeros(design.width, y.size(1))
     fit[0] = mean
     best = fit
@@ -332,23 +335,23 @@ def fit_validated(
     least = torch.full_like(mean, math.inf)
     penalties = list(reversed(PENALTIES))  # each fit starts from the one before
     for penalty in progress_bar(penalties, "fitting sums of responses"):
-        fit = to_fitted.fit(penalty * scores.scale, fit)
-        error = to_fitted.losses(fit).mul_(scores.validated).sum(0)
+        fit = to_fitted.fit(penalty * targets.scale, fit)
+        error = to_fitted.losses(fit).mul_(targets.validated).sum(0)
         is_better = error <= least
         best = fit.where(is_better, best)
-        best_penalty[is_better] = penalty * scores.scale[is_better]
+        best_penalty[is_better] = penalty * targets.scale[is_better]
         least = least.minimum(error)
     if has_val.all():
         return best, to_fitted.error(best_penalty, best)
-    to_all = scores.regression(design, y, scores.weight, scores.std)
+    to_all = targets.regression(design, y, targets.weight, targets.std)
     best = best.where(has_val, to_all.fit(best_penalty, best))
     return best, to_all.error(best_penalty, best)
 
 
 def third_of_sets(tables: Tables, is_chosen: Tensor) -> Tensor:
-    """Returns which of the chosen scores are of a third of their target's sets, bool [n, T].
+    """Returns a mask of a third of the chosen scores, bool [n, T], given a mask of all of them.
 
-    It is every third of the sets that have a chosen score of the target, from the first on.
+    For each target, it has every third set of nodes with a chosen score, from the first on.
     """
     set_number = tables.set_number()
     has_chosen = scatter(is_chosen.int(), set_number, dim_size=len(tables.y)) > 0
@@ -356,11 +359,10 @@ def third_of_sets(tables: Tables, is_chosen: Tensor) -> Tensor:
     return is_chosen & (position % 3 == 0)[set_number]
 
 
-def tells_effects(tables: Tables, is_fitted: Tensor, whole: bool) -> Tensor:
-    """Returns which scores are of rows with a node that a fitted score's row perturbs, bool [n, T].
+def are_nodes_fitted(tables: Tables, is_fitted: Tensor, whole: bool) -> Tensor:
+    """Returns whether a node of the row, or all for `whole`, is in a fitted row, bool [n, T].
 
-    `is_fitted` says to which scores the effects are fitted, [n, T]. For `whole`, all nodes of the
-    row are such.
+    `is_fitted`, bool [n, T], says which rows each target is fitted to.
     """
     sample = tables.sample()
     num_nodes = len(tables.genes)
@@ -371,18 +373,18 @@ def tells_effects(tables: Tables, is_fitted: Tensor, whole: bool) -> Tensor:
 
 
 def impute_effects(tables: Tables, node_weight: Tensor, effect: Tensor) -> Tensor:
-    """Returns the mean effect [N, T] of the seen nodes one and two hops from each node, but itself.
+    """Returns each node's imputed effect, the mean of seen nodes one and two hops away, [N, T].
 
-    It is shrunk to the mean of all seen nodes. How far, and whether the hops are on all relations
-    together or on one of them, is chosen for each target by the error on the seen nodes. An effect
-    [N, T] counts by its `node_weight`, [N, T], 0 where the node is not seen for the score.
+    It does not use the node's own effect, and is shrunk to the mean of all seen nodes. For each
+    target, the error on the seen nodes chooses how far, and on which edges: those of all relations
+    or of one. An effect [N, T] counts by its `node_weight`, [N, T], 0 where the node is not seen.
     """
     total_weight = node_weight.sum(0)
     mean = (node_weight * effect).sum(0) / total_weight.where(total_weight > 0, 1.0)
     best = mean
     least = torch.full_like(mean, math.inf)
     values = torch.cat([node_weight, node_weight * effect], dim=1)
-    for edges in edges_of_choice(tables):
+    for edges in relation_masks(tables):
         near = sum_of_neighbours(tables.edge_index[:, edges], tables.edge_weight[edges], values)
         weight_near, effect_near = near.chunk(2, dim=1)
         for shrinkage in PENALTIES:
@@ -395,8 +397,8 @@ def impute_effects(tables: Tables, node_weight: Tensor, effect: Tensor) -> Tenso
     return best
 
 
-def edges_of_choice(tables: Tables) -> Iterator[Tensor]:
-    """Yields which edges are of all relations, and then of each, bool [E]."""
+def relation_masks(tables: Tables) -> Iterator[Tensor]:
+    """Yields a mask of the edges of all relations, bool [E], then one for each relation."""
     yield torch.ones_like(tables.edge_type, dtype=torch.bool)
     if len(tables.relations) > 1:
         for relation in range(len(tables.relations)):
@@ -404,7 +406,7 @@ def edges_of_choice(tables: Tables) -> Iterator[Tensor]:
 
 
 def sum_of_neighbours(edge_index: Tensor, edge_weight: Tensor, values: Tensor) -> Tensor:
-    """Returns A @ A + A, without its diagonal, times values [N, ...].
+    """Returns the matrix A @ A + A, with zeros on its diagonal, times values [N, ...].
 
     A is the normalised adjacency of the undirected graph, without edges from a node to itself.
     """

@@ -1,6 +1,6 @@
-"""Functions of the perturbed nodes that are no sums: also of their largest and smallest responses.
+"""The combination: a baseline of the sum, the largest and the smallest of the nodes' responses.
 
-Growth is limited by what is scarcest, a grid fails at its most loaded line. A sample's function is
+Growth is limited by what is scarcest, a grid fails at its most loaded line. A sample's value is
 
     intercept + slope * sum of doses + u * sum of responses
         + v * max(0, largest response) + w * min(0, smallest response)
@@ -8,7 +8,7 @@ Growth is limited by what is scarcest, a grid fails at its most loaded line. A s
 Given which response is the largest and which the smallest, it is linear in the responses, and given
 the responses, in the weights u, v and w: they are fitted in turn.
 
-Shapes: N nodes, n samples of T scores, `total` perturbed nodes in all samples, K responses of a
+Shapes: N nodes, n samples of T targets, `total` perturbed nodes in all samples, K effects of a
 node.
 """
 
@@ -22,58 +22,68 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from baseline_ridge import Design, Doses, Scores
+from baseline_ridge import Design, Doses, Targets
 from run_progress import ProgressBar, progress_bar
 
 SUM = (1.0, 0.0, 0.0)  # weights u, v and w of a sum
-# Those from which the fits start, as it depends on these where they end.
+# Where fits start; where they end depends on it.
 STARTS = (SUM, (0.3, 1.0, 0.0), (0.3, 0.0, 1.0))
-# On the responses. Scores without noise need none: a node that was measured alone is known.
+# On the responses. Targets without noise need none: a node that was measured alone is known.
 PENALTIES = (3.0, 0.3, 0.01, 0.0001)
-ROUNDS = (4, 9)  # of all starts and penalties, and more of the few that suit best by then
-MOST_SETTINGS = 2  # of these
-TOLERANCE = 1e-4  # of the responses in a round, in standard deviations of the scores
+ROUNDS = (4, 9)  # for each start and penalty, and for the `MOST_SETTINGS` best of these then
+MOST_SETTINGS = 2
+TOLERANCE = 1e-4  # of the responses in a round, in standard deviations of y
 
 
 @dataclass
 class Combination:
-    """A function of the perturbed nodes, of one target."""
+    """The combination of one target: responses and the weights of their sum and extremes."""
 
     doses: Doses
     x: Tensor  # float64 [2 + NK, 1], as in `baseline_ridge.Design`
     weights: Tensor  # float64 [3]: u, v and w
 
     @cached_property
-    def parts(self) -> Tensor:
-        """How far each response is in what u, v and w are multiplied with, float64 [3, total]."""
+    def shares(self) -> Tensor:
+        """Shares of each response in its sample's sum, largest and smallest, float64 [3, total].
+
+        They are 1 for the sum, `share_of_largest` for the largest, and likewise for the smallest.
+        """
         response = self.doses.responses(self.x)
         largest = share_of_largest(response, self.doses)
         smallest = share_of_largest(-response, self.doses)
         return torch.stack([torch.ones_like(response), largest, smallest])
 
     def factor(self) -> Tensor:
-        """Returns by what the response of each perturbed node counts, float64 [total]."""
-        return self.weights @ self.parts
+        """Returns the coefficient of each perturbed node's response, float64 [total].
+
+        It is u + v * its share in the largest + w * its share in the smallest.
+        """
+        return self.weights @ self.shares
 
     def predict(self) -> Tensor:
-        """Returns the function of each sample, float64 [n, 1]."""
+        """Returns the combination of each sample, float64 [n, 1]."""
         return self.features() @ self.line_and_weights()
 
     def features(self) -> Tensor:
-        """Returns what intercept, slope, u, v and w are multiplied with, float64 [n, 5]."""
-        parts = self.parts * self.doses.responses(self.x)
-        of_samples = scatter(parts, self.doses.sample, dim=1, dim_size=len(self.doses.line))
+        """Returns the design matrix of intercept, slope, u, v and w, float64 [n, 5].
+
+        Its columns are 1, the sum of 1 - level less its mean, and the sum, the largest and the
+        smallest response.
+        """
+        responses = self.shares * self.doses.responses(self.x)
+        of_samples = scatter(responses, self.doses.sample, dim=1, dim_size=len(self.doses.line))
         return torch.cat([self.doses.line.T, of_samples]).T
 
     def line_and_weights(self) -> Tensor:
-        """Returns intercept, slope, u, v and w, float64 [5, 1]."""
+        """Returns the coefficients intercept, slope, u, v and w, float64 [5, 1]."""
         return torch.cat([self.x[:2, 0], self.weights]).unsqueeze(1)
 
 
 def share_of_largest(response: Tensor, doses: Doses) -> Tensor:
     """Returns 1 for the largest response of each sample if it is positive, 0 for others, [total].
 
-    Of several that are equal, each is a part of 1.
+    Several that are equally large share the 1 evenly.
     """
     sample = doses.sample
     num_samples = len(doses.line)
@@ -95,21 +105,21 @@ def one_thread() -> Iterator[None]:
 
 
 def combine(
-    doses: Doses, design: Design, scores: Scores, additive: Tensor, is_tried: Tensor
+    doses: Doses, design: Design, targets: Targets, additive: Tensor, is_tried: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns x [2 + NK, T] and weights [3, T] of what suits the validated scores best.
+    """Fits combinations; returns x [2 + NK, T] and weights [3, T] of the best for each target.
 
-    `additive` is the sum of responses, x [2 + NK, T], of `design`. It stays for the targets that
-    are not to be tried, bool [T].
+    The best has the smallest loss on the validated scores. `additive` is the x [2 + NK, T] of the
+    sum of responses, where fits start. Targets that are not to be tried, bool [T], keep the sum.
     """
     x = additive.clone()
     weights = additive.new_tensor(SUM).unsqueeze(1).repeat(1, additive.size(1))
-    targets = is_tried.nonzero().flatten().tolist()
-    num_fits = len(targets) * (len(STARTS) * len(PENALTIES) + MOST_SETTINGS)
+    tried = is_tried.nonzero().flatten().tolist()
+    num_fits = len(tried) * (len(STARTS) * len(PENALTIES) + MOST_SETTINGS)
     with one_thread(), progress_bar(num_fits, "fitting combinations of responses") as bar:
-        for t in targets:
+        for t in tried:
             x_of_sum = additive[:, t : t + 1]
-            best = combine_target(doses, design, scores.of_target(t), x_of_sum, bar)
+            best = combine_target(doses, design, targets.of_target(t), x_of_sum, bar)
             if best is not None:
                 x[:, t] = best.x[:, 0]
                 weights[:, t] = best.weights
@@ -117,23 +127,23 @@ def combine(
 
 
 def combine_target(
-    doses: Doses, design: Design, scores: Scores, additive: Tensor, bar: ProgressBar
+    doses: Doses, design: Design, target: Targets, additive: Tensor, bar: ProgressBar
 ) -> Combination | None:
-    """Returns what `combine` does for one target, None if the sum of responses suits best.
+    """Returns the best combination for one target, None if the sum of responses is the best.
 
-    The bar counts the settings that are tried, `MOST_SETTINGS` of them twice.
+    The bar counts the settings, pairs of a start and a penalty; `MOST_SETTINGS` count twice.
     """
-    loss = scores.regression.loss
+    loss = target.regression.loss
 
     def validate(prediction: Tensor) -> float:
-        return (scores.validated * loss(prediction, scores.y)).sum().item()
+        return (target.validated * loss(prediction, target.y)).sum().item()
 
     least = validate(design.predict(additive))
     best = None
     losses = {}  # of each setting, the least so far
     candidates = {}
     for setting in product(STARTS, PENALTIES):
-        of_setting = rounds(doses, design, scores, scores.fitted, additive, *setting)
+        of_setting = rounds(doses, design, target, target.fitted, additive, *setting)
         candidates[setting] = enumerate(of_setting)
     settings = list(candidates)
     for num_rounds in ROUNDS:
@@ -149,48 +159,51 @@ def combine_target(
     if best is None:
         return None
     candidate, setting, number = best
-    if torch.equal(scores.fitted, scores.weight):
+    if torch.equal(target.fitted, target.weight):
         return candidate
-    to_all = rounds(doses, design, scores, scores.weight, additive, *setting)
+    to_all = rounds(doses, design, target, target.weight, additive, *setting)
     return next(islice(to_all, number, None))
 
 
 def rounds(
     doses: Doses,
     design: Design,
-    scores: Scores,
+    target: Targets,
     weight: Tensor,
     additive: Tensor,
     start: tuple[float, float, float],
     penalty: float,
 ) -> Iterator[Combination]:
-    """Yields what each round of fits to scores with a weight [n, 1] ends with, without an end.
+    """Yields the combination after each round of fits, without an end.
 
-    The first is the sum with this penalty.
+    A round fits the responses, given the weights u, v and w, and then these, given the responses.
+    The fits are to the scores of one target, whose rows count by `weight`, [n, 1]. The first that
+    it yields is the sum with this penalty.
     """
 
     def improve(design: Design, x: Tensor) -> Tensor:
-        regression = scores.regression(design, scores.y, weight, scores.std, TOLERANCE)
-        return regression.improve(penalty * scores.scale, x)
+        regression = target.regression(design, target.y, weight, target.std, TOLERANCE)
+        return regression.improve(penalty * target.scale, x)
 
     x = improve(design, additive)
     yield Combination(doses, x, additive.new_tensor(SUM))
     state = Combination(doses, x, additive.new_tensor(start))
     while True:
         x = improve(design.scaled(state.factor()), state.x)
-        state = refit_weights(Combination(doses, x, state.weights), scores, weight)
+        state = refit_weights(Combination(doses, x, state.weights), target, weight)
         yield state
 
 
-def refit_weights(state: Combination, scores: Scores, weight: Tensor) -> Combination:
-    """Returns the function with intercept, slope and weights by a least-squares fit.
+def refit_weights(state: Combination, target: Targets, weight: Tensor) -> Combination:
+    """Returns the combination with intercept, slope, u, v and w refitted by least squares.
 
-    No weight is negative: of rows of two nodes, differences of large weights would say what no
-    other rows follow. The responses are scaled so that u + (v + w) / 2 is 1.
+    None of u, v and w is negative: rows of two nodes are fitted as well by differences of large
+    weights, which rows of other sizes do not follow. The responses are scaled so that
+    u + (v + w) / 2 is 1.
     """
     features = state.features()
     prediction = features @ state.line_and_weights()
-    residual, curvature = scores.regression.linearise(prediction, scores.y)
+    residual, curvature = target.regression.linearise(prediction, target.y)
     solution = non_negative(features, prediction + residual, weight * curvature)
     line, weights = solution.tensor_split([2])
     u, v, w = weights
@@ -202,12 +215,13 @@ def refit_weights(state: Combination, scores: Scores, weight: Tensor) -> Combina
 
 
 def non_negative(features: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Returns what `least_squares` does where none but the first two may be negative, [F].
+    """Returns `least_squares` with no negative coefficient but for the first two, [F].
 
-    It is the best one of all choices of features to leave out.
+    It tries all subsets of the last three features, and takes the best that is allowed.
     """
-    is_used = torch.tensor([(1, 1, *chosen) for chosen in product((0, 1), repeat=3)]).double()
-    matrix, right = moments(features, target, weight)
+    subsets = product((0, 1), repeat=3)
+    is_used = torch.tensor([(1, 1, *subset) for subset in subsets]).double()
+    matrix, right = normal_equations(features, target, weight)
     masked = is_used.unsqueeze(2) * matrix * is_used.unsqueeze(1)
     solutions = is_used * solve_small(masked, is_used * right)
     losses = ((solutions @ matrix) * solutions).sum(dim=1) - 2 * solutions @ right
@@ -216,23 +230,25 @@ def non_negative(features: Tensor, target: Tensor, weight: Tensor) -> Tensor:
 
 
 def least_squares(features: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Returns what a target is of a few features, [F]; of what they do not tell, the least.
+    """Returns the weighted least-squares coefficients of the features, [F].
 
-    Features are [n, F], target and weight [n, 1].
+    Features are [n, F], target and weight [n, 1]. Where several solutions fit as well, it is the
+    one of the smallest norm, in units of the features.
     """
-    return solve_small(*moments(features, target, weight))
+    return solve_small(*normal_equations(features, target, weight))
 
 
-def moments(features: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns matrix [F, F] and right side [F] of the normal equations."""
+def normal_equations(features: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns matrix [F, F] and right side [F] of the normal equations of a least-squares fit."""
     weighted = features * weight
     return weighted.T @ features, (weighted.T @ target).flatten()
 
 
 def solve_small(matrix: Tensor, right: Tensor) -> Tensor:
-    """Returns the smallest solutions [..., F] of normal equations [..., F, F] and [..., F]."""
-    unit = matrix.diagonal(dim1=-2, dim2=-1).sqrt()
-    unit = unit.where(unit > 0, 1.0)
-    scaled = matrix / unit.unsqueeze(-1) / unit.unsqueeze(-2)
+    """Returns the minimum-norm solutions [..., F] of normal equations [..., F, F] and [..., F]."""
+    size = matrix.diagonal(dim1=-2, dim2=-1).sqrt()  # of each feature
+    size = size.where(size > 0, 1.0)
+    scaled = matrix / size.unsqueeze(-1) / size.unsqueeze(-2)
     inverse = torch.linalg.pinv(scaled, rtol=1e-10, hermitian=True)
-    return (inverse @ (right / unit).unsqueeze(-1)).squeeze(-1) / unit
+    solution = inverse @ (right / size).unsqueeze(-1)
+    return solution.squeeze(-1) / size

@@ -1,6 +1,6 @@
 """Ridge regressions, linear and logistic, on the perturbed nodes of samples.
 
-Shapes: N nodes, n samples of T scores, `total` perturbed nodes in all samples, K responses of a
+Shapes: N nodes, n samples of T targets, `total` perturbed nodes in all samples, K effects of a
 node.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 ROWS_AT_ONCE = 2**17  # whose numbers of one target stay in cache
-TOLERANCE = 1e-7  # of a fit, in standard deviations of the scores
+TOLERANCE = 1e-7  # of a fit, in standard deviations of y
 REWEIGHTED = 100  # times that, at which a logistic regression ends
 MOST_STEPS = 1000  # of conjugate gradients
 MOST_REWEIGHTINGS = 100  # of a logistic regression
@@ -24,12 +24,12 @@ MOST_HALVINGS = 30  # of such a step
 
 @dataclass
 class Doses:
-    """What the perturbed nodes of samples are multiplied with, and a line for each sample."""
+    """The regressors of a fit: doses of each perturbed node, and a line for each sample."""
 
     node: Tensor  # long [total], the perturbed nodes of all samples, concatenated
     ptr: Tensor  # long [n + 1]; sample i has those from ptr[i] to ptr[i + 1]
-    dose: Tensor  # float64 [total, K], by which each node's responses count
-    line: Tensor  # float64 [n, 2], 1 and a sum of doses, less its mean
+    dose: Tensor  # float64 [total, K], the factor of each of the node's effects
+    line: Tensor  # float64 [n, 2], 1 and the sum of 1 - level, less its mean
     num_nodes: int
 
     @cached_property
@@ -38,14 +38,14 @@ class Doses:
         return torch.repeat_interleave(self.ptr.diff())
 
     def responses(self, x: Tensor) -> Tensor:
-        """Returns what each perturbed node adds to the function x [2 + NK], [total]."""
-        of_nodes = x[2:].view(self.num_nodes, -1).index_select(0, self.node)
-        return (self.dose * of_nodes).sum(dim=1)
+        """Returns the response of each perturbed node, [total], given x [2 + NK]."""
+        effect = x[2:].view(self.num_nodes, -1).index_select(0, self.node)
+        return (self.dose * effect).sum(dim=1)
 
 
 @dataclass
 class DesignBlock:
-    """Some consecutive rows of a `Design`, m of them."""
+    """m consecutive rows of a `Design`."""
 
     nodes: Tensor  # sparse float64 [m, NK], the doses of each node
     transposed: Tensor  # the same, [NK, m]
@@ -53,7 +53,7 @@ class DesignBlock:
 
     @cached_property
     def order(self) -> Tensor:
-        """For each value of `transposed`, its place among those of `nodes`, long [values]."""
+        """The place of each value of `transposed` among those of `nodes`, long [values]."""
         place = torch.arange(len(self.nodes.values()))
         return with_values(self.nodes, place).to_sparse_csc().values()
 
@@ -67,15 +67,15 @@ class DesignBlock:
         return scaled
 
     def predict(self, x: Tensor) -> Tensor:
-        """Returns the function of each row, [m, T]."""
+        """Returns the prediction of each row, [m, T]."""
         return (self.nodes @ x[2:]).add_(self.line @ x[:2])
 
     def collect(self, values: Tensor) -> Tensor:
-        """Returns the product of the transposed rows and values [m, T], [2 + NK, T]."""
+        """Returns the transposed rows times values [m, T], [2 + NK, T]."""
         return torch.cat([self.line.T @ values, self.transposed @ values])
 
     def collect_squared(self, values: Tensor) -> Tensor:
-        """Returns the product of the squares of the transposed rows and values, as `collect`."""
+        """Returns the transposed rows, each number squared, times values [m, T], [2 + NK, T]."""
         squares = with_values(self.transposed, self.transposed.values().square())
         return torch.cat([self.line.square().T @ values, squares @ values])
 
@@ -88,84 +88,86 @@ def with_values(matrix: Tensor, values: Tensor) -> Tensor:
 
 
 class Design:
-    """The matrix of a function x [2 + NK, T]: a constant, a slope, and the nodes' responses.
+    """The design matrix of a fit, [n, 2 + NK]: `doses.line`, and the doses of each node.
 
-    Constant and slope are those of `doses.line`; responses count times the doses. The rows are in
+    Its coefficients x [2 + NK, T] are a constant, a slope and the nodes' effects. The rows are in
     blocks: a product of ten million at once takes twice as long.
     """
 
     def __init__(self, doses: Doses):
         largest = torch.cat([doses.dose.abs().flatten(), doses.dose.new_ones(1)]).amax()
         self.largest_dose = largest  # 1 at least
-        self.num_responses = num_responses = doses.dose.size(1)
-        self.width = 2 + doses.num_nodes * num_responses
-        number = torch.arange(num_responses)
+        num_effects = doses.dose.size(1)
+        self.num_effects = num_effects
+        self.width = 2 + doses.num_nodes * num_effects
+        number = torch.arange(num_effects)
         self.blocks = []
         for first in range(0, len(doses.line), ROWS_AT_ONCE):
             ptr = doses.ptr[first : first + ROWS_AT_ONCE + 1]
             entries = slice(ptr[0], ptr[-1])
-            column = doses.node[entries].unsqueeze(1) * num_responses + number
+            column = doses.node[entries].unsqueeze(1) * num_effects + number
             nodes = torch.sparse_csr_tensor(
-                ((ptr - ptr[0]) * num_responses).int(),
+                ((ptr - ptr[0]) * num_effects).int(),
                 column.flatten().int(),  # products read fewer bytes than of long ones
                 doses.dose[entries].flatten(),
-                (len(ptr) - 1, doses.num_nodes * num_responses),
+                (len(ptr) - 1, doses.num_nodes * num_effects),
             )
             transposed = nodes.to_sparse_csc().transpose(0, 1)
             line = doses.line[first : first + ROWS_AT_ONCE]
             self.blocks.append(DesignBlock(nodes, transposed, line))
 
     def scaled(self, factor: Tensor) -> "Design":
-        """Returns the matrix in which each perturbed node counts by a factor, [total]."""
+        """Returns the matrix with the doses of each perturbed node times a factor, [total]."""
         scaled = copy.copy(self)
-        factors = factor.repeat_interleave(self.num_responses)
+        factors = factor.repeat_interleave(self.num_effects)
         sizes = [len(block.nodes.values()) for block in self.blocks]
-        pairs = zip(self.blocks, factors.split(sizes), strict=True)
-        scaled.blocks = [block.scaled(of_block) for block, of_block in pairs]
+        scaled.blocks = []
+        for block, of_block in zip(self.blocks, factors.split(sizes), strict=True):
+            scaled.blocks.append(block.scaled(of_block))
         return scaled
 
     def predict(self, x: Tensor) -> Tensor:
-        """Returns the function of each row, [n, T]."""
+        """Returns the prediction of each row, the matrix times x, [n, T]."""
         return torch.cat([block.predict(x) for block in self.blocks])
 
     def collect(self, values: Tensor) -> Tensor:
-        """Returns the product of the transposed matrix and values [n, T], [2 + NK, T]."""
+        """Returns the transposed matrix times values [n, T], [2 + NK, T]."""
         return sum(block.collect(rows) for block, rows in self.split(values))
 
     def collect_squared(self, values: Tensor) -> Tensor:
-        """Returns the product of the squares of the transposed matrix and values, as `collect`."""
+        """Returns the transposed matrix, each number squared, times values [n, T], [2 + NK, T]."""
         return sum(block.collect_squared(rows) for block, rows in self.split(values))
 
     def collect_predicted(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Returns what `collect` does of the function times a weight [n, T]."""
+        """Returns the transposed matrix times (weight [n, T] * predictions), [2 + NK, T]."""
         total = torch.zeros_like(x)
         for block, block_weight in self.split(weight):
             total += block.collect(block.predict(x).mul_(block_weight))
         return total
 
     def split(self, values: Tensor) -> Iterator[tuple[DesignBlock, Tensor]]:
-        """Yields each block and its own rows of values [n, T]."""
+        """Yields each block with its rows of the values [n, T]."""
         return zip(self.blocks, values.split(ROWS_AT_ONCE), strict=True)
 
 
 @dataclass
-class Scores:
-    """What functions of the perturbed nodes are fitted to, and by which they are chosen."""
+class Targets:
+    """The targets of a fit: y, and weights for fitting and for choosing among candidates."""
 
-    y: Tensor  # float64 [n, T], 0 where a score is missing
-    weight: Tensor  # float64 [n, T], of each score in training, 0 for those of other rows
-    fitted: Tensor  # the same, of those to which candidates are fitted
-    validated: Tensor  # the same, of those by which the best candidate is chosen
-    std: Tensor  # float64 [T], of the training scores
-    scale: Tensor  # float64 [T], of the penalties
+    y: Tensor  # float64 [n, T], 0 where it is missing
+    weight: Tensor  # float64 [n, T], of training rows, 0 for others and where y is missing
+    fitted: Tensor  # the same, 0 too for rows to which no candidate is fitted
+    validated: Tensor  # float64 [n, T], of rows by which the best candidate is chosen, else 0
+    std: Tensor  # float64 [T], of y in training
+    scale: Tensor  # float64 [T], factor of the penalties
     is_binary: bool
 
-    def of_target(self, t: int) -> "Scores":
-        """Returns those of one target."""
+    def of_target(self, t: int) -> "Targets":
+        """Returns the columns of target `t`, [n, 1] and [1]."""
         columns = {}
         for name, value in vars(self).items():
             columns[name] = value[..., t : t + 1] if isinstance(value, Tensor) else value
-        return Scores(**columns)
+        return Targets(**columns)
 
     @property
     def regression(self) -> "type[Ridge]":
@@ -173,7 +175,7 @@ class Scores:
 
 
 class NormalEquations:
-    """Those of a penalised linear regression on a design, with a weight of each score, [n, T]."""
+    """The normal equations of a ridge regression on a design, with weights [n, T] of y."""
 
     def __init__(self, design: Design, weight: Tensor):
         self.design = design
@@ -181,7 +183,7 @@ class NormalEquations:
         self.squares = design.collect_squared(weight)
 
     def product(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns the product of their matrix and x, [2 + NK, T]."""
+        """Returns their matrix times x, [2 + NK, T]."""
         product = self.design.collect_predicted(x, self.weight)
         product[2:] += penalty * x[2:]
         return product
@@ -192,13 +194,16 @@ class NormalEquations:
         return diagonal.where(diagonal > 0, 1.0)
 
     def gradient(self, residual: Tensor, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns what x leaves of their right side, given what it leaves of the scores, [n, T]."""
+        """Returns the right side less the matrix times x, [2 + NK, T], given y - prediction."""
         gradient = self.design.collect(self.weight * residual)
         gradient[2:] -= penalty * x[2:]
         return gradient
 
     def distance(self, residual: Tensor, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns the square of how far x is from the solution, [T], given what it leaves."""
+        """Returns the squared, preconditioned norm of the gradient at x, [T], given y - prediction.
+
+        It is 0 at the solution.
+        """
         gradient = self.gradient(residual, penalty, x)
         return (gradient.square() / self.diagonal(penalty)).sum(0)
 
@@ -210,22 +215,23 @@ class NormalEquations:
         least: Tensor,
         reduction: float = 0.0,
     ) -> Tensor:
-        """Returns the solution, given what x leaves of the scores, [n, T].
+        """Returns the solution, [2 + NK, T], starting from x, whose residual is y - prediction.
 
-        The square of its distance from it may be `least` [T], or `reduction`**2 times that of x.
+        It ends at a `distance` of `least` [T], or of `reduction`**2 times that of x.
         """
         right = self.gradient(residual, penalty, x)
         diagonal = self.diagonal(penalty)
-        least = least.maximum(reduction**2 * (right.square() / diagonal).sum(0))
+        distance = (right.square() / diagonal).sum(0)
+        least = least.maximum(reduction**2 * distance)
         return x + conjugate_gradients(partial(self.product, penalty), right, diagonal, least)
 
 
 class Ridge:
-    """A penalised linear regression of scores y [n, T] on a design.
+    """A linear ridge regression of y [n, T] on a design.
 
     Args:
-        weight: of each score, 0 for those that are not fitted, [n, T].
-        std: unit of the scores, in which a fit is exact to the tolerance, [T].
+        weight: of each y, 0 for those that are not fitted, [n, T].
+        std: of y, in units of which a fit is exact to the tolerance, [T].
     """
 
     def __init__(
@@ -250,44 +256,44 @@ class Ridge:
 
     @staticmethod
     def loss(prediction: Tensor, y: Tensor) -> Tensor:
-        """Returns the loss of each score, [n, T]."""
+        """Returns the loss of each prediction, [n, T]."""
         return (y - prediction).square()
 
     @staticmethod
     def linearise(prediction: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what predictions leave of the scores, and the curvature of their loss, [n, T].
+        """Returns residual and curvature, [n, T] each, of the loss at the predictions.
 
-        A least-squares fit of the former, weighted by the latter, is a Newton step.
+        A least-squares fit to the residual, weighted by the curvature, is a Newton step.
         """
         return y - prediction, torch.ones_like(y)
 
     def losses(self, x: Tensor) -> Tensor:
-        """Returns the loss of each score, [n, T]."""
+        """Returns the loss of each prediction with coefficients x, [n, T]."""
         return self.loss(self.design.predict(x), self.y)
 
     def residual(self, x: Tensor) -> Tensor:
-        """Returns what x leaves of the scores, [n, T]."""
+        """Returns y less the predictions with coefficients x, [n, T]."""
         return self.design.predict(x).neg_().add_(self.y)
 
     def fit(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns the solution for a penalty, or one for each score [T], starting from x."""
+        """Returns the solution for a penalty, or for one per target [T], starting from x."""
         x = self.improve(penalty, x)
         if self.design.largest_dose > 1:  # rounding adds up over the steps: solve what it left, too
             x = self.improve(penalty, x)
         return x
 
     def improve(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns x after one of Newton's steps, which for squared errors is the solution."""
+        """Returns x after a Newton step, which for squared errors is the solution."""
         return self.equations.solve(self.residual(x), penalty, x, self.least)
 
     def error(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns how far x is from the solution, [T], as the tolerance."""
+        """Returns the distance of x from the solution, [T], in the units of the tolerance."""
         distance = self.equations.distance(self.residual(x), penalty, x)
         return (distance / self.unit).sqrt()
 
 
 class LogisticRidge(Ridge):
-    """A penalised logistic regression of scores of 0 and 1, by reweighted least squares."""
+    """A logistic ridge regression of y of 0 and 1, by iteratively reweighted least squares."""
 
     @staticmethod
     def loss(prediction: Tensor, y: Tensor) -> Tensor:
@@ -316,9 +322,9 @@ class LogisticRidge(Ridge):
         return x + self.step(penalty, x, change) * change
 
     def step(self, penalty: float | Tensor, x: Tensor, change: Tensor) -> Tensor:
-        """Returns the largest of 1, 1/2, 1/4 ... of a change that is no step up, [T].
+        """Returns the step size, the largest of 1, 1/2, 1/4 ... that does not raise the loss, [T].
 
-        A whole one would go too far where scores are certain.
+        A whole step goes too far where predictions are nearly certain.
         """
 
         def total(x: Tensor) -> Tensor:
@@ -342,17 +348,17 @@ class LogisticRidge(Ridge):
 
 
 def variance_of(probability: Tensor, least: float = 1e-3) -> Tensor:
-    """Returns the variance of scores of 0 and 1, of which that of certain ones is `least`."""
+    """Returns the variance of a Bernoulli variable of this probability, at least `least`."""
     return (probability * (1 - probability)).clamp(min=least)
 
 
 def conjugate_gradients(
     product: Callable[[Tensor], Tensor], right: Tensor, diagonal: Tensor, least: Tensor
 ) -> Tensor:
-    """Returns the solution of product(x) = right for each column.
+    """Returns the solution of product(x) = right for each column, of the shape of `right`.
 
-    `diagonal` is that of the matrix, the preconditioner (Jacobi's). It ends when no column's sum of
-    residual**2 / diagonal is over `least` [T], or after `MOST_STEPS`.
+    `diagonal` is that of the matrix, for Jacobi's preconditioner. The method ends when no column's
+    sum of residual**2 / diagonal is over `least` [T], or after `MOST_STEPS`.
     """
     x = torch.zeros_like(right)
     residual = right

@@ -1,6 +1,6 @@
 """Tables to batches: splits, the dataset, and the order in which ranks see the samples.
 
-Shapes: N nodes, n samples of T scores in the tables; B samples with P perturbed nodes in a batch.
+Shapes: N nodes, n samples of T targets in the tables; B samples with P perturbed nodes in a batch.
 """
 
 import hashlib
@@ -160,7 +160,7 @@ def node_split(tables: Tables, config: DataConfig) -> Tensor:
 
 
 def split_in_order(order: Tensor, config: DataConfig, size: int) -> Tensor:
-    """Returns a split, int8 [size]: `order` begins with those to test and to validate."""
+    """Returns a split, int8 [size]: the first of `order` are test, the next ones validation."""
     num_test = round(len(order) * config.test_fraction)
     num_val = round(len(order) * config.val_fraction)
     split = torch.zeros(size, dtype=torch.int8)
@@ -171,10 +171,10 @@ def split_in_order(order: Tensor, config: DataConfig, size: int) -> Tensor:
 
 # ---- Batches -------------------------------------------------------------------------------------
 def weight_scale(tables: Tables) -> Tensor:
-    """Returns what the weights of each score are multiplied by, float64 [T].
+    """Returns a factor of each target's weights, float64 [T].
 
-    Their sum over the training rows that have the score is then the number of all training rows, so
-    that each score counts the same, however many of it are missing.
+    With it, the weights' sum over the training rows with that score is the number of all training
+    rows: each target counts the same, however many of its scores are missing.
     """
     rows = tables.rows("train")
     return len(rows) / tables.score_weight(rows).sum(dim=0)
@@ -201,7 +201,7 @@ class KnockoutDataset(Dataset):
         return len(self.tables.y)
 
     def total_weight(self, rows: Tensor) -> Tensor:
-        """Returns the sum of each score's weights in a batch of these rows, float64 [T]."""
+        """Returns the sum of each target's weights in a batch of these rows, float64 [T]."""
         return self.scale * self.tables.score_weight(rows).sum(dim=0)
 
     def __getitem__(self, row: int) -> Data:
@@ -290,9 +290,9 @@ def make_loader(
     workers: int,
     device: torch.device,
 ) -> DataLoader:
-    """Returns a loader of the batches whose row numbers `batches` lists; the dataset collates.
+    """Returns a loader of batches, given the row numbers of each; the dataset collates.
 
-    They stay on the CPU, in pinned memory if they are for a GPU.
+    Batches stay on the CPU, in pinned memory if `device` is a GPU.
     """
     pin = device.type == "cuda"
     return DataLoader(

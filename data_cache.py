@@ -1,4 +1,4 @@
-"""The cache: results that are kept in files, found by all that they depend on."""
+"""The cache: values in files, each named by a hash of all that the value depends on."""
 
 import ast
 import contextlib
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 log = logging.getLogger(__name__)
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)  # what a docstring may stand in
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)  # may have a docstring
 
 
 def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any:
-    """Returns the result of `build`, cached in a file; one process builds while others wait.
+    """Returns the value of `build`, cached in a file; one process builds while others wait.
 
-    The file is that of `key`, which holds all that the result depends on, such as hashes of the
-    files that are read and the `source_digest` of what reads them. Its tensors are mapped into
-    memory, which the processes of a machine share.
+    The file is that of `key`, a text of all that the value depends on, such as hashes of the files
+    that are read and the `source_digest` of the function that reads them. Its tensors are mapped
+    into memory, which the processes of a machine share.
     """
     path = cache_file(cache_dir, kind, key)
     if not path.exists():
@@ -59,14 +59,14 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
 
 
 def cache_file(cache_dir: str, kind: str, key: str) -> Path:
-    """Returns where `cached` keeps a result."""
+    """Returns the file in which `cached` keeps the value of a key."""
     digest = hashlib.sha256(key.encode()).hexdigest()
     return Path(cache_dir, f"{kind}-{digest[:32]}.pt")
 
 
 @functools.cache
 def source_digest(function: Callable) -> str:
-    """Returns a hash of the code of a function's module and of the modules beside it that it needs.
+    """Returns a hash of the code of a function's module and of what that imports from its folder.
 
     Comments, docstrings and layout do not count.
     """

@@ -52,7 +52,10 @@ class Rows:
         return DataError(f"{self.path}:{self.lines[row]}: the {column:.60} {cell!r:.60} {problem}")
 
     def numbers(self, column: str, positive: bool = False, advice: str = "") -> Tensor:
-        """Returns a column, float64 [n], nan where missing, unless all must be `positive`."""
+        """Returns a column, float64 [n], nan where missing; raises `DataError`.
+
+        If it must be `positive`, a missing number is an error, too.
+        """
         values = [parse_number(cell) for cell in self.cells[column]]
         numbers = torch.from_numpy(np.array(values, dtype=np.float64))
         numbers[numbers.isnan()] = math.nan  # of the same bits, whatever its text
@@ -96,10 +99,11 @@ class Rows:
         return torch.tensor(positions, dtype=torch.int8)
 
     def sets(self, node_names: Container[str]) -> tuple[Tensor, Tensor, list[str], Tensor]:
-        """Returns the perturbed nodes in the column genes, `A,B=0.3`, each once a row.
+        """Parses the column genes, such as `A,B=0.3`; a name that a row repeats counts once.
 
-        They are the row, the number of the name, all names, and the level of each node. A name with
-        `=` is one of `node_names`, and any other is none that is `data_names.misread`.
+        Returns for each perturbed node the row and the number of the name, long [total]; the names
+        by number; and for each node its level, float64 [total]. Raises `DataError`, also for names
+        that are `data_names.misread`. Only names in `node_names` may have `=`.
         """
         cells = self.cells["genes"]
         filled = [cell for cell in cells if cell.strip()]
@@ -123,12 +127,14 @@ class Rows:
         level = level_of_text[text]
         self.check_names(row, name, names, node_names)
         order = stable_order(row * len(name_number) + name)
-        row, name, level = row[order], name[order], level[order]
-        is_first = torch.ones(len(row), dtype=torch.bool)
+        row = row[order]
+        name = name[order]
+        level = level[order]
+        is_first = torch.ones(len(row), dtype=torch.bool)  # of its name in the row
         is_first[1:] = (row.diff() != 0) | (name.diff() != 0)
-        is_other = ~is_first[1:] & (level.diff() != 0)
-        if is_other.any():
-            first = int(is_other.nonzero()[0])
+        has_two_levels = ~is_first[1:] & (level.diff() != 0)
+        if has_two_levels.any():
+            first = int(has_two_levels.nonzero()[0])
             level_text = f"{level[first].item()} and {level[first + 1].item()}"
             problem = f"have {names[name[first]]} at {level_text}"
             raise self.error(int(row[first]), "genes", problem)
@@ -137,7 +143,10 @@ class Rows:
     def check_names(
         self, row: Tensor, name: Tensor, names: Sequence[str], node_names: Container[str]
     ) -> None:
-        """Raises `DataError` for a name that is no node and `misread`, given each one's row."""
+        """Raises `DataError` for the first name that is no node and `misread`.
+
+        `row` and `name`, long [total], are the row of each perturbed node and its name's number.
+        """
         unknown = [number for number, text in enumerate(names) if text not in node_names]
         if not unknown:
             return
@@ -156,7 +165,7 @@ class Rows:
 
 
 def number_names(names: Sequence[str], number: dict[str, int]) -> Tensor:
-    """Returns the number of each name, long [n]; unknown ones get the next numbers, in order."""
+    """Returns the number of each name, long [n]; names that `number` lacks are added to it."""
     for name in dict.fromkeys(names):
         number.setdefault(name, len(number))
     numbers = map(number.__getitem__, names)
@@ -164,15 +173,15 @@ def number_names(names: Sequence[str], number: dict[str, int]) -> Tensor:
 
 
 def stable_order(keys: Tensor) -> Tensor:
-    """Returns the stable order of keys that are nearly sorted: numpy's takes a fifth of torch's."""
+    """Returns a stable argsort of nearly sorted keys: numpy takes a fifth of torch's time."""
     return torch.from_numpy(np.argsort(keys.numpy(), kind="stable"))
 
 
 def split_level(text: str, node_names: Container[str]) -> tuple[str, float]:
-    """Returns name and level of `A` or `A=0.3`; the level is nan if either is wrong.
+    """Returns name and level of a text `A` or `A=0.3`; the level is nan if either is wrong.
 
-    A level is a number from 0 to 10,000: higher ones would cost the digits of others. `node_names`
-    may have `=` themselves.
+    A level is a number from 0 to 10,000: higher ones would cost the digits of others. A name in
+    `node_names` may have `=` itself.
     """
     name = text.strip()
     level = 0.0
@@ -215,8 +224,8 @@ def read_header(
 ) -> list[str]:
     """Returns the names of a table's columns, which must begin with `first`; raises `DataError`.
 
-    One of `first` or `optional` in another case is that column, as `notes` then say, unless it is
-    `kept`. A column without a name is "", and left out, as `notes` say, too.
+    A name of `first` or `optional` in another case is changed to that name, unless it is `kept`. A
+    column without a name is "", and will be left out. For both, `notes` get a sentence.
     """
     with open_table(path) as file:
         cells = split_line(next(file, ""), path, line=1)
@@ -239,9 +248,9 @@ def read_header(
         if names.count(name) > 1:
             raise DataError(f"{path}:1: two columns are {name!r:.60}: name each once")
     if names[: len(first)] != list(first):
-        found = "\t".join(cells)
+        text = "\t".join(cells)
         expected = "\t".join(first)
-        raise DataError(f"{path}:1: the header is {found!r:.60}: begin with {expected!r}")
+        raise DataError(f"{path}:1: the header is {text!r:.60}: begin with {expected!r}")
     return header
 
 
@@ -250,8 +259,8 @@ def read_rows(
 ) -> Iterator[Rows]:
     """Yields the rows of a table, those of some megabytes at once; raises `DataError`.
 
-    A blank line is skipped, or a row of empty cells. Columns without a name must have empty cells.
-    A bar, if asked for, shows how much of the file is read.
+    A blank line is skipped or, without `skip_blank`, a row of empty cells. Columns without a name
+    must have empty cells. With `has_bar`, a bar shows the share of the file that is read.
     """
     is_empty = True
     next_line = 2
@@ -274,7 +283,7 @@ def read_rows(
 
 
 def bar_of_file(file: TextIO, path: str, is_shown: bool) -> ProgressBar:
-    """Returns a bar of a file's bytes, which are compressed ones if it is gzipped."""
+    """Returns a bar that counts the bytes of a file as they are on the disk."""
     size = os.fstat(file.fileno()).st_size
     return progress_bar(size, f"reading {Path(path).name}", unit="B", is_shown=is_shown)
 
@@ -289,10 +298,11 @@ def check_empty(path: str, lines: list[int], cells: list[str], number: int) -> N
 def split_lines(
     path: str, texts: list[str], next_line: int, header: list[str], skip_blank: bool
 ) -> tuple[list[int], list[str]]:
-    """Returns the number of each line but blank ones to skip, and the cells of all in one list.
+    """Returns the number of each line, and the cells of all lines in one list.
 
-    One list per line would keep the garbage collector busy. Raises `DataError` for a line of
-    another number of cells, but for empty ones at the end, of columns without a name.
+    Blank lines are left out if `skip_blank`. One list per line would keep the garbage collector
+    busy. Raises `DataError` for a line with more or fewer cells than the header, but empty cells at
+    the end, of columns without a name, may be missing or too many.
     """
     num_columns = len(header)
     lines = []
@@ -314,7 +324,10 @@ def split_lines(
 
 
 def with_empty_end(row: list[str], header: list[str]) -> list[str]:
-    """Returns the cells with as many empty ones at the end as the header has columns, if it can."""
+    """Returns the cells, with empty ones at the end removed or added to match the header.
+
+    None is removed that has a text, and none is added under a column with a name.
+    """
     row = list(row)
     while len(row) > len(header) and not row[-1].strip():
         row.pop()
@@ -324,9 +337,10 @@ def with_empty_end(row: list[str], header: list[str]) -> list[str]:
 
 
 def split_line(text: str, path: str, line: int) -> list[str]:
-    """Returns the cells of a line, of which those in quotes, such as "A,B", follow RFC 4180.
+    """Returns the cells of a line; a cell in quotes, such as "A,B", is read by RFC 4180.
 
-    Raises `DataError` for other quotes at the start of a cell or name; those within it are its own.
+    Raises `DataError` for any other quote at the start of a cell or name. A quote within a cell
+    belongs to its text.
     """
     text = text.rstrip("\r\n")
     if '"' in text:

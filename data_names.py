@@ -1,4 +1,4 @@
-"""What a name may mean that no edge has: a node written otherwise, several nodes, or a control.
+"""Guesses what a name means that no edge has: a misspelt node, several nodes, or a control.
 
 A name that an edge has is that node, whatever it looks like.
 """
@@ -30,7 +30,10 @@ def is_control(name: str) -> bool:
 
 
 def misread(name: str, nodes: Container[str]) -> str:
-    """Returns what is wrong with a name that is no node, "" if it may be one without edges."""
+    """Returns a text on what is wrong with a name that is no node; "" if nothing is.
+
+    Nothing is if it may be the name of a node without edges.
+    """
     are_controls = is_control(name)
     for joint in JOINTS:
         parts = [part for part in re.split(rf"(?:\s*{re.escape(joint)}\s*)+", name) if part]
@@ -48,9 +51,10 @@ def misread(name: str, nodes: Container[str]) -> str:
 
 
 def note_on_unknown(unknown: Sequence[str], nodes: Sequence[str], num_perturbed: int) -> str:
-    """Returns a sentence on perturbed names that no edge has, "" if they look as they should.
+    """Returns a sentence on perturbed names that no edge has, "" if none is needed.
 
-    They do if none is nearly one of the `nodes`, and they are less than half of all names.
+    None is needed if no name is nearly that of a node, and less than half of all names have no
+    edge.
     """
     if not unknown:
         return ""
@@ -72,14 +76,14 @@ def note_on_unknown(unknown: Sequence[str], nodes: Sequence[str], num_perturbed:
 
 
 def some_names(names: Sequence[str], near: Mapping[str, tuple[str, str]]) -> str:
-    """Returns ten of the names as a text, first those that are `near` a node, with that node."""
+    """Returns up to ten of the names as a text, those that are `near` a node first, with it."""
     shown = [f"{name} ({near[name][0]}?)" for name in names if name in near]
     shown += [name for name in names if name not in near]
     return f"{', '.join(shown[:SHOWN]):.500}"
 
 
 def nearly_nodes(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Returns, for each name that nearly is a node, that node and in what they differ."""
+    """Returns the names that are nearly a node's, each with that node and how they differ."""
     found = {}
     keys = {CASE: str.casefold, VERSION: without_version, SIGNS: without_signs, DATE: month_of}
     for difference, key in keys.items():

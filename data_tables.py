@@ -3,7 +3,7 @@
 `read_edges`, `read_knockouts` and `read_features` read the three tables, which docs/tables.md
 describes. All may be gzipped (`.gz`), and any cell in quotes.
 
-Shapes: N nodes, E edges, each of F features, n samples of T scores.
+Shapes: N nodes, E edges, each of F features, n samples of T targets.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ from data_names import note_on_unknown
 from errors import DataError
 
 OUTLYING = 0.25  # share of the variance, from which on a row is noted
-FEWEST_SCORES = 50  # of fewer, one may well have such a share
-FEW_SCORES = 20  # which are looked at one by one
+FEWEST_SCORES = 50  # of a column; one of fewer may well have such a share
+FEW_TARGETS = 20  # up to which each is looked at by itself
 MIXING = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
-# Fields that the fingerprint leaves out: what is said of the files, and what `weight` comes from.
+# Fields that the fingerprint leaves out: descriptions of the files, and the source of `weight`.
 OF_FILES = ("left_out", "notes", "feature_names", "sd")
-# Fields of samples and their files: with a checkpoint, the others are all that a prediction needs.
+# Fields of samples and of their files: a prediction needs only the others, and a checkpoint.
 OF_SAMPLES = ("perturbed", "perturbed_ptr", "level", "y", "split", "weight", "sd")
 OF_SAMPLES += ("left_out", "notes")
 
@@ -45,11 +45,11 @@ class Tables:
     edge_type: Tensor  # long [E], index into `relations`
     perturbed: Tensor  # long [total], the perturbed nodes of all samples, concatenated
     perturbed_ptr: Tensor  # long [n + 1]; sample i has, each once, those from ptr[i] to ptr[i + 1]
-    y: Tensor  # float64 [n, T], or [n], the measured effects, nan where one is missing
+    y: Tensor  # float64 [n, T], or [n], the scores, nan where one is missing
     split: Tensor | None = None  # int8 [n], index into `SPLITS`, -1 for rows in none
     weight: Tensor | None = None  # float64 [n], of each sample in the loss
     sd: Tensor | None = None  # float64 [n], of each sample's scores, whose weight is then 1 / sd**2
-    targets: Sequence[str] = ("score",)  # name of each of the T effects
+    targets: Sequence[str] = ("score",)  # name of each column of scores
     left_out: Sequence[str] = ()  # columns of the samples' table that are not read
     notes: Sequence[str] = ()  # sentences for the log on how the files were read
     edge_weight: Tensor | None = None  # float64 [E]; None: all are 1
@@ -88,13 +88,13 @@ class Tables:
         return tables
 
     def graph_fields(self) -> dict[str, Any]:
-        """Returns all fields but those `OF_SAMPLES`, the edges in a third of their size."""
+        """Returns the fields that are not `OF_SAMPLES`, the edges in a third of their bytes."""
         fields = {name: value for name, value in vars(self).items() if name not in OF_SAMPLES}
         fields["edge_index"] = self.edge_index.int()
-        fields["edge_type"] = self.edge_type.to(
-            torch.uint8 if len(self.relations) < 256 else torch.int
-        )
-        fields["edge_weight"] = None if (self.edge_weight == 1).all() else self.edge_weight
+        dtype = torch.uint8 if len(self.relations) < 256 else torch.int
+        fields["edge_type"] = self.edge_type.to(dtype)
+        if (self.edge_weight == 1).all():
+            fields["edge_weight"] = None
         return fields
 
     def graph(self) -> HeteroData:
@@ -111,7 +111,7 @@ class Tables:
         return graph
 
     def is_in(self, split: str) -> Tensor:
-        """Returns which rows are in a split, bool [n]."""
+        """Returns whether each row is in a split, bool [n]."""
         return self.split == SPLITS.index(split)
 
     def rows(self, split: str) -> Tensor:
@@ -119,7 +119,7 @@ class Tables:
         return self.is_in(split).nonzero().flatten()
 
     def sample(self) -> Tensor:
-        """Returns the row of each entry of `perturbed`, long [total]."""
+        """Returns the sample of each perturbed node, its row number, long [total]."""
         return torch.repeat_interleave(self.perturbed_ptr.diff())
 
     def score_weight(self, rows: Tensor | slice) -> Tensor:
@@ -130,9 +130,9 @@ class Tables:
         return present * self.weight[rows].unsqueeze(1)
 
     def names(self, nodes: Tensor, levels: Tensor) -> Iterator[str]:
-        """Yields what stands in a table for each perturbed node: `A`, or `A=0.3`.
+        """Yields the text of each perturbed node in a table: `A`, or `A=0.3`.
 
-        Where another node has that very name, a further 0 tells them apart: `A=00.3`.
+        Where that text is the name of another node, a further 0 makes them differ: `A=00.3`.
         """
         genes = set(self.genes)
         for node, level in zip(nodes.tolist(), levels.tolist(), strict=True):
@@ -153,7 +153,7 @@ class Tables:
         return number_in_order(self.set_code(self.node_code()))
 
     def node_code(self) -> Tensor:
-        """Returns a code of each perturbed node at its level, long [total]."""
+        """Returns a 64-bit code of each perturbed node and its level, long [total]."""
         # Random 64-bit codes times odd numbers that stand for the levels, 1 for 0.
         codes = np.random.default_rng(0).integers(-(2**63), 2**63, len(self.genes))
         codes = torch.from_numpy(codes)
@@ -170,15 +170,15 @@ class Tables:
         return scatter(node_code, self.sample(), dim_size=len(self.y))
 
     def is_seen(self) -> Tensor:
-        """Returns which nodes are perturbed in a training row that has the score, bool [N, T]."""
+        """Returns whether a training row with the score perturbs the node, bool [N, T]."""
         is_trained = self.is_in("train").unsqueeze(1) & ~self.y.isnan()
         count = scatter(is_trained[self.sample()].int(), self.perturbed, dim_size=len(self.genes))
         return count > 0
 
     def unseen(self, split: str) -> Tensor:
-        """Returns how many perturbed nodes of each row of a split are not seen for a score.
+        """Returns the number of unseen nodes in each row of a split, int [rows, T].
 
-        They are int [rows, T].
+        A node is unseen for a target if no training row with that score perturbs it.
         """
         is_in_split = self.is_in(split)
         position = is_in_split.cumsum(0) - 1  # of each row in the split
@@ -188,7 +188,7 @@ class Tables:
         return scatter(is_unseen.int(), position[sample[chosen]], dim_size=int(is_in_split.sum()))
 
     def unseen_share(self, split: str) -> float:
-        """Returns the share of perturbed nodes that are not seen, over the scores of a split."""
+        """Returns the share of the perturbed nodes that are unseen, over all scores of a split."""
         rows = self.rows(split)
         present = ~self.y[rows].isnan()
         count = self.perturbed_ptr.diff()[rows].unsqueeze(1)
@@ -197,7 +197,7 @@ class Tables:
         return share.item()
 
     def fingerprint(self, without: Sequence[str] = ()) -> str:
-        """Returns a hash of all fields, added ones too, but those `OF_FILES` and `without`."""
+        """Returns a hash of all fields, yours too, except `OF_FILES` and those in `without`."""
 
         def encode(tensor: Tensor) -> list:
             content = torch.as_tensor(tensor).ravel().view(torch.uint8).numpy()
@@ -224,7 +224,7 @@ def read_tables(
     relations, edge_index, edge_type, edge_values = read_edges(edges, node_number, notes)
     columns = read_knockouts(perturbations, node_number, notes, scores)
     genes = sorted(node_number)
-    position = number_names(genes, node_number).argsort()  # of each number, that of its name
+    position = number_names(genes, node_number).argsort()  # by number: the name's place in `genes`
     perturbed = position[columns.pop("node")]
     row = columns.pop("row")
     level = columns.pop("level")
@@ -233,9 +233,8 @@ def read_tables(
     merge = to_undirected if undirected else coalesce
     edge_index = position[edge_index] + edge_type * len(genes)
     edge_index, edge_values = merge(edge_index, edge_values, reduce="mean")
-    edge_weight, edge_attr, present = edge_values.tensor_split(
-        [1, 1 + edge_values.size(1) // 2], dim=1
-    )
+    num_features = edge_values.size(1) // 2
+    edge_weight, edge_attr, present = edge_values.split([1, num_features, num_features], dim=1)
     node_features = read_features(features, genes, notes) if features else {}
     tables = Tables(
         genes=genes,
@@ -255,23 +254,23 @@ def read_tables(
 
 
 def note_outliers(tables: Tables, path: str) -> None:
-    """Notes scores that make much of the variance of all, of which the loss would mostly be made.
+    """Notes scores that make so much of the variance that they would make most of the loss.
 
-    Of many scores, these are rows that do so on average.
+    Of more than `FEW_TARGETS` columns, it notes rows that do so on average.
     """
     weight = tables.score_weight(slice(None))
     mean = weighted_mean(tables.y.nan_to_num(), weight)  # without a median, which takes seconds
     squares = weight * (tables.y - mean).nan_to_num().square()
     shares = (squares / squares.sum(dim=0)).nan_to_num()
     names = [f"the {target:.60}" for target in tables.targets]
-    if len(names) > FEW_SCORES:
+    if len(names) > FEW_TARGETS:
         shares = shares.mean(dim=1, keepdim=True)
         names = [f"the row of {len(names):,} scores"]
     largest, row_of_largest = shares.max(dim=0)
     present = (~tables.y.isnan()).sum(dim=0)
-    # Of fewer, or of 0 and 1, any may have such a share.
-    are_others = ~((tables.y == 0) | (tables.y == 1) | tables.y.isnan()).all(dim=0)
-    is_judged = (present >= FEWEST_SCORES) & are_others
+    # Of fewer scores, or of 0 and 1, any may have such a share.
+    is_binary = ((tables.y == 0) | (tables.y == 1) | tables.y.isnan()).all(dim=0)
+    is_judged = (present >= FEWEST_SCORES) & ~is_binary
     if len(names) < len(is_judged):
         is_judged = is_judged.any(dim=0, keepdim=True)
     is_noted = is_judged & (largest > OUTLYING)
@@ -284,7 +283,7 @@ def note_outliers(tables: Tables, path: str) -> None:
 
 
 def line_of_row(path: str, row: int) -> int:
-    """Returns in which line of a table a row stands, counted without blank lines from 0."""
+    """Returns the number of a row's line in its file; rows count from 0, without blank lines."""
     for rows in read_rows(path, read_header(path, [], ("genes",))):
         if row < len(rows.lines):
             return rows.lines[row]
@@ -293,7 +292,7 @@ def line_of_row(path: str, row: int) -> int:
 
 
 def note_replicates(tables: Tables, path: str) -> None:
-    """Notes how many sets of perturbed nodes have rows in more than one split of the table."""
+    """Notes the number of sets of perturbed nodes whose rows are in more than one split."""
     if tables.split is None:
         return
     perturbs = tables.perturbed_ptr.diff() > 0
@@ -309,7 +308,7 @@ def note_replicates(tables: Tables, path: str) -> None:
 
 
 def number_in_order(values: Tensor) -> Tensor:
-    """Returns a number for each of the values [n], equal for equal ones, from 0, by first rows."""
+    """Numbers the values [n] from 0 in the order of their first rows, equal ones alike, [n]."""
     _, group = values.unique(return_inverse=True)
     row = torch.arange(len(values))
     first_row = scatter(row, group, reduce="min")
@@ -322,11 +321,11 @@ def number_in_order(values: Tensor) -> Tensor:
 def read_edges(
     path: str, node_number: dict[str, int], notes: list[str]
 ) -> tuple[list[str], Tensor, Tensor, Tensor]:
-    """Returns the relations' names and, as in `Tables`, edge_index and edge_type.
+    """Returns the names of relations, edge_index and edge_type of `Tables`, and the edges' values.
 
-    The last are the values of each edge, float64 [E, 1 + 2F]: its weight, its features, which are
-    standardised and 0 where missing, and for each of these, 1 if it is there. Nodes that
-    `node_number` lacks are added to it, sentences for the log to `notes`. Raises `DataError`.
+    The values are float64 [E, 1 + 2F]: the weight; the features, standardised and 0 where missing;
+    and for each feature, 1 if it is there. Nodes that `node_number` lacks are added to it, and
+    sentences for the log to `notes`. Raises `DataError`.
     """
     header = read_header(path, notes, ("source", "target", "relation"), ("weight",))
     named = [name for name in header if name]
@@ -359,9 +358,9 @@ def read_knockouts(
 ) -> dict[str, Any]:
     """Returns the fields of `Tables` that a table of knock-outs has; raises `DataError`.
 
-    In place of its perturbations stand the `row`, `node` and `level` of each, [total]. Nodes that
-    `node_number` lacks are added to it, sentences for the log to `notes`. Without names of
-    `scores`, all columns are scores that are nothing else.
+    In place of `perturbed` and `perturbed_ptr`, it has the `row`, `node` and `level` of each
+    perturbed node, [total]. Nodes that `node_number` lacks are added to it, and sentences for the
+    log to `notes`. If `scores` is empty, every column without another meaning is a score.
     """
     chosen = list(map(str, scores))  # 1 is the name "1"
     header = read_header(path, notes, ("genes",), ("split", "weight", "sd"), kept=chosen)
@@ -428,16 +427,17 @@ def read_features(path: str, genes: list[str], notes: list[str]) -> dict[str, An
 
 
 def note_empty_columns(path: str, names: Sequence[str], values: Tensor, notes: list[str]) -> None:
-    """Notes which of the named columns of values [n, F] have none."""
+    """Notes the named columns of values [n, F] that are all nan."""
     for name, is_empty in zip(names, values.isnan().all(dim=0).tolist(), strict=True):
         if is_empty:
             notes.append(f"{path}: the column {name:.60} has no value, and says nothing")
 
 
 def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:
-    """Returns `perturbed`, `perturbed_ptr` and `level` of `Tables`, given those of each name.
+    """Returns `perturbed`, `perturbed_ptr` and `level` of `Tables`, given unsorted triples.
 
-    A node at level 1 is intact, and left out.
+    A triple is the row, the node and the level of a perturbed node. Level 1 is intact, and left
+    out.
     """
     num_nodes = int(node.max()) + 1 if len(node) else 0
     order = stable_order(row * num_nodes + node)
@@ -450,14 +450,15 @@ def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:
 
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Returns the mean of each target's values, both [n, T], nan where no weight is over 0, [T]."""
+    """Returns the mean over rows of values [n, T] by weight [n, T]: [T], nan where all are 0."""
     return (values * weight).sum(dim=0) / weight.sum(dim=0)
 
 
 def mean_and_std(values: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-    """Returns mean [T] and standard deviation [T], 1 where it would be 0, of values [n, T].
+    """Returns the mean and the standard deviation of values [n, T] over rows, [T] each.
 
-    Values that are nan do not count; others count by their `weight`, [n, T].
+    Values that are nan do not count; others count by their `weight`, [n, T]. A standard deviation
+    that would be 0 is 1.
     """
     present = ~values.isnan()
     weight = (weight * present).to(values.dtype)
@@ -469,6 +470,6 @@ def mean_and_std(values: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, 
 
 
 def standardise(values: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    """Returns the values [n, T] less their mean and over their standard deviation; nan stays."""
+    """Returns (values - mean) / standard deviation of values [n, T], over rows; nan stays."""
     mean, std = mean_and_std(values, weight)
     return (values - mean) / std

@@ -1,9 +1,10 @@
-"""Metrics: each is one vectorised function of scores and predictions, a figure per target.
+"""Metrics: each is one vectorised function of y and predictions, with a value for each target.
 
-To log another one, write a function of y [n, T], nan where a score is missing, predictions [n, T],
-and the rows' weight, [n, 1] or 1, that returns [T], nan where it is undefined; add it to `METRICS`.
+To log another one, write a function and add it to `METRICS`. It takes y [n, T], nan where a score
+is missing, predictions [n, T], and the rows' weight, [n, 1] or 1. It returns [T], nan where it is
+undefined.
 
-Shapes: n rows of T scores.
+Shapes: n rows of T targets, R resamples, C bootstrap clusters.
 """
 
 import math
@@ -34,7 +35,7 @@ def mse(y: Tensor, prediction: Tensor) -> Tensor:
 
 
 def r2(y: Tensor, prediction: Tensor) -> Tensor:
-    """Returns the explained part of the variance, [T], nan where y is constant."""
+    """Returns R2, the explained share of the variance, [T], nan where y is constant."""
     _, std = mean_and_std(y)
     is_defined = ~pearson(y, prediction).isnan()
     return (1 - mse(y, prediction) / std.square()).where(is_defined, math.nan)
@@ -43,8 +44,8 @@ def r2(y: Tensor, prediction: Tensor) -> Tensor:
 def pearson(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """Returns Pearson's r, [T], in which rows count by their weight, [n, 1].
 
-    It is nan where y is constant, so that such targets count in no mean, and 0 where only the
-    prediction is, so that the means of all predictions are over the same targets.
+    It is nan where y is constant, so that no mean counts such a target. It is 0 where only the
+    prediction is constant, so that means of different predictions are over the same targets.
     """
     a = standardise(y, weight)
     b = standardise(prediction.where(~y.isnan(), math.nan), weight)
@@ -53,9 +54,10 @@ def pearson(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tens
 
 
 def noise_ceiling(y: Tensor, sd: Tensor) -> Tensor:
-    """Returns the R2 of predictions that are right but for the noise of the scores, [T].
+    """Returns the largest R2 that noise in y allows, 1 - noise variance / variance of y, [T].
 
-    `sd` is the noise's standard deviation, [n, 1]. It is nan where y varies no more than the noise.
+    `sd` is the noise's standard deviation, [n, 1]. The ceiling is nan where y varies no more than
+    the noise.
     """
     noise = mean_present(sd.square().expand(y.shape), y)
     _, std = mean_and_std(y)
@@ -65,12 +67,12 @@ def noise_ceiling(y: Tensor, sd: Tensor) -> Tensor:
 
 
 def spearman(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    """Returns the `pearson` of the ranks, Spearman's rank correlation."""
+    """Returns Spearman's rank correlation, the `pearson` of the ranks, [T]."""
     return pearson(rank(y), rank(as_ranked(y, prediction)), weight)
 
 
 def pearson_of_rows(y: Tensor, prediction: Tensor) -> Tensor:
-    """Returns Pearson's r over the scores of each row, [n], nan where undefined."""
+    """Returns Pearson's r over the targets of each row, [n], nan where undefined."""
     return pearson(y.T, prediction.T)
 
 
@@ -95,18 +97,18 @@ def rank(values: Tensor) -> Tensor:
 
 
 def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
-    """Returns the predictions of scores that are there, less the mean of these, float32 [n, T].
+    """Returns predictions for ranking, float32 [n, T]: less the mean of y, nan where y is missing.
 
-    Others are nan. In float64, rounding would order equal ones.
+    In float64, predictions that are equal but for rounding would get different ranks.
     """
     mean, _ = mean_and_std(y)
     return (prediction - mean).float().where(~y.isnan(), math.nan)
 
 
 def auroc(positive: Tensor, certainty: Tensor) -> Tensor:
-    """Returns the AUROC of finding each target's `positive` rows, bool [n, T], by certainty, [T].
+    """Returns the AUROC, [T], of finding the `positive` rows, bool [n, T], by certainty [n, T].
 
-    A nan certainty is no row. It is nan without two classes.
+    A row whose certainty is nan does not count. The AUROC is nan without two classes.
     """
     ranks = rank(certainty)
     num_positive = positive.sum(dim=0)
@@ -118,32 +120,33 @@ def auroc(positive: Tensor, certainty: Tensor) -> Tensor:
 
 def average_precision(positive: Tensor, certainty: Tensor) -> Tensor:
     """Returns the average precision of finding the `positive` rows as in `auroc`, [T]."""
-    found = at_least_as_certain(certainty, positive)
-    precision = found / at_least_as_certain(certainty, ~certainty.isnan())
+    num_positive = at_least_as_certain(certainty, positive)
+    num_rows = at_least_as_certain(certainty, ~certainty.isnan())
+    precision = num_positive / num_rows
     return precision.where(positive, math.nan).nanmean(dim=0)
 
 
 def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
-    """Returns for each row how many of the `counted` rows, bool [n, T], are at least as certain."""
+    """Returns the number of `counted` rows, bool [n, T], as certain as each row or more, [n, T]."""
     doubt = (-certainty).T.nan_to_num(math.inf).contiguous()
     ordered = doubt.where(counted.T, math.inf).contiguous().sort(dim=1).values
     return torch.searchsorted(ordered, doubt, right=True).T
 
 
 # ---- Intervals -----------------------------------------------------------------------------------
-def resampled_pearson(y: Tensor, prediction: Tensor, unit: Tensor, resamples: int) -> Tensor:
-    """Returns Pearson's r, the targets' mean, of rows in units drawn with replacement, [resamples].
+def resampled_pearson(y: Tensor, prediction: Tensor, cluster: Tensor, resamples: int) -> Tensor:
+    """Returns the mean over targets of Pearson's r in each resample of the rows, [R].
 
-    `unit` are the numbers of each row's units, long [n, 2], -1 where it has only one: all rows of a
-    unit are drawn together, and as many units as there are. A row of two counts as often as the
-    product of both says (the pigeonhole bootstrap, Owen 2007). Calls for the same units draw the
-    same ones, so that the results of two predictions can be compared in pairs.
+    A resample draws C of the C clusters with replacement, each with all its rows. `cluster` has the
+    numbers of each row's clusters, long [n, 2], -1 where it has only one. A row in two clusters
+    counts as often as the product of their counts (the pigeonhole bootstrap, Owen 2007). The same
+    clusters are drawn in each call, so that two predictions can be compared in pairs.
     """
     present = ~y.isnan()
     a = standardise(y).nan_to_num()
     b = standardise(prediction.where(present, math.nan)).nan_to_num()
     products = torch.stack([present.double(), a, b, a * a, b * b, a * b], dim=1)
-    count, *sums = resampled_sums(products, unit, resamples).unbind(dim=1)
+    count, *sums = resampled_sums(products, cluster, resamples).unbind(dim=1)
     mean_a, mean_b, mean_aa, mean_bb, mean_ab = (total / count for total in sums)
     variance_a = mean_aa - mean_a.square()
     variance_b = mean_bb - mean_b.square()
@@ -153,25 +156,25 @@ def resampled_pearson(y: Tensor, prediction: Tensor, unit: Tensor, resamples: in
     return r.nanmean(dim=1)
 
 
-def resampled_mean(values: Tensor, unit: Tensor, resamples: int) -> Tensor:
-    """Returns the mean of the values [n] that are not nan, [resamples].
+def resampled_mean(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
+    """Returns the mean of the values [n], without nan, in each resample of the rows, [R].
 
-    The rows are those of `resampled_pearson`.
+    The resamples are those of `resampled_pearson`.
     """
     present = ~values.isnan()
     columns = torch.stack([values.nan_to_num(), present.double()], dim=1)
-    total, count = resampled_sums(columns, unit, resamples).T
+    total, count = resampled_sums(columns, cluster, resamples).T
     return total / count
 
 
-def resampled_sums(values: Tensor, unit: Tensor, resamples: int) -> Tensor:
-    """Returns the sums of values [n, ...] over the rows that are drawn, float64 [resamples, ...].
+def resampled_sums(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
+    """Returns the sum of values [n, ...] over the rows of each resample, float64 [R, ...].
 
-    Where all rows have the same units they are nan, as nothing is known of what others would give.
+    It is nan where all rows have the same clusters, as no other ones can be drawn.
     """
-    units = unit[unit >= 0].unique()
-    num_units = len(units)
-    number = torch.searchsorted(units, unit).where(unit >= 0, num_units)
+    clusters = cluster[cluster >= 0].unique()
+    num_clusters = len(clusters)
+    number = torch.searchsorted(clusters, cluster).where(cluster >= 0, num_clusters)
     pairs, pair = number.unique(dim=0, return_inverse=True)
     if len(pairs) < 2:
         return values.new_full((resamples, *values.shape[1:]), math.nan)
@@ -179,22 +182,23 @@ def resampled_sums(values: Tensor, unit: Tensor, resamples: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     sums = []
     for start in range(0, resamples, 32):
-        draws = []
+        counts = []
         for _ in range(min(32, resamples - start)):
-            drawn = torch.randint(num_units, (num_units,), generator=generator)
-            draws.append(torch.bincount(drawn, minlength=num_units + 1).double())
-        draws = torch.stack(draws)
-        draws[:, -1] = 1  # in place of a second unit
-        first, second = draws[:, pairs].unbind(dim=2)
+            drawn = torch.randint(num_clusters, (num_clusters,), generator=generator)
+            counts.append(torch.bincount(drawn, minlength=num_clusters + 1).double())
+        count = torch.stack(counts)  # [32, C + 1], how often each cluster is drawn
+        count[:, -1] = 1  # in place of a second cluster
+        first, second = count[:, pairs].unbind(dim=2)
         sums.append((first * second) @ of_pairs)
     return torch.cat(sums).view(resamples, *values.shape[1:])
 
 
 def centred(resampled: Tensor, estimate: float | Tensor) -> Tensor:
-    """Returns resampled figures [R, ...] of profiles, moved so that their mean is the estimate.
+    """Returns a resampled metric [R, ...], shifted so that its mean is the estimate.
 
-    A target that one row changes loses its signal in a third of the resamples, which draw that row
-    not once: Pearson's r of resamples is lower than that of the rows, often by more than it varies.
+    In profiles, a single row may change a target. A third of the resamples lack that row, and so
+    the target's signal: their Pearson's r is lower than that of all rows, often by more than it
+    varies.
     """
     return resampled - resampled.nanmean(dim=0) + estimate
 
@@ -205,43 +209,48 @@ def interval(values: Tensor) -> list[float]:
 
 
 def uncertainty(y: Tensor, prediction: Tensor, sd: Tensor) -> tuple[float, list[float]]:
-    """Returns Spearman's correlation of `sd` and the absolute error, and the error by `sd`.
+    """Returns Spearman's correlation of `sd` with the absolute error, and that error by fifths.
 
-    The latter is the mean in each fifth. Both are means over the targets; all are [n, T].
+    The latter are five means of the absolute error, one for each fifth of the rows by `sd`. All are
+    means over the targets. The arguments are [n, T].
     """
     error = (prediction - y).abs()
     ranks = rank(sd.where(~y.isnan(), math.nan))
     correlation = pearson(rank(error), ranks).nanmean().item()
-    fifth = ((ranks - 0.5) * 5 / (~y.isnan()).sum(dim=0)).floor()
-    errors = [error.where(fifth == k, math.nan).nanmean(dim=0).nanmean().item() for k in range(5)]
+    num_present = (~y.isnan()).sum(dim=0)
+    fifth = ((ranks - 0.5) * 5 / num_present).floor()
+    errors = []
+    for k in range(5):
+        of_fifth = error.where(fifth == k, math.nan)
+        errors.append(of_fifth.nanmean(dim=0).nanmean().item())
     return correlation, errors
 
 
-# ---- Results -------------------------------------------------------------------------------------
-def compare(
+# ---- For the log and the best model --------------------------------------------------------------
+def metrics_beside_baseline(
     y: Tensor, prediction: Tensor, baseline: Tensor, weight: Tensor | None
 ) -> dict[str, Tensor]:
-    """Returns each of `METRICS` of the predictions and of the baseline, as `baseline_<name>`.
+    """Returns each of `METRICS` by name, [T], and that of the baseline as `baseline_<name>`.
 
-    If rows have a weight, [n], each follows with it, too, as `weighted_<name>`.
+    If rows have a weight, [n], there are also `weighted_<name>` and `baseline_weighted_<name>`.
     """
-    figures = {}
+    metrics = {}
     for name, metric in METRICS.items():
-        figures[name] = metric(y, prediction, 1.0)
-        figures[f"baseline_{name}"] = metric(y, baseline, 1.0)
+        metrics[name] = metric(y, prediction, 1.0)
+        metrics[f"baseline_{name}"] = metric(y, baseline, 1.0)
         if weight is not None:
             of_rows = weight.unsqueeze(1)
-            figures[f"weighted_{name}"] = metric(y, prediction, of_rows)
-            figures[f"baseline_weighted_{name}"] = metric(y, baseline, of_rows)
-    return figures
+            metrics[f"weighted_{name}"] = metric(y, prediction, of_rows)
+            metrics[f"baseline_weighted_{name}"] = metric(y, baseline, of_rows)
+    return metrics
 
 
-def names_in(result: dict[str, Any]) -> list[str]:
-    """Returns the names of the metrics that a result has."""
+def names_in(metrics: dict[str, Any]) -> list[str]:
+    """Returns the names of those of `METRICS`, weighted ones too, that are among the keys."""
     names = []
     for name in METRICS:
         names += [name, f"weighted_{name}"]
-    return [name for name in names if name in result]
+    return [name for name in names if name in metrics]
 
 
 def first_metric() -> str:
@@ -249,23 +258,28 @@ def first_metric() -> str:
     return next(iter(METRICS))
 
 
-def quality(result: dict[str, Any]) -> tuple[float, float]:
-    """Returns a sort key, larger is better: the first metric (0 if undefined), then the loss.
+def quality(metrics: dict[str, Any]) -> tuple[float, float]:
+    """Returns a sort key, larger is better: the first metric (0 if undefined), then minus the loss.
 
-    If rows have weights, it is the weighted one. A loss that is nan is the worst.
+    If rows have weights, it is the weighted metric. A loss that is nan is the worst.
     """
     first = first_metric()
-    value = result.get(first, -math.inf)  # as in a checkpoint from before an edit
-    value = result.get(f"weighted_{first}", value)
-    loss = result["loss"]
-    return 0.0 if math.isnan(value) else value, -math.inf if math.isnan(loss) else -loss
+    value = metrics.get(first, -math.inf)  # as in a checkpoint from before an edit
+    value = metrics.get(f"weighted_{first}", value)
+    if math.isnan(value):
+        value = 0.0
+    loss = metrics["loss"]
+    if math.isnan(loss):
+        loss = math.inf
+    return value, -loss
 
 
-def result_text(result: dict[str, Any]) -> str:
-    """Returns metrics as a part of a line for the log."""
-    text = f"loss {result['loss']:.4f}"
-    for name in names_in(result):
+def metrics_text(metrics: dict[str, Any]) -> str:
+    """Returns the loss and the metrics, each beside the baseline's, as they stand in the log."""
+    text = f"loss {metrics['loss']:.4f}"
+    for name in names_in(metrics):
         title = name.replace("_", " ").title()
-        baseline = result[f"baseline_{name}"]
-        text += f", {title} {result[name]:.4f}, baseline {baseline:.4f}"
+        value = metrics[name]
+        baseline = metrics[f"baseline_{name}"]
+        text += f", {title} {value:.4f}, baseline {baseline:.4f}"
     return text

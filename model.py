@@ -380,11 +380,11 @@ class KnockoutConv(nn.Module):
 
 
 class BaselineReadout(nn.Module):
-    """What is known without the graph (see `baseline.Baseline`), of the perturbed nodes.
+    """The baseline as a part of the model, which training goes on with: see `baseline.Baseline`.
 
-    It is intercept + slope * the sum of 1 - level + weights of the sum of the nodes' responses, of
-    the largest if it is positive, and of the smallest if it is negative. A response is the sum of
-    a node's effects times its doses. `KnockoutGNN.from_tables` sets all to the baseline's.
+    Its parameters are slope, effects and the weights of the sum, the largest and the smallest
+    response. A node's response is the sum of its effects, each times its dose.
+    `KnockoutGNN.from_tables` copies all from the baseline.
     """
 
     def __init__(self, num_nodes: int, num_targets: int, num_responses: int):
@@ -394,14 +394,15 @@ class BaselineReadout(nn.Module):
         of_sum_alone = torch.tensor([1.0, 0.0, 0.0]).unsqueeze(1)
         self.weights = nn.Parameter(of_sum_alone.repeat(1, num_targets))
         self.register_buffer("intercept", torch.zeros(num_targets))
-        # What stands for the effects of hidden nodes.
+        # In place of the effects of hidden nodes.
         imputed = torch.zeros(num_nodes, num_responses, num_targets)
         self.register_buffer("imputed", imputed, persistent=False)
 
     def forward(self, is_known: Tensor, dose: Tensor, batch: Data) -> Tensor:
-        """Returns [B, T], given which nodes' effects are known and which slopes, bool [2, N].
+        """Returns the baseline of each sample, [B, T], given the doses of perturbed nodes, [P, K].
 
-        The doses are [P, K].
+        `is_known`, bool [2, N], says whose effects and whose slopes count. In place of another
+        effect stands the imputed one, in place of another slope 0.
         """
         node = batch.perturbed
         has_effect, has_slope = is_known.index_select(1, node).unsqueeze(2)

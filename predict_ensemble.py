@@ -150,24 +150,24 @@ class Ensemble:
 
     @property
     def targets(self) -> list[str]:
-        """The name of each score."""
+        """The name of each target."""
         return list(self.tables.targets)
 
     def columns(self, with_parts: bool = False) -> list[str]:
-        """Returns the names of what is predicted, one score after another."""
-        figures = ["prediction"]
+        """Returns the names of the columns that are predicted, one target after another."""
+        names = ["prediction"]
         if len(self.models) > 1:
-            figures.append("sd")
+            names.append("sd")
         if with_parts:
             if self.tasks[0].config.optim.loss == "binary":
-                figures.append("logit")
-            figures += PARTS
+                names.append("logit")
+            names += PARTS
         if len(self.targets) == 1:
-            return figures
+            return names
         columns = []
         for target in self.targets:
             columns.append(target)
-            columns += [f"{target}_{figure}" for figure in figures[1:]]
+            columns += [f"{target}_{name}" for name in names[1:]]
         return columns
 
     def digits(self, with_parts: bool = False) -> Tensor:
@@ -183,12 +183,12 @@ class Ensemble:
         with self.lock:
             of_models = self._predict_by_model(samples, with_parts)
         prediction, parts = of_models.mean(dim=0).tensor_split([1], dim=2)
-        figures = [prediction]
+        columns = [prediction]
         if len(of_models) > 1:
-            figures.append(of_models[:, :, :, :1].std(dim=0))
+            columns.append(of_models[:, :, :, :1].std(dim=0))
         if with_parts and self.tasks[0].config.optim.loss == "binary":
-            figures.append(parts.sum(dim=2, keepdim=True))
-        return torch.cat([*figures, parts], dim=2)
+            columns.append(parts.sum(dim=2, keepdim=True))
+        return torch.cat([*columns, parts], dim=2)
 
     def _predict_by_model(self, samples: Tables, with_parts: bool) -> Tensor:
         """Returns predictions of each model, float64 [M, n, T, 1 or, with parts, 4]."""

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how files are written: complete or not at all.
+"""Checkpoints, and the writing of files: complete or not at all.
 
 A checkpoint is the `TrainState` and where it is from: configuration, data, names of nodes and
 relations. It is read with `weights_only=True`, so that none of it is executed.
@@ -40,7 +40,7 @@ class TrainState:
         self.ddp_model = self.model  # what a step calls; of several ranks, as DDP wraps it
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what is saved; the best model is left out if it is the model itself."""
+        """Returns the state to save; `best_model` is None if it is the model itself."""
         state = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("model", "optimizer", "scaler"):
             state[name] = state[name].state_dict()
@@ -135,11 +135,11 @@ def load_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
 def take_parameters(
     model: nn.Module, checkpoint: Mapping[str, Any], origin: Mapping[str, Any]
 ) -> None:
-    """Copies what a checkpoint of any tables has under the same names, in the same shapes.
+    """Copies the parameters of a checkpoint, on any tables, that match by name and shape.
 
-    A model's method `transferable` says which parameters these are, and which of them have entries
-    for nodes, relations, features or targets. Those go by the names of these, which are in
-    `origin`.
+    A model's method `transferable` names them, all if it has none, and says which of them have an
+    entry for each node, relation, feature or target. Of these, the entries are copied whose names,
+    in `origin`, both have.
     """
     parameters = dict(model.named_parameters())
     transferable = dict.fromkeys(parameters, ("", 0))
@@ -182,7 +182,7 @@ def take_parameters(
 # ---- Writing -------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file that takes its place when it is complete and on the disk."""
+    """Opens a temporary file for writing, and moves it to `path` once it is on the disk."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -229,7 +229,7 @@ def link_atomically(source: Path, target: Path) -> None:
 def explain_write_errors(
     path: Path, kind: type[UserError] = RunError, advice: str = "set run.dir"
 ) -> Iterator[None]:
-    """Turns a failure to write `path` into an error of type `kind`: one sentence with `advice`."""
+    """Turns an `OSError` into an error of type `kind`: `path` cannot be written, and `advice`."""
     try:
         yield
     except OSError as error:

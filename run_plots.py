@@ -1,4 +1,4 @@
-"""The figures of a run, as SVG, for which no package is needed.
+"""The plots of a run, as SVG, for which no package is needed.
 
 A `Panel` is a grid with five numbers on each axis; `curves_svg` draws lines in two of them,
 `scatter_svg` points in one.
@@ -18,7 +18,7 @@ Point = tuple[float, float]
 
 @dataclass
 class Panel:
-    """An area of a figure, whose upper left corner is at (0, 0)."""
+    """An area of a plot, whose upper left corner is at (0, 0)."""
 
     width: float
     height: float
@@ -27,7 +27,7 @@ class Panel:
     x_format: str = ".3g"
 
     def place(self, point: Point) -> Point:
-        """Returns where a point stands in the panel."""
+        """Returns a point's distances from the panel's left and upper side."""
         x, y = point
         x_low, x_high = self.x_range
         y_low, y_high = self.y_range
@@ -36,7 +36,7 @@ class Panel:
         return right, down
 
     def grid(self) -> list[str]:
-        """Returns a line across the panel for each number on the axis of y, and all numbers."""
+        """Returns the SVG of a line for each number on the axis of y, and of both axes' numbers."""
         svg = []
         for tick in TICKS:
             right = self.width * tick
@@ -77,7 +77,7 @@ def range_of(values: Sequence[float]) -> Point:
 
 
 def curves_svg(rows: Sequence[dict], metric: str) -> str:
-    """Returns the loss and a metric in the rows of metrics.jsonl, against the optimiser step."""
+    """Returns an SVG of the loss and a metric in metrics.jsonl, against the optimiser step."""
     loss_curves = [
         Curve("training", BLUE, points_of(rows, "train", "loss")),
         Curve("validation", ORANGE, points_of(rows, "val", "loss")),
@@ -122,7 +122,7 @@ def curves_panel(left: int, title: str, curves: Sequence[Curve], last_step: int)
 
 
 def scatter_svg(points: Sequence[Point], x_label: str, y_label: str) -> str:
-    """Returns points in a square with the same numbers on both axes, and the diagonal."""
+    """Returns an SVG of points in a square, with the same range on both axes, and its diagonal."""
     limits = range_of([value for point in points for value in point])
     panel = Panel(400, 400, limits, limits)
     svg = [f'<svg viewBox="0 0 490 490" {STYLE}>', '<g transform="translate(70 20)">']

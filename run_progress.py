@@ -1,4 +1,4 @@
-"""How far a job is: bars with the time left, and the time left for a whole run.
+"""Progress bars with the time left, and the time left for a whole run.
 
 A bar is drawn on stderr. Where that is no terminal but a file, it is a line of text, at most every
 `FILE_S` seconds.
@@ -38,14 +38,14 @@ class ProgressBar(tqdm):
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What the text of the bar is made of."""
+        """The fields of tqdm's bar, with our note."""
         fields = super().format_dict
         if self.note:
             fields["postfix"] = self.note()
         return fields
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Draws the bar, or the text `msg` in its place; returns whether it did on a terminal.
+        """Draws the bar, or the text `msg` in its place; returns whether tqdm drew on a terminal.
 
         In a file, a bar within another one is left out.
         """
@@ -72,14 +72,14 @@ def progress_bar(
     note: Callable[[], str] | None = None,
     is_shown: bool = True,
 ) -> ProgressBar:
-    """Returns a bar that counts what is iterated, or up to a number by its method `update`.
+    """Returns a bar that counts the steps that are iterated, or the calls of its method `update`.
 
-    A single step has none.
+    A single step has no bar.
 
     Args:
         steps: what to iterate, or how many steps there are.
         title: what it begins with.
-        unit: of what there are so many a second.
+        unit: name of a step, in the speed that is shown.
         initial: steps that were made before, which do not count for the speed.
         delay: seconds until it appears on a terminal.
         note: returns what it ends with; it is called whenever the bar is drawn.
@@ -117,9 +117,10 @@ class BarClearer(logging.Handler):
 
 
 def time_left(seconds: float, steps_done: int, steps_left: int) -> str:
-    """Returns how long the steps that are left take, such as `12:34 left`.
+    """Returns the time that the steps left will take as a text, such as `12:34 left`.
 
-    It is "" for less than a second, or if no step is done. `seconds` is what those took.
+    It is "" for less than a second, or if no step is done. `seconds` is the time that the steps
+    done took.
     """
     if steps_done == 0:
         return ""
@@ -130,7 +131,7 @@ def time_left(seconds: float, steps_done: int, steps_left: int) -> str:
 
 
 class RunProgress:
-    """How far this process has trained: a bar for each epoch, and the time left for the run.
+    """The progress of this process: a bar for each epoch, and the time left for the run.
 
     Args:
         num_steps: the steps that are left for this process.

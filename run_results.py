@@ -1,6 +1,6 @@
-"""test.tsv: scores, predictions and baseline of the test rows, as they are written and read.
+"""The results of a run, test.tsv: scores, predictions and baseline of the test rows.
 
-Shapes: n rows of T scores.
+Shapes: n rows of T targets.
 """
 
 import math
@@ -22,13 +22,13 @@ SUFFIXES = ("", "_prediction", "_baseline")  # of the columns of a target
 
 
 @dataclass
-class Predictions:
+class Results:
     """The content of a test.tsv."""
 
     genes: list[str]  # of each row, separated by commas
     unseen: Tensor  # long [n, T], how many of them no training row with the score perturbs
-    unseen_genes: list[str]  # of each row, those of which that is so for a score at least
-    targets: list[str]  # name of each of the T scores
+    unseen_genes: list[str]  # of each row, those that are unseen for one of its scores
+    targets: list[str]  # name of each of the T targets
     y: Tensor  # float64 [n, T], nan where a score is missing
     prediction: Tensor  # float64 [n, T]
     baseline: Tensor  # float64 [n, T], the additive one
@@ -39,11 +39,14 @@ class Predictions:
         if self.sd is not None and self.weight is None:
             self.weight = self.sd**-2
 
-    def select(self, is_chosen: Tensor) -> "Predictions":
-        """Returns the rows with chosen scores, bool [n, T] or [n, 1]; the others are missing."""
+    def select(self, is_chosen: Tensor) -> "Results":
+        """Returns the rows that have a chosen score, bool [n, T] or [n, 1], without their others.
+
+        Scores that are not chosen are nan.
+        """
         rows = is_chosen.any(dim=1)
         numbers = rows.nonzero().flatten().tolist()
-        return Predictions(
+        return Results(
             genes=[self.genes[row] for row in numbers],
             unseen=self.unseen[rows],
             unseen_genes=[self.unseen_genes[row] for row in numbers],
@@ -56,9 +59,9 @@ class Predictions:
         )
 
     def levels(self) -> list[str]:
-        """Returns the level that all genes of a row have, such as "0.3", or "several".
+        """Returns the level of each row's genes as a text, such as "0.3"; "" if it has no genes.
 
-        It is "" for a row without genes.
+        It is "several" where they have different ones.
         """
         levels = []
         for names in self.genes:
@@ -69,35 +72,36 @@ class Predictions:
         return levels
 
     def deletions(self) -> Tensor:
-        """Returns how many genes each row names, long [n]."""
+        """Returns the number of genes in each row, long [n]."""
         return torch.tensor([names.count(",") + 1 if names else 0 for names in self.genes])
 
-    def units(self) -> list[list[tuple[str, str]]]:
-        """Returns what each row is drawn with, for an interval: "gene" or "set", and its name.
+    def clusters(self) -> list[list[tuple[str, str]]]:
+        """Returns the bootstrap clusters of each row, one or two, each as a kind and a name.
 
-        Rows with the same genes share what the model gets wrong of them; so do rows with the same
-        unseen gene. Of more than two unseen ones, it is the two of the most rows.
+        A row is in the cluster of each of its unseen genes ("gene", name), or else in that of its
+        set of genes ("set", genes). The errors of rows in a cluster are correlated. Of more than
+        two unseen genes, those with the most rows count.
         """
         unseen_genes = [names.split(",") for names in self.unseen_genes]
         num_rows = Counter(chain.from_iterable(unseen_genes))
-        units = []
+        clusters = []
         for genes, unseen in zip(self.genes, unseen_genes, strict=True):
             if unseen == [""]:
-                units.append([("set", genes)])
+                clusters.append([("set", genes)])
             else:
                 of_most_rows = sorted(unseen, key=num_rows.__getitem__, reverse=True)[:2]
-                units.append([("gene", name) for name in of_most_rows])
-        return units
+                clusters.append([("gene", name) for name in of_most_rows])
+        return clusters
 
-    def unit(self) -> Tensor:
-        """Returns the numbers of each row's units, long [n, 2], -1 if there is no second one.
+    def cluster_numbers(self) -> Tensor:
+        """Returns the numbers of each row's clusters, long [n, 2], -1 if there is no second one.
 
-        They are numbered in the order of their first rows.
+        Clusters are numbered in the order of their first rows.
         """
         number = {}
         rows = []
-        for units in self.units():
-            numbers = [number.setdefault(unit, len(number)) for unit in units]
+        for clusters in self.clusters():
+            numbers = [number.setdefault(cluster, len(number)) for cluster in clusters]
             rows.append([*numbers, -1][:2])
         return torch.tensor(rows)
 
@@ -117,12 +121,12 @@ def level_of(name: str) -> str:
 def result_lines(
     tables: Tables, prediction: Tensor, baseline: Tensor, digits: Tensor
 ) -> Iterator[str]:
-    """Yields the lines of test.tsv: for each test row its nodes, and those that are unseen.
+    """Yields the lines of test.tsv: the header, and one for each test row.
 
-    Of these, it gives the number, one for each score if they differ, and the names. Then follow
-    the column `weight` or `sd` if the table has it, and for each target score, prediction and
-    baseline; a missing score is an empty cell. Prediction and baseline are those of the test rows,
-    [n, T]; `digits` says how many significant digits each target has, long [T].
+    A row has its nodes; the number of those that are unseen, for each target if these numbers
+    differ; and their names. Then follow the weight or the `sd` if the table has them, and for each
+    target score, prediction and baseline. A missing score is an empty cell. Prediction and baseline
+    are [n, T], of the test rows; `digits` are the significant digits of each target, long [T].
     """
     rows = tables.rows("test")
     numbers = torch.stack([tables.y[rows], prediction, baseline], dim=2).flatten(start_dim=1)
@@ -140,15 +144,15 @@ def result_lines(
 
 
 def row_labels(tables: Tables, split: str) -> Iterator[str]:
-    """Yields the first three cells of each row of a split: its nodes, and those unseen."""
+    """Yields the first three cells of each row of a split, as in `result_lines`."""
     is_in_split = tables.is_in(split)[tables.sample()]
     perturbed = tables.perturbed[is_in_split]
     genes = tables.names(perturbed, tables.level[is_in_split])
     present = ~tables.y[tables.sample()[is_in_split]].isnan()
-    is_named = (present & ~tables.is_seen()[perturbed]).any(dim=1)  # for a score of the row
+    is_unseen = (present & ~tables.is_seen()[perturbed]).any(dim=1)  # for a score of the row
     names = []
-    for node, is_unseen in zip(perturbed.tolist(), is_named.tolist(), strict=True):
-        names.append(tables.genes[node] if is_unseen else "")
+    for node, is_named in zip(perturbed.tolist(), is_unseen.tolist(), strict=True):
+        names.append(tables.genes[node] if is_named else "")
     unseen_genes = iter(names)
     unseen = tables.unseen(split)  # [rows, T]
     is_equal = (unseen == unseen[:, :1]).all(dim=1).tolist()
@@ -166,7 +170,7 @@ def row_labels(tables: Tables, split: str) -> Iterator[str]:
 def table_lines(labels: Iterator[str], numbers: Tensor, digits: Tensor) -> Iterator[str]:
     """Yields a line for each row of numbers [n, C]: its label, and a cell each, empty for nan.
 
-    `digits` says how many significant digits each column has, long [C].
+    `digits` are the significant digits of each column, long [C].
     """
     template = "".join(f"\t%.{count}g" for count in digits.tolist()) + "\n"
     for some_numbers in numbers.split(100):  # as lists, they take four times the memory
@@ -174,7 +178,7 @@ def table_lines(labels: Iterator[str], numbers: Tensor, digits: Tensor) -> Itera
             yield next(labels) + (template % tuple(row)).replace("\tnan", "\t")
 
 
-def read_predictions(path: Path) -> Predictions:
+def read_results(path: Path) -> Results:
     """Returns the rows of a test.tsv; raises `UserError` if it is not as train.py writes it."""
     genes = []
     unseen = []
@@ -219,14 +223,14 @@ def read_predictions(path: Path) -> Predictions:
         ) from None
     scores = torch.frombuffer(numbers, dtype=torch.float64).view(len(genes), len(targets), 3)
     y, prediction, baseline = scores.movedim(2, 0).contiguous()
-    rows = Predictions(genes, torch.stack(unseen), unseen_genes, targets, y, prediction, baseline)
+    rows = Results(genes, torch.stack(unseen), unseen_genes, targets, y, prediction, baseline)
     if weights:
         weight = torch.tensor(weights, dtype=torch.float64)
         rows = replace(rows, **{weight_name: weight})
     return rows
 
 
-def check_same_rows(members: list[Predictions], files: list[Path]) -> None:
+def check_same_rows(members: list[Results], files: list[Path]) -> None:
     """Raises `UserError` if the files do not have the same rows with the same scores."""
     first = members[0]
     for file, member in zip(files, members, strict=True):

@@ -30,7 +30,7 @@ from data_tables import OF_SAMPLES, SPLITS, Tables
 from ddp_setup import Distributed
 from errors import UserError
 from mask import SharedGraph
-from metrics import compare, mse, weighted_mean
+from metrics import metrics_beside_baseline, mse, weighted_mean
 from model import KnockoutGNN
 
 log = logging.getLogger("task")
@@ -141,11 +141,11 @@ class KnockoutTask:
         return scores.sigmoid() if self.config.optim.loss == "binary" else scores
 
     def metrics(self, split: str, prediction: Tensor) -> dict[str, float]:
-        """Returns what predictions of a split's rows, [n, T], are worth, beside the baseline.
+        """Returns the metrics of a split by name, beside the baseline's, given predictions [n, T].
 
-        A figure is the mean over the targets for which it is defined, nan if there are none: the
-        weighted mean of `loss`, and metrics without and, if rows have weights, with these. `n` rows
-        have a score, of `rows`.
+        They are the loss, the mean squared error and those of `metrics_beside_baseline`, as means
+        over the targets for which they are defined; nan if there are none. `rows` is the number of
+        rows in the split, `n` the number of those with a score.
         """
         rows = self.rows(split)
         y = self.tables.y[rows]
@@ -157,12 +157,12 @@ class KnockoutTask:
         loss = weighted_mean(losses, self.tables.score_weight(rows))
         if self.config.optim.loss == "squared":
             loss = loss / self.baseline.std.square()
-        figures = {
+        each = {
             "loss": loss,
             "mse": mse(y, prediction),
-            **compare(y, prediction, self.baseline.prediction[rows], weight),
+            **metrics_beside_baseline(y, prediction, self.baseline.prediction[rows], weight),
         }
-        means = {name: values.nanmean().item() for name, values in figures.items()}
+        means = {name: metric.nanmean().item() for name, metric in each.items()}
         num_scored = int((~y.isnan()).any(dim=1).sum())
         return {**means, "n": num_scored, "rows": len(rows)}
 

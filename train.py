@@ -44,7 +44,7 @@ from data import StepSampler, check_batch_size, make_loader
 from ddp_setup import Distributed, end_process, library_versions
 from ddp_watchdog import StopTraining
 from errors import RunError
-from metrics import first_metric, quality, result_text
+from metrics import first_metric, metrics_text, quality
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
 from predict_rows import KeptBatches, predict_rows
 from run_checkpoint import TrainState
@@ -227,7 +227,7 @@ def validate(
     folder.write("val", state, **val)
     folder.save(state, is_best)
     title = f"epoch {state.epoch}/{task.config.optim.epochs}  step {state.step}"
-    texts = [title, folder.progress.text(), f"val {result_text(val)}"]
+    texts = [title, folder.progress.text(), f"val {metrics_text(val)}"]
     log.info("  ".join(filter(None, texts)))
 
 
@@ -245,7 +245,7 @@ def test(task: KnockoutTask, state: TrainState, folder: RunFolder, env: Distribu
     num_samples = f"{result['n']:,} samples"
     if result["n"] < result["rows"]:
         num_samples += f" with a score, of {result['rows']:,}"
-    log.info(f"test      {result_text(result)} ({num_samples})")
+    log.info(f"test      {metrics_text(result)} ({num_samples})")
     command = f"python analyse.py {shlex.quote(str(folder.path))}"
     log.info(f"test      intervals, groups of rows and a plot: {command}")
 

@@ -16,7 +16,7 @@ import yaml
 
 import analyse
 from analyse import seconds_of
-from analyse_metrics import analyse as figures_of
+from analyse_metrics import metrics_by_group
 from analyse_rivals import shared_pairs
 from data import load
 from data_tables import Tables
@@ -332,14 +332,14 @@ def test_runs_of_other_weights_are_not_compared():
 
 def test_scores_that_vary_no_more_than_their_noise_have_no_ceiling():
     rows = replace(make_rows(40), sd=torch.full((40,), 9.0, dtype=torch.float64))
-    assert "R2 has no ceiling" in analyse.noise_text(figures_of(rows))
+    assert "R2 has no ceiling" in analyse.noise_text(metrics_by_group(rows))
     rows = replace(rows, sd=torch.full((40,), 1e-9, dtype=torch.float64))
-    result = figures_of(rows)
+    result = metrics_by_group(rows)
     assert analyse.noise_text(result).startswith(f"R2 is {result['r2']:.1%} of the ceiling")
 
 
 def test_many_scores_are_printed_in_part():
-    lines = analyse.table(figures_of(make_rows(50, analyse.SHOWN + 3)))
+    lines = analyse.table(metrics_by_group(make_rows(50, analyse.SHOWN + 3)))
     assert sum(line.startswith("t") for line in lines) == analyse.SHOWN
     *lines, more, quartiles, of_baseline = lines
     assert more == "and 3 more scores, which are in test.json"

@@ -10,9 +10,9 @@ import torch
 
 import analyse_metrics
 from analyse import table
-from analyse_metrics import analyse, target_figures
+from analyse_metrics import metrics_by_group, target_metrics
 from metrics import resampled_pearson
-from run_results import Predictions
+from run_results import Results
 from tests.tools.runs import predictions_of
 
 
@@ -20,7 +20,7 @@ def normal(*size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def make_rows(num_rows: int, num_targets: int = 1) -> Predictions:
+def make_rows(num_rows: int, num_targets: int = 1) -> Results:
     """Returns rows of 0 to 5 genes, of which up to as many are unseen.
 
     No two rows share a gene. A fifth of the scores is missing.
@@ -31,7 +31,7 @@ def make_rows(num_rows: int, num_targets: int = 1) -> Predictions:
     y[normal(num_rows, num_targets, seed=3) > 0.84] = math.nan
     genes = [[f"G{row}.{i}" for i in range(row % 6)] for row in range(num_rows)]
     unseen = [row % (row % 6 + 1) for row in range(num_rows)]
-    return Predictions(
+    return Results(
         genes=[",".join(names) for names in genes],
         unseen=torch.tensor(unseen).unsqueeze(1).expand(-1, num_targets),
         unseen_genes=[",".join(names[:k]) for names, k in zip(genes, unseen, strict=True)],
@@ -42,7 +42,7 @@ def make_rows(num_rows: int, num_targets: int = 1) -> Predictions:
     )
 
 
-def chosen_rows(rows: Predictions, chosen: torch.Tensor) -> Predictions:
+def chosen_rows(rows: Results, chosen: torch.Tensor) -> Results:
     """Returns some of the rows, bool [n]."""
     numbers = chosen.nonzero().flatten().tolist()
     fields = {"targets": rows.targets}
@@ -52,7 +52,7 @@ def chosen_rows(rows: Predictions, chosen: torch.Tensor) -> Predictions:
         fields[name] = getattr(rows, name)[chosen]
     if rows.sd is not None:
         fields["sd"] = rows.sd[chosen]
-    return Predictions(**fields)
+    return Results(**fields)
 
 
 def test_the_noise_ceiling_is_what_predictions_without_an_error_reach():
@@ -62,22 +62,22 @@ def test_the_noise_ceiling_is_what_predictions_without_an_error_reach():
     y = truth + sd.unsqueeze(1) * normal(4000, 2, seed=1)
     y[::3, 1] = math.nan
     rows = replace(predictions_of(y, truth, 0 * truth), sd=sd)
-    figures = {name: values.tolist() for name, values in target_figures(rows).items()}
-    assert figures["ceiling_r2"] == pytest.approx([0.75, 0.75], abs=0.02)
-    assert figures["r2"] == pytest.approx(figures["ceiling_r2"], abs=0.02)
-    assert figures["pearson"] == pytest.approx(figures["ceiling_pearson"], abs=0.02)
+    metrics = {name: values.tolist() for name, values in target_metrics(rows).items()}
+    assert metrics["ceiling_r2"] == pytest.approx([0.75, 0.75], abs=0.02)
+    assert metrics["r2"] == pytest.approx(metrics["ceiling_r2"], abs=0.02)
+    assert metrics["pearson"] == pytest.approx(metrics["ceiling_pearson"], abs=0.02)
     constant = replace(rows, y=0 * truth)
-    assert target_figures(constant)["ceiling_r2"].isnan().all()
+    assert target_metrics(constant)["ceiling_r2"].isnan().all()
 
 
 def test_ranks_do_not_depend_on_an_offset():
     offset = 1e9
     rows = make_rows(200)
-    figures = target_figures(rows, threshold=0.5)
+    metrics = target_metrics(rows, threshold=0.5)
     moved = replace(rows, y=rows.y + offset, prediction=rows.prediction + offset)
-    found = target_figures(moved, threshold=offset + 0.5)
+    found = target_metrics(moved, threshold=offset + 0.5)
     for name in ("spearman", "auroc", "average_precision"):
-        torch.testing.assert_close(found[name], figures[name], rtol=0, atol=1e-3)
+        torch.testing.assert_close(found[name], metrics[name], rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("has_sd", [False, True])
@@ -86,7 +86,7 @@ def test_groups_are_analysed_as_their_rows_alone(has_sd):
     if has_sd:
         sd = torch.rand(400, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         rows = replace(rows, sd=0.1 + 0.2 * sd)
-    result = analyse(rows)
+    result = metrics_by_group(rows)
     deletions = rows.deletions()
     assert deletions.tolist()[:7] == [0, 1, 2, 3, 4, 5, 0]
     for name, count in (("by_unseen", rows.unseen[:, 0]), ("by_deletions", deletions)):
@@ -94,14 +94,14 @@ def test_groups_are_analysed_as_their_rows_alone(has_sd):
         for k, group in result[name].items():
             chosen = (count == int(k)) if k != "3" else (count >= 3)
             part = chosen_rows(rows, chosen)
-            alone = analyse(part)
-            # Those without genes are one unit, so that their interval is nan.
+            alone = metrics_by_group(part)
+            # Those without genes are one cluster, so that their interval is nan.
             assert json.dumps(group) == json.dumps({key: alone[key] for key in group})
             assert group["n"] == (~part.y.isnan()).any(dim=1).sum()
     for name in result["targets"]["t0"]:
-        mean = sum(figures[name] for figures in result["targets"].values()) / 2
+        mean = sum(metrics[name] for metrics in result["targets"].values()) / 2
         assert result[name] == pytest.approx(mean)
-    assert "targets" not in analyse(make_rows(20))
+    assert "targets" not in metrics_by_group(make_rows(20))
 
 
 def test_rows_are_grouped_by_the_level_that_all_their_genes_have():
@@ -110,7 +110,7 @@ def test_rows_are_grouped_by_the_level_that_all_their_genes_have():
     levels = ["0", "0.3", "0.3", "several", None, "0", "2"]
     rows.genes = 9 * cells
     of_row = 9 * levels
-    result = analyse(rows)
+    result = metrics_by_group(rows)
     assert list(result["by_level"]) == ["0", "0.3", "2", "several"]
     for level, group in result["by_level"].items():
         chosen = torch.tensor([of_this == level for of_this in of_row])
@@ -119,14 +119,14 @@ def test_rows_are_grouped_by_the_level_that_all_their_genes_have():
         assert group["mse"] == pytest.approx(squared_error.nanmean().item())
     assert any(line.startswith("level 0.3 ") for line in table(result))
     rows.genes = [*["A=0.3", "B=0.3,C=0.3"] * 31, "A=0.3"]
-    assert analyse(rows)["by_level"] == {}
+    assert metrics_by_group(rows)["by_level"] == {}
 
 
 def test_figures_of_profiles_equal_their_definitions():
     """The last row has two scores, which are among its twenty largest."""
     rows = make_rows(30, 40)
     rows.y[-1, 2:] = math.nan
-    found = analyse(rows)
+    found = metrics_by_group(rows)
     r = []
     baseline_r = []
     errors = []
@@ -148,7 +148,7 @@ def test_figures_of_profiles_equal_their_definitions():
     low, high = found["row_gain"]
     assert low < found["row_pearson"] - found["baseline_row_pearson"] < high
     assert "row_pearson" in found["by_unseen"]["0"]
-    assert "row_pearson" not in analyse(make_rows(30, 20))
+    assert "row_pearson" not in metrics_by_group(make_rows(30, 20))
 
 
 def test_the_interval_of_profiles_holds_the_difference_though_few_rows_change_a_score():
@@ -159,12 +159,13 @@ def test_the_interval_of_profiles_holds_the_difference_though_few_rows_change_a_
     rows = replace(make_rows(60, 60), y=y, prediction=signal, baseline=baseline)
     rows.genes = [f"G{row}" for row in range(60)]
     rows.unseen_genes = [""] * 60
-    result = analyse(rows)
+    result = metrics_by_group(rows)
     low, high = result["gain"]
     gain = result["pearson"] - result["baseline_pearson"]
     assert low < gain < high < 1
-    unit = rows.unit()
-    gains = resampled_pearson(y, signal, unit, 100) - resampled_pearson(y, baseline, unit, 100)
+    cluster = rows.cluster_numbers()
+    gains = resampled_pearson(y, signal, cluster, 100)
+    gains -= resampled_pearson(y, baseline, cluster, 100)
     assert gains.quantile(0.975) < gain  # as resamples lack some of these rows
 
 
@@ -172,7 +173,7 @@ def test_the_interval_of_the_gain_holds_the_difference():
     rows = make_rows(2000)
     rows.genes = [f"G{row}" for row in range(2000)]
     rows.unseen_genes = [""] * 2000
-    result = analyse(rows)
+    result = metrics_by_group(rows)
     low, high = result["gain"]
     assert low < result["pearson"] - result["baseline_pearson"] < high
     assert 0.05 < high - low < 0.2
@@ -183,7 +184,7 @@ def test_intervals_take_a_bounded_number_of_resamples(monkeypatch):
     asked = []
 
     def count(
-        y: torch.Tensor, prediction: torch.Tensor, unit: torch.Tensor, resamples: int
+        y: torch.Tensor, prediction: torch.Tensor, cluster: torch.Tensor, resamples: int
     ) -> torch.Tensor:
         asked.append(resamples)
         return torch.zeros(resamples)
@@ -191,7 +192,7 @@ def test_intervals_take_a_bounded_number_of_resamples(monkeypatch):
     monkeypatch.setattr("metrics.resampled_pearson", count)
     for cells, expected in ((10**8, 1000), (50_000, 500), (10, 100)):
         monkeypatch.setattr(analyse_metrics, "CELLS", cells)
-        analyse(make_rows(50, 2))
+        metrics_by_group(make_rows(50, 2))
         assert set(asked) == {expected}
         asked.clear()
 
@@ -201,6 +202,6 @@ def test_a_row_with_one_of_several_scores_has_a_score():
     rows.y[:10] = math.nan
     rows.y[0, 1] = 1.0
     rows.y[10:] = rows.y[10:].nan_to_num()
-    result = analyse(rows)
+    result = metrics_by_group(rows)
     assert (result["n"], result["rows"]) == (21, 30)
-    assert "rows" not in analyse(chosen_rows(rows, torch.arange(30) >= 10))
+    assert "rows" not in metrics_by_group(chosen_rows(rows, torch.arange(30) >= 10))

@@ -21,7 +21,7 @@ from data_tables import Tables
 from errors import UserError
 from metrics import pearson
 from run_checkpoint import write_atomically
-from run_results import read_predictions, result_lines
+from run_results import read_results, result_lines
 from tests.bench import quality
 from tests.bench.baselines import (
     BASELINES,
@@ -322,7 +322,7 @@ def test_the_summary_compares_with_the_baseline_that_validation_prefers():
             "seconds": 0.0,
             "y": y,
             "prediction": prediction,
-            "unit": torch.stack([torch.arange(400) // 2, torch.full((400,), -1)], dim=1),
+            "cluster": torch.stack([torch.arange(400) // 2, torch.full((400,), -1)], dim=1),
         }
 
     noises = dict(zip(BASELINES, (3.0, 1.0, 2.0, 2.0, 0.3, 2.0, 2.0, 2.0, 2.0), strict=True))
@@ -400,8 +400,8 @@ def test_the_study_draws_the_units_that_the_analysis_draws(tmp_path, split):
     scores = tables.y[rows]
     lines = result_lines(tables, scores, scores, digits=torch.tensor([7, 7]))
     write_atomically(tmp_path / "test.tsv", lines)
-    of_file = read_predictions(tmp_path / "test.tsv").unit()
-    found = quality.units(tables)
+    of_file = read_results(tmp_path / "test.tsv").cluster_numbers()
+    found = quality.clusters(tables)
     assert 5 < len(found.unique()) < len(rows)
     both = torch.stack([of_file.flatten(), found.flatten()])
     assert len(both.unique(dim=1).T) == len(found.unique()) == len(of_file.unique())

@@ -200,7 +200,7 @@ ALL = ["baseline", "split", "tables"]
         ("model.py", "SCALE = 10.0", "SCALE = 12.0", []),
         ("task.py", "FEW = 0.1", "FEW = 0.2", []),
         ("baseline.py", "TARGETS_AT_ONCE = 64", "TARGETS_AT_ONCE = 32", ["baseline"]),
-        ("baseline.py", '"""What is known of the scores', '"""What is known of them', []),
+        ("baseline.py", '"""The baseline: a prediction', '"""The baseline: predictions', []),
         ("data.py", "* config.test_fraction", "* (config.test_fraction)", []),
         ("data.py", "default_rng(0)", "default_rng(1)", ["split"]),
     ],

@@ -14,25 +14,25 @@ import pytest
 import torch
 
 from analyse import analyse_run, report_of_run, report_of_runs
-from analyse_metrics import analyse, difference_of_best
-from run_results import Predictions, read_predictions
+from analyse_metrics import difference_of_best, metrics_by_group
+from run_results import Results, read_results
 from tests.bench import coverage
 from tests.conftest import write_table
 from tests.test_analyse_metrics import make_rows, normal
 from tests.test_run_results import HEADER
 
 
-def own_interval(y, prediction, baseline, units: list[str]) -> tuple[float, float]:
-    """Returns the 95 % interval of Pearson's r less the baseline's, of units drawn one by one."""
+def own_interval(y, prediction, baseline, clusters: list[str]) -> tuple[float, float]:
+    """Returns the 95 % interval of Pearson's r less the baseline's, of clusters that are drawn."""
     draw = np.random.default_rng(0)
-    rows_of_unit = {}
-    for row, unit in enumerate(units):
-        rows_of_unit.setdefault(unit, []).append(row)
-    rows_of_unit = list(rows_of_unit.values())
+    rows_of_cluster = {}
+    for row, cluster in enumerate(clusters):
+        rows_of_cluster.setdefault(cluster, []).append(row)
+    rows_of_cluster = list(rows_of_cluster.values())
     gains = []
     for _ in range(1000):
-        drawn = draw.integers(len(rows_of_unit), size=len(rows_of_unit))
-        rows = np.concatenate([rows_of_unit[unit] for unit in drawn])
+        drawn = draw.integers(len(rows_of_cluster), size=len(rows_of_cluster))
+        rows = np.concatenate([rows_of_cluster[cluster] for cluster in drawn])
         r = [np.corrcoef(y[rows], values[rows])[0, 1] for values in (prediction, baseline)]
         gains.append(r[0] - r[1])
     return tuple(np.quantile(gains, [0.025, 0.975]))
@@ -55,7 +55,7 @@ def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch):
     result, lines = report_of_run(Path("runs/default"), None)
     low, high = result["gain"]
 
-    rows = read_predictions(Path("runs/default/test.tsv"))
+    rows = read_results(Path("runs/default/test.tsv"))
     scores = [values[:, 0].numpy() for values in (rows.y, rows.prediction, rows.baseline)]
     sets = rows.genes
     expected = own_interval(*scores, sets)
@@ -86,10 +86,10 @@ def test_rows_of_an_unseen_gene_are_drawn_together():
         prediction=partner + 0.7 * of_gene + 0.2 * normal(540, 1, seed=2),
         baseline=partner + 0.2 * normal(540, 1, seed=3),
     )
-    found = analyse(rows)
+    found = metrics_by_group(rows)
     scores = [values[:, 0].numpy() for values in (rows.y, rows.prediction, rows.baseline)]
-    units = [unseen or genes for unseen, genes in zip(unseen_genes, genes, strict=True)]
-    low, high = own_interval(*scores, units)
+    clusters = [unseen or genes for unseen, genes in zip(unseen_genes, genes, strict=True)]
+    low, high = own_interval(*scores, clusters)
     assert found["gain"] == pytest.approx([low, high], abs=0.15 * (high - low))
     of_rows = own_interval(*scores, list(range(540)))
     assert high - low > 1.8 * (of_rows[1] - of_rows[0])
@@ -104,9 +104,9 @@ def test_profiles_are_drawn_with_their_replicates():
         fields[name] = 2 * getattr(rows, name)
     for name in ("unseen", "y", "prediction", "baseline"):
         fields[name] = torch.cat([getattr(rows, name)] * 2)
-    twice = Predictions(**fields)
-    alone = analyse(rows)
-    found = analyse(twice)
+    twice = Results(**fields)
+    alone = metrics_by_group(rows)
+    found = metrics_by_group(twice)
     for name in ("gain", "row_gain"):
         assert found[name] == pytest.approx(alone[name])
     assert found["n"] == 2 * alone["n"]
@@ -129,7 +129,7 @@ def test_rows_of_a_single_unit_have_no_interval(tmp_path, monkeypatch):
     assert math.isnan(low) and math.isnan(high)
 
 
-def two_of_one_error(num_targets: int) -> dict[str, Predictions]:
+def two_of_one_error(num_targets: int) -> dict[str, Results]:
     """Returns the rows of three runs: two good ones, whose errors are much the same, and a bad one.
 
     Each set has four rows, which share their errors.
@@ -187,14 +187,14 @@ def test_the_true_difference_of_simulated_rows_is_that_of_many_tables(kind, monk
 def test_intervals_of_units_hold_the_true_difference_where_those_of_rows_do_not(monkeypatch):
     monkeypatch.setattr(coverage, "LARGE", 10**5)
     figures = coverage.measure(coverage.replicates, 40)
-    assert figures["rows drawn, %"] < 70 < 85 < figures["units drawn, %"]
-    assert figures["width, units"] > 2 * figures["width, rows"]
+    assert figures["rows drawn, %"] < 70 < 85 < figures["clusters drawn, %"]
+    assert figures["width, clusters"] > 2 * figures["width, rows"]
     figures = coverage.measure(coverage.distinct_pairs, 40)
-    assert figures["rows drawn, %"] == figures["units drawn, %"] > 85
+    assert figures["rows drawn, %"] == figures["clusters drawn, %"] > 85
 
 
 def test_intervals_of_pairs_of_unseen_genes_hold_the_true_difference(monkeypatch):
     """The errors of a row's two genes recur in the rows of either."""
     monkeypatch.setattr(coverage, "LARGE", 10**5)
     figures = coverage.measure(coverage.unseen_pairs, 40)
-    assert figures["rows drawn, %"] < 80 < 90 < figures["units drawn, %"]
+    assert figures["rows drawn, %"] < 80 < 90 < figures["clusters drawn, %"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from analyse_metrics import target_figures
+from analyse_metrics import target_metrics
 from metrics import (
     METRICS,
     average_precision,
@@ -107,18 +107,18 @@ def test_metrics_equal_their_definitions():
 
 def test_figures_equal_their_definitions():
     y, prediction, baseline = whole_numbers(3, 60, 1)
-    found = target_figures(predictions_of(y, prediction, baseline), threshold=-1.5)
+    found = target_metrics(predictions_of(y, prediction, baseline), threshold=-1.5)
     missing = torch.full((20, 1), math.nan)
     rows = predictions_of(
         torch.cat([y, missing]),
         torch.cat([prediction, normal(20, 1)]),
         torch.cat([baseline, normal(20, 1)]),
     )
-    with_gaps = target_figures(rows, threshold=-1.5)
+    with_gaps = target_metrics(rows, threshold=-1.5)
     for name, value in found.items():
         torch.testing.assert_close(with_gaps[name], value)
     found = {name: value.item() for name, value in found.items()}
-    ones = target_figures(predictions_of((y < -1.5).double(), -prediction, baseline), loss="binary")
+    ones = target_metrics(predictions_of((y < -1.5).double(), -prediction, baseline), loss="binary")
     for name in ("auroc", "average_precision"):
         assert ones[name].item() == found[name]
     y, prediction, baseline = (values[:, 0].numpy() for values in (y, prediction, baseline))
@@ -169,9 +169,9 @@ def test_ranks_are_those_of_each_target_alone():
 
 
 # ---- Intervals -----------------------------------------------------------------------------------
-def one_each(unit: torch.Tensor) -> torch.Tensor:
-    """Returns units of rows [n] that have no second one, [n, 2]."""
-    return torch.stack([unit, torch.full_like(unit, -1)], dim=1)
+def one_each(cluster: torch.Tensor) -> torch.Tensor:
+    """Returns clusters of rows [n] that have no second one, [n, 2]."""
+    return torch.stack([cluster, torch.full_like(cluster, -1)], dim=1)
 
 
 def test_resampled_pearson_equals_that_of_torch_on_the_same_rows():
@@ -222,62 +222,62 @@ def test_rows_of_a_unit_are_drawn_together():
     y[3] = math.nan
     prediction = normal(45, 1, seed=1)
     order = torch.randperm(45, generator=torch.Generator().manual_seed(0))
-    unit = 7 * torch.arange(9).repeat_interleave(torch.arange(1, 10))[order] + 20
+    cluster = 7 * torch.arange(9).repeat_interleave(torch.arange(1, 10))[order] + 20
     generator = torch.Generator().manual_seed(0)
-    means = resampled_mean(y[:, 0], one_each(unit), 40)
-    found = resampled_pearson(y, prediction, one_each(unit), 40)
+    means = resampled_mean(y[:, 0], one_each(cluster), 40)
+    found = resampled_pearson(y, prediction, one_each(cluster), 40)
     for r, mean in zip(found, means, strict=True):
         drawn = torch.randint(9, (9,), generator=generator)
-        rows = torch.cat([(unit == 7 * number + 20).nonzero().flatten() for number in drawn])
+        rows = torch.cat([(cluster == 7 * number + 20).nonzero().flatten() for number in drawn])
         torch.testing.assert_close(mean, y[rows, 0].nanmean())
         rows = rows[~y[rows, 0].isnan()]
         expected = torch.corrcoef(torch.cat([y, prediction], dim=1)[rows].T)[0, 1]
         torch.testing.assert_close(r, expected)
 
 
-def test_a_row_of_two_units_counts_as_often_as_the_product_of_both():
+def test_a_row_of_two_clusters_counts_as_often_as_the_product_of_both():
     y = normal(30, 1)
     prediction = normal(30, 1, seed=1)
-    unit = torch.combinations(torch.arange(9))[:30]
-    unit[::5, 1] = -1
+    cluster = torch.combinations(torch.arange(9))[:30]
+    cluster[::5, 1] = -1
     generator = torch.Generator().manual_seed(0)
-    for r in resampled_pearson(y, prediction, unit, 40):
+    for r in resampled_pearson(y, prediction, cluster, 40):
         drawn = torch.randint(9, (9,), generator=generator).tolist()
         count = [
             drawn.count(first) * (drawn.count(second) if second >= 0 else 1)
-            for first, second in unit.tolist()
+            for first, second in cluster.tolist()
         ]
         rows = torch.arange(30).repeat_interleave(torch.tensor(count))
         expected = torch.corrcoef(torch.cat([y, prediction], dim=1)[rows].T)[0, 1]
         torch.testing.assert_close(r, expected)
 
 
-def test_rows_that_all_have_the_same_two_units_have_no_interval():
+def test_rows_that_all_have_the_same_two_clusters_have_no_interval():
     y = normal(20, 1)
-    unit = torch.tensor([[3, 7]]).repeat(20, 1)
-    assert resampled_pearson(y, normal(20, 1, seed=1), unit, 10).isnan().all()
+    cluster = torch.tensor([[3, 7]]).repeat(20, 1)
+    assert resampled_pearson(y, normal(20, 1, seed=1), cluster, 10).isnan().all()
 
 
 @pytest.mark.parametrize("copies", [2, 10])
 def test_replicates_tell_nothing_more_of_an_interval(copies):
     y = normal(60, 2)
     prediction = y + normal(60, 2, seed=1)
-    unit = one_each(torch.arange(60))
-    expected = resampled_pearson(y, prediction, unit, 100)
+    cluster = one_each(torch.arange(60))
+    expected = resampled_pearson(y, prediction, cluster, 100)
     rows = torch.arange(60).repeat(copies)
-    found = resampled_pearson(y[rows], prediction[rows], unit[rows], 100)
+    found = resampled_pearson(y[rows], prediction[rows], cluster[rows], 100)
     torch.testing.assert_close(found, expected)
-    found = resampled_mean(y[rows, 0], unit[rows], 100)
-    torch.testing.assert_close(found, resampled_mean(y[:, 0], unit, 100))
+    found = resampled_mean(y[rows, 0], cluster[rows], 100)
+    torch.testing.assert_close(found, resampled_mean(y[:, 0], cluster, 100))
 
 
 @pytest.mark.parametrize("num_rows", [1, 20])
-def test_fewer_than_two_units_have_no_interval(num_rows):
+def test_fewer_than_two_clusters_have_no_interval(num_rows):
     y = normal(num_rows, 2)
-    unit = one_each(torch.full((num_rows,), 5))
-    assert resampled_pearson(y, normal(num_rows, 2, seed=1), unit, 10).isnan().all()
-    assert resampled_mean(y[:, 0], unit, 10).isnan().all()
-    low, high = interval(resampled_mean(y[:, 0], unit, 10))
+    cluster = one_each(torch.full((num_rows,), 5))
+    assert resampled_pearson(y, normal(num_rows, 2, seed=1), cluster, 10).isnan().all()
+    assert resampled_mean(y[:, 0], cluster, 10).isnan().all()
+    low, high = interval(resampled_mean(y[:, 0], cluster, 10))
     assert math.isnan(low)
     assert math.isnan(high)
 

@@ -19,7 +19,7 @@ from data_tables import SPLITS
 from errors import UserError
 from model import ModelConfig
 from optim import OptimConfig
-from run_results import read_predictions
+from run_results import read_results
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.oracle import Oracle, Parameters, combination, figures
@@ -333,7 +333,7 @@ def compare_metrics(task: KnockoutTask, outputs: Tensor) -> None:
 
 
 def compare_test_rows(task: KnockoutTask, oracle: Oracle, folder: Path) -> None:
-    """Compares the numbers of unseen nodes, and what each row of test.tsv is drawn with.
+    """Compares the numbers of unseen nodes, and the bootstrap clusters of test.tsv.
 
     Training hides the same share of nodes as is unseen in the validation rows.
     """
@@ -347,29 +347,29 @@ def compare_test_rows(task: KnockoutTask, oracle: Oracle, folder: Path) -> None:
     path = folder / "test.tsv"
     rows = task.rows("test")
     path.write_text("".join(lines_of_test(task, task.baseline.prediction[rows])))
-    predictions = read_predictions(path)
+    predictions = read_results(path)
     if predictions.weight is not None:
         np.testing.assert_allclose(predictions.weight, oracle.weight[oracle.split == 2], rtol=1e-6)
     np.testing.assert_array_equal(predictions.unseen, oracle.unseen()[oracle.split == 2])
-    assert predictions.unit().tolist() == expected_units(oracle)
+    assert predictions.cluster_numbers().tolist() == expected_clusters(oracle)
 
 
-def expected_units(oracle: Oracle) -> list[list[int]]:
-    """Returns the numbers of what each test row is drawn with.
+def expected_clusters(oracle: Oracle) -> list[list[int]]:
+    """Returns the numbers of each test row's bootstrap clusters.
 
-    That is its set or, of its nodes that are unseen for a score of it, the two of the most rows.
+    These are its set or, of its nodes that are unseen for a score of it, the two of the most rows.
     """
     is_test = oracle.split == 2
     num_lacking = oracle.present.astype(int) @ ~oracle.seen.T  # scores of the row, [n, N]
     is_unseen = (oracle.perturbs & (num_lacking > 0))[is_test]
     num_rows = is_unseen.sum(axis=0)
     number = {}
-    units = []
+    clusters = []
     for level, row in zip(oracle.level[is_test], is_unseen, strict=True):
         keys = sorted(np.flatnonzero(row), key=lambda node: -num_rows[node])[:2] or [tuple(level)]
         numbers = [number.setdefault(key, len(number)) for key in keys]
-        units.append([*numbers, -1][:2])
-    return units
+        clusters.append([*numbers, -1][:2])
+    return clusters
 
 
 def is_determined(oracle: Oracle, t: int) -> bool:

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from analyse_metrics import analyse
+from analyse_metrics import metrics_by_group
 from baseline import fit_baseline
 from data import load
 from data_tables import Tables
 from errors import UserError
 from run_checkpoint import write_atomically
-from run_results import Predictions, read_predictions, result_lines
+from run_results import Results, read_results, result_lines
 from tests.conftest import DEFAULTS, write_table
 from tests.test_targets import gappy_tables
 from tests.tools.runs import pack_sets, read_metrics
@@ -59,7 +59,7 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
     for column in (4, 7):
         assert any(line[column] == "" for line in lines)
 
-    read = read_predictions(file)
+    read = read_results(file)
     torch.testing.assert_close(read.y, tables.y[rows], rtol=1e-6, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(read.weight, tables.weight[rows], rtol=1e-6, atol=0)
     baseline = fit_baseline(tables).prediction[rows]
@@ -73,7 +73,7 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
     torch.testing.assert_close(read.prediction, expected, rtol=1e-5, atol=1e-5)
 
     (test,) = read_metrics(Path("runs/default"), "test")
-    found = analyse(read)
+    found = metrics_by_group(read)
     weighted = ("weighted_pearson", "baseline_weighted_pearson")
     for key in ("mse", "pearson", "baseline_pearson", *weighted, "n", "rows"):
         assert found[key] == pytest.approx(test[key], rel=1e-4)
@@ -94,7 +94,7 @@ def test_what_is_written_is_read(tmp_path, num_rows):
     prediction[-1, 0] = math.nan
     lines = result_lines(tables, prediction, baseline[::2], digits=torch.tensor([7, 7]))
     write_atomically(tmp_path / "test.tsv", lines)
-    read = read_predictions(tmp_path / "test.tsv")
+    read = read_results(tmp_path / "test.tsv")
     assert read.targets == ["s", "s_prediction"]
     assert read.genes == [",".join(genes[node] for node in nodes) for nodes in sets[::2]]
     assert read.deletions().tolist() == [len(nodes) for nodes in sets[::2]]
@@ -122,7 +122,7 @@ def test_what_is_written_is_read(tmp_path, num_rows):
 def test_a_damaged_file_is_named(tmp_path, table, message):
     write_table(tmp_path / "test.tsv", table)
     with pytest.raises(UserError, match=message):
-        read_predictions(tmp_path / "test.tsv")
+        read_results(tmp_path / "test.tsv")
 
 
 # ---- Unseen for one score and not for another ----------------------------------------------------
@@ -136,16 +136,16 @@ TWO_SCORES = [
 
 
 def test_numbers_of_unseen_genes_that_differ_are_read_for_each_score(tmp_path):
-    read = read_predictions(write_table(tmp_path / "test.tsv", TWO_SCORES))
+    read = read_results(write_table(tmp_path / "test.tsv", TWO_SCORES))
     assert read.unseen.tolist() == [[1, 0], [1, 1], [0, 0], [0, 1]]
     assert read.unseen_genes == ["A", "B", "", "C"]
 
 
 def test_scores_are_grouped_by_the_genes_that_are_unseen_for_them(tmp_path):
     """The row `A,B` is among those of an unseen gene with its score a, not with its score b."""
-    read = read_predictions(write_table(tmp_path / "test.tsv", TWO_SCORES))
+    read = read_results(write_table(tmp_path / "test.tsv", TWO_SCORES))
     read.prediction[:, 1] = torch.tensor([50.0, 6.0, 7.0, 8.0], dtype=torch.float64)
-    groups = analyse(read)["by_unseen"]
+    groups = metrics_by_group(read)["by_unseen"]
     assert groups.keys() == {"0", "1"}
     assert groups["1"]["mse"] == pytest.approx((1 + (8 - 4) ** 2) / 2)
     assert groups["0"]["mse"] == pytest.approx((1 + ((50 - 4) ** 2 + (7 - 4) ** 2) / 2) / 2)
@@ -186,15 +186,15 @@ def test_a_gene_is_unseen_for_the_score_that_its_training_rows_lack(train, tmp_p
         ("C,E", "0", ""),
         ("D,E", "1", "D"),
     ]
-    groups = analyse(read_predictions(tmp_path / "runs/default/test.tsv"))["by_unseen"]
+    groups = metrics_by_group(read_results(tmp_path / "runs/default/test.tsv"))["by_unseen"]
     assert {count: group["n"] for count, group in groups.items()} == {"0": 2, "1": 4, "2": 1}
 
 
 # ---- Units ---------------------------------------------------------------------------------------
-def rows_of(genes: list[str], unseen_genes: list[str]) -> Predictions:
+def rows_of(genes: list[str], unseen_genes: list[str]) -> Results:
     """Returns rows of these genes, of which these are unseen, and a random score."""
     counts = [names.count(",") + 1 if names else 0 for names in unseen_genes]
-    return Predictions(
+    return Results(
         genes=genes,
         unseen=torch.tensor(counts).unsqueeze(1),
         unseen_genes=unseen_genes,
@@ -207,27 +207,27 @@ def rows_of(genes: list[str], unseen_genes: list[str]) -> Predictions:
 
 def test_replicates_are_one_unit():
     rows = rows_of(["A,B", "A", "A,B", "", "A,B=0.5", "", "A"], [""] * 7)
-    assert rows.unit().tolist() == [[number, -1] for number in (0, 1, 0, 2, 3, 2, 1)]
-    assert rows.units()[:5] == [[("set", names)] for names in rows.genes[:5]]
+    assert rows.cluster_numbers().tolist() == [[number, -1] for number in (0, 1, 0, 2, 3, 2, 1)]
+    assert rows.clusters()[:5] == [[("set", names)] for names in rows.genes[:5]]
 
 
 def test_rows_with_an_unseen_gene_are_one_unit_at_any_level():
     rows = rows_of(["A,X", "X=0.3", "B,X", "A,Y", "A,B"], ["X", "X", "X", "Y", ""])
-    assert rows.unit().tolist() == [[number, -1] for number in (0, 0, 0, 1, 2)]
-    assert rows.units()[1:4] == [[("gene", name)] for name in "XXY"]
+    assert rows.cluster_numbers().tolist() == [[number, -1] for number in (0, 0, 0, 1, 2)]
+    assert rows.clusters()[1:4] == [[("gene", name)] for name in "XXY"]
 
 
-def test_rows_of_two_unseen_genes_have_two_units():
+def test_rows_of_two_unseen_genes_have_two_clusters():
     rows = rows_of(["X,Y", "A,Y", "W,X", "A,B"], ["X,Y", "Y", "W,X", ""])
-    assert rows.unit().tolist() == [[0, 1], [1, -1], [0, 2], [3, -1]]
+    assert rows.cluster_numbers().tolist() == [[0, 1], [1, -1], [0, 2], [3, -1]]
 
 
-def test_of_several_unseen_genes_two_of_the_most_rows_are_the_units():
+def test_of_several_unseen_genes_two_of_the_most_rows_are_the_clusters():
     names = ["W,X,Y,Z", "Y,Z", "W,Z", "V,W,X"]
-    units = [{name for _, name in units} for units in rows_of(names, names).units()]
-    assert units == [{"W", "Z"}, {"Y", "Z"}, {"W", "Z"}, {"W", "X"}]
+    clusters = [{name for _, name in clusters} for clusters in rows_of(names, names).clusters()]
+    assert clusters == [{"W", "Z"}, {"Y", "Z"}, {"W", "Z"}, {"W", "X"}]
 
 
 def test_a_set_that_is_called_as_an_unseen_gene_is_another_unit():
     rows = rows_of(["X", "X,Y"], ["", "X"])
-    assert rows.unit().tolist() == [[0, -1], [1, -1]]
+    assert rows.cluster_numbers().tolist() == [[0, -1], [1, -1]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from run_results import read_predictions
+from run_results import read_results
 from tests.conftest import Finished
 
 FIGURES = ("loss", "pearson", "baseline_pearson")
@@ -54,8 +54,8 @@ def test_a_run_does_not_depend_on_the_unit_of_the_scores(
     for row, other in zip(before, after, strict=True):
         assert row == pytest.approx(other, rel=tolerance, abs=tolerance)
 
-    first = read_predictions(tmp_path / "runs/before/test.tsv")
-    second = read_predictions(tmp_path / "runs/after/test.tsv")
+    first = read_results(tmp_path / "runs/before/test.tsv")
+    second = read_results(tmp_path / "runs/after/test.tsv")
     std = first.y.std()
     for field in ("y", "prediction", "baseline"):
         expected = getattr(first, field)

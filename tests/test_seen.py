@@ -16,7 +16,7 @@ from ddp_setup import DDPConfig, Distributed
 from metrics import pearson
 from predict_rows import predict_rows
 from predict_sets import read_sets
-from run_results import read_predictions
+from run_results import read_results
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.tools.runs import lines_of_test, tables_of
@@ -111,7 +111,7 @@ def test_a_node_is_seen_for_each_score_by_itself(tmp_path):
     task = task_of(tmp_path, tables)
     path = tmp_path / "test.tsv"
     path.write_text("".join(lines_of_test(task, torch.zeros(len(y), 2))))
-    found = read_predictions(path)
+    found = read_results(path)
     assert found.unseen.tolist() == [[0, 1]] * 36
     assert found.unseen_genes == [name for name in TEST_NODES for _ in range(3)]
     assert path.read_text().splitlines()[1].split("\t")[:3] == ["g00", "0,1", "g00"]
@@ -170,7 +170,7 @@ def test_unseen_nodes_stand_in_test_tsv_with_a_number_for_each_score_where_these
     path.write_text("".join(lines_of_test(task_of(tmp_path, tables), torch.zeros(6, 2))))
     lines = path.read_text().splitlines()
     assert [tuple(line.split("\t")[:3]) for line in lines[1:]] == expected
-    found = read_predictions(path)
+    found = read_results(path)
     assert found.unseen.tolist() == tables.unseen("test").tolist()
     assert found.unseen.tolist() == [[1, 2], [1, 1], [0, 0], [0, 0], [0, 0], [2, 2]]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch_geometric.data import HeteroData
 
-from analyse_metrics import target_figures
+from analyse_metrics import target_metrics
 from baseline import PENALTIES, TARGETS_AT_ONCE, additive_baseline
 from config import Config
 from data import DataConfig, KnockoutDataset, StepSampler, load, weight_scale
@@ -244,7 +244,7 @@ def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(t
     prediction = task.baseline.prediction
     rows = task.rows("val")
     found = task.metrics("val", prediction[rows] + 1)
-    each = target_figures(predictions_of(tables.y[rows], prediction[rows] + 1, prediction[rows]))
+    each = target_metrics(predictions_of(tables.y[rows], prediction[rows] + 1, prediction[rows]))
     parts = []
     for t in range(2):
         alone = KnockoutTask.from_tables(rows_with_score(tables, t), task.config)
@@ -318,13 +318,13 @@ def test_metrics_of_predictions_that_say_nothing_of_a_target_are_means_over_the_
     result = task.metrics("val", prediction)
     assert result["pearson"] == pytest.approx(0.5)
     assert result["baseline_pearson"] == 0
-    each = target_figures(predictions_of(y[rows], prediction, nothing[rows]))
+    each = target_metrics(predictions_of(y[rows], prediction, nothing[rows]))
     assert each["pearson"].tolist() == pytest.approx([1, 0])
     y[rows, 1] = math.nan
     result = task.metrics("val", nothing[rows])
     assert result["pearson"] == 0
     assert result["loss"] > 0
-    each = target_figures(predictions_of(y[rows], nothing[rows], nothing[rows]))
+    each = target_metrics(predictions_of(y[rows], nothing[rows], nothing[rows]))
     assert all(values[1].isnan() and not values[0].isnan() for values in each.values())
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from analyse_metrics import analyse
+from analyse_metrics import metrics_by_group
 from config import Config
 from data import DataConfig
 from data_tables import Tables, mean_and_std
 from metrics import quality
 from optim import OptimConfig
-from run_results import read_predictions
+from run_results import read_results
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.test_targets import additive_tables, gappy_tables, without_validation
@@ -165,7 +165,7 @@ def test_scores_of_0_and_1_are_fitted_as_probabilities(train, predict, tmp_path)
     (test,) = read_metrics(tmp_path / "runs/binary", "test")
     assert val[0]["pearson"] > 0.8  # it begins with the baseline's ranking
     assert val[-1]["loss"] < 0.5 * val[0]["loss"]
-    result = analyse(read_predictions(tmp_path / "runs/binary/test.tsv"), "binary")
+    result = metrics_by_group(read_results(tmp_path / "runs/binary/test.tsv"), "binary")
     assert result["pearson"] == pytest.approx(test["pearson"], rel=1e-4)
     assert result["auroc"] > 0.95
     assert result["average_precision"] > 0.9

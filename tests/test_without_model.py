@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from analyse import table_of_rivals
-from analyse_metrics import beside_rivals
+from analyse_metrics import metrics_of_rivals
 from analyse_rivals import rivals, with_baseline
 from baseline import additive_baseline
 from data_tables import Tables
@@ -258,7 +258,7 @@ def test_the_strongest_is_named_with_the_place_of_the_model(known, error, place)
     prediction = truth + known * noise[0] + error * noise[1]
     rows = predictions_of(tables.y[test], prediction, torch.full_like(truth, 0.5))
     rows.genes = [f"g{k}" for k in range(len(test))]
-    figures = beside_rivals(rows, tables, "squared")
+    figures = metrics_of_rivals(rows, tables, "squared")
     assert list(figures) == sorted(figures, key=lambda name: -figures[name]["pearson"])
     strongest = next(iter(figures))
     assert strongest == "smallest of single scores"

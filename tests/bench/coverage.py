@@ -4,7 +4,7 @@
 
 Test rows are simulated, and what a model and a baseline predict for them, so that the true
 difference of their correlations is known: it is that of a million such rows. Beside the intervals
-of units, as `Predictions.unit` numbers them, stand those of rows that are drawn one by one.
+of clusters, as `Results.clusters` has them, stand those of rows that are drawn one by one.
 
 A score is the sum of the effects of two nodes, what is special about the pair, and noise. Model and
 baseline know the effects of seen nodes, which are the same in all tables; the model knows more
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from metrics import interval, pearson, resampled_pearson
-from run_results import Predictions
+from run_results import Results
 from tests.bench import arguments, report
 
 NUM_SEEN = 100  # nodes, numbered from 0; unseen ones come after them
@@ -128,14 +128,14 @@ def gain(y: Tensor, prediction: Tensor, baseline: Tensor) -> float:
     return (of_model - of_baseline).item()
 
 
-def as_predictions(pairs: Tensor, y: Tensor, prediction: Tensor, baseline: Tensor) -> Predictions:
+def as_predictions(pairs: Tensor, y: Tensor, prediction: Tensor, baseline: Tensor) -> Results:
     """Returns simulated rows as if they had been read from a test.tsv."""
     genes = []
     unseen_genes = []
     for nodes in pairs.tolist():
         genes.append(",".join(map(str, nodes)))
         unseen_genes.append(",".join(str(node) for node in nodes if node >= NUM_SEEN))
-    return Predictions(
+    return Results(
         genes=genes,
         unseen=(pairs >= NUM_SEEN).sum(dim=1, keepdim=True),
         unseen_genes=unseen_genes,
@@ -163,29 +163,30 @@ def main() -> None:
 def measure(
     make_pairs: Callable[[torch.Generator, bool], Tensor], num_tables: int
 ) -> dict[str, float]:
-    """Returns the true difference and, for rows and units drawn, coverage in % and mean width."""
+    """Returns the true difference and, for rows or clusters drawn, coverage in % and mean width."""
     draw = torch.Generator().manual_seed(0)
     _, *scores = simulate(make_pairs, draw, is_large=True)
     truth = gain(*scores)
-    held = {"rows": 0, "units": 0}
-    width = {"rows": 0.0, "units": 0.0}
+    held = {"rows": 0, "clusters": 0}
+    width = {"rows": 0.0, "clusters": 0.0}
     for _ in range(num_tables):
         rows = as_predictions(*simulate(make_pairs, draw))
-        for drawn, unit in {"rows": one_by_one(len(rows.y)), "units": rows.unit()}.items():
-            gains = resampled_pearson(rows.y, rows.prediction, unit, RESAMPLES)
-            gains -= resampled_pearson(rows.y, rows.baseline, unit, RESAMPLES)
+        clusters = {"rows": one_by_one(len(rows.y)), "clusters": rows.cluster_numbers()}
+        for drawn, cluster in clusters.items():
+            gains = resampled_pearson(rows.y, rows.prediction, cluster, RESAMPLES)
+            gains -= resampled_pearson(rows.y, rows.baseline, cluster, RESAMPLES)
             low, high = interval(gains)
             held[drawn] += low <= truth <= high
             width[drawn] += high - low
-    figures = {"true difference": truth}
+    found = {"true difference": truth}
     for drawn in held:
-        figures[f"{drawn} drawn, %"] = 100 * held[drawn] / num_tables
-        figures[f"width, {drawn}"] = width[drawn] / num_tables
-    return figures
+        found[f"{drawn} drawn, %"] = 100 * held[drawn] / num_tables
+        found[f"width, {drawn}"] = width[drawn] / num_tables
+    return found
 
 
 def one_by_one(num_rows: int) -> Tensor:
-    """Returns units of a row each, long [num_rows, 2]."""
+    """Returns the numbers of clusters of one row each, long [num_rows, 2]."""
     return torch.stack([torch.arange(num_rows), torch.full((num_rows,), -1)], dim=1)
 
 

@@ -240,7 +240,7 @@ def result(tables: Tables, prediction: Tensor) -> dict:
         "MSE": mse(y, prediction[test]).nanmean().item(),
         "y": y,
         "prediction": prediction[test],
-        "unit": units(tables),
+        "cluster": clusters(tables),
     }
     if tables.y.size(1) > 1:
         values["row validation"] = pearson_of_rows(tables.y[val], prediction[val]).nanmean().item()
@@ -324,10 +324,10 @@ def clean(row: dict) -> dict:
     return cells
 
 
-def units(tables: Tables) -> Tensor:
-    """Returns the numbers of what each test row is drawn with, long [rows, 2], -1 if it is one.
+def clusters(tables: Tables) -> Tensor:
+    """Returns the numbers of each test row's bootstrap clusters, long [rows, 2], -1 for none.
 
-    As in `run_results.Predictions.units`, these are its unseen nodes of the most rows, or its set.
+    As in `run_results.Results.clusters`, these are its unseen nodes of the most rows, or its set.
     """
     sample = tables.sample()
     present = ~tables.y[sample].isnan()
@@ -339,21 +339,21 @@ def units(tables: Tables) -> Tensor:
     for row, node in zip(sample[is_chosen].tolist(), unseen.tolist(), strict=True):
         unseen_of_row[row].append(node)
     set_number = tables.set_number() + len(tables.genes)  # after the numbers of the nodes
-    unit = torch.stack([set_number, torch.full_like(set_number, -1)], dim=1)
+    cluster = torch.stack([set_number, torch.full_like(set_number, -1)], dim=1)
     for row, nodes in unseen_of_row.items():
         of_most_rows = sorted(nodes, key=num_rows.__getitem__, reverse=True)
-        unit[row] = torch.tensor([*of_most_rows, -1][:2])
-    return unit[tables.rows("test")]
+        cluster[row] = torch.tensor([*of_most_rows, -1][:2])
+    return cluster[tables.rows("test")]
 
 
 def bootstrap(results: dict[str, dict], best: int, resamples: int = 1000) -> Tensor:
     """Returns Pearson's r less that of number `best`, on resampled rows, [R, contestants].
 
-    Rows of the same unit are drawn together.
+    Rows of the same cluster are drawn together.
     """
     correlations = []
-    for figures in results.values():
-        rows = (figures["y"], figures["prediction"], figures["unit"])
+    for of_contestant in results.values():
+        rows = (of_contestant["y"], of_contestant["prediction"], of_contestant["cluster"])
         correlations.append(resampled_pearson(*rows, resamples))
     correlation = torch.stack(correlations, dim=1)
     return correlation - correlation[:, best : best + 1]
@@ -362,8 +362,9 @@ def bootstrap(results: dict[str, dict], best: int, resamples: int = 1000) -> Ten
 def bootstrap_rows(results: dict[str, dict], best: int, resamples: int = 1000) -> Tensor:
     """Returns the same of the Pearson of each row, averaged over the rows."""
     correlations = []
-    for figures in results.values():
-        correlations.append(resampled_mean(figures["rows"], figures["unit"], resamples))
+    for of_contestant in results.values():
+        rows = (of_contestant["rows"], of_contestant["cluster"])
+        correlations.append(resampled_mean(*rows, resamples))
     correlation = torch.stack(correlations, dim=1)
     return correlation - correlation[:, best : best + 1]
 

@@ -28,7 +28,7 @@ from data_cells import SPLITS
 from data_tables import Tables
 from ddp_setup import end_process
 from metrics import pearson
-from run_results import read_predictions
+from run_results import read_results
 from tests.bench import report
 from tests.tools.runs import ROOT, read_metrics
 
@@ -115,7 +115,7 @@ def run(weighting: str, table: Path, overrides: Sequence[str]) -> dict[str, floa
             [*command, *overrides, *where], check=True, stdout=subprocess.DEVNULL, cwd=ROOT
         )
         (test,) = read_metrics(Path(folder, "run"), "test")
-        predictions = read_predictions(Path(folder, "run", "test.tsv"))
+        predictions = read_results(Path(folder, "run", "test.tsv"))
     first, second = pearson(predictions.y, predictions.prediction).tolist()
     result = {"loss": test["loss"], "Pearson": test["pearson"], "first": first, "second": second}
     print(json.dumps({"weights": weighting, **result}), file=sys.stderr, flush=True)

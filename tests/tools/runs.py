@@ -16,7 +16,7 @@ from config import Config
 from data import KnockoutDataset
 from data_tables import Tables, pack
 from mask import SharedGraph
-from run_results import Predictions, result_lines
+from run_results import Results, result_lines
 from task import KnockoutTask
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,10 +92,10 @@ def lines_of_test(task: KnockoutTask, prediction: Tensor) -> list[str]:
     return list(result_lines(task.tables, prediction, baseline, task.digits()))
 
 
-def predictions_of(y: Tensor, prediction: Tensor, baseline: Tensor) -> Predictions:
+def predictions_of(y: Tensor, prediction: Tensor, baseline: Tensor) -> Results:
     """Returns what a test.tsv says of scores, predictions and baseline [n, T], of no genes."""
     n, num_targets = y.shape
-    return Predictions(
+    return Results(
         genes=[""] * n,
         unseen=torch.zeros(n, num_targets, dtype=torch.long),
         unseen_genes=[""] * n,
