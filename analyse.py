@@ -22,7 +22,6 @@ Shapes: n rows of T targets.
 """
 
 import json
-import math
 import os
 import sys
 from argparse import Namespace
@@ -35,7 +34,6 @@ import torch
 import data
 import metrics
 from analyse_metrics import (
-    MOST,
     difference_of_best,
     ensemble_of,
     metrics_by_group,
@@ -43,10 +41,12 @@ from analyse_metrics import (
     metrics_together,
 )
 from analyse_rivals import shared_pairs
+from analyse_text import lines_of_run, lines_of_runs, text_table
 from config import Config, Parser, load_config, read_options
-from data_tables import Tables, mean_and_std
+from data_tables import Tables
 from ddp_setup import end_process, set_threads
 from errors import UserError
+from metrics import mean_and_std
 from run_checkpoint import explain_write_errors, write_atomically
 from run_folder import read_metrics, read_status, read_warnings
 from run_plots import scatter_svg
@@ -58,28 +58,7 @@ UNFINISHED = {
     "stopped": "it was stopped before its end: start it again, which resumes it",
     "failed": "it failed, and status.json says why: start it again, which resumes it",
 }
-SHOWN = 20  # targets printed at most
 POINTS = 2000  # in the plot at most
-COLUMNS = {
-    "n": "rows",
-    "rows": "with those without a score",
-    "pearson": "Pearson",
-    "baseline_pearson": "baseline",
-    "gain": "difference (95 %)",
-    "ceiling_pearson": "noise ceiling",
-    "weighted_pearson": "weighted Pearson",
-    "baseline_weighted_pearson": "weighted baseline",
-    "row_pearson": "row Pearson",
-    "baseline_row_pearson": "row baseline",
-    "row_gain": "difference (95 %)",
-    "mse_top20": "MSE of top 20",
-    "spearman": "Spearman",
-    "r2": "R2",
-    "ceiling_r2": "R2 ceiling",
-    "mse": "MSE",
-    "auroc": "AUROC",
-    "average_precision": "avg. precision",
-}
 
 
 # ---- The command ---------------------------------------------------------------------------------
@@ -165,6 +144,11 @@ def as_json(analysis: dict) -> str:
     """Returns the text of test.json, with null for numbers that are not finite."""
     without_nan = json.loads(json.dumps(analysis), parse_constant=lambda name: None)
     return json.dumps(without_nan, indent=1)
+
+
+def lines_of_warnings(folder: Path) -> list[str]:
+    """Returns the warnings of a run's last start as lines."""
+    return [f"{folder} says: {' '.join(text.split())}" for text in read_warnings(folder)]
 
 
 # ---- From Python ---------------------------------------------------------------------------------
@@ -373,129 +357,6 @@ def seconds_of(rows: list[dict[str, Any]]) -> float:
             total += row.get("time", start) - start
             start = None
     return total
-
-
-# ---- What is shown -------------------------------------------------------------------------------
-def lines_of_run(analysis: dict, has_noise: bool) -> list[str]:
-    """Returns the metrics of a run as lines, with the ceiling of R2 if there is one."""
-    num_resamples = analysis["resamples"]
-    num_sets = analysis["sets_drawn"]
-    num_genes = analysis["genes_drawn"]
-    lines = table(analysis)
-    lines.append(
-        f"95 % of {num_resamples:,} samples of {num_sets:,} sets of genes and "
-        f"{num_genes:,} unseen genes, each with all its rows"
-    )
-    if has_noise:
-        lines.append(noise_text(analysis))
-    if "shared_pairs" in analysis:
-        lines.append(f"{analysis['shared_pairs']:,} rows knock out two nodes of a training row")
-    return lines + lines_of_rivals(analysis)
-
-
-def lines_of_runs(analysis: dict) -> list[str]:
-    """Returns the metrics of several runs, alone and together, as lines."""
-    rows = list(analysis["figures"].items())
-    rows += [("mean of these", analysis["mean"]), ("ensemble", analysis["ensemble"])]
-    lines = text_table(rows, COLUMNS)
-    best_two = analysis["best_two"]
-    best, second = best_two["runs"]
-    difference = cell(best_two["difference"])
-    interval = cell(best_two["gain"])
-    lines.append(f"best two, {best} less {second}: Pearson {difference}, 95 % {interval}")
-    spread = analysis["uncertainty"]
-    fifths = ", ".join(map(cell, spread["error_by_fifths"]))
-    lines.append(f"Spearman of standard deviation and absolute error: {cell(spread['spearman'])}")
-    lines.append(f"mean absolute error by fifths of the standard deviation: {fifths}")
-    return lines + lines_of_rivals(analysis)
-
-
-def lines_of_rivals(analysis: dict) -> list[str]:
-    """Returns the metrics of the rivals as lines, or a line that says why they are not known."""
-    if "no_rivals" in analysis:
-        reason = analysis["no_rivals"]
-        return [f"no comparison with what can be said without the model: {reason}"]
-    return ["", *table_of_rivals(analysis["rivals"])]
-
-
-def lines_of_warnings(folder: Path) -> list[str]:
-    """Returns the warnings of a run's last start as lines."""
-    return [f"{folder} says: {' '.join(text.split())}" for text in read_warnings(folder)]
-
-
-def noise_text(analysis: dict) -> str:
-    """Returns a sentence with R2 as a share of its ceiling, the R2 that noisy scores allow."""
-    ratio = analysis["r2_of_ceiling"]
-    if math.isnan(ratio):
-        return "the scores vary no more than their noise, by the column sd: R2 has no ceiling"
-    return f"R2 is {ratio:.1%} of the ceiling that the noise leaves"
-
-
-def table(analysis: dict) -> list[str]:
-    """Returns the lines of a table of metrics: all rows, each smaller group, the first targets."""
-    rows = [("all", analysis)]
-    for name in ("unseen", "deletions"):
-        for k, group in analysis[f"by_{name}"].items():
-            or_more = "+" if k == str(MOST) else ""
-            if 0 < group["cells"] < analysis["cells"]:
-                rows.append((f"{name} {k}{or_more}", group))
-    for level, group in analysis["by_level"].items():
-        rows.append((f"level {level}", group))
-    targets = analysis.get("targets", {})
-    rows += list(targets.items())[:SHOWN]
-    text = text_table(rows, COLUMNS)
-    if len(targets) > SHOWN:
-        text.append(f"and {len(targets) - SHOWN:,} more scores, which are in test.json")
-    for name, title in (("pearson", "Pearson"), ("baseline_pearson", "baseline")):
-        if f"{name}_quartiles" in analysis:
-            quartiles = ", ".join(map(cell, analysis[f"{name}_quartiles"]))
-            text.append(f"{title}, quartiles over the scores: {quartiles}")
-    return text
-
-
-def table_of_rivals(rivals: dict[str, dict]) -> list[str]:
-    """Returns the lines of a table of `metrics_of_rivals`, and a sentence about the strongest."""
-    strongest = next(iter(rivals))
-    low, high = rivals[strongest]["gain"]
-    place = "not clearly above it"
-    if low > 0:
-        place = "above it"
-    if high < 0:
-        place = "below it"
-    sentence = f"strongest without the model: {strongest}; the model is {place}"
-    return [*text_table(list(rivals.items()), COLUMNS), sentence]
-
-
-def text_table(rows: list[tuple[str, dict]], titles: dict[str, str]) -> list[str]:
-    """Returns the lines of a table: a header, and the cells under each title that has some.
-
-    A row is its label, and its cells by name; `titles` has the title of each name.
-    """
-    names = [name for name in titles if any(name in cells for _, cells in rows)]
-    texts = [["", *(titles[name] for name in names)]]
-    for label, cells in rows:
-        texts.append([label, *(cell(cells.get(name, "")) for name in names)])
-    label_width, *widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    lines = []
-    for label, *cells in texts:
-        padded = map(str.rjust, cells, widths)
-        lines.append("  ".join([label.ljust(label_width), *padded]))
-    return lines
-
-
-def cell(value: object) -> str:
-    """Returns the text of a cell: a text, an interval, or a number; "-" if it is not defined."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        low, high = value
-        return "-" if math.isnan(low) else f"{low:.4f} to {high:.4f}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if value is None or math.isnan(value):
-        return "-"
-    is_usual = value == 0 or 1e-3 < abs(value) < 1e4
-    return f"{value:.4f}" if is_usual else f"{value:.3e}"
 
 
 def plot(rows: Results) -> str:

@@ -15,8 +15,9 @@ from torch_geometric.utils import scatter
 
 from baseline import Baseline, additive_baseline, mean_one_weight
 from baseline_combination import least_squares
-from data_tables import Tables, weighted_mean
+from data_tables import Tables
 from mask import doses
+from metrics import weighted_mean
 
 FEATURES = ("sum", "largest", "smallest", "product")
 WITH_NEIGHBOURS = "sum of effects, unseen: graph neighbours"

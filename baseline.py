@@ -18,8 +18,9 @@ from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tenso
 from baseline_combination import SUM, Combination, combine
 from baseline_ridge import ROWS_AT_ONCE, Design, Doses, Targets
 from data_cache import cached, source_digest
-from data_tables import Tables, mean_and_std
+from data_tables import Tables
 from mask import doses
+from metrics import mean_and_std
 from run_progress import progress_bar
 
 TARGETS_AT_ONCE = 64  # whose numbers stay in cache

@@ -22,11 +22,10 @@ from torch_geometric.utils import coalesce, scatter, to_undirected
 
 from data_cells import SPLITS, number_names, read_header, read_rows, stable_order
 from data_names import note_on_unknown
+from data_notes import note_empty_columns, note_outliers, note_replicates
 from errors import DataError
+from metrics import standardise
 
-OUTLYING = 0.25  # share of the variance, from which on a row is noted
-FEWEST_SCORES = 50  # of a column; one of fewer may well have such a share
-FEW_TARGETS = 20  # up to which each is looked at by itself
 MIXING = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
 # Fields that the fingerprint leaves out: descriptions of the files, and the source of `weight`.
 OF_FILES = ("left_out", "notes", "feature_names", "sd")
@@ -253,60 +252,6 @@ def read_tables(
     return tables
 
 
-def note_outliers(tables: Tables, path: str) -> None:
-    """Notes scores that make so much of the variance that they would make most of the loss.
-
-    Of more than `FEW_TARGETS` columns, it notes rows that do so on average.
-    """
-    weight = tables.score_weight(slice(None))
-    mean = weighted_mean(tables.y.nan_to_num(), weight)  # without a median, which takes seconds
-    squares = weight * (tables.y - mean).nan_to_num().square()
-    shares = (squares / squares.sum(dim=0)).nan_to_num()
-    names = [f"the {target:.60}" for target in tables.targets]
-    if len(names) > FEW_TARGETS:
-        shares = shares.mean(dim=1, keepdim=True)
-        names = [f"the row of {len(names):,} scores"]
-    largest, row_of_largest = shares.max(dim=0)
-    present = (~tables.y.isnan()).sum(dim=0)
-    # Of fewer scores, or of 0 and 1, any may have such a share.
-    is_binary = ((tables.y == 0) | (tables.y == 1) | tables.y.isnan()).all(dim=0)
-    is_judged = (present >= FEWEST_SCORES) & ~is_binary
-    if len(names) < len(is_judged):
-        is_judged = is_judged.any(dim=0, keepdim=True)
-    is_noted = is_judged & (largest > OUTLYING)
-    for k in is_noted.nonzero().flatten().tolist():
-        line = line_of_row(path, int(row_of_largest[k]))
-        tables.notes.append(
-            f"{path}:{line}: {names[k]} makes {largest[k]:.0%} of the variance of all rows: "
-            "remove it, give it a small weight, or clip or rank the scores"
-        )
-
-
-def line_of_row(path: str, row: int) -> int:
-    """Returns the number of a row's line in its file; rows count from 0, without blank lines."""
-    for rows in read_rows(path, read_header(path, [], ("genes",))):
-        if row < len(rows.lines):
-            return rows.lines[row]
-        row -= len(rows.lines)
-    raise IndexError(row)
-
-
-def note_replicates(tables: Tables, path: str) -> None:
-    """Notes the number of sets of perturbed nodes whose rows are in more than one split."""
-    if tables.split is None:
-        return
-    perturbs = tables.perturbed_ptr.diff() > 0
-    set_number = tables.set_number()[perturbs]
-    split_number = set_number * len(SPLITS) + tables.split[perturbs]
-    num_splits = torch.bincount(split_number.unique() // len(SPLITS))  # of each set
-    num_shared = int((num_splits > 1).sum())
-    if num_shared:
-        tables.notes.append(
-            f"{path}: sets of knock-outs that the column split puts on both sides: {num_shared:,}; "
-            "a random split keeps their rows together"
-        )
-
-
 def number_in_order(values: Tensor) -> Tensor:
     """Numbers the values [n] from 0 in the order of their first rows, equal ones alike, [n]."""
     _, group = values.unique(return_inverse=True)
@@ -426,13 +371,6 @@ def read_features(path: str, genes: list[str], notes: list[str]) -> dict[str, An
     return {"features": standardise(values).nan_to_num().float(), "feature_names": names}
 
 
-def note_empty_columns(path: str, names: Sequence[str], values: Tensor, notes: list[str]) -> None:
-    """Notes the named columns of values [n, F] that are all nan."""
-    for name, is_empty in zip(names, values.isnan().all(dim=0).tolist(), strict=True):
-        if is_empty:
-            notes.append(f"{path}: the column {name:.60} has no value, and says nothing")
-
-
 def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:
     """Returns `perturbed`, `perturbed_ptr` and `level` of `Tables`, given unsorted triples.
 
@@ -447,29 +385,3 @@ def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:
         "perturbed_ptr": index2ptr(row[order], num_rows),
         "level": level[order],
     }
-
-
-def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Returns the mean over rows of values [n, T] by weight [n, T]: [T], nan where all are 0."""
-    return (values * weight).sum(dim=0) / weight.sum(dim=0)
-
-
-def mean_and_std(values: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-    """Returns the mean and the standard deviation of values [n, T] over rows, [T] each.
-
-    Values that are nan do not count; others count by their `weight`, [n, T]. A standard deviation
-    that would be 0 is 1.
-    """
-    present = ~values.isnan()
-    weight = (weight * present).to(values.dtype)
-    middle = values.nanmedian(dim=0).values  # so that the mean of equal values is exact
-    mean = middle + weighted_mean((values - middle).where(present, 0.0), weight)
-    std = weighted_mean((values - mean).where(present, 0.0).square(), weight).sqrt()
-    largest = values.nan_to_num().abs().amax(dim=0)
-    return mean, std.where(std > 1e-12 * largest, 1.0)
-
-
-def standardise(values: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    """Returns (values - mean) / standard deviation of values [n, T], over rows; nan stays."""
-    mean, std = mean_and_std(values, weight)
-    return (values - mean) / std

@@ -14,7 +14,31 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from data_tables import mean_and_std, standardise, weighted_mean
+
+def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
+    """Returns the mean over rows of values [n, T] by weight [n, T]: [T], nan where all are 0."""
+    return (values * weight).sum(dim=0) / weight.sum(dim=0)
+
+
+def mean_and_std(values: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+    """Returns the mean and the standard deviation of values [n, T] over rows, [T] each.
+
+    Values that are nan do not count; others count by their `weight`, [n, T]. A standard deviation
+    that would be 0 is 1.
+    """
+    present = ~values.isnan()
+    weight = (weight * present).to(values.dtype)
+    middle = values.nanmedian(dim=0).values  # so that the mean of equal values is exact
+    mean = middle + weighted_mean((values - middle).where(present, 0.0), weight)
+    std = weighted_mean((values - mean).where(present, 0.0).square(), weight).sqrt()
+    largest = values.nan_to_num().abs().amax(dim=0)
+    return mean, std.where(std > 1e-12 * largest, 1.0)
+
+
+def standardise(values: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    """Returns (values - mean) / standard deviation of values [n, T], over rows; nan stays."""
+    mean, std = mean_and_std(values, weight)
+    return (values - mean) / std
 
 
 def mean_present(values: Tensor, y: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 import yaml
 
 import analyse
+import analyse_text
 from analyse import seconds_of
 from analyse_metrics import metrics_by_group
 from analyse_rivals import shared_pairs
@@ -339,7 +340,7 @@ def test_scores_that_vary_no_more_than_their_noise_have_no_ceiling():
 
 
 def test_many_scores_are_printed_in_part():
-    lines = analyse.table(metrics_by_group(make_rows(50, analyse.SHOWN + 3)))
+    lines = analyse_text.table(metrics_by_group(make_rows(50, analyse_text.SHOWN + 3)))
     assert sum(line.startswith("t") for line in lines) == analyse.SHOWN
     *lines, more, quartiles, of_baseline = lines
     assert more == "and 3 more scores, which are in test.json"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import analyse_metrics
-from analyse import table
 from analyse_metrics import metrics_by_group, target_metrics
+from analyse_text import table
 from metrics import resampled_pearson
 from run_results import Results
 from tests.tools.runs import predictions_of

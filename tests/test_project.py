@@ -26,8 +26,8 @@ SHELVES = {
             "predict_table predictor run_progress run_results"
         ),
         "analyse": (
-            "analyse_metrics analyse_rivals config data data_tables ddp_setup errors metrics "
-            "run_checkpoint run_folder run_plots run_results"
+            "analyse_metrics analyse_rivals analyse_text config data data_tables ddp_setup errors "
+            "metrics run_checkpoint run_folder run_plots run_results"
         ),
     },
     "what you edit": {
@@ -35,19 +35,23 @@ SHELVES = {
         "config": "data ddp_setup errors model optim run_folder run_progress",
         "model": "mask",
         "data": "data_cache data_tables errors",
-        "metrics": "data_tables",
+        "metrics": "",
         "optim": "ddp_setup errors",
     },
     "families": {
         "analyse_metrics": "analyse_rivals data_tables metrics run_results",
-        "analyse_rivals": "baseline baseline_combination data_tables mask",
-        "baseline": "baseline_combination baseline_ridge data_cache data_tables mask run_progress",
+        "analyse_rivals": "baseline baseline_combination data_tables mask metrics",
+        "analyse_text": "analyse_metrics",
+        "baseline": (
+            "baseline_combination baseline_ridge data_cache data_tables mask metrics run_progress"
+        ),
         "baseline_combination": "baseline_ridge run_progress",
         "baseline_ridge": "",
         "data_cache": "",
         "data_cells": "data_names errors run_progress",
         "data_names": "",
-        "data_tables": "data_cells data_names errors",
+        "data_notes": "data_cells metrics",
+        "data_tables": "data_cells data_names data_notes errors metrics",
         "ddp_setup": "ddp_threads ddp_watchdog errors",
         "ddp_threads": "",
         "ddp_watchdog": "",

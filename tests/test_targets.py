@@ -13,10 +13,10 @@ from analyse_metrics import target_metrics
 from baseline import PENALTIES, TARGETS_AT_ONCE, additive_baseline
 from config import Config
 from data import DataConfig, KnockoutDataset, StepSampler, load, weight_scale
-from data_tables import Tables, mean_and_std
+from data_tables import Tables
 from errors import DataError, UserError
 from mask import SharedGraph
-from metrics import pearson, r2
+from metrics import mean_and_std, pearson, r2
 from model import KnockoutGNN, ModelConfig
 from optim import OptimConfig
 from task import KnockoutTask

@@ -13,8 +13,8 @@ import torch
 from analyse_metrics import metrics_by_group
 from config import Config
 from data import DataConfig
-from data_tables import Tables, mean_and_std
-from metrics import quality
+from data_tables import Tables
+from metrics import mean_and_std, quality
 from optim import OptimConfig
 from run_results import read_results
 from task import KnockoutTask

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from analyse import table_of_rivals
 from analyse_metrics import metrics_of_rivals
 from analyse_rivals import rivals, with_baseline
+from analyse_text import table_of_rivals
 from baseline import additive_baseline
 from data_tables import Tables
 from metrics import pearson
