@@ -333,7 +333,7 @@ def test_runs_of_other_weights_are_not_compared():
 
 def test_scores_that_vary_no_more_than_their_noise_have_no_ceiling():
     rows = replace(make_rows(40), sd=torch.full((40,), 9.0, dtype=torch.float64))
-    assert "R2 has no ceiling" in analyse.noise_text(metrics_by_group(rows))
+    assert "R2 has no ceiling" in analyse_text.noise_text(metrics_by_group(rows))
     rows = replace(rows, sd=torch.full((40,), 1e-9, dtype=torch.float64))
     result = metrics_by_group(rows)
     assert analyse.noise_text(result).startswith(f"R2 is {result['r2']:.1%} of the ceiling")
@@ -341,7 +341,7 @@ def test_scores_that_vary_no_more_than_their_noise_have_no_ceiling():
 
 def test_many_scores_are_printed_in_part():
     lines = analyse_text.table(metrics_by_group(make_rows(50, analyse_text.SHOWN + 3)))
-    assert sum(line.startswith("t") for line in lines) == analyse.SHOWN
+    assert sum(line.startswith("t") for line in lines) == analyse_text.SHOWN
     *lines, more, quartiles, of_baseline = lines
     assert more == "and 3 more scores, which are in test.json"
     assert re.fullmatch(r"Pearson, quartiles over the scores: (0\.\d{4}(, |$)){3}", quartiles)
