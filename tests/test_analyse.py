@@ -336,7 +336,7 @@ def test_scores_that_vary_no_more_than_their_noise_have_no_ceiling():
     assert "R2 has no ceiling" in analyse_text.noise_text(metrics_by_group(rows))
     rows = replace(rows, sd=torch.full((40,), 1e-9, dtype=torch.float64))
     result = metrics_by_group(rows)
-    assert analyse.noise_text(result).startswith(f"R2 is {result['r2']:.1%} of the ceiling")
+    assert analyse_text.noise_text(result).startswith(f"R2 is {result['r2']:.1%} of the ceiling")
 
 
 def test_many_scores_are_printed_in_part():
