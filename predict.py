@@ -28,14 +28,15 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 # As in train.py.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 import torch
+from torch import Tensor
 
 from config import Parser, run_command
 from data import file_digest
@@ -85,11 +86,11 @@ class Settings:
         return Path(f"{name}.{kind}.tsv")
 
     def key(self) -> str:
-        """Returns a hash of all that the predictions follow from; raises `DataError`."""
+        """Returns a hash of all that a file of this name follows from; raises `DataError`."""
         size, _ = screen(self.table)
         table = self.table if size else file_digest(self.table)
-        runs = [(file_digest(run.file), asdict(run.config)) for run in self.runs]
-        content = repr((table, self.rows, self.parts, self.explain, runs))
+        runs = [file_digest(run.file) for run in self.runs]
+        content = repr((table, self.parts, self.explain, runs))
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
@@ -167,6 +168,7 @@ def predict(settings: Settings, env: Distributed) -> None:
     """Writes what the command line asks for; raises `UserError` on every rank."""
     with env.sync_errors():
         ensemble = Ensemble(settings.runs, env)
+        settings.explain = min(settings.explain, len(ensemble.tables.genes))
         is_first = env.rank == 0
         survey = survey_sets(settings.table, ensemble.tables, *settings.rows, has_bar=is_first)
         if settings.explain:
@@ -179,10 +181,9 @@ def predict(settings: Settings, env: Distributed) -> None:
     if survey.unknown:
         missing = f"{survey.num_rows - survey.num_known} rows have no prediction"
         log.warning(f"{missing}: {unknown_nodes(survey.unknown, ensemble.tables)}")
-    if settings.explain:
-        write_explanations(settings, ensemble, survey)
-    else:
-        write_predictions(settings, ensemble, survey)
+    if settings.explain and not any(run.checkpoint["step"] for run in settings.runs):
+        log.warning("note      best.pt is where training started: perhaps no node contributes")
+    write_table(settings, ensemble, survey)
 
 
 def check_names(columns: list[str]) -> None:
@@ -192,104 +193,59 @@ def check_names(columns: list[str]) -> None:
             raise UserError(f"two columns would be {name}: predict from Python, by `Predictor`")
 
 
-def write_predictions(settings: Settings, ensemble: Ensemble, survey: Survey) -> None:
-    """Writes a line for each row of the table: its set and what is predicted."""
+def write_table(settings: Settings, ensemble: Ensemble, survey: Survey) -> None:
+    """Writes the lines of each row, or goes on with them; raises `UserError` on every rank."""
+    kind = "predictions"
     columns = ensemble.columns(settings.parts)
-    digits = ensemble.digits(settings.parts)
-
-    def lines(chunk: Chunk) -> Iterator[str]:
-        cells = torch.full((len(chunk.sets), len(columns)), math.nan, dtype=torch.float64)
-        cells[chunk.is_known] = ensemble.predict(chunk.samples, settings.parts).flatten(1)
-        return table_lines(iter(chunk.sets), cells, digits)
-
-    write_table(settings, ensemble, survey, "predictions", columns, lines)
-
-
-def write_explanations(settings: Settings, ensemble: Ensemble, survey: Survey) -> None:
-    """Writes, for each row of the table and score, as many lines as nodes are asked for.
-
-    Where fewer have changed, their cells are empty.
-    """
-    num_nodes = min(settings.explain, len(ensemble.tables.genes))
-    sizes = []  # of the contributions in each chunk
-
-    def lines(chunk: Chunk) -> Iterator[str]:
-        values = ensemble.contributions(chunk.samples, num_nodes)
-        sizes.append(values[..., 1].abs().sum().item())
-        of_known = name_contributions(values, chunk.samples, ensemble.ways)
-        return explained_lines(chunk, ensemble.targets, of_known, num_nodes)
-
-    columns = ["score", *Contribution._fields]
-    lines_per_row = num_nodes * len(ensemble.targets)
-    write_table(settings, ensemble, survey, "explained", columns, lines, lines_per_row)
-    if sizes and not any(sizes):  # none if all rows stood there
-        log.warning("note      no node contributes: perhaps best.pt is where training started")
-
-
-def explained_lines(
-    chunk: Chunk,
-    targets: Sequence[str],
-    of_known: Iterator[list[list[Contribution]]],
-    num_nodes: int,
-) -> Iterator[str]:
-    """Yields the lines of some rows, given the contributions to the scores of those known."""
-    for genes, is_known in zip(chunk.sets, chunk.is_known.tolist(), strict=True):
-        of_targets = next(of_known) if is_known else [[] for _ in targets]
-        for target, contributions in zip(targets, of_targets, strict=True):
-            for node, contribution, steps, relations in contributions:
-                cells = (genes, target, node, f"{contribution:.6g}", str(steps), relations)
-                yield "\t".join(cells) + "\n"
-            for _ in range(num_nodes - len(contributions)):
-                yield f"{genes}\t{target}\t\t\t\t\n"
-
-
-def write_table(
-    settings: Settings,
-    ensemble: Ensemble,
-    survey: Survey,
-    kind: str,
-    columns: Sequence[str],
-    lines: Callable[[Chunk], Iterator[str]],
-    lines_per_row: int = 1,
-) -> None:
-    """Writes lines for each row, or goes on with them; raises `UserError` on every rank.
-
-    `lines` is called on every rank; what it returns is written by rank 0.
-    """
-    env = ensemble.env
+    lines_per_row = 1
+    if settings.explain:
+        kind = "explained"
+        columns = ["score", *Contribution._fields]
+        lines_per_row = settings.explain * len(ensemble.targets)
     output = settings.output(kind)
-    table = None
-    with contextlib.ExitStack() as stack:
-        with env.sync_errors():
-            if env.rank == 0:
-                header = "\t".join(["genes", *columns]) + "\n"
-                table = GrowingTable(output, header, settings.key(), lines_per_row)
-                stack.callback(table.close)
-        num_done = env.broadcast(table.num_rows if table else 0)
-        if num_done:
-            log.info(f"{output} goes on after {num_done:,} of {survey.num_rows:,} rows")
-        first, last = settings.rows
-        cells_per_row = len(columns) * lines_per_row
-        most = max(1, min(ensemble.rows_at_once, CELLS_AT_ONCE // cells_per_row))
-        chunks = read_sets(settings.table, ensemble.tables, first + num_done, last, most)
-        bar = progress_bar(
-            survey.num_rows, kind, unit=" rows", initial=num_done, is_shown=env.rank == 0
-        )
-        stack.enter_context(bar)
-        while True:
-            with env.sync_errors():
-                chunk = next(chunks, None)
-            if chunk is None:
-                break
-            lines_of_chunk = lines(chunk)
-            with env.sync_errors():
-                if table:
-                    table.append(lines_of_chunk, len(chunk.sets))
+    header = "\t".join(["genes", *columns]) + "\n"
+    table = GrowingTable(output, header, settings.key(), lines_per_row, ensemble.env)
+    if table.num_rows:
+        log.info(f"{output} goes on after {table.num_rows:,} of {survey.num_rows:,} rows")
+    bar = progress_bar(
+        survey.num_rows, kind, " rows", table.num_rows, is_shown=ensemble.env.rank == 0
+    )
+    first, last = settings.rows
+    first += table.num_rows
+    most = max(1, min(ensemble.rows_at_once, CELLS_AT_ONCE // len(columns) // lines_per_row))
+    with contextlib.closing(table), bar:
+        for chunk in read_sets(settings.table, ensemble.tables, first, last, most):
+            lines = compute_on_all_ranks(settings, ensemble, chunk)
+            table.append(lines, len(chunk.sets))
             bar.update(len(chunk.sets))
-        with env.sync_errors():
-            if table:
-                table.finish()
+        table.finish()
     log.info(f"{survey.num_known} predictions written to {output}")
+
+
+def compute_on_all_ranks(settings: Settings, ensemble: Ensemble, chunk: Chunk) -> Iterator[str]:
+    """Returns the lines of some rows, each of which is made when it is read."""
+    if settings.explain:
+        contributions = ensemble.contributions(chunk.samples, settings.explain)
+        return explained_lines(chunk, ensemble, contributions)
+    predicted = ensemble.predict(chunk.samples, settings.parts).flatten(1)
+    cells = torch.full((len(chunk.sets), predicted.size(1)), math.nan, dtype=torch.float64)
+    cells[chunk.is_known] = predicted
+    return table_lines(iter(chunk.sets), cells, ensemble.digits(settings.parts))
+
+
+def explained_lines(chunk: Chunk, ensemble: Ensemble, contributions: Tensor) -> Iterator[str]:
+    """Yields a line for each row, score and node asked for; where fewer contribute, it is empty.
+
+    `contributions` are those to the rows that are known.
+    """
+    explained = name_contributions(contributions, chunk.samples, ensemble.ways)
+    for genes, is_known in zip(chunk.sets, chunk.is_known.tolist(), strict=True):
+        nodes_of_targets = next(explained) if is_known else [[] for _ in ensemble.targets]
+        for target, nodes in zip(ensemble.targets, nodes_of_targets, strict=True):
+            for name, contribution, steps, relations in nodes:
+                yield f"{genes}\t{target}\t{name}\t{contribution:.6g}\t{steps}\t{relations}\n"
+            for _ in range(contributions.size(2) - len(nodes)):
+                yield f"{genes}\t{target}\t\t\t\t\n"
 
 
 if __name__ == "__main__":

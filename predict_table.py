@@ -1,111 +1,99 @@
-"""A table that is written over hours, and goes on where a kill interrupted it."""
+"""A table that is written for hours, and goes on where a kill interrupted it."""
 
 import contextlib
 import fcntl
 import glob
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from ddp_setup import Distributed
 from errors import UserError
 from run_checkpoint import explain_write_errors
 
 
 class GrowingTable:
-    """A file that gets its name when all of it is written.
+    """A file whose lines stand in `<path>.<key>.partial` until all of them are written.
 
-    Until then, its lines are in `<path>.<key>.partial`. What stands there is kept by the next
-    process with the same key, which must come to the same lines.
-
-    Args:
-        path: the file.
-        header: its first line.
-        key: a hash of all that the lines follow from.
-        lines_per_row: of what the rows are written as.
-
-    Raises:
-        UserError: it cannot be written, another process writes it, or what was written of another
-            table is in the way.
+    The next process with the same key, a hash of all that the lines follow from, goes on after the
+    last whole row. All ranks make it and call its methods, and rank 0 writes. Raises `UserError` on
+    every rank if the file cannot be written, another process writes it, or one that was begun with
+    another key is in the way.
     """
 
-    def __init__(self, path: Path, header: str, key: str, lines_per_row: int = 1):
+    def __init__(self, path: Path, header: str, key: str, lines_per_row: int, env: Distributed):
         self.path = path
         self.partial = Path(f"{path}.{key}.partial")
         self.header = header
-        with explain_errors(path):
-            self.file = self.partial.open("a+b")
-        try:
-            self._lock(self.file)
-            self._check_others()
-        except UserError:
-            self.file.close()
-            raise
-        self.num_rows = self._cut_to_whole_rows(lines_per_row)
+        self.env = env
+        self.num_rows = 0
+        with self._shared_errors():
+            if env.rank == 0:
+                self._check_others()
+                self.file = self._lock(self.partial)
+                self.num_rows = self._cut_to_whole_rows(lines_per_row)
+        self.num_rows = env.broadcast(self.num_rows)
 
-    def _lock(self, file: BinaryIO) -> None:
-        """Locks a file until it is closed; raises `UserError` if another process has."""
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is writing {self.path}: wait for it") from None
+    def append(self, lines: Iterable[str], num_rows: int) -> None:
+        """Writes rows, whose lines have their ends; raises `UserError` on every rank."""
+        with self._shared_errors():
+            if self.env.rank == 0:
+                if not self.num_rows:
+                    self.file.write(self.header.encode())
+                self.file.writelines(line.encode() for line in lines)
+                self.file.flush()
+        self.num_rows += num_rows
+
+    def finish(self) -> None:
+        """Gives the file its name; raises `UserError` on every rank."""
+        with self._shared_errors():
+            if self.env.rank == 0:
+                self.partial.rename(self.path)
+
+    def close(self) -> None:
+        """Ends writing, and removes a file without rows, from which nobody would go on."""
+        if self.env.rank == 0:
+            with contextlib.suppress(OSError):  # the disk may be full
+                if not os.fstat(self.file.fileno()).st_size:
+                    self.partial.unlink()
+                self.file.close()
+
+    @contextlib.contextmanager
+    def _shared_errors(self) -> Iterator[None]:
+        """Turns a failure to write of rank 0 into a `UserError` on every rank."""
+        explain = explain_write_errors(self.path, UserError, "change the working folder")
+        with self.env.sync_errors(), explain:
+            yield
 
     def _check_others(self) -> None:
-        """Raises `UserError` if the same file is or was begun with another key."""
-        pattern = f"{glob.escape(self.path.name)}.*.partial"
-        for other in self.path.parent.glob(pattern):
-            if other == self.partial:
-                continue
-            with contextlib.suppress(FileNotFoundError), other.open("rb") as file:
-                self._lock(file)
-                if other.stat().st_size:
+        """Raises `UserError` if another process writes the file, or began it with another key."""
+        for other in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.partial"):
+            with self._lock(other):
+                if other != self.partial and other.stat().st_size:
                     raise UserError(
                         f"{other} was begun with another table, other runs or options: repeat that "
                         "command, or remove the file"
                     )
 
+    def _lock(self, partial: Path) -> BinaryIO:
+        """Returns a file that no other process can lock until it is closed."""
+        file = partial.open("a+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise UserError(f"another process is writing {self.path}: wait for it") from None
+        return file
+
     def _cut_to_whole_rows(self, lines_per_row: int) -> int:
         """Removes the end of a row that a kill cut off, and returns how many rows there are."""
-        num_rows = 0
-        end = 0  # of the last whole row
         self.file.seek(0)
-        position = len(self.file.readline())
-        for num_lines, line in enumerate(self.file, 1):
-            if not line.endswith(b"\n"):
-                break
-            position += len(line)
-            if num_lines % lines_per_row == 0:
-                num_rows += 1
-                end = position
-        self.file.truncate(end)
+        num_lines = sum(line.endswith(b"\n") for line in self.file)
+        num_rows = max(0, num_lines - 1) // lines_per_row  # the first line is the header
+        self.file.seek(0)
+        lines = islice(self.file, 1 + num_rows * lines_per_row)
+        size = sum(len(line) for line in lines)
+        self.file.truncate(size if num_rows else 0)
         return num_rows
-
-    def append(self, lines: Iterable[str], num_rows: int) -> None:
-        """Writes rows, whose lines have their ends; raises `UserError`."""
-        with explain_errors(self.path):
-            if not self.num_rows:
-                self.file.write(self.header.encode())
-            for line in lines:
-                self.file.write(line.encode())
-            self.file.flush()
-        self.num_rows += num_rows
-
-    def finish(self) -> None:
-        """Gives the file its name; raises `UserError`."""
-        with explain_errors(self.path):
-            os.replace(self.partial, self.path)
-
-    def close(self) -> None:
-        """Ends writing, and removes a file without rows, from which nobody would go on."""
-        with contextlib.suppress(OSError):  # the disk may be full
-            self.file.flush()
-        with contextlib.suppress(OSError):
-            if not self.partial.stat().st_size:
-                self.partial.unlink()
-        with contextlib.suppress(OSError):
-            self.file.close()
-
-
-def explain_errors(path: Path) -> contextlib.AbstractContextManager:
-    """Turns a failure to write a table into a `UserError`."""
-    return explain_write_errors(path, UserError, "change the working folder")

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+import predict_ensemble
 from data import DataConfig, KnockoutDataset, load
 from data_tables import OF_SAMPLES, Tables
+from ddp_setup import DDPConfig, Distributed
 from errors import UserError
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from predict import Predictor
 from predict_table import GrowingTable
+from task import make_dataset
 from tests.bench import screen
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.conftest import DEFAULTS, ROOT, SMALL, fork, join, write_table
@@ -303,7 +306,8 @@ def test_a_killed_prediction_goes_on_after_its_last_whole_row(trained, predict, 
         *written, _, last = written[:-1]
         partial.write_text("\n".join([*written, last[:5]]))
         num_done = 349
-    result = predict(2, *command, fault="predict_at_once:50").check()
+    smaller = "data.batch_size=16"  # such as after a lack of memory
+    result = predict(2, *command, smaller, fault="predict_at_once:50").check()
     assert f"all-pairs.{kind}.tsv goes on after {num_done} of 435 rows" in result.stdout
     assert "435 predictions written" in result.stdout
     assert output.read_text().splitlines()[: len(written)] == written
@@ -345,16 +349,25 @@ def test_another_command_says_which_file_is_in_the_way(members, predict, tmp_pat
 
 def test_two_processes_do_not_write_one_table(tmp_path):
     path = tmp_path / "a[1].tsv"
-    first = GrowingTable(path, "genes\n", "key")
+
+    def begin(key: str) -> GrowingTable:
+        return GrowingTable(path, "genes\n", key, 1, Distributed(DDPConfig()))
+
+    first = begin("key")
     for key in ("key", "another"):
         with pytest.raises(UserError, match=r"another process is writing .*tsv: wait for it"):
-            GrowingTable(path, "genes\n", key)
+            begin(key)
         (tmp_path / f"{path.name}.another.partial").unlink(missing_ok=True)
     first.append(["x\n"], 1)
     first.finish()
+    second = begin("key")  # before the first one is closed
     first.close()
     assert path.read_text() == "genes\nx\n"
-    GrowingTable(path, "genes\n", "key").close()
+    second.append(["y\n"], 1)
+    second.finish()
+    second.close()
+    assert path.read_text() == "genes\ny\n"
+    begin("key").close()
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -394,6 +407,21 @@ def test_wrong_rows_and_devices_are_one_sentence(trained, predict, nproc, option
     trained("run.name=run")
     result = predict(nproc, "all-singles", "runs/run", option)
     assert (result.returncode, result.stderr) == (2, f"error: {message}\n")
+
+
+def test_the_first_samples_choose_how_messages_are_passed(members, tmp_path, monkeypatch):
+    """For all calls, so that a set has the same prediction in each."""
+    predictor = Predictor(*(tmp_path / run for run in members), device="cpu")
+    planned = []
+
+    def plan(samples: Tables, *arguments: object) -> tuple:
+        planned.append(len(samples.y))
+        return make_dataset(samples, *arguments)
+
+    monkeypatch.setattr(predict_ensemble, "make_dataset", plan)
+    for sets in ([], ["Y01", "Y02"], ["Y03"]):
+        predictor.predict(sets)
+    assert planned == [2] * len(members)
 
 
 def test_one_predictor_serves_several_threads(members, tmp_path):

@@ -275,6 +275,17 @@ def test_explanations_are_a_regular_table_and_the_same_from_python(members, pred
     assert of_two_ranks == [line[:3] for line in [header, *lines]]
 
 
+def test_a_model_of_where_training_started_is_named(members, predict, tmp_path):  # noqa: F811
+    """It changes no prediction by the graph, as the readout of changes starts at 0."""
+    note = "note      best.pt is where training started: perhaps no node contributes"
+    command = ["all-singles", members[0], "--explain", "1"]
+    best = tmp_path / members[0] / "checkpoints/best.pt"
+    state = torch.load(best, weights_only=True)
+    for step in (0, 5):
+        torch.save({**state, "step": step}, best)
+        assert (note in predict(0, *command).check().stdout) == (step == 0)
+
+
 def test_all_contributions_add_up_to_the_part(members, tmp_path):  # noqa: F811
     predictor = Predictor(last_checkpoint(tmp_path / members[0]), device="cpu")
     sets = ["Y01,Y02", "Y05", "Y29"]
