@@ -36,6 +36,17 @@ EXAMPLE_SIZE = (400, 8000, 6000, 1)  # nodes, edges, rows and scores of the exam
 # Files of tests that pass with other models and tables, too.
 FOR_ANY_MODEL = ("test_contract", "test_mask", "test_model_reach", "test_config")
 
+LONGEST_FILES = (
+    "test_slurm",
+    "test_machines",
+    "test_predict",
+    "test_resume",
+    "test_run_folder",
+    "test_train",
+    "test_ddp_setup",
+    "test_run_checkpoint",
+    "test_baseline_combination",
+)
 REPLACED_IN_WORKERS: set[str] = set()  # of pytest-xdist
 
 # Imports torch once, so that the processes forked from it start at once.
@@ -131,8 +142,8 @@ def replaced() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts the files that wait most first, so that other tests run in parallel with them."""
-    items.sort(key=lambda item: item.path.stem not in ("test_slurm", "test_machines"))
+    """Starts the longest files first, so that none of them is run alone at the end."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST_FILES)
 
 
 @dataclass

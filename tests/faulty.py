@@ -319,6 +319,14 @@ def other_optimiser() -> None:
     train.build_optimizer = build_sgd
 
 
+def closed_pipe() -> None:
+    """The reader of the command's output has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    sys.stdout = os.fdopen(1, "w")  # with a buffer, whatever PYTHONUNBUFFERED says
+
+
 def terminal() -> None:
     """Shows progress as if stderr was a terminal."""
     sys.stderr.isatty = lambda: True

@@ -82,9 +82,9 @@ def test_ranks_do_not_depend_on_an_offset():
 
 @pytest.mark.parametrize("has_sd", [False, True])
 def test_groups_are_analysed_as_their_rows_alone(has_sd):
-    rows = make_rows(400, 2)
+    rows = make_rows(120, 2)
     if has_sd:
-        sd = torch.rand(400, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        sd = torch.rand(120, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         rows = replace(rows, sd=0.1 + 0.2 * sd)
     result = metrics_by_group(rows)
     deletions = rows.deletions()

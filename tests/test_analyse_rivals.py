@@ -134,7 +134,7 @@ def random_levels(tables: Tables) -> torch.Tensor:
 
 def test_each_rival_of_levels_knows_its_own_response():
     """Linear in the level, quadratic, of its logarithm, and any other."""
-    tables = make_tables(zero, 3, "random", num_rows=1500)
+    tables = make_tables(zero, 3, "random", num_rows=600)
     tables.level = random_levels(tables)
     dose = 1 - tables.level
     first = normal(NUM_GENES)[tables.perturbed]

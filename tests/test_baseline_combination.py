@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -57,6 +56,12 @@ def combined_tables(
     )
     tables.split = random_split(tables, DataConfig())
     return tables
+
+
+@pytest.fixture
+def few_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets fits try two penalties in place of all, for tests that do not depend on the choice."""
+    monkeypatch.setattr(baseline_combination, "PENALTIES", (0.3, 0.01))
 
 
 def on_test_rows(tables: Tables, prediction: Tensor) -> float:
@@ -121,7 +126,7 @@ def num_combined(seeds: Iterable[int]) -> int:
     return number
 
 
-def test_each_score_is_combined_by_itself():
+def test_each_score_is_combined_by_itself(few_penalties):
     """Missing scores count for none of them, nor does the order of the scores."""
     tables = combined_tables((0.0, 2.0, 0.0))
     others = combined_tables((1.0, 0.0, 0.0), noise=0.5)
@@ -137,7 +142,7 @@ def test_each_score_is_combined_by_itself():
         torch.testing.assert_close(together.prediction[:, t : t + 1], alone.prediction)
 
 
-def test_binary_scores_are_combined():
+def test_binary_scores_are_combined(few_penalties):
     tables = combined_tables((0.0, 0.0, 2.0), noise=0.0, num_rows=3000)
     tables.y = (tables.y < 4).double()
     additive = additive_baseline(tables, "binary")
@@ -167,7 +172,7 @@ def test_rows_of_little_weight_choose_and_fit_little():
     torch.testing.assert_close(fit_baseline(tables).prediction, found.prediction)
 
 
-def test_a_combination_does_not_depend_on_the_unit_of_the_scores():
+def test_a_combination_does_not_depend_on_the_unit_of_the_scores(few_penalties):
     tables = combined_tables()
     found = fit_baseline(tables)
     scaled = fit_baseline(replace(tables, y=1e-9 * tables.y - 3e-6))
@@ -199,11 +204,9 @@ def test_unseen_nodes_take_part_with_imputed_responses():
 
 def test_a_fit_takes_one_thread_and_leaves_their_number(monkeypatch):
     seen = []
-    fit = baseline_combination.combine_target
 
     def combine_target(*arguments):
         seen.append(torch.get_num_threads())
-        return fit(*arguments)
 
     monkeypatch.setattr(baseline_combination, "combine_target", combine_target)
     before = torch.get_num_threads()
@@ -333,7 +336,7 @@ def test_the_readout_is_the_combination_of_the_nodes_it_is_told():
         torch.testing.assert_close(found[sample], expected)
 
 
-def test_the_model_starts_from_the_combination_and_trains_it():
+def test_the_model_starts_from_the_combination_and_trains_it(few_penalties):
     tables = combined_tables((0.2, 1.4, 0.2))
     found = fit_baseline(tables)
     model = KnockoutGNN.from_tables(ModelConfig(hidden=4, dropout=0.0), tables, found)
@@ -346,10 +349,10 @@ def test_the_model_starts_from_the_combination_and_trains_it():
     assert "baseline.weights" in model.state_dict()
 
 
-def test_the_file_of_a_run_has_no_other_tables(tmp_path: Path):
+def test_the_file_of_a_run_has_no_other_tables(few_penalties):
     """All that a prediction depends on is in the state dict: units of responses, and weights."""
-    tables = combined_tables(levels=(0.0, 0.4, 2.0))
-    others = combined_tables((1.0, 0.0, 0.0), levels=(0.0, 0.7, 3.0), seed=1)
+    tables = combined_tables(levels=(0.0, 0.4, 2.0), num_rows=300)
+    others = combined_tables((1.0, 0.0, 0.0), levels=(0.0, 0.7, 3.0), num_rows=300, seed=1)
     models = [
         KnockoutGNN.from_tables(ModelConfig(hidden=4), each, fit_baseline(each)).eval()
         for each in (tables, others)

@@ -316,7 +316,9 @@ def with_targets_on_nodes(task: KnockoutTask) -> KnockoutTask:
         pytest.skip(str(error))
     genes = task.tables.genes
     tables = dataclasses.replace(
-        task.tables, targets=[genes[2], genes[0], genes[1]], y=task.tables.y[:, [0, 0, 0]]
+        parity.few_rows(task.tables),
+        targets=[genes[2], genes[0], genes[1]],
+        y=task.tables.y[:, [0, 0, 0]],
     )
     return KnockoutTask.from_tables(tables, config)
 

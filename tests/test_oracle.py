@@ -389,7 +389,7 @@ def is_determined(oracle: Oracle, t: int) -> bool:
 
 
 # In the last, the sets of a third of the rows have levels of which the powers round differently.
-@pytest.mark.parametrize("seed", [*range(50), 1542])
+@pytest.mark.parametrize("seed", [*range(20), 1542])
 def test_random_tables(seed, tmp_path):
     compare(seed, tmp_path)
 

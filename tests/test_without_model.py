@@ -2,9 +2,7 @@
 
 import math
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from baseline import additive_baseline
 from data_tables import Tables
 from metrics import pearson
 from tests.test_baseline_combination import combined_tables
-from tests.tools.runs import ROOT, pack_levels, predictions_of
+from tests.tools.runs import pack_levels, predictions_of
 
 SINGLES = ["sum", "largest", "smallest", "product"]
 
@@ -271,11 +269,11 @@ def test_the_strongest_is_named_with_the_place_of_the_model(known, error, place)
     assert low < gain < high
 
 
-def test_analyse_prints_rivals_of_a_run_and_of_several(train, run, tmp_path: Path):
+def test_analyse_prints_rivals_of_a_run_and_of_several(train, command):
     for seed in (0, 1):
         train(0, f"run.name=s{seed}", f"run.seed={seed}").check()
     for folders in (["runs/s0"], ["runs/s0", "runs/s1"]):
-        output = run([sys.executable, ROOT / "analyse.py", *folders]).check().stdout
+        output = command(0, "analyse.py", *folders).check().stdout
         assert re.search(r"^baseline: sum of effects +-?\d\.\d{4} ", output, re.MULTILINE)
         assert re.search(r"^mean +0\.0000 ", output, re.MULTILINE)
         assert output.count("strongest without the model: ") == 1
