@@ -21,7 +21,7 @@ from torch_geometric.index import index2ptr
 from torch_geometric.utils import coalesce, scatter, to_undirected
 
 from data_cells import SPLITS, number_names, read_header, read_rows, stable_order
-from data_names import note_on_unknown
+from data_names import is_date, meanings, note_on_unknown, some_names
 from data_notes import note_empty_columns, note_outliers, note_replicates
 from errors import DataError
 from metrics import standardise
@@ -366,6 +366,10 @@ def read_features(path: str, genes: list[str], notes: list[str]) -> dict[str, An
     if (row < 0).all():
         problem = "none of its nodes is in the tables of edges and knock-outs"
         raise DataError(f"{path}: {problem}")
+    dates = [name for name in row_of if is_date(name) and name not in genes]
+    if dates:
+        shown = some_names(dates, meanings(dates, genes))
+        notes.append(f"{path}: {len(dates):,} names are no nodes: {shown}")
     values = torch.cat(chunks)[row].where(row.unsqueeze(1) >= 0, math.nan)
     note_empty_columns(path, names, values, notes)
     return {"features": standardise(values).nan_to_num().float(), "feature_names": names}

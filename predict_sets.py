@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data_cells import Rows, read_header, read_rows, split_level
-from data_names import nearly_nodes, some_names
+from data_names import meanings, some_names
 from data_tables import Tables, pack
 from errors import UserError
 
@@ -166,5 +166,5 @@ def make_samples(tables: Tables, row: Tensor, node: Tensor, level: Tensor, num_r
 
 def unknown_nodes(names: Sequence[str], tables: Tables) -> str:
     """Returns a sentence that names up to ten nodes that the graph does not have."""
-    near = nearly_nodes(names, tables.genes)
-    return f"{len(names)} nodes are not in the graph: {some_names(names, near)}"
+    meaning_of = meanings(names, tables.genes)
+    return f"{len(names)} nodes are not in the graph: {some_names(names, meaning_of)}"

@@ -1,9 +1,10 @@
 """The plots of a run, as SVG, for which no package is needed.
 
-A `Panel` is a grid with five numbers on each axis; `curves_svg` draws lines in two of them,
+A `Panel` is a grid with round numbers on each axis; `curves_svg` draws lines in two of them,
 `scatter_svg` points in one.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,26 +12,26 @@ GREY = "#868e96"
 BLUE = "#228be6"
 ORANGE = "#e8590c"
 STYLE = f'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" fill="{GREY}"'
-TICKS = (0, 0.25, 0.5, 0.75, 1)  # where the numbers stand, as fractions of an axis
+LINE = f'stroke="{GREY}" stroke-opacity=".3"'  # of a grid
+MOST_TICKS = 7  # numbers on an axis
 
 Point = tuple[float, float]
 
 
 @dataclass
 class Panel:
-    """An area of a plot, whose upper left corner is at (0, 0)."""
+    """An area of a figure, whose upper left corner is at (0, 0), and the numbers on its axes."""
 
     width: float
     height: float
-    x_range: Point
-    y_range: Point
-    x_format: str = ".3g"
+    x_ticks: list[float]
+    y_ticks: list[float]
 
     def place(self, point: Point) -> Point:
         """Returns a point's distances from the panel's left and upper side."""
         x, y = point
-        x_low, x_high = self.x_range
-        y_low, y_high = self.y_range
+        x_low, x_high = self.x_ticks[0], self.x_ticks[-1]
+        y_low, y_high = self.y_ticks[0], self.y_ticks[-1]
         right = self.width * (x - x_low) / (x_high - x_low)
         down = self.height * (y_high - y) / (y_high - y_low)
         return right, down
@@ -38,14 +39,13 @@ class Panel:
     def grid(self) -> list[str]:
         """Returns the SVG of a line for each number on the axis of y, and of both axes' numbers."""
         svg = []
-        for tick in TICKS:
-            right = self.width * tick
-            down = self.height * (1 - tick)
-            x = format(number_at(tick, self.x_range), self.x_format)
-            y = format(number_at(tick, self.y_range), ".3g")
-            svg.append(f'<path d="M0 {down}h{self.width}" stroke="{GREY}" stroke-opacity=".3"/>')
-            svg.append(f'<text x="-8" y="{down}" dy="4" text-anchor="end">{y}</text>')
-            svg.append(centred_text(right, self.height + 18, x))
+        for y, label in zip(self.y_ticks, labels_of(self.y_ticks), strict=True):
+            _, down = self.place((self.x_ticks[0], y))
+            svg.append(f'<path d="M0 {down:.1f}h{self.width}" {LINE}/>')
+            svg.append(f'<text x="-8" y="{down:.1f}" dy="4" text-anchor="end">{label}</text>')
+        for x, label in zip(self.x_ticks, labels_of(self.x_ticks), strict=True):
+            right, _ = self.place((x, self.y_ticks[0]))
+            svg.append(centred_text(right, self.height + 18, label))
         return svg
 
 
@@ -60,20 +60,40 @@ class Curve:
 
 def centred_text(x: float, y: float, text: str) -> str:
     """Returns a text whose middle is at x."""
-    return f'<text x="{x}" y="{y}" text-anchor="middle">{text}</text>'
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{text}</text>'
 
 
-def number_at(tick: float, limits: Point) -> float:
-    """Returns the number that stands at a fraction of an axis."""
-    low, high = limits
-    return low + tick * (high - low)
+def round_ticks(values: Sequence[float], least_step: float = 0.0) -> list[float]:
+    """Returns the numbers on an axis that covers all values, from end to end.
 
-
-def range_of(values: Sequence[float]) -> Point:
-    """Returns the smallest and the largest value; an axis that would be empty gets the length 1."""
+    They are consecutive multiples of a step, which is 1, 2 or 5 times a power of ten. An axis of
+    equal values begins or ends at 0.
+    """
     low = min(values, default=0.0)
     high = max(values, default=0.0)
-    return low, high if high > low else low + 1.0
+    if math.isclose(low, high):
+        low = min(low, 0.0)
+        high = max(high, 0.0)
+    if low == high:
+        high = 1.0
+    power_of_ten = 10.0 ** (math.floor(math.log10(high - low)) - 1)
+    axes = []
+    for factor in (2, 5, 10, 20):
+        axes.append(multiples(max(factor * power_of_ten, least_step), low, high))
+    return next(ticks for ticks in axes if len(ticks) <= MOST_TICKS)
+
+
+def multiples(step: float, low: float, high: float) -> list[float]:
+    """Returns the multiples of a step from the last below `low` to the first above `high`."""
+    numbers = range(math.floor(low / step), math.ceil(high / step) + 1)
+    return [step * number for number in numbers]
+
+
+def labels_of(ticks: Sequence[float]) -> list[str]:
+    """Returns the numbers of an axis as texts, with all digits in which they differ."""
+    largest = max(abs(ticks[0]), abs(ticks[-1]))
+    digits = 3 + int(math.log10(largest / (ticks[1] - ticks[0])))
+    return [f"{tick:,.{max(6, digits)}g}" for tick in ticks]
 
 
 def curves_svg(rows: Sequence[dict], metric: str) -> str:
@@ -106,7 +126,7 @@ def points_of(rows: Sequence[dict], kind: str, key: str) -> list[Point]:
 def curves_panel(left: int, title: str, curves: Sequence[Curve], last_step: int) -> list[str]:
     """Returns the lines of one panel: the label and the line of each curve over a grid."""
     values = [value for curve in curves for _, value in curve.points]
-    panel = Panel(380, 240, (0, last_step), range_of(values), x_format=",.0f")
+    panel = Panel(380, 240, round_ticks([0, last_step], least_step=1.0), round_ticks(values))
     svg = [f'<g transform="translate({left} 64)">']
     svg.append(f'<text y="-44" font-weight="bold">{title}</text>')
     svg.append(centred_text(panel.width / 2, 278, "optimiser step"))
@@ -122,9 +142,9 @@ def curves_panel(left: int, title: str, curves: Sequence[Curve], last_step: int)
 
 
 def scatter_svg(points: Sequence[Point], x_label: str, y_label: str) -> str:
-    """Returns an SVG of points in a square, with the same range on both axes, and its diagonal."""
-    limits = range_of([value for point in points for value in point])
-    panel = Panel(400, 400, limits, limits)
+    """Returns points in a square with the same numbers on both axes, and the diagonal."""
+    ticks = round_ticks([value for point in points for value in point])
+    panel = Panel(400, 400, ticks, ticks)
     svg = [f'<svg viewBox="0 0 490 490" {STYLE}>', '<g transform="translate(70 20)">']
     svg += panel.grid()
     svg.append(f'<path d="M0 400L400 0" stroke="{GREY}" stroke-dasharray="6 4"/>')

@@ -18,7 +18,6 @@ from baseline import additive_baseline
 from config import Config
 from data import DataConfig
 from data_tables import Tables
-from errors import UserError
 from metrics import pearson
 from run_checkpoint import write_atomically
 from run_results import read_results, result_lines
@@ -33,9 +32,9 @@ from tests.bench.baselines import (
     neighbours,
     recurring_pairs,
 )
-from tests.bench.quality import bootstrap, permute_names, random_features, summary
+from tests.bench.quality import bootstrap, permute_names, summary
 from tests.bench.synthetic import write
-from tests.conftest import DEFAULTS, write_defaults, write_table
+from tests.conftest import DEFAULTS, write_defaults
 from tests.tools.runs import pack_sets
 from train import read_config
 
@@ -241,26 +240,6 @@ def test_an_unseen_gene_is_known_by_its_features():
     assert on_test_rows(tables, features(Problem(tables))) > 0.95
     tables.features = normal(NUM_GENES, 3, seed=2).float()
     assert on_test_rows(tables, features(Problem(tables))) < 0.8
-
-
-def test_random_features_stand_in_for_those_of_the_same_genes(tmp_path):
-    edges = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x")]
-    scores = [("genes", "score", "split"), ("a", 1, "train"), ("b", 2, "val"), ("c", 3, "test")]
-    rows = [("gene", "f", "g"), ("c", 1, 0), ("a", 0, 1)]
-    options = DataConfig(
-        edges=str(write_table(tmp_path / "edges.tsv", edges)),
-        perturbations=str(write_table(tmp_path / "scores.tsv", scores)),
-        features=str(write_table(tmp_path / "features.tsv", rows)),
-        cache_dir=str(tmp_path),
-    )
-    (override,) = random_features(Config(data=options), tmp_path / "new")
-    path = override.removeprefix("data.features=")
-    before = data.load(options).features
-    after = data.load(replace(options, features=path)).features
-    assert torch.equal(before != 0, after != 0)
-    assert not torch.equal(before, after)
-    with pytest.raises(UserError, match=r"set data\.features"):
-        random_features(Config(data=replace(options, features="")), tmp_path)
 
 
 @pytest.mark.parametrize("split", ["random", "nodes"])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data import DataConfig, load
-from data_names import is_control, misread, nearly_nodes, note_on_unknown
+from data_names import is_control, meanings, misread, note_on_unknown
 from errors import DataError
 from predict_sets import read_sets
 from tests.conftest import write_table
@@ -43,12 +43,11 @@ def test_controls_are_refused_unless_they_are_nodes(tmp_path):
 def test_controls_are_known_by_their_names():
     controls = (
         *("ctrl", "CTRL", "control", "Control_1", "WT", "wild-type", "wild type", "Wildtype"),
-        *("non-targeting", "Non_Targeting", "non-targeting_00012", "NT", "NTC", "safe-targeting"),
-        *("non-targeting control 3", "negative control", "neg_ctrl", "Wild_Type_3", "scrambled"),
-        *("mock", "non targeting guide 7"),
+        *("non-targeting", "Non_Targeting", "non-targeting_00012", "NT", "NTC"),
+        *("non-targeting control 3", "negative control", "neg_ctrl", "Wild_Type_3"),
     )
     assert [name for name in controls if not is_control(name)] == []
-    genes = ("WT1", "NT5", "NT5E", "CTRB1", "CONTROLLER", "WTAP", "SAFE", "CTRLP", "SCRN1")
+    genes = ("WT1", "NT5", "NT5E", "CTRB1", "CONTROLLER", "WTAP", "SAFE", "CTRLP", "NTC20")
     assert [name for name in genes if is_control(name)] == []
 
 
@@ -112,49 +111,70 @@ def test_what_else_is_no_name_is_refused(tmp_path, cell, problem):
 
 
 # ---- Names that nearly are nodes -----------------------------------------------------------------
-NEAR = [  # a name, the node that it nearly is, and what differs
-    ("g0", "G0", "upper and lower case"),
-    ("yal001c", "YAL001C", "upper and lower case"),
-    ("HLA_A", "HLA-A", "hyphens, underscores, dots and blanks"),
-    ("hla a", "HLA-A", "hyphens, underscores, dots and blanks"),
-    ("ENSG01.12", "ENSG01", "a version such as .1"),
-    ("ENSG01", "ENSG01.3", "a version such as .1"),
-    ("G1.1", "G1", "a version such as .1"),
-    ("G1+new", "G1", "further text"),
-    ("HLA-A\u200b", "HLA-A", "hyphens, underscores, dots and blanks"),
-    ("1-Mar", "MARCH1", "a spreadsheet's date or a newer name"),
-    ("Mar-01", "MARCHF1", "a spreadsheet's date or a newer name"),
-    ("1-Mar", "MAR1", "a spreadsheet's date or a newer name"),
-    ("2-Sep", "SEPT2", "a spreadsheet's date or a newer name"),
-    ("02-Sep", "SEPTIN2", "a spreadsheet's date or a newer name"),
-    ("1-Dec", "DEC1", "a spreadsheet's date or a newer name"),
-    ("1-DEC", "DELEC1", "a spreadsheet's date or a newer name"),
-    ("4-Oct", "OCT4", "a spreadsheet's date or a newer name"),
+NEAR = [  # a name, and the node that it nearly is
+    ("g0", "G0"),
+    ("yal001c", "YAL001C"),
+    ("HLA_A", "HLA-A"),
+    ("hla a", "HLA-A"),
+    ("HLA-A\u200b", "HLA-A"),
+    ("ENSG01.12", "ENSG01"),
+    ("G1.1", "G1"),
+    ("G1_1", "G1"),
+    ("G1+new", "G1"),
+    ("1-Mar", "MARCH1"),
+    ("Mar-01", "MARCHF1"),
+    ("MARCH1", "MARCHF1"),
+    ("1-Mar", "MAR1"),
+    ("2-Sep", "SEPT2"),
+    ("02-Sep", "SEPTIN2"),
+    ("1-DEC", "DEC1"),
+    ("4-Oct", "OCT4"),
 ]
+DATES = ("1-Mar", "01-Sep", "Mar-01", "2001-03-01", "2024-09-02 00:00:00")
 
 
 def test_a_name_is_nearly_a_node():
-    for name, node, difference in NEAR:
-        near = nearly_nodes([name], ["other", node, "G11", "more"])
-        assert near == {name: (node, difference)}, name
+    for name, node in NEAR:
+        assert meanings([name], ["other", node, "G11", "more"]) == {name: node}, name
 
 
 def test_other_names_are_no_nodes():
     """Two versions are two names, as in C. elegans."""
-    nodes = ["F09G8.3", "MARCH1", "abc", "x1"]
-    for name in ("F09G8.9", "2-Mar", "abd", "x2", "1-Apr", "March"):
-        assert nearly_nodes([name], nodes) == {}, name
+    nodes = ["F09G8.3", "MARCH1", "abc", "x1", "-"]
+    for name in ("F09G8.9", "MARCH2", "sep-1", "abd", "x2", "March", "+"):
+        assert meanings([name], nodes) == {}, name
 
 
-def test_a_note_shows_ten_names_and_the_change_that_most_need():
+def test_a_spreadsheets_date_that_no_edge_has_is_named_whatever_the_nodes_are(tmp_path):
+    for name in DATES:
+        assert meanings([name], ["a", "MARCH2"]) == {name: "a spreadsheet's date"}
+    note = "1 of 4 knocked-out nodes have no edge: 1-Mar (a spreadsheet's date?)"
+    assert read(tmp_path, ["a", "b", "c"], ["a", "b", "c", "a,1-Mar"]) == [note]
+    assert read(tmp_path, ["a", "b", "c", "1-Mar"], ["a", "b", "c", "a,1-Mar"]) == []
+
+
+def test_a_spreadsheets_date_among_the_features_is_named(tmp_path):
+    read(tmp_path, ["a", "b", "MARCH1"], ["a", "b", "MARCH1"])
+    rows = [("gene", "length"), ("a", 1), ("b", 2), ("other", 3), ("1-Mar", 4), ("2-Sep", 5)]
+    options = DataConfig(
+        edges=str(tmp_path / "edges.tsv"),
+        perturbations=str(tmp_path / "scores.tsv"),
+        features=str(write_table(tmp_path / "features.tsv", rows)),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    (note,) = load(options).notes
+    named = "1-Mar (MARCH1?), 2-Sep (a spreadsheet's date?)"
+    assert note.endswith(f"features.tsv: 2 names are no nodes: {named}")
+
+
+def test_a_note_shows_ten_names_first_those_that_mean_something():
     nodes = [f"G{k}" for k in range(40)] + ["A-B"]
     unknown = [f"g{k}" for k in range(20)] + ["A_B", "zzz"]
     shown = ", ".join(f"g{k} (G{k}?)" for k in range(10))
-    text = "; what differs is only upper and lower case, for 20 of them"
-    note = f"22 of 100 knocked-out nodes have no edge: {shown}{text}"
+    note = f"22 of 100 knocked-out nodes have no edge: {shown}"
     assert note_on_unknown(unknown, nodes, 100) == note
     most = note_on_unknown(unknown, nodes, 40)
-    assert most == f"MOST KNOCKED-OUT NODES, 22 of 40, HAVE NO EDGE: {shown}{text}"
+    assert most == f"MOST KNOCKED-OUT NODES, 22 of 40, HAVE NO EDGE: {shown}"
     few = note_on_unknown(["zzz", "A_B", "yyy"], nodes, 100)
     assert few == "3 of 100 knocked-out nodes have no edge: A_B (A-B?), zzz, yyy"
 
@@ -164,6 +184,5 @@ def test_nodes_without_edges_that_look_like_no_other_are_not_noted(tmp_path):
     assert note_on_unknown(["x", "y"], ["a"], 5) == ""
     assert read(tmp_path, ["a", "b", "c"], ["a", "b", "c", "x"]) == []
     assert read(tmp_path, ["a", "b", "c"], ["a", "b", "c", "A"]) == [
-        "1 of 4 knocked-out nodes have no edge: A (a?); what differs is only upper and lower "
-        "case, for 1 of them"
+        "1 of 4 knocked-out nodes have no edge: A (a?)"
     ]

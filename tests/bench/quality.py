@@ -7,17 +7,17 @@ Beside it stands what can be known without the model.
 
 The rivals are those of `tests.bench.baselines`, or, if the scores are named after nodes of the
 graph, of `tests.bench.profiles`. Variants of our model are trained by train.py with the given
-options: `local`, `global`, `both` and `nodes` name model.readout; `permuted` and `random` keep the
-options' readout, on a graph in which the genes' names are permuted, so that it says nothing, and
-with random vectors in place of data.features. With `--seeds 5`, five are trained of each, with
-run.seed 0 to 4, and their mean prediction is a contestant, too. All settings are chosen on
-validation rows, and so is the best baseline of each kind of split, to which the others are compared
-by a paired bootstrap over the test rows, drawn as analyse.py draws them. Pearson's r is over the
-rows, as the mean over the scores; of profiles, the same over the scores of each row stands beside
-it. Splits by nodes hold out a fifth of the nodes unless data.test_fraction is given. A split
-`levels:0`, of `--preset dose`, tests rows in which a node has one of `HELD_BACK`, which no training
-row has. With `--preset`, the tables are those of `tests.bench.synthetic`, and their scores without
-noise are a contestant, the noise ceiling, which no model can beat.
+options: `local`, `global`, `both` and `nodes` name model.readout; `permuted` keeps the options'
+readout, on a graph in which the genes' names are permuted, so that it says nothing. With
+`--seeds 5`, five are trained of each, with run.seed 0 to 4, and their mean prediction is a
+contestant, too. All settings are chosen on validation rows, and so is the best baseline of each
+kind of split, to which the others are compared by a paired bootstrap over the test rows, drawn as
+analyse.py draws them. Pearson's r is over the rows, as the mean over the scores; of profiles, the
+same over the scores of each row stands beside it. Splits by nodes hold out a fifth of the nodes
+unless data.test_fraction is given. A split `levels:0`, of `--preset dose`, tests rows in which a
+node has one of `HELD_BACK`, which no training row has. With `--preset`, the tables are those of
+`tests.bench.synthetic`, and their scores without noise are a contestant, the noise ceiling, which
+no model can beat.
 After an interruption, the same command resumes the study: runs in `--dir` are kept as long as their
 options, their data and the code of train.py are the same.
 """
@@ -66,8 +66,8 @@ from tests.bench.synthetic import PRESETS, generate, write
 from tests.tools.runs import ROOT
 from train import train
 
-MODELS = ("local", "global", "both", "permuted", "random")  # of tables with one score
-PROFILE_MODELS = ("nodes", "permuted", "random")
+MODELS = ("local", "global", "both", "permuted")  # of tables with one score
+PROFILE_MODELS = ("nodes", "permuted")
 CEILING = "noise ceiling"
 HELD_BACK = (0.25, 3.0)  # levels
 DEFAULT_SPLITS = [f"{kind}:{seed}" for kind in ("random", "nodes") for seed in range(3)]
@@ -202,9 +202,7 @@ def chosen_models(options: argparse.Namespace, tables: Tables) -> Sequence[str]:
     """Returns the variants of our model that are asked for, by default all that apply."""
     if options.models is not None:
         return options.models
-    models = PROFILE_MODELS if are_profiles(tables) else MODELS
-    has_features = tables.features.size(1) > 0
-    return [name for name in models if has_features or name != "random"]
+    return PROFILE_MODELS if are_profiles(tables) else MODELS
 
 
 def enter_model(
@@ -387,8 +385,6 @@ def ours(
     config = load_config(options.config, overrides)
     if name == "permuted":
         overrides = overrides + permute_names(config, options.dir)
-    elif name == "random":
-        overrides = overrides + random_features(config, options.dir)
     else:
         overrides = [*overrides, f"model.readout={name}"]
     config = load_config(options.config, overrides)
@@ -467,23 +463,6 @@ def finished_run(folder: Path) -> list[dict]:
     rows = [json.loads(line) for line in lines if line.endswith("}")]
     is_finished = any(row["kind"] == "test" for row in rows)
     return rows if is_finished else []
-
-
-def random_features(config: Config, folder: Path) -> list[str]:
-    """Writes random vectors for the genes with features; returns the option that names the file."""
-    tables = data.load(config.data)
-    if not tables.features.size(1):
-        raise UserError("the variant random needs node features: set data.features")
-    generator = torch.Generator().manual_seed(config.data.split_seed)
-    nodes = (tables.features != 0).any(dim=1).nonzero().flatten().tolist()
-    vectors = torch.randn(len(nodes), tables.features.size(1), generator=generator)
-    lines = ["\t".join(["gene", *map(str, range(vectors.size(1)))])]
-    for node, vector in zip(nodes, vectors.tolist(), strict=True):
-        lines.append("\t".join([tables.genes[node], *map(str, vector)]))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{config.data.split}-{config.data.split_seed}-random.tsv"
-    write_atomically(path, [line + "\n" for line in lines])
-    return [f"data.features={path}"]
 
 
 def permute_names(config: Config, folder: Path) -> list[str]:

@@ -8,12 +8,10 @@ The last are predicted for a thousand ranks.
 Hangs: the real watchdogs of so many ranks, each with a connection of its own, in four processes
 without a model, and a store as torchrun's; their time is real. They have just stalled when the
 measurement begins. Agreement: 2 to 32 real processes over gloo, which sleep for a step's time and
-then agree after each step, or as training does, in turn. Calls at the start: counted on 2 to 8 real
-processes, on the example's tables.
+then agree after each step, or as training does, in turn.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import multiprocessing
@@ -22,27 +20,21 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_watchdog
-from config import Config
-from ddp_setup import AGREEMENT_S, DDPConfig, Distributed, describe, end_process, run
-from ddp_watchdog import OBSERVERS, Heartbeat, StopTraining, Watchdog
-from run_checkpoint import TrainState
-from run_folder import RunConfig, RunFolder
+from ddp_setup import AGREEMENT_S, DDPConfig, Distributed, end_process, run
+from ddp_watchdog import OBSERVERS, Heartbeat, Watchdog
 from tests.bench import arguments, report
 from tests.tools.runs import ROOT
-from train import train
 
 LONG = timedelta(hours=1)
 PROCESSES = 4  # of the simulated ranks
@@ -163,11 +155,11 @@ def simulate(
 
 
 # ---- Real processes ------------------------------------------------------------------------------
-def torchrun(number: int, variables: dict[str, str], *arguments: str) -> str:
+def torchrun(number: int, *arguments: str) -> str:
     """Runs this module in so many processes on the CPU; returns what they print."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={number}", "-m", "tests.bench.ranks", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
     )
@@ -179,7 +171,7 @@ def agreement(options: argparse.Namespace) -> list[dict]:
     """Returns a row for each number of real processes."""
     rows = []
     for number in (2, 4, 8, 16, 32):
-        printed = torchrun(number, {}, "--step-ms", str(options.step_ms))
+        printed = torchrun(number, "--step-ms", str(options.step_ms))
         each, rarely, alone = map(float, printed.split()[-3:])
         rows.append(
             {
@@ -228,86 +220,6 @@ def measure_agreement(options: argparse.Namespace, env: Distributed) -> None:
         print(each, rarely, alone)
 
 
-# ---- Start-up ------------------------------------------------------------------------------------
-class CountedCollectives(TorchDispatchMode):
-    """Counts the collective calls of this thread."""
-
-    calls = 0
-
-    def __torch_dispatch__(
-        self, function: Callable, types: tuple, arguments: tuple = (), options: dict | None = None
-    ):
-        self.calls += function.namespace == "c10d"
-        return function(*arguments, **(options or {}))
-
-
-def start_up() -> list[dict]:
-    """Returns a row for each number of real processes, with the calls of each."""
-    rows = []
-    for number in (2, 4, 8):
-        with tempfile.TemporaryDirectory() as folder:
-            printed = torchrun(number, {"COUNT_IN": folder})
-        rows.append({"processes": number, **json.loads(printed.splitlines()[-1])})
-    return rows
-
-
-def count_start_up(folder: str) -> None:
-    """Prints the calls that parts of this rank's start make on the store and to collectives.
-
-    All ranks make as many.
-    """
-    counts = {}
-    stores = []
-    rendezvous = dist.rendezvous
-    resume = RunFolder.resume
-
-    def counted_rendezvous(*arguments, **options) -> Iterator[tuple]:
-        for store, *place in rendezvous(*arguments, **options):
-            stores.append(CountedStore(store))
-            yield stores[-1], *place
-
-    def end_part(name: str, env: Distributed) -> None:
-        calls = f"{collectives.calls}; {stores[-1].calls.total()}"
-        assert set(env.gather(calls)) == {calls}
-        counts[name] = calls
-        begin_part()
-
-    def begin_part() -> None:
-        collectives.calls = 0
-        stores[-1].calls.clear()
-
-    def start_run(name: str, env: Distributed) -> None:
-        """Starts a run until it knows from which state it goes on, and saves that."""
-
-        def resume_and_stop(run_folder: RunFolder, state: TrainState) -> None:
-            resume(run_folder, state)
-            end_part(name, env)
-            run_folder.save(state)
-            if env.rank == 0:
-                run_folder.lock.close()
-            raise StopTraining(name)
-
-        RunFolder.resume = resume_and_stop
-        with contextlib.suppress(StopTraining):
-            train(Config(run=RunConfig(dir=folder)), env)
-        begin_part()
-
-    def program(env: Distributed) -> None:
-        end_part("set-up", env)
-        env.check_equal({"CUDA": "none"})
-        end_part("check_equal", env)
-        describe(env)
-        end_part("describe", env)
-        start_run("a new run", env)
-        start_run("a resumed run", env)
-        if env.rank == 0:
-            print(json.dumps(counts))
-
-    dist.rendezvous = counted_rendezvous
-    with CountedCollectives() as collectives:
-        end_process(run(program, DDPConfig()))
-
-
 # ---- Prediction ----------------------------------------------------------------------------------
 def small_reduction_ms(processes: int, latency_us: float, backend: str) -> float:
     """Returns the ms of an all-reduce of a few bytes.
@@ -353,9 +265,6 @@ def main() -> None:
             "network-us": {"type": float, "default": 20.0, "help": f"us per message {DEFAULT}"},
         },
     )
-    if "COUNT_IN" in os.environ:
-        count_start_up(os.environ["COUNT_IN"])
-        return
     if "WORLD_SIZE" in os.environ:
         end_process(run(lambda env: measure_agreement(options, env), DDPConfig()))
         return
@@ -367,7 +276,6 @@ def main() -> None:
     gradients = "3.7 MB of gradients at 12.5 GB/s"
     tables = {
         f"Hangs of {options.ranks} simulated ranks, limit {options.limit:g} s": hangs(options),
-        "Calls of each rank at its start: collectives; on the store, gloo's included": start_up(),
         f"Agreement over gloo here, {steps}": agreement(options),
         f"Predicted: {network}, {gradients}, a train row each {ROW_STEPS} steps": predict(options),
     }
