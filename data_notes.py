@@ -1,6 +1,6 @@
 """Sentences for the log on what may be wrong with the tables that were read.
 
-Shapes: n rows of T scores.
+Shapes: n rows of T targets.
 """
 
 from collections.abc import Sequence

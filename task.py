@@ -4,7 +4,7 @@
 prediction is worth. It never touches DDP, the optimiser, the order of the samples or a seed; those
 are in train.py. A task of your own keeps the names that train.py and predict.py use.
 
-Shapes: N nodes, n rows of T scores, B samples in a batch.
+Shapes: N nodes, n rows of T targets, B samples in a batch.
 """
 
 import importlib.util
