@@ -115,7 +115,7 @@ def check_module(module: str, words: list[str]) -> None:
 def test_options_are_known_and_their_values_valid():
     """Includes those in sentences and tables, each tried alone."""
     text = re.sub(VARIABLES, "0", "\n".join(page.read_text() for page in DOCS))
-    given = set(re.findall(rf"\b((?:{'|'.join(SECTIONS)})\.\w+)=([^\s`,;:)"]+)", text))
+    given = set(re.findall(rf"\b((?:{'|'.join(SECTIONS)})\.\w+)=([^\s`,;:)\"]+)", text))
     as_yaml = set(re.findall(rf"`((?:{'|'.join(SECTIONS)})\.\w+): ([^`]+)`", text))
     assert len(given) > 20 and len(as_yaml) > 1
     files = ["data.edges=edges.tsv", "data.perturbations=p.tsv", "data.features=f.tsv"]
