@@ -124,7 +124,7 @@ def report_of_run(folder: Path, threshold: float | None) -> tuple[dict, list[str
 
 
 def report_of_runs(folders: list[Path], threshold: float | None) -> tuple[dict, list[str]]:
-    """Returns what `compare` does, and the lines to print; raises `UserError`."""
+    """Returns the result of `compare`, and the lines to print; raises `UserError`."""
     members = read_runs(folders)
     analysis = metrics_of_runs(members, threshold)
     overview = {}
@@ -209,7 +209,7 @@ def compare(runs: Sequence[str | Path], threshold: float | None = None) -> dict[
 
 
 def metrics_of_run(folder: Path, rows: Results, threshold: float | None) -> dict[str, Any]:
-    """Returns what `analyse_run` does, given the rows of the run's test.tsv."""
+    """Returns the result of `analyse_run`, given the rows of the run's test.tsv."""
     config = config_of(folder)
     check_threshold(threshold, rows, folder)
     analysis = {"warnings": read_warnings(folder)}
@@ -218,7 +218,7 @@ def metrics_of_run(folder: Path, rows: Results, threshold: float | None) -> dict
 
 
 def metrics_of_runs(members: dict[str, Results], threshold: float | None) -> dict[str, Any]:
-    """Returns what `compare` does, given the rows of each run's test.tsv, by folder."""
+    """Returns the result of `compare`, given the rows of each run's test.tsv, by folder."""
     folders = [Path(name) for name in members]
     configs = [config_of(folder) for folder in folders]
     loss = configs[0].optim.loss

@@ -129,7 +129,7 @@ class Distributed:
         self.limit_s = self.config.timeout_s  # only the first one loads libraries
 
     def stop_reason(self, at_once: bool = True) -> str:
-        """Returns why all ranks must stop, "" if they need not.
+        """Returns the reason why all ranks must stop, "" if they need not.
 
         Ranks agree `at_once` or about every `AGREEMENT_S`; in between, this returns "". A part of
         each agreement is the number of steps until the next one: the smallest that a rank proposes

@@ -35,7 +35,7 @@ def count_bound_cpus() -> int:
 
 
 def quotas(proc: Path = Path("/proc/self")) -> Iterator[float]:
-    """Yields how many CPUs each control group of this process may keep busy, if it is limited.
+    """Yields the CPU quota of each limited control group of this process, in CPUs.
 
     They are Linux's, of version 1 or 2 (see its cgroups(7)); other systems have none.
     """

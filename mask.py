@@ -54,9 +54,9 @@ LINEAR = torch.tensor([[1.0], [1.0], [0.0]])
 
 
 def doses(level: Tensor) -> Tensor:
-    """Returns how far nodes at these levels [P] are from intact, in three ways, [P, 3].
+    """Returns loss, gain and deletion of nodes at these levels [P], [P, 3].
 
-    They are its loss, 1 - level below 1, its gain, 1 - level above 1, and 1 if it is deleted.
+    They are max(0, 1 - level), min(0, 1 - level), and 1 at level 0.
     """
     change = 1 - level
     return torch.stack([change.clamp(min=0), change.clamp(max=0), (level == 0).to(change)], dim=1)
@@ -164,7 +164,7 @@ class SharedGraph(nn.Module):
         return levels.index_put_((batch.perturbed, batch.perturbed_batch), changed)
 
     def keep(self, batch: Data) -> Tensor:
-        """Returns which nodes are alive in each sample, bool [N, B]."""
+        """Returns True where a node is alive in a sample, bool [N, B]."""
         return self.levels(batch) > 0
 
     def dead_edges(self, batch: Data) -> Tensor:

@@ -78,7 +78,7 @@ class LayerStates(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """What is random in a training step; in evaluation, all is known and all factors are 1."""
+    """The random masks and factors of a training step; all True and 1 in evaluation."""
 
     is_known: Tensor  # whether a node's effect, and whether its slope, are known, bool [2, N]
     node_dropout: Tensor  # factors of the nodes' states, [N, H], the same in both passes
@@ -132,7 +132,7 @@ class KnockoutGNN(nn.Module):
         self.unseen = unseen
         hidden = config.hidden
         self.register_buffer("basis", basis.clone())
-        num_responses = basis.size(1)
+        num_effects = basis.size(1)
         if config.embedding:
             self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))  # sent in the first layer
             self.identity = nn.Parameter(torch.zeros(num_nodes, hidden))  # the states before it
@@ -145,9 +145,9 @@ class KnockoutGNN(nn.Module):
         self.norm = nn.LayerNorm(hidden, bias=config.readout != "global")
         self.baseline = self.local_readout = self.change_readout = None
         if config.readout != "global":
-            self.baseline = BaselineReadout(num_nodes, num_targets, num_responses)
+            self.baseline = BaselineReadout(num_nodes, num_targets, num_effects)
         if config.readout in ("local", "both"):
-            self.local_readout = LocalReadout(hidden, num_targets, num_responses)
+            self.local_readout = LocalReadout(hidden, num_targets, num_effects)
         if config.readout in ("global", "both"):
             self.change_readout = GlobalReadout(num_nodes, hidden, num_targets)
         if config.readout == "nodes":
@@ -189,7 +189,7 @@ class KnockoutGNN(nn.Module):
         return sum(others, start=first).to(self.norm.weight.dtype)
 
     def parts(self, graph: SharedGraph, batch: Data) -> dict[str, Tensor]:
-        """Returns what a prediction is the sum of, [B, T] each, some of `PARTS`."""
+        """Returns the terms that add up to a prediction, [B, T] each, by name, some of `PARTS`."""
         wild = self.wild_type(graph, batch)
         # How far each perturbed node is from intact, in the ways in which it responds, [P, K].
         dose = (doses(batch.level) @ self.basis.to(batch.level.dtype)).to(wild.final.dtype)
@@ -259,7 +259,7 @@ class KnockoutGNN(nn.Module):
         return x, layers
 
     def changes(self, graph: SharedGraph, batch: Data, wild: WildType) -> Tensor:
-        """Returns what the readout keeps of how knock-outs change the living nodes, [B, width].
+        """Returns the changes of the living nodes' states, as the readout sums them up, [B, width].
 
         A batch with a plan, as of `model_reach.py`, brings a faster way to the same numbers.
         """
@@ -284,12 +284,12 @@ class KnockoutGNN(nn.Module):
             yield partial(graph.propagate, level=level), level
 
     def read_changes(self, messages: Messages, level: Tensor, wild: WildType) -> Tensor:
-        """Returns what the readout keeps of the changes in some samples, [b, width]."""
+        """Returns `changes` of some samples, [b, width]."""
         change = self.change_of_states(messages, level, wild)
         return self.change_readout.keep(change, level > 0, wild)
 
     def change_of_states(self, messages: Messages, level: Tensor, wild: WildType) -> Tensor:
-        """Returns how the states of all nodes differ from the intact graph's, [N, b, H]."""
+        """Returns the states of all nodes less those of the intact graph, [N, b, H]."""
         x = wild.x.expand(-1, level.size(1), -1)
         final, _ = self.encode(x, wild.sent, messages)
         return self.norm(final) - wild.final
@@ -339,7 +339,9 @@ def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
 
 
 class KnockoutConv(nn.Module):
-    """x + gelu(root(h) + out(scale * sum over living edges: weight * gate_relation * h_source)).
+    """x + gelu(update), update = root(h) + out(scale * sum of weight * gate_relation * h_source).
+
+    The sum is over the living edges that lead to a node.
 
     A relational graph convolution of h = norm(x), whose messages are the source's state times a
     vector of the relation (CompGCN, Vashishth et al. 2020, arXiv:1911.03082). The root term is not
@@ -365,9 +367,9 @@ class KnockoutConv(nn.Module):
         self.out = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor, messages: Messages, sent: Tensor | None = None) -> LayerStates:
-        """Returns the states x [N, B, H], and h and gelu's argument, as above.
+        """Returns x, h and update, as above, given the states x [N, B, H].
 
-        `sent` is what the nodes send in the first layer, [N, B, H] or [N, 1, H].
+        `messages` sums over the living edges; `sent` is the embedding, in the first layer alone.
         """
         if sent is None:
             h = self.norm(x)
@@ -387,15 +389,15 @@ class BaselineReadout(nn.Module):
     `KnockoutGNN.from_tables` copies all from the baseline.
     """
 
-    def __init__(self, num_nodes: int, num_targets: int, num_responses: int):
+    def __init__(self, num_nodes: int, num_targets: int, num_effects: int):
         super().__init__()
         self.slope = nn.Parameter(torch.zeros(num_targets))
-        self.effect = nn.Parameter(torch.zeros(num_nodes, num_responses, num_targets))
+        self.effect = nn.Parameter(torch.zeros(num_nodes, num_effects, num_targets))
         of_sum_alone = torch.tensor([1.0, 0.0, 0.0]).unsqueeze(1)
         self.weights = nn.Parameter(of_sum_alone.repeat(1, num_targets))
         self.register_buffer("intercept", torch.zeros(num_targets))
         # In place of the effects of hidden nodes.
-        imputed = torch.zeros(num_nodes, num_responses, num_targets)
+        imputed = torch.zeros(num_nodes, num_effects, num_targets)
         self.register_buffer("imputed", imputed, persistent=False)
 
     def forward(self, is_known: Tensor, dose: Tensor, batch: Data) -> Tensor:
@@ -427,16 +429,16 @@ class LocalReadout(nn.Module):
 
     ENTRIES = (("pair.weight", "targets", 0), *ENTRIES_OF_HEAD)
 
-    def __init__(self, hidden: int, num_targets: int, num_responses: int = 1):
+    def __init__(self, hidden: int, num_targets: int, num_effects: int = 1):
         super().__init__()
-        self.embed = nn.Linear(hidden, num_responses * 2 * hidden)
+        self.embed = nn.Linear(hidden, num_effects * 2 * hidden)
         self.pair = nn.Linear(2 * hidden, num_targets, bias=False)
         self.norm = nn.LayerNorm(4 * hidden)
         self.head = readout_head(4 * hidden, hidden, num_targets)
         nn.init.zeros_(self.pair.weight)
 
     def forward(self, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
-        """Returns what the wild-type states say, [B, T]."""
+        """Returns the readout's term of the prediction, [B, T]."""
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
         factors = wild.draws.node_dropout.index_select(0, batch.perturbed)
         of_responses = self.embed(states * factors).unflatten(1, (dose.size(1), -1))

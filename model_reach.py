@@ -72,7 +72,7 @@ class ReachPlan(NamedTuple):
     blocks: list[ReachBlock]
 
     def changes(self, model: KnockoutGNN, graph: SharedGraph, wild: WildType) -> Tensor:
-        """Returns what `KnockoutGNN.changes` does, [B, width].
+        """Returns the same as `KnockoutGNN.changes`, [B, width].
 
         In the layers that the plan covers, only states that change are computed; further layers run
         on all nodes.
@@ -276,7 +276,7 @@ def update_of_reached(layer: KnockoutConv, change: Tensor, plan: ReachedStates) 
 def keep_all(
     model: KnockoutGNN, graph: SharedGraph, block: ReachBlock, reached: Tensor, wild: WildType
 ) -> Iterator[Tensor]:
-    """Yields what the readout keeps of some samples of a block each, [b, width].
+    """Yields `KnockoutGNN.changes` of some samples of a block each, [b, width].
 
     The layers that the plan leaves out run on all nodes, for as few samples at once as
     `KnockoutGNN.passes` takes.
@@ -298,7 +298,7 @@ def keep_all(
 def keep_further(
     model: KnockoutGNN, graph: SharedGraph, x: Tensor, depth: int, level: Tensor, wild: WildType
 ) -> Tensor:
-    """Returns what the readout keeps, [b, width], given the states [N, b, H] before a layer."""
+    """Returns `KnockoutGNN.changes`, [b, width], given the states [N, b, H] before a layer."""
     messages = partial(graph.propagate, level=level)
     final, _ = model.encode(x, wild.sent, messages, depth)
     return model.change_readout.keep(model.norm(final) - wild.final, level > 0, wild)
@@ -321,7 +321,7 @@ def select(model: KnockoutGNN, states: Tensor, node: Tensor) -> Tensor:
 def sum_reached(
     readout: GlobalReadout, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
 ) -> Tensor:
-    """Returns what `GlobalReadout.keep` does, [B, H]."""
+    """Returns the same as `GlobalReadout.keep`, [B, H]."""
     total = change.new_zeros(block.num_samples, change.size(1))
     return total.index_add(0, block.layers[-1].sample, change)  # whose gradient is a copy
 
@@ -329,7 +329,7 @@ def sum_reached(
 def effects_reached(
     readout: NodeReadout, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
 ) -> Tensor:
-    """Returns what `NodeReadout.keep` does, [B, N]."""
+    """Returns the same as `NodeReadout.keep`, [B, N]."""
     last = block.layers[-1]
     change = change * wild.draws.node_dropout.index_select(0, last.node)
     none = change.new_zeros(block.num_samples, readout.width)
@@ -352,7 +352,7 @@ def log_unknown(readout: str) -> None:
 def plan_route(
     graph: SharedGraph, dataset: Dataset, message_passing: str, num_layers: int
 ) -> tuple[ReachPlanner, str]:
-    """Returns what plans batches as the option `message_passing` needs, and a line for the log.
+    """Returns the planner of batches for `message_passing`, and a line for the log.
 
     `auto` takes `reach` if the plan of some hundred rows of the dataset covers more than the first
     layer. `shared` plans that one, too: all samples enter it with the same states, so little of it

@@ -171,7 +171,7 @@ class Ensemble:
         return columns
 
     def digits(self, with_parts: bool = False) -> Tensor:
-        """Returns how many significant digits each column is written with, long [C]."""
+        """Returns the number of significant digits of each column, long [C]."""
         columns_of_target = len(self.columns(with_parts)) // len(self.targets)
         return self.tasks[0].digits().repeat_interleave(columns_of_target)
 

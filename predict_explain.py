@@ -71,7 +71,7 @@ def largest_contributions(
 
 
 def contributions(model: KnockoutGNN, graph: SharedGraph, batch: Data) -> Iterator[Tensor]:
-    """Yields what each node adds to the predictions of each sample, [T, N]."""
+    """Yields the contribution of each node to the predictions of each sample, [T, N]."""
     readout = model.change_readout
     wild = model.wild_type(graph, batch)
     if isinstance(readout, NodeReadout):
@@ -88,7 +88,7 @@ def contributions(model: KnockoutGNN, graph: SharedGraph, batch: Data) -> Iterat
 def changes_of_samples(
     model: KnockoutGNN, graph: SharedGraph, batch: Data, wild: WildType
 ) -> Iterator[Tensor]:
-    """Yields how each sample changes the nodes' states, [N, H], those of dead nodes by 0.
+    """Yields the changes of the nodes' states by each sample, [N, H], 0 for dead nodes.
 
     All states are computed, a few samples at once.
     """
@@ -128,7 +128,10 @@ class ShortestWays:
         self.relation = tables.edge_type[by_target].numpy()
 
     def steps(self, perturbed: np.ndarray) -> np.ndarray:
-        """Returns how many edges lead from a perturbed node to each node, long [N], -1 for none."""
+        """Returns the distance of each node from the nearest perturbed one, in edges, long [N].
+
+        It is -1 for a node that none leads to.
+        """
         steps = np.full(self.num_nodes, -1)
         steps[perturbed] = 0
         is_reached = steps == 0

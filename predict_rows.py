@@ -26,7 +26,7 @@ MOST_KEPT = 2**29  # bytes of batches that are kept for the next validation
 
 
 def evaluation_batch_size(config: Config) -> int:
-    """Returns how many samples are predicted at once, over all ranks."""
+    """Returns the number of samples that are predicted at once, over all ranks."""
     if config.model.has_knockout_pass:
         return config.data.batch_size
     return max(config.data.batch_size, LARGE_BATCH)

@@ -101,7 +101,7 @@ def read_sets(
 
 
 def screen(path: str) -> tuple[int, float]:
-    """Returns how many nodes each set of a screen has, 0 for a table, and their level.
+    """Returns the number of nodes in each set of a screen, 0 for a table, and their level.
 
     Raises `UserError` for a wrong level.
     """

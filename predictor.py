@@ -114,7 +114,7 @@ class Predictor:
         sets: Sequence[str],
         columns: Mapping[str, Sequence[str]] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Returns what the predictions of `predict` are the sums of, float64 [n, T] by name.
+        """Returns the terms of each prediction by name, float64 [n, T] each; they add up to it.
 
         `without_graph` is what is known without the graph, with the mean of the training scores in
         it, `local` what the readout of the knocked-out nodes adds, `knockout` what the change of

@@ -80,7 +80,7 @@ class KnockoutTask:
         return self.tables.rows(split)
 
     def origin(self) -> dict[str, Any]:
-        """Returns what a checkpoint says of where it is from."""
+        """Returns a checkpoint's origin: configuration, hash of the data, and all names."""
         return {
             "config": asdict(self.config),
             "data": self.fingerprint,
@@ -167,7 +167,7 @@ class KnockoutTask:
         return {**means, "n": num_scored, "rows": len(rows)}
 
     def digits(self) -> Tensor:
-        """Returns how many digits of each score are written, long [T].
+        """Returns the number of significant digits of each target, long [T].
 
         They are 7 and, where a score's mean is large, as many more as its deviations lie behind.
         """

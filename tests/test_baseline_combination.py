@@ -305,7 +305,7 @@ def test_weights_are_the_best_without_a_negative_one():
 def test_the_readout_is_the_combination_of_the_nodes_it_is_told():
     """Equal to a loop over the samples, with imputed effects where a node is hidden."""
     generator = torch.Generator().manual_seed(0)
-    readout = BaselineReadout(num_nodes=7, num_targets=2, num_responses=3).double()
+    readout = BaselineReadout(num_nodes=7, num_targets=2, num_effects=3).double()
     for tensor in [*readout.parameters(), *readout.buffers()]:
         tensor.data.normal_(generator=generator)
     sets = [{0: 0.0, 3: 0.3, 5: 2.0}, {}, {6: 0.5}, {1: 0.0, 2: 0.0}]
