@@ -31,6 +31,11 @@ os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 DEFAULTS = "defaults.yaml"  # a file of options in the folder of a test
 SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
 COMMANDS = ("train.py", "predict.py", "analyse.py")
+# Functions of tests/faulty.py that change only modules of the template, and kill nobody.
+FAULTS_IN_PROCESS = {
+    *("stop_at_step", "stop_in_evaluation", "predict_at_once", "save_an_infinite_weight"),
+    *("other_optimiser", "other_groups", "own_metric", "print_plans", "steps_left"),
+}
 MODULES = tuple(path.stem for path in ROOT.glob("*.py"))
 EXAMPLE_SIZE = (400, 8000, 6000, 1)  # nodes, edges, rows and scores of the example
 # Files of tests that pass with other models and tables, too.
@@ -260,11 +265,11 @@ def predict(command: Callable[..., Finished]) -> Callable[..., Finished]:
 def command(torchrun: Callable[..., Finished], tmp_path: Path) -> Callable[..., Finished]:
     """command(nproc, script, *arguments) runs a script of the template on so many ranks.
 
-    nproc=0 calls the command's `main` in this process; with start=True, it is `python script`.
-    `fault` names functions of tests/faulty.py, with spaces between them. With launcher=True the
-    ranks run under a real torchrun; otherwise they are forked processes with torchrun's environment
-    variables, which start much faster. The file `DEFAULTS` has the dataclasses' options, whatever
-    config.yaml says in a copy.
+    nproc=0 calls the command's `main` in this process, if it can; with start=True, it is `python
+    script`. `fault` names functions of tests/faulty.py, with spaces between them. With
+    launcher=True the ranks run under a real torchrun; otherwise they are forked processes with
+    torchrun's environment variables, which start much faster. The file `DEFAULTS` has the
+    dataclasses' options, whatever config.yaml says in a copy.
     """
     write_defaults(tmp_path)
 
@@ -278,8 +283,10 @@ def command(torchrun: Callable[..., Finished], tmp_path: Path) -> Callable[..., 
         timeout: float = 120,
         **env: str,
     ) -> Finished:
-        if nproc == 0 and script in COMMANDS and not (fault or launcher or start or env):
-            return call_main(script, arguments, tmp_path)
+        names = {word.partition(":")[0] for word in fault.split()}
+        is_own = start or launcher or nproc or env or not names <= FAULTS_IN_PROCESS
+        if script in COMMANDS and not is_own:
+            return call_main(script, arguments, tmp_path, fault)
         if fault:
             arguments = (*fault.split(), "--", str(script), *arguments)
             script = "tests/faulty.py"
@@ -302,20 +309,48 @@ def command(torchrun: Callable[..., Finished], tmp_path: Path) -> Callable[..., 
     return run_script
 
 
-def call_main(script: str, arguments: Sequence[str], folder: Path) -> Finished:
-    """Calls the `main` of a command in this process, with a folder as the working folder."""
+def call_main(script: str, arguments: Sequence[str], folder: Path, fault: str = "") -> Finished:
+    """Calls the `main` of a command in this process, with a folder as the working folder.
+
+    Files are not flushed to the disk, for which one waits: no test takes the power away.
+    """
+    from tests import faulty
+
     module = importlib.import_module(script.removesuffix(".py"))
     stdout, stderr = io.StringIO(), io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(stdout),
         contextlib.redirect_stderr(stderr),
+        restored_modules(),
     ):
+        patch.setattr(os, "fsync", lambda file: None)
         patch.chdir(folder)
         for variable in ("RANK", "WORLD_SIZE"):
             patch.delenv(variable, raising=False)
+        for word in fault.split():
+            name, *parameters = word.split(":")
+            getattr(faulty, name)(*parameters)
         status = module.main([str(argument) for argument in arguments])
     return Finished(status, stdout.getvalue(), stderr.getvalue())
+
+
+@contextlib.contextmanager
+def restored_modules() -> Iterator[None]:
+    """After the block, the template's modules, and their classes, have the attributes of before."""
+    owners = [sys.modules[name] for name in MODULES if name in sys.modules]
+    for module in list(owners):
+        for value in vars(module).values():
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                owners.append(value)
+    before = [(owner, dict(vars(owner))) for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, attributes in before:
+            for name, value in attributes.items():
+                if vars(owner)[name] is not value:
+                    setattr(owner, name, value)
 
 
 @pytest.fixture(scope="session")

@@ -184,10 +184,10 @@ def test_steps_and_relations_are_those_of_the_shortest_ways():
 # ---- The command and Python ----------------------------------------------------------------------
 def test_parts_of_runs_add_up_in_the_table_and_from_python(members, predict, tmp_path):  # noqa: F811
     trained = [last_checkpoint(tmp_path / run) for run in members]
-    for runs in (trained[:1], trained):
+    for nproc, runs in ((0, trained[:1]), (2, trained)):
         predict(0, "all-singles", *runs).check()
         _, _, expected = read_table(tmp_path / "all-singles.predictions.tsv")
-        predict(2, "all-singles", *runs, "--parts").check()
+        predict(nproc, "all-singles", *runs, "--parts").check()
         header, sets, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
         figures = ["prediction"] if len(runs) == 1 else ["prediction", "sd"]
         assert header == ["genes", *figures, *PARTS]
@@ -297,16 +297,23 @@ def test_all_contributions_add_up_to_the_part(members, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("nproc", "arguments", "message"),
     [
-        (["runs/c", "--explain", "3"], "runs/c/checkpoints/best.pt has no knock-out pass that can"),
-        (["runs/a", "--explain", "0"], "--explain takes a number above 0, and not together with"),
-        (["runs/a", "--explain", "3", "--parts"], "--explain takes a number above 0, and not toge"),
-        (["runs/a", "--explain", "many"], "argument --explain: invalid int value: 'many'"),
+        (2, ["runs/c", "--explain", "3"], "runs/c/checkpoints/best.pt has no knock-out pass that"),
+        (0, ["runs/a", "--explain", "0"], "--explain takes a number above 0, and not together"),
+        (0, ["runs/a", "--explain", "3", "--parts"], "--explain takes a number above 0, and not"),
+        (0, ["runs/a", "--explain", "many"], "argument --explain: invalid int value: 'many'"),
     ],
 )
-def test_what_cannot_be_explained_is_one_sentence(members, predict, tmp_path, arguments, message):  # noqa: F811
-    result = predict(2, "all-singles", *arguments)
+def test_what_cannot_be_explained_is_one_sentence(
+    members,  # noqa: F811
+    predict,
+    tmp_path,
+    nproc,
+    arguments,
+    message,
+):
+    result = predict(nproc, "all-singles", *arguments)
     assert result.returncode == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1

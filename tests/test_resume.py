@@ -78,11 +78,8 @@ def test_each_option_that_differs_is_named_with_the_value_of_the_steps(train, fo
         assert contents(folder) == before
 
 
-@pytest.mark.parametrize(
-    ("nproc", "own"),
-    [(0, ["run.deterministic=true", "optim.accumulate=4"]), (2, ["optim.zero=true"])],
-)
-def test_a_finished_run_takes_options_that_leave_its_training_as_it_is(train, folder, nproc, own):
+def test_a_finished_run_takes_options_that_leave_its_training_as_it_is(train, folder, nproc=0):
+    own = ["optim.zero=true"] if nproc else ["run.deterministic=true", "optim.accumulate=4"]
     first = train(nproc).check()
     given = [
         "log.every_steps=2",
@@ -151,8 +148,7 @@ def test_a_stop_of_a_finished_run_that_is_started_again_keeps_its_predictions(
 
 
 # ---- In the middle of a run ----------------------------------------------------------------------
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_other_options_in_the_middle_of_a_run_are_named_and_recorded(train, folder, nproc):
+def test_other_options_in_the_middle_of_a_run_are_named_and_recorded(train, folder, nproc=0):
     train(nproc, *LONG, fault="stop_at_step:6").check()
     result = train(nproc, *LONG, *CHANGED).check()
     sentence = f"note      the 7 steps so far were made with {MADE_WITH}"

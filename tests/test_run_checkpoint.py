@@ -42,9 +42,9 @@ SECOND_IS_BEST = ["optim.lr=0.1", "optim.epochs=3", "model.dropout=0"]
 
 
 @pytest.fixture
-def best_is_early(trained, tmp_path):
+def best_is_early(train, tmp_path):
     """The checkpoints and the test row of a run whose best step is not its last one."""
-    trained(*SECOND_IS_BEST, "checkpoint.keep_last=9", "run.name=early")
+    train(0, *SECOND_IS_BEST, "checkpoint.keep_last=9", "run.name=early").check()
     (test,) = read_metrics(tmp_path / "runs/early", "test")
     assert test["best_step"] == 10
     return tmp_path / "runs/early/checkpoints", test

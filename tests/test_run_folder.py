@@ -65,8 +65,9 @@ def test_a_run_writes_all_files_of_its_folder(finished):
     assert plan in output
 
 
-def test_the_metrics_of_a_run_have_a_row_for_each_step_and_each_validation(finished):
-    _, folder = finished
+def test_the_metrics_of_a_run_have_a_row_for_each_step_and_each_validation(train, tmp_path):
+    train(0, "optim.epochs=3", "optim.accumulate=2").check()
+    folder = tmp_path / "runs/default"
     train_rows = read_metrics(folder, "train")
     val_rows = read_metrics(folder, "val")
     (test_row,) = read_metrics(folder, "test")

@@ -539,7 +539,7 @@ def test_the_model_has_an_output_for_each_target():
     model = KnockoutGNN(ModelConfig(hidden=8), 5, 1, num_targets=3)
     model.baseline.intercept[:] = torch.tensor([1.0, 2.0, 3.0])
     # Of node 0 for targets 0 to 2, of node 1, ...
-    model.baseline.effect.data[:] = torch.arange(15.0)
+    model.baseline.effect.data[:] = torch.arange(15.0).view(5, 1, 3)
     graph = HeteroData()
     graph["gene"].num_nodes = 5
     graph["gene", "a", "gene"].edge_index = torch.tensor([[0, 1], [1, 2]])

@@ -44,14 +44,10 @@ def test_a_run_prints_its_plan_and_progress(train):
     assert result.stderr == ""  # outside a terminal, the progress bar first appears after 30 s
 
 
-def test_rank_0_shows_its_progress(train, tmp_path):
+def test_rank_0_shows_its_progress_and_the_second_rank_prints_nothing(train, tmp_path):
     train(2, fault="terminal").check()
     assert "epoch 1/1" in (tmp_path / "rank0.stderr").read_text()
     assert (tmp_path / "rank1.stderr").read_text() == ""
-
-
-def test_the_second_rank_prints_nothing(train, tmp_path):
-    train(2).check()
     assert (tmp_path / "rank1.stdout").read_text() == ""
     assert "test      loss" in (tmp_path / "rank0.stdout").read_text()
     assert "test      loss" in (tmp_path / "runs/default/log.rank1.txt").read_text()
