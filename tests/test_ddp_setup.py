@@ -20,7 +20,7 @@ ON_FOUR_RANKS = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
     """four_ranks(name) asserts that a function of tests/workers.py has ended on each of four ranks.
 
