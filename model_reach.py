@@ -394,5 +394,6 @@ def is_exact(model: KnockoutGNN, graph: SharedGraph, batch: Data) -> bool:
     planned = probe.changes(graph, batch, wild)
     del batch.plan
     expected = probe.changes(graph, batch, wild)
-    tolerance = 1e-3 * expected.abs().amax()  # rounding is a thousandth of it
+    # Where nothing changes, rounding of the states of thousands of nodes adds up.
+    tolerance = 1e-3 * (1 + expected.abs().amax())
     return bool((planned - expected).abs().amax() <= tolerance)
