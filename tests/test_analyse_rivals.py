@@ -113,7 +113,7 @@ def test_a_baseline_does_not_see_the_test_scores(name, split):
     def score(genes: tuple[int, ...]) -> torch.Tensor:
         return effect[list(genes)].prod(0).sum()
 
-    tables = make_tables(score, 2, split, edges=module_edges())
+    tables = make_tables(score, 2, split, num_rows=300, edges=module_edges())
     if name in LEVELS:
         tables.level = random_levels(tables)
     before = rival(Problem(tables))
