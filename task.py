@@ -101,8 +101,15 @@ class KnockoutTask:
         return KnockoutGNN.from_tables(options, self.tables, self.baseline, nodes)
 
     def check_plan(self, model: nn.Module) -> None:
-        """Drops the plan of batches, as the log says, if `model` computes other changes itself."""
+        """Drops the plan of batches, as the log says, if `model` computes other changes itself.
+
+        A model of another class than `KnockoutGNN` has none.
+        """
         if self.dataset.transform is None:
+            return
+        if not isinstance(model, KnockoutGNN):
+            self.dataset = replace(self.dataset, transform=None)
+            self.route = type(model).__name__
             return
         from model_reach import is_exact
 

@@ -25,6 +25,14 @@ from tests.tools.runs import pack_sets, read_metrics, tables_of
 BINARY = Config(optim=OptimConfig(loss="binary"))
 
 
+def test_a_model_of_another_class_has_no_plan():
+    task = KnockoutTask.from_tables(additive_tables(0.1), Config())
+    assert task.dataset.transform is not None
+    task.check_plan(torch.nn.Linear(1, 1))
+    assert task.dataset.transform is None
+    assert task.route == "Linear"
+
+
 @pytest.mark.parametrize("value", [0.0, 0.1, 123.456])
 def test_constant_scores_have_the_scale_1(value):
     y = torch.full((1000,), value, dtype=torch.float64)
