@@ -378,11 +378,12 @@ def wrong_texts(key: str) -> list[str]:
 
 
 def one_of_each_type() -> list[str]:
-    """Returns an option of each type, of which all choices of words are one."""
+    """Returns an option of each type, with a range and without; all choices of words are one."""
     by_type = {}
     for key, option in config.all_options().items():
         types = tuple(get_origin(kind) or kind for kind in config.types_of(option))
-        by_type.setdefault(types, key)
+        has_limits = [limit in option.metadata for limit in ("min", "max")]
+        by_type.setdefault((types, *has_limits), key)
     return list(by_type.values())
 
 
