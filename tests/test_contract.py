@@ -332,7 +332,8 @@ def task_elsewhere(task: KnockoutTask) -> KnockoutTask:
     generator = torch.Generator().manual_seed(1)
     tables = task.tables
     level = tables.level.where(tables.level < 1, 1.1 * tables.level) * 0.9
-    if (level == 0).all():
+    is_trained = tables.is_in("train")[tables.sample()]
+    if (level[is_trained] == 0).all():
         level = torch.full_like(level, 0.2)
     size = (len(tables.genes), tables.y.size(1))
     effect = 1 + 0.1 * torch.randn(size, generator=generator, dtype=torch.float64)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from mask import ExpandedMessages
-from model import AttentionConv
 from tests.slow.recipes import LEVELS, batch_of, graph_of_20
 
 
@@ -18,6 +17,8 @@ def graph():
 
 @pytest.fixture
 def layer():
+    from attention import AttentionConv
+
     return AttentionConv(4, 2, edge_dim=2)
 
 
@@ -26,7 +27,7 @@ def test_dead_edges_are_loops_at_the_spare_node(graph, layer):
     for conv in layer.convs:
         conv.register_forward_pre_hook(lambda conv, inputs: seen.append(inputs[1:]))
     batch = batch_of(graph, [[1, 5], [], [7]])
-    layer(*torch.randn(2, 20, 3, 4), ExpandedMessages(graph, batch))
+    layer(torch.randn(20, 3, 4), ExpandedMessages(graph, batch))
     masks = graph.edge_masks(batch)
     copies = graph.expand(batch)
     spare = 3 * 20
@@ -39,10 +40,20 @@ def test_dead_edges_are_loops_at_the_spare_node(graph, layer):
         assert edge_values[:, 1].tolist() == 3 * list(range(first, first + count))
 
 
-def test_attention_is_that_of_a_loop_over_living_edges(graph, layer):
-    own, h = torch.randn(2, 20, 3, 4)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_attention_is_that_of_a_loop_over_living_edges(graph, layer, is_first):
+    x, sent = torch.randn(2, 20, 3, 4)
     messages = ExpandedMessages(graph, batch_of(graph, LEVELS))
-    found = layer(own, h, messages) - layer.root(own)
+    if is_first:
+        states = layer(x, messages, sent)
+        h = layer.norm(sent)
+        found = states.update - layer.root(x)
+    else:
+        states = layer(x, messages)
+        h = layer.norm(x)
+        found = states.update - layer.root(h)
+    assert torch.equal(states.x, x)
+    assert torch.equal(states.h, h)
     for sample, levels in enumerate(LEVELS):
         for node in range(20):
             if levels.get(node) != 0:

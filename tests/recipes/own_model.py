@@ -15,7 +15,7 @@ def graph():
 
 @pytest.fixture
 def gcn():
-    return GCN(ModelConfig(hidden=4, dropout=0.0), 20, 1)
+    return GCN(ModelConfig(hidden=4), 20, 1).eval()
 
 
 def test_predictions_are_those_of_dense_products(graph, gcn):
