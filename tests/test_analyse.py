@@ -28,6 +28,12 @@ from tests.tools.runs import pack_sets, read_metrics
 from train import read_config
 
 
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch):
+    """Intervals of 100 resamples, in a tenth of the time."""
+    monkeypatch.setattr("analyse_metrics.CELLS", 1)
+
+
 @pytest.fixture
 def analyse_here(monkeypatch, tmp_path):
     """analyse_here(*arguments) runs the command in the test's folder; returns its exit status."""
