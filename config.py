@@ -156,7 +156,8 @@ def restored_environment() -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
         os.environ.update(before)
 
 

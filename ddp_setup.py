@@ -9,6 +9,7 @@ preflight, which tests the ranks' devices, versions, speed and all-reduce before
 import contextlib
 import gc
 import inspect
+import itertools
 import logging
 import os
 import platform
@@ -38,6 +39,7 @@ from errors import RunError, UserError
 log = logging.getLogger("ddp_setup")
 log.addHandler(logging.NullHandler())  # or the preflight prints errors twice
 
+group_numbers = itertools.count()  # of the process groups that this process joins
 AGREEMENT_S = 0.5  # seconds from one agreement of the ranks on whether to stop to the next
 
 
@@ -206,10 +208,10 @@ class Distributed:
 
         Several ranks do so only after success: one of them in a collective would hang.
         """
-        if self.watchdog:
-            self.watchdog.finished.set()
-            self.watchdog.join()
-        self.cleanup.close()
+        with self.cleanup:  # even if this is interrupted
+            if self.watchdog and self.watchdog.is_alive():
+                self.watchdog.finished.set()
+                self.watchdog.join()
 
     def record_end_reason(self, reason: str) -> tuple[str, bool]:
         """Records why the job ends, if no rank has yet.
@@ -322,10 +324,10 @@ def join_group(env: Distributed) -> None:
         rendezvous_timeout = timedelta(seconds=min(300.0, startup_s))
         store, _, _ = next(dist.rendezvous("env://", timeout=rendezvous_timeout))
         store.set_timeout(timeout)
-        # torchrun keeps its store across restarts: without the prefix, ranks would use addresses of
-        # dead ones.
+        # torchrun keeps its store across restarts, and across the groups of a process: without the
+        # prefix, ranks would use addresses of dead ones.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-        env.store = dist.PrefixStore(f"restart {restart}", store)
+        env.store = dist.PrefixStore(f"restart {restart}, group {next(group_numbers)}", store)
         start_watchdog(env)
         dist.init_process_group(
             backend, store=env.store, rank=env.rank, world_size=env.world_size, timeout=timeout
@@ -376,12 +378,13 @@ def run(program: Callable[[Distributed], None], config: DDPConfig) -> int:
         env.close()
         return 0
     except BaseException as error:  # even SystemExit: the other ranks would hang
-        status = env.fail(error)
-        if env.world_size > 1:
-            sys.last_value = error  # or what DDP holds would be freed, which can hang
-            return status
-    env.close()
-    return status
+        try:
+            return env.fail(error)
+        finally:
+            if env.world_size == 1:
+                env.close()
+            else:
+                sys.last_value = error  # or what DDP holds would be freed, which can hang
 
 
 def end_process(status: int) -> None:

@@ -208,21 +208,38 @@ def test_ctrl_c_interrupts_what_comes_before_the_training(train_here, monkeypatc
 
 
 # ---- Under torchrun ------------------------------------------------------------------------------
-def test_a_single_rank_leaves_its_process_group(train_here, monkeypatch, capsys):
+def test_a_single_rank_leaves_its_process_group(train_here, monkeypatch, capsys, tmp_path):
+    """Nothing of a group is left in torchrun's store, such as why an earlier one has ended."""
+    store = dist.TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=9)
+    )
     variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     variables |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables |= {"MASTER_PORT": store.port}
     with monkeypatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, str(value))
-        for status in (0, 1, 0):
-            store = dist.TCPStore(
-                "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=9)
-            )
-            patch.setenv("MASTER_PORT", str(store.port))
-            with patch.context() as fault:
-                if status:
-                    fault.setattr(KnockoutTask, "loss", lambda *arguments: 1 / 0)
-                assert train_here(f"run.name={status}") == status
+        assert train_here("run.name=good") == 0
+        assert not dist.is_initialized()
+        for problem in ("first", "second"):
+            error = KeyError(problem)
+            patch.setattr(KnockoutTask, "loss", lambda *arguments, error=error: raise_it(error))
+            assert train_here(f"run.name={problem}") == 1
             assert not dist.is_initialized()
-            del store
-    assert capsys.readouterr().err.count("error: ") == 1
+            status = json.loads((tmp_path / "runs" / problem / "status.json").read_text())
+            assert problem in status["reason"]
+    assert capsys.readouterr().err.count("\nerror: ") == 2
+
+
+def raise_it(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("method", ["fail", "record_failure"])
+def test_an_interrupt_while_a_failure_is_reported_leaves_nothing(train_here, monkeypatch, method):
+    """Of a second Ctrl-C; the watchdog would end a notebook's kernel."""
+    monkeypatch.setattr(KnockoutTask, "loss", lambda *arguments: 1 / 0)
+    interrupt = KeyboardInterrupt()
+    monkeypatch.setattr(ddp_setup.Distributed, method, lambda *arguments: raise_it(interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        train_here()
