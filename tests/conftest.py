@@ -64,9 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if runs_tests(config):
-        # Under nohup, what the tests start would ignore it, too.
+        # Under nohup, or in the background of a script, what tests start would ignore them, too.
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             signal.signal(signal.SIGHUP, lambda number, frame: None)
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         forkserver.ensure_running()  # it imports while the tests are collected
 
         # For the seconds that this takes, the process that deals out tests would keep the others

@@ -122,15 +122,15 @@ def test_the_audits_pass_on_the_template(run, tables, name, found):
 
 def test_the_audit_names_the_line_that_waits(run, tables, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
-        "import torch\nget_norm = torch.nn.utils.get_total_norm\n"
-        "def waiting(*arguments):\n    norm = get_norm(*arguments)\n    norm.item()\n"
+        "import torch\nclip = torch.nn.utils.clip_grad_norm_\n"
+        "def waiting(*arguments):\n    norm = clip(*arguments)\n    norm.item()\n"
         "    return norm\n"
-        "torch.nn.utils.get_total_norm = waiting\n"
+        "torch.nn.utils.clip_grad_norm_ = waiting\n"
     )
     command = [sys.executable, "-m", "tests.check", "syncs", *tables, *SMALL]
     result = run(command, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert result.returncode == 1
-    line = r"WAITS  optim.py:\d+ \(norm = .*get_total_norm.*_local_scalar_dense.*in 10 of 10"
+    line = r"WAITS  train.py:\d+ \(grad_norm = clip_grad_norm_.*_local_scalar_dense.*in 10 of 10"
     assert re.search(line, result.stdout)
 
 
