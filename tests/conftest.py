@@ -148,9 +148,17 @@ def replaced() -> str:
     return ", ".join(names)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts the longest files first, so that none of them is run alone at the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Starts the longest files first, so that none of them is run alone at the end.
+
+    Tests that are marked as slow are left out unless --all or a path selects them.
+    """
     items.sort(key=lambda item: item.path.stem not in LONGEST_FILES)
+    names_a_file = any(Path(word.partition("::")[0]).is_file() for word in config.args)
+    if not (config.option.all or names_a_file):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
 
 
 @dataclass

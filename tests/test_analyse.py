@@ -280,6 +280,7 @@ def test_groups_of_rows_are_printed_and_written(train, tables, tmp_path, analyse
     ElementTree.parse("runs/default/test.svg")
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_run_folder_suffices_but_for_one_line(train, tmp_path, analyse_here, capsys):
     train(0, "data.split=nodes", "data.test_fraction=0.2").check()
     assert analyse_here("runs/default", "--threshold=1") == 0
@@ -419,6 +420,7 @@ def test_the_plot_has_at_most_two_thousand_points_evenly_chosen():
 
 
 # ---- Several runs --------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_the_warnings_of_a_run_stand_at_its_end_in_its_status_and_in_the_analysis(
     train, tmp_path, analyse_here, capsys
 ):

@@ -38,6 +38,8 @@ from tests.conftest import DEFAULTS, write_defaults
 from tests.tools.runs import pack_sets
 from train import read_config
 
+pytestmark = pytest.mark.slow  # run with --all, or by name
+
 NUM_GENES = 40
 
 

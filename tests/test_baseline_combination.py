@@ -111,6 +111,7 @@ def test_rows_of_one_node_choose_no_combination(levels):
     assert fit_baseline(tables).weights[:, 0].tolist() == [1, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_combination_that_suits_few_validation_rows_by_chance_is_not_taken():
     """The best combination of these additive tables is a little better than the sum."""
     seeds = (2, 8, 9, 12)
@@ -126,6 +127,7 @@ def num_combined(seeds: Iterable[int]) -> int:
     return number
 
 
+@pytest.mark.slow
 def test_each_score_is_combined_by_itself(few_penalties):
     """Missing scores count for none of them, nor does the order of the scores."""
     tables = combined_tables((0.0, 2.0, 0.0))
@@ -142,6 +144,7 @@ def test_each_score_is_combined_by_itself(few_penalties):
         torch.testing.assert_close(together.prediction[:, t : t + 1], alone.prediction)
 
 
+@pytest.mark.slow
 def test_binary_scores_are_combined(few_penalties):
     tables = combined_tables((0.0, 0.0, 2.0), noise=0.0, num_rows=3000)
     tables.y = (tables.y < 4).double()
@@ -157,6 +160,7 @@ def test_binary_scores_are_combined(few_penalties):
     assert likelihood(found.prediction) > 0.7 * likelihood(additive.prediction)
 
 
+@pytest.mark.slow
 def test_rows_of_little_weight_choose_and_fit_little():
     """Two thirds of the rows are of another combination, and hardly count."""
     tables = combined_tables((0.0, 0.0, 2.0), num_rows=2500)
@@ -172,6 +176,7 @@ def test_rows_of_little_weight_choose_and_fit_little():
     torch.testing.assert_close(fit_baseline(tables).prediction, found.prediction)
 
 
+@pytest.mark.slow
 def test_a_combination_does_not_depend_on_the_unit_of_the_scores(few_penalties):
     tables = combined_tables()
     found = fit_baseline(tables)
@@ -181,6 +186,7 @@ def test_a_combination_does_not_depend_on_the_unit_of_the_scores(few_penalties):
     torch.testing.assert_close(back, found.prediction, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_unseen_nodes_take_part_with_imputed_responses():
     """The graph joins nodes of equal effects; the scores of validation rows judge the whole."""
     tables = combined_tables((0.0, 0.0, 2.0), num_rows=2500)
@@ -349,6 +355,7 @@ def test_the_model_starts_from_the_combination_and_trains_it(few_penalties):
     assert "baseline.weights" in model.state_dict()
 
 
+@pytest.mark.slow
 def test_the_file_of_a_run_has_no_other_tables(few_penalties):
     """All that a prediction depends on is in the state dict: units of responses, and weights."""
     tables = combined_tables(levels=(0.0, 0.4, 2.0), num_rows=300)

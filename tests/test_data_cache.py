@@ -203,6 +203,7 @@ TELLING = [  # edits, and what is remade after them: all of a reader and what it
 ]
 
 
+@pytest.mark.slow
 def test_a_cache_is_remade_if_the_code_that_makes_it_is_edited(tmp_path, sources):
     scores = [("genes", "score"), *((name, k) for k, name in enumerate("abcd" * 5))]
     options = write_tables(tmp_path, scores=scores, val_fraction=0.25, test_fraction=0.25)

@@ -65,6 +65,7 @@ def test_constant_buffers_are_not_broadcast(four_ranks):
     four_ranks("buffers")
 
 
+@pytest.mark.slow
 def test_parameters_without_a_gradient_are_named(train):
     result = train(2, fault="layer_without_gradient")
     assert result.returncode == 1
@@ -83,6 +84,7 @@ def test_zero_shards_the_optimiser_state(four_ranks):
     four_ranks("zero")
 
 
+@pytest.mark.slow
 def test_zero_gives_the_same_result_and_interchangeable_checkpoints(train, tmp_path):
     settings = ["optim.precision=fp64", "optim.epochs=2", "checkpoint.every_steps=3"]
     train(0, *settings, "run.name=plain", "checkpoint.keep_last=9").check()
@@ -132,6 +134,7 @@ def test_a_run_gives_the_same_model_and_metrics_on_1_2_and_4_ranks(train, tmp_pa
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.slow
 def test_low_precision_trains(train, tmp_path, precision):
     train(2, f"optim.precision={precision}", "optim.epochs=4", f"run.name={precision}").check()
     losses = [row["loss"] for row in read_metrics(tmp_path / "runs" / precision, "train")]

@@ -19,6 +19,8 @@ from tests.conftest import write_table
 from tests.test_data_tables import summary_of
 from tests.tools.runs import parameters, read_metrics, tables_of
 
+pytestmark = pytest.mark.slow  # run with --all, or by name
+
 EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x"), ("c", "d", "y")]
 SCORES = [
     ("genes", "score", "split"),

@@ -21,6 +21,8 @@ from tests.conftest import write_table
 from tests.test_analyse_metrics import make_rows, normal
 from tests.test_run_results import HEADER
 
+pytestmark = pytest.mark.slow  # run with --all, or by name
+
 
 def own_interval(y, prediction, baseline, clusters: list[str]) -> tuple[float, float]:
     """Returns the 95 % interval of Pearson's r less the baseline's, of clusters that are drawn."""

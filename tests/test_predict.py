@@ -285,7 +285,7 @@ def test_a_screen_at_no_level_is_refused(predict, trained, screen):
 
 
 # ---- Long predictions ----------------------------------------------------------------------------
-@pytest.mark.parametrize("more", [(), ("--explain", "3")])
+@pytest.mark.parametrize("more", [(), pytest.param(("--explain", "3"), marks=pytest.mark.slow)])
 def test_a_killed_prediction_goes_on_after_its_last_whole_row(trained, predict, tmp_path, more):
     """With another number of processes, too, and to the same file."""
     trained("run.name=run", "optim.lr=0.05")
@@ -372,6 +372,7 @@ def test_two_processes_do_not_write_one_table(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_some_rows_of_a_table_or_screen_are_those_of_all(trained, predict, tmp_path):
     trained("run.name=run")
     sets = [f"Y{k:02d},Y{(7 * k) % 30:02d}" for k in range(20)]
@@ -688,6 +689,7 @@ def test_members_of_another_graph_other_scores_or_loss_are_named(
         assert not (tmp_path / "ask.predictions.tsv").exists()
 
 
+@pytest.mark.slow
 def test_a_screen_is_measured_on_tables_in_the_working_folder(
     tables, command, tmp_path, monkeypatch
 ):

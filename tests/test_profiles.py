@@ -32,6 +32,8 @@ from tests.test_data_tables import sets_of
 from tests.tools.runs import difference, pack_sets, read_metrics
 from train import read_config
 
+pytestmark = pytest.mark.slow  # run with --all, or by name
+
 RELATIONS = ("activates", "represses", "binds")
 SMALL = replace(
     PRESETS["expression"],

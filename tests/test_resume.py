@@ -204,6 +204,7 @@ def test_each_change_of_options_is_recorded_with_its_step(train, folder):
     assert earlier_options(folder) == expected
 
 
+@pytest.mark.slow
 def test_options_that_made_no_step_leave_no_trace(train, folder, nproc=0):
     """A run is killed before it saves a step that it has made with them."""
     train(nproc, *LONG, "run.name=whole").check()
@@ -221,6 +222,7 @@ def test_options_that_made_no_step_leave_no_trace(train, folder, nproc=0):
     assert difference(folder, folder.parent / "whole") == ""
 
 
+@pytest.mark.slow
 def test_options_that_only_validated_an_epoch_made_no_step_either(train, folder):
     """A run that stopped before the validation of an epoch saves its checkpoint anew after it."""
     train(0, *LONG, "run.name=whole").check()
@@ -235,6 +237,7 @@ def test_options_that_only_validated_an_epoch_made_no_step_either(train, folder)
     assert difference(folder, folder.parent / "whole") == ""
 
 
+@pytest.mark.slow
 def test_before_the_first_step_all_options_may_change(train, folder):
     assert train(0, *LONG, fault="kill_at_step:0:0").returncode == -signal.SIGKILL
     assert newest_checkpoint(folder).name == "step_00000000.pt"
@@ -246,6 +249,7 @@ def test_before_the_first_step_all_options_may_change(train, folder):
     assert difference(folder, folder.parent / "whole") == ""
 
 
+@pytest.mark.slow
 def test_the_steps_of_another_run_that_is_resumed_keep_their_options(train, folder):
     train(0, *LONG, "run.name=old", "checkpoint.keep_last=9").check()
     resume = "run.resume=runs/old/checkpoints/step_{:08d}.pt"

@@ -278,6 +278,7 @@ def test_no_checkpoint_with_a_weight_that_is_not_finite_is_saved(train, tmp_path
     assert not list((tmp_path / "runs/default/checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_whose_test_predictions_cannot_be_written_fails_and_resumes(train, tmp_path):
     folder = tmp_path / "runs/default"
     failed = train(2, fault="fill_disk_in_test")

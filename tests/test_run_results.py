@@ -26,6 +26,7 @@ def normal(*size: int, seed: int = 0) -> torch.Tensor:
 
 
 # ---- The file ------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
     train, predict, tmp_path, monkeypatch
 ):

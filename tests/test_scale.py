@@ -10,6 +10,8 @@ import torch
 from run_results import read_results
 from tests.conftest import Finished
 
+pytestmark = pytest.mark.slow  # run with --all, or by name
+
 FIGURES = ("loss", "pearson", "baseline_pearson")
 
 

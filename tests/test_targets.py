@@ -503,6 +503,7 @@ def test_the_rows_that_choose_a_penalty_are_of_sets_that_have_the_score(noise, l
 
 
 # ---- Training ------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_gaps_do_not_break_parity_and_each_target_is_predicted(train, predict, tmp_path):
     tables = gappy_tables(tmp_path)
     settings = [*tables, "data.batch_size=36", "optim.precision=fp64", "optim.epochs=2"]

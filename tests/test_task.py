@@ -135,6 +135,7 @@ def test_a_result_without_a_loss_is_no_better_than_any(tmp_path):
     assert not quality(nothing) > quality(dict(nothing))
 
 
+@pytest.mark.slow
 def test_best_pt_is_chosen_by_the_scores_that_validation_rows_have(train, tmp_path):
     gappy_tables(tmp_path)
     header, *rows = (line.split("\t") for line in (tmp_path / "gaps.tsv").read_text().splitlines())
@@ -163,6 +164,7 @@ def write_binary_scores(folder: Path) -> None:
     write_table(folder / "scores.tsv", rows)
 
 
+@pytest.mark.slow
 def test_scores_of_0_and_1_are_fitted_as_probabilities(train, predict, tmp_path):
     write_binary_scores(tmp_path)
     note = "note      all scores are 0 or 1: optim.loss=binary predicts probabilities"

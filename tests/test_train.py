@@ -127,7 +127,7 @@ def write_equal_splits(folder: Path, kind: str) -> list[str]:
         ("weights", 0),
         ("weights of missing scores", 0),
         ("binary", 0),
-        ("weights of missing scores", 2),
+        pytest.param("weights of missing scores", 2, marks=pytest.mark.slow),
         ("binary", 2),
     ],
 )
@@ -241,6 +241,7 @@ def test_a_run_stopped_between_an_epoch_and_its_validation_resumes_with_the_vali
     assert difference(tmp_path / "runs/default", tmp_path / "runs/whole") == ""
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_test_evaluation_leaves_the_last_checkpoint_unchanged(train, tmp_path):
     """By then the model holds the best epoch's weights, here those of the second of three."""
     arguments = ["optim.lr=0.1", "optim.epochs=3", "model.dropout=0"]
