@@ -486,6 +486,7 @@ def test_the_error_of_a_fit_grows_with_the_distance_to_its_solution(regression):
 @pytest.mark.parametrize(
     ("loss", "name"), [("squared", "MOST_STEPS"), ("binary", "MOST_REWEIGHTINGS")]
 )
+@pytest.mark.slow
 def test_a_fit_that_is_cut_short_is_noted_at_every_start(tmp_path, monkeypatch, loss, name):
     """Also where it is from the cache."""
     tables = levelled_tables([0.0, 100.0], 0.1)

@@ -73,7 +73,7 @@ def on_test_rows(tables: Tables, prediction: Tensor) -> float:
 @pytest.mark.parametrize(
     "weights", [(0.0, 2.0, 0.0), (0.0, 0.0, 2.0), (0.5, 0.5, 0.5), (0.2, 1.4, 0.2)]
 )
-@pytest.mark.parametrize("levels", [(0.0,), (0.0, 0.4, 2.0)])
+@pytest.mark.parametrize("levels", [(0.0,), pytest.param((0.0, 0.4, 2.0), marks=pytest.mark.slow)])
 def test_a_combination_is_found(weights, levels):
     tables = combined_tables(weights, levels=levels)
     additive = on_test_rows(tables, additive_baseline(tables).prediction)
@@ -225,6 +225,7 @@ def test_a_fit_takes_one_thread_and_leaves_their_number(monkeypatch):
     assert seen == [1]
 
 
+@pytest.mark.slow
 def test_tables_that_are_too_large_keep_the_sum(monkeypatch, tmp_path):
     """And the log says so."""
     tables = combined_tables()

@@ -32,6 +32,7 @@ def test_the_example_is_what_the_preset_small_gives(tmp_path, monkeypatch):
         assert edge_index.T.tolist() == sorted(drawn_edge_index.T.tolist())
 
 
+@pytest.mark.slow
 def test_a_preset_is_written_as_tables_that_train_reads(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["synthetic", "network", str(tmp_path / "new/tables")])
     synthetic.main()

@@ -124,6 +124,7 @@ def test_an_option_that_differs_between_ranks_is_named(train):
     assert result.stderr == "error: optim.lr differs between ranks: 0.5 on rank 1, 0.01 on rank 0\n"
 
 
+@pytest.mark.slow
 def test_a_run_gives_the_same_model_and_metrics_on_1_2_and_4_ranks(train, tmp_path):
     settings = ["optim.precision=fp64", "model.dropout=0.3", "optim.epochs=2"]
     runs = {"one": (0, ["optim.accumulate=4"]), "two": (2, ["optim.accumulate=2"]), "four": (4, [])}

@@ -386,6 +386,7 @@ def test_a_target_at_a_level_has_its_own_part_beside_its_change(shared):
         assert deleted.item() == pytest.approx(7.0)
 
 
+@pytest.mark.slow
 def test_the_model_starts_from_the_baseline_at_all_levels():
     """With each of the three responses, and with those of largest and smallest response."""
     generator = torch.Generator().manual_seed(0)

@@ -649,6 +649,7 @@ def test_members_may_have_other_splits_and_other_rows(trained, train, predict, m
     np.testing.assert_allclose(numbers[:, 0], np.mean(found, axis=0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_members_of_another_graph_other_scores_or_loss_are_named(
     trained, train, predict, members, tmp_path
 ):

@@ -62,6 +62,7 @@ def test_a_finished_run_refuses_options_that_would_change_its_training(train, fo
     assert options(folder.parent / "other")["optim"]["lr"] == 0.001
 
 
+@pytest.mark.slow
 def test_each_option_that_differs_is_named_with_the_value_of_the_steps(train, folder):
     train(0, "optim.epochs=2").check()
     before = contents(folder)
@@ -183,6 +184,7 @@ def test_a_run_that_was_stopped_may_end_with_fewer_epochs(train, folder):
     assert comments(folder) == ["# up to step 7: optim.epochs=3"]
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_that_made_no_step_with_fewer_epochs_is_repeated(train, folder):
     """The checkpoint that its validation saved anew has options that made none of its steps."""
     train(0, *LONG, fault="stop_at_step:4").check()
@@ -194,6 +196,7 @@ def test_the_end_of_a_run_that_made_no_step_with_fewer_epochs_is_repeated(train,
     assert comments(folder) == []
 
 
+@pytest.mark.slow
 def test_each_change_of_options_is_recorded_with_its_step(train, folder):
     train(0, *LONG, fault="stop_at_step:3").check()
     train(0, *LONG, "optim.lr=0.1", fault="stop_at_step:8").check()

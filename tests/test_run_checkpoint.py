@@ -210,6 +210,7 @@ def test_parameters_of_other_shapes_and_from_before_names_were_saved_stay(
 
 
 @pytest.mark.parametrize("columns", ["scores", "features"])
+@pytest.mark.slow
 def test_a_run_takes_parameters_of_another_whatever_the_order_of_the_columns(
     train, tmp_path, columns
 ):

@@ -246,6 +246,7 @@ def test_a_checkpoint_of_another_run_is_not_resumed(trained, train, tmp_path, ch
     assert (tmp_path / "runs/run/metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_used_if_no_other_is_left(train, tmp_path):
     options = [
         "optim.lr=1e-30",
@@ -257,6 +258,7 @@ def test_the_best_checkpoint_is_used_if_no_other_is_left(train, tmp_path):
     assert "resumed at step 0" in train(0, *options).check().stdout
 
 
+@pytest.mark.slow
 def test_the_best_model_is_tested_even_if_best_pt_is_damaged(train, tmp_path):
     options = ["optim.lr=0.1", "optim.epochs=3", "model.dropout=0"]  # the second epoch is the best
     train(0, *options, "run.name=whole").check()

@@ -44,6 +44,7 @@ def test_a_run_prints_its_plan_and_progress(train):
     assert result.stderr == ""  # outside a terminal, the progress bar first appears after 30 s
 
 
+@pytest.mark.slow
 def test_rank_0_shows_its_progress_and_the_second_rank_prints_nothing(train, tmp_path):
     train(2, fault="terminal").check()
     assert "epoch 1/1" in (tmp_path / "rank0.stderr").read_text()
@@ -83,6 +84,7 @@ def test_training_ends_when_patience_runs_out(train, tmp_path):
     assert [row["epoch"] for row in read_metrics(tmp_path / "runs/default", "val")] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_deterministic_algorithms_are_used_on_request(train):
     report = "print_determinism"
     output = train(0, "run.deterministic=true", fault=report).check().stdout
@@ -128,7 +130,7 @@ def write_equal_splits(folder: Path, kind: str) -> list[str]:
         ("weights of missing scores", 0),
         ("binary", 0),
         pytest.param("weights of missing scores", 2, marks=pytest.mark.slow),
-        ("binary", 2),
+        pytest.param("binary", 2, marks=pytest.mark.slow),
     ],
 )
 def test_all_splits_report_the_same_loss_of_the_same_rows(train, tmp_path, kind, nproc):
@@ -144,6 +146,7 @@ def test_all_splits_report_the_same_loss_of_the_same_rows(train, tmp_path, kind,
     assert losses["test"] == pytest.approx([of_training], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_counts_are_of_the_rows_that_have_a_score(train, tmp_path):
     """A third of the rows has none, a third has one of two."""
     lines = (tmp_path / "scores.tsv").read_text().splitlines()[1:]
@@ -169,7 +172,7 @@ def test_counts_are_of_the_rows_that_have_a_score(train, tmp_path):
 
 
 # ---- Runs that are stopped, and resumed ----------------------------------------------------------
-@pytest.mark.parametrize("nproc", [0, 2])
+@pytest.mark.parametrize("nproc", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_resumed_run_equals_one_that_was_never_stopped(train, tmp_path, nproc):
     """Imitates a stop mid-epoch: later checkpoints are gone, metrics end in an incomplete row."""
     settings = [

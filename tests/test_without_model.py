@@ -269,6 +269,7 @@ def test_the_strongest_is_named_with_the_place_of_the_model(known, error, place)
     assert low < gain < high
 
 
+@pytest.mark.slow
 def test_analyse_prints_rivals_of_a_run_and_of_several(train, command):
     for seed in (0, 1):
         train(0, f"run.name=s{seed}", f"run.seed={seed}").check()
