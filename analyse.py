@@ -29,6 +29,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# As in train.py.
+sys.path.append(os.path.dirname(os.path.realpath(__file__)))
+
 import torch
 
 import data
@@ -42,7 +45,7 @@ from analyse_metrics import (
 )
 from analyse_rivals import shared_pairs
 from analyse_text import lines_of_run, lines_of_runs, text_table
-from config import Config, Parser, load_config, read_options
+from config import Config, Parser, load_config, print_any_character, read_options
 from data_tables import Tables
 from ddp_setup import end_process, set_threads
 from errors import UserError
@@ -66,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Analyses as a command line says, by default this process's; returns the exit status."""
     num_threads = torch.get_num_threads()
     set_threads(local_world_size=1)
+    print_any_character()
     try:
         return report(read_arguments(arguments))
     except UserError as error:

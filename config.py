@@ -13,6 +13,7 @@ what the earlier steps had.
 import argparse
 import contextlib
 import difflib
+import io
 import logging
 import math
 import os
@@ -72,7 +73,7 @@ class Config:
 class Parser(argparse.ArgumentParser):
     """A command line, of which what is wrong is a `UserError`."""
 
-    def __init__(self, description: str, **options: Any):
+    def __init__(self, description: str | None, **options: Any):
         super().__init__(
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -84,9 +85,15 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
+def print_any_character() -> None:
+    """Makes stdout print an escape sequence for a character that its encoding does not have."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # in a notebook, it is none
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def all_options_text() -> str:
     """Returns config.yaml, for the help of a command."""
-    return f"config.yaml:\n\n{DEFAULTS.read_text()}"
+    return f"config.yaml:\n\n{DEFAULTS.read_text('utf-8')}"
 
 
 def run_command(
@@ -128,6 +135,7 @@ def run_command(
 @contextlib.contextmanager
 def log_to_console() -> Iterator[None]:
     """In the block, prints what rank 0 logs, and keeps warnings; errors go to stderr."""
+    print_any_character()
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     console.addFilter(lambda record: record.levelno < logging.ERROR)
@@ -211,7 +219,7 @@ def compose(options: Mapping[str, Any]) -> Config:
 def read_options(path: str | Path) -> dict[str, Any]:
     """Returns {"section.key": value} of a YAML file; raises `UserError`."""
     with explain_yaml_errors(path):
-        sections = yaml.load(Path(path).read_text(), UniqueKeyLoader)
+        sections = yaml.load(Path(path).read_text("utf-8"), UniqueKeyLoader)
     try:
         options = {} if sections is None else by_key(sections)
     except AttributeError:

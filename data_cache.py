@@ -76,7 +76,7 @@ def source_digest(function: Callable) -> str:
     files = [module.__file__ for module in finder.modules.values()]
     digest = hashlib.sha256()
     for file in sorted(filter(None, files)):
-        tree = ast.parse(Path(file).read_text())
+        tree = ast.parse(Path(file).read_bytes())
         for node in ast.walk(tree):
             if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False):
                 del node.body[0]

@@ -26,13 +26,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+# As in train.py.
+sys.path.append(os.path.dirname(os.path.realpath(__file__)))
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from ddp_threads import choose_threads
+from ddp_threads import choose_threads, load_note
 from ddp_watchdog import Heartbeat, StopRequest, Watchdog, log_and_print
 from errors import RunError, UserError
 
@@ -69,6 +72,7 @@ class Distributed:
         self.world_size = self.local_world_size = 1
         self.device = torch.device("cpu")
         self.threads = ""  # of this process, and why so many
+        self.load_note = ""  # what to set on a busy machine
         self.store: dist.Store | None = None  # torchrun's, or one of this process
         self.watchdog: Watchdog | None = None
         self.stop: StopRequest | None = None
@@ -294,6 +298,8 @@ def setup(env: Distributed) -> Distributed:
                     f"ranks {first} and {env.rank} share a GPU: start one process per GPU, "
                     "or set CUDA_VISIBLE_DEVICES= for CPU"
                 )
+    if env.device.type == "cpu":
+        env.load_note = load_note(torch.get_num_threads(), env.local_world_size)
     return env
 
 
@@ -410,7 +416,10 @@ def library_versions() -> dict[str, str]:
 
 
 def describe(env: Distributed) -> str:
-    """Returns, on rank 0, a line for each rank with its host, device, threads and versions."""
+    """Returns a line for each rank with its host, device, threads and versions.
+
+    A line more, about rank 0's machine, says what to set if that is busy.
+    """
     device = str(env.device)
     if env.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(env.device)
@@ -424,7 +433,8 @@ def describe(env: Distributed) -> str:
         **library_versions(),
     }
     line = ", ".join(f"{name} {value}" for name, value in row.items())
-    return "\n".join(env.gather(line))
+    lines = [*env.gather(line), env.broadcast(env.load_note)]
+    return "\n".join(filter(None, lines))
 
 
 # ---- Preflight -----------------------------------------------------------------------------------

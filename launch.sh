@@ -18,24 +18,32 @@
 #SBATCH --exclusive           # all CPUs; for a share of them: --oversubscribe --cpus-per-task=n
 #SBATCH --signal=B:USR1@300   # 300 s before the limit: a step or evaluation batch, and a checkpoint
 #SBATCH --requeue --open-mode=append # after the limit, a preemption or a node failure; logs go on
-set -euo pipefail
+if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # after `sh launch.sh`
+set -euo pipefail +o posix
 
 main() {
-  here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+  find_here
   if [[ ${BASH_SOURCE[0]} == */slurm_script ]]; then # sbatch runs a copy of this file elsewhere
     set_up_batch_job
     if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then set -- "${@//%a/$SLURM_ARRAY_TASK_ID}"; fi
   fi
   modules="torch torch_geometric yaml tqdm"
   if [ "${1:-}" = test ]; then run_tests "${@:2}"; fi
+  refuse_variables_of_torchrun
   choose_python requirements.txt
   if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${NNODES:-}" ]; then start_or_join_job_step "$@"; fi
   set_up_torchrun
-  if [ "${NNODES:=1}" = 1 ]; then torchrun+=(--standalone); else set_up_rendezvous; fi
+  if [ "${NNODES:=1}" = 1 ]; then set_up_one_machine; else set_up_rendezvous; fi
   exec "${torchrun[@]}" "$here/train.py" "$@"
 }
 
 die() { echo "error: $1" >&2; exit "${2:-1}"; }
+
+find_here() { # the folder of this script, which may be called by a link
+  local file=${BASH_SOURCE[0]}
+  if [ -L "$file" ]; then file=$(readlink -f "$file"); fi
+  here=$(CDPATH='' cd "$(dirname "$file")" && pwd)
+}
 
 set_up_batch_job() {
   job=$SLURM_JOB_ID # for a task of an array, it may denote the whole array
@@ -49,6 +57,12 @@ set_up_batch_job() {
   [ -f "$here/train.py" ] || die "sbatch must be given launch.sh by its own name, beside train.py"
 }
 
+refuse_variables_of_torchrun() { # it would take what Kubeflow sets, and wait for other machines
+  [ -n "${NNODES:-}" ] || [ "${PET_NNODES:-1}" = 1 ] ||
+    die "PET_NNODES=$PET_NNODES is for torchrun, as in a pod of Kubeflow: start\
+ torchrun $here/train.py, which reads it, or set NNODES=1 for this machine alone"
+}
+
 choose_python() { # and if none has the modules, install the requirements $1
   for python in python python3; do
     if has_modules; then return; fi
@@ -58,8 +72,9 @@ choose_python() { # and if none has the modules, install the requirements $1
 }
 
 has_modules() { # and if so, sets `gpus` to their number
-  local probe="import torch, importlib.util as u; assert all(map(u.find_spec, '$modules'.split()))"
-  gpus=$("$python" -c "$probe; print(torch.cuda.device_count())" 2>/dev/null)
+  gpus=$("$python" -c "import sys, torch, importlib.util as u
+if not all(map(u.find_spec, '$modules'.split())): sys.exit(1)
+print(torch.cuda.device_count())" 2>/dev/null)
 }
 
 install() {
@@ -71,12 +86,16 @@ install() {
     die "$base is older than Python 3.10: activate a newer one"
   echo "Installing $1 into $venv (once; it takes minutes, as PyTorch is large)"
   [ -x "$python" ] || "$base" -m venv "$venv" || die "cannot make $venv"
+  "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null 2>&1 ||
+    die "$venv has no pip: remove it, install python3-venv and run this again"
   "$python" -m pip install -q --disable-pip-version-check -r "$here/$1" || die "cannot install $1"
   has_modules || die "$python still lacks one of ${modules// /, }: remove $venv and run this again"
   echo "Installed: launch.sh uses $python from now on"
 }
 
 run_tests() {
+  [ -d "$here/tests" ] || die "there is no $here/tests: copy that folder of the template to run it"
+  unset PYTHONSAFEPATH # the tests are imported from here
   modules+=" pytest ruff xdist"
   choose_python requirements-dev.txt
   cd "$here"
@@ -85,11 +104,27 @@ run_tests() {
 }
 
 start_or_join_job_step() { # ids from 4294967290 up are the batch script or a shell in salloc
-  if [ "${SLURM_STEP_ID:-4294967290}" -ge 4294967290 ]; then start_job_step "$@"; fi
+  if [ "${SLURM_STEP_ID:-4294967290}" -lt 4294967290 ]; then
+    join_job_step
+  elif has_slurm "${SLURM_NNODES:-1}"; then
+    start_job_step "$@"
+  fi
+}
+
+has_slurm() { # or not, as in a container, where a job of $1 nodes must be one of a single node
+  if command -v scontrol >/dev/null; then return; fi
+  [ "$1" = 1 ] || die "SLURM's commands are not here, as in a container: set NNODES=$1 and\
+ RDZV=host:port on each node, or NNODES=1 for this one alone"
+  false
+}
+
+join_job_step() {
   [ "$SLURM_STEP_NUM_TASKS" = "$SLURM_STEP_NUM_NODES" ] ||
     die "srun must start one launch.sh per node: --ntasks-per-node=1"
+  if ! has_slurm "$SLURM_STEP_NUM_NODES"; then return; fi
   NNODES=$SLURM_STEP_NUM_NODES
-  read -r first_node < <(scontrol show hostnames "$SLURM_STEP_NODELIST")
+  read -r first_node < <(scontrol show hostnames "$SLURM_STEP_NODELIST") ||
+    die "scontrol does not know the nodes of this step: $SLURM_STEP_NODELIST"
   RDZV=$(scontrol show node "$first_node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
   RDZV+=:$((20000 + SLURM_JOB_ID % 10000))
 }
@@ -118,11 +153,18 @@ start_job_step() { # one launch.sh per node; in a batch script, end or requeue t
 }
 
 set_up_torchrun() {
-  local processes=${NPROC:-$((gpus > 0 ? gpus : 2))}
-  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$("$python" "$here/ddp_threads.py" "$processes")}
+  local threads processes=${NPROC:-$((gpus > 0 ? gpus : 2))}
+  [[ $processes =~ ^[1-9][0-9]*$ ]] ||
+    die "NPROC=$processes is not a number of processes: unset it for one per GPU, or 2 on the CPU"
+  threads=$("$python" "$here/ddp_threads.py" "$processes")
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240} # s, to step and save
   torchrun=("$python" -m torch.distributed.run --nproc-per-node="$processes"
     --max-restarts="${MAX_RESTARTS:=0}" "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+}
+
+set_up_one_machine() { # whose name need not resolve
+  torchrun+=(--nnodes=1 --local-addr=127.0.0.1 --standalone)
 }
 
 # Determines what torchrun and gloo would get from this machine's host name, which often means
@@ -132,28 +174,41 @@ set_up_rendezvous() {
     die "NNODES=$NNODES needs RDZV=host:port, an address of one of the machines, not '$RDZV'"
   local host=${RDZV%:*} port=${RDZV#*:} timeout_s=${RDZV_TIMEOUT:-600}
   local settings=join_timeout=$timeout_s,last_call_timeout=$((timeout_s / 20 + 1))
+  local taken="another program has the port of RDZV=$RDZV: set a free one on all machines"
   read -r address _ < <(getent ahostsv4 "$host") || die "cannot resolve the host $host (RDZV)"
   route=$(ip -4 route get "$address") || die "there is no route to $host (RDZV)"
   if [[ $route != local* ]]; then
     settings+=,is_host=0
     local failure="nothing answered at $RDZV (RDZV) for $timeout_s s (RDZV_TIMEOUT)"
     SECONDS=0
-    until timeout 5 bash -c ": <>/dev/tcp/$address/$port" 2>/dev/null; do
+    until answers; do
       ((SECONDS < timeout_s)) || die "$failure: run the command on each machine"
       sleep 0.5
     done
-  elif [[ $host != localhost && $host != 127.* ]]; then # there, torchruns elect the host themselves
+    is_torchrun || die "$taken"
+  elif [[ $host == localhost || $host == 127.* ]]; then # torchruns elect the host themselves
+    ! answers || is_torchrun || die "$taken"
+  else
+    ! answers || die "$taken"
     settings+=,is_host=1
     if [[ $address == 127.* ]]; then route=$(ip -4 route get 192.0.2.1) || die "no network here"; fi
   fi
   read -r own_address _ <<<"${route##* src }"
-  read -r _ interface _ < <(ip -4 -o address show to "$own_address")
+  read -r _ interface _ < <(ip -4 -o address show to "$own_address") ||
+    die "there is no network interface with the address $own_address"
   export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
   export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # warnings print pages of C++ stack
   # With the store that torchrun shares by default, rounds after the first do not work (torch 2.13).
   if [[ $NNODES = *:* || $MAX_RESTARTS != 0 ]]; then export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; fi
   torchrun+=(--nnodes="$NNODES" --local-addr="$own_address" --rdzv-backend=c10d
     --rdzv-endpoint="$address:$port" --rdzv-id="${SLURM_JOB_ID:-launch}" --rdzv-conf="$settings")
+}
+
+answers() { timeout 5 bash -c ": <>/dev/tcp/$address/$port" 2>/dev/null; }
+
+is_torchrun() { # whether it is the store of a torchrun that answers
+  local join="TCPStore('$address', $port, wait_for_workers=False)"
+  timeout 40 "$python" -c "from torch.distributed import TCPStore; $join" 2>/dev/null
 }
 
 main "$@"

@@ -34,6 +34,7 @@ from pathlib import Path
 
 # As in train.py.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+sys.path.append(os.path.dirname(os.path.realpath(__file__)))
 
 import torch
 from torch import Tensor

@@ -121,7 +121,7 @@ class RunFolder:
         )
 
     def _log_to_file(self) -> None:
-        handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt")
+        handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt", encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logging.getLogger().addHandler(handler)
         self.env.cleanup.callback(handler.close)
@@ -425,7 +425,7 @@ class RunFolder:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a metrics.jsonl; raises `UserError` if it cannot be read."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        lines = path.read_text("utf-8", errors="replace").splitlines()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     rows = []
@@ -440,7 +440,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def read_status(folder: Path) -> dict[str, Any]:
     """Returns the content of a run's status.json, nothing if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        status = json.loads((folder / "status.json").read_text())
+        status = json.loads((folder / "status.json").read_text("utf-8"))
         if isinstance(status, dict):
             return status
     return {}

@@ -25,6 +25,8 @@ from typing import Any
 
 # OpenMP reads this when torch is imported; by default, threads that wait spin on others' cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+# Python leaves out this folder where PYTHONSAFEPATH is set.
+sys.path.append(os.path.dirname(os.path.realpath(__file__)))
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +35,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
-from config import (
-    Config,
-    Parser,
-    all_options_text,
-    load_config,
-    run_command,
-)
+from config import Config, Parser, all_options_text, load_config, run_command
 from data import StepSampler, check_batch_size, make_loader
 from ddp_setup import Distributed, end_process, library_versions
 from ddp_watchdog import StopTraining

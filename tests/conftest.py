@@ -212,7 +212,7 @@ def clean_environment() -> dict[str, str]:
     names |= {"RDZV_TIMEOUT", "MAX_RESTARTS", "STOP_FILE"}
     environment = {}
     for name, value in os.environ.items():
-        if name not in names and not name.startswith(("SLURM", "SBATCH")):
+        if name not in names and not name.startswith(("SLURM", "SBATCH", "PET_")):
             environment[name] = value
     return environment
 
