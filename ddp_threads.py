@@ -86,7 +86,7 @@ def load_note(num_threads: int, num_processes: int) -> str:
     num_cpus = os.cpu_count() or 1
     num_busy = min(num_cpus, count_busy_cpus(num_processes))
     num_free = num_cpus - num_busy
-    if num_threads == 1 or num_threads * num_processes <= num_free:
+    if num_busy == 0 or num_threads == 1 or num_threads * num_processes <= num_free:
         return ""
     return (
         f"note      other programs keep {num_busy} of {num_cpus} CPUs busy, "

@@ -72,7 +72,7 @@ choose_python() { # and if none has the modules, install the requirements $1
 }
 
 has_modules() { # and if so, sets `gpus` to their number
-  gpus=$("$python" -c "import sys, torch, importlib.util as u
+  gpus=$("$python" -c "import torch, sys, importlib.util as u
 if not all(map(u.find_spec, '$modules'.split())): sys.exit(1)
 print(torch.cuda.device_count())" 2>/dev/null)
 }

@@ -1,6 +1,7 @@
 """The commands as functions: what `main` returns, prints, and leaves of a process as it was."""
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -169,6 +170,19 @@ def test_figures_that_cannot_be_printed_are_a_failure(train_here, capsys, monkey
         assert analyse.main(["runs/default"]) == 1
     monkeypatch.undo()
     assert "error: cannot print the figures: No space left" in capsys.readouterr().err
+
+
+def test_an_encoding_without_a_character_gets_an_escape_sequence(train_here, monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr("sys.stdout", stdout)
+    assert train_here("run.name=gr\u00f6\u00dfe") == 0
+    assert train_here("run.name=plain") == 0
+    assert analyse.main(["runs/gr\u00f6\u00dfe", "runs/plain"]) == 0
+    stdout.flush()
+    printed = stdout.buffer.getvalue()
+    monkeypatch.undo()
+    assert b"run       runs/gr\\xf6\\xdfe, model of step" in printed
+    assert b"best two, runs/" in printed
 
 
 # ---- Ctrl-C --------------------------------------------------------------------------------------

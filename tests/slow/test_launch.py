@@ -1,8 +1,11 @@
 """launch.sh without installing anything; .ci/run covers the installation."""
 
+import contextlib
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -180,6 +183,224 @@ def test_when_a_slurm_job_is_requeued(run, tmp_path, signal, status, job, restar
     asked = [f"{tmp_path}/slurm-7_3.stop run.name=s3", *["slurm-7_3.stop"] * (signal == "USR1")]
     assert (tmp_path / "asked").read_text().splitlines() == asked
     assert not list(tmp_path.glob("*.stop"))
+
+
+# ---- Where it is run, with a stand-in for Python that prints what would be started ---------------
+ONE_MACHINE = "--nnodes=1 --local-addr=127.0.0.1 --standalone"
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """A folder with a copy of launch.sh, `place/copy`, and stand-ins, `place/bin`."""
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "bin").mkdir()
+    shutil.copy(ROOT / "launch.sh", tmp_path / "copy")
+    answers = """case "$*" in
+      *TCPStore*) exit 1 ;; # no torchrun answers
+      -c*) echo 0 ;;
+      *ddp_threads.py*) echo 1 ;;
+      *) echo "$*" ;;
+    esac"""
+    stand_in(tmp_path / "bin/python", answers)
+    for tool in ("bash", "dirname", "readlink", "rm", "getent", "ip", "timeout", "env"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+    return tmp_path
+
+
+@pytest.fixture
+def launch(run, place):
+    """launch(*arguments, **variables) runs the copy of launch.sh beside the stand-ins alone."""
+
+    def start(*arguments: str, shell: str = "bash", file: str = "copy/launch.sh", **variables: str):
+        command = [shutil.which(shell), file, *arguments]
+        return run(command, timeout=20, PATH=str(place / "bin"), **variables)
+
+    return start
+
+
+def test_a_link_another_shell_and_cdpath_change_nothing(launch, place):
+    (place / "other/copy").mkdir(parents=True)
+    (place / "other/launch.sh").symlink_to("../copy/launch.sh")
+    expected = f" {ONE_MACHINE} {place}/copy/train.py a=b\n"
+    for places in (".", str(place / "other")):
+        assert launch("a=b", CDPATH=places).check().stdout.endswith(expected)
+    assert launch("a=b", file="other/launch.sh").check().stdout.endswith(expected)
+    assert launch("a=b", shell="sh").check().stdout.endswith(expected)
+    assert launch("a=b", POSIXLY_CORRECT="1").check().stdout.endswith(expected)
+
+
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ONE_MACHINE),
+        ({"SLURM_NNODES": "1"}, ONE_MACHINE),
+        ({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, ONE_MACHINE),
+        ({"SLURM_NNODES": "2", "NNODES": "1"}, ONE_MACHINE),
+        ({"SLURM_NNODES": "2"}, "set NNODES=2 and RDZV=host:port on each node, or NNODES=1"),
+        ({**STEP, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}, "set NNODES=2 and"),
+        ({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "2"}, "--ntasks-per-node=1"),
+    ],
+)
+def test_a_container_has_the_variables_of_slurm_without_its_commands(launch, variables, expected):
+    result = launch(SLURM_JOB_ID="7", **variables)
+    if expected == ONE_MACHINE:
+        assert ONE_MACHINE in result.check().stdout
+    else:
+        assert result.returncode == 1 and result.stdout == ""
+        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+        assert expected in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"NPROC": "auto"}, "NPROC=auto is not a number of processes: unset it for one per GPU"),
+        ({"NPROC": "gpu"}, "NPROC=gpu is not a number of processes"),
+        ({"NPROC": "0"}, "NPROC=0 is not a number of processes"),
+        ({"PET_NNODES": "2"}, "PET_NNODES=2 is for torchrun, as in a pod of Kubeflow: start torch"),
+        ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is for torchrun"),
+    ],
+)
+def test_what_another_launcher_understands_is_refused(launch, variables, expected):
+    result = launch(**variables)
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr.startswith(f"error: {expected}") and result.stderr.count("\n") == 1
+
+
+def test_variables_of_torchrun_do_not_make_one_machine_wait_for_others(launch):
+    assert ONE_MACHINE in launch(PET_NNODES="2", NNODES="1").check().stdout
+    assert ONE_MACHINE in launch(PET_NNODES="1", PET_NPROC_PER_NODE="auto").check().stdout
+
+
+def test_a_failure_of_a_step_before_torchrun_ends_it(launch, place):
+    stand_in(place / "bin/python", 'case "$1" in -c) echo 0 ;; *ddp*) exit 7 ;; *) echo on ;; esac')
+    result = launch()
+    assert result.returncode == 7 and result.stdout == ""
+
+
+def test_without_the_folder_tests_there_are_none_to_run(launch, place):
+    result = launch("test")
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: there is no {place}/copy/tests: copy that folder")
+
+
+@pytest.mark.parametrize("can_be_installed", [True, False])
+def test_an_environment_without_pip_gets_it(launch, place, can_be_installed):
+    shutil.copy(ROOT / "requirements.txt", place / "copy")
+    (place / "copy/.venv/bin").mkdir(parents=True)
+    stand_in(place / "bin/python", 'case "$2" in *version_info*) ;; *) exit 1 ;; esac')
+    (place / "bin/python3").symlink_to("python")
+    answers = f"""has_pip={place}/has_pip
+    case "$*" in
+      "-m pip --version") [ -e $has_pip ] ;;
+      "-m ensurepip") {"true" if can_be_installed else "false"} && : >$has_pip ;;
+      "-m pip install "*) [ -e $has_pip ] && echo "pip $*" ;;
+      *) exit 1 ;;
+    esac"""
+    stand_in(place / "copy/.venv/bin/python", answers)
+    result = launch()
+    assert result.returncode == 1
+    if can_be_installed:
+        assert f"-r {place}/copy/requirements.txt" in result.stdout
+    else:
+        assert f"{place}/copy/.venv has no pip: remove it, install python3-venv" in result.stderr
+
+
+def test_missing_packages_are_noticed_without_assertions(launch, place):
+    modules = place / "modules/torch"
+    modules.mkdir(parents=True)
+    (modules / "__init__.py").write_text("class cuda:\n    device_count = int\n")
+    stand_in(place / "bin/python", f'exec {sys.executable} -S "$@"')
+    stand_in(place / "bin/python3", "exit 1")
+    shutil.copy(ROOT / "requirements.txt", place / "copy")
+    result = launch(PYTHONPATH=str(modules.parent), PYTHONOPTIMIZE="1")
+    assert "python3 is older than Python 3.10" in result.stderr and result.stdout == ""
+
+
+@contextlib.contextmanager
+def other_program(address: str) -> Iterator[int]:
+    """In the block, a program listens at an address, and says nothing; yields its port."""
+    with socket.create_server((address, 0)) as server:
+        yield server.getsockname()[1]
+
+
+def own_address() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("no network here")
+        return probe.getsockname()[0]
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_port_that_another_program_has_is_an_error(launch, is_own):
+    address = own_address() if is_own else "127.0.0.1"
+    with other_program(address) as port:
+        result = launch(NNODES="2", RDZV=f"{address}:{port}", RDZV_TIMEOUT="5")
+    assert result.returncode == 1 and result.stdout == ""
+    expected = f"error: another program has the port of RDZV={address}:{port}: set a free one"
+    assert result.stderr.startswith(expected)
+
+
+# ---- A checkout ----------------------------------------------------------------------------------
+@pytest.fixture
+def git(run, tmp_path):
+    """git(...) runs git in a repository of .gitattributes, .gitignore and launch.sh."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    for name in (".gitattributes", ".gitignore", "launch.sh"):
+        shutil.copy(ROOT / name, folder)
+    user = ["-c", "user.name=a", "-c", "user.email=b", "-C", str(folder)]
+
+    def start(*arguments: str) -> str:
+        return run(["git", *user, *arguments], timeout=20).check().stdout
+
+    start("init", "-q")
+    start("add", ".")
+    start("commit", "-qm", "all")
+    return start
+
+
+def test_a_checkout_on_windows_has_the_ends_of_lines_that_bash_needs(git, tmp_path):
+    git("clone", "-q", "-c", "core.autocrlf=true", ".", str(tmp_path / "clone"))
+    assert b"\r" not in (tmp_path / "clone/launch.sh").read_bytes()
+
+
+def test_git_ignores_what_the_commands_write(git):
+    for name in (
+        *("runs/a/test.tsv", ".cache/a.pt", ".venv/bin/python", "pairs.predictions.tsv"),
+        *("pairs.explained.tsv", "pairs.predictions.tsv.0a1b.partial"),
+        *("slurm-7_3.out", "slurm-7.node0.out", "slurm-7.stop"),
+    ):
+        assert git("check-ignore", name) == f"{name}\n"
+
+
+# ---- Settings of Python --------------------------------------------------------------------------
+@pytest.mark.parametrize("script", ["train.py", "predict.py", "analyse.py", "ddp_setup.py"])
+def test_commands_start_without_docstrings_and_without_their_folder_in_the_path(run, script):
+    """`PYTHONSAFEPATH` and `-OO`, which sites set."""
+    options = ["--help"] if script != "ddp_setup.py" else []
+    command = [sys.executable, str(ROOT / script), *options]
+    variables = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1", "PYTHONOPTIMIZE": "2"}
+    result = run(command, **variables).check()
+    assert "usage: " in result.stdout if options else "OK     versions" in result.stdout
+
+
+def test_files_are_utf_8_where_the_locale_is_not(run, tables, tmp_path):
+    name = "gr\u00f6\u00dfe"
+    _, *rows = (tmp_path / "scores.tsv").read_text().splitlines()
+    (tmp_path / "scores.tsv").write_text("\n".join([f"genes\t{name}", *rows, ""]), "utf-8")
+    (tmp_path / "mine.yaml").write_text(f"data: {{scores: [{name}]}}\n", "utf-8")
+    command = [sys.executable, str(ROOT / "train.py"), "--config", "mine.yaml", *tables, *SMALL]
+    result = run(command, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0").check()
+    assert "Traceback" not in result.stderr
+    for file in ("config.yaml", "test.tsv", "log.rank0.txt"):
+        (tmp_path / "runs/default" / file).read_text("utf-8")
+    assert name in (tmp_path / "runs/default/test.tsv").read_text("utf-8")
 
 
 @pytest.mark.parametrize("command", ["train", "predict"])
