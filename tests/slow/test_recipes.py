@@ -154,6 +154,13 @@ class SummaryWriter:
     def flush(self):
         self.file.flush()
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        print(json.dumps(["closed"]), file=self.file)
+        self.file.close()
+
 
 sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=SummaryWriter)
 sys.argv[0] = str(Path(__file__).with_name("train.py"))
@@ -169,6 +176,8 @@ def test_tensorboard(copy, tables, tmp_path):
     _, rows = train(copy, "optim.epochs=2", script="board.py")
     lines = (tmp_path / "runs/run/tensorboard/calls.jsonl").read_text().splitlines()
     calls = [json.loads(line) for line in lines]
+    assert calls.count(["closed"]) == 2
+    calls = [call for call in calls if call != ["closed"]]
     resumed = next(row["step"] for row in rows if row.get("event") == "resumed")
     assert resumed > 0
     assert [step for tag, step, *_ in calls if tag == "purge"] == [1, resumed + 1]
