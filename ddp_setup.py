@@ -10,7 +10,9 @@ import contextlib
 import gc
 import inspect
 import itertools
+import json
 import logging
+import math
 import os
 import platform
 import re
@@ -57,6 +59,16 @@ class DDPConfig:
         except TypeError as error:
             raise ValueError(f"ddp.options: DistributedDataParallel: {error}") from None
 
+    @contextlib.contextmanager
+    def explain_errors(self) -> Iterator[None]:
+        """Turns what DDP says of values in `options` into a `UserError`."""
+        try:
+            yield
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UserError(
+                f"ddp.options={self.options}: DistributedDataParallel: {error}"
+            ) from None
+
 
 # ---- Rank, collectives, stopping and failing -----------------------------------------------------
 class Distributed:
@@ -64,7 +76,7 @@ class Distributed:
 
     def __init__(self, config: DDPConfig):
         self.config = config
-        self.is_distributed = "WORLD_SIZE" in os.environ
+        self.is_distributed = "WORLD_SIZE" in os.environ or "RANK" in os.environ
         self.rank = self.local_rank = 0
         self.world_size = self.local_world_size = 1
         self.device = torch.device("cpu")
@@ -74,6 +86,7 @@ class Distributed:
         self.stop: StopRequest | None = None
         self.on_failure: Callable[[str], None] | None = None  # called with the reason on exit
         self.heartbeat = Heartbeat()
+        self.last_phase = ""  # that was entered
         self.agreed_at = 0.0  # when ranks last agreed whether to stop
         self.steps_since = 0
         self.steps_between = 1  # that and the next time, as they agreed
@@ -85,13 +98,20 @@ class Distributed:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Labels what this rank is doing, for hang reports, metrics.jsonl and profiler traces."""
-        before = self.heartbeat
-        changes = before.changes if name == before.phase else before.changes + 1
-        self.heartbeat = Heartbeat(before.step, changes, name, before.entered + 1)
+        outer = self.heartbeat.phase
+        self.heartbeat = self.heartbeat.enter(name, is_other=name != self.last_phase)
+        self.last_phase = name
         start = time.perf_counter()
-        with record_function(name):
-            yield
+        try:
+            with record_function(name):
+                yield
+        finally:
+            self.heartbeat = self.heartbeat._replace(phase=outer)
         self.seconds[name] += time.perf_counter() - start
+
+    def make_progress(self) -> None:
+        """Tells the watchdog that this rank comes further in what it is doing."""
+        self.heartbeat = self.heartbeat.enter(self.heartbeat.phase, is_other=False)
 
     @property
     def device_ids(self) -> list[int] | None:
@@ -126,7 +146,7 @@ class Distributed:
 
     def step_done(self, step: int) -> None:
         """Records that `step` steps are done."""
-        self.heartbeat = self.heartbeat._replace(step=step, changes=0)
+        self.heartbeat = self.heartbeat._replace(step=step, changes=0, phase="other work")
         self.steps_since += 1
         self.limit_s = self.config.timeout_s  # only the first one loads libraries
 
@@ -232,6 +252,7 @@ class Distributed:
         """
         trace, reason = "", str(error)
         of_gloo = isinstance(error, RuntimeError) and "/gloo/" in reason
+        loader_was_killed = reason.startswith("DataLoader worker")
         allocated = re.search(r"tried to allocate ([\d.]+ \w+)", reason, re.IGNORECASE)
         if isinstance(error, dist.DistError) or of_gloo:
             detail = " ".join(reason.split())[:99]
@@ -241,6 +262,12 @@ class Distributed:
                 f"rank {self.rank}: there is no memory for another {allocated[1]}: lower "
                 "model.hidden or data.batch_size, or raise optim.accumulate"
             )
+        elif loader_was_killed:
+            reason = (
+                f"rank {self.rank}: a process that loads batches was killed, as by the kernel where "
+                f"memory or /dev/shm is short ({reason.splitlines()[0][:99]}): ask for more of "
+                "these, or lower data.workers"
+            )
         elif isinstance(error, KeyboardInterrupt):
             reason = "interrupted"
         elif not isinstance(error, UserError):
@@ -249,11 +276,13 @@ class Distributed:
         first, is_first = self.record_end_reason(reason)
         report = log_and_print if is_first else log.error
         report(f"{trace}error: {reason}")
-        self.record_failure(first)
+        self.record_failure(first, trace if is_first else "")
         return getattr(error, "status", 1)
 
-    def record_failure(self, reason: str) -> None:
-        """Calls the hook `on_failure`, if there is one."""
+    def record_failure(self, reason: str, trace: str = "") -> None:
+        """Tells torchrun and the hook `on_failure`, if there are any, why the job ends."""
+        if self.is_distributed:
+            tell_torchrun(f"{trace}error: {reason}")
         if self.on_failure:
             with contextlib.suppress(UserError):  # the disk may be full
                 self.on_failure(reason)
@@ -268,14 +297,19 @@ class Distributed:
 def setup(env: Distributed) -> Distributed:
     """Joins the process group, selects this rank's device and returns `env`; raises `UserError`."""
     if env.is_distributed:
+        tell_torchrun(
+            "a signal ended this process, as the kernel's SIGKILL does where memory is short: "
+            "the same command goes on from what is saved"
+        )
         try:
             env.rank = int(os.environ["RANK"])
             env.local_rank = int(os.environ["LOCAL_RANK"])
             env.world_size = int(os.environ["WORLD_SIZE"])
             env.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
         except (KeyError, ValueError) as error:
+            name = "WORLD_SIZE" if "WORLD_SIZE" in os.environ else "RANK"
             raise UserError(
-                f"WORLD_SIZE is set, but not by torchrun ({error}): use torchrun, or unset it"
+                f"{name} is set, but not by torchrun ({error}): use torchrun, or unset it"
             ) from None
         join_group(env)
     else:
@@ -307,8 +341,19 @@ def set_threads(local_world_size: int) -> str:
     return f"{num_threads} ({reason})"
 
 
+def tell_torchrun(text: str) -> None:
+    """Writes why this process has failed where torchrun looks, whose report ends with it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+
+
 def start_watchdog(env: Distributed) -> None:
     env.watchdog = Watchdog(env)
+    if env.world_size == 1:  # nobody waits for it, and it may stand in a debugger
+        env.watchdog.patience = math.inf
     env.watchdog.start()
 
 
@@ -321,7 +366,9 @@ def join_group(env: Distributed) -> None:
     # Or NCCL kills this process when another one dies, before status.json says so.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
-        rendezvous_timeout = timedelta(seconds=min(300.0, startup_s))
+        # torchrun's store is there before its processes; else, rank 0 may start much later.
+        is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        rendezvous_timeout = timedelta(seconds=min(45.0 if is_there else 300.0, startup_s))
         store, _, _ = next(dist.rendezvous("env://", timeout=rendezvous_timeout))
         store.set_timeout(timeout)
         # torchrun keeps its store across restarts, and across the groups of a process: without the
@@ -338,8 +385,8 @@ def join_group(env: Distributed) -> None:
         raise UserError(
             f"rank {env.rank} on {platform.node()} cannot reach the others at "
             f"MASTER_ADDR={address} MASTER_PORT={port} ({str(error).splitlines()[0]}): "
-            "set the address of rank 0, open all ports between the machines, "
-            "or name the network interface in GLOO_SOCKET_IFNAME"
+            "set the address of rank 0 and a port that no other program has, "
+            "open all ports between the machines, or name the network interface in GLOO_SOCKET_IFNAME"
         ) from None
 
 
@@ -388,16 +435,19 @@ def run(program: Callable[[Distributed], None], config: DDPConfig) -> int:
 
 
 def end_process(status: int) -> None:
-    """Ends this process after a failure, without interpreter shutdown, which can hang.
+    """Ends this process after a failure: a rank without interpreter shutdown, which can hang.
 
-    After success, it does so only if stdout is a closed pipe, of which Python would complain.
+    One process alone may be a notebook's kernel, which SystemExit does not end. After success, this
+    returns unless stdout is a closed pipe, of which Python would complain.
     """
     try:
         sys.stdout.flush()
     except OSError:
         os._exit(status)
-    if status:
+    if status and "WORLD_SIZE" in os.environ:
         os._exit(status)
+    if status:
+        sys.exit(status)
 
 
 def library_versions() -> dict[str, str]:

@@ -32,7 +32,7 @@ OBSERVERS = 8  # ranks that look at all ranks when these stall, far apart: one m
 
 def log_and_print(text: str) -> None:
     log.error(text)
-    with contextlib.suppress(OSError):  # stderr may be a closed pipe
+    with contextlib.suppress(OSError, ValueError):  # stderr may be a closed pipe, or closed
         print(text, file=sys.stderr, flush=True)
 
 
@@ -58,12 +58,17 @@ class StopRequest:
         self.received, self.sender = os.pipe()
         os.set_blocking(self.received, False)
         os.set_blocking(self.sender, False)
-        self.earlier_fd = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
-        self.earlier_handlers = {}
+        self.undo = contextlib.ExitStack()
+        if threading.current_thread() is threading.main_thread():  # no other one can
+            self._take_signals()
+
+    def _take_signals(self) -> None:
+        earlier_fd = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
+        self.undo.callback(signal.set_wakeup_fd, earlier_fd)
         for number in self.SIGNALS:
             by_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not by_nohup:
-                self.earlier_handlers[number] = signal.signal(number, self._handle)
+                self.undo.callback(signal.signal, number, signal.signal(number, self._handle))
 
     def _handle(self, number: int, frame: object) -> None:
         reason = self.REASONS.index(signal.Signals(number).name)
@@ -73,9 +78,7 @@ class StopRequest:
 
     def close(self) -> None:
         """Gives signals the effects that they had before."""
-        for number, handler in self.earlier_handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self.earlier_fd)
+        self.undo.close()
         os.close(self.sender)
         os.close(self.received)
 
@@ -101,6 +104,10 @@ class Heartbeat(NamedTuple):
     changes: int = 0  # of the phase, since the last step
     phase: str = "start"  # what it is doing
     entered: int = 0  # phases entered in total, the same one again included
+
+    def enter(self, phase: str, is_other: bool) -> "Heartbeat":
+        """Returns it in a phase, which counts as a change if it `is_other` than the last one."""
+        return Heartbeat(self.step, self.changes + is_other, phase, self.entered + 1)
 
 
 class Observed(NamedTuple):

@@ -19,6 +19,7 @@ import resource
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -33,13 +34,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
-from config import (
-    Config,
-    Parser,
-    all_options_text,
-    load_config,
-    run_command,
-)
+from config import Config, Parser, all_options_text, load_config, run_command
 from data import StepSampler, check_batch_size, make_loader
 from ddp_setup import Distributed, end_process, library_versions
 from ddp_watchdog import StopTraining
@@ -91,9 +86,10 @@ def train(config: Config, env: Distributed) -> None:
     train_loader = make_loader(task.dataset, sampler, config.data.workers, env.device)
     val_batches = KeptBatches(task, task.rows("val"), env)
     if env.is_distributed:
-        state.ddp_model = DistributedDataParallel(
-            env.prepare_for_ddp(model), device_ids=env.device_ids, **config.ddp.options
-        )
+        with config.ddp.explain_errors():
+            state.ddp_model = DistributedDataParallel(
+                env.prepare_for_ddp(model), device_ids=env.device_ids, **config.ddp.options
+            )
         order_buckets(state.ddp_model, task, env)
     log_plan(task, model, sampler, env)
     folder.write_status("started", state)
@@ -327,13 +323,15 @@ def deterministic_algorithms() -> Iterator[None]:
     """In the block, a GPU computes the same bits each time; the log names what cannot."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     mode = torch.get_deterministic_debug_mode()
+    show_warning = warnings.showwarning
     logging.captureWarnings(True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(mode)
-        logging.captureWarnings(False)
+        if warnings.showwarning is not show_warning:  # or it was the caller's
+            logging.captureWarnings(False)
 
 
 def autocast(optim: OptimConfig, env: Distributed) -> torch.autocast:
