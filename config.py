@@ -107,7 +107,7 @@ def run_command(
         read_settings: returns the settings that the words mean, which have a field `ddp`.
         command: takes settings and process group.
     """
-    with log_to_console(), restored_environment(), float32_with_gradients():
+    with open_streams(), log_to_console(), restored_environment(), float32_with_gradients():
         settings = Config()
         problem = None
         try:
@@ -127,6 +127,19 @@ def run_command(
                 command(settings, env)
 
         return run(program, settings.ddp)
+
+
+@contextlib.contextmanager
+def open_streams() -> Iterator[None]:
+    """In the block, stdout and stderr can be written; what a shell has closed (`2>&-`) is lost."""
+    with contextlib.ExitStack() as stack:
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream is None or stream.closed:
+                nowhere = stack.enter_context(open(os.devnull, "w"))
+                setattr(sys, name, nowhere)
+                stack.callback(setattr, sys, name, stream)
+        yield
 
 
 @contextlib.contextmanager

@@ -65,8 +65,9 @@ class DDPConfig:
         try:
             yield
         except (AttributeError, TypeError, ValueError) as error:
+            reason = str(error).partition("\n")[0][:99]
             raise UserError(
-                f"ddp.options={self.options}: DistributedDataParallel: {error}"
+                f"ddp.options={self.options}: DistributedDataParallel: {reason}"
             ) from None
 
 
@@ -264,9 +265,9 @@ class Distributed:
             )
         elif loader_was_killed:
             reason = (
-                f"rank {self.rank}: a process that loads batches was killed, as by the kernel where "
-                f"memory or /dev/shm is short ({reason.splitlines()[0][:99]}): ask for more of "
-                "these, or lower data.workers"
+                f"rank {self.rank}: a process that loads batches was killed, as where memory or "
+                f"/dev/shm is short ({reason.splitlines()[0][:99]}): get more of these, "
+                "or lower data.workers"
             )
         elif isinstance(error, KeyboardInterrupt):
             reason = "interrupted"
@@ -385,8 +386,8 @@ def join_group(env: Distributed) -> None:
         raise UserError(
             f"rank {env.rank} on {platform.node()} cannot reach the others at "
             f"MASTER_ADDR={address} MASTER_PORT={port} ({str(error).splitlines()[0]}): "
-            "set the address of rank 0 and a port that no other program has, "
-            "open all ports between the machines, or name the network interface in GLOO_SOCKET_IFNAME"
+            "set the address of rank 0 and a free port there, open all ports between the machines, "
+            "or name the network interface in GLOO_SOCKET_IFNAME"
         ) from None
 
 
@@ -441,7 +442,7 @@ def end_process(status: int) -> None:
     returns unless stdout is a closed pipe, of which Python would complain.
     """
     try:
-        sys.stdout.flush()
+        print(end="", flush=True)
     except OSError:
         os._exit(status)
     if status and "WORLD_SIZE" in os.environ:

@@ -32,7 +32,7 @@ OBSERVERS = 8  # ranks that look at all ranks when these stall, far apart: one m
 
 def log_and_print(text: str) -> None:
     log.error(text)
-    with contextlib.suppress(OSError, ValueError):  # stderr may be a closed pipe, or closed
+    with contextlib.suppress(OSError):  # stderr may be a closed pipe
         print(text, file=sys.stderr, flush=True)
 
 
