@@ -156,14 +156,17 @@ class Distributed:
 
         Ranks agree `at_once` or about every `AGREEMENT_S`; in between, this returns "". A part of
         each agreement is the number of steps until the next one: the smallest that a rank proposes
-        from its own speed, at most twice the last, as the host can be ahead of the device. If steps
-        become f times as slow, that takes f times `AGREEMENT_S`. It travels on the device's
-        backend, as on gloo it would cost a thousand ranks tens of milliseconds.
+        from its own speed, at most twice the last, as the host can be ahead of the device. Without
+        a step in between, it stays. If steps become f times as slow, that takes f times
+        `AGREEMENT_S`. It travels on the device's backend, as on gloo it would cost a thousand ranks
+        tens of milliseconds.
         """
         if self.steps_since < self.steps_between and not at_once:
             return ""
-        factor = min(2, AGREEMENT_S / (time.perf_counter() - self.agreed_at))
-        proposed = max(1, int(factor * self.steps_since))
+        proposed = self.steps_between
+        if self.steps_since:
+            steps = AGREEMENT_S * self.steps_since / (time.perf_counter() - self.agreed_at)
+            proposed = max(1, min(int(steps), 2 * self.steps_between))
         code = self.stop.code() if self.stop else 0
         values = torch.tensor([code, -proposed], device=self.device)
         code, steps = self._reduce(values, dist.ReduceOp.MAX).tolist()
@@ -229,6 +232,7 @@ class Distributed:
 
         Several ranks do so only after success: one of them in a collective would hang.
         """
+        self.on_failure = None  # it may hold a DDP module, which must not outlive the group
         with self.cleanup:  # even if this is interrupted
             if self.watchdog and self.watchdog.is_alive():
                 self.watchdog.finished.set()

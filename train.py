@@ -140,7 +140,7 @@ def train_epoch(
         env.step_done(state.step)
 
         is_last = step_in_epoch == sampler.steps_per_epoch - 1
-        reason = env.stop_reason(at_once=is_last)
+        reason = env.stop_reason(at_once=False)
         save_now = state.step % config.checkpoint.every_steps == 0 and not is_last
         log_now = state.step % config.log.every_steps == 0
         if reason or save_now or log_now or is_last:

@@ -339,6 +339,24 @@ def test_ranks_agree_twice_a_second_after_a_number_of_steps_that_all_know(monkey
     assert len(gaps) < 50
 
 
+def test_an_evaluation_does_not_make_ranks_agree_more_often(monkeypatch):
+    """An epoch ends with agreements that no step, or few steps, separate from the last one."""
+    ranks = SimulatedRanks(monkeypatch, 2)
+    for _ in range(500):
+        ranks.step([0.01, 0.01])
+    ranks.agreements.clear()
+    start = ranks.now
+    for _ in range(100):  # epochs of 1.2 s
+        for _ in range(120):
+            ranks.step([0.01, 0.01])
+        for _ in range(2):
+            for env in ranks.envs:
+                env._reduce = lambda values, op: values
+                ranks.now += 0.05
+                env.stop_reason()
+    assert len(ranks.agreements) < 2.2 * (ranks.now - start)
+
+
 def test_all_ranks_learn_of_a_request_of_one_at_the_same_step(monkeypatch):
     ranks = SimulatedRanks(monkeypatch, 3)
     for _ in range(200):
