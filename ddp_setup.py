@@ -23,6 +23,7 @@ import timeit
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -371,10 +372,7 @@ def join_group(env: Distributed) -> None:
     # Or NCCL kills this process when another one dies, before status.json says so.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
-        # torchrun's store is there before its processes; else, rank 0 may start much later.
-        is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        rendezvous_timeout = timedelta(seconds=min(45.0 if is_there else 300.0, startup_s))
-        store, _, _ = next(dist.rendezvous("env://", timeout=rendezvous_timeout))
+        store = find_store(startup_s)
         store.set_timeout(timeout)
         # torchrun keeps its store across restarts, and across the groups of a process: without the
         # prefix, ranks would use addresses of dead ones.
@@ -385,14 +383,30 @@ def join_group(env: Distributed) -> None:
             backend, store=env.store, rank=env.rank, world_size=env.world_size, timeout=timeout
         )
         env.cleanup.callback(leave_group)
-    except (RuntimeError, OSError, ValueError) as error:
+    except (RuntimeError, OSError, ValueError, futures.TimeoutError) as error:
+        reason = str(error) or "nothing answers"
         address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise UserError(
             f"rank {env.rank} on {platform.node()} cannot reach the others at "
-            f"MASTER_ADDR={address} MASTER_PORT={port} ({str(error).splitlines()[0]}): "
+            f"MASTER_ADDR={address} MASTER_PORT={port} ({reason.splitlines()[0]}): "
             "set the address of rank 0 and a free port there, open all ports between the machines, "
             "or name the network interface in GLOO_SOCKET_IFNAME"
         ) from None
+
+
+def find_store(longest_s: float) -> dist.Store:
+    """Returns the store at MASTER_ADDR and MASTER_PORT, which rank 0 makes if there is no torchrun.
+
+    Raises `futures.TimeoutError` if another program has the port, which may never answer.
+    """
+    # torchrun's store is there before its processes; else, rank 0 may start much later.
+    is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    limit_s = min(40.0 if is_there else 300.0, longest_s)
+    rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=limit_s))
+    thread = futures.ThreadPoolExecutor(1)
+    store, _, _ = thread.submit(next, rendezvous).result(1.25 * limit_s)
+    thread.shutdown()
+    return store
 
 
 def leave_group() -> None:
