@@ -10,17 +10,14 @@ import contextlib
 import gc
 import inspect
 import itertools
-import json
 import logging
 import math
 import os
 import platform
-import re
 import statistics
 import sys
 import time
 import timeit
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -36,7 +33,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from ddp_threads import choose_threads
-from ddp_watchdog import Heartbeat, StopRequest, Watchdog, log_and_print
+from ddp_watchdog import (
+    Heartbeat,
+    StopRequest,
+    Watchdog,
+    end_process,
+    explain_failure,
+    log_and_print,
+    tell_torchrun,
+)
 from errors import RunError, UserError
 
 log = logging.getLogger("ddp_setup")
@@ -256,29 +261,7 @@ class Distributed:
 
         Only the first rank to fail prints, of other errors with a traceback.
         """
-        trace, reason = "", str(error)
-        of_gloo = isinstance(error, RuntimeError) and "/gloo/" in reason
-        loader_was_killed = reason.startswith("DataLoader worker")
-        allocated = re.search(r"tried to allocate ([\d.]+ \w+)", reason, re.IGNORECASE)
-        if isinstance(error, dist.DistError) or of_gloo:
-            detail = " ".join(reason.split())[:99]
-            reason = f"rank {self.rank}: another rank was killed or cannot be reached ({detail})"
-        elif allocated:
-            reason = (
-                f"rank {self.rank}: there is no memory for another {allocated[1]}: lower "
-                "model.hidden or data.batch_size, or raise optim.accumulate"
-            )
-        elif loader_was_killed:
-            reason = (
-                f"rank {self.rank}: a process that loads batches was killed, as where memory or "
-                f"/dev/shm is short ({reason.splitlines()[0][:99]}): get more of these, "
-                "or lower data.workers"
-            )
-        elif isinstance(error, KeyboardInterrupt):
-            reason = "interrupted"
-        elif not isinstance(error, UserError):
-            trace = "".join(traceback.format_exception(error))
-            reason = f"rank {self.rank}: {type(error).__name__}: {reason}"
+        trace, reason = explain_failure(error, self.rank)
         first, is_first = self.record_end_reason(reason)
         report = log_and_print if is_first else log.error
         report(f"{trace}error: {reason}")
@@ -345,15 +328,6 @@ def set_threads(local_world_size: int) -> str:
     num_threads, reason = choose_threads(local_world_size)
     torch.set_num_threads(num_threads)
     return f"{num_threads} ({reason})"
-
-
-def tell_torchrun(text: str) -> None:
-    """Writes why this process has failed where torchrun looks, whose report ends with it."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
 
 
 def start_watchdog(env: Distributed) -> None:
@@ -451,22 +425,6 @@ def run(program: Callable[[Distributed], None], config: DDPConfig) -> int:
                 env.close()
             else:
                 sys.last_value = error  # or what DDP holds would be freed, which can hang
-
-
-def end_process(status: int) -> None:
-    """Ends this process after a failure: a rank without interpreter shutdown, which can hang.
-
-    One process alone may be a notebook's kernel, which SystemExit does not end. After success, this
-    returns unless stdout is a closed pipe, of which Python would complain.
-    """
-    try:
-        print(end="", flush=True)
-    except OSError:
-        os._exit(status)
-    if status and "WORLD_SIZE" in os.environ:
-        os._exit(status)
-    if status:
-        sys.exit(status)
 
 
 def library_versions() -> dict[str, str]:

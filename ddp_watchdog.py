@@ -1,4 +1,4 @@
-"""Requests to stop a run, and the end of a run that hangs.
+"""The ends of a run: requests to stop it, failures and hangs.
 
 `StopRequest` notices signals and STOP files. `Watchdog` is a thread that ends the job with a report
 when a rank makes no progress for too long.
@@ -8,14 +8,18 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
+
+from errors import UserError
 
 log = logging.getLogger("ddp_watchdog")
 log.addHandler(logging.NullHandler())  # or the preflight prints errors twice
@@ -237,3 +241,55 @@ class Watchdog(threading.Thread):
         )
         log_and_print(f"stack of rank {self.env.rank} ({reason}):\n{stack}")
         self.env.exit_now(reason, 1)
+
+
+# ---- Failures ------------------------------------------------------------------------------------
+def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
+    """Returns the traceback of an error, "" for one that says enough, and the reason as a text."""
+    reason = str(error)
+    of_gloo = isinstance(error, RuntimeError) and "/gloo/" in reason
+    allocated = re.search(r"tried to allocate ([\d.]+ \w+)", reason, re.IGNORECASE)
+    if isinstance(error, UserError):
+        return "", reason
+    if isinstance(error, KeyboardInterrupt):
+        return "", "interrupted"
+    if isinstance(error, dist.DistError) or of_gloo:
+        detail = " ".join(reason.split())[:99]
+        return "", f"rank {rank}: another rank was killed or cannot be reached ({detail})"
+    if allocated:
+        return "", (
+            f"rank {rank}: there is no memory for another {allocated[1]}: lower model.hidden or "
+            "data.batch_size, or raise optim.accumulate"
+        )
+    if reason.startswith("DataLoader worker"):
+        return "", (
+            f"rank {rank}: a process that loads batches was killed, as where memory or /dev/shm is "
+            f"short ({reason.splitlines()[0][:99]}): get more of these, or lower data.workers"
+        )
+    trace = "".join(traceback.format_exception(error))
+    return trace, f"rank {rank}: {type(error).__name__}: {reason}"
+
+
+def tell_torchrun(text: str) -> None:
+    """Writes why this process has failed where torchrun looks, whose report ends with it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+
+
+def end_process(status: int) -> None:
+    """Ends this process after a failure: a rank without interpreter shutdown, which can hang.
+
+    One process alone may be a notebook's kernel, which SystemExit does not end. After success, this
+    returns unless stdout is a closed pipe, of which Python would complain.
+    """
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os._exit(status)
+    if status and "WORLD_SIZE" in os.environ:
+        os._exit(status)
+    if status:
+        sys.exit(status)

@@ -54,7 +54,7 @@ SHELVES = {
         "data_tables": "data_cells data_names data_notes errors metrics",
         "ddp_setup": "ddp_threads ddp_watchdog errors",
         "ddp_threads": "",
-        "ddp_watchdog": "",
+        "ddp_watchdog": "errors",
         "errors": "",
         "mask": "mask_product",
         "mask_product": "",
