@@ -24,6 +24,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+import torch
 import yaml
 
 from data import DataConfig
@@ -32,7 +33,7 @@ from errors import UserError, kept_warnings
 from model import ModelConfig
 from optim import OptimConfig
 from run_folder import CheckpointConfig, LogConfig, RunConfig
-from run_progress import BarClearer
+from run_progress import BarClearer, bars_call
 
 log = logging.getLogger("config")
 DEFAULTS = Path(__file__).with_name("config.yaml")
@@ -82,6 +83,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
+        if "--local" in message:
+            message += ": the launcher torch.distributed.launch is too old, use torchrun"
         raise UserError(message)
 
 
@@ -104,14 +107,14 @@ def run_command(
     """Calls `command` on this rank with the settings of a command line; returns the exit status.
 
     A wrong command line is reported once, not by every rank. What the process had before, such as
-    handlers of the log, is there afterwards.
+    handlers of the log, does not count, and is there afterwards.
 
     Args:
         arguments: the words of the command line; None: this process's.
         read_settings: returns the settings that the words mean, which have a field `ddp`.
         command: takes settings and process group.
     """
-    with log_to_console(), restored_environment():
+    with open_streams(), log_to_console(), restored_environment(), float32_with_gradients():
         settings = Config()
         problem = None
         try:
@@ -127,9 +130,23 @@ def run_command(
             with env.sync_errors():
                 if problem:
                     raise problem
-            command(settings, env)
+            with bars_call(env.make_progress):
+                command(settings, env)
 
         return run(program, settings.ddp)
+
+
+@contextlib.contextmanager
+def open_streams() -> Iterator[None]:
+    """In the block, stdout and stderr can be written; what a shell has closed (`2>&-`) is lost."""
+    with contextlib.ExitStack() as stack:
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream is None or stream.closed:
+                nowhere = stack.enter_context(open(os.devnull, "w"))
+                setattr(sys, name, nowhere)
+                stack.callback(setattr, sys, name, stream)
+        yield
 
 
 @contextlib.contextmanager
@@ -167,6 +184,18 @@ def restored_environment() -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def float32_with_gradients() -> Iterator[None]:
+    """In the block, torch has the defaults that it starts with, whatever a notebook has set."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 # ---- Reading -------------------------------------------------------------------------------------

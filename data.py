@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import signal
-import traceback
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.queues import Queue
@@ -318,5 +318,5 @@ def _start_worker(worker_id: int) -> None:
 
 def _end_worker(error: Exception, batch: Any) -> None:
     # Or the rank would wait for a batch that cannot be sent.
-    traceback.print_exception(error)
+    print(f"error: a batch cannot be sent, is /dev/shm full? {error}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -11,16 +11,16 @@ import gc
 import inspect
 import itertools
 import logging
+import math
 import os
 import platform
-import re
 import statistics
 import sys
 import time
 import timeit
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +36,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from ddp_threads import choose_threads, load_note
-from ddp_watchdog import Heartbeat, StopRequest, Watchdog, log_and_print
+from ddp_watchdog import (
+    Heartbeat,
+    StopRequest,
+    Watchdog,
+    end_process,
+    explain_failure,
+    log_and_print,
+    tell_torchrun,
+)
 from errors import RunError, UserError
 
 log = logging.getLogger("ddp_setup")
@@ -60,6 +68,17 @@ class DDPConfig:
         except TypeError as error:
             raise ValueError(f"ddp.options: DistributedDataParallel: {error}") from None
 
+    @contextlib.contextmanager
+    def explain_errors(self) -> Iterator[None]:
+        """Turns what DDP says of values in `options` into a `UserError`."""
+        try:
+            yield
+        except (AttributeError, TypeError, ValueError) as error:
+            reason = str(error).partition("\n")[0][:99]
+            raise UserError(
+                f"ddp.options={self.options}: DistributedDataParallel: {reason}"
+            ) from None
+
 
 # ---- Rank, collectives, stopping and failing -----------------------------------------------------
 class Distributed:
@@ -67,7 +86,7 @@ class Distributed:
 
     def __init__(self, config: DDPConfig):
         self.config = config
-        self.is_distributed = "WORLD_SIZE" in os.environ
+        self.is_distributed = "WORLD_SIZE" in os.environ or "RANK" in os.environ
         self.rank = self.local_rank = 0
         self.world_size = self.local_world_size = 1
         self.device = torch.device("cpu")
@@ -78,6 +97,7 @@ class Distributed:
         self.stop: StopRequest | None = None
         self.on_failure: Callable[[str], None] | None = None  # called with the reason on exit
         self.heartbeat = Heartbeat()
+        self.last_phase = ""  # that was entered
         self.agreed_at = 0.0  # when ranks last agreed whether to stop
         self.steps_since = 0
         self.steps_between = 1  # that and the next time, as they agreed
@@ -89,13 +109,20 @@ class Distributed:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Labels what this rank is doing, for hang reports, metrics.jsonl and profiler traces."""
-        before = self.heartbeat
-        changes = before.changes if name == before.phase else before.changes + 1
-        self.heartbeat = Heartbeat(before.step, changes, name, before.entered + 1)
+        outer = self.heartbeat.phase
+        self.heartbeat = self.heartbeat.enter(name, is_other=name != self.last_phase)
+        self.last_phase = name
         start = time.perf_counter()
-        with record_function(name):
-            yield
+        try:
+            with record_function(name):
+                yield
+        finally:
+            self.heartbeat = self.heartbeat._replace(phase=outer)
         self.seconds[name] += time.perf_counter() - start
+
+    def make_progress(self) -> None:
+        """Tells the watchdog that this rank comes further in what it is doing."""
+        self.heartbeat = self.heartbeat.enter(self.heartbeat.phase, is_other=False)
 
     @property
     def device_ids(self) -> list[int] | None:
@@ -130,7 +157,7 @@ class Distributed:
 
     def step_done(self, step: int) -> None:
         """Records that `step` steps are done."""
-        self.heartbeat = self.heartbeat._replace(step=step, changes=0)
+        self.heartbeat = self.heartbeat._replace(step=step, changes=0, phase="other work")
         self.steps_since += 1
         self.limit_s = self.config.timeout_s  # only the first one loads libraries
 
@@ -139,14 +166,17 @@ class Distributed:
 
         Ranks agree `at_once` or about every `AGREEMENT_S`; in between, this returns "". A part of
         each agreement is the number of steps until the next one: the smallest that a rank proposes
-        from its own speed, at most twice the last, as the host can be ahead of the device. If steps
-        become f times as slow, that takes f times `AGREEMENT_S`. It travels on the device's
-        backend, as on gloo it would cost a thousand ranks tens of milliseconds.
+        from its own speed, at most twice the last, as the host can be ahead of the device. Without
+        a step in between, it stays. If steps become f times as slow, that takes f times
+        `AGREEMENT_S`. It travels on the device's backend, as on gloo it would cost a thousand ranks
+        tens of milliseconds.
         """
         if self.steps_since < self.steps_between and not at_once:
             return ""
-        factor = min(2, AGREEMENT_S / (time.perf_counter() - self.agreed_at))
-        proposed = max(1, int(factor * self.steps_since))
+        proposed = self.steps_between
+        if self.steps_since:
+            steps = AGREEMENT_S * self.steps_since / (time.perf_counter() - self.agreed_at)
+            proposed = max(1, min(int(steps), 2 * self.steps_between))
         code = self.stop.code() if self.stop else 0
         values = torch.tensor([code, -proposed], device=self.device)
         code, steps = self._reduce(values, dist.ReduceOp.MAX).tolist()
@@ -212,6 +242,7 @@ class Distributed:
 
         Several ranks do so only after success: one of them in a collective would hang.
         """
+        self.on_failure = None  # it may hold a DDP module, which must not outlive the group
         with self.cleanup:  # even if this is interrupted
             if self.watchdog and self.watchdog.is_alive():
                 self.watchdog.finished.set()
@@ -234,30 +265,17 @@ class Distributed:
 
         Only the first rank to fail prints, of other errors with a traceback.
         """
-        trace, reason = "", str(error)
-        of_gloo = isinstance(error, RuntimeError) and "/gloo/" in reason
-        allocated = re.search(r"tried to allocate ([\d.]+ \w+)", reason, re.IGNORECASE)
-        if isinstance(error, dist.DistError) or of_gloo:
-            detail = " ".join(reason.split())[:99]
-            reason = f"rank {self.rank}: another rank was killed or cannot be reached ({detail})"
-        elif allocated:
-            reason = (
-                f"rank {self.rank}: there is no memory for another {allocated[1]}: lower "
-                "model.hidden or data.batch_size, or raise optim.accumulate"
-            )
-        elif isinstance(error, KeyboardInterrupt):
-            reason = "interrupted"
-        elif not isinstance(error, UserError):
-            trace = "".join(traceback.format_exception(error))
-            reason = f"rank {self.rank}: {type(error).__name__}: {reason}"
+        trace, reason = explain_failure(error, self.rank)
         first, is_first = self.record_end_reason(reason)
         report = log_and_print if is_first else log.error
         report(f"{trace}error: {reason}")
-        self.record_failure(first)
+        self.record_failure(first, trace if is_first else "")
         return getattr(error, "status", 1)
 
-    def record_failure(self, reason: str) -> None:
-        """Calls the hook `on_failure`, if there is one."""
+    def record_failure(self, reason: str, trace: str = "") -> None:
+        """Tells torchrun and the hook `on_failure`, if there are any, why the job ends."""
+        if self.is_distributed:
+            tell_torchrun(f"{trace}error: {reason}")
         if self.on_failure:
             with contextlib.suppress(UserError):  # the disk may be full
                 self.on_failure(reason)
@@ -272,14 +290,19 @@ class Distributed:
 def setup(env: Distributed) -> Distributed:
     """Joins the process group, selects this rank's device and returns `env`; raises `UserError`."""
     if env.is_distributed:
+        tell_torchrun(
+            "a signal ended this process, as the kernel's SIGKILL does where memory is short: "
+            "the same command goes on from what is saved"
+        )
         try:
             env.rank = int(os.environ["RANK"])
             env.local_rank = int(os.environ["LOCAL_RANK"])
             env.world_size = int(os.environ["WORLD_SIZE"])
             env.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
         except (KeyError, ValueError) as error:
+            name = "WORLD_SIZE" if "WORLD_SIZE" in os.environ else "RANK"
             raise UserError(
-                f"WORLD_SIZE is set, but not by torchrun ({error}): use torchrun, or unset it"
+                f"{name} is set, but not by torchrun ({error}): use torchrun, or unset it"
             ) from None
         join_group(env)
     else:
@@ -315,6 +338,8 @@ def set_threads(local_world_size: int) -> str:
 
 def start_watchdog(env: Distributed) -> None:
     env.watchdog = Watchdog(env)
+    if env.world_size == 1:  # nobody waits for it, and it may stand in a debugger
+        env.watchdog.patience = math.inf
     env.watchdog.start()
 
 
@@ -327,8 +352,7 @@ def join_group(env: Distributed) -> None:
     # Or NCCL kills this process when another one dies, before status.json says so.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
-        rendezvous_timeout = timedelta(seconds=min(300.0, startup_s))
-        store, _, _ = next(dist.rendezvous("env://", timeout=rendezvous_timeout))
+        store = find_store(startup_s)
         store.set_timeout(timeout)
         # torchrun keeps its store across restarts, and across the groups of a process: without the
         # prefix, ranks would use addresses of dead ones.
@@ -339,14 +363,30 @@ def join_group(env: Distributed) -> None:
             backend, store=env.store, rank=env.rank, world_size=env.world_size, timeout=timeout
         )
         env.cleanup.callback(leave_group)
-    except (RuntimeError, OSError, ValueError) as error:
+    except (RuntimeError, OSError, ValueError, futures.TimeoutError) as error:
+        reason = str(error) or "nothing answers"
         address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise UserError(
             f"rank {env.rank} on {platform.node()} cannot reach the others at "
-            f"MASTER_ADDR={address} MASTER_PORT={port} ({str(error).splitlines()[0]}): "
-            "set the address of rank 0, open all ports between the machines, "
+            f"MASTER_ADDR={address} MASTER_PORT={port} ({reason.splitlines()[0]}): "
+            "set the address of rank 0 and a free port there, open all ports between the machines, "
             "or name the network interface in GLOO_SOCKET_IFNAME"
         ) from None
+
+
+def find_store(longest_s: float) -> dist.Store:
+    """Returns the store at MASTER_ADDR and MASTER_PORT, which rank 0 makes if there is no torchrun.
+
+    Raises `futures.TimeoutError` if another program has the port, which may never answer.
+    """
+    # torchrun's store is there before its processes; else, rank 0 may start much later.
+    is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    limit_s = min(40.0 if is_there else 300.0, longest_s)
+    rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=limit_s))
+    thread = futures.ThreadPoolExecutor(1)
+    store, _, _ = thread.submit(next, rendezvous).result(1.25 * limit_s)
+    thread.shutdown()
+    return store
 
 
 def leave_group() -> None:
@@ -391,19 +431,6 @@ def run(program: Callable[[Distributed], None], config: DDPConfig) -> int:
                 env.close()
             else:
                 sys.last_value = error  # or what DDP holds would be freed, which can hang
-
-
-def end_process(status: int) -> None:
-    """Ends this process after a failure, without interpreter shutdown, which can hang.
-
-    After success, it does so only if stdout is a closed pipe, of which Python would complain.
-    """
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os._exit(status)
-    if status:
-        os._exit(status)
 
 
 def library_versions() -> dict[str, str]:

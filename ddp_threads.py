@@ -17,7 +17,10 @@ from pathlib import Path, PurePosixPath
 def choose_threads(num_processes: int) -> tuple[int, str]:
     """Returns the threads of each of so many processes on this machine, and why as a text."""
     num_bound = count_bound_cpus()
-    quota = min(quotas(), default=float(num_bound))
+    try:
+        quota = min(quotas(), default=float(num_bound))
+    except ValueError:  # of files that look otherwise than they should: this is but a hint
+        quota = float(num_bound)
     num_threads = max(1, int(min(num_bound, quota) / num_processes))
     reason = f"{num_bound} CPUs"
     if quota < num_bound:
@@ -71,7 +74,7 @@ def cpu_groups(proc: Path) -> Iterator[Path]:
             path_of["cgroup"] = path
     for line in mounts:
         mount, _, system = line.partition(" - ")
-        kind, _, options = system.split()[:3]
+        kind, _, options = system.split(" ")[:3]  # the second may be empty
         if kind not in path_of or (kind == "cgroup" and "cpu" not in options.split(",")):
             continue
         root, mount_point = (Path(cell) for cell in mount.split()[3:5])

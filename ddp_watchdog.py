@@ -1,4 +1,4 @@
-"""Requests to stop a run, and the end of a run that hangs.
+"""The ends of a run: requests to stop it, failures and hangs.
 
 `StopRequest` notices signals and STOP files. `Watchdog` is a thread that ends the job with a report
 when a rank makes no progress for too long.
@@ -8,14 +8,18 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
+
+from errors import UserError
 
 log = logging.getLogger("ddp_watchdog")
 log.addHandler(logging.NullHandler())  # or the preflight prints errors twice
@@ -58,12 +62,17 @@ class StopRequest:
         self.received, self.sender = os.pipe()
         os.set_blocking(self.received, False)
         os.set_blocking(self.sender, False)
-        self.earlier_fd = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
-        self.earlier_handlers = {}
+        self.undo = contextlib.ExitStack()
+        if threading.current_thread() is threading.main_thread():  # no other one can
+            self._take_signals()
+
+    def _take_signals(self) -> None:
+        earlier_fd = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
+        self.undo.callback(signal.set_wakeup_fd, earlier_fd)
         for number in self.SIGNALS:
             by_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not by_nohup:
-                self.earlier_handlers[number] = signal.signal(number, self._handle)
+                self.undo.callback(signal.signal, number, signal.signal(number, self._handle))
 
     def _handle(self, number: int, frame: object) -> None:
         reason = self.REASONS.index(signal.Signals(number).name)
@@ -73,9 +82,7 @@ class StopRequest:
 
     def close(self) -> None:
         """Gives signals the effects that they had before."""
-        for number, handler in self.earlier_handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self.earlier_fd)
+        self.undo.close()
         os.close(self.sender)
         os.close(self.received)
 
@@ -101,6 +108,10 @@ class Heartbeat(NamedTuple):
     changes: int = 0  # of the phase, since the last step
     phase: str = "start"  # what it is doing
     entered: int = 0  # phases entered in total, the same one again included
+
+    def enter(self, phase: str, is_other: bool) -> "Heartbeat":
+        """Returns it in a phase, which counts as a change if it `is_other` than the last one."""
+        return Heartbeat(self.step, self.changes + is_other, phase, self.entered + 1)
 
 
 class Observed(NamedTuple):
@@ -230,3 +241,55 @@ class Watchdog(threading.Thread):
         )
         log_and_print(f"stack of rank {self.env.rank} ({reason}):\n{stack}")
         self.env.exit_now(reason, 1)
+
+
+# ---- Failures ------------------------------------------------------------------------------------
+def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
+    """Returns the traceback of an error, "" for one that says enough, and the reason as a text."""
+    reason = str(error)
+    of_gloo = isinstance(error, RuntimeError) and "/gloo/" in reason
+    allocated = re.search(r"tried to allocate ([\d.]+ \w+)", reason, re.IGNORECASE)
+    if isinstance(error, UserError):
+        return "", reason
+    if isinstance(error, KeyboardInterrupt):
+        return "", "interrupted"
+    if isinstance(error, dist.DistError) or of_gloo:
+        detail = " ".join(reason.split())[:99]
+        return "", f"rank {rank}: another rank was killed or cannot be reached ({detail})"
+    if allocated:
+        return "", (
+            f"rank {rank}: there is no memory for another {allocated[1]}: lower model.hidden or "
+            "data.batch_size, or raise optim.accumulate"
+        )
+    if reason.startswith("DataLoader worker"):
+        return "", (
+            f"rank {rank}: a process that loads batches was killed, as where memory or /dev/shm is "
+            f"short ({reason.splitlines()[0][:99]}): get more of these, or lower data.workers"
+        )
+    trace = "".join(traceback.format_exception(error))
+    return trace, f"rank {rank}: {type(error).__name__}: {reason}"
+
+
+def tell_torchrun(text: str) -> None:
+    """Writes why this process has failed where torchrun looks, whose report ends with it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+
+
+def end_process(status: int) -> None:
+    """Ends this process after a failure: a rank without interpreter shutdown, which can hang.
+
+    One process alone may be a notebook's kernel, which SystemExit does not end. After success, this
+    returns unless stdout is a closed pipe, of which Python would complain.
+    """
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os._exit(status)
+    if status and "WORLD_SIZE" in os.environ:
+        os._exit(status)
+    if status:
+        sys.exit(status)

@@ -218,6 +218,7 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey) -> None:
         for chunk in read_sets(settings.table, ensemble.tables, first, last, most):
             lines = compute_on_all_ranks(settings, ensemble, chunk)
             table.append(lines, len(chunk.sets))
+            ensemble.env.step_done(table.num_rows)
             bar.update(len(chunk.sets))
         table.finish()
     log.info(f"{survey.num_known} predictions written to {output}")

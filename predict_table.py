@@ -1,7 +1,6 @@
 """A table that is written for hours, and goes on where a kill interrupted it."""
 
 import contextlib
-import fcntl
 import glob
 import os
 from collections.abc import Iterable, Iterator
@@ -9,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from data_cache import lock_file
 from ddp_setup import Distributed
 from errors import UserError
 from run_checkpoint import explain_write_errors
@@ -81,7 +81,7 @@ class GrowingTable:
         """Returns a file that no other process can lock until it is closed."""
         file = partial.open("a+b")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file)
         except BlockingIOError:
             file.close()
             raise UserError(f"another process is writing {self.path}: wait for it") from None

@@ -5,7 +5,6 @@ files.
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 import yaml
 
-from data_cache import cache_file, cached
+from data_cache import cache_file, cached, lock_file
 from ddp_setup import Distributed, describe
 from errors import RunError, UserError, kept_warnings
 from run_checkpoint import (
@@ -113,7 +112,7 @@ class RunFolder:
         self.lock = self.env.cleanup.enter_context((self.path / "log.rank0.txt").open("a"))
         for _ in range(100):
             with contextlib.suppress(BlockingIOError):
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(self.lock)
                 return
             time.sleep(0.1)
         raise UserError(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from operator import length_hint
 from threading import RLock
-from typing import Any
+from typing import Any, ClassVar
 
 from tqdm import tqdm
 
@@ -29,12 +29,27 @@ class ProgressBar(tqdm):
     """
 
     monitor_interval = 0  # seconds; 0: without tqdm's thread, which looks for bars that have stuck
+    listeners: ClassVar[list[Callable[[], None]]] = []  # called with each step, shown or not
 
     def __init__(self, *args: Any, note: Callable[[], str] | None = None, **options: Any):
         self.note = note
         self.is_on_terminal = sys.stderr.isatty()
         self.is_drawn = False
         super().__init__(*args, **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in super().__iter__():
+            yield step
+            self.tell_listeners()
+
+    def update(self, n: float = 1) -> bool | None:
+        """Counts `n` more steps; returns whether the bar was drawn."""
+        self.tell_listeners()
+        return super().update(n)
+
+    def tell_listeners(self) -> None:
+        for listener in self.listeners:
+            listener()
 
     @property
     def format_dict(self) -> dict[str, Any]:
@@ -103,6 +118,16 @@ def progress_bar(
         delay=FILE_S if is_file else delay,
         note=note,
     )
+
+
+@contextlib.contextmanager
+def bars_call(listener: Callable[[], None]) -> Iterator[None]:
+    """In the block, calls a function with each step of any bar, shown or not."""
+    ProgressBar.listeners.append(listener)
+    try:
+        yield
+    finally:
+        ProgressBar.listeners.remove(listener)
 
 
 class BarClearer(logging.Handler):

@@ -19,6 +19,7 @@ import resource
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -87,9 +88,10 @@ def train(config: Config, env: Distributed) -> None:
     train_loader = make_loader(task.dataset, sampler, config.data.workers, env.device)
     val_batches = KeptBatches(task, task.rows("val"), env)
     if env.is_distributed:
-        state.ddp_model = DistributedDataParallel(
-            env.prepare_for_ddp(model), device_ids=env.device_ids, **config.ddp.options
-        )
+        with config.ddp.explain_errors():
+            state.ddp_model = DistributedDataParallel(
+                env.prepare_for_ddp(model), device_ids=env.device_ids, **config.ddp.options
+            )
         order_buckets(state.ddp_model, task, env)
     log_plan(task, model, sampler, env)
     folder.write_status("started", state)
@@ -140,7 +142,7 @@ def train_epoch(
         env.step_done(state.step)
 
         is_last = step_in_epoch == sampler.steps_per_epoch - 1
-        reason = env.stop_reason(at_once=is_last)
+        reason = env.stop_reason(at_once=False)
         save_now = state.step % config.checkpoint.every_steps == 0 and not is_last
         log_now = state.step % config.log.every_steps == 0
         if reason or save_now or log_now or is_last:
@@ -323,13 +325,15 @@ def deterministic_algorithms() -> Iterator[None]:
     """In the block, a GPU computes the same bits each time; the log names what cannot."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     mode = torch.get_deterministic_debug_mode()
+    show_warning = warnings.showwarning
     logging.captureWarnings(True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(mode)
-        logging.captureWarnings(False)
+        if warnings.showwarning is not show_warning:  # or it was the caller's
+            logging.captureWarnings(False)
 
 
 def autocast(optim: OptimConfig, env: Distributed) -> torch.autocast:

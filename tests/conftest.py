@@ -529,9 +529,10 @@ def join(processes: list, timeout: float = 120) -> list[int]:
     for process in processes:
         process.join(max(0, deadline - time.monotonic()))
     hung = [process.pid for process in processes if process.exitcode is None]
+    ended = [process.exitcode for process in processes if process.exitcode is not None]
     for process in processes:
         process.kill()
-    assert not hung, f"processes {hung} did not exit"
+    assert not hung, f"processes {hung} did not exit, {ended} are the codes of the others"
     return [process.exitcode for process in processes]
 
 

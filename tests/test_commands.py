@@ -1,15 +1,19 @@
 """The commands as functions: what `main` returns, prints, and leaves of a process as it was."""
 
 import contextlib
+import errno
+import fcntl
 import io
 import json
 import logging
 import os
+import runpy
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import analyse
 import ddp_setup
@@ -25,7 +30,7 @@ import train
 from ddp_watchdog import StopRequest
 from predict_table import GrowingTable
 from task import KnockoutTask
-from tests.conftest import DEFAULTS, SMALL, write_defaults
+from tests.conftest import DEFAULTS, ROOT, SMALL, write_defaults
 from tests.tools.runs import difference
 
 Train = Callable[..., int]
@@ -78,6 +83,7 @@ def state_of_process(folder: Path) -> dict[str, Any]:
         "warnings": warnings.showwarning,
         "threads of torch": torch.get_num_threads(),
         "deterministic": torch.get_deterministic_debug_mode(),
+        "type of numbers": torch.get_default_dtype(),
         "threads": [thread.name for thread in threading.enumerate()],
         "open files": [target for target in targets if target.startswith(str(folder))],
         "process group": dist.is_initialized(),
@@ -185,6 +191,91 @@ def test_an_encoding_without_a_character_gets_an_escape_sequence(train_here, mon
     assert b"best two, runs/" in printed
 
 
+# ---- Places where a command is called -----------------------------------------------------------
+def test_a_script_that_a_notebook_runs_does_not_end_its_kernel(monkeypatch, capsys):
+    """As `%run train.py` does, which handles SystemExit."""
+    monkeypatch.setattr("sys.argv", ["train.py", "optim.epochs=x"])
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("it ends"))
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    assert end.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_thread_can_train(train_here):
+    """Signals are the main thread's, which goes on."""
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(train_here).result() == 0
+
+
+def test_what_a_notebook_has_set_in_torch_does_not_count(train_here, monkeypatch):
+    assert train_here("run.name=a") == 0
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            assert train_here("run.name=b") == 0
+            assert predict.main(["scores.tsv", "runs/b"]) == 0
+            assert analyse.main(["runs/b"]) == 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert difference(Path("runs/a"), Path("runs/b")) == ""
+
+
+def test_warnings_that_the_caller_logs_are_logged_afterwards(train_here):
+    logging.captureWarnings(True)
+    try:
+        before = warnings.showwarning
+        assert train_here("run.deterministic=true") == 0
+        assert warnings.showwarning is before
+    finally:
+        logging.captureWarnings(False)
+
+
+@pytest.mark.parametrize("closed", [None, io.StringIO()])
+def test_closed_streams_are_not_written(train_here, monkeypatch, closed):
+    if closed:
+        closed.close()
+    monkeypatch.setattr("sys.stdout", closed)
+    monkeypatch.setattr("sys.stderr", closed)
+    assert train_here() == 0
+    assert train_here("optim.epochs=x") == 2
+    assert sys.stderr is closed
+
+
+def test_a_file_system_without_locks_is_written_with_a_warning(train_here, monkeypatch, capsys):
+    def flock(*arguments: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert train_here() == 0
+    reason = "cannot be locked (Function not implemented)"
+    assert f"note      runs/default/log.rank0.txt {reason}: let no" in capsys.readouterr().out
+    assert predict.main(["scores.tsv", "runs/default"]) == 0
+    assert f".partial {reason}" in capsys.readouterr().out
+
+
+def test_a_rank_without_torchrun_is_refused(train_here, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    assert train_here() == 2
+    assert capsys.readouterr().err == (
+        "error: RANK is set, but not by torchrun ('LOCAL_RANK'): use torchrun, or unset it\n"
+    )
+
+
+def test_chunks_of_a_prediction_are_progress(train_here, monkeypatch):
+    """So ddp.timeout_s is the limit of each, as of a step of training."""
+    assert train_here() == 0
+    limits = []
+    step_done = ddp_setup.Distributed.step_done
+
+    def record(env: ddp_setup.Distributed, step: int) -> None:
+        step_done(env, step)
+        limits.append((step, env.limit_s))
+
+    monkeypatch.setattr(ddp_setup.Distributed, "step_done", record)
+    assert predict.main(["scores.tsv", "runs/default", "ddp.timeout_s=77"]) == 0
+    assert limits == [(128, 77.0), (200, 77.0)]
+
+
 # ---- Ctrl-C --------------------------------------------------------------------------------------
 def press_ctrl_c(times: int) -> Callable[..., None]:
     """Returns a function that lets this process receive so many SIGINT."""
@@ -222,17 +313,30 @@ def test_ctrl_c_interrupts_what_comes_before_the_training(train_here, monkeypatc
 
 
 # ---- Under torchrun ------------------------------------------------------------------------------
-def test_a_single_rank_leaves_its_process_group(train_here, monkeypatch, capsys, tmp_path):
-    """Nothing of a group is left in torchrun's store, such as why an earlier one has ended."""
+@pytest.fixture
+def under_torchrun(monkeypatch) -> Iterator[pytest.MonkeyPatch]:
+    """This process is the only rank of a torchrun."""
     store = dist.TCPStore(
         "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=9)
     )
     variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     variables |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    variables |= {"MASTER_PORT": store.port}
+    variables |= {"MASTER_PORT": store.port, "TORCHELASTIC_ERROR_FILE": "error.json"}
     with monkeypatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, str(value))
+        yield patch
+
+
+def reported() -> str:
+    """Returns what torchrun reports of this process, whose file it reads itself."""
+    failure = ProcessFailure(0, os.getpid(), 1, "error.json")
+    return ChildFailedError("train.py", {0: failure}).format_msg().rstrip("=")
+
+
+def test_a_single_rank_leaves_its_process_group(train_here, under_torchrun, capsys, tmp_path):
+    """Nothing of a group is left in torchrun's store, such as why an earlier one has ended."""
+    with under_torchrun.context() as patch:
         assert train_here("run.name=good") == 0
         assert not dist.is_initialized()
         for problem in ("first", "second"):
@@ -257,3 +361,41 @@ def test_an_interrupt_while_a_failure_is_reported_leaves_nothing(train_here, mon
     monkeypatch.setattr(ddp_setup.Distributed, method, lambda *arguments: raise_it(interrupt))
     with pytest.raises(KeyboardInterrupt):
         train_here()
+
+
+def test_the_report_of_torchrun_ends_with_the_sentence(train_here, under_torchrun):
+    assert train_here("optim.epochs=x") == 2
+    assert reported().endswith("traceback : error: optim.epochs must be int >= 1, not 'x'\n")
+    with under_torchrun.context() as patch:
+        patch.setattr(KnockoutTask, "loss", lambda *arguments: 1 / 0)
+        assert train_here() == 1
+    assert reported().endswith("error: rank 0: ZeroDivisionError: division by zero\n")
+    assert "Traceback (most recent" in reported()
+    env = ddp_setup.Distributed(ddp_setup.DDPConfig())
+    under_torchrun.setattr(ddp_setup, "end_process", lambda status: None)
+    env.exit_now("no progress for 3 s", 1)  # as the watchdog does
+    assert "traceback : error: no progress for 3 s\n" in reported()
+    assert train_here("run.name=killed") == 0  # as a SIGKILL would leave it
+    assert "SIGKILL" in reported() and "the same command goes on from what is saved" in reported()
+
+
+def test_wrong_values_for_ddp_are_named(train_here, under_torchrun, capsys):
+    assert train_here("ddp.options={static_graph: perhaps}") == 2
+    assert capsys.readouterr().err.startswith(
+        "error: ddp.options={'static_graph': 'perhaps'}: DistributedDataParallel: "
+    )
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "DataLoader worker (pid 7) is killed by signal: Killed. ",
+        "DataLoader worker (pid(s) 7, 8) exited unexpectedly",
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that ...",
+    ],
+)
+def test_a_killed_loader_is_a_sentence(capsys, reason):
+    assert ddp_setup.Distributed(ddp_setup.DDPConfig()).fail(RuntimeError(reason)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: rank 0: a process that loads batches was killed, as where")
+    assert error.count("\n") == 1 and "memory or /dev/shm" in error and "data.workers" in error

@@ -339,6 +339,7 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
             "ddp.options={bucket_cap: 3}",
             "DistributedDataParallel: got an unexpected keyword argument 'bucket_cap'",
         ),
+        ("--local-rank=0", "torch.distributed.launch is too old, use torchrun"),
         ("ddp.options={device_ids: 1}", "got multiple values for keyword argument 'device_ids'"),
         ("--lr=3", "unrecognized arguments: --lr=3"),
         (

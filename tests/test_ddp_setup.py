@@ -1,11 +1,13 @@
 """Real processes: gradients, results and errors do not depend on the number of ranks."""
 
 import contextlib
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from ddp_setup import DDPConfig, Distributed
 from tests.conftest import fork_ranks, join
 from tests.tools.runs import difference, read_metrics
 
@@ -143,3 +145,14 @@ def test_low_precision_trains(train, tmp_path, precision):
     state = torch.load(tmp_path / f"runs/{precision}/checkpoints/best.pt", weights_only=True)
     assert all(value.dtype == torch.float32 for value in state["model"].values())
     assert (state["scaler"].get("scale", 1) > 1) is (precision == "fp16")
+
+
+def test_a_ddp_module_does_not_outlive_its_group():
+    """It would wait for a gloo thread that waits for it."""
+    env = Distributed(DDPConfig())
+    module = torch.nn.Linear(1, 1)
+    gone = weakref.ref(module)
+    env.cleanup.callback(lambda: gone() and pytest.fail("it is there when the group is left"))
+    env.on_failure = lambda reason, module=module: None  # as `RunFolder` holds a run's state
+    del module
+    env.close()

@@ -60,6 +60,12 @@ OF_MACHINES = {
         [2.0],
     ),
     "no limit": (["0::/"], ["30 25 0:26 / {0} rw - cgroup2 cgroup2 rw"], {}, []),
+    "a mount without a source": (
+        ["0::/"],
+        ["29 25 0:25 / /mnt rw - tmpfs  rw,size=4k", "30 25 0:26 / {0} rw - cgroup2  rw"],
+        {"cpu.max": "300000 100000"},
+        [3.0],
+    ),
     "no control groups": ([], ["22 1 8:1 / / rw - ext4 /dev/sda1 rw"], {}, []),
 }
 
@@ -108,6 +114,14 @@ def test_the_cpus_to_which_a_process_is_bound_count():
     bound = [sys.executable, "-c", bind, *command]
     result = subprocess.run(bound, capture_output=True, text=True, timeout=20, check=True)
     assert result.stdout == "1\n"
+
+
+def test_files_of_another_form_are_no_quota(monkeypatch, tmp_path):
+    (tmp_path / "cgroup").write_text("0::/\n")
+    (tmp_path / "mountinfo").write_text("nothing of the kind\n")
+    monkeypatch.setattr(ddp_threads, "count_bound_cpus", lambda: 4)
+    monkeypatch.setattr(ddp_threads, "quotas", lambda: quotas(tmp_path))
+    assert choose_threads(2) == (2, "4 CPUs for 2 processes")
 
 
 def test_threads_are_set_unless_the_user_has(monkeypatch):

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import ddp_setup
 import ddp_watchdog
 from ddp_setup import DDPConfig, Distributed
 from ddp_watchdog import Heartbeat, StopRequest, Watchdog
+from run_progress import bars_call, progress_bar
 
 
 def test_stop_requests_have_reasons(tmp_path, monkeypatch):
@@ -90,7 +92,20 @@ def test_a_heartbeat_counts_the_phases_entered():
     for name in ("data", "forward", "forward"):
         with env.phase(name):
             pass
-    assert env.heartbeat == Heartbeat(step=0, changes=2, phase="forward", entered=3)
+    assert env.heartbeat == Heartbeat(step=0, changes=2, phase="start", entered=3)
+
+
+def test_a_heartbeat_names_the_phase_that_a_rank_is_in():
+    env = Distributed(DDPConfig())
+    with env.phase("set-up"):
+        with env.phase("agreement"):
+            assert env.heartbeat.phase == "agreement"
+        assert env.heartbeat.phase == "set-up"
+        with contextlib.suppress(KeyError), env.phase("save"):
+            raise KeyError
+        assert env.heartbeat.phase == "set-up"
+    env.step_done(9)
+    assert env.heartbeat == Heartbeat(step=9, changes=0, phase="other work", entered=3)
 
 
 class EndedError(Exception):
@@ -324,6 +339,24 @@ def test_ranks_agree_twice_a_second_after_a_number_of_steps_that_all_know(monkey
     assert len(gaps) < 50
 
 
+def test_an_evaluation_does_not_make_ranks_agree_more_often(monkeypatch):
+    """An epoch ends with agreements that no step, or few steps, separate from the last one."""
+    ranks = SimulatedRanks(monkeypatch, 2)
+    for _ in range(500):
+        ranks.step([0.01, 0.01])
+    ranks.agreements.clear()
+    start = ranks.now
+    for _ in range(100):  # epochs of 1.2 s
+        for _ in range(120):
+            ranks.step([0.01, 0.01])
+        for _ in range(2):
+            ranks.now += 0.05
+            for env in ranks.envs:
+                env._reduce = lambda values, op: values  # which are equal
+                env.stop_reason()
+    assert len(ranks.agreements) < 2.2 * (ranks.now - start)
+
+
 def test_all_ranks_learn_of_a_request_of_one_at_the_same_step(monkeypatch):
     ranks = SimulatedRanks(monkeypatch, 3)
     for _ in range(200):
@@ -355,3 +388,31 @@ def test_ranks_agree_at_once_at_the_end_of_an_epoch(monkeypatch):
     ranks.agreements.clear()
     ranks.requests[0] = 1
     assert ranks.step([0.005, 0.005], at_once=True) == ["STOP file"] * 2
+
+
+def test_a_process_alone_is_not_ended():
+    """It may stand in a debugger, or be the kernel of a notebook."""
+    env = ddp_setup.setup(Distributed(DDPConfig(timeout_s=0.2, startup_timeout_s=0.2)))
+    try:
+        time.sleep(0.6)
+        assert env.watchdog.replies > 3
+        assert env.record_end_reason("nobody has ended it")[1]
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_steps_of_a_bar_are_progress(is_shown):
+    """Reading and fitting take hours on large tables; other ranks show no bar."""
+    env = Distributed(DDPConfig())
+    seen = [env.heartbeat]
+    with bars_call(env.make_progress):
+        for _ in progress_bar(range(3), "fitting", is_shown=is_shown):
+            seen.append(env.heartbeat)
+        with progress_bar(2, "reading", is_shown=is_shown) as bar:
+            bar.update()
+        seen.append(env.heartbeat)
+    assert len(set(seen[1:])) == 4
+    assert {heartbeat[:3] for heartbeat in seen} == {(0, 0, "start")}
+    list(progress_bar(range(3), "fitting"))
+    assert env.heartbeat == seen[-1]

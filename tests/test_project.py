@@ -54,7 +54,7 @@ SHELVES = {
         "data_tables": "data_cells data_names data_notes errors metrics",
         "ddp_setup": "ddp_threads ddp_watchdog errors",
         "ddp_threads": "",
-        "ddp_watchdog": "",
+        "ddp_watchdog": "errors",
         "errors": "",
         "mask": "mask_product",
         "mask_product": "",
@@ -66,7 +66,7 @@ SHELVES = {
         "predict_explain": "data_tables errors mask model",
         "predict_rows": "config data ddp_setup run_progress task",
         "predict_sets": "data_cells data_names data_tables errors",
-        "predict_table": "ddp_setup errors run_checkpoint",
+        "predict_table": "data_cache ddp_setup errors run_checkpoint",
         "predictor": (
             "data_cells data_tables ddp_setup errors model predict_ensemble predict_explain "
             "predict_sets"

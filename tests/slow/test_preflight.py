@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import socket
 import sys
 import warnings
 
@@ -103,6 +104,18 @@ def test_a_launch_that_cannot_work_gives_a_one_line_error(tmp_path, tables, vari
     assert code == 2
     assert re.search(f"^error: .*{message}.*\n", error, re.M), error
     assert "Traceback" not in error
+
+
+def test_a_port_that_another_program_has_is_not_waited_for(tmp_path, tables):
+    command = [str(ROOT / "train.py"), *tables, "ddp.startup_timeout_s=1"]
+    with socket.create_server(("localhost", 0)) as server:
+        variables = {**SINGLE, "MASTER_PORT": str(server.getsockname()[1])}
+        (code,) = join([fork(tmp_path, "train", command, variables)], timeout=30)
+    assert code == 2
+    error = (tmp_path / "train.stderr").read_text()
+    assert re.search(
+        r"(?m)^error: rank 1 .* cannot reach .* \(nothing answers\): .* a free port", error
+    )
 
 
 def test_different_versions_on_a_rank_stop_the_run(train):
