@@ -83,10 +83,16 @@ class Rows:
         return names
 
     def node_names(self, column: str) -> list[str]:
+        """Returns a column of nodes' names, stripped; raises `DataError`."""
         names = self.names(column)
-        for row, name in enumerate(names):
+        for name in dict.fromkeys(names):
+            problem = ""
             if "," in name:
-                raise self.error(row, column, "has a comma, which separates nodes: rename it")
+                problem = "has a comma, which separates nodes: rename it"
+            if is_missing_name(name):
+                problem = "is a missing value: remove the row, or rename a node that is called so"
+            if problem:
+                raise self.error(names.index(name), column, problem)
         return names
 
     def splits(self) -> Tensor:
@@ -155,7 +161,7 @@ class Rows:
             text = names[number]
             first = first_row[number]
             problem = misread(text, node_names)
-            if math.isnan(parse_number(text)):
+            if is_missing_name(text):
                 problem = f"{text}, a missing value, but an intact sample has an empty cell"
             cell = self.cells["genes"][first]
             if text.isdigit() and re.search(rf"=\s*\d+,\s*{text}\s*(,|$)", cell):
@@ -200,6 +206,11 @@ def parse_number(cell: str) -> float:
     except ValueError:
         return math.nan if cell.strip() in MISSING else math.inf
     return math.inf if "_" in cell else value
+
+
+def is_missing_name(name: str) -> bool:
+    """Returns whether a text is what people and programs write for a name that is not there."""
+    return name == "-" or math.isnan(parse_number(name))
 
 
 @contextlib.contextmanager

@@ -100,6 +100,7 @@ def test_tables_to_predict_are_read_by_the_same_rules(tmp_path):
         ("a=0,5", "have a level with a decimal comma: write a point"),
         ("b,a=0, 5", "have a level with a decimal comma: write a point"),
         ("NA", "have NA, a missing value, but an intact sample has an empty cell"),
+        ("a,-", "have -, a missing value, but an intact sample has an empty cell"),
         ("a,None", "have None, a missing value, but an intact sample has an empty cell"),
         ("a=0.3;b", r"have 'a=0.3;b': no name, or no level .*\(a comma separates nodes\)"),
     ],
@@ -107,7 +108,25 @@ def test_tables_to_predict_are_read_by_the_same_rules(tmp_path):
 def test_what_else_is_no_name_is_refused(tmp_path, cell, problem):
     with pytest.raises(DataError, match=f"scores.tsv:3: the genes '{cell}' {problem}"):
         read(tmp_path, ["a", "b"], ["a", cell, "b"])
-    assert read(tmp_path, ["a", "b", "5", "NA"], ["a", "a=0.5,5", "NA"]) == []
+    assert read(tmp_path, ["a", "b", "5"], ["a", "a=0.5,5", "b"]) == []
+
+
+@pytest.mark.parametrize("name", ["nan", "NA", "None", "null", "-", " NaN "])
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_missing_value_is_no_end_of_an_edge(tmp_path, name, end):
+    """As pandas writes them, which would make a hub of all edges whose end is not known."""
+    read(tmp_path, ["a", "b", "c"], ["a", "b", "c"])
+    cells = ["c", "c", "x"]
+    cells[end] = name
+    rows = [("source", "target", "relation"), ("a", "b", "x"), cells, cells]
+    options = DataConfig(
+        edges=str(write_table(tmp_path / "edges.tsv", rows)),
+        perturbations=str(tmp_path / "scores.tsv"),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    column = ("source", "target")[end]
+    with pytest.raises(DataError, match=rf"edges\.tsv:3: the {column} .* is a missing value: "):
+        load(options)
 
 
 # ---- Names that nearly are nodes -----------------------------------------------------------------

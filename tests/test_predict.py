@@ -13,7 +13,7 @@ import torch
 
 import predict_ensemble
 from data import DataConfig, KnockoutDataset, load
-from data_tables import OF_SAMPLES, Tables
+from data_tables import OF_GRAPH, Tables
 from ddp_setup import DDPConfig, Distributed
 from errors import UserError
 from mask import SharedGraph
@@ -188,10 +188,10 @@ def test_the_graph_of_a_run_is_that_of_its_tables(tmp_path, weighted):
         tables.feature_names = ["f", "g", "h"]
     torch.save(tables.graph_fields(), tmp_path / "graph.pt")
     loaded = Tables.of_graph(torch.load(tmp_path / "graph.pt", weights_only=True))
-    assert loaded.fingerprint(OF_SAMPLES) == tables.fingerprint(OF_SAMPLES)
+    assert loaded.fingerprint(OF_GRAPH) == tables.fingerprint(OF_GRAPH)
     assert len(loaded.y) == 0 and loaded.y.size(1) == 1
     changed = replace(tables, y=tables.y + 1)
-    assert changed.fingerprint(OF_SAMPLES) == tables.fingerprint(OF_SAMPLES)
+    assert changed.fingerprint(OF_GRAPH) == tables.fingerprint(OF_GRAPH)
     assert changed.fingerprint() != tables.fingerprint()
 
 
