@@ -14,7 +14,7 @@ import os
 import re
 import zlib
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -41,15 +41,17 @@ class Rows:
     path: str
     lines: Sequence[int]  # number of each row's line in the file
     cells: dict[str, list[str]]  # by column
+    place: str = "{path}:{line}"  # where a row stands, in errors
 
     def select(self, start: int, stop: int) -> "Rows":
         """Returns the rows from `start` to `stop` - 1."""
         cells = {name: column[start:stop] for name, column in self.cells.items()}
-        return Rows(self.path, self.lines[start:stop], cells)
+        return replace(self, lines=self.lines[start:stop], cells=cells)
 
     def error(self, row: int, column: str, problem: str) -> DataError:
         cell = self.cells[column][row]
-        return DataError(f"{self.path}:{self.lines[row]}: the {column:.60} {cell!r:.60} {problem}")
+        place = self.place.format(path=self.path, line=self.lines[row])
+        return DataError(f"{place}: the {column:.60} {cell!r:.60} {problem}")
 
     def numbers(self, column: str, positive: bool = False, advice: str = "") -> Tensor:
         """Returns a column, float64 [n], nan where missing; raises `DataError`.
@@ -213,9 +215,18 @@ def is_missing_name(name: str) -> bool:
     return name == "-" or math.isnan(parse_number(name))
 
 
+def check_is_no_pipe(path: str) -> None:
+    """Raises `DataError` for a pipe or a device, at whose second reading one would wait forever."""
+    file = Path(path)
+    if file.is_fifo() or file.is_char_device():
+        kind = "pipe" if file.is_fifo() else "device"
+        raise DataError(f"{path} is a {kind}, which cannot be read twice: write it to a file")
+
+
 @contextlib.contextmanager
 def open_table(path: str) -> Iterator[TextIO]:
     """Opens a table of UTF-8 text, maybe gzipped; raises `DataError` if it cannot be read."""
+    check_is_no_pipe(path)
     open_file = gzip.open if path.endswith(".gz") else open
     try:
         with open_file(path, "rt", encoding="utf-8-sig") as file:
