@@ -326,7 +326,8 @@ def convert(key: str, value: Any, option: Field) -> Any:
             if is_in_range(shown, option.metadata):
                 return expand_path(shown) if option.metadata.get("path") else shown
     expected = " or ".join(describe_type(kind, option.metadata) for kind in types_of(option))
-    raise UserError(f"{key} must be {expected}, not {shown!r}")
+    advice = ": put it in quotes" if str in types_of(option) else ""
+    raise UserError(f"{key} must be {expected}, not {shown!r}{advice}")
 
 
 def expand_path(path: str) -> str:

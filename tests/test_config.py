@@ -488,7 +488,8 @@ def test_options_that_are_not_counts_accept_zero():
     [
         ("optim: {lrr: 1}", "{path}: unknown option optim.lrr: did you mean optim.lr?"),
         ("optim: {lr: true}", "optim.lr must be float >= 0, not True"),
-        ("run: {name: 5}", "run.name must be str, not 5"),
+        ("run: {name: 5}", "run.name must be str, not 5: put it in quotes"),
+        ("run: {name: NO}", "run.name must be str, not False: put it in quotes"),
         ("optim: 3", "{path} does not contain sections of options: see config.yaml"),
         ("- a", "{path} does not contain sections of options: see config.yaml"),
         ("false", "{path} does not contain sections of options: see config.yaml"),
