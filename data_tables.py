@@ -317,7 +317,7 @@ def read_knockouts(
     targets = list(dict.fromkeys(chosen)) or score_columns
     if not set(targets) <= set(score_columns):
         problem = f"data.scores={scores}, but the scores are {score_columns[:20]}"
-        if any(type(name) not in (str, int) for name in scores):
+        if any(type(name) not in (str, int, float, list) for name in scores):
             problem = "data.scores has a name that YAML takes for no text: "
             problem += "put it in quotes, as in \"data.scores=['NO']\""
         raise DataError(f"{path}:1: {problem}")
