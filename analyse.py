@@ -45,7 +45,14 @@ from analyse_metrics import (
 )
 from analyse_rivals import shared_pairs
 from analyse_text import lines_of_run, lines_of_runs, text_table
-from config import Config, Parser, load_config, print_any_character, read_options
+from config import (
+    Config,
+    Parser,
+    expand_path,
+    load_config,
+    print_any_character,
+    read_options,
+)
 from data_tables import Tables
 from ddp_setup import end_process, set_threads
 from errors import UserError
@@ -84,12 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read_arguments(arguments: Sequence[str] | None) -> Namespace:
     """Returns the arguments of a command line; raises `UserError`."""
     parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder")
     parser.add_argument(
         "--threshold", type=float, metavar="X", help="also how well scores below X are found"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object in place of text")
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    parsed.runs = [Path(expand_path(run)) for run in parsed.runs]
+    return parsed
 
 
 def report(arguments: Namespace) -> int:

@@ -2,7 +2,8 @@
 
 An option is a field of one of these dataclasses and a line of config.yaml. It has the type of the
 field; `field(default=..., metadata={"min": ..., "max": ...})` states its range. Options come from
-config.yaml, then from `--config FILE`, then from `section.key=value` on the command line.
+config.yaml, then from `--config FILE`, then from `section.key=value` on the command line. Of an
+option with `metadata={"path": True}`, `~` and environment variables are replaced.
 
 `metadata={"resume": ...}` of an option, or of its whole section in `Config`, says what it means for
 a run that is resumed with another value: "fixed" refuses it; "free" takes it, as training stays as
@@ -17,6 +18,7 @@ import io
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
@@ -217,6 +219,7 @@ def load_config(
         options = by_key(saved)
         check_saved_names(options, checkpoint)
     if file is not None:
+        file = expand_path(str(file))
         options |= read_options(file)
         sources.append(str(file))
     for override in overrides:
@@ -358,9 +361,22 @@ def convert(key: str, value: Any, option: Field) -> Any:
         with contextlib.suppress(ValueError, OverflowError):
             shown = as_type(value, kind)
             if is_in_range(shown, option.metadata):
-                return shown
+                return expand_path(shown) if option.metadata.get("path") else shown
     expected = " or ".join(describe_type(kind, option.metadata) for kind in types_of(option))
-    raise UserError(f"{key} must be {expected}, not {shown!r}")
+    advice = ": put it in quotes" if str in types_of(option) else ""
+    raise UserError(f"{key} must be {expected}, not {shown!r}{advice}")
+
+
+def expand_path(path: str) -> str:
+    """Returns a path with the home folder for `~`, and with the values of environment variables.
+
+    Raises `UserError` if there is no such user or variable.
+    """
+    expanded = os.path.expanduser(os.path.expandvars(path))
+    unknown = re.search(r"^~[^/]*|\$\w+|\$\{[^}]*\}", expanded)
+    if unknown:
+        raise UserError(f"{path}: {unknown[0]} is no environment variable or user's folder")
+    return expanded
 
 
 def as_type(value: Any, kind: Any) -> Any:

@@ -22,6 +22,7 @@ from torch_geometric.data import Data
 from torch_geometric.utils import cumsum
 
 from data_cache import cached, source_digest
+from data_cells import check_is_no_pipe
 from data_tables import SPLITS, Tables, read_tables
 from errors import DataError, UserError
 
@@ -30,9 +31,9 @@ EXAMPLE = Path(__file__).with_name("example")  # tables that are read if none ar
 
 @dataclass(frozen=True)
 class DataConfig:
-    edges: str = ""
-    perturbations: str = ""
-    features: str = ""
+    edges: str = field(default="", metadata={"path": True})
+    perturbations: str = field(default="", metadata={"path": True})
+    features: str = field(default="", metadata={"path": True})
     scores: list = field(default_factory=list)
     undirected: bool = False
     batch_size: int = field(default=128, metadata={"min": 1, "resume": "fixed"})
@@ -41,7 +42,7 @@ class DataConfig:
     val_fraction: float = field(default=0.1, metadata={"min": 0, "max": 1})
     test_fraction: float = field(default=0.1, metadata={"min": 0, "max": 1})
     workers: int = field(default=0, metadata={"min": 0})
-    cache_dir: str = ".cache"
+    cache_dir: str = field(default=".cache", metadata={"path": True})
 
     def __post_init__(self):
         if bool(self.edges) != bool(self.perturbations):
@@ -110,6 +111,7 @@ def with_example(config: DataConfig) -> DataConfig:
 
 def file_digest(path: str) -> str:
     """Returns the SHA-256 hash of a file; raises `DataError` if it cannot be read."""
+    check_is_no_pipe(path)
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:

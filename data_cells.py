@@ -14,7 +14,7 @@ import os
 import re
 import zlib
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -41,15 +41,17 @@ class Rows:
     path: str
     lines: Sequence[int]  # number of each row's line in the file
     cells: dict[str, list[str]]  # by column
+    place: str = "{path}:{line}"  # where a row stands, in errors
 
     def select(self, start: int, stop: int) -> "Rows":
         """Returns the rows from `start` to `stop` - 1."""
         cells = {name: column[start:stop] for name, column in self.cells.items()}
-        return Rows(self.path, self.lines[start:stop], cells)
+        return replace(self, lines=self.lines[start:stop], cells=cells)
 
     def error(self, row: int, column: str, problem: str) -> DataError:
         cell = self.cells[column][row]
-        return DataError(f"{self.path}:{self.lines[row]}: the {column:.60} {cell!r:.60} {problem}")
+        place = self.place.format(path=self.path, line=self.lines[row])
+        return DataError(f"{place}: the {column:.60} {cell!r:.60} {problem}")
 
     def numbers(self, column: str, positive: bool = False, advice: str = "") -> Tensor:
         """Returns a column, float64 [n], nan where missing; raises `DataError`.
@@ -83,10 +85,16 @@ class Rows:
         return names
 
     def node_names(self, column: str) -> list[str]:
+        """Returns a column of nodes' names, stripped; raises `DataError`."""
         names = self.names(column)
-        for row, name in enumerate(names):
+        for name in dict.fromkeys(names):
+            problem = ""
             if "," in name:
-                raise self.error(row, column, "has a comma, which separates nodes: rename it")
+                problem = "has a comma, which separates nodes: rename it"
+            if is_missing_name(name):
+                problem = "is a missing value: remove the row, or rename a node that is called so"
+            if problem:
+                raise self.error(names.index(name), column, problem)
         return names
 
     def splits(self) -> Tensor:
@@ -155,7 +163,7 @@ class Rows:
             text = names[number]
             first = first_row[number]
             problem = misread(text, node_names)
-            if math.isnan(parse_number(text)):
+            if is_missing_name(text):
                 problem = f"{text}, a missing value, but an intact sample has an empty cell"
             cell = self.cells["genes"][first]
             if text.isdigit() and re.search(rf"=\s*\d+,\s*{text}\s*(,|$)", cell):
@@ -202,9 +210,23 @@ def parse_number(cell: str) -> float:
     return math.inf if "_" in cell else value
 
 
+def is_missing_name(name: str) -> bool:
+    """Returns whether a text is what people and programs write for a name that is not there."""
+    return name == "-" or math.isnan(parse_number(name))
+
+
+def check_is_no_pipe(path: str) -> None:
+    """Raises `DataError` for a pipe or a device, at whose second reading one would wait forever."""
+    file = Path(path)
+    if file.is_fifo() or file.is_char_device():
+        kind = "pipe" if file.is_fifo() else "device"
+        raise DataError(f"{path} is a {kind}, which cannot be read twice: write it to a file")
+
+
 @contextlib.contextmanager
 def open_table(path: str) -> Iterator[TextIO]:
     """Opens a table of UTF-8 text, maybe gzipped; raises `DataError` if it cannot be read."""
+    check_is_no_pipe(path)
     open_file = gzip.open if path.endswith(".gz") else open
     try:
         with open_file(path, "rt", encoding="utf-8-sig") as file:

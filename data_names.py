@@ -4,7 +4,8 @@ A name that an edge has is that node, whatever it looks like.
 """
 
 import re
-from collections.abc import Container, Mapping, Sequence
+import unicodedata
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 CONTROL = re.compile(r"((neg|negative)?(control|ctrl)|wt|wildtype|ntc?|nontargeting)+")
 JOINTS = "+;|:/&_ "  # what people write between names in place of a comma
@@ -12,6 +13,8 @@ MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 DATE = re.compile(rf"\d+-({MONTHS})|({MONTHS})-\d+|\d{{4}}-\d\d-\d\d( 00:00:00)?")
 # Also in MAR1, MARCH1, SEPT1 and their newer names MARCHF1, SEPTIN1.
 MONTH = re.compile(rf"0?(\d+)-({MONTHS})|({MONTHS})(?:CH|CHF|T|TIN)?-?0?(\d+)", re.IGNORECASE)
+SIGNS = r"[\W_]+"  # between the words of a name
+HYPHENS = r"[\u2010-\u2015\u2212]"  # that PDF files and word processors write
 SHOWN = 10  # names in a note
 ONE_NODE = "; if it is one node, give it an edge, such as a loop"
 
@@ -73,20 +76,85 @@ def meanings(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]:
     known = set(nodes)
     meaning_of = {}
     for name in unknown:
-        joined = [text for text in re.split(r"[+;|:/&_.\s]", name) if text in known]
+        joined = nodes_joined(name, known)
         same = node_of.get(without_signs(name)) or node_of.get(month_of(name))
+        # Behind the name of a gene, others number its guides and transcripts.
+        parts = [text for text in re.split(r"[+;|:/&_.\s]|-(?=\d+$)", name) if text in known]
         if joined:
-            meaning_of[name] = joined[0]
+            meaning_of[name] = ",".join(joined)
         elif same:
             meaning_of[name] = same
+        elif parts:
+            meaning_of[name] = parts[0]
         elif is_date(name):
             meaning_of[name] = "a spreadsheet's date"
     return meaning_of
 
 
+def nodes_joined(name: str, nodes: Container[str]) -> list[str]:
+    """Returns the nodes whose names, with any signs between them, are a name; [] if it is no such.
+
+    A number such as 7.0, which pandas writes, joins none.
+    """
+    if re.fullmatch(r"\d+\.\d+", name):
+        return []
+    pieces = re.split(rf"(\s+x\s+|{SIGNS})", name)  # words, with the signs between them
+    joined = []
+    start = 0
+    while start < len(pieces):
+        for stop in range(len(pieces), start, -2):  # the longest name first, as it may have signs
+            text = "".join(pieces[start:stop])
+            if text in nodes:
+                break
+        else:
+            return []
+        joined.append(text)
+        start = stop + 1
+    return joined
+
+
+def note_on_features(names: Container[str], genes: Sequence[str]) -> str:
+    """Returns a sentence on names of the table of features that are no nodes, "" if none is needed.
+
+    None is if no name has one of the `meanings` among the nodes without features, and not both
+    most names are no nodes and most nodes have no features.
+    """
+    nodes = set(genes)
+    unknown = [name for name in names if name not in nodes]
+    lacking = [gene for gene in genes if gene not in names]
+    meaning_of = meanings(unknown, lacking)
+    if 2 * len(unknown) > len(names) and 2 * len(lacking) > len(genes):
+        count = f"{len(unknown):,} of {len(names):,}"
+        return f"MOST NAMES, {count}, ARE NO NODES: {some_names(unknown, meaning_of)}"
+    if not meaning_of:
+        return ""
+    return f"{len(meaning_of):,} names are no nodes: {some_names(list(meaning_of), meaning_of)}"
+
+
+def other_forms(names: Iterable[str]) -> dict[str, str]:
+    """Returns the names that are another one in other characters of Unicode, with that one."""
+    first = {}  # name of a form
+    other = {}
+    for name in sorted(names, key=str.isascii, reverse=True):
+        form = name
+        if not name.isascii():
+            form = re.sub(HYPHENS, "-", unicodedata.normalize("NFKC", name))
+        if first.setdefault(form, name) != name:
+            other[name] = first[form]
+    return other
+
+
 def without_signs(name: str) -> str:
-    """Returns letters and digits of a name, in lower case."""
-    return re.sub(r"[\W_]", "", name).casefold()
+    """Returns letters and digits of a name, in lower case, with a blank where signs part digits."""
+    plain = unicodedata.normalize("NFKC", name).casefold()
+    pieces = re.split(rf"(?<=\d){SIGNS}(?=\d)", plain)
+    return " ".join(re.sub(SIGNS, "", piece) for piece in pieces)
+
+
+def words_of(name: str) -> str:
+    """Returns the words of a name in lower case, with blanks between them: pValue is p value."""
+    parted = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+    return re.sub(SIGNS, " ", parted).strip().lower()
 
 
 def is_date(name: str) -> bool:

@@ -21,17 +21,17 @@ from torch_geometric.index import index2ptr
 from torch_geometric.utils import coalesce, scatter, to_undirected
 
 from data_cells import SPLITS, number_names, read_header, read_rows, stable_order
-from data_names import is_date, meanings, note_on_unknown, some_names
-from data_notes import note_empty_columns, note_outliers, note_replicates
+from data_names import note_on_features, note_on_unknown
+from data_notes import note_edges, note_empty_columns, note_samples
 from errors import DataError
 from metrics import standardise
 
 MIXING = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
 # Fields that the fingerprint leaves out: descriptions of the files, and the source of `weight`.
 OF_FILES = ("left_out", "notes", "feature_names", "sd")
-# Fields of samples and of their files: a prediction needs only the others, and a checkpoint.
-OF_SAMPLES = ("perturbed", "perturbed_ptr", "level", "y", "split", "weight", "sd")
-OF_SAMPLES += ("left_out", "notes")
+# Fields of the graph and of what is predicted on it: all that graph.pt has for predictions.
+OF_GRAPH = ("genes", "relations", "edge_index", "edge_type", "edge_weight", "edge_attr")
+OF_GRAPH += ("features", "feature_names", "targets")
 
 
 @dataclass
@@ -87,8 +87,8 @@ class Tables:
         return tables
 
     def graph_fields(self) -> dict[str, Any]:
-        """Returns the fields that are not `OF_SAMPLES`, the edges in a third of their bytes."""
-        fields = {name: value for name, value in vars(self).items() if name not in OF_SAMPLES}
+        """Returns the fields that are `OF_GRAPH`, the edges in a third of their bytes."""
+        fields = {name: getattr(self, name) for name in OF_GRAPH}
         fields["edge_index"] = self.edge_index.int()
         dtype = torch.uint8 if len(self.relations) < 256 else torch.int
         fields["edge_type"] = self.edge_type.to(dtype)
@@ -195,8 +195,8 @@ class Tables:
         share = num_unseen / (count * present).sum().clamp(min=1)
         return share.item()
 
-    def fingerprint(self, without: Sequence[str] = ()) -> str:
-        """Returns a hash of all fields, yours too, except `OF_FILES` and those in `without`."""
+    def fingerprint(self, names: Sequence[str] = ()) -> str:
+        """Returns a hash of the named fields, or of all, yours too, except `OF_FILES`."""
 
         def encode(tensor: Tensor) -> list:
             content = torch.as_tensor(tensor).ravel().view(torch.uint8).numpy()
@@ -204,7 +204,7 @@ class Tables:
 
         digest = hashlib.sha256()
         for name, value in vars(self).items():
-            if name in (*OF_FILES, *without):
+            if name in OF_FILES or (names and name not in names):
                 continue
             digest.update(json.dumps([name, value], default=encode).encode())
         return digest.hexdigest()
@@ -247,8 +247,7 @@ def read_tables(
         **samples,
         **columns,
     )
-    note_replicates(tables, perturbations)
-    note_outliers(tables, perturbations)
+    note_samples(tables, perturbations, are_chosen=bool(scores))
     return tables
 
 
@@ -292,6 +291,7 @@ def read_edges(
     edges = torch.cat(edges, dim=1)
     features = torch.cat(features)
     note_empty_columns(path, names, features, notes)
+    note_edges(path, header[3:], relation_number, node_number, notes)
     features = standardise(features)
     present = ~features.isnan()
     values = torch.cat([torch.cat(weights), features.nan_to_num(), present], dim=1)
@@ -317,6 +317,9 @@ def read_knockouts(
     targets = list(dict.fromkeys(chosen)) or score_columns
     if not set(targets) <= set(score_columns):
         problem = f"data.scores={scores}, but the scores are {score_columns[:20]}"
+        if any(type(name) not in (str, int, float, list) for name in scores):
+            problem = "data.scores has a name that YAML takes for no text: "
+            problem += "put it in quotes, as in \"data.scores=['NO']\""
         raise DataError(f"{path}:1: {problem}")
     chunks = []
     num_rows = 0
@@ -366,10 +369,9 @@ def read_features(path: str, genes: list[str], notes: list[str]) -> dict[str, An
     if (row < 0).all():
         problem = "none of its nodes is in the tables of edges and knock-outs"
         raise DataError(f"{path}: {problem}")
-    dates = [name for name in row_of if is_date(name) and name not in genes]
-    if dates:
-        shown = some_names(dates, meanings(dates, genes))
-        notes.append(f"{path}: {len(dates):,} names are no nodes: {shown}")
+    note = note_on_features(row_of, genes)
+    if note:
+        notes.append(f"{path}: {note}")
     values = torch.cat(chunks)[row].where(row.unsqueeze(1) >= 0, math.nan)
     note_empty_columns(path, names, values, notes)
     return {"features": standardise(values).nan_to_num().float(), "feature_names": names}

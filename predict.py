@@ -39,7 +39,7 @@ sys.path.append(os.path.dirname(os.path.realpath(__file__)))
 import torch
 from torch import Tensor
 
-from config import Parser, run_command
+from config import Parser, expand_path, run_command
 from data import file_digest
 from ddp_setup import DDPConfig, Distributed, end_process
 from errors import UserError
@@ -132,7 +132,7 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
                 f"{override} is for training: a prediction takes {', '.join(OPTIONS)} alone"
             )
     return Settings(
-        table=parsed.table,
+        table=expand_path(parsed.table),
         runs=[read_run(run, overrides) for run in runs],
         parts=parsed.parts,
         explain=parsed.explain or 0,

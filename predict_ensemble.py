@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from baseline import blank_baseline
-from config import Config, load_config
+from config import Config, expand_path, load_config
 from data import KnockoutDataset
 from data_tables import Tables
 from ddp_setup import Distributed
@@ -51,7 +51,7 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
 
     Its options are its own but for `overrides`. Raises `UserError`.
     """
-    path = Path(run)
+    path = Path(expand_path(str(run)))
     if path.is_dir():
         state = read_status(path).get("state")
         if state not in ("finished", None):

@@ -33,7 +33,7 @@ class Contribution(NamedTuple):
     node: str
     contribution: float  # in the unit of the score; of a binary one, of its logit
     steps: int  # edges on the shortest way from a perturbed node, 0 for one of these
-    relations: str  # of the last edges of all such ways, separated by commas
+    relations: str  # of the last edges of all such ways, by commas; one in a name is `\,`
 
 
 def check_explained(model: torch.nn.Module, name: str) -> None:
@@ -149,7 +149,7 @@ class ShortestWays:
         edges = slice(self.target_ptr[node], self.target_ptr[node + 1])
         is_last = (steps[node] > 0) & (steps[self.source[edges]] == steps[node] - 1)
         numbers = np.unique(self.relation[edges][is_last])
-        return ",".join(self.relations[number] for number in numbers)
+        return ",".join(self.relations[number].replace(",", r"\,") for number in numbers)
 
 
 def name_contributions(

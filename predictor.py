@@ -6,7 +6,7 @@ Shapes: n sets of knock-outs, T scores.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ class Predictor:
         self,
         sets: Sequence[str],
         unknown: Literal["raise", "nan"] = "raise",
-        columns: Mapping[str, Sequence[str]] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> Prediction:
         """Predicts sets of knock-outs, each a text as in the column `genes` of a table.
 
@@ -94,7 +94,8 @@ class Predictor:
         Args:
             sets: n texts.
             unknown: what becomes of a set with a node that the graph does not have.
-            columns: further columns of the table, for a dataset that reads some, n cells each.
+            columns: further columns of the table, for a dataset that reads some, n texts or numbers
+                each.
 
         Raises:
             UserError: a text names no set, or, for `unknown="raise"`, an unknown node.
@@ -112,7 +113,7 @@ class Predictor:
     def parts(
         self,
         sets: Sequence[str],
-        columns: Mapping[str, Sequence[str]] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> dict[str, np.ndarray]:
         """Returns the terms of each prediction by name, float64 [n, T] each; they add up to it.
 
@@ -133,7 +134,7 @@ class Predictor:
         self,
         sets: Sequence[str],
         num_nodes: int = 10,
-        columns: Mapping[str, Sequence[str]] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[list[list[Contribution]]]:
         """Returns the nodes whose changes of state contribute most to predictions.
 
@@ -158,19 +159,21 @@ class Predictor:
         return rows
 
     def _chunks(
-        self, sets: list[str], unknown: str, columns: Mapping[str, Sequence[str]] | None
+        self, sets: list[str], unknown: str, columns: Mapping[str, Sequence[Any]] | None
     ) -> Iterator[tuple[np.ndarray, Chunk]]:
         """Yields some sets at once, and where those of them stand that have no unknown node."""
         columns = columns or {}
         for name, cells in columns.items():
+            if name == "genes":
+                raise UserError("columns: genes are the sets themselves: give the other columns")
             if len(cells) != len(sets):
                 raise UserError(f"columns: {name} has {len(cells)} cells for {len(sets)} sets")
         for first in range(0, len(sets), SETS_AT_ONCE):
             last = min(first + SETS_AT_ONCE, len(sets))
             cells = {"genes": sets[first:last]}
             for name, column in columns.items():
-                cells[name] = list(column[first:last])
-            rows = Rows("sets", range(first, last), cells)
+                cells[name] = [str(cell) for cell in column[first:last]]
+            rows = Rows("sets", range(first, last), cells, place="{path}[{line}]")
             chunk = chunk_of(rows, self.tables)
             if chunk.unknown and unknown == "raise":
                 raise UserError(unknown_nodes(chunk.unknown, self.tables))

@@ -103,6 +103,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         return {**state, **{name: state[name] for name in names}, "file": str(path)}
+    except FileNotFoundError as error:
+        problem = f"is not a readable checkpoint ({type(error).__name__}): there is no such file"
+        raise UserError(f"{path} {problem} or folder") from None
     except Exception as error:  # a damaged file fails in many ways
         raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
 

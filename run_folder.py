@@ -44,11 +44,11 @@ SHOWN_WARNINGS = 10  # at the end of a run
 @dataclass(frozen=True)
 class RunConfig:
     name: str = "default"
-    dir: str = "runs"
+    dir: str = field(default="runs", metadata={"path": True})
     seed: int = field(default=0, metadata={"min": 0, "max": 2**32 - 1, "resume": "fixed"})
     deterministic: bool = False
-    resume: str = "auto"
-    init: str = ""
+    resume: str = field(default="auto", metadata={"path": True})
+    init: str = field(default="", metadata={"path": True})
 
     def __post_init__(self):
         if {"", ".", ".."} & set(self.name.split("/")):

@@ -26,7 +26,7 @@ import data
 from baseline import UNSOLVED, Baseline, effective_share, load_baseline
 from config import Config
 from data import KnockoutDataset, target_nodes, weight_scale
-from data_tables import OF_SAMPLES, SPLITS, Tables
+from data_tables import OF_GRAPH, SPLITS, Tables
 from ddp_setup import Distributed
 from errors import UserError
 from mask import SharedGraph
@@ -84,7 +84,7 @@ class KnockoutTask:
         return {
             "config": asdict(self.config),
             "data": self.fingerprint,
-            "graph": self.tables.fingerprint(without=OF_SAMPLES),
+            "graph": self.tables.fingerprint(OF_GRAPH),
             "nodes": self.tables.genes,
             "relations": self.tables.relations,
             "features": list(self.tables.feature_names),

@@ -352,6 +352,13 @@ def test_many_scores_are_printed_in_part():
     assert len({len(line) for line in lines}) == 1
 
 
+def test_home_and_variables_stand_for_the_folders_of_runs(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("RUNS", "/scratch/runs")
+    parsed = analyse.read_arguments(["~/runs/a", "$RUNS/b", "runs/c"])
+    assert list(map(str, parsed.runs)) == ["/home/me/runs/a", "/scratch/runs/b", "runs/c"]
+
+
 def test_undefined_figures_are_null_and_a_dash(tmp_path, analyse_here, capsys):
     rows = [("a", 0, "", "", 2, 3), ("b", 1, "b", "", 1, 3)]
     write_table(tmp_path / "test.tsv", [HEADER, *rows])

@@ -93,6 +93,38 @@ def test_the_command_line_overrides_the_file(tmp_path):
     assert load("optim.lr=1", "run.resume=no").run.resume == "no"
 
 
+PATHS = ("data.edges", "data.perturbations", "data.features", "data.cache_dir")
+PATHS += ("run.dir", "run.resume", "run.init")
+
+
+def test_home_and_variables_are_replaced_in_options_that_are_paths(tmp_path, monkeypatch):
+    """On the command line, in a file and in its name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    for value, expected in (
+        ("~/a", f"{tmp_path}/a"),
+        ("$SCRATCH/${SCRATCH}x", "/scratch//scratchx"),
+    ):
+        for key in PATHS:
+            together = [f"{other}=x" for other in PATHS[:2]]
+            section, _, name = key.partition(".")
+            (tmp_path / "mine.yaml").write_text(yaml.safe_dump({section: {name: value}}))
+            assert load(*together, f"{key}={value}").options()[key] == expected
+            others = [text for text in together if not text.startswith(key)]
+            assert load(*others, "--config=~/mine.yaml").options()[key] == expected
+    assert load("run.dir=a~b$").run.dir == "a~b$"
+    assert load("run.name=~").run.name == "~"  # a name, no path
+
+
+@pytest.mark.parametrize("value", ["$NOT_SET_HERE/a", "${NOT_SET_HERE}", "~nobody_here/a"])
+def test_a_path_with_an_unknown_variable_or_user_is_refused(value):
+    with pytest.raises(UserError) as caught:
+        load(f"run.dir={value}")
+    unknown = value.removesuffix("/a")
+    problem = f"{value}: {unknown} is no environment variable or user's folder"
+    assert str(caught.value) == problem
+
+
 def test_an_empty_file_gives_the_defaults(tmp_path):
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert load("--config", str(tmp_path / "empty.yaml")) == Config() == load()
@@ -457,7 +489,8 @@ def test_options_that_are_not_counts_accept_zero():
     [
         ("optim: {lrr: 1}", "{path}: unknown option optim.lrr: did you mean optim.lr?"),
         ("optim: {lr: true}", "optim.lr must be float >= 0, not True"),
-        ("run: {name: 5}", "run.name must be str, not 5"),
+        ("run: {name: 5}", "run.name must be str, not 5: put it in quotes"),
+        ("run: {name: NO}", "run.name must be str, not False: put it in quotes"),
         ("optim: 3", "{path} does not contain sections of options: see config.yaml"),
         ("- a", "{path} does not contain sections of options: see config.yaml"),
         ("false", "{path} does not contain sections of options: see config.yaml"),

@@ -100,6 +100,7 @@ def test_tables_to_predict_are_read_by_the_same_rules(tmp_path):
         ("a=0,5", "have a level with a decimal comma: write a point"),
         ("b,a=0, 5", "have a level with a decimal comma: write a point"),
         ("NA", "have NA, a missing value, but an intact sample has an empty cell"),
+        ("a,-", "have -, a missing value, but an intact sample has an empty cell"),
         ("a,None", "have None, a missing value, but an intact sample has an empty cell"),
         ("a=0.3;b", r"have 'a=0.3;b': no name, or no level .*\(a comma separates nodes\)"),
     ],
@@ -107,7 +108,25 @@ def test_tables_to_predict_are_read_by_the_same_rules(tmp_path):
 def test_what_else_is_no_name_is_refused(tmp_path, cell, problem):
     with pytest.raises(DataError, match=f"scores.tsv:3: the genes '{cell}' {problem}"):
         read(tmp_path, ["a", "b"], ["a", cell, "b"])
-    assert read(tmp_path, ["a", "b", "5", "NA"], ["a", "a=0.5,5", "NA"]) == []
+    assert read(tmp_path, ["a", "b", "5"], ["a", "a=0.5,5", "b"]) == []
+
+
+@pytest.mark.parametrize("name", ["nan", "NA", "None", "null", "-", " NaN "])
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_missing_value_is_no_end_of_an_edge(tmp_path, name, end):
+    """As pandas writes them, which would make a hub of all edges whose end is not known."""
+    read(tmp_path, ["a", "b", "c"], ["a", "b", "c"])
+    cells = ["c", "c", "x"]
+    cells[end] = name
+    rows = [("source", "target", "relation"), ("a", "b", "x"), cells, cells]
+    options = DataConfig(
+        edges=str(write_table(tmp_path / "edges.tsv", rows)),
+        perturbations=str(tmp_path / "scores.tsv"),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    column = ("source", "target")[end]
+    with pytest.raises(DataError, match=rf"edges\.tsv:3: the {column} .* is a missing value: "):
+        load(options)
 
 
 # ---- Names that nearly are nodes -----------------------------------------------------------------
@@ -121,6 +140,12 @@ NEAR = [  # a name, and the node that it nearly is
     ("G1.1", "G1"),
     ("G1_1", "G1"),
     ("G1+new", "G1"),
+    ("HLA\u2013A", "HLA-A"),
+    ("HLA\u2212A", "HLA-A"),
+    ("TP53\u2060", "TP53"),
+    ("e\u0301tat", "\u00e9tat"),
+    ("\uff34\uff3053", "TP53"),
+    ("G1-1", "G1"),
     ("1-Mar", "MARCH1"),
     ("Mar-01", "MARCHF1"),
     ("MARCH1", "MARCHF1"),
@@ -136,6 +161,27 @@ DATES = ("1-Mar", "01-Sep", "Mar-01", "2001-03-01", "2024-09-02 00:00:00")
 def test_a_name_is_nearly_a_node():
     for name, node in NEAR:
         assert meanings([name], ["other", node, "G11", "more"]) == {name: node}, name
+
+
+@pytest.mark.parametrize(
+    "joint", ["-", "~", ".", "..", "--", ">", "->", "*", " x ", "\u00d7", "\u2013", "#", "^"]
+)
+def test_pairs_that_any_sign_joins_are_noted(tmp_path, joint):
+    nodes = ["A", "HLA-B", "c"]
+    (note,) = read(tmp_path, nodes, ["A", f"A{joint}HLA-B", "c,HLA-B"])
+    assert note == f"1 of 4 knocked-out nodes have no edge: A{joint}HLA-B (A,HLA-B?)"
+    joined = f"A{joint}c{joint}HLA-B"
+    assert meanings([joined], nodes) == {joined: "A,c,HLA-B"}
+
+
+def test_a_number_of_pandas_joins_no_nodes():
+    assert meanings(["7.0"], ["0", "7"]) == {"7.0": "7"}
+
+
+def test_a_guide_is_of_the_gene_and_not_of_another_one():
+    for name in ("GENE1-1", "GENE1_1", "GENE1.1"):
+        assert meanings([name], ["GENE11", "GENE1"]) == {name: "GENE1"}
+        assert meanings([name], ["GENE11"]) == {}
 
 
 def test_other_names_are_no_nodes():
@@ -165,6 +211,31 @@ def test_a_spreadsheets_date_among_the_features_is_named(tmp_path):
     (note,) = load(options).notes
     named = "1-Mar (MARCH1?), 2-Sep (a spreadsheet's date?)"
     assert note.endswith(f"features.tsv: 2 names are no nodes: {named}")
+
+
+@pytest.mark.parametrize(
+    ("names", "note"),
+    [
+        (["A", "b", "c", "d"], "MOST NAMES, 3 of 4, ARE NO NODES: b (B?), c (C?), d (D?)"),
+        (["A", "B", "c", "other"], "1 names are no nodes: c (C?)"),
+        (["A", "B", "C", "D", "E", "F"], ""),
+        (["A", "B", "C", "D", "a", "b"], ""),  # these nodes have features
+        (["A", "x1", "x2"], "MOST NAMES, 2 of 3, ARE NO NODES: x1, x2"),
+        (["A", "B", "x1", "x2", "x3"], ""),  # a whole genome for a small graph
+        (["A"], ""),
+    ],
+)
+def test_names_of_the_features_are_judged_as_those_of_knock_outs(tmp_path, names, note):
+    read(tmp_path, ["A", "B", "C", "D"], ["A", "B", "C"])
+    rows = [("gene", "length"), *((name, k) for k, name in enumerate(names))]
+    options = DataConfig(
+        edges=str(tmp_path / "edges.tsv"),
+        perturbations=str(tmp_path / "scores.tsv"),
+        features=str(write_table(tmp_path / "features.tsv", rows)),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    notes = [text.partition("features.tsv: ")[2] for text in load(options).notes]
+    assert notes == ([note] if note else [])
 
 
 def test_a_note_shows_ten_names_first_those_that_mean_something():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 from data import DataConfig, KnockoutDataset, load, random_split
 from data_tables import OF_FILES, SPLITS, Tables
@@ -185,6 +186,22 @@ def test_scores_may_be_named_and_other_columns_are_left_out(tmp_path):
             load(replace(options, scores=wrong))
     write_tables(tmp_path, scores=[(row[0], *row[2:]) for row in scores])
     assert load(replace(options, scores=["b"])).fingerprint() == tables.fingerprint()
+
+
+def test_names_of_scores_that_yaml_takes_for_something_else_need_quotes(tmp_path):
+    """Such as NO, nitric oxide; 1 and 1.5 are taken as names."""
+    rows = [("genes", "NO", "1", "1.5", "split"), ("a", 1, 2, 3, "train")]
+    rows += [("b", 1, 2, 3, "val"), ("a,b", 1, 2, 3, "test")]
+    options = write_tables(tmp_path, EDGES, rows)
+    for scores in yaml.safe_load("[[NO], [1, 2024-01-01]]"):
+        with pytest.raises(DataError) as caught:
+            load(replace(options, scores=scores))
+        assert str(caught.value).endswith(
+            "scores.tsv:1: data.scores has a name that YAML takes for no text: put it in quotes, "
+            """as in "data.scores=['NO']\""""
+        )
+    for text, targets in (("['NO']", ["NO"]), ("[1, 1.5]", ["1", "1.5"])):
+        assert load(replace(options, scores=yaml.safe_load(text))).targets == targets
 
 
 @pytest.mark.parametrize(

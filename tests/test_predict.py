@@ -1,10 +1,11 @@
 """predict.py: predictions of one run and of several, and what is refused."""
 
 import json
+import math
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,16 @@ import pytest
 import torch
 
 import predict_ensemble
+import predict_sets
 from data import DataConfig, KnockoutDataset, load
-from data_tables import OF_SAMPLES, Tables
+from data_cells import Rows
+from data_tables import OF_GRAPH, Tables
 from ddp_setup import DDPConfig, Distributed
 from errors import UserError
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from predict import Predictor
+from predict_sets import Chunk
 from predict_table import GrowingTable
 from task import make_dataset
 from tests.bench import screen
@@ -114,7 +118,9 @@ def test_unknown_nodes_raise_or_give_nan(members, tmp_path):
     found = predictor.predict(sets, unknown="nan")
     for values in (found.mean, found.sd):
         assert np.isnan(values[:, 0]).tolist() == [False, True, False]
-    with pytest.raises(UserError, match="sets:1: the genes 'Y01=x' have 'Y01=x': no name, or no"):
+    with pytest.raises(
+        UserError, match=r"sets\[1\]: the genes 'Y01=x' have 'Y01=x': no name, or no"
+    ):
         predictor.predict(["Y01", "Y01=x"])
     of_graph = Predictor(tmp_path / members[0])
     for method in (predictor.predict, predictor.parts, of_graph.explain):
@@ -126,6 +132,8 @@ def test_unknown_nodes_raise_or_give_nan(members, tmp_path):
         predictor.predict(["Y01"], unknown="drop")
     with pytest.raises(UserError, match="columns: dose has 1 cells for 2 sets"):
         predictor.predict(["Y01", "Y02"], columns={"dose": ["1"]})
+    with pytest.raises(UserError, match="columns: genes are the sets themselves"):
+        predictor.predict(["Y01"], columns={"genes": ["Y02"]})
     with pytest.raises(UserError, match="device='gpu': "):
         Predictor(tmp_path / members[0], device="gpu")
     with pytest.raises(UserError, match=r"best.pt is named twice: name each run once"):
@@ -178,6 +186,19 @@ def test_a_graph_of_another_run_or_a_run_of_an_older_version_is_named(trained, t
         Predictor(tmp_path / "runs/b")
 
 
+def test_home_and_variables_stand_for_folders(trained, predict, tmp_path, monkeypatch):
+    trained("run.name=run")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RUNS", "~/runs")
+    write_table(tmp_path / "new.tsv", [("genes",), ("Y01",)])
+    predict(0, "~/new.tsv", "~/runs/run").check()
+    assert (tmp_path / "new.predictions.tsv").exists()
+    expected = Predictor(tmp_path / "runs/run").predict(["Y01"]).mean
+    assert Predictor("$RUNS/run").predict(["Y01"]).mean == expected
+    with pytest.raises(UserError, match=r"\$NONE/run: \$NONE is no environment variable or user's"):
+        Predictor("$NONE/run")
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_graph_of_a_run_is_that_of_its_tables(tmp_path, weighted):
     tables = synthetic_tables(PRESETS["small"])
@@ -188,10 +209,10 @@ def test_the_graph_of_a_run_is_that_of_its_tables(tmp_path, weighted):
         tables.feature_names = ["f", "g", "h"]
     torch.save(tables.graph_fields(), tmp_path / "graph.pt")
     loaded = Tables.of_graph(torch.load(tmp_path / "graph.pt", weights_only=True))
-    assert loaded.fingerprint(OF_SAMPLES) == tables.fingerprint(OF_SAMPLES)
+    assert loaded.fingerprint(OF_GRAPH) == tables.fingerprint(OF_GRAPH)
     assert len(loaded.y) == 0 and loaded.y.size(1) == 1
     changed = replace(tables, y=tables.y + 1)
-    assert changed.fingerprint(OF_SAMPLES) == tables.fingerprint(OF_SAMPLES)
+    assert changed.fingerprint(OF_GRAPH) == tables.fingerprint(OF_GRAPH)
     assert changed.fingerprint() != tables.fingerprint()
 
 
@@ -435,8 +456,38 @@ def test_one_predictor_serves_several_threads(members, tmp_path):
             np.testing.assert_array_equal(found, expected)
 
 
+def test_cells_of_further_columns_may_be_numbers(members, tmp_path, monkeypatch):
+    predictor = Predictor(tmp_path / members[0])
+    read = []
+
+    def chunk_of(rows: Rows, tables: Tables) -> Chunk:
+        read.append(rows.numbers("dose").tolist())
+        return predict_sets.chunk_of(rows, tables)
+
+    monkeypatch.setattr("predictor.chunk_of", chunk_of)
+    for doses in ([25.0, math.nan], np.array([25.0, np.nan]), ("25", None)):
+        predictor.predict(["Y01", "Y02"], columns={"dose": doses})
+        assert read[-1][0] == 25.0 and math.isnan(read[-1][1])
+
+
+def test_a_field_of_rows_that_is_not_read_is_missing_and_not_that_of_other_rows():
+    @dataclass
+    class Warmed(Tables):
+        temperature: torch.Tensor | None = None  # float64 [n]
+
+    small = synthetic_tables(PRESETS["small"])
+    tables = Warmed(**vars(small), temperature=torch.arange(len(small.y)))
+    of_run = Warmed.of_graph(tables.graph_fields())
+    rows = Rows("new.tsv", [2], {"genes": [small.genes[0]]})
+    assert predict_sets.chunk_of(rows, of_run).samples.temperature is None
+    assert tables.fingerprint(OF_GRAPH) == small.fingerprint(OF_GRAPH)
+
+
 def test_a_pipe_is_refused_as_it_cannot_be_read_twice(trained, predict, tmp_path):
     trained("run.name=run")
+    result = predict(0, "/dev/zero", "runs/run")
+    message = "error: /dev/zero is a device, which cannot be read twice: write it to a file\n"
+    assert (result.returncode, result.stderr) == (2, message)
     os.mkfifo(tmp_path / "pipe")
     result = predict(0, "pipe", "runs/run")
     message = "error: pipe is a pipe, which cannot be read twice: write it to a file\n"

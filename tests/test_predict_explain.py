@@ -318,3 +318,18 @@ def test_what_cannot_be_explained_is_one_sentence(
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert not list(tmp_path.glob("all-singles.*"))
+
+
+def test_a_comma_in_the_name_of_a_relation_can_be_told_from_one_between_two():
+    """Two relations from A to B, of which one has a comma in its name."""
+    tables = Tables(
+        genes=["A", "B"],
+        relations=["direct", "physical,direct"],
+        edge_index=torch.tensor([[0, 0], [1, 1]]),
+        edge_type=torch.tensor([0, 1]),
+        perturbed=torch.tensor([0]),
+        perturbed_ptr=torch.tensor([0, 1]),
+        y=torch.zeros(1, 1),
+    )
+    ways = ShortestWays(tables)
+    assert ways.last_relations(1, ways.steps(np.array([0]))) == r"direct,physical\,direct"

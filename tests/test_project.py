@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from config import Config
+from config import DEFAULTS, Config, compose, read_options
 from task import KnockoutTask
 from tests import conftest
 from tests.conftest import MODULES, ROOT
@@ -34,7 +34,7 @@ SHELVES = {
         "task": "baseline config data data_tables ddp_setup errors mask metrics model model_reach",
         "config": "data ddp_setup errors model optim run_folder run_progress",
         "model": "mask",
-        "data": "data_cache data_tables errors",
+        "data": "data_cache data_cells data_tables errors",
         "metrics": "",
         "optim": "ddp_setup errors",
     },
@@ -50,7 +50,7 @@ SHELVES = {
         "data_cache": "",
         "data_cells": "data_names errors run_progress",
         "data_names": "",
-        "data_notes": "data_cells metrics",
+        "data_notes": "data_cells data_names metrics",
         "data_tables": "data_cells data_names data_notes errors metrics",
         "ddp_setup": "ddp_threads ddp_watchdog errors",
         "ddp_threads": "",
@@ -178,3 +178,10 @@ def test_all_replaced_functions_are_named(monkeypatch):
     assert replaced() == "KnockoutTask.build_model"
     monkeypatch.setattr(conftest, "EXAMPLE_SIZE", (1, 1, 1, 1))
     assert replaced() == "data.load, KnockoutTask.build_model"
+
+
+def test_config_yaml_has_the_defaults_of_the_dataclasses():
+    """What config.yaml says counts, so that a default edited in a dataclass alone does nothing."""
+    options = compose(read_options(DEFAULTS)).options()
+    for key, default in Config().options().items():
+        assert options[key] == default, f"{key}: edit config.yaml, too"

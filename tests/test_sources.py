@@ -65,21 +65,25 @@ def test_links_of_string(run_block, tmp_path):
 
 
 def test_biogrid(run_block, tmp_path):
-    """Also an interaction twice, one with another species without a systematic name, and NA."""
+    """Also an interaction twice, genes without a systematic name, NA, and quotes in free text."""
     header = ("#BioGRID Interaction ID", "Systematic Name Interactor A", "Experimental System")
     header = (*header, "Systematic Name Interactor B", "Experimental System Type", "Score")
+    header = (*header, "Official Symbol Interactor A", "Official Symbol Interactor B", "Text")
     rows = [
-        (1, "YAL001C", "Two-hybrid", "YBR002W", "physical", "-"),
-        (2, "YAL001C", "Affinity Capture-MS", "YBR002W", "physical", "0.5"),
-        (3, "YAL001C", "Synthetic Lethality", "NA", "genetic", "-"),
-        (4, "YAL001C", "Two-hybrid", "-", "physical", "-"),
+        (1, "YAL001C", "Two-hybrid", "YBR002W", "physical", "-", "TFC3", "RER2", '"two-fold'),
+        (2, "YAL001C", "Affinity Capture-MS", "YBR002W", "physical", "0.5", "TFC3", "RER2", "-"),
+        (3, "YAL001C", "Synthetic Lethality", "NA1", "genetic", "-", "TFC3", "x", "NA"),
+        (4, "YAL001C", "Two-hybrid", "-", "physical", "-", "TFC3", "TP53", '"at 37'),
+        (5, "-", "Two-hybrid", "-", "physical", "-", "MDM2", "TP53", "-"),
     ]
     write_table(tmp_path / "biogrid.tab3.txt", [header, *rows])
     run_block("biogrid.tab3.txt")
-    write_table(tmp_path / "scores.tsv", [("genes", "score"), ("NA", 1)])
+    write_table(tmp_path / "scores.tsv", [("genes", "score"), ("NA1", 1)])
     assert edges_of(read()) == {
         ("YAL001C", "YBR002W", "physical"): 1,
-        ("YAL001C", "NA", "genetic"): 1,
+        ("YAL001C", "NA1", "genetic"): 1,
+        ("YAL001C", "TP53", "physical"): 1,
+        ("MDM2", "TP53", "physical"): 1,
     }
 
 
@@ -89,7 +93,7 @@ def test_raw_genetic_interactions(run_block, tmp_path):
     header += ["Array SMF", "Double mutant fitness", "Double mutant fitness standard deviation"]
     rows = [
         ("YAL001C_tsq508", "tfc3-g349e", "YBR002W_tsa111", "x", "TSA30", -0.25, 0, 1, 1, 0.7, 0.1),
-        ("YAL001C_tsq508", "tfc3-g349e", "YBR002W_sn2", "x", "TSA30", 0.05, 0, 1, 1, 0.7, 0.0),
+        ("YAL001C_tsq508", '"tfc3', "YBR002W_sn2", "x", "TSA30", 0.05, 0, 1, 1, 0.7, 0.0),
         ("YAL001C_tsq508", "tfc3-g349e", "YBR002W_sn2", "x", "TSA30", "NaN", 0, 1, 1, 0.7, 0.2),
     ]
     write_table(tmp_path / "sga.txt", [tuple(header), *rows])
@@ -102,7 +106,9 @@ def test_raw_genetic_interactions(run_block, tmp_path):
 
 
 def test_a_wide_matrix(run_block, tmp_path):
-    rows = [("sample", "a", "growth", "b"), ("s1", 1, 0.5, 0), ("s2", 1, 0.2, 1), ("s3", 0, 1, 0)]
+    """Also with empty cells, and with other numbers than 1."""
+    rows = [("sample", "a", "growth", "b"), ("s1", 1, 0.5, ""), ("s2", 1, 0.2, 1)]
+    rows.append(("s3", 0, 1, 2))
     write_table(tmp_path / "wide.tsv", rows)
     run_block("wide.tsv")
     write_table(tmp_path / "edges.tsv", EDGES)
