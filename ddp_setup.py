@@ -11,7 +11,6 @@ import gc
 import inspect
 import itertools
 import logging
-import math
 import os
 import platform
 import statistics
@@ -74,10 +73,8 @@ class DDPConfig:
         try:
             yield
         except (AttributeError, TypeError, ValueError) as error:
-            reason = str(error).partition("\n")[0][:99]
-            raise UserError(
-                f"ddp.options={self.options}: DistributedDataParallel: {reason}"
-            ) from None
+            reason = f"DistributedDataParallel: {str(error).splitlines()[0][:99]}"
+            raise UserError(f"ddp.options={self.options}: {reason}") from None
 
 
 # ---- Rank, collectives, stopping and failing -----------------------------------------------------
@@ -91,7 +88,6 @@ class Distributed:
         self.world_size = self.local_world_size = 1
         self.device = torch.device("cpu")
         self.threads = ""  # of this process, and why so many
-        self.load_note = ""  # what to set on a busy machine
         self.store: dist.Store | None = None  # torchrun's, or one of this process
         self.watchdog: Watchdog | None = None
         self.stop: StopRequest | None = None
@@ -307,7 +303,8 @@ def setup(env: Distributed) -> Distributed:
         join_group(env)
     else:
         env.store = dist.HashStore()
-        start_watchdog(env)
+        env.watchdog = Watchdog(env)
+        env.watchdog.start()
     env.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
     env.threads = set_threads(env.local_world_size)
     with env.sync_errors():  # if one rank finds no device, all exit rather than wait for it
@@ -321,8 +318,6 @@ def setup(env: Distributed) -> Distributed:
                     f"ranks {first} and {env.rank} share a GPU: start one process per GPU, "
                     "or set CUDA_VISIBLE_DEVICES= for CPU"
                 )
-    if env.device.type == "cpu":
-        env.load_note = load_note(torch.get_num_threads(), env.local_world_size)
     return env
 
 
@@ -334,13 +329,6 @@ def set_threads(local_world_size: int) -> str:
     num_threads, reason = choose_threads(local_world_size)
     torch.set_num_threads(num_threads)
     return f"{num_threads} ({reason})"
-
-
-def start_watchdog(env: Distributed) -> None:
-    env.watchdog = Watchdog(env)
-    if env.world_size == 1:  # nobody waits for it, and it may stand in a debugger
-        env.watchdog.patience = math.inf
-    env.watchdog.start()
 
 
 def join_group(env: Distributed) -> None:
@@ -358,7 +346,8 @@ def join_group(env: Distributed) -> None:
         # prefix, ranks would use addresses of dead ones.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         env.store = dist.PrefixStore(f"restart {restart}, group {next(group_numbers)}", store)
-        start_watchdog(env)
+        env.watchdog = Watchdog(env)
+        env.watchdog.start()
         dist.init_process_group(
             backend, store=env.store, rank=env.rank, world_size=env.world_size, timeout=timeout
         )
@@ -443,9 +432,9 @@ def library_versions() -> dict[str, str]:
 
 
 def describe(env: Distributed) -> str:
-    """Returns a line for each rank with its host, device, threads and versions.
+    """Returns a line for each rank with its host, device, threads and versions, and a note.
 
-    A line more, about rank 0's machine, says what to set if that is busy.
+    That is for a machine, this rank's, whose CPUs other programs need.
     """
     device = str(env.device)
     if env.device.type == "cuda":
@@ -460,7 +449,9 @@ def describe(env: Distributed) -> str:
         **library_versions(),
     }
     line = ", ".join(f"{name} {value}" for name, value in row.items())
-    lines = [*env.gather(line), env.broadcast(env.load_note)]
+    lines = env.gather(line)
+    if env.device.type == "cpu":
+        lines.append(load_note(torch.get_num_threads(), env.local_world_size))
     return "\n".join(filter(None, lines))
 
 

@@ -7,6 +7,7 @@ when a rank makes no progress for too long.
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -146,6 +147,8 @@ class Watchdog(threading.Thread):
         self.observed = range(0, env.world_size, 1 if self.is_observer else distance)
         # Of `limit_s`, the part without progress after which this rank looks at others.
         self.patience = 0.5 if self.is_observer else 0.6
+        if env.world_size == 1:
+            self.patience = math.inf  # nobody waits for it, and it may stand in a debugger
         self.seen = {}  # an `Observed` of each rank
 
     def run(self) -> None:
