@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import torch
@@ -146,7 +146,7 @@ class Ensemble:
             self.tasks.append(task)
             self.models.append(model.to(env.device, run.config.optim.dtype).eval())
         self.is_planned = False
-        self.lock = Lock()  # the planners of batches have memory of their own
+        self.lock = RLock()  # planners and masks have memory of their own
 
     @property
     def targets(self) -> list[str]:
@@ -225,7 +225,8 @@ class Ensemble:
         units = [task.std for task in self.tasks]
         function = partial(largest_contributions, self.models, units, self.graph, num_nodes)
         shape = (len(rows), len(self.targets), num_nodes, 2)
-        return compute_rows(function, batches, shape, self.env)
+        with self.lock:
+            return compute_rows(function, batches, shape, self.env)
 
     @cached_property
     def ways(self) -> ShortestWays:
