@@ -254,7 +254,7 @@ class EdgeMasks:
         sizes = [num_samples(batch) * count for count in graph.num_edges.values()]
         size = sum(sizes)
         memory = self.memory
-        self.memory = None  # or an interrupt would leave edges dead that the next call does not know
+        self.memory = None  # after an interrupt, nobody would know which edges are dead
         if memory is None or len(memory[0]) < size or memory[0].device != graph.device:
             alive = torch.ones(size, dtype=torch.bool, device=graph.device)
         else:

@@ -104,7 +104,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
         return {**state, **{name: state[name] for name in names}, "file": str(path)}
     except Exception as error:  # a damaged file fails in many ways
-        raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
+        problem = f"{path} is not a readable checkpoint ({type(error).__name__})"
+        if isinstance(error, FileNotFoundError):
+            problem += ": there is no such folder or file"
+        raise UserError(problem) from None
 
 
 def read_graph(checkpoint: Path) -> dict[str, Any]:

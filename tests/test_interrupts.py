@@ -1,17 +1,22 @@
-"""What a `Predictor` keeps between calls is whole after an interrupt at any line, and for threads."""
+"""What a `Predictor` keeps between calls is whole after an interrupt, and for several threads."""
 
 import random
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mask import EdgeMasks, SharedGraph
 from predict import Predictor
 from predict_ensemble import Ensemble, read_run
 from tests.conftest import ROOT
+from tests.test_mask import SETS as DELETIONS
+from tests.test_mask import graph, make_batch  # noqa: F401
 
 ROUTES = ("reach", "shared", "expanded")
 SETS = [f"Y{k:02d},Y{(7 * k) % 30:02d}=0.3" for k in range(1, 3)]
@@ -104,8 +109,21 @@ def test_a_first_call_that_is_interrupted_leaves_nothing_half_chosen(trained, tm
     draw = random.Random(2)
     for _ in range(3):
         predictor = predictor_by(route, run)
-        interrupt(lambda: predictor.predict(SETS), draw.randrange(num_lines))
+        interrupt(partial(predictor.predict, SETS), draw.randrange(num_lines))
         assert all_of(predictor) == expected
+
+
+def test_masks_are_whole_after_an_interrupt_at_each_line(graph):  # noqa: F811
+    shared = SharedGraph(graph)
+    masks = EdgeMasks(shared)
+    batch = make_batch(shared, DELETIONS[::-1])
+    other = make_batch(shared, DELETIONS)
+    fresh = shared.edge_masks(other)
+    masks(other)
+    for line in range(interrupt(lambda: masks(batch), sys.maxsize)):
+        interrupt(lambda: masks(batch), line)
+        reused = masks(other)
+        assert all(torch.equal(reused[relation], fresh[relation]) for relation in fresh), line
 
 
 def test_predictions_beside_explanations_in_other_threads_are_the_same(trained, tmp_path):
