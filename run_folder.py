@@ -262,18 +262,21 @@ class RunFolder:
     def _restore_best(
         self, checkpoint: dict[str, Any], state: TrainState, steps_per_epoch: int
     ) -> None:
-        """Writes a best.pt that is missing, of the best model of the checkpoint that is resumed.
+        """Writes best.pt, by the checkpoint that is resumed, if it is missing, damaged or another.
 
         Its optimiser is that of the checkpoint. Raises `UserError`.
         """
         path = self.checkpoints / "best.pt"
-        if path.exists():
-            return
         step = state.best["step"]
-        best = {**checkpoint, "model": state.best_model, "best_model": None}
+        with contextlib.suppress(Exception):  # a damaged file fails in many ways
+            if torch.load(path, weights_only=True, mmap=True)["step"] == step:
+                return
+        saved = {name: value for name, value in checkpoint.items() if name != "file"}
+        best = {**saved, "model": state.best_model, "best_model": None}
         best |= {"step": step, "epoch": step // steps_per_epoch}
-        del best["file"]
         with explain_write_errors(path, UserError):
+            if not self.step_files():  # or the next start would go on from best.pt
+                save_atomically(self.checkpoints / f"step_{state.step:08d}.pt", saved)
             save_atomically(path, best)
 
     def write_graph(self, fields: dict[str, Any]) -> None:
