@@ -24,7 +24,7 @@ from torch_geometric.utils import cumsum
 from data_cache import cached, source_digest
 from data_cells import check_is_no_pipe
 from data_tables import SPLITS, Tables, read_tables
-from errors import DataError, UserError
+from errors import DataError
 
 EXAMPLE = Path(__file__).with_name("example")  # tables that are read if none are given
 
@@ -82,17 +82,6 @@ def load(config: DataConfig) -> Tables:
     return tables
 
 
-def check_batch_size(batch_size: int, world_size: int, accumulate: int) -> None:
-    """Raises `UserError` if a step's samples cannot be dealt evenly."""
-    num_batches = world_size * accumulate
-    if batch_size % num_batches:
-        larger = math.ceil(batch_size / num_batches) * num_batches
-        raise UserError(
-            f"data.batch_size must be a multiple of {num_batches} (ranks x optim.accumulate): "
-            f"try {larger}"
-        )
-
-
 def with_example(config: DataConfig) -> DataConfig:
     """Returns `config`, with the example's tables if it names none.
 
@@ -112,10 +101,14 @@ def with_example(config: DataConfig) -> DataConfig:
 def file_digest(path: str) -> str:
     """Returns the SHA-256 hash of a file; raises `DataError` if it cannot be read."""
     check_is_no_pipe(path)
+    digest = hashlib.sha256()
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        with open(path, "rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
+    return digest.hexdigest()
 
 
 def target_nodes(tables: Tables) -> Tensor:

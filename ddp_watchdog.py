@@ -97,7 +97,7 @@ class StopRequest:
         """Returns a position in `REASONS`, 0 for no request."""
         if not self.reason and dist.is_torchelastic_launched() and os.getppid() != PARENT_PID:
             self.reason = self.REASONS.index("torchrun exited")
-        if not self.reason and any(file.exists() for file in self.files):
+        if not self.reason and any(map(os.path.exists, self.files)):
             self.reason = self.REASONS.index("STOP file")
         return self.reason
 

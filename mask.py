@@ -244,8 +244,8 @@ class EdgeMasks:
 
     def __init__(self, graph: SharedGraph):
         self.graph = graph
-        self.alive = torch.empty(0, dtype=torch.bool)  # all True but at `dead_edges`
-        self.dead_edges = torch.empty(0, dtype=torch.long)
+        # A mask, and the dead edges of the batch before, where alone it is False; or nothing.
+        self.memory: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, batch: Data) -> dict[EdgeType, Tensor]:
         """Returns {edge type: bool [B * E_r]}, True where the edge is alive."""
@@ -253,13 +253,16 @@ class EdgeMasks:
         dead_edges = graph.dead_edges(batch)
         sizes = [num_samples(batch) * count for count in graph.num_edges.values()]
         size = sum(sizes)
-        if len(self.alive) < size or self.alive.device != graph.device:
-            self.alive = torch.ones(size, dtype=torch.bool, device=graph.device)
+        memory = self.memory
+        self.memory = None  # after an interrupt, nobody would know which edges are dead
+        if memory is None or len(memory[0]) < size or memory[0].device != graph.device:
+            alive = torch.ones(size, dtype=torch.bool, device=graph.device)
         else:
-            self.alive.scatter_(0, self.dead_edges, True)  # takes half of index_fill_'s time
-        self.alive.scatter_(0, dead_edges, False)
-        self.dead_edges = dead_edges
-        masks = self.alive.narrow(0, 0, size).split(sizes)
+            alive, revived = memory
+            alive.scatter_(0, revived, True)  # takes half of index_fill_'s time
+        alive.scatter_(0, dead_edges, False)
+        self.memory = (alive, dead_edges)
+        masks = alive.narrow(0, 0, size).split(sizes)
         return dict(zip(graph.relations, masks, strict=True))
 
 

@@ -93,6 +93,24 @@ class ReachPlan(NamedTuple):
         return torch.cat(changes)
 
 
+class Scratch(NamedTuple):
+    """Memory for the states of a block, numbered sample * N + node.
+
+    Only entries of reached states are written, as most states are not. Those of `level` and
+    `is_reached` are set back before a next block uses them.
+    """
+
+    level: np.ndarray  # float64, 1 but in a block's plan
+    is_reached: np.ndarray  # bool, False but in the plan of a layer
+    row: np.ndarray  # int32, of reached states, in the plan of a layer
+
+    @classmethod
+    def of_size(cls, num_states: int) -> "Scratch":
+        level = np.ones(num_states)
+        is_reached = np.zeros(num_states, dtype=bool)
+        return cls(level, is_reached, row=np.empty(num_states, dtype=np.int32))
+
+
 class ReachPlanner:
     """Finds the states that samples change, layer by layer, from the topology alone, on the CPU.
 
@@ -129,12 +147,8 @@ class ReachPlanner:
         self.block = max(1, self.STATES // self.num_nodes)
         if graph.device.type == "cpu":
             self.block = min(self.BLOCK, self.block)
-        # Of the states of a block, numbered sample * N + node. Only entries of reached states are
-        # written, as most states are not, and those of `level` and `is_reached` are set back.
-        num_states = self.block * self.num_nodes
-        self.level = np.ones(num_states)
-        self.is_reached = np.zeros(num_states, dtype=bool)
-        self.row = np.empty(num_states, dtype=np.int32)  # in the plan of a layer
+        self.num_states = self.block * self.num_nodes
+        self.scratch = []  # one, but while a batch is planned
 
     def __call__(self, batch: Data) -> Data:
         """Adds `plan` to a batch on the CPU, and returns it."""
@@ -143,6 +157,8 @@ class ReachPlanner:
 
     def plan(self, batch: Data) -> ReachPlan:
         """Returns the plan of a batch on the CPU, in blocks of samples."""
+        # An interrupted plan does not give it back: its entries may not be set back.
+        scratch = self.scratch.pop() if self.scratch else Scratch.of_size(self.num_states)
         blocks = []
         for first in range(0, max(1, num_samples(batch)), self.block):
             ptr = batch.perturbed_ptr[first : first + self.block + 1]
@@ -151,12 +167,13 @@ class ReachPlanner:
             block = ReachBlock(
                 batch.perturbed[knockouts], sample, ptr - ptr[0], batch.level[knockouts]
             )
-            blocks.append(block._replace(layers=self._plan_layers(block)))
+            blocks.append(block._replace(layers=self._plan_layers(block, scratch)))
+        self.scratch = [scratch]
         return ReachPlan(blocks)
 
-    def _plan_layers(self, block: ReachBlock) -> list[ReachedStates]:
+    def _plan_layers(self, block: ReachBlock, scratch: Scratch) -> list[ReachedStates]:
         perturbed = (block.perturbed_batch * self.num_nodes + block.perturbed).numpy()
-        self.level[perturbed] = block.level
+        scratch.level[perturbed] = block.level
         layers = []
         reached = perturbed[:0]
         for _ in range(self.num_layers):
@@ -169,27 +186,34 @@ class ReachPlanner:
                 break
             sender = np.repeat(np.arange(len(senders)), last_group - first_group)
             group = ranges(first_group, last_group)
-            factor = np.concatenate([1 - self.level[perturbed], self.level[reached]])
+            factor = np.concatenate([1 - scratch.level[perturbed], scratch.level[reached]])
             first_state = senders - sender_node  # of the same sample
             previous = reached
-            reached, *matrices = self._layer(group, first_state[sender], factor[sender], previous)
+            reached, *matrices = self._layer(
+                group, first_state[sender], factor[sender], previous, scratch
+            )
             reached_sample, reached_node = np.divmod(reached, self.num_nodes)
             layers.append(
                 ReachedStates(
                     node=torch.from_numpy(reached_node),
                     sample=torch.from_numpy(reached_sample),
-                    previous=torch.from_numpy(self.row[previous]).long(),
+                    previous=torch.from_numpy(scratch.row[previous]).long(),
                     sender=torch.from_numpy(sender),
                     relation=torch.from_numpy(self.group_relation[group]),
                     matrix=matrices[0],
                     transpose=matrices[1],
                 )
             )
-        self.level[perturbed] = 1
+        scratch.level[perturbed] = 1
         return layers
 
     def _layer(
-        self, group: np.ndarray, first_state: np.ndarray, factor: np.ndarray, previous: np.ndarray
+        self,
+        group: np.ndarray,
+        first_state: np.ndarray,
+        factor: np.ndarray,
+        previous: np.ndarray,
+        scratch: Scratch,
     ) -> tuple[np.ndarray, CSR, CSR]:
         """Returns the living states that edges reach, ascending, and matrix and transpose.
 
@@ -201,7 +225,7 @@ class ReachPlanner:
         column = np.repeat(np.arange(len(group), dtype=np.int32), last_edge - first_edge)
         edge = ranges(first_edge, last_edge)
         target = first_state[column] + self.target[edge]
-        alive = self.level[target] > 0
+        alive = scratch.level[target] > 0
         column = column[alive]
         weight = self.weight.index_select(0, torch.from_numpy(edge[alive]))
         if (factor != 1).any():
@@ -212,12 +236,12 @@ class ReachPlanner:
         weight = torch.cat([weight, weight.new_ones(len(previous))])
 
         # Marking states takes a third of sorting them, and gives them in ascending order, too.
-        self.is_reached[target] = True
-        reached = np.flatnonzero(self.is_reached)
-        self.is_reached[reached] = False
-        self.row[reached] = np.arange(len(reached))
+        scratch.is_reached[target] = True
+        reached = np.flatnonzero(scratch.is_reached)
+        scratch.is_reached[reached] = False
+        scratch.row[reached] = np.arange(len(reached))
 
-        row = self.row[target]
+        row = scratch.row[target]
         # Of equal rows, the first comes first. Sorting distinct numbers takes half the time of a
         # stable argsort.
         num_entries = len(row)

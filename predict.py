@@ -30,6 +30,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 # As in train.py.
@@ -41,6 +42,7 @@ from torch import Tensor
 
 from config import Parser, expand_path, run_command
 from data import file_digest
+from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed, end_process
 from errors import UserError
 from predict_ensemble import Ensemble, Run, read_run
@@ -176,7 +178,8 @@ def predict(settings: Settings, env: Distributed) -> None:
             ensemble.check_explained()
         if settings.parts:
             ensemble.check_parts()
-        check_names(ensemble.columns(settings.parts))
+        if not settings.explain:
+            check_names(ensemble.columns(settings.parts))
     for note in survey.notes:
         log.warning(f"note      {note}")
     if survey.unknown:
@@ -205,7 +208,11 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey) -> None:
         lines_per_row = settings.explain * len(ensemble.targets)
     output = settings.output(kind)
     header = "\t".join(["genes", *columns]) + "\n"
-    table = GrowingTable(output, header, settings.key(), lines_per_row, ensemble.env)
+    key = ""
+    with ensemble.env.sync_errors():
+        if ensemble.env.rank == 0:  # which alone writes
+            key = settings.key()
+    table = GrowingTable(output, header, key, lines_per_row, ensemble.env)
     if table.num_rows:
         log.info(f"{output} goes on after {table.num_rows:,} of {survey.num_rows:,} rows")
     bar = progress_bar(
@@ -214,14 +221,42 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey) -> None:
     first, last = settings.rows
     first += table.num_rows
     most = max(1, min(ensemble.rows_at_once, CELLS_AT_ONCE // len(columns) // lines_per_row))
+    if not settings.explain:
+        choose_route(settings.table, ensemble, most)
     with contextlib.closing(table), bar:
-        for chunk in read_sets(settings.table, ensemble.tables, first, last, most):
+        for chunk, asked in aligned_chunks(settings.table, ensemble.tables, first, last, most):
             lines = compute_on_all_ranks(settings, ensemble, chunk)
-            table.append(lines, len(chunk.sets))
+            lines_asked = islice(lines, asked.start * lines_per_row, asked.stop * lines_per_row)
+            table.append(lines_asked, len(asked))
             ensemble.env.step_done(table.num_rows)
-            bar.update(len(chunk.sets))
+            bar.update(len(asked))
         table.finish()
     log.info(f"{survey.num_known} predictions written to {output}")
+
+
+def choose_route(table: str, ensemble: Ensemble, most: int) -> None:
+    """Chooses how messages are passed by the first rows of a table, whichever are asked for."""
+    for chunk in read_sets(table, ensemble.tables, most=most):
+        if len(chunk.samples.y):
+            ensemble.plan(chunk.samples)
+            return
+
+
+def aligned_chunks(
+    table: str, tables: Tables, first: int, last: int, most: int
+) -> Iterator[tuple[Chunk, range]]:
+    """Yields chunks of a table, and which of their rows are those from `first` to `last` - 1.
+
+    The last bits of a prediction depend on its batch. So chunks are the same whichever rows are
+    asked for, and each begins at a multiple of `most`.
+    """
+    begin = first // most * most
+    end = min(math.ceil(last / most) * most, sys.maxsize)
+    for chunk in read_sets(table, tables, begin, end, most):
+        asked = range(max(first - begin, 0), min(last - begin, len(chunk.sets)))
+        begin += len(chunk.sets)
+        if asked:
+            yield chunk, asked
 
 
 def compute_on_all_ranks(settings: Settings, ensemble: Ensemble, chunk: Chunk) -> Iterator[str]:

@@ -5,10 +5,10 @@ Shapes: M runs, n samples, B of them in a batch, T scores.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import torch
@@ -62,7 +62,10 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
     if lacking:
         raise UserError(f"{path} is of another version of the template: predict with that one")
     graph = read_graph(path)
-    if graph.pop("graph") != checkpoint["graph"]:
+    of_graph = graph.pop("graph")
+    if not graph.keys() <= {field.name for field in fields(Tables)}:
+        raise UserError(f"{path} is of another version of the template: predict with that one")
+    if of_graph != checkpoint["graph"]:
         raise UserError(f"the graph.pt of {path} is of another graph: copy that of its run folder")
     options = load_config(None, overrides, checkpoint["config"], checkpoint["file"])
     return Run(checkpoint, options, graph)
@@ -135,7 +138,9 @@ class Ensemble:
             check_same(first, run)
         self.env = env
         self.tables = Tables.of_graph(first.graph)
-        self.graph = SharedGraph(self.tables.graph()).to(env.device, first.config.optim.dtype)
+        dtypes = [run.config.optim.dtype for run in runs]
+        dtype = max(dtypes, key=lambda dtype: dtype.itemsize)  # all models predict in the widest
+        self.graph = SharedGraph(self.tables.graph()).to(env.device, dtype)
         self.files = [run.file for run in runs]
         self.tasks = []
         self.models = []
@@ -144,9 +149,9 @@ class Ensemble:
             model = task.build_model()
             load_model(model, run.checkpoint)
             self.tasks.append(task)
-            self.models.append(model.to(env.device, run.config.optim.dtype).eval())
+            self.models.append(model.to(env.device, dtype).eval())
         self.is_planned = False
-        self.lock = Lock()  # the planners of batches have memory of their own
+        self.lock = RLock()  # planners and masks have memory of their own
 
     @property
     def targets(self) -> list[str]:
@@ -180,6 +185,9 @@ class Ensemble:
 
         They are the mean of the models' predictions and, of several, the standard deviation.
         """
+        if not len(samples.y):
+            num_columns = len(self.columns(with_parts)) // len(self.targets)
+            return torch.empty(0, len(self.targets), num_columns, dtype=torch.float64)
         with self.lock:
             of_models = self._predict_by_model(samples, with_parts)
         prediction, parts = of_models.mean(dim=0).tensor_split([1], dim=2)
@@ -192,8 +200,8 @@ class Ensemble:
 
     def _predict_by_model(self, samples: Tables, with_parts: bool) -> Tensor:
         """Returns predictions of each model, float64 [M, n, T, 1 or, with parts, 4]."""
-        if len(samples.y) and not self.is_planned:
-            self._plan(samples)
+        if not self.is_planned:
+            self.plan(samples)
         rows = torch.arange(len(samples.y))
         predictions = []
         for task, model in zip(self.tasks, self.models, strict=True):
@@ -209,7 +217,7 @@ class Ensemble:
                 predictions.append(prediction.unsqueeze(2))
         return torch.stack(predictions)
 
-    def _plan(self, samples: Tables) -> None:
+    def plan(self, samples: Tables) -> None:
         """Chooses how each model passes messages, for samples such as these, at least one."""
         for task, model in zip(self.tasks, self.models, strict=True):
             task.dataset, task.route = make_dataset(samples, self.graph, task.config)
@@ -225,7 +233,8 @@ class Ensemble:
         units = [task.std for task in self.tasks]
         function = partial(largest_contributions, self.models, units, self.graph, num_nodes)
         shape = (len(rows), len(self.targets), num_nodes, 2)
-        return compute_rows(function, batches, shape, self.env)
+        with self.lock:
+            return compute_rows(function, batches, shape, self.env)
 
     @cached_property
     def ways(self) -> ShortestWays:

@@ -56,9 +56,17 @@ def largest_contributions(
     """Returns the nodes whose changes contribute most, float64 [B, T, num_nodes, 2].
 
     Of each, that is its number and its contribution, the mean over the models. Each model has the
-    unit of its predictions, float64 [T].
+    unit of its predictions, float64 [T]. Where readouts are all `nodes`, no node but the target's
+    own contributes.
     """
     largest = units[0].new_zeros(len(batch.y), len(units[0]), num_nodes, 2)
+    if all(isinstance(model.change_readout, NodeReadout) for model in models):
+        total = 0.0
+        for unit, model in zip(units, models, strict=True):
+            total = total + unit * effects_on_targets(model, graph, batch)
+        largest[:, :, 0, 0] = models[0].change_readout.target_nodes
+        largest[:, :, 0, 1] = total / len(models)
+        return largest
     of_models = [contributions(model, graph, batch) for model in models]
     for sample, of_sample in enumerate(zip(*of_models, strict=True)):
         total = 0.0
@@ -68,6 +76,12 @@ def largest_contributions(
         largest[sample, :, :, 0] = node
         largest[sample, :, :, 1] = total.gather(1, node) / len(models)
     return largest
+
+
+def effects_on_targets(model: KnockoutGNN, graph: SharedGraph, batch: Data) -> Tensor:
+    """Returns what a readout `nodes` adds to the predictions of a batch, [B, T]."""
+    wild = model.wild_type(graph, batch)
+    return model.change_readout(model.changes(graph, batch, wild), wild, batch)
 
 
 def contributions(model: KnockoutGNN, graph: SharedGraph, batch: Data) -> Iterator[Tensor]:

@@ -78,8 +78,8 @@ def read_sets(
 ) -> Iterator[Chunk]:
     """Yields the rows of a table from `first` to `last` - 1, up to `most` at once.
 
-    They are counted from 0. The graph is that of `tables`. Adds to `notes` how the file was read.
-    Raises `DataError`.
+    They are counted from 0. In a table, a chunk ends at each multiple of `most`. The graph is that
+    of `tables`. Adds to `notes` how the file was read. Raises `DataError`.
     """
     size, level = screen(path)
     if size:
@@ -90,9 +90,11 @@ def read_sets(
     for rows in read_rows(path, header, skip_blank=False, has_bar=has_bar):
         begin = end
         end += len(rows.lines)
-        for start in range(max(first, begin), min(last, end), most):
-            stop = min(start + most, last, end)
+        start = max(first, begin)
+        while start < min(last, end):
+            stop = min((start // most + 1) * most, last, end)
             yield chunk_of(rows.select(start - begin, stop - begin), tables)
+            start = stop
         if end >= last:
             return
 

@@ -29,10 +29,11 @@ class GrowingTable:
         self.header = header
         self.env = env
         self.num_rows = 0
+        self.is_finished = False
         with self._shared_errors():
             if env.rank == 0:
                 self._check_others()
-                self.file = self._lock(self.partial)
+                self.file = self._lock_partial()
                 self.num_rows = self._cut_to_whole_rows(lines_per_row)
         self.num_rows = env.broadcast(self.num_rows)
 
@@ -51,12 +52,13 @@ class GrowingTable:
         with self._shared_errors():
             if self.env.rank == 0:
                 self.partial.rename(self.path)
+                self.is_finished = True
 
     def close(self) -> None:
         """Ends writing, and removes a file without rows, from which nobody would go on."""
         if self.env.rank == 0:
             with contextlib.suppress(OSError):  # the disk may be full
-                if not os.fstat(self.file.fileno()).st_size:
+                if not (self.is_finished or os.fstat(self.file.fileno()).st_size):
                     self.partial.unlink()
                 self.file.close()
 
@@ -70,16 +72,25 @@ class GrowingTable:
     def _check_others(self) -> None:
         """Raises `UserError` if another process writes the file, or began it with another key."""
         for other in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.partial"):
-            with self._lock(other):
-                if other != self.partial and other.stat().st_size:
+            with contextlib.suppress(FileNotFoundError), self._lock(other, "r+b") as file:
+                if other != self.partial and os.fstat(file.fileno()).st_size:
                     raise UserError(
                         f"{other} was begun with another table, other runs or options: repeat that "
                         "command, or remove the file"
                     )
 
-    def _lock(self, partial: Path) -> BinaryIO:
+    def _lock_partial(self) -> BinaryIO:
+        """Returns the file that is written, made if need be, and locked."""
+        while True:
+            file = self._lock(self.partial, "a+b")
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), self.partial.stat()):
+                    return file
+            file.close()  # its process has just moved or removed it
+
+    def _lock(self, partial: Path, mode: str) -> BinaryIO:
         """Returns a file that no other process can lock until it is closed."""
-        file = partial.open("a+b")
+        file = partial.open(mode)
         try:
             lock_file(file)
         except BlockingIOError:

@@ -152,6 +152,8 @@ class RunFolder:
         ranks = describe(self.env)
         with self.env.sync_errors():
             self._start_files(state, ranks, is_trained)
+            if self.env.rank == 0 and state.best is not None:
+                self._restore_best(checkpoint, state, steps_per_epoch)
 
     def _check_is_same_run(self, checkpoint: dict[str, Any]) -> None:
         """Raises `UserError` if the data or a fixed option differ from those of a checkpoint."""
@@ -256,6 +258,26 @@ class RunFolder:
         start = f"resumed at step {state.step}" if is_resumed else "from the start"
         log.info(f"run       {self.path}, {start}")
 
+    def _restore_best(
+        self, checkpoint: dict[str, Any], state: TrainState, steps_per_epoch: int
+    ) -> None:
+        """Writes best.pt, by the checkpoint that is resumed, if it is missing, damaged or another.
+
+        Its optimiser is that of the checkpoint. Raises `UserError`.
+        """
+        path = self.checkpoints / "best.pt"
+        step = state.best["step"]
+        with contextlib.suppress(Exception):  # a damaged file fails in many ways
+            if torch.load(path, weights_only=True, mmap=True)["step"] == step:
+                return
+        saved = {name: value for name, value in checkpoint.items() if name != "file"}
+        best = {**saved, "model": state.best_model, "best_model": None}
+        best |= {"step": step, "epoch": step // steps_per_epoch}
+        with explain_write_errors(path, UserError):
+            if not self.step_files():  # or the next start would go on from best.pt
+                save_atomically(self.checkpoints / f"step_{state.step:08d}.pt", saved)
+            save_atomically(path, best)
+
     def write_graph(self, fields: dict[str, Any]) -> None:
         """Writes graph.pt: `Tables.graph_fields`, and their hash. Raises `UserError` on all ranks.
 
@@ -339,6 +361,7 @@ class RunFolder:
                 saved = [other for other in self.step_files() if other.name <= path.name]
                 for other in saved[self.config.checkpoint.keep_last :]:
                     other.unlink()
+            self.write_status("started", state)
 
     def event(self, event: str, state: TrainState, reason: str = "") -> None:
         """Records started, resumed, stopped, failed or finished in status.json and the metrics."""

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from config import Config, Parser, all_options_text, load_config, run_command
-from data import StepSampler, check_batch_size, make_loader
+from data import StepSampler, make_loader
 from ddp_setup import Distributed, end_process, library_versions
 from ddp_watchdog import StopTraining
 from errors import RunError
@@ -63,7 +63,6 @@ def train(config: Config, env: Distributed) -> None:
     optim = config.optim
     if config.run.deterministic:
         env.cleanup.enter_context(deterministic_algorithms())
-    check_batch_size(config.data.batch_size, env.world_size, optim.accumulate)
     task = KnockoutTask.load(config, env)
     torch.manual_seed(config.run.seed)
     model = task.build_model().to(env.device, optim.dtype)

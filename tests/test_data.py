@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from data import (
     DataConfig,
     KnockoutDataset,
     StepSampler,
+    file_digest,
     load,
     make_loader,
     node_split,
@@ -202,9 +204,21 @@ def loader_of_compared_workers(device: str, workers: int) -> DataLoader:
     return loader
 
 
+def test_the_hash_of_a_large_file_is_read_in_pieces(tmp_path):
+    path = tmp_path / "large.tsv"
+    path.write_bytes(bytes(range(256)) * 2**15)  # 8 MB
+    expected = hashlib.sha256(path.read_bytes()).hexdigest()
+    tracemalloc.start()
+    digest = file_digest(str(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert digest == expected
+    assert peak < 4 * 2**20
+
+
 # ---- Steps ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("world_size", "accumulate"), [(1, 1), (2, 1), (4, 1), (1, 4), (2, 2), (3, 2)]
+    ("world_size", "accumulate"), [(1, 1), (2, 1), (4, 1), (1, 4), (2, 2), (3, 2), (5, 3)]
 )
 def test_a_step_takes_the_same_rows_with_any_world_size(world_size, accumulate):
     rows = torch.arange(100, 153)

@@ -1,6 +1,7 @@
 """How ranks notice that they must end: requests to stop, and the watchdog."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -39,6 +40,18 @@ def test_stop_requests_have_reasons(tmp_path, monkeypatch):
     for pipe in (stop.sender, stop.received):
         with pytest.raises(OSError):
             os.fstat(pipe)
+
+
+def test_a_file_system_that_fails_for_a_moment_ends_no_run(tmp_path, monkeypatch):
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with contextlib.closing(StopRequest(tmp_path / "STOP")) as stop:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", fail)
+            assert not stop.code()
+        (tmp_path / "STOP").touch()
+        assert StopRequest.REASONS[stop.code()] == "STOP file"
 
 
 def test_a_rank_that_waits_for_a_slow_one_is_not_stuck(capsys):

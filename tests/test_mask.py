@@ -146,7 +146,7 @@ def test_masks_in_reused_memory_equal_fresh_ones_for_batches_of_any_size(graph):
         for relation, fresh in shared.edge_masks(batch).items():
             assert torch.equal(reused[relation], fresh), (relation, sets)
     largest = max(map(len, batches)) * sum(shared.num_edges.values())
-    assert len(masks.alive) == largest
+    assert len(masks.memory[0]) == largest
 
 
 def test_fresh_masks_stay_as_they_are(graph):

@@ -7,10 +7,12 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 import torch
+from torch_geometric.data import Data
 
 import predict_ensemble
 import predict_sets
@@ -21,7 +23,7 @@ from ddp_setup import DDPConfig, Distributed
 from errors import UserError
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
-from predict import Predictor
+from predict import Predictor, read_settings
 from predict_sets import Chunk
 from predict_table import GrowingTable
 from task import make_dataset
@@ -180,8 +182,16 @@ def test_a_graph_of_another_run_or_a_run_of_an_older_version_is_named(trained, t
         Predictor(tmp_path / "runs/a")
     best = tmp_path / "runs/b/checkpoints/best.pt"
     state = torch.load(best, weights_only=True)
+    (tmp_path / "copy").mkdir()
+    of_copy = shutil.copy(best, tmp_path / "copy")
+    graph = torch.load(tmp_path / "runs/b/graph.pt", weights_only=True)
+    torch.save({**graph, "colour": torch.zeros(30)}, tmp_path / "copy/graph.pt")
+    with pytest.raises(UserError, match=r"best.pt is of another version of the template: predict"):
+        Predictor(of_copy)
     del state["graph"]
     torch.save(state, best)
+    with pytest.raises(UserError, match=r"nothere is .*: there is no such folder or file$"):
+        Predictor(tmp_path / "nothere")
     with pytest.raises(UserError, match=r"best.pt is of another version of the template: predict"):
         Predictor(tmp_path / "runs/b")
 
@@ -348,6 +358,21 @@ def assert_same_numbers(text: str, expected: str) -> None:
                 assert float(cell) == pytest.approx(float(other), rel=1e-4, abs=1e-6)
 
 
+def test_what_mends_a_killed_prediction_goes_on_with_it(trained, tmp_path, monkeypatch):
+    """Options that change no prediction but for rounding, and other processes or devices."""
+    trained("run.name=run")
+    monkeypatch.chdir(tmp_path)
+    command = ["all-pairs", "runs/run"]
+    key = read_settings(command).key()
+    for option in (
+        *("data.batch_size=7", "model.message_passing=shared", "ddp.timeout_s=9"),
+        *("ddp.startup_timeout_s=9", "--device=cuda:1"),
+    ):
+        assert read_settings([*command, option]).key() == key
+    for options in (["--parts"], ["--explain=2"]):
+        assert read_settings([*command, *options]).key() != key
+
+
 def test_another_command_says_which_file_is_in_the_way(members, predict, tmp_path):
     sets = [f"Y{k:02d}" for k in range(30)]
     write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets]])
@@ -391,6 +416,84 @@ def test_two_processes_do_not_write_one_table(tmp_path):
     assert path.read_text() == "genes\ny\n"
     begin("key").close()
     assert list(tmp_path.iterdir()) == [path]
+    first = begin("key")  # without rows
+    first.finish()
+    second = begin("key")
+    first.close()  # it is not this one's file that it removes
+    second.append(["z\n"], 1)
+    second.finish()
+    second.close()
+    assert path.read_text() == "genes\nz\n"
+
+
+def test_a_table_that_is_finished_meanwhile_is_neither_made_anew_nor_written(tmp_path, monkeypatch):
+    path = tmp_path / "a.tsv"
+    key = "key"
+    glob = Path.glob
+
+    def find_one_more(folder: Path, pattern: str) -> list[Path]:
+        return [*glob(folder, pattern), tmp_path / "a.tsv.finished.partial"]
+
+    monkeypatch.setattr(Path, "glob", find_one_more)
+    lock = GrowingTable._lock
+
+    def finish_first(table: GrowingTable, partial: Path, mode: str) -> BinaryIO:
+        """Another process moves its file, and closes it, before this one has locked it."""
+        if mode == "a+b" and not path.exists():
+            partial.write_text("genes\nx\n")
+            file = lock(table, partial, mode)
+            partial.rename(path)
+            return file
+        return lock(table, partial, mode)
+
+    monkeypatch.setattr(GrowingTable, "_lock", finish_first)
+    table = GrowingTable(path, "genes\n", key, 1, Distributed(DDPConfig()))
+    assert table.num_rows == 0
+    assert table.partial.exists()
+    table.close()
+    assert path.read_text() == "genes\nx\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_pieces_and_a_resumed_prediction_are_computed_in_the_same_batches(
+    trained, predict, tmp_path, monkeypatch
+):
+    """As the last bits of a prediction depend on its batch."""
+    trained("run.name=run", "optim.lr=0.05")
+    sets = [f"Y{k:02d},Y{(7 * k) % 30:02d}" for k in range(1, 30)]
+    sets[5] = sets[11] = "NOPE"
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets]])
+    batches = []
+    get_batch = KnockoutDataset.__getitems__
+
+    def record(dataset: KnockoutDataset, rows: list[int]) -> Data:
+        batch = get_batch(dataset, rows)
+        batches.append((batch.perturbed.tolist(), batch.perturbed_ptr.tolist()))
+        return batch
+
+    monkeypatch.setattr(KnockoutDataset, "__getitems__", record)
+    for table in ("ask.tsv", "all-pairs"):
+        name = table.removesuffix(".tsv")
+        command = [table, "runs/run", "data.batch_size=4"]
+        batches.clear()
+        predict(0, *command, fault="predict_at_once:10").check()
+        of_all = {str(batch) for batch in batches}
+        output = tmp_path / f"{name}.predictions.tsv"
+        expected = output.read_text()
+        batches.clear()
+        text = expected.splitlines(keepends=True)[0]
+        for rows in ("0:7", "7:20", "20:28", "28:1000"):
+            predict(0, *command, f"--rows={rows}", fault="predict_at_once:10").check()
+            piece = tmp_path / f"{name}.{rows.replace(':', '-')}.predictions.tsv"
+            text += "".join(piece.read_text().splitlines(keepends=True)[1:])
+        assert text == expected
+        # Resumed in the middle of a chunk.
+        monkeypatch.chdir(tmp_path)
+        partial = tmp_path / f"{output.name}.{read_settings(command).key()}.partial"
+        partial.write_text("".join(expected.splitlines(keepends=True)[:18]))
+        predict(0, *command, fault="predict_at_once:10").check()
+        assert output.read_text() == expected
+        assert {str(batch) for batch in batches} <= of_all
 
 
 @pytest.mark.slow
@@ -502,6 +605,16 @@ def test_scores_that_are_named_like_figures_of_others_are_refused(train, predict
     result = predict(0, "all-singles", "runs/run", "--parts")
     message = "error: two columns would be a_local: predict from Python, by `Predictor`\n"
     assert (result.returncode, result.stderr) == (2, message)
+
+
+def test_columns_that_are_not_written_are_not_checked(train, predict, tmp_path):
+    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    write_table(tmp_path / "two.tsv", [("genes", "a", "a_sd"), *((g, y, y) for g, y in rows)])
+    for seed in ("1", "2"):
+        train(0, "data.perturbations=two.tsv", f"run.name={seed}", f"run.seed={seed}").check()
+    write_table(tmp_path / "ask.tsv", ASK)
+    assert "two columns would be a_sd" in predict(0, "ask.tsv", "runs/1", "runs/2").stderr
+    predict(0, "ask.tsv", "runs/1", "runs/2", "--explain=2").check()
 
 
 def test_a_device_is_that_of_the_machine_that_predicts(trained, predict):
@@ -666,6 +779,31 @@ def test_an_ensemble_predicts_the_mean_and_says_how_far_its_members_are_apart(
         header, _, numbers = read_table(output)
         assert header == ["genes", "prediction", "sd"]
         torch.testing.assert_close(numbers, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("route", ["reach", "shared", "expanded"])
+def test_members_may_differ_in_precision(trained, predict, tmp_path, route):
+    """All of them predict in the widest."""
+    for precision in ("fp64", "fp32"):
+        trained(f"optim.precision={precision}", f"run.name={precision}", "optim.lr=0.05")
+    write_table(tmp_path / "ask.tsv", [("genes",), ("Y01,Y02",), ("Y03=0.3",), ("",)])
+    option = f"model.message_passing={route}"
+    output = tmp_path / "ask.predictions.tsv"
+    numbers = []
+    for runs in (["runs/fp64"], ["runs/fp32"], ["runs/fp32", "runs/fp64"]):
+        predict(0, "ask.tsv", *runs, option).check()
+        numbers.append(read_table(output)[2])
+    wide, narrow, both = numbers
+    torch.testing.assert_close(both[:, :1], (wide + narrow) / 2, rtol=1e-4, atol=1e-5)
+    predict(0, "ask.tsv", "runs/fp32", "runs/fp64", option, "--parts").check()
+    predict(0, "ask.tsv", "runs/fp32", "runs/fp64", option, "--explain=3").check()
+
+
+def test_an_ensemble_is_asked_for_no_sets_or_for_unknown_nodes_alone(members, tmp_path):
+    predictor = Predictor(*(tmp_path / run for run in members[:2]), device="cpu")
+    assert predictor.predict([]).sd.shape == (0, 1)
+    assert np.isnan(predictor.predict(["NOPE"], unknown="nan").sd).all()
+    assert len(predictor.parts([])["local"]) == 0
 
 
 def test_each_score_has_a_standard_deviation(train, predict, tmp_path):

@@ -133,6 +133,30 @@ def test_the_largest_are_means_over_models_in_their_units(shared):  # noqa: F811
     assert (sizes.diff(dim=1) <= 0).all()
 
 
+def test_of_readouts_of_nodes_the_largest_is_that_of_the_target_in_memory_of_its_size(
+    shared,  # noqa: F811
+    monkeypatch,
+):
+    models = [make_model(readout="nodes").eval(), make_model(readout="nodes", layers=1).eval()]
+    target_nodes = models[0].change_readout.target_nodes
+    units = [torch.full((len(target_nodes),), unit).double() for unit in (2.0, 3.0)]
+    batch = make_batch(shared, SETS)
+    with torch.no_grad():
+        expected = torch.zeros(len(SETS), len(target_nodes), NUM_NODES, dtype=torch.float64)
+        for model, unit in zip(models, units, strict=True):
+            for row, of_targets in enumerate(contributions(model, shared, batch)):
+                expected[row] += unit.unsqueeze(1) * of_targets / 2
+        monkeypatch.delattr("predict_explain.contributions")  # which are [T, N] of each sample
+        found = largest_contributions(models, units, shared, 3, batch)
+    node, contribution = found.unbind(3)
+    assert (node[:, :, 0] == target_nodes).all()
+    assert (contribution[:, :, 1:] == 0).all()
+    by_node = torch.zeros_like(expected)
+    by_node.scatter_add_(2, node.long(), contribution)
+    torch.testing.assert_close(by_node, expected)
+    assert expected.abs().max() > 0
+
+
 def test_a_model_without_a_knockout_pass_is_not_explained():
     for model in (make_model(readout="local"), torch.nn.Linear(1, 1)):
         with pytest.raises(UserError, match="the model of runs/a has no knock-out pass that can"):

@@ -22,8 +22,8 @@ SHELVES = {
             "run_folder run_results task"
         ),
         "predict": (
-            "config data ddp_setup errors predict_ensemble predict_explain predict_sets "
-            "predict_table predictor run_progress run_results"
+            "config data data_tables ddp_setup errors predict_ensemble predict_explain "
+            "predict_sets predict_table predictor run_progress run_results"
         ),
         "analyse": (
             "analyse_metrics analyse_rivals analyse_text config data data_tables ddp_setup errors "

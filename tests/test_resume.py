@@ -1,5 +1,6 @@
 """Options that differ from those of the steps that a run has made."""
 
+import json
 import signal
 from pathlib import Path
 
@@ -104,6 +105,10 @@ def test_a_finished_run_trains_on_with_more_epochs_and_says_what_it_had(train, f
     train(0).check()
     more = ["optim.epochs=2", "optim.clip=0.5"]
     killed = train(0, *more, fault="kill_at_step:6:0")
+    status = json.loads((folder / "status.json").read_text())
+    newest = torch.load(newest_checkpoint(folder), weights_only=True)
+    assert (status["state"], status["step"]) == ("running", newest["step"])
+    assert status["epoch"] == newest["epoch"]
     assert killed.returncode == -signal.SIGKILL
     assert not (folder / "test.tsv").exists()  # it is no result of a run that trains on
     result = train(0, *more).check()

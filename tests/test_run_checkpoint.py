@@ -63,6 +63,32 @@ def test_the_best_checkpoint_is_the_file_of_its_step(best_is_early):
         assert torch.equal(last["best_model"][name], value), name
 
 
+def test_a_finished_run_has_a_best_checkpoint_whatever_it_went_on_from(
+    train, predict, tmp_path, best_is_early
+):
+    """Also where no later step is better, and after best.pt was lost, or damaged."""
+    folder, _ = best_is_early
+    best = torch.load(folder / "best.pt", weights_only=True)
+    resume = "run.resume=runs/early/checkpoints/step_00000015.pt"
+    train(0, *SECOND_IS_BEST, resume, "run.name=again").check()
+    again = tmp_path / "runs/again/checkpoints/best.pt"
+    for damage in ("", "lost", "damaged"):
+        if damage == "lost":
+            again.unlink()
+        if damage == "damaged":
+            again.write_bytes(again.read_bytes()[:-500])
+        train(0, *SECOND_IS_BEST, "run.name=again").check()
+        found = torch.load(again, weights_only=True)
+        assert (found["step"], found["epoch"]) == (best["step"], best["epoch"])
+        assert found["best_model"] is None
+        for name, value in best["model"].items():
+            assert torch.equal(found["model"][name], value), name
+    predict(0, "all-singles", "runs/early").check()
+    expected = (tmp_path / "all-singles.predictions.tsv").read_text()
+    predict(0, "all-singles", "runs/again").check()
+    assert (tmp_path / "all-singles.predictions.tsv").read_text() == expected
+
+
 def test_a_run_that_goes_on_from_the_best_checkpoint_tests_its_model(
     train, tmp_path, best_is_early
 ):

@@ -147,6 +147,20 @@ def test_all_splits_report_the_same_loss_of_the_same_rows(train, tmp_path, kind,
 
 
 @pytest.mark.slow
+def test_a_batch_need_not_divide_by_the_ranks_and_micro_batches(train, tmp_path):
+    """The loss of 32 samples a step is the same on 1, 2 and 3 ranks, as an elastic run has."""
+    losses = []
+    for nproc, accumulate in ((0, 1), (2, 1), (3, 1), (2, 3)):
+        name = f"{nproc}-{accumulate}"
+        options = ["optim.precision=fp64", "optim.epochs=2", f"optim.accumulate={accumulate}"]
+        train(nproc, *options, f"run.name={name}").check()
+        rows = read_metrics(tmp_path / "runs" / name, "val")
+        losses.append([row["loss"] for row in rows])
+    for of_run in losses[1:]:
+        assert of_run == pytest.approx(losses[0], rel=1e-12)
+
+
+@pytest.mark.slow
 def test_counts_are_of_the_rows_that_have_a_score(train, tmp_path):
     """A third of the rows has none, a third has one of two."""
     lines = (tmp_path / "scores.tsv").read_text().splitlines()[1:]

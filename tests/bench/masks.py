@@ -134,7 +134,8 @@ def main() -> None:
             call()
         kept = built[name].bytes if name in built else incidence
         if name == "EdgeMasks":
-            kept += functions[name].alive.nbytes
+            alive, _ = functions[name].memory
+            kept += alive.nbytes
         rows.append(
             {
                 "masks": name,

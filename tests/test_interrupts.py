@@ -1,0 +1,135 @@
+"""What a `Predictor` keeps between calls is whole after an interrupt, and for several threads."""
+
+import random
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mask import EdgeMasks, SharedGraph
+from predict import Predictor
+from predict_ensemble import Ensemble, read_run
+from tests.conftest import ROOT
+from tests.test_mask import SETS as DELETIONS
+from tests.test_mask import graph, make_batch  # noqa: F401
+
+ROUTES = ("reach", "shared", "expanded")
+SETS = [f"Y{k:02d},Y{(7 * k) % 30:02d}=0.3" for k in range(1, 3)]
+OTHERS = ["Y02,Y03,Y05", "", "Y04=2"]
+
+
+def predictor_by(route: str, run: Path) -> Predictor:
+    """Returns a predictor that passes messages by a route."""
+    predictor = Predictor(run, device="cpu")
+    runs = [read_run(run, [f"model.message_passing={route}"])]
+    predictor.ensemble = Ensemble(runs, predictor.ensemble.env)
+    return predictor
+
+
+def all_of(predictor: Predictor) -> tuple[Any, ...]:
+    """Returns what a predictor says of some sets, as texts and lists, which are compared whole."""
+    mean = predictor.predict(SETS).mean.tolist()
+    parts = {name: values.tolist() for name, values in predictor.parts(SETS).items()}
+    return mean, parts, predictor.explain(SETS, num_nodes=4)
+
+
+def interrupt(function: Callable[[], object], number: int) -> int:
+    """Calls a function and interrupts it before a line of the template, 0 for the first.
+
+    Returns how many lines it ran until then.
+    """
+    modules = {str(path) for path in ROOT.glob("*.py")}
+    count = 0
+
+    def trace(frame: Any, event: str, argument: object) -> Callable | None:
+        nonlocal count
+        if frame.f_code.co_filename not in modules:
+            return None
+        if event == "line":
+            count += 1
+            if count > number:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        assert count > number
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def check_interrupts(predictor: Predictor, first: Predictor, times: int, seed: int) -> None:
+    """Interrupts a predictor at random and compares it with one that nobody has interrupted."""
+    draw = random.Random(seed)
+    expected = all_of(first)
+    calls = (
+        lambda: predictor.predict(OTHERS),
+        lambda: predictor.parts(OTHERS),
+        lambda: predictor.explain(OTHERS, num_nodes=4),
+    )
+    all_of(predictor)  # which chooses the route
+    for call in calls:
+        num_lines = interrupt(call, sys.maxsize)
+        for _ in range(times):
+            line = draw.randrange(num_lines)
+            interrupt(call, line)
+            assert all_of(predictor) == expected, f"{call} interrupted at line {line}"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_predictor_says_the_same_after_an_interrupt_at_any_line(trained, tmp_path, route):
+    trained("optim.lr=0.05", "run.name=run")
+    run = tmp_path / "runs/run"
+    check_interrupts(predictor_by(route, run), predictor_by(route, run), times=5, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_predictor_says_the_same_after_many_interrupts(trained, tmp_path, route):
+    trained("optim.lr=0.05", "run.name=run")
+    run = tmp_path / "runs/run"
+    check_interrupts(predictor_by(route, run), predictor_by(route, run), times=40, seed=1)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_first_call_that_is_interrupted_leaves_nothing_half_chosen(trained, tmp_path, route):
+    trained("optim.lr=0.05", "run.name=run")
+    run = tmp_path / "runs/run"
+    expected = all_of(predictor_by(route, run))
+    num_lines = interrupt(lambda: predictor_by(route, run).predict(SETS), sys.maxsize)
+    draw = random.Random(2)
+    for _ in range(3):
+        predictor = predictor_by(route, run)
+        interrupt(partial(predictor.predict, SETS), draw.randrange(num_lines))
+        assert all_of(predictor) == expected
+
+
+def test_masks_are_whole_after_an_interrupt_at_each_line(graph):  # noqa: F811
+    shared = SharedGraph(graph)
+    masks = EdgeMasks(shared)
+    batch = make_batch(shared, DELETIONS[::-1])
+    other = make_batch(shared, DELETIONS)
+    fresh = shared.edge_masks(other)
+    masks(other)
+    for line in range(interrupt(lambda: masks(batch), sys.maxsize)):
+        interrupt(lambda: masks(batch), line)
+        reused = masks(other)
+        assert all(torch.equal(reused[relation], fresh[relation]) for relation in fresh), line
+
+
+def test_predictions_beside_explanations_in_other_threads_are_the_same(trained, tmp_path):
+    trained("optim.lr=0.05", "run.name=run")
+    predictor = predictor_by("expanded", tmp_path / "runs/run")
+    expected = all_of(predictor)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: all_of(predictor), range(16)):
+            assert found == expected
