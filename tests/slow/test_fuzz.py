@@ -26,7 +26,7 @@ GENES = [
     "MARCH1",
     "YAL001C",
     "ENSG01",
-    "nan",
+    "nanos",
     "b2",
     "a1",
     "x_y",
