@@ -184,4 +184,4 @@ def test_config_yaml_has_the_defaults_of_the_dataclasses():
     """What config.yaml says counts, so that a default edited in a dataclass alone does nothing."""
     options = compose(read_options(DEFAULTS)).options()
     for key, default in Config().options().items():
-        assert options[key] == default, f"{key}: edit config.yaml, too"
+        assert options[key] == default, f"{key}: edit both config.yaml and the dataclass"
