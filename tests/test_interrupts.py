@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+import predict_ensemble
+import predict_rows
 from mask import EdgeMasks, SharedGraph
 from predict import Predictor
 from predict_ensemble import Ensemble, read_run
+from predict_rows import compute_rows
 from tests.conftest import ROOT
 from tests.test_mask import SETS as DELETIONS
 from tests.test_mask import graph, make_batch  # noqa: F401
@@ -126,10 +129,23 @@ def test_masks_are_whole_after_an_interrupt_at_each_line(graph):  # noqa: F811
         assert all(torch.equal(reused[relation], fresh[relation]) for relation in fresh), line
 
 
-def test_predictions_beside_explanations_in_other_threads_are_the_same(trained, tmp_path):
+def test_predictions_beside_explanations_in_other_threads_are_the_same(
+    trained, tmp_path, monkeypatch
+):
     trained("optim.lr=0.05", "run.name=run")
     predictor = predictor_by("expanded", tmp_path / "runs/run")
     expected = all_of(predictor)
+    lock = predictor.ensemble.lock
+
+    def compute_alone(*arguments: Any) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as other:
+            assert not other.submit(lock.acquire, blocking=False).result()
+        return compute_rows(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(predict_ensemble, "compute_rows", compute_alone)
+        patch.setattr(predict_rows, "compute_rows", compute_alone)
+        assert all_of(predictor) == expected
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(lambda _: all_of(predictor), range(16)):
             assert found == expected

@@ -795,8 +795,9 @@ def test_members_may_differ_in_precision(trained, predict, tmp_path, route):
         numbers.append(read_table(output)[2])
     wide, narrow, both = numbers
     torch.testing.assert_close(both[:, :1], (wide + narrow) / 2, rtol=1e-4, atol=1e-5)
-    predict(0, "ask.tsv", "runs/fp32", "runs/fp64", option, "--parts").check()
-    predict(0, "ask.tsv", "runs/fp32", "runs/fp64", option, "--explain=3").check()
+    for runs in (["runs/fp32", "runs/fp64"], ["runs/fp64", "runs/fp32"]):
+        predict(0, "ask.tsv", *runs, option, "--parts").check()
+        predict(0, "ask.tsv", *runs, option, "--explain=3").check()
 
 
 def test_an_ensemble_is_asked_for_no_sets_or_for_unknown_nodes_alone(members, tmp_path):

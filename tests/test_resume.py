@@ -101,14 +101,19 @@ def test_a_finished_run_takes_options_that_leave_its_training_as_it_is(train, fo
     assert result.stdout.splitlines()[-2:] == first.stdout.splitlines()[-2:]
 
 
+def test_the_status_of_a_killed_run_has_the_step_of_its_last_checkpoint(train, folder):
+    assert train(0, *LONG, fault="kill_at_step:9:0").returncode == -signal.SIGKILL
+    status = json.loads((folder / "status.json").read_text())
+    newest = torch.load(newest_checkpoint(folder), weights_only=True)
+    assert newest["step"] >= 8
+    assert (status["state"], status["step"]) == ("running", newest["step"])
+    assert status["epoch"] == newest["epoch"]
+
+
 def test_a_finished_run_trains_on_with_more_epochs_and_says_what_it_had(train, folder):
     train(0).check()
     more = ["optim.epochs=2", "optim.clip=0.5"]
     killed = train(0, *more, fault="kill_at_step:6:0")
-    status = json.loads((folder / "status.json").read_text())
-    newest = torch.load(newest_checkpoint(folder), weights_only=True)
-    assert (status["state"], status["step"]) == ("running", newest["step"])
-    assert status["epoch"] == newest["epoch"]
     assert killed.returncode == -signal.SIGKILL
     assert not (folder / "test.tsv").exists()  # it is no result of a run that trains on
     result = train(0, *more).check()
