@@ -250,9 +250,16 @@ class Ridge:
         self.unit = std.square() / design.largest_dose**3
         self.least = tolerance**2 * self.unit
 
+    penalty_factor = 1.0  # of squared effects in `objective`, as no 1/2 is before squared errors
+
     @cached_property
     def equations(self) -> NormalEquations:
         return NormalEquations(self.design, self.weight)
+
+    def objective(self, penalty: float | Tensor, x: Tensor, prediction: Tensor) -> Tensor:
+        """Returns what a fit minimises, the losses and the penalty of x [2 + NK, T], [T]."""
+        penalties = self.penalty_factor * (penalty * x[2:].square()).sum(0)
+        return (self.weight * self.loss(prediction, self.y)).sum(0) + penalties
 
     @staticmethod
     def loss(prediction: Tensor, y: Tensor) -> Tensor:
@@ -295,6 +302,8 @@ class Ridge:
 class LogisticRidge(Ridge):
     """A logistic ridge regression of y of 0 and 1, by iteratively reweighted least squares."""
 
+    penalty_factor = 0.5
+
     @staticmethod
     def loss(prediction: Tensor, y: Tensor) -> Tensor:
         return binary_cross_entropy_with_logits(prediction, y, reduction="none")
@@ -328,8 +337,7 @@ class LogisticRidge(Ridge):
         """
 
         def total(x: Tensor) -> Tensor:
-            penalties = (penalty * x[2:].square()).sum(0) / 2
-            return (self.weight * self.losses(x)).sum(0) + penalties
+            return self.objective(penalty, x, self.design.predict(x))
 
         most = total(x) * (1 + 1e-12)  # more than rounding
         step = torch.ones_like(most)
