@@ -233,7 +233,7 @@ def test_an_empty_folder_starts_from_a_checkpoint_file(train, tmp_path):
         ),
         (
             "data.split_seed=1",
-            "step_00000005.pt was trained on different data or splits: in an empty run folder, ",
+            "step_00000005.pt was trained on different data or splits: set another run.name, or, ",
         ),
     ],
 )
