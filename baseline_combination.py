@@ -33,7 +33,9 @@ PENALTIES = (3.0, 0.3, 0.01, 0.0001)
 ROUNDS = (4, 9)  # for each start and penalty, and for the `MOST_SETTINGS` best of these then
 MOST_SETTINGS = 2
 STEPS = (1.0, 0.5, 0.25, 0.125, 0.0625)  # towards the responses that a round fits
-TOLERANCE = 1e-4  # of the responses in a round, in standard deviations of y
+# What looser fits leave depends on rounding.
+TOLERANCE = 1e-8  # of the responses in a round, in standard deviations of y
+REDUCTION = 1e-7  # of the distance from them, by a step of a logistic regression
 EQUAL = 1e-9  # of a response, a difference by rounding
 
 
@@ -189,7 +191,7 @@ def rounds(
     scaled_penalty = penalty * target.scale
 
     def regression(design: Design) -> Ridge:
-        return target.regression(design, target.y, weight, target.std, TOLERANCE)
+        return target.regression(design, target.y, weight, target.std, TOLERANCE, REDUCTION)
 
     def objective(state: Combination) -> Tensor:
         return regression(design).objective(scaled_penalty, state.x, state.predict())

@@ -232,6 +232,7 @@ class Ridge:
     Args:
         weight: of each y, 0 for those that are not fitted, [n, T].
         std: of y, in units of which a fit is exact to the tolerance, [T].
+        reduction: of the distance from the solution, by one step of a logistic regression.
     """
 
     def __init__(
@@ -241,11 +242,13 @@ class Ridge:
         weight: Tensor,
         std: Tensor,
         tolerance: float = TOLERANCE,
+        reduction: float = REDUCTION,
     ):
         self.design = design
         self.y = y
         self.weight = weight
         self.tolerance = tolerance
+        self.reduction = reduction
         # Errors of effects count times the doses, which make the matrix harder to solve, too.
         self.unit = std.square() / design.largest_dose**3
         self.least = tolerance**2 * self.unit
@@ -326,7 +329,7 @@ class LogisticRidge(Ridge):
         variance = variance_of(probability, least=1e-15)
         residual = (self.y - probability) / variance
         equations = NormalEquations(self.design, self.weight * variance)
-        goal = equations.solve(residual, penalty, x, self.least, REDUCTION)
+        goal = equations.solve(residual, penalty, x, self.least, self.reduction)
         change = goal - x
         return x + self.step(penalty, x, change) * change
 
