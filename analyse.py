@@ -57,10 +57,10 @@ from data_tables import Tables
 from ddp_setup import end_process, set_threads
 from errors import UserError
 from metrics import mean_and_std
-from run_checkpoint import explain_write_errors, write_atomically
+from run_checkpoint import explain_write_errors, read_checkpoint, write_atomically
 from run_folder import read_metrics, read_status, read_warnings
 from run_plots import scatter_svg
-from run_results import Results, check_same_rows, read_results
+from run_results import Results, are_equal_in_files, check_same_rows, read_results
 
 # Why a run has no test.tsv, by its state.
 UNFINISHED = {
@@ -131,6 +131,7 @@ def report_of_run(folder: Path, threshold: float | None) -> tuple[dict, list[str
         with explain_write_errors(file, UserError, "copy the run folder"):
             write_atomically(file, [text])
     lines = [f"{folder / 'test.tsv'}: {rows.counts()}", *lines_of_warnings(folder)]
+    lines += lines_of_start(folder, rows)
     lines += lines_of_run(analysis, has_noise=rows.sd is not None)
     lines.append(f"written: {', '.join(map(str, files))}")
     return analysis, lines
@@ -148,6 +149,7 @@ def report_of_runs(folders: list[Path], threshold: float | None) -> tuple[dict, 
     lines = [*text_table(list(overview.items()), titles), ""]
     for folder in folders:
         lines += lines_of_warnings(folder)
+        lines += lines_of_start(folder, members[str(folder)])
     rows = next(iter(members.values()))
     lines.append(f"{len(folders)} runs: {rows.counts()}")
     return analysis, lines + lines_of_runs(analysis)
@@ -162,6 +164,13 @@ def as_json(analysis: dict) -> str:
 def lines_of_warnings(folder: Path) -> list[str]:
     """Returns the warnings of a run's last start as lines."""
     return [f"{folder} says: {' '.join(text.split())}" for text in read_warnings(folder)]
+
+
+def lines_of_start(folder: Path, rows: Results) -> list[str]:
+    """Returns a line that says so if a run predicts what its baseline does."""
+    if not are_equal_in_files(rows.prediction, rows.baseline):
+        return []
+    return [f"{folder} predicts what its untrained baseline does: no step was better in validation"]
 
 
 # ---- From Python ---------------------------------------------------------------------------------
@@ -227,7 +236,7 @@ def metrics_of_run(folder: Path, rows: Results, threshold: float | None) -> dict
     check_threshold(threshold, rows, folder)
     analysis = {"warnings": read_warnings(folder)}
     analysis |= metrics_by_group(rows, config.optim.loss, threshold)
-    return analysis | rivals_or_reason(rows, config)
+    return analysis | rivals_or_reason(rows, config, folder)
 
 
 def metrics_of_runs(members: dict[str, Results], threshold: float | None) -> dict[str, Any]:
@@ -246,13 +255,13 @@ def metrics_of_runs(members: dict[str, Results], threshold: float | None) -> dic
     analysis["best_two"] = difference_of_best(members, loss)
     correlation, errors = metrics.uncertainty(ensemble.y, ensemble.prediction, std)
     analysis["uncertainty"] = {"spearman": correlation, "error_by_fifths": errors}
-    return analysis | rivals_or_reason(ensemble, configs[0])
+    return analysis | rivals_or_reason(ensemble, configs[0], folders[0])
 
 
-def rivals_or_reason(rows: Results, config: Config) -> dict[str, Any]:
+def rivals_or_reason(rows: Results, config: Config, folder: Path) -> dict[str, Any]:
     """Returns `shared_pairs` and the `rivals`' metrics, or `no_rivals`: why these are not known."""
     try:
-        tables = tables_of(rows, config.data)
+        tables = tables_of(rows, config.data, folder)
         return {
             "shared_pairs": shared_pairs(tables),
             "rivals": metrics_of_rivals(rows, tables, config.optim.loss),
@@ -276,7 +285,8 @@ def read_run(folder: Path) -> Results:
 def read_runs(folders: list[Path]) -> dict[str, Results]:
     """Returns the rows of each run's test.tsv by folder.
 
-    Raises `UserError`, also if they are not of the same test rows, or a run is named twice.
+    Raises `UserError`, also if they are not of the same loss and test rows, or a run is named
+    twice.
     """
     places = set()
     for folder in folders:
@@ -284,6 +294,13 @@ def read_runs(folders: list[Path]) -> dict[str, Results]:
             raise UserError(f"{folder} is named twice: name each run once")
         places.add(folder.resolve())
     members = {str(folder): read_run(folder) for folder in folders}
+    losses = {folder: config_of(folder).optim.loss for folder in folders}
+    for folder, loss in losses.items():
+        if loss != losses[folders[0]]:
+            raise UserError(
+                f"{folder} was trained with optim.loss={loss}, {folders[0]} with "
+                f"{losses[folders[0]]}: compare runs of one loss"
+            )
     check_same_rows(list(members.values()), [folder / "test.tsv" for folder in folders])
     return members
 
@@ -305,9 +322,15 @@ def check_threshold(threshold: float | None, rows: Results, folder: Path) -> Non
         raise UserError(f"{folder / 'test.tsv'} has no score below --threshold={threshold:g}")
 
 
-def tables_of(rows: Results, config: data.DataConfig) -> Tables:
-    """Returns the tables that these rows are from; raises `UserError` if they cannot be read."""
+def tables_of(rows: Results, config: data.DataConfig, folder: Path) -> Tables:
+    """Returns the tables of a run with these test rows; raises `UserError` if they are others.
+
+    The hash in best.pt says so or, in a folder without it, the test rows alone.
+    """
     tables = data.load(config)
+    best = folder / "checkpoints" / "best.pt"
+    if best.exists() and read_checkpoint(best)["data"] != tables.fingerprint():
+        raise UserError("the tables have changed since the run")
     test = tables.rows("test")
     y = tables.y[test]
     deletions = tables.perturbed_ptr.diff()[test]

@@ -73,23 +73,30 @@ def metrics_of_rows(
     """Returns the number of rows, the means over targets of `target_metrics`, and `gain`.
 
     `gain` is the 95 % interval of Pearson's r less the baseline's, for which rows of the same
-    `cluster`, long [n, 2], are drawn together. `n` is the number of rows with a score. Where rows
+    `cluster`, long [n, 2], are drawn together. If rows have weights, `weighted_gain` is that of the
+    weighted Pearson's r. `n` is the number of rows with a score. Where rows
     are profiles, there are also `profile_metrics`, `row_gain`, the 95 % interval of the mean
     Pearson's r over a row less the baseline's, and quartiles over the targets.
     """
     y = rows.y
     each = target_metrics(rows, loss, threshold)
     means = nanmeans(each)
-    gains = metrics.resampled_pearson(y, rows.prediction, cluster, resamples)
-    gains -= metrics.resampled_pearson(y, rows.baseline, cluster, resamples)
     num_scored = int((~y.isnan()).any(dim=1).sum())
-    by_name = {"n": num_scored, **means, "gain": metrics.interval(gains)}
+    by_name = {"n": num_scored, **means}
+    weights = {"": 1.0}
+    if rows.weight is not None:
+        weights["weighted_"] = rows.weight.unsqueeze(1)
+    for prefix, weight in weights.items():
+        gains = metrics.resampled_pearson(y, rows.prediction, cluster, resamples, weight)
+        gains -= metrics.resampled_pearson(y, rows.baseline, cluster, resamples, weight)
+        if y.size(1) > PROFILE:
+            gain = means[f"{prefix}pearson"] - means[f"baseline_{prefix}pearson"]
+            gains = metrics.centred(gains, gain)
+        by_name[f"{prefix}gain"] = metrics.interval(gains)
     by_name["cells"] = int((~y.isnan()).sum())
     if num_scored < len(y):
         by_name["rows"] = len(y)
     if y.size(1) > PROFILE:
-        gain = means["pearson"] - means["baseline_pearson"]
-        by_name["gain"] = metrics.interval(metrics.centred(gains, gain))
         quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
         for name in ("pearson", "baseline_pearson"):
             by_name[f"{name}_quartiles"] = each[name].nanquantile(quartiles).tolist()
@@ -195,37 +202,50 @@ def metrics_together(
 def difference_of_best(members: dict[str, Results], loss: str) -> dict:
     """Returns the names of the two `runs` of the highest Pearson's r, and its `difference`.
 
-    `gain` is the 95 % interval of that. Rows are drawn as in `metrics_of_rows`, the same ones for
-    both runs.
+    It is the weighted one if rows have weights, as `metric` says. `gain` is the 95 % interval of
+    the difference. Rows are drawn as in `metrics_of_rows`, the same ones for both runs.
     """
+    prefix = prefix_of_weights(next(iter(members.values())))
+    metric = f"{prefix}pearson"
     correlation = {}
     for name, rows in members.items():
-        correlation[name] = metrics.pearson(rows.y, rows.prediction).nanmean().item()
+        correlation[name] = nanmeans(target_metrics(rows, loss))[metric]
     best, second = sorted(correlation, key=correlation.__getitem__, reverse=True)[:2]
     rows = replace(members[best], baseline=members[second].prediction)
     resamples = number_of_resamples(rows.y.numel())
     of_best = metrics_of_rows(rows, rows.cluster_numbers(), loss, None, resamples)
     return {
         "runs": [best, second],
-        "difference": of_best["pearson"] - of_best["baseline_pearson"],
-        "gain": of_best["gain"],
+        "metric": metric,
+        "difference": of_best[metric] - of_best[f"baseline_{metric}"],
+        "gain": of_best[f"{prefix}gain"],
     }
+
+
+def prefix_of_weights(rows: Results) -> str:
+    """Returns what stands before the names of the metrics that decide: those by weight, if any."""
+    return "" if rows.weight is None else "weighted_"
 
 
 # ---- Without the model ---------------------------------------------------------------------------
 def metrics_of_rivals(rows: Results, tables: Tables, loss: str) -> dict[str, dict]:
     """Returns the metrics of predictions without the model, by name of the rival, the best first.
 
-    `gain` is the 95 % interval of the model's Pearson's r less theirs.
+    `gain` is the 95 % interval of the model's Pearson's r less theirs. If rows have weights, there
+    are also the weighted Pearson's r, by which they are ordered, and its `weighted_gain`.
     """
+    prefix = prefix_of_weights(rows)
     resamples = number_of_resamples(rows.y.numel())
     cluster = rows.cluster_numbers()
     by_rival = {}
     for name, prediction in with_baseline(rivals(tables, loss), rows.baseline).items():
         turned = replace(rows, prediction=prediction, baseline=rows.prediction)
         of_rival = metrics_of_rows(turned, cluster, loss, None, resamples)
-        low, high = of_rival["gain"]
-        by_rival[name] = {key: of_rival[key] for key in ("pearson", "r2", "spearman")}
-        by_rival[name]["gain"] = [-high, -low]
-    best_first = sorted(by_rival, key=lambda name: by_rival[name]["pearson"], reverse=True)
+        shown = dict.fromkeys(("pearson", f"{prefix}pearson", "r2", "spearman"))
+        by_rival[name] = {key: of_rival[key] for key in shown}
+        for key in dict.fromkeys(("gain", f"{prefix}gain")):
+            low, high = of_rival[key]
+            by_rival[name][key] = [-high, -low]
+    metric = f"{prefix}pearson"
+    best_first = sorted(by_rival, key=lambda name: by_rival[name][metric], reverse=True)
     return {name: by_rival[name] for name in best_first}

@@ -18,6 +18,7 @@ from baseline_combination import least_squares
 from data_tables import Tables
 from mask import doses
 from metrics import weighted_mean
+from run_results import are_equal_in_files
 
 FEATURES = ("sum", "largest", "smallest", "product")
 WITH_NEIGHBOURS = "sum of effects, unseen: graph neighbours"
@@ -67,11 +68,9 @@ def with_baseline(predictions: dict[str, Tensor], baseline: Tensor) -> dict[str,
 
     If a rival predicts the same, its name gets "baseline: " in front instead.
     """
-    tolerance = 1e-4 * baseline.std(dim=0, correction=0)  # digits of a file
     named = {}
     for name, prediction in predictions.items():
-        is_baseline = ((prediction - baseline).abs() <= tolerance).all()
-        title = f"baseline: {name}" if is_baseline else name
+        title = f"baseline: {name}" if are_equal_in_files(prediction, baseline) else name
         named[title] = prediction
     if named.keys() == predictions.keys():
         named["baseline"] = baseline

@@ -14,6 +14,7 @@ COLUMNS = {
     "ceiling_pearson": "noise ceiling",
     "weighted_pearson": "weighted Pearson",
     "baseline_weighted_pearson": "weighted baseline",
+    "weighted_gain": "weighted difference (95 %)",
     "row_pearson": "row Pearson",
     "baseline_row_pearson": "row baseline",
     "row_gain": "difference (95 %)",
@@ -53,7 +54,8 @@ def lines_of_runs(analysis: dict) -> list[str]:
     best, second = best_two["runs"]
     difference = cell(best_two["difference"])
     interval = cell(best_two["gain"])
-    lines.append(f"best two, {best} less {second}: Pearson {difference}, 95 % {interval}")
+    metric = COLUMNS[best_two["metric"]]
+    lines.append(f"best two, {best} less {second}: {metric} {difference}, 95 % {interval}")
     spread = analysis["uncertainty"]
     fifths = ", ".join(map(cell, spread["error_by_fifths"]))
     lines.append(f"Spearman of standard deviation and absolute error: {cell(spread['spearman'])}")
@@ -100,13 +102,18 @@ def table(analysis: dict) -> list[str]:
 
 
 def table_of_rivals(rivals: dict[str, dict]) -> list[str]:
-    """Returns the lines of a table of `metrics_of_rivals`, and a sentence about the strongest."""
+    """Returns the lines of a table of `metrics_of_rivals`, and a sentence about the strongest.
+
+    An end of the interval that is printed as 0 is none: equal predictions differ by the digits of
+    their file.
+    """
     strongest = next(iter(rivals))
-    low, high = rivals[strongest]["gain"]
+    interval = rivals[strongest]["gain"]
+    low, high = rivals[strongest].get("weighted_gain", interval)
     place = "not clearly above it"
-    if low > 0:
+    if round(low, 4) > 0:
         place = "above it"
-    if high < 0:
+    if round(high, 4) < 0:
         place = "below it"
     sentence = f"strongest without the model: {strongest}; the model is {place}"
     return [*text_table(list(rivals.items()), COLUMNS), sentence]

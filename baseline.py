@@ -352,9 +352,11 @@ def fit_validated(
 def third_of_sets(tables: Tables, is_chosen: Tensor) -> Tensor:
     """Returns a mask of a third of the chosen scores, bool [n, T], given a mask of all of them.
 
-    For each target, it has every third set of nodes with a chosen score, from the first on.
+    For each target, it has every third set of nodes with a chosen score, in the order of random
+    codes of the sets: that of the rows would say something where a table is sorted.
     """
-    set_number = tables.set_number()
+    set_code = tables.set_code(tables.node_code())
+    set_number = set_code.unique(return_inverse=True)[1]
     has_chosen = scatter(is_chosen.int(), set_number, dim_size=len(tables.y)) > 0
     position = has_chosen.cumsum(0) - 1  # of each set among those of the target
     return is_chosen & (position % 3 == 0)[set_number]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from baseline_ridge import Design, Doses, Targets
+from baseline_ridge import Design, Doses, Ridge, Targets
 from run_progress import ProgressBar, progress_bar
 
 SUM = (1.0, 0.0, 0.0)  # weights u, v and w of a sum
@@ -32,7 +32,11 @@ STARTS = (SUM, (0.3, 1.0, 0.0), (0.3, 0.0, 1.0))
 PENALTIES = (3.0, 0.3, 0.01, 0.0001)
 ROUNDS = (4, 9)  # for each start and penalty, and for the `MOST_SETTINGS` best of these then
 MOST_SETTINGS = 2
-TOLERANCE = 1e-4  # of the responses in a round, in standard deviations of y
+STEPS = (1.0, 0.5, 0.25, 0.125, 0.0625)  # towards the responses that a round fits
+# What looser fits leave depends on rounding.
+TOLERANCE = 1e-8  # of the responses in a round, in standard deviations of y
+REDUCTION = 1e-7  # of the distance from them, by a step of a logistic regression
+EQUAL = 1e-9  # of a response, a difference by rounding
 
 
 @dataclass
@@ -83,12 +87,12 @@ class Combination:
 def share_of_largest(response: Tensor, doses: Doses) -> Tensor:
     """Returns 1 for the largest response of each sample if it is positive, 0 for others, [total].
 
-    Several that are equally large share the 1 evenly.
+    Several that are equally large, but for rounding, share the 1 evenly.
     """
     sample = doses.sample
     num_samples = len(doses.line)
     largest = scatter(response, sample, dim_size=num_samples, reduce="max")
-    is_largest = ((response == largest[sample]) & (response > 0)).double()
+    is_largest = ((response >= (1 - EQUAL) * largest[sample]) & (response > 0)).double()
     num_largest = scatter(is_largest, sample, dim_size=num_samples)
     return is_largest / num_largest[sample].clamp(min=1)
 
@@ -162,7 +166,8 @@ def combine_target(
     if torch.equal(target.fitted, target.weight):
         return candidate
     to_all = rounds(doses, design, target, target.weight, additive, *setting)
-    return next(islice(to_all, number, None))
+    *_, last = islice(to_all, number + 1)
+    return last
 
 
 def rounds(
@@ -174,24 +179,41 @@ def rounds(
     start: tuple[float, float, float],
     penalty: float,
 ) -> Iterator[Combination]:
-    """Yields the combination after each round of fits, without an end.
+    """Yields the combination after each round of fits, until no round lowers what a fit minimises.
 
-    A round fits the responses, given the weights u, v and w, and then these, given the responses.
-    The fits are to the scores of one target, whose rows count by `weight`, [n, 1]. The first that
-    it yields is the sum with this penalty.
+    A round fits the responses, given the weights u, v and w and which responses are the extremes,
+    and then the weights, given the responses. As the extremes may be others then, it goes the
+    largest of the `STEPS` towards the fitted responses that lowers losses and penalty together:
+    rounds that raise them amplify rounding until it decides. The fits are to the scores of one
+    target, whose rows count by `weight`, [n, 1]. The first that it yields is the sum with this
+    penalty.
     """
+    scaled_penalty = penalty * target.scale
 
-    def improve(design: Design, x: Tensor) -> Tensor:
-        regression = target.regression(design, target.y, weight, target.std, TOLERANCE)
-        return regression.improve(penalty * target.scale, x)
+    def regression(design: Design) -> Ridge:
+        return target.regression(design, target.y, weight, target.std, TOLERANCE, REDUCTION)
 
-    x = improve(design, additive)
+    def objective(state: Combination) -> Tensor:
+        return regression(design).objective(scaled_penalty, state.x, state.predict())
+
+    x = regression(design).improve(scaled_penalty, additive)
     yield Combination(doses, x, additive.new_tensor(SUM))
     state = Combination(doses, x, additive.new_tensor(start))
-    while True:
-        x = improve(design.scaled(state.factor()), state.x)
-        state = refit_weights(Combination(doses, x, state.weights), target, weight)
-        yield state
+    least = objective(state)
+    is_lower = True
+    while is_lower:
+        of_factors = regression(design.scaled(state.factor()))
+        change = of_factors.improve(scaled_penalty, state.x) - state.x
+        for step in STEPS:
+            moved = Combination(doses, state.x + step * change, state.weights)
+            candidate = refit_weights(moved, target, weight)
+            total = objective(candidate)
+            is_lower = bool(total < least)
+            if is_lower:
+                state = candidate
+                least = total
+                yield state
+                break
 
 
 def refit_weights(state: Combination, target: Targets, weight: Tensor) -> Combination:
@@ -204,12 +226,17 @@ def refit_weights(state: Combination, target: Targets, weight: Tensor) -> Combin
     features = state.features()
     prediction = features @ state.line_and_weights()
     residual, curvature = target.regression.linearise(prediction, target.y)
-    solution = non_negative(features, prediction + residual, weight * curvature)
-    line, weights = solution.tensor_split([2])
+    # Less the intercept: of large scores, the losses of `non_negative` would differ by rounding.
+    intercept = state.x[0]
+    refitted = prediction - intercept + residual
+    solution = non_negative(features, refitted, weight * curvature)
+    change, slope, *weights = solution
+    weights = torch.stack(weights)
     u, v, w = weights
     size = u + (v + w) / 2
     if size < 1e-3:
         size = torch.ones_like(size)
+    line = torch.cat([intercept + change, slope.unsqueeze(0)])
     x = torch.cat([line, state.x[2:, 0] * size]).unsqueeze(1)
     return Combination(state.doses, x, weights / size)
 

@@ -232,6 +232,7 @@ class Ridge:
     Args:
         weight: of each y, 0 for those that are not fitted, [n, T].
         std: of y, in units of which a fit is exact to the tolerance, [T].
+        reduction: of the distance from the solution, by one step of a logistic regression.
     """
 
     def __init__(
@@ -241,18 +242,27 @@ class Ridge:
         weight: Tensor,
         std: Tensor,
         tolerance: float = TOLERANCE,
+        reduction: float = REDUCTION,
     ):
         self.design = design
         self.y = y
         self.weight = weight
         self.tolerance = tolerance
+        self.reduction = reduction
         # Errors of effects count times the doses, which make the matrix harder to solve, too.
         self.unit = std.square() / design.largest_dose**3
         self.least = tolerance**2 * self.unit
 
+    penalty_factor = 1.0  # of squared effects in `objective`, as no 1/2 is before squared errors
+
     @cached_property
     def equations(self) -> NormalEquations:
         return NormalEquations(self.design, self.weight)
+
+    def objective(self, penalty: float | Tensor, x: Tensor, prediction: Tensor) -> Tensor:
+        """Returns what a fit minimises, the losses and the penalty of x [2 + NK, T], [T]."""
+        penalties = self.penalty_factor * (penalty * x[2:].square()).sum(0)
+        return (self.weight * self.loss(prediction, self.y)).sum(0) + penalties
 
     @staticmethod
     def loss(prediction: Tensor, y: Tensor) -> Tensor:
@@ -295,6 +305,8 @@ class Ridge:
 class LogisticRidge(Ridge):
     """A logistic ridge regression of y of 0 and 1, by iteratively reweighted least squares."""
 
+    penalty_factor = 0.5
+
     @staticmethod
     def loss(prediction: Tensor, y: Tensor) -> Tensor:
         return binary_cross_entropy_with_logits(prediction, y, reduction="none")
@@ -317,7 +329,7 @@ class LogisticRidge(Ridge):
         variance = variance_of(probability, least=1e-15)
         residual = (self.y - probability) / variance
         equations = NormalEquations(self.design, self.weight * variance)
-        goal = equations.solve(residual, penalty, x, self.least, REDUCTION)
+        goal = equations.solve(residual, penalty, x, self.least, self.reduction)
         change = goal - x
         return x + self.step(penalty, x, change) * change
 
@@ -328,8 +340,7 @@ class LogisticRidge(Ridge):
         """
 
         def total(x: Tensor) -> Tensor:
-            penalties = (penalty * x[2:].square()).sum(0) / 2
-            return (self.weight * self.losses(x)).sum(0) + penalties
+            return self.objective(penalty, x, self.design.predict(x))
 
         most = total(x) * (1 + 1e-12)  # more than rounding
         step = torch.ones_like(most)

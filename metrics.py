@@ -123,10 +123,14 @@ def rank(values: Tensor) -> Tensor:
 def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
     """Returns predictions for ranking, float32 [n, T]: less the mean of y, nan where y is missing.
 
-    In float64, predictions that are equal but for rounding would get different ranks.
+    In float64, predictions that are equal but for rounding would get different ranks. Probabilities
+    of scores of 0 and 1 are ranked by their logits: many may lie next to 0.
     """
     mean, _ = mean_and_std(y)
-    return (prediction - mean).float().where(~y.isnan(), math.nan)
+    is_binary = ((y == 0) | (y == 1) | y.isnan()).all(dim=0)
+    is_probability = is_binary & ((prediction >= 0) & (prediction <= 1)).all(dim=0)
+    ranked = (prediction - mean).where(~is_probability, prediction.logit())
+    return ranked.float().where(~y.isnan(), math.nan)
 
 
 def auroc(positive: Tensor, certainty: Tensor) -> Tensor:
@@ -158,8 +162,17 @@ def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
 
 
 # ---- Intervals -----------------------------------------------------------------------------------
-def resampled_pearson(y: Tensor, prediction: Tensor, cluster: Tensor, resamples: int) -> Tensor:
+def resampled_pearson(
+    y: Tensor,
+    prediction: Tensor,
+    cluster: Tensor,
+    resamples: int,
+    weight: Tensor | float = 1.0,
+) -> Tensor:
     """Returns the mean over targets of Pearson's r in each resample of the rows, [R].
+
+    Rows count by their weight, [n, 1], as in `pearson`.
+
 
     A resample draws C of the C clusters with replacement, each with all its rows. `cluster` has the
     numbers of each row's clusters, long [n, 2], -1 where it has only one. A row in two clusters
@@ -167,9 +180,11 @@ def resampled_pearson(y: Tensor, prediction: Tensor, cluster: Tensor, resamples:
     clusters are drawn in each call, so that two predictions can be compared in pairs.
     """
     present = ~y.isnan()
-    a = standardise(y).nan_to_num()
-    b = standardise(prediction.where(present, math.nan)).nan_to_num()
-    products = torch.stack([present.double(), a, b, a * a, b * b, a * b], dim=1)
+    a = standardise(y, weight).nan_to_num()
+    b = standardise(prediction.where(present, math.nan), weight).nan_to_num()
+    ones = torch.ones_like(a)
+    products = torch.stack([ones, a, b, a * a, b * b, a * b], dim=1)
+    products *= (weight * present).unsqueeze(1)
     count, *sums = resampled_sums(products, cluster, resamples).unbind(dim=1)
     mean_a, mean_b, mean_aa, mean_bb, mean_ab = (total / count for total in sums)
     variance_a = mean_aa - mean_a.square()

@@ -32,6 +32,7 @@ from mask import (
     sum_by_sample,
 )
 
+ENTRIES_OF_EMBED = (("embed.weight", "responses", 0), ("embed.bias", "responses", 0))
 ENTRIES_OF_HEAD = (("head.2.weight", "targets", 0), ("head.2.bias", "targets", 0))
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
 # What a prediction is the sum of: what is known without the graph, the local readout, and the
@@ -427,7 +428,7 @@ class LocalReadout(nn.Module):
     and pair features. Both start at zero.
     """
 
-    ENTRIES = (("pair.weight", "targets", 0), *ENTRIES_OF_HEAD)
+    ENTRIES = (*ENTRIES_OF_EMBED, ("pair.weight", "targets", 0), *ENTRIES_OF_HEAD)
 
     def __init__(self, hidden: int, num_targets: int, num_effects: int = 1):
         super().__init__()

@@ -145,8 +145,10 @@ def take_parameters(
 
     A model's method `transferable` names them, all if it has none, and says which of them have an
     entry for each node, relation, feature or target. Of these, the entries are copied whose names,
-    in `origin`, both have.
+    in `origin`, both have. Those with entries for the responses of a node are copied if both have
+    the same responses, such as to losses and to gains.
     """
+    has_same_responses = responses_of(checkpoint) == responses_of(origin)
     parameters = dict(model.named_parameters())
     transferable = dict.fromkeys(parameters, ("", 0))
     if hasattr(model, "transferable"):
@@ -159,7 +161,10 @@ def take_parameters(
             left.append(name)
             continue
         kind, dim = transferable[name]
-        if kind and parameter.size(dim) == len(origin[kind]):
+        if kind == "responses" and not has_same_responses:
+            left.append(name)
+            continue
+        if kind in origin and parameter.size(dim) == len(origin[kind]):
             names = origin[kind]
             shared, entries, saved_entries = np.intersect1d(
                 names, checkpoint.get(kind, []), return_indices=True
@@ -183,6 +188,13 @@ def take_parameters(
             log.warning(
                 f"note      {file} has no {kind} {', '.join(lacking[:10])}: they start anew"
             )
+
+
+def responses_of(origin: Mapping[str, Any]) -> list[list[bool]]:
+    """Returns which of the three `mask.doses` each response of a node is to, given an origin."""
+    if "basis" not in origin:
+        return []
+    return (origin["basis"] != 0).T.tolist()
 
 
 # ---- Writing -------------------------------------------------------------------------------------

@@ -160,7 +160,8 @@ class RunFolder:
         file = checkpoint["file"]
         advice = f"in an empty run folder, run.init={file} alone starts from its parameters"
         if checkpoint["data"] != self.origin["data"]:
-            raise UserError(f"{file} was trained on different data or splits: {advice}")
+            problem = f"{file} was trained on different data or splits"
+            raise UserError(f"{problem}: set another run.name, or, {advice}")
         given = self.config.options()
         for key, earlier in self._changed_options(checkpoint, "fixed").items():
             raise UserError(
@@ -239,7 +240,7 @@ class RunFolder:
     def _start_files(self, state: TrainState, ranks: str, is_trained: bool) -> None:
         """Opens the other ranks' logs, and records configuration, environment and metrics.
 
-        A run that `is_trained` to its end keeps its test.tsv.
+        A run that `is_trained` to its end keeps its test.tsv and what analyse.py made of it.
         """
         with explain_write_errors(self.path, UserError):
             if self.env.rank != 0:
@@ -249,7 +250,8 @@ class RunFolder:
             write_atomically(self.path / "config.yaml", self._config_lines())
             write_atomically(self.path / "environment.txt", [environment(self.env.command, ranks)])
             if not is_trained:
-                (self.path / "test.tsv").unlink(missing_ok=True)  # of an earlier end
+                for name in ("test.tsv", "test.json", "test.svg"):  # of an earlier end
+                    (self.path / name).unlink(missing_ok=True)
             self._open_metrics(state)
         is_resumed = state.step > 0 or state.best is not None
         self.event("resumed" if is_resumed else "started", state)
@@ -398,7 +400,10 @@ class RunFolder:
                 write_atomically(path, lines)
         self.write("test", state, **test, best_step=state.best["step"])
         self.event("finished", state)
-        log.info(f"run       {self.path}, model of step {state.best['step']}")
+        model = f"model of step {state.best['step']}"
+        if state.best["step"] == 0:
+            model += ", where training started: no later one was better in validation"
+        log.info(f"run       {self.path}, {model}")
 
     def stop(self, state: TrainState, reason: str) -> None:
         """Records that the run stopped on request, and removes the file STOP."""

@@ -134,8 +134,8 @@ def train_epoch(
         lr_factor = schedule(state.step, total_steps, optim)
         set_learning_rates(state.optimizer, lr_factor)
         rows = sampler.rows_in_step(step_in_epoch)
-        norm_and_scale = train_step(task, state, batches, len(rows), meter, env)
-        meter.count(len(rows), task.dataset.total_weight(rows), norm_and_scale)
+        step = train_step(task, state, batches, len(rows), meter, env)
+        meter.count(len(rows), task.dataset.total_weight(rows), step)
         state.step += 1
         folder.profile_step()
         env.step_done(state.step)
@@ -166,14 +166,15 @@ def train_step(
 ) -> Tensor:
     """Makes one step of the optimiser, from `optim.accumulate` batches on each rank.
 
-    `num_rows` are those of the whole step. Returns the gradient norm before clipping and the scale
-    of the loss, [2].
+    `num_rows` are those of the whole step. Returns the gradient norm before clipping, the scale of
+    the loss, and this rank's loss, [3].
     """
     optim = task.config.optim
     seed = seed_step(task.config.run.seed, state.step, env)
     # The loss of a step is the mean over its rows and scores; world_size undoes DDP's mean over
     # ranks.
     loss_factor = env.world_size / (num_rows * len(task.tables.targets))
+    loss_of_step = torch.zeros((), device=env.device)
     for micro_step in range(optim.accumulate):
         with env.phase("data"):
             batch = next(batches).to(env.device, non_blocking=True)
@@ -187,6 +188,7 @@ def train_step(
                 loss = task.loss(prediction, batch)  # of each score
                 state.scaler.scale(loss.sum() * loss_factor).backward()
         meter.loss += loss.detach().view_as(meter.loss)
+        loss_of_step += loss.detach().sum()
     with env.phase("optimiser"):
         scale = state.scaler.scale(torch.ones((), device=env.device))
         state.scaler.unscale_(state.optimizer)  # the scaler is there for fp16 alone
@@ -195,7 +197,7 @@ def train_step(
             state.optimizer.step()
         state.scaler.update()
         state.optimizer.zero_grad()
-    return torch.stack([grad_norm, scale.to(grad_norm)])
+    return torch.stack([grad_norm, scale.to(grad_norm), loss_of_step.to(grad_norm)])
 
 
 def validate(
@@ -268,11 +270,14 @@ class Meter:
         self.steps = []  # what `train_step` returned
         self.env.seconds.clear()
 
-    def count(self, num_samples: int, weight: Tensor, norm_and_scale: Tensor) -> None:
-        """Adds a step with these samples and weights of the scores [T], over all ranks."""
+    def count(self, num_samples: int, weight: Tensor, step: Tensor) -> None:
+        """Adds what `train_step` returned, [3].
+
+        The step had these samples and weights of the scores [T], over all ranks.
+        """
         self.num_samples += num_samples
         self.weight += weight
-        self.steps.append(norm_and_scale)
+        self.steps.append(step)
 
     def read(self, state: TrainState) -> dict[str, Any]:
         """Returns the values of the train row, and restarts.
@@ -281,15 +286,17 @@ class Meter:
         """
         num_steps = len(self.steps)
         elapsed = time.perf_counter() - self.start
-        steps = torch.stack(self.steps).tolist()  # waits for the device
-        self._count_skipped(steps, state)
+        steps = torch.stack(self.steps)
+        losses = self.env.sum(torch.cat([self.loss, steps[:, 2]])).cpu()  # waits for the device
+        loss_of_scores, steps[:, 2] = losses.split([self.num_targets, num_steps])
+        self._count_skipped(steps.tolist(), state)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
         if self.env.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated()
-        mean_of_score = self.env.sum(self.loss).cpu() / self.weight
+        mean_of_score = loss_of_scores / self.weight
         row = {
             "loss": mean_of_score.nanmean().item(),
-            "grad_norm": steps[-1][0],
+            "grad_norm": steps[-1, 0].item(),
             "skipped": state.skipped,
             "samples_per_s": round(self.num_samples / elapsed, 1),
             "data_ms": round(1e3 * self.env.seconds["data"] / num_steps, 3),
@@ -300,12 +307,13 @@ class Meter:
         return row
 
     def _count_skipped(self, steps: list, state: TrainState) -> None:
-        # Gradients are equal on all ranks. Under fp16, GradScaler handles overflows while its scale
-        # is above 1.
+        # All are equal on all ranks. Under fp16, GradScaler handles overflows of gradients while
+        # its scale is above 1; a loss that is not finite is none.
         limit = MAX_SKIPS if self.optim.on_nonfinite == "skip" else 1
         first = state.step - len(steps) + 1
-        for step, (norm, scale) in enumerate(steps, first):
-            if math.isfinite(norm) or scale > 1:
+        for step, (norm, scale, loss) in enumerate(steps, first):
+            is_overflow = scale > 1 and math.isfinite(loss)
+            if math.isfinite(norm) or is_overflow:
                 state.skipped_in_row = 0
                 continue
             state.skipped += 1

@@ -14,10 +14,12 @@ import torch
 import yaml
 
 import analyse
+import analyse_metrics
 import analyse_text
 from analyse import seconds_of
 from analyse_metrics import metrics_by_group
 from analyse_rivals import shared_pairs
+from config import load_config
 from data import load
 from data_tables import Tables
 from errors import UserError
@@ -332,6 +334,81 @@ def test_runs_of_other_weights_are_not_compared():
     for members in itertools.permutations([rows, weighted, noisy], 2):
         with pytest.raises(UserError, match="b has other weights or sd than a"):
             analyse.check_same_rows(list(members), files)
+
+
+def test_runs_of_another_loss_are_not_compared(tmp_path, analyse_here, capsys):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b")
+    with (tmp_path / "b/config.yaml").open("a") as file:
+        file.write("optim: {loss: binary}\n")
+    assert analyse_here("a", "b") == 2
+    problem = "b was trained with optim.loss=binary, a with squared: compare runs of one loss"
+    assert capsys.readouterr() == ("", f"error: {problem}\n")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "place"),
+    [
+        (1.2e-9, 3.2e-8, "not clearly above it"),
+        (-3e-8, -1e-9, "not clearly above it"),
+        (-0.1, 0.2, "not clearly above it"),
+        (0.001, 0.2, "above it"),
+        (-0.2, -0.001, "below it"),
+    ],
+)
+def test_a_model_is_above_a_rival_by_more_than_the_digits_of_a_file(low, high, place):
+    """Where there are weights, by its weighted figures."""
+    rival = {"pearson": 0.9, "gain": [low, high]}
+    *_, sentence = analyse_text.table_of_rivals({"baseline": rival})
+    assert sentence == f"strongest without the model: baseline; the model is {place}"
+    rival = {"pearson": 0.9, "gain": [0.5, 0.6], "weighted_gain": [low, high]}
+    assert analyse_text.table_of_rivals({"baseline": rival})[-1] == sentence
+
+
+def test_rows_that_count_decide_by_their_weights(monkeypatch):
+    """The order of rivals, the difference to each, and the best two of several runs."""
+    rows = make_rows(200)
+    rows.y = normal(200, 1, seed=4)
+    good = rows.y + 0.1 * normal(200, 1, seed=5)
+    noise = normal(200, 1, seed=6)
+    is_noisy = (torch.arange(200) % 3 == 0).unsqueeze(1)
+    exact_where_it_counts = good.where(~is_noisy, 5 * noise)
+    fair = rows.y + noise
+    weight = torch.where(is_noisy[:, 0], 1e-6, 1.0).double()
+    rows = replace(rows, weight=weight, prediction=exact_where_it_counts, baseline=fair)
+    rivals = {"fair": fair, "exact": exact_where_it_counts}
+    monkeypatch.setattr("analyse_metrics.rivals", lambda tables, loss: rivals)
+    of_rivals = analyse_metrics.metrics_of_rivals(rows, None, "squared")
+    assert list(of_rivals) == ["exact", "baseline: fair"]
+    assert of_rivals["exact"]["pearson"] < of_rivals["baseline: fair"]["pearson"]
+    low, _ = of_rivals["baseline: fair"]["weighted_gain"]
+    _, high = of_rivals["baseline: fair"]["gain"]
+    assert high < 0 < low
+    members = {"a": replace(rows, prediction=fair), "b": rows}
+    best_two = analyse_metrics.difference_of_best(members, "squared")
+    assert (best_two["runs"], best_two["metric"]) == (["b", "a"], "weighted_pearson")
+    assert 0 < best_two["gain"][0] < best_two["difference"] < best_two["gain"][1]
+
+
+def test_other_tables_than_the_run_had_are_no_rivals_tables(
+    trained, tmp_path, analyse_here, capsys
+):
+    """Although the test rows are the same; and an untrained model is named."""
+    trained("optim.lr=0.0")
+    assert analyse_here("runs/default") == 0
+    printed = capsys.readouterr().out
+    start = "runs/default predicts what its untrained baseline does: no step was better in"
+    assert start in printed
+    assert "not clearly above it" in printed
+    own = load(load_config(Path("runs/default/config.yaml")).data)
+    row = own.rows("train")[0].item()
+    path = Path("scores.tsv")
+    lines = path.read_text().splitlines()
+    lines[row + 1] = lines[row + 1].split("\t")[0] + "\t77"
+    path.write_text("\n".join(lines) + "\n")
+    assert analyse_here("runs/default") == 0
+    reason = "without the model: the tables have changed since the run"
+    assert reason in capsys.readouterr().out
 
 
 def test_scores_that_vary_no_more_than_their_noise_have_no_ceiling():

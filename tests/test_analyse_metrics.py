@@ -190,7 +190,7 @@ def test_intervals_take_a_bounded_number_of_resamples(monkeypatch):
     asked = []
 
     def count(
-        y: torch.Tensor, prediction: torch.Tensor, cluster: torch.Tensor, resamples: int
+        y: torch.Tensor, prediction: torch.Tensor, cluster: torch.Tensor, resamples: int, weight
     ) -> torch.Tensor:
         asked.append(resamples)
         return torch.zeros(resamples)

@@ -24,6 +24,7 @@ from task import KnockoutTask
 from tests.tools.runs import pack_levels
 
 NUM_NODES = 60
+SEEDS = (1, pytest.param(0, marks=pytest.mark.slow))  # of random tables
 
 
 def combined_tables(
@@ -237,6 +238,51 @@ def test_tables_that_are_too_large_keep_the_sum(monkeypatch, tmp_path):
     task = KnockoutTask.from_tables(tables, other)
     assert task.baseline.weights[:, 0].tolist() == [1, 0, 0]
     assert note in task.summary()
+
+
+def reordered(tables: Tables, order: Tensor) -> Tables:
+    """Returns the tables with their rows in another order, long [n]."""
+    sets = [{} for _ in order]
+    nodes = zip(tables.sample().tolist(), tables.perturbed.tolist(), strict=True)
+    for (row, node), level in zip(nodes, tables.level.tolist(), strict=True):
+        sets[row][node] = level
+    packed = pack_levels([sets[row] for row in order.tolist()])
+    return replace(tables, **packed, y=tables.y[order], split=tables.split[order])
+
+
+def largest_change(tables: Tables) -> float:
+    """Returns by how much the baseline changes with the order of rows, or with a * y + b.
+
+    It is the largest change of a prediction, in standard deviations of the predictions.
+    """
+    found = fit_baseline(tables).prediction
+    order = torch.randperm(len(tables.y), generator=torch.Generator().manual_seed(0))
+    changes = [fit_baseline(reordered(tables, order)).prediction - found[order]]
+    for a, b in ((2.0, 3.0), (0.001, 1000.0)):
+        of_line = fit_baseline(replace(tables, y=a * tables.y + b)).prediction
+        changes.append((of_line - b) / a - found)
+    return torch.cat(changes).abs().max().item() / found.std().item()
+
+
+def random_tables(seed: int, num_rows: int) -> Tables:
+    """Returns tables of a random combination, with levels and noise or not."""
+    random = Random(seed)
+    weights = random.choice([(0.0, 2.0, 0.0), (0.0, 0.0, 2.0), (0.5, 0.5, 0.5), (0.2, 1.4, 0.2)])
+    levels = random.choice([(0.0,), (0.0, 0.4, 2.0)])
+    noise = random.choice([0.01, 0.1, 0.5])
+    return combined_tables(weights, noise, levels, num_rows, seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_neither_the_order_of_rows_nor_the_unit_of_scores_decides(seed, few_penalties):
+    """Rounding is not amplified, so that another CPU has the same baseline."""
+    assert largest_change(random_tables(seed, num_rows=200)) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
+def test_rounding_decides_nothing_in_a_hundred_tables(seed):
+    assert largest_change(random_tables(seed, num_rows=400)) < 1e-6
 
 
 # ---- Odd tables ----------------------------------------------------------------------------------

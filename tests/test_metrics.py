@@ -9,6 +9,7 @@ import torch
 from analyse_metrics import target_metrics
 from metrics import (
     METRICS,
+    as_ranked,
     average_precision,
     first_metric,
     interval,
@@ -85,6 +86,14 @@ def test_a_whole_weight_counts_as_that_many_rows():
     weight = 1 + torch.arange(60) % 4
     expected = pearson(y.repeat_interleave(weight, 0), prediction.repeat_interleave(weight, 0))
     torch.testing.assert_close(pearson(y, prediction, weight.double().unsqueeze(1)), expected)
+
+
+def test_probabilities_are_ranked_however_small_they_are():
+    logit = 10 * normal(50, 1) - 25
+    y = (normal(50, 1, seed=1) > 0).double()
+    ranks = rank(logit)
+    assert torch.equal(rank(as_ranked(y, logit.sigmoid())), ranks)
+    torch.testing.assert_close(spearman(y, logit.sigmoid()), pearson(rank(y), ranks))
 
 
 def test_metrics_equal_their_definitions():

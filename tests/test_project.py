@@ -40,7 +40,7 @@ SHELVES = {
     },
     "families": {
         "analyse_metrics": "analyse_rivals data_tables metrics run_results",
-        "analyse_rivals": "baseline baseline_combination data_tables mask metrics",
+        "analyse_rivals": "baseline baseline_combination data_tables mask metrics run_results",
         "analyse_text": "analyse_metrics",
         "baseline": (
             "baseline_combination baseline_ridge data_cache data_tables mask metrics run_progress"

@@ -340,6 +340,27 @@ def test_entries_of_scores_and_features_go_by_name_and_others_stay(before, after
 
 
 # ---- Writing -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("is_same", [True, False])
+def test_what_was_learnt_of_a_response_goes_to_the_same_response(is_same):
+    """Of two tables with two responses: losses and deletions, and losses and gains."""
+    losses_and_deletions = torch.tensor([[1.0, 0], [1, 0], [0, 1]])
+    losses_and_gains = torch.tensor([[1.0, 0], [0, 1], [0, 0]])
+    sizes = [len(names) for names in NAMES.values()]
+    source, model = (
+        KnockoutGNN(ModelConfig(hidden=4), *sizes, basis=losses_and_gains) for _ in range(2)
+    )
+    fresh = copy.deepcopy(model).state_dict()
+    saved = source.state_dict()
+    basis = 1.2 * losses_and_deletions if is_same else losses_and_gains
+    checkpoint = {"model": saved, "file": "first.pt", **NAMES, "basis": basis}
+    take_parameters(model, checkpoint, NAMES | {"basis": losses_and_deletions})
+    for end in ("weight", "bias"):
+        name = f"local_readout.embed.{end}"
+        expected = saved if is_same else fresh
+        assert torch.equal(model.get_parameter(name), expected[name])
+    assert torch.equal(model.embedding, source.embedding)
+
+
 def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda number: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -214,6 +214,17 @@ def test_an_empty_folder_starts_from_a_checkpoint_file(train, tmp_path):
     assert "none.pt is not a readable checkpoint (FileNotFoundError)" in result.stderr
 
 
+def test_figures_of_an_earlier_end_go_when_a_run_trains_on(trained, train, tmp_path):
+    trained("run.name=run")
+    files = [tmp_path / "runs/run" / name for name in ("test.tsv", "test.json", "test.svg")]
+    for file in files[1:]:
+        file.touch()
+    train(0, "run.name=run").check()  # which has nothing left to train
+    assert all(file.exists() for file in files)
+    train(0, "run.name=run", "optim.epochs=2").check()
+    assert [file.exists() for file in files] == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -233,7 +244,7 @@ def test_an_empty_folder_starts_from_a_checkpoint_file(train, tmp_path):
         ),
         (
             "data.split_seed=1",
-            "step_00000005.pt was trained on different data or splits: in an empty run folder, ",
+            "step_00000005.pt was trained on different data or splits: set another run.name, or, ",
         ),
     ],
 )

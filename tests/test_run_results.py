@@ -1,6 +1,7 @@
 """run_results.py: a run's test.tsv, as train.py writes it, and what its rows are drawn with."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from data import load
 from data_tables import Tables
 from errors import UserError
 from run_checkpoint import write_atomically
-from run_results import Results, read_results, result_lines
+from run_results import Results, check_same_rows, read_results, result_lines
 from tests.conftest import DEFAULTS, write_table
 from tests.test_targets import gappy_tables
 from tests.tools.runs import pack_sets, read_metrics
@@ -232,3 +233,17 @@ def test_of_several_unseen_genes_two_of_the_most_rows_are_the_clusters():
 def test_a_set_that_is_called_as_an_unseen_gene_is_another_unit():
     rows = rows_of(["X", "X,Y"], ["", "X"])
     assert rows.cluster_numbers().tolist() == [[0, -1], [1, -1]]
+
+
+# ---- Runs of the same rows -----------------------------------------------------------------------
+@pytest.mark.parametrize(("unit", "offset"), [(1.0, 0.0), (1e-7, 0.0), (1.0, 1e5)])
+def test_baselines_of_other_training_rows_are_told_apart_in_any_unit(unit, offset):
+    """They are the same but for the digits of a file, in standard deviations."""
+    rows = rows_of(["A"] * 30, [""] * 30)
+    rows.baseline = offset + unit * rows.baseline
+    files = [Path("a"), Path("b")]
+    rounded = replace(rows, baseline=rows.baseline + 1e-6 * unit)
+    check_same_rows([rows, rounded], files)
+    other = replace(rows, baseline=rows.baseline + 1e-2 * unit * normal(30, 1, seed=3))
+    with pytest.raises(UserError, match="b was trained on other rows than a"):
+        check_same_rows([rows, other], files)
