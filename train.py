@@ -134,8 +134,8 @@ def train_epoch(
         lr_factor = schedule(state.step, total_steps, optim)
         set_learning_rates(state.optimizer, lr_factor)
         rows = sampler.rows_in_step(step_in_epoch)
-        step = train_step(task, state, batches, len(rows), meter, env)
-        meter.count(len(rows), task.dataset.total_weight(rows), step)
+        norm_and_scale = train_step(task, state, batches, len(rows), meter, env)
+        meter.count(len(rows), task.dataset.total_weight(rows), norm_and_scale)
         state.step += 1
         folder.profile_step()
         env.step_done(state.step)
@@ -166,15 +166,14 @@ def train_step(
 ) -> Tensor:
     """Makes one step of the optimiser, from `optim.accumulate` batches on each rank.
 
-    `num_rows` are those of the whole step. Returns the gradient norm before clipping, the scale of
-    the loss, and this rank's loss, [3].
+    `num_rows` are those of the whole step. Returns the gradient norm before clipping and the scale
+    of the loss, [2].
     """
     optim = task.config.optim
     seed = seed_step(task.config.run.seed, state.step, env)
     # The loss of a step is the mean over its rows and scores; world_size undoes DDP's mean over
     # ranks.
     loss_factor = env.world_size / (num_rows * len(task.tables.targets))
-    loss_of_step = torch.zeros((), device=env.device)
     for micro_step in range(optim.accumulate):
         with env.phase("data"):
             batch = next(batches).to(env.device, non_blocking=True)
@@ -187,8 +186,7 @@ def train_step(
             with env.phase("backward"):
                 loss = task.loss(prediction, batch)  # of each score
                 state.scaler.scale(loss.sum() * loss_factor).backward()
-        meter.loss += loss.detach().view_as(meter.loss)
-        loss_of_step += loss.detach().sum()
+        meter.add_loss(loss.detach())
     with env.phase("optimiser"):
         scale = state.scaler.scale(torch.ones((), device=env.device))
         state.scaler.unscale_(state.optimizer)  # the scaler is there for fp16 alone
@@ -197,7 +195,7 @@ def train_step(
             state.optimizer.step()
         state.scaler.update()
         state.optimizer.zero_grad()
-    return torch.stack([grad_norm, scale.to(grad_norm), loss_of_step.to(grad_norm)])
+    return torch.stack([grad_norm, scale.to(grad_norm)])
 
 
 def validate(
@@ -267,17 +265,21 @@ class Meter:
         self.loss = torch.zeros(self.num_targets, dtype=torch.float64, device=self.env.device)
         self.weight = torch.zeros(self.num_targets, dtype=torch.float64)
         self.num_samples = 0
-        self.steps = []  # what `train_step` returned
+        self.loss_of_step = torch.zeros((), device=self.env.device)  # of this rank, all scores
+        self.steps = []  # norm, scale and loss of each
         self.env.seconds.clear()
 
-    def count(self, num_samples: int, weight: Tensor, step: Tensor) -> None:
-        """Adds what `train_step` returned, [3].
+    def add_loss(self, loss: Tensor) -> None:
+        """Adds this rank's losses in a micro-batch, of each score [T]."""
+        self.loss += loss.view_as(self.loss)
+        self.loss_of_step += loss.sum()
 
-        The step had these samples and weights of the scores [T], over all ranks.
-        """
+    def count(self, num_samples: int, weight: Tensor, norm_and_scale: Tensor) -> None:
+        """Adds a step with these samples and weights of the scores [T], over all ranks."""
         self.num_samples += num_samples
         self.weight += weight
-        self.steps.append(step)
+        self.steps.append(torch.cat([norm_and_scale, self.loss_of_step.to(norm_and_scale).view(1)]))
+        self.loss_of_step.zero_()
 
     def read(self, state: TrainState) -> dict[str, Any]:
         """Returns the values of the train row, and restarts.
