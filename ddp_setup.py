@@ -279,7 +279,7 @@ class Distributed:
     def exit_now(self, reason: str, status: int) -> NoReturn:
         """Ends a process that hangs, after the hook `on_failure`."""
         self.record_failure(reason)
-        end_process(status)
+        os._exit(status)  # this is not the main thread
 
 
 # ---- Set-up --------------------------------------------------------------------------------------

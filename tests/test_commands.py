@@ -372,8 +372,9 @@ def test_the_report_of_torchrun_ends_with_the_sentence(train_here, under_torchru
     assert reported().endswith("error: rank 0: ZeroDivisionError: division by zero\n")
     assert "Traceback (most recent" in reported()
     env = ddp_setup.Distributed(ddp_setup.DDPConfig())
-    under_torchrun.setattr(ddp_setup, "end_process", lambda status: None)
-    env.exit_now("no progress for 3 s", 1)  # as the watchdog does
+    with under_torchrun.context() as patch:
+        patch.setattr(os, "_exit", lambda status: None)
+        env.exit_now("no progress for 3 s", 1)  # as the watchdog does
     assert "traceback : error: no progress for 3 s\n" in reported()
     assert train_here("run.name=killed") == 0  # as a SIGKILL would leave it
     assert "SIGKILL" in reported() and "the same command goes on from what is saved" in reported()
