@@ -42,6 +42,7 @@ from ddp_watchdog import (
     end_process,
     explain_failure,
     log_and_print,
+    start_watchdog,
     tell_torchrun,
 )
 from errors import RunError, UserError
@@ -303,8 +304,7 @@ def setup(env: Distributed) -> Distributed:
         join_group(env)
     else:
         env.store = dist.HashStore()
-        env.watchdog = Watchdog(env)
-        env.watchdog.start()
+        env.watchdog = start_watchdog(env)
     env.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
     env.threads = set_threads(env.local_world_size)
     with env.sync_errors():  # if one rank finds no device, all exit rather than wait for it
@@ -346,8 +346,7 @@ def join_group(env: Distributed) -> None:
         # prefix, ranks would use addresses of dead ones.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         env.store = dist.PrefixStore(f"restart {restart}, group {next(group_numbers)}", store)
-        env.watchdog = Watchdog(env)
-        env.watchdog.start()
+        env.watchdog = start_watchdog(env)
         dist.init_process_group(
             backend, store=env.store, rank=env.rank, world_size=env.world_size, timeout=timeout
         )

@@ -147,8 +147,6 @@ class Watchdog(threading.Thread):
         self.observed = range(0, env.world_size, 1 if self.is_observer else distance)
         # Of `limit_s`, the part without progress after which this rank looks at others.
         self.patience = 0.5 if self.is_observer else 0.6
-        if env.world_size == 1:
-            self.patience = math.inf  # nobody waits for it, and it may stand in a debugger
         self.seen = {}  # an `Observed` of each rank
 
     def run(self) -> None:
@@ -296,3 +294,15 @@ def end_process(status: int) -> None:
         os._exit(status)
     if status:
         sys.exit(status)
+
+
+def start_watchdog(env: Any) -> Watchdog:
+    """Returns the watchdog of a `ddp_setup.Distributed`, which is running.
+
+    It ends one process alone after SIGTERM only: nobody waits for it, and it may be in a debugger.
+    """
+    watchdog = Watchdog(env)
+    if env.world_size == 1:
+        watchdog.patience = math.inf
+    watchdog.start()
+    return watchdog

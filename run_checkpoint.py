@@ -107,10 +107,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         problem = f"is not a readable checkpoint ({type(error).__name__}): there is no such file"
         raise UserError(f"{path} {problem} or folder") from None
     except Exception as error:  # a damaged file fails in many ways
-        problem = f"{path} is not a readable checkpoint ({type(error).__name__})"
-        if isinstance(error, FileNotFoundError):
-            problem += ": there is no such folder or file"
-        raise UserError(problem) from None
+        raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
 
 
 def read_graph(checkpoint: Path) -> dict[str, Any]:

@@ -60,9 +60,9 @@ class Oracle:
         told = val & self.perturbs[:, self.seen[:, t]].any(axis=1)
         if told.any():
             return train, told | (val & ~self.perturbs.any(axis=1))
-        first_rows = {}
-        number = [first_rows.setdefault(tuple(row), len(first_rows)) for row in self.level]
-        third = train & np.isin(number, np.unique(np.array(number)[train])[::3])
+        number = np.unique(self.set_code, return_inverse=True)[1]
+        assert len(np.unique(np.column_stack([number, self.level]), axis=0)) == number.max() + 1
+        third = train & np.isin(number, np.unique(number[train])[::3])
         fitted = train & ~third
         return fitted, third & self.perturbs[:, self.perturbs[fitted].any(axis=0)].any(axis=1)
 

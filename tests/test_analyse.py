@@ -562,7 +562,9 @@ def test_runs_are_compared_alone_and_together(train, tmp_path, analyse_here, cap
         assert 0 <= int(seconds) < 60
     assert lines[4] == ""
 
-    # Then their predictions.
+    # Then which of them are untrained, and their predictions.
+    while not lines[5].startswith("3 runs: "):
+        assert "predicts what its untrained baseline does" in lines.pop(5)
     figures = {line.split("  ")[0].strip(): line for line in lines[7:12]}
     assert list(figures) == ["runs/a", "runs/b", "runs/c", "mean of these", "ensemble"]
     pearson = [float(re.search(r"-?0\.\d+", line)[0]) for line in list(figures.values())[:4]]

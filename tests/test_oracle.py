@@ -205,6 +205,7 @@ def compare(seed: int, folder: Path) -> None:
             KnockoutTask.from_tables(tables, config)
         return
     oracle = Oracle(**fields)
+    oracle.set_code = tables.set_code(tables.node_code()).numpy()  # random numbers
     assert tables.genes == oracle.nodes
     if not has_split:
         compare_split(config.data.split, oracle)

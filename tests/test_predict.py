@@ -190,7 +190,7 @@ def test_a_graph_of_another_run_or_a_run_of_an_older_version_is_named(trained, t
         Predictor(of_copy)
     del state["graph"]
     torch.save(state, best)
-    with pytest.raises(UserError, match=r"nothere is .*: there is no such folder or file$"):
+    with pytest.raises(UserError, match=r"nothere is .*: there is no such file or folder$"):
         Predictor(tmp_path / "nothere")
     with pytest.raises(UserError, match=r"best.pt is of another version of the template: predict"):
         Predictor(tmp_path / "runs/b")

@@ -55,11 +55,11 @@ def test_rank_0_shows_its_progress_and_the_second_rank_prints_nothing(train, tmp
 
 
 def test_wrong_input_prints_one_error_on_four_ranks(train, tmp_path):
-    result = train(4, "data.batch_size=31")
+    result = train(4, "data.edges=nowhere.tsv")
     assert result.returncode == 2
     assert not (tmp_path / "runs").exists()
     assert result.stderr.count("error: ") == 1
-    assert "try 32" in result.stderr
+    assert "cannot read nowhere.tsv" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -306,7 +306,8 @@ def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
     def take(*norms: float, scale: float = 1.0, loss: float = 0.5) -> dict:
         for norm in norms:
             state.step += 1
-            meter.count(1, torch.ones(2), torch.tensor([norm, scale, loss]))
+            meter.add_loss(torch.tensor([loss, 0.0]))
+            meter.count(1, torch.ones(2), torch.tensor([norm, scale]))
         return meter.read(state)
 
     assert take(good, bad, scale=2.0)["skipped"] == 0  # an overflow at a scale of 2
@@ -320,10 +321,12 @@ def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
 def test_a_loss_that_is_not_finite_is_no_overflow_at_any_scale(meter, loss):
     state = TrainState(None, None, None, step=3)
     for loss_of_step in (0.5, loss, 0.5):
-        meter.count(1, torch.ones(2), torch.tensor([loss_of_step, 65536.0, loss_of_step]))
+        meter.add_loss(torch.tensor([loss_of_step, 0.0]))
+        meter.count(1, torch.ones(2), torch.tensor([loss_of_step, 65536.0]))
     assert meter.read(state)["skipped"] == 1
     meter.optim = OptimConfig(on_nonfinite="stop")
-    meter.count(1, torch.ones(2), torch.tensor([math.nan, 65536.0, loss]))
+    meter.add_loss(torch.tensor([loss, 0.0]))
+    meter.count(1, torch.ones(2), torch.tensor([math.nan, 65536.0]))
     state.step = 4
     with pytest.raises(RunError, match="step 4 is not finite, 1 in a row"):
         meter.read(state)
@@ -332,8 +335,8 @@ def test_a_loss_that_is_not_finite_is_no_overflow_at_any_scale(meter, loss):
 def test_a_row_has_the_mean_loss_and_times_since_the_previous_row(meter, monkeypatch):
     state = TrainState(None, None, None)
     for total, num_samples in ((3.0, 2), (1.0, 2), (2.0, 1)):
-        meter.loss += torch.tensor([total, 0.1])
-        meter.count(num_samples, torch.tensor([num_samples, 0.2]), torch.ones(3))
+        meter.add_loss(torch.tensor([total, 0.1]))
+        meter.count(num_samples, torch.tensor([num_samples, 0.2]), torch.ones(2))
     meter.env.seconds["data"] = 1.5
     monkeypatch.setattr("train.time", SimpleNamespace(perf_counter=lambda: meter.start + 4.5))
     row = meter.read(state)
@@ -343,6 +346,6 @@ def test_a_row_has_the_mean_loss_and_times_since_the_previous_row(meter, monkeyp
 
 
 def test_a_row_without_any_value_of_a_score_has_the_mean_loss_of_the_others(meter):
-    meter.loss += torch.tensor([3.0, 0.0])
-    meter.count(2, torch.tensor([2.0, 0.0]), torch.ones(3))
+    meter.add_loss(torch.tensor([3.0, 0.0]))
+    meter.count(2, torch.tensor([2.0, 0.0]), torch.ones(2))
     assert meter.read(TrainState(None, None, None))["loss"] == 1.5
