@@ -289,8 +289,8 @@ def test_the_third_of_sets_that_chooses_does_not_follow_the_order_of_rows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100))
-def test_rounding_decides_nothing_in_a_hundred_tables(seed):
+@pytest.mark.parametrize("seed", range(8))
+def test_rounding_decides_nothing_in_random_tables(seed):
     assert largest_change(random_tables(seed, num_rows=400)) < 1e-6
 
 
