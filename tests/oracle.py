@@ -270,7 +270,10 @@ def figures(y, prediction):
         return dict.fromkeys(("mse", "pearson", "r2", "spearman", "auroc"), math.nan)
     mse = np.square(a - b).mean()
     r = pearson(a, b)
-    ranked = (b - a.mean()).astype(np.float32).astype(float)
+    ranked = b - a.mean()
+    if np.isin(a, (0, 1)).all() and (b >= 0).all() and (b <= 1).all():
+        ranked = np.log(b / (1 - b))
+    ranked = ranked.astype(np.float32).astype(float)
     wins = np.sign(np.subtract.outer(ranked[a == 1], ranked[a == 0]))
     return {
         "mse": mse,

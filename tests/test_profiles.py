@@ -330,7 +330,7 @@ def test_the_block_of_the_page_of_tables_turns_a_screen_into_a_table(tmp_path, m
         ("A", "B", "r"),
         ("B", "C", "r"),
         ("X", "A", "r"),
-        ("NA", "C", "r"),
+        ("Y", "C", "r"),
     ]
     write_table(tmp_path / "edges.tsv", rows)
     kinds = ["control", "B+A", "A", "control", "A", "C", "B+A", "control", "X"]

@@ -126,7 +126,7 @@ def test_the_status_of_a_job_is_that_of_its_training(slurm, tables, tmp_path):
     (folder / "STOP").touch()  # only now, so that one task trains for as long as the other waits
     shared.finish()
     assert sorted(shared.show("ExitCode")) == ["0:0", "1:0"], shared.log()
-    assert shared.log().count("another process is training in runs/default") == 1
+    assert shared.log().count("\nerror: another process is training in runs/default") == 1
     failed = Job(slurm, tmp_path, "--nodes=2", LAUNCH, *tables, "data.edges=none.tsv").finish()
     assert failed.show("ExitCode") == ["1:0"], failed.log()
     log = (tmp_path / f"slurm-{failed.id}.out").read_text()
