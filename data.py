@@ -184,13 +184,15 @@ class KnockoutDataset(Dataset):
     padding), `index` [B] (the row, -1 for padding) and `num_dead_edges`, an int that sizes the
     masks' tensors. `degree` is that of `SharedGraph`, long [N]; `transform`, such as
     `model_reach.ReachPlanner`, takes each batch and returns what the model gets; `scale` is the
-    `weight_scale` of the tables that are trained on.
+    `weight_scale` of the tables that are trained on; `pair_features` are those of all rows [n, F],
+    which batches then bring, [B, F].
     """
 
     tables: Tables
     degree: Tensor
     transform: Callable[[Data], Data] | None = None
     scale: Tensor | float = 1.0
+    pair_features: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.tables.y)
@@ -233,6 +235,8 @@ class KnockoutDataset(Dataset):
             index=index,
             num_dead_edges=int(self.degree[perturbed[level == 0]].sum()),
         )
+        if self.pair_features is not None:
+            batch.pair_features = self.pair_features[row] * is_real.unsqueeze(1)
         return self.transform(batch) if self.transform else batch
 
 

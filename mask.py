@@ -104,9 +104,11 @@ class SharedGraph(nn.Module):
         # The edges of all relations, one relation after another.
         edge_index = torch.cat(edge_indices, dim=1)
         relation = torch.repeat_interleave(torch.tensor(counts))
-        weight = _normalised(torch.cat(weights), edge_index[1], relation, self.num_nodes).float()
+        raw_weight = torch.cat(weights)
+        weight = _normalised(raw_weight, edge_index[1], relation, self.num_nodes).float()
         self._buffer("edge_index", edge_index)
         self._buffer("edge_weight", weight)
+        self._buffer("raw_weight", raw_weight.float())
         self._buffer("edge_attr", torch.cat(attributes))
         self._buffer("edge_counts", torch.tensor(counts))
         self._buffer("edge_offsets", self.edge_counts.cumsum(0) - self.edge_counts)
@@ -115,6 +117,7 @@ class SharedGraph(nn.Module):
         self.stack = RelationStack(edge_index, relation, weight, len(counts), self.num_nodes)
         self._add_incidence(relation)
         self.reused_masks = EdgeMasks(self)
+        self.pairs: nn.Module | None = None  # `model_pairs.pair_index`, once it is needed
 
     def _add_incidence(self, relation: Tensor) -> None:
         """Stores, as CSR, which edges of relation r touch node n in row n * R + r."""

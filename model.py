@@ -31,13 +31,14 @@ from mask import (
     intact_batch,
     sum_by_sample,
 )
+from model_pairs import PairFeatures
 
 ENTRIES_OF_EMBED = (("embed.weight", "responses", 0), ("embed.bias", "responses", 0))
 ENTRIES_OF_HEAD = (("head.2.weight", "targets", 0), ("head.2.bias", "targets", 0))
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
 # What a prediction is the sum of: what is known without the graph, the local readout, and the
 # knock-out pass.
-PARTS = ("without_graph", "local", "knockout")
+PARTS = ("without_graph", "local", "pairs", "knockout")
 
 # Sums gate_r * h over the living edges of each relation r, for h [N, B, H] and gate [R, H].
 Messages = Callable[[Tensor, Tensor], Tensor]
@@ -53,6 +54,7 @@ class ModelConfig:
         default="auto", metadata={"resume": "free"}
     )
     readout: Literal["both", "local", "global", "nodes"] = "both"
+    pairs: bool = True
     checkpointing: bool = field(default=False, metadata={"resume": "free"})
 
     def __post_init__(self):
@@ -63,6 +65,11 @@ class ModelConfig:
     def has_knockout_pass(self) -> bool:
         """Whether states are computed without the knocked-out nodes, too."""
         return self.readout != "local"
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the local readout sees what the knocked-out nodes have in common."""
+        return self.pairs and self.readout in ("local", "both")
 
 
 class LayerStates(NamedTuple):
@@ -108,6 +115,7 @@ class KnockoutGNN(nn.Module):
             model learns to predict nodes that no training row knocks out; none if dropout is 0.
         target_nodes: the node of each target, long [T], for the readout `nodes`.
         basis: of which `mask.doses` each response of a node is the sum, [3, K].
+        pairs: pair features of training rows, [rows, F], for the local readout.
     """
 
     # Parameters with an entry for each node, feature, relation or target, and in which dimension.
@@ -127,6 +135,7 @@ class KnockoutGNN(nn.Module):
         unseen: float = 0.0,
         target_nodes: Tensor | None = None,
         basis: Tensor = LINEAR,
+        pairs: Tensor | None = None,
     ):
         super().__init__()
         self.config = config
@@ -148,7 +157,7 @@ class KnockoutGNN(nn.Module):
         if config.readout != "global":
             self.baseline = BaselineReadout(num_nodes, num_targets, num_effects)
         if config.readout in ("local", "both"):
-            self.local_readout = LocalReadout(hidden, num_targets, num_effects)
+            self.local_readout = LocalReadout(hidden, num_targets, num_effects, pairs)
         if config.readout in ("global", "both"):
             self.change_readout = GlobalReadout(num_nodes, hidden, num_targets)
         if config.readout == "nodes":
@@ -157,7 +166,12 @@ class KnockoutGNN(nn.Module):
 
     @classmethod
     def from_tables(
-        cls, config: ModelConfig, tables: Any, baseline: Any, target_nodes: Tensor | None = None
+        cls,
+        config: ModelConfig,
+        tables: Any,
+        baseline: Any,
+        target_nodes: Tensor | None = None,
+        pairs: Tensor | None = None,
     ) -> "KnockoutGNN":
         """Returns a model for `data_tables.Tables` that starts from their `baseline.Baseline`.
 
@@ -172,6 +186,7 @@ class KnockoutGNN(nn.Module):
             unseen=tables.unseen_share("val"),  # training hides as many nodes
             target_nodes=target_nodes,
             basis=baseline.basis,
+            pairs=pairs,
         )
         if model.baseline is not None:
             model.baseline.intercept.copy_((baseline.intercept - baseline.mean) / baseline.std)
@@ -198,7 +213,7 @@ class KnockoutGNN(nn.Module):
         if self.baseline is not None:
             parts["without_graph"] = self.baseline(wild.draws.is_known, dose, batch)
         if self.local_readout is not None:
-            parts["local"] = self.local_readout(wild, dose, batch)
+            parts |= self.local_readout(graph, wild, dose, batch)
         if self.change_readout is not None:
             changes = self.changes(graph, batch, wild)
             parts["knockout"] = self.change_readout(changes, wild, batch)
@@ -430,16 +445,30 @@ class LocalReadout(nn.Module):
 
     ENTRIES = (*ENTRIES_OF_EMBED, ("pair.weight", "targets", 0), *ENTRIES_OF_HEAD)
 
-    def __init__(self, hidden: int, num_targets: int, num_effects: int = 1):
+    def __init__(
+        self,
+        hidden: int,
+        num_targets: int,
+        num_effects: int = 1,
+        pairs: Tensor | None = None,
+    ):
         super().__init__()
+        self.pair_features = None
+        if pairs is not None:
+            self.pair_features = PairFeatures(pairs)
+            self.from_pairs = nn.Linear(pairs.size(1), num_targets, bias=False)
+            self.into_head = nn.Linear(pairs.size(1), 2 * hidden, bias=False)
+            nn.init.zeros_(self.from_pairs.weight)
         self.embed = nn.Linear(hidden, num_effects * 2 * hidden)
         self.pair = nn.Linear(2 * hidden, num_targets, bias=False)
         self.norm = nn.LayerNorm(4 * hidden)
         self.head = readout_head(4 * hidden, hidden, num_targets)
         nn.init.zeros_(self.pair.weight)
 
-    def forward(self, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
-        """Returns the readout's term of the prediction, [B, T]."""
+    def forward(
+        self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data
+    ) -> dict[str, Tensor]:
+        """Returns the readout's terms of the prediction, [B, T], that of pairs by itself."""
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
         factors = wild.draws.node_dropout.index_select(0, batch.perturbed)
         of_responses = self.embed(states * factors).unflatten(1, (dose.size(1), -1))
@@ -449,7 +478,15 @@ class LocalReadout(nn.Module):
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
         features = self.norm(torch.cat([nodes, pairs], dim=1)).unflatten(1, (4, -1))
         features = features * wild.draws.row_dropout.unsqueeze(1)
-        return self.pair(pairs) + self.head(features.flatten(start_dim=1))
+        first, *others = self.head
+        hidden = first(features.flatten(start_dim=1))
+        last = nn.Sequential(*others)
+        parts = {"local": self.pair(pairs) + last(hidden)}
+        if self.pair_features is not None:
+            x = self.pair_features(graph, batch)
+            with_pairs = last(hidden + self.into_head(x))
+            parts["pairs"] = self.from_pairs(x) + with_pairs - last(hidden)
+        return parts
 
 
 class GlobalReadout(nn.Module):

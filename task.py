@@ -32,6 +32,7 @@ from errors import UserError
 from mask import SharedGraph
 from metrics import metrics_beside_baseline, mse, weighted_mean
 from model import KnockoutGNN
+from model_pairs import features_of_rows, pair_index
 
 log = logging.getLogger("task")
 FEW = 0.1  # of the training rows, as which all count by their weights, from which the log says so
@@ -69,11 +70,16 @@ class KnockoutTask:
         mean = baseline.mean.to(device)
         std = baseline.std.to(device)
         dataset, route = make_dataset(tables, graph, config)
+        if config.model.has_pairs:
+            dataset.pair_features = features_of_rows(
+                graph, dataset, config.data.cache_dir, fingerprint
+            )
         return cls(config, tables, fingerprint, baseline, graph, mean, std, dataset, route)
 
     def with_samples(self, samples: Tables) -> "KnockoutTask":
         """Returns the task that predicts other samples, on the same graph."""
-        return replace(self, tables=samples, dataset=replace(self.dataset, tables=samples))
+        dataset = replace(self.dataset, tables=samples, pair_features=None)
+        return replace(self, tables=samples, dataset=dataset)
 
     def rows(self, split: str) -> Tensor:
         """Returns the row numbers of one split, in ascending order."""
@@ -98,7 +104,17 @@ class KnockoutTask:
         """Returns the model that is trained, on the CPU; raises `UserError`."""
         options = self.config.model
         nodes = target_nodes(self.tables) if options.readout == "nodes" else None
-        return KnockoutGNN.from_tables(options, self.tables, self.baseline, nodes)
+        pairs = self.training_pairs() if options.has_pairs else None
+        return KnockoutGNN.from_tables(options, self.tables, self.baseline, nodes, pairs)
+
+    def training_pairs(self) -> Tensor:
+        """Returns the pair features of training rows, up to some 100,000, [rows, F]."""
+        rows = self.rows("train")
+        some_rows = rows[:: len(rows) // 100_000 + 1]
+        if self.dataset.pair_features is not None:
+            return self.dataset.pair_features[some_rows]
+        batch = replace(self.dataset, transform=None).__getitems__(some_rows)
+        return pair_index(self.graph).of_samples(batch.to(self.graph.device)).cpu()
 
     def check_plan(self, model: nn.Module) -> None:
         """Drops the plan of batches, as the log says, if `model` computes other changes itself.
