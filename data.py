@@ -62,7 +62,9 @@ def load(config: DataConfig) -> Tables:
     key = f"{source_digest(read_tables)} {files} {digests} {options}"
     fields = cached(config.cache_dir, "tables", key, lambda: vars(read_tables(*files, *options)))
     tables = Tables(**fields)
+    advice = "name some in its column split, or remove that column"
     if tables.split is None:
+        advice = "change data.val_fraction and data.test_fraction, or add rows"
         make_split = {"random": random_split, "nodes": node_split}[config.split]
         key += f" {source_digest(make_split)} {config.split} {config.split_seed}"
         key += f" {config.val_fraction} {config.test_fraction}"
@@ -76,8 +78,7 @@ def load(config: DataConfig) -> Tables:
         if len(tables.rows(split)) == 0:
             raise DataError(
                 f"{config.perturbations}: no rows in the {split} split of "
-                f"{len(tables.y)} rows (data.split={config.split}): "
-                "change data.val_fraction and data.test_fraction, or add rows"
+                f"{len(tables.y)} rows (data.split={config.split}): {advice}"
             )
     return tables
 

@@ -8,11 +8,7 @@
 #   sbatch --array=0-3 launch.sh run.name=s%a run.seed=%a  a sweep: %a is the array task's index
 #   ./launch.sh test [--all] [pytest options]              the quick tests or all, side by side
 #
-# NPROC         processes on this machine; may differ between machines
-# NNODES        number of machines, or a range such as 1:4 for an elastic run
-# RDZV          where the machines meet: host:port, an address of one of them and a free port there
-# RDZV_TIMEOUT  seconds to wait for the other machines (600)
-# MAX_RESTARTS  how often torchrun restarts failed processes (0)
+# docs/clusters.md has more of each, and the variables NPROC, RDZV_TIMEOUT and MAX_RESTARTS.
 #SBATCH --job-name=knockout --time=12:00:00 # a longer run is requeued and resumes
 #SBATCH --ntasks-per-node=1   # one launch.sh per node, with its own log slurm-<job>.node<n>.out
 #SBATCH --exclusive           # all CPUs; for a share of them: --oversubscribe --cpus-per-task=n
@@ -29,11 +25,10 @@ main() {
   fi
   modules="torch torch_geometric yaml tqdm"
   if [ "${1:-}" = test ]; then run_tests "${@:2}"; fi
-  refuse_variables_of_torchrun
   choose_python requirements.txt
   if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${NNODES:-}" ]; then start_or_join_job_step "$@"; fi
   set_up_torchrun
-  if [ "${NNODES:=1}" = 1 ]; then set_up_one_machine; else set_up_rendezvous; fi
+  if [ "${NNODES:=${PET_NNODES:-1}}" = 1 ]; then set_up_one_machine; else set_up_rendezvous; fi
   exec "${torchrun[@]}" "$here/train.py" "$@"
 }
 
@@ -55,12 +50,6 @@ set_up_batch_job() {
   trap : TERM # SLURM signals the processes, too; this shell waits for them
   here=$(scontrol show job "$job" | sed -n 's|^ *Command=\(.*\)/launch\.sh.*|\1|p')
   [ -f "$here/train.py" ] || die "sbatch must be given launch.sh by its own name, beside train.py"
-}
-
-refuse_variables_of_torchrun() { # it would take what Kubeflow sets, and wait for other machines
-  [ -n "${NNODES:-}" ] || [ "${PET_NNODES:-1}" = 1 ] ||
-    die "PET_NNODES=$PET_NNODES is for torchrun, as in a pod of Kubeflow: start\
- torchrun $here/train.py, which reads it, or set NNODES=1 for this machine alone"
 }
 
 choose_python() { # and if none has the modules, install the requirements $1
@@ -167,48 +156,15 @@ set_up_one_machine() { # whose name need not resolve
   torchrun+=(--nnodes=1 --local-addr=127.0.0.1 --standalone)
 }
 
-# Determines what torchrun and gloo would get from this machine's host name, which often means
-# 127.0.1.1 or another network: whether RDZV is this machine, its address and its interface.
 set_up_rendezvous() {
-  [[ ${RDZV:=} =~ ^[^:]+:[0-9]+$ ]] ||
-    die "NNODES=$NNODES needs RDZV=host:port, an address of one of the machines, not '$RDZV'"
-  local host=${RDZV%:*} port=${RDZV#*:} timeout_s=${RDZV_TIMEOUT:-600}
-  local settings=join_timeout=$timeout_s,last_call_timeout=$((timeout_s / 20 + 1))
-  local taken="another program has the port of RDZV=$RDZV: set a free one on all machines"
-  read -r address _ < <(getent ahostsv4 "$host") || die "cannot resolve the host $host (RDZV)"
-  route=$(ip -4 route get "$address") || die "there is no route to $host (RDZV)"
-  if [[ $route != local* ]]; then
-    settings+=,is_host=0
-    local failure="nothing answered at $RDZV (RDZV) for $timeout_s s (RDZV_TIMEOUT)"
-    SECONDS=0
-    until answers; do
-      ((SECONDS < timeout_s)) || die "$failure: run the command on each machine"
-      sleep 0.5
-    done
-    is_torchrun || die "$taken"
-  elif [[ $host == localhost || $host == 127.* ]]; then # torchruns elect the host themselves
-    ! answers || is_torchrun || die "$taken"
-  else
-    ! answers || die "$taken"
-    settings+=,is_host=1
-    if [[ $address == 127.* ]]; then route=$(ip -4 route get 192.0.2.1) || die "no network here"; fi
-  fi
-  read -r own_address _ <<<"${route##* src }"
-  read -r _ interface _ < <(ip -4 -o address show to "$own_address") ||
-    die "there is no network interface with the address $own_address"
+  meeting=$("$python" "$here/ddp_rendezvous.py" "$NNODES" "${RDZV:-}" "${RDZV_TIMEOUT:-600}")
+  read -r interface own_address endpoint settings <<<"$meeting"
   export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
   export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # warnings print pages of C++ stack
   # With the store that torchrun shares by default, rounds after the first do not work (torch 2.13).
   if [[ $NNODES = *:* || $MAX_RESTARTS != 0 ]]; then export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; fi
   torchrun+=(--nnodes="$NNODES" --local-addr="$own_address" --rdzv-backend=c10d
-    --rdzv-endpoint="$address:$port" --rdzv-id="${SLURM_JOB_ID:-launch}" --rdzv-conf="$settings")
-}
-
-answers() { timeout 5 bash -c ": <>/dev/tcp/$address/$port" 2>/dev/null; }
-
-is_torchrun() { # whether it is the store of a torchrun that answers
-  local join="TCPStore('$address', $port, wait_for_workers=False)"
-  timeout 40 "$python" -c "from torch.distributed import TCPStore; $join" 2>/dev/null
+    --rdzv-endpoint="$endpoint" --rdzv-id="${SLURM_JOB_ID:-launch}" --rdzv-conf="$settings")
 }
 
 main "$@"

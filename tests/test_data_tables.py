@@ -145,6 +145,11 @@ def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
             [("genes", "score"), ("a", 1)],
             "no rows in the train split|no rows in the val split",
         ),
+        (
+            EDGES,
+            [("genes", "score", "split"), ("a", 1, "train"), ("b", 2, "test")],
+            r"no rows in the val split of 2 rows \(data.split=random\): name some in its column",
+        ),
     ],
 )
 def test_errors_in_tables_name_file_and_line(tmp_path, edges, scores, message):

@@ -52,6 +52,7 @@ SHELVES = {
         "data_names": "",
         "data_notes": "data_cells data_names metrics",
         "data_tables": "data_cells data_names data_notes errors metrics",
+        "ddp_rendezvous": "",
         "ddp_setup": "ddp_threads ddp_watchdog errors",
         "ddp_threads": "",
         "ddp_watchdog": "errors",
