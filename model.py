@@ -31,7 +31,7 @@ from mask import (
     intact_batch,
     sum_by_sample,
 )
-from model_pairs import PairFeatures
+from model_pairs import PairReadout
 
 ENTRIES_OF_EMBED = (("embed.weight", "responses", 0), ("embed.bias", "responses", 0))
 ENTRIES_OF_HEAD = (("head.2.weight", "targets", 0), ("head.2.bias", "targets", 0))
@@ -118,7 +118,8 @@ class KnockoutGNN(nn.Module):
         pairs: pair features of training rows, [rows, F], for the local readout.
     """
 
-    # Parameters with an entry for each node, feature, relation or target, and in which dimension.
+    # Parameters with an entry for each node, feature, relation or target, and in which dimension,
+    # by which `run.init` takes them from a run on other tables; it takes none of the baseline's.
     ENTRIES = (
         ("embedding", "nodes", 0),
         ("identity", "nodes", 0),
@@ -166,12 +167,7 @@ class KnockoutGNN(nn.Module):
 
     @classmethod
     def from_tables(
-        cls,
-        config: ModelConfig,
-        tables: Any,
-        baseline: Any,
-        target_nodes: Tensor | None = None,
-        pairs: Tensor | None = None,
+        cls, config: ModelConfig, tables: Any, baseline: Any, **arguments: Any
     ) -> "KnockoutGNN":
         """Returns a model for `data_tables.Tables` that starts from their `baseline.Baseline`.
 
@@ -184,9 +180,8 @@ class KnockoutGNN(nn.Module):
             num_features=tables.features.size(1),
             num_targets=len(tables.targets),
             unseen=tables.unseen_share("val"),  # training hides as many nodes
-            target_nodes=target_nodes,
             basis=baseline.basis,
-            pairs=pairs,
+            **arguments,
         )
         if model.baseline is not None:
             model.baseline.intercept.copy_((baseline.intercept - baseline.mean) / baseline.std)
@@ -326,19 +321,6 @@ class KnockoutGNN(nn.Module):
                 names.add(name)
         return names
 
-    def transferable(self) -> dict[str, tuple[str, int]]:
-        """Returns the parameters that `run.init` takes from a run on other tables, by name.
-
-        Of each, that is what one of its dimensions has an entry for, and which one it is, or
-        ("", 0). The baseline's are not among them, as they start from the tables' own baseline.
-        """
-        entries = {}
-        for prefix, module in self.named_modules():
-            for name, kind, dim in getattr(module, "ENTRIES", ()):
-                entries[f"{prefix}.{name}".removeprefix(".")] = (kind, dim)
-        names = [name for name, _ in self.named_parameters() if not name.startswith("baseline.")]
-        return {name: entries.get(name, ("", 0)) for name in names}
-
 
 def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
     """Returns `width` numbers in [0, 1] for each key, float32 [K, width], given keys, long [K].
@@ -405,6 +387,8 @@ class BaselineReadout(nn.Module):
     `KnockoutGNN.from_tables` copies all from the baseline.
     """
 
+    ENTRIES = (("slope", "baseline", 0), ("effect", "baseline", 0), ("weights", "baseline", 0))
+
     def __init__(self, num_nodes: int, num_targets: int, num_effects: int):
         super().__init__()
         self.slope = nn.Parameter(torch.zeros(num_targets))
@@ -453,12 +437,9 @@ class LocalReadout(nn.Module):
         pairs: Tensor | None = None,
     ):
         super().__init__()
-        self.pair_features = None
+        self.pair_readout = None
         if pairs is not None:
-            self.pair_features = PairFeatures(pairs)
-            self.from_pairs = nn.Linear(pairs.size(1), num_targets, bias=False)
-            self.into_head = nn.Linear(pairs.size(1), 2 * hidden, bias=False)
-            nn.init.zeros_(self.from_pairs.weight)
+            self.pair_readout = PairReadout(pairs, hidden, num_targets)
         self.embed = nn.Linear(hidden, num_effects * 2 * hidden)
         self.pair = nn.Linear(2 * hidden, num_targets, bias=False)
         self.norm = nn.LayerNorm(4 * hidden)
@@ -478,14 +459,14 @@ class LocalReadout(nn.Module):
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
         features = self.norm(torch.cat([nodes, pairs], dim=1)).unflatten(1, (4, -1))
         features = features * wild.draws.row_dropout.unsqueeze(1)
-        first, *others = self.head
-        hidden = first(features.flatten(start_dim=1))
-        last = nn.Sequential(*others)
-        parts = {"local": self.pair(pairs) + last(hidden)}
-        if self.pair_features is not None:
-            x = self.pair_features(graph, batch)
-            with_pairs = last(hidden + self.into_head(x))
-            parts["pairs"] = self.from_pairs(x) + with_pairs - last(hidden)
+        into_hidden, *others = self.head
+        hidden = into_hidden(features.flatten(start_dim=1))
+        head = nn.Sequential(*others)
+        parts = {"local": self.pair(pairs) + head(hidden)}
+        if self.pair_readout is not None:
+            weighted_sum, input_of_pairs = self.pair_readout(graph, batch)
+            with_pairs = head(hidden + input_of_pairs)
+            parts["pairs"] = weighted_sum + with_pairs - head(hidden)
         return parts
 
 

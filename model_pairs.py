@@ -28,6 +28,7 @@ DIRECTED = ("edges both ways", "common targets", "common sources", "paths of two
 MOST_RELATIONS = 64  # of more, only all together have features
 AT_ONCE = 2**20  # pairs and looked up neighbours, which take some 100 MB
 ROWS_AT_ONCE = 1024
+MOST_ROWS = 100_000  # of training, that the units of features are computed from
 MOST_BYTES = 2**31  # of the features of all rows, which are otherwise computed with each batch
 
 
@@ -60,135 +61,133 @@ class PairIndex(nn.Module):
             relation = torch.zeros_like(relation)
         elif len(relations) > 1:
             self.relations.append("all")
-            together = torch.full_like(relation, len(relations))
+            all_together = torch.full_like(relation, len(relations))
             edge_index = edge_index.repeat(1, 2)
-            relation = torch.cat([relation, together])
+            relation = torch.cat([relation, all_together])
             weight = weight.repeat(2)
+        self._add_entries(edge_index, relation, weight.double())
+        self._name_features()
 
+    def _add_entries(self, edge_index: Tensor, relation: Tensor, weight: Tensor) -> None:
         source, target = edge_index
-        key_of_source = self._key(source, relation, target)
-        key_of_target = self._key(target, relation, source)
+        row_of_source = source * len(self.relations) + relation
+        row_of_target = target * len(self.relations) + relation
+        key_of_source = row_of_source * self.num_nodes + target
+        key_of_target = row_of_target * self.num_nodes + source
         key, entry = torch.cat([key_of_source, key_of_target]).unique(return_inverse=True)
         entry_of_source, entry_of_target = entry.chunk(2)
-        weight = weight.double()
-        to_neighbour = scatter(weight, entry_of_source, dim_size=len(key))
-        from_neighbour = scatter(weight, entry_of_target, dim_size=len(key))
+        sent = scatter(weight, entry_of_source, dim_size=len(key))
+        received = scatter(weight, entry_of_target, dim_size=len(key))
+        row = key // self.num_nodes
         self._buffer("key", key)
-        self._buffer("ptr", index2ptr(self._row(key) // len(self.relations), num_nodes))
-        self._buffer("sends", to_neighbour > 0)
-        self._buffer("receives", from_neighbour > 0)
-        self._buffer("weight", torch.maximum(to_neighbour, from_neighbour))
+        self._buffer("neighbour", key % self.num_nodes)
+        self._buffer("relation", row % len(self.relations))
+        self._buffer("ptr", index2ptr(row // len(self.relations), self.num_nodes))
+        self._buffer("is_sent", sent > 0)  # whether an edge leads to the neighbour
+        self._buffer("is_received", received > 0)  # whether one comes from it
+        self._buffer("weight", torch.maximum(sent, received))
+        # Of each node by each relation: the number of neighbours, and the length of their weights.
+        size = self.num_nodes * len(self.relations)
+        degree = row.bincount(minlength=size)
+        length = scatter(self.weight.square(), row, dim_size=size).sqrt()
+        self._buffer("degree", degree.view(self.num_nodes, -1))
+        self._buffer("length", length.view(self.num_nodes, -1))
 
-        # Of each node by each relation, [N * R]: its neighbours, and their weights' length.
-        num_rows = num_nodes * len(self.relations)
-        row = self._row(key)
-        self._buffer("degree", row.bincount(minlength=num_rows))
-        square = scatter(self.weight.square(), row, dim_size=num_rows)
-        self._buffer("length", square.sqrt())
-
-        has_directions = (self.sends != self.receives).int()
-        of_relation = row % len(self.relations)
-        is_directed = scatter(has_directions, of_relation, dim_size=len(self.relations)) > 0
+    def _name_features(self) -> None:
+        is_one_way = (self.is_sent != self.is_received).int()
+        num_one_way = scatter(is_one_way, self.relation, dim_size=len(self.relations)).tolist()
         self.names = []
         columns = []
         for number, name in enumerate(self.relations):
-            features = FEATURES + DIRECTED if is_directed[number] else FEATURES
+            features = FEATURES + DIRECTED if num_one_way[number] else FEATURES
             self.names += [f"{feature} by {name}" for feature in features]
             first = number * len(FEATURES + DIRECTED)
             columns += range(first, first + len(features))
-        self._buffer("columns", torch.tensor(columns, device=key.device))
+        self._buffer("columns", torch.tensor(columns, device=self.key.device))
 
     def _buffer(self, name: str, tensor: Tensor) -> None:
         self.register_buffer(name, tensor, persistent=False)
 
-    def _key(self, node: Tensor, relation: Tensor, neighbour: Tensor) -> Tensor:
-        """Returns the keys of entries, by which they are sorted."""
-        return (node * len(self.relations) + relation) * self.num_nodes + neighbour
-
-    def _row(self, key: Tensor) -> Tensor:
-        """Returns node * R + relation of entries with these keys."""
-        return key // self.num_nodes
-
     def of_samples(self, batch: Data) -> Tensor:
         """Returns the sum over the pairs of each sample of their features, float32 [B, F].
 
-        A pair counts by the product of its nodes' 1 - level. A sample of one node has none, and so
+        A pair counts by the product of its nodes' 1 - level. A sample of one node has no pairs, and
         only zeros.
         """
         first, second = pairs_of_samples(batch)
-        size = (num_samples(batch), len(self.names))
-        total = torch.zeros(size, dtype=torch.float64, device=self.key.device)
         change = (1 - batch.level).double()
-        perturbed = batch.perturbed
-        num_lookups = self.num_lookups(perturbed[first], perturbed[second])
-        piece = (num_lookups + 1).cumsum(0) // AT_ONCE
-        sizes = piece.bincount().tolist()
-        for one, other in zip(first.split(sizes), second.split(sizes), strict=True):
-            features = self.of_pairs(perturbed[one], perturbed[other])
-            factor = (change[one] * change[other]).unsqueeze(1)
-            total.index_add_(0, batch.perturbed_batch[one], factor * features)
+        factor = (change[first] * change[second]).unsqueeze(1)
+        sample = batch.perturbed_batch[first]
+        pair = torch.stack([batch.perturbed[first], batch.perturbed[second]])
+        num_entries = self.ptr.diff()[pair]
+        piece = (num_entries.amin(dim=0) + 1).cumsum(0) // AT_ONCE
+        total = torch.zeros(num_samples(batch), len(self.names), dtype=torch.double)
+        total = total.to(pair.device)
+        start = 0
+        for size in piece.bincount().tolist():
+            some = slice(start, start + size)
+            features = self.of_pairs(*pair[:, some])
+            total.index_add_(0, sample[some], factor[some] * features)
+            start += size
         return total.float()
-
-    def num_lookups(self, first: Tensor, second: Tensor) -> Tensor:
-        """Returns how many entries are looked up for each pair, those of the node with fewer."""
-        num_entries = self.ptr.diff()
-        return torch.minimum(num_entries[first], num_entries[second])
 
     def of_pairs(self, first: Tensor, second: Tensor) -> Tensor:
         """Returns the features of pairs of nodes, long [Q] each, float64 [Q, F]."""
         num_relations = len(self.relations)
         num_entries = self.ptr.diff()
-        is_less = num_entries[first] <= num_entries[second]
-        fewer = first.where(is_less, second)
-        more = second.where(is_less, first)
+        has_fewer = num_entries[first] <= num_entries[second]
+        fewer = first.where(has_fewer, second)
+        more = second.where(has_fewer, first)
 
-        # Each entry of the node with fewer ones, and the same of the other.
-        num_lookups = num_entries[fewer]
-        pair = torch.repeat_interleave(num_lookups)
-        offset = self.ptr[fewer] - (num_lookups.cumsum(0) - num_lookups)
-        entry = torch.arange(len(pair), device=pair.device) + offset[pair]
-        key = self.key[entry] + (more - fewer)[pair] * (num_relations * self.num_nodes)
+        # Each entry of the node with fewer, and where the other node has the same neighbour.
+        size = num_entries[fewer]
+        pair = torch.repeat_interleave(size)
+        first_entry = self.ptr[fewer] - size.cumsum(0) + size
+        entry = torch.arange(len(pair), device=pair.device) + first_entry[pair]
+        keys_between = (more - fewer) * num_relations * self.num_nodes
+        key = self.key[entry] + keys_between[pair]
         place = torch.searchsorted(self.key, key).clamp(max=len(self.key) - 1)
         is_shared = self.key[place] == key
-        shared = entry[is_shared]
-        other = place[is_shared]
-        is_edge = self.key[entry] % self.num_nodes == more[pair]
-        edge = entry[is_edge]
+        is_edge = self.neighbour[entry] == more[pair]
 
-        row = self._row(self.key[shared])
-        neighbour = self.key[shared] % self.num_nodes
-        relation = row % num_relations
-        degree = self.degree[neighbour * num_relations + relation].double()
-        sends = self.sends[shared]
-        receives = self.receives[shared]
-        other_sends = self.sends[other]
-        other_receives = self.receives[other]
-        of_shared = [
-            torch.ones_like(degree),
-            self.weight[shared].double() * self.weight[other],
-            1 / degree.clamp(min=2).log(),
-            sends & other_sends,
-            receives & other_receives,
-            (sends & other_receives).int() + (receives & other_sends).int(),
-        ]
-        of_edges = [self.weight[edge], self.sends[edge] & self.receives[edge]]
-
+        row = pair * num_relations + self.relation[entry]
         num_rows = len(first) * num_relations
-        row_of_shared = pair[is_shared] * num_relations + relation
-        of_shared = torch.stack([values.double() for values in of_shared], dim=1)
-        sums = scatter(of_shared, row_of_shared, dim_size=num_rows)
-        count, product, adamic_adar, targets, sources, paths = sums.unbind(1)
-        row_of_edge = pair[is_edge] * num_relations + self._row(self.key[edge]) % num_relations
-        of_edges = torch.stack([values.double() for values in of_edges], dim=1)
-        edge_weight, both_ways = scatter(of_edges, row_of_edge, dim_size=num_rows).unbind(1)
-
-        length = self.length.double().view(self.num_nodes, num_relations)
-        lengths = (length[first] * length[second]).flatten()
+        shared = self.of_shared(entry[is_shared], place[is_shared])
+        shared = scatter(shared, row[is_shared], dim_size=num_rows)
+        count, product, adamic_adar, targets, sources, paths = shared.unbind(1)
+        edges = self.of_edges(entry[is_edge])
+        weight, both_ways = scatter(edges, row[is_edge], dim_size=num_rows).unbind(1)
+        lengths = (self.length[first] * self.length[second]).double().flatten()
         cosine = product / lengths.where(lengths > 0, 1.0)
-        undirected = [edge_weight, count.log1p(), cosine, adamic_adar]
+        undirected = [weight, count.log1p(), cosine, adamic_adar]
         directed = [both_ways, targets.log1p(), sources.log1p(), paths.log1p()]
         features = torch.stack([*undirected, *directed], dim=1)
         return features.view(len(first), -1).index_select(1, self.columns)
+
+    def of_shared(self, entry: Tensor, other: Tensor) -> Tensor:
+        """Returns what each shared neighbour adds, given both nodes' entries of it, float64 [M, 6].
+
+        It counts as a neighbour, by the product of the weights, by 1 / log degree (Adamic and Adar
+        2003), as a target of both, as a source of both, and on a path of two from one to the other.
+        """
+        degree = self.degree[self.neighbour[entry], self.relation[entry]].double()
+        is_sent = self.is_sent[entry]
+        is_received = self.is_received[entry]
+        columns = [
+            torch.ones_like(degree),
+            self.weight[entry].double() * self.weight[other],
+            1 / degree.clamp(min=2).log(),
+            (is_sent & self.is_sent[other]).double(),
+            (is_received & self.is_received[other]).double(),
+            (is_sent & self.is_received[other]).double(),
+        ]
+        columns[-1] += is_received & self.is_sent[other]
+        return torch.stack(columns, dim=1)
+
+    def of_edges(self, entry: Tensor) -> Tensor:
+        """Returns the weight of entries that join a pair, and whether both ways, float64 [M, 2]."""
+        is_both_ways = self.is_sent[entry] & self.is_received[entry]
+        return torch.stack([self.weight[entry].double(), is_both_ways.double()], dim=1)
 
 
 def pairs_of_samples(batch: Data) -> tuple[Tensor, Tensor]:
@@ -210,6 +209,11 @@ def pair_index(graph: SharedGraph) -> PairIndex:
             graph.edge_index, relation, graph.raw_weight, names, graph.num_nodes
         )
     return graph.pairs
+
+
+def pair_names(graph: SharedGraph) -> list[str]:
+    """Returns the names of the features of pairs in a graph."""
+    return pair_index(graph).names
 
 
 def features_of_rows(
@@ -235,30 +239,50 @@ def features_of_rows(
     return cached(cache_dir, "pairs", key, compute)["features"]
 
 
-class PairFeatures(nn.Module):
-    """What the perturbed nodes of a sample have in common in the graph, in standard units.
+def features_of_training(graph: SharedGraph, dataset: Dataset) -> Tensor:
+    """Returns the features of the training rows, evenly spaced ones of many, [rows, F]."""
+    rows = dataset.tables.rows("train")
+    some_rows = rows[:: len(rows) // MOST_ROWS + 1]
+    if dataset.pair_features is not None:
+        return dataset.pair_features[some_rows]
+    batch = dataset.__getitems__(some_rows).to(graph.device)
+    return pair_index(graph).of_samples(batch).cpu()
 
+
+class PairReadout(nn.Module):
+    """What the perturbed nodes of a sample have in common, as a part of the local readout.
+
+    It is a weighted sum of the features, which starts at zero, and an input of the readout's MLP.
     Each feature is divided by its root mean square over the training rows that have pairs, which
-    the checkpoint keeps: without a pair, all are 0.
+    the checkpoint keeps: without pairs, all are 0.
 
     Args:
         of_training: features of training rows, [rows, F].
     """
 
     LARGEST = 10.0  # as a few pairs of hubs have very much in common
+    ENTRIES = (("linear.weight", "pair_features", 1), ("input.weight", "pair_features", 1))
 
-    def __init__(self, of_training: Tensor):
+    def __init__(self, of_training: Tensor, hidden: int, num_targets: int):
         super().__init__()
+        num_features = of_training.size(1)
         has_pairs = (of_training != 0).any(dim=1)
-        square = of_training.double().square().sum(dim=0) / has_pairs.sum().clamp(min=1)
-        scale = square.sqrt().float()
+        total = of_training.double().square().sum(dim=0)
+        scale = (total / has_pairs.sum()).sqrt().float()
         self.register_buffer("scale", scale.where(scale > 0, 1.0))
+        self.linear = nn.Linear(num_features, num_targets, bias=False)
+        self.input = nn.Linear(num_features, 2 * hidden, bias=False)
+        nn.init.zeros_(self.linear.weight)
 
-    def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
-        """Returns the features of a batch, [B, F], which it may bring as `pair_features`."""
+    def forward(self, graph: SharedGraph, batch: Data) -> tuple[Tensor, Tensor]:
+        """Returns the weighted sum, [B, T], and what the MLP's hidden layer gets, [B, 2H].
+
+        A batch may bring the features as `pair_features`, or they are computed.
+        """
         if "pair_features" in batch:
             features = batch.pair_features
         else:
             features = pair_index(graph).of_samples(batch)
         scaled = features.to(self.scale.dtype) / self.scale
-        return scaled.clamp(-self.LARGEST, self.LARGEST)
+        scaled = scaled.clamp(-self.LARGEST, self.LARGEST)
+        return self.linear(scaled), self.input(scaled)

@@ -58,7 +58,7 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
             log.warning(f"note      {path} is {state}: its best model so far predicts")
         path = path / "checkpoints" / "best.pt"
     checkpoint = read_checkpoint(path)
-    lacking = {"graph", "basis"} - checkpoint.keys()
+    lacking = {"graph", "basis", "pair_features"} - checkpoint.keys()
     if lacking:
         raise UserError(f"{path} is of another version of the template: predict with that one")
     graph = read_graph(path)

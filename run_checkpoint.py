@@ -135,29 +135,36 @@ def load_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         raise UserError(f"the model saved in {file} does not match: {reason}") from None
 
 
+def entries_by_name(model: nn.Module) -> dict[str, tuple[str, int]]:
+    """Returns of what a parameter has entries, and in which dimension, by `ENTRIES` of modules."""
+    entries = {}
+    for prefix, module in model.named_modules():
+        for name, kind, dim in getattr(module, "ENTRIES", ()):
+            entries[f"{prefix}.{name}".removeprefix(".")] = (kind, dim)
+    return entries
+
+
 def take_parameters(
     model: nn.Module, checkpoint: Mapping[str, Any], origin: Mapping[str, Any]
 ) -> None:
     """Copies the parameters of a checkpoint, on any tables, that match by name and shape.
 
-    A model's method `transferable` names them, all if it has none, and says which of them have an
-    entry for each node, relation, feature or target. Of these, the entries are copied whose names,
-    in `origin`, both have. Those with entries for the responses of a node are copied if both have
-    the same responses, such as to losses and to gains.
+    The `ENTRIES` of the model's modules say which of them have an entry for each node, relation,
+    feature or target. Of these, the entries are copied whose names, in `origin`, both have. Those
+    with entries for the responses of a node are copied if both have the same responses, such as to
+    losses and to gains. The baseline's stay, as they are of the tables.
     """
     has_same_responses = responses_of(checkpoint) == responses_of(origin)
     parameters = dict(model.named_parameters())
-    transferable = dict.fromkeys(parameters, ("", 0))
-    if hasattr(model, "transferable"):
-        transferable = model.transferable()
+    entries_of = entries_by_name(model)
     taken = []
     left = []
     for name, parameter in parameters.items():
         saved = checkpoint["model"].get(name)
-        if saved is None or name not in transferable:
+        kind, dim = entries_of.get(name, ("", 0))
+        if saved is None or kind == "baseline":
             left.append(name)
             continue
-        kind, dim = transferable[name]
         if kind == "responses" and not has_same_responses:
             left.append(name)
             continue

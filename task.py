@@ -32,7 +32,7 @@ from errors import UserError
 from mask import SharedGraph
 from metrics import metrics_beside_baseline, mse, weighted_mean
 from model import KnockoutGNN
-from model_pairs import features_of_rows, pair_index
+from model_pairs import features_of_rows, features_of_training, pair_names
 
 log = logging.getLogger("task")
 FEW = 0.1  # of the training rows, as which all count by their weights, from which the log says so
@@ -98,23 +98,18 @@ class KnockoutTask:
             "mean": self.mean.cpu(),
             "std": self.std.cpu(),
             "basis": self.baseline.basis,
+            "pair_features": pair_names(self.graph) if self.config.model.has_pairs else [],
         }
 
     def build_model(self) -> nn.Module:
         """Returns the model that is trained, on the CPU; raises `UserError`."""
         options = self.config.model
-        nodes = target_nodes(self.tables) if options.readout == "nodes" else None
-        pairs = self.training_pairs() if options.has_pairs else None
-        return KnockoutGNN.from_tables(options, self.tables, self.baseline, nodes, pairs)
-
-    def training_pairs(self) -> Tensor:
-        """Returns the pair features of training rows, up to some 100,000, [rows, F]."""
-        rows = self.rows("train")
-        some_rows = rows[:: len(rows) // 100_000 + 1]
-        if self.dataset.pair_features is not None:
-            return self.dataset.pair_features[some_rows]
-        batch = replace(self.dataset, transform=None).__getitems__(some_rows)
-        return pair_index(self.graph).of_samples(batch.to(self.graph.device)).cpu()
+        arguments = {}
+        if options.readout == "nodes":
+            arguments["target_nodes"] = target_nodes(self.tables)
+        if options.has_pairs:
+            arguments["pairs"] = features_of_training(self.graph, self.dataset)
+        return KnockoutGNN.from_tables(options, self.tables, self.baseline, **arguments)
 
     def check_plan(self, model: nn.Module) -> None:
         """Drops the plan of batches, as the log says, if `model` computes other changes itself.

@@ -31,9 +31,12 @@ SHELVES = {
         ),
     },
     "what you edit": {
-        "task": "baseline config data data_tables ddp_setup errors mask metrics model model_reach",
+        "task": (
+            "baseline config data data_tables ddp_setup errors mask metrics model model_pairs "
+            "model_reach"
+        ),
         "config": "data ddp_setup errors model optim run_folder run_progress",
-        "model": "mask",
+        "model": "mask model_pairs",
         "data": "data_cache data_cells data_tables errors",
         "metrics": "",
         "optim": "ddp_setup errors",
@@ -59,6 +62,7 @@ SHELVES = {
         "errors": "",
         "mask": "mask_product",
         "mask_product": "",
+        "model_pairs": "data_cache mask run_progress",
         "model_reach": "mask mask_product model",
         "predict_ensemble": (
             "baseline config data data_tables ddp_setup errors mask model predict_explain "
