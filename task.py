@@ -15,17 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import (
-    binary_cross_entropy,
-    binary_cross_entropy_with_logits,
-    mse_loss,
-)
+from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits, mse_loss
 from torch_geometric.data import Data
 
 import data
 from baseline import UNSOLVED, Baseline, effective_share, load_baseline
 from config import Config
 from data import KnockoutDataset, target_nodes, weight_scale
+from data_range import training_range
 from data_tables import OF_GRAPH, SPLITS, Tables
 from ddp_setup import Distributed
 from errors import UserError
@@ -80,7 +77,7 @@ class KnockoutTask:
         return self.tables.rows(split)
 
     def origin(self) -> dict[str, Any]:
-        """Returns a checkpoint's origin: configuration, hash of the data, and all names."""
+        """Returns a checkpoint's origin: configuration, data, names and range of training."""
         return {
             "config": asdict(self.config),
             "data": self.fingerprint,
@@ -92,6 +89,7 @@ class KnockoutTask:
             "mean": self.mean.cpu(),
             "std": self.std.cpu(),
             "basis": self.baseline.basis,
+            "trained": training_range(self.tables),
         }
 
     def build_model(self) -> nn.Module:

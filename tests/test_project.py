@@ -22,7 +22,7 @@ SHELVES = {
             "run_folder run_results task"
         ),
         "predict": (
-            "config data data_tables ddp_setup errors predict_ensemble predict_explain "
+            "config data data_range data_tables ddp_setup errors predict_ensemble predict_explain "
             "predict_sets predict_table predictor run_progress run_results"
         ),
         "analyse": (
@@ -31,7 +31,10 @@ SHELVES = {
         ),
     },
     "what you edit": {
-        "task": "baseline config data data_tables ddp_setup errors mask metrics model model_reach",
+        "task": (
+            "baseline config data data_range data_tables ddp_setup errors mask metrics model "
+            "model_reach"
+        ),
         "config": "data ddp_setup errors model optim run_folder run_progress",
         "model": "mask",
         "data": "data_cache data_cells data_tables errors",
@@ -51,6 +54,7 @@ SHELVES = {
         "data_cells": "data_names errors run_progress",
         "data_names": "",
         "data_notes": "data_cells data_names metrics",
+        "data_range": "data_tables",
         "data_tables": "data_cells data_names data_notes errors metrics",
         "ddp_setup": "ddp_threads ddp_watchdog errors",
         "ddp_threads": "",
