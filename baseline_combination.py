@@ -36,7 +36,7 @@ STEPS = (1.0, 0.5, 0.25, 0.125, 0.0625)  # towards the responses that a round fi
 # What looser fits leave depends on rounding.
 TOLERANCE = 1e-8  # of the responses in a round, in standard deviations of y
 REDUCTION = 1e-7  # of the distance from them, by a step of a logistic regression
-EQUAL = 1e-9  # of a response, a difference by rounding
+EQUAL = 1e-7  # of the largest response of all, a difference by rounding
 
 
 @dataclass
@@ -87,12 +87,16 @@ class Combination:
 def share_of_largest(response: Tensor, doses: Doses) -> Tensor:
     """Returns 1 for the largest response of each sample if it is positive, 0 for others, [total].
 
-    Several that are equally large, but for rounding, share the 1 evenly.
+    Several that are equally large, but for rounding, share the 1 evenly. One that is 0 but for
+    rounding is not positive: a node that is no sample's extreme is fitted to nothing if u is 0, and
+    the penalty takes its response to 0.
     """
+    rounding = EQUAL * response.abs().max()
     sample = doses.sample
     num_samples = len(doses.line)
     largest = scatter(response, sample, dim_size=num_samples, reduce="max")
-    is_largest = ((response >= (1 - EQUAL) * largest[sample]) & (response > 0)).double()
+    is_largest = (response >= largest[sample] - rounding) & (response > rounding)
+    is_largest = is_largest.double()
     num_largest = scatter(is_largest, sample, dim_size=num_samples)
     return is_largest / num_largest[sample].clamp(min=1)
 

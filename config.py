@@ -361,21 +361,22 @@ def convert(key: str, value: Any, option: Field) -> Any:
         with contextlib.suppress(ValueError, OverflowError):
             shown = as_type(value, kind)
             if is_in_range(shown, option.metadata):
-                return expand_path(shown) if option.metadata.get("path") else shown
+                is_path = option.metadata.get("path")
+                return expand_path(shown, f"{key}=") if is_path else shown
     expected = " or ".join(describe_type(kind, option.metadata) for kind in types_of(option))
     advice = ": put it in quotes" if str in types_of(option) else ""
     raise UserError(f"{key} must be {expected}, not {shown!r}{advice}")
 
 
-def expand_path(path: str) -> str:
+def expand_path(path: str, where: str = "") -> str:
     """Returns a path with the home folder for `~`, and with the values of environment variables.
 
-    Raises `UserError` if there is no such user or variable.
+    Raises `UserError`, which says `where`, if there is no such user or variable.
     """
     expanded = os.path.expanduser(os.path.expandvars(path))
     unknown = re.search(r"^~[^/]*|\$\w+|\$\{[^}]*\}", expanded)
     if unknown:
-        raise UserError(f"{path}: {unknown[0]} is no environment variable or user's folder")
+        raise UserError(f"{where}{path}: {unknown[0]} is no environment variable or user's folder")
     return expanded
 
 

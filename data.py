@@ -198,6 +198,10 @@ class KnockoutDataset(Dataset):
     def __len__(self) -> int:
         return len(self.tables.y)
 
+    def with_samples(self, samples: Tables) -> "KnockoutDataset":
+        """Returns a dataset of other samples on the same graph."""
+        return replace(self, tables=samples, pair_features=None)
+
     def total_weight(self, rows: Tensor) -> Tensor:
         """Returns the sum of each target's weights in a batch of these rows, float64 [T]."""
         return self.scale * self.tables.score_weight(rows).sum(dim=0)

@@ -22,15 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
-from mask import (
-    LINEAR,
-    ExpandedMessages,
-    SharedGraph,
-    doses,
-    extremes_by_sample,
-    intact_batch,
-    sum_by_sample,
-)
+from baseline import Baseline, BaselineReadout
+from mask import LINEAR, ExpandedMessages, SharedGraph, doses, intact_batch, sum_by_sample
 from model_pairs import PairReadout
 
 ENTRIES_OF_EMBED = (("embed.weight", "responses", 0), ("embed.bias", "responses", 0))
@@ -167,9 +160,14 @@ class KnockoutGNN(nn.Module):
 
     @classmethod
     def from_tables(
-        cls, config: ModelConfig, tables: Any, baseline: Any, **arguments: Any
+        cls,
+        config: ModelConfig,
+        tables: Any,
+        baseline: Baseline,
+        target_nodes: Tensor | None = None,
+        pairs: Tensor | None = None,
     ) -> "KnockoutGNN":
-        """Returns a model for `data_tables.Tables` that starts from their `baseline.Baseline`.
+        """Returns a model for `data_tables.Tables` that starts from their baseline.
 
         Without a readout of the knocked-out nodes, it starts from the mean of the training scores.
         """
@@ -181,14 +179,11 @@ class KnockoutGNN(nn.Module):
             num_targets=len(tables.targets),
             unseen=tables.unseen_share("val"),  # training hides as many nodes
             basis=baseline.basis,
-            **arguments,
+            target_nodes=target_nodes,
+            pairs=pairs,
         )
         if model.baseline is not None:
-            model.baseline.intercept.copy_((baseline.intercept - baseline.mean) / baseline.std)
-            model.baseline.slope.data.copy_(baseline.slope / baseline.std)
-            model.baseline.effect.data.copy_(baseline.effect / baseline.std)
-            model.baseline.weights.data.copy_(baseline.weights)
-            model.baseline.imputed.copy_(baseline.imputed / baseline.std)
+            model.baseline.start_from(baseline)
         return model
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
@@ -379,46 +374,6 @@ class KnockoutConv(nn.Module):
         return LayerStates(x, h, update.to(x.dtype))  # sparse gradients do not add up in half
 
 
-class BaselineReadout(nn.Module):
-    """The baseline as a part of the model, which training goes on with: see `baseline.Baseline`.
-
-    Its parameters are slope, effects and the weights of the sum, the largest and the smallest
-    response. A node's response is the sum of its effects, each times its dose.
-    `KnockoutGNN.from_tables` copies all from the baseline.
-    """
-
-    ENTRIES = (("slope", "baseline", 0), ("effect", "baseline", 0), ("weights", "baseline", 0))
-
-    def __init__(self, num_nodes: int, num_targets: int, num_effects: int):
-        super().__init__()
-        self.slope = nn.Parameter(torch.zeros(num_targets))
-        self.effect = nn.Parameter(torch.zeros(num_nodes, num_effects, num_targets))
-        of_sum_alone = torch.tensor([1.0, 0.0, 0.0]).unsqueeze(1)
-        self.weights = nn.Parameter(of_sum_alone.repeat(1, num_targets))
-        self.register_buffer("intercept", torch.zeros(num_targets))
-        # In place of the effects of hidden nodes.
-        imputed = torch.zeros(num_nodes, num_effects, num_targets)
-        self.register_buffer("imputed", imputed, persistent=False)
-
-    def forward(self, is_known: Tensor, dose: Tensor, batch: Data) -> Tensor:
-        """Returns the baseline of each sample, [B, T], given the doses of perturbed nodes, [P, K].
-
-        `is_known`, bool [2, N], says whose effects and whose slopes count. In place of another
-        effect stands the imputed one, in place of another slope 0.
-        """
-        node = batch.perturbed
-        has_effect, has_slope = is_known.index_select(1, node).unsqueeze(2)
-        effect = self.effect.index_select(0, node)
-        imputed = self.imputed.index_select(0, node)
-        effect = effect.where(has_effect.unsqueeze(2), imputed)
-        response = (dose.unsqueeze(2) * effect).sum(dim=1)  # [P, T]
-        change = (1 - batch.level).to(dose.dtype).unsqueeze(1)
-        of_sum, of_largest, of_smallest = self.weights
-        sums = sum_by_sample(change * self.slope * has_slope + of_sum * response, batch)
-        largest, smallest = extremes_by_sample(response, batch)
-        return self.intercept + sums + of_largest * largest + of_smallest * smallest
-
-
 class LocalReadout(nn.Module):
     """A permutation-invariant function of the wild-type states of any number of perturbed nodes.
 
@@ -430,11 +385,7 @@ class LocalReadout(nn.Module):
     ENTRIES = (*ENTRIES_OF_EMBED, ("pair.weight", "targets", 0), *ENTRIES_OF_HEAD)
 
     def __init__(
-        self,
-        hidden: int,
-        num_targets: int,
-        num_effects: int = 1,
-        pairs: Tensor | None = None,
+        self, hidden: int, num_targets: int, num_effects: int = 1, pairs: Tensor | None = None
     ):
         super().__init__()
         self.pair_readout = None
@@ -459,14 +410,10 @@ class LocalReadout(nn.Module):
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
         features = self.norm(torch.cat([nodes, pairs], dim=1)).unflatten(1, (4, -1))
         features = features * wild.draws.row_dropout.unsqueeze(1)
-        into_hidden, *others = self.head
-        hidden = into_hidden(features.flatten(start_dim=1))
-        head = nn.Sequential(*others)
-        parts = {"local": self.pair(pairs) + head(hidden)}
+        hidden = self.head[0](features.flatten(start_dim=1))
+        parts = {"local": self.pair(pairs) + self.head[1:](hidden)}
         if self.pair_readout is not None:
-            weighted_sum, input_of_pairs = self.pair_readout(graph, batch)
-            with_pairs = head(hidden + input_of_pairs)
-            parts["pairs"] = weighted_sum + with_pairs - head(hidden)
+            parts["pairs"] = self.pair_readout(graph, batch, hidden, self.head[1:])
         return parts
 
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from torch_geometric.data import Data
 from torch_geometric.index import index2ptr
 from torch_geometric.utils import scatter
 
+from data import KnockoutDataset
 from data_cache import cached, source_digest
 from mask import SharedGraph, num_samples
 from run_progress import progress_bar
@@ -216,16 +216,16 @@ def pair_names(graph: SharedGraph) -> list[str]:
     return pair_index(graph).names
 
 
-def features_of_rows(
-    graph: SharedGraph, dataset: Dataset, cache_dir: str, fingerprint: str
-) -> Tensor | None:
-    """Returns the features of all rows of a dataset, float32 [n, F], cached by a fingerprint.
+def add_pair_features(
+    dataset: KnockoutDataset, graph: SharedGraph, cache_dir: str, fingerprint: str
+) -> None:
+    """Computes the features of all rows of a dataset once, cached by a fingerprint of its tables.
 
-    It is None if they take more than `MOST_BYTES`.
+    Of more rows than fit in `MOST_BYTES`, the model computes them with each batch.
     """
     index = pair_index(graph)
     if 4 * len(dataset) * len(index.names) > MOST_BYTES:
-        return None
+        return
 
     def compute() -> dict[str, Tensor]:
         batches = torch.arange(len(dataset)).split(ROWS_AT_ONCE)
@@ -236,11 +236,11 @@ def features_of_rows(
         return {"features": torch.cat(features)}
 
     key = f"{source_digest(PairIndex)} {fingerprint}"
-    return cached(cache_dir, "pairs", key, compute)["features"]
+    dataset.pair_features = cached(cache_dir, "pairs", key, compute)["features"]
 
 
-def features_of_training(graph: SharedGraph, dataset: Dataset) -> Tensor:
-    """Returns the features of the training rows, evenly spaced ones of many, [rows, F]."""
+def pairs_of_training(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
+    """Returns the features of training rows, evenly spaced ones if there are many, [rows, F]."""
     rows = dataset.tables.rows("train")
     some_rows = rows[:: len(rows) // MOST_ROWS + 1]
     if dataset.pair_features is not None:
@@ -274,10 +274,11 @@ class PairReadout(nn.Module):
         self.input = nn.Linear(num_features, 2 * hidden, bias=False)
         nn.init.zeros_(self.linear.weight)
 
-    def forward(self, graph: SharedGraph, batch: Data) -> tuple[Tensor, Tensor]:
-        """Returns the weighted sum, [B, T], and what the MLP's hidden layer gets, [B, 2H].
+    def forward(self, graph: SharedGraph, batch: Data, hidden: Tensor, head: nn.Module) -> Tensor:
+        """Returns the weighted sum and what the features change behind the MLP's `head`, [B, T].
 
-        A batch may bring the features as `pair_features`, or they are computed.
+        `hidden` is what the head gets without them, [B, 2H]. A batch may bring the features as
+        `pair_features`, or they are computed.
         """
         if "pair_features" in batch:
             features = batch.pair_features
@@ -285,4 +286,5 @@ class PairReadout(nn.Module):
             features = pair_index(graph).of_samples(batch)
         scaled = features.to(self.scale.dtype) / self.scale
         scaled = scaled.clamp(-self.LARGEST, self.LARGEST)
-        return self.linear(scaled), self.input(scaled)
+        change = head(hidden + self.input(scaled)) - head(hidden)
+        return self.linear(scaled) + change

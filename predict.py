@@ -42,6 +42,7 @@ from torch import Tensor
 
 from config import Parser, expand_path, run_command
 from data import file_digest
+from data_range import Extrapolations
 from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed, end_process
 from errors import UserError
@@ -223,14 +224,18 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey) -> None:
     most = max(1, min(ensemble.rows_at_once, CELLS_AT_ONCE // len(columns) // lines_per_row))
     if not settings.explain:
         choose_route(settings.table, ensemble, most)
+    extrapolations = Extrapolations([run.checkpoint.get("trained") for run in settings.runs])
     with contextlib.closing(table), bar:
         for chunk, asked in aligned_chunks(settings.table, ensemble.tables, first, last, most):
             lines = compute_on_all_ranks(settings, ensemble, chunk)
             lines_asked = islice(lines, asked.start * lines_per_row, asked.stop * lines_per_row)
             table.append(lines_asked, len(asked))
+            extrapolations.add(chunk.sets, chunk.is_known, chunk.samples, asked)
             ensemble.env.step_done(table.num_rows)
             bar.update(len(asked))
         table.finish()
+    for note in extrapolations.notes():
+        log.warning(f"note      {note}")
     log.info(f"{survey.num_known} predictions written to {output}")
 
 

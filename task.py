@@ -15,24 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import (
-    binary_cross_entropy,
-    binary_cross_entropy_with_logits,
-    mse_loss,
-)
+from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits, mse_loss
 from torch_geometric.data import Data
 
 import data
 from baseline import UNSOLVED, Baseline, effective_share, load_baseline
 from config import Config
 from data import KnockoutDataset, target_nodes, weight_scale
+from data_range import training_range
 from data_tables import OF_GRAPH, SPLITS, Tables
 from ddp_setup import Distributed
 from errors import UserError
 from mask import SharedGraph
 from metrics import metrics_beside_baseline, mse, weighted_mean
 from model import KnockoutGNN
-from model_pairs import features_of_rows, features_of_training, pair_names
+from model_pairs import add_pair_features, pair_names, pairs_of_training
 
 log = logging.getLogger("task")
 FEW = 0.1  # of the training rows, as which all count by their weights, from which the log says so
@@ -71,22 +68,19 @@ class KnockoutTask:
         std = baseline.std.to(device)
         dataset, route = make_dataset(tables, graph, config)
         if config.model.has_pairs:
-            dataset.pair_features = features_of_rows(
-                graph, dataset, config.data.cache_dir, fingerprint
-            )
+            add_pair_features(dataset, graph, config.data.cache_dir, fingerprint)
         return cls(config, tables, fingerprint, baseline, graph, mean, std, dataset, route)
 
     def with_samples(self, samples: Tables) -> "KnockoutTask":
         """Returns the task that predicts other samples, on the same graph."""
-        dataset = replace(self.dataset, tables=samples, pair_features=None)
-        return replace(self, tables=samples, dataset=dataset)
+        return replace(self, tables=samples, dataset=self.dataset.with_samples(samples))
 
     def rows(self, split: str) -> Tensor:
         """Returns the row numbers of one split, in ascending order."""
         return self.tables.rows(split)
 
     def origin(self) -> dict[str, Any]:
-        """Returns a checkpoint's origin: configuration, hash of the data, and all names."""
+        """Returns a checkpoint's origin: configuration, data, names and range of training."""
         return {
             "config": asdict(self.config),
             "data": self.fingerprint,
@@ -99,17 +93,15 @@ class KnockoutTask:
             "std": self.std.cpu(),
             "basis": self.baseline.basis,
             "pair_features": pair_names(self.graph) if self.config.model.has_pairs else [],
+            "trained": training_range(self.tables),
         }
 
     def build_model(self) -> nn.Module:
         """Returns the model that is trained, on the CPU; raises `UserError`."""
         options = self.config.model
-        arguments = {}
-        if options.readout == "nodes":
-            arguments["target_nodes"] = target_nodes(self.tables)
-        if options.has_pairs:
-            arguments["pairs"] = features_of_training(self.graph, self.dataset)
-        return KnockoutGNN.from_tables(options, self.tables, self.baseline, **arguments)
+        nodes = target_nodes(self.tables) if options.readout == "nodes" else None
+        pairs = pairs_of_training(self.graph, self.dataset) if options.has_pairs else None
+        return KnockoutGNN.from_tables(options, self.tables, self.baseline, nodes, pairs)
 
     def check_plan(self, model: nn.Module) -> None:
         """Drops the plan of batches, as the log says, if `model` computes other changes itself.

@@ -121,7 +121,7 @@ def test_a_path_with_an_unknown_variable_or_user_is_refused(value):
     with pytest.raises(UserError) as caught:
         load(f"run.dir={value}")
     unknown = value.removesuffix("/a")
-    problem = f"{value}: {unknown} is no environment variable or user's folder"
+    problem = f"run.dir={value}: {unknown} is no environment variable or user's folder"
     assert str(caught.value) == problem
 
 

@@ -22,7 +22,7 @@ SHELVES = {
             "run_folder run_results task"
         ),
         "predict": (
-            "config data data_tables ddp_setup errors predict_ensemble predict_explain "
+            "config data data_range data_tables ddp_setup errors predict_ensemble predict_explain "
             "predict_sets predict_table predictor run_progress run_results"
         ),
         "analyse": (
@@ -32,11 +32,11 @@ SHELVES = {
     },
     "what you edit": {
         "task": (
-            "baseline config data data_tables ddp_setup errors mask metrics model model_pairs "
-            "model_reach"
+            "baseline config data data_range data_tables ddp_setup errors mask metrics model "
+            "model_pairs model_reach"
         ),
         "config": "data ddp_setup errors model optim run_folder run_progress",
-        "model": "mask model_pairs",
+        "model": "baseline mask model_pairs",
         "data": "data_cache data_cells data_tables errors",
         "metrics": "",
         "optim": "ddp_setup errors",
@@ -54,6 +54,7 @@ SHELVES = {
         "data_cells": "data_names errors run_progress",
         "data_names": "",
         "data_notes": "data_cells data_names metrics",
+        "data_range": "data_tables",
         "data_tables": "data_cells data_names data_notes errors metrics",
         "ddp_rendezvous": "",
         "ddp_setup": "ddp_threads ddp_watchdog errors",
@@ -62,7 +63,7 @@ SHELVES = {
         "errors": "",
         "mask": "mask_product",
         "mask_product": "",
-        "model_pairs": "data_cache mask run_progress",
+        "model_pairs": "data data_cache mask run_progress",
         "model_reach": "mask mask_product model",
         "predict_ensemble": (
             "baseline config data data_tables ddp_setup errors mask model predict_explain "

@@ -349,3 +349,17 @@ def test_a_row_without_any_value_of_a_score_has_the_mean_loss_of_the_others(mete
     meter.add_loss(torch.tensor([3.0, 0.0]))
     meter.count(2, torch.tensor([2.0, 0.0]), torch.ones(2))
     assert meter.read(TrainState(None, None, None))["loss"] == 1.5
+
+
+def test_ranks_agree_at_once_to_stop_at_each_validation_and_test_alone(train, monkeypatch):
+    """Not at the last step of an epoch, too, just before its validation."""
+    asked = []
+    stop_reason = Distributed.stop_reason
+
+    def counted(env: Distributed, at_once: bool = True) -> str:
+        asked.append(at_once)
+        return stop_reason(env, at_once)
+
+    monkeypatch.setattr(Distributed, "stop_reason", counted)
+    train(0, "optim.epochs=3").check()
+    assert sum(asked) == 1 + 3 + 1  # of the start, of each epoch, and the test
