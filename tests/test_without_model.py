@@ -14,7 +14,7 @@ from analyse_rivals import pair_rival, pair_terms, rivals, with_baseline
 from analyse_text import table_of_rivals
 from baseline import additive_baseline
 from data_tables import Tables
-from metrics import pearson
+from metrics import pearson, r2
 from tests.test_baseline_combination import combined_tables
 from tests.tools.runs import pack_levels, predictions_of
 
@@ -268,6 +268,7 @@ def test_features_of_pairs_tell_what_the_sum_of_effects_cannot(tmp_path):
     y = tables.y[tables.rows("test")]
     assert pearson(y, rivals(tables, "squared")["sum of effects"]) < 0.8
     assert pearson(y, found) > 0.9
+    assert r2(y, found) > 0.8
 
 
 def test_features_of_pairs_make_no_rival_where_they_say_nothing(tmp_path):
