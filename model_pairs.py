@@ -162,7 +162,8 @@ class PairIndex(nn.Module):
         undirected = [weight, count.log1p(), cosine, adamic_adar]
         directed = [both_ways, targets.log1p(), sources.log1p(), paths.log1p()]
         features = torch.stack([*undirected, *directed], dim=1)
-        return features.view(len(first), -1).index_select(1, self.columns)
+        width = num_relations * len(FEATURES + DIRECTED)
+        return features.view(len(first), width).index_select(1, self.columns)
 
     def of_shared(self, entry: Tensor, other: Tensor) -> Tensor:
         """Returns what each shared neighbour adds, given both nodes' entries of it, float64 [M, 6].
