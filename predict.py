@@ -112,7 +112,7 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
         "--explain",
         type=int,
         metavar="K",
-        help="write, instead of predictions, the K nodes on whose changes each hangs most",
+        help="write, instead of predictions, the K nodes on which each hangs most",
     )
     parser.add_argument("--rows", default=":", metavar="A:B", help="rows A to B - 1 alone, from 0")
     parser.add_argument(
@@ -186,8 +186,8 @@ def predict(settings: Settings, env: Distributed) -> None:
     if settings.explain:
         for file in ensemble.unexplained():
             log.warning(
-                f"note      the model of {file} has no knock-out pass that can be explained: it names "
-                "knocked-out nodes alone"
+                f"note      the model of {file} has no knock-out pass that can be explained: it "
+                "names knocked-out nodes alone"
             )
         if not any(run.checkpoint["step"] for run in settings.runs):
             log.warning(

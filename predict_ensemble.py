@@ -127,8 +127,8 @@ def predict_parts(model: nn.Module, task: KnockoutTask, batch: Data) -> Tensor:
 class Ensemble:
     """Trained models of one graph and of the same scores, which predict the same samples.
 
-    `predict` and `explain` are called on all ranks, which share the samples; what they return
-    is the same on every rank.
+    `predict` and `explain` are called on all ranks, which share the samples; what they return is
+    the same on every rank.
 
     Args:
         runs: one or more.
@@ -233,10 +233,11 @@ class Ensemble:
     def explain(self, samples: Tables, num_nodes: int) -> Explanation:
         """Returns what the predictions of n samples hang on, with up to `num_nodes` for each."""
         prediction = self.predict(samples)[:, :, 0]
-        without = prediction.new_empty(*prediction.shape, 0)
+        without = [prediction.new_empty(*prediction.shape, 0)]
         for others in without_each(samples):
-            without = torch.cat([without, self.predict(others)[:, :, :1]], dim=2)
-        return Explanation(prediction, without, self._contributions(samples, num_nodes))
+            without.append(self.predict(others)[:, :, :1])
+        changes = self._contributions(samples, num_nodes)
+        return Explanation(prediction, torch.cat(without, dim=2), changes)
 
     def _contributions(self, samples: Tables, num_nodes: int) -> Tensor:
         """Returns `predict_explain.largest_contributions` of n samples, [n, T, num_nodes, 2]."""

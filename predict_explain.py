@@ -47,7 +47,7 @@ def is_explained(model: torch.nn.Module) -> bool:
 def without_each(samples: Tables) -> Iterator[Tables]:
     """Yields the samples without the first perturbed node of each, without the second, and so on.
 
-    There are as many as the largest sample has nodes. Of a sample with fewer, all others have all.
+    There are as many as the largest sample has nodes; those behind its last leave a sample whole.
     """
     row = samples.sample()
     number = torch.arange(len(row)) - samples.perturbed_ptr[row]  # of the node in its sample
