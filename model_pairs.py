@@ -109,7 +109,7 @@ class PairIndex(nn.Module):
         self.register_buffer(name, tensor, persistent=False)
 
     def of_samples(self, batch: Data) -> Tensor:
-        """Returns the sum over the pairs of each sample of their features, float32 [B, F].
+        """Returns the sum over the pairs of each sample of their features, float64 [B, F].
 
         A pair counts by the product of its nodes' 1 - level. A sample of one node has no pairs, and
         only zeros.
@@ -129,7 +129,7 @@ class PairIndex(nn.Module):
             features = self.of_pairs(*pair[:, some])
             total.index_add_(0, sample[some], factor[some] * features)
             start += size
-        return total.float()
+        return total
 
     def of_pairs(self, first: Tensor, second: Tensor) -> Tensor:
         """Returns the features of pairs of nodes, long [Q] each, float64 [Q, F]."""
@@ -224,7 +224,8 @@ def add_pair_features(
     Of more rows than fit in `MOST_BYTES`, the model computes them with each batch.
     """
     index = pair_index(graph)
-    if 4 * len(dataset) * len(index.names) > MOST_BYTES:
+    dtype = graph.edge_weight.dtype
+    if dtype.itemsize * len(dataset) * len(index.names) > MOST_BYTES:
         return
 
     def compute() -> dict[str, Tensor]:
@@ -232,10 +233,10 @@ def add_pair_features(
         features = []
         for rows in progress_bar(batches, f"pair features, {ROWS_AT_ONCE:,} rows at once"):
             batch = dataset.__getitems__(rows).to(graph.device)
-            features.append(index.of_samples(batch).cpu())
+            features.append(index.of_samples(batch).to(dtype).cpu())
         return {"features": torch.cat(features)}
 
-    key = f"{source_digest(PairIndex)} {fingerprint}"
+    key = f"{source_digest(PairIndex)} {fingerprint} {dtype}"
     dataset.pair_features = cached(cache_dir, "pairs", key, compute)["features"]
 
 

@@ -170,7 +170,12 @@ class Oracle:
             pairs = np.sum([0 * intact[0].repeat(2), *pairs], axis=0)
             both = model.norm(np.append(each.sum(axis=0), pairs), "local_readout.norm")
             prediction += model.linear(pairs, "local_readout.pair")
-            prediction += model.head(both, "local_readout.head")
+            scaled = self.pair_features(level) / model["local_readout.pair_readout.scale"]
+            scaled = scaled.clip(-10, 10)
+            prediction += model.linear(scaled, "local_readout.pair_readout.linear")
+            hidden = model.linear(both, "local_readout.head.0")
+            hidden = hidden + model.linear(scaled, "local_readout.pair_readout.input")
+            prediction += model.linear(gelu(hidden), "local_readout.head.2")
         change = (self.states(model, level) - intact) * (level > 0)[:, None]
         if "change_readout.head.0.weight" in model:
             total = np.arcsinh(change.sum(axis=0) / math.sqrt(len(level)))
@@ -181,6 +186,44 @@ class Oracle:
             effect += (1 - level) * model.linear(intact, "change_readout.dead")[:, 0]
             prediction += effect[[self.nodes.index(name) for name in targets]]
         return prediction
+
+    def pair_features(self, level: np.ndarray) -> np.ndarray:
+        """Returns the sum over the pairs of perturbed nodes of what they have in common, [F]."""
+        if not len(self.graph):
+            return np.zeros(0)
+        relations = list(
+            self.graph.transpose(0, 2, 1).astype(np.float32).astype(float)
+        )  # [from, to]
+        if len(relations) > 1:
+            relations.append(np.sum(relations, axis=0))
+        pairs = list(itertools.combinations(np.flatnonzero(level != 1), 2))
+        features = []
+        for weight in relations:
+            has_edge = 1 * (weight > 0)
+            either = np.maximum(weight, weight.T)
+            near = 1 * (either > 0)
+            degree = near.sum(axis=0)
+            length = np.sqrt(np.square(either).sum(axis=0))
+            lengths = np.outer(length, length)
+            matrices = [
+                either,
+                np.log1p(near @ near),
+                either @ either / np.where(lengths > 0, lengths, 1),
+                near / np.log(degree.clip(2)) @ near,
+            ]
+            if (has_edge != has_edge.T).any():
+                paths = has_edge @ has_edge
+                matrices += [
+                    has_edge * has_edge.T,
+                    np.log1p(has_edge @ has_edge.T),
+                    np.log1p(has_edge.T @ has_edge),
+                    np.log1p(paths + paths.T),
+                ]
+            for matrix in matrices:
+                features.append(
+                    sum(matrix[i, j] * (1 - level[i]) * (1 - level[j]) for i, j in pairs)
+                )
+        return np.array(features, dtype=float)
 
     def loss(self, prediction: np.ndarray, split: int) -> float:
         """Returns the loss of a split's rows, given predictions of all, [n, T], or logits."""

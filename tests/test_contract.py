@@ -392,12 +392,13 @@ def test_the_seed_determines_the_weights_and_the_dropout(task, graph, batch_of, 
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_forward_stays_on_its_device_and_does_not_wait_for_it(model, graph, batch_of, sets):
+def test_forward_stays_on_its_device_and_does_not_wait_for_it(model, graph, task):
     """On `meta`, a device without values, mistakes raise.
 
     They are using a tensor made on the CPU, and reading a value.
     """
-    batch = batch_of(sets)
+    batch = dataclasses.replace(task.dataset, transform=None).__getitems__(range(8))
+    batch.seed = torch.zeros((), dtype=torch.long)
     with CountSynchronisations() as count:
         model(graph, batch)
     assert count.seen == []

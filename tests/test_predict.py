@@ -71,8 +71,9 @@ def test_predictions_keep_the_order_of_the_table(trained, predict, tmp_path, npr
         options[key] = str(tmp_path / options[key])
     graph = SharedGraph(load(DataConfig(**options)).graph())
     config = ModelConfig(**state["config"]["model"])
-    pairs = torch.zeros(1, len(state["pair_features"]))
-    model = KnockoutGNN(config, graph.num_nodes, len(graph.relations), pairs=pairs).eval()
+    pairs = torch.empty(0, len(state["pair_features"]))
+    sizes = (graph.num_nodes, len(graph.relations))
+    model = KnockoutGNN(config, *sizes, pairs=pairs).eval()
     model.load_state_dict(state["model"])
     batch = KnockoutDataset(tables_of([[4]], torch.zeros(1)), graph.degree)[0]
     expected = state["mean"] + state["std"] * model(graph, batch)

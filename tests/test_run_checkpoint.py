@@ -184,7 +184,8 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(
     first, tuned, anew = map(read_checkpoint, [tmp_path / file, *newest])
     assert first["relations"] == ["regulatory", "physical"]
     assert tuned["relations"] == ["a", "regulatory"]
-    buffers = ("baseline.", "_extra_state", "y_")  # of the tables
+    # Of the tables.
+    buffers = ("baseline.", "_extra_state", "y_", "local_readout.pair_readout.scale")
     sizes = [len(tuned[kind]) for kind in ("nodes", "relations", "features", "targets")]
     pairs = torch.empty(0, len(tuned["pair_features"]))
     entries = entries_by_name(KnockoutGNN(ModelConfig(), *sizes, pairs=pairs))
@@ -196,10 +197,10 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(
             continue
         assert dim == int(kind == "pair_features"), name
         for row, row_name in enumerate(tuned[kind]):
-            expected = anew["model"][name][row]
+            expected = anew["model"][name].select(dim, row)
             if row_name in first[kind]:
-                expected = first["model"][name][first[kind].index(row_name)]
-            assert torch.equal(value[row], expected), (name, row_name)
+                expected = first["model"][name].select(dim, first[kind].index(row_name))
+            assert torch.equal(value.select(dim, row), expected), (name, row_name)
 
 
 def test_layers_that_a_checkpoint_lacks_stay(trained, train):

@@ -28,19 +28,19 @@ def test_a_run_prints_its_plan_and_progress(train):
     result = train(0, start=True).check()
     lines = result.stdout.splitlines()
     assert lines[0] == f"options   config.yaml, then {DEFAULTS}, then the command line"
-    made = [re.match(r"cache     making \.cache/(\w+)-", line)[1] for line in lines[1:4]]
-    assert made == ["tables", "split", "baseline"]
+    made = [re.match(r"cache     making \.cache/(\w+)-", line)[1] for line in lines[1:5]]
+    assert made == ["tables", "split", "baseline", "pairs"]
     rank = r"rank 0, host .*, pid \d+, device cpu, threads 1 \(OMP_NUM_THREADS\), python .*"
-    assert re.fullmatch(rank, lines[4])
-    kinds = [line.split()[0] for line in lines[5:]]
+    assert re.fullmatch(rank, lines[5])
+    kinds = [line.split()[0] for line in lines[6:]]
     assert kinds == [
         *("run", "cache", "data", "model", "batch"),  # of the cache, the graph
         *("epoch", "epoch", "trained", "run", "test", "test"),
     ]
     validation = f"val loss .*, {first_metric().title()} .*"
-    assert re.fullmatch(f"epoch 0/1  step 0  {validation}", lines[10])
+    assert re.fullmatch(f"epoch 0/1  step 0  {validation}", lines[11])
     progress = r"loss [\d.]+  [\d,]+ samples/s"
-    assert re.fullmatch(f"epoch 1/1  step 5  {progress}  {validation}", lines[11])
+    assert re.fullmatch(f"epoch 1/1  step 5  {progress}  {validation}", lines[12])
     assert result.stderr == ""  # outside a terminal, the progress bar first appears after 30 s
 
 
