@@ -232,6 +232,30 @@ def test_steps_and_relations_are_those_of_the_shortest_ways():
 
 
 # ---- The command and Python ----------------------------------------------------------------------
+def check_knocked_out(predictor: Predictor, others: dict[str, dict[str, str]]) -> None:
+    """Asserts that sets are explained by the predictions without each of their nodes.
+
+    `others` are, by set and by knocked-out node, the sets without it.
+    """
+    predicted = {}
+    for one_set in [*others, *itertools.chain(*(each.values() for each in others.values()))]:
+        predicted[one_set] = predictor.predict([one_set]).mean[0]
+    explained = predictor.explain(list(others), num_nodes=30)
+    for (one_set, without), of_scores in zip(others.items(), explained, strict=True):
+        for score, named in enumerate(of_scores):
+            knocked_out = [each for each in named if each.without is not None]
+            assert named[: len(knocked_out)] == knocked_out
+            assert {each.node for each in knocked_out} == set(without)
+            sizes = [abs(each.contribution) for each in knocked_out]
+            assert sizes == sorted(sizes, reverse=True)
+            for each in knocked_out:
+                expected = predicted[without[each.node]][score]
+                assert each.without == pytest.approx(expected, rel=1e-5, abs=1e-6)
+                gained = predicted[one_set][score] - expected
+                assert each.contribution == pytest.approx(gained, rel=1e-4, abs=1e-4)
+                assert (each.steps, each.relations) == (0, "")
+
+
 def test_parts_of_runs_add_up_in_the_table_and_from_python(members, predict, tmp_path):  # noqa: F811
     trained = [last_checkpoint(tmp_path / run) for run in members]
     for nproc, runs in ((0, trained[:1]), (2, trained)):
@@ -267,6 +291,7 @@ def test_parts_of_binary_scores_add_up_to_the_logit(train, predict, tmp_path):
     logit = sum(predictor.parts(sets).values())
     probability = 1 / (1 + np.exp(-logit))
     np.testing.assert_allclose(probability, predictor.predict(sets).mean, rtol=1e-6)
+    check_knocked_out(predictor, {"Y01,Y02": {"Y01": "Y02", "Y02": "Y01"}})
 
 
 def test_parts_of_several_scores_stand_beside_each(train, predict, tmp_path):
@@ -281,6 +306,7 @@ def test_parts_of_several_scores_stand_beside_each(train, predict, tmp_path):
     for first in (0, 1 + len(PARTS)):
         total = numbers[:, first + 1 : first + 1 + len(PARTS)].sum(1)
         torch.testing.assert_close(total, numbers[:, first], rtol=1e-6, atol=1e-6)
+    check_knocked_out(Predictor(tmp_path / "runs/run"), {"Y01,Y02": {"Y01": "Y02", "Y02": "Y01"}})
 
 
 def test_an_own_model_without_parts_says_so(trained, tmp_path):
@@ -348,24 +374,11 @@ def test_a_knocked_out_node_has_the_prediction_without_it(members, predict, tmp_
         "Y03,Y29": {"Y03": "Y29", "Y29": "Y03"},
     }
     predictor = Predictor(*checkpoints, device="cpu")
-    predicted = {}
-    for one_set in [*others, *itertools.chain(*(each.values() for each in others.values()))]:
-        predicted[one_set] = predictor.predict([one_set]).mean.item()
+    check_knocked_out(predictor, others)
     explained = predictor.explain(list(others), num_nodes=30)
-    for (one_set, without), (named,) in zip(others.items(), explained, strict=True):
-        knocked_out = [each for each in named if each.without is not None]
-        assert named[: len(knocked_out)] == knocked_out
-        assert {each.node for each in knocked_out} == set(without)
-        sizes = [abs(each.contribution) for each in knocked_out]
-        assert sizes == sorted(sizes, reverse=True)
-        for each in knocked_out:
-            expected = predicted[without[each.node]]
-            assert each.without == pytest.approx(expected, rel=1e-5, abs=1e-6)
-            gained = predicted[one_set] - expected
-            assert each.contribution == pytest.approx(gained, rel=1e-4, abs=1e-5)
-            assert (each.steps, each.relations) == (0, "")
+    for one_set, (named,) in zip(others, explained, strict=True):
         has_living = bool(one_set) and runs != ["c"]
-        assert (len(named) > len(knocked_out)) == has_living
+        assert (len(named) > len(others[one_set])) == has_living
     write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in others]])
     output = predict(0, "ask.tsv", *checkpoints, "--explain", "2").check().stdout
     assert output.count("no knock-out pass that can be explained: it names") == ("c" in runs)
