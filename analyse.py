@@ -43,7 +43,7 @@ from analyse_metrics import (
     metrics_of_rivals,
     metrics_together,
 )
-from analyse_rivals import shared_pairs
+from analyse_rivals import pair_rival, rivals, shared_pairs
 from analyse_text import lines_of_run, lines_of_runs, text_table
 from config import (
     Config,
@@ -262,12 +262,14 @@ def rivals_or_reason(rows: Results, config: Config, folder: Path) -> dict[str, A
     """Returns `shared_pairs` and the `rivals`' metrics, or `no_rivals`: why these are not known."""
     try:
         tables = tables_of(rows, config.data, folder)
-        return {
-            "shared_pairs": shared_pairs(tables),
-            "rivals": metrics_of_rivals(rows, tables, config.optim.loss),
-        }
     except UserError as error:
         return {"no_rivals": str(error)}
+    loss = config.optim.loss
+    predictions = rivals(tables, loss) | pair_rival(tables, loss, config.data.cache_dir)
+    return {
+        "shared_pairs": shared_pairs(tables),
+        "rivals": metrics_of_rivals(rows, predictions, loss),
+    }
 
 
 # ---- Files ---------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 import metrics
-from analyse_rivals import rivals, with_baseline
-from data_tables import Tables
+from analyse_rivals import with_baseline
 from run_results import Results
 
 PROFILE = 20  # targets: with more of them, a row is a profile
@@ -228,8 +227,8 @@ def prefix_of_weights(rows: Results) -> str:
 
 
 # ---- Without the model ---------------------------------------------------------------------------
-def metrics_of_rivals(rows: Results, tables: Tables, loss: str) -> dict[str, dict]:
-    """Returns the metrics of predictions without the model, by name of the rival, the best first.
+def metrics_of_rivals(rows: Results, predictions: dict[str, Tensor], loss: str) -> dict[str, dict]:
+    """Returns the metrics of rivals, the best first, given the prediction [n, T] of each by name.
 
     `gain` is the 95 % interval of the model's Pearson's r less theirs. If rows have weights, there
     are also the weighted Pearson's r, by which they are ordered, and its `weighted_gain`.
@@ -238,7 +237,7 @@ def metrics_of_rivals(rows: Results, tables: Tables, loss: str) -> dict[str, dic
     resamples = number_of_resamples(rows.y.numel())
     cluster = rows.cluster_numbers()
     by_rival = {}
-    for name, prediction in with_baseline(rivals(tables, loss), rows.baseline).items():
+    for name, prediction in with_baseline(predictions, rows.baseline).items():
         turned = replace(rows, prediction=prediction, baseline=rows.prediction)
         of_rival = metrics_of_rows(turned, cluster, loss, None, resamples)
         shown = dict.fromkeys(("pearson", f"{prefix}pearson", "r2", "spearman"))

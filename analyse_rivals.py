@@ -1,9 +1,10 @@
 """The rivals: predictions of the test rows without a model, each by a line or two of arithmetic.
 
 Where nodes were measured alone, the sum, the largest, the smallest or the product of their scores
-predicts that of the set. Where sets that lack one node of a row were measured, so do theirs.
+predicts that of the set. Where sets that lack one node of a row were measured, so do theirs. What
+the nodes of a row have in common in the graph adds to the baseline, by a ridge regression.
 
-Shapes: n rows of T targets, `total` perturbed nodes in all rows.
+Shapes: n rows of T targets, `total` perturbed nodes in all rows, F features of pairs.
 """
 
 import math
@@ -11,18 +12,23 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch_geometric.utils import scatter
 
-from baseline import Baseline, additive_baseline, mean_one_weight
-from baseline_combination import least_squares
+from baseline import Baseline, additive_baseline, load_baseline, mean_one_weight
+from baseline_combination import least_squares, normal_equations
+from data import KnockoutDataset
 from data_tables import Tables
-from mask import doses
-from metrics import weighted_mean
+from mask import SharedGraph, doses
+from metrics import mean_and_std, weighted_mean
+from model_pairs import MOST_ROWS, add_pair_features
 from run_results import are_equal_in_files
 
 FEATURES = ("sum", "largest", "smallest", "product")
 WITH_NEIGHBOURS = "sum of effects, unseen: graph neighbours"
+PAIRS_BY_RIDGE = "pair features by ridge"
 LEAST_ROWS = 10  # of training, that a line is fitted to
+PAIR_PENALTIES = (10000.0, 1000.0, 100.0, 10.0, 1.0)  # on weights of standardised features
 
 
 def rivals(tables: Tables, loss: str) -> dict[str, Tensor]:
@@ -185,6 +191,57 @@ def fitted_line(tables: Tables, weight: Tensor, feature: Tensor) -> Tensor:
         constant, slope = least_squares(columns, y, weight[rows, t : t + 1])
         predictions[:, t] = constant + slope * feature[:, t]
     return predictions
+
+
+def pair_rival(tables: Tables, loss: str, cache_dir: str) -> dict[str, Tensor]:
+    """Returns the predictions of the baseline and features of pairs, by name, as `rivals` does.
+
+    It is nothing for binary scores, where fewer than `LEAST_ROWS` training rows have pairs with
+    features, and where the features of all rows are too many to keep.
+    """
+    if loss == "binary" or (tables.perturbed_ptr.diff() < 2).all():
+        return {}
+    fingerprint = tables.fingerprint()
+    graph = SharedGraph(tables.graph())
+    dataset = KnockoutDataset(tables, graph.degree)
+    add_pair_features(dataset, graph, cache_dir, fingerprint)
+    features = dataset.pair_features
+    if features is None or features[tables.rows("train")].any(dim=1).sum() < LEAST_ROWS:
+        return {}
+    baseline = load_baseline(tables, fingerprint, cache_dir, loss).prediction
+    terms = pair_terms(tables, tables.y - baseline, features)
+    return {PAIRS_BY_RIDGE: baseline[tables.rows("test")] + terms}
+
+
+def pair_terms(tables: Tables, residual: Tensor, features: Tensor) -> Tensor:
+    """Returns a ridge regression of the residual [n, T] on features [n, F], [test rows, T].
+
+    Each target has its own, fitted to the training rows, on which features are standardised. Its
+    penalty, which spares the constant, has the smallest squared error on the validation rows.
+    """
+    train = tables.rows("train")
+    train = train[:: len(train) // MOST_ROWS + 1]
+    mean, std = mean_and_std(features[train].double())
+
+    def columns(rows: Tensor) -> Tensor:
+        """Returns 1 and the standardised features of some rows, [rows, 1 + F]."""
+        return pad((features[rows].double() - mean) / std, (1, 0), value=1.0)
+
+    val = tables.rows("val")
+    of_train, of_val, of_test = map(columns, (train, val, tables.rows("test")))
+    penalised = torch.eye(of_train.size(1), dtype=torch.float64)
+    penalised[0, 0] = 0.0
+    penalties = torch.tensor(PAIR_PENALTIES, dtype=torch.float64).view(-1, 1, 1) * penalised
+    residual = residual.nan_to_num()
+    weight = mean_one_weight(tables)
+    terms = []
+    for y, row_weight in zip(residual.split(1, dim=1), weight.split(1, dim=1), strict=True):
+        matrix, right = normal_equations(of_train, y[train], row_weight[train])
+        fits = torch.linalg.solve(matrix + penalties, right)  # [penalties, 1 + F]
+        errors = (y[val] - of_val @ fits.T).square() * row_weight[val]
+        best = errors.sum(dim=0).argmin()
+        terms.append(of_test @ fits[best])
+    return torch.stack(terms, dim=1)
 
 
 def shared_pairs(tables: Tables) -> int:

@@ -108,7 +108,7 @@ class KnockoutGNN(nn.Module):
             model learns to predict nodes that no training row knocks out; none if dropout is 0.
         target_nodes: the node of each target, long [T], for the readout `nodes`.
         basis: of which `mask.doses` each response of a node is the sum, [3, K].
-        pairs: pair features of training rows, [rows, F], for the local readout.
+        pairs: `model_pairs.units_of_pairs`, [2, F], for the local readout.
     """
 
     # Parameters with an entry for each node, feature, relation or target, and in which dimension,

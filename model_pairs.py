@@ -18,7 +18,7 @@ from torch_geometric.utils import scatter
 
 from data import KnockoutDataset
 from data_cache import cached, source_digest
-from mask import SharedGraph, num_samples
+from mask import SharedGraph, num_samples, sum_by_sample
 from run_progress import progress_bar
 
 # The features of a pair by each relation; the last four are of relations whose edges have
@@ -240,52 +240,72 @@ def add_pair_features(
     dataset.pair_features = cached(cache_dir, "pairs", key, compute)["features"]
 
 
-def pairs_of_training(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
-    """Returns the features of training rows, evenly spaced ones if there are many, [rows, F]."""
+def num_pairs(batch: Data) -> Tensor:
+    """Returns the number of pairs in each sample, which count as in `PairIndex.of_samples`, [B]."""
+    change = 1 - batch.level
+    squares = sum_by_sample(change.square(), batch)
+    return (sum_by_sample(change, batch).square() - squares) / 2
+
+
+def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
+    """Returns mean and standard deviation of the features of pairs in training, [2, F].
+
+    They are those of training rows, of which evenly spaced ones are taken if there are many. The
+    deviation is that of a row with pairs from as many average pairs.
+    """
+    units = torch.ones(2, len(pair_names(graph)), dtype=torch.float64)
     rows = dataset.tables.rows("train")
-    some_rows = rows[:: len(rows) // MOST_ROWS + 1]
-    if dataset.pair_features is not None:
-        return dataset.pair_features[some_rows]
-    batch = dataset.__getitems__(some_rows).to(graph.device)
-    return pair_index(graph).of_samples(batch).cpu()
+    rows = rows[dataset.tables.perturbed_ptr.diff()[rows] > 1]
+    if not len(rows):
+        return units
+    batch = dataset.__getitems__(rows[:: len(rows) // MOST_ROWS + 1]).to(graph.device)
+    features = features_of(graph, batch).double()
+    number = num_pairs(batch).double()
+    mean = number @ features / number.square().sum()
+    deviation = (features - number.unsqueeze(1) * mean).square().mean(dim=0).sqrt()
+    units[0] = mean
+    units[1] = deviation.where(deviation > 1e-6 * (1 + mean.abs()), 1.0)
+    return units
+
+
+def features_of(graph: SharedGraph, batch: Data) -> Tensor:
+    """Returns the features of a batch, [B, F], which it brings as `pair_features` or not."""
+    if "pair_features" in batch:
+        return batch.pair_features
+    return pair_index(graph).of_samples(batch)
 
 
 class PairReadout(nn.Module):
     """What the perturbed nodes of a sample have in common, as a part of the local readout.
 
     It is a weighted sum of the features, which starts at zero, and an input of the readout's MLP.
-    Each feature is divided by its root mean square over the training rows that have pairs, which
-    the checkpoint keeps: without pairs, all are 0.
-
-    Args:
-        of_training: features of training rows, [rows, F].
+    Features are centred and scaled by the training rows' `units_of_pairs`, which the checkpoint
+    keeps: without pairs, all are 0.
     """
 
     LARGEST = 10.0  # as a few pairs of hubs have very much in common
     ENTRIES = (("linear.weight", "pair_features", 1), ("input.weight", "pair_features", 1))
 
-    def __init__(self, of_training: Tensor, hidden: int, num_targets: int):
+    def __init__(self, units: Tensor, hidden: int, num_targets: int):
         super().__init__()
-        num_features = of_training.size(1)
-        has_pairs = (of_training != 0).any(dim=1)
-        total = of_training.double().square().sum(dim=0)
-        scale = (total / has_pairs.sum()).sqrt().float()
-        self.register_buffer("scale", scale.where(scale > 0, 1.0))
+        num_features = units.size(1)
+        self.register_buffer("units", units.float())
         self.linear = nn.Linear(num_features, num_targets, bias=False)
         self.input = nn.Linear(num_features, 2 * hidden, bias=False)
         nn.init.zeros_(self.linear.weight)
+        import os
+
+        self.input.weight.data.mul_(float(os.environ.get("INIT", "1")))
 
     def forward(self, graph: SharedGraph, batch: Data, hidden: Tensor, head: nn.Module) -> Tensor:
         """Returns the weighted sum and what the features change behind the MLP's `head`, [B, T].
 
-        `hidden` is what the head gets without them, [B, 2H]. A batch may bring the features as
-        `pair_features`, or they are computed.
+        `hidden` is what the head gets without them, [B, 2H].
         """
-        if "pair_features" in batch:
-            features = batch.pair_features
-        else:
-            features = pair_index(graph).of_samples(batch)
-        scaled = features.to(self.scale.dtype) / self.scale
+        features = features_of(graph, batch).to(self.units.dtype)
+        number = num_pairs(batch).to(self.units.dtype).unsqueeze(1)
+        mean, deviation = self.units
+        scaled = (features - number * mean) / deviation
         scaled = scaled.clamp(-self.LARGEST, self.LARGEST)
         change = head(hidden + self.input(scaled)) - head(hidden)
         return self.linear(scaled) + change

@@ -7,6 +7,7 @@ files.
 import contextlib
 import json
 import logging
+import math
 import os
 import shlex
 import subprocess
@@ -402,7 +403,10 @@ class RunFolder:
         self.event("finished", state)
         model = f"model of step {state.best['step']}"
         if state.best["step"] == 0:
-            model += ", where training started: no later one was better in validation"
+            start = "where training started"
+            if math.isclose(test[self.metric], test[f"baseline_{self.metric}"], abs_tol=1e-6):
+                start = "which is the baseline"
+            model += f", {start}: no later one was better in validation"
         log.info(f"run       {self.path}, {model}")
 
     def stop(self, state: TrainState, reason: str) -> None:

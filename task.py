@@ -29,7 +29,7 @@ from errors import UserError
 from mask import SharedGraph
 from metrics import metrics_beside_baseline, mse, weighted_mean
 from model import KnockoutGNN
-from model_pairs import add_pair_features, pair_names, pairs_of_training
+from model_pairs import add_pair_features, pair_names, units_of_pairs
 
 log = logging.getLogger("task")
 FEW = 0.1  # of the training rows, as which all count by their weights, from which the log says so
@@ -100,7 +100,7 @@ class KnockoutTask:
         """Returns the model that is trained, on the CPU; raises `UserError`."""
         options = self.config.model
         nodes = target_nodes(self.tables) if options.readout == "nodes" else None
-        pairs = pairs_of_training(self.graph, self.dataset) if options.has_pairs else None
+        pairs = units_of_pairs(self.graph, self.dataset) if options.has_pairs else None
         return KnockoutGNN.from_tables(options, self.tables, self.baseline, nodes, pairs)
 
     def check_plan(self, model: nn.Module) -> None:

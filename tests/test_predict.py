@@ -71,7 +71,7 @@ def test_predictions_keep_the_order_of_the_table(trained, predict, tmp_path, npr
         options[key] = str(tmp_path / options[key])
     graph = SharedGraph(load(DataConfig(**options)).graph())
     config = ModelConfig(**state["config"]["model"])
-    pairs = torch.empty(0, len(state["pair_features"]))
+    pairs = torch.ones(2, len(state["pair_features"]))
     sizes = (graph.num_nodes, len(graph.relations))
     model = KnockoutGNN(config, *sizes, pairs=pairs).eval()
     model.load_state_dict(state["model"])

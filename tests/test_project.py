@@ -42,8 +42,10 @@ SHELVES = {
         "optim": "ddp_setup errors",
     },
     "families": {
-        "analyse_metrics": "analyse_rivals data_tables metrics run_results",
-        "analyse_rivals": "baseline baseline_combination data_tables mask metrics run_results",
+        "analyse_metrics": "analyse_rivals metrics run_results",
+        "analyse_rivals": (
+            "baseline baseline_combination data data_tables mask metrics model_pairs run_results"
+        ),
         "analyse_text": "analyse_metrics",
         "baseline": (
             "baseline_combination baseline_ridge data_cache data_tables mask metrics run_progress"

@@ -185,9 +185,9 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(
     assert first["relations"] == ["regulatory", "physical"]
     assert tuned["relations"] == ["a", "regulatory"]
     # Of the tables.
-    buffers = ("baseline.", "_extra_state", "y_", "local_readout.pair_readout.scale")
+    buffers = ("baseline.", "_extra_state", "y_", "local_readout.pair_readout.units")
     sizes = [len(tuned[kind]) for kind in ("nodes", "relations", "features", "targets")]
-    pairs = torch.empty(0, len(tuned["pair_features"]))
+    pairs = torch.ones(2, len(tuned["pair_features"]))
     entries = entries_by_name(KnockoutGNN(ModelConfig(), *sizes, pairs=pairs))
     for name, value in tuned["model"].items():
         kind, dim = entries.get(name, ("", 0))

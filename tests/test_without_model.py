@@ -4,16 +4,17 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from analyse_metrics import metrics_of_rivals
-from analyse_rivals import rivals, with_baseline
+from analyse_rivals import pair_rival, pair_terms, rivals, with_baseline
 from analyse_text import table_of_rivals
 from baseline import additive_baseline
 from data_tables import Tables
-from metrics import pearson
+from metrics import pearson, r2
 from tests.test_baseline_combination import combined_tables
 from tests.tools.runs import pack_levels, predictions_of
 
@@ -240,6 +241,83 @@ def test_each_target_has_its_own_lines_and_weights_count():
     torch.testing.assert_close(prediction, y[:, 0], rtol=0, atol=1e-4)
 
 
+# ---- Features of pairs ---------------------------------------------------------------------------
+def pairs_with_common_neighbours(num_edges: int = 150) -> Tables:
+    """Returns all pairs of 30 nodes: single effects, less 1.2 for each common neighbour."""
+    generator = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(30, (2, num_edges), generator=generator)
+    source, target = edge_index
+    is_edge = torch.zeros(30, 30, dtype=torch.float64)
+    is_edge[source, target] = 1.0
+    is_edge[target, source] = 1.0
+    effect = torch.randn(30, dtype=torch.float64, generator=generator)
+    pairs = torch.combinations(torch.arange(30))
+    first, second = pairs.T
+    y = effect[pairs].sum(dim=1) - 1.2 * (is_edge @ is_edge)[first, second]
+    split = torch.randint(4, (len(pairs),), generator=generator).clamp(max=2)
+    sets = [dict.fromkeys(pair, 0.0) for pair in pairs.tolist()]
+    tables = tables_of_sets(sets, y.unsqueeze(1), split.tolist())
+    edge_type = torch.zeros(num_edges, dtype=torch.long)
+    graph = {"edge_index": edge_index, "edge_type": edge_type}
+    return replace(tables, **graph, edge_weight=None, edge_attr=None)
+
+
+def test_features_of_pairs_tell_what_the_sum_of_effects_cannot(tmp_path):
+    tables = pairs_with_common_neighbours()
+    (found,) = pair_rival(tables, "squared", str(tmp_path)).values()
+    y = tables.y[tables.rows("test")]
+    assert pearson(y, rivals(tables, "squared")["sum of effects"]) < 0.8
+    assert pearson(y, found) > 0.9
+    assert r2(y, found) > 0.8
+
+
+def test_features_of_pairs_make_no_rival_where_they_say_nothing(tmp_path):
+    tables = pairs_with_common_neighbours()
+    assert not pair_rival(tables, "binary", str(tmp_path))
+    single = replace(tables, perturbed=tables.perturbed[::2])
+    single = replace(single, perturbed_ptr=tables.perturbed_ptr // 2, level=tables.level[::2])
+    assert not pair_rival(single, "squared", str(tmp_path))
+    few_edges = pairs_with_common_neighbours(num_edges=3)
+    assert not pair_rival(few_edges, "squared", str(tmp_path))
+
+
+def test_a_ridge_on_features_of_pairs_equals_a_plain_one():
+    """Of two scores, of which some are missing, in rows with weights."""
+    tables = pairs_with_common_neighbours()
+    generator = torch.Generator().manual_seed(1)
+    num_rows = len(tables.y)
+    features = torch.rand(num_rows, 4, generator=generator) * torch.tensor([1.0, 50.0, 1e-3, 0.0])
+    noise = torch.randn(num_rows, 2, dtype=torch.float64, generator=generator)
+    residual = features[:, :2].double() * torch.tensor([0.3, 0.5]) + noise
+    residual[noise > 1] = math.nan
+    weight = 0.1 + torch.rand(num_rows, dtype=torch.float64, generator=generator)
+    tables = replace(tables, y=residual, weight=weight, targets=("a", "b"))
+    found = pair_terms(tables, residual, features)
+
+    train, val, test = (tables.rows(split).numpy() for split in ("train", "val", "test"))
+    x = features.double().numpy()
+    x = x - x[train].mean(axis=0)
+    x[:, :3] /= x[train, :3].std(axis=0)
+    for t in range(2):
+        y = residual[:, t].numpy()
+        has_score = ~np.isnan(y)
+        rows = train[has_score[train]]
+        judges = val[has_score[val]]
+        w = weight.numpy() / weight[rows].mean().item()
+        fits = {}
+        for penalty in (1, 10, 100, 1000, 10000):
+            centre = np.average(x[rows], axis=0, weights=w[rows])
+            mean = np.average(y[rows], weights=w[rows])
+            centred = (x[rows] - centre) * w[rows, None]
+            matrix = centred.T @ (x[rows] - centre) + penalty * np.eye(4)
+            line = np.linalg.solve(matrix, centred.T @ (y[rows] - mean))
+            prediction = mean + (x - centre) @ line
+            error = np.average((y - prediction)[judges] ** 2, weights=w[judges])
+            fits[error] = prediction[test]
+        expected = torch.from_numpy(fits[min(fits)])
+        torch.testing.assert_close(found[:, t], expected, rtol=1e-9, atol=1e-9)
+
+
 # ---- What is printed -----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("known", "error", "place"),
@@ -256,7 +334,7 @@ def test_the_strongest_is_named_with_the_place_of_the_model(known, error, place)
     prediction = truth + known * noise[0] + error * noise[1]
     rows = predictions_of(tables.y[test], prediction, torch.full_like(truth, 0.5))
     rows.genes = [f"g{k}" for k in range(len(test))]
-    figures = metrics_of_rivals(rows, tables, "squared")
+    figures = metrics_of_rivals(rows, rivals(tables, "squared"), "squared")
     assert list(figures) == sorted(figures, key=lambda name: -figures[name]["pearson"])
     strongest = next(iter(figures))
     assert strongest == "smallest of single scores"
@@ -277,4 +355,5 @@ def test_analyse_prints_rivals_of_a_run_and_of_several(train, command):
         output = command(0, "analyse.py", *folders, start=len(folders) == 1).check().stdout
         assert re.search(r"^baseline: sum of effects +-?\d\.\d{4} ", output, re.MULTILINE)
         assert re.search(r"^mean +0\.0000 ", output, re.MULTILINE)
+        assert re.search(r"^pair features by ridge +-?\d\.\d{4} ", output, re.MULTILINE)
         assert output.count("strongest without the model: ") == 1
