@@ -11,7 +11,7 @@ from data_tables import Tables, pack
 from errors import UserError
 from mask import SharedGraph
 from model import PARTS, KnockoutGNN
-from model_pairs import PairReadout, pair_index
+from model_pairs import PairReadout, pair_names
 from predict import Predictor
 from predict_explain import (
     Explanation,
@@ -39,8 +39,9 @@ def knockout_part(model: KnockoutGNN, shared: SharedGraph, sets: list) -> torch.
 
 def make_pair_readout(shared: SharedGraph) -> PairReadout:  # noqa: F811
     """Returns a pair readout whose weights are not 0, for a model of `make_model`."""
-    of_training = pair_index(shared).of_samples(make_batch(shared, SETS))
-    readout = PairReadout(of_training, hidden=8, num_targets=1)
+    num_features = len(pair_names(shared))
+    units = torch.tensor([[0.1], [0.5]]).expand(2, num_features)  # mean and deviation of each
+    readout = PairReadout(units, hidden=8, num_targets=1)
     torch.nn.init.normal_(readout.linear.weight, std=0.3)
     return readout
 
