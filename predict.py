@@ -38,7 +38,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 sys.path.append(os.path.dirname(os.path.realpath(__file__)))
 
 import torch
-from torch import Tensor
 
 from config import Parser, expand_path, run_command
 from data import file_digest
@@ -47,7 +46,7 @@ from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed, end_process
 from errors import UserError
 from predict_ensemble import Ensemble, Run, read_run
-from predict_explain import Contribution, name_contributions
+from predict_explain import Contribution, Explanation, name_contributions
 from predict_sets import Chunk, Survey, read_sets, screen, survey_sets, unknown_nodes
 from predict_table import GrowingTable
 from predictor import Predictor as Predictor  # for those who import it from here
@@ -113,7 +112,7 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
         "--explain",
         type=int,
         metavar="K",
-        help="write, instead of predictions, the K nodes on whose changes each hangs most",
+        help="write, instead of predictions, the K nodes on which each hangs most",
     )
     parser.add_argument("--rows", default=":", metavar="A:B", help="rows A to B - 1 alone, from 0")
     parser.add_argument(
@@ -175,8 +174,6 @@ def predict(settings: Settings, env: Distributed) -> None:
         settings.explain = min(settings.explain, len(ensemble.tables.genes))
         is_first = env.rank == 0
         survey = survey_sets(settings.table, ensemble.tables, *settings.rows, has_bar=is_first)
-        if settings.explain:
-            ensemble.check_explained()
         if settings.parts:
             ensemble.check_parts()
         if not settings.explain:
@@ -186,8 +183,16 @@ def predict(settings: Settings, env: Distributed) -> None:
     if survey.unknown:
         missing = f"{survey.num_rows - survey.num_known} rows have no prediction"
         log.warning(f"{missing}: {unknown_nodes(survey.unknown, ensemble.tables)}")
-    if settings.explain and not any(run.checkpoint["step"] for run in settings.runs):
-        log.warning("note      best.pt is where training started: perhaps no node contributes")
+    if settings.explain:
+        for file in ensemble.unexplained():
+            log.warning(
+                f"note      the model of {file} has no knock-out pass that can be explained: it "
+                "names knocked-out nodes alone"
+            )
+        if not any(run.checkpoint["step"] for run in settings.runs):
+            log.warning(
+                "note      best.pt is where training started: perhaps no living node contributes"
+            )
     write_table(settings, ensemble, survey)
 
 
@@ -222,8 +227,7 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey) -> None:
     first, last = settings.rows
     first += table.num_rows
     most = max(1, min(ensemble.rows_at_once, CELLS_AT_ONCE // len(columns) // lines_per_row))
-    if not settings.explain:
-        choose_route(settings.table, ensemble, most)
+    choose_route(settings.table, ensemble, most)
     extrapolations = Extrapolations([run.checkpoint.get("trained") for run in settings.runs])
     with contextlib.closing(table), bar:
         for chunk, asked in aligned_chunks(settings.table, ensemble.tables, first, last, most):
@@ -267,27 +271,32 @@ def aligned_chunks(
 def compute_on_all_ranks(settings: Settings, ensemble: Ensemble, chunk: Chunk) -> Iterator[str]:
     """Returns the lines of some rows, each of which is made when it is read."""
     if settings.explain:
-        contributions = ensemble.contributions(chunk.samples, settings.explain)
-        return explained_lines(chunk, ensemble, contributions)
+        explanation = ensemble.explain(chunk.samples, settings.explain)
+        return explained_lines(chunk, ensemble, explanation)
     predicted = ensemble.predict(chunk.samples, settings.parts).flatten(1)
     cells = torch.full((len(chunk.sets), predicted.size(1)), math.nan, dtype=torch.float64)
     cells[chunk.is_known] = predicted
     return table_lines(iter(chunk.sets), cells, ensemble.digits(settings.parts))
 
 
-def explained_lines(chunk: Chunk, ensemble: Ensemble, contributions: Tensor) -> Iterator[str]:
+def explained_lines(chunk: Chunk, ensemble: Ensemble, explanation: Explanation) -> Iterator[str]:
     """Yields a line for each row, score and node asked for; where fewer contribute, it is empty.
 
-    `contributions` are those to the rows that are known.
+    `explanation` is that of the rows that are known.
     """
-    explained = name_contributions(contributions, chunk.samples, ensemble.ways)
+    num_nodes = explanation.changes.size(2)
+    digits_of_targets = ensemble.tasks[0].digits().tolist()
+    explained = name_contributions(explanation, chunk.samples, ensemble.ways)
     for genes, is_known in zip(chunk.sets, chunk.is_known.tolist(), strict=True):
         nodes_of_targets = next(explained) if is_known else [[] for _ in ensemble.targets]
-        for target, nodes in zip(ensemble.targets, nodes_of_targets, strict=True):
-            for name, contribution, steps, relations in nodes:
-                yield f"{genes}\t{target}\t{name}\t{contribution:.6g}\t{steps}\t{relations}\n"
-            for _ in range(contributions.size(2) - len(nodes)):
-                yield f"{genes}\t{target}\t\t\t\t\n"
+        each_target = zip(ensemble.targets, digits_of_targets, nodes_of_targets, strict=True)
+        for target, digits, nodes in each_target:
+            for name, contribution, steps, relations, without in nodes:
+                prediction = "" if without is None else f"{without:.{digits}g}"
+                cells = (name, f"{contribution:.6g}", str(steps), relations, prediction)
+                yield "\t".join((genes, target, *cells)) + "\n"
+            for _ in range(num_nodes - len(nodes)):
+                yield f"{genes}\t{target}" + "\t" * len(Contribution._fields) + "\n"
 
 
 if __name__ == "__main__":

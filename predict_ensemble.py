@@ -23,7 +23,13 @@ from ddp_setup import Distributed
 from errors import UserError
 from mask import SharedGraph
 from model import PARTS
-from predict_explain import ShortestWays, check_explained, largest_contributions
+from predict_explain import (
+    Explanation,
+    ShortestWays,
+    is_explained,
+    largest_contributions,
+    without_each,
+)
 from predict_rows import compute_rows, evaluation_batch_size, load_batches, predict_rows
 from predict_sets import MOST
 from run_checkpoint import load_model, read_checkpoint, read_graph
@@ -105,7 +111,7 @@ def task_of_run(
 
 
 def predict_parts(model: nn.Module, task: KnockoutTask, batch: Data) -> Tensor:
-    """Returns the predictions of a batch and, behind each, its parts, float64 [B, T, 1 + 3].
+    """Returns the predictions of a batch and, behind each, its parts, float64 [B, T, 1 + 4].
 
     The `PARTS` are in the units of the scores or, for optim.loss=binary, of logits. What is known
     without the graph has the mean of the scores in it; those that the model does not have are 0.
@@ -121,8 +127,8 @@ def predict_parts(model: nn.Module, task: KnockoutTask, batch: Data) -> Tensor:
 class Ensemble:
     """Trained models of one graph and of the same scores, which predict the same samples.
 
-    `predict` and `contributions` are called on all ranks, which share the samples; what they return
-    is the same on every rank.
+    `predict` and `explain` are called on all ranks, which share the samples; what they return is
+    the same on every rank.
 
     Args:
         runs: one or more.
@@ -199,7 +205,7 @@ class Ensemble:
         return torch.cat([*columns, parts], dim=2)
 
     def _predict_by_model(self, samples: Tables, with_parts: bool) -> Tensor:
-        """Returns predictions of each model, float64 [M, n, T, 1 or, with parts, 4]."""
+        """Returns predictions of each model, float64 [M, n, T, 1 or, with parts, 5]."""
         if not self.is_planned:
             self.plan(samples)
         rows = torch.arange(len(samples.y))
@@ -224,7 +230,16 @@ class Ensemble:
             task.check_plan(model)
         self.is_planned = True
 
-    def contributions(self, samples: Tables, num_nodes: int) -> Tensor:
+    def explain(self, samples: Tables, num_nodes: int) -> Explanation:
+        """Returns what the predictions of n samples hang on, with up to `num_nodes` for each."""
+        prediction = self.predict(samples)[:, :, 0]
+        without = [prediction.new_empty(*prediction.shape, 0)]
+        for others in without_each(samples):
+            without.append(self.predict(others)[:, :, :1])
+        changes = self._contributions(samples, num_nodes)
+        return Explanation(prediction, torch.cat(without, dim=2), changes)
+
+    def _contributions(self, samples: Tables, num_nodes: int) -> Tensor:
         """Returns `predict_explain.largest_contributions` of n samples, [n, T, num_nodes, 2]."""
         dataset = KnockoutDataset(samples, self.graph.degree)
         rows = torch.arange(len(samples.y))
@@ -254,7 +269,7 @@ class Ensemble:
                     f"the model of {file} has no parts: give it a method as `KnockoutGNN.parts`"
                 )
 
-    def check_explained(self) -> None:
-        """Raises `UserError` if a model has no knock-out pass that can be explained."""
-        for model, file in zip(self.models, self.files, strict=True):
-            check_explained(model, file)
+    def unexplained(self) -> list[str]:
+        """Returns the files of the models without a knock-out pass that can be explained."""
+        files = zip(self.files, self.models, strict=True)
+        return [file for file, model in files if not is_explained(model)]

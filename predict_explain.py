@@ -1,4 +1,6 @@
-"""Which nodes the knock-out pass of a prediction hangs on.
+"""Which nodes a prediction hangs on: the knocked-out ones, and those that its knock-out pass reads.
+
+What a knocked-out node adds is the prediction less that of the sample without it.
 
 The readout of changes gets how each living node's state differs from the intact graph's. Of a
 readout `nodes`, the effect on a target is a function of that node's change, and of its level if it
@@ -7,10 +9,11 @@ of the sum of all changes: it is divided among the nodes by integrated gradients
 and Yan 2017, arXiv:1703.01365), on the straight way from no change to the sum. Contributions add up
 to the knock-out pass less what it gives for no change.
 
-Shapes: N nodes, B samples, H hidden channels, T targets.
+Shapes: N nodes, n samples, B of them in a batch, H hidden channels, T targets.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +22,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.index import index2ptr
 
-from data_tables import Tables
-from errors import UserError
+from data_tables import Tables, pack
 from mask import SharedGraph
 from model import GlobalReadout, KnockoutGNN, NodeReadout, WildType
 
@@ -28,22 +30,31 @@ POINTS = 32  # on the way from no change to the sum of changes
 
 
 class Contribution(NamedTuple):
-    """What one node adds to a prediction by the change of its state."""
+    """What one node adds to a prediction: by its knock-out, or by the change of its state."""
 
     node: str
-    contribution: float  # in the unit of the score; of a binary one, of its logit
+    contribution: float  # in the unit of the score; by a state to a binary one, of its logit
     steps: int  # edges on the shortest way from a perturbed node, 0 for one of these
     relations: str  # of the last edges of all such ways, by commas; one in a name is `\,`
+    without: float | None = None  # the prediction were the node intact; None: by its state
 
 
-def check_explained(model: torch.nn.Module, name: str) -> None:
-    """Raises `UserError` if what the knock-out pass of a model hangs on cannot be said."""
-    readout = getattr(model, "change_readout", None)
-    if not isinstance(readout, GlobalReadout | NodeReadout):
-        raise UserError(
-            f"the model of {name} has no knock-out pass that can be explained: "
-            "train one with model.readout=both, global or nodes"
-        )
+def is_explained(model: torch.nn.Module) -> bool:
+    """Returns whether a model has a knock-out pass whose contributions can be said."""
+    return isinstance(getattr(model, "change_readout", None), GlobalReadout | NodeReadout)
+
+
+def without_each(samples: Tables) -> Iterator[Tables]:
+    """Yields the samples without the first perturbed node of each, without the second, and so on.
+
+    There are as many as the largest sample has nodes; those behind its last leave a sample whole.
+    """
+    row = samples.sample()
+    number = torch.arange(len(row)) - samples.perturbed_ptr[row]  # of the node in its sample
+    for left_out in range(max(samples.perturbed_ptr.diff().tolist(), default=0)):
+        level = samples.level.masked_fill(number == left_out, 1.0)
+        perturbations = pack(row, samples.perturbed, level, len(samples.y))
+        yield replace(samples, **perturbations)
 
 
 def largest_contributions(
@@ -57,20 +68,26 @@ def largest_contributions(
 
     Of each, that is its number and its contribution, the mean over the models. Each model has the
     unit of its predictions, float64 [T]. Where readouts are all `nodes`, no node but the target's
-    own contributes.
+    own contributes. In a model without a knock-out pass that can be explained, none does.
     """
     largest = units[0].new_zeros(len(batch.y), len(units[0]), num_nodes, 2)
-    if all(isinstance(model.change_readout, NodeReadout) for model in models):
+    explained = []
+    for unit, model in zip(units, models, strict=True):
+        if is_explained(model):
+            explained.append((unit, model))
+    if not explained:
+        return largest
+    if all(isinstance(model.change_readout, NodeReadout) for _, model in explained):
         total = 0.0
-        for unit, model in zip(units, models, strict=True):
+        for unit, model in explained:
             total = total + unit * effects_on_targets(model, graph, batch)
-        largest[:, :, 0, 0] = models[0].change_readout.target_nodes
+        largest[:, :, 0, 0] = model.change_readout.target_nodes
         largest[:, :, 0, 1] = total / len(models)
         return largest
-    of_models = [contributions(model, graph, batch) for model in models]
+    of_models = [contributions(model, graph, batch) for _, model in explained]
     for sample, of_sample in enumerate(zip(*of_models, strict=True)):
         total = 0.0
-        for unit, of_model in zip(units, of_sample, strict=True):
+        for (unit, _), of_model in zip(explained, of_sample, strict=True):
             total = total + unit.unsqueeze(1) * of_model
         node = total.abs().topk(num_nodes, dim=1).indices
         largest[sample, :, :, 0] = node
@@ -166,24 +183,41 @@ class ShortestWays:
         return ",".join(self.relations[number].replace(",", r"\,") for number in numbers)
 
 
-def name_contributions(
-    values: Tensor, samples: Tables, ways: ShortestWays
-) -> Iterator[list[list[Contribution]]]:
-    """Yields the contributions to each score of each sample, without those of 0.
+class Explanation(NamedTuple):
+    """What the predictions of n samples hang on."""
 
-    `values` are `largest_contributions` of n samples, [n, T, K, 2].
+    prediction: Tensor  # float64 [n, T]
+    without: Tensor  # those of `without_each`, float64 [n, T, nodes of the largest sample]
+    changes: Tensor  # `largest_contributions`, float64 [n, T, K, 2]
+
+
+def name_contributions(
+    explanation: Explanation, samples: Tables, ways: ShortestWays
+) -> Iterator[list[list[Contribution]]]:
+    """Yields up to K contributions to each score of each sample.
+
+    Those of the knocked-out nodes come first, then those of changes of states, without those of 0,
+    and the largest come first in either.
     """
+    num_nodes = explanation.changes.size(2)
     ptr = samples.perturbed_ptr.tolist()
-    for row, of_targets in enumerate(values.tolist()):
-        steps = ways.steps(samples.perturbed[ptr[row] : ptr[row + 1]].numpy())
+    for row, changes in enumerate(explanation.changes.tolist()):
+        perturbed = samples.perturbed[ptr[row] : ptr[row + 1]]
+        steps = ways.steps(perturbed.numpy())
+        names = [samples.genes[node] for node in perturbed]
         named = []
-        for pairs in of_targets:
+        for target, of_states in enumerate(changes):
+            prediction = explanation.prediction[row, target].item()
             contributions = []
-            for number, value in pairs:
+            of_nodes = explanation.without[row, target, : len(names)].tolist()
+            for name, without in zip(names, of_nodes, strict=True):
+                contributions.append(Contribution(name, prediction - without, 0, "", without))
+            contributions.sort(key=lambda each: -abs(each.contribution))
+            for number, value in of_states:
                 node = int(number)
                 if value and steps[node] >= 0:
                     relations = ways.last_relations(node, steps)
                     name = samples.genes[node]
                     contributions.append(Contribution(name, value, int(steps[node]), relations))
-            named.append(contributions)
+            named.append(contributions[:num_nodes])
         yield named

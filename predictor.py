@@ -118,9 +118,10 @@ class Predictor:
         """Returns the terms of each prediction by name, float64 [n, T] each; they add up to it.
 
         `without_graph` is what is known without the graph, with the mean of the training scores in
-        it, `local` what the readout of the knocked-out nodes adds, `knockout` what the change of
-        the others' states does. Of binary scores they add up to the logit, the mean over runs. Of
-        the arguments and errors of `predict`, all but `unknown` are the same.
+        it, `local` what the states of the knocked-out nodes add, `pairs` what these nodes have in
+        common, `knockout` what the change of the others' states does. Of binary scores they add up
+        to the logit, the mean over runs. Of the arguments and errors of `predict`, all but
+        `unknown` are the same.
         """
         sets = texts_of(sets)
         self.ensemble.check_parts()
@@ -136,26 +137,27 @@ class Predictor:
         num_nodes: int = 10,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[list[list[Contribution]]]:
-        """Returns the nodes whose changes of state contribute most to predictions.
+        """Returns the nodes that predictions hang on.
 
-        They are lists by set, by score and, the largest first, by node. Their sum over all nodes is
-        the part `knockout` less that of a change of 0 (see `explain`).
+        They are lists by set, by score and, the largest first, by node. First come the knocked-out
+        nodes, with the prediction `without` each and what it is less, then nodes by the changes of
+        their states. The sum of these over all nodes is the part `knockout` less that of a change
+        of 0; a model without a knock-out pass that can be explained has none (see predict_explain).
 
         Args:
             sets, columns: those of `predict`.
             num_nodes: the most nodes of each set and score.
 
         Raises:
-            UserError: as `predict`, or a model has no knock-out pass that can be explained.
+            UserError: as `predict`.
         """
-        self.ensemble.check_explained()
         if num_nodes < 1:
             raise UserError(f"num_nodes={num_nodes}: ask for 1 or more")
         most = min(num_nodes, len(self.tables.genes))
         rows = []
         for _, chunk in self._chunks(texts_of(sets), "raise", columns):
-            largest = self.ensemble.contributions(chunk.samples, most)
-            rows += name_contributions(largest, chunk.samples, self.ensemble.ways)
+            explanation = self.ensemble.explain(chunk.samples, most)
+            rows += name_contributions(explanation, chunk.samples, self.ensemble.ways)
         return rows
 
     def _chunks(

@@ -11,12 +11,14 @@ from data_tables import Tables, pack
 from errors import UserError
 from mask import SharedGraph
 from model import PARTS, KnockoutGNN
+from model_pairs import PairReadout, pair_names
 from predict import Predictor
 from predict_explain import (
+    Explanation,
     ShortestWays,
     changes_of_samples,
-    check_explained,
     contributions,
+    is_explained,
     largest_contributions,
     name_contributions,
 )
@@ -35,6 +37,15 @@ def knockout_part(model: KnockoutGNN, shared: SharedGraph, sets: list) -> torch.
         return model.eval().parts(shared, make_batch(shared, sets))["knockout"]
 
 
+def make_pair_readout(shared: SharedGraph) -> PairReadout:  # noqa: F811
+    """Returns a pair readout whose weights are not 0, for a model of `make_model`."""
+    num_features = len(pair_names(shared))
+    units = torch.tensor([[0.1], [0.5]]).expand(2, num_features)  # mean and deviation of each
+    readout = PairReadout(units, hidden=8, num_targets=1)
+    torch.nn.init.normal_(readout.linear.weight, std=0.3)
+    return readout
+
+
 def last_checkpoint(run: Path) -> str:
     """Returns the checkpoint after the last step; best.pt may be where training started."""
     return str(newest_checkpoint(run))
@@ -45,10 +56,12 @@ def last_checkpoint(run: Path) -> str:
 def test_parts_are_those_of_the_readouts_and_add_up_to_the_prediction(shared, readout):  # noqa: F811
     model = make_model(readout=readout).eval()
     batch = make_batch(shared, SETS)
+    if model.local_readout is not None:
+        model.local_readout.pair_readout = make_pair_readout(shared)
     parts = model.parts(shared, batch)
     names = {
         "both": PARTS,
-        "local": ("without_graph", "local"),
+        "local": ("without_graph", "local", "pairs"),
         "global": ("knockout",),
         "nodes": ("without_graph", "knockout"),
     }
@@ -157,10 +170,20 @@ def test_of_readouts_of_nodes_the_largest_is_that_of_the_target_in_memory_of_its
     assert expected.abs().max() > 0
 
 
-def test_a_model_without_a_knockout_pass_is_not_explained():
-    for model in (make_model(readout="local"), torch.nn.Linear(1, 1)):
-        with pytest.raises(UserError, match="the model of runs/a has no knock-out pass that can"):
-            check_explained(model, "runs/a")
+def test_in_a_model_without_a_knockout_pass_no_change_contributes(shared):  # noqa: F811
+    """Beside another one, it counts in the mean."""
+    model = make_model().eval()
+    units = [torch.tensor([2.0]).double()] * 2
+    batch = make_batch(shared, SETS)
+    for other in (make_model(readout="local").eval(), torch.nn.Linear(1, 1)):
+        assert not is_explained(other)
+        with torch.no_grad():
+            alone = largest_contributions([model], units[:1], shared, 3, batch)
+            none = largest_contributions([other], units[:1], shared, 3, batch)
+            both = largest_contributions([other, model], units, shared, 3, batch)
+        assert not none.any()
+        assert torch.equal(both[..., 0], alone[..., 0])
+        torch.testing.assert_close(both[..., 1], alone[..., 1] / 2)
 
 
 # ---- Ways ----------------------------------------------------------------------------------------
@@ -193,7 +216,11 @@ def test_steps_and_relations_are_those_of_the_shortest_ways():
     steps = ways.steps(np.array([4, 9]))
     assert steps.tolist() == [distance.get(node, -1) for node in range(num_nodes)]
     values = torch.stack([torch.arange(num_nodes).double(), torch.ones(num_nodes).double()], dim=1)
-    ((contributions_of_row,),) = name_contributions(values.expand(1, 1, -1, -1), tables, ways)
+    intact = torch.zeros(1, 1, 2).double()
+    explanation = Explanation(intact[..., 0], intact, values.expand(1, 1, -1, -1))
+    ((contributions_of_row,),) = name_contributions(explanation, tables, ways)
+    assert [each.without for each in contributions_of_row[:2]] == [0, 0]
+    del contributions_of_row[:2]
     assert [each.node for each in contributions_of_row] == [f"N{node}" for node in sorted(distance)]
     for node, contribution in zip(sorted(distance), contributions_of_row, strict=True):
         expected = {
@@ -206,13 +233,37 @@ def test_steps_and_relations_are_those_of_the_shortest_ways():
 
 
 # ---- The command and Python ----------------------------------------------------------------------
+def check_knocked_out(predictor: Predictor, others: dict[str, dict[str, str]]) -> None:
+    """Asserts that sets are explained by the predictions without each of their nodes.
+
+    `others` are, by set and by knocked-out node, the sets without it.
+    """
+    predicted = {}
+    for one_set in [*others, *itertools.chain(*(each.values() for each in others.values()))]:
+        predicted[one_set] = predictor.predict([one_set]).mean[0]
+    explained = predictor.explain(list(others), num_nodes=30)
+    for (one_set, without), of_scores in zip(others.items(), explained, strict=True):
+        for score, named in enumerate(of_scores):
+            knocked_out = [each for each in named if each.without is not None]
+            assert named[: len(knocked_out)] == knocked_out
+            assert {each.node for each in knocked_out} == set(without)
+            sizes = [abs(each.contribution) for each in knocked_out]
+            assert sizes == sorted(sizes, reverse=True)
+            for each in knocked_out:
+                expected = predicted[without[each.node]][score]
+                assert each.without == pytest.approx(expected, rel=1e-5, abs=1e-6)
+                gained = predicted[one_set][score] - expected
+                assert each.contribution == pytest.approx(gained, rel=1e-4, abs=1e-4)
+                assert (each.steps, each.relations) == (0, "")
+
+
 def test_parts_of_runs_add_up_in_the_table_and_from_python(members, predict, tmp_path):  # noqa: F811
     trained = [last_checkpoint(tmp_path / run) for run in members]
     for nproc, runs in ((0, trained[:1]), (2, trained)):
-        predict(0, "all-singles", *runs).check()
-        _, _, expected = read_table(tmp_path / "all-singles.predictions.tsv")
-        predict(nproc, "all-singles", *runs, "--parts").check()
-        header, sets, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
+        predict(0, "all-pairs", *runs).check()
+        _, _, expected = read_table(tmp_path / "all-pairs.predictions.tsv")
+        predict(nproc, "all-pairs", *runs, "--parts").check()
+        header, sets, numbers = read_table(tmp_path / "all-pairs.predictions.tsv")
         figures = ["prediction"] if len(runs) == 1 else ["prediction", "sd"]
         assert header == ["genes", *figures, *PARTS]
         torch.testing.assert_close(numbers[:, : len(figures)], expected, rtol=1e-5, atol=1e-6)
@@ -241,6 +292,7 @@ def test_parts_of_binary_scores_add_up_to_the_logit(train, predict, tmp_path):
     logit = sum(predictor.parts(sets).values())
     probability = 1 / (1 + np.exp(-logit))
     np.testing.assert_allclose(probability, predictor.predict(sets).mean, rtol=1e-6)
+    check_knocked_out(predictor, {"Y01,Y02": {"Y01": "Y02", "Y02": "Y01"}})
 
 
 def test_parts_of_several_scores_stand_beside_each(train, predict, tmp_path):
@@ -252,9 +304,10 @@ def test_parts_of_several_scores_stand_beside_each(train, predict, tmp_path):
     header, _, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
     names = [f"{target}{part}" for target in "ab" for part in ("", *(f"_{part}" for part in PARTS))]
     assert header == ["genes", *names]
-    for first in (0, 4):
-        total = numbers[:, first + 1 : first + 4].sum(1)
+    for first in (0, 1 + len(PARTS)):
+        total = numbers[:, first + 1 : first + 1 + len(PARTS)].sum(1)
         torch.testing.assert_close(total, numbers[:, first], rtol=1e-6, atol=1e-6)
+    check_knocked_out(Predictor(tmp_path / "runs/run"), {"Y01,Y02": {"Y01": "Y02", "Y02": "Y01"}})
 
 
 def test_an_own_model_without_parts_says_so(trained, tmp_path):
@@ -276,7 +329,7 @@ def test_explanations_are_a_regular_table_and_the_same_from_python(members, pred
         texts.append((tmp_path / "ask.explained.tsv").read_text())
     assert not (tmp_path / "ask.predictions.tsv").exists()
     header, *lines = [line.split("\t") for line in texts[0].splitlines()]
-    assert header == ["genes", "score", "node", "contribution", "steps", "relations"]
+    assert header == ["genes", "score", "node", "contribution", "steps", "relations", "without"]
     assert [line[0] for line in lines] == [genes for genes in sets for _ in range(4)]
     assert all(line[1] == "score" for line in lines)
     predictor = Predictor(*runs, device="cpu")
@@ -294,14 +347,15 @@ def test_explanations_are_a_regular_table_and_the_same_from_python(members, pred
         ]
     assert len(explained["Y01,Y02"][0]) == 4
     assert not explained[""][0]
-    assert {each.steps for each in explained["Y01,Y02"][0]} <= {1, 2}
+    assert {each.node for each in explained["Y01,Y02"][0][:2]} == {"Y01", "Y02"}
+    assert {each.steps for each in explained["Y01,Y02"][0][2:]} <= {1, 2}
     of_two_ranks = [line.split("\t")[:3] for line in texts[1].splitlines()]
     assert of_two_ranks == [line[:3] for line in [header, *lines]]
 
 
 def test_a_model_of_where_training_started_is_named(members, predict, tmp_path):  # noqa: F811
     """It changes no prediction by the graph, as the readout of changes starts at 0."""
-    note = "note      best.pt is where training started: perhaps no node contributes"
+    note = "note      best.pt is where training started: perhaps no living node contributes"
     command = ["all-singles", members[0], "--explain", "1"]
     best = tmp_path / members[0] / "checkpoints/best.pt"
     state = torch.load(best, weights_only=True)
@@ -310,21 +364,48 @@ def test_a_model_of_where_training_started_is_named(members, predict, tmp_path):
         assert (note in predict(0, *command).check().stdout) == (step == 0)
 
 
+@pytest.mark.parametrize("runs", [["a"], ["c"], ["a", "b", "c"]])
+def test_a_knocked_out_node_has_the_prediction_without_it(members, predict, tmp_path, runs):  # noqa: F811
+    """At the levels of the others, by any readout; as many lines as nodes are asked for."""
+    checkpoints = [last_checkpoint(tmp_path / "runs" / run) for run in runs]
+    others = {
+        "Y01,Y02=0.3,Y05": {"Y01": "Y02=0.3,Y05", "Y02": "Y01,Y05", "Y05": "Y01,Y02=0.3"},
+        "Y04=0.3": {"Y04": ""},
+        "": {},
+        "Y03,Y29": {"Y03": "Y29", "Y29": "Y03"},
+    }
+    predictor = Predictor(*checkpoints, device="cpu")
+    check_knocked_out(predictor, others)
+    explained = predictor.explain(list(others), num_nodes=30)
+    for one_set, (named,) in zip(others, explained, strict=True):
+        has_living = bool(one_set) and runs != ["c"]
+        assert (len(named) > len(others[one_set])) == has_living
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in others]])
+    output = predict(0, "ask.tsv", *checkpoints, "--explain", "2").check().stdout
+    assert output.count("no knock-out pass that can be explained: it names") == ("c" in runs)
+    lines = [line.split("\t") for line in (tmp_path / "ask.explained.tsv").read_text().splitlines()]
+    written = [[line[2] for line in lines[1:]][row : row + 2] for row in range(0, 8, 2)]
+    explained = predictor.explain(list(others), num_nodes=2)
+    for nodes, (named,) in zip(written, explained, strict=True):
+        assert list(filter(None, nodes)) == [each.node for each in named]
+    assert float(lines[1][6]) == pytest.approx(explained[0][0][0].without, rel=1e-5)
+    assert float(lines[1][3]) == pytest.approx(explained[0][0][0].contribution, rel=1e-3)
+
+
 def test_all_contributions_add_up_to_the_part(members, tmp_path):  # noqa: F811
     predictor = Predictor(last_checkpoint(tmp_path / members[0]), device="cpu")
     sets = ["Y01,Y02", "Y05", "Y29"]
     part = predictor.parts([*sets, ""])["knockout"][:, 0]
     sums = []
     for (named,) in predictor.explain(sets, num_nodes=1000):
-        sums.append(sum(each.contribution for each in named))
+        sums.append(sum(each.contribution for each in named if each.without is None))
     np.testing.assert_allclose(sums, part[:-1] - part[-1], rtol=1e-2, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("nproc", "arguments", "message"),
     [
-        (2, ["runs/c", "--explain", "3"], "runs/c/checkpoints/best.pt has no knock-out pass that"),
-        (0, ["runs/a", "--explain", "0"], "--explain takes a number above 0, and not together"),
+        (2, ["runs/a", "--explain", "0"], "--explain takes a number above 0, and not together"),
         (0, ["runs/a", "--explain", "3", "--parts"], "--explain takes a number above 0, and not"),
         (0, ["runs/a", "--explain", "many"], "argument --explain: invalid int value: 'many'"),
     ],

@@ -71,7 +71,7 @@ SHELVES = {
             "baseline config data data_tables ddp_setup errors mask model predict_explain "
             "predict_rows predict_sets run_checkpoint run_folder task"
         ),
-        "predict_explain": "data_tables errors mask model",
+        "predict_explain": "data_tables mask model",
         "predict_rows": "config data ddp_setup run_progress task",
         "predict_sets": "data_cells data_names data_tables errors",
         "predict_table": "data_cache ddp_setup errors run_checkpoint",

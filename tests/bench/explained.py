@@ -90,9 +90,12 @@ def share_found(value: Tensor, is_mediator: Tensor) -> float:
 def explained(runs: list[Path], sets: list[str], number: dict[str, int]) -> Tensor:
     """Returns the sizes of the contributions that are named of each node, float64 [rows, N]."""
     value = torch.zeros(len(sets), len(number), dtype=torch.float64)
-    for row, (contributions,) in enumerate(Predictor(*runs).explain(sets, FIRST)):
+    num_knocked_out = max(len(one_set.split(",")) for one_set in sets)  # they are named first
+    explained = Predictor(*runs).explain(sets, FIRST + num_knocked_out)
+    for row, (contributions,) in enumerate(explained):
         for each in contributions:
-            value[row, number[each.node]] = abs(each.contribution)
+            if each.without is None:
+                value[row, number[each.node]] = abs(each.contribution)
     return value
 
 
