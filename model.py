@@ -29,8 +29,8 @@ from model_pairs import PairReadout
 ENTRIES_OF_EMBED = (("embed.weight", "responses", 0), ("embed.bias", "responses", 0))
 ENTRIES_OF_HEAD = (("head.2.weight", "targets", 0), ("head.2.bias", "targets", 0))
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
-# What a prediction is the sum of: what is known without the graph, the local readout, and the
-# knock-out pass.
+# What a prediction is the sum of: what is known without the graph, the local readout, of that the
+# features of pairs, and the knock-out pass.
 PARTS = ("without_graph", "local", "pairs", "knockout")
 
 # Sums gate_r * h over the living edges of each relation r, for h [N, B, H] and gate [R, H].

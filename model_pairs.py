@@ -9,6 +9,7 @@ perturbed nodes in the batch, F features.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -229,11 +230,13 @@ def add_pair_features(
     if dtype.itemsize * len(dataset) * len(index.names) > MOST_BYTES:
         return
 
+    unplanned = replace(dataset, transform=None)
+
     def compute() -> dict[str, Tensor]:
         batches = torch.arange(len(dataset)).split(ROWS_AT_ONCE)
         features = []
         for rows in progress_bar(batches, f"pair features, {ROWS_AT_ONCE:,} rows at once"):
-            batch = dataset.__getitems__(rows).to(graph.device)
+            batch = unplanned.__getitems__(rows).to(graph.device)
             features.append(index.of_samples(batch).to(dtype).cpu())
         return {"features": torch.cat(features)}
 
@@ -259,7 +262,8 @@ def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
     rows = rows[dataset.tables.perturbed_ptr.diff()[rows] > 1]
     if not len(rows):
         return units
-    batch = dataset.__getitems__(rows[:: len(rows) // MOST_ROWS + 1]).to(graph.device)
+    some_rows = rows[:: len(rows) // MOST_ROWS + 1]
+    batch = replace(dataset, transform=None).__getitems__(some_rows).to(graph.device)
     features = features_of(graph, batch).double()
     number = num_pairs(batch).double()
     mean = number @ features / number.square().sum()
