@@ -261,7 +261,7 @@ def test_a_run_stopped_between_an_epoch_and_its_validation_resumes_with_the_vali
 @pytest.mark.slow
 def test_a_stop_in_the_test_evaluation_leaves_the_last_checkpoint_unchanged(train, tmp_path):
     """By then the model holds the best epoch's weights, here those of the second of three."""
-    arguments = ["optim.lr=0.1", "optim.epochs=3", "model.dropout=0"]
+    arguments = ["optim.lr=0.1", "optim.epochs=3", "model.dropout=0", "model.pairs=false"]
     output = train(0, *arguments, fault="stop_in_evaluation:5").check().stdout
     assert "stopped   at step 15" in output
     train(0, *arguments, "run.name=whole").check()
