@@ -8,6 +8,7 @@ Shapes: N nodes, R relations (the last may be all together), M entries, Q pairs,
 perturbed nodes in the batch, F features.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +22,8 @@ from data import KnockoutDataset
 from data_cache import cached, source_digest
 from mask import SharedGraph, num_samples, sum_by_sample
 from run_progress import progress_bar
+
+log = logging.getLogger("model_pairs")
 
 # The features of a pair by each relation; the last four are of relations whose edges have
 # directions.
@@ -207,6 +210,8 @@ def pair_index(graph: SharedGraph) -> PairIndex:
     if graph.pairs is None:
         relation = torch.repeat_interleave(graph.edge_counts)
         names = [name for _, name, _ in graph.relations]
+        if len(names) > MOST_RELATIONS:
+            log.info(f"note      of {len(names):,} relations, only all together have pair features")
         graph.pairs = PairIndex(
             graph.edge_index, relation, graph.raw_weight, names, graph.num_nodes
         )
