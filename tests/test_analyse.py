@@ -16,6 +16,7 @@ import yaml
 import analyse
 import analyse_metrics
 import analyse_text
+import analyse_text
 from analyse import seconds_of
 from analyse_metrics import metrics_by_group
 from analyse_rivals import shared_pairs
@@ -383,6 +384,8 @@ def test_rows_that_count_decide_by_their_weights():
     low, _ = of_rivals["baseline: fair"]["weighted_gain"]
     _, high = of_rivals["baseline: fair"]["gain"]
     assert high < 0 < low
+    fair_alone = {"baseline: fair": of_rivals["baseline: fair"]}
+    assert analyse_text.table_of_rivals(fair_alone)[-1].endswith("the model is above it")
     members = {"a": replace(rows, prediction=fair), "b": rows}
     best_two = analyse_metrics.difference_of_best(members, "squared")
     assert (best_two["runs"], best_two["metric"]) == (["b", "a"], "weighted_pearson")
