@@ -16,7 +16,6 @@ import yaml
 import analyse
 import analyse_metrics
 import analyse_text
-import analyse_text
 from analyse import seconds_of
 from analyse_metrics import metrics_by_group
 from analyse_rivals import shared_pairs
