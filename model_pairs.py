@@ -33,6 +33,7 @@ MOST_RELATIONS = 64  # of more, only all together have features
 AT_ONCE = 2**20  # pairs and looked up neighbours, which take some 100 MB
 ROWS_AT_ONCE = 1024
 MOST_ROWS = 100_000  # of training, that the units of features are computed from
+UNTOLD = 1e30  # deviation of a feature that is constant in training: it counts as 0 ever after
 MOST_BYTES = 2**31  # of the features of all rows, which are otherwise computed with each batch
 
 
@@ -260,9 +261,10 @@ def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
     """Returns mean and standard deviation of the features of pairs in training, [2, F].
 
     They are those of training rows, of which evenly spaced ones are taken if there are many. The
-    deviation is that of a row with pairs from as many average pairs.
+    deviation is that of a row with pairs from as many average pairs, or `UNTOLD`.
     """
-    units = torch.ones(2, len(pair_names(graph)), dtype=torch.float64)
+    units = torch.zeros(2, len(pair_names(graph)), dtype=torch.float64)
+    units[1] = UNTOLD
     rows = dataset.tables.rows("train")
     rows = rows[dataset.tables.perturbed_ptr.diff()[rows] > 1]
     if not len(rows):
@@ -274,7 +276,7 @@ def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
     mean = number @ features / number.square().sum()
     deviation = (features - number.unsqueeze(1) * mean).square().mean(dim=0).sqrt()
     units[0] = mean
-    units[1] = deviation.where(deviation > 1e-6 * (1 + mean.abs()), 1.0)
+    units[1] = deviation.where(deviation > 1e-6 * (1 + mean.abs()), UNTOLD)
     return units
 
 

@@ -135,12 +135,24 @@ def test_features_are_centred_by_those_of_an_average_pair_and_a_single_has_none(
     features = pair_index(graph).of_samples(batch)[:-1]
     torch.testing.assert_close(units[0], features.mean(dim=0))
     deviation = features.std(dim=0, correction=0)
-    torch.testing.assert_close(units[1], deviation.where(deviation > 1e-6, 1.0))
+    torch.testing.assert_close(units[1], deviation.where(deviation > 1e-6, model_pairs.UNTOLD))
     readout = PairReadout(units, hidden=4, num_targets=1)
     torch.nn.init.ones_(readout.linear.weight)
     part = readout(graph, batch, torch.zeros(len(sets), 8), torch.nn.Identity())
     assert part[-1].abs().max() == 0
     assert part[:-1].abs().max() > 0
+
+
+def test_what_training_rows_do_not_tell_adds_nothing_to_a_prediction():
+    """No training row has a pair: weights of features stay as they were drawn."""
+    graph, dataset = small_dataset([{0: 0.0}, {1: 0.0}, {0: 0.0, 1: 0.0}])
+    dataset.tables.split[2] = 2
+    batch = dataset.__getitems__([2])
+    assert pair_index(graph).of_samples(batch).abs().max() > 0
+    readout = PairReadout(units_of_pairs(graph, dataset), hidden=4, num_targets=1)
+    torch.nn.init.ones_(readout.linear.weight)
+    part = readout(graph, batch, torch.zeros(1, 8), torch.nn.Identity())
+    assert part.abs().max() < 1e-20
 
 
 def test_features_that_a_batch_brings_are_those_that_are_computed(tmp_path):
