@@ -33,7 +33,6 @@ MOST_RELATIONS = 64  # of more, only all together have features
 AT_ONCE = 2**20  # pairs and looked up neighbours, which take some 100 MB
 ROWS_AT_ONCE = 1024
 MOST_ROWS = 100_000  # of training, that the units of features are computed from
-UNTOLD = 1e30  # deviation of a feature that is constant in training: it counts as 0 ever after
 MOST_BYTES = 2**31  # of the features of all rows, which are otherwise computed with each batch
 
 
@@ -258,13 +257,13 @@ def num_pairs(batch: Data) -> Tensor:
 
 
 def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
-    """Returns mean and standard deviation of the features of pairs in training, [2, F].
+    """Returns mean and scale of the features of pairs in training, [2, F].
 
     They are those of training rows, of which evenly spaced ones are taken if there are many. The
-    deviation is that of a row with pairs from as many average pairs, or `UNTOLD`.
+    scale is 1 over the deviation of a row with pairs from as many average pairs. It is 0 for a
+    feature without deviation, whose weights training cannot tell.
     """
     units = torch.zeros(2, len(pair_names(graph)), dtype=torch.float64)
-    units[1] = UNTOLD
     rows = dataset.tables.rows("train")
     rows = rows[dataset.tables.perturbed_ptr.diff()[rows] > 1]
     if not len(rows):
@@ -275,8 +274,9 @@ def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
     number = num_pairs(batch).double()
     mean = number @ features / number.square().sum()
     deviation = (features - number.unsqueeze(1) * mean).square().mean(dim=0).sqrt()
+    varies = deviation > 1e-6 * (1 + mean.abs())
     units[0] = mean
-    units[1] = deviation.where(deviation > 1e-6 * (1 + mean.abs()), UNTOLD)
+    units[1, varies] = 1 / deviation[varies]
     return units
 
 
@@ -316,8 +316,8 @@ class PairReadout(nn.Module):
         """
         features = features_of(graph, batch).to(self.units.dtype)
         number = num_pairs(batch).to(self.units.dtype).unsqueeze(1)
-        mean, deviation = self.units
-        scaled = (features - number * mean) / deviation
+        mean, scale = self.units
+        scaled = (features - number * mean) * scale
         scaled = scaled.clamp(-self.LARGEST, self.LARGEST)
         change = head(hidden + self.input(scaled)) - head(hidden)
         return self.linear(scaled) + change

@@ -170,9 +170,9 @@ class Oracle:
             pairs = np.sum([0 * intact[0].repeat(2), *pairs], axis=0)
             both = model.norm(np.append(each.sum(axis=0), pairs), "local_readout.norm")
             prediction += model.linear(pairs, "local_readout.pair")
-            mean, deviation = model["local_readout.pair_readout.units"]
+            mean, scale = model["local_readout.pair_readout.units"]
             number = np.triu(np.outer(1 - level, 1 - level), 1).sum()
-            scaled = (self.pair_features(level) - number * mean) / deviation
+            scaled = (self.pair_features(level) - number * mean) * scale
             scaled = scaled.clip(-10, 10)
             prediction += model.linear(scaled, "local_readout.pair_readout.linear")
             hidden = model.linear(both, "local_readout.head.0")

@@ -40,7 +40,7 @@ def knockout_part(model: KnockoutGNN, shared: SharedGraph, sets: list) -> torch.
 def make_pair_readout(shared: SharedGraph) -> PairReadout:  # noqa: F811
     """Returns a pair readout whose weights are not 0, for a model of `make_model`."""
     num_features = len(pair_names(shared))
-    units = torch.tensor([[0.1], [0.5]]).expand(2, num_features)  # mean and deviation of each
+    units = torch.tensor([[0.1], [0.5]]).expand(2, num_features)  # mean and scale of each
     readout = PairReadout(units, hidden=8, num_targets=1)
     torch.nn.init.normal_(readout.linear.weight, std=0.3)
     return readout
