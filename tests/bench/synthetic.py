@@ -1,6 +1,6 @@
 """Random tables whose scores depend on the graph in a known way: the example, and larger ones.
 
-    python -m tests.bench.synthetic small|yeast|network|expression|dose FOLDER
+    python -m tests.bench.synthetic small|yeast|network|expression|dose|planted... FOLDER
 
 writes `edges.tsv` and `scores.tsv` into FOLDER and prints the options of train.py that name them.
 The graph has hubs and modules, and a sample knocks out a few nodes that are often related. A score
@@ -9,7 +9,8 @@ sum of effects of single nodes, of pairs within a module, and of short paths bet
 score of `network` is what is lost when failures spread along edges. A sample of `expression` has a
 score for each node, its profile: what the knock-outs do to the nodes within two edges. In `dose`, a
 perturbed node has one of five levels, from deleted to threefold, and a score is a sum of responses
-that saturate. Noise is added to all of them.
+that saturate. A score of `planted`, or of a preset named after it, is a sum of effects of two nodes
+and of what the graph has between them. Noise is added to all of them.
 """
 
 import argparse
@@ -41,7 +42,17 @@ class Preset:
     num_doubles: int | None = None
     # Of the perturbed nodes, of which the scores are `dose_responses`; (): all are deleted.
     levels: tuple[float, ...] = ()
+    rules: tuple[str, ...] = ()  # of `RULES`, by which pairs have their `planted_scores`
 
+
+PLANTED = Preset(
+    num_nodes=300,
+    num_edges={"physical": 1500, "regulatory": 3000},
+    num_modules=1,
+    num_samples=1500,
+    deletions=(2, 2),
+    rules=("common neighbours", "common targets"),
+)
 
 PRESETS = {
     "small": Preset(
@@ -93,9 +104,16 @@ PRESETS = {
         rounds=2,
         levels=(0.0, 0.25, 0.5, 2.0, 3.0),
     ),
+    "planted": PLANTED,
+    "planted-neighbours": replace(PLANTED, rules=("common neighbours",)),
+    "planted-targets": replace(PLANTED, rules=("common targets",)),
+    "planted-edge": replace(PLANTED, rules=("edge",)),
+    "planted-paths": replace(PLANTED, rules=("paths of two",)),
 }
 # What the loss of its source does to a target.
 REGULATION = {"activates": -1.0, "represses": 0.8, "binds": -0.2}
+# What each count between two nodes does to their score.
+RULES = {"common neighbours": -1.0, "common targets": 0.8, "edge": -1.0, "paths of two": 1.0}
 
 
 def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
@@ -103,7 +121,8 @@ def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
 
     The scores are float64 [n], or [n, N] if they are profiles. With `preset.num_doubles`, they are
     those of `expression_tables`. With `preset.levels`, a score is the sample's `dose_responses` and
-    noise, with `preset.rounds` alone its `failure_losses`, else its `interaction_scores`.
+    noise, with `preset.rounds` alone its `failure_losses`, with `preset.rules` its
+    `planted_scores`, else its `interaction_scores`.
     """
     draw = Draw(preset, seed)
     if preset.num_doubles is not None:
@@ -122,6 +141,9 @@ def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
     elif preset.rounds:
         noise = 0.2
         signal = failure_losses(edges, n, perturbed, perturbed_ptr, preset.rounds)
+    elif preset.rules:
+        noise = 0.17
+        signal = planted_scores(draw, preset, physical, edge_indices["regulatory"], perturbed)
     else:
         noise = 0.4
         signal = interaction_scores(draw, preset, physical, perturbed, perturbed_ptr)
@@ -289,6 +311,36 @@ def interaction_scores(
     paths = (((dead + reached) * reached).sum(0).to_dense() - own_paths @ dead) / 2
     terms = ((0.55, additive), (0.55, in_module), (0.45, paths))
     return sum(share * term / term.std() for share, term in terms)
+
+
+def planted_scores(
+    draw: Draw, preset: Preset, physical: Tensor, regulatory: Tensor, perturbed: Tensor
+) -> Tensor:
+    """Returns the sum of two nodes' own effects and of `preset.rules`, float64 [n].
+
+    Both parts vary alike. A rule counts, between the nodes, neighbours by `physical` edges (both
+    ways), targets of `regulatory` edges, a `physical` edge, or paths of two `regulatory` edges.
+    """
+    n = preset.num_nodes
+    near = torch.zeros(n, n, dtype=torch.float64)
+    near[tuple(physical)] = 1
+    regulates = torch.zeros(n, n, dtype=torch.float64)
+    regulates[tuple(regulatory)] = 1
+    paths = regulates @ regulates
+    counts = {
+        "common neighbours": near @ near,
+        "common targets": regulates @ regulates.T,
+        "edge": near,
+        "paths of two": paths + paths.T,
+    }
+    first, second = perturbed.view(-1, 2).T
+    own_effect = draw.normal(n)
+    additive = own_effect[first] + own_effect[second]
+    between = torch.zeros_like(additive)
+    for rule in preset.rules:
+        count = counts[rule][first, second]
+        between += RULES[rule] * count / count.std()
+    return additive / additive.std() + between / between.std()
 
 
 def failure_losses(
