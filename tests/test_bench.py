@@ -9,7 +9,7 @@ from baseline import additive_baseline
 from data import DataConfig, load, random_split
 from metrics import pearson
 from tests.bench import synthetic
-from tests.bench.synthetic import PRESETS, failure_losses, generate, synthetic_tables
+from tests.bench.synthetic import PRESETS, RULES, failure_losses, generate, synthetic_tables
 from tests.conftest import DEFAULTS, write_defaults
 from tests.tools.runs import pack_sets
 from train import read_config
@@ -47,7 +47,7 @@ def test_a_preset_is_written_as_tables_that_train_reads(tmp_path, monkeypatch, c
     assert tables.edge_type.bincount().tolist() == expected.edge_type.bincount().tolist()
 
 
-@pytest.mark.parametrize("preset", ["small", "network"])
+@pytest.mark.parametrize("preset", ["small", "network", "planted"])
 def test_a_quick_preset_has_the_declared_shape(preset):
     compare_with_preset(preset)
 
@@ -122,6 +122,43 @@ def test_failures_spread_as_a_loop_over_nodes_says():
         activity = activities(dead)
         expected = sum(intact[node] - activity[node] for node in range(6) if node not in dead)
         assert loss == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("planted")])
+def test_planted_scores_are_effects_of_nodes_and_what_sets_of_neighbours_share(preset):
+    tables, signal = generate(PRESETS[preset])
+    neighbours = [set() for _ in tables.genes]
+    targets = [set() for _ in tables.genes]
+    sources = [set() for _ in tables.genes]
+    for (a, b), relation in zip(tables.edge_index.T.tolist(), tables.edge_type, strict=True):
+        if tables.relations[relation] == "physical":
+            neighbours[a].add(b)
+            neighbours[b].add(a)
+        else:
+            targets[a].add(b)
+            sources[b].add(a)
+    counts = {
+        "common neighbours": lambda a, b: len(neighbours[a] & neighbours[b]),
+        "common targets": lambda a, b: len(targets[a] & targets[b]),
+        "edge": lambda a, b: int(b in neighbours[a]),
+        "paths of two": lambda a, b: len(targets[a] & sources[b]) + len(targets[b] & sources[a]),
+    }
+    pairs = tables.perturbed.view(-1, 2)
+    rules = PRESETS[preset].rules
+    of_rules = [[counts[rule](a, b) for rule in rules] for a, b in pairs.tolist()]
+    count = torch.tensor(of_rules, dtype=torch.float64)
+    assert ((count > 0).double().mean(dim=0) > 0.3).all()  # of enough pairs
+
+    is_knocked_out = torch.zeros(len(pairs), len(tables.genes), dtype=torch.float64)
+    is_knocked_out.scatter_(1, pairs, 1.0)
+    terms = torch.cat([is_knocked_out, count], dim=1)
+    solution = torch.linalg.lstsq(terms, signal.unsqueeze(1), driver="gelsd").solution
+    torch.testing.assert_close((terms @ solution).squeeze(1), signal)
+    effect_of_nodes, effect_of_rules = solution.split([len(tables.genes), len(rules)])
+    signs = torch.tensor([RULES[rule] for rule in rules]).sign()
+    assert torch.equal(effect_of_rules.sign().flatten(), signs.double())
+    assert (is_knocked_out @ effect_of_nodes).std().item() == pytest.approx(1)
+    assert (count @ effect_of_rules).std().item() == pytest.approx(1)
 
 
 def test_synthetic_tables_depend_on_their_seed_alone():

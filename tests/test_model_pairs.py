@@ -2,24 +2,31 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 import model_pairs
-from data import KnockoutDataset
+from config import Config
+from data import DataConfig, KnockoutDataset, load
+from data_tables import Tables
 from mask import SharedGraph
 from model_pairs import (
+    FEATURES,
     MOST_RELATIONS,
     PairIndex,
     PairReadout,
     num_pairs,
     pair_index,
+    pair_names,
     units_of_pairs,
 )
-from tests.tools.runs import pack_levels, small_graph
+from task import KnockoutTask
+from tests.conftest import write_table
+from tests.tools.runs import pack_levels, pack_sets, small_graph, tables_of
 
 
 def dense_features(edge_index: Tensor, relation: Tensor, weight: Tensor, size: tuple) -> Tensor:
@@ -111,16 +118,133 @@ def test_of_very_many_relations_all_together_have_features():
     weight = torch.ones(num_relations)
     index = PairIndex(edge_index, torch.arange(num_relations), weight, names, num_relations + 1)
     assert index.names[0] == "edge by all"
-    assert len(index.names) == len(model_pairs.FEATURES + model_pairs.DIRECTED)
+    assert len(index.names) == len(FEATURES + model_pairs.DIRECTED)
     features = index.of_pairs(torch.tensor([3]), torch.tensor([5]))
     found = dict(zip(index.names, features[0].tolist(), strict=True))
     assert found["edge by all"] == 0
     assert found["paths of two by all"] == pytest.approx(torch.tensor(2.0).log().item())
 
 
-def small_dataset(levels: list[dict[int, float]]) -> tuple[SharedGraph, KnockoutDataset]:
-    from tests.tools.runs import tables_of
+# ---- Graphs and samples with little in them ------------------------------------------------------
+SETS = [[0], [1], [0, 1], [0, 1, 2], [2, 3]]
+NO_EDGE = torch.empty(2, 0, dtype=torch.long)
 
+
+def task_on(
+    folder: Path, num_nodes: int, edge_index: Tensor, edge_type: Tensor, relations: list[str]
+) -> KnockoutTask:
+    """Returns the task of the `SETS` of these nodes, each in a training and a validation row."""
+    sets = [nodes for nodes in SETS if max(nodes) < num_nodes]
+    perturbed, perturbed_ptr = pack_sets(sets + sets)
+    tables = Tables(
+        genes=[f"g{number}" for number in range(num_nodes)],
+        relations=relations,
+        edge_index=edge_index,
+        edge_type=edge_type,
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        y=torch.arange(2 * len(sets), dtype=torch.float64),
+        split=torch.tensor([0, 1], dtype=torch.int8).repeat_interleave(len(sets)),
+    )
+    config = Config(data=DataConfig(cache_dir=str(folder)))
+    return KnockoutTask.from_tables(tables, config)
+
+
+def pairs_of_task(task: KnockoutTask) -> dict[str, list[float]]:
+    """Returns {name: feature of the validation rows}.
+
+    Predictions and gradients must be finite.
+    """
+    model = task.build_model().to(task.config.optim.dtype)
+    batch = task.dataset.__getitems__(task.rows("val").tolist())
+    batch.seed = torch.tensor(0)
+    prediction = model(task.graph, batch)
+    prediction.square().sum().backward()
+    assert prediction.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    assert model.local_readout.pair_readout.units.isfinite().all()
+    return dict(zip(pair_names(task.graph), batch.pair_features.T.tolist(), strict=True))
+
+
+def test_a_graph_of_one_node_has_features_of_0(tmp_path):
+    loop = torch.tensor([[0], [0]])
+    features = pairs_of_task(task_on(tmp_path, 1, loop, torch.tensor([0]), ["r"]))
+    assert features == {f"{name} by r": [0.0] for name in FEATURES}
+
+
+def test_two_nodes_in_all_have_an_edge_and_share_nothing(tmp_path):
+    edge = torch.tensor([[0], [1]])
+    features = pairs_of_task(task_on(tmp_path, 2, edge, torch.tensor([0]), ["r"]))
+    assert features.pop("edge by r") == [0, 0, 1]
+    assert len(features) == 7
+    assert set(map(tuple, features.values())) == {(0, 0, 0)}
+
+
+def test_relations_and_nodes_without_edges_have_features_of_0(tmp_path):
+    """Nodes 0 and 1 share node 4 by `r`, nodes 2 and 3 have no edge."""
+    edge_index = torch.tensor([[0, 1], [4, 4]])
+    task = task_on(tmp_path, 5, edge_index, torch.tensor([1, 1]), ["none", "r", "nor"])
+    features = pairs_of_task(task)
+    log_2 = torch.tensor(2.0).log().item()
+    for relation in ("r", "all"):
+        of_common_targets = features.pop(f"common targets by {relation}")
+        assert of_common_targets == pytest.approx([0, 0, log_2, log_2, 0])
+        assert features.pop(f"cosine by {relation}") == [0, 0, 1, 1, 0]
+    names = [f"{name} by {relation}" for relation in ("none", "nor") for name in FEATURES]
+    assert all(features[name] == [0] * len(SETS) for name in names)
+
+
+def test_a_graph_without_edges_has_features_of_0(tmp_path):
+    no_type = torch.empty(0, dtype=torch.long)
+    features = pairs_of_task(task_on(tmp_path, 4, NO_EDGE, no_type, ["r", "s"]))
+    assert len(features) == 3 * len(FEATURES)
+    assert set(map(tuple, features.values())) == {(0,) * len(SETS)}
+
+
+def test_a_node_that_stands_twice_in_a_sample_counts_once(tmp_path):
+    edges = [("source", "target", "relation"), ("a", "c", "r"), ("b", "c", "r"), ("a", "a", "r")]
+    samples = ["a,b", "b,a,b", "a,a", "a", "a,b,c,c"]
+    splits = ["train", "train", "train", "val", "test"]
+    rows = zip(samples, range(len(samples)), splits, strict=True)
+    scores = [("genes", "score", "split"), *rows]
+    config = DataConfig(
+        edges=str(write_table(tmp_path / "edges.tsv", edges)),
+        perturbations=str(write_table(tmp_path / "scores.tsv", scores)),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    tables = load(config)
+    graph = SharedGraph(tables.graph())
+    batch = KnockoutDataset(tables, graph.degree).__getitems__(range(len(samples)))
+    features = pair_index(graph).of_samples(batch)
+    assert features[0].abs().max() > 0
+    assert torch.equal(features[0], features[1])
+    assert features[2].abs().max() == features[3].abs().max() == 0
+    assert num_pairs(batch).tolist() == [1, 1, 0, 0, 3]
+
+
+@pytest.mark.parametrize(
+    "num_relations",
+    [MOST_RELATIONS, MOST_RELATIONS + 1, pytest.param(10_000, marks=pytest.mark.slow)],
+)
+def test_the_log_says_where_only_all_together_have_features(caplog, num_relations):
+    caplog.set_level("INFO", logger="model_pairs")
+    graph = HeteroData()
+    graph["gene"].num_nodes = 4
+    for number in range(num_relations):
+        edge_index = torch.tensor([[number % 4], [number * 3 % 4]])
+        graph["gene", f"r{number}", "gene"].edge_index = edge_index
+    is_by_all = [name.endswith(" by all") for name in pair_names(SharedGraph(graph))]
+    if num_relations > MOST_RELATIONS:
+        note = f"note      of {num_relations:,} relations, only all together have pair features"
+        assert caplog.messages == [note]
+        assert all(is_by_all)
+    else:
+        assert caplog.messages == []
+        assert is_by_all.count(False) >= MOST_RELATIONS * len(FEATURES)
+
+
+# ---- The readout ---------------------------------------------------------------------------------
+def small_dataset(levels: list[dict[int, float]]) -> tuple[SharedGraph, KnockoutDataset]:
     graph = SharedGraph(small_graph(torch.Generator().manual_seed(0)))
     tables = tables_of(levels, torch.zeros(len(levels)))
     tables.split = torch.zeros(len(levels), dtype=torch.int8)
