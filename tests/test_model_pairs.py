@@ -111,6 +111,28 @@ def test_a_sample_has_the_sum_over_its_pairs_in_any_pieces(monkeypatch, at_once)
     torch.testing.assert_close(num_pairs(batch), numbers)
 
 
+def test_neighbours_of_a_hub_are_not_looked_up(monkeypatch):
+    """Its partner has three, of which two lead to the hub's neighbours."""
+    num_keys = []
+    searchsorted = torch.searchsorted
+
+    def count_keys(keys: Tensor, found: Tensor) -> Tensor:
+        num_keys.append(len(found))
+        return searchsorted(keys, found)
+
+    leaves = torch.arange(1, 1000)
+    of_hub = torch.stack([torch.zeros_like(leaves), leaves])
+    of_partner = torch.tensor([[1000, 1000, 1000], [1, 2, 1001]])
+    edge_index = torch.cat([of_hub, of_partner], dim=1)
+    relation = torch.zeros(edge_index.size(1), dtype=torch.long)
+    index = PairIndex(edge_index, relation, torch.ones(len(relation)), ["r"], 1002)
+    monkeypatch.setattr(torch, "searchsorted", count_keys)
+    pair = torch.tensor([[0, 1000], [1000, 0]])
+    common_targets = index.of_pairs(*pair)[:, index.names.index("common targets by r")]
+    assert common_targets.tolist() == pytest.approx([torch.tensor(3.0).log().item()] * 2)
+    assert num_keys == [6]
+
+
 def test_of_very_many_relations_all_together_have_features():
     num_relations = MOST_RELATIONS + 1
     edge_index = torch.stack([torch.arange(num_relations), torch.arange(num_relations) + 1])
@@ -267,6 +289,50 @@ def test_features_are_centred_by_those_of_an_average_pair_and_a_single_has_none(
     assert part[:-1].abs().max() > 0
 
 
+def test_an_average_pair_of_sets_of_any_size_and_level_is_that_of_a_complete_graph():
+    """All pairs are alike, so that nothing deviates from as many average pairs."""
+    graph = HeteroData()
+    graph["gene"].num_nodes = 6
+    pairs = torch.tensor(list(itertools.permutations(range(6), 2)))
+    graph["gene", "r", "gene"].edge_index = pairs.T
+    graph = SharedGraph(graph)
+    sets = [{0: 0.0, 1: 0.5}, {1: 0.0, 2: 0.0, 3: 3.0}, {0: 0.0, 2: 0.0, 4: 0.0, 5: 0.0}, {3: 0.0}]
+    _, dataset = small_dataset(sets)
+    mean, scale = units_of_pairs(graph, dataset)
+    expected = pair_index(graph).of_pairs(torch.tensor([0]), torch.tensor([1]))
+    torch.testing.assert_close(mean.unsqueeze(0), expected)
+    assert scale.tolist() == [0] * len(FEATURES)
+
+
+def test_units_of_many_rows_are_those_of_evenly_spaced_ones(monkeypatch):
+    sets = [{a: 0.0, b: 0.0} for a, b in itertools.combinations(range(5), 2)]
+    expected = units_of_pairs(*small_dataset(sets[::3]))
+    graph, dataset = small_dataset(sets)
+    monkeypatch.setattr(model_pairs, "MOST_ROWS", 4)
+    assert torch.equal(units_of_pairs(graph, dataset), expected)
+
+
+def test_the_readout_adds_a_weighted_sum_and_what_features_change_behind_the_head():
+    """A feature is centred by the number of pairs, scaled, and at most 10."""
+    torch.manual_seed(0)
+    units = torch.tensor([[1.0, 0.5], [2.0, 100.0]])
+    readout = PairReadout(units, hidden=2, num_targets=1)
+    assert readout.linear.weight.abs().max() == 0
+    torch.nn.init.normal_(readout.linear.weight)
+    head = torch.nn.Sequential(torch.nn.GELU(), torch.nn.Linear(4, 1))
+    hidden = torch.randn(3, 4)
+    batch = Data(**pack_levels([{0: 0.0, 1: 0.0}, {0: 0.0, 1: 0.0, 2: 0.5}, {2: 0.0}]))
+    batch.perturbed_batch = torch.repeat_interleave(batch.perturbed_ptr.diff())
+    batch.pair_features = torch.tensor([[1.5, 0.25], [3.0, 1.01], [0.0, 0.0]])
+    scaled = torch.tensor([[1.0, -10.0], [2.0, 1.0], [0.0, 0.0]])  # the second has two pairs
+    with torch.no_grad():
+        expected = readout.linear(scaled)
+        expected += head(hidden + readout.input(scaled)) - head(hidden)
+        found = readout(None, batch, hidden, head)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert found[2] == 0
+
+
 def test_what_training_rows_do_not_tell_adds_nothing_to_a_prediction():
     """No training row has a pair: weights of features stay as they were drawn."""
     graph, dataset = small_dataset([{0: 0.0}, {1: 0.0}, {0: 0.0, 1: 0.0}])
@@ -288,6 +354,18 @@ def test_features_that_a_batch_brings_are_those_that_are_computed(tmp_path):
     assert dataset.__getitems__([-1, -1]).pair_features.abs().max() == 0
     others = dataset.with_samples(replace(dataset.tables))
     assert "pair_features" not in others.__getitems__([0])
+
+
+def test_features_of_other_tables_and_precisions_have_caches_of_their_own(tmp_path):
+    graph, dataset = small_dataset([{0: 0.0, 1: 0.0}])
+    model_pairs.add_pair_features(dataset, graph, str(tmp_path), "of these tables")
+    features = dataset.pair_features
+    graph, dataset = small_dataset([{0: 0.0, 2: 0.0}])
+    model_pairs.add_pair_features(dataset, graph, str(tmp_path), "of others")
+    assert not torch.equal(dataset.pair_features, features)
+    graph.to("cpu", torch.float64)
+    model_pairs.add_pair_features(dataset, graph, str(tmp_path), "of others")
+    assert dataset.pair_features.dtype == torch.float64
 
 
 def test_features_of_too_many_rows_come_with_each_batch(monkeypatch, tmp_path):

@@ -39,6 +39,12 @@ COMMANDS = {  # with the number of threads, 0: all cores
     "scaling": 1,
     "coverage": 1,
     "quality --preset small --seeds 3 --splits random:0 --models both": 1,
+    "quality --preset small --splits random:0 --models permuted": 1,
+    "quality --preset planted --splits random:0 --models both": 1,
+    "quality --preset planted-neighbours --splits random:0 --models both": 1,
+    "quality --preset planted-targets --splits random:0 --models both": 1,
+    "quality --preset planted-edge --splits random:0 --models both": 1,
+    "quality --preset planted-paths --splits random:0 --models both": 1,
     "quality --config tests/bench/yeast.yaml --models local --seeds 5 --splits random:0 random:1 "
     f"random:2 {YEAST}": 1,
     f"quality --config tests/bench/yeast.yaml --models local --seeds 5 --splits {FOLDS} {YEAST}": 1,
