@@ -127,10 +127,12 @@ def test_neighbours_of_a_hub_are_not_looked_up(monkeypatch):
     relation = torch.zeros(edge_index.size(1), dtype=torch.long)
     index = PairIndex(edge_index, relation, torch.ones(len(relation)), ["r"], 1002)
     monkeypatch.setattr(torch, "searchsorted", count_keys)
-    pair = torch.tensor([[0, 1000], [1000, 0]])
-    common_targets = index.of_pairs(*pair)[:, index.names.index("common targets by r")]
+    monkeypatch.setattr(model_pairs, "AT_ONCE", 100)
+    batch = Data(**pack_levels([{0: 0.0, 1000: 0.0}] * 2))
+    batch.perturbed_batch = torch.tensor([0, 0, 1, 1])
+    common_targets = index.of_samples(batch)[:, index.names.index("common targets by r")]
     assert common_targets.tolist() == pytest.approx([torch.tensor(3.0).log().item()] * 2)
-    assert num_keys == [6]
+    assert num_keys == [6]  # in one piece
 
 
 def test_of_very_many_relations_all_together_have_features():
@@ -304,6 +306,16 @@ def test_an_average_pair_of_sets_of_any_size_and_level_is_that_of_a_complete_gra
     assert scale.tolist() == [0] * len(FEATURES)
 
 
+def test_units_are_those_of_training_rows():
+    sets = [{a: 0.0, b: 0.0} for a, b in itertools.combinations(range(5), 2)]
+    expected = units_of_pairs(*small_dataset(sets[:6]))
+    graph, dataset = small_dataset(sets)
+    assert not torch.equal(units_of_pairs(graph, dataset), expected)
+    dataset.tables.split[6:8] = 1
+    dataset.tables.split[8:] = 2
+    assert torch.equal(units_of_pairs(graph, dataset), expected)
+
+
 def test_units_of_many_rows_are_those_of_evenly_spaced_ones(monkeypatch):
     sets = [{a: 0.0, b: 0.0} for a, b in itertools.combinations(range(5), 2)]
     expected = units_of_pairs(*small_dataset(sets[::3]))
@@ -352,6 +364,7 @@ def test_features_that_a_batch_brings_are_those_that_are_computed(tmp_path):
     model_pairs.add_pair_features(dataset, graph, str(tmp_path), "")
     assert torch.equal(dataset.__getitems__([2, 0, 1]).pair_features, computed)
     assert dataset.__getitems__([-1, -1]).pair_features.abs().max() == 0
+    assert pair_index(graph) is pair_index(graph)
     others = dataset.with_samples(replace(dataset.tables))
     assert "pair_features" not in others.__getitems__([0])
 
