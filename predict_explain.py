@@ -32,14 +32,13 @@ POINTS = 32  # on the way from no change to the sum of changes
 
 
 class Contribution(NamedTuple):
-    """What a node adds to a prediction, by its knock-out or the change of its state, or a pair."""
+    """What a node, by its knock-out or the change of its state, or a pair adds to a prediction."""
 
-    node: str  # of a pair of perturbed nodes `A,B`
-    contribution: float  # in the unit of the score; of a binary one the logit, but by a knock-out
+    node: str  # a pair of perturbed nodes is `A,B`
+    contribution: float  # in the unit of the score; to a binary one's logit, but by a knock-out
     steps: int  # edges on the shortest way from a perturbed node, 0 for one of these
-    relations: str  # of the last edges of all such ways, by commas, one in a name as `\,`; of a
-    # pair, the features by which it contributes most
-    without: float | None = None  # the prediction were the knocked-out node intact
+    relations: str  # of the last edges of all such ways, by commas; one in a name is `\,`
+    without: float | None = None  # the prediction were the node intact; None: not by a knock-out
 
 
 def is_explained(model: torch.nn.Module) -> bool:
@@ -221,8 +220,8 @@ def name_contributions(
             for first, second, value, *features in explanation.pairs[row, target].tolist():
                 if value:
                     pair = f"{samples.genes[int(first)]},{samples.genes[int(second)]}"
-                    names = name_features(features, explanation.pair_features)
-                    contributions.append(Contribution(pair, value, 0, names))
+                    relations = name_features(features, explanation.pair_features)
+                    contributions.append(Contribution(pair, value, 0, relations))
             for number, value in of_states:
                 node = int(number)
                 if value and steps[node] >= 0:
