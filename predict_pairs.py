@@ -5,11 +5,11 @@ A pair contributes the part less what it is with an average pair of training in 
 nodes, all of the part. A feature of a pair contributes in the same way. With the MLP, contributions
 of several pairs do not add up to the part.
 
-Shapes: B samples in a batch, Q pairs of a sample, F features, T targets, K pairs that are named.
+Shapes: B samples in a batch, Q pairs in some samples, F features, T targets.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,12 +23,22 @@ MOST_FEATURES = 3  # that are named of a pair
 VALUES_AT_ONCE = 2**22  # of one tensor, which take 32 MB
 
 
-class PairsOfSample(NamedTuple):
-    """All pairs of the perturbed nodes of one sample."""
+@dataclass
+class Pairs:
+    """All pairs of some samples of a batch, as of `pairs_of_samples`."""
 
-    sample: int  # its number in the batch
+    sample: Tensor  # long [Q]
     nodes: Tensor  # long [2, Q]
-    factor: Tensor  # by what each pair counts, float64 [Q]
+    factor: Tensor  # float64 [Q]
+
+    def __getitem__(self, some: Tensor) -> "Pairs":
+        """Returns some of the pairs."""
+        return Pairs(self.sample[some], self.nodes[:, some], self.factor[some])
+
+    def features(self, index: PairIndex) -> Tensor:
+        """Returns the features of each pair, as they count, float64 [Q, F]."""
+        features = [index.of_pairs(*piece) for piece in index.in_pieces(self.nodes)]
+        return self.factor.unsqueeze(1) * torch.cat(features)
 
 
 class PairsPart:
@@ -47,13 +57,13 @@ class PairsPart:
         _, self.hidden = model.local_readout.inputs(wild, model.dose(wild, batch), batch)
         self.head = model.local_readout.head[1:]
 
-    def contributions(self, sample: int, shares: Tensor) -> Tensor:
+    def contributions(self, sample: Tensor, shares: Tensor) -> Tensor:
         """Returns the part less what it is without each of some shares, float64 [shares, T].
 
-        A share is what a pair, or one of its features, adds to `scaled`, [shares, F].
+        A share is what a pair, or one of its features, adds to `scaled` of a sample, [shares, F].
         """
-        scaled = self.scaled[sample].expand_as(shares)
-        hidden = self.hidden[sample].expand(len(shares), -1)
+        scaled = self.scaled[sample]
+        hidden = self.hidden[sample]
         part = self.readout.of_scaled(scaled, hidden, self.head)
         without = self.readout.of_scaled(scaled - shares, hidden, self.head)
         return self.unit * (part - without)
@@ -87,79 +97,82 @@ def largest_pairs(
     for model, unit in zip(models, units, strict=True):
         if has_pairs(model):
             parts.append(PairsPart(model, unit, graph, batch, features))
-    for pairs in each_sample(batch):
-        contribution, number = largest_of_sample(parts, index, pairs, most)
-        of_sample = largest[pairs.sample, :, : number.size(1)]
-        of_sample[:, :, :2] = pairs.nodes.T[number]
-        of_sample[:, :, 2] = contribution / len(models)
-        of_sample[:, :, 3:] = largest_features(parts, index, pairs, number)
+    at_once = VALUES_AT_ONCE // max(features.size(1), parts[0].hidden.size(1), len(units[0])) + 1
+    for pairs in whole_samples(batch, at_once):
+        contribution = contributions_of_pairs(parts, index, pairs, at_once)
+        place, number = largest_of_samples(contribution, pairs.sample, most)
+        sample = pairs.sample[number[:, 0]]
+        largest[sample, :, place, :2] = pairs.nodes.T[number].to(largest.dtype)
+        largest[sample, :, place, 2] = contribution.gather(0, number) / len(models)
+        largest[sample, :, place, 3:] = largest_features(parts, index, pairs, number, at_once)
     return largest
 
 
-def each_sample(batch: Data) -> Iterator[PairsOfSample]:
-    """Yields the pairs of each sample of a batch that has some."""
+def whole_samples(batch: Data, at_once: int) -> Iterator[Pairs]:
+    """Yields all pairs of a batch: those of some samples, about `at_once`, or of a large one."""
     sample, nodes, factor = pairs_of_samples(batch)
-    sizes = sample.bincount(minlength=len(batch.y)).tolist()
-    of_samples = zip(nodes.split(sizes, dim=1), factor.split(sizes), strict=True)
-    for number, (nodes_of_sample, factor_of_sample) in enumerate(of_samples):
-        if sizes[number]:
-            yield PairsOfSample(number, nodes_of_sample, factor_of_sample)
+    piece = sample.bincount().cumsum(0)[sample] // at_once
+    sizes = piece.unique_consecutive(return_counts=True)[1].tolist()
+    for pairs in zip(sample.split(sizes), nodes.split(sizes, 1), factor.split(sizes), strict=True):
+        yield Pairs(*pairs)
 
 
-def largest_of_sample(
-    parts: Sequence[PairsPart], index: PairIndex, pairs: PairsOfSample, most: int
-) -> tuple[Tensor, Tensor]:
-    """Returns the largest contributions, the sum over the models, and of which pairs, [T, K] each.
-
-    Pairs are taken a piece at a time.
-    """
-    num_targets = len(parts[0].unit)
-    contribution = parts[0].unit.new_zeros(num_targets, 0)
-    number = pairs.nodes.new_zeros(num_targets, 0)
-    width = max(len(index.names), parts[0].hidden.size(1), num_targets)
-    all_numbers = torch.arange(len(pairs.factor), device=number.device)
-    for some in all_numbers.split(max(1, VALUES_AT_ONCE // width)):
-        factor = pairs.factor[some]
-        features = factor.unsqueeze(1) * features_of_pairs(index, pairs.nodes[:, some])
-        total = 0.0
+def contributions_of_pairs(
+    parts: Sequence[PairsPart], index: PairIndex, pairs: Pairs, at_once: int
+) -> Tensor:
+    """Returns what pairs contribute, the sum over the models, float64 [Q, T]."""
+    total = parts[0].unit.new_zeros(len(pairs.sample), len(parts[0].unit))
+    for some in torch.arange(len(total), device=total.device).split(at_once):
+        piece = pairs[some]
+        features = piece.features(index)
         for part in parts:
-            shares = part.readout.scaled(features, factor)
-            total = total + part.contributions(pairs.sample, shares)
-        contribution = torch.cat([contribution, total.T], dim=1)
-        number = torch.cat([number, some.expand(num_targets, -1)], dim=1)
-        place = contribution.abs().topk(min(most, number.size(1)), dim=1).indices
-        contribution = contribution.gather(1, place)
-        number = number.gather(1, place)
-    return contribution, number
+            shares = part.readout.scaled(features, piece.factor)
+            total[some] += part.contributions(piece.sample, shares)
+    return total
+
+
+def largest_of_samples(contribution: Tensor, sample: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Returns which pairs of each sample contribute most to each target, long [lines, T].
+
+    Before it is the place of each line among those of its sample, from 0 on, long [lines].
+    """
+    number = contribution.abs().argsort(dim=0, descending=True, stable=True)
+    by_sample = sample[number].argsort(dim=0, stable=True)
+    number = number.gather(0, by_sample)
+    size = sample.bincount()
+    first = (size.cumsum(0) - size)[sample]
+    place = torch.arange(len(sample), device=sample.device) - first
+    is_named = place < most
+    return place[is_named], number[is_named]
 
 
 def largest_features(
-    parts: Sequence[PairsPart], index: PairIndex, pairs: PairsOfSample, number: Tensor
+    parts: Sequence[PairsPart], index: PairIndex, pairs: Pairs, number: Tensor, at_once: int
 ) -> Tensor:
-    """Returns the features by which pairs contribute most, float64 [T, K, MOST_FEATURES].
+    """Returns the features by which pairs contribute most, float64 [lines, T, MOST_FEATURES].
 
-    `number` says which pairs, [T, K]. Features are numbered from 1 on, and one that is 0, as of a
-    pair without an edge, has a minus. Where no other feature contributes, there is a 0.
+    `number` says which pairs, [lines, T]. Features are numbered from 1 on, and one that is 0, as of
+    a pair without an edge, has a minus. Where no other feature contributes, there is a 0.
     """
     largest = parts[0].unit.new_zeros(*number.shape, MOST_FEATURES)
-    for one in number.unique().unsqueeze(1):
-        factor = pairs.factor[one]
-        features = factor * index.of_pairs(*pairs.nodes[:, one])  # [1, F]
+    num_features = len(index.names)
+    for chosen in number.unique().split(at_once // num_features + 1):
+        piece = pairs[chosen]
+        features = piece.features(index)
+        sample = piece.sample.repeat_interleave(num_features)
         total = 0.0
         for part in parts:
-            shares = part.readout.scaled(features, factor).squeeze(0).diag()
-            total = total + part.contributions(pairs.sample, shares)  # [F, T]
-        feature = total.abs().topk(MOST_FEATURES, dim=0).indices
-        sign = torch.where(features[0, feature] == 0, -1, 1)
-        sign = sign.where(total.gather(0, feature) != 0, 0)
-        target, place = (number == one).nonzero().unbind(1)
-        largest[target, place] = (sign * (feature + 1)).T[target].double()
+            shares = part.readout.scaled(features, piece.factor).diag_embed()  # [pairs, F, F]
+            total = total + part.contributions(sample, shares.flatten(0, 1))
+        total = total.unflatten(0, (len(chosen), num_features))  # [pairs, F, T]
+        feature = total.abs().topk(MOST_FEATURES, dim=1).indices
+        is_absent = (features == 0).unsqueeze(2).expand_as(total).gather(1, feature)
+        signed = torch.where(is_absent, -1 - feature, 1 + feature)
+        signed = signed.where(total.gather(1, feature) != 0, 0)
+        line, target = torch.isin(number, chosen).nonzero().unbind(1)
+        place = torch.searchsorted(chosen, number[line, target])
+        largest[line, target] = signed[place, :, target].to(largest.dtype)
     return largest
-
-
-def features_of_pairs(index: PairIndex, pair: Tensor) -> Tensor:
-    """Returns the features of pairs, float64 [Q, F], as `PairIndex.of_pairs` in pieces."""
-    return torch.cat([index.of_pairs(*piece) for piece in index.in_pieces(pair)])
 
 
 def name_features(numbers: Sequence[float], names: Sequence[str]) -> str:

@@ -293,7 +293,7 @@ def test_pairs_of_a_large_sample_take_little_memory_at_once(shared, monkeypatch)
     with torch.no_grad():
         expected = largest_pairs([model], units, shared, 3, batch)
         monkeypatch.setattr(pair_index(shared), "of_pairs", counted)
-        monkeypatch.setattr("predict_pairs.VALUES_AT_ONCE", 10 * len(pair_names(shared)))
+        monkeypatch.setattr("predict_pairs.VALUES_AT_ONCE", 9 * len(pair_names(shared)))
         found = largest_pairs([model], units, shared, 3, batch)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert max(sizes[1:]) <= 10
