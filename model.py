@@ -197,8 +197,7 @@ class KnockoutGNN(nn.Module):
     def parts(self, graph: SharedGraph, batch: Data) -> dict[str, Tensor]:
         """Returns the terms that add up to a prediction, [B, T] each, by name, some of `PARTS`."""
         wild = self.wild_type(graph, batch)
-        # How far each perturbed node is from intact, in the ways in which it responds, [P, K].
-        dose = (doses(batch.level) @ self.basis.to(batch.level.dtype)).to(wild.final.dtype)
+        dose = self.dose(wild, batch)
         parts = {}
         if self.baseline is not None:
             parts["without_graph"] = self.baseline(wild.draws.is_known, dose, batch)
@@ -208,6 +207,10 @@ class KnockoutGNN(nn.Module):
             changes = self.changes(graph, batch, wild)
             parts["knockout"] = self.change_readout(changes, wild, batch)
         return parts
+
+    def dose(self, wild: WildType, batch: Data) -> Tensor:
+        """Returns how far perturbed nodes are from intact, in the ways they respond, [P, K]."""
+        return (doses(batch.level) @ self.basis.to(batch.level.dtype)).to(wild.final.dtype)
 
     def wild_type(self, graph: SharedGraph, batch: Data) -> WildType:
         """Returns the pass on the intact graph; raises as `forward` does."""
@@ -401,6 +404,14 @@ class LocalReadout(nn.Module):
         self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data
     ) -> dict[str, Tensor]:
         """Returns the readout's terms of the prediction, [B, T], that of pairs by itself."""
+        pairs, hidden = self.inputs(wild, dose, batch)
+        parts = {"local": self.pair(pairs) + self.head[1:](hidden)}
+        if self.pair_readout is not None:
+            parts["pairs"] = self.pair_readout(graph, batch, hidden, self.head[1:])
+        return parts
+
+    def inputs(self, wild: WildType, dose: Tensor, batch: Data) -> tuple[Tensor, Tensor]:
+        """Returns the products of pairs and what the MLP's first layer gives, [B, 2H] each."""
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
         factors = wild.draws.node_dropout.index_select(0, batch.perturbed)
         of_responses = self.embed(states * factors).unflatten(1, (dose.size(1), -1))
@@ -410,11 +421,7 @@ class LocalReadout(nn.Module):
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
         features = self.norm(torch.cat([nodes, pairs], dim=1)).unflatten(1, (4, -1))
         features = features * wild.draws.row_dropout.unsqueeze(1)
-        hidden = self.head[0](features.flatten(start_dim=1))
-        parts = {"local": self.pair(pairs) + self.head[1:](hidden)}
-        if self.pair_readout is not None:
-            parts["pairs"] = self.pair_readout(graph, batch, hidden, self.head[1:])
-        return parts
+        return pairs, self.head[0](features.flatten(start_dim=1))
 
 
 class GlobalReadout(nn.Module):

@@ -118,22 +118,22 @@ class PairIndex(nn.Module):
         A pair counts by the product of its nodes' 1 - level. A sample of one node has no pairs, and
         only zeros.
         """
-        first, second = pairs_of_samples(batch)
-        change = (1 - batch.level).double()
-        factor = (change[first] * change[second]).unsqueeze(1)
-        sample = batch.perturbed_batch[first]
-        pair = torch.stack([batch.perturbed[first], batch.perturbed[second]])
-        num_entries = self.ptr.diff()[pair]
-        piece = (num_entries.amin(dim=0) + 1).cumsum(0) // AT_ONCE
+        sample, pair, factor = pairs_of_samples(batch)
         total = torch.zeros(num_samples(batch), len(self.names), dtype=torch.double)
         total = total.to(pair.device)
         start = 0
-        for size in piece.bincount().tolist():
-            some = slice(start, start + size)
-            features = self.of_pairs(*pair[:, some])
-            total.index_add_(0, sample[some], factor[some] * features)
-            start += size
+        for piece in self.in_pieces(pair):
+            some = slice(start, start + piece.size(1))
+            features = factor[some].unsqueeze(1) * self.of_pairs(*piece)
+            total.index_add_(0, sample[some], features)
+            start += piece.size(1)
         return total
+
+    def in_pieces(self, pair: Tensor) -> tuple[Tensor, ...]:
+        """Returns pairs of nodes, long [2, Q], in pieces whose features fit in memory at once."""
+        num_entries = self.ptr.diff()[pair]
+        piece = (num_entries.amin(dim=0) + 1).cumsum(0) // AT_ONCE
+        return pair.split(piece.bincount().tolist(), dim=1)
 
     def of_pairs(self, first: Tensor, second: Tensor) -> Tensor:
         """Returns the features of pairs of nodes, long [Q] each, float64 [Q, F]."""
@@ -195,14 +195,20 @@ class PairIndex(nn.Module):
         return torch.stack([self.weight[entry].double(), is_both_ways.double()], dim=1)
 
 
-def pairs_of_samples(batch: Data) -> tuple[Tensor, Tensor]:
-    """Returns the positions of both nodes of all pairs in the samples of a batch, long [Q] each."""
+def pairs_of_samples(batch: Data) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns all pairs in the samples of a batch, sample by sample.
+
+    Of each, that is its sample, long [Q], its two nodes, long [2, Q], and by what it counts, the
+    product of these nodes' 1 - level, float64 [Q].
+    """
     position = torch.arange(len(batch.perturbed), device=batch.perturbed.device)
     num_later = batch.perturbed_ptr[1:][batch.perturbed_batch] - 1 - position
     first = torch.repeat_interleave(num_later)
     number = torch.arange(len(first), device=first.device)
     second = number - (num_later.cumsum(0) - num_later)[first] + first + 1
-    return first, second
+    pair = torch.stack([batch.perturbed[first], batch.perturbed[second]])
+    change = (1 - batch.level).double()
+    return batch.perturbed_batch[first], pair, change[first] * change[second]
 
 
 def pair_index(graph: SharedGraph) -> PairIndex:
@@ -310,14 +316,22 @@ class PairReadout(nn.Module):
         nn.init.uniform_(self.input.weight, -bound, bound)
 
     def forward(self, graph: SharedGraph, batch: Data, hidden: Tensor, head: nn.Module) -> Tensor:
+        """Returns the part of a batch, [B, T]; `hidden` and `head` are as in `of_scaled`."""
+        scaled = self.scaled(features_of(graph, batch), num_pairs(batch))
+        return self.of_scaled(scaled, hidden, head)
+
+    def scaled(self, features: Tensor, number: Tensor) -> Tensor:
+        """Returns sums of the features of a number of pairs each, centred and scaled, [B, F]."""
+        features = features.to(self.units.dtype)
+        number = number.to(self.units.dtype).unsqueeze(1)
+        mean, scale = self.units
+        return (features - number * mean) * scale
+
+    def of_scaled(self, scaled: Tensor, hidden: Tensor, head: nn.Module) -> Tensor:
         """Returns the weighted sum and what the features change behind the MLP's `head`, [B, T].
 
         `hidden` is what the head gets without them, [B, 2H].
         """
-        features = features_of(graph, batch).to(self.units.dtype)
-        number = num_pairs(batch).to(self.units.dtype).unsqueeze(1)
-        mean, scale = self.units
-        scaled = (features - number * mean) * scale
         scaled = scaled.clamp(-self.LARGEST, self.LARGEST)
         change = head(hidden + self.input(scaled)) - head(hidden)
         return self.linear(scaled) + change

@@ -71,7 +71,7 @@ class Settings:
     table: str
     runs: list[Run]
     parts: bool = False
-    explain: int = 0  # the most nodes that are named for each prediction
+    explain: int = 0  # the most nodes and pairs that are named for each prediction
     rows: tuple[int, int] = (0, sys.maxsize)  # the first row, and the one after the last
     device_ids: Sequence[int] = ()  # the GPUs to use; (): all
 
@@ -112,7 +112,7 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
         "--explain",
         type=int,
         metavar="K",
-        help="write, instead of predictions, the K nodes on which each hangs most",
+        help="write, instead of predictions, the K nodes and pairs on which each hangs most",
     )
     parser.add_argument("--rows", default=":", metavar="A:B", help="rows A to B - 1 alone, from 0")
     parser.add_argument(
@@ -187,11 +187,12 @@ def predict(settings: Settings, env: Distributed) -> None:
         for file in ensemble.unexplained():
             log.warning(
                 f"note      the model of {file} has no knock-out pass that can be explained: it "
-                "names knocked-out nodes alone"
+                "names no living nodes"
             )
         if not any(run.checkpoint["step"] for run in settings.runs):
             log.warning(
-                "note      best.pt is where training started: perhaps no living node contributes"
+                "note      best.pt is where training started: perhaps no living node contributes, "
+                "and no pair"
             )
     write_table(settings, ensemble, survey)
 
@@ -280,7 +281,7 @@ def compute_on_all_ranks(settings: Settings, ensemble: Ensemble, chunk: Chunk) -
 
 
 def explained_lines(chunk: Chunk, ensemble: Ensemble, explanation: Explanation) -> Iterator[str]:
-    """Yields a line for each row, score and node asked for; where fewer contribute, it is empty.
+    """Yields K lines for each row and score; where fewer contribute, the last ones are empty.
 
     `explanation` is that of the rows that are known.
     """

@@ -4,7 +4,8 @@ Shapes: M runs, n samples, B of them in a batch, T scores.
 """
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from ddp_setup import Distributed
 from errors import UserError
 from mask import SharedGraph
 from model import PARTS
+from model_pairs import pair_names
 from predict_explain import (
     Explanation,
     ShortestWays,
@@ -30,6 +32,7 @@ from predict_explain import (
     largest_contributions,
     without_each,
 )
+from predict_pairs import MOST_FEATURES, has_pairs, largest_pairs
 from predict_rows import compute_rows, evaluation_batch_size, load_batches, predict_rows
 from predict_sets import MOST
 from run_checkpoint import load_model, read_checkpoint, read_graph
@@ -236,20 +239,27 @@ class Ensemble:
         without = [prediction.new_empty(*prediction.shape, 0)]
         for others in without_each(samples):
             without.append(self.predict(others)[:, :, :1])
-        changes = self._contributions(samples, num_nodes)
-        return Explanation(prediction, torch.cat(without, dim=2), changes)
+        num_pairs = min(num_nodes, math.comb(len(without) - 1, 2))  # of the largest sample
+        pairs = self._largest(largest_pairs, samples, num_pairs, 3 + MOST_FEATURES)
+        pair_features = []
+        if any(has_pairs(model) for model in self.models):
+            pair_features = pair_names(self.graph)
+        changes = self._largest(largest_contributions, samples, num_nodes, 2)
+        return Explanation(prediction, torch.cat(without, dim=2), pairs, pair_features, changes)
 
-    def _contributions(self, samples: Tables, num_nodes: int) -> Tensor:
-        """Returns `predict_explain.largest_contributions` of n samples, [n, T, num_nodes, 2]."""
+    def _largest(
+        self, function: Callable[..., Tensor], samples: Tables, number: int, width: int
+    ) -> Tensor:
+        """Returns the largest contributions to n samples by a function, [n, T, number, width]."""
         dataset = KnockoutDataset(samples, self.graph.degree)
         rows = torch.arange(len(samples.y))
         batch_size = evaluation_batch_size(self.tasks[0].config)
         batches = load_batches(dataset, rows, batch_size, self.env)
         units = [task.std for task in self.tasks]
-        function = partial(largest_contributions, self.models, units, self.graph, num_nodes)
-        shape = (len(rows), len(self.targets), num_nodes, 2)
+        of_batch = partial(function, self.models, units, self.graph, number)
+        shape = (len(rows), len(self.targets), number, width)
         with self.lock:
-            return compute_rows(function, batches, shape, self.env)
+            return compute_rows(of_batch, batches, shape, self.env)
 
     @cached_property
     def ways(self) -> ShortestWays:

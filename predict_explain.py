@@ -1,6 +1,7 @@
 """Which nodes a prediction hangs on: the knocked-out ones, and those that its knock-out pass reads.
 
-What a knocked-out node adds is the prediction less that of the sample without it.
+What a knocked-out node adds is the prediction less that of the sample without it. What a pair of
+them adds is in `predict_pairs`.
 
 The readout of changes gets how each living node's state differs from the intact graph's. Of a
 readout `nodes`, the effect on a target is a function of that node's change, and of its level if it
@@ -25,18 +26,19 @@ from torch_geometric.index import index2ptr
 from data_tables import Tables, pack
 from mask import SharedGraph
 from model import GlobalReadout, KnockoutGNN, NodeReadout, WildType
+from predict_pairs import name_features
 
 POINTS = 32  # on the way from no change to the sum of changes
 
 
 class Contribution(NamedTuple):
-    """What one node adds to a prediction: by its knock-out, or by the change of its state."""
+    """What a node, by its knock-out or the change of its state, or a pair adds to a prediction."""
 
-    node: str
-    contribution: float  # in the unit of the score; by a state to a binary one, of its logit
+    node: str  # a pair of perturbed nodes is `A,B`
+    contribution: float  # in the unit of the score; to a binary one's logit, but by a knock-out
     steps: int  # edges on the shortest way from a perturbed node, 0 for one of these
     relations: str  # of the last edges of all such ways, by commas; one in a name is `\,`
-    without: float | None = None  # the prediction were the node intact; None: by its state
+    without: float | None = None  # the prediction were the node intact; None: not by a knock-out
 
 
 def is_explained(model: torch.nn.Module) -> bool:
@@ -188,6 +190,8 @@ class Explanation(NamedTuple):
 
     prediction: Tensor  # float64 [n, T]
     without: Tensor  # those of `without_each`, float64 [n, T, nodes of the largest sample]
+    pairs: Tensor  # `largest_pairs`, float64 [n, T, up to K, 6]
+    pair_features: Sequence[str]  # the name of each feature of pairs
     changes: Tensor  # `largest_contributions`, float64 [n, T, K, 2]
 
 
@@ -196,8 +200,8 @@ def name_contributions(
 ) -> Iterator[list[list[Contribution]]]:
     """Yields up to K contributions to each score of each sample.
 
-    Those of the knocked-out nodes come first, then those of changes of states, without those of 0,
-    and the largest come first in either.
+    Those of the knocked-out nodes come first, then those of their pairs and of changes of states,
+    both without those of 0. In each of the three, the largest come first.
     """
     num_nodes = explanation.changes.size(2)
     ptr = samples.perturbed_ptr.tolist()
@@ -213,6 +217,11 @@ def name_contributions(
             for name, without in zip(names, of_nodes, strict=True):
                 contributions.append(Contribution(name, prediction - without, 0, "", without))
             contributions.sort(key=lambda each: -abs(each.contribution))
+            for first, second, value, *features in explanation.pairs[row, target].tolist():
+                if value:
+                    pair = f"{samples.genes[int(first)]},{samples.genes[int(second)]}"
+                    relations = name_features(features, explanation.pair_features)
+                    contributions.append(Contribution(pair, value, 0, relations))
             for number, value in of_states:
                 node = int(number)
                 if value and steps[node] >= 0:

@@ -137,16 +137,19 @@ class Predictor:
         num_nodes: int = 10,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[list[list[Contribution]]]:
-        """Returns the nodes that predictions hang on.
+        """Returns the nodes, and pairs of them, that predictions hang on.
 
-        They are lists by set, by score and, the largest first, by node. First come the knocked-out
-        nodes, with the prediction `without` each and what it is less, then nodes by the changes of
-        their states. The sum of these over all nodes is the part `knockout` less that of a change
-        of 0; a model without a knock-out pass that can be explained has none (see predict_explain).
+        They are lists by set and by score of three groups, the largest first in each. First come
+        the knocked-out nodes, with the prediction `without` each and what it is less. Then come
+        pairs of these, as `A,B`, by what they add to the part `pairs`, with their largest features
+        in `relations`; a model without features of pairs has none (see predict_pairs). Last come
+        nodes by the changes of their states. The sum of these over all nodes is the part `knockout`
+        less that of a change of 0; a model without a knock-out pass that can be explained has none
+        (see predict_explain).
 
         Args:
             sets, columns: those of `predict`.
-            num_nodes: the most nodes of each set and score.
+            num_nodes: the most nodes and pairs of each set and score.
 
         Raises:
             UserError: as `predict`.

@@ -1,4 +1,4 @@
-"""Parts of predictions, and the nodes that their knock-out pass hangs on."""
+"""Parts of predictions, and the nodes and pairs that they hang on."""
 
 import itertools
 from pathlib import Path
@@ -11,7 +11,7 @@ from data_tables import Tables, pack
 from errors import UserError
 from mask import SharedGraph
 from model import PARTS, KnockoutGNN
-from model_pairs import PairReadout, pair_names
+from model_pairs import PairReadout, pair_index, pair_names
 from predict import Predictor
 from predict_explain import (
     Explanation,
@@ -22,6 +22,7 @@ from predict_explain import (
     largest_contributions,
     name_contributions,
 )
+from predict_pairs import has_pairs, largest_pairs, name_features
 from tests.conftest import write_table
 from tests.test_model import NUM_NODES, make_batch, make_model, shared  # noqa: F401
 from tests.test_predict import BEST, members, read_table  # noqa: F401
@@ -186,6 +187,132 @@ def test_in_a_model_without_a_knockout_pass_no_change_contributes(shared):  # no
         torch.testing.assert_close(both[..., 1], alone[..., 1] / 2)
 
 
+# ---- Pairs ---------------------------------------------------------------------------------------
+def make_pairs_model(shared: SharedGraph, **options) -> KnockoutGNN:  # noqa: F811
+    """Returns a model with features of pairs in double precision."""
+    model = make_model(**options)
+    model.local_readout.pair_readout = make_pair_readout(shared)
+    return model.double().eval()
+
+
+def pairs_by_hand(
+    models: list[KnockoutGNN],
+    shared: SharedGraph,  # noqa: F811
+    nodes: dict[int, float],
+) -> dict[tuple[int, int], list[float]]:
+    """Returns what each pair of a sample contributes, and after it what each of its features does.
+
+    They are differences of the models' parts: with the pair's features, or one of them, and with
+    the mean of training in its place. The mean over the models has units of 2, 3 and so on.
+    """
+    index = pair_index(shared)
+    whole = index.of_samples(make_batch(shared, [nodes]))
+    found = {}
+    for a, b in itertools.combinations(sorted(nodes), 2):
+        total = 0.0
+        for unit, model in enumerate(models, 2):
+            if not has_pairs(model):
+                continue
+            mean, _ = model.local_readout.pair_readout.units
+            features = index.of_pairs(torch.tensor([a]), torch.tensor([b]))[0]
+            change = (1 - nodes[a]) * (1 - nodes[b]) * (mean - features)
+            changes = torch.stack([0 * change, change, *change.diag()])
+            batch = make_batch(shared, [nodes] * len(changes))
+            batch.pair_features = whole + changes
+            part, *others = model.parts(shared, batch)["pairs"].squeeze(1)
+            total = total + unit / len(models) * (part - torch.stack(others))
+        found[a, b] = total.tolist()
+    return found
+
+
+PAIRS = [{0: 0.0, 3: 0.0}, {}, {5: 0.3}, {8: 0.0, 1: 3.0}, {2: 0.0, 0: 0.5, 7: 0.0}]
+PAIRS += [{2: 0.0, 0: 0.0, 7: 0.5, 11: 0.0, 6: 1.0}, {10: 0.0, 3: 0.0}]
+
+
+@pytest.mark.parametrize("at_once", [1, 2**20])
+def test_pairs_contribute_what_the_part_loses_without_them(shared, monkeypatch, at_once):  # noqa: F811
+    """The mean over models, of which one has no features of pairs, in pieces of any size."""
+    monkeypatch.setattr("predict_pairs.VALUES_AT_ONCE", at_once)
+    monkeypatch.setattr("model_pairs.AT_ONCE", at_once)
+    shared = shared.to("cpu", torch.float64)
+    models = [make_pairs_model(shared), make_model(readout="global").double().eval()]
+    models.append(make_pairs_model(shared, readout="local", layers=1))
+    torch.nn.init.normal_(models[2].local_readout.pair_readout.linear.weight)
+    units = [torch.tensor([unit]).double() for unit in (2.0, 3.0, 4.0)]
+    batch = make_batch(shared, PAIRS)
+    with torch.no_grad():
+        found = largest_pairs(models, units, shared, 15, batch)
+        for row, nodes in enumerate(PAIRS):
+            expected = pairs_by_hand(models, shared, nodes)
+            order = sorted(expected, key=lambda pair: -abs(expected[pair][0]))
+            for pair, line in zip(order, found[row, 0].tolist(), strict=False):
+                contribution, *of_features = expected[pair]
+                assert line[2] == pytest.approx(contribution, abs=1e-12)
+                if 6 in pair:  # which is intact
+                    assert line[2:] == [0, 0, 0, 0]
+                    continue
+                assert tuple(line[:2]) == pair
+                largest = torch.tensor(of_features).abs().topk(3).indices
+                features = pair_index(shared).of_pairs(*torch.tensor(pair).unsqueeze(1))[0]
+                signs = [1 if features[number] else -1 for number in largest]
+                numbers = [
+                    sign * int(number + 1) for sign, number in zip(signs, largest, strict=True)
+                ]
+                assert line[3:] == numbers
+            assert not found[row, 0, len(order) :].any()
+        two = largest_pairs(models, units, shared, 2, batch)
+    assert torch.equal(two, found[:, :, :2])
+    assert (found[..., 3:] < 0).any()
+    assert (found[..., 3:] > 0).any()
+
+
+@pytest.mark.parametrize("readout", ["both", "local"])
+def test_the_pair_of_a_set_of_two_contributes_the_whole_part(shared, readout):  # noqa: F811
+    model = make_pairs_model(shared, readout=readout)
+    batch = make_batch(shared, [{0: 0.0, 3: 0.0}, {8: 0.0, 1: 3.0}, {2: 0.3, 7: 0.1}])
+    units = [torch.tensor([2.0]).double()]
+    with torch.no_grad():
+        found = largest_pairs([model], units, shared.to("cpu", torch.float64), 1, batch)
+        expected = 2 * model.parts(shared, batch)["pairs"]
+    torch.testing.assert_close(found[:, :, 0, 2], expected, rtol=1e-12, atol=1e-12)
+    assert (expected.abs() > 0.01).all()
+
+
+def test_pairs_of_a_large_sample_take_little_memory_at_once(shared, monkeypatch):  # noqa: F811
+    """A piece has as many pairs as their features allow, and the largest of all are found."""
+    model = make_pairs_model(shared)
+    batch = make_batch(shared, [dict.fromkeys(range(NUM_NODES), 0.0)])
+    units = [torch.ones(1).double()]
+    sizes = []
+    of_pairs = pair_index(shared.to("cpu", torch.float64)).of_pairs
+
+    def counted(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(first))
+        return of_pairs(first, second)
+
+    with torch.no_grad():
+        expected = largest_pairs([model], units, shared, 3, batch)
+        monkeypatch.setattr(pair_index(shared), "of_pairs", counted)
+        monkeypatch.setattr("predict_pairs.VALUES_AT_ONCE", 9 * len(pair_names(shared)))
+        found = largest_pairs([model], units, shared, 3, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert max(sizes[1:]) <= 10
+    assert len(sizes) > NUM_NODES * (NUM_NODES - 1) / 2 / 10
+
+
+def test_features_of_a_pair_are_named_by_commas():
+    names = ["edge by a", "cosine by a,b", "edge by all"]
+    assert name_features([2.0, -1.0, 0.0], names) == r"cosine by a\,b,no edge by a"
+
+
+def test_models_without_features_of_pairs_name_none(shared):  # noqa: F811
+    units = [torch.ones(1).double()]
+    batch = make_batch(shared, PAIRS)
+    for model in (make_model(), make_model(readout="global"), torch.nn.Linear(1, 1)):
+        assert not has_pairs(model)
+        assert not largest_pairs([model], units, shared, 2, batch).any()
+
+
 # ---- Ways ----------------------------------------------------------------------------------------
 def test_steps_and_relations_are_those_of_the_shortest_ways():
     generator = torch.Generator().manual_seed(0)
@@ -217,7 +344,8 @@ def test_steps_and_relations_are_those_of_the_shortest_ways():
     assert steps.tolist() == [distance.get(node, -1) for node in range(num_nodes)]
     values = torch.stack([torch.arange(num_nodes).double(), torch.ones(num_nodes).double()], dim=1)
     intact = torch.zeros(1, 1, 2).double()
-    explanation = Explanation(intact[..., 0], intact, values.expand(1, 1, -1, -1))
+    pairs = torch.zeros(1, 1, 0, 6)
+    explanation = Explanation(intact[..., 0], intact, pairs, [], values.expand(1, 1, -1, -1))
     ((contributions_of_row,),) = name_contributions(explanation, tables, ways)
     assert [each.without for each in contributions_of_row[:2]] == [0, 0]
     del contributions_of_row[:2]
@@ -257,6 +385,20 @@ def check_knocked_out(predictor: Predictor, others: dict[str, dict[str, str]]) -
                 assert (each.steps, each.relations) == (0, "")
 
 
+def check_pairs_of_two(predictor: Predictor, sets: list[str]) -> None:
+    """Asserts that the pair of each set of two follows its nodes, with all of the part `pairs`."""
+    part = predictor.parts(sets)["pairs"]
+    explained = predictor.explain(sets, num_nodes=3)
+    for one_set, of_scores, of_set in zip(sets, explained, part, strict=True):
+        for named, expected in zip(of_scores, of_set, strict=True):
+            assert {each.node for each in named[:2]} == set(one_set.split(","))
+            pair = named[2]
+            assert (pair.node, pair.steps, pair.without) == (one_set, 0, None)
+            assert pair.contribution == pytest.approx(expected, rel=1e-5, abs=1e-6)
+            features = pair_names(predictor.ensemble.graph)
+            assert {name.removeprefix("no ") for name in pair.relations.split(",")} <= {*features}
+
+
 def test_parts_of_runs_add_up_in_the_table_and_from_python(members, predict, tmp_path):  # noqa: F811
     trained = [last_checkpoint(tmp_path / run) for run in members]
     for nproc, runs in ((0, trained[:1]), (2, trained)):
@@ -293,6 +435,8 @@ def test_parts_of_binary_scores_add_up_to_the_logit(train, predict, tmp_path):
     probability = 1 / (1 + np.exp(-logit))
     np.testing.assert_allclose(probability, predictor.predict(sets).mean, rtol=1e-6)
     check_knocked_out(predictor, {"Y01,Y02": {"Y01": "Y02", "Y02": "Y01"}})
+    checkpoint = last_checkpoint(tmp_path / "runs/0")
+    check_pairs_of_two(Predictor(checkpoint), ["Y01,Y02", "Y03,Y05"])
 
 
 def test_parts_of_several_scores_stand_beside_each(train, predict, tmp_path):
@@ -307,7 +451,9 @@ def test_parts_of_several_scores_stand_beside_each(train, predict, tmp_path):
     for first in (0, 1 + len(PARTS)):
         total = numbers[:, first + 1 : first + 1 + len(PARTS)].sum(1)
         torch.testing.assert_close(total, numbers[:, first], rtol=1e-6, atol=1e-6)
-    check_knocked_out(Predictor(tmp_path / "runs/run"), {"Y01,Y02": {"Y01": "Y02", "Y02": "Y01"}})
+    predictor = Predictor(last_checkpoint(tmp_path / "runs/run"))
+    check_knocked_out(predictor, {"Y01,Y02": {"Y01": "Y02", "Y02": "Y01"}})
+    check_pairs_of_two(predictor, ["Y01,Y02", "Y03,Y05"])
 
 
 def test_an_own_model_without_parts_says_so(trained, tmp_path):
@@ -348,7 +494,8 @@ def test_explanations_are_a_regular_table_and_the_same_from_python(members, pred
     assert len(explained["Y01,Y02"][0]) == 4
     assert not explained[""][0]
     assert {each.node for each in explained["Y01,Y02"][0][:2]} == {"Y01", "Y02"}
-    assert {each.steps for each in explained["Y01,Y02"][0][2:]} <= {1, 2}
+    assert explained["Y01,Y02"][0][2].node == "Y01,Y02"
+    assert {each.steps for each in explained["Y01,Y02"][0][3:]} <= {1, 2}
     of_two_ranks = [line.split("\t")[:3] for line in texts[1].splitlines()]
     assert of_two_ranks == [line[:3] for line in [header, *lines]]
 
@@ -378,8 +525,9 @@ def test_a_knocked_out_node_has_the_prediction_without_it(members, predict, tmp_
     check_knocked_out(predictor, others)
     explained = predictor.explain(list(others), num_nodes=30)
     for one_set, (named,) in zip(others, explained, strict=True):
+        nodes = [each for each in named if "," not in each.node]
         has_living = bool(one_set) and runs != ["c"]
-        assert (len(named) > len(others[one_set])) == has_living
+        assert (len(nodes) > len(others[one_set])) == has_living
     write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in others]])
     output = predict(0, "ask.tsv", *checkpoints, "--explain", "2").check().stdout
     assert output.count("no knock-out pass that can be explained: it names") == ("c" in runs)
@@ -398,8 +546,69 @@ def test_all_contributions_add_up_to_the_part(members, tmp_path):  # noqa: F811
     part = predictor.parts([*sets, ""])["knockout"][:, 0]
     sums = []
     for (named,) in predictor.explain(sets, num_nodes=1000):
-        sums.append(sum(each.contribution for each in named if each.without is None))
+        of_states = [each for each in named if each.without is None and "," not in each.node]
+        sums.append(sum(each.contribution for each in of_states))
     np.testing.assert_allclose(sums, part[:-1] - part[-1], rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("runs", [["a"], ["c"], ["a", "b", "c"]])
+def test_pairs_stand_between_knocked_out_and_living_nodes(members, tmp_path, runs):  # noqa: F811
+    checkpoints = [last_checkpoint(tmp_path / "runs" / run) for run in runs]
+    predictor = Predictor(*checkpoints, device="cpu")
+    check_pairs_of_two(predictor, ["Y01,Y02", "Y03,Y05"])
+    (named,), (of_single,) = predictor.explain(["Y01,Y02,Y05", "Y01"], num_nodes=30)
+    assert {each.node for each in named[3:6]} == {"Y01,Y02", "Y01,Y05", "Y02,Y05"}
+    sizes = [abs(each.contribution) for each in named[3:6]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[2] > 0
+    for each in (*named[:3], *named[6:], *of_single):
+        assert "," not in each.node
+    (few,) = predictor.explain(["Y01,Y02,Y05"], num_nodes=4)[0]
+    assert [each.node for each in few] == [each.node for each in named[:4]]
+
+
+@pytest.mark.slow
+def test_runs_with_and_without_pairs_explain_together(members, predict, trained, tmp_path):  # noqa: F811
+    trained("model.pairs=false", "optim.lr=0.05", "run.name=without")
+    runs = [last_checkpoint(tmp_path / "runs" / name) for name in ("a", "without")]
+    check_pairs_of_two(Predictor(*runs, device="cpu"), ["Y01,Y02"])
+    (named,) = Predictor(runs[1], device="cpu").explain(["Y01,Y02"], num_nodes=30)[0]
+    assert all("," not in each.node for each in named)
+    for nproc in (0, 2):  # of single knock-outs, no pair is computed
+        predict(nproc, "all-singles", *runs, "--explain", "2").check()
+        _, *lines = (tmp_path / "all-singles.explained.tsv").read_text().splitlines()
+        assert len(lines) == 60
+        assert all("," not in line.split("\t")[2] for line in lines)
+
+
+def test_effects_on_nodes_hang_on_the_knocked_out_ones_and_the_target(train, predict, tmp_path):
+    """A run with `model.readout=nodes`, which has no pairs."""
+    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    effects = [("genes", "Y05", "Y07"), *((genes, y, 1000 - float(y)) for genes, y in rows)]
+    write_table(tmp_path / "effects.tsv", effects)
+    options = ["data.perturbations=effects.tsv", "model.readout=nodes", "optim.lr=0.05"]
+    train(0, *options, "run.name=run").check()
+    checkpoint = last_checkpoint(tmp_path / "runs/run")
+    sets = ["Y01,Y02", "Y05,Y03,Y07=0.3", ""]
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets]])
+    assert (
+        "no knock-out pass" not in predict(0, "ask.tsv", checkpoint, "--explain=9").check().stdout
+    )
+    _, *lines = (tmp_path / "ask.explained.tsv").read_text().splitlines()
+    assert len(lines) == len(sets) * 2 * 9
+    predictor = Predictor(checkpoint, device="cpu")
+    check_knocked_out(predictor, {"Y01,Y02": {"Y01": "Y02", "Y02": "Y01"}})
+    part = predictor.parts(sets)["knockout"]
+    for row, (one_set, of_scores) in enumerate(
+        zip(sets, predictor.explain(sets, num_nodes=9), strict=True)
+    ):
+        for score, (target, named) in enumerate(zip(["Y05", "Y07"], of_scores, strict=True)):
+            of_states = [each for each in named if each.without is None]
+            assert len(named) - len(of_states) == len(list(filter(None, one_set.split(","))))
+            assert {each.node for each in of_states} <= {target}
+            total = sum(each.contribution for each in of_states)
+            assert total == pytest.approx(part[row, score], rel=1e-4, abs=1e-6)
+    assert np.abs(part[:2]).min() > 0
 
 
 @pytest.mark.parametrize(

@@ -68,10 +68,12 @@ SHELVES = {
         "model_pairs": "data data_cache mask run_progress",
         "model_reach": "mask mask_product model",
         "predict_ensemble": (
-            "baseline config data data_tables ddp_setup errors mask model predict_explain "
-            "predict_rows predict_sets run_checkpoint run_folder task"
+            "baseline config data data_tables ddp_setup errors mask model model_pairs "
+            "predict_explain predict_pairs predict_rows predict_sets run_checkpoint run_folder "
+            "task"
         ),
-        "predict_explain": "data_tables mask model",
+        "predict_explain": "data_tables mask model predict_pairs",
+        "predict_pairs": "mask model model_pairs",
         "predict_rows": "config data ddp_setup run_progress task",
         "predict_sets": "data_cells data_names data_tables errors",
         "predict_table": "data_cache ddp_setup errors run_checkpoint",

@@ -13,6 +13,7 @@ fewer than ten.
 """
 
 import argparse
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -90,11 +91,12 @@ def share_found(value: Tensor, is_mediator: Tensor) -> float:
 def explained(runs: list[Path], sets: list[str], number: dict[str, int]) -> Tensor:
     """Returns the sizes of the contributions that are named of each node, float64 [rows, N]."""
     value = torch.zeros(len(sets), len(number), dtype=torch.float64)
-    num_knocked_out = max(len(one_set.split(",")) for one_set in sets)  # they are named first
-    explained = Predictor(*runs).explain(sets, FIRST + num_knocked_out)
+    num_knocked_out = max(len(one_set.split(",")) for one_set in sets)  # named first, then pairs
+    num_pairs = math.comb(num_knocked_out, 2)
+    explained = Predictor(*runs).explain(sets, FIRST + num_knocked_out + num_pairs)
     for row, (contributions,) in enumerate(explained):
         for each in contributions:
-            if each.without is None:
+            if each.without is None and each.node in number:  # no pair
                 value[row, number[each.node]] = abs(each.contribution)
     return value
 

@@ -1,0 +1,188 @@
+"""Which pairs of perturbed nodes a prediction hangs on, by what the two have in common.
+
+The part `pairs` of a prediction is a function of the features of all pairs in a sample, added up.
+A pair contributes the part less what it is with an average pair of training in its place: of two
+nodes, all of the part. A feature of a pair contributes in the same way. With the MLP, contributions
+of several pairs do not add up to the part.
+
+Shapes: B samples in a batch, Q pairs in some samples, F features, T targets.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from mask import SharedGraph
+from model import KnockoutGNN
+from model_pairs import PairIndex, features_of, num_pairs, pair_index, pairs_of_samples
+
+MOST_FEATURES = 3  # that are named of a pair
+VALUES_AT_ONCE = 2**22  # of one tensor, which take 32 MB
+
+
+@dataclass
+class Pairs:
+    """All pairs of some samples of a batch, as of `pairs_of_samples`."""
+
+    sample: Tensor  # long [Q]
+    nodes: Tensor  # long [2, Q]
+    factor: Tensor  # float64 [Q]
+
+    def __getitem__(self, some: Tensor) -> "Pairs":
+        """Returns some of the pairs."""
+        return Pairs(self.sample[some], self.nodes[:, some], self.factor[some])
+
+    def features(self, index: PairIndex) -> Tensor:
+        """Returns the features of each pair, as they count, float64 [Q, F]."""
+        features = [index.of_pairs(*piece) for piece in index.in_pieces(self.nodes)]
+        return self.factor.unsqueeze(1) * torch.cat(features)
+
+
+class PairsPart:
+    """The part `pairs` of a model's predictions of a batch.
+
+    `unit` is that of the predictions, float64 [T], and `features` are those of the batch, [B, F].
+    """
+
+    def __init__(
+        self, model: KnockoutGNN, unit: Tensor, graph: SharedGraph, batch: Data, features: Tensor
+    ):
+        self.unit = unit
+        self.readout = model.local_readout.pair_readout
+        self.scaled = self.readout.scaled(features, num_pairs(batch))
+        wild = model.wild_type(graph, batch)
+        _, self.hidden = model.local_readout.inputs(wild, model.dose(wild, batch), batch)
+        self.head = model.local_readout.head[1:]
+
+    def contributions(self, sample: Tensor, shares: Tensor) -> Tensor:
+        """Returns the part less what it is without each of some shares, float64 [shares, T].
+
+        A share is what a pair, or one of its features, adds to `scaled` of a sample, [shares, F].
+        """
+        scaled = self.scaled[sample]
+        hidden = self.hidden[sample]
+        part = self.readout.of_scaled(scaled, hidden, self.head)
+        without = self.readout.of_scaled(scaled - shares, hidden, self.head)
+        return self.unit * (part - without)
+
+
+def has_pairs(model: torch.nn.Module) -> bool:
+    """Returns whether a model has features of pairs."""
+    local_readout = getattr(model, "local_readout", None)
+    return getattr(local_readout, "pair_readout", None) is not None
+
+
+def largest_pairs(
+    models: Sequence[KnockoutGNN],
+    units: Sequence[Tensor],
+    graph: SharedGraph,
+    most: int,
+    batch: Data,
+) -> Tensor:
+    """Returns the pairs that contribute most, float64 [B, T, most, 3 + MOST_FEATURES].
+
+    Of each, that is its two nodes, its contribution, the mean over the models, and its
+    `largest_features`. Each model has the unit of its predictions, float64 [T]. In a model without
+    features of pairs, none contributes.
+    """
+    largest = units[0].new_zeros(len(batch.y), len(units[0]), most, 3 + MOST_FEATURES)
+    if not most or not any(has_pairs(model) for model in models):
+        return largest
+    index = pair_index(graph)
+    features = features_of(graph, batch)
+    parts = []
+    for model, unit in zip(models, units, strict=True):
+        if has_pairs(model):
+            parts.append(PairsPart(model, unit, graph, batch, features))
+    at_once = VALUES_AT_ONCE // max(features.size(1), parts[0].hidden.size(1), len(units[0])) + 1
+    for pairs in whole_samples(batch, at_once):
+        contribution = contributions_of_pairs(parts, index, pairs, at_once)
+        place, number = largest_of_samples(contribution, pairs.sample, most)
+        sample = pairs.sample[number[:, 0]]
+        largest[sample, :, place, :2] = pairs.nodes.T[number].to(largest.dtype)
+        largest[sample, :, place, 2] = contribution.gather(0, number) / len(models)
+        largest[sample, :, place, 3:] = largest_features(parts, index, pairs, number, at_once)
+    return largest
+
+
+def whole_samples(batch: Data, at_once: int) -> Iterator[Pairs]:
+    """Yields all pairs of a batch: those of some samples, about `at_once`, or of a large one."""
+    sample, nodes, factor = pairs_of_samples(batch)
+    piece = sample.bincount().cumsum(0)[sample] // at_once
+    sizes = piece.unique_consecutive(return_counts=True)[1].tolist()
+    for pairs in zip(sample.split(sizes), nodes.split(sizes, 1), factor.split(sizes), strict=True):
+        yield Pairs(*pairs)
+
+
+def contributions_of_pairs(
+    parts: Sequence[PairsPart], index: PairIndex, pairs: Pairs, at_once: int
+) -> Tensor:
+    """Returns what pairs contribute, the sum over the models, float64 [Q, T]."""
+    total = parts[0].unit.new_zeros(len(pairs.sample), len(parts[0].unit))
+    for some in torch.arange(len(total), device=total.device).split(at_once):
+        piece = pairs[some]
+        features = piece.features(index)
+        for part in parts:
+            shares = part.readout.scaled(features, piece.factor)
+            total[some] += part.contributions(piece.sample, shares)
+    return total
+
+
+def largest_of_samples(contribution: Tensor, sample: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Returns which pairs of each sample contribute most to each target, long [lines, T].
+
+    Before it is the place of each line among those of its sample, from 0 on, long [lines].
+    """
+    number = contribution.abs().argsort(dim=0, descending=True, stable=True)
+    by_sample = sample[number].argsort(dim=0, stable=True)
+    number = number.gather(0, by_sample)
+    size = sample.bincount()
+    first = (size.cumsum(0) - size)[sample]
+    place = torch.arange(len(sample), device=sample.device) - first
+    is_named = place < most
+    return place[is_named], number[is_named]
+
+
+def largest_features(
+    parts: Sequence[PairsPart], index: PairIndex, pairs: Pairs, number: Tensor, at_once: int
+) -> Tensor:
+    """Returns the features by which pairs contribute most, float64 [lines, T, MOST_FEATURES].
+
+    `number` says which pairs, [lines, T]. Features are numbered from 1 on, and one that is 0, as of
+    a pair without an edge, has a minus. Where no other feature contributes, there is a 0.
+    """
+    largest = parts[0].unit.new_zeros(*number.shape, MOST_FEATURES)
+    num_features = len(index.names)
+    for chosen in number.unique().split(at_once // num_features + 1):
+        piece = pairs[chosen]
+        features = piece.features(index)
+        sample = piece.sample.repeat_interleave(num_features)
+        total = 0.0
+        for part in parts:
+            shares = part.readout.scaled(features, piece.factor).diag_embed()  # [pairs, F, F]
+            total = total + part.contributions(sample, shares.flatten(0, 1))
+        total = total.unflatten(0, (len(chosen), num_features))  # [pairs, F, T]
+        feature = total.abs().topk(MOST_FEATURES, dim=1).indices
+        is_absent = (features == 0).unsqueeze(2).expand_as(total).gather(1, feature)
+        signed = torch.where(is_absent, -1 - feature, 1 + feature)
+        signed = signed.where(total.gather(1, feature) != 0, 0)
+        line, target = torch.isin(number, chosen).nonzero().unbind(1)
+        place = torch.searchsorted(chosen, number[line, target])
+        largest[line, target] = signed[place, :, target].to(largest.dtype)
+    return largest
+
+
+def name_features(numbers: Sequence[float], names: Sequence[str]) -> str:
+    """Returns features as `largest_features` numbers them, by commas; one in a name is `\\,`.
+
+    A feature that the pair has not begins with `no `.
+    """
+    named = []
+    for number in numbers:
+        if number:
+            name = names[abs(int(number)) - 1].replace(",", r"\,")
+            named.append(name if number > 0 else f"no {name}")
+    return ",".join(named)
