@@ -181,7 +181,7 @@ class PairIndex(nn.Module):
         columns = [
             torch.ones_like(degree),
             self.weight[entry].double() * self.weight[other],
-            1 / degree.clamp(min=2).log(),
+            1 / degree.log(),
             (is_sent & self.is_sent[other]).double(),
             (is_received & self.is_received[other]).double(),
             (is_sent & self.is_received[other]).double(),
