@@ -216,7 +216,7 @@ class Ensemble:
         for task, model in zip(self.tasks, self.models, strict=True):
             task = task.with_samples(samples)
             if with_parts:
-                batch_size = evaluation_batch_size(task.config)
+                batch_size = evaluation_batch_size(task)
                 batches = load_batches(task.dataset, rows, batch_size, self.env)
                 shape = (len(rows), len(self.targets), 1 + len(PARTS))
                 function = partial(predict_parts, model, task)
@@ -253,7 +253,7 @@ class Ensemble:
         """Returns the largest contributions to n samples by a function, [n, T, number, width]."""
         dataset = KnockoutDataset(samples, self.graph.degree)
         rows = torch.arange(len(samples.y))
-        batch_size = evaluation_batch_size(self.tasks[0].config)
+        batch_size = evaluation_batch_size(self.tasks[0])
         batches = load_batches(dataset, rows, batch_size, self.env)
         units = [task.std for task in self.tasks]
         of_batch = partial(function, self.models, units, self.graph, number)
@@ -269,7 +269,7 @@ class Ensemble:
     @property
     def rows_at_once(self) -> int:
         """How many rows are predicted, and then written, at once: some seconds of work."""
-        return min(MOST, 4 * evaluation_batch_size(self.tasks[0].config))
+        return min(MOST, 4 * evaluation_batch_size(self.tasks[0]))
 
     def check_parts(self) -> None:
         """Raises `UserError` if a model does not say what its predictions are the sums of."""

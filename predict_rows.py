@@ -7,29 +7,35 @@ Shapes: n rows, B samples in a batch, T scores.
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 from torch_geometric.profile import get_data_size
 
-from config import Config
 from data import KnockoutDataset, make_loader
 from ddp_setup import Distributed
 from run_progress import progress_bar
 from task import KnockoutTask
 
-LARGE_BATCH = 8192  # samples that are predicted at once where each costs next to nothing
+LARGE_BATCH = 8192  # samples that are predicted at once where each takes little memory
 MOST_KEPT = 2**29  # bytes of batches that are kept for the next validation
 
 
-def evaluation_batch_size(config: Config) -> int:
-    """Returns the number of samples that are predicted at once, over all ranks."""
-    if config.model.has_knockout_pass:
-        return config.data.batch_size
-    return max(config.data.batch_size, LARGE_BATCH)
+def evaluation_batch_size(task: KnockoutTask) -> int:
+    """Returns the number of samples that are predicted at once, over all ranks.
+
+    A GPU computes the states of large batches by blocks, and the host launches fewer kernels.
+    """
+    batch_size = task.config.data.batch_size
+    model = task.config.model
+    in_blocks = task.graph.device.type == "cuda" and model.message_passing in ("auto", "shared")
+    if in_blocks or not model.has_knockout_pass:
+        return max(batch_size, LARGE_BATCH)
+    return batch_size
 
 
 def split_rows(rows: Tensor, batch_size: int, env: Distributed) -> Sequence[Tensor]:
@@ -53,7 +59,7 @@ class KeptBatches:
 
     def __init__(self, task: KnockoutTask, rows: Tensor, env: Distributed):
         self.dataset = task.dataset
-        self.batches = split_rows(rows, evaluation_batch_size(task.config), env)
+        self.batches = split_rows(rows, evaluation_batch_size(task), env)
         self.device = env.device
         self.kept = []
         self.bytes_left = MOST_KEPT
@@ -91,22 +97,22 @@ def predict_rows(
 
     batches = kept
     if batches is None:
-        batches = load_batches(task.dataset, rows, evaluation_batch_size(task.config), env)
+        batches = load_batches(task.dataset, rows, evaluation_batch_size(task), env)
     return compute_rows(scores, batches, (len(rows), len(task.tables.targets)), env)
 
 
 @torch.no_grad()
 def compute_rows(
     function: Callable[[Data], Tensor],
-    batches: Iterable[Data],
+    batches: DataLoader | KeptBatches,
     shape: tuple[int, ...],
     env: Distributed,
 ) -> Tensor:
     """Returns a function of n rows on every rank, float64 of a shape that begins with n.
 
     It takes a batch on the device, and gives as many rows as the batch has samples. `batches` are
-    this rank's. Each row is computed on one rank; the all-reduce adds only zeros to it and is
-    therefore exact.
+    this rank's, of a `dataset`. Each row is computed on one rank; the all-reduce adds only zeros to
+    it and is therefore exact.
     """
     values = torch.zeros(shape, dtype=torch.float64, device=env.device)
     values_of_rank = values[env.rank :: env.world_size]  # a view
@@ -115,7 +121,26 @@ def compute_rows(
         with env.phase("evaluation"):
             if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
                 break
-            of_batch = function(batch.to(env.device, non_blocking=True))
+            of_batch = by_halves(function, batch, batches.dataset, env)
             values_of_rank[start : start + len(of_batch)] = of_batch
             start += len(of_batch)
     return env.sum(values).cpu()
+
+
+def by_halves(
+    function: Callable[[Data], Tensor], batch: Data, dataset: KnockoutDataset, env: Distributed
+) -> Tensor:
+    """Returns a function of a batch of the dataset, or of its halves where memory runs out."""
+    rows = batch.index.tolist()
+    try:
+        return function(batch.to(env.device, non_blocking=True))
+    except torch.OutOfMemoryError:
+        if len(rows) == 1:
+            raise
+    # Only here is the error gone, which holds all that was computed.
+    torch.cuda.empty_cache()
+    of_halves = []
+    for half in np.array_split(rows, 2):
+        smaller = dataset.__getitems__(half.tolist())
+        of_halves.append(by_halves(function, smaller, dataset, env))
+    return torch.cat(of_halves)

@@ -1,4 +1,6 @@
-"""predict_rows.py: batches that are kept; tests/workers.py compares numbers of processes."""
+"""predict_rows.py: batches that are kept, or too large; tests/workers.py has several processes."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from config import Config
 from data import DataConfig
 from ddp_setup import DDPConfig, Distributed
 from model import ModelConfig
-from predict_rows import KeptBatches, predict_rows
+from predict_rows import LARGE_BATCH, KeptBatches, evaluation_batch_size, predict_rows
 from task import KnockoutTask
 from tests.test_targets import additive_tables
 
@@ -34,3 +36,44 @@ def test_batches_that_fit_in_memory_are_made_once(monkeypatch, num_kept):
         assert torch.equal(predict_rows(model, task, rows, env, kept), expected)
         assert len(kept.kept) == num_kept
     assert made == [batch.index.tolist() for batch in batches[num_kept:]]
+
+
+@pytest.mark.parametrize("most", [7, 3, 1, 0])
+def test_where_memory_runs_out_the_halves_of_a_batch_are_predicted(most):
+    config = Config(data=DataConfig(batch_size=32), model=ModelConfig(readout="local"))
+    task = KnockoutTask.from_tables(additive_tables(noise=1.0), config)
+    model = task.build_model()
+    env = Distributed(DDPConfig())
+    rows = torch.arange(5, 35)
+    expected = predict_rows(model, task, rows, env)
+    forward = model.forward
+    sizes = []
+
+    def forward_of_few(graph, batch):
+        if len(batch.y) > most:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        sizes.append(len(batch.y))
+        return forward(graph, batch)
+
+    model.forward = forward_of_few
+    if most == 0:
+        with pytest.raises(torch.OutOfMemoryError):
+            predict_rows(model, task, rows, env)
+        return
+    torch.testing.assert_close(predict_rows(model, task, rows, env), expected)
+    assert sum(sizes) == len(rows)
+    assert max(sizes) <= most
+    assert min(sizes) > most / 2
+
+
+def test_a_gpu_predicts_many_samples_at_once_where_it_computes_them_by_blocks():
+    for options, device, size in (
+        ({}, "cpu", 8),
+        ({}, "cuda", LARGE_BATCH),
+        ({"message_passing": "expanded"}, "cuda", 8),
+        ({"message_passing": "reach"}, "cuda", 8),
+        ({"readout": "local"}, "cpu", LARGE_BATCH),
+    ):
+        config = Config(data=DataConfig(batch_size=8), model=ModelConfig(**options))
+        graph = SimpleNamespace(device=torch.device(device))
+        assert evaluation_batch_size(SimpleNamespace(config=config, graph=graph)) == size

@@ -74,7 +74,7 @@ SHELVES = {
         ),
         "predict_explain": "data_tables mask model predict_pairs",
         "predict_pairs": "mask model model_pairs",
-        "predict_rows": "config data ddp_setup run_progress task",
+        "predict_rows": "data ddp_setup run_progress task",
         "predict_sets": "data_cells data_names data_tables errors",
         "predict_table": "data_cache ddp_setup errors run_checkpoint",
         "predictor": (
