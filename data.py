@@ -194,6 +194,7 @@ class KnockoutDataset(Dataset):
     transform: Callable[[Data], Data] | None = None
     scale: Tensor | float = 1.0
     pair_features: Tensor | None = None
+    out_degree: Tensor | None = None  # with that of `SharedGraph`, batches bring `num_out_edges`
 
     def __len__(self) -> int:
         return len(self.tables.y)
@@ -242,6 +243,8 @@ class KnockoutDataset(Dataset):
         )
         if self.pair_features is not None:
             batch.pair_features = self.pair_features[row] * is_real.unsqueeze(1)
+        if self.out_degree is not None:
+            batch.num_out_edges = int(self.out_degree[perturbed].sum())
         return self.transform(batch) if self.transform else batch
 
 

@@ -9,7 +9,8 @@ of the graph:
     sum over live edges = keep * (A @ (level * X))     X: [N, B, H], level: [N, B, 1], A: [N, N]
 
 with `level` that of each node, 1 if intact, and `keep` where it is not 0. `SharedGraph.levels`,
-`SharedGraph.keep` and `SharedGraph.propagate` compute the factors. Layers that need
+`SharedGraph.keep` and `SharedGraph.propagate` compute the factors. Where all samples have the same
+states, as before the first layer, `SharedMessages` needs one product for all. Layers that need
 per-edge values (attention, say) use `expand` and `EdgeMasks`: B block-diagonal copies of the graph
 and a boolean per copied edge, as `ExpandedMessages` does.
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.index import index2ptr
 from torch_geometric.typing import EdgeType
-from torch_geometric.utils import scatter
+from torch_geometric.utils import cumsum, scatter
 
 from mask_product import RelationStack
 
@@ -65,7 +66,7 @@ def doses(level: Tensor) -> Tensor:
 class SharedGraph(nn.Module):
     """The graph's topology on one device, without parameters or entries in the state dict.
 
-    All tensors except `degree` are non-persistent buffers, so one `.to(device)` moves the graph.
+    All tensors but the degrees are non-persistent buffers, so one `.to(device)` moves the graph.
     Keep it out of the module that DDP wraps, or DDP broadcasts it in every forward pass. Batches
     come from `data.KnockoutDataset`; one on another device raises `RuntimeError`. Methods that take
     a batch never synchronise with the host.
@@ -116,6 +117,7 @@ class SharedGraph(nn.Module):
 
         self.stack = RelationStack(edge_index, relation, weight, len(counts), self.num_nodes)
         self._add_incidence(relation)
+        self._add_out_edges(relation)
         self.reused_masks = EdgeMasks(self)
         self.pairs: nn.Module | None = None  # `model_pairs.pair_index`, once it is needed
 
@@ -132,12 +134,27 @@ class SharedGraph(nn.Module):
         # How many edges die with each node, [N]: for datasets, which stay on the CPU.
         self.degree = self.incidence_ptr[::num_relations].diff()
 
+    def _add_out_edges(self, relation: Tensor) -> None:
+        """Stores at r * N + n where the edges of relation r from node n begin in `stack.by_source`.
+
+        Nodes without such edges, whose rows the stack may leave out, are among these.
+        """
+        row = relation * self.num_nodes + self.edge_index[0]
+        count = row.bincount(minlength=len(self.relations) * self.num_nodes)
+        self._buffer("out_ptr", cumsum(count))
+        # How many edges leave each node, [N]: for datasets, which stay on the CPU.
+        self.out_degree = count.view(-1, self.num_nodes).sum(0)
+
     def _buffer(self, name: str, tensor: Tensor) -> None:
         self.register_buffer(name, tensor, persistent=False)
 
     @property
     def device(self) -> torch.device:
         return self.edge_index.device
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     def samples_at_once(self, states: Tensor) -> int:
         """Returns for how many samples states [N, B, H] such as these of one sample stay in cache.
@@ -236,6 +253,67 @@ class SharedGraph(nn.Module):
             gate = x.new_ones(len(self.relations), x.size(2))
         dtype = self.edge_weight.dtype
         return self.stack(x.to(dtype), gate.to(dtype)).to(x.dtype)
+
+
+class SharedMessages:
+    """Sums over the living edges of some samples of a batch, as products with the shared graph.
+
+    States [N, 1, H], which are alike in all samples, are summed once. As summation is linear, what
+    the perturbed nodes of each sample send more than 1 times their state is added at the ends of
+    their edges. Of these, a batch can bring a bound, `num_out_edges`; else, a GPU's host waits.
+
+    Args:
+        level: of each node in b samples of the batch, [N, b], the first of which is number `first`.
+    """
+
+    def __init__(self, graph: SharedGraph, batch: Data, level: Tensor, first: int = 0):
+        self.graph = graph
+        self.batch = batch
+        self.level = level
+        self.first = first
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Returns `SharedGraph.propagate` of x, [N, b, H] or [N, 1, H], at these levels."""
+        size = self.level.size(1)
+        if x.size(1) == size:
+            return self.graph.propagate(x, gate, self.level)
+        sums = self.graph.propagate(x, gate).expand(-1, size, -1)
+        state, message = self.changes(x.squeeze(1), gate)
+        return sums.flatten(0, 1).index_add(0, state, message).view(sums.shape)
+
+    def changes(self, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns which of the states [N * b] each message reaches, [M], and the messages, [M, H].
+
+        A message is what a perturbed node, whose state is a row of x [N, H], sends along an edge,
+        less what it sends at level 1.
+        """
+        graph, batch = self.graph, self.batch
+        size = self.level.size(1)
+        relation = torch.arange(len(graph.relations), device=x.device)
+        row = (relation * graph.num_nodes + batch.perturbed.unsqueeze(1)).flatten()  # [P * R]
+        sample = batch.perturbed_batch - self.first
+        is_here = (sample >= 0) & (sample < size)
+        start = graph.out_ptr.index_select(0, row)
+        length = graph.out_ptr.index_select(0, row + 1) - start
+        length = length * is_here.repeat_interleave(len(relation))
+        change = (batch.level - 1).to(x.dtype).unsqueeze(1) * x.index_select(0, batch.perturbed)
+        sent = (change.unsqueeze(1) * gate).flatten(0, 1)  # [P * R, H]
+
+        # Segment k * R + r holds the edges of relation r that leave perturbed node number k. The
+        # last one is what is left up to the bound: zeros, sent along any edges.
+        bound = batch.get("num_out_edges")
+        number = torch.arange(int(length.sum()) if bound is None else bound, device=x.device)
+        end = length.cumsum(0)
+        segment = torch.searchsorted(end, number, right=True)
+        sent = nn.functional.pad(sent, (0, 0, 0, 1))
+        sample = nn.functional.pad(sample, (0, 1))
+        first = nn.functional.pad(start - end + length, (0, 1))  # edge less number
+        _, col, weight = graph.stack.by_source.csr
+        edge = (number + first.index_select(0, segment)).remainder(max(1, len(col)))
+        node = col.index_select(0, edge).long()
+        state = node * size + sample.index_select(0, segment // len(relation))
+        weight = weight.index_select(0, edge).to(x.dtype).unsqueeze(1)
+        return state, sent.index_select(0, segment) * weight
 
 
 class EdgeMasks:

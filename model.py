@@ -14,7 +14,6 @@ product serves all samples at once.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,7 +22,15 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
 from baseline import Baseline, BaselineReadout
-from mask import LINEAR, ExpandedMessages, SharedGraph, doses, intact_batch, sum_by_sample
+from mask import (
+    LINEAR,
+    ExpandedMessages,
+    SharedGraph,
+    SharedMessages,
+    doses,
+    intact_batch,
+    sum_by_sample,
+)
 from model_pairs import PairReadout
 
 ENTRIES_OF_EMBED = (("embed.weight", "responses", 0), ("embed.bias", "responses", 0))
@@ -49,6 +56,7 @@ class ModelConfig:
     readout: Literal["both", "local", "global", "nodes"] = "both"
     pairs: bool = True
     checkpointing: bool = field(default=False, metadata={"resume": "free"})
+    cuda_graphs: bool = field(default=True, metadata={"resume": "free"})
 
     def __post_init__(self):
         if not 0 <= self.dropout < 1:
@@ -66,7 +74,7 @@ class ModelConfig:
 
 
 class LayerStates(NamedTuple):
-    """What a layer takes and gives, each [N, B, H]."""
+    """What a layer takes and gives, each [N, B, H], or [N, 1, H] if alike in all samples."""
 
     x: Tensor  # states before the layer
     h: Tensor  # what the nodes send
@@ -258,7 +266,7 @@ class KnockoutGNN(nn.Module):
     ) -> tuple[Tensor, list[LayerStates]]:
         """Returns the states after the layers from `first` on, [N, B, H], and those of each layer.
 
-        `x` are the states before them, `sent` is as in `WildType`, [N, B, H] or [N, 1, H].
+        `x` are the states before them, `sent` is as in `WildType`; alike in all samples: [N, 1, H].
         """
         layers = []
         for depth, layer in enumerate(self.layers[first:], first):
@@ -289,8 +297,10 @@ class KnockoutGNN(nn.Module):
             yield ExpandedMessages(graph, batch), levels
             return
         states = self.norm.weight.expand(graph.num_nodes, 1, -1)
+        first = 0
         for level in levels.split(graph.samples_at_once(states), dim=1):
-            yield partial(graph.propagate, level=level), level
+            yield SharedMessages(graph, batch, level, first), level
+            first += level.size(1)
 
     def read_changes(self, messages: Messages, level: Tensor, wild: WildType) -> Tensor:
         """Returns `changes` of some samples, [b, width]."""
@@ -299,8 +309,7 @@ class KnockoutGNN(nn.Module):
 
     def change_of_states(self, messages: Messages, level: Tensor, wild: WildType) -> Tensor:
         """Returns the states of all nodes less those of the intact graph, [N, b, H]."""
-        x = wild.x.expand(-1, level.size(1), -1)
-        final, _ = self.encode(x, wild.sent, messages)
+        final, _ = self.encode(wild.x, wild.sent, messages)
         return self.norm(final) - wild.final
 
     def checkpointed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -363,7 +372,7 @@ class KnockoutConv(nn.Module):
         self.out = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor, messages: Messages, sent: Tensor | None = None) -> LayerStates:
-        """Returns x, h and update, as above, given the states x [N, B, H].
+        """Returns x, h and update, as above, given the states x [N, B, H], or alike ones [N, 1, H].
 
         `messages` sums over the living edges; `sent` is the embedding, in the first layer alone.
         """

@@ -203,6 +203,7 @@ def pairs_of_samples(batch: Data) -> tuple[Tensor, Tensor, Tensor]:
     """
     position = torch.arange(len(batch.perturbed), device=batch.perturbed.device)
     num_later = batch.perturbed_ptr[1:][batch.perturbed_batch] - 1 - position
+    num_later = num_later.clamp(min=0)  # behind all samples, padding may follow, which has no pairs
     first = torch.repeat_interleave(num_later)
     number = torch.arange(len(first), device=first.device)
     second = number - (num_later.cumsum(0) - num_later)[first] + first + 1

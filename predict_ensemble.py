@@ -251,7 +251,8 @@ class Ensemble:
         self, function: Callable[..., Tensor], samples: Tables, number: int, width: int
     ) -> Tensor:
         """Returns the largest contributions to n samples by a function, [n, T, number, width]."""
-        dataset = KnockoutDataset(samples, self.graph.degree)
+        out_degree = self.graph.out_degree
+        dataset = KnockoutDataset(samples, self.graph.degree, out_degree=out_degree)
         rows = torch.arange(len(samples.y))
         batch_size = evaluation_batch_size(self.tasks[0])
         batches = load_batches(dataset, rows, batch_size, self.env)

@@ -32,7 +32,7 @@ def evaluation_batch_size(task: KnockoutTask) -> int:
     """
     batch_size = task.config.data.batch_size
     model = task.config.model
-    in_blocks = task.graph.device.type == "cuda" and model.message_passing in ("auto", "shared")
+    in_blocks = task.graph.is_on_gpu and model.message_passing in ("auto", "shared")
     if in_blocks or not model.has_knockout_pass:
         return max(batch_size, LARGE_BATCH)
     return batch_size

@@ -108,11 +108,10 @@ class KnockoutTask:
 
         A model of another class than `KnockoutGNN` has none.
         """
-        if self.dataset.transform is None:
-            return
         if not isinstance(model, KnockoutGNN):
             self.dataset = replace(self.dataset, transform=None)
             self.route = type(model).__name__
+        if self.dataset.transform is None:
             return
         from model_reach import is_exact
 
@@ -223,7 +222,7 @@ class KnockoutTask:
 def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[KnockoutDataset, str]:
     """Returns the dataset of tables on the graph, and how the model passes messages, a text."""
     scale = 1.0 if tables.split is None else weight_scale(tables)
-    dataset = KnockoutDataset(tables, graph.degree, scale=scale)
+    dataset = KnockoutDataset(tables, graph.degree, scale=scale, out_degree=graph.out_degree)
     options = config.model
     if not options.has_knockout_pass:
         return dataset, f"no knock-out pass, as model.readout={options.readout}"

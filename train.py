@@ -42,6 +42,7 @@ from ddp_setup import Distributed, end_process, library_versions
 from ddp_watchdog import StopTraining
 from errors import RunError
 from metrics import first_metric, metrics_text, quality
+from model_graphs import TrainingSteps, capture
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
 from predict_rows import KeptBatches, predict_rows
 from run_checkpoint import TrainState
@@ -84,15 +85,17 @@ def train(config: Config, env: Distributed) -> None:
     folder.resume(state, sampler.steps_per_epoch)
     folder.write_graph(task.tables.graph_fields())
     env.stop_on_request(folder.path / "STOP")
-    train_loader = make_loader(task.dataset, sampler, config.data.workers, env.device)
+    steps = capture(model, task, sampler, env)  # on a GPU, as CUDA graphs
+    state.ddp_model = steps.model
+    train_loader = make_loader(steps.dataset, sampler, config.data.workers, env.device)
     val_batches = KeptBatches(task, task.rows("val"), env)
     if env.is_distributed:
         with config.ddp.explain_errors():
             state.ddp_model = DistributedDataParallel(
-                env.prepare_for_ddp(model), device_ids=env.device_ids, **config.ddp.options
+                env.prepare_for_ddp(steps.model), device_ids=env.device_ids, **config.ddp.options
             )
         order_buckets(state.ddp_model, task, env)
-    log_plan(task, model, sampler, env)
+    log_plan(task, model, steps, sampler, env)
     folder.write_status("started", state)
     folder.show_progress(sampler.steps_per_epoch * optim.epochs - state.step)
     try:
@@ -376,14 +379,20 @@ def order_buckets(ddp_model: nn.Module, task: KnockoutTask, env: Distributed) ->
     ddp_model.zero_grad(set_to_none=True)
 
 
-def log_plan(task: KnockoutTask, model: nn.Module, sampler: StepSampler, env: Distributed) -> None:
+def log_plan(
+    task: KnockoutTask,
+    model: nn.Module,
+    steps: TrainingSteps,
+    sampler: StepSampler,
+    env: Distributed,
+) -> None:
     """Logs what will be trained."""
     config = task.config
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(f"data      {task.summary()}")
     for note in task.notes():
         log.warning(f"note      {note}")
-    log.info(f"model     {num_parameters:,} parameters; {task.route}")
+    log.info(f"model     {num_parameters:,} parameters; {task.route}{steps.note}")
     log.info(
         f"batch     {config.data.batch_size} samples over {env.world_size} ranks "
         f"and {config.optim.accumulate} micro-batches, {sampler.steps_per_epoch} steps per epoch"

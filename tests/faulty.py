@@ -363,6 +363,13 @@ def other_cuda_on_rank_1() -> None:
         torch.version.cuda = "99.9"
 
 
+def pretend_gpu() -> None:
+    """Steps are captured as on a GPU, and replayed on the CPU."""
+    from tests.tools import graphs
+
+    graphs.pretend_gpu()
+
+
 def print_plans() -> None:
     """Prints of each batch whether it has a plan of the states that it changes."""
 

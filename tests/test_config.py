@@ -290,7 +290,7 @@ def test_each_option_says_what_another_value_means_for_a_resumed_run():
     assert keys["fixed"] == {"run.seed", "data.batch_size", "optim.loss", "optim.lr_mult"}
     free = {key for key in keys["free"] if key.startswith(("model.", "optim."))}
     assert free == {
-        *("model.message_passing", "model.checkpointing"),
+        *("model.message_passing", "model.checkpointing", "model.cuda_graphs"),
         *("optim.accumulate", "optim.zero"),
     }
     assert {key.partition(".")[0] for key in keys["noted"]} == {"model", "optim"}

@@ -41,7 +41,8 @@ def graph() -> HeteroData:
 
 
 def make_batch(shared: SharedGraph, sets: list) -> Data:
-    dataset = KnockoutDataset(tables_of(sets, torch.zeros(len(sets))), shared.degree)
+    tables = tables_of(sets, torch.zeros(len(sets)))
+    dataset = KnockoutDataset(tables, shared.degree, out_degree=shared.out_degree)
     return dataset.__getitems__(list(range(len(sets))))
 
 
@@ -319,9 +320,9 @@ def test_all_buffers_move_with_the_module_and_none_is_saved(graph):
     shared = SharedGraph(graph)
     assert not shared.state_dict() and not list(shared.parameters())
     tensors = {name for name, value in vars(shared).items() if isinstance(value, Tensor)}
-    assert tensors == {"degree"}  # which stays on the CPU
+    assert tensors == {"degree", "out_degree"}  # which stay on the CPU
     assert all(buffer.device.type == "meta" for buffer in SharedGraph(graph).to("meta").buffers())
-    assert shared.degree.device.type == "cpu"
+    assert shared.degree.device == shared.out_degree.device == torch.device("cpu")
 
 
 def test_a_batch_on_another_device_is_refused_with_the_call_that_fixes_it(graph):

@@ -41,7 +41,7 @@ def make_dataset(
     shared: SharedGraph, sets: list[list[int]], planner: ReachPlanner | None = None
 ) -> KnockoutDataset:
     tables = tables_of(sets, torch.arange(len(sets)) / 3)
-    return KnockoutDataset(tables, shared.degree, transform=planner)
+    return KnockoutDataset(tables, shared.degree, planner, out_degree=shared.out_degree)
 
 
 def make_batch(

@@ -67,13 +67,13 @@ def test_where_memory_runs_out_the_halves_of_a_batch_are_predicted(most):
 
 
 def test_a_gpu_predicts_many_samples_at_once_where_it_computes_them_by_blocks():
-    for options, device, size in (
-        ({}, "cpu", 8),
-        ({}, "cuda", LARGE_BATCH),
-        ({"message_passing": "expanded"}, "cuda", 8),
-        ({"message_passing": "reach"}, "cuda", 8),
-        ({"readout": "local"}, "cpu", LARGE_BATCH),
+    for options, is_on_gpu, size in (
+        ({}, False, 8),
+        ({}, True, LARGE_BATCH),
+        ({"message_passing": "expanded"}, True, 8),
+        ({"message_passing": "reach"}, True, 8),
+        ({"readout": "local"}, False, LARGE_BATCH),
     ):
         config = Config(data=DataConfig(batch_size=8), model=ModelConfig(**options))
-        graph = SimpleNamespace(device=torch.device(device))
+        graph = SimpleNamespace(is_on_gpu=is_on_gpu)
         assert evaluation_batch_size(SimpleNamespace(config=config, graph=graph)) == size

@@ -18,8 +18,8 @@ from tests.conftest import MODULES, ROOT
 SHELVES = {
     "commands": {
         "train": (
-            "config data ddp_setup ddp_watchdog errors metrics optim predict_rows run_checkpoint "
-            "run_folder run_results task"
+            "config data ddp_setup ddp_watchdog errors metrics model_graphs optim predict_rows "
+            "run_checkpoint run_folder run_results task"
         ),
         "predict": (
             "config data data_range data_tables ddp_setup errors predict_ensemble predict_explain "
@@ -65,6 +65,7 @@ SHELVES = {
         "errors": "",
         "mask": "mask_product",
         "mask_product": "",
+        "model_graphs": "mask model_pairs",
         "model_pairs": "data data_cache mask run_progress",
         "model_reach": "mask mask_product model",
         "predict_ensemble": (

@@ -187,7 +187,8 @@ def build_batch(
         nodes = torch.randperm(shared.num_nodes, generator=generator)
         sets.append(nodes[:deletions].tolist())
     scores = torch.randn(num_samples, num_targets, generator=generator)
-    dataset = KnockoutDataset(tables_of(sets, scores), shared.degree)
+    tables = tables_of(sets, scores)
+    dataset = KnockoutDataset(tables, shared.degree, out_degree=shared.out_degree)
     if model is not None:
         dataset.transform, _ = plan_route(shared, dataset, model.message_passing, model.layers)
     batch = dataset.__getitems__(range(num_samples))

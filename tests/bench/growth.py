@@ -103,7 +103,9 @@ class Step:
         self.device = device
         self.graph = random_graph(problem)
         scores = torch.randn(problem.samples)
-        self.dataset = KnockoutDataset(tables_of(random_sets(problem), scores), self.graph.degree)
+        tables = tables_of(random_sets(problem), scores)
+        out_degree = self.graph.out_degree
+        self.dataset = KnockoutDataset(tables, self.graph.degree, out_degree=out_degree)
         config = ModelConfig(hidden=hidden, layers=layers, message_passing=problem.route)
         self.dataset.transform, _ = plan_route(self.graph, self.dataset, problem.route, layers)
         self.graph.to(device)

@@ -1,0 +1,315 @@
+"""Training steps of fixed shape, whose forward and backward pass a GPU replays as CUDA graphs.
+
+An eager step takes a GPU's host some 20 ms, whatever its size, to launch hundreds of kernels;
+captured once, they are launched together. `FixedShape` gives all full batches of a rank the same
+shapes, `GraphedModel` replays the model for these, and calls it for all others. A replay repeats
+what Python did while it was captured, so `first_difference` compares both before the first step.
+
+A copy can do without this file: where train.py does not call `capture`, all steps are eager.
+
+Shapes: B samples with P perturbed nodes in a batch, n rows in the tables.
+"""
+
+import logging
+import math
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.cuda import make_graphed_callables, mem_get_info
+from torch.utils.data import Dataset
+from torch_geometric.data import Data
+
+from mask import SharedGraph, num_samples
+from model_pairs import PairReadout, features_of
+
+log = logging.getLogger("model_graphs")
+
+NOT_INPUTS = ("y", "weight")  # tensors of a batch that only the loss reads
+SHARE_OF_MEMORY = 0.1  # of what is free, the most that messages of a fixed shape take
+
+
+class TrainingSteps(NamedTuple):
+    """What makes up training steps."""
+
+    model: nn.Module  # the model itself, or a `GraphedModel`
+    dataset: Dataset  # of the batches that it takes
+    note: str  # on CUDA graphs, for the log
+
+
+def capture(model: nn.Module, task: Any, sampler: Any, env: Any) -> TrainingSteps:
+    """Captures training steps of a model on a GPU, and returns what makes them up.
+
+    Where that is not possible on all ranks, steps stay eager, and the note says why. Parameters,
+    buffers and random generators stay as they are. Every rank calls it.
+
+    Args:
+        task: a `task.KnockoutTask`, whose dataset and loss are those of training.
+        sampler: the `data.StepSampler` of the training batches.
+        env: this rank's `ddp_setup.Distributed`.
+    """
+    eager = TrainingSteps(model, task.dataset, "")
+    if not task.graph.is_on_gpu:
+        return eager
+    graphed = None
+    obstacle = obstacle_of_options(task)
+    if not obstacle:
+        num_rows = min(sampler.batch_size, len(sampler.rows))
+        size = math.ceil(num_rows / (sampler.num_replicas * sampler.accumulate))
+        shape = FixedShape.of_rows(task.dataset, sampler.rows.long(), size)
+        obstacle = obstacle_of_memory(shape, task, env)
+    if not obstacle:
+        dataset = replace(task.dataset, transform=shape)
+        batches = [dataset.__getitems__(sampler.rows[:size])]
+        batches.append(dataset.__getitems__(sampler.rows[-size:]))
+        with env.phase("capturing"), undone(model, env.device_ids or []):
+            graphed, obstacle = try_to_capture(model, task, batches)
+    obstacle = next(filter(None, env.gather(obstacle)), "")  # a rank alone would be in other steps
+    if obstacle:
+        return eager._replace(note=f"; no CUDA graphs, as {obstacle}")
+    return TrainingSteps(graphed, dataset, "; CUDA graphs")
+
+
+def obstacle_of_options(task: Any) -> str:
+    """Returns why options do without CUDA graphs, "" if they do not."""
+    options = task.config.model
+    if not options.cuda_graphs:
+        return "model.cuda_graphs=false"
+    if getattr(task.dataset, "out_degree", None) is None:
+        return "batches do not bring num_out_edges"
+    if task.dataset.transform or options.message_passing not in ("auto", "shared", "reach"):
+        return f"batches of model.message_passing={options.message_passing} differ in their shapes"
+    if task.config.ddp.sync_batchnorm:
+        return "ddp.sync_batchnorm=true waits for other ranks"
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1" or torch.is_anomaly_enabled():
+        return "CUDA_LAUNCH_BLOCKING or anomaly detection looks for a fault"
+    return ""
+
+
+# ---- Batches of fixed shape ----------------------------------------------------------------------
+@dataclass
+class FixedShape:
+    """Pads the perturbed nodes of a full batch to the most that any B of the rows have.
+
+    Padding are nodes at level 1 that their sample does not perturb: they change nothing. It is the
+    `transform` of a dataset.
+    """
+
+    num_samples: int  # B
+    num_perturbed: int  # P
+    num_out_edges: int
+
+    @classmethod
+    def of_rows(cls, dataset: Any, rows: Tensor, size: int) -> "FixedShape":
+        """Returns the shape of all batches of `size` of these rows of a `data.KnockoutDataset`."""
+        tables = dataset.tables
+        count = tables.perturbed_ptr.diff()
+        edges = torch.zeros_like(count)
+        edges.index_add_(0, tables.sample(), dataset.out_degree[tables.perturbed])
+        largest = [values[rows].sort(descending=True).values[:size] for values in (count, edges)]
+        return cls(size, *(int(values.sum()) for values in largest))
+
+    def __call__(self, batch: Data) -> Data:
+        """Returns the batch, which is padded if it is full; larger ones stay as they are."""
+        missing = self.num_perturbed - len(batch.perturbed)
+        is_larger = missing < 0 or batch.num_out_edges > self.num_out_edges
+        if num_samples(batch) != self.num_samples or is_larger:
+            return batch
+        # If no sample had an intact node, nothing would be missing.
+        sample = int(batch.perturbed_ptr.diff().argmin())
+        first, last = batch.perturbed_ptr[sample : sample + 2].tolist()
+        perturbed = set(batch.perturbed[first:last].tolist())
+        intact = next(node for node in range(last - first + 1) if node not in perturbed)
+        for name, value in (("perturbed", intact), ("perturbed_batch", sample), ("level", 1.0)):
+            batch[name] = nn.functional.pad(batch[name], (0, missing), value=value)
+        batch.num_out_edges = self.num_out_edges
+        return batch
+
+
+def obstacle_of_memory(shape: FixedShape, task: Any, env: Any) -> str:
+    """Returns that messages of a fixed shape would take too much memory, "" if they would not."""
+    free, _ = mem_get_info(env.device)
+    num_messages = len(task.graph.relations) * shape.num_perturbed + shape.num_out_edges
+    size = num_messages * task.config.model.hidden * task.graph.edge_weight.element_size()
+    if size <= SHARE_OF_MEMORY * free:
+        return ""
+    return f"padded batches would take {size / 2**30:.2g} GB of {free / 2**30:.2g} that are free"
+
+
+# ---- Graphs --------------------------------------------------------------------------------------
+class GraphedModel(nn.Module):
+    """Holds a model, and replays its forward and backward pass for batches like one, in training.
+
+    For other batches, and without gradients, it calls the model.
+    """
+
+    def __init__(self, model: nn.Module, graph: SharedGraph, batch: Data):
+        super().__init__()
+        self.model = model
+        self.has_pairs = any(isinstance(module, PairReadout) for module in model.modules())
+        self._add_pair_features(graph, batch)
+        names = [name for name, value in batch.to_dict().items() if isinstance(value, Tensor)]
+        self.names = [name for name in names if name not in NOT_INPUTS]
+        self.num_out_edges = batch.num_out_edges
+        inputs = [batch[name].clone() for name in self.names]
+        self.shapes = [value.shape for value in inputs]
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.gradients = [torch.zeros_like(parameter) for parameter in self.trained]
+        flat = FlatModel(model, graph, self.names, self.num_out_edges)
+        make_graphed_callables(flat, tuple(inputs), allow_unused_input=True)
+        self.replay = [flat]  # in a list, so that it is no submodule
+
+    def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
+        """Returns predictions as the model does, in memory of their own."""
+        self._add_pair_features(graph, batch)
+        if not (self.model.training and torch.is_grad_enabled() and self.fits(batch)):
+            return self.model(graph, batch)
+        self._provide_gradients()
+        (replay,) = self.replay
+        return replay(*(batch[name] for name in self.names)).clone()
+
+    def fits(self, batch: Data) -> bool:
+        """Returns whether a batch has the shapes of the one that was captured."""
+        shapes = [batch[name].shape for name in self.names]
+        return shapes == self.shapes and batch.get("num_out_edges") == self.num_out_edges
+
+    def _add_pair_features(self, graph: SharedGraph, batch: Data) -> None:
+        if self.has_pairs:  # whose number of pairs differs
+            batch.pair_features = features_of(graph, batch)
+
+    def _provide_gradients(self) -> None:
+        # A parameter without a gradient would take the graph's own, which the next replay
+        # overwrites, where it should be added to.
+        added = []
+        for parameter, gradient in zip(self.trained, self.gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+                added.append(gradient)
+        if added:
+            torch._foreach_zero_(added)
+
+
+class FlatModel(nn.Module):
+    """The model as a function of the tensors of a batch alone."""
+
+    def __init__(self, model: nn.Module, graph: SharedGraph, names: Sequence[str], num_edges: int):
+        super().__init__()
+        self.model = model
+        self.graph = [graph]  # in a list, so that it is no submodule
+        self.names = names
+        self.num_edges = num_edges
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        fields = dict(zip(self.names, tensors, strict=True))
+        return self.model(self.graph[0], Data(**fields, num_out_edges=self.num_edges))
+
+
+# ---- Proof ---------------------------------------------------------------------------------------
+@contextmanager
+def undone(model: nn.Module, devices: Sequence[int]) -> Iterator[None]:
+    """After the block, a model's tensors and mode, and random generators, are as before.
+
+    It has no gradients. `devices` are the GPUs whose generators are meant.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    was_training = model.training
+    state_of_python = random.getstate()
+    state_of_numpy = np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(state_of_python)
+        np.random.set_state(state_of_numpy)
+        model.train(was_training)
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+
+
+def try_to_capture(
+    model: nn.Module, task: Any, batches: Sequence[Data]
+) -> tuple[GraphedModel | None, str]:
+    """Returns a graphed model for batches like these, and an obstacle to its use, or "".
+
+    Parameters get noise, as parts that start at zero would hide a difference.
+    """
+    optim = task.config.optim
+    low = optim.autocast_dtype
+    device = task.graph.device
+    for seed, batch in enumerate(batches):
+        batch.to(device)  # in place
+        batch.seed = torch.full((), seed, device=device)
+    model.train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    try:
+        with torch.autocast(device.type, low, enabled=low is not None, cache_enabled=False):
+            graphed = GraphedModel(model, task.graph, batches[0])
+        return graphed, first_difference(model, graphed, task, batches)
+    except Exception as error:  # drivers and models fail in many ways
+        text = str(error).partition("\n")[0]
+        log.warning(f"note      CUDA graphs cannot be captured: {type(error).__name__}: {text}")
+        return None, "capturing them failed"
+
+
+def first_difference(
+    model: nn.Module, graphed: GraphedModel, task: Any, batches: Sequence[Data]
+) -> str:
+    """Returns what differs by graph and by hand, in loss or gradients of a batch, or ""."""
+    tolerance = torch.finfo(task.config.optim.autocast_dtype or task.config.optim.dtype).eps ** 0.5
+    for batch in batches:
+        loss, gradients = loss_and_gradients(model, model, task, batch)
+        other_loss, other_gradients = loss_and_gradients(graphed, model, task, batch)
+        if not graphed.fits(batch):
+            return "full training batches differ in their shapes"
+        if not (loss - other_loss).abs() <= tolerance * loss.abs():
+            return describe_difference("the loss")
+        largest = max(gradient.norm() for gradient in gradients.values())
+        for name, gradient in gradients.items():
+            error = (other_gradients[name] - gradient).norm()
+            if not error <= tolerance * (gradient.norm() + 0.01 * largest):
+                return describe_difference(f"the gradient of {name}")
+    return ""
+
+
+def describe_difference(name: str) -> str:
+    """Warns of what a replay has frozen; returns the obstacle."""
+    log.warning(
+        f"note      by CUDA graphs, {name} of a batch is another than without: they repeat what "
+        "the model drew, counted or decided in Python while they were captured"
+    )
+    return f"by them, {name} of a batch is another"
+
+
+def loss_and_gradients(
+    function: nn.Module, model: nn.Module, task: Any, batch: Data
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the loss of a batch, and the gradient of each trained parameter, by its name.
+
+    `function` is the model, or holds it. Layers that draw from torch's generators draw the same
+    each time. Raises `ValueError` for a parameter without a gradient.
+    """
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(int(batch.seed))
+    low = task.config.optim.autocast_dtype
+    with torch.autocast(task.graph.device.type, low, enabled=low is not None):
+        prediction = function(task.graph, batch)
+    loss = task.loss(prediction, batch).sum()
+    loss.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                raise ValueError(f"{name} has no gradient")
+            gradients[name] = parameter.grad.clone()
+    return loss.detach(), gradients

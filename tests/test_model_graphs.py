@@ -1,0 +1,539 @@
+"""Batches of fixed shape, and steps that are captured and replayed, by a stand-in on the CPU."""
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+from config import Config
+from data import KnockoutDataset, StepSampler
+from data_tables import Tables
+from ddp_setup import DDPConfig, Distributed
+from mask import SharedGraph
+from model import KnockoutGNN, ModelConfig
+from model_graphs import FixedShape, GraphedModel, TrainingSteps, capture
+from model_pairs import PairIndex
+from optim import OptimConfig
+from task import KnockoutTask
+from tests.conftest import restored_modules
+from tests.tools import graphs
+from tests.tools.gpu_checks import small_tables
+from tests.tools.runs import series, tables_of
+from tests.tools.syncs import CountSynchronisations
+
+SIZE = 8  # of a batch
+READOUTS = ("local", "global", "both", "nodes")
+
+
+@pytest.fixture
+def gpu() -> Iterator[None]:
+    with restored_modules():
+        graphs.pretend_gpu()
+        yield
+
+
+@functools.cache
+def tables_with_levels(readout: str, loss: str) -> Tables:
+    """Returns tables whose perturbed nodes are deleted, at another level, or many in a row."""
+    tables = small_tables(readout)
+    generator = torch.Generator().manual_seed(0)
+    levels = torch.tensor([0.0, 0.3, 2.5], dtype=torch.float64)
+    drawn = torch.randint(len(levels), tables.perturbed.shape, generator=generator)
+    tables.level = levels[drawn]
+    if loss == "binary":
+        tables.y = (tables.y > tables.y.median(dim=0).values).double()
+    return tables
+
+
+def make_task(loss: str = "squared", precision: str = "fp32", **options: object) -> KnockoutTask:
+    """Returns a task of small tables, with options of the model."""
+    model = ModelConfig(hidden=8, **{"dropout": 0.3, **options})
+    optim = OptimConfig(loss=loss, precision=precision)
+    config = Config(model=model, optim=optim)
+    config = replace(config, data=replace(config.data, batch_size=SIZE))
+    return KnockoutTask.from_tables(tables_with_levels(model.readout, loss), config)
+
+
+def build_model(task: KnockoutTask) -> nn.Module:
+    """Returns the task's model with noise, as parts that start at zero would hide errors."""
+    torch.manual_seed(0)
+    model = task.build_model().to(dtype=task.config.optim.dtype).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def sampler_of(task: KnockoutTask, accumulate: int = 1) -> StepSampler:
+    return StepSampler(task.rows("train"), SIZE, accumulate, world_size=1, rank=0, seed=0)
+
+
+def steps_of(model: nn.Module, task: KnockoutTask) -> TrainingSteps:
+    return capture(model, task, sampler_of(task), Distributed(DDPConfig()))
+
+
+def batches_of(task: KnockoutTask, dataset: KnockoutDataset, number: int = 3) -> list[Data]:
+    """Returns the first batches of an epoch."""
+    batches = []
+    for seed, rows in zip(range(number), sampler_of(task), strict=False):
+        batches.append(dataset.__getitems__(rows))
+        batches[-1].seed = torch.tensor(seed)
+    return batches
+
+
+def add_gradients(function: nn.Module, task: KnockoutTask, batch: Data) -> Tensor:
+    """Adds the gradients of a batch, and returns its prediction."""
+    low = task.config.optim.autocast_dtype
+    with torch.autocast("cpu", low, enabled=low is not None):
+        prediction = function(task.graph, batch)
+    task.loss(prediction, batch).sum().backward()
+    return prediction.detach()
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the gradients of a model, which is left without."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.to_dense().clone()
+    model.zero_grad()
+    return gradients
+
+
+def shape_of(task: KnockoutTask) -> FixedShape:
+    return FixedShape.of_rows(task.dataset, task.rows("train"), SIZE)
+
+
+# ---- Batches of fixed shape ----------------------------------------------------------------------
+@pytest.mark.parametrize("loss", ["squared", "binary"])
+@pytest.mark.parametrize("readout", READOUTS)
+def test_padding_changes_no_number(gpu, readout, loss):
+    task = make_task(loss, "fp64", readout=readout)
+    model = build_model(task)
+    padded = replace(task.dataset, transform=shape_of(task))
+    task.dataset.pair_features = None  # they are computed with the batch, too
+    for dataset in (padded, replace(padded, pair_features=None)):
+        plain = batches_of(task, task.dataset)
+        for batch, other in zip(plain, batches_of(task, dataset), strict=True):
+            assert len(other.perturbed) > len(batch.perturbed)
+            assert other.num_out_edges > batch.num_out_edges
+            expected = add_gradients(model, task, batch)
+            gradients = gradients_of(model)
+            found = add_gradients(model, task, other)
+            found_gradients = gradients_of(model)
+            assert found_gradients.keys() == gradients.keys()
+            if readout == "global":  # which multiplies no matrix with a row for each perturbed node
+                assert found.equal(expected)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found_gradients, gradients, rtol=1e-12, atol=1e-12)
+
+
+def dataset_of(sets: list[list[int]]) -> KnockoutDataset:
+    """Returns a dataset of sets of nodes of four, of which node n has n edges to others."""
+    out_degree = torch.arange(4)
+    return KnockoutDataset(
+        tables_of(sets, torch.zeros(len(sets))), out_degree, None, 1.0, None, out_degree
+    )
+
+
+def test_the_shape_is_that_of_the_largest_rows_whatever_their_order():
+    sets = [[], [3], [0, 1], [0, 1, 2, 3], [2], [0]]
+    for order in (torch.arange(6), torch.tensor([3, 5, 1, 0, 2, 4])):
+        shape = FixedShape.of_rows(dataset_of([sets[row] for row in order]), torch.arange(6), 3)
+        assert (shape.num_samples, shape.num_perturbed, shape.num_out_edges) == (3, 7, 11)
+    shape = FixedShape.of_rows(dataset_of(sets), torch.tensor([0, 1, 5]), 2)  # of these rows alone
+    assert (shape.num_perturbed, shape.num_out_edges) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "rows", [[3, 3, 0], [3, 4, 3], [0, 0, 0], [2, 1, -1], [2, 2, 5], [3, 3, 3]]
+)
+def test_padding_is_of_nodes_that_a_sample_does_not_perturb(rows):
+    sets = [[], [3], [0, 1], [0, 1, 2, 3], [0], [2, 0, 1]]
+    dataset = dataset_of(sets)
+    dataset.transform = FixedShape(3, num_perturbed=12, num_out_edges=18)
+    batch = dataset.__getitems__(rows)
+    assert len(batch.perturbed) == len(batch.perturbed_batch) == len(batch.level) == 12
+    assert batch.num_out_edges == 18
+    pairs = list(zip(batch.perturbed_batch.tolist(), batch.perturbed.tolist(), strict=True))
+    num_real = int(batch.perturbed_ptr[-1])
+    real, padding = pairs[:num_real], pairs[num_real:]
+    assert not set(real) & set(padding)
+    assert (batch.level[:num_real] == 0).all() and (batch.level[num_real:] == 1).all()
+    assert batch.perturbed.max() < 4
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [1, 2, 3, 0], [3, 3, 0], [1, 1, 1]])
+def test_a_batch_of_another_size_stays_as_it_is(rows):
+    """It has fewer or more samples, or more perturbed nodes or edges that leave them."""
+    dataset = dataset_of([[], [3], [0, 1], [0, 1, 2, 3]])
+    expected = dataset.__getitems__(rows)
+    dataset.transform = FixedShape(3, num_perturbed=7, num_out_edges=8)
+    batch = dataset.__getitems__(rows)
+    assert batch.perturbed.equal(expected.perturbed)
+    assert batch.num_out_edges == expected.num_out_edges
+
+
+# ---- Replays -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        *(("fp32", {"readout": readout}) for readout in READOUTS),
+        *((precision, {}) for precision in ("fp64", "bf16", "fp16")),
+        ("fp32", {"checkpointing": True}),
+        ("fp32", {"dropout": 0.0, "pairs": False}),
+    ],
+)
+def test_replays_give_the_numbers_of_the_model_and_overwrite_none(gpu, precision, options):
+    """Also where two batches add up their gradients; gradients are freed between."""
+    task = make_task(precision=precision, **options)
+    model = build_model(task)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    steps = steps_of(model, task)
+    assert steps.note == "; CUDA graphs" and isinstance(steps.model, GraphedModel)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    batches = batches_of(task, steps.dataset)
+    assert all(steps.model.fits(batch) for batch in batches)
+    kept = []
+    for numbers in ([0], [1], [0, 1, 2]):
+        expected = [add_gradients(model, task, batches[number]) for number in numbers]
+        gradients = gradients_of(model)
+        with CountSynchronisations() as count:
+            found = [add_gradients(steps.model, task, batches[number]) for number in numbers]
+        assert count.seen == []
+        found_gradients = gradients_of(model)
+        kept += zip(expected, found, strict=True)
+        # Without autocast's cache, gradients of a layer that is called twice add up in float32.
+        tolerance = 0.03 if task.config.optim.autocast_dtype else 1e-6
+        torch.testing.assert_close(found_gradients, gradients, rtol=tolerance, atol=tolerance)
+    for expected, found in kept:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "accumulate", "batch_size"),
+    [(1, 1, SIZE), (3, 1, SIZE), (2, 2, SIZE), (1, 20, SIZE), (2, 1, 1000)],
+)
+def test_all_full_batches_of_all_ranks_are_replayed(gpu, world_size, accumulate, batch_size):
+    task = make_task(readout="local")
+    model = build_model(task)
+    for rank in range(world_size):
+        training = task.rows("train")
+        sampler = StepSampler(training, batch_size, accumulate, world_size, rank, seed=0)
+        steps = capture(model, task, sampler, Distributed(DDPConfig()))
+        assert steps.note == "; CUDA graphs"
+        rows_of_batches = list(sampler)
+        assert len(rows_of_batches) == sampler.steps_per_epoch * accumulate
+        num_full = len(training) // batch_size * accumulate
+        for rows in rows_of_batches[: max(1, num_full)]:
+            batch = steps.dataset.__getitems__(rows)
+            batch.seed = torch.tensor(0)
+            assert steps.model.fits(batch)
+
+
+def test_pair_features_are_computed_before_a_replay(gpu, monkeypatch):
+    task = make_task()
+    monkeypatch.setattr(task.dataset, "pair_features", None)
+    model = build_model(task)
+    steps = steps_of(model, task)
+    assert steps.note == "; CUDA graphs"
+    calls = []
+    of_samples = PairIndex.of_samples
+    monkeypatch.setattr(
+        PairIndex, "of_samples", lambda *arguments: calls.append(1) or of_samples(*arguments)
+    )
+    for batch in batches_of(task, steps.dataset):
+        expected = add_gradients(model, task, batch.clone())
+        assert add_gradients(steps.model, task, batch).equal(expected)
+    assert len(calls) == 6
+
+
+def test_other_batches_and_predictions_are_the_models(gpu, monkeypatch):
+    task = make_task()
+    model = build_model(task)
+    steps = steps_of(model, task)
+    calls = []
+    original = KnockoutGNN.forward
+    monkeypatch.setattr(
+        KnockoutGNN, "forward", lambda *arguments: calls.append(1) or original(*arguments)
+    )
+    full, *_ = batches_of(task, steps.dataset)
+    larger = full.clone()
+    larger.num_out_edges += 1
+    short = steps.dataset.__getitems__([0, 1])
+    short.seed = torch.tensor(0)
+    (plain,) = batches_of(task, task.dataset, 1)
+    steps.model(task.graph, full)
+    assert len(calls) == 0
+    for batch in (short, plain, larger):
+        steps.model(task.graph, batch)
+    with torch.no_grad():
+        steps.model(task.graph, full)
+    model.eval()
+    steps.model(task.graph, full)
+    assert len(calls) == 5
+
+
+@pytest.mark.parametrize("own", ["OwnModel", "Random", "RandomOfNumpy"])
+def test_generators_are_as_before(gpu, own):
+    task = make_task()
+    model = globals()[own].of_task(task)
+    numbers = []
+    for is_captured in (False, True):
+        torch.manual_seed(7)
+        random.seed(7)
+        np.random.seed(7)
+        if is_captured:
+            steps_of(model, task)
+        numbers.append((torch.rand(2).tolist(), random.random(), np.random.random()))
+    assert numbers[0] == numbers[1]
+
+
+# ---- Models of one's own -------------------------------------------------------------------------
+class OwnModel(KnockoutGNN):
+    """A model that changes its predictions by `factor` in Python."""
+
+    calls = 0
+
+    def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
+        return super().forward(graph, batch) * self.factor(batch)
+
+    def factor(self, batch: Data) -> float | Tensor:
+        return 1.0
+
+    @classmethod
+    def of_task(cls, task: KnockoutTask) -> "OwnModel":
+        model = build_model(task)
+        model.__class__ = cls
+        return model
+
+
+class Random(OwnModel):
+    def factor(self, batch: Data) -> float:
+        return 1 + random.random()
+
+
+class RandomOfNumpy(OwnModel):
+    def factor(self, batch: Data) -> float:
+        return 1 + np.random.random()
+
+
+class Counter(OwnModel):
+    def factor(self, batch: Data) -> float:
+        self.calls += 1
+        return 1 + 0.1 * self.calls
+
+
+class Branch(OwnModel):
+    def factor(self, batch: Data) -> float:
+        return 2.0 if batch.seed.numpy() == 0 else 1.0
+
+
+class Waiting(OwnModel):
+    def factor(self, batch: Data) -> float:
+        return 2.0 if batch.seed > 0 else 1.0
+
+
+class Statistics(OwnModel):
+    """It counts in a buffer, and drops out with torch's generator: both can be captured."""
+
+    @classmethod
+    def of_task(cls, task: KnockoutTask) -> "Statistics":
+        model = super().of_task(task)
+        model.register_buffer("count", torch.zeros(()))
+        return model
+
+    def factor(self, batch: Data) -> Tensor:
+        self.count += 1
+        return nn.functional.dropout(torch.ones(1), 0.5)
+
+
+@pytest.mark.parametrize("own", [Random, RandomOfNumpy, Counter, Branch])
+def test_a_model_that_a_replay_would_freeze_is_found(gpu, caplog, own):
+    task = make_task()
+    model = own.of_task(task)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    steps = steps_of(model, task)
+    assert steps.model is model and steps.dataset is task.dataset
+    assert steps.note == "; no CUDA graphs, as by them, the loss of a batch is another"
+    assert "by CUDA graphs, the loss of a batch is another" in caplog.text
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+class FrozenGradient(OwnModel):
+    """Its loss does not depend on what Python draws, but a gradient does."""
+
+    def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
+        weight = self.local_readout.pair.weight
+        weight_of_pass = weight.detach() + random.random() * (weight - weight.detach())
+        prediction = super().forward(graph, batch)
+        return prediction + weight_of_pass.sum() - weight_of_pass.sum().detach()
+
+
+def test_the_parameter_is_named_whose_gradient_differs(gpu, caplog):
+    task = make_task()
+    model = FrozenGradient.of_task(task)
+    steps = steps_of(model, task)
+    assert steps.model is model
+    assert steps.note.endswith(
+        "as by them, the gradient of local_readout.pair.weight of a batch is another"
+    )
+    assert "by CUDA graphs, the gradient of local_readout.pair.weight of a batch" in caplog.text
+
+
+class FrozenAtTheStart(OwnModel):
+    """A gradient depends on what Python draws, but it is 0 at the start, as is the readout."""
+
+    def embed(self, *arguments: object) -> tuple[Tensor, Tensor]:
+        x, sent = super().embed(*arguments)
+        return x, sent.detach() + (1 + random.random()) * (sent - sent.detach())
+
+
+def test_what_starts_at_zero_hides_no_difference(gpu):
+    task = make_task()
+    model = task.build_model()
+    model.__class__ = FrozenAtTheStart
+    assert "the gradient of embedding" in steps_of(model, task).note
+
+
+def test_a_model_that_waits_for_a_value_cannot_be_captured(gpu, caplog):
+    task = make_task()
+    model = Waiting.of_task(task)
+    steps = steps_of(model, task)
+    assert steps.model is model and steps.note == "; no CUDA graphs, as capturing them failed"
+    assert "CUDA graphs cannot be captured: RuntimeError" in caplog.text
+    assert "aten._local_scalar_dense" in caplog.text or "is_nonzero" in caplog.text
+
+
+def test_buffers_and_torchs_random_numbers_go_on_in_replays(gpu):
+    task = make_task()
+    model = Statistics.of_task(task)
+    steps = steps_of(model, task)
+    assert steps.note == "; CUDA graphs" and model.count == 0
+    (batch,) = batches_of(task, steps.dataset, 1)
+    predictions = {}
+    for function in (model, steps.model):
+        torch.manual_seed(3)
+        predictions[function] = torch.stack([function(task.graph, batch) for _ in range(8)])
+    assert model.count == 16
+    assert predictions[model].equal(predictions[steps.model])
+    assert len(predictions[model][:, 0].unique()) == 2
+
+
+def test_a_parameter_without_a_gradient_is_named(gpu):
+    task = make_task()
+    model = build_model(task)
+    model.unused = nn.Linear(2, 1)
+    assert steps_of(model, task).note.endswith("as capturing them failed")
+
+
+# ---- Options and machines ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"cuda_graphs": False}, "model.cuda_graphs=false"),
+        ({"message_passing": "expanded"}, "message_passing=expanded differ in their shapes"),
+        ({"message_passing": "reach"}, "message_passing=reach differ in their shapes"),
+    ],
+)
+def test_the_log_says_why_options_do_without_graphs(gpu, options, reason):
+    task = make_task(**options)
+    model = build_model(task)
+    steps = steps_of(model, task)
+    assert steps.model is model and steps.dataset is task.dataset
+    assert steps.note.startswith("; no CUDA graphs, as ") and steps.note.endswith(reason)
+
+
+def test_the_log_says_what_of_the_machine_does_without_graphs(gpu, monkeypatch):
+    task = make_task()
+    model = build_model(task)
+    ddp = replace(task.config.ddp, sync_batchnorm=True)
+    of_ranks = replace(task, config=replace(task.config, ddp=ddp))
+    assert "ddp.sync_batchnorm=true" in steps_of(model, of_ranks).note
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "is_anomaly_enabled", lambda: True)
+        assert "anomaly detection" in steps_of(model, task).note
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+        assert "CUDA_LAUNCH_BLOCKING" in steps_of(model, task).note
+    graphs.pretend_gpu(free=100_000)
+    assert "GB of 9.3e-05 that are free" in steps_of(model, task).note
+
+
+def test_all_ranks_stay_eager_where_one_must(gpu, monkeypatch):
+    task = make_task()
+    model = build_model(task)
+    env = Distributed(DDPConfig())
+    monkeypatch.setattr(env, "gather", lambda reason: [reason, "rank 1 has too little"])
+    steps = capture(model, task, sampler_of(task), env)
+    assert steps.model is model and steps.note.endswith("as rank 1 has too little")
+
+
+def test_on_a_cpu_nothing_is_captured():
+    task = make_task()
+    model = build_model(task)
+    assert steps_of(model, task) == (model, task.dataset, "")
+
+
+# ---- Whole runs ----------------------------------------------------------------------------------
+def runs_agree(folder: Path, first: str, second: str) -> None:
+    """Asserts that two runs have computed the same but for rounding."""
+    rows, others = (series(folder / "runs" / name) for name in (first, second))
+    assert len(rows) == len(others) > 3
+    for row, other in zip(rows, others, strict=True):
+        assert row.pop("kind") == other.pop("kind")
+        assert row == pytest.approx(other, rel=1e-4, nan_ok=True)
+
+
+def train_both(train: Callable, folder: Path, nproc: int, *options: str) -> None:
+    """Trains with and without graphs, with the same numbers."""
+    logs = []
+    for name, use in (("graphs", "true"), ("eager", "false")):
+        more = (f"model.cuda_graphs={use}", f"run.name={name}", *options)
+        train(nproc, *more, fault="pretend_gpu").check()
+        logs.append((folder / "runs" / name / "log.rank0.txt").read_text())
+    runs_agree(folder, "graphs", "eager")
+    assert "; CUDA graphs" in logs[0] and "CUDA graphs, as model.cuda_graphs=false" in logs[1]
+
+
+def test_a_run_with_graphs_has_the_numbers_of_one_without(train, tmp_path, monkeypatch):
+    calls = []
+    original = GraphedModel.forward
+    monkeypatch.setattr(
+        GraphedModel, "forward", lambda *arguments: calls.append(1) or original(*arguments)
+    )
+    train_both(train, tmp_path, 0, "optim.epochs=2", "optim.accumulate=2")
+    assert len(calls) == 2 + 2 * 5 * 2  # in the proof, then two micro-batches in each step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["optim.accumulate=2", "optim.zero=true"],
+        ["ddp.options={gradient_as_bucket_view: true}", "optim.accumulate=2"],
+        ["ddp.options={find_unused_parameters: true}", "model.readout=local"],
+        ["optim.precision=bf16", "model.readout=global"],
+    ],
+)
+def test_two_ranks_with_graphs_have_the_numbers_of_two_without(train, tmp_path, options):
+    train_both(train, tmp_path, 2, "optim.epochs=2", *options)
+
+
+@pytest.mark.slow
+def test_a_run_with_graphs_resumes_bit_for_bit(train, tmp_path):
+    options = ("optim.epochs=2", "optim.accumulate=2")
+    train(0, *options, "run.name=whole", fault="pretend_gpu").check()
+    train(0, *options, "run.name=parts", fault="pretend_gpu stop_at_step:3").check()
+    train(0, *options, "run.name=parts", fault="pretend_gpu").check()
+    assert "; CUDA graphs" in (tmp_path / "runs" / "parts" / "log.rank0.txt").read_text()
+    whole, parts = (series(tmp_path / "runs" / name) for name in ("whole", "parts"))
+    assert whole == parts

@@ -1,0 +1,109 @@
+"""CUDA graphs on the CPU: what `torch.cuda.make_graphed_callables` does, with recorded operators.
+
+A replay calls the operators of the recording again, on the same memory, with the numbers that
+Python gave them. So static inputs, outputs and gradients are overwritten by each replay, Python is
+frozen, and torch's generators go on, as on a GPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import model_graphs
+from mask import SharedGraph
+from tests.tools.syncs import CountSynchronisations
+
+
+def pretend_gpu(free: int = 2**40) -> None:
+    """Makes graphs on the CPU pass for some on a GPU with so many bytes free, until undone."""
+    SharedGraph.is_on_gpu = True
+    model_graphs.make_graphed_callables = make_graphed_callables
+    model_graphs.mem_get_info = lambda device: (free, free)
+
+
+class Recording(CountSynchronisations):
+    """Records the operators that are called; those that wait for a GPU fail, as on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def record(self, operator: str) -> None:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {operator}")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Calls the operators again, and writes what they return where it was."""
+        with torch.autocast("cpu", enabled=False):
+            for func, args, kwargs, result in self.calls:
+                again = func(*args, **kwargs)
+                for new, old in zip(tensors_of(again), tensors_of(result), strict=True):
+                    if new.layout == torch.strided and new.data_ptr() != old.data_ptr():
+                        old.copy_(new)
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return [value for value in results if isinstance(value, Tensor)]
+
+
+def make_graphed_callables(
+    module: nn.Module, inputs: tuple[Tensor, ...], allow_unused_input: bool = False
+) -> nn.Module:
+    """Returns the module, whose `forward` replays what it does with these inputs."""
+    if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled():
+        raise RuntimeError("make_graphed_callables does not support the autocast caching")
+    parameters = tuple(module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def gradients(output: Tensor, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(output, trained, upstream, allow_unused=allow_unused_input)
+
+    for _ in range(3):
+        output = module(*inputs)
+        gradients(output, torch.empty_like(output))
+    forward = Recording()
+    with forward:
+        output = module(*inputs)
+    upstream = torch.zeros_like(output)
+    backward = Recording()
+    with backward:
+        found = iter(gradients(output, upstream))
+    static = [next(found) if parameter.requires_grad else None for parameter in parameters]
+    module.forward = replays(inputs, parameters, output, upstream, static, forward, backward)
+    return module
+
+
+def replays(
+    inputs: tuple[Tensor, ...],
+    parameters: tuple[Tensor, ...],
+    output: Tensor,
+    upstream: Tensor,
+    static: list[Tensor | None],
+    forward: Recording,
+    backward: Recording,
+) -> Callable[..., Tensor]:
+    class Replay(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *values: Tensor) -> Tensor:
+            for place, value in zip(inputs, values[: len(inputs)], strict=True):
+                place.copy_(value)
+            forward.replay()
+            return output.detach()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+            upstream.copy_(grad)
+            backward.replay()
+            of_parameters = [None if value is None else value.detach() for value in static]
+            return (*[None] * len(inputs), *of_parameters)
+
+    return lambda *values: Replay.apply(*values, *parameters)
