@@ -200,8 +200,8 @@ def exists(first: str, rest: list[str]) -> bool:
     if rest[0] in SECTIONS.get(first, ()):
         return True
     if first == "batch":
-        is_field = f"{rest[0]}=" in TEXTS[ROOT / "data.py"]
-        return is_field or f"batch.{rest[0]}" in TEXTS[ROOT / "train.py"]
+        is_field = re.search(rf"\b{rest[0]} ?=", TEXTS[ROOT / "data.py"])
+        return bool(is_field) or f"batch.{rest[0]}" in TEXTS[ROOT / "train.py"]
     owner = VARIABLES_OF.get(first)
     if owner is None and first in MODULES:
         owner = importlib.import_module(first)
