@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import random
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +34,9 @@ log = logging.getLogger("model_graphs")
 
 NOT_INPUTS = ("y", "weight")  # tensors of a batch that only the loss reads
 SHARE_OF_MEMORY = 0.1  # of what is free, the most that messages of a fixed shape take
+
+# Gradients are added up on the stream on which the first were captured; torch waits where it must.
+warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
 
 
 class TrainingSteps(NamedTuple):
@@ -252,14 +256,37 @@ def try_to_capture(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
+    devices = [device.index] if device.type == "cuda" else []
     try:
-        with torch.autocast(device.type, low, enabled=low is not None, cache_enabled=False):
+        with (
+            no_capture_left(devices),
+            torch.autocast(device.type, low, enabled=low is not None, cache_enabled=False),
+        ):
             graphed = GraphedModel(model, task.graph, batches[0])
         return graphed, first_difference(model, graphed, task, batches)
     except Exception as error:  # drivers and models fail in many ways
-        text = str(error).partition("\n")[0]
-        log.warning(f"note      CUDA graphs cannot be captured: {type(error).__name__}: {text}")
+        cause = error.__context__ or error  # as to end the capture then fails, too
+        text = str(cause).partition("\n")[0]
+        log.warning(f"note      CUDA graphs cannot be captured: {type(cause).__name__}: {text}")
         return None, "capturing them failed"
+
+
+@contextmanager
+def no_capture_left(devices: Sequence[int]) -> Iterator[None]:
+    """If the block raises, GPUs have the streams and generators of before.
+
+    Where capturing fails, torch leaves its own in their place, whose draws raise.
+    """
+    streams = [torch.cuda.current_stream(device) for device in devices]
+    generators = [torch.cuda.default_generators[device] for device in devices]
+    states = [generator.clone_state() for generator in generators]
+    try:
+        yield
+    except Exception:
+        for stream, generator, state in zip(streams, generators, states, strict=True):
+            torch.cuda.set_stream(stream)
+            generator.graphsafe_set_state(state)
+        raise
 
 
 def first_difference(

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -368,6 +369,30 @@ def pretend_gpu() -> None:
     from tests.tools import graphs
 
     graphs.pretend_gpu()
+
+
+def wait_in_model() -> None:
+    """In training, the model waits for a value, and draws from torch's generator."""
+    from model import KnockoutGNN
+
+    def wait(model: nn.Module, graph: nn.Module, batch: Data) -> None:
+        if model.training:
+            torch.rand(1, device=graph.device)
+            int(batch.seed)
+
+    call_before(KnockoutGNN, "forward", wait)
+
+
+def share_gpu() -> None:
+    """Ranks share a GPU over gloo, which NCCL refuses."""
+    properties_of = torch.cuda.get_device_properties
+    join = ddp_setup.dist.init_process_group
+
+    def own_properties(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(uuid=f"{properties_of(device).uuid} of rank {RANK}")
+
+    torch.cuda.get_device_properties = own_properties
+    ddp_setup.dist.init_process_group = lambda backend, **options: join("gloo", **options)
 
 
 def print_plans() -> None:

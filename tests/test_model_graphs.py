@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
-from model_graphs import FixedShape, GraphedModel, TrainingSteps, capture
+from model_graphs import FixedShape, GraphedModel, TrainingSteps, capture, no_capture_left
 from model_pairs import PairIndex
 from optim import OptimConfig
 from task import KnockoutTask
@@ -411,6 +412,21 @@ def test_a_model_that_waits_for_a_value_cannot_be_captured(gpu, caplog):
     assert steps.model is model and steps.note == "; no CUDA graphs, as capturing them failed"
     assert "CUDA graphs cannot be captured: RuntimeError" in caplog.text
     assert "aten._local_scalar_dense" in caplog.text or "is_nonzero" in caplog.text
+
+
+def test_a_failed_capture_leaves_no_stream_and_no_generator_behind(monkeypatch):
+    generator = mock.Mock()
+    set_stream = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    with no_capture_left([1]):
+        pass
+    assert not set_stream.called and not generator.graphsafe_set_state.called
+    with pytest.raises(ValueError), no_capture_left([1]):
+        raise ValueError
+    set_stream.assert_called_once_with("stream of 1")
+    generator.graphsafe_set_state.assert_called_once_with(generator.clone_state())
 
 
 def test_buffers_and_torchs_random_numbers_go_on_in_replays(gpu):

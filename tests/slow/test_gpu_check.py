@@ -2,23 +2,29 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mask_product import RelationStack
+from model_graphs import GraphedModel
 from task import KnockoutTask
-from tests.conftest import ROOT, fork_ranks, join
-from tests.tools import faults, gpu, gpu_checks, parity
+from tests.bench.synthetic import PRESETS
+from tests.conftest import ROOT, fork_ranks, join, restored_modules
+from tests.tools import faults, gpu, gpu_checks, gpu_graphs, graphs, parity
 from train import read_config
 
 CPU = torch.device("cpu")
 EXAMPLE = (f"data.edges={ROOT}/example/edges.tsv", f"data.perturbations={ROOT}/example/scores.tsv")
 PROGRAMS = [  # how the lines of `programs` begin, and those of `several`
+    "a model that cannot be captured",
+    "1, 2 and 4 ranks",
+    *["stopped and resumed"] * 2,
     "preflight",
     "two ranks",
     *["training: "] * 3,
-    *["stopped and resumed"] * 2,
     *["a training step of "] * 2,
     "parity",
     "a killed rank",
@@ -36,6 +42,22 @@ def two_gpus(monkeypatch):
     """torch sees two GPUs, on which no check can run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.fixture
+def stand_in(monkeypatch) -> Iterator[None]:
+    """Steps are captured as on a GPU, and replayed on the CPU; few are timed."""
+    monkeypatch.setattr(gpu_graphs, "NUM_STEPS", 1)
+    monkeypatch.setattr(gpu_graphs, "TIMED_STEPS", 2)
+    monkeypatch.setattr(gpu_graphs, "TIMED_ROWS", 100)
+    monkeypatch.setitem(PRESETS, "yeast", replace(PRESETS["small"], num_samples=300))
+    for function in (gpu_graphs.tables_of, gpu_graphs.task_of):
+        function.cache_clear()
+    with restored_modules():
+        graphs.pretend_gpu()
+        yield
+    gpu_graphs.tables_of.cache_clear()
+    gpu_graphs.task_of.cache_clear()
 
 
 def test_without_a_gpu_it_says_so(run):
@@ -58,6 +80,45 @@ def test_values_and_steps_pass_on_the_cpu(tmp_path, capsys):
     assert (report.num_right, report.num_wrong) == (5 + 6 * 4 + 1 + 12, 0)
     assert len(output.splitlines()) == report.num_right
     assert "bf16" in output
+
+
+def test_graphs_and_speeds_pass_on_a_stand_in(stand_in, tmp_path, capsys):
+    report = gpu.Report()
+    gpu.graphs(report, CPU, tmp_path)
+    gpu.speeds(report, CPU, tmp_path)
+    output = capsys.readouterr().out
+    assert "WRONG" not in output
+    assert (report.num_right, report.num_wrong) == (4 * 4 + 4 + 2 + 7 + 5 + 2, 0)
+    for text in ("the same bits again: True", "as model.cuda_graphs=false", " it/s, without"):
+        assert text in output
+
+
+def test_what_is_wrong_with_graphs_is_reported(stand_in, tmp_path, monkeypatch, capsys):
+    report = gpu.Report(only="graphs, readout=both, fp32")
+    monkeypatch.setattr(GraphedModel, "_provide_gradients", lambda model: None)
+    gpu.graphs(report, CPU, tmp_path)  # a replay overwrites what should add up
+    monkeypatch.setattr(GraphedModel, "forward", lambda *_: 1 / 0)
+    gpu.graphs(report, CPU, tmp_path)  # is noticed before the first step
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("WRONG") and "relative error" in first
+    assert second.startswith("WRONG") and "as capturing them failed" in second
+    report.only = "no graphs, "
+    silent = gpu_graphs.TrainingSteps(None, None, "")
+    monkeypatch.setattr(gpu_graphs, "capture", lambda *_: silent)
+    gpu.graphs(report, CPU, tmp_path)
+    assert report.num_wrong == 2 + len(gpu.REFUSALS)
+
+
+def test_predictions_of_large_batches_are_compared(stand_in, tmp_path, monkeypatch, capsys):
+    predict_rows = gpu_graphs.predict_rows
+
+    def other_for_large(model, task, rows, env):
+        return predict_rows(model, task, rows, env) * (1 + 1e-3 * (len(rows) == 100))
+
+    monkeypatch.setattr(gpu_graphs, "predict_rows", other_for_large)
+    report = gpu.Report(only="predictions, example")
+    gpu.speeds(report, CPU, tmp_path)
+    assert report.num_wrong == 1 and "relative error 1.0e-03" in capsys.readouterr().out
 
 
 def test_what_is_wrong_or_raises_is_reported(tmp_path, monkeypatch, capsys):
@@ -113,7 +174,7 @@ def test_programs_that_raise_are_reported_and_get_the_users_options_first(
         commands.append(arguments)
         raise OSError("no more processes")
 
-    for name in ("products", "models", "draws", "steps"):
+    for name in ("graphs", "speeds", "products", "models", "draws", "steps"):
         monkeypatch.setattr(gpu, name, lambda *_: None)
     for module in (parity, faults):
         monkeypatch.setattr(module, "launch", launch)
@@ -125,11 +186,14 @@ def test_programs_that_raise_are_reported_and_get_the_users_options_first(
     *lines, count = capsys.readouterr().out.splitlines()
     for line, begin in zip(lines, PROGRAMS, strict=True):
         assert line.startswith(f"WRONG  {begin}") and "OSError: no more processes" in line
-    assert count == "0 of 14 checks are OK"
+    assert count == "0 of 16 checks are OK"
     trained = [command for command in commands if command[0] == f"{ROOT}/train.py"]
     for command in trained:
         assert command[1:5] == users and "data.batch_size=" in "".join(command[5:])
     assert ["data.edges=yeast" in command for command in trained] == [False] * 5 + [True] * 4
+    faulty = [command for command in commands if command[0] == f"{ROOT}/tests/faulty.py"]
+    assert [command[1:3] for command in faulty] == [["wait_in_model", "--"], ["share_gpu", "--"]]
+    assert [command[4:8] for command in faulty] == [users] * 2
     workers = [command for command in commands if command[0].endswith("-worker")]
     assert [command[2:6] for command in workers] == [users, users]
 
@@ -158,9 +222,9 @@ def test_two_ranks_on_one_gpu_must_be_told_that_they_share_it(
 def test_nothing_starts_after_the_limit(tmp_path, monkeypatch, capsys):
     report = gpu.Report(limit_s=0.0)
     report.check("late", pytest.fail)
-    assert "TimeoutError: not reached within ten minutes" in capsys.readouterr().out
+    assert "TimeoutError: not reached within seven minutes" in capsys.readouterr().out
     assert report.num_wrong == 1
-    assert 599 < gpu.Report().timeout() <= 600
+    assert 419 < gpu.Report().timeout() <= 420
     assert gpu.Report(longest_s=20.0).timeout() == 20
     report = gpu.Report(limit_s=0.1)
     assert report.timeout() == 60
@@ -176,7 +240,7 @@ def test_nothing_starts_after_the_limit(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_checks, "ended", lambda *_: "")
     runs = gpu_checks.Runs(report.timeout, tmp_path, [])
     report.check("the second of three programs is late", gpu_checks.resuming, runs, "", ())
-    assert started == [60] and "not reached within ten minutes" in capsys.readouterr().out
+    assert started == [60] and "not reached within seven minutes" in capsys.readouterr().out
 
 
 def test_a_program_that_hangs_is_ended(tmp_path):
@@ -187,7 +251,10 @@ def test_a_program_that_hangs_is_ended(tmp_path):
 
 
 def test_programs_on_the_cpu(tmp_path, monkeypatch, capsys):
-    """Ranks are forked, which starts faster than torchrun; two on one GPU cannot be tried here."""
+    """Ranks are forked, which starts faster than torchrun, and replay steps on the CPU.
+
+    Two on one GPU cannot be tried here.
+    """
     stop_after = gpu_checks.stop_after
 
     def stop_early(folder, steps: int, seconds: float = 1e9) -> None:
@@ -196,13 +263,19 @@ def test_programs_on_the_cpu(tmp_path, monkeypatch, capsys):
     def torchrun(
         nproc: int, timeout: float, script: str, *options: str, **variables: str
     ) -> tuple[int, str]:
-        if nproc == 2:
+        if script.endswith("train.py"):
+            options = ("--", "train.py", *options)
+            script = f"{ROOT}/tests/faulty.py"
+        if script.endswith("faulty.py"):
+            options = ("pretend_gpu", *options)
+        elif nproc == 2:
             raise RuntimeError("no GPU to share")
         _store, ranks = fork_ranks(tmp_path, nproc, script, list(options), variables)
         codes = join(ranks, timeout)
         output = (tmp_path / "rank0.stdout").read_text() + (tmp_path / "rank0.stderr").read_text()
         return max(map(abs, codes)), output
 
+    monkeypatch.setattr(gpu_graphs, "WORLD_SIZES", (1, 2))
     monkeypatch.setattr(gpu, "OPTIONS", {"of a kind": ("optim.precision=bf16",)})
     monkeypatch.setattr(gpu_checks, "stop_after", stop_early)
     monkeypatch.setattr(gpu_checks, "torchrun", torchrun)
@@ -212,8 +285,10 @@ def test_programs_on_the_cpu(tmp_path, monkeypatch, capsys):
     runs = gpu.Runs(report.timeout, tmp_path / "runs", options)
     gpu.programs(report, runs, gpu.SpeedTables(config.data, tmp_path))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["OK", "WRONG", *["OK"] * 5]
-    assert "GB/s" in lines[0] and "RuntimeError: no GPU to share" in lines[1]
-    assert "test Pearson 0." in lines[2]
+    assert [line.split()[0] for line in lines] == [*["OK"] * 5, "WRONG", *["OK"] * 3], lines
+    assert "no CUDA graphs, as capturing them failed" in lines[0]
+    assert "relative difference" in lines[1] and "; CUDA graphs" in lines[1]
+    assert all("the same bits; CUDA graphs" in line for line in lines[2:4])
+    assert "GB/s" in lines[4] and "RuntimeError: no GPU to share" in lines[5]
+    assert "test Pearson 0." in lines[6]
     assert "your tables, bf16, 128 samples" in lines[-1] and " it/s, " in lines[-1]
-    assert all("the same bits" in line for line in lines[3:5])

@@ -1,11 +1,12 @@
-"""`python -m tests.check gpu`: what only a machine with GPUs can prove, in less than ten minutes.
+"""`python -m tests.check gpu`: what only a machine with GPUs can prove, in seven minutes.
 
 The values and the steps without waiting are those of this template's model on synthetic graphs. The
 programs' runs take the user's `--config` and options first, then what each check needs: batches of
 64 for 2 or 6 epochs, for which tables of some thousand rows are enough. Speed is measured on the
 user's tables or, if the configuration names none, on synthetic ones of the size of yeast's.
 
-Here are the frame and the list of the checks; the checks themselves are in `gpu_checks`.
+Here are the frame and the list of the checks; the checks themselves are in `gpu_checks` and
+`gpu_graphs`.
 """
 
 import argparse
@@ -18,6 +19,8 @@ from pathlib import Path
 import torch
 
 from errors import UserError
+from model import ModelConfig
+from optim import OptimConfig
 from tests.tools.gpu_checks import (
     Products,
     Runs,
@@ -34,11 +37,31 @@ from tests.tools.gpu_checks import (
     training_speed,
     two_ranks,
 )
+from tests.tools.gpu_graphs import (
+    REFUSALS,
+    deterministic_replays,
+    predictions,
+    ranks_that_share,
+    refused,
+    replays,
+    steps_by_graphs,
+    uncaptured,
+)
 from train import read_config
 
-LIMIT_S = 600.0  # no check and no program starts later
+LIMIT_S = 420.0  # no check and no program starts later
 SUM_TOLERANCES = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 MODEL_TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
+GRAPH_TOLERANCES = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 0.1, "fp16": 0.1}
+READOUTS = ("both", "local", "global", "nodes")
+OF_YEAST = ModelConfig(hidden=64, layers=3)
+TIMED = (  # tables, model and batch size of steps
+    ("example", ModelConfig(), 128),
+    ("example", ModelConfig(), 32),
+    ("example", ModelConfig(readout="local"), 128),
+    ("yeast", OF_YEAST, 28),
+    ("yeast", OF_YEAST, 7),
+)
 ROUTES = (  # message passing and readout
     ("shared", "both"),
     ("reach", "both"),
@@ -70,6 +93,8 @@ def gpu(options: argparse.Namespace) -> bool:
     device = torch.device("cuda", 0)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
+        graphs(report, device, folder)
+        speeds(report, device, folder)
         products(report, device, "yeast")
         models(report, device, folder)
         draws(report, device)
@@ -131,8 +156,40 @@ class Report:
         """
         left = self.limit_s - (time.monotonic() - self.start)
         if left <= 0:
-            raise TimeoutError("not reached within ten minutes")
+            raise TimeoutError("not reached within seven minutes")
         return min(self.longest_s, max(60.0, left))
+
+
+# ---- Steps as CUDA graphs ------------------------------------------------------------------------
+def graphs(report: Report, device: torch.device, folder: Path) -> None:
+    """Steps by graphs and by hand, by readout, precision and loss; and what does without."""
+    for readout, (precision, tolerance) in product(READOUTS, GRAPH_TOLERANCES.items()):
+        model = ModelConfig(readout=readout)
+        name = f"graphs, readout={readout}, {precision}"
+        optim = OptimConfig(precision=precision)
+        report.check(name, replays, device, model, optim, tolerance, folder)
+    tolerance = GRAPH_TOLERANCES["fp32"]
+    for readout in READOUTS:
+        model = ModelConfig(readout=readout)
+        name = f"graphs, readout={readout}, optim.loss=binary"
+        report.check(name, replays, device, model, OptimConfig(loss="binary"), tolerance, folder)
+    model = ModelConfig(checkpointing=True)
+    name = "graphs, model.checkpointing"
+    report.check(name, replays, device, model, OptimConfig(), tolerance, folder)
+    name = "graphs, run.deterministic"
+    options = (ModelConfig(), OptimConfig())
+    report.check(name, deterministic_replays, device, *options, tolerance, folder)
+    for name, refusal in REFUSALS.items():
+        report.check(f"no graphs, {name}", refused, device, refusal, folder)
+
+
+def speeds(report: Report, device: torch.device, folder: Path) -> None:
+    """Steps a second with and without graphs, and predictions a second."""
+    for tables, model, batch_size in TIMED:
+        name = f"steps by graphs, {tables}, readout={model.readout}, {batch_size} samples"
+        report.check(name, steps_by_graphs, device, tables, model, batch_size, folder)
+    for tables, model in (("example", ModelConfig()), ("yeast", OF_YEAST)):
+        report.check(f"predictions, {tables}", predictions, device, tables, model, folder)
 
 
 # ---- Values, and waiting -------------------------------------------------------------------------
@@ -174,14 +231,16 @@ def steps(report: Report, device: torch.device, folder: Path) -> None:
 
 # ---- Programs ------------------------------------------------------------------------------------
 def programs(report: Report, runs: Runs, tables: SpeedTables) -> None:
-    """The preflight check, training by precision and option, stopping and resuming, the speed."""
+    """Graphs, the preflight check, stopping and resuming, training by option, the speed."""
+    report.check("a model that cannot be captured", uncaptured, runs)
+    report.check("1, 2 and 4 ranks that share a GPU over gloo", ranks_that_share, runs)
+    name = "stopped and resumed, run.deterministic"
+    report.check(name, resuming, runs, "", ())
+    report.check(f"{name}, ZeRO", resuming, runs, ", ZeRO", ("optim.zero=true",))
     report.check("preflight with NCCL", preflight, runs)
     report.check("two ranks on one GPU are refused", two_ranks, runs)
     for number, (name, options) in enumerate(OPTIONS.items()):
         report.check(f"training: {name}", training, runs, str(number), options)
-    name = "stopped and resumed, run.deterministic"
-    report.check(name, resuming, runs, "", ())
-    report.check(f"{name}, ZeRO", resuming, runs, ", ZeRO", ("optim.zero=true",))
     for precision in ("fp32", "bf16"):
         name = f"a training step of {tables.name}, {precision}, {tables.batch_size} samples"
         options = (f"optim.precision={precision}",)

@@ -132,7 +132,10 @@ def small_task(
 ) -> KnockoutTask:
     """Returns the task of `small_tables`, whose baseline is cached in `folder`."""
     config = Config(data=DataConfig(cache_dir=str(folder)), model=model, optim=optim)
-    return KnockoutTask.from_tables(small_tables(model.readout), config, device)
+    tables = small_tables(model.readout)
+    if optim.loss == "binary":
+        tables.y = (tables.y > tables.y.median(dim=0).values).double()
+    return KnockoutTask.from_tables(tables, config, device)
 
 
 def first_batch(task: KnockoutTask) -> Data:
@@ -333,11 +336,27 @@ class Runs:
     def program(self, nproc: int, *arguments: str, **variables: str) -> tuple[int, str]:
         return torchrun(nproc, self.timeout(), *arguments, **variables)
 
-    def train(self, name: str, *options: str, nproc: int = 1, state: str = "finished") -> str:
-        """Returns what is wrong with the end of the run, or ""."""
+    def train(
+        self,
+        name: str,
+        *options: str,
+        nproc: int = 1,
+        state: str = "finished",
+        faults: tuple[str, ...] = (),
+    ) -> str:
+        """Returns what is wrong with the end of the run, or ""; `faults` are of tests/faulty.py."""
+        script = (f"{ROOT}/train.py",)
+        if faults:
+            script = (f"{ROOT}/tests/faulty.py", *faults, "--", "train.py")
         where = f"run.dir={self.folder}", f"run.name={name}", f"data.cache_dir={self.folder}/cache"
-        status, output = self.program(nproc, f"{ROOT}/train.py", *self.arguments, *where, *options)
+        status, output = self.program(nproc, *script, *self.arguments, *where, *options)
         return ended(self.folder / name, status, output, state)
+
+    def note_on_graphs(self, name: str) -> str:
+        """Returns what the log of a run says of CUDA graphs, or ""."""
+        log = (self.folder / name / "log.rank0.txt").read_text()
+        notes = re.findall(r"parameters; .*; (.*CUDA graphs.*)", log)
+        return notes[-1] if notes else ""
 
 
 class SpeedTables:
@@ -399,19 +418,21 @@ def resuming(runs: Runs, suffix: str, options: tuple[str, ...]) -> tuple[bool, s
         problem = runs.train(parts.name, *options)
     if not problem:
         problem = difference(parts, whole)
-    return not problem, problem or "the same bits"
+    if problem:
+        return False, problem
+    return True, f"the same bits; {runs.note_on_graphs(parts.name)}"
 
 
 def training_speed(
     runs: Runs, tables: SpeedTables, name: str, nproc: int, options: tuple[str, ...]
 ) -> tuple[bool, str]:
-    """The speed of a run that is stopped after 20 seconds.
+    """The speed of a run that is stopped after 10 seconds.
 
     Each rank takes as many samples, whatever their number.
     """
     batch_size = f"data.batch_size={tables.batch_size * nproc}"
     options = (*tables.options, batch_size, "log.every_steps=10", *options)
-    stop_after(runs.folder / name, 10**6, 20.0)
+    stop_after(runs.folder / name, 10**6, 10.0)
     problem = runs.train(name, *options, nproc=nproc, state="stopped")
     return not problem, problem or speed(runs.folder / name)
 

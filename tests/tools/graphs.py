@@ -30,6 +30,11 @@ class Recording(CountSynchronisations):
         super().__init__()
         self.calls = []
 
+    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
+        super().__exit__(kind, *details)
+        if kind is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
     def record(self, operator: str) -> None:
         raise RuntimeError(f"operation not permitted when stream is capturing: {operator}")
 

@@ -1,0 +1,280 @@
+"""The checks of `python -m tests.check gpu` of steps as CUDA graphs, and of predictions.
+
+Each returns whether all is well, and a figure. The model is this template's.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from time import perf_counter
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from torch_geometric.data import Data
+
+import data
+import model_graphs
+from config import Config
+from data import DataConfig, StepSampler, make_loader, random_split
+from data_tables import Tables
+from model import ModelConfig
+from model_graphs import TrainingSteps, capture
+from optim import OptimConfig, build_optimizer
+from predict_rows import predict_rows
+from run_checkpoint import TrainState
+from task import KnockoutTask
+from tests.bench.synthetic import PRESETS, synthetic_tables
+from tests.tools.gpu_checks import (
+    NUM_SAMPLES,
+    NUM_STEPS,
+    SMALL,
+    Runs,
+    distance,
+    no_waiting,
+    rank_on,
+    small_task,
+)
+from tests.tools.parity import parameter_differences
+from train import Meter, autocast, deterministic_algorithms, train_step
+
+CAPTURED = "; CUDA graphs"  # the note in the log
+TIMED_STEPS = 100
+TIMED_ROWS = 50_000
+WORLD_SIZES = (1, 2, 4)  # ranks that share a GPU
+OVER_THE_MODEL = 1e-8  # a tensor's difference over the norm of the model, in float64
+
+
+def build_model(task: KnockoutTask) -> nn.Module:
+    """Returns the task's model, on its device."""
+    torch.manual_seed(0)
+    return task.build_model().to(task.graph.device, task.config.optim.dtype).train()
+
+
+def sampler_of(task: KnockoutTask, batch_size: int = NUM_SAMPLES) -> StepSampler:
+    return StepSampler(task.rows("train"), batch_size, accumulate=1, world_size=1, rank=0, seed=0)
+
+
+# ---- By graphs and by hand -----------------------------------------------------------------------
+def replays(
+    device: torch.device,
+    model: ModelConfig,
+    optim: OptimConfig,
+    tolerance: float,
+    folder: Path,
+) -> tuple[bool, str]:
+    """Losses and gradients by graphs and by hand, of two batches, and of both as they add up."""
+    task = small_task(model, optim, device, folder)
+    module = build_model(task)
+    with torch.no_grad():
+        for parameter in module.parameters():  # parts that start at zero would hide errors
+            parameter += 0.1 * torch.randn_like(parameter)
+    steps = capture(module, task, sampler_of(task), rank_on(device))
+    if steps.note != CAPTURED:
+        return False, steps.note
+    batches = []
+    for seed, rows in zip(range(2), sampler_of(task), strict=False):
+        batches.append(steps.dataset.__getitems__(rows).to(device))
+        batches[-1].seed = torch.full((), seed, device=device)
+    errors = []
+    for some in (batches[:1], batches[1:], batches):
+        by_hand = loss_and_gradients(module, module, task, some)
+        by_graphs = loss_and_gradients(steps.model, module, task, some)
+        errors.append(distance(by_graphs, by_hand))
+    again = loss_and_gradients(steps.model, module, task, batches)
+    same = all(map(torch.equal, by_graphs, again))
+    figure = f"relative error {max(errors):.1e}, the same bits again: {same}"
+    is_deterministic = same or not torch.are_deterministic_algorithms_enabled()
+    return max(errors) <= tolerance and is_deterministic, figure
+
+
+def deterministic_replays(*arguments: object) -> tuple[bool, str]:
+    """With run.deterministic, replays of the same batches must have the same bits, too."""
+    with deterministic_algorithms():
+        return replays(*arguments)
+
+
+def loss_and_gradients(
+    function: nn.Module, model: nn.Module, task: KnockoutTask, batches: list[Data]
+) -> list[Tensor]:
+    """Returns the loss and the gradients of batches, as they add up, float64 on the CPU.
+
+    `function` is the model, or holds it.
+    """
+    model.zero_grad()
+    loss = 0.0
+    for batch in batches:
+        with autocast(task.config.optim, rank_on(task.graph.device)):
+            prediction = function(task.graph, batch)
+        of_batch = task.loss(prediction, batch).sum()
+        of_batch.backward()
+        loss = loss + of_batch.detach().double().cpu()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = [parameter.grad.to_dense().flatten().double().cpu() for parameter in trained]
+    return [loss, torch.cat(gradients)]
+
+
+# ---- Without graphs ------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Refusal:
+    """What does without CUDA graphs, and what the log then says."""
+
+    reason: str
+    model: ModelConfig = ModelConfig()
+    sync_batchnorm: bool = False
+    context: Callable[[], AbstractContextManager] = nullcontext
+
+
+REFUSALS = {
+    "model.cuda_graphs=false": Refusal("model.cuda_graphs=false", ModelConfig(cuda_graphs=False)),
+    "reach": Refusal(
+        "batches of model.message_passing=reach differ in their shapes",
+        ModelConfig(message_passing="reach"),
+    ),
+    "expanded": Refusal(
+        "batches of model.message_passing=expanded differ in their shapes",
+        ModelConfig(message_passing="expanded"),
+    ),
+    "SyncBatchNorm": Refusal("ddp.sync_batchnorm=true waits for other ranks", sync_batchnorm=True),
+    "CUDA_LAUNCH_BLOCKING=1": Refusal(
+        "CUDA_LAUNCH_BLOCKING or anomaly detection looks for a fault",
+        context=partial(mock.patch.dict, "os.environ", CUDA_LAUNCH_BLOCKING="1"),
+    ),
+    "anomaly detection": Refusal(
+        "CUDA_LAUNCH_BLOCKING or anomaly detection looks for a fault",
+        context=partial(torch.autograd.set_detect_anomaly, True),
+    ),
+    "too little memory": Refusal(
+        "GB of 9.5e-07 that are free",
+        context=partial(mock.patch.object, model_graphs, "mem_get_info", lambda _: (1024, 1024)),
+    ),
+}
+
+
+def refused(device: torch.device, refusal: Refusal, folder: Path) -> tuple[bool, str]:
+    """Steps must stay eager, and the log must say why."""
+    task = small_task(refusal.model, OptimConfig(), device, folder)
+    ddp = replace(task.config.ddp, sync_batchnorm=refusal.sync_batchnorm)
+    task.config = replace(task.config, ddp=ddp)
+    model = build_model(task)
+    with refusal.context():
+        steps = capture(model, task, sampler_of(task), rank_on(device))
+    note = steps.note.removeprefix("; ")
+    is_right = note.startswith("no CUDA graphs, as ") and note.endswith(refusal.reason)
+    return is_right and steps.model is model, note
+
+
+# ---- Speed ---------------------------------------------------------------------------------------
+@cache
+def tables_of(name: str) -> Tables:
+    """Returns the example's tables, or some of a preset's."""
+    if name == "example":
+        return data.load(DataConfig())
+    tables = synthetic_tables(replace(PRESETS[name], num_samples=3000))
+    tables.split = random_split(tables, DataConfig())
+    return tables
+
+
+@cache
+def task_of(name: str, model: ModelConfig, device: torch.device, folder: Path) -> KnockoutTask:
+    config = Config(data=DataConfig(cache_dir=str(folder)), model=model)
+    return KnockoutTask.from_tables(tables_of(name), config, device)
+
+
+def steps_by_graphs(
+    device: torch.device, name: str, model: ModelConfig, batch_size: int, folder: Path
+) -> tuple[bool, str]:
+    """Training steps a second by CUDA graphs and without, by one process without DDP.
+
+    None of them may wait for the GPU.
+    """
+    task = task_of(name, model, device, folder)
+    speeds = []
+    for use in (True, False):
+        module = build_model(task)
+        sampler = sampler_of(task, batch_size)
+        steps = TrainingSteps(module, task.dataset, "")
+        if use:
+            steps = capture(module, task, sampler, rank_on(device))
+            note = steps.note
+        speeds.append(steps_a_second(task, module, steps, sampler))
+    by_graphs, eager = speeds
+    return note == CAPTURED, f"{by_graphs:.1f} it/s, without graphs {eager:.1f}{note}"
+
+
+def steps_a_second(
+    task: KnockoutTask, model: nn.Module, steps: TrainingSteps, sampler: StepSampler
+) -> float:
+    env = rank_on(task.graph.device)
+    optimizer = build_optimizer(model, task.config.optim, env)
+    scaler = torch.amp.GradScaler(env.device.type, enabled=False)
+    state = TrainState(model, optimizer, scaler)
+    state.ddp_model = steps.model
+    batches = full_batches(steps.dataset, sampler, env.device)
+    meter = Meter(task, env)
+    weight = torch.ones(len(task.tables.targets), dtype=torch.float64)
+    for num_steps in (NUM_STEPS, TIMED_STEPS):  # the first ones load libraries
+        with no_waiting(env.device):
+            for _ in range(num_steps):
+                norm_and_scale = train_step(task, state, batches, sampler.batch_size, meter, env)
+                meter.count(sampler.batch_size, weight, norm_and_scale)
+                state.step += 1
+        row = meter.read(state)
+    return 1e3 / row["step_ms"]
+
+
+def full_batches(dataset: Dataset, sampler: StepSampler, device: torch.device) -> Iterator[Data]:
+    """Yields the batches of a full size, epoch by epoch, without end."""
+    loader = make_loader(dataset, sampler, workers=0, device=device)
+    while True:
+        for batch in loader:
+            if (batch.index >= 0).all() and len(batch.index) == sampler.batch_size:
+                yield batch
+
+
+def predictions(
+    device: torch.device, name: str, model: ModelConfig, folder: Path
+) -> tuple[bool, str]:
+    """Predictions a second in large batches, which must be those of a small one."""
+    task = task_of(name, model, device, folder)
+    module = build_model(task)
+    env = rank_on(device)
+    num_rows = len(task.tables.y)
+    rows = torch.arange(num_rows).repeat(TIMED_ROWS // num_rows + 1)[:TIMED_ROWS]
+    few = predict_rows(module, task, rows[:NUM_SAMPLES], env)
+    predict_rows(module, task, rows[:num_rows], env)  # loads libraries
+    start = perf_counter()
+    prediction = predict_rows(module, task, rows, env)
+    speed = len(rows) / (perf_counter() - start)
+    error = distance([prediction[:NUM_SAMPLES]], [few])
+    return error <= 1e-4, f"{speed:,.0f} samples/s, relative error {error:.1e}"
+
+
+# ---- Programs ------------------------------------------------------------------------------------
+def uncaptured(runs: Runs) -> tuple[bool, str]:
+    """A run whose model waits for a value must train without graphs."""
+    name = "uncaptured"
+    problem = runs.train(name, *SMALL, faults=("wait_in_model",))
+    if problem:
+        return False, problem
+    note = runs.note_on_graphs(name)
+    return note.startswith("no CUDA graphs"), note
+
+
+def ranks_that_share(runs: Runs) -> tuple[bool, str]:
+    """Ranks on one GPU, over gloo, must end with the parameters of one rank, in float64."""
+    options = (*SMALL, "optim.epochs=1", "optim.precision=fp64")
+    names = {}
+    for world_size in WORLD_SIZES:
+        names[world_size] = f"{world_size} ranks that share"
+        problem = runs.train(names[world_size], *options, nproc=world_size, faults=("share_gpu",))
+        if problem:
+            return False, f"{world_size} ranks: {problem}"
+    first, *others = [runs.folder / name for name in names.values()]
+    differences = [max(parameter_differences(other, first).values()) for other in others]
+    error = max(differences)
+    note = runs.note_on_graphs(names[max(WORLD_SIZES)])
+    return error <= OVER_THE_MODEL, f"relative difference {error:.1e}; {note}"
