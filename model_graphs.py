@@ -70,10 +70,11 @@ def capture(model: nn.Module, task: Any, sampler: Any, env: Any) -> TrainingStep
         obstacle = obstacle_of_memory(shape, task, env)
     if not obstacle:
         dataset = replace(task.dataset, transform=shape)
-        batches = [dataset.__getitems__(sampler.rows[:size])]
-        batches.append(dataset.__getitems__(sampler.rows[-size:]))
+        rows_of_batches = (sampler.rows[:size], sampler.rows[-size:])
+        batches = [task.dataset.__getitems__(rows) for rows in rows_of_batches]
+        padded = [dataset.__getitems__(rows) for rows in rows_of_batches]
         with env.phase("capturing"), undone(model, env.device_ids or []):
-            graphed, obstacle = try_to_capture(model, task, batches)
+            graphed, obstacle = try_to_capture(model, task, batches, padded)
     obstacle = next(filter(None, env.gather(obstacle)), "")  # a rank alone would be in other steps
     if obstacle:
         return eager._replace(note=f"; no CUDA graphs, as {obstacle}")
@@ -240,18 +241,20 @@ def undone(model: nn.Module, devices: Sequence[int]) -> Iterator[None]:
 
 
 def try_to_capture(
-    model: nn.Module, task: Any, batches: Sequence[Data]
+    model: nn.Module, task: Any, batches: Sequence[Data], padded: Sequence[Data]
 ) -> tuple[GraphedModel | None, str]:
-    """Returns a graphed model for batches like these, and an obstacle to its use, or "".
+    """Returns a graphed model for padded batches, and an obstacle to its use, or "".
 
-    Parameters get noise, as parts that start at zero would hide a difference.
+    `batches` are the same without padding. Parameters get noise, as parts that start at zero would
+    hide a difference.
     """
     optim = task.config.optim
     low = optim.autocast_dtype
     device = task.graph.device
-    for seed, batch in enumerate(batches):
-        batch.to(device)  # in place
-        batch.seed = torch.full((), seed, device=device)
+    for seed, pair in enumerate(zip(batches, padded, strict=True)):
+        for batch in pair:
+            batch.to(device)  # in place
+            batch.seed = torch.full((), seed, device=device)
     model.train()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -262,8 +265,8 @@ def try_to_capture(
             no_capture_left(devices),
             torch.autocast(device.type, low, enabled=low is not None, cache_enabled=False),
         ):
-            graphed = GraphedModel(model, task.graph, batches[0])
-        return graphed, first_difference(model, graphed, task, batches)
+            graphed = GraphedModel(model, task.graph, padded[0])
+        return graphed, first_difference(model, graphed, task, batches, padded)
     except Exception as error:  # drivers and models fail in many ways
         cause = error.__context__ or error  # as to end the capture then fails, too
         text = str(cause).partition("\n")[0]
@@ -290,14 +293,21 @@ def no_capture_left(devices: Sequence[int]) -> Iterator[None]:
 
 
 def first_difference(
-    model: nn.Module, graphed: GraphedModel, task: Any, batches: Sequence[Data]
+    model: nn.Module,
+    graphed: GraphedModel,
+    task: Any,
+    batches: Sequence[Data],
+    padded: Sequence[Data],
 ) -> str:
-    """Returns what differs by graph and by hand, in loss or gradients of a batch, or ""."""
+    """Returns what differs by hand and by graph, in loss or gradients of a batch, or "".
+
+    By graph, batches are padded.
+    """
     tolerance = torch.finfo(task.config.optim.autocast_dtype or task.config.optim.dtype).eps ** 0.5
-    for batch in batches:
+    for batch, padded_batch in zip(batches, padded, strict=True):
         loss, gradients = loss_and_gradients(model, model, task, batch)
-        other_loss, other_gradients = loss_and_gradients(graphed, model, task, batch)
-        if not graphed.fits(batch):
+        other_loss, other_gradients = loss_and_gradients(graphed, model, task, padded_batch)
+        if not graphed.fits(padded_batch):
             return "full training batches differ in their shapes"
         if not (loss - other_loss).abs() <= tolerance * loss.abs():
             return describe_difference("the loss")
@@ -310,10 +320,11 @@ def first_difference(
 
 
 def describe_difference(name: str) -> str:
-    """Warns of what a replay has frozen; returns the obstacle."""
+    """Warns of what padding changes or a replay has frozen; returns the obstacle."""
     log.warning(
         f"note      by CUDA graphs, {name} of a batch is another than without: they repeat what "
-        "the model drew, counted or decided in Python while they were captured"
+        "the model drew, counted or decided in Python while they were captured, and pad batches "
+        "with nodes at level 1"
     )
     return f"by them, {name} of a batch is another"
 

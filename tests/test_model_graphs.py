@@ -17,7 +17,7 @@ from config import Config
 from data import KnockoutDataset, StepSampler
 from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
-from mask import SharedGraph
+from mask import SharedGraph, sum_by_sample
 from model import KnockoutGNN, ModelConfig
 from model_graphs import FixedShape, GraphedModel, TrainingSteps, capture, no_capture_left
 from model_pairs import PairIndex
@@ -338,6 +338,14 @@ class Branch(OwnModel):
         return 2.0 if batch.seed.numpy() == 0 else 1.0
 
 
+class CountsNodes(OwnModel):
+    """It counts padding among the perturbed nodes."""
+
+    def factor(self, batch: Data) -> Tensor:
+        number = sum_by_sample(torch.ones_like(batch.level), batch)
+        return 1 + 0.1 * number.unsqueeze(1)
+
+
 class Waiting(OwnModel):
     def factor(self, batch: Data) -> float:
         return 2.0 if batch.seed > 0 else 1.0
@@ -357,8 +365,8 @@ class Statistics(OwnModel):
         return nn.functional.dropout(torch.ones(1), 0.5)
 
 
-@pytest.mark.parametrize("own", [Random, RandomOfNumpy, Counter, Branch])
-def test_a_model_that_a_replay_would_freeze_is_found(gpu, caplog, own):
+@pytest.mark.parametrize("own", [Random, RandomOfNumpy, Counter, Branch, CountsNodes])
+def test_a_model_that_replays_or_padding_would_change_is_found(gpu, caplog, own):
     task = make_task()
     model = own.of_task(task)
     before = {name: value.clone() for name, value in model.state_dict().items()}
