@@ -30,6 +30,7 @@ log = logging.getLogger("model_pairs")
 FEATURES = ("edge", "common neighbours", "cosine", "Adamic-Adar")
 DIRECTED = ("edges both ways", "common targets", "common sources", "paths of two")
 MOST_RELATIONS = 64  # of more, only all together have features
+TOGETHER = "all relations"
 AT_ONCE = 2**20  # pairs and looked up neighbours, which take some 100 MB
 ROWS_AT_ONCE = 1024
 MOST_ROWS = 100_000  # of training, that the units of features are computed from
@@ -61,10 +62,10 @@ class PairIndex(nn.Module):
         self.num_nodes = num_nodes
         self.relations = list(relations)
         if len(relations) > MOST_RELATIONS:
-            self.relations = ["all"]
+            self.relations = [TOGETHER]
             relation = torch.zeros_like(relation)
         elif len(relations) > 1:
-            self.relations.append("all")
+            self.relations.append(TOGETHER)
             all_together = torch.full_like(relation, len(relations))
             edge_index = edge_index.repeat(1, 2)
             relation = torch.cat([relation, all_together])

@@ -141,12 +141,12 @@ def test_of_very_many_relations_all_together_have_features():
     names = [str(number) for number in range(num_relations)]
     weight = torch.ones(num_relations)
     index = PairIndex(edge_index, torch.arange(num_relations), weight, names, num_relations + 1)
-    assert index.names[0] == "edge by all"
+    assert index.names[0] == "edge by all relations"
     assert len(index.names) == len(FEATURES + model_pairs.DIRECTED)
     features = index.of_pairs(torch.tensor([3]), torch.tensor([5]))
     found = dict(zip(index.names, features[0].tolist(), strict=True))
-    assert found["edge by all"] == 0
-    assert found["paths of two by all"] == pytest.approx(torch.tensor(2.0).log().item())
+    assert found["edge by all relations"] == 0
+    assert found["paths of two by all relations"] == pytest.approx(torch.tensor(2.0).log().item())
 
 
 # ---- Graphs and samples with little in them ------------------------------------------------------
@@ -210,7 +210,7 @@ def test_relations_and_nodes_without_edges_have_features_of_0(tmp_path):
     task = task_on(tmp_path, 5, edge_index, torch.tensor([1, 1]), ["none", "r", "nor"])
     features = pairs_of_task(task)
     log_2 = torch.tensor(2.0).log().item()
-    for relation in ("r", "all"):
+    for relation in ("r", "all relations"):
         of_common_targets = features.pop(f"common targets by {relation}")
         assert of_common_targets == pytest.approx([0, 0, log_2, log_2, 0])
         assert features.pop(f"cosine by {relation}") == [0, 0, 1, 1, 0]
@@ -257,7 +257,7 @@ def test_the_log_says_where_only_all_together_have_features(caplog, num_relation
     for number in range(num_relations):
         edge_index = torch.tensor([[number % 4], [number * 3 % 4]])
         graph["gene", f"r{number}", "gene"].edge_index = edge_index
-    is_by_all = [name.endswith(" by all") for name in pair_names(SharedGraph(graph))]
+    is_by_all = [name.endswith(" by all relations") for name in pair_names(SharedGraph(graph))]
     if num_relations > MOST_RELATIONS:
         note = f"note      of {num_relations:,} relations, only all together have pair features"
         assert caplog.messages == [note]
@@ -386,3 +386,9 @@ def test_features_of_too_many_rows_come_with_each_batch(monkeypatch, tmp_path):
     graph, dataset = small_dataset([{0: 0.0, 1: 0.0}])
     model_pairs.add_pair_features(dataset, graph, str(tmp_path), "")
     assert dataset.pair_features is None
+
+
+def test_a_relation_may_be_called_all():
+    edge_index = torch.tensor([[0, 1], [2, 2]])
+    index = PairIndex(edge_index, torch.tensor([0, 1]), torch.ones(2), ["all", "r"], 3)
+    assert len(set(index.names)) == len(index.names)
