@@ -9,7 +9,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -131,7 +130,7 @@ def by_halves(
     function: Callable[[Data], Tensor], batch: Data, dataset: KnockoutDataset, env: Distributed
 ) -> Tensor:
     """Returns a function of a batch of the dataset, or of its halves where memory runs out."""
-    rows = batch.index.tolist()
+    rows = batch.index  # on the CPU
     try:
         return function(batch.to(env.device, non_blocking=True))
     except torch.OutOfMemoryError:
@@ -140,7 +139,7 @@ def by_halves(
     # Only here is the error gone, which holds all that was computed.
     torch.cuda.empty_cache()
     of_halves = []
-    for half in np.array_split(rows, 2):
+    for half in rows.chunk(2):
         smaller = dataset.__getitems__(half.tolist())
         of_halves.append(by_halves(function, smaller, dataset, env))
     return torch.cat(of_halves)
