@@ -163,8 +163,8 @@ def sparse_product(matrix: CSR, x: Tensor) -> Tensor:
     size = (num_rows, x.size(0))
     csr = torch.sparse_csr_tensor(ptr, col, value, size, check_invariants=False)
     out = y.new_empty(num_rows, y.size(1))
-    with torch.autocast(x.device.type, enabled=False):  # sparse products need full precision
-        torch.addmm(out, csr, y.contiguous(), beta=0, out=out)  # csr @ y would fill it first
+    # csr @ y would fill `out` first, and autocast would lower its precision.
+    torch.addmm(out, csr, y.contiguous(), beta=0, out=out)
     return out.to(x.dtype)
 
 

@@ -60,6 +60,7 @@ def interrupt(function: Callable[[], object], number: int) -> int:
         return trace
 
     before = sys.gettrace()
+    modes = modes_of_torch()
     sys.settrace(trace)
     try:
         function()
@@ -67,7 +68,21 @@ def interrupt(function: Callable[[], object], number: int) -> int:
         assert count > number
     finally:
         sys.settrace(before)
+    assert modes_of_torch() == modes
     return count
+
+
+def modes_of_torch() -> tuple[Any, ...]:
+    """Returns the modes that a block of code may leave behind."""
+    depth_of_autocast = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()  # whose cache lives until the outermost block ends
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_cache_enabled(),
+        depth_of_autocast,
+        torch.get_num_threads(),
+    )
 
 
 def check_interrupts(predictor: Predictor, first: Predictor, times: int, seed: int) -> None:
