@@ -115,7 +115,7 @@ def test_a_predictor_says_the_same_after_an_interrupt_at_any_line(trained, tmp_p
 def test_a_predictor_says_the_same_after_many_interrupts(trained, tmp_path, route):
     trained("optim.lr=0.05", "run.name=run")
     run = tmp_path / "runs/run"
-    check_interrupts(predictor_by(route, run), predictor_by(route, run), times=40, seed=1)
+    check_interrupts(predictor_by(route, run), predictor_by(route, run), times=20, seed=1)
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -1,4 +1,4 @@
-"""32 real processes on one machine, with a tiny model: they train, stop, fail, resume as two do."""
+"""16 real processes on one machine, with a tiny model: they train, stop, fail, resume as two do."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 from tests.conftest import fork_ranks, join
 from tests.tools.runs import difference, read_metrics
 
-NUM_RANKS = 32
-VICTIM = 17
+NUM_RANKS = 16
+VICTIM = 9
 SETTINGS = [
     "data.batch_size=32",
     "model.hidden=4",
@@ -20,7 +20,7 @@ SETTINGS = [
 ]
 
 
-def test_32_ranks_lose_nothing(tmp_path, tables):
+def test_16_ranks_lose_nothing(tmp_path, tables):
     """One gets a signal, is killed, is frozen in a run, which must end as an undisturbed one."""
     arguments = [*tables, *SETTINGS, "ddp.timeout_s=8"]
     run = tmp_path / "runs/disturbed"
