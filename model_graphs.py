@@ -2,8 +2,9 @@
 
 An eager step takes a GPU's host some 20 ms, whatever its size, to launch hundreds of kernels;
 captured once, they are launched together. `FixedShape` gives all full batches of a rank the same
-shapes, `GraphedModel` replays the model for these, and calls it for all others. A replay repeats
-what Python did while it was captured, so `first_difference` compares both before the first step.
+shapes, `GraphedModel` replays the model for these, and calls it for all others. `GraphedUpdate`
+replays the optimiser's part. A replay repeats what Python did while it was captured, so
+`first_difference` compares both passes before the first step.
 
 A copy can do without this file: where train.py does not call `capture`, all steps are eager.
 
@@ -15,7 +16,7 @@ import math
 import os
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,7 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.cuda import make_graphed_callables, mem_get_info
+from torch.cuda import CUDAGraph, make_graphed_callables, mem_get_info
+from torch.cuda import graph as capturing
+from torch.optim import AdamW
 from torch.utils.data import Dataset
 from torch_geometric.data import Data
 
@@ -32,7 +35,7 @@ from model_pairs import PairReadout, features_of
 
 log = logging.getLogger("model_graphs")
 
-NOT_INPUTS = ("y", "weight")  # tensors of a batch that only the loss reads
+NOT_INPUTS = ("y", "weight", "packed")  # tensors of a batch that the model does not read
 SHARE_OF_MEMORY = 0.1  # of what is free, the most that messages of a fixed shape take
 
 # Gradients are added up on the stream on which the first were captured; torch waits where it must.
@@ -134,7 +137,45 @@ class FixedShape:
         for name, value in (("perturbed", intact), ("perturbed_batch", sample), ("level", 1.0)):
             batch[name] = nn.functional.pad(batch[name], (0, missing), value=value)
         batch.num_out_edges = self.num_out_edges
-        return batch
+        return PackedBatch.of(batch)
+
+
+class PackedBatch(Data):
+    """A batch whose tensors are parts of one, `packed`, which is pinned and moved at once.
+
+    `parts` are its tensors by name. One that is set later is moved by itself.
+    """
+
+    @classmethod
+    def of(cls, batch: Data) -> "PackedBatch":
+        """Returns a batch, packed."""
+        fields = batch.to_dict()
+        tensors = [name for name, value in fields.items() if isinstance(value, Tensor)]
+        # The widest numbers first, as a number lies at a multiple of its size.
+        tensors.sort(key=lambda name: fields[name].element_size(), reverse=True)
+        parts = {name: fields.pop(name) for name in tensors}
+        packed = torch.cat([part.flatten().view(torch.uint8) for part in parts.values()])
+        return cls(**fields)._unpack(packed, parts)
+
+    def _unpack(self, packed: Tensor, like: dict[str, Tensor]) -> "PackedBatch":
+        """Sets parts of `packed`, of types and shapes as those in `like`; returns itself."""
+        self.packed = packed
+        self.parts = {}
+        sizes = [part.nbytes for part in like.values()]
+        for (name, old), part in zip(like.items(), packed.split(sizes), strict=True):
+            self.parts[name] = self[name] = part.view(old.dtype).view(old.shape)
+        return self
+
+    def apply(self, func: Callable, *args: str) -> "PackedBatch":
+        """Applies a function to each tensor, to parts as one, as `to` and `pin_memory` do."""
+        if args:
+            return super().apply(func, *args)
+        others = {}
+        for name, value in self.to_dict().items():
+            if isinstance(value, Tensor) and value is not self.parts.get(name):
+                others[name] = func(value)
+        self._unpack(others.pop("packed"), self.parts)
+        return self.update(others)
 
 
 def obstacle_of_memory(shape: FixedShape, task: Any, env: Any) -> str:
@@ -215,6 +256,65 @@ class FlatModel(nn.Module):
         return self.model(self.graph[0], Data(**fields, num_out_edges=self.num_edges))
 
 
+class GraphedUpdate:
+    """Replays, as a CUDA graph, what a step does with its gradients.
+
+    It is captured as soon as they lie where they lay in the step before, as DDP moves them once,
+    and replayed while they do. For optimisers other than fused AdamW, for a scaled loss, and after
+    a failed capture it calls the function.
+    """
+
+    def __init__(self, update: Callable[..., Tensor], state: Any):
+        """`update(state, ...)` gets a `TrainState` and returns a tensor."""
+        optimizer = state.optimizer
+        is_fused = isinstance(optimizer, AdamW) and optimizer.defaults["fused"]
+        self.is_possible = is_fused and not state.scaler.is_enabled()
+        self.update = update
+        self.places = None
+        self.graph = None
+
+    def __call__(self, state: Any, *arguments: Any) -> Tensor:
+        groups = state.optimizer.param_groups
+        for group in groups:
+            group["lr"] = torch.tensor(group["lr"]).item()  # in float32, as in a graph
+        gradients = [parameter.grad for group in groups for parameter in group["params"]]
+        places = [None if gradient is None else gradient.data_ptr() for gradient in gradients]
+        if places != self.places:
+            self.graph = None
+        elif self.graph is None and self.is_possible:
+            self._capture(state, *arguments)
+        self.places = places
+        if self.graph is None:
+            return self.update(state, *arguments)
+        for group, rate in zip(groups, self.rates, strict=True):
+            rate.fill_(group["lr"])
+        self.graph.replay()
+        return self.result.clone()
+
+    def _capture(self, state: Any, *arguments: Any) -> None:
+        """Captures the function, whose Python is not run again: it reads the rates as tensors."""
+        groups = state.optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        self.rates = [group["params"][0].new_empty((), dtype=torch.float32) for group in groups]
+        for group, rate in zip(groups, self.rates, strict=True):
+            group.update(lr=rate, capturable=True)
+        graph = CUDAGraph()
+        device = self.rates[0].device
+        try:
+            with (
+                no_capture_left([device.index] if device.type == "cuda" else []),
+                capturing(graph, capture_error_mode="thread_local"),  # others may pin batches
+            ):
+                self.result = self.update(state, *arguments)
+            self.graph = graph
+        except Exception as error:
+            self.is_possible = False
+            log.warning(f"note      the optimiser's part is launched each time, as {reason(error)}")
+        finally:
+            for group, rate in zip(groups, before, strict=True):
+                group.update(lr=rate, capturable=False)
+
+
 # ---- Proof ---------------------------------------------------------------------------------------
 @contextmanager
 def undone(model: nn.Module, devices: Sequence[int]) -> Iterator[None]:
@@ -268,10 +368,15 @@ def try_to_capture(
             graphed = GraphedModel(model, task.graph, padded[0])
         return graphed, first_difference(model, graphed, task, batches, padded)
     except Exception as error:  # drivers and models fail in many ways
-        cause = error.__context__ or error  # as to end the capture then fails, too
-        text = str(cause).partition("\n")[0]
-        log.warning(f"note      CUDA graphs cannot be captured: {type(cause).__name__}: {text}")
+        log.warning(f"note      CUDA graphs cannot be captured: {reason(error)}")
         return None, "capturing them failed"
+
+
+def reason(error: Exception) -> str:
+    """Returns why capturing failed."""
+    cause = error.__context__ or error  # as to end the capture then fails, too
+    text = str(cause).partition("\n")[0]
+    return f"{type(cause).__name__}: {text}"
 
 
 @contextmanager

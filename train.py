@@ -42,7 +42,7 @@ from ddp_setup import Distributed, end_process, library_versions
 from ddp_watchdog import StopTraining
 from errors import RunError
 from metrics import first_metric, metrics_text, quality
-from model_graphs import TrainingSteps, capture
+from model_graphs import GraphedModel, GraphedUpdate, TrainingSteps, capture
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
 from predict_rows import KeptBatches, predict_rows
 from run_checkpoint import TrainState
@@ -87,6 +87,8 @@ def train(config: Config, env: Distributed) -> None:
     env.stop_on_request(folder.path / "STOP")
     steps = capture(model, task, sampler, env)  # on a GPU, as CUDA graphs
     state.ddp_model = steps.model
+    if isinstance(steps.model, GraphedModel):
+        state.graphed_update = GraphedUpdate(update_parameters, state)
     train_loader = make_loader(steps.dataset, sampler, config.data.workers, env.device)
     val_batches = KeptBatches(task, task.rows("val"), env)
     if env.is_distributed:
@@ -191,13 +193,24 @@ def train_step(
                 state.scaler.scale(loss.sum() * loss_factor).backward()
         meter.add_loss(loss.detach())
     with env.phase("optimiser"):
-        scale = state.scaler.scale(torch.ones((), device=env.device))
-        state.scaler.unscale_(state.optimizer)  # the scaler is there for fp16 alone
-        grad_norm = clip_grad_norm_(state.model.parameters(), optim.clip or math.inf)
-        if may_step(state.optimizer, grad_norm):
-            state.optimizer.step()
-        state.scaler.update()
-        state.optimizer.zero_grad()
+        update = state.graphed_update or update_parameters
+        return update(state, optim.clip or math.inf)
+
+
+def update_parameters(state: TrainState, clip: float) -> Tensor:
+    """Makes the optimiser's step from the gradients, whose norm is at most `clip`, and zeroes them.
+
+    Returns the gradient norm before clipping and the scale of the loss, [2].
+    """
+    parameters = list(state.model.parameters())
+    scale = state.scaler.scale(torch.ones((), device=parameters[0].device))
+    state.scaler.unscale_(state.optimizer)  # the scaler is there for fp16 alone
+    grad_norm = clip_grad_norm_(parameters, clip)
+    if may_step(state.optimizer, grad_norm):
+        state.optimizer.step()
+    state.scaler.update()
+    # A graph finds gradients where they were.
+    state.optimizer.zero_grad(set_to_none=state.graphed_update is None)
     return torch.stack([grad_norm, scale.to(grad_norm)])
 
 

@@ -1,6 +1,7 @@
 """Batches of fixed shape, and steps that are captured and replayed, by a stand-in on the CPU."""
 
 import functools
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,20 +15,29 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from config import Config
-from data import KnockoutDataset, StepSampler
+from data import KnockoutDataset, StepSampler, make_loader
 from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
 from mask import SharedGraph, sum_by_sample
 from model import KnockoutGNN, ModelConfig
-from model_graphs import FixedShape, GraphedModel, TrainingSteps, capture, no_capture_left
+from model_graphs import (
+    FixedShape,
+    GraphedModel,
+    GraphedUpdate,
+    TrainingSteps,
+    capture,
+    no_capture_left,
+)
 from model_pairs import PairIndex
-from optim import OptimConfig
+from optim import OptimConfig, build_optimizer, set_learning_rates
+from run_checkpoint import TrainState
 from task import KnockoutTask
 from tests.conftest import restored_modules
 from tests.tools import graphs
 from tests.tools.gpu_checks import small_tables
 from tests.tools.runs import series, tables_of
 from tests.tools.syncs import CountSynchronisations
+from train import update_parameters
 
 SIZE = 8  # of a batch
 READOUTS = ("local", "global", "both", "nodes")
@@ -182,6 +192,50 @@ def test_a_batch_of_another_size_stays_as_it_is(rows):
     assert batch.num_out_edges == expected.num_out_edges
 
 
+def test_the_tensors_of_a_packed_batch_are_pinned_and_moved_as_one():
+    """Also where some were set after they were packed, or in place."""
+    dataset = dataset_of([[], [3], [0, 1], [0, 1, 2, 3]])
+    dataset.transform = FixedShape(3, num_perturbed=9, num_out_edges=11)
+    batch = dataset.__getitems__([1, 2, 3])
+    batch.seed = torch.tensor(5)
+    batch.y = torch.ones(3, 1, dtype=torch.bool)
+    batch.level += 0.5
+    before = dict(batch.to_dict())
+    tensors = {name: value for name, value in before.items() if isinstance(value, Tensor)}
+    expected = {name: value.clone() for name, value in tensors.items()}
+    calls = []
+
+    def move(tensor: Tensor) -> Tensor:
+        calls.append(tensor.dtype)
+        return tensor.clone()
+
+    assert batch.apply(move) is batch
+    assert sorted(calls, key=str) == [torch.bool, torch.int64, torch.uint8]
+    first = batch.packed.data_ptr()
+    last = first + len(batch.packed)
+    for name, value in before.items():
+        if name in expected:
+            assert batch[name].equal(expected[name]) and batch[name] is not value
+            assert (first <= batch[name].data_ptr() < last) == (name not in ("seed", "y"))
+        elif name != "parts":
+            assert batch[name] == value
+    calls.clear()
+    batch.apply(move, "index")
+    assert calls == [torch.int64]
+    assert batch.clone().index.equal(batch.index)
+
+
+def test_packed_batches_come_from_processes_of_a_loader():
+    dataset = dataset_of([[], [3], [0, 1], [0, 1, 2, 3]])
+    dataset.transform = FixedShape(2, num_perturbed=6, num_out_edges=7)
+    rows = torch.tensor([[1, 2], [3, 0]])
+    loader = make_loader(dataset, list(rows), 1, torch.device("cpu"))
+    for batch, rows_of_batch in zip(loader, rows, strict=True):
+        expected = dataset.__getitems__(rows_of_batch)
+        assert batch.packed.equal(expected.packed)
+        assert batch.perturbed.untyped_storage().data_ptr() == batch.packed.data_ptr()
+
+
 # ---- Replays -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("precision", "options"),
@@ -217,6 +271,19 @@ def test_replays_give_the_numbers_of_the_model_and_overwrite_none(gpu, precision
         torch.testing.assert_close(found_gradients, gradients, rtol=tolerance, atol=tolerance)
     for expected, found in kept:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_what_is_changed_in_a_packed_batch_counts(gpu):
+    task = make_task()
+    model = build_model(task)
+    steps = steps_of(model, task)
+    first, second = batches_of(task, steps.dataset, number=2)
+    expected = add_gradients(model, task, second)
+    for name in ("perturbed", "perturbed_batch", "perturbed_ptr", "level", "index", "seed"):
+        first[name] = second[name]
+    first.pair_features = second.pair_features
+    assert steps.model.fits(first)
+    assert add_gradients(steps.model, task, first).equal(expected)
 
 
 @pytest.mark.parametrize(
@@ -507,6 +574,108 @@ def test_on_a_cpu_nothing_is_captured():
     assert steps_of(model, task) == (model, task.dataset, "")
 
 
+# ---- The optimiser's part -----------------------------------------------------------------------
+def state_of(task: KnockoutTask, enabled: bool = False) -> TrainState:
+    """Returns a state whose rates are the same in float32, as those of a graph are."""
+    model = build_model(task)
+    optim = replace(task.config.optim, lr=1 / 128, lr_mult={"layers": 0.25, "norm": 0})
+    optimizer = build_optimizer(model, optim, Distributed(DDPConfig()))
+    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=enabled))
+
+
+def update_all(state: TrainState, num_steps: int, factor: Callable[[int], float]) -> list[Tensor]:
+    """Makes steps of random gradients, times a factor; returns the norms and scales, [2] each."""
+    update = state.graphed_update or update_parameters
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for step in range(num_steps):
+        set_learning_rates(state.optimizer, 0.5**step)
+        for parameter in state.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.grad += factor(step) * noise
+        found.append(update(state, 1.0))
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_replayed_updates_are_those_of_the_function(gpu, precision):
+    """With rates that change, clipped gradients, and a step whose norm is not finite."""
+    task = make_task(precision=precision)
+    calls = []
+
+    def update(state: TrainState, clip: float) -> Tensor:
+        calls.append(1)
+        return update_parameters(state, clip)
+
+    def factor(step: int) -> float:
+        return math.nan if step == 5 else 0.01 * 4**step
+
+    state = state_of(task)
+    state.graphed_update = GraphedUpdate(update, state)
+    other = state_of(task)
+    found = update_all(state, 8, factor)
+    expected = update_all(other, 8, factor)
+    assert len(calls) == 2  # of eight steps, one before gradients have a place, and one captured
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    states = [one.model.state_dict() for one in (state, other)]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    saved, expected = (one.optimizer.state_dict() for one in (state, other))
+    torch.testing.assert_close(saved["state"], expected["state"], rtol=0, atol=0)
+    assert saved["param_groups"] == expected["param_groups"]  # as checkpoints have them
+
+
+def test_an_update_is_captured_again_where_gradients_have_moved(gpu):
+    """As DDP moves them, and whoever sets them to None."""
+    task = make_task()
+    calls = []
+
+    def update(state: TrainState, clip: float) -> Tensor:
+        calls.append(1)
+        return update_parameters(state, clip)
+
+    state = state_of(task)
+    state.graphed_update = GraphedUpdate(update, state)
+    other = state_of(task)
+    for num_calls in (2, 4):
+        found = update_all(state, 4, lambda step: 1.0)
+        expected = update_all(other, 4, lambda step: 1.0)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert len(calls) == num_calls
+        kept = [parameter.grad for parameter in state.model.parameters()]  # or memory is reused
+        for parameter, gradient in zip(state.model.parameters(), kept, strict=True):
+            parameter.grad = gradient.clone()
+
+
+@pytest.mark.parametrize("obstacle", ["scaler", "optimizer", "failure"])
+def test_an_update_that_cannot_be_captured_is_called(gpu, caplog, obstacle):
+    task = make_task()
+    states = [state_of(task, enabled=obstacle == "scaler") for _ in range(2)]
+    if obstacle == "optimizer":
+        for state in states:
+            state.optimizer = torch.optim.SGD(state.model.parameters(), lr=0.1, momentum=0.9)
+    first, second = states
+
+    calls = []
+
+    def update(state: TrainState, clip: float) -> Tensor:
+        calls.append(1)
+        if obstacle == "failure":
+            assert state.model.norm.weight.grad.sum().item() != 0  # which waits for the device
+        return update_parameters(state, clip)
+
+    first.graphed_update = GraphedUpdate(update, first)
+    found = update_all(first, 4, lambda step: 1.0)
+    assert len(calls) == 4 + (obstacle == "failure")
+    torch.testing.assert_close(found, update_all(second, 4, lambda step: 1.0), rtol=0, atol=0)
+    torch.testing.assert_close(first.model.state_dict(), second.model.state_dict(), rtol=0, atol=0)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == (obstacle == "failure")
+    if warnings:
+        assert "launched each time, as RuntimeError: operation not permitted" in warnings[0]
+
+
 # ---- Whole runs ----------------------------------------------------------------------------------
 def runs_agree(folder: Path, first: str, second: str) -> None:
     """Asserts that two runs have computed the same but for rounding."""
@@ -530,12 +699,22 @@ def train_both(train: Callable, folder: Path, nproc: int, *options: str) -> None
 
 def test_a_run_with_graphs_has_the_numbers_of_one_without(train, tmp_path, monkeypatch):
     calls = []
-    original = GraphedModel.forward
-    monkeypatch.setattr(
-        GraphedModel, "forward", lambda *arguments: calls.append(1) or original(*arguments)
-    )
+    for owner, name in ((GraphedModel, "forward"), (graphs.Capture, "replay")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, counted(original, calls))
     train_both(train, tmp_path, 0, "optim.epochs=2", "optim.accumulate=2")
-    assert len(calls) == 2 + 2 * 5 * 2  # in the proof, then two micro-batches in each step
+    # In the proof, then two micro-batches in each step.
+    assert calls.count("forward") == 2 + 2 * 5 * 2
+    assert calls.count("replay") == 2 * 5 - 1  # of the optimiser's part, in all steps but the first
+
+
+def counted(function: Callable, calls: list[str]) -> Callable:
+    @functools.wraps(function)
+    def wrapper(*arguments: object) -> object:
+        calls.append(function.__name__)
+        return function(*arguments)
+
+    return wrapper
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""CUDA graphs on the CPU: what `torch.cuda.make_graphed_callables` does, with recorded operators.
+"""CUDA graphs on the CPU: what `make_graphed_callables` and `torch.cuda.graph` do, with recorded
+operators.
 
 A replay calls the operators of the recording again, on the same memory, with the numbers that
 Python gave them. So static inputs, outputs and gradients are overwritten by each replay, Python is
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import model_graphs
 from mask import SharedGraph
@@ -20,6 +22,8 @@ def pretend_gpu(free: int = 2**40) -> None:
     """Makes graphs on the CPU pass for some on a GPU with so many bytes free, until undone."""
     SharedGraph.is_on_gpu = True
     model_graphs.make_graphed_callables = make_graphed_callables
+    model_graphs.CUDAGraph = Capture
+    model_graphs.capturing = lambda graph, capture_error_mode: graph
     model_graphs.mem_get_info = lambda device: (free, free)
 
 
@@ -52,6 +56,26 @@ class Recording(CountSynchronisations):
                 for new, old in zip(tensors_of(again), tensors_of(result), strict=True):
                     if new.layout == torch.strided and new.data_ptr() != old.data_ptr():
                         old.copy_(new)
+
+
+class Capture(Recording):
+    """What `torch.cuda.graph` fills: as that only captures, numbers changed in place are undone."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor):
+                self.before.append((value, value.detach().clone()))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
+        super().__exit__(kind, *details)
+        with torch.no_grad():
+            for value, number in reversed(self.before):
+                value.copy_(number)
 
 
 def tensors_of(result: Any) -> list[Tensor]:
