@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mask_product import RelationStack
-from model_graphs import GraphedModel
+from model_graphs import GraphedModel, GraphedUpdate
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS
 from tests.conftest import ROOT, fork_ranks, join, restored_modules
@@ -88,7 +88,7 @@ def test_graphs_and_speeds_pass_on_a_stand_in(stand_in, tmp_path, capsys):
     gpu.speeds(report, CPU, tmp_path)
     output = capsys.readouterr().out
     assert "WRONG" not in output
-    assert (report.num_right, report.num_wrong) == (4 * 4 + 4 + 2 + 7 + 5 + 2, 0)
+    assert (report.num_right, report.num_wrong) == (4 * 4 + 4 + 3 + 7 + 5 + 2, 0)
     for text in ("the same bits again: True", "as model.cuda_graphs=false", " it/s, without"):
         assert text in output
 
@@ -102,11 +102,15 @@ def test_what_is_wrong_with_graphs_is_reported(stand_in, tmp_path, monkeypatch, 
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("WRONG") and "relative error" in first
     assert second.startswith("WRONG") and "as capturing them failed" in second
+    report.only = "graphs, the optimiser's part"
+    monkeypatch.setattr(GraphedUpdate, "_capture", lambda *_: None)
+    gpu.graphs(report, CPU, tmp_path)
+    assert "replayed: False" in capsys.readouterr().out
     report.only = "no graphs, "
     silent = gpu_graphs.TrainingSteps(None, None, "")
     monkeypatch.setattr(gpu_graphs, "capture", lambda *_: silent)
     gpu.graphs(report, CPU, tmp_path)
-    assert report.num_wrong == 2 + len(gpu.REFUSALS)
+    assert report.num_wrong == 3 + len(gpu.REFUSALS)
 
 
 def test_predictions_of_large_batches_are_compared(stand_in, tmp_path, monkeypatch, capsys):

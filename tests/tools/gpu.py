@@ -43,6 +43,7 @@ from tests.tools.gpu_graphs import (
     predictions,
     ranks_that_share,
     refused,
+    replayed_updates,
     replays,
     steps_by_graphs,
     uncaptured,
@@ -179,6 +180,7 @@ def graphs(report: Report, device: torch.device, folder: Path) -> None:
     name = "graphs, run.deterministic"
     options = (ModelConfig(), OptimConfig())
     report.check(name, deterministic_replays, device, *options, tolerance, folder)
+    report.check("graphs, the optimiser's part", replayed_updates, device, folder)
     for name, refusal in REFUSALS.items():
         report.check(f"no graphs, {name}", refused, device, refusal, folder)
 
