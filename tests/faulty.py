@@ -371,6 +371,17 @@ def pretend_gpu() -> None:
     graphs.pretend_gpu()
 
 
+def kill_while_capturing(rank: str) -> None:
+    """SIGKILL to a rank that captures steps, as `pretend_gpu` lets it."""
+    import model_graphs
+
+    def kill(*arguments: object, **options: object) -> None:
+        if rank == RANK:
+            kill_this_process("SIGKILL")
+
+    call_before(model_graphs, "make_graphed_callables", kill)
+
+
 def wait_in_model() -> None:
     """In training, the model waits for a value, and draws from torch's generator."""
     from model import KnockoutGNN

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
+import model_graphs
 from config import Config
 from data import KnockoutDataset, StepSampler, make_loader
 from data_tables import Tables
@@ -487,6 +488,19 @@ def test_a_model_that_waits_for_a_value_cannot_be_captured(gpu, caplog):
     assert steps.model is model and steps.note == "; no CUDA graphs, as capturing them failed"
     assert "CUDA graphs cannot be captured: RuntimeError" in caplog.text
     assert "aten._local_scalar_dense" in caplog.text or "is_nonzero" in caplog.text
+
+
+def test_memory_that_runs_out_while_steps_are_captured_is_named(gpu, monkeypatch, caplog):
+    """As where another run on the same GPU has taken it."""
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee the docs")
+    monkeypatch.setattr(model_graphs, "make_graphed_callables", mock.Mock(side_effect=error))
+    task = make_task()
+    model = build_model(task)
+    assert steps_of(model, task).model is model
+    assert caplog.messages == [
+        "note      CUDA graphs cannot be captured: OutOfMemoryError: CUDA out of memory. "
+        "Tried to allocate 2 GiB."
+    ]
 
 
 def test_a_failed_capture_leaves_no_stream_and_no_generator_behind(monkeypatch):

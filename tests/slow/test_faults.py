@@ -86,6 +86,17 @@ def test_sixteen_kills_at_random_moments_lose_nothing(start_ranks, tmp_path):
     assert difference(tmp_path / "runs" / str(number), whole) == "", f"seed {seed}"
 
 
+def test_a_kill_while_steps_are_captured_loses_nothing(start_ranks, tmp_path):
+    """Steps are captured at each start, also of a run that resumes."""
+    assert join(start_ranks(2, "run.name=whole", fault="pretend_gpu")) == [0, 0]
+    assert join(start_ranks(2, fault="pretend_gpu stop_at_step:3")) == [0, 0]
+    assert 0 not in join(start_ranks(2, fault="pretend_gpu kill_while_capturing:1"))
+    assert join(start_ranks(2, fault="pretend_gpu")) == [0, 0]
+    log = (tmp_path / "runs/default/log.rank0.txt").read_text()
+    assert log.count("; CUDA graphs") == 2
+    assert difference(tmp_path / "runs/default", tmp_path / "runs/whole") == ""
+
+
 def test_kills_of_torchrun_at_random_moments_lose_nothing(start_ranks, tables, tmp_path):
     """Its workers save and exit by themselves, and the next start waits for them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
