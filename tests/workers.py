@@ -105,8 +105,8 @@ class GradientKeeper:
     def step(self) -> None:
         self.gradients = flat_gradients(self.model)
 
-    def zero_grad(self) -> None:
-        self.model.zero_grad()
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.model.zero_grad(set_to_none)
 
 
 def compare_gradients(env: Distributed, accumulate: int) -> None:
