@@ -54,7 +54,10 @@ class TrainState:
 
         Raises `UserError` if the model or its parameters' groups are others.
         """
-        load_model(self.model, state)
+        try:
+            load_model(self.model, state)
+        except UserError as error:
+            raise cannot_resume(state, str(error)) from None
         groups = self.optimizer.param_groups
         try:
             self.optimizer.load_state_dict(state["optimizer"])
@@ -107,6 +110,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         problem = f"is not a readable checkpoint ({type(error).__name__}): there is no such file"
         raise UserError(f"{path} {problem} or folder") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder: name a file in its folder checkpoints") from None
     except Exception as error:  # a damaged file fails in many ways
         raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
 

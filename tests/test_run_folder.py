@@ -212,6 +212,9 @@ def test_an_empty_folder_starts_from_a_checkpoint_file(train, tmp_path):
     result = train(0, "run.name=none", "run.resume=none.pt")
     assert result.returncode == 2
     assert "none.pt is not a readable checkpoint (FileNotFoundError)" in result.stderr
+    for option in ("run.resume", "run.init"):
+        result = train(0, "run.name=none", f"{option}=runs/old")
+        assert result.stderr == "error: runs/old is a folder: name a file in its folder checkpoints\n"
 
 
 def test_figures_of_an_earlier_end_go_when_a_run_trains_on(trained, train, tmp_path):
@@ -231,7 +234,7 @@ def test_figures_of_an_earlier_end_go_when_a_run_trains_on(trained, train, tmp_p
         (
             "model.hidden=16",
             r"saved in runs/run/checkpoints/step_00000005.pt does not match: "
-            r".*embedding.*\[30, 8\].*\[30, 16\]",
+            r".*embedding.*\[30, 8\].*\[30, 16\].*: in an empty run folder, run.init=",
         ),
         (
             "data.batch_size=16",
