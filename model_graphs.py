@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.cuda import CUDAGraph, make_graphed_callables, mem_get_info
-from torch.cuda import graph as capturing
+from torch.cuda import graph as cuda_graph
 from torch.optim import AdamW
 from torch.utils.data import Dataset
 from torch_geometric.data import Data
@@ -35,7 +35,7 @@ from model_pairs import PairReadout, features_of
 
 log = logging.getLogger("model_graphs")
 
-NOT_INPUTS = ("y", "weight", "packed")  # tensors of a batch that the model does not read
+NOT_INPUTS = ("y", "weight")  # tensors of a batch that only the loss reads
 SHARE_OF_MEMORY = 0.1  # of what is free, the most that messages of a fixed shape take
 
 # Gradients are added up on the stream on which the first were captured; torch waits where it must.
@@ -74,8 +74,8 @@ def capture(model: nn.Module, task: Any, sampler: Any, env: Any) -> TrainingStep
     if not obstacle:
         dataset = replace(task.dataset, transform=shape)
         rows_of_batches = (sampler.rows[:size], sampler.rows[-size:])
-        batches = [task.dataset.__getitems__(rows) for rows in rows_of_batches]
-        padded = [dataset.__getitems__(rows) for rows in rows_of_batches]
+        batches = [task.dataset.__getitems__(rows).to(env.device) for rows in rows_of_batches]
+        padded = [dataset.__getitems__(rows).to(env.device) for rows in rows_of_batches]
         with env.phase("capturing"), undone(model, env.device_ids or []):
             graphed, obstacle = try_to_capture(model, task, batches, padded)
     obstacle = next(filter(None, env.gather(obstacle)), "")  # a rank alone would be in other steps
@@ -123,8 +123,8 @@ class FixedShape:
         largest = [values[rows].sort(descending=True).values[:size] for values in (count, edges)]
         return cls(size, *(int(values.sum()) for values in largest))
 
-    def __call__(self, batch: Data) -> Data:
-        """Returns the batch, which is padded if it is full; larger ones stay as they are."""
+    def __call__(self, batch: Data) -> "Data | PackedBatch":
+        """Returns a full batch padded and packed; others stay as they are."""
         missing = self.num_perturbed - len(batch.perturbed)
         is_larger = missing < 0 or batch.num_out_edges > self.num_out_edges
         if num_samples(batch) != self.num_samples or is_larger:
@@ -137,45 +137,34 @@ class FixedShape:
         for name, value in (("perturbed", intact), ("perturbed_batch", sample), ("level", 1.0)):
             batch[name] = nn.functional.pad(batch[name], (0, missing), value=value)
         batch.num_out_edges = self.num_out_edges
-        return PackedBatch.of(batch)
+        return PackedBatch(batch)
 
 
-class PackedBatch(Data):
-    """A batch whose tensors are parts of one, `packed`, which is pinned and moved at once.
+class PackedBatch:
+    """A batch on its way to a device, as one tensor, which is pinned and moved at once."""
 
-    `parts` are its tensors by name. One that is set later is moved by itself.
-    """
-
-    @classmethod
-    def of(cls, batch: Data) -> "PackedBatch":
-        """Returns a batch, packed."""
+    def __init__(self, batch: Data):
         fields = batch.to_dict()
-        tensors = [name for name, value in fields.items() if isinstance(value, Tensor)]
+        names = [name for name, value in fields.items() if isinstance(value, Tensor)]
         # The widest numbers first, as a number lies at a multiple of its size.
-        tensors.sort(key=lambda name: fields[name].element_size(), reverse=True)
-        parts = {name: fields.pop(name) for name in tensors}
-        packed = torch.cat([part.flatten().view(torch.uint8) for part in parts.values()])
-        return cls(**fields)._unpack(packed, parts)
+        names.sort(key=lambda name: fields[name].element_size(), reverse=True)
+        tensors = {name: fields.pop(name) for name in names}
+        self.packed = torch.cat([value.flatten().view(torch.uint8) for value in tensors.values()])
+        self.parts = [(name, value.dtype, value.shape) for name, value in tensors.items()]
+        self.others = fields
 
-    def _unpack(self, packed: Tensor, like: dict[str, Tensor]) -> "PackedBatch":
-        """Sets parts of `packed`, of types and shapes as those in `like`; returns itself."""
-        self.packed = packed
-        self.parts = {}
-        sizes = [part.nbytes for part in like.values()]
-        for (name, old), part in zip(like.items(), packed.split(sizes), strict=True):
-            self.parts[name] = self[name] = part.view(old.dtype).view(old.shape)
+    def pin_memory(self) -> "PackedBatch":
+        self.packed = self.packed.pin_memory()
         return self
 
-    def apply(self, func: Callable, *args: str) -> "PackedBatch":
-        """Applies a function to each tensor, to parts as one, as `to` and `pin_memory` do."""
-        if args:
-            return super().apply(func, *args)
-        others = {}
-        for name, value in self.to_dict().items():
-            if isinstance(value, Tensor) and value is not self.parts.get(name):
-                others[name] = func(value)
-        self._unpack(others.pop("packed"), self.parts)
-        return self.update(others)
+    def to(self, device: torch.device, non_blocking: bool = False) -> Data:
+        """Returns the batch on a device."""
+        batch = Data(**self.others)
+        packed = self.packed.to(device, non_blocking=non_blocking)
+        sizes = [dtype.itemsize * shape.numel() for _, dtype, shape in self.parts]
+        for (name, dtype, shape), part in zip(self.parts, packed.split(sizes), strict=True):
+            batch[name] = part.view(dtype).view(shape)
+        return batch
 
 
 def obstacle_of_memory(shape: FixedShape, task: Any, env: Any) -> str:
@@ -259,60 +248,80 @@ class FlatModel(nn.Module):
 class GraphedUpdate:
     """Replays, as a CUDA graph, what a step does with its gradients.
 
-    It is captured as soon as they lie where they lay in the step before, as DDP moves them once,
-    and replayed while they do. For optimisers other than fused AdamW, for a scaled loss, and after
-    a failed capture it calls the function.
+    It is captured as soon as all tensors lie where they lay in the step before, and options are the
+    same, and replayed while this holds: DDP moves gradients once. For optimisers other than fused
+    AdamW, for a scaled loss, and after a failed capture it calls the function.
     """
 
     def __init__(self, update: Callable[..., Tensor], state: Any):
         """`update(state, ...)` gets a `TrainState` and returns a tensor."""
         optimizer = state.optimizer
-        is_fused = isinstance(optimizer, AdamW) and optimizer.defaults["fused"]
-        self.is_possible = is_fused and not state.scaler.is_enabled()
+        is_fused = type(optimizer) is AdamW and optimizer.defaults["fused"]
+        self.can_capture = is_fused and not state.scaler.is_enabled()
         self.update = update
-        self.places = None
+        self.frozen = None  # what a replay takes for granted
         self.graph = None
 
     def __call__(self, state: Any, *arguments: Any) -> Tensor:
+        if not self.can_capture:
+            return self.update(state, *arguments)
         groups = state.optimizer.param_groups
         for group in groups:
-            group["lr"] = torch.tensor(group["lr"]).item()  # in float32, as in a graph
-        gradients = [parameter.grad for group in groups for parameter in group["params"]]
-        places = [None if gradient is None else gradient.data_ptr() for gradient in gradients]
-        if places != self.places:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32).item()  # as in a graph
+        frozen = (addresses(state.optimizer), options_of_groups(state.optimizer), arguments)
+        if frozen != self.frozen:
             self.graph = None
-        elif self.graph is None and self.is_possible:
+        elif self.graph is None:
             self._capture(state, *arguments)
-        self.places = places
+        self.frozen = frozen
         if self.graph is None:
             return self.update(state, *arguments)
-        for group, rate in zip(groups, self.rates, strict=True):
-            rate.fill_(group["lr"])
+        for group, lr in zip(groups, self.lrs, strict=True):
+            lr.fill_(group["lr"])
         self.graph.replay()
         return self.result.clone()
 
     def _capture(self, state: Any, *arguments: Any) -> None:
-        """Captures the function, whose Python is not run again: it reads the rates as tensors."""
+        """Captures the function, which then reads the rates as tensors."""
         groups = state.optimizer.param_groups
-        before = [group["lr"] for group in groups]
-        self.rates = [group["params"][0].new_empty((), dtype=torch.float32) for group in groups]
-        for group, rate in zip(groups, self.rates, strict=True):
-            group.update(lr=rate, capturable=True)
+        lrs = [group["lr"] for group in groups]
+        self.lrs = [group["params"][0].new_empty((), dtype=torch.float32) for group in groups]
         graph = CUDAGraph()
-        device = self.rates[0].device
+        device = self.lrs[0].device
+        devices = [device.index] if device.type == "cuda" else []
         try:
+            for group, lr in zip(groups, self.lrs, strict=True):
+                group.update(lr=lr, capturable=True)
             with (
-                no_capture_left([device.index] if device.type == "cuda" else []),
-                capturing(graph, capture_error_mode="thread_local"),  # others may pin batches
+                other_generators(devices),
+                no_capture_left(devices),
+                cuda_graph(graph, capture_error_mode="thread_local"),  # others may pin batches
             ):
                 self.result = self.update(state, *arguments)
             self.graph = graph
         except Exception as error:
-            self.is_possible = False
+            self.can_capture = False
             log.warning(f"note      the optimiser's part is launched each time, as {reason(error)}")
         finally:
-            for group, rate in zip(groups, before, strict=True):
-                group.update(lr=rate, capturable=False)
+            for group, lr in zip(groups, lrs, strict=True):
+                group.update(lr=lr, capturable=False)
+
+
+def addresses(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Returns where parameters, gradients and the optimiser's state of them lie."""
+    tensors = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            tensors += [parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()]
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def options_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Returns the options of each group of parameters, without its rate."""
+    options = [dict(group) for group in optimizer.param_groups]
+    for of_group in options:
+        del of_group["params"], of_group["lr"]
+    return options
 
 
 # ---- Proof ---------------------------------------------------------------------------------------
@@ -353,7 +362,6 @@ def try_to_capture(
     device = task.graph.device
     for seed, pair in enumerate(zip(batches, padded, strict=True)):
         for batch in pair:
-            batch.to(device)  # in place
             batch.seed = torch.full((), seed, device=device)
     model.train()
     with torch.no_grad():
@@ -390,11 +398,28 @@ def no_capture_left(devices: Sequence[int]) -> Iterator[None]:
     states = [generator.clone_state() for generator in generators]
     try:
         yield
-    except Exception:
+    except BaseException:
         for stream, generator, state in zip(streams, generators, states, strict=True):
             torch.cuda.set_stream(stream)
             generator.graphsafe_set_state(state)
         raise
+
+
+@contextmanager
+def other_generators(devices: Sequence[int]) -> Iterator[None]:
+    """In the block, GPUs have other generators than those of graphs that were captured before.
+
+    A failed capture would spoil these, though it draws nothing.
+    """
+    generators = [torch.cuda.default_generators[device] for device in devices]
+    states = [generator.graphsafe_get_state() for generator in generators]
+    for generator in generators:
+        generator.graphsafe_set_state(generator.clone_state())
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.graphsafe_set_state(state)
 
 
 def first_difference(

@@ -1,5 +1,7 @@
 """Batches of fixed shape, and steps that are captured and replayed, by a stand-in on the CPU."""
 
+import contextlib
+import copy
 import functools
 import math
 import random
@@ -28,6 +30,7 @@ from model_graphs import (
     TrainingSteps,
     capture,
     no_capture_left,
+    other_generators,
 )
 from model_pairs import PairIndex
 from optim import OptimConfig, build_optimizer, set_learning_rates
@@ -40,6 +43,7 @@ from tests.tools.runs import series, tables_of
 from tests.tools.syncs import CountSynchronisations
 from train import update_parameters
 
+CPU = torch.device("cpu")
 SIZE = 8  # of a batch
 READOUTS = ("local", "global", "both", "nodes")
 
@@ -95,7 +99,7 @@ def batches_of(task: KnockoutTask, dataset: KnockoutDataset, number: int = 3) ->
     """Returns the first batches of an epoch."""
     batches = []
     for seed, rows in zip(range(number), sampler_of(task), strict=False):
-        batches.append(dataset.__getitems__(rows))
+        batches.append(dataset.__getitems__(rows).to(CPU))
         batches[-1].seed = torch.tensor(seed)
     return batches
 
@@ -171,7 +175,7 @@ def test_padding_is_of_nodes_that_a_sample_does_not_perturb(rows):
     sets = [[], [3], [0, 1], [0, 1, 2, 3], [0], [2, 0, 1]]
     dataset = dataset_of(sets)
     dataset.transform = FixedShape(3, num_perturbed=12, num_out_edges=18)
-    batch = dataset.__getitems__(rows)
+    batch = dataset.__getitems__(rows).to(CPU)
     assert len(batch.perturbed) == len(batch.perturbed_batch) == len(batch.level) == 12
     assert batch.num_out_edges == 18
     pairs = list(zip(batch.perturbed_batch.tolist(), batch.perturbed.tolist(), strict=True))
@@ -193,48 +197,33 @@ def test_a_batch_of_another_size_stays_as_it_is(rows):
     assert batch.num_out_edges == expected.num_out_edges
 
 
-def test_the_tensors_of_a_packed_batch_are_pinned_and_moved_as_one():
-    """Also where some were set after they were packed, or in place."""
+def test_a_padded_batch_is_pinned_and_moved_as_one_tensor():
     dataset = dataset_of([[], [3], [0, 1], [0, 1, 2, 3]])
     dataset.transform = FixedShape(3, num_perturbed=9, num_out_edges=11)
-    batch = dataset.__getitems__([1, 2, 3])
-    batch.seed = torch.tensor(5)
-    batch.y = torch.ones(3, 1, dtype=torch.bool)
-    batch.level += 0.5
-    before = dict(batch.to_dict())
-    tensors = {name: value for name, value in before.items() if isinstance(value, Tensor)}
-    expected = {name: value.clone() for name, value in tensors.items()}
-    calls = []
-
-    def move(tensor: Tensor) -> Tensor:
-        calls.append(tensor.dtype)
-        return tensor.clone()
-
-    assert batch.apply(move) is batch
-    assert sorted(calls, key=str) == [torch.bool, torch.int64, torch.uint8]
-    first = batch.packed.data_ptr()
-    last = first + len(batch.packed)
-    for name, value in before.items():
-        if name in expected:
-            assert batch[name].equal(expected[name]) and batch[name] is not value
-            assert (first <= batch[name].data_ptr() < last) == (name not in ("seed", "y"))
-        elif name != "parts":
+    packed = dataset.__getitems__([1, 2, 3])
+    before = packed.to(CPU)
+    moved = torch.empty_like(packed.packed).copy_(packed.packed)
+    with mock.patch.object(Tensor, "pin_memory", lambda tensor: moved):
+        assert packed.pin_memory() is packed
+    batch = packed.to(CPU)
+    first = moved.data_ptr()
+    assert len(batch.to_dict()) == len(before.to_dict()) == 9
+    for name, value in before.to_dict().items():
+        if isinstance(value, Tensor):
+            assert batch[name].equal(value) and batch[name].dtype == value.dtype
+            assert first <= batch[name].data_ptr() < first + len(moved)
+        else:
             assert batch[name] == value
-    calls.clear()
-    batch.apply(move, "index")
-    assert calls == [torch.int64]
-    assert batch.clone().index.equal(batch.index)
 
 
 def test_packed_batches_come_from_processes_of_a_loader():
     dataset = dataset_of([[], [3], [0, 1], [0, 1, 2, 3]])
     dataset.transform = FixedShape(2, num_perturbed=6, num_out_edges=7)
     rows = torch.tensor([[1, 2], [3, 0]])
-    loader = make_loader(dataset, list(rows), 1, torch.device("cpu"))
+    loader = make_loader(dataset, list(rows), 1, CPU)
     for batch, rows_of_batch in zip(loader, rows, strict=True):
-        expected = dataset.__getitems__(rows_of_batch)
-        assert batch.packed.equal(expected.packed)
-        assert batch.perturbed.untyped_storage().data_ptr() == batch.packed.data_ptr()
+        expected = dataset.__getitems__(rows_of_batch).to(CPU).to_dict()
+        torch.testing.assert_close(batch.to(CPU).to_dict(), expected, rtol=0, atol=0)
 
 
 # ---- Replays -------------------------------------------------------------------------------------
@@ -274,7 +263,7 @@ def test_replays_give_the_numbers_of_the_model_and_overwrite_none(gpu, precision
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_what_is_changed_in_a_packed_batch_counts(gpu):
+def test_what_is_changed_in_a_batch_counts(gpu):
     task = make_task()
     model = build_model(task)
     steps = steps_of(model, task)
@@ -303,7 +292,7 @@ def test_all_full_batches_of_all_ranks_are_replayed(gpu, world_size, accumulate,
         assert len(rows_of_batches) == sampler.steps_per_epoch * accumulate
         num_full = len(training) // batch_size * accumulate
         for rows in rows_of_batches[: max(1, num_full)]:
-            batch = steps.dataset.__getitems__(rows)
+            batch = steps.dataset.__getitems__(rows).to(CPU)
             batch.seed = torch.tensor(0)
             assert steps.model.fits(batch)
 
@@ -503,7 +492,8 @@ def test_memory_that_runs_out_while_steps_are_captured_is_named(gpu, monkeypatch
     ]
 
 
-def test_a_failed_capture_leaves_no_stream_and_no_generator_behind(monkeypatch):
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failed_capture_leaves_no_stream_and_no_generator_behind(monkeypatch, error):
     generator = mock.Mock()
     set_stream = mock.Mock()
     monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
@@ -512,10 +502,22 @@ def test_a_failed_capture_leaves_no_stream_and_no_generator_behind(monkeypatch):
     with no_capture_left([1]):
         pass
     assert not set_stream.called and not generator.graphsafe_set_state.called
-    with pytest.raises(ValueError), no_capture_left([1]):
-        raise ValueError
+    with pytest.raises(error), no_capture_left([1]):
+        raise error
     set_stream.assert_called_once_with("stream of 1")
     generator.graphsafe_set_state.assert_called_once_with(generator.clone_state())
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_a_capture_that_draws_nothing_leaves_generators_as_they_are(monkeypatch, error):
+    generator = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
+    before = generator.graphsafe_get_state()
+    with contextlib.suppress(ValueError, KeyboardInterrupt), other_generators([1]):
+        assert generator.graphsafe_set_state.call_args == mock.call(generator.clone_state())
+        if error:
+            raise error
+    assert generator.graphsafe_set_state.call_args == mock.call(before)
 
 
 def test_buffers_and_torchs_random_numbers_go_on_in_replays(gpu):
@@ -597,7 +599,9 @@ def state_of(task: KnockoutTask, enabled: bool = False) -> TrainState:
     return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=enabled))
 
 
-def update_all(state: TrainState, num_steps: int, factor: Callable[[int], float]) -> list[Tensor]:
+def update_all(
+    state: TrainState, num_steps: int, factor: Callable[[int], float], clip: float = 1.0
+) -> list[Tensor]:
     """Makes steps of random gradients, times a factor; returns the norms and scales, [2] each."""
     update = state.graphed_update or update_parameters
     generator = torch.Generator().manual_seed(0)
@@ -609,7 +613,7 @@ def update_all(state: TrainState, num_steps: int, factor: Callable[[int], float]
                 parameter.grad = torch.zeros_like(parameter)
             noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             parameter.grad += factor(step) * noise
-        found.append(update(state, 1.0))
+        found.append(update(state, clip))
     return found
 
 
@@ -631,7 +635,7 @@ def test_replayed_updates_are_those_of_the_function(gpu, precision):
     other = state_of(task)
     found = update_all(state, 8, factor)
     expected = update_all(other, 8, factor)
-    assert len(calls) == 2  # of eight steps, one before gradients have a place, and one captured
+    assert len(calls) == 3  # of eight steps: until all tensors have a place, and captured
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     states = [one.model.state_dict() for one in (state, other)]
     torch.testing.assert_close(*states, rtol=0, atol=0)
@@ -640,8 +644,31 @@ def test_replayed_updates_are_those_of_the_function(gpu, precision):
     assert saved["param_groups"] == expected["param_groups"]  # as checkpoints have them
 
 
-def test_an_update_is_captured_again_where_gradients_have_moved(gpu):
-    """As DDP moves them, and whoever sets them to None."""
+def move_gradients(state: TrainState) -> None:
+    """As DDP does."""
+    for parameter in state.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
+
+
+def load_optimizer(state: TrainState) -> None:
+    state.optimizer.load_state_dict(copy.deepcopy(state.optimizer.state_dict()))
+
+
+def change_weight_decay(state: TrainState) -> None:
+    state.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "next_clip"),
+    [
+        (move_gradients, 1.0),
+        (load_optimizer, 1.0),
+        (change_weight_decay, 1.0),
+        (lambda state: None, 0.5),
+    ],
+)
+def test_an_update_is_captured_again_where_a_replay_would_be_of_what_was(gpu, change, next_clip):
     task = make_task()
     calls = []
 
@@ -652,23 +679,34 @@ def test_an_update_is_captured_again_where_gradients_have_moved(gpu):
     state = state_of(task)
     state.graphed_update = GraphedUpdate(update, state)
     other = state_of(task)
-    for num_calls in (2, 4):
-        found = update_all(state, 4, lambda step: 1.0)
-        expected = update_all(other, 4, lambda step: 1.0)
+    kept = []  # or memory is used again
+    for num_calls, clip in ((3, 1.0), (5, next_clip)):
+        found = update_all(state, 4, lambda step: 1.0, clip)
+        expected = update_all(other, 4, lambda step: 1.0, clip)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        states = [one.model.state_dict() for one in (state, other)]
+        torch.testing.assert_close(*states, rtol=0, atol=0)
         assert len(calls) == num_calls
-        kept = [parameter.grad for parameter in state.model.parameters()]  # or memory is reused
-        for parameter, gradient in zip(state.model.parameters(), kept, strict=True):
-            parameter.grad = gradient.clone()
+        kept += [parameter.grad for parameter in state.model.parameters()]
+        kept += state.optimizer.state.values()
+        change(state)
+        change(other)
 
 
-@pytest.mark.parametrize("obstacle", ["scaler", "optimizer", "failure"])
+class CountingAdamW(torch.optim.AdamW):
+    """It does more in Python than AdamW."""
+
+
+@pytest.mark.parametrize("obstacle", ["scaler", "optimizer", "subclass", "failure"])
 def test_an_update_that_cannot_be_captured_is_called(gpu, caplog, obstacle):
     task = make_task()
     states = [state_of(task, enabled=obstacle == "scaler") for _ in range(2)]
     if obstacle == "optimizer":
         for state in states:
             state.optimizer = torch.optim.SGD(state.model.parameters(), lr=0.1, momentum=0.9)
+    if obstacle == "subclass":
+        for state in states:
+            state.optimizer = CountingAdamW(state.model.parameters(), lr=1 / 128, fused=True)
     first, second = states
 
     calls = []
@@ -719,7 +757,7 @@ def test_a_run_with_graphs_has_the_numbers_of_one_without(train, tmp_path, monke
     train_both(train, tmp_path, 0, "optim.epochs=2", "optim.accumulate=2")
     # In the proof, then two micro-batches in each step.
     assert calls.count("forward") == 2 + 2 * 5 * 2
-    assert calls.count("replay") == 2 * 5 - 1  # of the optimiser's part, in all steps but the first
+    assert calls.count("replay") == 2 * 5 - 2  # of the optimiser's part, from the third step on
 
 
 def counted(function: Callable, calls: list[str]) -> Callable:

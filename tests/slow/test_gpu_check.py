@@ -88,7 +88,7 @@ def test_graphs_and_speeds_pass_on_a_stand_in(stand_in, tmp_path, capsys):
     gpu.speeds(report, CPU, tmp_path)
     output = capsys.readouterr().out
     assert "WRONG" not in output
-    assert (report.num_right, report.num_wrong) == (4 * 4 + 4 + 3 + 7 + 5 + 2, 0)
+    assert (report.num_right, report.num_wrong) == (4 * 4 + 4 + 4 + 7 + 5 + 2, 0)
     for text in ("the same bits again: True", "as model.cuda_graphs=false", " it/s, without"):
         assert text in output
 
@@ -106,11 +106,14 @@ def test_what_is_wrong_with_graphs_is_reported(stand_in, tmp_path, monkeypatch, 
     monkeypatch.setattr(GraphedUpdate, "_capture", lambda *_: None)
     gpu.graphs(report, CPU, tmp_path)
     assert "replayed: False" in capsys.readouterr().out
+    report.only = "graphs, an optimiser's part that waits"
+    gpu.graphs(report, CPU, tmp_path)
+    assert "refused: False" in capsys.readouterr().out
     report.only = "no graphs, "
     silent = gpu_graphs.TrainingSteps(None, None, "")
     monkeypatch.setattr(gpu_graphs, "capture", lambda *_: silent)
     gpu.graphs(report, CPU, tmp_path)
-    assert report.num_wrong == 3 + len(gpu.REFUSALS)
+    assert report.num_wrong == 4 + len(gpu.REFUSALS)
 
 
 def test_predictions_of_large_batches_are_compared(stand_in, tmp_path, monkeypatch, capsys):

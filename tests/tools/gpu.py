@@ -40,6 +40,7 @@ from tests.tools.gpu_checks import (
 from tests.tools.gpu_graphs import (
     REFUSALS,
     deterministic_replays,
+    failed_update,
     predictions,
     ranks_that_share,
     refused,
@@ -181,6 +182,7 @@ def graphs(report: Report, device: torch.device, folder: Path) -> None:
     options = (ModelConfig(), OptimConfig())
     report.check(name, deterministic_replays, device, *options, tolerance, folder)
     report.check("graphs, the optimiser's part", replayed_updates, device, folder)
+    report.check("graphs, an optimiser's part that waits", failed_update, device, folder)
     for name, refusal in REFUSALS.items():
         report.check(f"no graphs, {name}", refused, device, refusal, folder)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from unittest import mock
@@ -149,6 +150,37 @@ def replayed_updates(device: torch.device, folder: Path) -> tuple[bool, str]:
     return is_replayed and error <= 1e-6, f"relative error {error:.1e}, replayed: {is_replayed}"
 
 
+def failed_update(device: torch.device, folder: Path) -> tuple[bool, str]:
+    """Losses where the optimiser's part waits for a value, by graphs and by hand.
+
+    It cannot be captured, and replays of the model must go on.
+    """
+    losses = []
+    for use in (True, False):
+        task = small_task(ModelConfig(dropout=0.3), OptimConfig(), device, folder)
+        model = build_model(task)
+        sampler = sampler_of(task)
+        steps = capture(model, task, sampler, rank_on(device))
+        state = state_of(task, model)
+        state.ddp_model = steps.model if use else model
+        state.graphed_update = GraphedUpdate(waiting_update, state)
+        meter = Meter(task, rank_on(device))
+        batches = full_batches(steps.dataset, sampler, device)
+        for _ in range(6):
+            train_step(task, state, batches, NUM_SAMPLES, meter, rank_on(device))
+            state.step += 1
+        losses.append(meter.loss.cpu())
+        was_refused = not state.graphed_update.can_capture
+    error = distance(losses[:1], losses[1:])
+    return was_refused and error <= 1e-5, f"relative error {error:.1e}, refused: {was_refused}"
+
+
+def waiting_update(state: TrainState, clip: float) -> Tensor:
+    norm_and_scale = update_parameters(state, clip)
+    norm_and_scale.sum().item()
+    return norm_and_scale
+
+
 def state_of(task: KnockoutTask, model: nn.Module) -> TrainState:
     env = rank_on(task.graph.device)
     optimizer = build_optimizer(model, task.config.optim, env)
@@ -267,10 +299,9 @@ def steps_a_second(
 def full_batches(dataset: Dataset, sampler: StepSampler, device: torch.device) -> Iterator[Data]:
     """Yields the batches of a full size, epoch by epoch, without end."""
     loader = make_loader(dataset, sampler, workers=0, device=device)
+    num_full = len(sampler.rows) // sampler.batch_size
     while True:
-        for batch in loader:
-            if (batch.index >= 0).all() and len(batch.index) == sampler.batch_size:
-                yield batch
+        yield from islice(loader, num_full)
 
 
 def predictions(

@@ -23,7 +23,7 @@ def pretend_gpu(free: int = 2**40) -> None:
     SharedGraph.is_on_gpu = True
     model_graphs.make_graphed_callables = make_graphed_callables
     model_graphs.CUDAGraph = Capture
-    model_graphs.capturing = lambda graph, capture_error_mode: graph
+    model_graphs.cuda_graph = lambda graph, capture_error_mode: graph
     model_graphs.mem_get_info = lambda device: (free, free)
 
 
