@@ -72,10 +72,12 @@ class Capture(Recording):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
-        super().__exit__(kind, *details)
-        with torch.no_grad():
-            for value, number in reversed(self.before):
-                value.copy_(number)
+        try:
+            super().__exit__(kind, *details)
+        finally:
+            with torch.no_grad():
+                for value, number in reversed(self.before):
+                    value.copy_(number)
 
 
 def tensors_of(result: Any) -> list[Tensor]:
