@@ -163,7 +163,7 @@ def sparse_product(matrix: CSR, x: Tensor) -> Tensor:
     size = (num_rows, x.size(0))
     csr = torch.sparse_csr_tensor(ptr, col, value, size, check_invariants=False)
     out = y.new_empty(num_rows, y.size(1))
-    # csr @ y would fill `out` first, and autocast would lower its precision.
+    # csr @ y would fill its result first, and autocast would lower the precision.
     torch.addmm(out, csr, y.contiguous(), beta=0, out=out)
     return out.to(x.dtype)
 

@@ -6,7 +6,8 @@ shapes, `GraphedModel` replays the model for these, and calls it for all others.
 replays the optimiser's part. A replay repeats what Python did while it was captured, so
 `first_difference` compares both passes before the first step.
 
-A copy can do without this file: where train.py does not call `capture`, all steps are eager.
+A copy can do without this file: where train.py has neither `capture` nor `GraphedUpdate`, all steps
+are eager.
 
 Shapes: B samples with P perturbed nodes in a batch, n rows in the tables.
 """
@@ -249,7 +250,7 @@ class GraphedUpdate:
     """Replays, as a CUDA graph, what a step does with its gradients.
 
     It is captured as soon as all tensors lie where they lay in the step before, and options are the
-    same, and replayed while this holds: DDP moves gradients once. For optimisers other than fused
+    same, and replayed while this holds: DDP may move gradients. For optimisers other than fused
     AdamW, for a scaled loss, and after a failed capture it calls the function.
     """
 

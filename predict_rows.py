@@ -116,30 +116,39 @@ def compute_rows(
     values = torch.zeros(shape, dtype=torch.float64, device=env.device)
     values_of_rank = values[env.rank :: env.world_size]  # a view
     start = 0
+    num_pieces = 1  # of a batch
     for batch in progress_bar(batches, "predicting", unit="batch", is_shown=env.rank == 0):
         with env.phase("evaluation"):
             if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
                 break
-            of_batch = by_halves(function, batch, batches.dataset, env)
+            of_batch, num_pieces = in_pieces(function, batch, num_pieces, batches.dataset, env)
             values_of_rank[start : start + len(of_batch)] = of_batch
             start += len(of_batch)
     return env.sum(values).cpu()
 
 
-def by_halves(
-    function: Callable[[Data], Tensor], batch: Data, dataset: KnockoutDataset, env: Distributed
-) -> Tensor:
-    """Returns a function of a batch of the dataset, or of its halves where memory runs out."""
+def in_pieces(
+    function: Callable[[Data], Tensor],
+    batch: Data,
+    num_pieces: int,
+    dataset: KnockoutDataset,
+    env: Distributed,
+) -> tuple[Tensor, int]:
+    """Returns a function of a batch of the dataset, computed in pieces, and their number.
+
+    Where memory runs out, they are twice as many.
+    """
     rows = batch.index  # on the CPU
-    try:
-        return function(batch.to(env.device, non_blocking=True))
-    except torch.OutOfMemoryError:
-        if len(rows) == 1:
-            raise
-    # Only here is the error gone, which holds all that was computed.
-    torch.cuda.empty_cache()
-    of_halves = []
-    for half in rows.chunk(2):
-        smaller = dataset.__getitems__(half.tolist())
-        of_halves.append(by_halves(function, smaller, dataset, env))
-    return torch.cat(of_halves)
+    pieces = [batch]
+    while True:
+        if num_pieces > 1:
+            pieces = (dataset.__getitems__(piece.tolist()) for piece in rows.chunk(num_pieces))
+        try:
+            values = [function(piece.to(env.device, non_blocking=True)) for piece in pieces]
+            return torch.cat(values), num_pieces
+        except torch.OutOfMemoryError:
+            if num_pieces >= len(rows):
+                raise
+        # Only here is the error gone, which holds all that was computed.
+        torch.cuda.empty_cache()
+        num_pieces *= 2
