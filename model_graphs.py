@@ -268,7 +268,7 @@ class GraphedUpdate:
             return self.update(state, *arguments)
         groups = state.optimizer.param_groups
         for group in groups:
-            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32).item()  # as in a graph
+            group["lr"] = float(np.float32(group["lr"]))  # as in a graph
         frozen = (addresses(state.optimizer), options_of_groups(state.optimizer), arguments)
         if frozen != self.frozen:
             self.graph = None
