@@ -265,17 +265,16 @@ def num_pairs(batch: Data) -> Tensor:
 
 
 def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
-    """Returns mean and scale of the features of pairs in training, [2, F].
+    """Returns mean and scale of the features of pairs in training, float64 [2, F] on the CPU.
 
     They are those of training rows, of which evenly spaced ones are taken if there are many. The
     scale is 1 over the deviation of a row with pairs from as many average pairs. It is 0 for a
     feature without deviation, whose weights training cannot tell.
     """
-    units = torch.zeros(2, len(pair_names(graph)), dtype=torch.float64)
     rows = dataset.tables.rows("train")
     rows = rows[dataset.tables.perturbed_ptr.diff()[rows] > 1]
     if not len(rows):
-        return units
+        return torch.zeros(2, len(pair_names(graph)), dtype=torch.float64)
     some_rows = rows[:: len(rows) // MOST_ROWS + 1]
     batch = replace(dataset, transform=None).__getitems__(some_rows).to(graph.device)
     features = features_of(graph, batch).double()
@@ -283,9 +282,8 @@ def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
     mean = number @ features / number.square().sum()
     deviation = (features - number.unsqueeze(1) * mean).square().mean(dim=0).sqrt()
     varies = deviation > 1e-6 * (1 + mean.abs())
-    units[0] = mean
-    units[1, varies] = 1 / deviation[varies]
-    return units
+    scale = (1 / deviation).where(varies, 0.0)
+    return torch.stack([mean, scale]).cpu()
 
 
 def features_of(graph: SharedGraph, batch: Data) -> Tensor:
