@@ -273,6 +273,29 @@ def predict(command: Callable[..., Finished]) -> Callable[..., Finished]:
 
 
 @pytest.fixture
+def on_fake_gpus(train: Callable[..., Finished], tmp_path: Path) -> Callable[..., str]:
+    """on_fake_gpus(nproc, *overrides) runs train.py on GPUs that are not there.
+
+    Each rank has its own. Returns the log of rank 0. Where none can be pretended, tests are
+    skipped, but not in CI.
+    """
+    from tests.tools import fake_gpu_library
+
+    try:
+        fake_gpu_library.build()
+    except RuntimeError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+
+    def start(nproc: int, *overrides: str, name: str = "gpu") -> str:
+        train(nproc, f"run.name={name}", *overrides, fault="fake_gpu").check()
+        return (tmp_path / "runs" / name / "log.rank0.txt").read_text()
+
+    return start
+
+
+@pytest.fixture
 def command(torchrun: Callable[..., Finished], tmp_path: Path) -> Callable[..., Finished]:
     """command(nproc, script, *arguments) runs a script of the template on so many ranks.
 

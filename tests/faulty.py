@@ -371,6 +371,39 @@ def pretend_gpu() -> None:
     graphs.pretend_gpu()
 
 
+def fake_gpu() -> None:
+    """The command runs on a GPU that is not there."""
+    from tests.tools import fake_gpu
+
+    fake_gpu.install()
+
+
+def mix_devices(place: str) -> None:
+    """On a GPU, a tensor meets one on the CPU: at the `start`, in a `step` or in `evaluation`."""
+    from model import KnockoutGNN
+
+    def mix_at_start(task: KnockoutTask) -> None:
+        task.std.sum() * task.std.cpu()
+
+    def mix(model: nn.Module, graph: nn.Module, batch: Data) -> None:
+        if model.training == (place == "step"):
+            batch.level + torch.ones(len(batch.level))
+
+    if place == "start":
+        call_before(KnockoutTask, "build_model", mix_at_start)
+    else:
+        call_before(KnockoutGNN, "forward", mix)
+
+
+def wait_in_optimiser() -> None:
+    """The host waits for a value in each step of the optimiser."""
+
+    def wait(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
+        grad_norm.item()
+
+    call_before(train, "may_step", wait)
+
+
 def kill_while_capturing(rank: str) -> None:
     """SIGKILL to a rank that captures steps, as `pretend_gpu` lets it."""
     import model_graphs

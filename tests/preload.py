@@ -1,5 +1,12 @@
 """What the server that forks ranks does once for all of them: imports, and hashes of sources."""
 
+import contextlib
+
+from tests.tools import fake_gpu_library
+
+with contextlib.suppress(RuntimeError):  # tests that need it say why it is not there
+    fake_gpu_library.load()  # before torch is imported
+
 import torch.distributed.optim  # noqa: F401
 
 import analyse  # noqa: F401

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -253,6 +254,55 @@ def pretend_gpus(count: int, uuid: str = "") -> None:
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)
     torch.cuda.device_count = lambda: count
     torch.cuda.set_device = lambda device: None
+
+
+def fake_gpus() -> None:
+    """Operators on GPUs that are not there raise where those of a GPU would."""
+    from tests.tools import fake_gpu
+
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    fake_gpu.install()
+    assert torch.cuda.device_count() == 4
+    first = torch.arange(4.0, device="cuda")
+    assert str(first.device) == "cuda:0" and (first + torch.tensor(1.0)).tolist() == [1, 2, 3, 4]
+    torch.cuda.set_device(3)
+    fourth = torch.ones(4, device="cuda")
+    on_cpu = torch.arange(4)
+    mixed = {
+        "two GPUs": lambda: first + fourth,
+        "a sum": lambda: first + on_cpu,
+        "indices": lambda: on_cpu[first.long()],
+        "values": lambda: first.index_put((first.long(),), torch.ones(4)),
+        "a mask": lambda: on_cpu.double().index_put((first > 1,), first[first > 1].double()),
+        "a product": lambda: torch.sparse_csr_tensor(on_cpu.new_zeros(5), first.long(), first),
+    }
+    for name, mix in mixed.items():
+        with pytest.raises(RuntimeError, match="at least two devices"):
+            mix()
+            raise AssertionError(name)
+    with pytest.raises(TypeError):
+        first.numpy()
+    assert first[on_cpu].cpu().numpy().tolist() == [0, 1, 2, 3]
+
+    waiting = {
+        "item": lambda: first.sum().item(),
+        "bool": lambda: bool(first.sum()),
+        "tolist": lambda: first.tolist(),
+        "mask": lambda: first[first > 1],
+        "indices": lambda: first[on_cpu],
+        "repeat_interleave": lambda: torch.repeat_interleave(first.long()),
+        "cpu": lambda: first.cpu(),
+        "to": lambda: on_cpu.to("cuda"),
+        "copy_": lambda: first.copy_(on_cpu),
+        "tensor": lambda: torch.tensor(1.0, device="cuda"),
+    }
+    with fake_gpu.no_waiting():
+        on_cpu.to("cuda", non_blocking=True)
+        first.copy_(on_cpu, non_blocking=True)
+        for name, wait in waiting.items():
+            with pytest.raises(RuntimeError, match="the host waits for the GPU"):
+                wait()
+                raise AssertionError(name)
 
 
 def too_few_gpus() -> None:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "unique")
+
 
 class CountSynchronisations(TorchDispatchMode):
     """Counts, on any device, the operators that make the host wait for a GPU.
@@ -14,28 +16,27 @@ class CountSynchronisations(TorchDispatchMode):
     `count.seen` lists their names.
     """
 
-    WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "unique")
-
     def __init__(self):
         super().__init__()
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.waits(str(func), args, kwargs):
+        if waits(str(func), args, kwargs):
             self.record(str(func))
         return func(*args, **kwargs)
 
-    def waits(self, name: str, args: tuple, kwargs: dict) -> bool:
-        """Returns whether a call of an operator makes the host wait."""
-        if "repeat_interleave.Tensor" in name and kwargs.get("output_size") is None:
-            return True
-        if "aten.index" in name and len(args) > 1 and has_boolean(args[1]):
-            return True
-        return any(part in name for part in self.WAITING)
-
     def record(self, operator: str) -> None:
         self.seen.append(operator)
+
+
+def waits(name: str, args: tuple, kwargs: dict) -> bool:
+    """Returns whether a call of an operator makes the host wait."""
+    if "repeat_interleave.Tensor" in name and kwargs.get("output_size") is None:
+        return True
+    if "aten.index" in name and len(args) > 1 and has_boolean(args[1]):
+        return True
+    return any(part in name for part in WAITING)
 
 
 def has_boolean(indices: object) -> bool:

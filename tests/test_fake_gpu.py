@@ -1,0 +1,63 @@
+"""The default commands on a GPU that is not there, and what it finds; slow/ has other options."""
+
+import re
+
+import pytest
+
+from tests.tools.runs import series
+
+
+@pytest.mark.usefixtures("on_fake_gpus")
+def test_operators_raise_where_those_of_a_gpu_would(workers):
+    workers(1, "fake_gpus")
+
+
+def test_the_default_commands_run_on_a_gpu_and_give_the_numbers_of_the_cpu(
+    on_fake_gpus, train, predict, tmp_path
+):
+    log = on_fake_gpus(0)
+    assert "device cuda:0 (pretended" in log and "; CUDA graphs\n" in log
+    assert "note" not in log
+    train(0, "run.name=cpu").check()
+    on_gpu, on_cpu = (series(tmp_path / "runs" / name) for name in ("gpu", "cpu"))
+    for row, other in zip(on_gpu, on_cpu, strict=True):
+        assert row.pop("kind") == other.pop("kind")
+        assert row == pytest.approx(other, rel=1e-4, nan_ok=True)
+
+    predictions = []
+    for fault in ("fake_gpu", ""):
+        predict(0, "scores.tsv", "runs/gpu", fault=fault).check()
+        lines = (tmp_path / "scores.predictions.tsv").read_text().splitlines()
+        predictions.append([float(line.split("\t")[-1]) for line in lines[1:]])
+    assert len(predictions[0]) == 200
+    assert predictions[0] == pytest.approx(predictions[1], rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["start", "step", "evaluation"])
+@pytest.mark.usefixtures("on_fake_gpus")
+def test_mixed_devices_are_found_and_named(train, place):
+    result = train(0, fault=f"fake_gpu mix_devices:{place}")
+    assert result.returncode == 1
+    assert "at least two devices, cpu and cuda:0!" in result.stderr
+    name = "mix_at_start" if place == "start" else "mix"
+    assert re.search(rf'faulty.py", line \d+, in {name}\n', result.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_fake_gpus")
+def test_mixed_devices_of_a_prediction_are_found_and_named(trained, predict):
+    trained()
+    result = predict(0, "scores.tsv", "runs/default", fault="fake_gpu mix_devices:evaluation")
+    assert result.returncode == 1
+    assert "at least two devices, cpu and cuda:0!" in result.stderr
+    assert re.search(r'faulty.py", line \d+, in mix\n', result.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_fake_gpus")
+def test_a_step_that_waits_is_found_and_named(train):
+    result = train(0, fault="fake_gpu wait_in_optimiser")
+    assert result.returncode == 1
+    assert re.search(r"faulty.py, line \d+: the host waits for the GPU", result.stderr)
+    assert "(aten._local_scalar_dense.default)" in result.stderr

@@ -1,0 +1,394 @@
+"""GPUs that are not there: tensors on the CPU that say they lie on cuda:0, with real numbers.
+
+    python -m tests.tools.fake_gpu train.py [section.key=value ...]
+    torchrun --standalone --nproc_per_node=2 -m tests.tools.fake_gpu train.py ...
+
+Commands run as they are, with autograd, autocast, fused AdamW, DDP over gloo, and CUDA graphs by
+the stand-in of `graphs`. As on a GPU, an operator that mixes devices raises, and a copy from the
+host in a capture. So does a training step after the first that makes the host wait.
+
+It cannot show memory, streams, speed, NCCL, what kernels refuse or how they round, and `p.data =
+other`. A library that `fake_gpu_library` compiles tells torch, in a build for CPUs alone, that
+there are devices; `GPUTensor` runs each operator on the tensor that it holds.
+"""
+
+# ruff: noqa: E402 (the library is loaded before torch is imported)
+
+import importlib
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.tools import fake_gpu_library
+
+LIBRARY = fake_gpu_library.load()
+
+import torch
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.tools.syncs import waits
+
+ROOT = str(Path(__file__).resolve().parents[2])
+CPU = torch.device("cpu")
+MEMORY = 2**36  # bytes of each GPU, all free
+MAY_CROSS_DEVICES = ("aten.copy_.default", "aten._to_copy.default")
+INDEXED = ("aten.index.Tensor", "aten.index_put.", "aten.index_put_.", "aten._index_put_impl_.")
+
+
+class State:
+    """What this process knows of its GPUs."""
+
+    current = 0  # number of the current GPU
+    may_wait = True
+
+
+class GPUTensor(Tensor):
+    """A tensor on a GPU that is not there; `value` is the same on the CPU."""
+
+    @staticmethod
+    def __new__(cls, value: Tensor, device: torch.device, requires_grad: bool = False):
+        place = {}
+        if value.layout == torch.strided:
+            place = {"strides": value.stride(), "storage_offset": value.storage_offset()}
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            value.size(),
+            dtype=value.dtype,
+            layout=value.layout,
+            device=device,
+            requires_grad=requires_grad,
+            **place,
+        )
+        tensor.value = value
+        return tensor
+
+    def __repr__(self) -> str:
+        return f"GPUTensor({self.value}, {self.device})"
+
+    def __deepcopy__(self, memo: dict) -> "GPUTensor":
+        new = GPUTensor(self.value.detach().clone(), self.device, self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            new._is_param = True
+        memo[id(self)] = new
+        return new
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return self.value.detach().__reduce_ex__(protocol)  # so that `torch.save` writes it
+
+    def data_ptr(self) -> int:
+        return self.value.data_ptr()
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+        return torch.ops.aten.contiguous(self)  # the method looks for a real GPU
+
+    def pin_memory(self, *arguments: Any) -> None:
+        raise RuntimeError("only dense CPU tensors can be pinned")
+
+    def tolist(self) -> list:
+        wait("tolist")
+        return self.value.tolist()
+
+    def numpy(self, *arguments: Any, **options: Any) -> None:
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy")
+
+    __array__ = numpy
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return call(func, args, kwargs or {})
+
+
+class FakeGPUs(TorchDispatchMode):
+    """In the block, tensors that are made on a GPU are `GPUTensor`."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        is_of_gpu = any(isinstance(value, GPUTensor) for value in tree_leaves((args, kwargs)))
+        if is_of_gpu or is_gpu(kwargs.get("device")):
+            return call(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+# ---- Operators -----------------------------------------------------------------------------------
+def call(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Calls an operator with tensors on a GPU, or for a result there."""
+    name = str(func)
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    on_gpu = [tensor for tensor in tensors if isinstance(tensor, GPUTensor)]
+    if name not in MAY_CROSS_DEVICES:
+        check_devices(name, args, tensors)
+    if on_gpu and waits(name, args, kwargs):
+        wait(name)
+    device = device_of_result(name, args, kwargs, on_gpu)
+    if name in MAY_CROSS_DEVICES:
+        check_copy(name, args, kwargs, device)
+    results = call_on_cpu(func, args, kwargs)
+    if torch.Tag.inplace_view in func.tags:
+        with no_dispatch():
+            func(*args, **kwargs)  # changes the shape of the wrapper
+    wrappers = {id(tensor.value): tensor for tensor in on_gpu}  # an operator may return an argument
+
+    def wrapped(result: Any) -> Any:
+        if not isinstance(result, Tensor) or isinstance(result, GPUTensor) or device == CPU:
+            return result
+        if id(result) in wrappers:
+            return wrappers[id(result)]
+        return GPUTensor(result, device)
+
+    return tree_map(wrapped, results)
+
+
+def call_on_cpu(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Returns what an operator makes of the values of its arguments."""
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": CPU}
+
+    def value_of(argument: Any) -> Any:
+        return argument.value if isinstance(argument, GPUTensor) else argument
+
+    args, kwargs = tree_map(value_of, (args, kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def device_of_result(
+    name: str, args: tuple, kwargs: dict, on_gpu: Sequence[Tensor]
+) -> torch.device:
+    if name == "aten.copy_.default":
+        return args[0].device
+    if kwargs.get("device") is not None:
+        return resolved(kwargs["device"])
+    return on_gpu[0].device
+
+
+def check_devices(name: str, args: tuple, tensors: Sequence[Tensor]) -> None:
+    """Raises where a GPU would as devices are mixed; numbers without dimensions may be anywhere.
+
+    A tensor on a GPU may be indexed with one on the CPU, for which the host waits.
+    """
+    first = args[0] if args else None
+    if name.startswith(INDEXED) and isinstance(first, GPUTensor):
+        indices = [index for index in args[1] if isinstance(index, Tensor)]
+        if any(index.device == CPU for index in indices):
+            wait(f"{name} with indices on the CPU")
+            tensors = [tensor for tensor in tensors if not is_one_of(tensor, indices)]
+    devices = {str(tensor.device) for tensor in tensors if tensor.dim() or tensor.device != CPU}
+    if len(devices) > 1:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{' and '.join(sorted(devices))}! ({name})"
+        )
+
+
+def is_one_of(tensor: Tensor, others: Sequence[Tensor]) -> bool:
+    return any(tensor is other for other in others)
+
+
+def check_copy(name: str, args: tuple, kwargs: dict, device: torch.device) -> None:
+    """Notes that the host waits for a copy to or from a GPU that is not asynchronous."""
+    source = args[1] if name == "aten.copy_.default" else args[0]
+    if (source.device == CPU) == (device == CPU):
+        return
+    is_asynchronous = kwargs.get("non_blocking") or (name == "aten.copy_.default" and any(args[2:]))
+    if device == CPU or not is_asynchronous:
+        wait(f"{name} from {source.device} to {device}")
+
+
+def is_gpu(device: Any) -> bool:
+    return isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"
+
+
+def resolved(device: torch.device | str) -> torch.device:
+    """Returns a device with its number."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", State.current)
+    return device
+
+
+# ---- Waiting -------------------------------------------------------------------------------------
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """In the block, what makes the host wait for a GPU raises."""
+    before = State.may_wait
+    State.may_wait = False
+    try:
+        yield
+    finally:
+        State.may_wait = before
+
+
+def wait(name: str) -> None:
+    """Raises where the host must not wait."""
+    if State.may_wait:
+        return
+    for frame in reversed(traceback.extract_stack()):
+        if frame.filename.endswith("nn/parallel/distributed.py"):
+            return  # DDP itself, whose numbers gloo takes on the CPU
+        is_ours = frame.filename.startswith(ROOT) and "site-packages" not in frame.filename
+        if is_ours and frame.filename != __file__:
+            raise RuntimeError(
+                f"{Path(frame.filename).name}, line {frame.lineno}: the host waits for the GPU in "
+                f"a training step or a capture ({name})"
+            )
+
+
+# ---- torch, and the template ---------------------------------------------------------------------
+def install() -> None:
+    """Makes this process see GPUs, one for each rank of this machine, until it ends."""
+    LIBRARY.show_fake_gpus()
+    if torch.accelerator.current_accelerator() is None:
+        raise RuntimeError("torch was imported before the library of fake_gpu was loaded")
+    replace_in_cuda(count=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    torch.tensor = copying(torch.tensor)
+    torch.as_tensor = copying(torch.as_tensor)
+    torch.load = loading(torch.load)
+    torch.sparse_csr_tensor = sparse_csr_tensor(torch.sparse_csr_tensor)
+    torch.distributed.is_nccl_available = lambda: False
+    torch.distributed.Logger.set_runtime_stats_and_log = lambda logger: None  # it times events
+    replace_in_template()
+    FakeGPUs().__enter__()
+
+
+def replace_in_cuda(count: int) -> None:
+    """Replaces the functions of `torch.cuda` that look for a GPU."""
+
+    def set_device(device: torch.device | str | int) -> None:
+        State.current = device if isinstance(device, int) else resolved(device).index
+
+    def get_device_properties(device: torch.device | None = None) -> SimpleNamespace:
+        number = State.current if device is None else resolved(device).index
+        return SimpleNamespace(
+            uuid=f"GPU {number} of {socket.gethostname()}", name="pretended", major=9, minor=0,
+            total_memory=MEMORY, multi_processor_count=100,
+        )  # fmt: skip
+
+    from unittest import mock
+
+    torch.cuda.default_generators = [mock.Mock()] * 8
+
+    def set_sync_debug_mode(mode: str | int) -> None:
+        State.may_wait = mode != "error"
+
+    torch.cuda.set_device = set_device
+    torch.cuda.set_sync_debug_mode = set_sync_debug_mode
+    torch.cuda.current_device = lambda: State.current
+    torch.cuda.get_device_properties = get_device_properties
+    results = {
+        "is_available": True,
+        "device_count": count,
+        "get_device_name": "pretended",
+        "mem_get_info": (MEMORY, MEMORY),
+        "max_memory_allocated": 0,
+        "max_memory_reserved": 0,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "current_stream": "stream",
+        "is_current_stream_capturing": False,
+    }
+    names = ("_lazy_init", "synchronize", "empty_cache", "reset_peak_memory_stats", "set_stream")
+    names += ("set_rng_state", "manual_seed", "manual_seed_all")
+    results |= dict.fromkeys(names)
+    for name, result in results.items():
+        setattr(torch.cuda, name, lambda *arguments, result=result, **options: result)
+
+
+def copying(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns `torch.tensor` or the like, which copies to a device without an operator."""
+
+    def replacement(data: Any, *arguments: Any, device: Any = None, **options: Any) -> Tensor:
+        if not is_gpu(device) or isinstance(data, GPUTensor):
+            return make(data, *arguments, device=device, **options)
+        wait(f"torch.{make.__name__} to {device}")
+        return GPUTensor(make(data, *arguments, **options), resolved(device))
+
+    return replacement
+
+
+def loading(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `torch.load`, which makes its tensors without an operator."""
+
+    def replacement(file: Any, map_location: Any = None, **options: Any) -> Any:
+        if not is_gpu(map_location):
+            return load(file, map_location, **options)
+
+        def on_gpu(value: Any) -> Any:
+            return GPUTensor(value, resolved(map_location)) if isinstance(value, Tensor) else value
+
+        return tree_map(on_gpu, load(file, CPU, **options))
+
+    return replacement
+
+
+def sparse_csr_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns `torch.sparse_csr_tensor`, which looks for a real GPU."""
+
+    def replacement(ptr: Tensor, col: Tensor, value: Tensor, *arguments: Any, **options: Any):
+        parts = (ptr, col, value)
+        if not any(isinstance(part, GPUTensor) for part in parts):
+            return make(*parts, *arguments, **options)
+        check_devices("sparse_csr_tensor", (), parts)
+        on_cpu = [part.detach().value for part in parts]
+        return GPUTensor(make(*on_cpu, *arguments, **options), value.device)
+
+    return replacement
+
+
+def replace_in_template() -> None:
+    """Replaces CUDA graphs by the stand-in, and watches steps and captures for waits."""
+    import train
+    from mask import SharedGraph
+    from tests.tools import graphs
+
+    is_on_gpu = SharedGraph.is_on_gpu
+    graphs.pretend_gpu(free=MEMORY)
+    SharedGraph.is_on_gpu = is_on_gpu  # which CPUs pass for, there
+
+    enter = graphs.Recording.__enter__
+    leave = graphs.Recording.__exit__
+
+    def start(recording: graphs.Recording) -> graphs.Recording:
+        recording.block = no_waiting()
+        recording.block.__enter__()
+        return enter(recording)
+
+    def end(recording: graphs.Recording, *error: Any) -> None:
+        recording.block.__exit__(None, None, None)
+        leave(recording, *error)
+
+    graphs.Recording.__enter__ = start
+    graphs.Recording.__exit__ = end
+
+    train_step = train.train_step
+    steps = []
+
+    def watched_step(*arguments: Any) -> Tensor:
+        steps.append(len(steps))
+        if len(steps) == 1:  # which makes the optimiser's state
+            return train_step(*arguments)
+        with no_waiting():
+            return train_step(*arguments)
+
+    train.train_step = watched_step
+
+
+def main() -> None:
+    command = sys.argv.pop(1)
+    install()
+    from ddp_setup import end_process
+
+    module = importlib.import_module(command.removesuffix(".py"))
+    end_process(module.main())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The C++ part of `fake_gpu`, which torch must find when it is imported.
+
+So `load` comes before `import torch`, and this module does not import it.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("fake_gpu.cpp")
+
+
+def load() -> ctypes.CDLL:
+    """Returns the library; raises `RuntimeError` as `build` does."""
+    return ctypes.CDLL(str(build()))
+
+
+def build() -> Path:
+    """Returns the library's file, compiled once for each torch, which takes some ten seconds.
+
+    Raises `RuntimeError` where there is no compiler, or torch has CUDA of its own.
+    """
+    torch_folder = Path(importlib.util.find_spec("torch").origin).parent
+    if (torch_folder / "lib" / "libtorch_cuda.so").exists():
+        raise RuntimeError("a GPU is pretended to a PyTorch for CPUs alone, this one has CUDA")
+    if shutil.which("g++") is None:
+        raise RuntimeError("to pretend a GPU, a small library is compiled, but there is no g++")
+    version = (torch_folder / "version.py").read_text()
+    digest = hashlib.sha256(f"{torch_folder} {version} {SOURCE.read_text()}".encode()).hexdigest()
+    library = Path(tempfile.gettempdir()) / f"fake_gpu_{os.getuid()}_{digest[:16]}.so"
+    with open(library.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run side by side
+        if not library.exists():
+            compile_library(library, torch_folder)
+    return library
+
+
+def compile_library(library: Path, torch_folder: Path) -> None:
+    unfinished = library.with_suffix(".unfinished")
+    folder = torch_folder / "lib"
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include", str(SOURCE)]
+    command += [f"-L{folder}", f"-Wl,-rpath,{folder}", "-lc10", "-ltorch_cpu"]
+    result = subprocess.run([*command, "-o", str(unfinished)], stderr=subprocess.PIPE, text=True)
+    if result.returncode:
+        raise RuntimeError(f"to pretend a GPU, {SOURCE.name} does not compile: {result.stderr}")
+    unfinished.rename(library)
