@@ -1,8 +1,8 @@
 """Four GPUs on a machine without one: fake tensors have a device and a shape, but no values.
 
 Code that would mix devices on a machine with four GPUs raises here, and so does code that would
-wait for the GPU (reading a value, a shape that depends on values). PyTorch without CUDA cannot
-record gradients there, hence `no_grad`.
+wait for the GPU (reading a value, a shape that depends on values). Whole commands, with values and
+gradients, run in test_fake_gpu.py.
 """
 
 import pytest

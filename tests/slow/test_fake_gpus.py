@@ -146,6 +146,25 @@ def test_predictions_of_several_runs(trained, predict, on_fake_gpus, tmp_path, t
     assert numbers(on_gpu) == pytest.approx(numbers(written.read_text()), rel=1e-3, abs=1e-4)
 
 
+NOTEBOOK = """
+from tests.tools import fake_gpu
+
+fake_gpu.install()
+from predictor import Predictor
+
+predictor = Predictor("runs/default")
+print(predictor.predict(["Y01,Y02=0.3", ""]).mean.tolist())
+print({name: part.shape for name, part in predictor.parts(["Y01"]).items()})
+print(predictor.explain(["Y01,Y02"]))
+"""
+
+
+def test_a_notebook_predicts(trained, command, on_fake_gpus, tmp_path):
+    trained()
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    assert "Y01" in command(0, tmp_path / "notebook.py").check().stdout
+
+
 def numbers(table: str) -> list[float]:
     """Returns the last two columns of predictions, without their header."""
     cells = [line.split("\t")[-2:] for line in table.splitlines()[1:]]
