@@ -182,7 +182,8 @@ def obstacle_of_memory(shape: FixedShape, task: Any, env: Any) -> str:
 class GraphedModel(nn.Module):
     """Holds a model, and replays its forward and backward pass for batches like one, in training.
 
-    For other batches, and without gradients, it calls the model.
+    For other batches, without gradients, and once a parameter or buffer is no longer as it was
+    captured, it calls the model.
     """
 
     def __init__(self, model: nn.Module, graph: SharedGraph, batch: Data):
@@ -197,6 +198,10 @@ class GraphedModel(nn.Module):
         self.shapes = [value.shape for value in inputs]
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradients = [torch.zeros_like(parameter) for parameter in self.trained]
+        # A walk through the model in each step would take five times as long.
+        self.holders = [module._parameters for module in model.modules()]
+        self.holders += [module._buffers for module in model.modules()]
+        self.captured = self.places()
         flat = FlatModel(model, graph, self.names, self.num_out_edges)
         make_graphed_callables(flat, tuple(inputs), allow_unused_input=True)
         self.replay = [flat]  # in a list, so that it is no submodule
@@ -204,7 +209,8 @@ class GraphedModel(nn.Module):
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
         """Returns predictions as the model does, in memory of their own."""
         self._add_pair_features(graph, batch)
-        if not (self.model.training and torch.is_grad_enabled() and self.fits(batch)):
+        in_training = self.model.training and torch.is_grad_enabled()
+        if not (in_training and self.fits(batch) and self.is_as_captured()):
             return self.model(graph, batch)
         self._provide_gradients()
         (replay,) = self.replay
@@ -214,6 +220,28 @@ class GraphedModel(nn.Module):
         """Returns whether a batch has the shapes of the one that was captured."""
         shapes = [batch[name].shape for name in self.names]
         return shapes == self.shapes and batch.get("num_out_edges") == self.num_out_edges
+
+    def is_as_captured(self) -> bool:
+        """Returns whether parameters and buffers are where a replay finds them, and as trained.
+
+        Once they are not, it says so in the log, and the answer stays no.
+        """
+        if self.captured and self.captured != self.places():
+            self.captured = []
+            log.warning("note      CUDA graphs end, as parameters were moved, frozen or unfrozen")
+            for parameter in self.model.parameters():
+                if not parameter.requires_grad:
+                    parameter.grad = None  # or the optimiser would go on to change it
+        return bool(self.captured)
+
+    def places(self) -> list[tuple[int, bool]]:
+        """Returns where parameters and buffers lie, and whether they are trained."""
+        places = []
+        for holder in self.holders:
+            for tensor in holder.values():
+                if tensor is not None:
+                    places.append((tensor.data_ptr(), tensor.requires_grad))
+        return places
 
     def _add_pair_features(self, graph: SharedGraph, batch: Data) -> None:
         if self.has_pairs:  # whose number of pairs differs

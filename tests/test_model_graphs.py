@@ -340,6 +340,49 @@ def test_other_batches_and_predictions_are_the_models(gpu, monkeypatch):
     assert len(calls) == 5
 
 
+def unfreeze(model: nn.Module) -> None:
+    model.baseline.requires_grad_(True)
+
+
+def freeze(model: nn.Module) -> None:
+    model.embedding.requires_grad_(False)
+
+
+def move(model: nn.Module) -> None:
+    model.norm.weight.data = 2 * model.norm.weight.data
+
+
+def move_buffer(model: nn.Module) -> None:
+    model.baseline.intercept.data = 2 * model.baseline.intercept
+
+
+def assign(model: nn.Module) -> None:
+    state = {name: 0.5 * value for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize("change", [unfreeze, freeze, move, move_buffer, assign])
+def test_parameters_that_are_no_longer_as_captured_end_the_replays(gpu, caplog, change):
+    """The numbers are those by hand, and the log says it once."""
+    task = make_task()
+    model = build_model(task)
+    model.baseline.requires_grad_(False)
+    steps = steps_of(model, task)
+    (batch,) = batches_of(task, steps.dataset, 1)
+    add_gradients(steps.model, task, batch)
+    assert steps.model.is_as_captured() and not caplog.messages
+    model.zero_grad(set_to_none=False)  # as a step does
+    change(model)
+    found = [add_gradients(steps.model, task, batch) for _ in range(3)]
+    found_gradients = gradients_of(model)
+    expected = [add_gradients(model, task, batch) for _ in range(3)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(found_gradients, gradients_of(model), rtol=0, atol=0)
+    assert caplog.messages == [
+        "note      CUDA graphs end, as parameters were moved, frozen or unfrozen"
+    ]
+
+
 @pytest.mark.parametrize("own", ["OwnModel", "Random", "RandomOfNumpy"])
 def test_generators_are_as_before(gpu, own):
     task = make_task()
