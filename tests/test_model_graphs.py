@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import inspect
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -381,6 +382,28 @@ def test_parameters_that_are_no_longer_as_captured_end_the_replays(gpu, caplog, 
     assert caplog.messages == [
         "note      CUDA graphs end, as parameters were moved, frozen or unfrozen"
     ]
+
+
+def test_the_stand_in_does_not_replay_from_memory_that_is_moved():
+    weight = torch.ones(2)
+    with graphs.Recording() as recording:
+        twice = 2 * weight
+    weight += 1
+    recording.replay()
+    assert twice.tolist() == [4, 4]
+    weight.data = weight.clone()
+    with pytest.raises(RuntimeError, match=r"aten\.mul\.Tensor would read where a tensor was"):
+        recording.replay()
+
+
+def test_torch_takes_the_arguments_of_the_functions_that_the_stand_in_replaces():
+    for function, arguments, options in (
+        (torch.cuda.make_graphed_callables, (nn.Identity(), ()), {"allow_unused_input": True}),
+        (torch.cuda.CUDAGraph, (), {}),
+        (torch.cuda.graph, (None,), {"capture_error_mode": "thread_local"}),
+        (torch.cuda.mem_get_info, (CPU,), {}),
+    ):
+        inspect.signature(function).bind(*arguments, **options)
 
 
 @pytest.mark.parametrize("own", ["OwnModel", "Random", "RandomOfNumpy"])

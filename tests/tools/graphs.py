@@ -3,7 +3,11 @@ operators.
 
 A replay calls the operators of the recording again, on the same memory, with the numbers that
 Python gave them. So static inputs, outputs and gradients are overwritten by each replay, Python is
-frozen, and torch's generators go on, as on a GPU.
+frozen, and torch's generators go on, as on a GPU. Where the memory of a tensor is another since,
+from which a GPU would go on to read the old numbers, a replay raises.
+
+Copies from the host, which a GPU cannot capture, are not seen here: on a CPU, a number that was
+made on the host is no other than one that was made on the device.
 """
 
 from collections.abc import Callable
@@ -33,6 +37,7 @@ class Recording(CountSynchronisations):
     def __init__(self):
         super().__init__()
         self.calls = []
+        self.places = []  # of the tensors of each call
 
     def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
         super().__exit__(kind, *details)
@@ -45,13 +50,16 @@ class Recording(CountSynchronisations):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.calls.append((func, args, kwargs or {}, result))
+        self.places.append(places_of((args, kwargs)))
         return result
 
     @torch.no_grad()
     def replay(self) -> None:
         """Calls the operators again, and writes what they return where it was."""
         with torch.autocast("cpu", enabled=False):
-            for func, args, kwargs, result in self.calls:
+            for (func, args, kwargs, result), places in zip(self.calls, self.places, strict=True):
+                if places_of((args, kwargs)) != places:
+                    raise RuntimeError(f"{func} would read where a tensor was, which is moved")
                 again = func(*args, **kwargs)
                 for new, old in zip(tensors_of(again), tensors_of(result), strict=True):
                     if new.layout == torch.strided and new.data_ptr() != old.data_ptr():
@@ -78,6 +86,12 @@ class Capture(Recording):
             with torch.no_grad():
                 for value, number in reversed(self.before):
                     value.copy_(number)
+
+
+def places_of(arguments: Any) -> list[int]:
+    """Returns where the tensors among an operator's arguments lie, but sparse ones."""
+    tensors = [value for value in tree_leaves(arguments) if isinstance(value, Tensor)]
+    return [tensor.data_ptr() for tensor in tensors if tensor.layout == torch.strided]
 
 
 def tensors_of(result: Any) -> list[Tensor]:
