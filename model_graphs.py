@@ -316,14 +316,11 @@ class GraphedUpdate:
         lrs = [group["lr"] for group in groups]
         self.lrs = [group["params"][0].new_empty((), dtype=torch.float32) for group in groups]
         graph = CUDAGraph()
-        device = self.lrs[0].device
-        devices = [device.index] if device.type == "cuda" else []
         try:
             for group, lr in zip(groups, self.lrs, strict=True):
                 group.update(lr=lr, capturable=True)
             with (
-                other_generators(devices),
-                no_capture_left(devices),
+                kept_stream(self.lrs[0].device),
                 cuda_graph(graph, capture_error_mode="thread_local"),  # others may pin batches
             ):
                 self.result = self.update(state, *arguments)
@@ -396,10 +393,9 @@ def try_to_capture(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
-    devices = [device.index] if device.type == "cuda" else []
     try:
         with (
-            no_capture_left(devices),
+            kept_stream(device),
             torch.autocast(device.type, low, enabled=low is not None, cache_enabled=False),
         ):
             graphed = GraphedModel(model, task.graph, padded[0])
@@ -417,38 +413,13 @@ def reason(error: Exception) -> str:
 
 
 @contextmanager
-def no_capture_left(devices: Sequence[int]) -> Iterator[None]:
-    """If the block raises, GPUs have the streams and generators of before.
-
-    Where capturing fails, torch leaves its own in their place, whose draws raise.
-    """
-    streams = [torch.cuda.current_stream(device) for device in devices]
-    generators = [torch.cuda.default_generators[device] for device in devices]
-    states = [generator.clone_state() for generator in generators]
-    try:
-        yield
-    except BaseException:
-        for stream, generator, state in zip(streams, generators, states, strict=True):
-            torch.cuda.set_stream(stream)
-            generator.graphsafe_set_state(state)
-        raise
-
-
-@contextmanager
-def other_generators(devices: Sequence[int]) -> Iterator[None]:
-    """In the block, GPUs have other generators than those of graphs that were captured before.
-
-    A failed capture would spoil these, though it draws nothing.
-    """
-    generators = [torch.cuda.default_generators[device] for device in devices]
-    states = [generator.graphsafe_get_state() for generator in generators]
-    for generator in generators:
-        generator.graphsafe_set_state(generator.clone_state())
+def kept_stream(device: torch.device) -> Iterator[None]:
+    """After the block, a GPU has the stream of before: a failed capture leaves its own."""
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     try:
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.graphsafe_set_state(state)
+        torch.cuda.set_stream(stream)  # which does nothing for None
 
 
 def first_difference(

@@ -30,8 +30,7 @@ from model_graphs import (
     GraphedUpdate,
     TrainingSteps,
     capture,
-    no_capture_left,
-    other_generators,
+    kept_stream,
 )
 from model_pairs import PairIndex
 from optim import OptimConfig, build_optimizer, set_learning_rates
@@ -558,32 +557,15 @@ def test_memory_that_runs_out_while_steps_are_captured_is_named(gpu, monkeypatch
     ]
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_failed_capture_leaves_no_stream_and_no_generator_behind(monkeypatch, error):
-    generator = mock.Mock()
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_a_failed_capture_leaves_no_stream_behind(monkeypatch, error):
     set_stream = mock.Mock()
-    monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
-    with no_capture_left([1]):
-        pass
-    assert not set_stream.called and not generator.graphsafe_set_state.called
-    with pytest.raises(error), no_capture_left([1]):
-        raise error
-    set_stream.assert_called_once_with("stream of 1")
-    generator.graphsafe_set_state.assert_called_once_with(generator.clone_state())
-
-
-@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
-def test_a_capture_that_draws_nothing_leaves_generators_as_they_are(monkeypatch, error):
-    generator = mock.Mock()
-    monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
-    before = generator.graphsafe_get_state()
-    with contextlib.suppress(ValueError, KeyboardInterrupt), other_generators([1]):
-        assert generator.graphsafe_set_state.call_args == mock.call(generator.clone_state())
+    with contextlib.suppress(ValueError, KeyboardInterrupt), kept_stream(torch.device("cuda", 1)):
         if error:
             raise error
-    assert generator.graphsafe_set_state.call_args == mock.call(before)
+    set_stream.assert_called_once_with("stream of cuda:1")
 
 
 def test_buffers_and_torchs_random_numbers_go_on_in_replays(gpu):
