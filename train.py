@@ -85,7 +85,9 @@ def train(config: Config, env: Distributed) -> None:
     folder.resume(state, sampler.steps_per_epoch)
     folder.write_graph(task.tables.graph_fields())
     env.stop_on_request(folder.path / "STOP")
-    steps = capture(model, task, sampler, env)  # on a GPU, as CUDA graphs
+    # On a GPU, as CUDA graphs. No loader may run yet: where another thread allocates memory while
+    # torch.cuda.make_graphed_callables captures, the capture fails.
+    steps = capture(model, task, sampler, env)
     state.ddp_model = steps.model
     if isinstance(steps.model, GraphedModel):
         state.graphed_update = GraphedUpdate(update_parameters, state)
@@ -104,6 +106,8 @@ def train(config: Config, env: Distributed) -> None:
         if state.best is None:
             # Where training starts is a candidate, too.
             validate(task, state, folder, val_batches, env)
+        # On a GPU, a graph is captured in the third step, while the profiler warms up: with CUDA
+        # before 12.6, its CUPTI may crash.
         with folder.profile():
             while not state.is_trained(optim.epochs, optim.patience, sampler.steps_per_epoch):
                 first_step = state.step - state.epoch * sampler.steps_per_epoch

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 import model_graphs
@@ -808,11 +809,21 @@ def test_a_run_with_graphs_has_the_numbers_of_one_without(train, tmp_path, monke
     assert calls.count("replay") == 2 * 5 - 2  # of the optimiser's part, from the third step on
 
 
+def test_no_loader_runs_before_steps_are_captured(train, monkeypatch):
+    """Its threads would allocate pinned memory, which fails in torch's captures."""
+    calls = []
+    for owner, name in ((graphs, "make_graphed_callables"), (DataLoader, "__iter__")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name), calls))
+    train(0, "data.workers=1", fault="pretend_gpu").check()
+    assert calls[0] == "make_graphed_callables"
+    assert calls.count("make_graphed_callables") == 1 and calls.count("__iter__") > 1
+
+
 def counted(function: Callable, calls: list[str]) -> Callable:
     @functools.wraps(function)
-    def wrapper(*arguments: object) -> object:
+    def wrapper(*arguments: object, **options: object) -> object:
         calls.append(function.__name__)
-        return function(*arguments)
+        return function(*arguments, **options)
 
     return wrapper
 

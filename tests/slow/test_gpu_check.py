@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 EXAMPLE = (f"data.edges={ROOT}/example/edges.tsv", f"data.perturbations={ROOT}/example/scores.tsv")
 PROGRAMS = [  # how the lines of `programs` begin, and those of `several`
     "a model that cannot be captured",
+    "a profiled run",
     "1, 2 and 4 ranks",
     *["stopped and resumed"] * 2,
     "preflight",
@@ -103,6 +104,10 @@ def test_what_is_wrong_with_graphs_is_reported(stand_in, tmp_path, monkeypatch, 
     assert first.startswith("WRONG") and "relative error" in first
     assert second.startswith("WRONG") and "as capturing them failed" in second
     report.only = "graphs, the optimiser's part"
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_graphs, "distance", lambda *_: 1e-12)  # by which ranks would drift
+        gpu.graphs(report, CPU, tmp_path)
+    assert "relative error 1.0e-12, replayed: True" in capsys.readouterr().out
     monkeypatch.setattr(GraphedUpdate, "_capture", lambda *_: None)
     gpu.graphs(report, CPU, tmp_path)
     assert "replayed: False" in capsys.readouterr().out
@@ -113,7 +118,7 @@ def test_what_is_wrong_with_graphs_is_reported(stand_in, tmp_path, monkeypatch, 
     silent = gpu_graphs.TrainingSteps(None, None, "")
     monkeypatch.setattr(gpu_graphs, "capture", lambda *_: silent)
     gpu.graphs(report, CPU, tmp_path)
-    assert report.num_wrong == 4 + len(gpu.REFUSALS)
+    assert report.num_wrong == 5 + len(gpu.REFUSALS)
 
 
 def test_predictions_of_large_batches_are_compared(stand_in, tmp_path, monkeypatch, capsys):
@@ -193,11 +198,11 @@ def test_programs_that_raise_are_reported_and_get_the_users_options_first(
     *lines, count = capsys.readouterr().out.splitlines()
     for line, begin in zip(lines, PROGRAMS, strict=True):
         assert line.startswith(f"WRONG  {begin}") and "OSError: no more processes" in line
-    assert count == "0 of 16 checks are OK"
+    assert count == "0 of 17 checks are OK"
     trained = [command for command in commands if command[0] == f"{ROOT}/train.py"]
     for command in trained:
         assert command[1:5] == users and "data.batch_size=" in "".join(command[5:])
-    assert ["data.edges=yeast" in command for command in trained] == [False] * 5 + [True] * 4
+    assert ["data.edges=yeast" in command for command in trained] == [False] * 6 + [True] * 4
     faulty = [command for command in commands if command[0] == f"{ROOT}/tests/faulty.py"]
     assert [command[1:3] for command in faulty] == [["wait_in_model", "--"], ["share_gpu", "--"]]
     assert [command[4:8] for command in faulty] == [users] * 2
@@ -292,10 +297,11 @@ def test_programs_on_the_cpu(tmp_path, monkeypatch, capsys):
     runs = gpu.Runs(report.timeout, tmp_path / "runs", options)
     gpu.programs(report, runs, gpu.SpeedTables(config.data, tmp_path))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [*["OK"] * 5, "WRONG", *["OK"] * 3], lines
+    assert [line.split()[0] for line in lines] == [*["OK"] * 6, "WRONG", *["OK"] * 3], lines
     assert "no CUDA graphs, as capturing them failed" in lines[0]
-    assert "relative difference" in lines[1] and "; CUDA graphs" in lines[1]
-    assert all("the same bits; CUDA graphs" in line for line in lines[2:4])
-    assert "GB/s" in lines[4] and "RuntimeError: no GPU to share" in lines[5]
-    assert "test Pearson 0." in lines[6]
+    assert "a trace of 2 steps; CUDA graphs" in lines[1]
+    assert "relative difference" in lines[2] and "; CUDA graphs" in lines[2]
+    assert all("the same bits; CUDA graphs" in line for line in lines[3:5])
+    assert "GB/s" in lines[5] and "RuntimeError: no GPU to share" in lines[6]
+    assert "test Pearson 0." in lines[7]
     assert "your tables, bf16, 128 samples" in lines[-1] and " it/s, " in lines[-1]

@@ -42,6 +42,7 @@ from tests.tools.gpu_graphs import (
     deterministic_replays,
     failed_update,
     predictions,
+    profiled,
     ranks_that_share,
     refused,
     replayed_updates,
@@ -237,6 +238,7 @@ def steps(report: Report, device: torch.device, folder: Path) -> None:
 def programs(report: Report, runs: Runs, tables: SpeedTables) -> None:
     """Graphs, the preflight check, stopping and resuming, training by option, the speed."""
     report.check("a model that cannot be captured", uncaptured, runs)
+    report.check("a profiled run", profiled, runs)
     report.check("1, 2 and 4 ranks that share a GPU over gloo", ranks_that_share, runs)
     name = "stopped and resumed, run.deterministic"
     report.check(name, resuming, runs, "", ())
