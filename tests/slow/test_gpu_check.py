@@ -87,9 +87,10 @@ def test_graphs_and_speeds_pass_on_a_stand_in(stand_in, tmp_path, capsys):
     report = gpu.Report()
     gpu.graphs(report, CPU, tmp_path)
     gpu.speeds(report, CPU, tmp_path)
+    gpu.failed_captures(report, CPU, tmp_path)
     output = capsys.readouterr().out
     assert "WRONG" not in output
-    assert (report.num_right, report.num_wrong) == (4 * 4 + 4 + 4 + 7 + 5 + 2, 0)
+    assert (report.num_right, report.num_wrong) == (4 * 4 + 4 + 3 + 7 + 5 + 2 + 1, 0)
     for text in ("the same bits again: True", "as model.cuda_graphs=false", " it/s, without"):
         assert text in output
 
@@ -112,7 +113,7 @@ def test_what_is_wrong_with_graphs_is_reported(stand_in, tmp_path, monkeypatch, 
     gpu.graphs(report, CPU, tmp_path)
     assert "replayed: False" in capsys.readouterr().out
     report.only = "graphs, an optimiser's part that waits"
-    gpu.graphs(report, CPU, tmp_path)
+    gpu.failed_captures(report, CPU, tmp_path)
     assert "refused: False" in capsys.readouterr().out
     report.only = "no graphs, "
     silent = gpu_graphs.TrainingSteps(None, None, "")
@@ -173,6 +174,16 @@ def test_only_some_checks_run_and_prepare_only_what_they_need(two_gpus, monkeypa
     assert capsys.readouterr().out == "0 of 0 checks are OK\n"
 
 
+def test_a_capture_that_fails_is_the_last_check_of_the_process(two_gpus, monkeypatch):
+    names = []
+    monkeypatch.setattr(gpu.Report, "check", lambda report, name, *_: names.append(name))
+    assert not gpu_check()
+    last = names.index("graphs, an optimiser's part that waits")
+    assert names[last - 1].startswith("ten steps without waiting")
+    for name, begin in zip(names[last + 1 :], PROGRAMS, strict=True):
+        assert name.startswith(begin)
+
+
 def test_programs_that_raise_are_reported_and_get_the_users_options_first(
     two_gpus, monkeypatch, capsys
 ):
@@ -186,7 +197,7 @@ def test_programs_that_raise_are_reported_and_get_the_users_options_first(
         commands.append(arguments)
         raise OSError("no more processes")
 
-    for name in ("graphs", "speeds", "products", "models", "draws", "steps"):
+    for name in ("graphs", "speeds", "products", "models", "draws", "steps", "failed_captures"):
         monkeypatch.setattr(gpu, name, lambda *_: None)
     for module in (parity, faults):
         monkeypatch.setattr(module, "launch", launch)
