@@ -186,7 +186,7 @@ class KnockoutDataset(Dataset):
     masks' tensors. `degree` is that of `SharedGraph`, long [N]; `transform`, such as
     `model_reach.ReachPlanner`, takes each batch and returns what the model gets; `scale` is the
     `weight_scale` of the tables that are trained on; `pair_features` are those of all rows [n, F],
-    which batches then bring, [B, F].
+    which batches then bring, [B, F], and in place of them `compute_pairs` returns those of a batch.
     """
 
     tables: Tables
@@ -194,6 +194,7 @@ class KnockoutDataset(Dataset):
     transform: Callable[[Data], Data] | None = None
     scale: Tensor | float = 1.0
     pair_features: Tensor | None = None
+    compute_pairs: Callable[[Data], Tensor] | None = None
     out_degree: Tensor | None = None  # with that of `SharedGraph`, batches bring `num_out_edges`
 
     def __len__(self) -> int:
@@ -243,6 +244,8 @@ class KnockoutDataset(Dataset):
         )
         if self.pair_features is not None:
             batch.pair_features = self.pair_features[row] * is_real.unsqueeze(1)
+        elif self.compute_pairs is not None:
+            batch.pair_features = self.compute_pairs(batch)
         if self.out_degree is not None:
             batch.num_out_edges = int(self.out_degree[perturbed].sum())
         return self.transform(batch) if self.transform else batch

@@ -8,9 +8,11 @@ Shapes: N nodes, R relations (the last may be all together), M entries, Q pairs,
 perturbed nodes in the batch, F features.
 """
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +36,7 @@ TOGETHER = "all relations"
 AT_ONCE = 2**20  # pairs and looked up neighbours, which take some 100 MB
 ROWS_AT_ONCE = 1024
 MOST_ROWS = 100_000  # of training, that the units of features are computed from
-MOST_BYTES = 2**31  # of the features of all rows, which are otherwise computed with each batch
+MOST_BYTES = 2**31  # of the features of all rows, of which more are computed with each batch
 
 
 class PairIndex(nn.Module):
@@ -113,11 +115,11 @@ class PairIndex(nn.Module):
     def _buffer(self, name: str, tensor: Tensor) -> None:
         self.register_buffer(name, tensor, persistent=False)
 
-    def of_samples(self, batch: Data) -> Tensor:
-        """Returns the sum over the pairs of each sample of their features, float64 [B, F].
+    def of_samples(self, batch: Data, dtype: torch.dtype = torch.double) -> Tensor:
+        """Returns the sum over the pairs of each sample of their features, [B, F].
 
         A pair counts by the product of its nodes' 1 - level. A sample of one node has no pairs, and
-        only zeros.
+        only zeros. Sums are computed in double precision.
         """
         sample, pair, factor = pairs_of_samples(batch)
         total = torch.zeros(num_samples(batch), len(self.names), dtype=torch.double)
@@ -128,7 +130,7 @@ class PairIndex(nn.Module):
             features = factor[some].unsqueeze(1) * self.of_pairs(*piece)
             total.index_add_(0, sample[some], features)
             start += piece.size(1)
-        return total
+        return total.to(dtype)
 
     def in_pieces(self, pair: Tensor) -> tuple[Tensor, ...]:
         """Returns pairs of nodes, long [2, Q], in pieces whose features fit in memory at once."""
@@ -234,13 +236,18 @@ def pair_names(graph: SharedGraph) -> list[str]:
 def add_pair_features(
     dataset: KnockoutDataset, graph: SharedGraph, cache_dir: str, fingerprint: str
 ) -> None:
-    """Computes the features of all rows of a dataset once, cached by a fingerprint of its tables.
+    """Lets the batches of a dataset bring the features of their rows, in the graph's dtype.
 
-    Of more rows than fit in `MOST_BYTES`, the model computes them with each batch.
+    Those of all rows are computed once, cached by a fingerprint of the tables. If they do not fit
+    in `MOST_BYTES`, the dataset computes them with each batch on the CPU, as a model on a GPU would
+    make the host wait.
     """
     index = pair_index(graph)
     dtype = graph.edge_weight.dtype
-    if dtype.itemsize * len(dataset) * len(index.names) > MOST_BYTES:
+    if size_of_features(dataset, graph) > MOST_BYTES:
+        if graph.is_on_gpu:
+            index = copy.deepcopy(index).cpu()
+        dataset.compute_pairs = partial(index.of_samples, dtype=dtype)
         return
 
     unplanned = replace(dataset, transform=None)
@@ -250,11 +257,16 @@ def add_pair_features(
         features = []
         for rows in progress_bar(batches, f"pair features, {ROWS_AT_ONCE:,} rows at once"):
             batch = unplanned.__getitems__(rows).to(graph.device)
-            features.append(index.of_samples(batch).to(dtype).cpu())
+            features.append(index.of_samples(batch, dtype).cpu())
         return {"features": torch.cat(features)}
 
     key = f"{source_digest(PairIndex)} {fingerprint} {dtype}"
     dataset.pair_features = cached(cache_dir, "pairs", key, compute)["features"]
+
+
+def size_of_features(dataset: KnockoutDataset, graph: SharedGraph) -> int:
+    """Returns how many bytes the features of all rows of a dataset take."""
+    return len(dataset) * len(pair_names(graph)) * graph.edge_weight.dtype.itemsize
 
 
 def num_pairs(batch: Data) -> Tensor:

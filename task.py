@@ -29,7 +29,7 @@ from errors import UserError
 from mask import SharedGraph
 from metrics import metrics_beside_baseline, mse, weighted_mean
 from model import KnockoutGNN
-from model_pairs import add_pair_features, pair_names, units_of_pairs
+from model_pairs import add_pair_features, pair_names, size_of_features, units_of_pairs
 
 log = logging.getLogger("task")
 FEW = 0.1  # of the training rows, as which all count by their weights, from which the log says so
@@ -216,6 +216,12 @@ class KnockoutTask:
         share = effective_share(self.tables.score_weight(rows)).min().item()
         if share < FEW:
             notes.append(f"by weight, the training rows count as {share:.1%} of them would")
+        if self.dataset.compute_pairs:
+            size = size_of_features(self.dataset, self.graph)
+            notes.append(
+                f"features of pairs of all rows would take {size / 1e9:.1f} GB: they are computed "
+                "with each batch, in the processes of data.workers if there are any"
+            )
         return notes
 
 

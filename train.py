@@ -315,7 +315,7 @@ class Meter:
         self._count_skipped(steps.tolist(), state)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
         if self.env.device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated()
+            memory = torch.cuda.max_memory_reserved()  # with what graphs keep for their replays
         mean_of_score = loss_of_scores / self.weight
         row = {
             "loss": mean_of_score.nanmean().item(),

@@ -1,12 +1,14 @@
 """What pairs of nodes have in common, against dense matrices, and its part of a prediction."""
 
 import itertools
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, default_convert
 from torch_geometric.data import Data, HeteroData
 
 import model_pairs
@@ -26,7 +28,7 @@ from model_pairs import (
 )
 from task import KnockoutTask
 from tests.conftest import write_table
-from tests.tools.runs import pack_levels, pack_sets, small_graph, tables_of
+from tests.tools.runs import difference, pack_levels, pack_sets, small_graph, tables_of
 
 
 def dense_features(edge_index: Tensor, relation: Tensor, weight: Tensor, size: tuple) -> Tensor:
@@ -381,11 +383,57 @@ def test_features_of_other_tables_and_precisions_have_caches_of_their_own(tmp_pa
     assert dataset.pair_features.dtype == torch.float64
 
 
-def test_features_of_too_many_rows_come_with_each_batch(monkeypatch, tmp_path):
-    monkeypatch.setattr(model_pairs, "MOST_BYTES", 1)
-    graph, dataset = small_dataset([{0: 0.0, 1: 0.0}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_features_of_too_many_rows_are_computed_with_each_batch(monkeypatch, tmp_path, dtype):
+    """They are the same bits as kept ones, of samples, padding and an average pair."""
+    graph, dataset = small_dataset([{0: 0.0, 1: 0.0, 4: 0.3}, {2: 0.0}, {5: 0.0, 6: 0.7}])
+    graph.to("cpu", dtype)
+    kept = replace(dataset)
+    model_pairs.add_pair_features(kept, graph, str(tmp_path), "")
+    assert model_pairs.size_of_features(dataset, graph) == kept.pair_features.nbytes
+    monkeypatch.setattr(model_pairs, "MOST_BYTES", kept.pair_features.nbytes - 1)
     model_pairs.add_pair_features(dataset, graph, str(tmp_path), "")
     assert dataset.pair_features is None
+    for rows in ([2, -1, 0, 1], [-1, -1]):
+        features = dataset.__getitems__(rows).pair_features
+        expected = kept.__getitems__(rows).pair_features
+        assert features.dtype == dtype
+        assert torch.equal(features, expected)
+    assert torch.equal(units_of_pairs(graph, dataset), units_of_pairs(graph, kept))
+    sent = pickle.loads(pickle.dumps(dataset))  # to a process of a loader
+    assert torch.equal(sent[0].pair_features, kept[0].pair_features)
+    others = dataset.with_samples(replace(dataset.tables))
+    assert torch.equal(others[0].pair_features, kept[0].pair_features)
+
+
+@pytest.mark.slow
+def test_features_are_computed_in_processes_of_a_loader_that_are_spawned(monkeypatch, tmp_path):
+    monkeypatch.setattr(model_pairs, "MOST_BYTES", 0)
+    graph, dataset = small_dataset([{0: 0.0, 1: 0.0, 4: 0.3}, {2: 0.0}, {5: 0.0, 6: 0.7}])
+    model_pairs.add_pair_features(dataset, graph, str(tmp_path), "")
+    loader = DataLoader(
+        dataset,
+        batch_sampler=[[2, -1, 0]],
+        collate_fn=default_convert,
+        num_workers=1,
+        multiprocessing_context="spawn",
+        timeout=100,
+    )
+    (batch,) = loader
+    assert batch.pair_features.abs().max() > 0
+    assert torch.equal(batch.pair_features, dataset.__getitems__([2, -1, 0]).pair_features)
+
+
+def test_a_run_is_the_same_whether_features_are_kept_or_not(train, tmp_path, monkeypatch):
+    options = ["optim.epochs=2", "model.readout=local"]
+    note = (
+        "note      features of pairs of all rows would take 0.0 GB: they are computed with each "
+        "batch, in the processes of data.workers if there are any"
+    )
+    assert note not in train(0, *options, "run.name=kept").check().stdout
+    monkeypatch.setattr(model_pairs, "MOST_BYTES", 0)
+    assert note in train(0, *options, "run.name=computed", "data.workers=1").check().stdout
+    assert difference(tmp_path / "runs/computed", tmp_path / "runs/kept") == ""
 
 
 def test_a_relation_may_be_called_all():

@@ -345,6 +345,19 @@ def test_a_row_has_the_mean_loss_and_times_since_the_previous_row(meter, monkeyp
     assert times == pytest.approx({"samples_per_s": 1.1, "data_ms": 500.0, "step_ms": 1500.0})
 
 
+def test_a_row_has_all_memory_that_is_reserved_on_a_gpu(meter, monkeypatch):
+    """Of what a graph's replays need, none counts as allocated."""
+    meter.add_loss(torch.zeros(2))
+    meter.count(1, torch.ones(2), torch.ones(2))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 * 2**30)
+    meter.env = SimpleNamespace(
+        device=torch.device("cuda"), sum=lambda values: values, seconds={"data": 0.0}
+    )
+    monkeypatch.setattr(meter, "restart", lambda: None)
+    assert meter.read(TrainState(None, None, None))["memory_mb"] == 3072
+
+
 def test_a_row_without_any_value_of_a_score_has_the_mean_loss_of_the_others(meter):
     meter.add_loss(torch.tensor([3.0, 0.0]))
     meter.count(2, torch.tensor([2.0, 0.0]), torch.ones(2))
