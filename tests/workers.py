@@ -305,6 +305,33 @@ def fake_gpus() -> None:
                 raise AssertionError(name)
 
 
+def gpu_checks(kind: str) -> None:
+    """Checks of `tests.check gpu` that run in its process, on a small graph, with few timed steps.
+
+    They are imported first, as not all of their steps must run without waiting.
+    """
+    from tests.bench.synthetic import PRESETS
+    from tests.tools import fake_gpu, gpu, gpu_graphs
+
+    gpu_graphs.NUM_STEPS = 1
+    gpu_graphs.TIMED_STEPS = 2
+    gpu_graphs.TIMED_ROWS = 100
+    PRESETS["yeast"] = replace(PRESETS["small"], num_samples=300)
+    fake_gpu.install()
+    report = gpu.Report(limit_s=1000.0)
+    device = torch.device("cuda", 0)
+    folder = Path()
+    if kind == "values":
+        gpu.products(report, device, "yeast")
+        gpu.models(report, device, folder)
+        gpu.draws(report, device)
+        gpu.steps(report, device, folder)
+    else:
+        gpu.graphs(report, device, folder)
+        gpu.speeds(report, device, folder)
+        gpu.failed_captures(report, device, folder)
+
+
 def too_few_gpus() -> None:
     """Rank 1 lists fewer GPUs than its machine has processes: both fail with the same message."""
     pretend_gpus(2)

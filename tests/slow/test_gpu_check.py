@@ -70,29 +70,18 @@ def test_without_a_gpu_it_says_so(run):
     )
 
 
-def test_values_and_steps_pass_on_the_cpu(tmp_path, capsys):
-    report = gpu.Report()
-    gpu.products(report, CPU, "small")
-    gpu.models(report, CPU, tmp_path)
-    gpu.draws(report, CPU)
-    gpu.steps(report, CPU, tmp_path)
-    output = capsys.readouterr().out
-    assert "WRONG" not in output
-    assert (report.num_right, report.num_wrong) == (5 + 6 * 4 + 1 + 12, 0)
-    assert len(output.splitlines()) == report.num_right
-    assert "bf16" in output
-
-
-def test_graphs_and_speeds_pass_on_a_stand_in(stand_in, tmp_path, capsys):
-    report = gpu.Report()
-    gpu.graphs(report, CPU, tmp_path)
-    gpu.speeds(report, CPU, tmp_path)
-    gpu.failed_captures(report, CPU, tmp_path)
-    output = capsys.readouterr().out
-    assert "WRONG" not in output
-    assert (report.num_right, report.num_wrong) == (4 * 4 + 4 + 3 + 7 + 5 + 2 + 1, 0)
-    for text in ("the same bits again: True", "as model.cuda_graphs=false", " it/s, without"):
-        assert text in output
+@pytest.mark.usefixtures("on_fake_gpus")
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [("values", 5 + 6 * 4 + 1 + 12), ("graphs", 4 * 4 + 4 + 3 + 7 + 5 + 2 + 1)],
+)
+def test_all_checks_of_its_process_pass_on_a_gpu_that_is_not_there(command, kind, number):
+    result = command(0, "tests/workers.py", "gpu_checks", kind, timeout=500).check()
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["OK"] * number, result.stdout
+    if kind == "graphs":
+        for text in ("the same bits again: True", "as model.cuda_graphs=false", " it/s, without"):
+            assert text in result.stdout
 
 
 def test_what_is_wrong_with_graphs_is_reported(stand_in, tmp_path, monkeypatch, capsys):

@@ -57,13 +57,14 @@ class GPUTensor(Tensor):
     @staticmethod
     def __new__(cls, value: Tensor, device: torch.device, requires_grad: bool = False):
         place = {}
+        if value.layout == torch.sparse_coo:  # of gradients; other sparse matrices cannot be told
+            place = {"layout": value.layout}
         if value.layout == torch.strided:
             place = {"strides": value.stride(), "storage_offset": value.storage_offset()}
         tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             value.size(),
             dtype=value.dtype,
-            layout=value.layout,
             device=device,
             requires_grad=requires_grad,
             **place,
@@ -85,7 +86,7 @@ class GPUTensor(Tensor):
         return self.value.detach().__reduce_ex__(protocol)  # so that `torch.save` writes it
 
     def data_ptr(self) -> int:
-        return self.value.data_ptr()
+        return self.value.data_ptr() if self.value.layout == torch.strided else 0
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
         return torch.ops.aten.contiguous(self)  # the method looks for a real GPU
@@ -273,9 +274,6 @@ def replace_in_cuda(count: int) -> None:
             total_memory=MEMORY, multi_processor_count=100,
         )  # fmt: skip
 
-    from unittest import mock
-
-    torch.cuda.default_generators = [mock.Mock()] * 8
 
     def set_sync_debug_mode(mode: str | int) -> None:
         State.may_wait = mode != "error"
