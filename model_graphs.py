@@ -32,7 +32,6 @@ from torch.utils.data import Dataset
 from torch_geometric.data import Data
 
 from mask import SharedGraph, num_samples
-from model_pairs import PairReadout, features_of
 
 log = logging.getLogger("model_graphs")
 
@@ -189,36 +188,34 @@ class GraphedModel(nn.Module):
     def __init__(self, model: nn.Module, graph: SharedGraph, batch: Data):
         super().__init__()
         self.model = model
-        self.has_pairs = any(isinstance(module, PairReadout) for module in model.modules())
-        self._add_pair_features(graph, batch)
-        names = [name for name, value in batch.to_dict().items() if isinstance(value, Tensor)]
-        self.names = [name for name in names if name not in NOT_INPUTS]
+        inputs = {}
+        for name, value in batch.to_dict().items():
+            if isinstance(value, Tensor) and name not in NOT_INPUTS:
+                inputs[name] = value.clone()
+        self.shapes = {name: value.shape for name, value in inputs.items()}
         self.num_out_edges = batch.num_out_edges
-        inputs = [batch[name].clone() for name in self.names]
-        self.shapes = [value.shape for value in inputs]
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradients = [torch.zeros_like(parameter) for parameter in self.trained]
         # A walk through the model in each step would take five times as long.
         self.holders = [module._parameters for module in model.modules()]
         self.holders += [module._buffers for module in model.modules()]
         self.captured = self.places()
-        flat = FlatModel(model, graph, self.names, self.num_out_edges)
-        make_graphed_callables(flat, tuple(inputs), allow_unused_input=True)
+        flat = FlatModel(model, graph, list(inputs), self.num_out_edges)
+        make_graphed_callables(flat, tuple(inputs.values()), allow_unused_input=True)
         self.replay = [flat]  # in a list, so that it is no submodule
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
         """Returns predictions as the model does, in memory of their own."""
-        self._add_pair_features(graph, batch)
         in_training = self.model.training and torch.is_grad_enabled()
         if not (in_training and self.fits(batch) and self.is_as_captured()):
             return self.model(graph, batch)
         self._provide_gradients()
         (replay,) = self.replay
-        return replay(*(batch[name] for name in self.names)).clone()
+        return replay(*(batch[name] for name in self.shapes)).clone()
 
     def fits(self, batch: Data) -> bool:
-        """Returns whether a batch has the shapes of the one that was captured."""
-        shapes = [batch[name].shape for name in self.names]
+        """Returns whether a batch has the fields and shapes of the one that was captured."""
+        shapes = {name: batch[name].shape for name in self.shapes if name in batch}
         return shapes == self.shapes and batch.get("num_out_edges") == self.num_out_edges
 
     def is_as_captured(self) -> bool:
@@ -242,10 +239,6 @@ class GraphedModel(nn.Module):
                 if tensor is not None:
                     places.append((tensor.data_ptr(), tensor.requires_grad))
         return places
-
-    def _add_pair_features(self, graph: SharedGraph, batch: Data) -> None:
-        if self.has_pairs:  # whose number of pairs differs
-            batch.pair_features = features_of(graph, batch)
 
     def _provide_gradients(self) -> None:
         # A parameter without a gradient would take the graph's own, which the next replay
@@ -297,7 +290,7 @@ class GraphedUpdate:
         groups = state.optimizer.param_groups
         for group in groups:
             group["lr"] = float(np.float32(group["lr"]))  # as in a graph
-        frozen = (addresses(state.optimizer), options_of_groups(state.optimizer), arguments)
+        frozen = (options_and_places(state.optimizer), arguments)
         if frozen != self.frozen:
             self.graph = None
         elif self.graph is None:
@@ -333,21 +326,15 @@ class GraphedUpdate:
                 group.update(lr=lr, capturable=False)
 
 
-def addresses(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Returns where parameters, gradients and the optimiser's state of them lie."""
-    tensors = []
+def options_and_places(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Returns options but the rate, and where parameters, gradients and their state lie."""
+    found = []
     for group in optimizer.param_groups:
+        found += [value for name, value in group.items() if name not in ("params", "lr")]
         for parameter in group["params"]:
-            tensors += [parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()]
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def options_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Returns the options of each group of parameters, without its rate."""
-    options = [dict(group) for group in optimizer.param_groups]
-    for of_group in options:
-        del of_group["params"], of_group["lr"]
-    return options
+            tensors = [parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()]
+            found += [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return found
 
 
 # ---- Proof ---------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ from model_graphs import (
     capture,
     kept_stream,
 )
-from model_pairs import PairIndex
 from optim import OptimConfig, build_optimizer, set_learning_rates
 from run_checkpoint import TrainState
 from task import KnockoutTask
@@ -298,23 +297,6 @@ def test_all_full_batches_of_all_ranks_are_replayed(gpu, world_size, accumulate,
             assert steps.model.fits(batch)
 
 
-def test_pair_features_are_computed_before_a_replay(gpu, monkeypatch):
-    task = make_task()
-    monkeypatch.setattr(task.dataset, "pair_features", None)
-    model = build_model(task)
-    steps = steps_of(model, task)
-    assert steps.note == "; CUDA graphs"
-    calls = []
-    of_samples = PairIndex.of_samples
-    monkeypatch.setattr(
-        PairIndex, "of_samples", lambda *arguments: calls.append(1) or of_samples(*arguments)
-    )
-    for batch in batches_of(task, steps.dataset):
-        expected = add_gradients(model, task, batch.clone())
-        assert add_gradients(steps.model, task, batch).equal(expected)
-    assert len(calls) == 6
-
-
 def test_other_batches_and_predictions_are_the_models(gpu, monkeypatch):
     task = make_task()
     model = build_model(task)
@@ -334,6 +316,9 @@ def test_other_batches_and_predictions_are_the_models(gpu, monkeypatch):
     assert len(calls) == 0
     for batch in (short, plain, larger):
         steps.model(task.graph, batch)
+    without_features = full.clone()
+    del without_features.pair_features
+    assert not steps.model.fits(without_features)
     with torch.no_grad():
         steps.model(task.graph, full)
     model.eval()

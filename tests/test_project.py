@@ -65,7 +65,7 @@ SHELVES = {
         "errors": "",
         "mask": "mask_product",
         "mask_product": "",
-        "model_graphs": "mask model_pairs",
+        "model_graphs": "mask",
         "model_pairs": "data data_cache mask run_progress",
         "model_reach": "mask mask_product model",
         "predict_ensemble": (
