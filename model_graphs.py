@@ -215,7 +215,8 @@ class GraphedModel(nn.Module):
 
     def fits(self, batch: Data) -> bool:
         """Returns whether a batch has the fields and shapes of the one that was captured."""
-        shapes = {name: batch[name].shape for name in self.shapes if name in batch}
+        fields = batch.to_dict()
+        shapes = {name: fields[name].shape for name in self.shapes if name in fields}
         return shapes == self.shapes and batch.get("num_out_edges") == self.num_out_edges
 
     def is_as_captured(self) -> bool:
