@@ -154,9 +154,8 @@ def test_padding_changes_no_number(gpu, readout, loss):
 def dataset_of(sets: list[list[int]]) -> KnockoutDataset:
     """Returns a dataset of sets of nodes of four, of which node n has n edges to others."""
     out_degree = torch.arange(4)
-    return KnockoutDataset(
-        tables_of(sets, torch.zeros(len(sets))), out_degree, None, 1.0, None, out_degree
-    )
+    tables = tables_of(sets, torch.zeros(len(sets)))
+    return KnockoutDataset(tables, out_degree, out_degree=out_degree)
 
 
 def test_the_shape_is_that_of_the_largest_rows_whatever_their_order():
