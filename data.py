@@ -186,7 +186,7 @@ class KnockoutDataset(Dataset):
     masks' tensors. `degree` is that of `SharedGraph`, long [N]; `transform`, such as
     `model_reach.ReachPlanner`, takes each batch and returns what the model gets; `scale` is the
     `weight_scale` of the tables that are trained on; `pair_features` are those of all rows [n, F],
-    which batches then bring, [B, F], and in place of them `compute_pairs` returns those of a batch.
+    which batches then bring, [B, F].
     """
 
     tables: Tables
@@ -194,8 +194,8 @@ class KnockoutDataset(Dataset):
     transform: Callable[[Data], Data] | None = None
     scale: Tensor | float = 1.0
     pair_features: Tensor | None = None
-    compute_pairs: Callable[[Data], Tensor] | None = None
     out_degree: Tensor | None = None  # with that of `SharedGraph`, batches bring `num_out_edges`
+    compute_pairs: Callable[[Data], Tensor] | None = None  # of a batch, without `pair_features`
 
     def __len__(self) -> int:
         return len(self.tables.y)
