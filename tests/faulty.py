@@ -378,6 +378,13 @@ def fake_gpu() -> None:
     fake_gpu.install()
 
 
+def keep_no_pair_features() -> None:
+    """The dataset computes the features of pairs with each batch."""
+    import model_pairs
+
+    model_pairs.MOST_BYTES = 0
+
+
 def mix_devices(place: str) -> None:
     """On a GPU, a tensor meets one on the CPU: at the `start`, in a `step` or in `evaluation`."""
     from model import KnockoutGNN

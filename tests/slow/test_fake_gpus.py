@@ -54,6 +54,13 @@ def test_runs_by_option(on_fake_gpus, train, tmp_path, options):
         assert_the_numbers_of_the_cpu(train, tmp_path, *overrides)
 
 
+@pytest.mark.usefixtures("on_fake_gpus")
+def test_pair_features_that_are_computed_with_each_batch(train, tmp_path):
+    log = train(0, "run.name=gpu", fault="fake_gpu keep_no_pair_features").check().stdout
+    assert GRAPHS in log and "computed with each batch" in log
+    assert_the_numbers_of_the_cpu(train, tmp_path)
+
+
 @pytest.fixture
 def rich_tables(tmp_path: Path) -> list[str]:
     """Overrides for tables with levels, weights, features, gaps and directed, weighted relations.
