@@ -41,10 +41,10 @@ from data import StepSampler, make_loader
 from ddp_setup import Distributed, end_process, library_versions
 from ddp_watchdog import StopTraining
 from errors import RunError
+from evaluate import KeptBatches, predict_rows
 from metrics import first_metric, metrics_text, quality
 from model_graphs import GraphedModel, GraphedUpdate, TrainingSteps, capture
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
-from predict_rows import KeptBatches, predict_rows
 from run_checkpoint import TrainState
 from run_folder import RunFolder
 from run_results import result_lines

@@ -28,10 +28,10 @@ from config import Config
 from data import DataConfig, KnockoutDataset, StepSampler, weight_scale
 from ddp_setup import DDPConfig, Distributed, preflight, setup
 from errors import DataError, RunError, UserError
+from evaluate import predict_rows
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from optim import OptimConfig, build_optimizer
-from predict_rows import predict_rows
 from run_checkpoint import TrainState
 from task import KnockoutTask
 from tests.tools.runs import tables_of, task_of

@@ -47,6 +47,7 @@ from data_cache import source_digest
 from data_tables import SPLITS, Tables
 from ddp_setup import Distributed, setup
 from errors import UserError
+from evaluate import predict_rows
 from metrics import (
     centred,
     interval,
@@ -56,7 +57,6 @@ from metrics import (
     resampled_mean,
     resampled_pearson,
 )
-from predict_rows import predict_rows
 from run_checkpoint import load_model, read_checkpoint, write_atomically
 from task import KnockoutTask
 from tests.bench import report

@@ -274,7 +274,6 @@ def replace_in_cuda(count: int) -> None:
             total_memory=MEMORY, multi_processor_count=100,
         )  # fmt: skip
 
-
     def set_sync_debug_mode(mode: str | int) -> None:
         State.may_wait = mode != "error"
 
