@@ -43,6 +43,7 @@ from analyse_metrics import (
     metrics_of_rivals,
     metrics_together,
 )
+from analyse_results import Results, are_equal_in_files, check_same_rows, read_results
 from analyse_rivals import pair_rival, rivals, shared_pairs
 from analyse_text import lines_of_run, lines_of_runs, text_table
 from config import (
@@ -60,7 +61,6 @@ from metrics import mean_and_std
 from run_checkpoint import explain_write_errors, read_checkpoint, write_atomically
 from run_folder import read_metrics, read_status, read_warnings
 from run_plots import scatter_svg
-from run_results import Results, are_equal_in_files, check_same_rows, read_results
 
 # Why a run has no test.tsv, by its state.
 UNFINISHED = {

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import metrics
+from analyse_results import Results
 from analyse_rivals import with_baseline
-from run_results import Results
 
 PROFILE = 20  # targets: with more of them, a row is a profile
 MOST = 3  # of deletions and unseen genes; rows with more are counted with those

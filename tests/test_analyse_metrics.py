@@ -10,9 +10,9 @@ import torch
 
 import analyse_metrics
 from analyse_metrics import metrics_by_group, target_metrics
+from analyse_results import Results
 from analyse_text import table
 from metrics import resampled_pearson
-from run_results import Results
 from tests.tools.runs import predictions_of
 
 

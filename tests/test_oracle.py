@@ -12,6 +12,7 @@ from torch import Tensor
 
 import data
 import metrics
+from analyse_results import read_results
 from baseline import UNSOLVED, Baseline, additive_baseline
 from config import Config
 from data import DataConfig
@@ -19,7 +20,6 @@ from data_tables import SPLITS
 from errors import UserError
 from model import ModelConfig
 from optim import OptimConfig
-from run_results import read_results
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.oracle import Oracle, Parameters, combination, figures

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from analyse_metrics import metrics_by_group
+from analyse_results import Results, check_same_rows, read_results
 from baseline import fit_baseline
 from data import load
 from data_tables import Tables
 from errors import UserError
 from run_checkpoint import write_atomically
-from run_results import Results, check_same_rows, read_results, result_lines
+from run_results import result_lines
 from tests.conftest import DEFAULTS, write_table
 from tests.test_targets import gappy_tables
 from tests.tools.runs import pack_sets, read_metrics
