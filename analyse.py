@@ -34,6 +34,7 @@ sys.path.append(os.path.dirname(os.path.realpath(__file__)))
 
 import torch
 
+import analyse_intervals
 import data
 import metrics
 from analyse_metrics import (
@@ -253,7 +254,7 @@ def metrics_of_runs(members: dict[str, Results], threshold: float | None) -> dic
         analysis["results"][str(folder)] = best_step_and_seconds(logged)
     analysis |= metrics_together(members, ensemble, loss, threshold)
     analysis["best_two"] = difference_of_best(members, loss)
-    correlation, errors = metrics.uncertainty(ensemble.y, ensemble.prediction, std)
+    correlation, errors = analyse_intervals.uncertainty(ensemble.y, ensemble.prediction, std)
     analysis["uncertainty"] = {"spearman": correlation, "error_by_fifths": errors}
     return analysis | rivals_or_reason(ensemble, configs[0], folders[0])
 

@@ -6,23 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from analyse_metrics import target_metrics
-from metrics import (
-    METRICS,
-    as_ranked,
+from analyse_intervals import (
     average_precision,
-    first_metric,
     interval,
-    mse,
-    pearson,
-    quality,
-    r2,
-    rank,
     resampled_mean,
     resampled_pearson,
-    spearman,
     uncertainty,
 )
+from analyse_metrics import target_metrics
+from metrics import METRICS, as_ranked, first_metric, mse, pearson, quality, r2, rank, spearman
 from tests.tools.runs import predictions_of, read_metrics
 
 FIRST = first_metric()

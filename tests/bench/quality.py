@@ -41,6 +41,7 @@ from torch import Tensor
 
 import data
 from analyse import seconds_of
+from analyse_intervals import centred, interval, pearson_of_rows, resampled_mean, resampled_pearson
 from analyse_metrics import number_of_resamples
 from config import Config, load_config
 from data_cache import source_digest
@@ -48,15 +49,7 @@ from data_tables import SPLITS, Tables
 from ddp_setup import Distributed, setup
 from errors import UserError
 from evaluate import predict_rows
-from metrics import (
-    centred,
-    interval,
-    mse,
-    pearson,
-    pearson_of_rows,
-    resampled_mean,
-    resampled_pearson,
-)
+from metrics import mse, pearson
 from run_checkpoint import load_model, read_checkpoint, write_atomically
 from task import KnockoutTask
 from tests.bench import report
