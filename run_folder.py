@@ -32,11 +32,11 @@ from run_checkpoint import (
     link_atomically,
     read_checkpoint,
     save_atomically,
-    take_parameters,
     write_atomically,
 )
 from run_plots import curves_svg
 from run_progress import RunProgress
+from run_transfer import take_parameters
 
 log = logging.getLogger("run_folder")
 SHOWN_WARNINGS = 10  # at the end of a run

@@ -16,14 +16,13 @@ from errors import RunError
 from model import KnockoutGNN, ModelConfig
 from run_checkpoint import (
     TrainState,
-    entries_by_name,
     explain_write_errors,
     link_atomically,
     read_checkpoint,
     save_atomically,
-    take_parameters,
     write_atomically,
 )
+from run_transfer import entries_by_name, take_parameters
 from tests.conftest import write_table
 from tests.tools.runs import newest_checkpoint, read_metrics
 
