@@ -5,13 +5,14 @@ relations. It is read with `weights_only=True`, so that none of it is executed.
 """
 
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -206,3 +207,19 @@ def first_nonfinite(state_dict: Mapping[str, Tensor]) -> str:
         if not tensor.isfinite().all():
             return name
     return ""
+
+
+def lock_file(file: IO) -> None:
+    """Locks an open file until it is closed; raises `BlockingIOError` if another process has it.
+
+    Where the file system has no locks, as Lustre without its option flock, a warning says so.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        reason = error.strerror or error
+        log.warning(
+            f"note      {file.name} cannot be locked ({reason}): let no other process write it"
+        )

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import yaml
 
-from data_cache import cache_file, cached, lock_file
+from data_cache import cache_file, cached
 from ddp_setup import Distributed, describe
 from errors import RunError, UserError, kept_warnings
 from run_checkpoint import (
@@ -30,6 +30,7 @@ from run_checkpoint import (
     explain_write_errors,
     first_nonfinite,
     link_atomically,
+    lock_file,
     read_checkpoint,
     save_atomically,
     write_atomically,
