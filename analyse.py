@@ -56,7 +56,8 @@ from config import (
     read_options,
 )
 from data_tables import Tables
-from ddp_setup import end_process, set_threads
+from ddp_ends import end_process
+from ddp_setup import set_threads
 from errors import UserError
 from metrics import mean_and_std
 from run_checkpoint import explain_write_errors, read_checkpoint, write_atomically

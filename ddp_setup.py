@@ -34,17 +34,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from ddp_threads import choose_threads, load_note
-from ddp_watchdog import (
+from ddp_ends import (
     Heartbeat,
     StopRequest,
-    Watchdog,
     end_process,
     explain_failure,
     log_and_print,
-    start_watchdog,
     tell_torchrun,
 )
+from ddp_threads import choose_threads, load_note
+from ddp_watchdog import Watchdog, start_watchdog
 from errors import RunError, UserError
 
 log = logging.getLogger("ddp_setup")

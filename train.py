@@ -38,8 +38,8 @@ from torch_geometric.data import Data
 
 from config import Config, Parser, all_options_text, load_config, run_command
 from data import StepSampler, make_loader
-from ddp_setup import Distributed, end_process, library_versions
-from ddp_watchdog import StopTraining
+from ddp_ends import StopTraining, end_process
+from ddp_setup import Distributed, library_versions
 from errors import RunError
 from evaluate import KeptBatches, predict_rows
 from metrics import first_metric, metrics_text, quality

@@ -27,7 +27,7 @@ import analyse
 import ddp_setup
 import predict
 import train
-from ddp_watchdog import StopRequest
+from ddp_ends import StopRequest
 from predict_table import GrowingTable
 from task import KnockoutTask
 from tests.conftest import DEFAULTS, ROOT, SMALL, write_defaults

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 import ddp_setup
 import ddp_watchdog
+from ddp_ends import Heartbeat, StopRequest
 from ddp_setup import DDPConfig, Distributed
-from ddp_watchdog import Heartbeat, StopRequest, Watchdog
+from ddp_watchdog import Watchdog
 from run_progress import bars_call, progress_bar
 
 
