@@ -26,7 +26,8 @@ import ddp_setup
 import train
 from config import Config
 from data import DataConfig, KnockoutDataset, StepSampler, weight_scale
-from ddp_setup import DDPConfig, Distributed, preflight, setup
+from ddp_preflight import preflight
+from ddp_setup import DDPConfig, Distributed, setup
 from errors import DataError, RunError, UserError
 from evaluate import predict_rows
 from mask import SharedGraph
