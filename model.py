@@ -22,15 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
 from baseline import Baseline, BaselineReadout
-from mask import (
-    LINEAR,
-    ExpandedMessages,
-    SharedGraph,
-    SharedMessages,
-    doses,
-    intact_batch,
-    sum_by_sample,
-)
+from mask import LINEAR, ExpandedMessages, SharedGraph, doses, intact_batch, sum_by_sample
+from mask_messages import SharedMessages
 from model_pairs import PairReadout
 
 ENTRIES_OF_EMBED = (("embed.weight", "responses", 0), ("embed.bias", "responses", 0))

@@ -442,7 +442,7 @@ def share_gpu() -> None:
 def print_plans() -> None:
     """Prints of each batch whether it has a plan of the states that it changes."""
 
-    from model import KnockoutGNN  # which a copy may have replaced
+    from model import KnockoutGNN
 
     def report(model: KnockoutGNN, graph: object, batch: Data, *arguments: object) -> None:
         print("planned:", "plan" in batch)

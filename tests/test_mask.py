@@ -8,13 +8,7 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
 
 from data import KnockoutDataset
-from mask import (
-    EdgeMasks,
-    ExpandedMessages,
-    SharedGraph,
-    intact_batch,
-    num_samples,
-)
+from mask import EdgeMasks, ExpandedMessages, SharedGraph, intact_batch, num_samples
 from mask_product import CSR, RelationStack, _segment_product, spmm
 from tests.tools.runs import tables_of
 from tests.tools.syncs import CountSynchronisations
