@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
 from baseline import Baseline, BaselineReadout
-from mask import LINEAR, ExpandedMessages, SharedGraph, doses, intact_batch, sum_by_sample
+from mask import LINEAR, SharedGraph, doses, sum_by_sample
+from mask_copies import ExpandedMessages, intact_batch
 from mask_messages import SharedMessages
 from model_pairs import PairReadout
 
