@@ -1,6 +1,7 @@
-"""Metrics that only analyse.py has: of resampled rows, of ranks, of deviations.
+"""Metrics of resampled rows, their intervals, and others that only analyse.py has.
 
-Shapes: n rows of T targets, R resamples, C bootstrap clusters."""
+Shapes: n rows of T targets, R resamples, C bootstrap clusters.
+"""
 
 import math
 

@@ -1,6 +1,7 @@
-"""The content of a test.tsv, read again: rows, levels and clusters.
+"""The content of a test.tsv, read again: its rows, their levels and clusters.
 
-Shapes: n rows of T targets."""
+Shapes: n rows of T targets.
+"""
 
 import math
 from array import array

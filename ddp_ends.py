@@ -18,8 +18,6 @@ import torch.distributed as dist
 from errors import UserError
 
 log = logging.getLogger("ddp_ends")
-
-
 PARENT_PID = os.getppid()  # torchrun, if it launched this process
 
 

@@ -1,10 +1,16 @@
 """The preflight: tests the ranks' devices, versions, speed and all-reduce before a long run.
 
-torchrun --standalone --nproc_per_node=4 ddp_preflight.py"""
+torchrun --standalone --nproc_per_node=4 ddp_preflight.py
+"""
 
+import os
 import statistics
+import sys
 import timeit
 from collections.abc import Callable
+
+# As in train.py.
+sys.path.append(os.path.dirname(os.path.realpath(__file__)))
 
 import torch
 

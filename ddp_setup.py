@@ -1,9 +1,6 @@
 """The process group, the device of this process, what DDP is given, and how ranks agree.
 
-`Distributed` has the same interface for one process and for many. Run as a script, this file is the
-preflight, which tests the ranks' devices, versions, speed and all-reduce before a long run:
-
-    torchrun --standalone --nproc_per_node=4 ddp_setup.py
+`Distributed` has the same interface for one process and for many.
 """
 
 import contextlib
@@ -22,9 +19,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
-
-# As in train.py.
-sys.path.append(os.path.dirname(os.path.realpath(__file__)))
 
 import torch
 import torch.distributed as dist
@@ -448,6 +442,3 @@ def describe(env: Distributed) -> str:
     if env.device.type == "cpu":
         lines.append(load_note(torch.get_num_threads(), env.local_world_size))
     return "\n".join(filter(None, lines))
-
-
-# ---- Preflight -----------------------------------------------------------------------------------

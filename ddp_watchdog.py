@@ -1,8 +1,4 @@
-"""The ends of a run: requests to stop it, failures and hangs.
-
-`StopRequest` notices signals and STOP files. `Watchdog` is a thread that ends the job with a report
-when a rank makes no progress for too long.
-"""
+"""The watchdog: a thread that ends the job with a report when a rank makes no progress."""
 
 import contextlib
 import json

@@ -10,9 +10,9 @@ of the graph:
 
 with `level` that of each node, 1 if intact, and `keep` where it is not 0. `SharedGraph.levels`,
 `SharedGraph.keep` and `SharedGraph.propagate` compute the factors. Where all samples have the same
-states, as before the first layer, `SharedMessages` needs one product for all. Layers that need
-per-edge values (attention, say) use `expand` and `EdgeMasks`: B block-diagonal copies of the graph
-and a boolean per copied edge, as `ExpandedMessages` does.
+states, as before the first layer, `mask_messages.py` needs one product for all. Layers that need
+values for each edge (attention, say) use `expand` and `EdgeMasks`: B block-diagonal copies of the
+graph and a boolean per copied edge, as `mask_copies.py` does.
 
 Shapes: N nodes, R relations, E edges over all relations, E_r edges of relation r, H channels,
 B samples in the batch, P perturbed nodes in the batch, D dead edges in the batch.

@@ -1,4 +1,7 @@
-"""Masked copies of the graph, for layers with values for each edge, and as the reference."""
+"""Masked copies of the graph, for layers with values for each edge, and as the reference.
+
+Shapes: N nodes, H channels, B samples in the batch.
+"""
 
 import torch
 from torch import Tensor, nn

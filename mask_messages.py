@@ -1,4 +1,7 @@
-"""Messages between the living nodes of a batch, without copies of the graph."""
+"""Messages between the living nodes of a batch, without copies of the graph.
+
+Shapes: N nodes, R relations, H channels, B samples in the batch, P perturbed nodes in the batch.
+"""
 
 import torch
 from torch import Tensor, nn

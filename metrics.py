@@ -4,7 +4,7 @@ To log another one, write a function and add it to `METRICS`. It takes y [n, T],
 is missing, predictions [n, T], and the rows' weight, [n, 1] or 1. It returns [T], nan where it is
 undefined.
 
-Shapes: n rows of T targets, R resamples, C bootstrap clusters.
+Shapes: n rows of T targets.
 """
 
 import math

@@ -45,9 +45,8 @@ def take_parameters(
             continue
         if kind in origin and parameter.size(dim) == len(origin[kind]):
             names = origin[kind]
-            shared, entries, saved_entries = np.intersect1d(
-                names, checkpoint.get(kind, []), return_indices=True
-            )
+            known = checkpoint.get(kind, [])
+            shared, entries, saved_entries = np.intersect1d(names, known, return_indices=True)
             ours = parameter.data.movedim(dim, 0)  # a view
             theirs = saved.movedim(dim, 0)
             if ours.shape[1:] == theirs.shape[1:]:
@@ -59,14 +58,20 @@ def take_parameters(
             taken.append(name)
             continue
         left.append(name)
-    file = checkpoint["file"]
-    log.info(f"init      from {file}: {', '.join(taken)}; not from it: {', '.join(left)}")
+    names_taken = ", ".join(taken)
+    names_left = ", ".join(left)
+    log.info(f"init      from {checkpoint['file']}: {names_taken}; not from it: {names_left}")
+    note_lacking(checkpoint, origin)
+
+
+def note_lacking(checkpoint: Mapping[str, Any], origin: Mapping[str, Any]) -> None:
+    """Notes the relations, features and targets of `origin` that a checkpoint has not."""
     for kind in ("relations", "features", "targets"):
-        lacking = [name for name in origin[kind] if name not in checkpoint.get(kind, [])]
+        known = checkpoint.get(kind, [])
+        lacking = [name for name in origin[kind] if name not in known]
         if lacking:
-            log.warning(
-                f"note      {file} has no {kind} {', '.join(lacking[:10])}: they start anew"
-            )
+            first = ", ".join(lacking[:10])
+            log.warning(f"note      {checkpoint['file']} has no {kind} {first}: they start anew")
 
 
 def responses_of(origin: Mapping[str, Any]) -> list[list[bool]]:

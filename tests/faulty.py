@@ -28,6 +28,7 @@ from torch_geometric.data import Data
 
 import data
 import data_tables
+import ddp_ends
 import ddp_setup
 import ddp_watchdog
 import metrics
@@ -53,7 +54,7 @@ def main() -> None:
     for fault in faults:
         name, *arguments = fault.split(":")
         globals()[name](*arguments)
-    ddp_setup.end_process(importlib.import_module(command.removesuffix(".py")).main())
+    ddp_ends.end_process(importlib.import_module(command.removesuffix(".py")).main())
 
 
 def call_before(owner: Any, name: str, action: Callable[..., None]) -> None:

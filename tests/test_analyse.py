@@ -25,7 +25,7 @@ from data_tables import Tables
 from errors import UserError
 from tests.conftest import DEFAULTS, write_table
 from tests.test_analyse_metrics import make_rows, normal
-from tests.test_run_results import HEADER
+from tests.test_analyse_results import HEADER
 from tests.tools.runs import pack_sets, read_metrics
 from train import read_config
 

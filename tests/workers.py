@@ -22,6 +22,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.data import HeteroData
 
+import ddp_ends
 import ddp_setup
 import train
 from config import Config
@@ -373,7 +374,7 @@ def preflight_of_a_bad_machine(what: str) -> None:
         ddp_setup.library_versions = lambda: {**versions, "torch": "1.0"}
     if what == "sum":
         Distributed.sum = lambda env, values: values
-    ddp_setup.end_process(ddp_setup.run(preflight, DDPConfig()))
+    ddp_ends.end_process(ddp_setup.run(preflight, DDPConfig()))
 
 
 def options(env: Distributed) -> None:

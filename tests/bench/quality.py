@@ -318,7 +318,8 @@ def clean(row: dict) -> dict:
 def clusters(tables: Tables) -> Tensor:
     """Returns the numbers of each test row's bootstrap clusters, long [rows, 2], -1 for none.
 
-    As in `run_results.Results.clusters`, these are its unseen nodes of the most rows, or its set.
+    As in `analyse_results.Results.clusters`, these are its unseen nodes of the most rows, or
+    its set.
     """
     sample = tables.sample()
     present = ~tables.y[sample].isnan()

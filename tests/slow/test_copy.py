@@ -27,7 +27,7 @@ def run_in_copy(run, tmp_path):
 def test_the_commands_work_without_the_tests(run_in_copy, tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
-    preflight = run_in_copy("ddp_setup.py", before=torchrun)
+    preflight = run_in_copy("ddp_preflight.py", before=torchrun)
     assert "OK     versions" in preflight
     assert preflight.count("all-reduce") == 4
 

@@ -339,7 +339,7 @@ def test_git_ignores_what_the_commands_write(git):
 
 
 # ---- Settings of Python --------------------------------------------------------------------------
-@pytest.mark.parametrize("script", ["train", "predict", "analyse", "ddp_setup"])
+@pytest.mark.parametrize("script", ["train", "predict", "analyse", "ddp_preflight"])
 def test_commands_start_without_docstrings_and_without_their_folder_in_the_path(
     run, tmp_path, script
 ):
@@ -348,7 +348,7 @@ def test_commands_start_without_docstrings_and_without_their_folder_in_the_path(
     compileall.compile_dir(copy, maxlevels=0, quiet=1, legacy=True, optimize=2)
     for source in copy.glob("*.py"):
         source.unlink()  # or it would be imported
-    options = ["--help"] if script != "ddp_setup" else []
+    options = ["--help"] if script != "ddp_preflight" else []
     command = [sys.executable, str(copy / f"{script}.pyc"), *options]
     result = run(command, PYTHONPATH="", PYTHONSAFEPATH="1").check()
     assert "usage: " in result.stdout if options else "OK     versions" in result.stdout

@@ -1,4 +1,4 @@
-"""predict_rows.py: batches that are kept, or too large; tests/workers.py has several processes."""
+"""evaluate.py: batches that are kept, or too large; tests/workers.py has several processes."""
 
 from types import SimpleNamespace
 
