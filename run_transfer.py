@@ -45,8 +45,8 @@ def take_parameters(
             continue
         if kind in origin and parameter.size(dim) == len(origin[kind]):
             names = origin[kind]
-            known = checkpoint.get(kind, [])
-            shared, entries, saved_entries = np.intersect1d(names, known, return_indices=True)
+            saved_names = checkpoint.get(kind, [])
+            shared, entries, saved_entries = np.intersect1d(names, saved_names, return_indices=True)
             ours = parameter.data.movedim(dim, 0)  # a view
             theirs = saved.movedim(dim, 0)
             if ours.shape[1:] == theirs.shape[1:]:
@@ -67,8 +67,8 @@ def take_parameters(
 def note_lacking(checkpoint: Mapping[str, Any], origin: Mapping[str, Any]) -> None:
     """Notes the relations, features and targets of `origin` that a checkpoint has not."""
     for kind in ("relations", "features", "targets"):
-        known = checkpoint.get(kind, [])
-        lacking = [name for name in origin[kind] if name not in known]
+        saved_names = checkpoint.get(kind, [])
+        lacking = [name for name in origin[kind] if name not in saved_names]
         if lacking:
             first = ", ".join(lacking[:10])
             log.warning(f"note      {checkpoint['file']} has no {kind} {first}: they start anew")
