@@ -45,6 +45,7 @@ from evaluate import KeptBatches, predict_rows
 from metrics import first_metric, metrics_text, quality
 from model_graphs import GraphedModel, GraphedUpdate, TrainingSteps, capture
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
+from parts import check_parts
 from run_checkpoint import TrainState
 from run_folder import RunFolder
 from run_results import result_lines
@@ -428,7 +429,9 @@ def read_config(arguments: Sequence[str] | None = None) -> Config:
     parser.add_argument("--config", metavar="FILE", help="a file that overrides these options")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="an option")
     parsed = parser.parse_intermixed_args(arguments)
-    return load_config(parsed.config, parsed.overrides)
+    config = load_config(parsed.config, parsed.overrides)
+    check_parts(config.options())
+    return config
 
 
 if __name__ == "__main__":
