@@ -33,9 +33,9 @@ from ddp_ends import (
     log_and_print,
     tell_torchrun,
 )
-from ddp_threads import choose_threads, load_note
 from ddp_watchdog import Watchdog, start_watchdog
 from errors import UserError
+from parts import optional
 
 log = logging.getLogger("ddp_setup")
 log.addHandler(logging.NullHandler())  # or the preflight prints errors twice
@@ -316,7 +316,10 @@ def set_threads(local_world_size: int) -> str:
     # Of several ranks, torchrun sets this to 1 if the user has not.
     if os.environ.get("OMP_NUM_THREADS"):
         return f"{torch.get_num_threads()} (OMP_NUM_THREADS)"
-    num_threads, reason = choose_threads(local_world_size)
+    threads = optional("ddp_threads")
+    if threads is None:
+        return f"{torch.get_num_threads()} (chosen by torch)"
+    num_threads, reason = threads.choose_threads(local_world_size)
     torch.set_num_threads(num_threads)
     return f"{num_threads} ({reason})"
 
@@ -439,6 +442,7 @@ def describe(env: Distributed) -> str:
     }
     line = ", ".join(f"{name} {value}" for name, value in row.items())
     lines = env.gather(line)
-    if env.device.type == "cpu":
-        lines.append(load_note(torch.get_num_threads(), env.local_world_size))
+    threads = optional("ddp_threads")
+    if env.device.type == "cpu" and threads is not None:
+        lines.append(threads.load_note(torch.get_num_threads(), env.local_world_size))
     return "\n".join(filter(None, lines))
