@@ -45,7 +45,7 @@ from evaluate import KeptBatches, predict_rows
 from metrics import first_metric, metrics_text, quality
 from model_graphs import GraphedModel, GraphedUpdate, TrainingSteps, capture
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
-from parts import check_parts
+from parts import check_parts, is_here
 from run_checkpoint import TrainState
 from run_folder import RunFolder
 from run_results import result_lines
@@ -265,8 +265,9 @@ def test(task: KnockoutTask, state: TrainState, folder: RunFolder, env: Distribu
     if result["n"] < result["rows"]:
         num_samples += f" with a score, of {result['rows']:,}"
     log.info(f"test      {metrics_text(result)} ({num_samples})")
-    command = f"python analyse.py {shlex.quote(str(folder.path))}"
-    log.info(f"test      intervals, groups of rows and a plot: {command}")
+    if is_here("analyse"):
+        command = f"python analyse.py {shlex.quote(str(folder.path))}"
+        log.info(f"test      intervals and groups of rows: {command}")
 
 
 class Meter:

@@ -84,7 +84,9 @@ def test_another_layer_is_trained_with_and_without_the_pass_that_knows_only_ours
     (copy / "model_reach.py").unlink()
     refused = start("train.py", *arguments, "run.name=deleted")
     assert refused.returncode == 2
-    assert "there is no model_reach.py: set model.message_passing=shared" in refused.stderr
+    assert (
+        "model.message_passing=auto needs model_reach.py, which is not here: set " in refused.stderr
+    )
     option = "model.message_passing=shared"
     start("train.py", *arguments, "run.name=deleted", option).check()
     losses = {}
