@@ -115,7 +115,9 @@ def test_a_copy_trains_without_a_part(command, tables, tmp_path, name):
         assert (run / "test.tsv").exists()
         shutil.rmtree(tmp_path / ".cache", ignore_errors=True)
     assert len(losses["cut"]) >= 3
-    assert losses["cut"] == losses["whole"]
+    # With model_reach.py, message_passing=shared leaves it the first layer, whose sums it rounds.
+    rounding = 1e-6 if name == "reach" else 0
+    assert losses["cut"] == pytest.approx(losses["whole"], rel=rounding, abs=0)
     log = (tmp_path / "runs/cut/log.rank0.txt").read_text()
     assert " INFO test      " in log
     for word in WORDS[name]:
