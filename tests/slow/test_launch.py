@@ -57,6 +57,25 @@ def test_nproc_sets_the_number_of_processes(run, tables, active_path):
     assert "32 samples over 1 ranks" in result.stdout
 
 
+def test_one_machine_needs_neither_the_part_threads_nor_the_part_machines(
+    run, tables, tmp_path, active_path
+):
+    copy = copy_template(tmp_path / "copy")
+    for name in ("ddp_threads", "ddp_rendezvous"):
+        (copy / f"{name}.py").unlink()
+    command = ["bash", str(copy / "launch.sh"), *tables, *SMALL]
+    result = run(command, PATH=active_path).check()
+    assert "32 samples over 2 ranks" in result.stdout
+    assert "threads 1 (" in result.stdout  # as torchrun sets it
+    refused = run(command, PATH=active_path, NNODES="2")
+    assert refused.returncode == 1
+    file = copy / "ddp_rendezvous.py"
+    assert refused.stderr == (
+        f"error: NNODES=2 needs {file}, which is not here: "
+        "set NNODES=1, or start torchrun on each machine\n"
+    )
+
+
 def test_python3_is_used_if_python_lacks_the_packages(run, tmp_path):
     stand_in(tmp_path / "python", "exit 1")
     answers = f"""case $1 in
