@@ -18,6 +18,7 @@ import torch.distributed as dist
 from errors import UserError
 
 log = logging.getLogger("ddp_ends")
+log.addHandler(logging.NullHandler())  # or the preflight prints errors twice
 PARENT_PID = os.getppid()  # torchrun, if it launched this process
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import math
 import os
 import sys
@@ -13,9 +12,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from ddp_ends import Heartbeat, log_and_print
-
-log = logging.getLogger("ddp_watchdog")
-log.addHandler(logging.NullHandler())  # or the preflight prints errors twice
 
 GRACE_S = 5.0  # seconds a rank has to exit by itself after another one has failed
 # After SIGTERM, seconds without progress until a rank gives up: half of those that torchrun waits,

@@ -182,7 +182,7 @@ def place(tmp_path) -> Path:
     """A folder with a copy of launch.sh, `place/copy`, and stand-ins, `place/bin`."""
     (tmp_path / "copy").mkdir()
     (tmp_path / "bin").mkdir()
-    for name in ("launch.sh", "ddp_rendezvous.py"):
+    for name in ("launch.sh", "ddp_rendezvous.py", "ddp_threads.py"):
         shutil.copy(ROOT / name, tmp_path / "copy")
     answers = f"""case "$*" in
       *ddp_rendezvous.py*) exec {sys.executable} "$@" ;;

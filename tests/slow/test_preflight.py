@@ -42,7 +42,7 @@ def test_preflight_of_a_good_machine(torchrun, nproc):
 
 
 def test_the_preflight_needs_no_tests(torchrun, tmp_path):
-    for path in (*ROOT.glob("ddp_*.py"), ROOT / "errors.py"):
+    for path in (*ROOT.glob("ddp_*.py"), ROOT / "errors.py", ROOT / "parts.py"):
         shutil.copy(path, tmp_path)
     script = tmp_path / "ddp_preflight.py"
     result = torchrun(2, script, PYTHONPATH="", GLOO_SOCKET_IFNAME="lo").check()
