@@ -34,6 +34,7 @@ sys.path.append(os.path.dirname(os.path.realpath(__file__)))
 
 import torch
 
+import analyse_intervals
 import data
 import metrics
 from analyse_metrics import (
@@ -43,6 +44,7 @@ from analyse_metrics import (
     metrics_of_rivals,
     metrics_together,
 )
+from analyse_results import Results, are_equal_in_files, check_same_rows, read_results
 from analyse_rivals import pair_rival, rivals, shared_pairs
 from analyse_text import lines_of_run, lines_of_runs, text_table
 from config import (
@@ -54,13 +56,13 @@ from config import (
     read_options,
 )
 from data_tables import Tables
-from ddp_setup import end_process, set_threads
+from ddp_ends import end_process
+from ddp_setup import set_threads
 from errors import UserError
 from metrics import mean_and_std
+from parts import optional
 from run_checkpoint import explain_write_errors, read_checkpoint, write_atomically
 from run_folder import read_metrics, read_status, read_warnings
-from run_plots import scatter_svg
-from run_results import Results, are_equal_in_files, check_same_rows, read_results
 
 # Why a run has no test.tsv, by its state.
 UNFINISHED = {
@@ -126,7 +128,10 @@ def report_of_run(folder: Path, threshold: float | None) -> tuple[dict, list[str
     """
     rows = read_run(folder)
     analysis = metrics_of_run(folder, rows, threshold)
-    files = {folder / "test.json": as_json(analysis) + "\n", folder / "test.svg": plot(rows)}
+    files = {folder / "test.json": as_json(analysis) + "\n"}
+    plots = optional("run_plots")
+    if plots is not None:
+        files[folder / "test.svg"] = plots.scatter_svg(*points_and_labels(rows))
     for file, text in files.items():
         with explain_write_errors(file, UserError, "copy the run folder"):
             write_atomically(file, [text])
@@ -253,7 +258,7 @@ def metrics_of_runs(members: dict[str, Results], threshold: float | None) -> dic
         analysis["results"][str(folder)] = best_step_and_seconds(logged)
     analysis |= metrics_together(members, ensemble, loss, threshold)
     analysis["best_two"] = difference_of_best(members, loss)
-    correlation, errors = metrics.uncertainty(ensemble.y, ensemble.prediction, std)
+    correlation, errors = analyse_intervals.uncertainty(ensemble.y, ensemble.prediction, std)
     analysis["uncertainty"] = {"spearman": correlation, "error_by_fifths": errors}
     return analysis | rivals_or_reason(ensemble, configs[0], folders[0])
 
@@ -397,8 +402,11 @@ def seconds_of(rows: list[dict[str, Any]]) -> float:
     return total
 
 
-def plot(rows: Results) -> str:
-    """Returns an SVG of y against predictions; of several targets, each in units of its std."""
+def points_and_labels(rows: Results) -> tuple[list[list[float]], str, str]:
+    """Returns points (prediction, y), and what both axes are called, to plot test rows.
+
+    Of several targets, each is in units of its standard deviation.
+    """
     y = rows.y
     prediction = rows.prediction
     unit = ""
@@ -412,7 +420,7 @@ def plot(rows: Results) -> str:
     if len(points) > POINTS:
         chosen = torch.linspace(0, len(points) - 1, POINTS, dtype=torch.float64)
         points = points[chosen.long()]
-    return scatter_svg(points.tolist(), f"prediction{unit}", f"score{unit}")
+    return points.tolist(), f"prediction{unit}", f"score{unit}"
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+import analyse_intervals
 import metrics
+from analyse_results import Results
 from analyse_rivals import with_baseline
-from run_results import Results
 
 PROFILE = 20  # targets: with more of them, a row is a profile
 MOST = 3  # of deletions and unseen genes; rows with more are counted with those
@@ -86,12 +87,12 @@ def metrics_of_rows(
     if rows.weight is not None:
         weights["weighted_"] = rows.weight.unsqueeze(1)
     for prefix, weight in weights.items():
-        gains = metrics.resampled_pearson(y, rows.prediction, cluster, resamples, weight)
-        gains -= metrics.resampled_pearson(y, rows.baseline, cluster, resamples, weight)
+        gains = analyse_intervals.resampled_pearson(y, rows.prediction, cluster, resamples, weight)
+        gains -= analyse_intervals.resampled_pearson(y, rows.baseline, cluster, resamples, weight)
         if y.size(1) > PROFILE:
             gain = means[f"{prefix}pearson"] - means[f"baseline_{prefix}pearson"]
-            gains = metrics.centred(gains, gain)
-        by_name[f"{prefix}gain"] = metrics.interval(gains)
+            gains = analyse_intervals.centred(gains, gain)
+        by_name[f"{prefix}gain"] = analyse_intervals.interval(gains)
     by_name["cells"] = int((~y.isnan()).sum())
     if num_scored < len(y):
         by_name["rows"] = len(y)
@@ -100,10 +101,10 @@ def metrics_of_rows(
         for name in ("pearson", "baseline_pearson"):
             by_name[f"{name}_quartiles"] = each[name].nanquantile(quartiles).tolist()
         by_name |= profile_metrics(rows)
-        row_gains = metrics.pearson_of_rows(y, rows.prediction)
-        row_gains -= metrics.pearson_of_rows(y, rows.baseline)
-        mean_gains = metrics.resampled_mean(row_gains, cluster, resamples)
-        by_name["row_gain"] = metrics.interval(mean_gains)
+        row_gains = analyse_intervals.pearson_of_rows(y, rows.prediction)
+        row_gains -= analyse_intervals.pearson_of_rows(y, rows.baseline)
+        mean_gains = analyse_intervals.resampled_mean(row_gains, cluster, resamples)
+        by_name["row_gain"] = analyse_intervals.interval(mean_gains)
     return by_name
 
 
@@ -120,8 +121,8 @@ def profile_metrics(rows: Results) -> dict[str, float]:
     largest = rows.y.abs().nan_to_num().topk(PROFILE, dim=1).indices
     error = (rows.prediction - rows.y).square().gather(1, largest)
     each = {
-        "row_pearson": metrics.pearson_of_rows(rows.y, rows.prediction),
-        "baseline_row_pearson": metrics.pearson_of_rows(rows.y, rows.baseline),
+        "row_pearson": analyse_intervals.pearson_of_rows(rows.y, rows.prediction),
+        "baseline_row_pearson": analyse_intervals.pearson_of_rows(rows.y, rows.baseline),
         "mse_top20": error,
     }
     return nanmeans(each)
@@ -148,7 +149,7 @@ def target_metrics(
         each["weighted_pearson"] = metrics.pearson(y, prediction, weight)
         each["baseline_weighted_pearson"] = metrics.pearson(y, rows.baseline, weight)
     if rows.sd is not None:
-        each["ceiling_r2"] = metrics.noise_ceiling(y, rows.sd.unsqueeze(1))
+        each["ceiling_r2"] = analyse_intervals.noise_ceiling(y, rows.sd.unsqueeze(1))
         each["ceiling_pearson"] = each["ceiling_r2"].sqrt()
         each["r2_of_ceiling"] = each["r2"] / each["ceiling_r2"]
     positive = None
@@ -159,8 +160,8 @@ def target_metrics(
     elif loss == "binary":
         positive = y == 1
     if positive is not None:
-        each["auroc"] = metrics.auroc(positive, certainty)
-        each["average_precision"] = metrics.average_precision(positive, certainty)
+        each["auroc"] = analyse_intervals.auroc(positive, certainty)
+        each["average_precision"] = analyse_intervals.average_precision(positive, certainty)
     return each
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch_geometric.utils import scatter
 
+from analyse_results import are_equal_in_files
 from baseline import Baseline, additive_baseline, load_baseline, mean_one_weight
 from baseline_combination import least_squares, normal_equations
 from data import KnockoutDataset
@@ -22,7 +23,6 @@ from data_tables import Tables
 from mask import SharedGraph, doses
 from metrics import mean_and_std, weighted_mean
 from model_pairs import MOST_ROWS, add_pair_features
-from run_results import are_equal_in_files
 
 FEATURES = ("sum", "largest", "smallest", "product")
 WITH_NEIGHBOURS = "sum of effects, unseen: graph neighbours"

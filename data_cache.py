@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from modulefinder import ModuleFinder
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -56,22 +56,6 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
             with contextlib.suppress(OSError):
                 temporary.unlink()
     return content
-
-
-def lock_file(file: IO) -> None:
-    """Locks an open file until it is closed; raises `BlockingIOError` if another process has it.
-
-    Where the file system has no locks, as Lustre without its option flock, a warning says so.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        reason = error.strerror or error
-        log.warning(
-            f"note      {file.name} cannot be locked ({reason}): let no other process write it"
-        )
 
 
 def cache_file(cache_dir: str, kind: str, key: str) -> Path:

@@ -1,9 +1,6 @@
 """The process group, the device of this process, what DDP is given, and how ranks agree.
 
-`Distributed` has the same interface for one process and for many. Run as a script, this file is the
-preflight, which tests the ranks' devices, versions, speed and all-reduce before a long run:
-
-    torchrun --standalone --nproc_per_node=4 ddp_setup.py
+`Distributed` has the same interface for one process and for many.
 """
 
 import contextlib
@@ -13,10 +10,8 @@ import itertools
 import logging
 import os
 import platform
-import statistics
 import sys
 import time
-import timeit
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -25,27 +20,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-# As in train.py.
-sys.path.append(os.path.dirname(os.path.realpath(__file__)))
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from ddp_threads import choose_threads, load_note
-from ddp_watchdog import (
+from ddp_ends import (
     Heartbeat,
     StopRequest,
-    Watchdog,
-    end_process,
     explain_failure,
     log_and_print,
-    start_watchdog,
     tell_torchrun,
 )
-from errors import RunError, UserError
+from ddp_watchdog import Watchdog, start_watchdog
+from errors import UserError
+from parts import optional
 
 log = logging.getLogger("ddp_setup")
 log.addHandler(logging.NullHandler())  # or the preflight prints errors twice
@@ -326,7 +316,10 @@ def set_threads(local_world_size: int) -> str:
     # Of several ranks, torchrun sets this to 1 if the user has not.
     if os.environ.get("OMP_NUM_THREADS"):
         return f"{torch.get_num_threads()} (OMP_NUM_THREADS)"
-    num_threads, reason = choose_threads(local_world_size)
+    threads = optional("ddp_threads")
+    if threads is None:
+        return f"{torch.get_num_threads()} (chosen by torch)"
+    num_threads, reason = threads.choose_threads(local_world_size)
     torch.set_num_threads(num_threads)
     return f"{num_threads} ({reason})"
 
@@ -449,71 +442,7 @@ def describe(env: Distributed) -> str:
     }
     line = ", ".join(f"{name} {value}" for name, value in row.items())
     lines = env.gather(line)
-    if env.device.type == "cpu":
-        lines.append(load_note(torch.get_num_threads(), env.local_world_size))
+    threads = optional("ddp_threads")
+    if env.device.type == "cpu" and threads is not None:
+        lines.append(threads.load_note(torch.get_num_threads(), env.local_world_size))
     return "\n".join(filter(None, lines))
-
-
-# ---- Preflight -----------------------------------------------------------------------------------
-def preflight(env: Distributed) -> None:
-    """Prints the ranks, their speed and that of all-reduces.
-
-    Raises `UserError` if versions differ, `RunError` if a sum is wrong.
-    """
-    ranks = describe(env)
-    report(env, "ranks", f"\n{ranks}")
-    env.check_equal(library_versions())
-    report(env, "versions", "the same on all ranks")
-    compare_speed(env)
-    if env.is_distributed:
-        check_all_reduce(env)
-
-
-def report(env: Distributed, name: str, finding: str, ok: bool = True) -> None:
-    """Prints a line of the preflight on rank 0."""
-    if env.rank == 0:
-        verdict = "OK" if ok else "NOTE"
-        print(f"{verdict:6s} {name:12s} {finding}", flush=True)
-
-
-def compare_speed(env: Distributed) -> None:
-    """Reports how long a matrix product takes on each rank; notes a rank that is much slower."""
-    size = 8192 if env.device.type == "cuda" else 1024  # an idle GPU raises its clock meanwhile
-    matrix = torch.ones(size, size, device=env.device)
-    times = milliseconds(env, lambda: (matrix @ matrix).sum().item())
-    slowest = max(times)
-    finding = (
-        f"a matrix product takes {min(times):.1f} to {slowest:.1f} ms, "
-        f"slowest on rank {times.index(slowest)}"
-    )
-    report(env, "speed", finding, ok=slowest <= 1.5 * statistics.median_low(times))
-
-
-def check_all_reduce(env: Distributed) -> None:
-    """Reports the speed of all-reduces of several sizes; raises `RunError` if a sum is wrong."""
-    total = env.sum(torch.tensor(env.rank + 1.0, device=env.device)).item()
-    expected = sum(range(env.world_size + 1))
-    if total != expected:
-        raise RunError(
-            f"an all-reduce gives {total} instead of {expected}: do not train on these machines"
-        )
-    for size in (10**3, 10**5, 10**7, 10**8):
-        tensor = torch.zeros(size // 4, device=env.device)
-        time_ms = max(milliseconds(env, lambda tensor=tensor: env.sum(tensor)[0].item()))
-        rate = size / time_ms / 1e6
-        report(env, "all-reduce", f"{size:11,d} bytes in {time_ms:9.2f} ms, {rate:6.2f} GB/s")
-
-
-def milliseconds(env: Distributed, function: Callable[[], object]) -> list[float]:
-    """Returns the median time of a call on each rank, after six to warm up."""
-    times = timeit.repeat(function, number=1, repeat=12)[6:]
-    return env.gather(1e3 * statistics.median(times))
-
-
-def main() -> int:
-    """Runs the preflight, and returns the exit status."""
-    return run(preflight, DDPConfig(startup_timeout_s=30.0))
-
-
-if __name__ == "__main__":
-    end_process(main())

@@ -145,8 +145,10 @@ set_up_torchrun() {
   local threads processes=${NPROC:-$((gpus > 0 ? gpus : 2))}
   [[ $processes =~ ^[1-9][0-9]*$ ]] ||
     die "NPROC=$processes is not a number of processes: unset it for one per GPU, or 2 on the CPU"
-  threads=$("$python" "$here/ddp_threads.py" "$processes")
-  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
+  if [ -f "$here/ddp_threads.py" ]; then # else as many as torch and torchrun choose
+    threads=$("$python" "$here/ddp_threads.py" "$processes")
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
+  fi
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240} # s, to step and save
   torchrun=("$python" -m torch.distributed.run --nproc-per-node="$processes"
     --max-restarts="${MAX_RESTARTS:=0}" "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
@@ -157,6 +159,8 @@ set_up_one_machine() { # whose name need not resolve
 }
 
 set_up_rendezvous() {
+  [ -f "$here/ddp_rendezvous.py" ] || die "NNODES=$NNODES needs $here/ddp_rendezvous.py, which is\
+ not here: set NNODES=1, or start torchrun on each machine"
   meeting=$("$python" "$here/ddp_rendezvous.py" "$NNODES" "${RDZV:-}" "${RDZV_TIMEOUT:-600}")
   read -r interface own_address endpoint settings <<<"$meeting"
   export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}

@@ -10,9 +10,9 @@ of the graph:
 
 with `level` that of each node, 1 if intact, and `keep` where it is not 0. `SharedGraph.levels`,
 `SharedGraph.keep` and `SharedGraph.propagate` compute the factors. Where all samples have the same
-states, as before the first layer, `SharedMessages` needs one product for all. Layers that need
-per-edge values (attention, say) use `expand` and `EdgeMasks`: B block-diagonal copies of the graph
-and a boolean per copied edge, as `ExpandedMessages` does.
+states, as before the first layer, `mask_messages.py` needs one product for all. Layers that need
+values for each edge (attention, say) use `expand` and `EdgeMasks`: B block-diagonal copies of the
+graph and a boolean per copied edge, as `mask_copies.py` does.
 
 Shapes: N nodes, R relations, E edges over all relations, E_r edges of relation r, H channels,
 B samples in the batch, P perturbed nodes in the batch, D dead edges in the batch.
@@ -255,67 +255,6 @@ class SharedGraph(nn.Module):
         return self.stack(x.to(dtype), gate.to(dtype)).to(x.dtype)
 
 
-class SharedMessages:
-    """Sums over the living edges of some samples of a batch, as products with the shared graph.
-
-    States [N, 1, H], which are alike in all samples, are summed once. As summation is linear, what
-    the perturbed nodes of each sample send more than 1 times their state is added at the ends of
-    their edges. Of these, a batch can bring a bound, `num_out_edges`; else, a GPU's host waits.
-
-    Args:
-        level: of each node in b samples of the batch, [N, b], the first of which is number `first`.
-    """
-
-    def __init__(self, graph: SharedGraph, batch: Data, level: Tensor, first: int = 0):
-        self.graph = graph
-        self.batch = batch
-        self.level = level
-        self.first = first
-
-    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Returns `SharedGraph.propagate` of x, [N, b, H] or [N, 1, H], at these levels."""
-        size = self.level.size(1)
-        if x.size(1) == size:
-            return self.graph.propagate(x, gate, self.level)
-        sums = self.graph.propagate(x, gate).expand(-1, size, -1)
-        state, message = self.changes(x.squeeze(1), gate)
-        return sums.flatten(0, 1).index_add(0, state, message).view(sums.shape)
-
-    def changes(self, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns which of the states [N * b] each message reaches, [M], and the messages, [M, H].
-
-        A message is what a perturbed node, whose state is a row of x [N, H], sends along an edge,
-        less what it sends at level 1.
-        """
-        graph, batch = self.graph, self.batch
-        size = self.level.size(1)
-        relation = torch.arange(len(graph.relations), device=x.device)
-        row = (relation * graph.num_nodes + batch.perturbed.unsqueeze(1)).flatten()  # [P * R]
-        sample = batch.perturbed_batch - self.first
-        is_here = (sample >= 0) & (sample < size)
-        start = graph.out_ptr.index_select(0, row)
-        length = graph.out_ptr.index_select(0, row + 1) - start
-        length = length * is_here.repeat_interleave(len(relation))
-        change = (batch.level - 1).to(x.dtype).unsqueeze(1) * x.index_select(0, batch.perturbed)
-        sent = (change.unsqueeze(1) * gate).flatten(0, 1)  # [P * R, H]
-
-        # Segment k * R + r holds the edges of relation r that leave perturbed node number k. The
-        # last one is what is left up to the bound: zeros, sent along any edges.
-        bound = batch.get("num_out_edges")
-        number = torch.arange(int(length.sum()) if bound is None else bound, device=x.device)
-        end = length.cumsum(0)
-        segment = torch.searchsorted(end, number, right=True)
-        sent = nn.functional.pad(sent, (0, 0, 0, 1))
-        sample = nn.functional.pad(sample, (0, 1))
-        first = nn.functional.pad(start - end + length, (0, 1))  # edge less number
-        _, col, weight = graph.stack.by_source.csr
-        edge = (number + first.index_select(0, segment)).remainder(max(1, len(col)))
-        node = col.index_select(0, edge).long()
-        state = node * size + sample.index_select(0, segment // len(relation))
-        weight = weight.index_select(0, edge).to(x.dtype).unsqueeze(1)
-        return state, sent.index_select(0, segment) * weight
-
-
 class EdgeMasks:
     """The masks of `SharedGraph.edge_masks` in memory of their own, valid until the next call.
 
@@ -345,59 +284,6 @@ class EdgeMasks:
         self.memory = (alive, dead_edges)
         masks = alive.narrow(0, 0, size).split(sizes)
         return dict(zip(graph.relations, masks, strict=True))
-
-
-class ExpandedMessages:
-    """Sums as `SharedGraph.propagate` does over B block-diagonal copies of the graph.
-
-    A node sends its state times its level. A dead edge is a loop at a spare node, number B * N: to
-    leave it out, the host would wait for the GPU. This is the reference for the shared route, and
-    the one for layers that need per-edge values.
-    """
-
-    def __init__(self, graph: SharedGraph, batch: Data):
-        self.num_samples = num_samples(batch)
-        self.num_nodes = graph.num_nodes
-        self.level = graph.levels(batch).unsqueeze(-1)
-        weights = graph.by_relation(graph.edge_weight)
-        self.weights = [weight.repeat(self.num_samples) for weight in weights]
-        copied = graph.expand(batch)
-        # The next batch overwrites these masks. Autograd keeps none of them, as only the ends of
-        # edges are made of them, which have no gradient.
-        alive = graph.reused_masks(batch)
-        spare = self.num_samples * self.num_nodes
-        self.edge_indices = [copied[name].where(alive[name], spare) for name in graph.relations]
-
-    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        copies = self.copy(x)
-        sums = 0.0
-        for edge_index, weight, gated in zip(self.edge_indices, self.weights, gate, strict=True):
-            source, target = edge_index
-            message = (copies * gated).index_select(0, source) * weight.unsqueeze(1)
-            sums = sums + scatter(message, target, dim=0, dim_size=len(copies), reduce="sum")
-        return self.by_node(sums)
-
-    def copy(self, x: Tensor) -> Tensor:
-        """Maps states [N, B, H], or [N, 1, H] alike in all samples, to what nodes send of them.
-
-        That is [B * N + 1, H], sample-major, and the last is that of the spare node.
-        """
-        copies = (self.level * x).transpose(0, 1).flatten(0, 1)
-        return nn.functional.pad(copies, (0, 0, 0, 1))
-
-    def by_node(self, states: Tensor) -> Tensor:
-        """Maps states of the copies [B * N + 1, H] to [N, B, H]."""
-        states = states.narrow(0, 0, self.num_samples * self.num_nodes)
-        return states.view(self.num_samples, self.num_nodes, states.size(1)).transpose(0, 1)
-
-
-def intact_batch(device: torch.device) -> Data:
-    """Returns a batch of one sample without knock-outs."""
-    none = torch.empty(0, dtype=torch.long, device=device)
-    ptr = none.new_zeros(2)
-    return Data(
-        perturbed=none, perturbed_batch=none, perturbed_ptr=ptr, level=none, num_dead_edges=0
-    )
 
 
 def _normalised(weight: Tensor, target: Tensor, relation: Tensor, num_nodes: int) -> Tensor:

@@ -4,7 +4,7 @@ To log another one, write a function and add it to `METRICS`. It takes y [n, T],
 is missing, predictions [n, T], and the rows' weight, [n, 1] or 1. It returns [T], nan where it is
 undefined.
 
-Shapes: n rows of T targets, R resamples, C bootstrap clusters.
+Shapes: n rows of T targets.
 """
 
 import math
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.utils import scatter
 
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
@@ -77,27 +76,9 @@ def pearson(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tens
     return mean_defined(a * b, weight).where(varies, math.nan)
 
 
-def noise_ceiling(y: Tensor, sd: Tensor) -> Tensor:
-    """Returns the largest R2 that noise in y allows, 1 - noise variance / variance of y, [T].
-
-    `sd` is the noise's standard deviation, [n, 1]. The ceiling is nan where y varies no more than
-    the noise.
-    """
-    noise = mean_present(sd.square().expand(y.shape), y)
-    _, std = mean_and_std(y)
-    ceiling = 1 - noise / std.square()
-    varies = ~pearson(y, y).isnan()
-    return ceiling.where(varies & (ceiling > 0), math.nan)
-
-
 def spearman(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """Returns Spearman's rank correlation, the `pearson` of the ranks, [T]."""
     return pearson(rank(y), rank(as_ranked(y, prediction)), weight)
-
-
-def pearson_of_rows(y: Tensor, prediction: Tensor) -> Tensor:
-    """Returns Pearson's r over the targets of each row, [n], nan where undefined."""
-    return pearson(y.T, prediction.T)
 
 
 # All are logged, each beside the baseline's; the first is drawn and chooses best.pt. The larger,
@@ -133,136 +114,7 @@ def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
     return ranked.float().where(~y.isnan(), math.nan)
 
 
-def auroc(positive: Tensor, certainty: Tensor) -> Tensor:
-    """Returns the AUROC, [T], of finding the `positive` rows, bool [n, T], by certainty [n, T].
-
-    A row whose certainty is nan does not count. The AUROC is nan without two classes.
-    """
-    ranks = rank(certainty)
-    num_positive = positive.sum(dim=0)
-    num_negative = (~ranks.isnan()).sum(dim=0) - num_positive
-    mean_rank = ranks.where(positive, math.nan).nanmean(dim=0)
-    negatives_below = mean_rank - (num_positive + 1) / 2
-    return negatives_below / num_negative
-
-
-def average_precision(positive: Tensor, certainty: Tensor) -> Tensor:
-    """Returns the average precision of finding the `positive` rows as in `auroc`, [T]."""
-    num_positive = at_least_as_certain(certainty, positive)
-    num_rows = at_least_as_certain(certainty, ~certainty.isnan())
-    precision = num_positive / num_rows
-    return precision.where(positive, math.nan).nanmean(dim=0)
-
-
-def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
-    """Returns the number of `counted` rows, bool [n, T], as certain as each row or more, [n, T]."""
-    doubt = (-certainty).T.nan_to_num(math.inf).contiguous()
-    ordered = doubt.where(counted.T, math.inf).contiguous().sort(dim=1).values
-    return torch.searchsorted(ordered, doubt, right=True).T
-
-
 # ---- Intervals -----------------------------------------------------------------------------------
-def resampled_pearson(
-    y: Tensor,
-    prediction: Tensor,
-    cluster: Tensor,
-    resamples: int,
-    weight: Tensor | float = 1.0,
-) -> Tensor:
-    """Returns the mean over targets of Pearson's r in each resample of the rows, [R].
-
-    Rows count by their weight, [n, 1], as in `pearson`.
-
-
-    A resample draws C of the C clusters with replacement, each with all its rows. `cluster` has the
-    numbers of each row's clusters, long [n, 2], -1 where it has only one. A row in two clusters
-    counts as often as the product of their counts (the pigeonhole bootstrap, Owen 2007). The same
-    clusters are drawn in each call, so that two predictions can be compared in pairs.
-    """
-    present = ~y.isnan()
-    a = standardise(y, weight).nan_to_num()
-    b = standardise(prediction.where(present, math.nan), weight).nan_to_num()
-    ones = torch.ones_like(a)
-    products = torch.stack([ones, a, b, a * a, b * b, a * b], dim=1)
-    products *= (weight * present).unsqueeze(1)
-    count, *sums = resampled_sums(products, cluster, resamples).unbind(dim=1)
-    mean_a, mean_b, mean_aa, mean_bb, mean_ab = (total / count for total in sums)
-    variance_a = mean_aa - mean_a.square()
-    variance_b = mean_bb - mean_b.square()
-    r = (mean_ab - mean_a * mean_b) / (variance_a * variance_b).sqrt()
-    # As in `pearson`; what differs by rounding is constant.
-    r = r.where(variance_b > 1e-12, 0.0).where(variance_a > 1e-12, math.nan)
-    return r.nanmean(dim=1)
-
-
-def resampled_mean(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
-    """Returns the mean of the values [n], without nan, in each resample of the rows, [R].
-
-    The resamples are those of `resampled_pearson`.
-    """
-    present = ~values.isnan()
-    columns = torch.stack([values.nan_to_num(), present.double()], dim=1)
-    total, count = resampled_sums(columns, cluster, resamples).T
-    return total / count
-
-
-def resampled_sums(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
-    """Returns the sum of values [n, ...] over the rows of each resample, float64 [R, ...].
-
-    It is nan where all rows have the same clusters, as no other ones can be drawn.
-    """
-    clusters = cluster[cluster >= 0].unique()
-    num_clusters = len(clusters)
-    number = torch.searchsorted(clusters, cluster).where(cluster >= 0, num_clusters)
-    pairs, pair = number.unique(dim=0, return_inverse=True)
-    if len(pairs) < 2:
-        return values.new_full((resamples, *values.shape[1:]), math.nan)
-    of_pairs = scatter(values, pair, dim_size=len(pairs)).flatten(start_dim=1)
-    generator = torch.Generator().manual_seed(0)
-    sums = []
-    for start in range(0, resamples, 32):
-        counts = []
-        for _ in range(min(32, resamples - start)):
-            drawn = torch.randint(num_clusters, (num_clusters,), generator=generator)
-            counts.append(torch.bincount(drawn, minlength=num_clusters + 1).double())
-        count = torch.stack(counts)  # [32, C + 1], how often each cluster is drawn
-        count[:, -1] = 1  # in place of a second cluster
-        first, second = count[:, pairs].unbind(dim=2)
-        sums.append((first * second) @ of_pairs)
-    return torch.cat(sums).view(resamples, *values.shape[1:])
-
-
-def centred(resampled: Tensor, estimate: float | Tensor) -> Tensor:
-    """Returns a resampled metric [R, ...], shifted so that its mean is the estimate.
-
-    In profiles, a single row may change a target. A third of the resamples lack that row, and so
-    the target's signal: their Pearson's r is lower than that of all rows, often by more than it
-    varies.
-    """
-    return resampled - resampled.nanmean(dim=0) + estimate
-
-
-def interval(values: Tensor) -> list[float]:
-    """Returns the ends of the interval that holds the middle 95 % of the values [R]."""
-    return values.nanquantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
-
-
-def uncertainty(y: Tensor, prediction: Tensor, sd: Tensor) -> tuple[float, list[float]]:
-    """Returns Spearman's correlation of `sd` with the absolute error, and that error by fifths.
-
-    The latter are five means of the absolute error, one for each fifth of the rows by `sd`. All are
-    means over the targets. The arguments are [n, T].
-    """
-    error = (prediction - y).abs()
-    ranks = rank(sd.where(~y.isnan(), math.nan))
-    correlation = pearson(rank(error), ranks).nanmean().item()
-    num_present = (~y.isnan()).sum(dim=0)
-    fifth = ((ranks - 0.5) * 5 / num_present).floor()
-    errors = []
-    for k in range(5):
-        of_fifth = error.where(fifth == k, math.nan)
-        errors.append(of_fifth.nanmean(dim=0).nanmean().item())
-    return correlation, errors
 
 
 # ---- For the log and the best model --------------------------------------------------------------

@@ -22,15 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
 from baseline import Baseline, BaselineReadout
-from mask import (
-    LINEAR,
-    ExpandedMessages,
-    SharedGraph,
-    SharedMessages,
-    doses,
-    intact_batch,
-    sum_by_sample,
-)
+from mask import LINEAR, SharedGraph, doses, sum_by_sample
+from mask_messages import SharedMessages
 from model_pairs import PairReadout
 
 ENTRIES_OF_EMBED = (("embed.weight", "responses", 0), ("embed.bias", "responses", 0))
@@ -225,7 +218,7 @@ class KnockoutGNN(nn.Module):
         graph.check(batch)
         messages = graph.propagate
         if self.config.message_passing in ON_COPIES:
-            messages = ExpandedMessages(graph, intact_batch(graph.device))
+            messages = messages_on_copies(graph)
         draws = self.draw(graph, batch)
         x, sent = self.embed(graph, draws)
         final, layers = self.encode(x, sent, messages)
@@ -294,7 +287,7 @@ class KnockoutGNN(nn.Module):
         """
         levels = graph.levels(batch)
         if self.config.message_passing in ON_COPIES:
-            yield ExpandedMessages(graph, batch), levels
+            yield messages_on_copies(graph, batch), levels
             return
         states = self.norm.weight.expand(graph.num_nodes, 1, -1)
         first = 0
@@ -327,6 +320,15 @@ class KnockoutGNN(nn.Module):
             if parameter.dim() == 1 or name.startswith("baseline."):
                 names.add(name)
         return names
+
+
+def messages_on_copies(graph: SharedGraph, batch: Data | None = None) -> Messages:
+    """Returns sums over masked copies of the graph for a batch, by default one intact sample."""
+    from mask_copies import ExpandedMessages, intact_batch  # a part, which need not be here
+
+    if batch is None:
+        batch = intact_batch(graph.device)
+    return ExpandedMessages(graph, batch)
 
 
 def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:

@@ -43,7 +43,8 @@ from config import Parser, expand_path, run_command
 from data import file_digest
 from data_range import Extrapolations
 from data_tables import Tables
-from ddp_setup import DDPConfig, Distributed, end_process
+from ddp_ends import end_process
+from ddp_setup import DDPConfig, Distributed
 from errors import UserError
 from predict_ensemble import Ensemble, Run, read_run
 from predict_explain import Contribution, Explanation, name_contributions

@@ -22,6 +22,7 @@ from data import KnockoutDataset
 from data_tables import Tables
 from ddp_setup import Distributed
 from errors import UserError
+from evaluate import compute_rows, evaluation_batch_size, load_batches, predict_rows
 from mask import SharedGraph
 from model import PARTS
 from model_pairs import pair_names
@@ -33,7 +34,6 @@ from predict_explain import (
     without_each,
 )
 from predict_pairs import MOST_FEATURES, has_pairs, largest_pairs
-from predict_rows import compute_rows, evaluation_batch_size, load_batches, predict_rows
 from predict_sets import MOST
 from run_checkpoint import load_model, read_checkpoint, read_graph
 from run_folder import read_status

@@ -8,10 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from data_cache import lock_file
 from ddp_setup import Distributed
 from errors import UserError
-from run_checkpoint import explain_write_errors
+from run_checkpoint import explain_write_errors, lock_file
 
 
 class GrowingTable:

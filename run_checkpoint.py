@@ -5,15 +5,15 @@ relations. It is read with `weights_only=True`, so that none of it is executed.
 """
 
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -141,72 +141,6 @@ def load_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         raise UserError(f"the model saved in {file} does not match: {reason}") from None
 
 
-def entries_by_name(model: nn.Module) -> dict[str, tuple[str, int]]:
-    """Returns of what a parameter has entries, and in which dimension, by `ENTRIES` of modules."""
-    entries = {}
-    for prefix, module in model.named_modules():
-        for name, kind, dim in getattr(module, "ENTRIES", ()):
-            entries[f"{prefix}.{name}".removeprefix(".")] = (kind, dim)
-    return entries
-
-
-def take_parameters(
-    model: nn.Module, checkpoint: Mapping[str, Any], origin: Mapping[str, Any]
-) -> None:
-    """Copies the parameters of a checkpoint, on any tables, that match by name and shape.
-
-    The `ENTRIES` of the model's modules say which of them have an entry for each node, relation,
-    feature or target. Of these, the entries are copied whose names, in `origin`, both have. Those
-    with entries for the responses of a node are copied if both have the same responses, such as to
-    losses and to gains. The baseline's stay, as they are of the tables.
-    """
-    has_same_responses = responses_of(checkpoint) == responses_of(origin)
-    parameters = dict(model.named_parameters())
-    entries_of = entries_by_name(model)
-    taken = []
-    left = []
-    for name, parameter in parameters.items():
-        saved = checkpoint["model"].get(name)
-        kind, dim = entries_of.get(name, ("", 0))
-        if saved is None or kind == "baseline":
-            left.append(name)
-            continue
-        if kind == "responses" and not has_same_responses:
-            left.append(name)
-            continue
-        if kind in origin and parameter.size(dim) == len(origin[kind]):
-            names = origin[kind]
-            shared, entries, saved_entries = np.intersect1d(
-                names, checkpoint.get(kind, []), return_indices=True
-            )
-            ours = parameter.data.movedim(dim, 0)  # a view
-            theirs = saved.movedim(dim, 0)
-            if ours.shape[1:] == theirs.shape[1:]:
-                ours[entries] = theirs[saved_entries].to(parameter)
-                taken.append(f"{name} of {len(shared):,} of {len(names):,} {kind}")
-                continue
-        elif saved.shape == parameter.shape:
-            parameter.data.copy_(saved)
-            taken.append(name)
-            continue
-        left.append(name)
-    file = checkpoint["file"]
-    log.info(f"init      from {file}: {', '.join(taken)}; not from it: {', '.join(left)}")
-    for kind in ("relations", "features", "targets"):
-        lacking = [name for name in origin[kind] if name not in checkpoint.get(kind, [])]
-        if lacking:
-            log.warning(
-                f"note      {file} has no {kind} {', '.join(lacking[:10])}: they start anew"
-            )
-
-
-def responses_of(origin: Mapping[str, Any]) -> list[list[bool]]:
-    """Returns which of the three `mask.doses` each response of a node is to, given an origin."""
-    if "basis" not in origin:
-        return []
-    return (origin["basis"] != 0).T.tolist()
-
-
 # ---- Writing -------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
@@ -273,3 +207,19 @@ def first_nonfinite(state_dict: Mapping[str, Tensor]) -> str:
         if not tensor.isfinite().all():
             return name
     return ""
+
+
+def lock_file(file: IO) -> None:
+    """Locks an open file until it is closed; raises `BlockingIOError` if another process has it.
+
+    Where the file system has no locks, as Lustre without its option flock, a warning says so.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        reason = error.strerror or error
+        log.warning(
+            f"note      {file.name} cannot be locked ({reason}): let no other process write it"
+        )

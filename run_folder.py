@@ -22,20 +22,20 @@ from typing import Any
 import torch
 import yaml
 
-from data_cache import cache_file, cached, lock_file
+from data_cache import cache_file, cached
 from ddp_setup import Distributed, describe
 from errors import RunError, UserError, kept_warnings
+from parts import optional
 from run_checkpoint import (
     TrainState,
     explain_write_errors,
     first_nonfinite,
     link_atomically,
+    lock_file,
     read_checkpoint,
     save_atomically,
-    take_parameters,
     write_atomically,
 )
-from run_plots import curves_svg
 from run_progress import RunProgress
 
 log = logging.getLogger("run_folder")
@@ -142,6 +142,8 @@ class RunFolder:
                 if checkpoint is not None:
                     self._check_is_same_run(checkpoint)
                 elif init:  # the other ranks get the parameters from DDP
+                    from run_transfer import take_parameters
+
                     take_parameters(state.model, read_checkpoint(init), self.origin)
         checkpoint = self.env.broadcast(checkpoint)
         is_trained = False
@@ -333,7 +335,13 @@ class RunFolder:
             self.metrics.write(json.dumps(self.rows[-1]) + "\n")
             self.metrics.flush()
             if kind == "val":
-                write_atomically(self.path / "curves.svg", [curves_svg(self.rows, self.metric)])
+                self._draw_curves()
+
+    def _draw_curves(self) -> None:
+        plots = optional("run_plots")
+        if plots is not None:
+            curves = plots.curves_svg(self.rows, self.metric)
+            write_atomically(self.path / "curves.svg", [curves])
 
     def save(self, state: TrainState, is_best: bool = False) -> None:
         """Writes this step's checkpoint on rank 0; if it `is_best`, best.pt is the same file.

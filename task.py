@@ -7,7 +7,6 @@ are in train.py. A task of your own keeps the names that train.py and predict.py
 Shapes: N nodes, n rows of T targets, B samples in a batch.
 """
 
-import importlib.util
 import logging
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -30,6 +29,7 @@ from mask import SharedGraph
 from metrics import metrics_beside_baseline, mse, weighted_mean
 from model import KnockoutGNN
 from model_pairs import add_pair_features, pair_names, size_of_features, units_of_pairs
+from parts import optional
 
 log = logging.getLogger("task")
 FEW = 0.1  # of the training rows, as which all count by their weights, from which the log says so
@@ -234,13 +234,10 @@ def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[Kn
         return dataset, f"no knock-out pass, as model.readout={options.readout}"
     if options.message_passing not in ("auto", "shared", "reach"):
         return dataset, options.message_passing
-    if importlib.util.find_spec("model_reach") is None:  # a copy may do without it
-        if options.message_passing != "shared":
-            raise UserError("there is no model_reach.py: set model.message_passing=shared")
+    reach = optional("model_reach")
+    if reach is None:
         return dataset, "shared"
-    from model_reach import plan_route
-
-    planner, route = plan_route(graph, dataset, options.message_passing, options.layers)
+    planner, route = reach.plan_route(graph, dataset, options.message_passing, options.layers)
     return replace(dataset, transform=planner), route
 
 

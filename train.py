@@ -38,13 +38,14 @@ from torch_geometric.data import Data
 
 from config import Config, Parser, all_options_text, load_config, run_command
 from data import StepSampler, make_loader
-from ddp_setup import Distributed, end_process, library_versions
-from ddp_watchdog import StopTraining
+from ddp_ends import StopTraining, end_process
+from ddp_setup import Distributed, library_versions
 from errors import RunError
+from evaluate import KeptBatches, predict_rows
 from metrics import first_metric, metrics_text, quality
 from model_graphs import GraphedModel, GraphedUpdate, TrainingSteps, capture
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
-from predict_rows import KeptBatches, predict_rows
+from parts import check_parts, is_here
 from run_checkpoint import TrainState
 from run_folder import RunFolder
 from run_results import result_lines
@@ -264,8 +265,9 @@ def test(task: KnockoutTask, state: TrainState, folder: RunFolder, env: Distribu
     if result["n"] < result["rows"]:
         num_samples += f" with a score, of {result['rows']:,}"
     log.info(f"test      {metrics_text(result)} ({num_samples})")
-    command = f"python analyse.py {shlex.quote(str(folder.path))}"
-    log.info(f"test      intervals, groups of rows and a plot: {command}")
+    if is_here("analyse"):
+        command = f"python analyse.py {shlex.quote(str(folder.path))}"
+        log.info(f"test      intervals and groups of rows: {command}")
 
 
 class Meter:
@@ -428,7 +430,9 @@ def read_config(arguments: Sequence[str] | None = None) -> Config:
     parser.add_argument("--config", metavar="FILE", help="a file that overrides these options")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="an option")
     parsed = parser.parse_intermixed_args(arguments)
-    return load_config(parsed.config, parsed.overrides)
+    config = load_config(parsed.config, parsed.overrides)
+    check_parts(config.options())
+    return config
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from torch_geometric.data import Data
 
 import data
 import data_tables
+import ddp_ends
 import ddp_setup
 import ddp_watchdog
 import metrics
@@ -53,7 +54,7 @@ def main() -> None:
     for fault in faults:
         name, *arguments = fault.split(":")
         globals()[name](*arguments)
-    ddp_setup.end_process(importlib.import_module(command.removesuffix(".py")).main())
+    ddp_ends.end_process(importlib.import_module(command.removesuffix(".py")).main())
 
 
 def call_before(owner: Any, name: str, action: Callable[..., None]) -> None:
@@ -449,7 +450,7 @@ def share_gpu() -> None:
 def print_plans() -> None:
     """Prints of each batch whether it has a plan of the states that it changes."""
 
-    from model import KnockoutGNN  # which a copy may have replaced
+    from model import KnockoutGNN
 
     def report(model: KnockoutGNN, graph: object, batch: Data, *arguments: object) -> None:
         print("planned:", "plan" in batch)

@@ -23,9 +23,10 @@ from config import load_config
 from data import load
 from data_tables import Tables
 from errors import UserError
+from run_plots import scatter_svg
 from tests.conftest import DEFAULTS, write_table
 from tests.test_analyse_metrics import make_rows, normal
-from tests.test_run_results import HEADER
+from tests.test_analyse_results import HEADER
 from tests.tools.runs import pack_sets, read_metrics
 from train import read_config
 
@@ -81,7 +82,7 @@ def test_a_run_of_another_version_is_named(tmp_path, analyse_here, capsys):
 
 def test_the_command_takes_the_threads_of_one_process(analyse_here, monkeypatch):
     taken = []
-    monkeypatch.setattr("ddp_setup.choose_threads", lambda count: (3, f"for {count}"))
+    monkeypatch.setattr("ddp_threads.choose_threads", lambda count: (3, f"for {count}"))
     monkeypatch.setattr("torch.set_num_threads", taken.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert analyse_here("runs/none") == 2
@@ -490,7 +491,7 @@ def test_the_plot_has_at_most_two_thousand_points_evenly_chosen():
     rows = make_rows(3000, 2)
     rows.y *= torch.tensor([1.0, 1000.0])
     rows.prediction = rows.y
-    svg = analyse.plot(rows)
+    svg = scatter_svg(*analyse.points_and_labels(rows))
     assert svg.count("<circle") == analyse.POINTS
     assert svg.count("(standard units)") == 2
     points = [point for point in ElementTree.fromstring(svg).iter() if point.tag.endswith("circle")]
@@ -500,8 +501,9 @@ def test_the_plot_has_at_most_two_thousand_points_evenly_chosen():
     assert 0 <= x.min() < x.max() <= 400
     assert 40 < x.std() < 80  # of both targets
     few = make_rows(30)
-    assert analyse.plot(few).count("<circle") == (~few.y.isnan()).sum() < 30
-    assert "standard" not in analyse.plot(few)
+    points, *labels = analyse.points_and_labels(few)
+    assert len(points) == (~few.y.isnan()).sum() < 30
+    assert labels == ["prediction", "score"]
 
 
 # ---- Several runs --------------------------------------------------------------------------------

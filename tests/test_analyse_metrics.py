@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import analyse_metrics
+from analyse_intervals import resampled_pearson
 from analyse_metrics import metrics_by_group, target_metrics
+from analyse_results import Results
 from analyse_text import table
-from metrics import resampled_pearson
-from run_results import Results
 from tests.tools.runs import predictions_of
 
 
@@ -195,7 +195,7 @@ def test_intervals_take_a_bounded_number_of_resamples(monkeypatch):
         asked.append(resamples)
         return torch.zeros(resamples)
 
-    monkeypatch.setattr("metrics.resampled_pearson", count)
+    monkeypatch.setattr("analyse_intervals.resampled_pearson", count)
     for cells, expected in ((10**8, 1000), (50_000, 500), (10, 100)):
         monkeypatch.setattr(analyse_metrics, "CELLS", cells)
         metrics_by_group(make_rows(50, 2))

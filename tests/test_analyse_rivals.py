@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import data
+from analyse_results import read_results
 from baseline import additive_baseline
 from config import Config
 from data import DataConfig
 from data_tables import Tables
 from metrics import pearson
 from run_checkpoint import write_atomically
-from run_results import read_results, result_lines
+from run_results import result_lines
 from tests.bench import quality
 from tests.bench.baselines import (
     BASELINES,

@@ -25,9 +25,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import analyse
 import ddp_setup
+import ddp_threads
 import predict
 import train
-from ddp_watchdog import StopRequest
+from ddp_ends import StopRequest
 from predict_table import GrowingTable
 from task import KnockoutTask
 from tests.conftest import DEFAULTS, ROOT, SMALL, write_defaults
@@ -44,7 +45,7 @@ def train_here(tmp_path, tables, monkeypatch) -> Train:
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(ddp_setup, "choose_threads", lambda count: (3, "of this test"))
+    monkeypatch.setattr(ddp_threads, "choose_threads", lambda count: (3, "of this test"))
     write_defaults(tmp_path)
 
     def start(*overrides: str) -> int:

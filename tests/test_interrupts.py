@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+import evaluate
 import predict_ensemble
-import predict_rows
+from evaluate import compute_rows
 from mask import EdgeMasks, SharedGraph
 from predict import Predictor
 from predict_ensemble import Ensemble, read_run
-from predict_rows import compute_rows
 from tests.conftest import ROOT
 from tests.test_mask import SETS as DELETIONS
 from tests.test_mask import graph, make_batch  # noqa: F401
@@ -159,7 +159,7 @@ def test_predictions_beside_explanations_in_other_threads_are_the_same(
 
     with monkeypatch.context() as patch:
         patch.setattr(predict_ensemble, "compute_rows", compute_alone)
-        patch.setattr(predict_rows, "compute_rows", compute_alone)
+        patch.setattr(evaluate, "compute_rows", compute_alone)
         assert all_of(predictor) == expected
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(lambda _: all_of(predictor), range(16)):

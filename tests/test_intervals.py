@@ -15,11 +15,11 @@ import torch
 
 from analyse import analyse_run, report_of_run, report_of_runs
 from analyse_metrics import difference_of_best, metrics_by_group
-from run_results import Results, read_results
+from analyse_results import Results, read_results
 from tests.bench import coverage
 from tests.conftest import write_table
 from tests.test_analyse_metrics import make_rows, normal
-from tests.test_run_results import HEADER
+from tests.test_analyse_results import HEADER
 
 pytestmark = pytest.mark.slow  # run with --all, or by name
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
+from analyse_results import level_of
 from baseline import additive_baseline, basis_of, fit_baseline
 from config import Config
 from data import DataConfig, KnockoutDataset, load, node_split, random_split
@@ -22,7 +23,6 @@ from metrics import pearson
 from model import KnockoutGNN, ModelConfig
 from model_reach import ReachPlanner
 from predict_sets import read_sets
-from run_results import level_of
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
 from tests.conftest import write_table

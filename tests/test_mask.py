@@ -8,13 +8,8 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
 
 from data import KnockoutDataset
-from mask import (
-    EdgeMasks,
-    ExpandedMessages,
-    SharedGraph,
-    intact_batch,
-    num_samples,
-)
+from mask import EdgeMasks, SharedGraph, num_samples
+from mask_copies import ExpandedMessages, intact_batch
 from mask_product import CSR, RelationStack, _segment_product, spmm
 from tests.tools.runs import tables_of
 from tests.tools.syncs import CountSynchronisations

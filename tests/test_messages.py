@@ -6,7 +6,8 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from data import KnockoutDataset
-from mask import SharedGraph, SharedMessages
+from mask import SharedGraph
+from mask_messages import SharedMessages
 from tests.tools.runs import tables_of
 from tests.tools.syncs import CountSynchronisations
 

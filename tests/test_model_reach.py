@@ -13,14 +13,7 @@ from torch_geometric.data import HeteroData
 
 from data import KnockoutDataset
 from mask import SharedGraph
-from model import (
-    GlobalReadout,
-    KnockoutConv,
-    KnockoutGNN,
-    LayerStates,
-    ModelConfig,
-    NodeReadout,
-)
+from model import GlobalReadout, KnockoutConv, KnockoutGNN, LayerStates, ModelConfig, NodeReadout
 from model_reach import (
     KEEP_REACHED,
     ReachBlock,

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import analyse_intervals
 import data
 import metrics
+from analyse_results import read_results
 from baseline import UNSOLVED, Baseline, additive_baseline
 from config import Config
 from data import DataConfig
@@ -19,7 +21,6 @@ from data_tables import SPLITS
 from errors import UserError
 from model import ModelConfig
 from optim import OptimConfig
-from run_results import read_results
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.oracle import Oracle, Parameters, combination, figures
@@ -324,7 +325,9 @@ def compare_metrics(task: KnockoutTask, outputs: Tensor) -> None:
         of_scores = [of_score[name] for of_score in expected]
         assert_close(getattr(metrics, name)(y, scores), of_scores)
     certainty = metrics.as_ranked(y, scores)
-    assert_close(metrics.auroc(y == 1, certainty), [of_score["auroc"] for of_score in expected])
+    assert_close(
+        analyse_intervals.auroc(y == 1, certainty), [of_score["auroc"] for of_score in expected]
+    )
     reported = task.metrics("val", scores)
     assert reported["n"] == (~y.isnan()).any(dim=1).sum()
     for name in ("mse", "pearson"):

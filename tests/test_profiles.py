@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from analyse_intervals import pearson_of_rows
 from data import DataConfig, load, node_split, random_split
 from data_tables import SPLITS, Tables, read_tables
 from errors import UserError
-from metrics import pearson_of_rows
 from tests.bench import profiles, quality, synthetic
 from tests.bench.profiles import (
     RIVALS,

@@ -16,8 +16,8 @@ from data import DataConfig
 from data_cells import read_header, read_rows
 from data_tables import read_tables
 from ddp_setup import DDPConfig, Distributed
+from evaluate import predict_rows
 from model import ModelConfig
-from predict_rows import predict_rows
 from run_progress import FILE_S, BarClearer, RunProgress, progress_bar, time_left
 from task import KnockoutTask
 from tests.conftest import write_table

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from run_results import read_results
+from analyse_results import read_results
 from tests.conftest import Finished
 
 pytestmark = pytest.mark.slow  # run with --all, or by name

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from analyse_results import read_results
 from baseline import additive_baseline
 from config import Config
 from data import DataConfig, load, node_split, random_split
 from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
+from evaluate import predict_rows
 from metrics import pearson
-from predict_rows import predict_rows
 from predict_sets import read_sets
-from run_results import read_results
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.tools.runs import lines_of_test, tables_of

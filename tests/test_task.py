@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from analyse_metrics import metrics_by_group
+from analyse_results import read_results
 from config import Config
 from data import DataConfig
 from data_tables import Tables
 from metrics import mean_and_std, quality
 from optim import OptimConfig
-from run_results import read_results
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.test_targets import additive_tables, gappy_tables, without_validation

@@ -22,16 +22,18 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.data import HeteroData
 
+import ddp_ends
+import ddp_preflight
 import ddp_setup
 import train
 from config import Config
 from data import DataConfig, KnockoutDataset, StepSampler, weight_scale
-from ddp_setup import DDPConfig, Distributed, preflight, setup
+from ddp_setup import DDPConfig, Distributed, setup
 from errors import DataError, RunError, UserError
+from evaluate import predict_rows
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from optim import OptimConfig, build_optimizer
-from predict_rows import predict_rows
 from run_checkpoint import TrainState
 from task import KnockoutTask
 from tests.tools.runs import tables_of, task_of
@@ -369,10 +371,10 @@ def preflight_of_a_bad_machine(what: str) -> None:
         timeit.repeat = slow_once
     if what == "torch" and os.environ["RANK"] == "1":
         versions = ddp_setup.library_versions()
-        ddp_setup.library_versions = lambda: {**versions, "torch": "1.0"}
+        ddp_preflight.library_versions = lambda: {**versions, "torch": "1.0"}
     if what == "sum":
         Distributed.sum = lambda env, values: values
-    ddp_setup.end_process(ddp_setup.run(preflight, DDPConfig()))
+    ddp_ends.end_process(ddp_setup.run(ddp_preflight.preflight, DDPConfig()))
 
 
 def options(env: Distributed) -> None:

@@ -20,8 +20,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from metrics import interval, pearson, resampled_pearson
-from run_results import Results
+from analyse_intervals import interval, resampled_pearson
+from analyse_results import Results
+from metrics import pearson
 from tests.bench import arguments, report
 
 NUM_SEEN = 100  # nodes, numbered from 0; unseen ones come after them

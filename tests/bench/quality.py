@@ -41,22 +41,15 @@ from torch import Tensor
 
 import data
 from analyse import seconds_of
+from analyse_intervals import centred, interval, pearson_of_rows, resampled_mean, resampled_pearson
 from analyse_metrics import number_of_resamples
 from config import Config, load_config
 from data_cache import source_digest
 from data_tables import SPLITS, Tables
 from ddp_setup import Distributed, setup
 from errors import UserError
-from metrics import (
-    centred,
-    interval,
-    mse,
-    pearson,
-    pearson_of_rows,
-    resampled_mean,
-    resampled_pearson,
-)
-from predict_rows import predict_rows
+from evaluate import predict_rows
+from metrics import mse, pearson
 from run_checkpoint import load_model, read_checkpoint, write_atomically
 from task import KnockoutTask
 from tests.bench import report
@@ -325,7 +318,8 @@ def clean(row: dict) -> dict:
 def clusters(tables: Tables) -> Tensor:
     """Returns the numbers of each test row's bootstrap clusters, long [rows, 2], -1 for none.
 
-    As in `run_results.Results.clusters`, these are its unseen nodes of the most rows, or its set.
+    As in `analyse_results.Results.clusters`, these are its unseen nodes of the most rows, or
+    its set.
     """
     sample = tables.sample()
     present = ~tables.y[sample].isnan()

@@ -30,9 +30,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-import ddp_watchdog
-from ddp_setup import AGREEMENT_S, DDPConfig, Distributed, end_process, run
-from ddp_watchdog import OBSERVERS, Heartbeat, Watchdog
+import ddp_ends
+from ddp_ends import Heartbeat, end_process
+from ddp_setup import AGREEMENT_S, DDPConfig, Distributed, run
+from ddp_watchdog import OBSERVERS, Watchdog
 from tests.bench import arguments, report
 from tests.tools.runs import ROOT
 
@@ -125,7 +126,7 @@ def simulate(
     port: int, ranks: range, world_size: int, limit_s: float, frozen: list[int], behind: list[int]
 ) -> Counter[str]:
     """Runs the watchdogs of some ranks until they end the job; returns the calls they made."""
-    ddp_watchdog.log_and_print = lambda text: None
+    ddp_ends.log_and_print = lambda text: None
     threading.stack_size(2**18)
     store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=LONG)
 

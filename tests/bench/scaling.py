@@ -31,7 +31,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from data import KnockoutDataset
-from ddp_setup import DDPConfig, Distributed, end_process, run
+from ddp_ends import end_process
+from ddp_setup import DDPConfig, Distributed, run
 from mask import SharedGraph
 from tests.bench import arguments, count_cores, report, synchronize
 from tests.bench.ranks import agreement_share

@@ -24,11 +24,11 @@ from torch import Tensor
 
 import task
 import train
+from analyse_results import read_results
 from data_cells import SPLITS
 from data_tables import Tables
-from ddp_setup import end_process
+from ddp_ends import end_process
 from metrics import pearson
-from run_results import read_results
 from tests.bench import report
 from tests.tools.runs import ROOT, read_metrics
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mask import ExpandedMessages
+from mask_copies import ExpandedMessages
 from tests.slow.recipes import LEVELS, batch_of, graph_of_20
 
 

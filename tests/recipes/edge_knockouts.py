@@ -14,7 +14,8 @@ import torch
 from config import load_config
 from data import KnockoutDataset, load
 from errors import DataError
-from mask import ExpandedMessages, SharedGraph
+from mask import SharedGraph
+from mask_copies import ExpandedMessages
 from tests.tools.runs import tables_of
 
 

@@ -27,7 +27,7 @@ def run_in_copy(run, tmp_path):
 def test_the_commands_work_without_the_tests(run_in_copy, tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
-    preflight = run_in_copy("ddp_setup.py", before=torchrun)
+    preflight = run_in_copy("ddp_preflight.py", before=torchrun)
     assert "OK     versions" in preflight
     assert preflight.count("all-reduce") == 4
 
@@ -84,8 +84,8 @@ def test_another_layer_is_trained_with_and_without_the_pass_that_knows_only_ours
     (copy / "model_reach.py").unlink()
     refused = start("train.py", *arguments, "run.name=deleted")
     assert refused.returncode == 2
-    assert "there is no model_reach.py: set model.message_passing=shared" in refused.stderr
     option = "model.message_passing=shared"
+    assert f"needs model_reach.py, which is not here: set {option}\n" in refused.stderr
     start("train.py", *arguments, "run.name=deleted", option).check()
     losses = {}
     for name in ("kept", "deleted"):

@@ -222,7 +222,7 @@ def has_name(owner: Any, name: str) -> bool:
 
 def test_the_names_that_commands_use_of_a_task_are_those_on_the_page():
     page = (ROOT / "docs/adapting.md").read_text()
-    for script in ("train.py", "predict_rows.py", "predict_ensemble.py"):
+    for script in ("train.py", "evaluate.py", "predict_ensemble.py"):
         rows = re.findall(rf"^\| `{script}` \| (`[a-z].*) \|$", page, re.M)
         listed = set(re.findall(r"`(\w+)`", " ".join(rows)))
         text = TEXTS[ROOT / script]

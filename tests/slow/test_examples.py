@@ -143,9 +143,9 @@ def test_the_cells_of_notebook(run, tmp_path):
 
 def test_the_example_of_clusters(run):
     page = ROOT / "docs/clusters.md"
-    command = "torchrun --standalone --nproc_per_node=2 ddp_setup.py"
+    command = "torchrun --standalone --nproc_per_node=2 ddp_preflight.py"
     assert command in [command.text for command in block_commands(page)]
-    script = str(ROOT / "ddp_setup.py")
+    script = str(ROOT / "ddp_preflight.py")
     words = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:-1], script]
     assert "OK     all-reduce" in run(words, GLOO_SOCKET_IFNAME="lo", **WITHOUT_GPU).check().stdout
 

@@ -57,6 +57,25 @@ def test_nproc_sets_the_number_of_processes(run, tables, active_path):
     assert "32 samples over 1 ranks" in result.stdout
 
 
+def test_one_machine_needs_neither_the_part_threads_nor_the_part_machines(
+    run, tables, tmp_path, active_path
+):
+    copy = copy_template(tmp_path / "copy")
+    for name in ("ddp_threads", "ddp_rendezvous"):
+        (copy / f"{name}.py").unlink()
+    command = ["bash", str(copy / "launch.sh"), *tables, *SMALL]
+    result = run(command, PATH=active_path).check()
+    assert "32 samples over 2 ranks" in result.stdout
+    assert "threads 1 (" in result.stdout  # as torchrun sets it
+    refused = run(command, PATH=active_path, NNODES="2")
+    assert refused.returncode == 1
+    file = copy / "ddp_rendezvous.py"
+    assert refused.stderr == (
+        f"error: NNODES=2 needs {file}, which is not here: "
+        "set NNODES=1, or start torchrun on each machine\n"
+    )
+
+
 def test_python3_is_used_if_python_lacks_the_packages(run, tmp_path):
     stand_in(tmp_path / "python", "exit 1")
     answers = f"""case $1 in
@@ -163,7 +182,7 @@ def place(tmp_path) -> Path:
     """A folder with a copy of launch.sh, `place/copy`, and stand-ins, `place/bin`."""
     (tmp_path / "copy").mkdir()
     (tmp_path / "bin").mkdir()
-    for name in ("launch.sh", "ddp_rendezvous.py"):
+    for name in ("launch.sh", "ddp_rendezvous.py", "ddp_threads.py"):
         shutil.copy(ROOT / name, tmp_path / "copy")
     answers = f"""case "$*" in
       *ddp_rendezvous.py*) exec {sys.executable} "$@" ;;
@@ -339,7 +358,7 @@ def test_git_ignores_what_the_commands_write(git):
 
 
 # ---- Settings of Python --------------------------------------------------------------------------
-@pytest.mark.parametrize("script", ["train", "predict", "analyse", "ddp_setup"])
+@pytest.mark.parametrize("script", ["train", "predict", "analyse", "ddp_preflight"])
 def test_commands_start_without_docstrings_and_without_their_folder_in_the_path(
     run, tmp_path, script
 ):
@@ -348,7 +367,7 @@ def test_commands_start_without_docstrings_and_without_their_folder_in_the_path(
     compileall.compile_dir(copy, maxlevels=0, quiet=1, legacy=True, optimize=2)
     for source in copy.glob("*.py"):
         source.unlink()  # or it would be imported
-    options = ["--help"] if script != "ddp_setup" else []
+    options = ["--help"] if script != "ddp_preflight" else []
     command = [sys.executable, str(copy / f"{script}.pyc"), *options]
     result = run(command, PYTHONPATH="", PYTHONSAFEPATH="1").check()
     assert "usage: " in result.stdout if options else "OK     versions" in result.stdout

@@ -27,7 +27,7 @@ SMALL = ["data.batch_size=16", "model.hidden=8"]
 
 @pytest.mark.parametrize("nproc", [0, 2, 4])
 def test_preflight_of_a_good_machine(torchrun, nproc):
-    result = torchrun(nproc, ROOT / "ddp_setup.py", GLOO_SOCKET_IFNAME="lo").check()
+    result = torchrun(nproc, ROOT / "ddp_preflight.py", GLOO_SOCKET_IFNAME="lo").check()
     _, *ranks = result.stdout.partition("OK     versions")[0].splitlines()
     # After the ranks, a note says so if other programs need the CPUs.
     hosts = [line.partition(", host ")[0] for line in ranks if not line.startswith("note ")]
@@ -42,9 +42,10 @@ def test_preflight_of_a_good_machine(torchrun, nproc):
 
 
 def test_the_preflight_needs_no_tests(torchrun, tmp_path):
-    for name in ("ddp_setup", "ddp_watchdog", "ddp_threads", "errors"):
-        shutil.copy(ROOT / f"{name}.py", tmp_path)
-    result = torchrun(2, tmp_path / "ddp_setup.py", PYTHONPATH="", GLOO_SOCKET_IFNAME="lo").check()
+    for path in (*ROOT.glob("ddp_*.py"), ROOT / "errors.py", ROOT / "parts.py"):
+        shutil.copy(path, tmp_path)
+    script = tmp_path / "ddp_preflight.py"
+    result = torchrun(2, script, PYTHONPATH="", GLOO_SOCKET_IFNAME="lo").check()
     assert "OK     all-reduce" in result.stdout
 
 

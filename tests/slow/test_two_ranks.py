@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from tests import test_optim, test_resume, test_run_checkpoint
+from tests import test_optim, test_resume, test_run_transfer
 from tests.test_resume import folder  # noqa: F401, a fixture
 
 TESTS = [
@@ -14,7 +14,7 @@ TESTS = [
     test_resume.test_other_options_in_the_middle_of_a_run_are_named_and_recorded,
     test_resume.test_a_stop_of_a_finished_run_that_is_started_again_keeps_its_predictions,
     test_resume.test_options_that_made_no_step_leave_no_trace,
-    test_run_checkpoint.test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations,
+    test_run_transfer.test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations,
 ]
 
 

@@ -18,7 +18,8 @@ from torch_geometric.data import Data
 
 import train
 from config import Config
-from ddp_setup import Distributed, end_process, run
+from ddp_ends import end_process
+from ddp_setup import Distributed, run
 from run_folder import CheckpointConfig, LogConfig, RunConfig
 from task import KnockoutTask
 from tests.tools.runs import ROOT, launch

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from data_tables import SPLITS
 from ddp_setup import Distributed, setup
 from errors import UserError
+from evaluate import predict_rows
 from metrics import first_metric
-from predict_rows import predict_rows
 from run_checkpoint import load_model
 from run_folder import RunFolder
 from task import KnockoutTask

@@ -381,7 +381,7 @@ def replace_in_template() -> None:
 def main() -> None:
     command = sys.argv.pop(1)
     install()
-    from ddp_setup import end_process
+    from ddp_ends import end_process
 
     module = importlib.import_module(command.removesuffix(".py"))
     end_process(module.main())

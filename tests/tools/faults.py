@@ -23,7 +23,8 @@ from torch import Tensor
 
 import data
 import train
-from ddp_setup import Distributed, end_process
+from ddp_ends import end_process
+from ddp_setup import Distributed
 from optim import OptimConfig
 from run_checkpoint import TrainState
 from task import KnockoutTask

@@ -381,7 +381,7 @@ class SpeedTables:
 
 # ---- Checks of programs --------------------------------------------------------------------------
 def preflight(runs: Runs) -> tuple[bool, str]:
-    status, output = runs.program(1, f"{ROOT}/ddp_setup.py")
+    status, output = runs.program(1, f"{ROOT}/ddp_preflight.py")
     for line in output.splitlines():
         if line.startswith("OK     all-reduce"):
             return status == 0, line
@@ -389,7 +389,7 @@ def preflight(runs: Runs) -> tuple[bool, str]:
 
 
 def two_ranks(runs: Runs) -> tuple[bool, str]:
-    status, output = runs.program(2, f"{ROOT}/ddp_setup.py", CUDA_VISIBLE_DEVICES="0")
+    status, output = runs.program(2, f"{ROOT}/ddp_preflight.py", CUDA_VISIBLE_DEVICES="0")
     is_refused = re.search(r"ranks (0 and 1|1 and 0) share a GPU", output) is not None
     return is_refused, f"exit status {status}"
 

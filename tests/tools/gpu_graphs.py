@@ -23,10 +23,10 @@ import model_graphs
 from config import Config
 from data import DataConfig, StepSampler, make_loader, random_split
 from data_tables import Tables
+from evaluate import predict_rows
 from model import ModelConfig
 from model_graphs import GraphedModel, GraphedUpdate, TrainingSteps, capture
 from optim import OptimConfig, build_optimizer, set_learning_rates
-from predict_rows import predict_rows
 from run_checkpoint import TrainState
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, synthetic_tables

@@ -12,7 +12,8 @@ from torch import Tensor
 import data
 from data import DataConfig
 from data_tables import SPLITS, Tables
-from ddp_setup import Distributed, end_process, run
+from ddp_ends import end_process
+from ddp_setup import Distributed, run
 from run_folder import LogConfig, RunConfig
 from tests.tools.runs import launch, parameters, read_metrics, relative_difference
 from train import read_config, train

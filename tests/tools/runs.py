@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
+from analyse_results import Results
 from config import Config
 from data import KnockoutDataset
 from data_tables import Tables, pack
 from mask import SharedGraph
-from run_results import Results, result_lines
+from run_results import result_lines
 from task import KnockoutTask
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""predict_rows.py: batches that are kept, or too large; tests/workers.py has several processes."""
+"""evaluate.py: batches that are kept, or too large; tests/workers.py has several processes."""
 
 from types import SimpleNamespace
 
@@ -9,8 +9,8 @@ from torch_geometric.profile import get_data_size
 from config import Config
 from data import DataConfig
 from ddp_setup import DDPConfig, Distributed
+from evaluate import LARGE_BATCH, KeptBatches, evaluation_batch_size, predict_rows
 from model import ModelConfig
-from predict_rows import LARGE_BATCH, KeptBatches, evaluation_batch_size, predict_rows
 from task import KnockoutTask
 from tests.test_targets import additive_tables
 
@@ -28,7 +28,7 @@ def test_batches_that_fit_in_memory_are_made_once(monkeypatch, num_kept):
     expected = predict_rows(model, task, rows, env)
     batches = [task.dataset.__getitems__(some.tolist()) for some in rows.split(8)]
     most = sum(map(get_data_size, batches[:num_kept]))
-    monkeypatch.setattr("predict_rows.MOST_KEPT", most)
+    monkeypatch.setattr("evaluate.MOST_KEPT", most)
     kept = KeptBatches(task, rows, env)
     next(iter(kept))  # one that is not read to its end
     for _ in range(3):

@@ -1,0 +1,203 @@
+"""The content of a test.tsv, read again: its rows, their levels and clusters.
+
+Shapes: n rows of T targets.
+"""
+
+import math
+from array import array
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data_cells import parse_number
+from errors import UserError
+from run_results import SUFFIXES
+
+
+@dataclass
+class Results:
+    """The content of a test.tsv."""
+
+    genes: list[str]  # of each row, separated by commas
+    unseen: Tensor  # long [n, T], how many of them no training row with the score perturbs
+    unseen_genes: list[str]  # of each row, those that are unseen for one of its scores
+    targets: list[str]  # name of each of the T targets
+    y: Tensor  # float64 [n, T], nan where a score is missing
+    prediction: Tensor  # float64 [n, T]
+    baseline: Tensor  # float64 [n, T], the additive one
+    weight: Tensor | None = None  # float64 [n], of each row; None: all are 1
+    sd: Tensor | None = None  # float64 [n], of each row's scores, whose weight is then 1 / sd**2
+
+    def __post_init__(self):
+        if self.sd is not None and self.weight is None:
+            self.weight = self.sd**-2
+
+    def select(self, is_chosen: Tensor) -> "Results":
+        """Returns the rows that have a chosen score, bool [n, T] or [n, 1], without their others.
+
+        Scores that are not chosen are nan.
+        """
+        rows = is_chosen.any(dim=1)
+        numbers = rows.nonzero().flatten().tolist()
+        return Results(
+            genes=[self.genes[row] for row in numbers],
+            unseen=self.unseen[rows],
+            unseen_genes=[self.unseen_genes[row] for row in numbers],
+            targets=self.targets,
+            y=self.y[rows].where(is_chosen[rows], math.nan),
+            prediction=self.prediction[rows],
+            baseline=self.baseline[rows],
+            weight=None if self.weight is None else self.weight[rows],
+            sd=None if self.sd is None else self.sd[rows],
+        )
+
+    def levels(self) -> list[str]:
+        """Returns the level of each row's genes as a text, such as "0.3"; "" if it has no genes.
+
+        It is "several" where they have different ones.
+        """
+        levels = []
+        for names in self.genes:
+            of_genes = {level_of(name) for name in names.split(",") if name}
+            if len(of_genes) > 1:
+                of_genes = {"several"}
+            levels.append("".join(of_genes))
+        return levels
+
+    def deletions(self) -> Tensor:
+        """Returns the number of genes in each row, long [n]."""
+        return torch.tensor([names.count(",") + 1 if names else 0 for names in self.genes])
+
+    def clusters(self) -> list[list[tuple[str, str]]]:
+        """Returns the bootstrap clusters of each row, one or two, each as a kind and a name.
+
+        A row is in the cluster of each of its unseen genes ("gene", name), or else in that of its
+        set of genes ("set", genes). The errors of rows in a cluster are correlated. Of more than
+        two unseen genes, those with the most rows count.
+        """
+        unseen_genes = [names.split(",") for names in self.unseen_genes]
+        num_rows = Counter(chain.from_iterable(unseen_genes))
+        clusters = []
+        for genes, unseen in zip(self.genes, unseen_genes, strict=True):
+            if unseen == [""]:
+                clusters.append([("set", genes)])
+            else:
+                of_most_rows = sorted(unseen, key=num_rows.__getitem__, reverse=True)[:2]
+                clusters.append([("gene", name) for name in of_most_rows])
+        return clusters
+
+    def cluster_numbers(self) -> Tensor:
+        """Returns the numbers of each row's clusters, long [n, 2], -1 if there is no second one.
+
+        Clusters are numbered in the order of their first rows.
+        """
+        number = {}
+        rows = []
+        for clusters in self.clusters():
+            numbers = [number.setdefault(cluster, len(number)) for cluster in clusters]
+            rows.append([*numbers, -1][:2])
+        return torch.tensor(rows)
+
+    def counts(self) -> str:
+        """Returns the numbers of rows and scores as a text."""
+        return f"rows {len(self.y):,}, scores {len(self.targets):,}"
+
+
+def level_of(name: str) -> str:
+    """Returns the level at the end of a gene's name in test.tsv, "0" for a deletion."""
+    _, sign, end = name.rpartition("=")
+    level = parse_number(end)
+    has_level = sign and math.isfinite(level)
+    return f"{level:.15g}" if has_level else "0"  # as 00.3 may stand for 0.3
+
+
+def read_results(path: Path) -> Results:
+    """Returns the rows of a test.tsv; raises `UserError` if it is not as train.py writes it."""
+    genes = []
+    unseen = []
+    unseen_genes = []
+    weights = array("d")
+    numbers = array("d")
+    line_number = 1
+    try:
+        with path.open(encoding="utf-8") as file:
+            header = file.readline().rstrip("\n").split("\t")
+            of_rows = ["genes", "unseen", "unseen_genes"]
+            weight_name = header[3] if len(header) > 3 else ""
+            if weight_name in ("weight", "sd"):
+                of_rows.append(weight_name)
+            targets = header[len(of_rows) :: 3]
+            columns = [name + suffix for name in targets for suffix in SUFFIXES]
+            if not targets or header != [*of_rows, *columns]:
+                expected = "genes, unseen, unseen_genes, and three columns for each score"
+                raise ValueError(f"the header is not {expected}")
+            for line in file:
+                line_number += 1
+                cells = line.rstrip("\n").split("\t")
+                if len(cells) != len(header):
+                    raise ValueError(f"{len(cells)} cells under {len(header)} columns")
+                genes.append(cells[0])
+                counts = [int(count) for count in cells[1].split(",")]
+                if len(counts) not in (1, len(targets)):
+                    raise ValueError(f"{len(counts)} numbers of unseen genes")
+                unseen.append(torch.tensor(counts).expand(len(targets)))
+                unseen_genes.append(cells[2])
+                weights.extend(map(float, cells[3 : len(of_rows)]))
+                numbers.extend([float(cell or "nan") for cell in cells[len(of_rows) :]])
+            if not genes:
+                raise ValueError("there are no rows")
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}: {error.strerror}; a run writes it when it finishes"
+        ) from None
+    except ValueError as error:
+        raise UserError(
+            f"{path}:{line_number}: {error}; start the run again, which writes it anew"
+        ) from None
+    scores = torch.frombuffer(numbers, dtype=torch.float64).view(len(genes), len(targets), 3)
+    y, prediction, baseline = scores.movedim(2, 0).contiguous()
+    rows = Results(genes, torch.stack(unseen), unseen_genes, targets, y, prediction, baseline)
+    if weights:
+        weight = torch.tensor(weights, dtype=torch.float64)
+        rows = replace(rows, **{weight_name: weight})
+    return rows
+
+
+def check_same_rows(members: list[Results], files: list[Path]) -> None:
+    """Raises `UserError` if the files do not have the same rows with the same scores."""
+    first = members[0]
+    for file, member in zip(files, members, strict=True):
+        has_same_names = (member.genes, member.targets) == (first.genes, first.targets)
+        if not (has_same_names and torch.equal(member.y.nan_to_num(), first.y.nan_to_num())):
+            raise UserError(
+                f"{file} has other test rows than {files[0]}: compare runs of one split"
+            )
+        has_same_baseline = are_equal_in_files(member.baseline, first.baseline)
+        if not (has_same_baseline and torch.equal(member.unseen, first.unseen)):
+            raise UserError(
+                f"{file} was trained on other rows than {files[0]}: compare runs of one split"
+            )
+        if not (is_same(member.weight, first.weight) and is_same(member.sd, first.sd)):
+            raise UserError(
+                f"{file} has other weights or sd than {files[0]}: compare runs of one table"
+            )
+
+
+def are_equal_in_files(prediction: Tensor, baseline: Tensor) -> bool:
+    """Returns whether predictions [n, T] are the baseline's, but for the digits of a file.
+
+    They may differ by 1e-4 of the baseline's standard deviation over the rows.
+    """
+    tolerance = 1e-4 * baseline.std(dim=0, correction=0)
+    return bool(((prediction - baseline).abs() <= tolerance).all())
+
+
+def is_same(values: Tensor | None, others: Tensor | None) -> bool:
+    """Returns whether both are None, or the same numbers."""
+    if values is None or others is None:
+        return values is others
+    return torch.equal(values, others)

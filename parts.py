@@ -1,0 +1,169 @@
+"""The parts: what a copy can leave out, by deleting files and setting an option to its off value.
+
+No other line changes. The core imports no part at the top of a module, but inside the `if` of its
+option, or by `optional`. Whatever is in no part is the core.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from errors import UserError
+
+FOLDER = Path(__file__).parent.resolve()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the template.
+
+    Args:
+        files: those to delete; the first is what its option needs. Two parts can share others,
+            which go with either.
+        option: the option that asks for it, `section.key`, "" if there is none.
+        off: the option's value without the part, as on a command line.
+        loss: what one loses, a text.
+        on: the values that ask for it; none: all but `off`.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    option: str = ""
+    off: str = ""
+    loss: str = ""
+    on: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> list[str]:
+        return [Path(file).stem for file in self.files]
+
+    def is_asked_for(self, value: str) -> bool:
+        """Returns whether a value of the option, as on a command line, asks for the part."""
+        return value in self.on if self.on else value != self.off
+
+
+PARTS = [
+    Part(
+        "baseline",
+        ("baseline.py", "baseline_combination.py", "baseline_ridge.py"),
+        loss="training starts from the mean of the scores",
+    ),
+    Part(
+        "pairs",
+        ("model_pairs.py", "predict_pairs.py"),
+        option="model.pairs",
+        off="false",
+        loss="the local readout does not see what knocked-out nodes share",
+    ),
+    Part(
+        "graphs",
+        ("model_graphs.py",),
+        option="model.cuda_graphs",
+        off="false",
+        loss="steps on a GPU are launched kernel by kernel",
+    ),
+    Part(
+        "reach",
+        ("model_reach.py",),
+        option="model.message_passing",
+        off="shared",
+        on=("auto", "reach"),
+        loss="a CPU computes the states of all nodes",
+    ),
+    Part(
+        "copies",
+        ("mask_copies.py",),
+        option="model.message_passing",
+        off="shared",
+        on=("expanded",),
+        loss="no layers with values for each edge",
+    ),
+    Part(
+        "predict",
+        (
+            "predict.py",
+            "predictor.py",
+            "predict_ensemble.py",
+            "predict_explain.py",
+            "predict_pairs.py",
+            "predict_sets.py",
+            "predict_table.py",
+        ),
+        loss="no predictions of other tables",
+    ),
+    Part("explain", ("predict_explain.py", "predict_pairs.py"), loss="no reasons of predictions"),
+    Part(
+        "analyse",
+        (
+            "analyse.py",
+            "analyse_intervals.py",
+            "analyse_metrics.py",
+            "analyse_results.py",
+            "analyse_rivals.py",
+            "analyse_text.py",
+        ),
+        loss="test.tsv and the log alone say how good a run is",
+    ),
+    Part(
+        "notes",
+        ("data_notes.py", "data_names.py", "data_range.py"),
+        loss="fewer hints on what may be wrong with tables",
+    ),
+    Part(
+        "cache",
+        ("data_cache.py",),
+        option="data.cache_dir",
+        off="",
+        loss="tables are parsed at each start",
+    ),
+    Part(
+        "transfer",
+        ("run_transfer.py",),
+        option="run.init",
+        off="",
+        loss="no start from the parameters of another run",
+    ),
+    Part("plots", ("run_plots.py",), loss="no curves.svg and no test.svg"),
+    Part(
+        "watchdog",
+        ("ddp_watchdog.py",),
+        loss="a hang ends by the process group's timeout, which names no rank",
+    ),
+    Part("threads", ("ddp_threads.py",), loss="as many threads as torch and torchrun choose"),
+    Part("machines", ("ddp_rendezvous.py",), loss="one machine, or torchrun by hand on each"),
+    Part("preflight", ("ddp_preflight.py",), loss="no check of machines before a long run"),
+]
+
+
+def optional(name: str) -> ModuleType | None:
+    """Returns a part's module, None where its file is gone.
+
+    A package of the same name that is installed elsewhere is not the part. An error inside the
+    module is raised, as it does not mean that the part is gone.
+    """
+    return importlib.import_module(name) if is_here(name) else None
+
+
+def is_here(name: str) -> bool:
+    """Returns whether a module lies beside this one."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and Path(spec.origin).parent.resolve() == FOLDER
+
+
+def check_parts(options: Mapping[str, Any]) -> None:
+    """Raises `UserError` for an option, of {"section.key": value}, whose part is gone."""
+    for part in PARTS:
+        if not part.option:
+            continue
+        value = str(options[part.option])
+        if isinstance(options[part.option], bool):
+            value = value.lower()
+        if part.is_asked_for(value) and not is_here(part.modules[0]):
+            raise UserError(
+                f"{part.option}={value} needs {part.files[0]}, which is not here: "
+                f"set {part.option}={part.off}"
+            )
