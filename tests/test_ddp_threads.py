@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import ddp_setup
 import ddp_threads
 from ddp_setup import DDPConfig, Distributed, describe, set_threads
 from ddp_threads import choose_threads, count_busy_cpus, load_note, quotas
@@ -129,7 +128,7 @@ def test_threads_are_set_unless_the_user_has(monkeypatch):
     before = torch.get_num_threads()
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr("ddp_setup.choose_threads", lambda processes: (7, f"for {processes}"))
+    monkeypatch.setattr("ddp_threads.choose_threads", lambda processes: (7, f"for {processes}"))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert set_threads(2) == f"{before} (OMP_NUM_THREADS)" and chosen == []
     monkeypatch.setenv("OMP_NUM_THREADS", "")
@@ -182,9 +181,9 @@ def test_a_note_says_what_to_set_on_a_busy_machine(
 
 def test_the_note_stands_below_the_ranks(monkeypatch):
     env = Distributed(DDPConfig())
-    monkeypatch.setattr(ddp_setup, "load_note", lambda *arguments: "")
+    monkeypatch.setattr(ddp_threads, "load_note", lambda *arguments: "")
     assert describe(env).count("\n") == 0
-    monkeypatch.setattr(ddp_setup, "load_note", lambda *arguments: "note      a busy machine")
+    monkeypatch.setattr(ddp_threads, "load_note", lambda *arguments: "note      a busy machine")
     assert describe(env).endswith("\nnote      a busy machine")
 
 
