@@ -18,8 +18,7 @@ from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tenso
 
 from baseline_combination import SUM, Combination, combine
 from baseline_ridge import ROWS_AT_ONCE, Design, Doses, Targets
-from data_cache import cached, source_digest
-from data_tables import Tables
+from data_tables import Tables, cached
 from mask import doses, extremes_by_sample, sum_by_sample
 from metrics import mean_and_std
 from run_progress import progress_bar
@@ -123,8 +122,10 @@ def blank_baseline(num_nodes: int, num_targets: int, basis: Tensor) -> Baseline:
 
 def load_baseline(tables: Tables, fingerprint: str, cache_dir: str, loss: str) -> Baseline:
     """Returns `fit_baseline` of these tables, cached by their fingerprint."""
-    key = f"{source_digest(fit_baseline)} {fingerprint} {loss}"
-    fields = cached(cache_dir, "baseline", key, lambda: vars(fit_baseline(tables, loss)))
+    key = f"{fingerprint} {loss}"
+    fields = cached(
+        cache_dir, "baseline", fit_baseline, key, lambda: vars(fit_baseline(tables, loss))
+    )
     return Baseline(**fields)
 
 

@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_co
 from torch_geometric.data import Data
 from torch_geometric.utils import cumsum
 
-from data_cache import cached, source_digest
 from data_cells import check_is_no_pipe
-from data_tables import SPLITS, Tables, read_tables
+from data_tables import SPLITS, Tables, cached, read_tables
 from errors import DataError
 
 EXAMPLE = Path(__file__).with_name("example")  # tables that are read if none are given
@@ -58,17 +57,23 @@ def load(config: DataConfig) -> Tables:
     files = [config.edges, config.perturbations, config.features]
     options = [config.scores, config.undirected]
     digests = [path and file_digest(path) for path in files]  # "" for one that is not given
-    # Notes of tables name their files.
-    key = f"{source_digest(read_tables)} {files} {digests} {options}"
-    fields = cached(config.cache_dir, "tables", key, lambda: vars(read_tables(*files, *options)))
-    tables = Tables(**fields)
+    key = f"{files} {digests} {options}"  # notes of tables name their files
+
+    def read() -> dict[str, Any]:
+        return vars(read_tables(*files, *options))
+
+    tables = Tables(**cached(config.cache_dir, "tables", read_tables, key, read))
     advice = "name some in its column split, or remove that column"
     if tables.split is None:
         advice = "change data.val_fraction and data.test_fraction, or add rows"
         make_split = {"random": random_split, "nodes": node_split}[config.split]
-        key += f" {source_digest(make_split)} {config.split} {config.split_seed}"
-        key += f" {config.val_fraction} {config.test_fraction}"
-        tables.split = cached(config.cache_dir, "split", key, lambda: make_split(tables, config))
+        key += f" {config.split} {config.split_seed} {config.val_fraction} {config.test_fraction}"
+
+        def split_rows() -> Tensor:
+            return make_split(tables, config)
+
+        # The code of this module is that of the tables, too, which it imports.
+        tables.split = cached(config.cache_dir, "split", make_split, key, split_rows)
     elif config.split == "nodes":
         raise DataError(
             f"{config.perturbations} has a column split: remove it, "

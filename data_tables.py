@@ -9,7 +9,7 @@ Shapes: N nodes, E edges, each of F features, n samples of T targets.
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from data_names import note_on_features, note_on_unknown
 from data_notes import note_edges, note_empty_columns, note_samples
 from errors import DataError
 from metrics import standardise
+from parts import optional
 
 MIXING = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
 # Fields that the fingerprint leaves out: descriptions of the files, and the source of `weight`.
@@ -211,6 +212,20 @@ class Tables:
 
 
 # ---- Files --------------------------------------------------------------------------------------
+def cached(
+    cache_dir: str, kind: str, function: Callable, key: str, build: Callable[[], Any]
+) -> Any:
+    """Returns the value of `build`, which is kept in a file of the folder, if one is named.
+
+    The file is that of `key`, a text of all that the value depends on but for code, and of the code
+    of the module of `function`. Without data_cache.py, the value is built each time.
+    """
+    data_cache = optional("data_cache") if cache_dir else None
+    if data_cache is None:
+        return build()
+    return data_cache.cached(cache_dir, kind, f"{data_cache.source_digest(function)} {key}", build)
+
+
 def read_tables(
     edges: str, perturbations: str, features: str, scores: Sequence[str], undirected: bool
 ) -> Tables:

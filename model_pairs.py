@@ -21,7 +21,7 @@ from torch_geometric.index import index2ptr
 from torch_geometric.utils import scatter
 
 from data import KnockoutDataset
-from data_cache import cached, source_digest
+from data_tables import cached
 from mask import SharedGraph, num_samples, sum_by_sample
 from run_progress import progress_bar
 
@@ -260,8 +260,8 @@ def add_pair_features(
             features.append(index.of_samples(batch, dtype).cpu())
         return {"features": torch.cat(features)}
 
-    key = f"{source_digest(PairIndex)} {fingerprint} {dtype}"
-    dataset.pair_features = cached(cache_dir, "pairs", key, compute)["features"]
+    key = f"{fingerprint} {dtype}"
+    dataset.pair_features = cached(cache_dir, "pairs", PairIndex, key, compute)["features"]
 
 
 def size_of_features(dataset: KnockoutDataset, graph: SharedGraph) -> int:

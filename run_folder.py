@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import yaml
 
-from data_cache import cache_file, cached
 from ddp_setup import Distributed, describe
 from errors import RunError, UserError, kept_warnings
 from parts import optional
@@ -293,10 +292,15 @@ class RunFolder:
             if self.env.rank != 0:
                 return
             content = {"graph": self.origin["graph"], **fields}
-            of_cache = (self.config.data.cache_dir, "graph", self.origin["graph"])
-            cached(*of_cache, lambda: content)
-            if cache_file(*of_cache).exists():
-                link_atomically(cache_file(*of_cache), path)
+            cache_dir = self.config.data.cache_dir
+            data_cache = optional("data_cache") if cache_dir else None
+            if data_cache is None:
+                save_atomically(path, content)
+                return
+            of_cache = (cache_dir, "graph", self.origin["graph"])
+            data_cache.cached(*of_cache, lambda: content)
+            if data_cache.cache_file(*of_cache).exists():
+                link_atomically(data_cache.cache_file(*of_cache), path)
             else:
                 save_atomically(path, content)
 

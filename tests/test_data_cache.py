@@ -8,11 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import data_tables
+import parts
 from baseline import load_baseline
 from data import DataConfig, load
 from data_cache import cached, source_digest
@@ -145,6 +147,29 @@ def test_an_unwritable_cache_folder_only_disables_the_cache(tmp_path, caplog):
     assert "cannot be written" in caplog.text
 
 
+def test_without_a_cache_folder_tables_are_read_at_each_start(tmp_path, monkeypatch):
+    """And nothing is left in the working folder."""
+    options = replace(write_tables(tmp_path), cache_dir="")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    first = load(options)
+    read_edges = Mock(wraps=data_tables.read_edges)
+    monkeypatch.setattr(data_tables, "read_edges", read_edges)
+    tables = load(options)
+    assert read_edges.call_count == 1
+    load_baseline(tables, tables.fingerprint(), options.cache_dir, "squared")
+    assert tables.fingerprint() == first.fingerprint()
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_without_the_part_tables_are_read_though_a_folder_is_named(tmp_path, monkeypatch):
+    """As an analysis of an older run does, whose options name one."""
+    monkeypatch.setattr(parts, "is_here", lambda module: module != "data_cache")
+    options = write_tables(tmp_path)
+    assert len(load(options).y) == 3
+    assert not Path(options.cache_dir).exists()
+
+
 # ---- Code ----------------------------------------------------------------------------------------
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -218,18 +243,21 @@ def test_a_cache_is_remade_if_the_code_that_makes_it_is_edited(tmp_path, sources
 
 
 def test_a_module_that_a_reader_imports_by_any_way_is_part_of_the_key(sources):
-    """Within a function, from a package, and by a module that is itself imported so."""
+    """Within a function, from a package, by `optional`, and by a module that is imported so."""
     replace_text(
         sources / "data_tables.py",
         "    node_number = {}\n    notes",
-        "    from formats.reader import lines\n\n    node_number = {}\n    notes",
+        "    from formats.reader import lines\n\n    node_number = optional('hints')\n    notes",
     )
     (sources / "formats").mkdir()
     (sources / "formats/__init__.py").write_text("")
     (sources / "formats/reader.py").write_text("import units\n\nlines = []\n")
     (sources / "units.py").write_text("SCALE = 1\n")
+    (sources / "hints.py").write_text("def hint():\n    import words\n")
+    (sources / "words.py").write_text("WORDS = []\n")
+    names = ("units.py", "formats/reader.py", "formats/__init__.py", "data_tables.py")
     digests = set()
-    for name in ("units.py", "formats/reader.py", "formats/__init__.py", "data_tables.py"):
+    for name in (*names, "hints.py", "words.py"):
         source_digest.cache_clear()
         digests.add(source_digest(data_tables.read_tables))
         with (sources / name).open("a") as file:
@@ -237,4 +265,8 @@ def test_a_module_that_a_reader_imports_by_any_way_is_part_of_the_key(sources):
     (sources / "unrelated.py").write_text("import tables\n")
     source_digest.cache_clear()
     digests.add(source_digest(data_tables.read_tables))
-    assert len(digests) == 5
+    assert len(digests) == 7
+    (sources / "hints.py").unlink()
+    source_digest.cache_clear()
+    digests.add(source_digest(data_tables.read_tables))
+    assert len(digests) == 8

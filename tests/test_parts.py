@@ -20,6 +20,7 @@ WORDS = {
     "copies": ["copies", "expanded"],
     "predict": ["predict.py", "predictor"],
     "analyse": ["analyse"],
+    "cache": ["cache"],
     "transfer": ["init ", "transfer"],
     "plots": ["plot", "svg"],
     "threads": ["ddp_threads"],
