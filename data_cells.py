@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from data_names import misread
 from errors import DataError
 from run_progress import ProgressBar, progress_bar
 
@@ -31,6 +30,9 @@ SPLITS = ("train", "val", "test")
 ALIASES = {"node": "gene", "nodes": "genes"}  # of a table's first column
 # What pandas, R and spreadsheets write for a missing value; any text that is a float's nan is one.
 MISSING = {"", "NA", "N/A", "#N/A", "None", "null", "NULL", "<NA>"}
+CONTROL = re.compile(r"((neg|negative)?(control|ctrl)|wt|wildtype|ntc?|nontargeting)+")
+JOINTS = "+;|:/&_ "  # what people write between names in place of a comma
+ONE_NODE = "; if it is one node, give it an edge, such as a loop"
 CHUNK = 2**23  # characters of a table that are parsed at once
 
 
@@ -111,7 +113,7 @@ class Rows:
 
         Returns for each perturbed node the row and the number of the name, long [total]; the names
         by number; and for each node its level, float64 [total]. Raises `DataError`, also for names
-        that are `data_names.misread`. Only names in `node_names` may have `=`.
+        that are `misread`. Only names in `node_names` may have `=`.
         """
         cells = self.cells["genes"]
         filled = [cell for cell in cells if cell.strip()]
@@ -213,6 +215,28 @@ def parse_number(cell: str) -> float:
 def is_missing_name(name: str) -> bool:
     """Returns whether a text is what people and programs write for a name that is not there."""
     return name == "-" or math.isnan(parse_number(name))
+
+
+def is_control(name: str) -> bool:
+    """Returns whether a name is one of those that people write for an intact sample."""
+    unnumbered = re.sub(r"[_\s]+\d+$", "", name)
+    letters = re.sub(r"[\W_]+", "", unnumbered)
+    return CONTROL.fullmatch(letters.lower()) is not None
+
+
+def misread(name: str, nodes: Container[str]) -> str:
+    """Returns a text on what is wrong with a name that is no node; "" if it may be one
+    without edges.
+    """
+    if is_control(name):
+        return f"{name}, a control: leave it out, as an intact sample has an empty cell{ONE_NODE}"
+    for joint in JOINTS:
+        joined = [text.strip() for text in name.split(joint) if text.strip()]
+        knocked_out = [text for text in joined if not is_control(text)]
+        if joint in name and knocked_out and all(text in nodes for text in knocked_out):
+            names = ",".join(knocked_out)
+            return f"{name}, which is no node but joins names: write {names}{ONE_NODE}"
+    return ""
 
 
 def check_is_no_pipe(path: str) -> None:

@@ -21,15 +21,13 @@ from torch_geometric.index import index2ptr
 from torch_geometric.utils import coalesce, scatter, to_undirected
 
 from data_cells import SPLITS, number_names, read_header, read_rows, stable_order
-from data_names import note_on_features, note_on_unknown
-from data_notes import note_edges, note_empty_columns, note_samples
 from errors import DataError
 from metrics import standardise
 from parts import optional
 
 MIXING = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
 # Fields that the fingerprint leaves out: descriptions of the files, and the source of `weight`.
-OF_FILES = ("left_out", "notes", "feature_names", "sd")
+OF_FILES = ("left_out", "notes", "line", "feature_names", "edge_feature_names", "sd")
 # Fields of the graph and of what is predicted on it: all that graph.pt has for predictions.
 OF_GRAPH = ("genes", "relations", "edge_index", "edge_type", "edge_weight", "edge_attr")
 OF_GRAPH += ("features", "feature_names", "targets")
@@ -52,8 +50,10 @@ class Tables:
     targets: Sequence[str] = ("score",)  # name of each column of scores
     left_out: Sequence[str] = ()  # columns of the samples' table that are not read
     notes: Sequence[str] = ()  # sentences for the log on how the files were read
+    line: Tensor | None = None  # int [n], of each sample in its file; None: it is not known
     edge_weight: Tensor | None = None  # float64 [E]; None: all are 1
     edge_attr: Tensor | None = None  # float32 [E, F], features of the edges; None: they have none
+    edge_feature_names: Sequence[str] = ()  # name of each of these
     features: Tensor | None = None  # float32 [N, F], of the nodes; None: they have none
     feature_names: Sequence[str] = ()  # name of each of these
     level: Tensor | None = None  # float64 [total], of each of `perturbed`; None: all are 0, deleted
@@ -235,7 +235,7 @@ def read_tables(
     """
     node_number = {}
     notes = []
-    relations, edge_index, edge_type, edge_values = read_edges(edges, node_number, notes)
+    relations, names, edge_index, edge_type, edge_values = read_edges(edges, node_number, notes)
     columns = read_knockouts(perturbations, node_number, notes, scores)
     genes = sorted(node_number)
     position = number_names(genes, node_number).argsort()  # by number: the name's place in `genes`
@@ -249,7 +249,10 @@ def read_tables(
     edge_index, edge_values = merge(edge_index, edge_values, reduce="mean")
     num_features = edge_values.size(1) // 2
     edge_weight, edge_attr, present = edge_values.split([1, num_features, num_features], dim=1)
-    node_features = read_features(features, genes, notes) if features else {}
+    node_features = {}
+    described = []  # the names in the table of features
+    if features:
+        node_features, described = read_features(features, genes, notes)
     tables = Tables(
         genes=genes,
         relations=relations,
@@ -257,12 +260,17 @@ def read_tables(
         edge_type=edge_index[0] // len(genes),
         edge_weight=edge_weight.flatten(),
         edge_attr=(edge_attr / present).nan_to_num().float(),
+        edge_feature_names=names,
         notes=notes,
         **node_features,
         **samples,
         **columns,
     )
-    note_samples(tables, perturbations, are_chosen=bool(scores))
+    data_notes = optional("data_notes")
+    if data_notes:
+        are_chosen = bool(scores)
+        files = (edges, perturbations, features)
+        tables.notes = notes + data_notes.notes_on(tables, *files, described, are_chosen)
     return tables
 
 
@@ -279,11 +287,11 @@ def number_in_order(values: Tensor) -> Tensor:
 
 def read_edges(
     path: str, node_number: dict[str, int], notes: list[str]
-) -> tuple[list[str], Tensor, Tensor, Tensor]:
-    """Returns the names of relations, edge_index and edge_type of `Tables`, and the edges' values.
+) -> tuple[list[str], list[str], Tensor, Tensor, Tensor]:
+    """Returns relations, edge_feature_names, edge_index and edge_type of `Tables`, and values.
 
-    The values are float64 [E, 1 + 2F]: the weight; the features, standardised and 0 where missing;
-    and for each feature, 1 if it is there. Nodes that `node_number` lacks are added to it, and
+    Values are float64 [E, 1 + 2F]: the weight; the features, standardised and 0 where missing; and
+    for each feature, 1 if it is there. Nodes that `node_number` lacks are added to it, and
     sentences for the log to `notes`. Raises `DataError`.
     """
     header = read_header(path, notes, ("source", "target", "relation"), ("weight",))
@@ -304,13 +312,10 @@ def read_edges(
         weights.append(weight)
         features.append(rows.table(names))
     edges = torch.cat(edges, dim=1)
-    features = torch.cat(features)
-    note_empty_columns(path, names, features, notes)
-    note_edges(path, header[3:], relation_number, node_number, notes)
-    features = standardise(features)
+    features = standardise(torch.cat(features))
     present = ~features.isnan()
     values = torch.cat([torch.cat(weights), features.nan_to_num(), present], dim=1)
-    return list(relation_number), edges[:2], edges[2], values
+    return list(relation_number), names, edges[:2], edges[2], values
 
 
 def read_knockouts(
@@ -338,13 +343,13 @@ def read_knockouts(
         raise DataError(f"{path}:1: {problem}")
     chunks = []
     num_rows = 0
-    nodes = list(node_number)
-    known = frozenset(nodes)
+    nodes = frozenset(node_number)
     for rows in read_rows(path, header, has_bar=True):
-        row, name, names, level = rows.sets(known)
+        row, name, names, level = rows.sets(nodes)
         node = number_names(names, node_number)[name]
         y = rows.table(targets, ": to leave that column out, name the others in data.scores")
-        chunk = {"row": row + num_rows, "node": node, "level": level, "y": y}
+        line = torch.tensor(rows.lines, dtype=torch.int)
+        chunk = {"row": row + num_rows, "node": node, "level": level, "line": line, "y": y}
         if "split" in header:
             chunk["split"] = rows.splits()
         if "weight" in header:
@@ -354,16 +359,14 @@ def read_knockouts(
         chunks.append(chunk)
         num_rows += len(y)
     fields = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-    unknown = list(node_number)[len(nodes) :]
-    note = note_on_unknown(unknown, nodes, num_perturbed=len(fields["node"].unique()))
-    if note:
-        notes.append(f"{path}: {note}")
     left_out = [name for name in score_columns if name not in targets]
     return {**fields, "targets": targets, "left_out": left_out}
 
 
-def read_features(path: str, genes: list[str], notes: list[str]) -> dict[str, Any]:
-    """Returns the fields `features` and `feature_names` of `Tables`.
+def read_features(
+    path: str, genes: list[str], notes: list[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the fields `features` and `feature_names` of `Tables`, and all names in the file.
 
     Features are standardised, and 0 where missing. Sentences for the log are added to `notes`.
     Raises `DataError`.
@@ -384,12 +387,9 @@ def read_features(path: str, genes: list[str], notes: list[str]) -> dict[str, An
     if (row < 0).all():
         problem = "none of its nodes is in the tables of edges and knock-outs"
         raise DataError(f"{path}: {problem}")
-    note = note_on_features(row_of, genes)
-    if note:
-        notes.append(f"{path}: {note}")
     values = torch.cat(chunks)[row].where(row.unsqueeze(1) >= 0, math.nan)
-    note_empty_columns(path, names, values, notes)
-    return {"features": standardise(values).nan_to_num().float(), "feature_names": names}
+    features = standardise(values).nan_to_num().float()
+    return {"features": features, "feature_names": names}, list(row_of)
 
 
 def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:

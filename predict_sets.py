@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from data_cells import Rows, read_header, read_rows, split_level
-from data_names import meanings, some_names
 from data_tables import Tables, pack
 from errors import UserError
+from parts import optional
 
 SET_SIZES = {"all-singles": 1, "all-pairs": 2}
 MOST = 16_384  # rows at once
@@ -165,5 +165,8 @@ def make_samples(tables: Tables, row: Tensor, node: Tensor, level: Tensor, num_r
 
 def unknown_nodes(names: Sequence[str], tables: Tables) -> str:
     """Returns a sentence that names up to ten nodes that the graph does not have."""
-    meaning_of = meanings(names, tables.genes)
-    return f"{len(names)} nodes are not in the graph: {some_names(names, meaning_of)}"
+    named = f"{', '.join(names[:10]):.500}"
+    data_notes = optional("data_notes")
+    if data_notes:
+        named = data_notes.some_names(names, data_notes.meanings(names, tables.genes))
+    return f"{len(names)} nodes are not in the graph: {named}"

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from data import DataConfig, load
-from data_cells import Rows, read_header, read_rows
+from data_cells import Rows, is_control, misread, read_header, read_rows
 from data_tables import Tables, pack, read_edges, read_knockouts
 from errors import DataError
+from predict_sets import read_sets
 from tests.conftest import write_table
 from tests.test_data_tables import EDGES, SCORES, asked, notes_on, write_tables
+from tests.tools.cells import read_cells
 from tests.tools.runs import tables_of
 
 EDGE_ROWS = [("a", "b", "x", 3, 0.5), ("b", "c", "x", 1, 2), ("c", "d", "y", 2, 4)]
@@ -408,16 +410,16 @@ def test_a_column_without_a_name_and_cells_is_left_out_with_a_note(tmp_path):
     ]
 
 
-def test_a_column_without_any_value_is_named(tmp_path):
+def test_a_column_that_does_not_vary_is_named(tmp_path):
     """Of features of nodes that are in the graph, and of edges; of scores, it is an error."""
     edges = [(*row[:3], "NA", row[4]) for row in EDGE_ROWS]
-    features = [("a", "", "1"), ("b", "nan", "2"), ("unknown", "3", "4")]
-    path = write_table(tmp_path / "features.tsv", [FEATURE_HEADER, *features])
+    features = [("a", "", "1", 7), ("b", "nan", "2", 7), ("unknown", "3", "4", 8)]
+    path = write_table(tmp_path / "features.tsv", [(*FEATURE_HEADER, "same"), *features])
     scores = [SCORE_HEADER, *SCORE_ROWS]
     options = write_tables(tmp_path, [EDGE_HEADER, *edges], scores, features=str(path))
     assert [note.partition(".tsv: ")[2] for note in load(options).notes] == [
-        f"the column {name} has no value, and says nothing"
-        for name in (EDGE_HEADER[3], FEATURE_HEADER[1])
+        f"the column {name} has no value, or one everywhere: it says nothing"
+        for name in (EDGE_HEADER[3], FEATURE_HEADER[1], "same")
     ]
 
 
@@ -425,3 +427,107 @@ def test_a_cell_under_no_name_is_an_error_that_says_where(tmp_path):
     with pytest.raises(DataError, match=r"scores.tsv:3: 'x' in column 5, which has no name"):
         write = [(*SCORE_HEADER, ""), (*SCORE_ROWS[0], ""), (*SCORE_ROWS[1], "x")]
         load(write_tables(tmp_path, [EDGE_HEADER, *EDGE_ROWS], write))
+
+
+# ---- Names that are refused ----------------------------------------------------------------------
+def refused(folder: Path, nodes: list[str], cells: list[str]) -> str:
+    """Returns the error, from the table's name on, of a table of these cells."""
+    with pytest.raises(DataError) as caught:
+        read_cells(folder, nodes, cells)
+    return str(caught.value).removeprefix(f"{folder}/")
+
+
+def test_controls_are_refused_unless_they_are_nodes(tmp_path):
+    for name in ("ctrl", "wild type", "non-targeting_00012"):
+        error = refused(tmp_path, ["a", "b"], ["b", f"a,{name}", "a"])
+        assert error.startswith(f"scores.tsv:3: the genes 'a,{name}' have {name}, a control: ")
+        assert read_cells(tmp_path, ["a", "b", name], ["b", f"a,{name}", "a"]) == []
+
+
+def test_controls_are_known_by_their_names():
+    controls = (
+        *("ctrl", "CTRL", "control", "Control_1", "WT", "wild-type", "wild type", "Wildtype"),
+        *("non-targeting", "Non_Targeting", "non-targeting_00012", "NT", "NTC"),
+        *("non-targeting control 3", "negative control", "neg_ctrl", "Wild_Type_3"),
+    )
+    assert [name for name in controls if not is_control(name)] == []
+    genes = ("WT1", "NT5", "NT5E", "CTRB1", "CONTROLLER", "WTAP", "SAFE", "CTRLP", "NTC20")
+    assert [name for name in genes if is_control(name)] == []
+
+
+def test_names_that_are_joined_are_refused_unless_they_are_one_node(tmp_path):
+    for joint, level in (("+", ""), (" + ", "=0.3"), ("_", ""), ("; ", "=0.3"), ("  ", "")):
+        name = f"a1{joint}b2"
+        cells = ["c", "a1", f"c,{name}{level}"]
+        error = refused(tmp_path, ["a1", "b2", "c"], cells)
+        assert error.startswith(f"scores.tsv:4: the genes 'c,{name}{level}' have {name}, ")
+        assert "joins names: write a1,b2;" in error
+        assert read_cells(tmp_path, ["a1", "b2", "c", name], cells) == []
+
+
+def test_names_are_joined_by_any_of_the_usual_signs():
+    for joint in ("+", " + ", "_", ";", "; ", "|", ":", "/", "&", " ", "  "):
+        assert "write a1,b2" in misread(f"a1{joint}b2", {"a1", "b2"}), joint
+
+
+def test_names_are_joined_only_where_all_are_nodes():
+    nodes = {"a", "b", "MT_CO1", "c"}
+    assert "write a,b,c;" in misread("a+b+c", nodes)
+    assert "write MT_CO1,a;" in misread("MT_CO1+a", nodes)
+    assert "write a;" in misread("a+ctrl", nodes)
+    assert "write a;" in misread("a;", nodes)
+    for name in ("ctrl+ctrl", "WT + NT", "control_1", "WT_1", "NT 3"):
+        assert "a control" in misread(name, {*nodes, "1", "3"}), name
+    assert "write 3;" in misread("3+ctrl", {*nodes, "3"})
+    for name in ("a+d", "a-b", "+", "ab", "a.b"):
+        assert misread(name, nodes) == "", name
+
+
+def test_tables_to_predict_are_read_by_the_same_rules(tmp_path):
+    read_cells(tmp_path, ["a", "b", "c"], ["a", "b", "c"])
+    tables = load(
+        DataConfig(
+            edges=str(tmp_path / "edges.tsv"),
+            perturbations=str(tmp_path / "scores.tsv"),
+            cache_dir=str(tmp_path / "cache"),
+        )
+    )
+    for cell, problem in (("a+b", "write a,b"), ("a,ctrl", "a control")):
+        path = write_table(tmp_path / "new.tsv", [("genes",), ("c",), (cell,)])
+        with pytest.raises(DataError, match=rf"new\.tsv:3: .*{problem}"):
+            list(read_sets(str(path), tables))
+
+
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        ("a=0,5", "have a level with a decimal comma: write a point"),
+        ("b,a=0, 5", "have a level with a decimal comma: write a point"),
+        ("NA", "have NA, a missing value, but an intact sample has an empty cell"),
+        ("a,-", "have -, a missing value, but an intact sample has an empty cell"),
+        ("a,None", "have None, a missing value, but an intact sample has an empty cell"),
+        ("a=0.3;b", r"have 'a=0.3;b': no name, or no level .*\(a comma separates nodes\)"),
+    ],
+)
+def test_what_else_is_no_name_is_refused(tmp_path, cell, problem):
+    with pytest.raises(DataError, match=f"scores.tsv:3: the genes '{cell}' {problem}"):
+        read_cells(tmp_path, ["a", "b"], ["a", cell, "b"])
+    assert read_cells(tmp_path, ["a", "b", "5"], ["a", "a=0.5,5", "b"]) == []
+
+
+@pytest.mark.parametrize("name", ["nan", "NA", "None", "null", "-", " NaN "])
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_missing_value_is_no_end_of_an_edge(tmp_path, name, end):
+    """As pandas writes them, which would make a hub of all edges whose end is not known."""
+    read_cells(tmp_path, ["a", "b", "c"], ["a", "b", "c"])
+    cells = ["c", "c", "x"]
+    cells[end] = name
+    rows = [("source", "target", "relation"), ("a", "b", "x"), cells, cells]
+    options = DataConfig(
+        edges=str(write_table(tmp_path / "edges.tsv", rows)),
+        perturbations=str(tmp_path / "scores.tsv"),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    column = ("source", "target")[end]
+    with pytest.raises(DataError, match=rf"edges\.tsv:3: the {column} .* is a missing value: "):
+        load(options)

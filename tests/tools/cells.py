@@ -1,0 +1,20 @@
+"""Tables of a few cells, to see how names are read."""
+
+from pathlib import Path
+
+from data import DataConfig, load
+from tests.conftest import write_table
+
+SPLITS = ("train", "val", "test")
+
+
+def read_cells(folder: Path, nodes: list[str], cells: list[str]) -> list[str]:
+    """Returns the notes on a table of these cells, and a ring of these nodes."""
+    edges = [(node, other, "x") for node, other in zip(nodes, nodes[1:] + nodes[:1], strict=True)]
+    rows = [(cell, k, SPLITS[k % 3]) for k, cell in enumerate(cells)]
+    options = DataConfig(
+        edges=str(write_table(folder / "edges.tsv", [("source", "target", "relation"), *edges])),
+        perturbations=str(write_table(folder / "scores.tsv", [("genes", "score", "split"), *rows])),
+        cache_dir=str(folder / "cache"),
+    )
+    return [note.partition("scores.tsv: ")[2] for note in load(options).notes]
