@@ -384,7 +384,7 @@ def mix_devices(place: str) -> None:
     from model import KnockoutGNN
 
     def mix_at_start(task: KnockoutTask) -> None:
-        task.std.sum() * task.std.cpu()
+        task.criterion.std.sum() * task.criterion.std.cpu()
 
     def mix(model: nn.Module, graph: nn.Module, batch: Data) -> None:
         if model.training == (place == "step"):
