@@ -70,7 +70,7 @@ class Criterion:
 
     def total(self, output: Tensor) -> Tensor:
         """Returns the sum of each prediction's terms, scores or what is linked, float64 [n, T]."""
-        return self.mean + self.std * output[..., 0]
+        return self.mean + self.std * output.select(-1, 0)
 
     def to_scores(self, output: Tensor) -> Tensor:
         """Returns predictions in the unit of the scores, float64 [n, T], of outputs [n, T, C]."""

@@ -170,7 +170,7 @@ class KnockoutTask:
         return output.unflatten(1, (len(self.tables.targets), len(columns)))
 
     def to_scores(self, output: Tensor) -> Tensor:
-        """Returns what a model's output [n, T, C] on any device predicts, scores [n, T], float64."""
+        """Returns predictions in the unit of the scores, float64 [n, T], of outputs [n, T, C]."""
         return self.criterion.to(output.device).to_scores(output)
 
     def metrics(self, split: str, output: Tensor) -> dict[str, float]:

@@ -13,10 +13,9 @@ import torch
 from analyse_metrics import metrics_by_group
 from analyse_results import read_results
 from config import Config
-from data import DataConfig, KnockoutDataset
+from data import DataConfig
 from data_tables import Tables
 from losses import Binary, Squared
-from mask import SharedGraph
 from metrics import mean_and_std, quality
 from task import KnockoutTask
 from tests.conftest import write_table
@@ -44,8 +43,7 @@ def test_the_metrics_of_a_split_equal_their_definitions():
     rows = torch.arange(10, 60)
     tables = tables_of([[]] * 60, y)
     tables.split = torch.tensor([0] * 10 + [2] * 50, dtype=torch.int8)
-    graph = SharedGraph(tables.graph())
-    task = task_of(graph, KnockoutDataset(tables, graph.degree))
+    task = task_of(SimpleNamespace(device="cpu"), SimpleNamespace(tables=tables))
     task.criterion = Squared(*mean_and_std(y))
     task.baseline = SimpleNamespace(prediction=baseline)
     found = task.metrics("test", output_for(task, prediction[rows]))
