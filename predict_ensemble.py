@@ -175,8 +175,8 @@ class Ensemble:
     def names(self, with_parts: bool = False) -> list[str]:
         """Returns the names of what is predicted of each target, `prediction` first."""
         criterion = self.tasks[0].criterion.to("cpu")
-        no_rows = torch.empty(0, len(self.targets), len(criterion.columns))
-        names = list(self._together([criterion.predictions(no_rows) for _ in self.models]))
+        a_row = torch.zeros(1, len(self.targets), len(criterion.columns))
+        names = list(self._together([criterion.predictions(a_row) for _ in self.models]))
         if with_parts:
             names += [criterion.link] if criterion.link else []
             names += PARTS

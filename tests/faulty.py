@@ -353,6 +353,14 @@ def layer_without_gradient() -> None:
     KnockoutTask.build_model = build_with_layer
 
 
+def other_shape() -> None:
+    """The model returns two numbers for the one that the loss takes."""
+    from model import KnockoutGNN
+
+    forward = KnockoutGNN.forward
+    KnockoutGNN.forward = lambda *arguments: forward(*arguments).repeat(1, 2)
+
+
 def other_option_on_rank_1(option: str) -> None:
     """Rank 1 gets another option on its command line."""
     if RANK == "1":
