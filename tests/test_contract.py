@@ -299,7 +299,7 @@ def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(
     np.testing.assert_allclose(from_python, predicted, rtol=1e-4, atol=1e-4)
     if all(hasattr(model, "parts") for model in predictor.ensemble.models):
         total = sum(predictor.parts(sets, columns=columns).values())
-        if task.criterion.is_binary:
+        if predictor.ensemble.tasks[0].criterion.is_binary:
             total = 1 / (1 + np.exp(-total))
         np.testing.assert_allclose(total, from_python, rtol=1e-5, atol=1e-5)
 
