@@ -15,6 +15,7 @@ import analyse_intervals
 import metrics
 from analyse_results import Results
 from analyse_rivals import with_baseline
+from losses import LOSSES
 
 PROFILE = 20  # targets: with more of them, a row is a profile
 MOST = 3  # of deletions and unseen genes; rows with more are counted with those
@@ -157,7 +158,7 @@ def target_metrics(
     if threshold is not None:
         positive = y < threshold
         certainty = -certainty
-    elif loss == "binary":
+    elif LOSSES[loss].is_binary:
         positive = y == 1
     if positive is not None:
         each["auroc"] = analyse_intervals.auroc(positive, certainty)

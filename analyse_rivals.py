@@ -20,6 +20,7 @@ from baseline import Baseline, additive_baseline, load_baseline, mean_one_weight
 from baseline_combination import least_squares, normal_equations
 from data import KnockoutDataset
 from data_tables import Tables
+from losses import LOSSES
 from mask import SharedGraph, doses
 from metrics import mean_and_std, weighted_mean
 from model_pairs import MOST_ROWS, add_pair_features
@@ -49,7 +50,7 @@ def rivals(tables: Tables, loss: str) -> dict[str, Tensor]:
         of_seen = replace(additive, effect=effect_of_seen)
         predictions["sum of effects"] = sums_of_effects(tables, of_seen, loss)[test]
         predictions[WITH_NEIGHBOURS] = additive.prediction[test]
-    intact = additive.intercept.sigmoid() if loss == "binary" else additive.intercept
+    intact = LOSSES[loss].inverse_link(additive.intercept)
     node_code = tables.node_code()
     set_code = tables.set_code(node_code)
     single = measured_means(tables, weight, set_code, node_code)
@@ -116,15 +117,13 @@ def fitted_lines(
 
 def single_predictions(tables: Tables, additive: Baseline, loss: str) -> Tensor:
     """Returns the additive prediction of each perturbed node alone, [total, T]."""
-    prediction = additive.intercept + node_terms(tables, additive)
-    return prediction.sigmoid() if loss == "binary" else prediction
+    return LOSSES[loss].inverse_link(additive.intercept + node_terms(tables, additive))
 
 
 def sums_of_effects(tables: Tables, additive: Baseline, loss: str) -> Tensor:
     """Returns the additive prediction of each row, [n, T]."""
     total = scatter(node_terms(tables, additive), tables.sample(), dim_size=len(tables.y))
-    prediction = additive.intercept + total
-    return prediction.sigmoid() if loss == "binary" else prediction
+    return LOSSES[loss].inverse_link(additive.intercept + total)
 
 
 def node_terms(tables: Tables, additive: Baseline) -> Tensor:
@@ -199,7 +198,7 @@ def pair_rival(tables: Tables, loss: str, cache_dir: str) -> dict[str, Tensor]:
     It is nothing for binary scores, where fewer than `LEAST_ROWS` training rows have pairs with
     features, and where the features of all rows are too many to keep.
     """
-    if loss == "binary" or (tables.perturbed_ptr.diff() < 2).all():
+    if LOSSES[loss].is_binary or (tables.perturbed_ptr.diff() < 2).all():
         return {}
     fingerprint = tables.fingerprint()
     graph = SharedGraph(tables.graph())

@@ -19,6 +19,7 @@ from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tenso
 from baseline_combination import SUM, Combination, combine
 from baseline_ridge import ROWS_AT_ONCE, Design, Doses, Targets
 from data_tables import Tables, cached
+from losses import LOSSES
 from mask import doses, extremes_by_sample, sum_by_sample
 from metrics import mean_and_std
 from run_progress import progress_bar
@@ -164,9 +165,8 @@ def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> 
     weight = mean_one_weight(tables)
     train = tables.rows("train")
     mean, std = mean_and_std(tables.y[train], weight[train])
-    if loss == "binary":
-        mean = mean.logit(eps=1e-3)
-        std = torch.ones_like(std)
+    criterion = LOSSES[loss]
+    mean, std = criterion.unit(mean, std)
     doses, mean_sum = doses_of(tables, basis)
     targets, has_val = targets_of(tables, weight, std, loss)
     design = Design(doses)
@@ -183,8 +183,7 @@ def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> 
     prediction = design.predict(x)
     for t in (weights[0] != 1).nonzero().flatten().tolist():
         prediction[:, t : t + 1] = Combination(doses, x[:, t : t + 1], weights[:, t]).predict()
-    if loss == "binary":
-        prediction = prediction.sigmoid()
+    prediction = criterion.inverse_link(prediction)
     constant, slope, effect = x.tensor_split([1, 2])
     size = (len(tables.genes), basis.size(1), x.size(1))
     return Baseline(
@@ -365,7 +364,7 @@ def targets_of(
         validated=weight * is_validated,
         std=std,
         scale=effective_share(of_train),
-        is_binary=loss == "binary",
+        is_binary=LOSSES[loss].is_binary,
     )
     return targets, has_val
 

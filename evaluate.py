@@ -2,7 +2,7 @@
 
 Every function is called on all ranks, which share the rows.
 
-Shapes: n rows, B samples in a batch, T scores.
+Shapes: n rows, B samples in a batch, T scores of C columns each.
 """
 
 import copy
@@ -84,20 +84,21 @@ def predict_rows(
     env: Distributed,
     kept: KeptBatches | None = None,
 ) -> Tensor:
-    """Returns predictions of rows of the task on every rank, float64 [n, T].
+    """Returns the bare model's output of rows of the task on every rank, float64 [n, T, C].
 
-    They are those of the bare model in the units of the scores, probabilities if optim.loss=binary.
-    `kept` are the batches of these rows, if they are predicted often.
+    `kept` are the batches of these rows, if they are predicted often. Raises `RunError` if the
+    model returns another shape.
     """
     model.eval()
 
-    def scores(batch: Data) -> Tensor:
-        return task.to_scores(model(task.graph, batch))
+    def output(batch: Data) -> Tensor:
+        return task.by_score(model(task.graph, batch), batch)
 
     batches = kept
     if batches is None:
         batches = load_batches(task.dataset, rows, evaluation_batch_size(task), env)
-    return compute_rows(scores, batches, (len(rows), len(task.tables.targets)), env)
+    shape = (len(rows), len(task.tables.targets), len(task.criterion.columns))
+    return compute_rows(output, batches, shape, env)
 
 
 @torch.no_grad()

@@ -8,8 +8,8 @@ remaining nodes change between the two passes. Where the targets are effects on 
 *nodes* predicts each from how the state of that node changes.
 
 Shapes: N nodes, R relations, B samples, P perturbed nodes in the batch, H hidden channels, T
-targets, K responses of a node to its level. Node states are node-major, [N, B, H]: one sparse
-product serves all samples at once.
+targets of C columns each (see losses.py; those of a target lie together), K responses of a node to
+its level. Node states are node-major, [N, B, H]: one sparse product serves all samples at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from mask_messages import SharedMessages
 from model_pairs import PairReadout
 
 ENTRIES_OF_EMBED = (("embed.weight", "responses", 0), ("embed.bias", "responses", 0))
-ENTRIES_OF_HEAD = (("head.2.weight", "targets", 0), ("head.2.bias", "targets", 0))
+ENTRIES_OF_HEAD = (("head.2.weight", "outputs", 0), ("head.2.bias", "outputs", 0))
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
 # What a prediction is the sum of: what is known without the graph, the local readout, of that the
 # features of pairs, and the knock-out pass.
@@ -110,9 +110,11 @@ class KnockoutGNN(nn.Module):
         target_nodes: the node of each target, long [T], for the readout `nodes`.
         basis: of which `mask.doses` each response of a node is the sum, [3, K].
         pairs: `model_pairs.units_of_pairs`, [2, F], for the local readout.
+        num_columns: C, 1 for the readout `nodes`. What is known without the graph adds to the
+            first column of each target.
     """
 
-    # Parameters with an entry for each node, feature, relation or target, and in which dimension,
+    # Parameters with an entry for each node, feature, relation or output, and in which dimension,
     # by which `run.init` takes them from a run on other tables; it takes none of the baseline's.
     ENTRIES = (
         ("embedding", "nodes", 0),
@@ -131,10 +133,13 @@ class KnockoutGNN(nn.Module):
         target_nodes: Tensor | None = None,
         basis: Tensor = LINEAR,
         pairs: Tensor | None = None,
+        num_columns: int = 1,
     ):
         super().__init__()
         self.config = config
         self.unseen = unseen
+        self.num_columns = num_columns
+        num_outputs = num_targets * num_columns
         hidden = config.hidden
         self.register_buffer("basis", basis.clone())
         num_effects = basis.size(1)
@@ -152,9 +157,9 @@ class KnockoutGNN(nn.Module):
         if config.readout != "global":
             self.baseline = BaselineReadout(num_nodes, num_targets, num_effects)
         if config.readout in ("local", "both"):
-            self.local_readout = LocalReadout(hidden, num_targets, num_effects, pairs)
+            self.local_readout = LocalReadout(hidden, num_outputs, num_effects, pairs)
         if config.readout in ("global", "both"):
-            self.change_readout = GlobalReadout(num_nodes, hidden, num_targets)
+            self.change_readout = GlobalReadout(num_nodes, hidden, num_outputs)
         if config.readout == "nodes":
             self.baseline.requires_grad_(False)  # thousands of effects per node would learn noise
             self.change_readout = NodeReadout(num_nodes, hidden, target_nodes)
@@ -167,6 +172,7 @@ class KnockoutGNN(nn.Module):
         baseline: Baseline,
         target_nodes: Tensor | None = None,
         pairs: Tensor | None = None,
+        num_columns: int = 1,
     ) -> "KnockoutGNN":
         """Returns a model for `data_tables.Tables` that starts from their baseline.
 
@@ -182,13 +188,14 @@ class KnockoutGNN(nn.Module):
             basis=baseline.basis,
             target_nodes=target_nodes,
             pairs=pairs,
+            num_columns=num_columns,
         )
         if model.baseline is not None:
             model.baseline.start_from(baseline)
         return model
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
-        """Returns predictions [B, T]; raises `RuntimeError` if the batch is on another device.
+        """Returns outputs [B, T * C]; raises `RuntimeError` if the batch is on another device.
 
         In training, all that is random follows from `batch.seed`, a long tensor, and `batch.index`.
         """
@@ -196,12 +203,13 @@ class KnockoutGNN(nn.Module):
         return sum(others, start=first).to(self.norm.weight.dtype)
 
     def parts(self, graph: SharedGraph, batch: Data) -> dict[str, Tensor]:
-        """Returns the terms that add up to a prediction, [B, T] each, by name, some of `PARTS`."""
+        """Returns the terms that add up to the output, [B, T * C] each, by name, as in `PARTS`."""
         wild = self.wild_type(graph, batch)
         dose = self.dose(wild, batch)
         parts = {}
         if self.baseline is not None:
-            parts["without_graph"] = self.baseline(wild.draws.is_known, dose, batch)
+            baseline = self.baseline(wild.draws.is_known, dose, batch)
+            parts["without_graph"] = in_first_column(baseline, self.num_columns)
         if self.local_readout is not None:
             parts |= self.local_readout(graph, wild, dose, batch)
         if self.change_readout is not None:
@@ -331,6 +339,11 @@ def messages_on_copies(graph: SharedGraph, batch: Data | None = None) -> Message
     return ExpandedMessages(graph, batch)
 
 
+def in_first_column(values: Tensor, num_columns: int) -> Tensor:
+    """Returns outputs [B, T * C] whose first columns are values [B, T]; others are 0."""
+    return nn.functional.pad(values.unsqueeze(2), (0, num_columns - 1)).flatten(start_dim=1)
+
+
 def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
     """Returns `width` numbers in [0, 1] for each key, float32 [K, width], given keys, long [K].
 
@@ -396,25 +409,25 @@ class LocalReadout(nn.Module):
     and pair features. Both start at zero.
     """
 
-    ENTRIES = (*ENTRIES_OF_EMBED, ("pair.weight", "targets", 0), *ENTRIES_OF_HEAD)
+    ENTRIES = (*ENTRIES_OF_EMBED, ("pair.weight", "outputs", 0), *ENTRIES_OF_HEAD)
 
     def __init__(
-        self, hidden: int, num_targets: int, num_effects: int = 1, pairs: Tensor | None = None
+        self, hidden: int, num_outputs: int, num_effects: int = 1, pairs: Tensor | None = None
     ):
         super().__init__()
         self.pair_readout = None
         if pairs is not None:
-            self.pair_readout = PairReadout(pairs, hidden, num_targets)
+            self.pair_readout = PairReadout(pairs, hidden, num_outputs)
         self.embed = nn.Linear(hidden, num_effects * 2 * hidden)
-        self.pair = nn.Linear(2 * hidden, num_targets, bias=False)
+        self.pair = nn.Linear(2 * hidden, num_outputs, bias=False)
         self.norm = nn.LayerNorm(4 * hidden)
-        self.head = readout_head(4 * hidden, hidden, num_targets)
+        self.head = readout_head(4 * hidden, hidden, num_outputs)
         nn.init.zeros_(self.pair.weight)
 
     def forward(
         self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data
     ) -> dict[str, Tensor]:
-        """Returns the readout's terms of the prediction, [B, T], that of pairs by itself."""
+        """Returns the readout's terms of the output, [B, T * C], that of pairs by itself."""
         pairs, hidden = self.inputs(wild, dose, batch)
         parts = {"local": self.pair(pairs) + self.head[1:](hidden)}
         if self.pair_readout is not None:
@@ -440,17 +453,17 @@ class GlobalReadout(nn.Module):
 
     ENTRIES = ENTRIES_OF_HEAD
 
-    def __init__(self, num_nodes: int, hidden: int, num_targets: int):
+    def __init__(self, num_nodes: int, hidden: int, num_outputs: int):
         super().__init__()
         self.scale = num_nodes**-0.5
-        self.head = readout_head(hidden, hidden, num_targets)
+        self.head = readout_head(hidden, hidden, num_outputs)
 
     def keep(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
         """Sums the changes [N, b, H] of the nodes that are `alive` [N, b], to [b, H]."""
         return (change * alive.unsqueeze(-1)).sum(0)
 
     def forward(self, changes: Tensor, wild: WildType, batch: Data) -> Tensor:
-        """Maps what `keep` returns of all samples, [B, H], to [B, T]."""
+        """Maps what `keep` returns of all samples, [B, H], to [B, T * C]."""
         features = torch.asinh(self.scale * changes)  # as thousands of neighbours add up
         return self.head(features * wild.draws.row_dropout)
 

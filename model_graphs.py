@@ -459,8 +459,8 @@ def loss_and_gradients(
     torch.manual_seed(int(batch.seed))
     low = task.config.optim.autocast_dtype
     with torch.autocast(task.graph.device.type, low, enabled=low is not None):
-        prediction = function(task.graph, batch)
-    loss = task.loss(prediction, batch).sum()
+        output = function(task.graph, batch)
+    loss = task.loss(output, batch).sum()
     loss.backward()
     gradients = {}
     for name, parameter in model.named_parameters():

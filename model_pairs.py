@@ -316,11 +316,11 @@ class PairReadout(nn.Module):
     LARGEST = 10.0  # as a few pairs of hubs have very much in common
     ENTRIES = (("linear.weight", "pair_features", 1), ("input.weight", "pair_features", 1))
 
-    def __init__(self, units: Tensor, hidden: int, num_targets: int):
+    def __init__(self, units: Tensor, hidden: int, num_outputs: int):
         super().__init__()
         num_features = units.size(1)
         self.register_buffer("units", units.float())
-        self.linear = nn.Linear(num_features, num_targets, bias=False)
+        self.linear = nn.Linear(num_features, num_outputs, bias=False)
         self.input = nn.Linear(num_features, 2 * hidden, bias=False)
         nn.init.zeros_(self.linear.weight)
         # As in one layer of all the MLP's inputs: larger weights fit noise first (measured).
@@ -328,7 +328,7 @@ class PairReadout(nn.Module):
         nn.init.uniform_(self.input.weight, -bound, bound)
 
     def forward(self, graph: SharedGraph, batch: Data, hidden: Tensor, head: nn.Module) -> Tensor:
-        """Returns the part of a batch, [B, T]; `hidden` and `head` are as in `of_scaled`."""
+        """Returns the part of a batch, [B, T * C]; `hidden` and `head` are as in `of_scaled`."""
         scaled = self.scaled(features_of(graph, batch), num_pairs(batch))
         return self.of_scaled(scaled, hidden, head)
 
@@ -340,9 +340,9 @@ class PairReadout(nn.Module):
         return (features - number * mean) * scale
 
     def of_scaled(self, scaled: Tensor, hidden: Tensor, head: nn.Module) -> Tensor:
-        """Returns the weighted sum and what the features change behind the MLP's `head`, [B, T].
+        """Returns the weighted sum, and what the features change behind the MLP's `head`.
 
-        `hidden` is what the head gets without them, [B, 2H].
+        Together, it is [B, T * C]. `hidden` is what the head gets without them, [B, 2H].
         """
         scaled = scaled.clamp(-self.LARGEST, self.LARGEST)
         change = head(hidden + self.input(scaled)) - head(hidden)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ddp_setup import Distributed
 from errors import UserError
+from losses import LOSSES
 
 # dtype of parameters and optimiser, and of autocast (None: off)
 PRECISIONS = {
@@ -29,7 +30,7 @@ class OptimConfig:
     lr_mult: dict = field(default_factory=dict, metadata={"resume": "fixed"})
     clip: float = field(default=1.0, metadata={"min": 0})
     patience: int = field(default=0, metadata={"min": 0})
-    loss: Literal["squared", "binary"] = field(default="squared", metadata={"resume": "fixed"})
+    loss: Literal[tuple(LOSSES)] = field(default="squared", metadata={"resume": "fixed"})
     accumulate: int = field(default=1, metadata={"min": 1, "resume": "free"})
     zero: bool = field(default=False, metadata={"resume": "free"})
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"

@@ -1,6 +1,6 @@
 """Trained runs that predict together, on all ranks: `Ensemble`, of one run or of several.
 
-Shapes: M runs, n samples, B of them in a batch, T scores.
+Shapes: M runs, n samples, B of them in a batch, T scores of C columns each.
 """
 
 import logging
@@ -23,6 +23,7 @@ from data_tables import Tables
 from ddp_setup import Distributed
 from errors import UserError
 from evaluate import compute_rows, evaluation_batch_size, load_batches, predict_rows
+from losses import LOSSES
 from mask import SharedGraph
 from model import PARTS
 from model_pairs import pair_names
@@ -100,31 +101,35 @@ def task_of_run(
     config: Config, checkpoint: dict[str, Any], tables: Tables, graph: SharedGraph
 ) -> KnockoutTask:
     """Returns the task in which a run's model predicts, of tables that have no samples yet."""
+    criterion = LOSSES[config.optim.loss](checkpoint["mean"], checkpoint["std"])
     return KnockoutTask(
         config=config,
         tables=tables,
         fingerprint=checkpoint["data"],
         baseline=blank_baseline(len(tables.genes), len(tables.targets), checkpoint["basis"]),
         graph=graph,
-        mean=checkpoint["mean"].to(graph.device),
-        std=checkpoint["std"].to(graph.device),
+        criterion=criterion.to(graph.device),
         dataset=KnockoutDataset(tables, graph.degree),
         route="",
     )
 
 
 def predict_parts(model: nn.Module, task: KnockoutTask, batch: Data) -> Tensor:
-    """Returns the predictions of a batch and, behind each, its parts, float64 [B, T, 1 + 4].
+    """Returns the output for a batch and, behind it, its parts, float64 [B, T, C + 4].
 
-    The `PARTS` are in the units of the scores or, for optim.loss=binary, of logits. What is known
-    without the graph has the mean of the scores in it; those that the model does not have are 0.
+    The `PARTS` are of the first column, in the units of the scores or, for optim.loss=binary, of
+    logits. What is known without the graph has the mean of the scores in it; those that the model
+    does not have are 0.
     """
     parts = model.parts(task.graph, batch)
-    prediction = sum(parts.values())
-    none = torch.zeros_like(prediction)
-    columns = [task.std * parts.get(name, none) for name in PARTS]
-    columns[0] = task.mean + columns[0]
-    return torch.stack([task.to_scores(prediction), *columns], dim=2)
+    output = sum(parts.values())
+    none = torch.zeros_like(output)
+    columns = []
+    for name in PARTS:
+        part = task.by_score(parts.get(name, none), batch)
+        columns.append(task.criterion.std * part[:, :, 0])
+    columns[0] = task.criterion.mean + columns[0]
+    return torch.cat([task.by_score(output, batch), torch.stack(columns, dim=2)], dim=2)
 
 
 class Ensemble:
@@ -167,15 +172,19 @@ class Ensemble:
         """The name of each target."""
         return list(self.tables.targets)
 
+    def names(self, with_parts: bool = False) -> list[str]:
+        """Returns the names of what is predicted of each target, `prediction` first."""
+        criterion = self.tasks[0].criterion.to("cpu")
+        a_row = torch.zeros(1, len(self.targets), len(criterion.columns))
+        names = list(self._together([criterion.predictions(a_row) for _ in self.models]))
+        if with_parts:
+            names += [criterion.link] if criterion.link else []
+            names += PARTS
+        return names
+
     def columns(self, with_parts: bool = False) -> list[str]:
         """Returns the names of the columns that are predicted, one target after another."""
-        names = ["prediction"]
-        if len(self.models) > 1:
-            names.append("sd")
-        if with_parts:
-            if self.tasks[0].config.optim.loss == "binary":
-                names.append("logit")
-            names += PARTS
+        names = self.names(with_parts)
         if len(self.targets) == 1:
             return names
         columns = []
@@ -186,45 +195,57 @@ class Ensemble:
 
     def digits(self, with_parts: bool = False) -> Tensor:
         """Returns the number of significant digits of each column, long [C]."""
-        columns_of_target = len(self.columns(with_parts)) // len(self.targets)
-        return self.tasks[0].digits().repeat_interleave(columns_of_target)
+        return self.tasks[0].digits().repeat_interleave(len(self.names(with_parts)))
 
     def predict(self, samples: Tables, with_parts: bool = False) -> Tensor:
-        """Returns `columns` of n samples on the graph `self.tables`, float64 [n, T, columns of T].
+        """Returns `names` of n samples on the graph `self.tables`, float64 [n, T, names].
 
-        They are the mean of the models' predictions and, of several, the standard deviation.
+        They are what the models' losses predict `together` and the mean of the models' parts.
         """
         if not len(samples.y):
-            num_columns = len(self.columns(with_parts)) // len(self.targets)
-            return torch.empty(0, len(self.targets), num_columns, dtype=torch.float64)
+            num_names = len(self.names(with_parts))
+            return torch.empty(0, len(self.targets), num_names, dtype=torch.float64)
         with self.lock:
             of_models = self._predict_by_model(samples, with_parts)
-        prediction, parts = of_models.mean(dim=0).tensor_split([1], dim=2)
-        columns = [prediction]
-        if len(of_models) > 1:
-            columns.append(of_models[:, :, :, :1].std(dim=0))
-        if with_parts and self.tasks[0].config.optim.loss == "binary":
-            columns.append(parts.sum(dim=2, keepdim=True))
-        return torch.cat([*columns, parts], dim=2)
+        predictions, parts = zip(*of_models, strict=True)
+        columns = list(self._together(predictions).values())
+        if with_parts:
+            mean_parts = torch.stack(parts).mean(dim=0)
+            if self.tasks[0].criterion.link:
+                columns.append(mean_parts.sum(dim=2))
+            columns += mean_parts.unbind(2)
+        return torch.stack(columns, dim=2)
 
-    def _predict_by_model(self, samples: Tables, with_parts: bool) -> Tensor:
-        """Returns predictions of each model, float64 [M, n, T, 1 or, with parts, 5]."""
+    def _together(self, predictions: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns what the models predict together, [n, T] each, of `predictions` of each."""
+        of_models = {}
+        for name in predictions[0]:
+            of_models[name] = torch.stack([of_model[name] for of_model in predictions])
+        return self.tasks[0].criterion.together(of_models)
+
+    def _predict_by_model(
+        self, samples: Tables, with_parts: bool
+    ) -> list[tuple[dict[str, Tensor], Tensor]]:
+        """Returns `predictions` of each model, and their parts, float64 [n, T, 4, or 0 without]."""
         if not self.is_planned:
             self.plan(samples)
         rows = torch.arange(len(samples.y))
-        predictions = []
+        of_models = []
         for task, model in zip(self.tasks, self.models, strict=True):
             task = task.with_samples(samples)
+            criterion = task.criterion.to("cpu")
+            num_columns = len(criterion.columns)
             if with_parts:
                 batch_size = evaluation_batch_size(task)
                 batches = load_batches(task.dataset, rows, batch_size, self.env)
-                shape = (len(rows), len(self.targets), 1 + len(PARTS))
+                shape = (len(rows), len(self.targets), num_columns + len(PARTS))
                 function = partial(predict_parts, model, task)
-                predictions.append(compute_rows(function, batches, shape, self.env))
+                values = compute_rows(function, batches, shape, self.env)
             else:
-                prediction = predict_rows(model, task, rows, self.env)
-                predictions.append(prediction.unsqueeze(2))
-        return torch.stack(predictions)
+                values = predict_rows(model, task, rows, self.env)
+            output, parts = values.tensor_split([num_columns], dim=2)
+            of_models.append((criterion.predictions(output), parts))
+        return of_models
 
     def plan(self, samples: Tables) -> None:
         """Chooses how each model passes messages, for samples such as these, at least one."""
@@ -256,7 +277,7 @@ class Ensemble:
         rows = torch.arange(len(samples.y))
         batch_size = evaluation_batch_size(self.tasks[0])
         batches = load_batches(dataset, rows, batch_size, self.env)
-        units = [task.std for task in self.tasks]
+        units = [task.criterion.std for task in self.tasks]
         of_batch = partial(function, self.models, units, self.graph, number)
         shape = (len(rows), len(self.targets), number, width)
         with self.lock:

@@ -115,7 +115,7 @@ def contributions(model: KnockoutGNN, graph: SharedGraph, batch: Data) -> Iterat
             yield of_targets.scatter(1, target, effect[target])
         return
     for change in changes_of_samples(model, graph, batch, wild):
-        yield mean_gradient(readout, change.sum(0)) @ change.T
+        yield mean_gradient(readout, change.sum(0), model.num_columns) @ change.T
 
 
 def changes_of_samples(
@@ -130,10 +130,11 @@ def changes_of_samples(
         yield from changes.unbind(1)
 
 
-def mean_gradient(readout: GlobalReadout, total: Tensor) -> Tensor:
-    """Returns the mean gradient of the outputs on the way from no change to a total, [T, H].
+def mean_gradient(readout: GlobalReadout, total: Tensor, num_columns: int) -> Tensor:
+    """Returns the mean gradient of predictions on the way from no change to a total, [T, H].
 
-    asinh bends most where the way begins, so the points are densest there.
+    A prediction is the first of a target's columns. asinh bends most where the way begins, so the
+    points are densest there.
     """
     position, weight = np.polynomial.legendre.leggauss(POINTS)  # in -1 to 1
     u = torch.from_numpy((1 + position) / 2).to(total)
@@ -141,7 +142,7 @@ def mean_gradient(readout: GlobalReadout, total: Tensor) -> Tensor:
     step = torch.from_numpy(weight / 2).to(total) * 3 * u**2
 
     def output(changes: Tensor) -> Tensor:
-        return readout.head(torch.asinh(readout.scale * changes))
+        return readout.head(torch.asinh(readout.scale * changes))[::num_columns]
 
     gradients = torch.func.vmap(torch.func.jacrev(output))(way.unsqueeze(1) * total)
     return torch.tensordot(step, gradients, dims=1)

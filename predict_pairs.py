@@ -51,6 +51,7 @@ class PairsPart:
         self, model: KnockoutGNN, unit: Tensor, graph: SharedGraph, batch: Data, features: Tensor
     ):
         self.unit = unit
+        self.num_columns = model.num_columns
         self.readout = model.local_readout.pair_readout
         self.scaled = self.readout.scaled(features, num_pairs(batch))
         wild = model.wild_type(graph, batch)
@@ -66,7 +67,8 @@ class PairsPart:
         hidden = self.hidden[sample]
         part = self.readout.of_scaled(scaled, hidden, self.head)
         without = self.readout.of_scaled(scaled - shares, hidden, self.head)
-        return self.unit * (part - without)
+        difference = (part - without)[:, :: self.num_columns]  # of the first column of a target
+        return self.unit * difference
 
 
 def has_pairs(model: torch.nn.Module) -> bool:

@@ -103,11 +103,11 @@ class Predictor:
         sets = texts_of(sets)
         if unknown not in ("raise", "nan"):
             raise UserError(f"unknown={unknown!r} is neither 'raise' nor 'nan'")
-        num_figures = len(self.ensemble.columns()) // len(self.targets)
-        values = np.full((len(sets), len(self.targets), num_figures), math.nan)
+        names = self.ensemble.names()
+        values = np.full((len(sets), len(self.targets), len(names)), math.nan)
         for row, chunk in self._chunks(sets, unknown, columns):
             values[row] = self.ensemble.predict(chunk.samples).numpy()
-        sd = values[:, :, 1] if num_figures > 1 else None
+        sd = values[:, :, names.index("sd")] if "sd" in names else None
         return Prediction(values[:, :, 0], sd, self.targets)
 
     def parts(

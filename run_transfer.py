@@ -1,4 +1,4 @@
-"""Parameters from a run on other tables, by the names of nodes, relations, features, targets."""
+"""Parameters from a run on other tables, by the names of nodes, relations, features, outputs."""
 
 import logging
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def take_parameters(
     """Copies the parameters of a checkpoint, on any tables, that match by name and shape.
 
     The `ENTRIES` of the model's modules say which of them have an entry for each node, relation,
-    feature or target. Of these, the entries are copied whose names, in `origin`, both have. Those
+    feature or output. Of these, the entries are copied whose names, in `origin`, both have. Those
     with entries for the responses of a node are copied if both have the same responses, such as to
     losses and to gains. The baseline's stay, as they are of the tables.
     """

@@ -4,7 +4,7 @@
 prediction is worth. It never touches DDP, the optimiser, the order of the samples or a seed; those
 are in train.py. A task of your own keeps the names that train.py and predict.py use.
 
-Shapes: N nodes, n rows of T targets, B samples in a batch.
+Shapes: N nodes, n rows of T targets, B samples in a batch, C columns of a target.
 """
 
 import logging
@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits, mse_loss
 from torch_geometric.data import Data
 
 import data
-from baseline import UNSOLVED, Baseline, effective_share, load_baseline
+from baseline import UNSOLVED, Baseline, blank_baseline, effective_share, load_baseline
 from config import Config
 from data import KnockoutDataset, target_nodes, weight_scale
 from data_range import training_range
 from data_tables import OF_GRAPH, SPLITS, Tables
 from ddp_setup import Distributed
-from errors import UserError
+from errors import RunError, UserError
+from losses import LOSSES, Criterion
 from mask import SharedGraph
 from metrics import metrics_beside_baseline, mse, weighted_mean
 from model import KnockoutGNN
@@ -44,8 +44,7 @@ class KnockoutTask:
     fingerprint: str  # a hash of the tables
     baseline: Baseline  # what is known without the graph, where training starts
     graph: SharedGraph  # on the device
-    mean: Tensor  # float64 [T], of the scores, on the device; of binary ones, a logit
-    std: Tensor  # float64 [T], of the scores, on the device; models predict in this unit
+    criterion: Criterion  # what a model's output means, on the device
     dataset: KnockoutDataset
     route: str  # how the model passes messages, for the log
 
@@ -64,12 +63,11 @@ class KnockoutTask:
         fingerprint = tables.fingerprint()
         baseline = load_baseline(tables, fingerprint, config.data.cache_dir, config.optim.loss)
         graph = SharedGraph(tables.graph()).to(device, config.optim.dtype)
-        mean = baseline.mean.to(device)
-        std = baseline.std.to(device)
+        criterion = LOSSES[config.optim.loss](baseline.mean, baseline.std).to(device)
         dataset, route = make_dataset(tables, graph, config)
         if config.model.has_pairs:
             add_pair_features(dataset, graph, config.data.cache_dir, fingerprint)
-        return cls(config, tables, fingerprint, baseline, graph, mean, std, dataset, route)
+        return cls(config, tables, fingerprint, baseline, graph, criterion, dataset, route)
 
     def with_samples(self, samples: Tables) -> "KnockoutTask":
         """Returns the task that predicts other samples, on the same graph."""
@@ -89,8 +87,9 @@ class KnockoutTask:
             "relations": self.tables.relations,
             "features": list(self.tables.feature_names),
             "targets": list(self.tables.targets),
-            "mean": self.mean.cpu(),
-            "std": self.std.cpu(),
+            "outputs": self.output_names(),
+            "mean": self.criterion.mean.cpu(),
+            "std": self.criterion.std.cpu(),
             "basis": self.baseline.basis,
             "pair_features": pair_names(self.graph) if self.config.model.has_pairs else [],
             "trained": training_range(self.tables),
@@ -99,9 +98,31 @@ class KnockoutTask:
     def build_model(self) -> nn.Module:
         """Returns the model that is trained, on the CPU; raises `UserError`."""
         options = self.config.model
-        nodes = target_nodes(self.tables) if options.readout == "nodes" else None
+        tables = self.tables
+        columns = self.criterion.columns
+        if options.readout == "nodes" and len(columns) > 1:
+            raise UserError(
+                f"model.readout=nodes has one output for each score, but optim.loss="
+                f"{self.config.optim.loss} needs {', '.join(columns)}: set model.readout=both"
+            )
+        nodes = target_nodes(tables) if options.readout == "nodes" else None
         pairs = units_of_pairs(self.graph, self.dataset) if options.has_pairs else None
-        return KnockoutGNN.from_tables(options, self.tables, self.baseline, nodes, pairs)
+        baseline = self.baseline
+        if not self.criterion.starts_from_baseline:
+            baseline = blank_baseline(len(tables.genes), len(tables.targets), baseline.basis)
+        return KnockoutGNN.from_tables(options, tables, baseline, nodes, pairs, len(columns))
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of a model's outputs for a sample, T * C."""
+        return len(self.tables.targets) * len(self.criterion.columns)
+
+    def output_names(self) -> list[str]:
+        """Returns the name of each output: those of a target lie together."""
+        names = []
+        for target in self.tables.targets:
+            names += [f"{target} {column}" for column in self.criterion.columns]
+        return names
 
     def check_plan(self, model: nn.Module) -> None:
         """Drops the plan of batches, as the log says, if `model` computes other changes itself.
@@ -125,31 +146,35 @@ class KnockoutTask:
                 "model.message_passing=shared"
             )
 
-    def loss(self, prediction: Tensor, batch: Data) -> Tensor:
+    def loss(self, output: Tensor, batch: Data) -> Tensor:
         """Returns the weighted sum of a batch's losses for each score, [T].
 
-        A loss is a squared error over the variance of the scores or, for optim.loss=binary, a
-        cross-entropy of logits. `prediction` is the model's, [B, T].
+        `output` is the model's, [B, T * C].
         """
-        if self.config.optim.loss == "binary":
-            logit = self.rescale(prediction)
-            losses = binary_cross_entropy_with_logits(logit, batch.y, reduction="none")
-        else:
-            y = ((batch.y - self.mean) / self.std).to(prediction.dtype)
-            losses = mse_loss(prediction, y, reduction="none")
+        losses = self.criterion.losses(self.by_score(output, batch), batch.y)
         return (batch.weight * losses).sum(dim=0)
 
-    def rescale(self, prediction: Tensor) -> Tensor:
-        """Returns predictions of the model in the units of the scores, or logits, float64."""
-        return self.mean + self.std * prediction
+    def by_score(self, output: Tensor, batch: Data) -> Tensor:
+        """Returns a model's output of a batch, [B, T * C], as [B, T, C].
 
-    def to_scores(self, prediction: Tensor) -> Tensor:
-        """Returns predictions of the model as scores, or probabilities of 1, float64."""
-        scores = self.rescale(prediction)
-        return scores.sigmoid() if self.config.optim.loss == "binary" else scores
+        Raises `RunError` if it has another shape.
+        """
+        columns = self.criterion.columns
+        num_samples = len(batch.y)
+        if output.shape != (num_samples, self.num_outputs):
+            raise RunError(
+                f"the model returned {list(output.shape)} for {num_samples} samples, not "
+                f"[{num_samples}, {self.num_outputs}]: give the one of KnockoutTask.build_model "
+                f"{self.num_outputs} outputs, of each score {', '.join(columns)} (see losses.py)"
+            )
+        return output.unflatten(1, (len(self.tables.targets), len(columns)))
 
-    def metrics(self, split: str, prediction: Tensor) -> dict[str, float]:
-        """Returns the metrics of a split by name, beside the baseline's, given predictions [n, T].
+    def to_scores(self, output: Tensor) -> Tensor:
+        """Returns predictions in the unit of the scores, float64 [n, T], of outputs [n, T, C]."""
+        return self.criterion.to(output.device).to_scores(output)
+
+    def metrics(self, split: str, output: Tensor) -> dict[str, float]:
+        """Returns the metrics of a split by name, beside the baseline's, of outputs [n, T, C].
 
         They are the loss, the mean squared error and those of `metrics_beside_baseline`, as means
         over the targets for which they are defined; nan if there are none. `rows` is the number of
@@ -158,13 +183,9 @@ class KnockoutTask:
         rows = self.rows(split)
         y = self.tables.y[rows]
         weight = None if self.tables.weight is None else self.tables.weight[rows]
-        if self.config.optim.loss == "binary":
-            losses = binary_cross_entropy(prediction, y.nan_to_num(), reduction="none")
-        else:
-            losses = (prediction - y.nan_to_num()).square()
+        losses = self.criterion.to(output.device).losses(output, y.nan_to_num())
         loss = weighted_mean(losses, self.tables.score_weight(rows))
-        if self.config.optim.loss == "squared":
-            loss = loss / self.baseline.std.square()
+        prediction = self.to_scores(output)
         each = {
             "loss": loss,
             "mse": mse(y, prediction),
@@ -179,7 +200,7 @@ class KnockoutTask:
 
         They are 7 and, where a score's mean is large, as many more as its deviations lie behind.
         """
-        distance = (self.mean.abs() / self.std).cpu().clamp(min=1)
+        distance = (self.criterion.mean.abs() / self.criterion.std).cpu().clamp(min=1)
         return (7 + distance.log10().floor().long()).clamp(max=17)
 
     def summary(self) -> str:
@@ -257,10 +278,6 @@ def check_scores(tables: Tables, config: Config) -> None:
         if split == "train" or (split == "val" and len(names) == len(tables.targets)):
             raise UserError(f"{problem}: remove that column, or change the split")
         log.warning(f"note      {problem}: it does not count there")
-    binary = bool(((tables.y == 0) | (tables.y == 1) | tables.y.isnan()).all())
-    if config.optim.loss == "binary" and not binary:
-        raise UserError("optim.loss=binary needs scores of 0 and 1: set optim.loss=squared")
-    if config.optim.loss == "squared" and binary:
-        log.warning("note      all scores are 0 or 1: optim.loss=binary predicts probabilities")
+    LOSSES[config.optim.loss].check(tables.y)
     if config.model.readout != "nodes" and set(tables.targets) <= set(tables.genes):
         log.warning("note      all scores are named after nodes: model.readout=nodes suits them")

@@ -192,9 +192,9 @@ def train_step(
         # Only the last micro-batch of a step all-reduces the gradients.
         with nullcontext() if is_last or not env.is_distributed else state.ddp_model.no_sync():
             with env.phase("forward"), autocast(optim, env):
-                prediction = state.ddp_model(task.graph, batch)
+                output = state.ddp_model(task.graph, batch)
             with env.phase("backward"):
-                loss = task.loss(prediction, batch)  # of each score
+                loss = task.loss(output, batch)  # of each score
                 state.scaler.scale(loss.sum() * loss_factor).backward()
         meter.add_loss(loss.detach())
     with env.phase("optimiser"):
@@ -231,12 +231,12 @@ def validate(
 
     Raises `StopTraining` on every rank, with the state saved as not validated.
     """
-    prediction = predict_rows(state.model, task, task.rows("val"), env, val_batches)
+    output = predict_rows(state.model, task, task.rows("val"), env, val_batches)
     reason = env.stop_reason()
     if reason:
         folder.save(state)
         raise StopTraining(reason)
-    val = task.metrics("val", prediction)
+    val = task.metrics("val", output)
     if state.best is not None:  # the first validation is of where training starts
         state.epoch += 1
     is_best = env.broadcast(state.best is None or quality(val) > quality(state.best))
@@ -254,11 +254,12 @@ def test(task: KnockoutTask, state: TrainState, folder: RunFolder, env: Distribu
     """Tests the best model, and ends the run; raises `StopTraining` on every rank."""
     state.model.load_state_dict(state.best_model)
     rows = task.rows("test")
-    prediction = predict_rows(state.model, task, rows, env)
+    output = predict_rows(state.model, task, rows, env)
     reason = env.stop_reason()
     if reason:
         raise StopTraining(reason)
-    result = task.metrics("test", prediction)
+    result = task.metrics("test", output)
+    prediction = task.to_scores(output)
     lines = result_lines(task.tables, prediction, task.baseline.prediction[rows], task.digits())
     folder.finish(state, result, lines)
     num_samples = f"{result['n']:,} samples"
@@ -395,7 +396,8 @@ def order_buckets(ddp_model: nn.Module, task: KnockoutTask, env: Distributed) ->
     padding = task.dataset.__getitems__([-1, -1]).to(env.device)
     ddp_model.eval()  # or the padding would count in BatchNorm's statistics
     with autocast(task.config.optim, env):
-        ddp_model(task.graph, padding).sum().backward()
+        output = ddp_model(task.graph, padding)
+    task.loss(output, padding).sum().backward()
     ddp_model.zero_grad(set_to_none=True)
 
 

@@ -35,7 +35,7 @@ COMMANDS = ("train.py", "predict.py", "analyse.py")
 FAULTS_IN_PROCESS = {
     *("stop_at_step", "stop_in_evaluation", "predict_at_once", "save_an_infinite_weight"),
     *("other_optimiser", "other_groups", "own_metric", "print_plans", "steps_left"),
-    "pretend_gpu",
+    *("pretend_gpu", "other_shape"),
 }
 MODULES = tuple(path.stem for path in ROOT.glob("*.py"))
 EXAMPLE_SIZE = (400, 8000, 6000, 1)  # nodes, edges, rows and scores of the example

@@ -353,6 +353,14 @@ def layer_without_gradient() -> None:
     KnockoutTask.build_model = build_with_layer
 
 
+def other_shape() -> None:
+    """The model returns two numbers for the one that the loss takes."""
+    from model import KnockoutGNN
+
+    forward = KnockoutGNN.forward
+    KnockoutGNN.forward = lambda *arguments: forward(*arguments).repeat(1, 2)
+
+
 def other_option_on_rank_1(option: str) -> None:
     """Rank 1 gets another option on its command line."""
     if RANK == "1":
@@ -391,7 +399,7 @@ def mix_devices(place: str) -> None:
     from model import KnockoutGNN
 
     def mix_at_start(task: KnockoutTask) -> None:
-        task.std.sum() * task.std.cpu()
+        task.criterion.std.sum() * task.criterion.std.cpu()
 
     def mix(model: nn.Module, graph: nn.Module, batch: Data) -> None:
         if model.training == (place == "step"):

@@ -299,7 +299,7 @@ def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(
     np.testing.assert_allclose(from_python, predicted, rtol=1e-4, atol=1e-4)
     if all(hasattr(model, "parts") for model in predictor.ensemble.models):
         total = sum(predictor.parts(sets, columns=columns).values())
-        if config.optim.loss == "binary":
+        if predictor.ensemble.tasks[0].criterion.is_binary:
             total = 1 / (1 + np.exp(-total))
         np.testing.assert_allclose(total, from_python, rtol=1e-5, atol=1e-5)
 
@@ -339,7 +339,7 @@ def task_elsewhere(task: KnockoutTask) -> KnockoutTask:
     effect = 1 + 0.1 * torch.randn(size, generator=generator, dtype=torch.float64)
     responses = (1 - level).unsqueeze(1) * effect[tables.perturbed]
     y = scatter(responses, tables.sample(), dim_size=len(tables.y))
-    if task.config.optim.loss == "binary":
+    if task.criterion.is_binary:
         y = (y > y.median(dim=0).values).double()
     targets = list(tables.targets)[::-1]
     other = dataclasses.replace(tables, level=level, y=y, targets=targets)
@@ -378,8 +378,9 @@ def test_the_state_dict_holds_all_that_a_prediction_depends_on(
     without_samples = Tables.of_graph(task.tables.graph_fields())
     of_run = task_of_run(task.config, task.origin(), without_samples, graph)
     of_run.build_model().load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    assert torch.equal(of_run.rescale(prediction), task.rescale(expected))
-    assert not torch.allclose(elsewhere.rescale(prediction), task.rescale(expected))
+    scores = task.to_scores(task.by_score(expected, batch))
+    assert torch.equal(of_run.to_scores(of_run.by_score(prediction, batch)), scores)
+    assert not torch.allclose(elsewhere.to_scores(task.by_score(prediction, batch)), scores)
 
 
 def test_the_seed_determines_the_weights_and_the_dropout(task, graph, batch_of, sets):

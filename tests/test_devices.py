@@ -89,7 +89,7 @@ def test_masks_model_and_loss_stay_on_their_gpu_without_syncs(
         task = task_of(graph, dataset)
         prediction = model(graph, batch)
         loss = task.loss(prediction, batch)
-        results += [prediction, task.rescale(prediction)]
+        results += [prediction, task.to_scores(task.by_score(prediction, batch))]
     assert {result.device for result in (*results, loss)} == {torch.device("cuda:3")}
     assert loss.shape == (1,) and all(result.numel() for result in results if result.size(-1))
 

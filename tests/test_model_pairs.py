@@ -286,7 +286,7 @@ def test_features_are_centred_by_those_of_an_average_pair_and_a_single_has_none(
     torch.testing.assert_close(units[0], features.mean(dim=0))
     deviation = features.std(dim=0, correction=0)
     torch.testing.assert_close(units[1], (1 / deviation).where(deviation > 1e-6, 0.0))
-    readout = PairReadout(units, hidden=4, num_targets=1)
+    readout = PairReadout(units, hidden=4, num_outputs=1)
     torch.nn.init.ones_(readout.linear.weight)
     part = readout(graph, batch, torch.zeros(len(sets), 8), torch.nn.Identity())
     assert part[-1].abs().max() == 0
@@ -330,7 +330,7 @@ def test_the_readout_adds_a_weighted_sum_and_what_features_change_behind_the_hea
     """A feature is centred by the number of pairs, scaled, and at most 10."""
     torch.manual_seed(0)
     units = torch.tensor([[1.0, 0.5], [2.0, 100.0]])
-    readout = PairReadout(units, hidden=2, num_targets=1)
+    readout = PairReadout(units, hidden=2, num_outputs=1)
     assert readout.linear.weight.abs().max() == 0
     torch.nn.init.normal_(readout.linear.weight)
     head = torch.nn.Sequential(torch.nn.GELU(), torch.nn.Linear(4, 1))
@@ -353,7 +353,7 @@ def test_what_training_rows_do_not_tell_adds_nothing_to_a_prediction():
     dataset.tables.split[2] = 2
     batch = dataset.__getitems__([2])
     assert pair_index(graph).of_samples(batch).abs().max() > 0
-    readout = PairReadout(units_of_pairs(graph, dataset), hidden=4, num_targets=1)
+    readout = PairReadout(units_of_pairs(graph, dataset), hidden=4, num_outputs=1)
     torch.nn.init.ones_(readout.linear.weight)
     part = readout(graph, batch, torch.zeros(1, 8), torch.nn.Identity())
     assert part.abs().max() == 0

@@ -42,7 +42,7 @@ def make_pair_readout(shared: SharedGraph) -> PairReadout:  # noqa: F811
     """Returns a pair readout whose weights are not 0, for a model of `make_model`."""
     num_features = len(pair_names(shared))
     units = torch.tensor([[0.1], [0.5]]).expand(2, num_features)  # mean and scale of each
-    readout = PairReadout(units, hidden=8, num_targets=1)
+    readout = PairReadout(units, hidden=8, num_outputs=1)
     torch.nn.init.normal_(readout.linear.weight, std=0.3)
     return readout
 

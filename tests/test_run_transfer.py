@@ -133,11 +133,11 @@ SHARED = {  # name of a parameter: what its entries are for, and in which dimens
     "project.weight": ("features", 1),
     "layers.0.gate": ("relations", 0),
     "layers.1.gate": ("relations", 0),
-    "local_readout.pair.weight": ("targets", 0),
-    "local_readout.head.2.weight": ("targets", 0),
-    "local_readout.head.2.bias": ("targets", 0),
-    "change_readout.head.2.weight": ("targets", 0),
-    "change_readout.head.2.bias": ("targets", 0),
+    "local_readout.pair.weight": ("outputs", 0),
+    "local_readout.head.2.weight": ("outputs", 0),
+    "local_readout.head.2.bias": ("outputs", 0),
+    "change_readout.head.2.weight": ("outputs", 0),
+    "change_readout.head.2.bias": ("outputs", 0),
 }
 NAMES = {"nodes": ["m", "n", "o"], "relations": ["r"], "features": ["f"], "targets": ["s"]}
 
@@ -165,8 +165,9 @@ def random_model(names: dict[str, list[str]], seed: int) -> KnockoutGNN:
 )
 def test_entries_of_scores_and_features_go_by_name_and_others_stay(before, after, caplog):
     caplog.set_level("INFO")
-    before = NAMES | before
-    after = NAMES | after
+    before, after = (NAMES | names for names in (before, after))
+    for names in (before, after):
+        names["outputs"] = [f"{target} mean" for target in names["targets"]]
     source = random_model(before, seed=0)
     model = random_model(after, seed=1)
     fresh = copy.deepcopy(model).state_dict()

@@ -15,6 +15,7 @@ from config import Config
 from data import DataConfig, KnockoutDataset, StepSampler, load, weight_scale
 from data_tables import Tables
 from errors import DataError, UserError
+from losses import LOSSES
 from mask import SharedGraph
 from metrics import mean_and_std, pearson, r2
 from model import KnockoutGNN, ModelConfig
@@ -22,7 +23,14 @@ from optim import OptimConfig
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.test_data_tables import notes_on, sets_of, summary_of
-from tests.tools.runs import difference, pack_sets, predictions_of, read_metrics, tables_of
+from tests.tools.runs import (
+    difference,
+    output_for,
+    pack_sets,
+    predictions_of,
+    read_metrics,
+    tables_of,
+)
 
 HEADER = ("genes", "growth", "cell size", "split", "sd")
 ROWS = [
@@ -213,11 +221,11 @@ def gappy_task(folder: Path, **sections) -> KnockoutTask:
 
 def with_baseline(task: KnockoutTask, y: torch.Tensor, prediction: torch.Tensor) -> KnockoutTask:
     """Returns the task with other scores [n, T] and a baseline that predicts `prediction`."""
-    _, std = mean_and_std(y[task.rows("train")])
-    if task.config.optim.loss == "binary":
-        std = torch.ones_like(std)
-    baseline = replace(task.baseline, prediction=prediction, std=std)
-    return replace(task, tables=replace(task.tables, y=y), baseline=baseline)
+    criterion = LOSSES[task.config.optim.loss]
+    unit = criterion.unit(*mean_and_std(y[task.rows("train")]))
+    baseline = replace(task.baseline, prediction=prediction)
+    tables = replace(task.tables, y=y)
+    return replace(task, tables=tables, baseline=baseline, criterion=criterion(*unit))
 
 
 def rows_with_score(tables: Tables, t: int) -> Tables:
@@ -243,7 +251,7 @@ def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(t
     tables = task.tables
     prediction = task.baseline.prediction
     rows = task.rows("val")
-    found = task.metrics("val", prediction[rows] + 1)
+    found = task.metrics("val", output_for(task, prediction[rows] + 1))
     each = target_metrics(predictions_of(tables.y[rows], prediction[rows] + 1, prediction[rows]))
     parts = []
     for t in range(2):
@@ -255,7 +263,8 @@ def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(t
         present = ~tables.y[:, t].isnan()
         of_target = prediction[present, t : t + 1]
         torch.testing.assert_close(of_target, expected, rtol=1e-8, atol=1e-8)
-        part = alone.metrics("val", expected[alone.rows("val")] + 1)
+        of_val = output_for(alone, expected[alone.rows("val")] + 1)
+        part = alone.metrics("val", of_val)
         assert part.pop("n") == part.pop("rows") < len(rows)
         for key in ("mse", "pearson", "baseline_pearson"):
             assert each[key][t].item() == pytest.approx(part[key], rel=1e-7)
@@ -275,14 +284,16 @@ def test_metrics_of_binary_scores_are_those_of_each_target_alone(tmp_path):
     zeros = (0 * gaps[:, :1]).where(~gaps[:, :1].isnan(), math.nan)
     y = torch.cat([ones, zeros], dim=1)
     prediction = torch.rand(y.shape, generator=torch.Generator().manual_seed(0)).double()
-    found = with_baseline(task, y, prediction).metrics("val", prediction[task.rows("val")])
+    of_all = with_baseline(task, y, prediction)
+    found = of_all.metrics("val", output_for(of_all, prediction[task.rows("val")]))
     parts = []
     for t in range(3):
         present = ~y[:, t].isnan()
         split = task.tables.split.where(present, -1)  # rows without this score are in none
         part = replace(task, tables=replace(task.tables, split=split))
         part = with_baseline(part, y[:, t : t + 1], prediction[:, t : t + 1])
-        parts.append(part.metrics("val", prediction[part.rows("val"), t : t + 1]))
+        of_val = prediction[part.rows("val"), t : t + 1]
+        parts.append(part.metrics("val", output_for(part, of_val)))
         assert parts[t]["n"] == int(present[task.rows("val")].sum()) < len(task.rows("val"))
     assert math.isnan(parts[2]["pearson"])
     assert found["loss"] == pytest.approx(sum(part["loss"] for part in parts) / 3)
@@ -315,13 +326,13 @@ def test_metrics_of_predictions_that_say_nothing_of_a_target_are_means_over_the_
     y[:, 1] = torch.rand(len(y)).double().where(~y[:, 1].isnan(), math.nan)
     task = with_baseline(task, y, nothing)
     prediction = torch.stack([y[rows, 0].nan_to_num(), nothing[rows, 1]], dim=1)
-    result = task.metrics("val", prediction)
+    result = task.metrics("val", output_for(task, prediction))
     assert result["pearson"] == pytest.approx(0.5)
     assert result["baseline_pearson"] == 0
     each = target_metrics(predictions_of(y[rows], prediction, nothing[rows]))
     assert each["pearson"].tolist() == pytest.approx([1, 0])
     y[rows, 1] = math.nan
-    result = task.metrics("val", nothing[rows])
+    result = task.metrics("val", output_for(task, nothing[rows]))
     assert result["pearson"] == 0
     assert result["loss"] > 0
     each = target_metrics(predictions_of(y[rows], nothing[rows], nothing[rows]))
@@ -337,10 +348,10 @@ def test_the_loss_of_each_score_is_the_weighted_mean_over_the_rows_that_have_it(
     generator = torch.Generator().manual_seed(0)
     for rows in (batch_rows, train_rows):
         prediction = torch.randn(len(rows), 2, dtype=torch.float64, generator=generator)
-        of_model = (prediction - task.mean) / task.std
-        torch.testing.assert_close(task.rescale(of_model), prediction)
+        output = output_for(task, prediction)
+        torch.testing.assert_close(task.to_scores(output), prediction)
         batch = task.dataset.__getitems__(rows.tolist())
-        found = task.loss(of_model, batch)
+        found = task.loss(output.flatten(1), batch)
         for t in range(2):
             y = task.tables.y[:, t]
             scored = train_rows[~y[train_rows].isnan()]

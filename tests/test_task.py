@@ -15,14 +15,12 @@ from analyse_results import read_results
 from config import Config
 from data import DataConfig
 from data_tables import Tables
+from losses import Binary, Squared
 from metrics import mean_and_std, quality
-from optim import OptimConfig
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.test_targets import additive_tables, gappy_tables, without_validation
-from tests.tools.runs import pack_sets, read_metrics, tables_of
-
-BINARY = Config(optim=OptimConfig(loss="binary"))
+from tests.tools.runs import output_for, pack_sets, read_metrics, tables_of, task_of
 
 
 def test_a_model_of_another_class_has_no_plan():
@@ -43,13 +41,12 @@ def test_the_metrics_of_a_split_equal_their_definitions():
     generator = torch.Generator().manual_seed(0)
     y, prediction, baseline = torch.randint(-4, 5, (3, 60, 1), generator=generator).double()
     rows = torch.arange(10, 60)
-    task = SimpleNamespace(
-        config=Config(),
-        tables=tables_of([[]] * 60, y),
-        baseline=SimpleNamespace(prediction=baseline, std=mean_and_std(y)[1]),
-        rows={"test": rows}.get,
-    )
-    found = KnockoutTask.metrics(task, "test", prediction[rows])
+    tables = tables_of([[]] * 60, y)
+    tables.split = torch.tensor([0] * 10 + [2] * 50, dtype=torch.int8)
+    task = task_of(SimpleNamespace(device="cpu"), SimpleNamespace(tables=tables))
+    task.criterion = Squared(*mean_and_std(y))
+    task.baseline = SimpleNamespace(prediction=baseline)
+    found = task.metrics("test", output_for(task, prediction[rows]))
     variance = y.numpy().var()
     y_of_rows, x, x_of_baseline = (values[rows, 0].numpy() for values in (y, prediction, baseline))
     assert found["n"] == found["rows"] == 50
@@ -58,9 +55,9 @@ def test_the_metrics_of_a_split_equal_their_definitions():
     assert found["mse"] == pytest.approx(((y_of_rows - x) ** 2).mean())
     assert found["loss"] == pytest.approx(found["mse"] / variance)
 
-    task.config = BINARY
+    task.criterion = Binary(torch.zeros(1).double(), torch.ones(1).double())
     task.tables.y = (y > 0).double()
-    found = KnockoutTask.metrics(task, "test", prediction[rows].sigmoid())
+    found = task.metrics("test", prediction[rows].unsqueeze(2))
     probability = 1 / (1 + np.exp(-x))
     of_truth = np.where(y_of_rows > 0, probability, 1 - probability)
     assert found["loss"] == pytest.approx(-np.log(of_truth).mean())
@@ -96,8 +93,8 @@ def test_figures_are_of_the_scores_that_validation_rows_have(tmp_path):
     of_first = replace(task.tables, y=task.tables.y[:, 0], targets=["score0"])
     alone = KnockoutTask.from_tables(of_first, config)
     prediction = task.baseline.prediction[task.rows("val")] + 0.5
-    found = task.metrics("val", prediction)
-    expected = alone.metrics("val", prediction[:, :1])
+    found = task.metrics("val", output_for(task, prediction))
+    expected = alone.metrics("val", output_for(alone, prediction[:, :1]))
     assert found == pytest.approx(expected, rel=1e-6)
     assert quality(found) == pytest.approx(quality(expected), rel=1e-6)
 
@@ -107,10 +104,11 @@ def test_weighted_metrics_stand_beside_those_without_weights(tmp_path):
     tables = additive_tables(1.0, num_scores=1)
     rows = tables.rows("val")
     prediction = tables.y[rows] + torch.arange(len(rows)).unsqueeze(1) % 7
-    without = KnockoutTask.from_tables(tables, config).metrics("val", prediction)
+    task = KnockoutTask.from_tables(tables, config)
+    without = task.metrics("val", output_for(task, prediction))
     tables.weight = 1.0 + torch.arange(len(tables.y)) % 6
     task = KnockoutTask.from_tables(tables, config)
-    found = task.metrics("val", prediction)
+    found = task.metrics("val", output_for(task, prediction))
     assert set(found) - set(without) == {"weighted_pearson", "baseline_weighted_pearson"}
     assert found["pearson"] == without["pearson"]
     for name, predicted in {"": prediction, "baseline_": task.baseline.prediction[rows]}.items():

@@ -203,7 +203,7 @@ def evaluation(env: Distributed) -> None:
         rows = torch.arange(num_rows)
         predictions = predict_rows(model, task, rows, env)
         expected = predict_rows(model, task, rows, alone)
-        assert expected.shape == (num_rows, 1) and expected.all()
+        assert expected.shape == (num_rows, 1, 1) and expected.all()
         torch.testing.assert_close(predictions, expected, rtol=1e-12, atol=0)
         assert is_equal_on_all_ranks(predictions, env)
 

@@ -428,7 +428,7 @@ def predict(folder: Path, config: Config, tables: Tables, env: Distributed) -> T
     model = model.to(env.device, config.optim.dtype)
     rows = torch.cat([tables.rows("val"), tables.rows("test")])
     prediction = torch.zeros_like(tables.y)
-    prediction[rows] = predict_rows(model, task, rows, env)
+    prediction[rows] = task.to_scores(predict_rows(model, task, rows, env))
     return prediction
 
 

@@ -18,7 +18,7 @@ from tests import check
 from tests.conftest import write_table
 from tests.tools.diagnose import PHASES, covered, rows, trace
 
-LINE = r"  row (\d+) \((\w+)\): genes (.*), score (.*), prediction (.*), squared error (.*)"
+LINE = r"  row (\d+) \((\w+)\): genes (.*), score (.*), prediction (.*), loss (.*)"
 
 
 def test_the_row_with_a_score_too_large_is_named(run, tables, tmp_path):

@@ -294,7 +294,9 @@ class Reader:
         batch = task.dataset.__getitems__(task.rows("test").tolist()[:4])
         prediction = model(task.graph, batch).detach().double()
         assert task.baseline.prediction.isfinite().all() and prediction.isfinite().all()
-        return torch.cat([task.rescale(prediction), task.baseline.prediction])
+        return torch.cat(
+            [task.to_scores(task.by_score(prediction, batch)), task.baseline.prediction]
+        )
 
 
 @pytest.fixture(scope="module")

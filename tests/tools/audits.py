@@ -101,7 +101,7 @@ def record_tensors(found: dict[str, Any]) -> None:
 
         model.register_forward_hook(record, with_kwargs=True)
         found["model"] = model
-        found["scale"] = {"mean": task.mean, "std": task.std}
+        found["scale"] = vars(task.criterion)
         return model
 
     def build_optimizer(*args: object) -> torch.optim.Optimizer:

@@ -45,22 +45,22 @@ def rows(options: argparse.Namespace) -> bool:
     tables = task.tables
     chosen = torch.cat([tables.rows(split) for split in SPLITS])
     prediction = torch.zeros_like(tables.y)  # [n, T], also of rows in no split
+    error = torch.zeros_like(tables.y, dtype=config.optim.dtype)
     with autocast(config.optim, env):
-        prediction[chosen] = predict_rows(model, task, chosen, env)
+        output = predict_rows(model, task, chosen, env)
+    prediction[chosen] = task.to_scores(output)
+    y = tables.y[chosen]
     # In the type of the training loss, which overflows where this does.
-    difference = ((prediction - tables.y) / task.std.cpu()).to(config.optim.dtype)
-    error = difference.square().where(~tables.y.isnan(), 0.0)
+    losses = task.criterion.to("cpu").losses(output.to(config.optim.dtype), y.nan_to_num())
+    error[chosen] = losses.where(~y.isnan(), 0.0).to(error.dtype)
     error_of_row = error.sum(dim=1)
     bad = chosen[~error_of_row[chosen].isfinite()]
     if len(bad):
-        print(
-            f"{len(bad)} of {len(chosen)} rows (numbered from 0) have a non-finite squared error:"
-        )
+        print(f"{len(bad)} of {len(chosen)} rows (numbered from 0) have a non-finite loss:")
         shown = bad[:SHOWN]
     else:
         print(
-            "every squared error is finite; if a step is not, lower optim.lr. Largest in the "
-            "training split:"
+            "every loss is finite; if a step is not, lower optim.lr. Largest in the training split:"
         )
         training = tables.rows("train")
         order = error_of_row[training].argsort(descending=True)
@@ -85,7 +85,7 @@ def newest_model(task: KnockoutTask, env: Distributed) -> nn.Module:
 
 
 def describe_row(task: KnockoutTask, row: int, prediction: Tensor, error: Tensor) -> str:
-    """Returns a line with a row's nodes, and the scores [T] with the largest errors [T]."""
+    """Returns a line with a row's nodes, and the scores [T] with the largest losses [T]."""
     tables = task.tables
     start, end = tables.perturbed_ptr[row : row + 2].tolist()
     nodes = ",".join(tables.names(tables.perturbed[start:end], tables.level[start:end]))
@@ -95,10 +95,7 @@ def describe_row(task: KnockoutTask, row: int, prediction: Tensor, error: Tensor
         name = tables.targets[target]
         scores.append(f"{name} {tables.y[row, target]:g}, prediction {prediction[target]:g}")
     split = SPLITS[tables.split[row]]
-    return (
-        f"  row {row} ({split}): genes {nodes}, {'; '.join(scores)}, "
-        f"squared error {error.sum():.3g}"
-    )
+    return f"  row {row} ({split}): genes {nodes}, {'; '.join(scores)}, loss {error.sum():.3g}"
 
 
 # ---- Traces --------------------------------------------------------------------------------------

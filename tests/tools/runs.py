@@ -16,6 +16,7 @@ from analyse_results import Results
 from config import Config
 from data import KnockoutDataset
 from data_tables import Tables, pack
+from losses import LOSSES
 from mask import SharedGraph
 from run_results import result_lines
 from task import KnockoutTask
@@ -73,18 +74,25 @@ def task_of(
 
     It is on the device of the graph.
     """
+    config = config or Config()
     zeros = torch.zeros(len(dataset.tables.targets), dtype=torch.float64, device=graph.device)
     return KnockoutTask(
-        config=config or Config(),
+        config=config,
         tables=dataset.tables,
         fingerprint="",
         baseline=None,
         graph=graph,
-        mean=zeros,
-        std=zeros + 1,
+        criterion=LOSSES[config.optim.loss](zeros, zeros + 1),
         dataset=dataset,
         route="",
     )
+
+
+def output_for(task: KnockoutTask, prediction: Tensor) -> Tensor:
+    """Returns the output [n, T, 1] of a model that predicts these scores [n, T]."""
+    if task.criterion.is_binary:
+        prediction = prediction.logit()
+    return ((prediction - task.criterion.mean) / task.criterion.std).unsqueeze(2)
 
 
 def lines_of_test(task: KnockoutTask, prediction: Tensor) -> list[str]:
