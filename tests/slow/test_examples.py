@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import ROOT, SMALL, copy_template, fork, join, write_table
 from tests.tools.pages import DOCS, README, block_commands, blocks
@@ -159,12 +160,17 @@ def test_the_example_of_adapting(run, tmp_path):
     for block in edits:
         apply_edit(tmp_path, block.text)
     ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--ignore=F401"]
-    run([*ruff, "task.py", "metrics.py", "optim.py"]).check()
+    run([*ruff, "losses.py", "metrics.py", "optim.py"]).check()
     assert run_commands(page, run, "python train.py run.name=sgd") == 2  # the second one resumes
     lines = (tmp_path / "runs/sgd/metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     validations = [row for row in rows if row["kind"] == "val"]
     assert all({"spearman", "baseline_spearman"} <= row.keys() for row in validations)
+    table = (tmp_path / "runs/sgd/test.tsv").read_text().splitlines()
+    tested = [[float(cell) for cell in line.split("\t")[-3:-1]] for line in table[1:]]
+    best = torch.load(tmp_path / "runs/sgd/checkpoints/best.pt", weights_only=True)
+    absolute = sum(abs(score - prediction) for score, prediction in tested) / len(tested)
+    assert rows[-1]["loss"] == pytest.approx(absolute / best["std"].item(), rel=1e-5)
     assert run_page(page, run, tmp_path) == 1
     command = [sys.executable, "train.py", "optim.momentum=2"]
     refused = run(command, PYTHONPATH=str(tmp_path), **WITHOUT_GPU)

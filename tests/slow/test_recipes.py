@@ -17,10 +17,12 @@ from tests.slow.recipes import (
     assert_contract,
     assert_parity,
     git_apply,
+    launch,
     refuse,
     run_tests,
     train,
 )
+from tests.tools.runs import newest_checkpoint
 
 PAGE = ROOT / "docs/adapting.md"
 RECIPES = sorted(path.stem for path in ROOT.glob("tests/recipes/*.patch"))
@@ -108,6 +110,57 @@ def ranks_by_loop(values):
         num_equal = sum(other == value for other in values)
         ranks.append(num_smaller + num_equal / 2)
     return ranks
+
+
+def read_numbers(path):
+    """Returns the columns of a table of predictions by name, without the first."""
+    header, *rows = (line.split("\t") for line in path.read_text().splitlines())
+    columns = torch.tensor([[float(cell) for cell in row[1:]] for row in rows]).double().T
+    return dict(zip(header[1:], columns, strict=True))
+
+
+def test_gaussian(copy, tables, tmp_path):
+    """Of two scores, one of which varies more where a node is deleted."""
+    lines = (tmp_path / "scores.tsv").read_text().splitlines()
+    rows = ["genes\ta\tb"]
+    for number, line in enumerate(lines[1:]):
+        genes, score = line.split("\t")
+        noise = 20 * (number % 2) if genes < "Y10" else 0
+        rows.append(f"{genes}\t{float(score) + noise}\t{100 + float(score) ** 2}")
+    (tmp_path / "scores.tsv").write_text("\n".join([*rows, ""]))
+    adapt(copy, "gaussian", [*tables, "optim.loss=gaussian", "optim.epochs=3", "optim.lr=0.05"])
+    for name in ("0", "1"):
+        train(copy, f"run.seed={name}", name=name)
+    checkpoint, rows = train(copy, "run.seed=1", "optim.epochs=6", name="1")  # resumes
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert losses[-1] < losses[0] - 0.1
+    assert checkpoint["outputs"] == ["a mean", "a log_variance", "b mean", "b log_variance"]
+
+    predicted = []
+    files = [str(newest_checkpoint(tmp_path / "runs" / name)) for name in ("0", "1")]
+    for runs in (files[:1], files[1:], files):
+        launch(copy, 2, "predict.py", "scores.tsv", *runs, "--parts")
+        predicted.append(read_numbers(tmp_path / "scores.predictions.tsv"))
+    *each, both = predicted
+    parts = ("without_graph", "local", "pairs", "knockout")
+    for target in ("a", "b"):
+        mean, sd = (
+            torch.stack([of_run[name] for of_run in each]) for name in (target, f"{target}_sd")
+        )
+        assert (sd.max(dim=1).values > 1.2 * sd.min(dim=1).values).all()
+        square = (mean.square() + sd.square()).mean(dim=0)  # of the mixture
+        expected = (square - mean.mean(dim=0).square()).sqrt()
+        torch.testing.assert_close(both[target], mean.mean(dim=0), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(both[f"{target}_sd"], expected, rtol=1e-2, atol=1e-3)
+        total = sum(both[f"{target}_{part}"] for part in parts)
+        torch.testing.assert_close(total, both[target], rtol=1e-5, atol=1e-4)
+        assert (both[f"{target}_knockout"] != 0).any()
+
+    launch(copy, 2, "predict.py", "scores.tsv", *files, "--explain", "4")
+    explained = (tmp_path / "scores.explained.tsv").read_text().splitlines()
+    assert len(explained) == 1 + 200 * 2 * 4
+    train(copy, f"run.init={files[1]}", name="follow")
+    assert_contract(copy)
 
 
 def test_own_model(copy, tables, tmp_path):
