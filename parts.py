@@ -110,7 +110,7 @@ PARTS = [
     ),
     Part(
         "notes",
-        ("data_notes.py", "data_range.py"),
+        ("data_notes.py",),
         loss="fewer hints on what may be wrong with tables",
     ),
     Part(

@@ -32,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 # As in train.py.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
@@ -41,16 +42,24 @@ import torch
 
 from config import Parser, expand_path, run_command
 from data import file_digest
-from data_range import Extrapolations
 from data_tables import Tables
 from ddp_ends import end_process
 from ddp_setup import DDPConfig, Distributed
 from errors import UserError
 from predict_ensemble import Ensemble, Run, read_run
-from predict_explain import Contribution, Explanation, name_contributions
-from predict_sets import Chunk, Survey, read_sets, screen, survey_sets, unknown_nodes
+from predict_sets import (
+    BEYOND,
+    Chunk,
+    Survey,
+    count_beyond,
+    read_sets,
+    screen,
+    survey_sets,
+    unknown_nodes,
+)
 from predict_table import GrowingTable
 from predictor import Predictor as Predictor  # for those who import it from here
+from predictor import explainer_of
 from run_progress import progress_bar
 from run_results import table_lines
 
@@ -177,6 +186,7 @@ def predict(settings: Settings, env: Distributed) -> None:
         survey = survey_sets(settings.table, ensemble.tables, *settings.rows, has_bar=is_first)
         if settings.parts:
             ensemble.check_parts()
+        explainer = explainer_of(ensemble) if settings.explain else None
         if not settings.explain:
             check_names(ensemble.columns(settings.parts))
     for note in survey.notes:
@@ -185,7 +195,7 @@ def predict(settings: Settings, env: Distributed) -> None:
         missing = f"{survey.num_rows - survey.num_known} rows have no prediction"
         log.warning(f"{missing}: {unknown_nodes(survey.unknown, ensemble.tables)}")
     if settings.explain:
-        for file in ensemble.unexplained():
+        for file in explainer.unexplained():
             log.warning(
                 f"note      the model of {file} has no knock-out pass that can be explained: it "
                 "names no living nodes"
@@ -195,7 +205,7 @@ def predict(settings: Settings, env: Distributed) -> None:
                 "note      best.pt is where training started: perhaps no living node contributes, "
                 "and no pair"
             )
-    write_table(settings, ensemble, survey)
+    write_table(settings, ensemble, survey, explainer)
 
 
 def check_names(columns: list[str]) -> None:
@@ -205,14 +215,17 @@ def check_names(columns: list[str]) -> None:
             raise UserError(f"two columns would be {name}: predict from Python, by `Predictor`")
 
 
-def write_table(settings: Settings, ensemble: Ensemble, survey: Survey) -> None:
-    """Writes the lines of each row, or goes on with them; raises `UserError` on every rank."""
+def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explainer: Any) -> None:
+    """Writes the lines of each row, or goes on with them; raises `UserError` on every rank.
+
+    With an `explainer`, these are lines of reasons in place of predictions.
+    """
     kind = "predictions"
     columns = ensemble.columns(settings.parts)
     lines_per_row = 1
-    if settings.explain:
+    if explainer:
         kind = "explained"
-        columns = ["score", *Contribution._fields]
+        columns = ["score", *explainer.columns]
         lines_per_row = settings.explain * len(ensemble.targets)
     output = settings.output(kind)
     header = "\t".join(["genes", *columns]) + "\n"
@@ -230,18 +243,23 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey) -> None:
     first += table.num_rows
     most = max(1, min(ensemble.rows_at_once, CELLS_AT_ONCE // len(columns) // lines_per_row))
     choose_route(settings.table, ensemble, most)
-    extrapolations = Extrapolations([run.checkpoint.get("trained") for run in settings.runs])
+    ranges = [run.checkpoint["trained"] for run in settings.runs]
+    num_beyond = torch.zeros(len(BEYOND), dtype=torch.long)
     with contextlib.closing(table), bar:
         for chunk, asked in aligned_chunks(settings.table, ensemble.tables, first, last, most):
-            lines = compute_on_all_ranks(settings, ensemble, chunk)
+            if explainer:
+                lines = explainer.lines(chunk, settings.explain)
+            else:
+                lines = predicted_lines(settings, ensemble, chunk)
             lines_asked = islice(lines, asked.start * lines_per_row, asked.stop * lines_per_row)
             table.append(lines_asked, len(asked))
-            extrapolations.add(chunk.sets, chunk.is_known, chunk.samples, asked)
+            num_beyond += count_beyond(chunk, asked, ranges)
             ensemble.env.step_done(table.num_rows)
             bar.update(len(asked))
         table.finish()
-    for note in extrapolations.notes():
-        log.warning(f"note      {note}")
+    for kind, count in zip(BEYOND, num_beyond.tolist(), strict=True):
+        if count:
+            log.warning(f"note      {count:,} rows have {kind}: these are extrapolations")
     log.info(f"{survey.num_known} predictions written to {output}")
 
 
@@ -270,35 +288,12 @@ def aligned_chunks(
             yield chunk, asked
 
 
-def compute_on_all_ranks(settings: Settings, ensemble: Ensemble, chunk: Chunk) -> Iterator[str]:
+def predicted_lines(settings: Settings, ensemble: Ensemble, chunk: Chunk) -> Iterator[str]:
     """Returns the lines of some rows, each of which is made when it is read."""
-    if settings.explain:
-        explanation = ensemble.explain(chunk.samples, settings.explain)
-        return explained_lines(chunk, ensemble, explanation)
     predicted = ensemble.predict(chunk.samples, settings.parts).flatten(1)
     cells = torch.full((len(chunk.sets), predicted.size(1)), math.nan, dtype=torch.float64)
     cells[chunk.is_known] = predicted
     return table_lines(iter(chunk.sets), cells, ensemble.digits(settings.parts))
-
-
-def explained_lines(chunk: Chunk, ensemble: Ensemble, explanation: Explanation) -> Iterator[str]:
-    """Yields K lines for each row and score; where fewer contribute, the last ones are empty.
-
-    `explanation` is that of the rows that are known.
-    """
-    num_nodes = explanation.changes.size(2)
-    digits_of_targets = ensemble.tasks[0].digits().tolist()
-    explained = name_contributions(explanation, chunk.samples, ensemble.ways)
-    for genes, is_known in zip(chunk.sets, chunk.is_known.tolist(), strict=True):
-        nodes_of_targets = next(explained) if is_known else [[] for _ in ensemble.targets]
-        each_target = zip(ensemble.targets, digits_of_targets, nodes_of_targets, strict=True)
-        for target, digits, nodes in each_target:
-            for name, contribution, steps, relations, without in nodes:
-                prediction = "" if without is None else f"{without:.{digits}g}"
-                cells = (name, f"{contribution:.6g}", str(steps), relations, prediction)
-                yield "\t".join((genes, target, *cells)) + "\n"
-            for _ in range(num_nodes - len(nodes)):
-                yield f"{genes}\t{target}" + "\t" * len(Contribution._fields) + "\n"
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@ Shapes: M runs, n samples, B of them in a batch, T scores of C columns each.
 """
 
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -26,15 +25,6 @@ from evaluate import compute_rows, evaluation_batch_size, load_batches, predict_
 from losses import LOSSES
 from mask import SharedGraph
 from model import PARTS
-from model_pairs import pair_names
-from predict_explain import (
-    Explanation,
-    ShortestWays,
-    is_explained,
-    largest_contributions,
-    without_each,
-)
-from predict_pairs import MOST_FEATURES, has_pairs, largest_pairs
 from predict_sets import MOST
 from run_checkpoint import load_model, read_checkpoint, read_graph
 from run_folder import read_status
@@ -68,7 +58,7 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
             log.warning(f"note      {path} is {state}: its best model so far predicts")
         path = path / "checkpoints" / "best.pt"
     checkpoint = read_checkpoint(path)
-    lacking = {"graph", "basis", "pair_features"} - checkpoint.keys()
+    lacking = {"graph", "basis", "pair_features", "trained"} - checkpoint.keys()
     if lacking:
         raise UserError(f"{path} is of another version of the template: predict with that one")
     graph = read_graph(path)
@@ -135,8 +125,8 @@ def predict_parts(model: nn.Module, task: KnockoutTask, batch: Data) -> Tensor:
 class Ensemble:
     """Trained models of one graph and of the same scores, which predict the same samples.
 
-    `predict` and `explain` are called on all ranks, which share the samples; what they return is
-    the same on every rank.
+    `predict` is called on all ranks, which share the samples; what it returns is the same on every
+    rank.
 
     Args:
         runs: one or more.
@@ -254,40 +244,6 @@ class Ensemble:
             task.check_plan(model)
         self.is_planned = True
 
-    def explain(self, samples: Tables, num_nodes: int) -> Explanation:
-        """Returns what the predictions of n samples hang on, with up to `num_nodes` for each."""
-        prediction = self.predict(samples)[:, :, 0]
-        without = [prediction.new_empty(*prediction.shape, 0)]
-        for others in without_each(samples):
-            without.append(self.predict(others)[:, :, :1])
-        num_pairs = min(num_nodes, math.comb(len(without) - 1, 2))  # of the largest sample
-        pairs = self._largest(largest_pairs, samples, num_pairs, 3 + MOST_FEATURES)
-        pair_features = []
-        if any(has_pairs(model) for model in self.models):
-            pair_features = pair_names(self.graph)
-        changes = self._largest(largest_contributions, samples, num_nodes, 2)
-        return Explanation(prediction, torch.cat(without, dim=2), pairs, pair_features, changes)
-
-    def _largest(
-        self, function: Callable[..., Tensor], samples: Tables, number: int, width: int
-    ) -> Tensor:
-        """Returns the largest contributions to n samples by a function, [n, T, number, width]."""
-        out_degree = self.graph.out_degree
-        dataset = KnockoutDataset(samples, self.graph.degree, out_degree=out_degree)
-        rows = torch.arange(len(samples.y))
-        batch_size = evaluation_batch_size(self.tasks[0])
-        batches = load_batches(dataset, rows, batch_size, self.env)
-        units = [task.criterion.std for task in self.tasks]
-        of_batch = partial(function, self.models, units, self.graph, number)
-        shape = (len(rows), len(self.targets), number, width)
-        with self.lock:
-            return compute_rows(of_batch, batches, shape, self.env)
-
-    @cached_property
-    def ways(self) -> ShortestWays:
-        """The shortest ways on the edges of the graph, by which contributions are named."""
-        return ShortestWays(self.tables)
-
     @property
     def rows_at_once(self) -> int:
         """How many rows are predicted, and then written, at once: some seconds of work."""
@@ -300,8 +256,3 @@ class Ensemble:
                 raise UserError(
                     f"the model of {file} has no parts: give it a method as `KnockoutGNN.parts`"
                 )
-
-    def unexplained(self) -> list[str]:
-        """Returns the files of the models without a knock-out pass that can be explained."""
-        files = zip(self.files, self.models, strict=True)
-        return [file for file, model in files if not is_explained(model)]

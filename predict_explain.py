@@ -13,8 +13,10 @@ to the knock-out pass less what it gives for no change.
 Shapes: N nodes, n samples, B of them in a batch, H hidden channels, T targets.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,10 +25,15 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.index import index2ptr
 
+from data import KnockoutDataset
 from data_tables import Tables, pack
+from evaluate import compute_rows, evaluation_batch_size, load_batches
 from mask import SharedGraph
 from model import GlobalReadout, KnockoutGNN, NodeReadout, WildType
-from predict_pairs import name_features
+from model_pairs import pair_names
+from predict_ensemble import Ensemble
+from predict_pairs import MOST_FEATURES, has_pairs, largest_pairs, name_features
+from predict_sets import Chunk
 
 POINTS = 32  # on the way from no change to the sum of changes
 
@@ -231,3 +238,81 @@ def name_contributions(
                     contributions.append(Contribution(name, value, int(steps[node]), relations))
             named.append(contributions[:num_nodes])
         yield named
+
+
+class Explainer:
+    """Says what the predictions of an ensemble hang on.
+
+    `explain` and `lines` are called on all ranks, which share the samples; what they return is the
+    same on every rank.
+    """
+
+    columns = Contribution._fields
+
+    def __init__(self, ensemble: Ensemble):
+        self.ensemble = ensemble
+        self.ways = ShortestWays(ensemble.tables)
+
+    def explain(self, samples: Tables, num_nodes: int) -> Iterator[list[list[Contribution]]]:
+        """Returns up to `num_nodes` contributions to each score of each sample."""
+        return name_contributions(self.compute(samples, num_nodes), samples, self.ways)
+
+    def lines(self, chunk: Chunk, num_nodes: int) -> Iterator[str]:
+        """Returns `num_nodes` lines for each row and score, each of which is made when it is read.
+
+        Where fewer contribute, the last ones are empty.
+        """
+        return self._lines(chunk, self.explain(chunk.samples, num_nodes), num_nodes)
+
+    def _lines(
+        self, chunk: Chunk, explained: Iterator[list[list[Contribution]]], num_nodes: int
+    ) -> Iterator[str]:
+        """Yields the lines of rows, given what is `explained` of those that are known."""
+        targets = self.ensemble.targets
+        digits_of_targets = self.ensemble.tasks[0].digits().tolist()
+        for genes, is_known in zip(chunk.sets, chunk.is_known.tolist(), strict=True):
+            nodes_of_targets = next(explained) if is_known else [[] for _ in targets]
+            each_target = zip(targets, digits_of_targets, nodes_of_targets, strict=True)
+            for target, digits, nodes in each_target:
+                for name, contribution, steps, relations, without in nodes:
+                    prediction = "" if without is None else f"{without:.{digits}g}"
+                    cells = (name, f"{contribution:.6g}", str(steps), relations, prediction)
+                    yield "\t".join((genes, target, *cells)) + "\n"
+                for _ in range(num_nodes - len(nodes)):
+                    yield f"{genes}\t{target}" + "\t" * len(Contribution._fields) + "\n"
+
+    def compute(self, samples: Tables, num_nodes: int) -> Explanation:
+        """Returns what the predictions of n samples hang on, with up to `num_nodes` for each."""
+        ensemble = self.ensemble
+        prediction = ensemble.predict(samples)[:, :, 0]
+        without = [prediction.new_empty(*prediction.shape, 0)]
+        for others in without_each(samples):
+            without.append(ensemble.predict(others)[:, :, :1])
+        num_pairs = min(num_nodes, math.comb(len(without) - 1, 2))  # of the largest sample
+        pairs = self._largest(largest_pairs, samples, num_pairs, 3 + MOST_FEATURES)
+        pair_features = []
+        if any(has_pairs(model) for model in ensemble.models):
+            pair_features = pair_names(ensemble.graph)
+        changes = self._largest(largest_contributions, samples, num_nodes, 2)
+        return Explanation(prediction, torch.cat(without, dim=2), pairs, pair_features, changes)
+
+    def _largest(
+        self, function: Callable[..., Tensor], samples: Tables, number: int, width: int
+    ) -> Tensor:
+        """Returns the largest contributions to n samples by a function, [n, T, number, width]."""
+        ensemble = self.ensemble
+        graph = ensemble.graph
+        dataset = KnockoutDataset(samples, graph.degree, out_degree=graph.out_degree)
+        rows = torch.arange(len(samples.y))
+        batch_size = evaluation_batch_size(ensemble.tasks[0])
+        batches = load_batches(dataset, rows, batch_size, ensemble.env)
+        units = [task.criterion.std for task in ensemble.tasks]
+        of_batch = partial(function, ensemble.models, units, graph, number)
+        shape = (len(rows), len(ensemble.targets), number, width)
+        with ensemble.lock:
+            return compute_rows(of_batch, batches, shape, ensemble.env)
+
+    def unexplained(self) -> list[str]:
+        """Returns the files of the models without a knock-out pass that can be explained."""
+        files = zip(self.ensemble.files, self.ensemble.models, strict=True)
+        return [file for file, model in files if not is_explained(model)]

@@ -8,15 +8,23 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.utils import scatter
 
 from data_cells import Rows, read_header, read_rows, split_level
 from data_tables import Tables, pack
 from errors import UserError
 from parts import optional
 
+# What makes a row an extrapolation.
+BEYOND = (
+    "nodes that no training row knocks out",
+    "levels outside those of training",
+    "more nodes than any training row",
+)
 SET_SIZES = {"all-singles": 1, "all-pairs": 2}
 MOST = 16_384  # rows at once
 
@@ -154,6 +162,27 @@ def all_sets(
         samples = make_samples(tables, row, nodes.flatten(), levels, len(nodes))
         cells = [",".join(names[node] for node in one_set) for one_set in some_sets]
         yield Chunk(cells, torch.ones(len(nodes), dtype=torch.bool), samples, [])
+
+
+def is_beyond(samples: Tables, trained: dict[str, Any]) -> Tensor:
+    """Returns whether samples are `BEYOND` a `Tables.training_range` in each way, bool [3, n]."""
+    level = samples.level
+    is_outside = (level < trained["lowest"]) | (level > trained["highest"])
+    of_nodes = torch.stack([~trained["seen"][samples.perturbed], is_outside])
+    of_samples = scatter(of_nodes.int(), samples.sample(), dim=1, dim_size=len(samples.y)) > 0
+    is_larger = samples.perturbed_ptr.diff() > trained["largest"]
+    return torch.cat([of_samples, is_larger.unsqueeze(0)])
+
+
+def count_beyond(chunk: Chunk, asked: range, ranges: Sequence[dict[str, Any]]) -> Tensor:
+    """Returns how many rows are `BEYOND` all of the ranges in each way, long [3].
+
+    Of the chunk, that is of the known rows that are asked for.
+    """
+    row = chunk.is_known.nonzero().flatten()
+    is_asked = (row >= asked.start) & (row < asked.stop)
+    of_ranges = torch.stack([is_beyond(chunk.samples, trained) for trained in ranges])
+    return (of_ranges.all(dim=0) & is_asked).sum(dim=1)
 
 
 def make_samples(tables: Tables, row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> Tables:

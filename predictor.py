@@ -5,6 +5,7 @@ Shapes: n sets of knock-outs, T scores.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +17,8 @@ from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
 from errors import UserError
 from model import PARTS
+from parts import optional
 from predict_ensemble import Ensemble, read_run
-from predict_explain import Contribution, name_contributions
 from predict_sets import Chunk, chunk_of, unknown_nodes
 
 SETS_AT_ONCE = 100_000
@@ -32,6 +33,14 @@ def texts_of(sets: Iterable[str]) -> list[str]:
         if not isinstance(text, str):
             raise UserError(f"{text!r:.60} is no text such as 'A,B=0.3', or '' for no knock-out")
     return texts
+
+
+def explainer_of(ensemble: Ensemble) -> Any:
+    """Returns `predict_explain.Explainer` of an ensemble; raises `UserError` without that part."""
+    predict_explain = optional("predict_explain")
+    if predict_explain is None:
+        raise UserError("reasons of predictions need predict_explain.py, which is not here")
+    return predict_explain.Explainer(ensemble)
 
 
 class Prediction(NamedTuple):
@@ -136,8 +145,8 @@ class Predictor:
         sets: Sequence[str],
         num_nodes: int = 10,
         columns: Mapping[str, Sequence[Any]] | None = None,
-    ) -> list[list[list[Contribution]]]:
-        """Returns the nodes, and pairs of them, that predictions hang on.
+    ) -> list[list[list[NamedTuple]]]:
+        """Returns the nodes, and pairs of them, that predictions hang on: `Contribution`s.
 
         They are lists by set and by score of three groups, the largest first in each. First come
         the knocked-out nodes, with the prediction `without` each and what it is less. Then come
@@ -152,16 +161,19 @@ class Predictor:
             num_nodes: the most nodes and pairs of each set and score.
 
         Raises:
-            UserError: as `predict`.
+            UserError: as `predict`, or there is no predict_explain.py.
         """
         if num_nodes < 1:
             raise UserError(f"num_nodes={num_nodes}: ask for 1 or more")
         most = min(num_nodes, len(self.tables.genes))
         rows = []
         for _, chunk in self._chunks(texts_of(sets), "raise", columns):
-            explanation = self.ensemble.explain(chunk.samples, most)
-            rows += name_contributions(explanation, chunk.samples, self.ensemble.ways)
+            rows += self._explainer.explain(chunk.samples, most)
         return rows
+
+    @cached_property
+    def _explainer(self) -> Any:
+        return explainer_of(self.ensemble)
 
     def _chunks(
         self, sets: list[str], unknown: str, columns: Mapping[str, Sequence[Any]] | None

@@ -20,7 +20,6 @@ import data
 from baseline import UNSOLVED, Baseline, blank_baseline, effective_share, load_baseline
 from config import Config
 from data import KnockoutDataset, target_nodes, weight_scale
-from data_range import training_range
 from data_tables import OF_GRAPH, SPLITS, Tables
 from ddp_setup import Distributed
 from errors import RunError, UserError
@@ -92,7 +91,7 @@ class KnockoutTask:
             "std": self.criterion.std.cpu(),
             "basis": self.baseline.basis,
             "pair_features": pair_names(self.graph) if self.config.model.has_pairs else [],
-            "trained": training_range(self.tables),
+            "trained": self.tables.training_range(),
         }
 
     def build_model(self) -> nn.Module:

@@ -13,6 +13,7 @@ import torch
 
 import evaluate
 import predict_ensemble
+import predict_explain
 from evaluate import compute_rows
 from mask import EdgeMasks, SharedGraph
 from predict import Predictor
@@ -159,6 +160,7 @@ def test_predictions_beside_explanations_in_other_threads_are_the_same(
 
     with monkeypatch.context() as patch:
         patch.setattr(predict_ensemble, "compute_rows", compute_alone)
+        patch.setattr(predict_explain, "compute_rows", compute_alone)
         patch.setattr(evaluate, "compute_rows", compute_alone)
         assert all_of(predictor) == expected
     with ThreadPoolExecutor(4) as pool:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import parts
 from data_tables import Tables, pack
 from errors import UserError
 from mask import SharedGraph
@@ -647,3 +648,19 @@ def test_a_comma_in_the_name_of_a_relation_can_be_told_from_one_between_two():
     )
     ways = ShortestWays(tables)
     assert ways.last_relations(1, ways.steps(np.array([0]))) == r"direct,physical\,direct"
+
+
+def test_without_the_part_there_are_predictions_but_no_reasons(
+    trained, predict, tmp_path, monkeypatch
+):
+    trained("run.name=run")
+    monkeypatch.setattr(parts, "is_here", lambda module: module != "predict_explain")
+    predict(0, "all-singles", "runs/run").check()
+    refused = predict(0, "all-singles", "runs/run", "--explain", "2")
+    problem = "reasons of predictions need predict_explain.py, which is not here"
+    assert refused.returncode == 2
+    assert refused.stderr == f"error: {problem}\n"
+    predictor = Predictor(tmp_path / "runs/run", device="cpu")
+    assert predictor.predict(["Y01"]).mean.shape == (1, 1)
+    with pytest.raises(UserError, match=problem):
+        predictor.explain(["Y01"])

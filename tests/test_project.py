@@ -25,7 +25,6 @@ STILL_AT_THE_TOP = {
     ("model", "baseline"),
     ("model", "model_pairs"),
     ("task", "baseline"),
-    ("task", "data_range"),
     ("task", "model_pairs"),
     ("train", "model_graphs"),
 }
