@@ -6,8 +6,7 @@ shapes, `GraphedModel` replays the model for these, and calls it for all others.
 replays the optimiser's part. A replay repeats what Python did while it was captured, so
 `first_difference` compares both passes before the first step.
 
-A copy can do without this file: where train.py has neither `capture` nor `GraphedUpdate`, all steps
-are eager.
+A copy can do without this file, with model.cuda_graphs=false.
 
 Shapes: B samples with P perturbed nodes in a batch, n rows in the tables.
 """
@@ -20,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ from torch import Tensor, nn
 from torch.cuda import CUDAGraph, make_graphed_callables, mem_get_info
 from torch.cuda import graph as cuda_graph
 from torch.optim import AdamW
-from torch.utils.data import Dataset
 from torch_geometric.data import Data
 
 from mask import SharedGraph, num_samples
@@ -42,28 +40,20 @@ SHARE_OF_MEMORY = 0.1  # of what is free, the most that messages of a fixed shap
 warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
 
 
-class TrainingSteps(NamedTuple):
-    """What makes up training steps."""
-
-    model: nn.Module  # the model itself, or a `GraphedModel`
-    dataset: Dataset  # of the batches that it takes
-    note: str  # on CUDA graphs, for the log
-
-
-def capture(model: nn.Module, task: Any, sampler: Any, env: Any) -> TrainingSteps:
-    """Captures training steps of a model on a GPU, and returns what makes them up.
+def capture(steps: Any, state: Any, task: Any, sampler: Any, env: Any) -> Any:
+    """Captures training steps on a GPU, and returns what they are made of.
 
     Where that is not possible on all ranks, steps stay eager, and the note says why. Parameters,
     buffers and random generators stay as they are. Every rank calls it.
 
     Args:
+        steps: the `train.TrainingSteps` of the model itself, before DDP wraps it.
+        state: the `TrainState` of that model.
         task: a `task.KnockoutTask`, whose dataset and loss are those of training.
         sampler: the `data.StepSampler` of the training batches.
         env: this rank's `ddp_setup.Distributed`.
     """
-    eager = TrainingSteps(model, task.dataset, "")
-    if not task.graph.is_on_gpu:
-        return eager
+    model = state.model
     graphed = None
     obstacle = obstacle_of_options(task)
     if not obstacle:
@@ -80,15 +70,14 @@ def capture(model: nn.Module, task: Any, sampler: Any, env: Any) -> TrainingStep
             graphed, obstacle = try_to_capture(model, task, batches, padded)
     obstacle = next(filter(None, env.gather(obstacle)), "")  # a rank alone would be in other steps
     if obstacle:
-        return eager._replace(note=f"; no CUDA graphs, as {obstacle}")
-    return TrainingSteps(graphed, dataset, "; CUDA graphs")
+        return steps._replace(note=f"; no CUDA graphs, as {obstacle}")
+    update = GraphedUpdate(steps.update, state)
+    return steps._replace(model=graphed, dataset=dataset, update=update, note="; CUDA graphs")
 
 
 def obstacle_of_options(task: Any) -> str:
     """Returns why options do without CUDA graphs, "" if they do not."""
     options = task.config.model
-    if not options.cuda_graphs:
-        return "model.cuda_graphs=false"
     if getattr(task.dataset, "out_degree", None) is None:
         return "batches do not bring num_out_edges"
     if task.dataset.transform or options.message_passing not in ("auto", "shared", "reach"):
@@ -298,11 +287,25 @@ class GraphedUpdate:
             self._capture(state, *arguments)
         self.frozen = frozen
         if self.graph is None:
-            return self.update(state, *arguments)
+            return self._update_in_place(state, *arguments)
         for group, lr in zip(groups, self.lrs, strict=True):
             lr.fill_(group["lr"])
         self.graph.replay()
         return self.result.clone()
+
+    def _update_in_place(self, state: Any, *arguments: Any) -> Tensor:
+        """Calls the function; gradients, which it frees, become zeros where a replay finds them."""
+        parameters = []
+        for group in state.optimizer.param_groups:
+            parameters += group["params"]
+        gradients = [parameter.grad for parameter in parameters]
+        try:
+            result = self.update(state, *arguments)
+        finally:  # after a failed capture, the function is called again
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+        torch._foreach_zero_([gradient for gradient in gradients if gradient is not None])
+        return result
 
     def _capture(self, state: Any, *arguments: Any) -> None:
         """Captures the function, which then reads the rates as tensors."""
@@ -317,7 +320,7 @@ class GraphedUpdate:
                 kept_stream(self.lrs[0].device),
                 cuda_graph(graph, capture_error_mode="thread_local"),  # others may pin batches
             ):
-                self.result = self.update(state, *arguments)
+                self.result = self._update_in_place(state, *arguments)
             self.graph = graph
         except Exception as error:
             self.can_capture = False

@@ -36,10 +36,6 @@ class TrainState:
     skipped: int = 0  # non-finite steps so far, which were not applied
     skipped_in_row: int = 0
 
-    def __post_init__(self):
-        self.ddp_model = self.model  # what a step calls; of several ranks, as DDP wraps it
-        self.graphed_update = None  # on a GPU, a `model_graphs.GraphedUpdate`
-
     def state_dict(self) -> dict[str, Any]:
         """Returns the state to save; `best_model` is None if it is the model itself."""
         state = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -20,9 +20,9 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 # OpenMP reads this when torch is imported; by default, threads that wait spin on others' cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Data
 
 from config import Config, Parser, all_options_text, load_config, run_command
@@ -43,7 +43,6 @@ from ddp_setup import Distributed, library_versions
 from errors import RunError
 from evaluate import KeptBatches, predict_rows
 from metrics import first_metric, metrics_text, quality
-from model_graphs import GraphedModel, GraphedUpdate, TrainingSteps, capture
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
 from parts import check_parts, is_here
 from run_checkpoint import TrainState
@@ -55,6 +54,15 @@ log = logging.getLogger("train")
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 2**10  # bytes in the unit of ru_maxrss
 MAX_SKIPS = 10  # non-finite steps in a row after which even optim.on_nonfinite=skip ends the run
+
+
+class TrainingSteps(NamedTuple):
+    """What training steps are made of; CUDA graphs replace all of it."""
+
+    model: nn.Module  # what a step calls: of several ranks, as DDP wraps it
+    dataset: Dataset  # of the batches that it takes
+    update: Callable[[TrainState, float], Tensor]  # what a step does with its gradients
+    note: str = ""  # for the log
 
 
 def train(config: Config, env: Distributed) -> None:
@@ -86,20 +94,22 @@ def train(config: Config, env: Distributed) -> None:
     folder.resume(state, sampler.steps_per_epoch)
     folder.write_graph(task.tables.graph_fields())
     env.stop_on_request(folder.path / "STOP")
-    # On a GPU, as CUDA graphs. No loader may run yet: where another thread allocates memory while
-    # torch.cuda.make_graphed_callables captures, the capture fails.
-    steps = capture(model, task, sampler, env)
-    state.ddp_model = steps.model
-    if isinstance(steps.model, GraphedModel):
-        state.graphed_update = GraphedUpdate(update_parameters, state)
+    steps = TrainingSteps(model, task.dataset, update_parameters)
+    if config.model.cuda_graphs and task.graph.is_on_gpu:
+        from model_graphs import capture
+
+        # No loader may run yet: where another thread allocates memory while
+        # torch.cuda.make_graphed_callables captures, the capture fails.
+        steps = capture(steps, state, task, sampler, env)
     train_loader = make_loader(steps.dataset, sampler, config.data.workers, env.device)
     val_batches = KeptBatches(task, task.rows("val"), env)
     if env.is_distributed:
         with config.ddp.explain_errors():
-            state.ddp_model = DistributedDataParallel(
+            ddp_model = DistributedDataParallel(
                 env.prepare_for_ddp(steps.model), device_ids=env.device_ids, **config.ddp.options
             )
-        order_buckets(state.ddp_model, task, env)
+        order_buckets(ddp_model, task, env)
+        steps = steps._replace(model=ddp_model)
     log_plan(task, model, steps, sampler, env)
     folder.write_status("started", state)
     folder.show_progress(sampler.steps_per_epoch * optim.epochs - state.step)
@@ -113,7 +123,7 @@ def train(config: Config, env: Distributed) -> None:
             while not state.is_trained(optim.epochs, optim.patience, sampler.steps_per_epoch):
                 first_step = state.step - state.epoch * sampler.steps_per_epoch
                 sampler.set_epoch(state.epoch, first_step=first_step)
-                train_epoch(task, state, folder, train_loader, env)
+                train_epoch(task, state, steps, folder, train_loader, env)
                 validate(task, state, folder, val_batches, env)
         option = "epochs" if state.epoch >= optim.epochs else "patience"
         log.info(f"trained   {state.epoch} epochs: raise optim.{option} to train on")
@@ -124,7 +134,12 @@ def train(config: Config, env: Distributed) -> None:
 
 
 def train_epoch(
-    task: KnockoutTask, state: TrainState, folder: RunFolder, loader: DataLoader, env: Distributed
+    task: KnockoutTask,
+    state: TrainState,
+    steps: TrainingSteps,
+    folder: RunFolder,
+    loader: DataLoader,
+    env: Distributed,
 ) -> None:
     """Trains an epoch, or the rest of one that was interrupted.
 
@@ -138,13 +153,13 @@ def train_epoch(
     meter = Meter(task, env)
     batches = iter(loader)
     state.model.train()
-    steps = range(sampler.first_step, sampler.steps_per_epoch)
+    steps_left = range(sampler.first_step, sampler.steps_per_epoch)
     title = f"epoch {state.epoch + 1}/{optim.epochs}"
-    for step_in_epoch in folder.progress.steps(steps, title):
+    for step_in_epoch in folder.progress.steps(steps_left, title):
         lr_factor = schedule(state.step, total_steps, optim)
         set_learning_rates(state.optimizer, lr_factor)
         rows = sampler.rows_in_step(step_in_epoch)
-        norm_and_scale = train_step(task, state, batches, len(rows), meter, env)
+        norm_and_scale = train_step(task, state, steps, batches, len(rows), meter, env)
         meter.count(len(rows), task.dataset.total_weight(rows), norm_and_scale)
         state.step += 1
         folder.profile_step()
@@ -169,6 +184,7 @@ def train_epoch(
 def train_step(
     task: KnockoutTask,
     state: TrainState,
+    steps: TrainingSteps,
     batches: Iterator[Data],
     num_rows: int,
     meter: "Meter",
@@ -180,6 +196,7 @@ def train_step(
     of the loss, [2].
     """
     optim = task.config.optim
+    ddp_model = steps.model
     seed = seed_step(task.config.run.seed, state.step, env)
     # The loss of a step is the mean over its rows and scores; world_size undoes DDP's mean over
     # ranks.
@@ -190,23 +207,22 @@ def train_step(
             batch.seed = seed
         is_last = micro_step == optim.accumulate - 1
         # Only the last micro-batch of a step all-reduces the gradients.
-        with nullcontext() if is_last or not env.is_distributed else state.ddp_model.no_sync():
+        with nullcontext() if is_last or not env.is_distributed else ddp_model.no_sync():
             with env.phase("forward"), autocast(optim, env):
-                output = state.ddp_model(task.graph, batch)
+                output = ddp_model(task.graph, batch)
             with env.phase("backward"):
                 loss = task.loss(output, batch)  # of each score
                 state.scaler.scale(loss.sum() * loss_factor).backward()
         meter.add_loss(loss.detach())
     with env.phase("optimiser"):
-        update = state.graphed_update or update_parameters
-        return update(state, optim.clip or math.inf)
+        return steps.update(state, optim.clip or math.inf)
 
 
 def update_parameters(state: TrainState, clip: float) -> Tensor:
     """Makes the optimiser's step from the gradients, whose norm is at most `clip`, and zeroes them.
 
-    Returns the gradient norm before clipping and the scale of the loss, [2]. On a GPU, it is
-    captured once, and only what it does with tensors is repeated.
+    Returns the gradient norm before clipping and the scale of the loss, [2]. With CUDA graphs, it
+    is captured once, and only what it does with tensors is repeated.
     """
     parameters = list(state.model.parameters())
     scale = state.scaler.scale(torch.ones((), device=parameters[0].device))
@@ -215,8 +231,7 @@ def update_parameters(state: TrainState, clip: float) -> Tensor:
     if may_step(state.optimizer, grad_norm):
         state.optimizer.step()
     state.scaler.update()
-    # A graph finds gradients where they were.
-    state.optimizer.zero_grad(set_to_none=state.graphed_update is None)
+    state.optimizer.zero_grad()
     return torch.stack([grad_norm, scale.to(grad_norm)])
 
 

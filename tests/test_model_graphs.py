@@ -29,7 +29,6 @@ from model_graphs import (
     FixedShape,
     GraphedModel,
     GraphedUpdate,
-    TrainingSteps,
     capture,
     kept_stream,
 )
@@ -41,7 +40,7 @@ from tests.tools import graphs
 from tests.tools.gpu_checks import small_tables
 from tests.tools.runs import series, tables_of
 from tests.tools.syncs import CountSynchronisations
-from train import update_parameters
+from train import TrainingSteps, update_parameters
 
 CPU = torch.device("cpu")
 SIZE = 8  # of a batch
@@ -92,7 +91,16 @@ def sampler_of(task: KnockoutTask, accumulate: int = 1) -> StepSampler:
 
 
 def steps_of(model: nn.Module, task: KnockoutTask) -> TrainingSteps:
-    return capture(model, task, sampler_of(task), Distributed(DDPConfig()))
+    return captured(model, task, sampler_of(task), Distributed(DDPConfig()))
+
+
+def captured(
+    model: nn.Module, task: KnockoutTask, sampler: StepSampler, env: Distributed
+) -> TrainingSteps:
+    steps = TrainingSteps(model, task.dataset, update_parameters)
+    optimizer = build_optimizer(model, task.config.optim, env)
+    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    return capture(steps, state, task, sampler, env)
 
 
 def batches_of(task: KnockoutTask, dataset: KnockoutDataset, number: int = 3) -> list[Data]:
@@ -285,7 +293,7 @@ def test_all_full_batches_of_all_ranks_are_replayed(gpu, world_size, accumulate,
     for rank in range(world_size):
         training = task.rows("train")
         sampler = StepSampler(training, batch_size, accumulate, world_size, rank, seed=0)
-        steps = capture(model, task, sampler, Distributed(DDPConfig()))
+        steps = captured(model, task, sampler, Distributed(DDPConfig()))
         assert steps.note == "; CUDA graphs"
         rows_of_batches = list(sampler)
         assert len(rows_of_batches) == sampler.steps_per_epoch * accumulate
@@ -579,7 +587,6 @@ def test_a_parameter_without_a_gradient_is_named(gpu):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"cuda_graphs": False}, "model.cuda_graphs=false"),
         ({"message_passing": "expanded"}, "message_passing=expanded differ in their shapes"),
         ({"message_passing": "reach"}, "message_passing=reach differ in their shapes"),
     ],
@@ -613,14 +620,8 @@ def test_all_ranks_stay_eager_where_one_must(gpu, monkeypatch):
     model = build_model(task)
     env = Distributed(DDPConfig())
     monkeypatch.setattr(env, "gather", lambda reason: [reason, "rank 1 has too little"])
-    steps = capture(model, task, sampler_of(task), env)
+    steps = captured(model, task, sampler_of(task), env)
     assert steps.model is model and steps.note.endswith("as rank 1 has too little")
-
-
-def test_on_a_cpu_nothing_is_captured():
-    task = make_task()
-    model = build_model(task)
-    assert steps_of(model, task) == (model, task.dataset, "")
 
 
 # ---- The optimiser's part -----------------------------------------------------------------------
@@ -633,10 +634,13 @@ def state_of(task: KnockoutTask, enabled: bool = False) -> TrainState:
 
 
 def update_all(
-    state: TrainState, num_steps: int, factor: Callable[[int], float], clip: float = 1.0
+    state: TrainState,
+    num_steps: int,
+    factor: Callable[[int], float],
+    clip: float = 1.0,
+    update: Callable[..., Tensor] = update_parameters,
 ) -> list[Tensor]:
     """Makes steps of random gradients, times a factor; returns the norms and scales, [2] each."""
-    update = state.graphed_update or update_parameters
     generator = torch.Generator().manual_seed(0)
     found = []
     for step in range(num_steps):
@@ -664,9 +668,8 @@ def test_replayed_updates_are_those_of_the_function(gpu, precision):
         return math.nan if step == 5 else 0.01 * 4**step
 
     state = state_of(task)
-    state.graphed_update = GraphedUpdate(update, state)
     other = state_of(task)
-    found = update_all(state, 8, factor)
+    found = update_all(state, 8, factor, update=GraphedUpdate(update, state))
     expected = update_all(other, 8, factor)
     assert len(calls) == 3  # of eight steps: until all tensors have a place, and captured
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
@@ -710,11 +713,11 @@ def test_an_update_is_captured_again_where_a_replay_would_be_of_what_was(gpu, ch
         return update_parameters(state, clip)
 
     state = state_of(task)
-    state.graphed_update = GraphedUpdate(update, state)
+    graphed = GraphedUpdate(update, state)
     other = state_of(task)
     kept = []  # or memory is used again
     for num_calls, clip in ((3, 1.0), (5, next_clip)):
-        found = update_all(state, 4, lambda step: 1.0, clip)
+        found = update_all(state, 4, lambda step: 1.0, clip, graphed)
         expected = update_all(other, 4, lambda step: 1.0, clip)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         states = [one.model.state_dict() for one in (state, other)]
@@ -750,8 +753,7 @@ def test_an_update_that_cannot_be_captured_is_called(gpu, caplog, obstacle):
             assert state.model.norm.weight.grad.sum().item() != 0  # which waits for the device
         return update_parameters(state, clip)
 
-    first.graphed_update = GraphedUpdate(update, first)
-    found = update_all(first, 4, lambda step: 1.0)
+    found = update_all(first, 4, lambda step: 1.0, update=GraphedUpdate(update, first))
     assert len(calls) == 4 + (obstacle == "failure")
     torch.testing.assert_close(found, update_all(second, 4, lambda step: 1.0), rtol=0, atol=0)
     torch.testing.assert_close(first.model.state_dict(), second.model.state_dict(), rtol=0, atol=0)
@@ -779,7 +781,7 @@ def train_both(train: Callable, folder: Path, nproc: int, *options: str) -> None
         train(nproc, *more, fault="pretend_gpu").check()
         logs.append((folder / "runs" / name / "log.rank0.txt").read_text())
     runs_agree(folder, "graphs", "eager")
-    assert "; CUDA graphs" in logs[0] and "CUDA graphs, as model.cuda_graphs=false" in logs[1]
+    assert "; CUDA graphs" in logs[0] and "CUDA graphs" not in logs[1]
 
 
 def test_a_run_with_graphs_has_the_numbers_of_one_without(train, tmp_path, monkeypatch):

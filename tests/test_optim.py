@@ -14,7 +14,7 @@ from model import KnockoutGNN, ModelConfig
 from optim import OptimConfig, build_optimizer, parameter_groups, schedule
 from run_checkpoint import TrainState
 from tests.tools.syncs import CountSynchronisations
-from train import Meter, train_step
+from train import Meter, TrainingSteps, train_step, update_parameters
 
 
 @pytest.mark.parametrize("factors", ["{embeding: 0.1}", "{a: 0, e: 0, o: 0}"])
@@ -87,8 +87,9 @@ def one_step(state: TrainState, x: list[float], optim: OptimConfig) -> torch.Ten
     env = Distributed(DDPConfig())
     meter = Meter(task, env)
     batches = iter([Data(x=torch.tensor([x]))])
+    steps = TrainingSteps(state.model, None, update_parameters)
     with CountSynchronisations() as count:
-        norm_and_scale = train_step(task, state, batches, 1, meter, env)
+        norm_and_scale = train_step(task, state, steps, batches, 1, meter, env)
         meter.count(1, torch.ones(1), norm_and_scale)
     state.waits = count.seen
     return norm_and_scale

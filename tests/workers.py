@@ -108,8 +108,8 @@ class GradientKeeper:
     def step(self) -> None:
         self.gradients = flat_gradients(self.model)
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        self.model.zero_grad(set_to_none)
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
 
 
 def compare_gradients(env: Distributed, accumulate: int) -> None:
@@ -121,7 +121,7 @@ def compare_gradients(env: Distributed, accumulate: int) -> None:
     exchanges = []
     ddp_model.register_comm_hook(exchanges, counted_all_reduce)
     state = TrainState(model, GradientKeeper(model), torch.amp.GradScaler("cpu", enabled=False))
-    state.ddp_model = ddp_model
+    steps = train.TrainingSteps(ddp_model, task.dataset, train.update_parameters)
     meter = train.Meter(task, env)
     rows = torch.arange(NUM_ROWS)
     sampler = StepSampler(rows, 8, accumulate, env.world_size, env.rank, seed=0)
@@ -131,7 +131,7 @@ def compare_gradients(env: Distributed, accumulate: int) -> None:
         model.zero_grad()
         exchanges.clear()
         num_rows = len(sampler.rows_in_step(step))
-        train.train_step(task, state, batches, num_rows, meter, env)
+        train.train_step(task, state, steps, batches, num_rows, meter, env)
         gradients = state.optimizer.gradients
         assert len(exchanges) == len(set(exchanges)) > 0, "a bucket was reduced twice in a step"
         bare.zero_grad()
@@ -168,7 +168,7 @@ def gradient_of_an_epoch(env: Distributed) -> None:
     ddp_model = wrap(model, env)
     bare = copy.deepcopy(model)
     state = TrainState(model, GradientKeeper(model), torch.amp.GradScaler("cpu", enabled=False))
-    state.ddp_model = ddp_model
+    steps = train.TrainingSteps(ddp_model, task.dataset, train.update_parameters)
     meter = train.Meter(task, env)
     sampler = StepSampler(torch.arange(NUM_ROWS), 8, 2, env.world_size, env.rank, seed=0)
     batches = map(task.dataset.__getitems__, sampler)
@@ -176,7 +176,7 @@ def gradient_of_an_epoch(env: Distributed) -> None:
     for step in range(sampler.steps_per_epoch):
         model.zero_grad()
         num_rows = len(sampler.rows_in_step(step))
-        train.train_step(task, state, batches, num_rows, meter, env)
+        train.train_step(task, state, steps, batches, num_rows, meter, env)
         total += num_rows * state.optimizer.gradients
 
     prediction = bare(task.graph, dataset.__getitems__(range(NUM_ROWS)))

@@ -25,7 +25,7 @@ from optim import OptimConfig, build_optimizer
 from run_checkpoint import TrainState
 from tests.bench import arguments, build_batch, milliseconds, report
 from tests.tools.runs import tables_of, task_of
-from train import Meter, train_step
+from train import Meter, TrainingSteps, train_step, update_parameters
 
 NUM_NODES = 16
 NUM_RELATIONS = 9
@@ -74,9 +74,10 @@ def tiny_step(device: torch.device) -> Callable[[], None]:
     meter = Meter(task, env)
     weight = samples.score_weight(torch.arange(NUM_SAMPLES)).sum(dim=0)  # of each score
     batches = itertools.repeat(batch)
+    steps = TrainingSteps(model, task.dataset, update_parameters)
 
     def step() -> None:
-        norm_and_scale = train_step(task, state, batches, NUM_SAMPLES, meter, env)
+        norm_and_scale = train_step(task, state, steps, batches, NUM_SAMPLES, meter, env)
         meter.count(NUM_SAMPLES, weight, norm_and_scale)
 
     return step

@@ -23,7 +23,7 @@ OPTIONS = {  # of runs on the tiny tables, and what the log says of graphs
     "model.checkpointing=true": GRAPHS,
     "model.message_passing=expanded": EAGER,
     "model.message_passing=reach": EAGER,
-    "model.cuda_graphs=false": EAGER,
+    "model.cuda_graphs=false": " parameters; ",
     "optim.precision=bf16": GRAPHS,
     "optim.precision=fp16": GRAPHS,
     "optim.precision=fp64": GRAPHS,
@@ -49,7 +49,9 @@ def assert_the_numbers_of_the_cpu(train, folder: Path, *overrides: str) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_runs_by_option(on_fake_gpus, train, tmp_path, options):
     overrides = [options] if "{" in options else options.split()
-    assert OPTIONS[options] in on_fake_gpus(0, *overrides)
+    log = on_fake_gpus(0, *overrides)
+    assert OPTIONS[options] in log
+    assert ("CUDA graphs" in log) == ("cuda_graphs=false" not in options)
     if options not in HALF:
         assert_the_numbers_of_the_cpu(train, tmp_path, *overrides)
 

@@ -39,7 +39,7 @@ from tests.bench.synthetic import PRESETS, build_graph, synthetic_tables, write
 from tests.tools.faults import faults
 from tests.tools.parity import parity
 from tests.tools.runs import ROOT, difference, read_metrics
-from train import Meter, autocast, train_step
+from train import Meter, TrainingSteps, autocast, train_step, update_parameters
 
 NUM_SAMPLES = 16  # of a batch
 NUM_STEPS = 10  # that must not wait
@@ -212,6 +212,7 @@ def ten_steps(
     # With the usual scale, fp16 would skip the first steps.
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=is_half)
     state = TrainState(model, optimizer, scaler)
+    steps = TrainingSteps(model, task.dataset, update_parameters)
     meter = Meter(task, env)
     batch = first_batch(task)
     weight = batch.weight.double().sum(dim=0)  # of each score
@@ -220,7 +221,7 @@ def ten_steps(
     batches = (copy.copy(batch) for _ in range(NUM_STEPS))  # as `to` moves a batch in place
     with no_waiting(device):
         for _ in range(NUM_STEPS):
-            norm_and_scale = train_step(task, state, batches, NUM_SAMPLES, meter, env)
+            norm_and_scale = train_step(task, state, steps, batches, NUM_SAMPLES, meter, env)
             meter.count(NUM_SAMPLES, weight, norm_and_scale)
             state.step += 1
     row = meter.read(state)

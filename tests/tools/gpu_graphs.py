@@ -25,7 +25,7 @@ from data import DataConfig, StepSampler, make_loader, random_split
 from data_tables import Tables
 from evaluate import predict_rows
 from model import ModelConfig
-from model_graphs import GraphedModel, GraphedUpdate, TrainingSteps, capture
+from model_graphs import GraphedUpdate, capture
 from optim import OptimConfig, build_optimizer, set_learning_rates
 from run_checkpoint import TrainState
 from task import KnockoutTask
@@ -42,7 +42,14 @@ from tests.tools.gpu_checks import (
     small_task,
 )
 from tests.tools.parity import parameter_differences
-from train import Meter, autocast, deterministic_algorithms, train_step, update_parameters
+from train import (
+    Meter,
+    TrainingSteps,
+    autocast,
+    deterministic_algorithms,
+    train_step,
+    update_parameters,
+)
 
 CAPTURED = "; CUDA graphs"  # the note in the log
 TIMED_STEPS = 100
@@ -75,7 +82,7 @@ def replays(
     with torch.no_grad():
         for parameter in module.parameters():  # parts that start at zero would hide errors
             parameter += 0.1 * torch.randn_like(parameter)
-    steps = capture(module, task, sampler_of(task), rank_on(device))
+    steps, _ = captured(task, module, sampler_of(task))
     if steps.note != CAPTURED:
         return False, steps.note
     batches = []
@@ -129,9 +136,9 @@ def replayed_updates(device: torch.device, folder: Path) -> tuple[bool, str]:
     # Rates are the same in float32, as those of a graph are.
     task = small_task(ModelConfig(), OptimConfig(lr=1 / 128), device, folder)
     states = [state_of(task, build_model(task)) for _ in range(2)]
-    states[0].graphed_update = GraphedUpdate(update_parameters, states[0])
+    graphed = GraphedUpdate(update_parameters, states[0])
     found = []
-    for state in states:
+    for state, update in zip(states, (graphed, update_parameters), strict=True):
         generator = torch.Generator().manual_seed(0)
         parameters = list(state.model.parameters())
         for parameter in parameters:
@@ -141,14 +148,13 @@ def replayed_updates(device: torch.device, folder: Path) -> tuple[bool, str]:
             for parameter in parameters:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.grad.copy_(noise if step != 5 else math.nan * noise)
-            update = state.graphed_update or update_parameters
             update(state, 1.0)
             for parameter in parameters:
                 if parameter.grad is None:  # an eager one frees gradients
                     parameter.grad = torch.zeros_like(parameter)
         found.append(torch.cat([parameter.detach().flatten().cpu() for parameter in parameters]))
     error = distance(found[:1], found[1:])
-    is_replayed = states[0].graphed_update.graph is not None
+    is_replayed = graphed.graph is not None
     return is_replayed and error == 0, f"relative error {error:.1e}, replayed: {is_replayed}"
 
 
@@ -162,17 +168,16 @@ def failed_update(device: torch.device, folder: Path) -> tuple[bool, str]:
         task = small_task(ModelConfig(dropout=0.3), OptimConfig(), device, folder)
         model = build_model(task)
         sampler = sampler_of(task)
-        steps = capture(model, task, sampler, rank_on(device))
-        state = state_of(task, model)
-        state.ddp_model = steps.model if use else model
-        state.graphed_update = GraphedUpdate(waiting_update, state)
+        steps, state = captured(task, model, sampler, waiting_update)
+        if not use:
+            steps = steps._replace(model=model)
         meter = Meter(task, rank_on(device))
         batches = full_batches(steps.dataset, sampler, device)
         for _ in range(6):
-            train_step(task, state, batches, NUM_SAMPLES, meter, rank_on(device))
+            train_step(task, state, steps, batches, NUM_SAMPLES, meter, rank_on(device))
             state.step += 1
         losses.append(meter.loss.cpu())
-        was_refused = not state.graphed_update.can_capture
+        was_refused = not steps.update.can_capture
     error = distance(losses[:1], losses[1:])
     return was_refused and error <= 1e-5, f"relative error {error:.1e}, refused: {was_refused}"
 
@@ -181,6 +186,18 @@ def waiting_update(state: TrainState, clip: float) -> Tensor:
     norm_and_scale = update_parameters(state, clip)
     norm_and_scale.sum().item()
     return norm_and_scale
+
+
+def captured(
+    task: KnockoutTask,
+    model: nn.Module,
+    sampler: StepSampler,
+    update: Callable[..., Tensor] = update_parameters,
+) -> tuple[TrainingSteps, TrainState]:
+    """Returns the training steps of a model as train.py captures them, and their state."""
+    state = state_of(task, model)
+    steps = TrainingSteps(model, task.dataset, update)
+    return capture(steps, state, task, sampler, rank_on(task.graph.device)), state
 
 
 def state_of(task: KnockoutTask, model: nn.Module) -> TrainState:
@@ -201,7 +218,6 @@ class Refusal:
 
 
 REFUSALS = {
-    "model.cuda_graphs=false": Refusal("model.cuda_graphs=false", ModelConfig(cuda_graphs=False)),
     "reach": Refusal(
         "batches of model.message_passing=reach differ in their shapes",
         ModelConfig(message_passing="reach"),
@@ -233,7 +249,7 @@ def refused(device: torch.device, refusal: Refusal, folder: Path) -> tuple[bool,
     task.config = replace(task.config, ddp=ddp)
     model = build_model(task)
     with refusal.context():
-        steps = capture(model, task, sampler_of(task), rank_on(device))
+        steps, _ = captured(task, model, sampler_of(task))
     note = steps.note.removeprefix("; ")
     is_right = note.startswith("no CUDA graphs, as ") and note.endswith(refusal.reason)
     return is_right and steps.model is model, note
@@ -268,30 +284,30 @@ def steps_by_graphs(
     for use in (True, False):
         module = build_model(task)
         sampler = sampler_of(task, batch_size)
-        steps = TrainingSteps(module, task.dataset, "")
         if use:
-            steps = capture(module, task, sampler, rank_on(device))
+            steps, state = captured(task, module, sampler)
             note = steps.note
-        speeds.append(steps_a_second(task, module, steps, sampler))
+        else:
+            steps = TrainingSteps(module, task.dataset, update_parameters)
+            state = state_of(task, module)
+        speeds.append(steps_a_second(task, state, steps, sampler))
     by_graphs, eager = speeds
     return note == CAPTURED, f"{by_graphs:.1f} it/s, without graphs {eager:.1f}{note}"
 
 
 def steps_a_second(
-    task: KnockoutTask, model: nn.Module, steps: TrainingSteps, sampler: StepSampler
+    task: KnockoutTask, state: TrainState, steps: TrainingSteps, sampler: StepSampler
 ) -> float:
     env = rank_on(task.graph.device)
-    state = state_of(task, model)
-    state.ddp_model = steps.model
-    if isinstance(steps.model, GraphedModel):
-        state.graphed_update = GraphedUpdate(update_parameters, state)
     batches = full_batches(steps.dataset, sampler, env.device)
     meter = Meter(task, env)
     weight = torch.ones(len(task.tables.targets), dtype=torch.float64)
     for num_steps in (NUM_STEPS, TIMED_STEPS):  # the first ones load libraries
         with no_waiting(env.device):
             for _ in range(num_steps):
-                norm_and_scale = train_step(task, state, batches, sampler.batch_size, meter, env)
+                norm_and_scale = train_step(
+                    task, state, steps, batches, sampler.batch_size, meter, env
+                )
                 meter.count(sampler.batch_size, weight, norm_and_scale)
                 state.step += 1
         row = meter.read(state)
