@@ -107,9 +107,9 @@ def task_of_run(
 def predict_parts(model: nn.Module, task: KnockoutTask, batch: Data) -> Tensor:
     """Returns the output for a batch and, behind it, its parts, float64 [B, T, C + 4].
 
-    The `PARTS` are of the first column, in the units of the scores or, for optim.loss=binary, of
-    logits. What is known without the graph has the mean of the scores in it; those that the model
-    does not have are 0.
+    The `PARTS` are of the first column, in the units of the scores or of what the loss links, such
+    as logits. What is known without the graph has the mean of the scores in it; those that the
+    model does not have are 0.
     """
     parts = model.parts(task.graph, batch)
     output = sum(parts.values())

@@ -47,7 +47,7 @@ class Prediction(NamedTuple):
     """What is predicted of n sets of knock-outs, in the units of the T scores."""
 
     mean: np.ndarray  # float64 [n, T]; of binary scores, the probability of 1; nan if not known
-    sd: np.ndarray | None  # float64 [n, T], the standard deviation over several runs
+    sd: np.ndarray | None  # float64 [n, T], over several runs, or what the loss predicts as `sd`
     targets: list[str]  # name of each score
 
 

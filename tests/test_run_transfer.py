@@ -146,7 +146,8 @@ def random_model(names: dict[str, list[str]], seed: int) -> KnockoutGNN:
     """Returns a model of tables with these names; none of its parameters is 0."""
     torch.manual_seed(seed)
     sizes = [len(names[kind]) for kind in ("nodes", "relations", "features", "targets")]
-    model = KnockoutGNN(ModelConfig(hidden=4), *sizes)
+    num_columns = len(names["columns"])
+    model = KnockoutGNN(ModelConfig(hidden=4), *sizes, num_columns=num_columns)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     return model
@@ -158,6 +159,11 @@ def random_model(names: dict[str, list[str]], seed: int) -> KnockoutGNN:
         ({"targets": ["a", "b", "c"]}, {"targets": ["d", "c", "a"]}),
         ({"targets": ["a", "b"]}, {"targets": ["b"]}),
         ({"targets": ["growth"]}, {"targets": ["yield"]}),
+        ({"targets": ["a", "b"]}, {"targets": ["b", "a"], "columns": ["mean", "log_variance"]}),
+        (
+            {"targets": ["a", "b"], "columns": ["mean", "log_variance"]},
+            {"targets": ["b", "c"], "columns": ["mean", "log_variance"]},
+        ),
         ({"features": ["p", "q"]}, {"features": ["q", "new", "p"]}),
         ({"features": ["p", "q"], "targets": ["a"]}, {"features": ["x"], "targets": ["a", "b"]}),
         ({"relations": ["r1", "r2"], "features": []}, {"relations": ["r2"], "features": ["p"]}),
@@ -167,7 +173,8 @@ def test_entries_of_scores_and_features_go_by_name_and_others_stay(before, after
     caplog.set_level("INFO")
     before, after = (NAMES | names for names in (before, after))
     for names in (before, after):
-        names["outputs"] = [f"{target} mean" for target in names["targets"]]
+        columns = names.setdefault("columns", ["mean"])
+        names["outputs"] = [f"{target} {name}" for target in names["targets"] for name in columns]
     source = random_model(before, seed=0)
     model = random_model(after, seed=1)
     fresh = copy.deepcopy(model).state_dict()
