@@ -60,6 +60,13 @@ def test_weighted_dataset(copy, tables, tmp_path):
     expected = [[100.0], [1.0]] * 100  # 1 / 0.1 ** 2 and 1 / 1.0 ** 2 in turns
     torch.testing.assert_close(weight, torch.tensor([*expected, [0.0]]))  # and padding
 
+    lines = (tmp_path / "even.jsonl").read_text().splitlines()
+    lines[70] = json.dumps({**json.loads(lines[70]), "score": 1e4})
+    (tmp_path / "outlier.jsonl").write_text("\n".join(lines))
+    outlier = str(tmp_path / "outlier.jsonl")
+    (note,) = read_tables(edges, outlier, "", [], False).notes
+    assert note.startswith(f"{outlier}:71: the score makes ")
+
 
 def test_weighted_dataset_of_wrong_files(copy, tables, tmp_path):
     adapt(copy, "weighted_dataset", tables)
@@ -250,6 +257,7 @@ def dead_reactions(rules, names):
 
 def test_rules(rules_copy, rules, deletions, tmp_path):
     train(rules_copy)
+    assert "HAVE NO EDGE" not in (tmp_path / "runs/run/log.rank0.txt").read_text()  # of the genes
     assert_parity(rules_copy)
     assert_contract(rules_copy)
     (tmp_path / "dead.py").write_text(DEAD_REACTIONS)
