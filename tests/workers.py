@@ -276,6 +276,7 @@ def fake_gpus() -> None:
         "indices": lambda: on_cpu[first.long()],
         "values": lambda: first.index_put((first.long(),), torch.ones(4)),
         "a mask": lambda: on_cpu.double().index_put((first > 1,), first[first > 1].double()),
+        "numbers": lambda: torch.stack([first[0], torch.tensor(1.0)]),
         "a product": lambda: torch.sparse_csr_tensor(on_cpu.new_zeros(5), first.long(), first),
     }
     for name, mix in mixed.items():
@@ -284,6 +285,11 @@ def fake_gpus() -> None:
             raise AssertionError(name)
     with pytest.raises(TypeError):
         first.numpy()
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.ones(4, device="cuda:4")
+    with pytest.raises(RuntimeError, match="a 'cuda' device type for generator"):
+        torch.rand(4, device="cuda", generator=torch.Generator())
+    assert f"{first[1]:.2f}" == "1.00"
     assert first[on_cpu].cpu().numpy().tolist() == [0, 1, 2, 3]
 
     waiting = {
@@ -292,15 +298,23 @@ def fake_gpus() -> None:
         "tolist": lambda: first.tolist(),
         "mask": lambda: first[first > 1],
         "indices": lambda: first[on_cpu],
+        "number": lambda: first.index_put((first.long(),), torch.tensor(1.0)),
+        "bincount": lambda: first.long().bincount(minlength=9),
+        "equal": lambda: torch.equal(first, first),
+        "repr": lambda: print(first),
+        "synchronize": lambda: torch.cuda.synchronize(),
         "repeat_interleave": lambda: torch.repeat_interleave(first.long()),
         "cpu": lambda: first.cpu(),
         "to": lambda: on_cpu.to("cuda"),
         "copy_": lambda: first.copy_(on_cpu),
         "tensor": lambda: torch.tensor(1.0, device="cuda"),
+        "new_tensor": lambda: first.new_tensor(1.0),
+        "asarray": lambda: torch.asarray([1.0], device="cuda"),
     }
     with fake_gpu.no_waiting():
         on_cpu.to("cuda", non_blocking=True)
         first.copy_(on_cpu, non_blocking=True)
+        first[first > 1] = 1.0
         for name, wait in waiting.items():
             with pytest.raises(RuntimeError, match="the host waits for the GPU"):
                 wait()

@@ -14,7 +14,7 @@ there are devices; `GPUTensor` runs each operator on the tensor that it holds.
 
 # ruff: noqa: E402 (the library is loaded before torch is imported)
 
-import importlib
+import importlib.util
 import os
 import socket
 import sys
@@ -41,6 +41,7 @@ ROOT = str(Path(__file__).resolve().parents[2])
 CPU = torch.device("cpu")
 MEMORY = 2**36  # bytes of each GPU, all free
 MAY_CROSS_DEVICES = ("aten.copy_.default", "aten._to_copy.default")
+WITHOUT_NUMBERS = ("aten.stack.", "aten.embedding.", "aten.index_select.")  # of another device
 INDEXED = ("aten.index.Tensor", "aten.index_put.", "aten.index_put_.", "aten._index_put_impl_.")
 
 
@@ -72,8 +73,12 @@ class GPUTensor(Tensor):
         tensor.value = value
         return tensor
 
-    def __repr__(self) -> str:
+    def __repr__(self, **options: Any) -> str:
+        wait("repr")
         return f"GPUTensor({self.value}, {self.device})"
+
+    def __format__(self, form: str) -> str:
+        return format(self.item() if self.dim() == 0 else repr(self), form)
 
     def __deepcopy__(self, memo: dict) -> "GPUTensor":
         new = GPUTensor(self.value.detach().clone(), self.device, self.requires_grad)
@@ -93,6 +98,9 @@ class GPUTensor(Tensor):
 
     def pin_memory(self, *arguments: Any) -> None:
         raise RuntimeError("only dense CPU tensors can be pinned")
+
+    def new_tensor(self, data: Any, **options: Any) -> Tensor:
+        return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **options})
 
     def tolist(self) -> list:
         wait("tolist")
@@ -127,6 +135,11 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
     on_gpu = [tensor for tensor in tensors if isinstance(tensor, GPUTensor)]
     if name not in MAY_CROSS_DEVICES:
         check_devices(name, args, tensors)
+    if isinstance(kwargs.get("generator"), torch.Generator):
+        raise RuntimeError(
+            f"Expected a 'cuda' device type for generator but found 'cpu' ({name}): of generators, "
+            "only torch's own is pretended"
+        )
     if on_gpu and waits(name, args, kwargs):
         wait(name)
     device = device_of_result(name, args, kwargs, on_gpu)
@@ -182,7 +195,9 @@ def check_devices(name: str, args: tuple, tensors: Sequence[Tensor]) -> None:
         if any(index.device == CPU for index in indices):
             wait(f"{name} with indices on the CPU")
             tensors = [tensor for tensor in tensors if not is_one_of(tensor, indices)]
-    devices = {str(tensor.device) for tensor in tensors if tensor.dim() or tensor.device != CPU}
+    if not name.startswith(WITHOUT_NUMBERS):
+        tensors = [tensor for tensor in tensors if tensor.dim() or tensor.device != CPU]
+    devices = {str(tensor.device) for tensor in tensors}
     if len(devices) > 1:
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
@@ -209,10 +224,12 @@ def is_gpu(device: Any) -> bool:
 
 
 def resolved(device: torch.device | str) -> torch.device:
-    """Returns a device with its number."""
+    """Returns a device with its number; raises `RuntimeError` for a GPU that is not pretended."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", State.current)
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        raise RuntimeError(f"CUDA error: invalid device ordinal ({device})")
     return device
 
 
@@ -253,6 +270,7 @@ def install() -> None:
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     torch.tensor = copying(torch.tensor)
     torch.as_tensor = copying(torch.as_tensor)
+    torch.asarray = copying(torch.asarray)
     torch.load = loading(torch.load)
     torch.sparse_csr_tensor = sparse_csr_tensor(torch.sparse_csr_tensor)
     torch.distributed.is_nccl_available = lambda: False
@@ -280,6 +298,7 @@ def replace_in_cuda(count: int) -> None:
     torch.cuda.set_device = set_device
     torch.cuda.set_sync_debug_mode = set_sync_debug_mode
     torch.cuda.current_device = lambda: State.current
+    torch.cuda.synchronize = lambda device=None: wait("torch.cuda.synchronize")
     torch.cuda.get_device_properties = get_device_properties
     results = {
         "is_available": True,
@@ -292,7 +311,7 @@ def replace_in_cuda(count: int) -> None:
         "current_stream": "stream",
         "is_current_stream_capturing": False,
     }
-    names = ("_lazy_init", "synchronize", "empty_cache", "reset_peak_memory_stats", "set_stream")
+    names = ("_lazy_init", "empty_cache", "reset_peak_memory_stats", "set_stream")
     names += ("set_rng_state", "manual_seed", "manual_seed_all")
     results |= dict.fromkeys(names)
     for name, result in results.items():
@@ -365,26 +384,33 @@ def replace_in_template() -> None:
     graphs.Recording.__enter__ = start
     graphs.Recording.__exit__ = end
 
-    train_step = train.train_step
-    steps = []
+    train.train_step = watched(train.train_step)
+    train.Meter.count = watched(train.Meter.count)
 
-    def watched_step(*arguments: Any) -> Tensor:
-        steps.append(len(steps))
-        if len(steps) == 1:  # which makes the optimiser's state
-            return train_step(*arguments)
+
+def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a part of a step, which may wait only in the first, which makes the state of much."""
+    calls = []
+
+    def replacement(*arguments: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            return function(*arguments)
         with no_waiting():
-            return train_step(*arguments)
+            return function(*arguments)
 
-    train.train_step = watched_step
+    return replacement
 
 
 def main() -> None:
-    command = sys.argv.pop(1)
+    command = "".join(sys.argv[1:2]).removesuffix(".py")
+    if not command or importlib.util.find_spec(command) is None:
+        sys.exit(__doc__)
+    del sys.argv[1]
     install()
     from ddp_ends import end_process
 
-    module = importlib.import_module(command.removesuffix(".py"))
-    end_process(module.main())
+    end_process(importlib.import_module(command).main())
 
 
 if __name__ == "__main__":

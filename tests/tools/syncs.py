@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "unique")
+WAITING = ("_local_scalar_dense", "is_nonzero", "aten.nonzero.", "masked_select", "unique")
+WAITING += ("aten.equal.", "allclose", "bincount", "histc", "to_sparse", "_linalg_check_errors")
 
 
 class CountSynchronisations(TorchDispatchMode):
@@ -34,9 +35,16 @@ def waits(name: str, args: tuple, kwargs: dict) -> bool:
     """Returns whether a call of an operator makes the host wait."""
     if "repeat_interleave.Tensor" in name and kwargs.get("output_size") is None:
         return True
+    if "index_put" in name and gets_number(*args[:3]):
+        return len(args[1]) > 1 or not has_boolean(args[1])  # by one mask, it is filled in
     if "aten.index" in name and len(args) > 1 and has_boolean(args[1]):
         return True
     return any(part in name for part in WAITING)
+
+
+def gets_number(tensor: torch.Tensor, indices: object, value: torch.Tensor) -> bool:
+    """Returns whether a tensor on a GPU gets a number that lies on the CPU."""
+    return value.dim() == 0 and value.device.type == "cpu" and tensor.device.type != "cpu"
 
 
 def has_boolean(indices: object) -> bool:
