@@ -29,6 +29,7 @@ from config import Config
 from data import DataConfig, random_split
 from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
+from losses import LOSSES
 from mask import SharedGraph
 from mask_product import _segment_product, sum_relations
 from model import KnockoutGNN, ModelConfig, uniform
@@ -133,7 +134,7 @@ def small_task(
     """Returns the task of `small_tables`, whose baseline is cached in `folder`."""
     config = Config(data=DataConfig(cache_dir=str(folder)), model=model, optim=optim)
     tables = small_tables(model.readout)
-    if optim.loss == "binary":
+    if LOSSES[optim.loss].is_binary:
         tables.y = (tables.y > tables.y.median(dim=0).values).double()
     return KnockoutTask.from_tables(tables, config, device)
 
