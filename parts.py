@@ -1,7 +1,8 @@
 """The parts: what a copy can leave out, by deleting files and setting an option to its off value.
 
 No other line changes. The core imports no part at the top of a module, but inside the `if` of its
-option, or by `optional`. Whatever is in no part is the core.
+option, or by `optional`. Whatever is in no part is the core. The exceptions stand in
+`STILL_AT_THE_TOP` of tests/test_project.py: baseline, pairs and watchdog cannot go yet.
 """
 
 import importlib
