@@ -317,7 +317,7 @@ class GraphedUpdate:
             for group, lr in zip(groups, self.lrs, strict=True):
                 group.update(lr=lr, capturable=True)
             with (
-                kept_stream(self.lrs[0].device),
+                undone_if_failed(self.lrs[0].device),
                 cuda_graph(graph, capture_error_mode="thread_local"),  # others may pin batches
             ):
                 self.result = self._update_in_place(state, *arguments)
@@ -386,7 +386,7 @@ def try_to_capture(
             parameter += 0.1 * torch.randn_like(parameter)
     try:
         with (
-            kept_stream(device),
+            undone_if_failed(device),
             torch.autocast(device.type, low, enabled=low is not None, cache_enabled=False),
         ):
             graphed = GraphedModel(model, task.graph, padded[0])
@@ -404,13 +404,22 @@ def reason(error: Exception) -> str:
 
 
 @contextmanager
-def kept_stream(device: torch.device) -> Iterator[None]:
-    """After the block, a GPU has the stream of before: a failed capture leaves its own."""
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+def undone_if_failed(device: torch.device) -> Iterator[None]:
+    """Lets a GPU compute and draw as before after a capture that failed in the block.
+
+    It leaves its own stream and, in torch 2.11, a generator that still waits for its end.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.current_stream(device)
     try:
         yield
-    finally:
-        torch.cuda.set_stream(stream)  # which does nothing for None
+    except Exception:
+        torch.cuda.set_stream(stream)
+        generator = torch.cuda.default_generators[device.index]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
 
 
 def first_difference(

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -448,10 +447,17 @@ def share_gpu() -> None:
     properties_of = torch.cuda.get_device_properties
     join = ddp_setup.dist.init_process_group
 
-    def own_properties(device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(uuid=f"{properties_of(device).uuid} of rank {RANK}")
+    class OwnProperties:
+        """Those of a GPU, which each rank believes to have by itself."""
 
-    torch.cuda.get_device_properties = own_properties
+        def __init__(self, device: torch.device | int | None = None):
+            self.properties = properties_of(device)
+            self.uuid = f"{self.properties.uuid} of rank {RANK}"
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.properties, name)
+
+    torch.cuda.get_device_properties = OwnProperties
     ddp_setup.dist.init_process_group = lambda backend, **options: join("gloo", **options)
 
 

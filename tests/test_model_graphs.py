@@ -30,7 +30,7 @@ from model_graphs import (
     GraphedModel,
     GraphedUpdate,
     capture,
-    kept_stream,
+    undone_if_failed,
 )
 from optim import OptimConfig, build_optimizer, set_learning_rates
 from run_checkpoint import TrainState
@@ -550,15 +550,25 @@ def test_memory_that_runs_out_while_steps_are_captured_is_named(gpu, monkeypatch
     ]
 
 
-@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
-def test_a_failed_capture_leaves_no_stream_behind(monkeypatch, error):
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_a_failed_capture_leaves_neither_its_stream_nor_a_generator_that_draws_no_more(
+    monkeypatch, error
+):
     set_stream = mock.Mock()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
-    with contextlib.suppress(ValueError, KeyboardInterrupt), kept_stream(torch.device("cuda", 1)):
+    generators = [mock.Mock(), mock.Mock()]
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    with contextlib.suppress(ValueError), undone_if_failed(torch.device("cuda", 1)):
         if error:
             raise error
-    set_stream.assert_called_once_with("stream of cuda:1")
+    expected = []
+    if error:
+        expected.append(mock.call("stream of cuda:1"))
+    assert set_stream.call_args_list == expected
+    state = generators[1].clone_state.return_value
+    assert generators[1].graphsafe_set_state.call_args_list == [mock.call(state)] * len(expected)
+    assert not generators[0].mock_calls
 
 
 def test_buffers_and_torchs_random_numbers_go_on_in_replays(gpu):

@@ -295,6 +295,8 @@ def replace_in_cuda(count: int) -> None:
     def set_sync_debug_mode(mode: str | int) -> None:
         State.may_wait = mode != "error"
 
+    generator = SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda state: None)
+    torch.cuda.default_generators = [generator] * count
     torch.cuda.set_device = set_device
     torch.cuda.set_sync_debug_mode = set_sync_debug_mode
     torch.cuda.current_device = lambda: State.current

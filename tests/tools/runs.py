@@ -133,7 +133,7 @@ def newest_checkpoint(folder: Path) -> Path:
 
 def parameters(folder: Path) -> dict[str, Tensor]:
     """Returns the model's state dict from the newest checkpoint."""
-    return torch.load(newest_checkpoint(folder), weights_only=True)["model"]
+    return torch.load(newest_checkpoint(folder), map_location="cpu", weights_only=True)["model"]
 
 
 def equal(value: object, other: object, tolerance: float) -> bool:
