@@ -12,7 +12,6 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,9 +28,9 @@ import data
 import data_tables
 import ddp_ends
 import ddp_setup
-import ddp_watchdog
 import metrics
 import optim
+import parts
 import predict
 import predict_ensemble
 import run_checkpoint
@@ -134,11 +133,6 @@ def signal_while_loading(target: str, signal_name: str) -> None:
 
 
 # ---- Hangs and exceptions ------------------------------------------------------------------------
-def hang_in_loss() -> None:
-    """Waits in Python for ever where the first loss is computed."""
-    call_before(KnockoutTask, "loss", lambda *arguments: threading.Event().wait())
-
-
 def hang_in_optimiser(rank: str) -> None:
     """A rank waits outside Python for ever in its first step of the optimiser."""
 
@@ -151,7 +145,14 @@ def hang_in_optimiser(rank: str) -> None:
 
 def give_up_after(seconds: str) -> None:
     """A rank without progress gives up so many seconds after SIGTERM."""
+    import ddp_watchdog
+
     ddp_watchdog.SIGTERM_S = float(seconds)
+
+
+def without(module: str) -> None:
+    """A module of a part is gone."""
+    parts.is_here = lambda name: name != module
 
 
 def fail_in_optimiser(rank: str) -> None:

@@ -356,7 +356,7 @@ def raise_it(error: BaseException) -> None:
 
 @pytest.mark.parametrize("method", ["fail", "record_failure"])
 def test_an_interrupt_while_a_failure_is_reported_leaves_nothing(train_here, monkeypatch, method):
-    """Of a second Ctrl-C; the watchdog would end a notebook's kernel."""
+    """Of a second Ctrl-C; a thread would end a notebook's kernel."""
     monkeypatch.setattr(KnockoutTask, "loss", lambda *arguments: 1 / 0)
     interrupt = KeyboardInterrupt()
     monkeypatch.setattr(ddp_setup.Distributed, method, lambda *arguments: raise_it(interrupt))
@@ -373,9 +373,7 @@ def test_the_report_of_torchrun_ends_with_the_sentence(train_here, under_torchru
     assert reported().endswith("error: rank 0: ZeroDivisionError: division by zero\n")
     assert "Traceback (most recent" in reported()
     env = ddp_setup.Distributed(ddp_setup.DDPConfig())
-    with under_torchrun.context() as patch:
-        patch.setattr(os, "_exit", lambda status: None)
-        env.exit_now("no progress for 3 s", 1)  # as the watchdog does
+    env.record_failure("no progress for 3 s")  # as the watchdog does
     assert "traceback : error: no progress for 3 s\n" in reported()
     assert train_here("run.name=killed") == 0  # as a SIGKILL would leave it
     assert "SIGKILL" in reported() and "the same command goes on from what is saved" in reported()

@@ -1,33 +1,30 @@
-"""How ranks notice that they must end: when they agree on it, and the watchdog."""
+"""ddp_watchdog.py: which ranks it names, and when it ends a job."""
 
-import contextlib
 import itertools
 import json
-import random
+import os
+import signal
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import ddp_setup
 import ddp_watchdog
-from ddp_ends import Heartbeat, StopRequest
+from ddp_ends import Heartbeat
 from ddp_setup import DDPConfig, Distributed
-from ddp_watchdog import Watchdog
-from run_progress import bars_call, progress_bar
+from ddp_watchdog import Signals, Watchdog
 
 
 def test_a_rank_that_waits_for_a_slow_one_is_not_stuck(capsys):
     env = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
     env.world_size = 2
     env.store = dist.HashStore()
-    thread = Watchdog(env)
+    thread = Watchdog(env, lambda: False)
     thread.store = env.store
     beats = round(3 / thread.heartbeat_s / 2)
 
@@ -59,37 +56,6 @@ def test_a_rank_that_waits_for_a_slow_one_is_not_stuck(capsys):
     assert capsys.readouterr().err.count("error: no progress for 3 s") == 3
 
 
-def test_the_watchdog_waits_longer_until_the_first_step_is_over():
-    env = Distributed(DDPConfig(startup_timeout_s=9, timeout_s=3))
-    with env.phase("forward"):
-        assert env.limit_s == 9
-    assert env.stop_reason() == "" and env.limit_s == 9
-    env.step_done(8)
-    assert env.limit_s == 3
-    assert env.heartbeat.step == 8
-
-
-def test_a_heartbeat_counts_the_phases_entered():
-    env = Distributed(DDPConfig())
-    for name in ("data", "forward", "forward"):
-        with env.phase(name):
-            pass
-    assert env.heartbeat == Heartbeat(step=0, changes=2, phase="start", entered=3)
-
-
-def test_a_heartbeat_names_the_phase_that_a_rank_is_in():
-    env = Distributed(DDPConfig())
-    with env.phase("set-up"):
-        with env.phase("agreement"):
-            assert env.heartbeat.phase == "agreement"
-        assert env.heartbeat.phase == "set-up"
-        with contextlib.suppress(KeyError), env.phase("save"):
-            raise KeyError
-        assert env.heartbeat.phase == "set-up"
-    env.step_done(9)
-    assert env.heartbeat == Heartbeat(step=9, changes=0, phase="other work", entered=3)
-
-
 class EndedError(Exception):
     pass
 
@@ -103,7 +69,7 @@ def watched(
     """
     env = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
     env.store = dist.HashStore()
-    thread = Watchdog(env)
+    thread = Watchdog(env, lambda: False)
     thread.store = env.store
     beats = itertools.count(1)
 
@@ -112,12 +78,11 @@ def watched(
         event = (events or {}).get(next(beats))
         return bool(event and event(env, thread))
 
-    def end(reason: str, status: int) -> None:
-        assert status == 1
+    def end(reason: str) -> None:
         raise EndedError(reason)
 
     thread.finished = SimpleNamespace(wait=wait)
-    monkeypatch.setattr(env, "exit_now", end)
+    monkeypatch.setattr(thread, "exit_now", end)
     monkeypatch.setattr(ddp_watchdog, "GRACE_S", 1)
     monkeypatch.setattr(ddp_watchdog, "SIGTERM_S", 1)
     return env, thread, beats
@@ -151,8 +116,8 @@ def test_the_watchdog_ends_a_rank_that_hangs(monkeypatch, capsys):
 
 
 def test_the_watchdog_ends_a_rank_that_waits_after_sigterm(monkeypatch):
-    env, thread, beats = watched(monkeypatch)
-    env.stop = SimpleNamespace(told_to_end=lambda: True)
+    _, thread, beats = watched(monkeypatch)
+    thread.has_sigterm = lambda: True
     monkeypatch.setattr(thread, "watch_store", lambda: None)
     with pytest.raises(EndedError, match="rank 0: SIGTERM while it waits in"):
         thread.run()
@@ -217,8 +182,8 @@ def end_of_a_hang(monkeypatch, frozen: set[int]) -> tuple[str, list[CountedStore
         env.rank = rank
         env.world_size = 32
         env.heartbeat = Heartbeat(step=3, phase="backward")
-        env.exit_now = lambda reason, status: sys.exit()  # of the thread
-        watchdogs.append(Watchdog(env))
+        watchdogs.append(Watchdog(env, lambda: False))
+        watchdogs[rank].exit_now = lambda reason: sys.exit()  # of the thread
         watchdogs[rank].store = CountedStore(store)
         watchdogs[rank].finished = beats
         monkeypatch.setattr(watchdogs[rank], "watch_store", lambda: None)
@@ -257,7 +222,7 @@ def test_other_ranks_name_no_observer_that_is_alive():
     env.rank = 1
     env.world_size = 32
     env.store = dist.HashStore()
-    thread = Watchdog(env)
+    thread = Watchdog(env, lambda: False)
     thread.store = env.store
     for beat in range(20):  # observers wait for a rank that is slow
         for rank in range(0, 32, 4):
@@ -267,134 +232,30 @@ def test_other_ranks_name_no_observer_that_is_alive():
     assert env.record_end_reason("")[0] == ""
 
 
-class SimulatedRanks:
-    """Ranks whose agreements are one after the other, in one process, on a clock of their own."""
-
-    def __init__(self, monkeypatch, num_ranks: int):
-        self.now = 100.0
-        self.agreements: list[tuple[int, float]] = []  # step and time
-        monkeypatch.setattr(ddp_setup, "time", SimpleNamespace(perf_counter=lambda: self.now))
-        self.envs = [Distributed(DDPConfig()) for _ in range(num_ranks)]
-        self.requests = [0] * num_ranks
-        for rank, env in enumerate(self.envs):
-            env.stop = SimpleNamespace(code=lambda rank=rank: self.requests[rank])
-
-    def step(self, seconds: list[float], at_once: bool = False) -> list[str]:
-        """Does a step that takes each rank so long before the others wait for it.
-
-        Returns what each rank is told.
-        """
-        proposals = []
-        start = self.now
-        self.now += max(seconds)
-        for env, own in zip(self.envs, seconds, strict=True):
-            env.step_done(env.heartbeat.step + 1)
-            env._reduce = lambda values, op: proposals.append(values) or values
-            self.now = start + own
-            env.agreed_before = vars(env).copy()
-            env.stop_reason(at_once)
-        assert len(proposals) in (0, len(self.envs))  # all agree at the same step, or none
-        told = [""] * len(self.envs)
-        if proposals:
-            self.agreements.append((self.envs[0].heartbeat.step, start + max(seconds)))
-
-            def reduce(values: torch.Tensor, op: object) -> torch.Tensor:
-                self.now = start + max(seconds)
-                return torch.stack(proposals).amax(dim=0)
-
-            for rank, env in enumerate(self.envs):
-                vars(env).update(env.agreed_before)
-                env._reduce = reduce
-                self.now = start + seconds[rank]
-                told[rank] = env.stop_reason(at_once)
-        self.now = start + max(seconds)
-        return told
-
-
-def test_ranks_agree_twice_a_second_after_a_number_of_steps_that_all_know(monkeypatch):
-    ranks = SimulatedRanks(monkeypatch, 3)
-    draw = random.Random(0)
-    for _ in range(1000):  # each rank measures another speed
-        assert ranks.step([draw.uniform(0.001, 0.02) for _ in range(3)]) == ["", "", ""]
-    gaps = [later - before for (_, before), (_, later) in itertools.pairwise(ranks.agreements)]
-    assert all(0.3 < gap < 0.7 for gap in gaps[6:])  # six to double from one step
-    assert len(gaps) < 50
-
-
-def test_an_evaluation_does_not_make_ranks_agree_more_often(monkeypatch):
-    """An epoch ends with agreements that no step, or few steps, separate from the last one."""
-    ranks = SimulatedRanks(monkeypatch, 2)
-    for _ in range(500):
-        ranks.step([0.01, 0.01])
-    ranks.agreements.clear()
-    start = ranks.now
-    for _ in range(100):  # epochs of 1.2 s
-        for _ in range(120):
-            ranks.step([0.01, 0.01])
-        for _ in range(2):
-            ranks.now += 0.05
-            for env in ranks.envs:
-                env._reduce = lambda values, op: values  # which are equal
-                env.stop_reason()
-    assert len(ranks.agreements) < 2.2 * (ranks.now - start)
-
-
-def test_all_ranks_learn_of_a_request_of_one_at_the_same_step(monkeypatch):
-    ranks = SimulatedRanks(monkeypatch, 3)
-    for _ in range(200):
-        ranks.step([0.02] * 3)
-    ranks.requests[1] = StopRequest.REASONS.index("SIGTERM")
-    asked = ranks.now
-    told = ["", "", ""]
-    while told == ["", "", ""]:
-        told = ranks.step([0.02] * 3)
-    assert told == ["SIGTERM"] * 3 and ranks.now - asked < 0.55
-
-
-def test_slow_steps_agree_each_time(monkeypatch):
-    ranks = SimulatedRanks(monkeypatch, 2)
-    for _ in range(200):
-        ranks.step([0.005, 0.005])
-    ranks.agreements.clear()
-    for _ in range(120):
-        ranks.step([60.0, 60.0])
-    steps = [step for step, _ in ranks.agreements]
-    assert steps[-1] - steps[0] == len(steps) - 1  # each step
-    assert len(steps) > 20  # after the last interval of short steps
-
-
-def test_ranks_agree_at_once_at_the_end_of_an_epoch(monkeypatch):
-    ranks = SimulatedRanks(monkeypatch, 2)
-    for _ in range(200):
-        ranks.step([0.005, 0.005])
-    ranks.agreements.clear()
-    ranks.requests[0] = 1
-    assert ranks.step([0.005, 0.005], at_once=True) == ["STOP file"] * 2
-
-
-def test_a_process_alone_is_not_ended():
-    """It may stand in a debugger, or be the kernel of a notebook."""
-    env = ddp_setup.setup(Distributed(DDPConfig(timeout_s=0.2, startup_timeout_s=0.2)))
+def test_a_process_alone_is_not_watched():
+    """It may stand in a debugger, or be the kernel of a notebook; nobody kills it after SIGTERM."""
+    env = ddp_setup.setup(Distributed(DDPConfig()))
     try:
-        time.sleep(0.6)
-        assert env.watchdog.replies > 3
+        assert not any(isinstance(thread, Watchdog) for thread in threading.enumerate())
         assert env.record_end_reason("by the test")[0] == "by the test"
     finally:
         env.close()
 
 
-@pytest.mark.parametrize("is_shown", [False, True])
-def test_steps_of_a_bar_are_progress(is_shown):
-    """Reading and fitting take hours on large tables; other ranks show no bar."""
-    env = Distributed(DDPConfig())
-    seen = [env.heartbeat]
-    with bars_call(env.make_progress):
-        for _ in progress_bar(range(3), "fitting", is_shown=is_shown):
-            seen.append(env.heartbeat)
-        with progress_bar(2, "reading", is_shown=is_shown) as bar:
-            bar.update()
-        seen.append(env.heartbeat)
-    assert len(set(seen[1:])) == 4
-    assert {heartbeat[:3] for heartbeat in seen} == {(0, 0, "start")}
-    list(progress_bar(range(3), "fitting"))
-    assert env.heartbeat == seen[-1]
+def test_a_sigterm_is_seen_while_no_handler_runs():
+    earlier = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    wakeup_fd = signal.set_wakeup_fd(-1)
+    try:
+        signals = Signals()
+        assert not signals.has_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.has_sigterm()
+        assert not signals.has_sigterm()
+        signals.close()
+        assert signal.set_wakeup_fd(-1) == -1
+        for pipe in (signals.sender, signals.received):
+            with pytest.raises(OSError):
+                os.fstat(pipe)
+    finally:
+        signal.set_wakeup_fd(wakeup_fd)
+        signal.signal(signal.SIGTERM, earlier)

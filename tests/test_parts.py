@@ -11,7 +11,7 @@ import ddp_setup
 import parts
 from config import Config, compose, parse_override
 from parts import PARTS, check_parts, optional
-from tests.conftest import ROOT, SMALL, copy_template
+from tests.conftest import ROOT, SMALL, copy_template, fork_ranks, join
 
 BY_NAME = {part.name: part for part in PARTS}
 # The parts without which a run trains, and what its log must not say then.
@@ -27,6 +27,7 @@ WORDS = {
     "transfer": ["init ", "transfer"],
     "plots": ["plot", "svg"],
     "threads": ["ddp_threads"],
+    "watchdog": ["watchdog"],
     "machines": ["rendezvous"],
     "preflight": ["preflight"],
 }
@@ -127,3 +128,21 @@ def test_a_copy_trains_without_a_part(command, tables, tmp_path, name):
     for word in WORDS[name]:
         assert word not in log
     assert (tmp_path / "runs/cut/curves.svg").exists() == (name != "plots")
+
+
+@pytest.mark.slow
+def test_without_the_watchdog_a_hang_ends_by_the_timeout_of_the_group(tables, tmp_path):
+    faults = ["without:ddp_watchdog", "hang_in_optimiser:1", "--"]
+    timeouts = ["ddp.startup_timeout_s=20", "ddp.timeout_s=1"]
+    command = [*faults, "train.py", *tables, *SMALL, *timeouts]
+    _store, ranks = fork_ranks(tmp_path, 2, "tests/faulty.py", command)
+    ranks[0].join(120)
+    ranks[1].kill()
+    assert ranks[0].exitcode == 1
+    join(ranks)
+    error = (tmp_path / "rank0.stderr").read_text()
+    assert "error: rank 0: another rank was killed or cannot be reached" in error
+    assert "imed out" in error
+    status = json.loads((tmp_path / "runs/default/status.json").read_text())
+    assert status["state"] == "failed"
+    assert "watchdog" not in error + (tmp_path / "runs/default/log.rank0.txt").read_text()

@@ -21,7 +21,6 @@ PART_MODULES = {module for part in PARTS for module in part.modules}
 CORE = set(MODULES) - PART_MODULES
 # What the core imports of parts at the top of a module, though such a part cannot be left out.
 STILL_AT_THE_TOP = {
-    ("ddp_setup", "ddp_watchdog"),
     ("model", "baseline"),
     ("model", "model_pairs"),
     ("task", "baseline"),

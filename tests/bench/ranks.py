@@ -136,8 +136,8 @@ def simulate(
         env.world_size = world_size
         env.store = store
         env.heartbeat = BEHIND if rank in behind else WAITING
-        env.exit_now = lambda reason, status: sys.exit()  # of its thread
-        made = Watchdog(env)
+        made = Watchdog(env, lambda: False)
+        made.exit_now = lambda reason: sys.exit()  # of its thread
         made.store = CountedStore(made.store)
         made.watch_store = lambda: None  # which asks nothing of the store
         return made

@@ -244,19 +244,17 @@ def test_a_rank_stuck_behind_a_killed_one_says_so_before_torchrun_kills_it(train
     assert status["reason"] == "rank 0: SIGTERM while it waits in optimiser of step 0"
 
 
-def test_a_single_process_that_hangs_ends_with_a_report_after_sigterm(tmp_path, tables):
-    command = [sys.executable, ROOT / "tests/faulty.py", "hang_in_loss", "--", "train.py"]
+def test_a_single_process_with_a_long_step_stops_after_it(tmp_path, tables):
+    """However long that takes: nobody kills it."""
+    command = [sys.executable, ROOT / "tests/faulty.py", "slow_data:0:3", "--", "train.py"]
     command += [*tables, *SETTINGS]
     run = tmp_path / "runs/default"
-    with started(command, tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="4") as process:
+    with started(command, tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2") as process:
         wait_for_growth(run / "checkpoints/best.pt")
         process.terminate()
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    status = status_of(run)
-    assert status["state"] == "failed"
-    assert status["reason"] == "rank 0: SIGTERM while it waits in backward of step 0"
-    assert "stack of rank 0 (" in errors and "faulty.py" in errors
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert status_of(run)["state"] == "stopped"
 
 
 def test_a_suspended_job_continues(start_ranks, tmp_path):
