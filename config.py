@@ -7,8 +7,8 @@ option with `metadata={"path": True}`, `~` and environment variables are replace
 
 `metadata={"resume": ...}` of an option, or of its whole section in `Config`, says what it means for
 a run that is resumed with another value: "fixed" refuses it; "free" takes it, as training stays as
-it is but for rounding; "noted", the default, also takes it while there are steps left, and records
-what the earlier steps had.
+it is but for rounding; "noted", the default, also takes it while there are steps left, and the log
+says what the earlier steps had.
 """
 
 import argparse

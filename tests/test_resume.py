@@ -23,20 +23,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths}
 
 
-def comments(folder: Path) -> list[str]:
-    """Returns the lines of config.yaml above the options."""
-    lines = (folder / "config.yaml").read_text().splitlines()
-    return lines[: lines.index("run:")]
-
-
 def options(folder: Path) -> dict:
     return yaml.safe_load((folder / "config.yaml").read_text())
-
-
-def earlier_options(folder: Path) -> dict:
-    """Returns those that the newest checkpoint knows."""
-    checkpoint = torch.load(newest_checkpoint(folder), weights_only=True)
-    return checkpoint.get("earlier_options", {})
 
 
 @pytest.fixture
@@ -58,7 +46,6 @@ def test_a_finished_run_refuses_options_that_would_change_its_training(train, fo
     assert contents(folder) == before
     again = train(nproc, "optim.epochs=2").check()
     assert again.stdout.splitlines()[-2:] == first.stdout.splitlines()[-2:]
-    assert comments(folder) == []
     train(nproc, "optim.epochs=2", *CHANGED, "run.name=other").check()
     assert options(folder.parent / "other")["optim"]["lr"] == 0.001
 
@@ -95,7 +82,6 @@ def test_a_finished_run_takes_options_that_leave_its_training_as_it_is(train, fo
     ]
     result = train(nproc, *given, *own).check()
     assert "were made with" not in result.stdout
-    assert comments(folder) == []
     assert options(folder)["log"]["every_steps"] == 2
     # The line of the test, and the one after it.
     assert result.stdout.splitlines()[-2:] == first.stdout.splitlines()[-2:]
@@ -119,7 +105,6 @@ def test_a_finished_run_trains_on_with_more_epochs_and_says_what_it_had(train, f
     result = train(0, *more).check()
     sentence = "note      the 5 steps so far were made with optim.epochs=1, optim.clip=1.0\n"
     assert sentence in result.stdout
-    assert comments(folder) == ["# up to step 5: optim.epochs=1", "# up to step 5: optim.clip=1.0"]
     assert options(folder)["optim"]["epochs"] == 2
     assert (folder / "test.tsv").exists()
     assert [row["step"] for row in read_metrics(folder, "train")] == list(range(1, 11))
@@ -138,7 +123,6 @@ def test_a_run_that_ran_out_of_patience_takes_more_of_it_and_no_other_rate(train
     result = train(0, *ended, "optim.patience=3").check()
     assert "note      the 10 steps so far were made with optim.patience=2" in result.stdout
     assert "trained   3 epochs: raise optim.patience to train on" in result.stdout
-    assert comments(folder) == ["# up to step 10: optim.patience=2"]
 
 
 def test_a_stop_of_a_finished_run_that_is_started_again_keeps_its_predictions(
@@ -159,7 +143,7 @@ def test_a_stop_of_a_finished_run_that_is_started_again_keeps_its_predictions(
 
 
 # ---- In the middle of a run ----------------------------------------------------------------------
-def test_other_options_in_the_middle_of_a_run_are_named_and_recorded(train, folder, nproc=0):
+def test_other_options_in_the_middle_of_a_run_are_named(train, folder, nproc=0):
     train(nproc, *LONG, fault="stop_at_step:6").check()
     result = train(nproc, *LONG, *CHANGED).check()
     sentence = f"note      the 7 steps so far were made with {MADE_WITH}"
@@ -167,17 +151,12 @@ def test_other_options_in_the_middle_of_a_run_are_named_and_recorded(train, fold
     logs = list(folder.glob("log.rank*.txt"))
     assert len(logs) == max(1, nproc)
     assert sentence in (folder / "log.rank0.txt").read_text()
-    expected = [f"# up to step 7: {option}" for option in MADE_WITH.split(", ")]
-    assert comments(folder) == expected
     found = options(folder)
     assert (found["optim"]["lr"], found["model"]["dropout"]) == (0.001, 0.6)
-    recorded = {f"{key}={value}" for key, value in earlier_options(folder)[7].items()}
-    assert recorded == set(MADE_WITH.split(", "))
     rates = [row["lr"] for row in read_metrics(folder, "train")]
     assert min(rates[3:7]) > 0.004 > 0.001 >= max(rates[7:])
-    # The same command once more: there is nothing to say, and the record stays.
+    # The same command once more: there is nothing to say.
     assert "were made with" not in train(nproc, *LONG, *CHANGED).check().stdout
-    assert comments(folder) == expected
     back = train(nproc, *LONG)
     assert back.returncode == 2
     assert "is trained to its end, step 15, with model.dropout=0.6, optim.lr=0.001, " in back.stderr
@@ -191,62 +170,19 @@ def test_a_run_that_was_stopped_may_end_with_fewer_epochs(train, folder):
     result = train(0, "optim.epochs=1").check()
     assert "note      the 7 steps so far were made with optim.epochs=3\n" in result.stdout
     assert [row["step"] for row in read_metrics(folder, "test")] == [7]
-    assert comments(folder) == ["# up to step 7: optim.epochs=3"]
 
 
 @pytest.mark.slow
-def test_the_end_of_a_run_that_made_no_step_with_fewer_epochs_is_repeated(train, folder):
-    """The checkpoint that its validation saved anew has options that made none of its steps."""
-    train(0, *LONG, fault="stop_at_step:4").check()
-    train(0, "optim.epochs=1").check()
-    again = train(0, "optim.epochs=1").check()
-    assert "note      the 5 steps so far were made with optim.epochs=3\n" in again.stdout
-    assert comments(folder) == ["# up to step 5: optim.epochs=3"]
-    assert "resumed at step 5" in train(0, *LONG).check().stdout
-    assert comments(folder) == []
-
-
-@pytest.mark.slow
-def test_each_change_of_options_is_recorded_with_its_step(train, folder):
-    train(0, *LONG, fault="stop_at_step:3").check()
-    train(0, *LONG, "optim.lr=0.1", fault="stop_at_step:8").check()
-    train(0, *LONG, "optim.lr=0.2", "optim.clip=0.5").check()
-    lines = ["4: optim.lr=0.01", "9: optim.lr=0.1", "9: optim.clip=1.0"]
-    assert comments(folder) == [f"# up to step {line}" for line in lines]
-    expected = {4: {"optim.lr": 0.01}, 9: {"optim.lr": 0.1, "optim.clip": 1.0}}
-    assert earlier_options(folder) == expected
-
-
-@pytest.mark.slow
-def test_options_that_made_no_step_leave_no_trace(train, folder, nproc=0):
+def test_options_that_made_no_step_are_not_named(train, folder, nproc=0):
     """A run is killed before it saves a step that it has made with them."""
     train(nproc, *LONG, "run.name=whole").check()
     train(nproc, *LONG, fault="stop_at_step:6").check()
     faults = "kill_at_step:8:0 kill_at_step:8:1"  # each rank
     killed = train(nproc, *LONG, "optim.lr=0.1", fault=faults)
     assert killed.returncode == -signal.SIGKILL
-    assert comments(folder) == ["# up to step 7: optim.lr=0.01"]
-    assert earlier_options(folder) == {}
     third = train(nproc, *LONG, "optim.lr=0.2", fault=faults)
     assert "note      the 7 steps so far were made with optim.lr=0.01\n" in third.stdout
     assert "were made with" not in train(nproc, *LONG).check().stdout
-    assert comments(folder) == []
-    assert earlier_options(folder) == {}
-    assert difference(folder, folder.parent / "whole") == ""
-
-
-@pytest.mark.slow
-def test_options_that_only_validated_an_epoch_made_no_step_either(train, folder):
-    """A run that stopped before the validation of an epoch saves its checkpoint anew after it."""
-    train(0, *LONG, "run.name=whole").check()
-    train(0, *LONG, fault="stop_at_step:4").check()
-    killed = train(0, *LONG, "optim.lr=0.1", fault="kill_at_step:5:0")
-    assert killed.returncode == -signal.SIGKILL
-    assert earlier_options(folder) == {5: {"optim.lr": 0.01}}
-    other = train(0, *LONG, "optim.lr=0.2", fault="kill_at_step:5:0")
-    assert "note      the 5 steps so far were made with optim.lr=0.01\n" in other.stdout
-    assert "were made with" not in train(0, *LONG).check().stdout
-    assert comments(folder) == []
     assert difference(folder, folder.parent / "whole") == ""
 
 
@@ -257,7 +193,6 @@ def test_before_the_first_step_all_options_may_change(train, folder):
     result = train(0, *LONG, *CHANGED).check()
     assert "resumed at step 0" in result.stdout
     assert "were made with" not in result.stdout
-    assert comments(folder) == []
     train(0, *LONG, *CHANGED, "run.name=whole").check()
     assert difference(folder, folder.parent / "whole") == ""
 
@@ -267,7 +202,6 @@ def test_the_steps_of_another_run_that_is_resumed_keep_their_options(train, fold
     train(0, *LONG, "run.name=old", "checkpoint.keep_last=9").check()
     resume = "run.resume=runs/old/checkpoints/step_{:08d}.pt"
     train(0, *LONG, "optim.lr=0.1", resume.format(6)).check()
-    assert comments(folder) == ["# up to step 6: optim.lr=0.01"]
     result = train(0, *LONG, "optim.lr=0.1", resume.format(15), "run.name=end")
     assert result.returncode == 2
     assert "step_00000015.pt is trained to its end, step 15, with optim.lr=0.01: " in result.stderr
