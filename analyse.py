@@ -52,7 +52,6 @@ from config import (
     Parser,
     expand_path,
     load_config,
-    print_any_character,
     read_options,
 )
 from data_tables import Tables
@@ -78,7 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Analyses as a command line says, by default this process's; returns the exit status."""
     num_threads = torch.get_num_threads()
     set_threads(local_world_size=1)
-    print_any_character()
     try:
         return report(read_arguments(arguments))
     except UserError as error:

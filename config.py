@@ -14,7 +14,6 @@ says what the earlier steps had.
 import argparse
 import contextlib
 import difflib
-import io
 import logging
 import math
 import os
@@ -26,7 +25,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-import torch
 import yaml
 
 from data import DataConfig
@@ -90,12 +88,6 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def print_any_character() -> None:
-    """Makes stdout print an escape sequence for a character that its encoding does not have."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # in a notebook, it is none
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
 def all_options_text() -> str:
     """Returns config.yaml, for the help of a command."""
     return f"config.yaml:\n\n{DEFAULTS.read_text('utf-8')}"
@@ -116,7 +108,7 @@ def run_command(
         read_settings: returns the settings that the words mean, which have a field `ddp`.
         command: takes settings and process group.
     """
-    with open_streams(), log_to_console(), restored_environment(), float32_with_gradients():
+    with log_to_console(), restored_environment():
         settings = Config()
         problem = None
         try:
@@ -139,22 +131,8 @@ def run_command(
 
 
 @contextlib.contextmanager
-def open_streams() -> Iterator[None]:
-    """In the block, stdout and stderr can be written; what a shell has closed (`2>&-`) is lost."""
-    with contextlib.ExitStack() as stack:
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if stream is None or stream.closed:
-                nowhere = stack.enter_context(open(os.devnull, "w"))
-                setattr(sys, name, nowhere)
-                stack.callback(setattr, sys, name, stream)
-        yield
-
-
-@contextlib.contextmanager
 def log_to_console() -> Iterator[None]:
     """In the block, prints what rank 0 logs, and keeps warnings; errors go to stderr."""
-    print_any_character()
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     console.addFilter(lambda record: record.levelno < logging.ERROR)
@@ -186,18 +164,6 @@ def restored_environment() -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
-
-
-@contextlib.contextmanager
-def float32_with_gradients() -> Iterator[None]:
-    """In the block, torch has the defaults that it starts with, whatever a notebook has set."""
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
 
 
 # ---- Reading -------------------------------------------------------------------------------------

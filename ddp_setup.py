@@ -57,15 +57,6 @@ class DDPConfig:
         except TypeError as error:
             raise ValueError(f"ddp.options: DistributedDataParallel: {error}") from None
 
-    @contextlib.contextmanager
-    def explain_errors(self) -> Iterator[None]:
-        """Turns what DDP says of values in `options` into a `UserError`."""
-        try:
-            yield
-        except (AttributeError, TypeError, ValueError) as error:
-            reason = f"DistributedDataParallel: {str(error).splitlines()[0][:99]}"
-            raise UserError(f"ddp.options={self.options}: {reason}") from None
-
 
 # ---- Rank, collectives, stopping and failing -----------------------------------------------------
 class Distributed:

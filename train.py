@@ -104,10 +104,9 @@ def train(config: Config, env: Distributed) -> None:
     train_loader = make_loader(steps.dataset, sampler, config.data.workers, env.device)
     val_batches = KeptBatches(task, task.rows("val"), env)
     if env.is_distributed:
-        with config.ddp.explain_errors():
-            ddp_model = DistributedDataParallel(
-                env.prepare_for_ddp(steps.model), device_ids=env.device_ids, **config.ddp.options
-            )
+        ddp_model = DistributedDataParallel(
+            env.prepare_for_ddp(steps.model), device_ids=env.device_ids, **config.ddp.options
+        )
         order_buckets(ddp_model, task, env)
         steps = steps._replace(model=ddp_model)
     log_plan(task, model, steps, sampler, env)

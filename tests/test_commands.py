@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import io
 import json
 import logging
 import os
@@ -179,19 +178,6 @@ def test_figures_that_cannot_be_printed_are_a_failure(train_here, capsys, monkey
     assert "error: cannot print the figures: No space left" in capsys.readouterr().err
 
 
-def test_an_encoding_without_a_character_gets_an_escape_sequence(train_here, monkeypatch):
-    stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
-    monkeypatch.setattr("sys.stdout", stdout)
-    assert train_here("run.name=gr\u00f6\u00dfe") == 0
-    assert train_here("run.name=plain") == 0
-    assert analyse.main(["runs/gr\u00f6\u00dfe", "runs/plain"]) == 0
-    stdout.flush()
-    printed = stdout.buffer.getvalue()
-    monkeypatch.undo()
-    assert b"run       runs/gr\\xf6\\xdfe, model of step" in printed
-    assert b"best two, runs/" in printed
-
-
 # ---- Places where a command is called -----------------------------------------------------------
 def test_a_script_that_a_notebook_runs_does_not_end_its_kernel(monkeypatch, capsys):
     """As `%run train.py` does, which handles SystemExit."""
@@ -208,19 +194,6 @@ def test_a_thread_can_train(train_here):
         assert pool.submit(train_here).result() == 0
 
 
-def test_what_a_notebook_has_set_in_torch_does_not_count(train_here, monkeypatch):
-    assert train_here("run.name=a") == 0
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.no_grad():
-            assert train_here("run.name=b") == 0
-            assert predict.main(["scores.tsv", "runs/b"]) == 0
-            assert analyse.main(["runs/b"]) == 0
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert difference(Path("runs/a"), Path("runs/b")) == ""
-
-
 def test_warnings_that_the_caller_logs_are_logged_afterwards(train_here):
     logging.captureWarnings(True)
     try:
@@ -229,17 +202,6 @@ def test_warnings_that_the_caller_logs_are_logged_afterwards(train_here):
         assert warnings.showwarning is before
     finally:
         logging.captureWarnings(False)
-
-
-@pytest.mark.parametrize("closed", [None, io.StringIO()])
-def test_closed_streams_are_not_written(train_here, monkeypatch, closed):
-    if closed:
-        closed.close()
-    monkeypatch.setattr("sys.stdout", closed)
-    monkeypatch.setattr("sys.stderr", closed)
-    assert train_here() == 0
-    assert train_here("optim.epochs=x") == 2
-    assert sys.stderr is closed
 
 
 def test_a_file_system_without_locks_is_written_with_a_warning(train_here, monkeypatch, capsys):
@@ -377,13 +339,6 @@ def test_the_report_of_torchrun_ends_with_the_sentence(train_here, under_torchru
     assert "traceback : error: no progress for 3 s\n" in reported()
     assert train_here("run.name=killed") == 0  # as a SIGKILL would leave it
     assert "SIGKILL" in reported() and "the same command goes on from what is saved" in reported()
-
-
-def test_wrong_values_for_ddp_are_named(train_here, under_torchrun, capsys):
-    assert train_here("ddp.options={static_graph: perhaps}") == 2
-    assert capsys.readouterr().err.startswith(
-        "error: ddp.options={'static_graph': 'perhaps'}: DistributedDataParallel: "
-    )
 
 
 @pytest.mark.parametrize(
