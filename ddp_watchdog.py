@@ -21,7 +21,6 @@ GRACE_S = 5.0  # seconds a rank has to exit by itself after another one has fail
 SIGTERM_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) / 2
 SIGTERM_AFTER_DEATH_S = min(15.0, SIGTERM_S)
 SILENCE_S = 10.0  # without a heartbeat, after which a rank counts as dead
-OBSERVERS = 8  # ranks that look at all ranks when these stall, far apart: one machine may be gone
 
 
 class Observed(NamedTuple):
@@ -63,11 +62,10 @@ class Signals:
 class Watchdog(threading.Thread):
     """Ends the job with a report when a rank makes no progress for too long.
 
-    Every rank writes its heartbeat to the store, every `heartbeat_s`. If a few of the ranks, the
-    observers, have stalled for half of `limit_s`, they observe all for the other half; if those
-    furthest behind have not moved, they name them, and every rank prints its stack and exits. The
-    other ranks observe the observers, a little later: they name these if they are silent. Time is
-    counted in heartbeats, which pause while the job is suspended.
+    Every rank writes its heartbeat to the store, every `heartbeat_s`. A rank that has stalled for
+    half of `limit_s` observes all for the other half; if those furthest behind have not moved, it
+    names them, and every rank prints its stack and exits. Time is counted in heartbeats, which
+    pause while the job is suspended.
 
     Args:
         env: a `ddp_setup.Distributed`.
@@ -83,11 +81,7 @@ class Watchdog(threading.Thread):
         self.has_sigterm = has_sigterm
         self.finished = threading.Event()
         self.replies = 0  # heartbeats that reached the store
-        distance = max(1, env.world_size // OBSERVERS)
-        self.is_observer = env.rank % distance == 0
-        self.observed = range(0, env.world_size, 1 if self.is_observer else distance)
-        # Of `limit_s`, the part without progress after which this rank looks at others.
-        self.patience = 0.5 if self.is_observer else 0.6
+        self.patience = 0.5  # of `limit_s`: so long without progress, and it observes the ranks
         self.seen = {}  # an `Observed` of each rank
 
     def run(self) -> None:
@@ -144,11 +138,11 @@ class Watchdog(threading.Thread):
 
     def observe_ranks(self) -> None:
         """Counts the heartbeats since each rank was last heard of, and since it last moved."""
-        keys = [f"heartbeat/{rank}" for rank in self.observed]
+        keys = [f"heartbeat/{rank}" for rank in range(self.env.world_size)]
         if not self.seen:
             for key in keys:  # `multi_get` would wait for a rank that has not written
                 self.store.compare_set(key, "", "[-1, [0, -1]]")  # behind all others
-        for rank, state in zip(self.observed, self.store.multi_get(keys), strict=True):
+        for rank, state in enumerate(self.store.multi_get(keys)):
             replies, fields = json.loads(state)
             heartbeat = Heartbeat(*fields)
             last = self.seen.get(rank, Observed(None, None, 0, 0))
@@ -163,8 +157,7 @@ class Watchdog(threading.Thread):
         half = self.env.limit_s / 2 / self.heartbeat_s  # in heartbeats
         found = []
         for rank, seen in behind.items():
-            idle = seen.stalled if self.is_observer else seen.silent
-            if idle < half:
+            if seen.stalled < half:
                 return
             frozen = "frozen, or its machine is gone, last " if seen.silent >= half else ""
             found.append(
