@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import IO, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -60,6 +60,15 @@ class Config:
         """Returns {"section.key": value} of all options."""
         return by_key(asdict(self))
 
+    def shared_options(self) -> dict[str, Any]:
+        """Returns the options that must be the same on all ranks: all but paths."""
+        known = all_options()
+        return {
+            key: value
+            for key, value in self.options().items()
+            if not known[key].metadata.get("path")
+        }
+
     def resume_rules(self) -> dict[str, str]:
         """Returns {"section.key": "fixed", "free" or "noted"} of all options."""
         rules = {}
@@ -81,6 +90,10 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             **options,
         )
+
+    def print_help(self, file: IO | None = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
         if "--local" in message:

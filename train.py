@@ -80,7 +80,8 @@ def train(config: Config, env: Distributed) -> None:
     optimizer = build_optimizer(model, optim, env)
     scaler = torch.amp.GradScaler(env.device.type, enabled=optim.precision == "fp16")
     state = TrainState(model, optimizer, scaler)
-    env.check_equal({**config.options(), "data (hash)": task.fingerprint, **library_versions()})
+    shared = {**config.shared_options(), "data (hash)": task.fingerprint}
+    env.check_equal({**shared, **library_versions()})
 
     sampler = StepSampler(  # a DistributedSampler whose steps are the same on any number of ranks
         task.rows("train"),

@@ -58,8 +58,10 @@ def short_wait(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("nnodes", "rdzv", "timeout_s", "expected"),
     [
-        ("2", "", "600", "NNODES=2 needs RDZV=host:port, an address of one of the machines, not"),
+        ("2", "", "600", "NNODES=2 needs RDZV=host:port, an address of one of the machines and"),
         ("1:2", "alpha", "600", "NNODES=1:2 needs RDZV=host:port, an address of one of the"),
+        ("2", "a:99999", "600", "NNODES=2 needs RDZV=.* a port from 1 to 65535, not 'a:99999'"),
+        ("2", "a:0", "600", "NNODES=2 needs RDZV=.* a port from 1 to 65535, not 'a:0'"),
         ("3", "", "600", "PET_NNODES=3 is for torchrun, as in a pod of Kubeflow: start torchrun"),
         ("2", "alpha:1", "1m", "RDZV_TIMEOUT=1m is not a number of seconds"),
     ],
@@ -158,6 +160,13 @@ def test_a_machine_without_the_command_ip_is_told_so(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SystemExit, match=r"^error: there is no command ip"):
         find_interface("127.0.0.1")
+
+
+def test_an_interface_that_is_set_is_not_looked_for(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    interface, *_ = find_meeting(f"127.0.0.1:{free_port('127.0.0.1')}", 40)
+    assert interface == "eth7"
 
 
 def test_an_address_has_an_interface():

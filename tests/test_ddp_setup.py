@@ -132,6 +132,14 @@ def test_an_option_that_differs_between_ranks_is_named(train):
     assert result.stderr == "error: optim.lr differs between ranks: 0.5 on rank 1, 0.01 on rank 0\n"
 
 
+def test_paths_may_differ_between_ranks(train, tmp_path):
+    """As with the temporary folder of each machine."""
+    train(2, "data.cache_dir=cache$LOCAL_RANK", "run.dir=runs$LOCAL_RANK").check()
+    for rank in (0, 1):
+        assert list((tmp_path / f"cache{rank}").glob("tables-*.pt"))
+        assert (tmp_path / f"runs{rank}/default/log.rank{rank}.txt").exists()
+
+
 @pytest.mark.slow
 def test_a_run_gives_the_same_model_and_metrics_on_1_2_and_4_ranks(train, tmp_path):
     settings = ["optim.precision=fp64", "model.dropout=0.3", "optim.epochs=2"]

@@ -23,7 +23,7 @@ from ddp_setup import DDPConfig, Distributed
 from errors import UserError
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
-from predict import Predictor, read_settings
+from predict import Predictor, choose_gpus, read_settings
 from predict_sets import Chunk
 from predict_table import GrowingTable
 from task import make_dataset
@@ -628,6 +628,15 @@ def test_a_device_is_that_of_the_machine_that_predicts(trained, predict):
     assert "but 0 GPUs, ddp.device_ids=[3]: set --nproc_per_node" in result.stderr
 
 
+def test_the_cpu_is_refused_where_a_gpu_was_used(monkeypatch):
+    """As in a notebook: torch no longer reads CUDA_VISIBLE_DEVICES."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    with pytest.raises(UserError, match=r"^--device=cpu comes too late"):
+        choose_gpus("cpu")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
 def test_a_line_that_is_wrong_is_found_before_the_first_prediction(trained, predict, tmp_path):
     trained("run.name=run")
     rows = [(f"Y{k:02d}",) for k in range(20)]
@@ -729,6 +738,22 @@ def test_wrong_arguments_are_one_sentence(trained, predict, tmp_path, nproc, arg
     assert result.stderr.count("\n") == 1
     assert message in result.stderr
     assert not list(tmp_path.glob("*.predictions.tsv*"))
+
+
+def test_ranks_with_other_models_or_tables_are_refused(members, predict, tmp_path):
+    """As of a run in progress, whose best.pt is replaced while the ranks start."""
+    shutil.copy(tmp_path / "ask.tsv", tmp_path / "ask0.tsv")
+    write_table(tmp_path / "ask1.tsv", ASK[:-1])
+    for name, seed in (("s0", "a"), ("s1", "b")):
+        shutil.copytree(tmp_path / "runs" / seed, tmp_path / "runs" / name)
+    for arguments, name in (
+        (["ask.tsv", "runs/s$LOCAL_RANK"], "RUN"),
+        (["ask$LOCAL_RANK.tsv", "runs/a"], "TABLE"),
+    ):
+        result = predict(2, *arguments)
+        assert result.returncode == 2
+        assert result.stderr.startswith(f"error: {name} (hash) differs between ranks: ")
+        assert result.stderr.count("\n") == 1
 
 
 def test_predictions_that_cannot_be_written_are_one_sentence(trained, predict, tmp_path):
