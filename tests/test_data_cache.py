@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +53,17 @@ def test_the_cache_is_reused_while_its_inputs_are_unchanged(tmp_path, monkeypatc
     assert (undirected.edge_type == 1).sum() == 2
     assert len(calls) == 2
     assert not list(tmp_path.glob("cache/*.tmp"))
+
+
+def test_a_type_that_cannot_be_read_again_is_named_and_not_written(tmp_path, caplog):
+    """As of a field of one's own of `Tables`."""
+    content = {"own": np.zeros(3)}
+    for _ in range(2):
+        assert cached(tmp_path, "tables", "key", lambda: content) is content
+        assert "cannot be written: torch.load refuses numpy" in caplog.text
+        assert "damaged" not in caplog.text
+        caplog.clear()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None])
