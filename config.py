@@ -183,19 +183,19 @@ def restored_environment() -> Iterator[None]:
 def load_config(
     file: str | Path | None = None,
     overrides: Sequence[str] = (),
-    saved: Mapping[str, Mapping] | None = None,
-    checkpoint: str = "",
+    checkpoint: Mapping[str, Any] | None = None,
 ) -> Config:
     """Returns the options of config.yaml, overridden by those of a file and of the command line.
 
-    Options `saved` in a `checkpoint` take the place of config.yaml. Raises `UserError` for a wrong
-    file or option.
+    Those of a `checkpoint` take the place of config.yaml. Raises `UserError` for a wrong file or
+    option.
     """
-    sources = [checkpoint or DEFAULTS.name]
-    if saved is None:
+    if checkpoint is None:
+        sources = [DEFAULTS.name]
         options = read_options(DEFAULTS)
     else:
-        options = by_key(saved)
+        sources = [checkpoint["file"]]
+        options = by_key(checkpoint["config"])
         check_saved_names(options, checkpoint)
     if file is not None:
         file = expand_path(str(file))
@@ -311,12 +311,15 @@ def check_names(keys: Iterable[str], place: str = "") -> None:
             raise UserError(f"{place}unknown option {key}: did you mean {nearest}?")
 
 
-def check_saved_names(options: Mapping[str, Any], checkpoint: str) -> None:
-    """Raises `UserError` for an option that a checkpoint has and this code has not."""
-    unknown = options.keys() - all_options().keys()
+def check_saved_names(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
+    """Raises `UserError` for an option that a checkpoint has and this code has not.
+
+    Those that were free when it was made do not count.
+    """
+    unknown = options.keys() - all_options().keys() - set(checkpoint.get("free_options", []))
     if unknown:
         raise UserError(
-            f"{checkpoint} was made with the option {min(unknown)}, which is unknown here: "
+            f"{checkpoint['file']} was made with the option {min(unknown)}, which is unknown here: "
             "use the version of the code that made it, or train again"
         )
 

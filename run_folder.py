@@ -81,7 +81,8 @@ class RunFolder:
     def __init__(self, config: Any, env: Distributed, origin: dict[str, Any], metric: str):
         self.config = config
         self.env = env
-        self.origin = origin
+        rules = config.resume_rules()
+        self.origin = origin | {"free_options": [key for key in rules if rules[key] == "free"]}
         self.metric = metric
         self.path = Path(config.run.dir, config.run.name)
         self.checkpoints = self.path / "checkpoints"

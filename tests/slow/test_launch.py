@@ -298,14 +298,22 @@ def test_an_environment_without_pip_gets_it(launch, place, can_be_installed):
         assert f"{place}/copy/.venv has no pip: remove it, install python3-venv" in result.stderr
 
 
-def test_missing_packages_are_noticed_without_assertions(launch, place):
-    modules = place / "modules/torch"
-    modules.mkdir(parents=True)
-    (modules / "__init__.py").write_text("class cuda:\n    device_count = int\n")
+@pytest.mark.parametrize(
+    ("version", "others"),
+    [("2.13.0", []), ("2.7.1+cu126", ["torch_geometric", "yaml", "tqdm"])],
+)
+def test_missing_packages_and_an_old_torch_are_noticed(launch, place, version, others):
+    """Even without assertions."""
+    modules = place / "modules"
+    modules.mkdir()
+    lines = f"__version__ = {version!r}\nclass cuda:\n    device_count = int\n"
+    (modules / "torch.py").write_text(lines)
+    for name in others:
+        (modules / f"{name}.py").touch()
     stand_in(place / "bin/python", f'exec {sys.executable} -S "$@"')
     stand_in(place / "bin/python3", "exit 1")
     shutil.copy(ROOT / "requirements.txt", place / "copy")
-    result = launch(PYTHONPATH=str(modules.parent), PYTHONOPTIMIZE="1")
+    result = launch(PYTHONPATH=str(modules), PYTHONOPTIMIZE="1")
     assert "python3 is older than Python 3.10" in result.stderr and result.stdout == ""
 
 
