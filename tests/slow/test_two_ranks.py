@@ -11,9 +11,9 @@ TESTS = [
     test_optim.test_a_resumed_run_takes_its_rates_from_the_configuration,
     test_resume.test_a_finished_run_refuses_options_that_would_change_its_training,
     test_resume.test_a_finished_run_takes_options_that_leave_its_training_as_it_is,
-    test_resume.test_other_options_in_the_middle_of_a_run_are_named_and_recorded,
+    test_resume.test_other_options_in_the_middle_of_a_run_are_named,
     test_resume.test_a_stop_of_a_finished_run_that_is_started_again_keeps_its_predictions,
-    test_resume.test_options_that_made_no_step_leave_no_trace,
+    test_resume.test_options_that_made_no_step_are_not_named,
     test_run_transfer.test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations,
 ]
 
