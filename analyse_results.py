@@ -7,7 +7,7 @@ import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ class Results:
     targets: list[str]  # name of each of the T targets
     y: Tensor  # float64 [n, T], nan where a score is missing
     prediction: Tensor  # float64 [n, T]
-    baseline: Tensor  # float64 [n, T], the additive one
+    rivals: dict[str, Tensor]  # predictions of others by name, float64 [n, T] each
     weight: Tensor | None = None  # float64 [n], of each row; None: all are 1
     sd: Tensor | None = None  # float64 [n], of each row's scores, whose weight is then 1 / sd**2
 
@@ -50,7 +50,7 @@ class Results:
             targets=self.targets,
             y=self.y[rows].where(is_chosen[rows], math.nan),
             prediction=self.prediction[rows],
-            baseline=self.baseline[rows],
+            rivals={name: values[rows] for name, values in self.rivals.items()},
             weight=None if self.weight is None else self.weight[rows],
             sd=None if self.sd is None else self.sd[rows],
         )
@@ -130,10 +130,11 @@ def read_results(path: Path) -> Results:
             weight_name = header[3] if len(header) > 3 else ""
             if weight_name in ("weight", "sd"):
                 of_rows.append(weight_name)
-            targets = header[len(of_rows) :: 3]
-            columns = [name + suffix for name in targets for suffix in SUFFIXES]
+            targets, rivals = targets_and_rivals(header[len(of_rows) :])
+            suffixes = [*SUFFIXES, *(f"_{name}" for name in rivals)]
+            columns = [name + suffix for name in targets for suffix in suffixes]
             if not targets or header != [*of_rows, *columns]:
-                expected = "genes, unseen, unseen_genes, and three columns for each score"
+                expected = "genes, unseen, unseen_genes, and as many columns for each score"
                 raise ValueError(f"the header is not {expected}")
             for line in file:
                 line_number += 1
@@ -158,13 +159,36 @@ def read_results(path: Path) -> Results:
         raise UserError(
             f"{path}:{line_number}: {error}; start the run again, which writes it anew"
         ) from None
-    scores = torch.frombuffer(numbers, dtype=torch.float64).view(len(genes), len(targets), 3)
-    y, prediction, baseline = scores.movedim(2, 0).contiguous()
-    rows = Results(genes, torch.stack(unseen), unseen_genes, targets, y, prediction, baseline)
+    scores = torch.frombuffer(numbers, dtype=torch.float64).view(len(genes), len(targets), -1)
+    y, prediction, *others = scores.movedim(2, 0).contiguous()
+    rows = Results(
+        genes=genes,
+        unseen=torch.stack(unseen),
+        unseen_genes=unseen_genes,
+        targets=targets,
+        y=y,
+        prediction=prediction,
+        rivals=dict(zip(rivals, others, strict=True)),
+    )
     if weights:
         weight = torch.tensor(weights, dtype=torch.float64)
         rows = replace(rows, **{weight_name: weight})
     return rows
+
+
+def targets_and_rivals(columns: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the names of the targets and of the rivals, given those of the targets' columns.
+
+    A target's columns are its name, `<target>_prediction`, and `<target>_<rival>` of each rival.
+    """
+    targets = []
+    for name, next_name in pairwise(columns):
+        if next_name == f"{name}_prediction":
+            targets.append(name)
+    if not targets:
+        return [], []
+    of_first = columns[: len(columns) // len(targets)]
+    return targets, [name.removeprefix(f"{targets[0]}_") for name in of_first[len(SUFFIXES) :]]
 
 
 def check_same_rows(members: list[Results], files: list[Path]) -> None:
@@ -176,8 +200,7 @@ def check_same_rows(members: list[Results], files: list[Path]) -> None:
             raise UserError(
                 f"{file} has other test rows than {files[0]}: compare runs of one split"
             )
-        has_same_baseline = are_equal_in_files(member.baseline, first.baseline)
-        if not (has_same_baseline and torch.equal(member.unseen, first.unseen)):
+        if not torch.equal(member.unseen, first.unseen) or have_other_rivals(member, first):
             raise UserError(
                 f"{file} was trained on other rows than {files[0]}: compare runs of one split"
             )
@@ -187,13 +210,21 @@ def check_same_rows(members: list[Results], files: list[Path]) -> None:
             )
 
 
-def are_equal_in_files(prediction: Tensor, baseline: Tensor) -> bool:
-    """Returns whether predictions [n, T] are the baseline's, but for the digits of a file.
+def have_other_rivals(member: Results, first: Results) -> bool:
+    """Returns whether a rival that both runs have predicts other scores."""
+    for name in member.rivals.keys() & first.rivals.keys():
+        if not are_equal_in_files(member.rivals[name], first.rivals[name]):
+            return True
+    return False
 
-    They may differ by 1e-4 of the baseline's standard deviation over the rows.
+
+def are_equal_in_files(prediction: Tensor, other: Tensor) -> bool:
+    """Returns whether predictions [n, T] are the other ones, but for the digits of a file.
+
+    They may differ by 1e-4 of the other ones' standard deviation over the rows.
     """
-    tolerance = 1e-4 * baseline.std(dim=0, correction=0)
-    return bool(((prediction - baseline).abs() <= tolerance).all())
+    tolerance = 1e-4 * other.std(dim=0, correction=0)
+    return bool(((prediction - other).abs() <= tolerance).all())
 
 
 def is_same(values: Tensor | None, others: Tensor | None) -> bool:

@@ -1,22 +1,21 @@
 """Metrics and rivals of runs as lines of text, in tables."""
 
 import math
+from collections.abc import Collection, Iterable
 
 from analyse_metrics import MOST
 
 SHOWN = 20  # targets printed at most
+NO_RIVAL = "test.tsv has no predictions without the model: no metrics and differences of these"
 COLUMNS = {
     "n": "rows",
     "rows": "with those without a score",
     "pearson": "Pearson",
-    "baseline_pearson": "baseline",
     "gain": "difference (95 %)",
     "ceiling_pearson": "noise ceiling",
     "weighted_pearson": "weighted Pearson",
-    "baseline_weighted_pearson": "weighted baseline",
     "weighted_gain": "weighted difference (95 %)",
     "row_pearson": "row Pearson",
-    "baseline_row_pearson": "row baseline",
     "row_gain": "difference (95 %)",
     "mse_top20": "MSE of top 20",
     "spearman": "Spearman",
@@ -26,18 +25,36 @@ COLUMNS = {
     "auroc": "AUROC",
     "average_precision": "avg. precision",
 }
+# Metrics that rivals have, too, and what stands before a rival's name in the title.
+OF_RIVALS = {"pearson": "", "weighted_pearson": "weighted ", "row_pearson": "row "}
 
 
-def lines_of_run(analysis: dict, has_noise: bool) -> list[str]:
-    """Returns the metrics of a run as lines, with the ceiling of R2 if there is one."""
+def columns_beside(rivals: Iterable[str]) -> dict[str, str]:
+    """Returns the names and titles of all columns, those of rivals behind the model's."""
+    titles = {}
+    for name, title in COLUMNS.items():
+        titles[name] = title
+        if name in OF_RIVALS:
+            for rival in rivals:
+                titles[f"{rival}_{name}"] = OF_RIVALS[name] + rival
+    return titles
+
+
+def lines_of_run(analysis: dict, rivals: Collection[str], has_noise: bool) -> list[str]:
+    """Returns the metrics of a run as lines, with the ceiling of R2 if there is one.
+
+    `rivals` are the names of those in its test.tsv.
+    """
     num_resamples = analysis["resamples"]
     num_sets = analysis["sets_drawn"]
     num_genes = analysis["genes_drawn"]
-    lines = table(analysis)
+    lines = table(analysis, rivals)
     lines.append(
         f"95 % of {num_resamples:,} samples of {num_sets:,} sets of genes and "
         f"{num_genes:,} unseen genes, each with all its rows"
     )
+    if not rivals:
+        lines.append(NO_RIVAL)
     if has_noise:
         lines.append(noise_text(analysis))
     if "shared_pairs" in analysis:
@@ -45,11 +62,16 @@ def lines_of_run(analysis: dict, has_noise: bool) -> list[str]:
     return lines + lines_of_rivals(analysis)
 
 
-def lines_of_runs(analysis: dict) -> list[str]:
-    """Returns the metrics of several runs, alone and together, as lines."""
+def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
+    """Returns the metrics of several runs, alone and together, as lines.
+
+    `rivals` are the names of those in their test.tsv.
+    """
     rows = list(analysis["figures"].items())
     rows += [("mean of these", analysis["mean"]), ("ensemble", analysis["ensemble"])]
-    lines = text_table(rows, COLUMNS)
+    lines = text_table(rows, columns_beside(rivals))
+    if not rivals:
+        lines.append(NO_RIVAL)
     best_two = analysis["best_two"]
     best, second = best_two["runs"]
     difference = cell(best_two["difference"])
@@ -79,7 +101,7 @@ def noise_text(analysis: dict) -> str:
     return f"R2 is {ratio:.1%} of the ceiling that the noise leaves"
 
 
-def table(analysis: dict) -> list[str]:
+def table(analysis: dict, rivals: Iterable[str]) -> list[str]:
     """Returns the lines of a table of metrics: all rows, each smaller group, the first targets."""
     rows = [("all", analysis)]
     for name in ("unseen", "deletions"):
@@ -91,10 +113,13 @@ def table(analysis: dict) -> list[str]:
         rows.append((f"level {level}", group))
     targets = analysis.get("targets", {})
     rows += list(targets.items())[:SHOWN]
-    text = text_table(rows, COLUMNS)
+    text = text_table(rows, columns_beside(rivals))
     if len(targets) > SHOWN:
         text.append(f"and {len(targets) - SHOWN:,} more scores, which are in test.json")
-    for name, title in (("pearson", "Pearson"), ("baseline_pearson", "baseline")):
+    titles = {"pearson": "Pearson"}
+    for rival in rivals:
+        titles[f"{rival}_pearson"] = rival
+    for name, title in titles.items():
         if f"{name}_quartiles" in analysis:
             quartiles = ", ".join(map(cell, analysis[f"{name}_quartiles"]))
             text.append(f"{title}, quartiles over the scores: {quartiles}")

@@ -376,7 +376,8 @@ def test_rows_that_count_decide_by_their_weights():
     exact_where_it_counts = good.where(~is_noisy, 5 * noise)
     fair = rows.y + noise
     weight = torch.where(is_noisy[:, 0], 1e-6, 1.0).double()
-    rows = replace(rows, weight=weight, prediction=exact_where_it_counts, baseline=fair)
+    rows = replace(rows, weight=weight, prediction=exact_where_it_counts)
+    rows.rivals = {"baseline": fair}
     rivals = {"fair": fair, "exact": exact_where_it_counts}
     of_rivals = analyse_metrics.metrics_of_rivals(rows, rivals, "squared")
     assert list(of_rivals) == ["exact", "baseline: fair"]
@@ -422,7 +423,8 @@ def test_scores_that_vary_no_more_than_their_noise_have_no_ceiling():
 
 
 def test_many_scores_are_printed_in_part():
-    lines = analyse_text.table(metrics_by_group(make_rows(50, analyse_text.SHOWN + 3)))
+    rows = make_rows(50, analyse_text.SHOWN + 3)
+    lines = analyse_text.table(metrics_by_group(rows), rows.rivals)
     assert sum(line.startswith("t") for line in lines) == analyse_text.SHOWN
     *lines, more, quartiles, of_baseline = lines
     assert more == "and 3 more scores, which are in test.json"

@@ -44,7 +44,7 @@ def make_rows(num_rows: int, num_targets: int = 1) -> Results:
         targets=[f"t{t}" for t in range(num_targets)],
         y=y,
         prediction=prediction,
-        baseline=baseline,
+        rivals={"baseline": baseline},
     )
 
 
@@ -54,8 +54,9 @@ def chosen_rows(rows: Results, chosen: torch.Tensor) -> Results:
     fields = {"targets": rows.targets}
     for name in ("genes", "unseen_genes"):
         fields[name] = [getattr(rows, name)[row] for row in numbers]
-    for name in ("unseen", "y", "prediction", "baseline"):
+    for name in ("unseen", "y", "prediction"):
         fields[name] = getattr(rows, name)[chosen]
+    fields["rivals"] = {"baseline": rows.rivals["baseline"][chosen]}
     if rows.sd is not None:
         fields["sd"] = rows.sd[chosen]
     return Results(**fields)
@@ -123,7 +124,7 @@ def test_rows_are_grouped_by_the_level_that_all_their_genes_have():
         assert group["n"] == (chosen & ~rows.y[:, 0].isnan()).sum()
         squared_error = (rows.y - rows.prediction)[chosen].square()
         assert group["mse"] == pytest.approx(squared_error.nanmean().item())
-    assert any(line.startswith("level 0.3 ") for line in table(result))
+    assert any(line.startswith("level 0.3 ") for line in table(result, rows.rivals))
     rows.genes = [*["A=0.3", "B=0.3,C=0.3"] * 31, "A=0.3"]
     assert metrics_by_group(rows)["by_level"] == {}
 
@@ -137,7 +138,7 @@ def test_figures_of_profiles_equal_their_definitions():
     baseline_r = []
     errors = []
     for y, prediction, baseline in zip(
-        *(x.numpy() for x in (rows.y, rows.prediction, rows.baseline)), strict=True
+        *(x.numpy() for x in (rows.y, rows.prediction, rows.rivals["baseline"])), strict=True
     ):
         is_there = ~np.isnan(y)
         y, prediction, baseline = (values[is_there] for values in (y, prediction, baseline))
@@ -162,7 +163,7 @@ def test_the_interval_of_profiles_holds_the_difference_though_few_rows_change_a_
     signal[range(60), range(60)] = 3.0  # each row changes a score of its own
     y = signal + 0.5 * normal(60, 60)
     baseline = normal(60, 60, seed=1)
-    rows = replace(make_rows(60, 60), y=y, prediction=signal, baseline=baseline)
+    rows = replace(make_rows(60, 60), y=y, prediction=signal, rivals={"baseline": baseline})
     rows.genes = [f"G{row}" for row in range(60)]
     rows.unseen_genes = [""] * 60
     result = metrics_by_group(rows)

@@ -45,7 +45,7 @@ def test_the_metrics_of_a_split_equal_their_definitions():
     tables.split = torch.tensor([0] * 10 + [2] * 50, dtype=torch.int8)
     task = task_of(SimpleNamespace(device="cpu"), SimpleNamespace(tables=tables))
     task.criterion = Squared(*mean_and_std(y))
-    task.baseline = SimpleNamespace(prediction=baseline)
+    task.rivals["baseline"] = baseline
     found = task.metrics("test", output_for(task, prediction[rows]))
     variance = y.numpy().var()
     y_of_rows, x, x_of_baseline = (values[rows, 0].numpy() for values in (y, prediction, baseline))
@@ -92,7 +92,7 @@ def test_figures_are_of_the_scores_that_validation_rows_have(tmp_path):
     task = KnockoutTask.from_tables(without_validation(additive_tables(1.0), 1), config)
     of_first = replace(task.tables, y=task.tables.y[:, 0], targets=["score0"])
     alone = KnockoutTask.from_tables(of_first, config)
-    prediction = task.baseline.prediction[task.rows("val")] + 0.5
+    prediction = task.rivals["baseline"][task.rows("val")] + 0.5
     found = task.metrics("val", output_for(task, prediction))
     expected = alone.metrics("val", output_for(alone, prediction[:, :1]))
     assert found == pytest.approx(expected, rel=1e-6)
@@ -111,7 +111,7 @@ def test_weighted_metrics_stand_beside_those_without_weights(tmp_path):
     found = task.metrics("val", output_for(task, prediction))
     assert set(found) - set(without) == {"weighted_pearson", "baseline_weighted_pearson"}
     assert found["pearson"] == without["pearson"]
-    for name, predicted in {"": prediction, "baseline_": task.baseline.prediction[rows]}.items():
+    for name, predicted in {"": prediction, "baseline_": task.rivals["baseline"][rows]}.items():
         values = torch.cat([tables.y[rows], predicted], dim=1).T
         covariance = values.cov(correction=0, aweights=tables.weight[rows])
         expected = covariance[0, 1] / covariance.diagonal().prod().sqrt()
