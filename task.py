@@ -273,6 +273,15 @@ class KnockoutTask:
         return notes
 
 
+def load_start(tables: Tables, fingerprint: str, config: Config) -> Any:
+    """Returns the fitted baseline, where training starts; None if it starts from the mean."""
+    if config.model.start == "mean":
+        return None
+    from baseline import load_baseline  # a part, which need not be here
+
+    return load_baseline(tables, fingerprint, config.data.cache_dir, config.optim.loss)
+
+
 def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[KnockoutDataset, str]:
     """Returns the dataset of tables on the graph, and how the model passes messages, a text."""
     scale = 1.0 if tables.split is None else weight_scale(tables)
@@ -287,15 +296,6 @@ def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[Kn
         return dataset, "shared"
     planner, route = reach.plan_route(graph, dataset, options.message_passing, options.layers)
     return replace(dataset, transform=planner), route
-
-
-def load_start(tables: Tables, fingerprint: str, config: Config) -> Any:
-    """Returns the fitted baseline, where training starts; None if it starts from the mean."""
-    if config.model.start == "mean":
-        return None
-    from baseline import load_baseline  # a part, which need not be here
-
-    return load_baseline(tables, fingerprint, config.data.cache_dir, config.optim.loss)
 
 
 def check_scores(tables: Tables, config: Config) -> None:
