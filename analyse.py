@@ -4,10 +4,10 @@
     python analyse.py runs/s0 runs/s1 runs/s2     # one by one, and together
     python analyse.py runs/s0 --json              # for a program
 
-It prints a table with the metrics of all test rows and of groups of them, each beside the
-baseline's and with the 95 % interval of the difference. A second table has the metrics of
-rivals, which predict the same rows without the model. It writes test.json and a plot, test.svg,
-into the run folder.
+It prints a table with the metrics of all test rows and of groups of them, each beside that of the
+rival in test.tsv and with the 95 % interval of the difference. A second table has the metrics of
+more rivals, which predict the same rows without the model. It writes test.json and a plot,
+test.svg, into the run folder.
 
 Of several runs, it writes no file. It prints a line for each: the options in which they differ,
 best step, metrics and seconds. Then follow the metrics of each and of their mean prediction, the
@@ -186,8 +186,8 @@ def analyse_run(run: str | Path, threshold: float | None = None) -> dict[str, An
 
     Nothing is printed or written. A metric that is not defined is nan. The keys are
 
-    - `pearson`, `r2` and so on: of all rows; `gain`: the 95 % interval of Pearson's r less the
-      baseline's;
+    - `pearson`, `r2` and so on: of all rows; `gain`: the 95 % interval of Pearson's r less
+      that of the rival in test.tsv, if there is one;
     - `by_unseen`, `by_deletions`, `by_level`: the same of groups of rows;
     - `targets`: the metrics of each target, if there are several;
     - `rivals`: the metrics of predictions without the model, or `no_rivals`: why there are none;

@@ -277,8 +277,8 @@ def metrics_of_rivals(rows: Results, predictions: dict[str, Tensor], loss: str) 
 def with_rivals(predictions: dict[str, Tensor], rivals: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns predictions [n, T] by name, and behind them those of test.tsv's rivals.
 
-    If one predicts the same as a rival of test.tsv, such as the baseline, it gets the rival's name
-    in front, "baseline: ", in place of that.
+    One that predicts the same as a rival of test.tsv gets the rival's name and a colon in front,
+    in place of that.
     """
     for rival, of_rival in rivals.items():
         named = {}

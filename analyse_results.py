@@ -126,16 +126,7 @@ def read_results(path: Path) -> Results:
     try:
         with path.open(encoding="utf-8") as file:
             header = file.readline().rstrip("\n").split("\t")
-            of_rows = ["genes", "unseen", "unseen_genes"]
-            weight_name = header[3] if len(header) > 3 else ""
-            if weight_name in ("weight", "sd"):
-                of_rows.append(weight_name)
-            targets, rivals = targets_and_rivals(header[len(of_rows) :])
-            suffixes = [*SUFFIXES, *(f"_{name}" for name in rivals)]
-            columns = [name + suffix for name in targets for suffix in suffixes]
-            if not targets or header != [*of_rows, *columns]:
-                expected = "genes, unseen, unseen_genes, and as many columns for each score"
-                raise ValueError(f"the header is not {expected}")
+            of_rows, targets, rivals = names_in_header(header)
             for line in file:
                 line_number += 1
                 cells = line.rstrip("\n").split("\t")
@@ -172,23 +163,31 @@ def read_results(path: Path) -> Results:
     )
     if weights:
         weight = torch.tensor(weights, dtype=torch.float64)
-        rows = replace(rows, **{weight_name: weight})
+        rows = replace(rows, **{of_rows[-1]: weight})
     return rows
 
 
-def targets_and_rivals(columns: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the names of the targets and of the rivals, given those of the targets' columns.
+def names_in_header(header: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """Returns the names of the columns of a row, of the targets and of the rivals.
 
     A target's columns are its name, `<target>_prediction`, and `<target>_<rival>` of each rival.
+    Raises `ValueError` if the header of a test.tsv has others.
     """
+    of_rows = ["genes", "unseen", "unseen_genes"]
+    if len(header) > 3 and header[3] in ("weight", "sd"):
+        of_rows.append(header[3])
+    columns = header[len(of_rows) :]
     targets = []
     for name, next_name in pairwise(columns):
         if next_name == f"{name}_prediction":
             targets.append(name)
-    if not targets:
-        return [], []
-    of_first = columns[: len(columns) // len(targets)]
-    return targets, [name.removeprefix(f"{targets[0]}_") for name in of_first[len(SUFFIXES) :]]
+    num_columns = len(columns) // max(1, len(targets))
+    suffixes = [name.removeprefix(columns[0]) for name in columns[:num_columns]]
+    expected = [target + suffix for target in targets for suffix in suffixes]
+    if not targets or header != [*of_rows, *expected]:
+        names = "genes, unseen, unseen_genes, and as many columns for each score"
+        raise ValueError(f"the header is not {names}")
+    return of_rows, targets, [suffix.removeprefix("_") for suffix in suffixes[len(SUFFIXES) :]]
 
 
 def check_same_rows(members: list[Results], files: list[Path]) -> None:

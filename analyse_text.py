@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from analyse_metrics import MOST
 
 SHOWN = 20  # targets printed at most
-NO_RIVAL = "test.tsv has no predictions without the model: no metrics and differences of these"
+NO_RIVAL = "test.tsv has no rival: groups of rows have no difference from one (see model.start)"
 COLUMNS = {
     "n": "rows",
     "rows": "with those without a score",
@@ -49,17 +49,16 @@ def lines_of_run(analysis: dict, rivals: Collection[str], has_noise: bool) -> li
     num_sets = analysis["sets_drawn"]
     num_genes = analysis["genes_drawn"]
     lines = table(analysis, rivals)
-    lines.append(
-        f"95 % of {num_resamples:,} samples of {num_sets:,} sets of genes and "
-        f"{num_genes:,} unseen genes, each with all its rows"
-    )
-    if not rivals:
-        lines.append(NO_RIVAL)
+    if rivals or "rivals" in analysis:
+        lines.append(
+            f"95 % of {num_resamples:,} samples of {num_sets:,} sets of genes and "
+            f"{num_genes:,} unseen genes, each with all its rows"
+        )
     if has_noise:
         lines.append(noise_text(analysis))
     if "shared_pairs" in analysis:
         lines.append(f"{analysis['shared_pairs']:,} rows knock out two nodes of a training row")
-    return lines + lines_of_rivals(analysis)
+    return lines + lines_of_rivals(analysis, rivals)
 
 
 def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
@@ -70,8 +69,6 @@ def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
     rows = list(analysis["figures"].items())
     rows += [("mean of these", analysis["mean"]), ("ensemble", analysis["ensemble"])]
     lines = text_table(rows, columns_beside(rivals))
-    if not rivals:
-        lines.append(NO_RIVAL)
     best_two = analysis["best_two"]
     best, second = best_two["runs"]
     difference = cell(best_two["difference"])
@@ -82,15 +79,19 @@ def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
     fifths = ", ".join(map(cell, spread["error_by_fifths"]))
     lines.append(f"Spearman of standard deviation and absolute error: {cell(spread['spearman'])}")
     lines.append(f"mean absolute error by fifths of the standard deviation: {fifths}")
-    return lines + lines_of_rivals(analysis)
+    return lines + lines_of_rivals(analysis, rivals)
 
 
-def lines_of_rivals(analysis: dict) -> list[str]:
-    """Returns the metrics of the rivals as lines, or a line that says why they are not known."""
+def lines_of_rivals(analysis: dict, rivals: Collection[str]) -> list[str]:
+    """Returns the metrics of the rivals as lines, or a line that says why they are not known.
+
+    `rivals` are the names of those in test.tsv.
+    """
     if "no_rivals" in analysis:
         reason = analysis["no_rivals"]
         return [f"no comparison with what can be said without the model: {reason}"]
-    return ["", *table_of_rivals(analysis["rivals"])]
+    lines = [] if rivals else [NO_RIVAL]
+    return [*lines, "", *table_of_rivals(analysis["rivals"])]
 
 
 def noise_text(analysis: dict) -> str:

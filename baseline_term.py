@@ -18,7 +18,7 @@ class BaselineReadout(nn.Module):
     response. A node's response is the sum of its effects, each times its dose.
     """
 
-    ENTRIES = (("slope", "baseline", 0), ("effect", "baseline", 0), ("weights", "baseline", 0))
+    ENTRIES = (("slope", "fitted", 0), ("effect", "fitted", 0), ("weights", "fitted", 0))
 
     def __init__(self, num_nodes: int, num_targets: int, num_effects: int):
         super().__init__()

@@ -414,6 +414,31 @@ def test_other_tables_than_the_run_had_are_no_rivals_tables(
     assert reason in capsys.readouterr().out
 
 
+def test_without_a_rival_in_the_file_the_others_are_compared_all_the_same(
+    trained, analyse_here, capsys
+):
+    trained("model.start=mean")
+    assert analyse_here("runs/default") == 0
+    printed = capsys.readouterr().out
+    assert "\ntest.tsv has no rival: groups of rows have no difference from one" in printed
+    assert "\nstrongest without the model: " in printed
+    assert "baseline" not in printed
+
+
+def test_without_the_part_that_fits_rivals_a_line_says_so(
+    trained, analyse_here, monkeypatch, capsys
+):
+    trained("model.start=mean")
+    monkeypatch.setattr("analyse.is_here", lambda module: module != "baseline")
+    assert analyse_here("runs/default") == 0
+    *_, reason, _ = capsys.readouterr().out.splitlines()
+    start = "no comparison with what can be said without the model: baseline.py, which fits it, is"
+    assert reason == f"{start} not here"
+    found = analyse.analyse_run("runs/default")
+    assert "gain" not in found
+    assert found["by_unseen"]["0"]["pearson"] is not None
+
+
 def test_scores_that_vary_no_more_than_their_noise_have_no_ceiling():
     rows = replace(make_rows(40), sd=torch.full((40,), 9.0, dtype=torch.float64))
     assert "R2 has no ceiling" in analyse_text.noise_text(metrics_by_group(rows))

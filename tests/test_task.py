@@ -17,6 +17,7 @@ from data import DataConfig
 from data_tables import Tables
 from losses import Binary, Squared
 from metrics import mean_and_std, quality
+from model import ModelConfig
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.test_targets import additive_tables, gappy_tables, without_validation
@@ -84,6 +85,24 @@ def test_training_hides_as_many_nodes_as_are_unseen_in_validation(sets, split, u
     )
     model = KnockoutTask.from_tables(tables, Config()).build_model()
     assert model.unseen == pytest.approx(unseen)
+
+
+@pytest.mark.parametrize("readout", ["both", "local", "global"])
+def test_with_start_mean_no_rival_is_fitted_and_the_model_predicts_the_mean(readout):
+    config = Config(model=ModelConfig(start="mean", readout=readout))
+    tables = additive_tables(1.0)
+    task = KnockoutTask.from_tables(tables, config)
+    assert task.start is None
+    assert task.rivals == {}
+    model = task.build_model().eval()
+    batch = task.dataset.__getitems__([0, 1, 2])
+    assert "without_graph" not in model.parts(task.graph, batch)
+    assert not any("baseline" in name for name in model.state_dict())
+    output = task.by_score(model(task.graph, batch), batch)
+    mean = tables.y[tables.rows("train")].mean(dim=0)
+    torch.testing.assert_close(task.to_scores(output), mean.expand(3, -1), rtol=1e-6, atol=1e-6)
+    found = task.metrics("val", torch.zeros(len(task.rows("val")), tables.y.size(1), 1))
+    assert list(found) == ["loss", "mse", "pearson", "n", "rows"]
 
 
 # ---- Validation without scores -------------------------------------------------------------------
