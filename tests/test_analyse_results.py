@@ -22,10 +22,11 @@ def normal(*size: int, seed: int = 0) -> torch.Tensor:
     ("table", "message"),
     [
         (
-            [HEADER[:5]],
-            r"test.tsv:1: the header is not genes, unseen, unseen_genes, and three columns for "
-            r"each score; start the run",
+            [HEADER[:4]],
+            r"test.tsv:1: the header is not genes, unseen, unseen_genes, and as many columns "
+            r"for each score; start the run",
         ),
+        ([(*HEADER, *HEADER[3:5])], r"test.tsv:1: the header is not"),
         ([HEADER[:3]], r"test.tsv:1: the header is not"),
         ([(*HEADER[:2], *HEADER[3:])], r"test.tsv:1: the header is not"),
         ([HEADER], r"test.tsv:1: there are no rows"),
