@@ -17,8 +17,9 @@ from baseline_combination import least_squares, non_negative, share_of_largest
 from baseline_ridge import Doses
 from baseline_term import BaselineReadout
 from config import Config
-from data import DataConfig, KnockoutDataset, random_split, training_mean_and_std
+from data import DataConfig, KnockoutDataset, random_split
 from data_tables import Tables
+from data_training import training_mean_and_std
 from mask import SharedGraph
 from metrics import pearson
 from task import KnockoutTask

@@ -15,8 +15,9 @@ from torch_geometric.data import HeteroData
 
 from analyse_results import Results
 from config import Config
-from data import KnockoutDataset, training_mean_and_std
+from data import KnockoutDataset
 from data_tables import Tables, pack
+from data_training import training_mean_and_std
 from losses import LOSSES
 from mask import LINEAR, SharedGraph
 from model import KnockoutGNN, ModelConfig
