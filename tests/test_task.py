@@ -18,6 +18,7 @@ from data_tables import Tables
 from losses import Binary, Squared
 from metrics import mean_and_std, quality
 from model import ModelConfig
+from optim import OptimConfig
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.test_targets import additive_tables, gappy_tables, without_validation
@@ -85,6 +86,16 @@ def test_training_hides_as_many_nodes_as_are_unseen_in_validation(sets, split, u
     )
     model = KnockoutTask.from_tables(tables, Config()).build_model()
     assert model.unseen == pytest.approx(unseen)
+
+
+def test_the_mean_of_binary_scores_is_a_logit_and_their_unit_is_1():
+    tables = additive_tables(1.0)
+    tables.y = (tables.y > tables.y.median(dim=0).values + 1).double()
+    config = Config(model=ModelConfig(start="mean"), optim=OptimConfig(loss="binary"))
+    criterion = KnockoutTask.from_tables(tables, config).criterion
+    share = tables.y[tables.rows("train")].mean(dim=0)
+    torch.testing.assert_close(criterion.mean, (share / (1 - share)).log())
+    assert (criterion.std == 1).all()
 
 
 @pytest.mark.parametrize("readout", ["both", "local", "global"])
