@@ -218,7 +218,7 @@ def compare(runs: Sequence[str | Path], threshold: float | None = None) -> dict[
       95 % interval of that for other test rows, of which both runs get the same;
     - `uncertainty`: Spearman's correlation of the predictions' standard deviation with the error of
       their mean, and the mean absolute error by fifths of it;
-    - `rivals`, `shared_pairs` or `no_rivals`: as in `analyse_run`, beside the ensemble.
+    - `rivals` or `no_rivals`: as in `analyse_run`, beside the ensemble.
 
     Args:
         runs: two or more folders of runs with the same test rows.
@@ -265,10 +265,10 @@ def metrics_of_runs(members: dict[str, Results], threshold: float | None) -> dic
 
 
 def rivals_or_reason(rows: Results, config: Config, folder: Path) -> dict[str, Any]:
-    """Returns `shared_pairs` and the `rivals`' metrics, or `no_rivals`: why these are not known."""
+    """Returns the metrics of `rivals`, or `no_rivals`: why these are not known."""
     if not is_here("baseline"):
         return {"no_rivals": "baseline.py, which fits it, is not here"}
-    from analyse_rivals import pair_rival, rivals, shared_pairs
+    from analyse_rivals import pair_rival, rivals
 
     try:
         tables = tables_of(rows, config.data, folder)
@@ -276,10 +276,7 @@ def rivals_or_reason(rows: Results, config: Config, folder: Path) -> dict[str, A
         return {"no_rivals": str(error)}
     loss = config.optim.loss
     predictions = rivals(tables, loss) | pair_rival(tables, loss, config.data.cache_dir)
-    return {
-        "shared_pairs": shared_pairs(tables),
-        "rivals": metrics_of_rivals(rows, predictions, loss),
-    }
+    return {"rivals": metrics_of_rivals(rows, predictions, loss)}
 
 
 # ---- Files ---------------------------------------------------------------------------------------

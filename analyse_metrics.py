@@ -56,8 +56,7 @@ def metrics_by_group(rows: Results, loss: str = "squared", threshold: float | No
     grouped["by_level"] = {}
     groups = set(levels) - {""}
     if 1 < len(groups) <= LEVELS:
-        numbers = sorted(groups - {"several"}, key=float)
-        for level in [*numbers, *groups.intersection({"several"})]:
+        for level in sorted(groups, key=float):
             is_at_level = torch.tensor([row_level == level for row_level in levels])
             grouped["by_level"][level] = of_group(is_at_level.unsqueeze(1))
     if len(rows.targets) > 1:

@@ -56,16 +56,14 @@ class Results:
         )
 
     def levels(self) -> list[str]:
-        """Returns the level of each row's genes as a text, such as "0.3"; "" if it has no genes.
+        """Returns the level of each row's genes as a text, such as "0.3".
 
-        It is "several" where they have different ones.
+        It is "" where a row has no genes, or genes at different levels.
         """
         levels = []
         for names in self.genes:
             of_genes = {level_of(name) for name in names.split(",") if name}
-            if len(of_genes) > 1:
-                of_genes = {"several"}
-            levels.append("".join(of_genes))
+            levels.append(of_genes.pop() if len(of_genes) == 1 else "")
         return levels
 
     def deletions(self) -> Tensor:

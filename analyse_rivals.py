@@ -233,26 +233,3 @@ def pair_terms(tables: Tables, residual: Tensor, features: Tensor) -> Tensor:
         best = errors.sum(dim=0).argmin()
         terms.append(of_test @ fits[best])
     return torch.stack(terms, dim=1)
-
-
-def shared_pairs(tables: Tables) -> int:
-    """Returns the number of test rows that have two nodes in common with a training row.
-
-    Rows of more than 10 nodes do not count.
-    """
-    row = tables.sample()
-    has_few = tables.perturbed_ptr.diff()[row] <= 10
-    row = row[has_few]
-    node = tables.perturbed[has_few]
-    pairs = []  # number of the pair, row
-    for distance in range(1, 10):  # of two nodes in the same row
-        first_row = row[:-distance]
-        is_pair = first_row == row[distance:]
-        number = node[:-distance] * len(tables.genes) + node[distance:]
-        pairs.append(torch.stack([number, first_row])[:, is_pair])
-    number, row_of_pair = torch.cat(pairs, dim=1)
-    is_train = tables.is_in("train")[row_of_pair]
-    is_test = tables.is_in("test")[row_of_pair]
-    is_shared = torch.isin(number[is_test], number[is_train])
-    rows = row_of_pair[is_test][is_shared]
-    return len(rows.unique())

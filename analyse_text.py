@@ -56,8 +56,6 @@ def lines_of_run(analysis: dict, rivals: Collection[str], has_noise: bool) -> li
         )
     if has_noise:
         lines.append(noise_text(analysis))
-    if "shared_pairs" in analysis:
-        lines.append(f"{analysis['shared_pairs']:,} rows knock out two nodes of a training row")
     return lines + lines_of_rivals(analysis, rivals)
 
 
