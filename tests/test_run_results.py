@@ -78,21 +78,20 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
         assert found[key] == pytest.approx(test[key], rel=1e-4)
 
 
-@pytest.mark.parametrize("has_rival", [True, False])
+@pytest.mark.parametrize("rival_names", [[], ["baseline"], ["baseline", "other_rival"]])
 @pytest.mark.parametrize("num_rows", [1, 99, 100, 250])
-def test_what_is_written_is_read(tmp_path, num_rows, has_rival):
+def test_what_is_written_is_read(tmp_path, num_rows, rival_names):
     """Rows are written in parts of 100; a prediction that is not a number stays so."""
     sets = [list(range(row % 4)) for row in range(2 * num_rows)]
     split = torch.tensor([2, 0] * num_rows, dtype=torch.int8)
     y = normal(2 * num_rows, 2)
-    baseline = normal(2 * num_rows, 2, seed=1)
     y[0, 1] = math.nan
     genes = ["a", "b", "ü\x85\u2028", "nan"]  # of which some are line ends elsewhere
     edges = torch.zeros(2, 0), torch.zeros(0)
     tables = Tables(genes, ["r"], *edges, *pack_sets(sets), y, split, targets=["s", "s_prediction"])
     prediction = normal(num_rows, 2, seed=2)
     prediction[-1, 0] = math.nan
-    rivals = {"baseline": baseline[::2]} if has_rival else {}
+    rivals = {name: normal(num_rows, 2, seed=len(name)) for name in rival_names}
     lines = result_lines(tables, prediction, rivals, digits=torch.tensor([7, 7]))
     write_atomically(tmp_path / "test.tsv", lines)
     read = read_results(tmp_path / "test.tsv")
