@@ -5,9 +5,10 @@ Shapes: n rows of T targets.
 
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -104,18 +105,19 @@ def metrics_of_rows(
 def gains(
     rows: Results, rival: str, means: dict[str, float], cluster: Tensor, resamples: int
 ) -> dict[str, list[float]]:
-    """Returns `gain`, the 95 % interval of Pearson's r less the rival's.
+    """Returns the 95 % intervals of metrics less the rival's, each by its `name_of_gain`.
 
-    If rows have weights, `weighted_gain` is that of the weighted Pearson's r. `means` are of
-    `target_metrics`, over the targets.
+    They are those of Pearson's r and of `metrics.METRICS`, also by weight if rows have weights.
+    `means` are of `target_metrics`, over the targets.
     """
     weights = {"": 1.0}
     if rows.weight is not None:
         weights["weighted_"] = rows.weight.unsqueeze(1)
     intervals = {}
-    for prefix, weight in weights.items():
+    for (prefix, weight), (name, metric) in product(weights.items(), with_pearson().items()):
         resampled = partial(
-            analyse_intervals.resampled_pearson,
+            analyse_intervals.resampled,
+            metric,
             rows.y,
             cluster=cluster,
             resamples=resamples,
@@ -123,10 +125,20 @@ def gains(
         )
         differences = resampled(rows.prediction) - resampled(rows.rivals[rival])
         if rows.y.size(1) > PROFILE:
-            gain = means[f"{prefix}pearson"] - means[f"{rival}_{prefix}pearson"]
+            gain = means[f"{prefix}{name}"] - means[f"{rival}_{prefix}{name}"]
             differences = analyse_intervals.centred(differences, gain)
-        intervals[f"{prefix}gain"] = analyse_intervals.interval(differences)
+        intervals[name_of_gain(f"{prefix}{name}")] = analyse_intervals.interval(differences)
     return intervals
+
+
+def with_pearson() -> dict[str, Callable[..., Tensor]]:
+    """Returns the metrics that stand beside the rivals': Pearson's r and `metrics.METRICS`."""
+    return {"pearson": metrics.pearson} | metrics.METRICS
+
+
+def name_of_gain(metric: str) -> str:
+    """Returns the name of the interval of a metric: `gain` of `pearson`, `x_gain` of another."""
+    return f"{metric}_gain".replace("pearson_gain", "gain")
 
 
 def nanmeans(each: dict[str, Tensor]) -> dict[str, float]:
@@ -153,23 +165,18 @@ def target_metrics(
 ) -> dict[str, Tensor]:
     """Returns the metrics of each target by name, [T] each, nan where undefined.
 
-    If rows have weights, there is also the weighted Pearson's r. If they have an `sd`, there are
-    also the ceilings of R2 and of Pearson's r, which predictions without an error would reach. With
-    a threshold, or binary scores, there are also AUROC and average precision of finding the rows
-    below the threshold by low predictions, or those of 1 by high ones.
+    Those `with_pearson` stand beside the rivals', by weight, too, if rows have weights. If rows
+    have an `sd`, there are also the ceilings of R2 and of Pearson's r, which predictions without an
+    error would reach. With a threshold, or binary scores, there are also AUROC and average
+    precision of finding the rows below the threshold by low predictions, or those of 1 by high
+    ones.
     """
     y = rows.y
     prediction = rows.prediction
     each = {}
     for metric in (metrics.mse, metrics.r2, metrics.pearson, metrics.spearman):
         each[metric.__name__] = metric(y, prediction)
-    for name, other in rows.rivals.items():
-        each[f"{name}_pearson"] = metrics.pearson(y, other)
-    if rows.weight is not None:
-        weight = rows.weight.unsqueeze(1)
-        each["weighted_pearson"] = metrics.pearson(y, prediction, weight)
-        for name, other in rows.rivals.items():
-            each[f"{name}_weighted_pearson"] = metrics.pearson(y, other, weight)
+    each |= metrics.metrics_beside_rivals(y, prediction, rows.rivals, rows.weight, with_pearson())
     if rows.sd is not None:
         each["ceiling_r2"] = analyse_intervals.noise_ceiling(y, rows.sd.unsqueeze(1))
         each["ceiling_pearson"] = each["ceiling_r2"].sqrt()
@@ -222,17 +229,16 @@ def metrics_together(
 
 
 def difference_of_best(members: dict[str, Results], loss: str) -> dict:
-    """Returns the names of the two `runs` of the highest Pearson's r, and its `difference`.
+    """Returns the names of the two best `runs`, and their `difference` in the first of METRICS.
 
     It is the weighted one if rows have weights, as `metric` says. `gain` is the 95 % interval of
     the difference. Rows are drawn as in `metrics_of_rows`, the same ones for both runs.
     """
-    prefix = prefix_of_weights(next(iter(members.values())))
-    metric = f"{prefix}pearson"
-    correlation = {}
+    metric = first_metric(next(iter(members.values())))
+    quality = {}
     for name, rows in members.items():
-        correlation[name] = nanmeans(target_metrics(rows, loss))[metric]
-    best, second = sorted(correlation, key=correlation.__getitem__, reverse=True)[:2]
+        quality[name] = nanmeans(target_metrics(rows, loss))[metric]
+    best, second = sorted(quality, key=quality.__getitem__, reverse=True)[:2]
     rows = replace(members[best], rivals={"second": members[second].prediction})
     resamples = number_of_resamples(rows.y.numel())
     of_best = metrics_of_rows(rows, rows.cluster_numbers(), loss, None, resamples)
@@ -240,36 +246,36 @@ def difference_of_best(members: dict[str, Results], loss: str) -> dict:
         "runs": [best, second],
         "metric": metric,
         "difference": of_best[metric] - of_best[f"second_{metric}"],
-        "gain": of_best[f"{prefix}gain"],
+        "gain": of_best[name_of_gain(metric)],
     }
 
 
-def prefix_of_weights(rows: Results) -> str:
-    """Returns what stands before the names of the metrics that decide: those by weight, if any."""
-    return "" if rows.weight is None else "weighted_"
+def first_metric(rows: Results) -> str:
+    """Returns the name of the first of METRICS, which decides, by weight if rows have weights."""
+    prefix = "" if rows.weight is None else "weighted_"
+    return prefix + metrics.first_metric()
 
 
 # ---- Without the model ---------------------------------------------------------------------------
 def metrics_of_rivals(rows: Results, predictions: dict[str, Tensor], loss: str) -> dict[str, dict]:
     """Returns the metrics of rivals, the best first, given the prediction [n, T] of each by name.
 
-    `gain` is the 95 % interval of the model's Pearson's r less theirs. If rows have weights, there
-    are also the weighted Pearson's r, by which they are ordered, and its `weighted_gain`.
+    They are ordered by the `first_metric`. `gain` is the 95 % interval of the model's Pearson's r
+    less theirs; that of another first metric is there, too.
     """
-    prefix = prefix_of_weights(rows)
+    first = first_metric(rows)
     resamples = number_of_resamples(rows.y.numel())
     cluster = rows.cluster_numbers()
     by_rival = {}
     for name, prediction in with_rivals(predictions, rows.rivals).items():
         turned = replace(rows, prediction=prediction, rivals={"model": rows.prediction})
         of_rival = metrics_of_rows(turned, cluster, loss, None, resamples)
-        shown = dict.fromkeys(("pearson", f"{prefix}pearson", "r2", "spearman"))
+        shown = dict.fromkeys(("pearson", first, "r2", "spearman"))
         by_rival[name] = {key: of_rival[key] for key in shown}
-        for key in dict.fromkeys(("gain", f"{prefix}gain")):
+        for key in dict.fromkeys(("gain", name_of_gain(first))):
             low, high = of_rival[key]
             by_rival[name][key] = [-high, -low]
-    metric = f"{prefix}pearson"
-    best_first = sorted(by_rival, key=lambda name: by_rival[name][metric], reverse=True)
+    best_first = sorted(by_rival, key=lambda name: by_rival[name][first], reverse=True)
     return {name: by_rival[name] for name in best_first}
 
 

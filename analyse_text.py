@@ -3,7 +3,8 @@
 import math
 from collections.abc import Collection, Iterable
 
-from analyse_metrics import MOST
+import metrics
+from analyse_metrics import MOST, name_of_gain
 
 SHOWN = 20  # targets printed at most
 NO_RIVAL = "test.tsv has no rival: groups of rows have no difference from one (see model.start)"
@@ -37,6 +38,22 @@ def columns_beside(rivals: Iterable[str]) -> dict[str, str]:
         if name in OF_RIVALS:
             for rival in rivals:
                 titles[f"{rival}_{name}"] = OF_RIVALS[name] + rival
+        if name == "weighted_gain":
+            titles |= columns_of_own_metrics(rivals)
+    return titles
+
+
+def columns_of_own_metrics(rivals: Iterable[str]) -> dict[str, str]:
+    """Returns the names and titles of columns of the `METRICS` beside Pearson's r."""
+    titles = {}
+    for metric in metrics.METRICS:
+        for name in (metric, f"weighted_{metric}"):
+            if metric == "pearson":
+                continue
+            titles[name] = name.replace("_", " ").capitalize()
+            for rival in rivals:
+                titles[f"{rival}_{name}"] = f"{rival} {titles[name]}"
+            titles[name_of_gain(name)] = f"{titles[name]} difference (95 %)"
     return titles
 
 
@@ -71,7 +88,7 @@ def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
     best, second = best_two["runs"]
     difference = cell(best_two["difference"])
     interval = cell(best_two["gain"])
-    metric = COLUMNS[best_two["metric"]]
+    metric = columns_beside(rivals)[best_two["metric"]]
     lines.append(f"best two, {best} less {second}: {metric} {difference}, 95 % {interval}")
     spread = analysis["uncertainty"]
     fifths = ", ".join(map(cell, spread["error_by_fifths"]))
@@ -132,15 +149,18 @@ def table_of_rivals(rivals: dict[str, dict]) -> list[str]:
     their file.
     """
     strongest = next(iter(rivals))
-    interval = rivals[strongest]["gain"]
-    low, high = rivals[strongest].get("weighted_gain", interval)
+    of_strongest = rivals[strongest]
+    gain = name_of_gain(metrics.first_metric())
+    if f"weighted_{gain}" in of_strongest:
+        gain = f"weighted_{gain}"
+    low, high = of_strongest[gain]
     place = "not clearly above it"
     if round(low, 4) > 0:
         place = "above it"
     if round(high, 4) < 0:
         place = "below it"
     sentence = f"strongest without the model: {strongest}; the model is {place}"
-    return [*text_table(list(rivals.items()), COLUMNS), sentence]
+    return [*text_table(list(rivals.items()), columns_beside([])), sentence]
 
 
 def text_table(rows: list[tuple[str, dict]], titles: dict[str, str]) -> list[str]:

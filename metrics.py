@@ -8,7 +8,7 @@ Shapes: n rows of T targets.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -117,18 +117,23 @@ def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
 
 # ---- For the log and the best model --------------------------------------------------------------
 def metrics_beside_rivals(
-    y: Tensor, prediction: Tensor, rivals: dict[str, Tensor], weight: Tensor | None
+    y: Tensor,
+    prediction: Tensor,
+    rivals: dict[str, Tensor],
+    weight: Tensor | None,
+    functions: dict[str, Callable[..., Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns each of `METRICS` by name, [T], and that of each rival as `<rival>_<name>`.
+    """Returns each metric by name, [T], and that of each rival as `<rival>_<name>`.
 
     `rivals` are other predictions, [n, T] each. If rows have a weight, [n], there are also
-    `weighted_<name>` and `<rival>_weighted_<name>`.
+    `weighted_<name>` and `<rival>_weighted_<name>`. The metrics are `functions`, by default
+    `METRICS`.
     """
     weights = {"": 1.0}
     if weight is not None:
         weights["weighted_"] = weight.unsqueeze(1)
     metrics = {}
-    for name, metric in METRICS.items():
+    for name, metric in (functions or METRICS).items():
         for prefix, of_rows in weights.items():
             metrics[f"{prefix}{name}"] = metric(y, prediction, of_rows)
             for rival, other in rivals.items():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,15 @@ import torch
 
 import analyse_metrics
 from analyse_intervals import resampled_pearson
-from analyse_metrics import metrics_by_group, target_metrics
+from analyse_metrics import (
+    difference_of_best,
+    metrics_by_group,
+    metrics_of_rivals,
+    target_metrics,
+)
 from analyse_results import Results
-from analyse_text import table
+from analyse_text import table, table_of_rivals
+from metrics import pearson
 from tests.tools.runs import predictions_of
 
 
@@ -109,6 +116,39 @@ def test_groups_are_analysed_as_their_rows_alone(has_sd):
         mean = sum(metrics[name] for metrics in result["targets"].values()) / 2
         assert result[name] == pytest.approx(mean)
     assert "targets" not in metrics_by_group(make_rows(20))
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_what_stands_in_metrics_has_columns_and_intervals_and_decides(monkeypatch, is_weighted):
+    """The same metric by another name has the same intervals, computed row by row."""
+
+    def own(y, prediction, weight):
+        return 1 - pearson(y, prediction, weight)
+
+    monkeypatch.setattr("metrics.METRICS", {"own": own, "pearson": pearson})
+    rows = make_rows(40)
+    prefix = ""
+    if is_weighted:
+        rows.weight = torch.linspace(1, 2, 40).double()
+        prefix = "weighted_"
+    found = metrics_by_group(rows)
+    assert found[f"{prefix}own"] == pytest.approx(1 - found[f"{prefix}pearson"])
+    expected = 1 - found[f"baseline_{prefix}pearson"]
+    assert found[f"baseline_{prefix}own"] == pytest.approx(expected)
+    low, high = found[f"{prefix}gain"]
+    assert found[f"{prefix}own_gain"] == pytest.approx([-high, -low])
+    header, *_ = table(found, rows.rivals)
+    assert f"{prefix}own".replace("_", " ").capitalize() in re.split(r"  +", header)
+
+    good, bad = rows.rivals["baseline"], normal(40, 1, seed=9)
+    of_rivals = metrics_of_rivals(replace(rows, rivals={}), {"good": good, "bad": bad}, "squared")
+    assert list(of_rivals) == ["bad", "good"]
+    assert f"{prefix}own_gain" in of_rivals["bad"]
+    assert "strongest without the model: bad" in table_of_rivals(of_rivals)[-1]
+    members = {"good": replace(rows, prediction=good), "bad": replace(rows, prediction=bad)}
+    best = difference_of_best(members, "squared")
+    assert (best["runs"], best["metric"]) == (["bad", "good"], f"{prefix}own")
+    assert best["gain"][0] < best["difference"] < best["gain"][1]
 
 
 def test_rows_are_grouped_by_the_level_that_all_their_genes_have():
