@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
-from baseline import Baseline, BaselineReadout
 from mask import LINEAR, SharedGraph, doses, sum_by_sample
 from mask_messages import SharedMessages
 from model_pairs import PairReadout
@@ -48,6 +47,7 @@ class ModelConfig:
     )
     readout: Literal["both", "local", "global", "nodes"] = "both"
     pairs: bool = True
+    start: Literal["baseline", "mean"] = "baseline"
     checkpointing: bool = field(default=False, metadata={"resume": "free"})
     cuda_graphs: bool = field(default=True, metadata={"resume": "free"})
 
@@ -154,14 +154,18 @@ class KnockoutGNN(nn.Module):
         # From differences of states alone, a bias would only learn rounding errors.
         self.norm = nn.LayerNorm(hidden, bias=config.readout != "global")
         self.baseline = self.local_readout = self.change_readout = None
-        if config.readout != "global":
+        if config.start == "baseline" and config.readout != "global":
+            from baseline_term import BaselineReadout  # a part, which need not be here
+
             self.baseline = BaselineReadout(num_nodes, num_targets, num_effects)
         if config.readout in ("local", "both"):
             self.local_readout = LocalReadout(hidden, num_outputs, num_effects, pairs)
         if config.readout in ("global", "both"):
             self.change_readout = GlobalReadout(num_nodes, hidden, num_outputs)
         if config.readout == "nodes":
-            self.baseline.requires_grad_(False)  # thousands of effects per node would learn noise
+            if self.baseline is not None:
+                # Thousands of effects per node would learn noise.
+                self.baseline.requires_grad_(False)
             self.change_readout = NodeReadout(num_nodes, hidden, target_nodes)
 
     @classmethod
@@ -169,30 +173,24 @@ class KnockoutGNN(nn.Module):
         cls,
         config: ModelConfig,
         tables: Any,
-        baseline: Baseline,
+        basis: Tensor,
         target_nodes: Tensor | None = None,
         pairs: Tensor | None = None,
         num_columns: int = 1,
     ) -> "KnockoutGNN":
-        """Returns a model for `data_tables.Tables` that starts from their baseline.
-
-        Without a readout of the knocked-out nodes, it starts from the mean of the training scores.
-        """
-        model = cls(
+        """Returns a model for `data_tables.Tables`, which starts from the mean of the scores."""
+        return cls(
             config,
             num_nodes=len(tables.genes),
             num_relations=len(tables.relations),
             num_features=tables.features.size(1),
             num_targets=len(tables.targets),
             unseen=tables.unseen_share("val"),  # training hides as many nodes
-            basis=baseline.basis,
+            basis=basis,
             target_nodes=target_nodes,
             pairs=pairs,
             num_columns=num_columns,
         )
-        if model.baseline is not None:
-            model.baseline.start_from(baseline)
-        return model
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
         """Returns outputs [B, T * C]; raises `RuntimeError` if the batch is on another device.

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from baseline import blank_baseline
 from config import Config, expand_path, load_config
 from data import KnockoutDataset
 from data_tables import Tables
@@ -96,11 +95,11 @@ def task_of_run(
         config=config,
         tables=tables,
         fingerprint=checkpoint["data"],
-        baseline=blank_baseline(len(tables.genes), len(tables.targets), checkpoint["basis"]),
         graph=graph,
         criterion=criterion.to(graph.device),
         dataset=KnockoutDataset(tables, graph.degree),
         route="",
+        basis=checkpoint["basis"],
     )
 
 

@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -76,14 +76,23 @@ class RunFolder:
         origin: what each checkpoint says of where it is from: configuration, hash of the data,
             names of nodes and relations.
         metric: the one whose curve is drawn.
+        rivals: the names of other predictions, whose metrics stand beside the model's.
     """
 
-    def __init__(self, config: Any, env: Distributed, origin: dict[str, Any], metric: str):
+    def __init__(
+        self,
+        config: Any,
+        env: Distributed,
+        origin: dict[str, Any],
+        metric: str,
+        rivals: Sequence[str] = (),
+    ):
         self.config = config
         self.env = env
         rules = config.resume_rules()
         self.origin = origin | {"free_options": [key for key in rules if rules[key] == "free"]}
         self.metric = metric
+        self.rivals = rivals
         self.path = Path(config.run.dir, config.run.name)
         self.checkpoints = self.path / "checkpoints"
         self.rows = []  # of metrics.jsonl
@@ -92,16 +101,14 @@ class RunFolder:
 
     # ---- Opening ---------------------------------------------------------------------------------
     @classmethod
-    def open(
-        cls, config: Any, env: Distributed, origin: dict[str, Any], metric: str
-    ) -> "RunFolder":
+    def open(cls, *arguments: Any) -> "RunFolder":
         """Makes the folder and locks it; raises `UserError` on every rank if that is not possible.
 
         The arguments are those of the class.
         """
-        folder = cls(config, env, origin, metric)
-        with env.sync_errors():
-            if env.rank == 0:
+        folder = cls(*arguments)
+        with folder.env.sync_errors():
+            if folder.env.rank == 0:
                 with explain_write_errors(folder.path, UserError):
                     folder.checkpoints.mkdir(parents=True, exist_ok=True)
                     folder._lock()
@@ -330,7 +337,7 @@ class RunFolder:
     def _draw_curves(self) -> None:
         plots = optional("run_plots")
         if plots is not None:
-            curves = plots.curves_svg(self.rows, self.metric)
+            curves = plots.curves_svg(self.rows, self.metric, self.rivals)
             write_atomically(self.path / "curves.svg", [curves])
 
     def save(self, state: TrainState, is_best: bool = False) -> None:
@@ -402,8 +409,9 @@ class RunFolder:
         model = f"model of step {state.best['step']}"
         if state.best["step"] == 0:
             start = "where training started"
-            if math.isclose(test[self.metric], test[f"baseline_{self.metric}"], abs_tol=1e-6):
-                start = "which is the baseline"
+            for rival in self.rivals:
+                if math.isclose(test[self.metric], test[f"{rival}_{self.metric}"], abs_tol=1e-6):
+                    start = f"which is the {rival}"
             model += f", {start}: no later one was better in validation"
         log.info(f"run       {self.path}, {model}")
 

@@ -91,7 +91,7 @@ def train(config: Config, env: Distributed) -> None:
         rank=env.rank,
         seed=config.run.seed,
     )
-    folder = RunFolder.open(config, env, task.origin(), first_metric())
+    folder = RunFolder.open(config, env, task.origin(), first_metric(), list(task.rivals))
     folder.resume(state, sampler.steps_per_epoch)
     folder.write_graph(task.tables.graph_fields())
     env.stop_on_request(folder.path / "STOP")
@@ -261,7 +261,7 @@ def validate(
     folder.write("val", state, **val)
     folder.save(state, is_best)
     title = f"epoch {state.epoch}/{task.config.optim.epochs}  step {state.step}"
-    texts = [title, folder.progress.text(), f"val {metrics_text(val)}"]
+    texts = [title, folder.progress.text(), f"val {metrics_text(val, task.rivals)}"]
     log.info("  ".join(filter(None, texts)))
 
 
@@ -275,12 +275,12 @@ def test(task: KnockoutTask, state: TrainState, folder: RunFolder, env: Distribu
         raise StopTraining(reason)
     result = task.metrics("test", output)
     prediction = task.to_scores(output)
-    lines = result_lines(task.tables, prediction, task.baseline.prediction[rows], task.digits())
+    lines = result_lines(task.tables, prediction, task.rivals_of(rows), task.digits())
     folder.finish(state, result, lines)
     num_samples = f"{result['n']:,} samples"
     if result["n"] < result["rows"]:
         num_samples += f" with a score, of {result['rows']:,}"
-    log.info(f"test      {metrics_text(result)} ({num_samples})")
+    log.info(f"test      {metrics_text(result, task.rivals)} ({num_samples})")
     if is_here("analyse"):
         command = f"python analyse.py {shlex.quote(str(folder.path))}"
         log.info(f"test      intervals and groups of rows: {command}")

@@ -13,10 +13,13 @@ import analyse  # noqa: F401
 import predict  # noqa: F401
 import tests.tools.faults
 import tests.workers  # noqa: F401
-from baseline import additive_baseline
 from data import random_split
 from data_cache import source_digest
 from data_tables import read_tables
+from parts import optional
 
-for function in (read_tables, random_split, additive_baseline):
+for function in (read_tables, random_split):
     source_digest(function)
+baseline = optional("baseline")
+if baseline is not None:
+    source_digest(baseline.additive_baseline)

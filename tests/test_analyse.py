@@ -18,17 +18,14 @@ import analyse_metrics
 import analyse_text
 from analyse import seconds_of
 from analyse_metrics import metrics_by_group
-from analyse_rivals import shared_pairs
 from config import load_config
 from data import load
-from data_tables import Tables
 from errors import UserError
 from run_plots import scatter_svg
-from tests.conftest import DEFAULTS, write_table
+from tests.conftest import write_table
 from tests.test_analyse_metrics import make_rows, normal
 from tests.test_analyse_results import HEADER
-from tests.tools.runs import pack_sets, read_metrics
-from train import read_config
+from tests.tools.runs import read_metrics
 
 
 @pytest.fixture(autouse=True)
@@ -277,9 +274,6 @@ def test_groups_of_rows_are_printed_and_written(train, tables, tmp_path, analyse
     low, high = first["gain"]
     cells = [f"{first['n']:,}", f"{first['pearson']:.4f}", f"{first['baseline_pearson']:.4f}"]
     assert re.split(r"  +", line)[1:5] == [*cells, f"{low:.4f} to {high:.4f}"]
-    own = load(read_config([*tables, *options, "--config", DEFAULTS]).data)
-    assert result["shared_pairs"] == shared_pairs(own)
-    assert f"{result['shared_pairs']} rows knock out two nodes of a training row" in lines
     ElementTree.parse("runs/default/test.svg")
 
 
@@ -305,7 +299,6 @@ def test_a_copy_of_the_run_folder_suffices_but_for_one_line(train, tmp_path, ana
     config["data"]["edges"] = "none.tsv"
     missing = "cannot read none.tsv: No such file or directory"
     assert f"{problem}: {missing}" in analyse_copy()
-    del result["shared_pairs"]
     del result["rivals"]
     result["no_rivals"] = missing
     assert json.loads(Path("test.json").read_text()) == result
@@ -376,7 +369,8 @@ def test_rows_that_count_decide_by_their_weights():
     exact_where_it_counts = good.where(~is_noisy, 5 * noise)
     fair = rows.y + noise
     weight = torch.where(is_noisy[:, 0], 1e-6, 1.0).double()
-    rows = replace(rows, weight=weight, prediction=exact_where_it_counts, baseline=fair)
+    rows = replace(rows, weight=weight, prediction=exact_where_it_counts)
+    rows.rivals = {"baseline": fair}
     rivals = {"fair": fair, "exact": exact_where_it_counts}
     of_rivals = analyse_metrics.metrics_of_rivals(rows, rivals, "squared")
     assert list(of_rivals) == ["exact", "baseline: fair"]
@@ -413,6 +407,31 @@ def test_other_tables_than_the_run_had_are_no_rivals_tables(
     assert reason in capsys.readouterr().out
 
 
+def test_without_a_rival_in_the_file_the_others_are_compared_all_the_same(
+    trained, analyse_here, capsys
+):
+    trained("model.start=mean")
+    assert analyse_here("runs/default") == 0
+    printed = capsys.readouterr().out
+    assert "\ntest.tsv has no rival: groups of rows have no difference from one" in printed
+    assert "\nstrongest without the model: " in printed
+    assert "baseline" not in printed
+
+
+def test_without_the_part_that_fits_rivals_a_line_says_so(
+    trained, analyse_here, monkeypatch, capsys
+):
+    trained("model.start=mean")
+    monkeypatch.setattr("analyse.is_here", lambda module: module != "baseline")
+    assert analyse_here("runs/default") == 0
+    *_, reason, _ = capsys.readouterr().out.splitlines()
+    start = "no comparison with what can be said without the model: baseline.py, which fits it, is"
+    assert reason == f"{start} not here"
+    found = analyse.analyse_run("runs/default")
+    assert "gain" not in found
+    assert found["by_unseen"]["0"]["pearson"] is not None
+
+
 def test_scores_that_vary_no_more_than_their_noise_have_no_ceiling():
     rows = replace(make_rows(40), sd=torch.full((40,), 9.0, dtype=torch.float64))
     assert "R2 has no ceiling" in analyse_text.noise_text(metrics_by_group(rows))
@@ -422,7 +441,8 @@ def test_scores_that_vary_no_more_than_their_noise_have_no_ceiling():
 
 
 def test_many_scores_are_printed_in_part():
-    lines = analyse_text.table(metrics_by_group(make_rows(50, analyse_text.SHOWN + 3)))
+    rows = make_rows(50, analyse_text.SHOWN + 3)
+    lines = analyse_text.table(metrics_by_group(rows), rows.rivals)
     assert sum(line.startswith("t") for line in lines) == analyse_text.SHOWN
     *lines, more, quartiles, of_baseline = lines
     assert more == "and 3 more scores, which are in test.json"
@@ -473,18 +493,6 @@ def test_rows_with_a_score_and_all_rows_are_counted(tmp_path, analyse_here, caps
     counts = [re.split(r"  +", line)[:3] for line in lines[:3]]
     one, two = "deletions 1", "deletions 2"
     assert counts == [["all", "7", "9"], [one, "4", "1.0000"], [two, "3", "5"]]
-
-
-def test_test_rows_with_a_pair_of_a_training_row_are_counted():
-    def tables(sets: list[list[int]], split: list[int]) -> Tables:
-        y = torch.arange(float(len(sets)))
-        names = [f"g{i}" for i in range(20)]
-        edges = torch.tensor([[0], [1]]), torch.tensor([0])
-        return Tables(names, ["r"], *edges, *pack_sets(sets), y, torch.tensor(split).char())
-
-    sets = [[0, 1, 2], [3], [], [0, 1], [0, 2, 4], [0, 3], [4, 5], [1, 2]]
-    assert shared_pairs(tables(sets, [0, 0, 0, 2, 2, 2, 2, 1])) == 2
-    assert shared_pairs(tables([[1], [2], [1]], [0, 1, 2])) == 0
 
 
 def test_the_plot_has_at_most_two_thousand_points_evenly_chosen():

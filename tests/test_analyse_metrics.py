@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,15 @@ import torch
 
 import analyse_metrics
 from analyse_intervals import resampled_pearson
-from analyse_metrics import metrics_by_group, target_metrics
+from analyse_metrics import (
+    difference_of_best,
+    metrics_by_group,
+    metrics_of_rivals,
+    target_metrics,
+)
 from analyse_results import Results
-from analyse_text import table
+from analyse_text import table, table_of_rivals
+from metrics import pearson
 from tests.tools.runs import predictions_of
 
 
@@ -44,7 +51,7 @@ def make_rows(num_rows: int, num_targets: int = 1) -> Results:
         targets=[f"t{t}" for t in range(num_targets)],
         y=y,
         prediction=prediction,
-        baseline=baseline,
+        rivals={"baseline": baseline},
     )
 
 
@@ -54,8 +61,9 @@ def chosen_rows(rows: Results, chosen: torch.Tensor) -> Results:
     fields = {"targets": rows.targets}
     for name in ("genes", "unseen_genes"):
         fields[name] = [getattr(rows, name)[row] for row in numbers]
-    for name in ("unseen", "y", "prediction", "baseline"):
+    for name in ("unseen", "y", "prediction"):
         fields[name] = getattr(rows, name)[chosen]
+    fields["rivals"] = {"baseline": rows.rivals["baseline"][chosen]}
     if rows.sd is not None:
         fields["sd"] = rows.sd[chosen]
     return Results(**fields)
@@ -110,20 +118,53 @@ def test_groups_are_analysed_as_their_rows_alone(has_sd):
     assert "targets" not in metrics_by_group(make_rows(20))
 
 
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_what_stands_in_metrics_has_columns_and_intervals_and_decides(monkeypatch, is_weighted):
+    """The same metric by another name has the same intervals, computed row by row."""
+
+    def own(y, prediction, weight):
+        return 1 - pearson(y, prediction, weight)
+
+    monkeypatch.setattr("metrics.METRICS", {"own": own, "pearson": pearson})
+    rows = make_rows(40)
+    prefix = ""
+    if is_weighted:
+        rows.weight = torch.linspace(1, 2, 40).double()
+        prefix = "weighted_"
+    found = metrics_by_group(rows)
+    assert found[f"{prefix}own"] == pytest.approx(1 - found[f"{prefix}pearson"])
+    expected = 1 - found[f"baseline_{prefix}pearson"]
+    assert found[f"baseline_{prefix}own"] == pytest.approx(expected)
+    low, high = found[f"{prefix}gain"]
+    assert found[f"{prefix}own_gain"] == pytest.approx([-high, -low])
+    header, *_ = table(found, rows.rivals)
+    assert f"{prefix}own".replace("_", " ").capitalize() in re.split(r"  +", header)
+
+    good, bad = rows.rivals["baseline"], normal(40, 1, seed=9)
+    of_rivals = metrics_of_rivals(replace(rows, rivals={}), {"good": good, "bad": bad}, "squared")
+    assert list(of_rivals) == ["bad", "good"]
+    assert f"{prefix}own_gain" in of_rivals["bad"]
+    assert "strongest without the model: bad" in table_of_rivals(of_rivals)[-1]
+    members = {"good": replace(rows, prediction=good), "bad": replace(rows, prediction=bad)}
+    best = difference_of_best(members, "squared")
+    assert (best["runs"], best["metric"]) == (["bad", "good"], f"{prefix}own")
+    assert best["gain"][0] < best["difference"] < best["gain"][1]
+
+
 def test_rows_are_grouped_by_the_level_that_all_their_genes_have():
     rows = make_rows(63)
     cells = ["A", "A=0.3", "A=0.3,B=0.3", "A=0.3,B", "", "A=B", "C=2"]
-    levels = ["0", "0.3", "0.3", "several", None, "0", "2"]
+    levels = ["0", "0.3", "0.3", None, None, "0", "2"]
     rows.genes = 9 * cells
     of_row = 9 * levels
     result = metrics_by_group(rows)
-    assert list(result["by_level"]) == ["0", "0.3", "2", "several"]
+    assert list(result["by_level"]) == ["0", "0.3", "2"]
     for level, group in result["by_level"].items():
         chosen = torch.tensor([of_this == level for of_this in of_row])
         assert group["n"] == (chosen & ~rows.y[:, 0].isnan()).sum()
         squared_error = (rows.y - rows.prediction)[chosen].square()
         assert group["mse"] == pytest.approx(squared_error.nanmean().item())
-    assert any(line.startswith("level 0.3 ") for line in table(result))
+    assert any(line.startswith("level 0.3 ") for line in table(result, rows.rivals))
     rows.genes = [*["A=0.3", "B=0.3,C=0.3"] * 31, "A=0.3"]
     assert metrics_by_group(rows)["by_level"] == {}
 
@@ -137,7 +178,7 @@ def test_figures_of_profiles_equal_their_definitions():
     baseline_r = []
     errors = []
     for y, prediction, baseline in zip(
-        *(x.numpy() for x in (rows.y, rows.prediction, rows.baseline)), strict=True
+        *(x.numpy() for x in (rows.y, rows.prediction, rows.rivals["baseline"])), strict=True
     ):
         is_there = ~np.isnan(y)
         y, prediction, baseline = (values[is_there] for values in (y, prediction, baseline))
@@ -162,7 +203,7 @@ def test_the_interval_of_profiles_holds_the_difference_though_few_rows_change_a_
     signal[range(60), range(60)] = 3.0  # each row changes a score of its own
     y = signal + 0.5 * normal(60, 60)
     baseline = normal(60, 60, seed=1)
-    rows = replace(make_rows(60, 60), y=y, prediction=signal, baseline=baseline)
+    rows = replace(make_rows(60, 60), y=y, prediction=signal, rivals={"baseline": baseline})
     rows.genes = [f"G{row}" for row in range(60)]
     rows.unseen_genes = [""] * 60
     result = metrics_by_group(rows)

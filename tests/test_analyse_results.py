@@ -22,10 +22,11 @@ def normal(*size: int, seed: int = 0) -> torch.Tensor:
     ("table", "message"),
     [
         (
-            [HEADER[:5]],
-            r"test.tsv:1: the header is not genes, unseen, unseen_genes, and three columns for "
-            r"each score; start the run",
+            [HEADER[:4]],
+            r"test.tsv:1: the header is not genes, unseen, unseen_genes, and as many columns "
+            r"for each score; start the run",
         ),
+        ([(*HEADER, *HEADER[3:5])], r"test.tsv:1: the header is not"),
         ([HEADER[:3]], r"test.tsv:1: the header is not"),
         ([(*HEADER[:2], *HEADER[3:])], r"test.tsv:1: the header is not"),
         ([HEADER], r"test.tsv:1: there are no rows"),
@@ -117,7 +118,7 @@ def rows_of(genes: list[str], unseen_genes: list[str]) -> Results:
         targets=["score"],
         y=normal(len(genes), 1),
         prediction=normal(len(genes), 1, seed=1),
-        baseline=normal(len(genes), 1, seed=2),
+        rivals={"baseline": normal(len(genes), 1, seed=2)},
     )
 
 
@@ -154,10 +155,12 @@ def test_a_set_that_is_called_as_an_unseen_gene_is_another_unit():
 def test_baselines_of_other_training_rows_are_told_apart_in_any_unit(unit, offset):
     """They are the same but for the digits of a file, in standard deviations."""
     rows = rows_of(["A"] * 30, [""] * 30)
-    rows.baseline = offset + unit * rows.baseline
+    baseline = offset + unit * rows.rivals["baseline"]
+    rows.rivals = {"baseline": baseline}
     files = [Path("a"), Path("b")]
-    rounded = replace(rows, baseline=rows.baseline + 1e-6 * unit)
+    rounded = replace(rows, rivals={"baseline": baseline + 1e-6 * unit})
     check_same_rows([rows, rounded], files)
-    other = replace(rows, baseline=rows.baseline + 1e-2 * unit * normal(30, 1, seed=3))
+    moved = baseline + 1e-2 * unit * normal(30, 1, seed=3)
+    other = replace(rows, rivals={"baseline": moved})
     with pytest.raises(UserError, match="b was trained on other rows than a"):
         check_same_rows([rows, other], files)

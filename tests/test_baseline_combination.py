@@ -15,14 +15,15 @@ import baseline_combination
 from baseline import additive_baseline, fit_baseline, third_of_sets
 from baseline_combination import least_squares, non_negative, share_of_largest
 from baseline_ridge import Doses
+from baseline_term import BaselineReadout
 from config import Config
 from data import DataConfig, KnockoutDataset, random_split
 from data_tables import Tables
+from data_training import training_mean_and_std
 from mask import SharedGraph
 from metrics import pearson
-from model import BaselineReadout, KnockoutGNN, ModelConfig
 from task import KnockoutTask
-from tests.tools.runs import pack_levels
+from tests.tools.runs import model_from, pack_levels
 
 NUM_NODES = 60
 SEEDS = (2, pytest.param(3, marks=pytest.mark.slow))  # of random tables
@@ -233,12 +234,12 @@ def test_tables_that_are_too_large_keep_the_sum(monkeypatch, tmp_path):
     tables = combined_tables()
     config = Config(data=DataConfig(cache_dir=str(tmp_path)))
     note = "the baseline is a sum of effects, as the table is large"
-    assert note not in KnockoutTask.from_tables(tables, config).summary()
+    assert note not in KnockoutTask.from_tables(tables, config).notes()
     monkeypatch.setattr(baseline, "MOST_COMBINED", 100)
     other = replace(config, data=DataConfig(cache_dir=str(tmp_path / "other")))
     task = KnockoutTask.from_tables(tables, other)
-    assert task.baseline.weights[:, 0].tolist() == [1, 0, 0]
-    assert note in task.summary()
+    assert task.start.weights[:, 0].tolist() == [1, 0, 0]
+    assert note in task.notes()
 
 
 def test_responses_that_differ_by_rounding_are_equal():
@@ -411,10 +412,11 @@ def test_the_readout_is_the_combination_of_the_nodes_it_is_told():
 def test_the_model_starts_from_the_combination_and_trains_it(few_penalties):
     tables = combined_tables((0.2, 1.4, 0.2))
     found = fit_baseline(tables)
-    model = KnockoutGNN.from_tables(ModelConfig(hidden=4, dropout=0.0), tables, found)
+    model = model_from(found, tables)
     batch = KnockoutDataset(tables, torch.ones(60, dtype=torch.long)).__getitems__(range(300))
     prediction = model(SharedGraph(tables.graph()), batch)
-    expected = ((found.prediction - found.mean) / found.std)[:300].float()
+    mean, std = training_mean_and_std(tables)
+    expected = ((found.prediction - mean) / std)[:300].float()
     torch.testing.assert_close(prediction, expected, rtol=1e-4, atol=1e-4)
     prediction.square().mean().backward()
     assert (model.baseline.weights.grad != 0).all()
@@ -426,10 +428,7 @@ def test_the_file_of_a_run_has_no_other_tables(few_penalties):
     """All that a prediction depends on is in the state dict: units of responses, and weights."""
     tables = combined_tables(levels=(0.0, 0.4, 2.0), num_rows=300)
     others = combined_tables((1.0, 0.0, 0.0), levels=(0.0, 0.7, 3.0), num_rows=300, seed=1)
-    models = [
-        KnockoutGNN.from_tables(ModelConfig(hidden=4), each, fit_baseline(each)).eval()
-        for each in (tables, others)
-    ]
+    models = [model_from(fit_baseline(each), each).eval() for each in (tables, others)]
     batch = KnockoutDataset(tables, torch.ones(60, dtype=torch.long)).__getitems__(range(300))
     graph = SharedGraph(tables.graph())
     expected, before = (model(graph, batch) for model in models)

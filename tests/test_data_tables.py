@@ -4,7 +4,6 @@ import copy
 import gzip
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,9 +46,7 @@ def write_tables(folder: Path, edges=EDGES, scores=SCORES, **options) -> DataCon
 
 def task_of_tables(tables: Tables) -> KnockoutTask:
     graph = SharedGraph(tables.graph())
-    task = task_of(graph, KnockoutDataset(tables, graph.degree))
-    task.baseline = SimpleNamespace(error=torch.zeros(len(tables.targets)), is_combined=True)
-    return task
+    return task_of(graph, KnockoutDataset(tables, graph.degree))
 
 
 def summary_of(tables: Tables) -> str:

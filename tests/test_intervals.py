@@ -59,7 +59,7 @@ def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch):
     low, high = result["gain"]
 
     rows = read_results(Path("runs/default/test.tsv"))
-    scores = [values[:, 0].numpy() for values in (rows.y, rows.prediction, rows.baseline)]
+    scores = [values[:, 0].numpy() for values in (rows.y, rows.prediction, rows.rivals["baseline"])]
     sets = rows.genes
     expected = own_interval(*scores, sets)
     width = expected[1] - expected[0]
@@ -87,10 +87,10 @@ def test_rows_of_an_unseen_gene_are_drawn_together():
         unseen_genes=unseen_genes,
         y=partner + of_gene,
         prediction=partner + 0.7 * of_gene + 0.2 * normal(540, 1, seed=2),
-        baseline=partner + 0.2 * normal(540, 1, seed=3),
+        rivals={"baseline": partner + 0.2 * normal(540, 1, seed=3)},
     )
     found = metrics_by_group(rows)
-    scores = [values[:, 0].numpy() for values in (rows.y, rows.prediction, rows.baseline)]
+    scores = [values[:, 0].numpy() for values in (rows.y, rows.prediction, rows.rivals["baseline"])]
     clusters = [unseen or genes for unseen, genes in zip(unseen_genes, genes, strict=True)]
     low, high = own_interval(*scores, clusters)
     assert found["gain"] == pytest.approx([low, high], abs=0.15 * (high - low))
@@ -105,8 +105,9 @@ def test_profiles_are_drawn_with_their_replicates():
     fields = {"targets": rows.targets}
     for name in ("genes", "unseen_genes"):
         fields[name] = 2 * getattr(rows, name)
-    for name in ("unseen", "y", "prediction", "baseline"):
+    for name in ("unseen", "y", "prediction"):
         fields[name] = torch.cat([getattr(rows, name)] * 2)
+    fields["rivals"] = {"baseline": torch.cat([rows.rivals["baseline"]] * 2)}
     twice = Results(**fields)
     alone = metrics_by_group(rows)
     found = metrics_by_group(twice)

@@ -13,10 +13,11 @@ import torch
 from torch_geometric.data import Data
 
 from analyse_results import level_of
-from baseline import additive_baseline, basis_of, fit_baseline
+from baseline import additive_baseline, fit_baseline
 from config import Config
 from data import DataConfig, KnockoutDataset, load, node_split, random_split
 from data_tables import Tables
+from data_training import basis_of, training_mean_and_std
 from errors import DataError, UserError
 from mask import SharedGraph, doses
 from metrics import pearson
@@ -26,7 +27,7 @@ from predict_sets import read_sets
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
 from tests.conftest import write_table
-from tests.tools.runs import lines_of_test, pack_levels, small_graph, tables_of
+from tests.tools.runs import lines_of_test, model_from, pack_levels, small_graph, tables_of
 from tests.tools.syncs import CountSynchronisations
 
 EDGES = [
@@ -413,10 +414,11 @@ def test_the_model_starts_from_the_baseline_at_all_levels():
     found = fit_baseline(tables)
     assert found.weights[:, 0].tolist() == pytest.approx([1, 0, 0], abs=1e-3)
     assert found.weights[1, 1] > 1
-    model = KnockoutGNN.from_tables(ModelConfig(hidden=4), tables, found).eval()
+    model = model_from(found, tables).eval()
     shared = SharedGraph(tables.graph())
     batch = KnockoutDataset(tables, shared.degree).__getitems__(range(300))
-    prediction = found.mean + found.std * model(shared, batch)  # in the units of the scores
+    mean, std = training_mean_and_std(tables)
+    prediction = mean + std * model(shared, batch)  # in the units of the scores
     torch.testing.assert_close(prediction, found.prediction, rtol=1e-4, atol=1e-4)
 
 

@@ -41,7 +41,7 @@ class Gaussian(Criterion):
 class Counts(Squared):
     """The error of logarithms, in whose unit there is no baseline."""
 
-    starts_from_baseline = False
+    starts_from_mean = True
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ def test_a_loss_in_another_unit_than_the_baseline_starts_from_the_mean(tmp_path)
     task = make_task("counts", tmp_path)
     model = task.build_model().eval()
     assert not model(task.graph, task.dataset.__getitems__([0, 1, 2])).any()
-    assert task.baseline.prediction.std() > 0
+    assert task.rivals["baseline"].std() > 0
 
 
 # ---- Sentences -----------------------------------------------------------------------------------

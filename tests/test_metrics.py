@@ -10,7 +10,19 @@ from analyse_intervals import (
     average_precision,
 )
 from analyse_metrics import target_metrics
-from metrics import METRICS, as_ranked, first_metric, mse, pearson, quality, r2, rank, spearman
+from metrics import (
+    METRICS,
+    as_ranked,
+    first_metric,
+    metrics_beside_rivals,
+    metrics_text,
+    mse,
+    pearson,
+    quality,
+    r2,
+    rank,
+    spearman,
+)
 from tests.tools.runs import predictions_of, read_metrics
 
 FIRST = first_metric()
@@ -41,6 +53,25 @@ def test_an_own_metric_is_logged_and_chooses_the_best_model(train, tmp_path):
         baseline = test[f"baseline_{name}"]
         title += f", {name.title()} {test[name]:.4f}, baseline {baseline:.4f}"
     assert f"test      {title}" in result.stdout
+
+
+def test_each_metric_stands_beside_that_of_every_rival():
+    y, prediction, first, second = whole_numbers(4, 60, 1)
+    rivals = {"first": first, "second": second}
+    weight = torch.arange(60.0).double()
+    found = metrics_beside_rivals(y, prediction, rivals, weight)
+    names = []
+    for name in METRICS:
+        for prefix in ("", "weighted_"):
+            names += [f"{rival}{prefix}{name}" for rival in ("", "first_", "second_")]
+    assert list(found) == names
+    of_second = METRICS[FIRST](y, second, weight.unsqueeze(1))
+    assert found[f"second_weighted_{FIRST}"] == of_second
+    numbers = {name: value.item() for name, value in found.items()}
+    text = metrics_text({"loss": 1.0, **numbers}, rivals)
+    of_rivals = [f"{rival} {numbers[f'{rival}_{FIRST}']:.4f}" for rival in rivals]
+    title = f"loss 1.0000, {FIRST.title()} {numbers[FIRST]:.4f}, {', '.join(of_rivals)}, Weighted"
+    assert text.startswith(title)
 
 
 def test_models_with_an_undefined_metric_are_ranked_by_loss():

@@ -245,9 +245,9 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
 def compare_baseline(task: KnockoutTask, oracle: Oracle) -> None:
     """Compares the predictions of all rows by sums, and where they count, by combinations."""
     additive = additive_baseline(task.tables, task.config.optim.loss)
-    baseline = task.baseline
-    assert_close(baseline.mean, oracle.mean)
-    assert_close(baseline.std, oracle.std)
+    baseline = task.start
+    assert_close(task.criterion.mean, oracle.mean)
+    assert_close(task.criterion.std, oracle.std)
     np.testing.assert_allclose(1 / baseline.basis.amax(dim=0), oracle.units)
     for t in range(len(oracle.std)):
         found = additive.prediction[:, t].numpy()
@@ -347,7 +347,7 @@ def compare_test_rows(task: KnockoutTask, oracle: Oracle, folder: Path) -> None:
         np.testing.assert_array_equal(task.tables.unseen(split), expected)
     path = folder / "test.tsv"
     rows = task.rows("test")
-    path.write_text("".join(lines_of_test(task, task.baseline.prediction[rows])))
+    path.write_text("".join(lines_of_test(task, task.rivals["baseline"][rows])))
     predictions = read_results(path)
     if predictions.weight is not None:
         np.testing.assert_allclose(predictions.weight, oracle.weight[oracle.split == 2], rtol=1e-6)

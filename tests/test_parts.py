@@ -16,6 +16,7 @@ from tests.conftest import ROOT, SMALL, copy_template, fork_ranks, join
 BY_NAME = {part.name: part for part in PARTS}
 # The parts without which a run trains, and what its log must not say then.
 WORDS = {
+    "baseline": ["baseline"],
     "graphs": ["graphs"],
     "reach": ["reach"],
     "copies": ["copies", "expanded"],
@@ -72,6 +73,7 @@ def test_an_error_inside_a_part_is_not_its_absence(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "override"),
     [
+        ("baseline", "model.start=baseline"),
         ("pairs", "model.pairs=true"),
         ("graphs", "model.cuda_graphs=true"),
         ("reach", "model.message_passing=auto"),

@@ -97,7 +97,7 @@ def test_rows_of_the_users_own_kinds_are_kept_up_to_the_step_of_the_checkpoint(t
     env.close()
     assert folder.metrics.closed
     assert folder.rows == rows[:5]
-    assert curves_svg(rows, FIRST)
+    assert curves_svg(rows, FIRST, ["baseline"])
 
 
 @pytest.mark.parametrize(("best", "is_kept"), [(None, False), ({"step": 0}, True)])

@@ -16,14 +16,14 @@ def texts_of(svg: str) -> list[str]:
 
 
 def test_curves_need_no_rows_and_skip_undefined_values():
-    empty = curves_svg([], FIRST)
+    empty = curves_svg([], FIRST, ["baseline"])
     ElementTree.fromstring(empty)
     assert empty.count(">0.8</text>") == 2  # both panels have an axis from 0 to 1
     rows = [
         {"kind": "val", "step": step, "loss": 1.0, FIRST: None if step == 1 else 0.5}
         for step in (1, 2)
     ]
-    svg = curves_svg(rows, FIRST)
+    svg = curves_svg(rows, FIRST, ["baseline"])
     ElementTree.fromstring(svg)
     assert svg.count("<polyline") == 4
     assert svg.count("optimiser step") == 2
@@ -31,7 +31,7 @@ def test_curves_need_no_rows_and_skip_undefined_values():
 
 def test_curves_have_round_numbers_on_each_axis():
     rows = [{"kind": "val", "step": step, "loss": step / 8, FIRST: step / 8} for step in (0, 8)]
-    svg = curves_svg(rows, FIRST)
+    svg = curves_svg(rows, FIRST, ["baseline"])
     texts = texts_of(svg)
     for numbers in (["2", "4", "6", "8"], ["0.2", "0.4", "0.6", "0.8", "1"]):
         found = [text for text in texts if text in numbers]
@@ -51,7 +51,8 @@ def test_curves_have_round_numbers_on_each_axis():
     ],
 )
 def test_steps_are_whole_numbers(last_step, numbers):
-    svg = ElementTree.fromstring(curves_svg([{"kind": "train", "step": last_step}], FIRST))
+    rows = [{"kind": "train", "step": last_step}]
+    svg = ElementTree.fromstring(curves_svg(rows, FIRST, ["baseline"]))
     texts = [element.text for element in svg.iter() if element.get("y") == "258"]
     assert texts == 2 * numbers  # both panels
 

@@ -62,7 +62,7 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
     torch.testing.assert_close(read.y, tables.y[rows], rtol=1e-6, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(read.weight, tables.weight[rows], rtol=1e-6, atol=0)
     baseline = fit_baseline(tables).prediction[rows]
-    torch.testing.assert_close(read.baseline, baseline, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(read.rivals["baseline"], baseline, rtol=1e-6, atol=1e-6)
     write_table(tmp_path / "ask.tsv", [("genes",), *((line[0],) for line in lines)])
     predict(0, "ask.tsv", "runs/default").check()
     asked = []
@@ -78,24 +78,26 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
         assert found[key] == pytest.approx(test[key], rel=1e-4)
 
 
+@pytest.mark.parametrize("rival_names", [[], ["baseline"], ["baseline", "other_rival"]])
 @pytest.mark.parametrize("num_rows", [1, 99, 100, 250])
-def test_what_is_written_is_read(tmp_path, num_rows):
+def test_what_is_written_is_read(tmp_path, num_rows, rival_names):
     """Rows are written in parts of 100; a prediction that is not a number stays so."""
     sets = [list(range(row % 4)) for row in range(2 * num_rows)]
     split = torch.tensor([2, 0] * num_rows, dtype=torch.int8)
     y = normal(2 * num_rows, 2)
-    baseline = normal(2 * num_rows, 2, seed=1)
     y[0, 1] = math.nan
     genes = ["a", "b", "ü\x85\u2028", "nan"]  # of which some are line ends elsewhere
     edges = torch.zeros(2, 0), torch.zeros(0)
     tables = Tables(genes, ["r"], *edges, *pack_sets(sets), y, split, targets=["s", "s_prediction"])
     prediction = normal(num_rows, 2, seed=2)
     prediction[-1, 0] = math.nan
-    lines = result_lines(tables, prediction, baseline[::2], digits=torch.tensor([7, 7]))
+    rivals = {name: normal(num_rows, 2, seed=len(name)) for name in rival_names}
+    lines = result_lines(tables, prediction, rivals, digits=torch.tensor([7, 7]))
     write_atomically(tmp_path / "test.tsv", lines)
     read = read_results(tmp_path / "test.tsv")
     assert read.targets == ["s", "s_prediction"]
     assert read.genes == [",".join(genes[node] for node in nodes) for nodes in sets[::2]]
     assert read.deletions().tolist() == [len(nodes) for nodes in sets[::2]]
-    for name, values in (("y", y[::2]), ("prediction", prediction), ("baseline", baseline[::2])):
-        torch.testing.assert_close(getattr(read, name), values, rtol=1e-6, atol=0, equal_nan=True)
+    found = {"y": read.y, "prediction": read.prediction, **read.rivals}
+    expected = {"y": y[::2], "prediction": prediction, **rivals}
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)

@@ -44,7 +44,7 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(
     entries = entries_by_name(KnockoutGNN(ModelConfig(), *sizes, pairs=pairs))
     for name, value in tuned["model"].items():
         kind, dim = entries.get(name, ("", 0))
-        if kind in ("", "responses", "baseline"):
+        if kind in ("", "responses", "fitted"):
             source = anew if name.startswith(buffers) else first
             assert torch.equal(value, source["model"][name]), name
             continue

@@ -59,9 +59,13 @@ def test_a_run_does_not_depend_on_the_unit_of_the_scores(
     first = read_results(tmp_path / "runs/before/test.tsv")
     second = read_results(tmp_path / "runs/after/test.tsv")
     std = first.y.std()
-    for field in ("y", "prediction", "baseline"):
-        expected = getattr(first, field)
-        found = (getattr(second, field) - offset) / scale
+    for before, after in (
+        (first.y, second.y),
+        (first.prediction, second.prediction),
+        (first.rivals["baseline"], second.rivals["baseline"]),
+    ):
+        expected = before
+        found = (after - offset) / scale
         torch.testing.assert_close(found / std, expected / std, rtol=0, atol=1e-5)
 
     expected = predicted_singles(predict, tmp_path, "runs/before")

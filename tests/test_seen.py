@@ -249,7 +249,7 @@ def test_a_row_at_level_1_is_an_intact_control(tmp_path):
     tables = read(tmp_path / "levels", EDGES, list(zip(controls, scores, splits, strict=True)))
     assert tables.fingerprint() == plain.fingerprint()
     task = task_of(tmp_path, tables)
-    torch.testing.assert_close(task.baseline.prediction, additive_baseline(plain).prediction)
+    torch.testing.assert_close(task.rivals["baseline"], additive_baseline(plain).prediction)
 
     ask = write_table(tmp_path / "ask.tsv", [("genes",), ("a=1",), ("",), ("b,a=1",), ("b",)])
     (chunk,) = read_sets(str(ask), tables)

@@ -223,9 +223,9 @@ def with_baseline(task: KnockoutTask, y: torch.Tensor, prediction: torch.Tensor)
     """Returns the task with other scores [n, T] and a baseline that predicts `prediction`."""
     criterion = LOSSES[task.config.optim.loss]
     unit = criterion.unit(*mean_and_std(y[task.rows("train")]))
-    baseline = replace(task.baseline, prediction=prediction)
+    rivals = {"baseline": prediction}
     tables = replace(task.tables, y=y)
-    return replace(task, tables=tables, baseline=baseline, criterion=criterion(*unit))
+    return replace(task, tables=tables, rivals=rivals, criterion=criterion(*unit))
 
 
 def rows_with_score(tables: Tables, t: int) -> Tables:
@@ -249,17 +249,17 @@ def rows_with_score(tables: Tables, t: int) -> Tables:
 def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(tmp_path):
     task = gappy_task(tmp_path)
     tables = task.tables
-    prediction = task.baseline.prediction
+    prediction = task.rivals["baseline"]
     rows = task.rows("val")
     found = task.metrics("val", output_for(task, prediction[rows] + 1))
     each = target_metrics(predictions_of(tables.y[rows], prediction[rows] + 1, prediction[rows]))
     parts = []
     for t in range(2):
         alone = KnockoutTask.from_tables(rows_with_score(tables, t), task.config)
-        expected = alone.baseline.prediction
-        effect = task.baseline.effect[:, :, t : t + 1]
+        expected = alone.rivals["baseline"]
+        effect = task.start.effect[:, :, t : t + 1]
         # Two fits to the same tolerance may be a rounding of float32 apart.
-        torch.testing.assert_close(effect, alone.baseline.effect, rtol=2e-7, atol=1e-10)
+        torch.testing.assert_close(effect, alone.start.effect, rtol=2e-7, atol=1e-10)
         present = ~tables.y[:, t].isnan()
         of_target = prediction[present, t : t + 1]
         torch.testing.assert_close(of_target, expected, rtol=1e-8, atol=1e-8)
@@ -464,16 +464,17 @@ def test_a_score_without_validation_scores_has_the_penalty_that_suits_its_traini
     expected = penalty_of(tables, additive_baseline(tables).prediction, 1)
     gappy = without_validation(tables, 1)
     options = DataConfig(cache_dir=str(tmp_path))
-    baseline = KnockoutTask.from_tables(gappy, Config(data=options)).baseline
+    task = KnockoutTask.from_tables(gappy, Config(data=options))
+    prediction = task.rivals["baseline"]
     assert "note      no val row has a score 'score1': it does not count there" in caplog.text
-    found = penalty_of(gappy, baseline.prediction, 1)
+    found = penalty_of(gappy, prediction, 1)
     assert expected / 11 < found < 11 * expected
     assert found < 1000
     complete = additive_baseline(tables).prediction
-    torch.testing.assert_close(baseline.prediction[:, :1], complete[:, :1], rtol=0, atol=1e-6)
+    torch.testing.assert_close(prediction[:, :1], complete[:, :1], rtol=0, atol=1e-6)
     if noise == 0.1:
         test = tables.rows("test")
-        assert r2(tables.y[test], baseline.prediction[test]).min() > 0.97
+        assert r2(tables.y[test], prediction[test]).min() > 0.97
 
 
 def test_many_scores_without_validation_scores_are_fitted_beside_those_with_them():

@@ -17,6 +17,8 @@ from data import DataConfig
 from data_tables import Tables
 from losses import Binary, Squared
 from metrics import mean_and_std, quality
+from model import ModelConfig
+from optim import OptimConfig
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.test_targets import additive_tables, gappy_tables, without_validation
@@ -45,7 +47,7 @@ def test_the_metrics_of_a_split_equal_their_definitions():
     tables.split = torch.tensor([0] * 10 + [2] * 50, dtype=torch.int8)
     task = task_of(SimpleNamespace(device="cpu"), SimpleNamespace(tables=tables))
     task.criterion = Squared(*mean_and_std(y))
-    task.baseline = SimpleNamespace(prediction=baseline)
+    task.rivals["baseline"] = baseline
     found = task.metrics("test", output_for(task, prediction[rows]))
     variance = y.numpy().var()
     y_of_rows, x, x_of_baseline = (values[rows, 0].numpy() for values in (y, prediction, baseline))
@@ -86,13 +88,41 @@ def test_training_hides_as_many_nodes_as_are_unseen_in_validation(sets, split, u
     assert model.unseen == pytest.approx(unseen)
 
 
+def test_the_mean_of_binary_scores_is_a_logit_and_their_unit_is_1():
+    tables = additive_tables(1.0)
+    tables.y = (tables.y > tables.y.median(dim=0).values + 1).double()
+    config = Config(model=ModelConfig(start="mean"), optim=OptimConfig(loss="binary"))
+    criterion = KnockoutTask.from_tables(tables, config).criterion
+    share = tables.y[tables.rows("train")].mean(dim=0)
+    torch.testing.assert_close(criterion.mean, (share / (1 - share)).log())
+    assert (criterion.std == 1).all()
+
+
+@pytest.mark.parametrize("readout", ["both", "local", "global"])
+def test_with_start_mean_no_rival_is_fitted_and_the_model_predicts_the_mean(readout):
+    config = Config(model=ModelConfig(start="mean", readout=readout))
+    tables = additive_tables(1.0)
+    task = KnockoutTask.from_tables(tables, config)
+    assert task.start is None
+    assert task.rivals == {}
+    model = task.build_model().eval()
+    batch = task.dataset.__getitems__([0, 1, 2])
+    assert "without_graph" not in model.parts(task.graph, batch)
+    assert not any("baseline" in name for name in model.state_dict())
+    output = task.by_score(model(task.graph, batch), batch)
+    mean = tables.y[tables.rows("train")].mean(dim=0)
+    torch.testing.assert_close(task.to_scores(output), mean.expand(3, -1), rtol=1e-6, atol=1e-6)
+    found = task.metrics("val", torch.zeros(len(task.rows("val")), tables.y.size(1), 1))
+    assert list(found) == ["loss", "mse", "pearson", "n", "rows"]
+
+
 # ---- Validation without scores -------------------------------------------------------------------
 def test_figures_are_of_the_scores_that_validation_rows_have(tmp_path):
     config = Config(data=DataConfig(cache_dir=str(tmp_path)))
     task = KnockoutTask.from_tables(without_validation(additive_tables(1.0), 1), config)
     of_first = replace(task.tables, y=task.tables.y[:, 0], targets=["score0"])
     alone = KnockoutTask.from_tables(of_first, config)
-    prediction = task.baseline.prediction[task.rows("val")] + 0.5
+    prediction = task.rivals["baseline"][task.rows("val")] + 0.5
     found = task.metrics("val", output_for(task, prediction))
     expected = alone.metrics("val", output_for(alone, prediction[:, :1]))
     assert found == pytest.approx(expected, rel=1e-6)
@@ -111,7 +141,7 @@ def test_weighted_metrics_stand_beside_those_without_weights(tmp_path):
     found = task.metrics("val", output_for(task, prediction))
     assert set(found) - set(without) == {"weighted_pearson", "baseline_weighted_pearson"}
     assert found["pearson"] == without["pearson"]
-    for name, predicted in {"": prediction, "baseline_": task.baseline.prediction[rows]}.items():
+    for name, predicted in {"": prediction, "baseline_": task.rivals["baseline"][rows]}.items():
         values = torch.cat([tables.y[rows], predicted], dim=1).T
         covariance = values.cov(correction=0, aweights=tables.weight[rows])
         expected = covariance[0, 1] / covariance.diagonal().prod().sqrt()

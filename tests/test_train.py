@@ -74,6 +74,15 @@ def test_a_run_never_ends_below_the_additive_baseline(train, tmp_path):
     assert test["best_step"] == best["step"]
 
 
+def test_a_run_that_starts_from_the_mean_has_no_word_of_a_baseline(train, tmp_path):
+    result = train(0, "model.start=mean", "optim.lr=0").check()
+    assert "model of step 0, where training started: no later one" in result.stdout
+    assert "baseline" not in result.stdout + result.stderr
+    for file in (tmp_path / "runs/default").iterdir():
+        if file.is_file() and file.suffix != ".pt":
+            assert "baseline" not in file.read_text(), file
+
+
 def test_training_ends_when_patience_runs_out(train, tmp_path):
     options = ["optim.lr=0", "optim.patience=2", "optim.epochs=9"]
     first = train(0, *options).check().stdout

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from analyse_metrics import metrics_of_rivals
-from analyse_rivals import pair_rival, pair_terms, rivals, with_baseline
+from analyse_metrics import metrics_of_rivals, with_rivals
+from analyse_rivals import pair_rival, pair_terms, rivals
 from analyse_text import table_of_rivals
 from baseline import additive_baseline
 from data_tables import Tables
@@ -147,9 +147,9 @@ def test_an_unseen_node_has_no_effect_or_the_mean_of_its_neighbours(loss):
     assert found["sum of effects"][both_unseen].std() < 1e-6 < found[name][both_unseen].std()
     baseline = additive_baseline(tables, loss).prediction[tables.rows("test")]
     torch.testing.assert_close(found[name], baseline)
-    named = with_baseline(found, baseline + 1e-9)
+    named = with_rivals(found, {"baseline": baseline + 1e-9})
     assert list(named) == ["mean", "sum of effects", f"baseline: {name}"]
-    assert list(with_baseline(found, baseline + 0.1)) == [*found, "baseline"]
+    assert list(with_rivals(found, {"baseline": baseline + 0.1})) == [*found, "baseline"]
 
 
 def test_a_ratio_to_an_intact_score_of_0_says_nothing():

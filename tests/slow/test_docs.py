@@ -22,6 +22,7 @@ import predict_ensemble
 from config import Config
 from errors import UserError
 from mask import SharedGraph
+from metrics import METRICS
 from tests.conftest import MODULES, ROOT
 from tests.tools.pages import (
     CHANGELOG,
@@ -162,6 +163,8 @@ TEXTS = {path: path.read_text() for path in [*ROOT.glob("*.py"), ROOT / "tests/c
 WORDS = set(re.findall(r"[A-Za-z_]\w*", "\n".join(TEXTS.values())))
 for _source in ("config.yaml", "launch.sh", "pyproject.toml", *ROOT.glob("tests/recipes/*.patch")):
     WORDS |= set(re.findall(r"[A-Za-z_]\w*", (ROOT / _source).read_text()))
+for _metric in METRICS:  # as `metrics_beside_rivals` names them
+    WORDS |= {f"baseline_{_metric}", f"baseline_weighted_{_metric}"}
 # What `variable.name` on the pages is of.
 VARIABLES_OF = {"graph": SharedGraph, "torch": torch}
 FILE = re.compile(r".*\.(py|sh|md|yaml|toml|txt|tsv|pt|json|jsonl|svg|gz|h5ad|patch)")

@@ -293,9 +293,9 @@ class Reader:
         model = task.build_model().eval()
         batch = task.dataset.__getitems__(task.rows("test").tolist()[:4])
         prediction = model(task.graph, batch).detach().double()
-        assert task.baseline.prediction.isfinite().all() and prediction.isfinite().all()
+        assert task.rivals["baseline"].isfinite().all() and prediction.isfinite().all()
         return torch.cat(
-            [task.to_scores(task.by_score(prediction, batch)), task.baseline.prediction]
+            [task.to_scores(task.by_score(prediction, batch)), task.rivals["baseline"]]
         )
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,10 @@ from analyse_results import Results
 from config import Config
 from data import KnockoutDataset
 from data_tables import Tables, pack
+from data_training import training_mean_and_std
 from losses import LOSSES
-from mask import SharedGraph
+from mask import LINEAR, SharedGraph
+from model import KnockoutGNN, ModelConfig
 from run_results import result_lines
 from task import KnockoutTask
 
@@ -80,12 +83,20 @@ def task_of(
         config=config,
         tables=dataset.tables,
         fingerprint="",
-        baseline=None,
         graph=graph,
         criterion=LOSSES[config.optim.loss](zeros, zeros + 1),
         dataset=dataset,
         route="",
+        basis=LINEAR,
     )
+
+
+def model_from(baseline: Any, tables: Tables) -> KnockoutGNN:
+    """Returns a model without dropout that starts from a fitted `baseline.Baseline`."""
+    options = ModelConfig(hidden=4, dropout=0.0)
+    model = KnockoutGNN.from_tables(options, tables, baseline.basis)
+    model.baseline.start_from(baseline, *training_mean_and_std(tables))
+    return model
 
 
 def output_for(task: KnockoutTask, prediction: Tensor) -> Tensor:
@@ -97,8 +108,8 @@ def output_for(task: KnockoutTask, prediction: Tensor) -> Tensor:
 
 def lines_of_test(task: KnockoutTask, prediction: Tensor) -> list[str]:
     """Returns the lines of test.tsv, given predictions of the test rows."""
-    baseline = task.baseline.prediction[task.rows("test")]
-    return list(result_lines(task.tables, prediction, baseline, task.digits()))
+    rivals = task.rivals_of(task.rows("test"))
+    return list(result_lines(task.tables, prediction, rivals, task.digits()))
 
 
 def predictions_of(y: Tensor, prediction: Tensor, baseline: Tensor) -> Results:
@@ -111,7 +122,7 @@ def predictions_of(y: Tensor, prediction: Tensor, baseline: Tensor) -> Results:
         targets=[f"score{t}" for t in range(num_targets)],
         y=y,
         prediction=prediction,
-        baseline=baseline,
+        rivals={"baseline": baseline},
     )
 
 
