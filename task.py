@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 import data
-from baseline import UNSOLVED, Baseline, blank_baseline, effective_share, load_baseline
+from baseline import UNSOLVED, Baseline, effective_share, load_baseline
 from config import Config
 from data import KnockoutDataset, target_nodes, weight_scale
 from data_tables import OF_GRAPH, SPLITS, Tables
@@ -26,8 +26,7 @@ from errors import RunError, UserError
 from losses import LOSSES, Criterion
 from mask import SharedGraph
 from metrics import metrics_beside_baseline, mse, weighted_mean
-from model import KnockoutGNN
-from model_pairs import add_pair_features, pair_names, size_of_features, units_of_pairs
+from model import GlobalReadout, KnockoutGNN, LocalReadout, NodeReadout, WithoutGraph
 from parts import optional
 
 log = logging.getLogger("task")
@@ -65,6 +64,8 @@ class KnockoutTask:
         criterion = LOSSES[config.optim.loss](baseline.mean, baseline.std).to(device)
         dataset, route = make_dataset(tables, graph, config)
         if config.model.has_pairs:
+            from model_pairs import add_pair_features  # a part, which need not be here
+
             add_pair_features(dataset, graph, config.data.cache_dir, fingerprint)
         return cls(config, tables, fingerprint, baseline, graph, criterion, dataset, route)
 
@@ -78,6 +79,11 @@ class KnockoutTask:
 
     def origin(self) -> dict[str, Any]:
         """Returns a checkpoint's origin: configuration, data, names and range of training."""
+        pair_features = []
+        if self.config.model.has_pairs:
+            from model_pairs import pair_names
+
+            pair_features = pair_names(self.graph)
         return {
             "config": asdict(self.config),
             "data": self.fingerprint,
@@ -90,7 +96,7 @@ class KnockoutTask:
             "mean": self.criterion.mean.cpu(),
             "std": self.criterion.std.cpu(),
             "basis": self.baseline.basis,
-            "pair_features": pair_names(self.graph) if self.config.model.has_pairs else [],
+            "pair_features": pair_features,
             "trained": self.tables.training_range(),
         }
 
@@ -104,12 +110,45 @@ class KnockoutTask:
                 f"model.readout=nodes has one output for each score, but optim.loss="
                 f"{self.config.optim.loss} needs {', '.join(columns)}: set model.readout=both"
             )
-        nodes = target_nodes(tables) if options.readout == "nodes" else None
-        pairs = units_of_pairs(self.graph, self.dataset) if options.has_pairs else None
-        baseline = self.baseline
-        if not self.criterion.starts_from_baseline:
-            baseline = blank_baseline(len(tables.genes), len(tables.targets), baseline.basis)
-        return KnockoutGNN.from_tables(options, tables, baseline, nodes, pairs, len(columns))
+        basis = self.baseline.basis
+        model = KnockoutGNN(
+            options,
+            num_nodes=len(tables.genes),
+            num_relations=len(tables.relations),
+            num_features=tables.features.size(1),
+            unseen=tables.unseen_share("val"),  # training hides as many nodes
+            basis=basis,
+        )
+        # In the order of the columns of `predict.py --parts`, behind which one of yours comes.
+        terms = model.terms
+        hidden = options.hidden
+        if options.readout != "global":
+            terms["without_graph"] = WithoutGraph(self.baseline_readout(), len(columns))
+        if options.has_local:
+            terms["local"] = LocalReadout(hidden, self.num_outputs, basis.size(1))
+        if options.has_pairs:
+            from model_pairs import PairTerm, units_of_pairs  # a part, which need not be here
+
+            units = units_of_pairs(self.graph, self.dataset)
+            terms["pairs"] = PairTerm(units, hidden, self.num_outputs)
+        if options.readout == "nodes":
+            terms["knockout"] = NodeReadout(len(tables.genes), hidden, target_nodes(tables))
+        elif options.has_knockout_pass:
+            terms["knockout"] = GlobalReadout(len(tables.genes), hidden, self.num_outputs)
+        return model
+
+    def baseline_readout(self) -> nn.Module:
+        """Returns what is known without the graph, as a part of the model."""
+        from baseline import BaselineReadout
+
+        num_targets = len(self.tables.targets)
+        num_effects = self.baseline.basis.size(1)
+        readout = BaselineReadout(len(self.tables.genes), num_targets, num_effects)
+        if self.criterion.starts_from_baseline:
+            readout.start_from(self.baseline)
+        if self.config.model.readout == "nodes":
+            readout.requires_grad_(False)  # thousands of effects per node would learn noise
+        return readout
 
     @property
     def num_outputs(self) -> int:
@@ -236,12 +275,6 @@ class KnockoutTask:
         share = effective_share(self.tables.score_weight(rows)).min().item()
         if share < FEW:
             notes.append(f"by weight, the training rows count as {share:.1%} of them would")
-        if self.dataset.compute_pairs:
-            size = size_of_features(self.dataset, self.graph)
-            notes.append(
-                f"features of pairs of all rows would take {size / 1e9:.1f} GB: they are computed "
-                "with each batch, in the processes of data.workers if there are any"
-            )
         return notes
 
 

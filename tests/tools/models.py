@@ -1,0 +1,50 @@
+"""A model with all of its terms, without a task."""
+
+from torch import Tensor
+
+from baseline import BaselineReadout
+from mask import LINEAR
+from model import (
+    GlobalReadout,
+    KnockoutGNN,
+    LocalReadout,
+    ModelConfig,
+    NodeReadout,
+    WithoutGraph,
+)
+from model_pairs import PairTerm
+
+
+def make_model(
+    config: ModelConfig,
+    num_nodes: int,
+    num_relations: int,
+    num_features: int = 0,
+    num_targets: int = 1,
+    target_nodes: Tensor | None = None,
+    basis: Tensor = LINEAR,
+    pairs: Tensor | None = None,
+    num_columns: int = 1,
+) -> KnockoutGNN:
+    """Returns the model that `KnockoutTask.build_model` gives, which starts from the mean.
+
+    `pairs` are `units_of_pairs`; without, there are no features of pairs. `target_nodes`, long [T],
+    are for the readout `nodes`.
+    """
+    model = KnockoutGNN(config, num_nodes, num_relations, num_features, basis=basis)
+    terms = model.terms
+    hidden = config.hidden
+    num_outputs = num_targets * num_columns
+    if config.readout != "global":
+        baseline = BaselineReadout(num_nodes, num_targets, basis.size(1))
+        baseline.requires_grad_(config.readout != "nodes")
+        terms["without_graph"] = WithoutGraph(baseline, num_columns)
+    if config.has_local:
+        terms["local"] = LocalReadout(hidden, num_outputs, basis.size(1))
+    if config.has_local and pairs is not None:
+        terms["pairs"] = PairTerm(pairs, hidden, num_outputs)
+    if config.readout == "nodes":
+        terms["knockout"] = NodeReadout(num_nodes, hidden, target_nodes)
+    elif config.has_knockout_pass:
+        terms["knockout"] = GlobalReadout(num_nodes, hidden, num_outputs)
+    return model
