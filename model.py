@@ -105,6 +105,7 @@ class KnockoutGNN(nn.Module):
         unseen: share of nodes whose own identity and effect a training step hides, so that the
             model learns to predict nodes that no training row knocks out; none if dropout is 0.
         basis: of which `mask.doses` each response of a node is the sum, [3, K].
+        num_columns: C, of each target; predictions are of the first.
     """
 
     def __init__(
@@ -115,10 +116,12 @@ class KnockoutGNN(nn.Module):
         num_features: int = 0,
         unseen: float = 0.0,
         basis: Tensor = LINEAR,
+        num_columns: int = 1,
     ):
         super().__init__()
         self.config = config
         self.unseen = unseen
+        self.num_columns = num_columns
         self.register_buffer("basis", basis.clone())
         self.encoder = Encoder(config, num_nodes, num_relations, num_features)
         self.terms = nn.ModuleDict()  # a new one is added behind all others
@@ -334,6 +337,12 @@ class FirstConv(KnockoutConv):
 
 
 # ---- Terms ---------------------------------------------------------------------------------------
+def find_term(model: nn.Module, name: str) -> nn.Module | None:
+    """Returns the term of this name of a model, None if it has none."""
+    terms = dict(getattr(model, "terms", {}))
+    return terms.get(name)
+
+
 class WithoutGraph(nn.Module):
     """What is known without the graph, such as the baseline, in the first column of each target.
 

@@ -253,7 +253,8 @@ def add_pair_features(
         )
         if graph.is_on_gpu:
             index = copy.deepcopy(index).cpu()
-        dataset.columns["pair_features"] = partial(index.of_samples, dtype=dtype)
+        function = partial(index.of_samples, dtype=dtype)
+        dataset.columns = {**dataset.columns, "pair_features": function}
         return
 
     unplanned = replace(dataset, transform=None, columns={})
@@ -268,7 +269,7 @@ def add_pair_features(
 
     key = f"{fingerprint} {dtype}"
     features = cached(cache_dir, "pairs", PairIndex, key, compute)["features"]
-    dataset.columns["pair_features"] = features
+    dataset.columns = {**dataset.columns, "pair_features": features}
 
 
 def num_pairs(batch: Data) -> Tensor:

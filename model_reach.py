@@ -61,10 +61,11 @@ class ReachedStates(NamedTuple):
 class ReachBlock(NamedTuple):
     """Some consecutive samples of a batch: what they change in the first `len(layers)` layers."""
 
-    perturbed: Tensor  # and the next three as in a batch
+    perturbed: Tensor  # and the next four as in a batch
     perturbed_batch: Tensor
     perturbed_ptr: Tensor
     level: Tensor
+    num_out_edges: int
     layers: Sequence[ReachedStates] = ()
 
     @property
@@ -137,6 +138,7 @@ class ReachPlanner:
     def __init__(self, graph: SharedGraph, num_layers: int):
         self.num_nodes = graph.num_nodes
         self.num_layers = num_layers
+        self.out_degree = graph.out_degree
         num_edges = sum(graph.num_edges.values())
         self.max_edges = self.EDGE_SHARE * num_edges + self.EDGES_PER_NODE * self.num_nodes
         # The edges sorted by source and, of each source, by relation: a group is those of both.
@@ -170,9 +172,10 @@ class ReachPlanner:
             ptr = batch.perturbed_ptr[first : first + self.block + 1]
             knockouts = slice(ptr[0], ptr[-1])
             sample = batch.perturbed_batch[knockouts] - first
-            block = ReachBlock(
-                batch.perturbed[knockouts], sample, ptr - ptr[0], batch.level[knockouts]
-            )
+            perturbed = batch.perturbed[knockouts]
+            num_out_edges = int(self.out_degree[perturbed].sum())
+            level = batch.level[knockouts]
+            block = ReachBlock(perturbed, sample, ptr - ptr[0], level, num_out_edges)
             blocks.append(block._replace(layers=self._plan_layers(block, scratch)))
         self.scratch = [scratch]
         return ReachPlan(blocks)

@@ -118,6 +118,7 @@ class KnockoutTask:
             num_features=tables.features.size(1),
             unseen=tables.unseen_share("val"),  # training hides as many nodes
             basis=basis,
+            num_columns=len(columns),
         )
         # In the order of the columns of `predict.py --parts`, behind which one of yours comes.
         terms = model.terms

@@ -464,12 +464,12 @@ def share_gpu() -> None:
 def print_plans() -> None:
     """Prints of each batch whether it has a plan of the states that it changes."""
 
-    from model import KnockoutGNN
+    from model import KnockoutTerm
 
-    def report(model: KnockoutGNN, graph: object, batch: Data, *arguments: object) -> None:
-        print("planned:", "plan" in batch)
+    def report(term: KnockoutTerm, *arguments: object) -> None:
+        print("planned:", "plan" in arguments[-1])
 
-    call_before(KnockoutGNN, "changes", report)
+    call_before(KnockoutTerm, "forward", report)
 
 
 def few_rows_in_folder(folder: str) -> None:

@@ -12,7 +12,7 @@ from torch_geometric.utils import scatter
 
 import baseline
 import baseline_combination
-from baseline import additive_baseline, fit_baseline, third_of_sets
+from baseline import BaselineReadout, additive_baseline, fit_baseline, third_of_sets
 from baseline_combination import least_squares, non_negative, share_of_largest
 from baseline_ridge import Doses
 from config import Config
@@ -20,8 +20,9 @@ from data import DataConfig, KnockoutDataset, random_split
 from data_tables import Tables
 from mask import SharedGraph
 from metrics import pearson
-from model import BaselineReadout, KnockoutGNN, ModelConfig
+from model import ModelConfig
 from task import KnockoutTask
+from tests.tools.models import model_of_tables
 from tests.tools.runs import pack_levels
 
 NUM_NODES = 60
@@ -411,14 +412,14 @@ def test_the_readout_is_the_combination_of_the_nodes_it_is_told():
 def test_the_model_starts_from_the_combination_and_trains_it(few_penalties):
     tables = combined_tables((0.2, 1.4, 0.2))
     found = fit_baseline(tables)
-    model = KnockoutGNN.from_tables(ModelConfig(hidden=4, dropout=0.0), tables, found)
+    model = model_of_tables(ModelConfig(hidden=4, dropout=0.0), tables, found)
     batch = KnockoutDataset(tables, torch.ones(60, dtype=torch.long)).__getitems__(range(300))
     prediction = model(SharedGraph(tables.graph()), batch)
     expected = ((found.prediction - found.mean) / found.std)[:300].float()
     torch.testing.assert_close(prediction, expected, rtol=1e-4, atol=1e-4)
     prediction.square().mean().backward()
-    assert (model.baseline.weights.grad != 0).all()
-    assert "baseline.weights" in model.state_dict()
+    assert (model.terms["without_graph"].readout.weights.grad != 0).all()
+    assert "terms.without_graph.readout.weights" in model.state_dict()
 
 
 @pytest.mark.slow
@@ -427,7 +428,7 @@ def test_the_file_of_a_run_has_no_other_tables(few_penalties):
     tables = combined_tables(levels=(0.0, 0.4, 2.0), num_rows=300)
     others = combined_tables((1.0, 0.0, 0.0), levels=(0.0, 0.7, 3.0), num_rows=300, seed=1)
     models = [
-        KnockoutGNN.from_tables(ModelConfig(hidden=4), each, fit_baseline(each)).eval()
+        model_of_tables(ModelConfig(hidden=4), each, fit_baseline(each)).eval()
         for each in (tables, others)
     ]
     batch = KnockoutDataset(tables, torch.ones(60, dtype=torch.long)).__getitems__(range(300))

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from baseline import BaselineReadout
+from baseline import Baseline, BaselineReadout
+from data_tables import Tables
 from mask import LINEAR
 from model import (
     GlobalReadout,
@@ -15,7 +16,7 @@ from model import (
 from model_pairs import PairTerm
 
 
-def make_model(
+def full_model(
     config: ModelConfig,
     num_nodes: int,
     num_relations: int,
@@ -31,7 +32,7 @@ def make_model(
     `pairs` are `units_of_pairs`; without, there are no features of pairs. `target_nodes`, long [T],
     are for the readout `nodes`.
     """
-    model = KnockoutGNN(config, num_nodes, num_relations, num_features, basis=basis)
+    model = KnockoutGNN(config, num_nodes, num_relations, num_features, 0.0, basis, num_columns)
     terms = model.terms
     hidden = config.hidden
     num_outputs = num_targets * num_columns
@@ -47,4 +48,12 @@ def make_model(
         terms["knockout"] = NodeReadout(num_nodes, hidden, target_nodes)
     elif config.has_knockout_pass:
         terms["knockout"] = GlobalReadout(num_nodes, hidden, num_outputs)
+    return model
+
+
+def model_of_tables(config: ModelConfig, tables: Tables, baseline: Baseline) -> KnockoutGNN:
+    """Returns the model of tables without features that starts from a baseline."""
+    sizes = (len(tables.genes), len(tables.relations), 0, len(tables.targets))
+    model = full_model(config, *sizes, basis=baseline.basis)
+    model.terms["without_graph"].readout.start_from(baseline)
     return model
