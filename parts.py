@@ -2,7 +2,7 @@
 
 No other line changes. The core imports no part at the top of a module, but inside the `if` of its
 option, or by `optional`. Whatever is in no part is the core. The exceptions stand in
-`STILL_AT_THE_TOP` of tests/test_project.py: baseline, pairs and watchdog cannot go yet.
+`STILL_AT_THE_TOP` of tests/test_project.py: baseline and watchdog cannot go yet.
 """
 
 import importlib
