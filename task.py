@@ -111,15 +111,9 @@ class KnockoutTask:
                 f"{self.config.optim.loss} needs {', '.join(columns)}: set model.readout=both"
             )
         basis = self.baseline.basis
-        model = KnockoutGNN(
-            options,
-            num_nodes=len(tables.genes),
-            num_relations=len(tables.relations),
-            num_features=tables.features.size(1),
-            unseen=tables.unseen_share("val"),  # training hides as many nodes
-            basis=basis,
-            num_columns=len(columns),
-        )
+        sizes = (len(tables.genes), len(tables.relations), tables.features.size(1))
+        unseen = tables.unseen_share("val")  # training hides as many nodes
+        model = KnockoutGNN(options, *sizes, unseen, basis, len(columns))
         # In the order of the columns of `predict.py --parts`, behind which one of yours comes.
         terms = model.terms
         hidden = options.hidden
