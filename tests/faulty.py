@@ -360,6 +360,26 @@ def other_shape() -> None:
     KnockoutGNN.forward = lambda *arguments: forward(*arguments).repeat(1, 2)
 
 
+def own_term() -> None:
+    """The model has a term of its own, which adds 0.25 to every output."""
+    from torch import nn
+
+    from task import KnockoutTask
+
+    class Quarter(nn.Module):
+        def forward(self, graph: object, wild: object, dose: object, batch: Data) -> torch.Tensor:
+            return torch.full((len(batch.y), 1), 0.25)
+
+    build_model = KnockoutTask.build_model
+
+    def with_quarter(task: KnockoutTask) -> nn.Module:
+        model = build_model(task)
+        model.terms["quarter"] = Quarter()
+        return model
+
+    KnockoutTask.build_model = with_quarter
+
+
 def other_option_on_rank_1(option: str) -> None:
     """Rank 1 gets another option on its command line."""
     if RANK == "1":

@@ -6,6 +6,7 @@ The expanded route, on masked copies of the graph, is the reference.
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from torch_geometric.data import Data
 
 import model as model_module
 from config import Config
-from data import KnockoutDataset
+from data import DataConfig, KnockoutDataset
 from mask import SharedGraph
 from model import FirstConv, KnockoutGNN, ModelConfig, uniform
 from model_reach import ReachPlanner, select
+from task import KnockoutTask
 from task import make_dataset as make_planned_dataset
 from tests.bench.host import count_kernels, tiny_step
 from tests.tools.models import full_model
@@ -405,6 +407,32 @@ def check_random_numbers(seed: int, num_keys: int) -> None:
         frequency = (16 * a + b).flatten().bincount(minlength=256) / a.numel()
         deviation = (256 * frequency - 1).abs().max() * (a.numel() / 256) ** 0.5
         assert deviation < 5  # of pairs of sixteenths
+
+
+@pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
+def test_terms_stand_in_the_order_of_the_parts(tmp_path, readout):
+    sets = 2 * SETS
+    tables = replace(
+        tables_of(sets, torch.randn(len(sets))),
+        genes=[f"Y{node}" for node in range(NUM_NODES)],
+        relations=["a"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        edge_weight=torch.ones(1),
+        edge_attr=torch.empty(1, 0),
+        features=torch.empty(NUM_NODES, 0),
+        split=torch.tensor([0, 1], dtype=torch.int8).repeat_interleave(len(SETS)),
+        targets=["Y0" if readout == "nodes" else "score"],
+    )
+    data = DataConfig(cache_dir=str(tmp_path))
+    task = KnockoutTask.from_tables(tables, Config(model=ModelConfig(readout=readout), data=data))
+    expected = {
+        "both": ["without_graph", "local", "pairs", "knockout"],
+        "local": ["without_graph", "local", "pairs"],
+        "global": ["knockout"],
+        "nodes": ["without_graph", "knockout"],
+    }
+    assert list(task.build_model().terms) == expected[readout]
 
 
 def test_a_model_without_tables_starts_from_zero_and_hides_no_node(shared):

@@ -411,6 +411,19 @@ def check_pairs_of_two(predictor: Predictor, sets: list[str]) -> None:
             assert {name.removeprefix("no ") for name in pair.relations.split(",")} <= {*features}
 
 
+def test_a_term_of_ones_own_is_a_column_of_the_parts(trained, predict, tmp_path):
+    trained("run.name=run", "optim.epochs=1")
+    predict(0, "all-singles", BEST.format("run")).check()
+    _, _, before = read_table(tmp_path / "all-singles.predictions.tsv")
+    predict(0, "all-singles", BEST.format("run"), "--parts", fault="own_term").check()
+    header, _, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
+    assert header == ["genes", "prediction", *PARTS, "quarter"]
+    std = torch.load(tmp_path / BEST.format("run"), weights_only=True)["std"]
+    assert numbers[:, -1].tolist() == pytest.approx([0.25 * std.item()] * len(numbers))
+    torch.testing.assert_close(numbers[:, 0] - before[:, 0], numbers[:, -1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(numbers[:, 1:].sum(1), numbers[:, 0], rtol=1e-6, atol=1e-6)
+
+
 def test_parts_of_runs_add_up_in_the_table_and_from_python(members, predict, tmp_path):  # noqa: F811
     trained = [last_checkpoint(tmp_path / run) for run in members]
     for nproc, runs in ((0, trained[:1]), (2, trained)):

@@ -75,6 +75,12 @@ def test_the_core_imports_no_part_at_the_top_of_a_module():
     assert STILL_AT_THE_TOP - of_parts == set(), "these can go from STILL_AT_THE_TOP"
 
 
+def test_the_model_imports_the_mask_and_nothing_that_reads_tables(run):
+    code = "import sys, model; print(*sys.modules)"
+    loaded = set(run([sys.executable, "-c", code]).check().stdout.split())
+    assert loaded & set(MODULES) == {"model", "mask", "mask_messages", "mask_product"}
+
+
 def test_imports_make_no_circle_and_no_module_imports_a_command():
     imports = {module: imported_by(module) for module in MODULES}
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError
