@@ -413,12 +413,12 @@ def check_random_numbers(seed: int, num_keys: int) -> None:
 def test_terms_stand_in_the_order_of_the_parts(tmp_path, readout):
     sets = 2 * SETS
     tables = replace(
-        tables_of(sets, torch.randn(len(sets))),
+        tables_of(sets, torch.randn(len(sets)).double()),
         genes=[f"Y{node}" for node in range(NUM_NODES)],
         relations=["a"],
         edge_index=torch.tensor([[0], [1]]),
         edge_type=torch.tensor([0]),
-        edge_weight=torch.ones(1),
+        edge_weight=torch.ones(1).double(),
         edge_attr=torch.empty(1, 0),
         features=torch.empty(NUM_NODES, 0),
         split=torch.tensor([0, 1], dtype=torch.int8).repeat_interleave(len(SETS)),
