@@ -265,6 +265,22 @@ def test_a_plan_is_not_exact_for_an_edited_layer(shared, monkeypatch, readout, n
     assert not is_planned_exactly(model, shared, num_layers)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_plan_is_not_exact_for_a_layer_of_another_class(shared, number):
+    """Whose own layer need not record what it makes of the states."""
+
+    class OwnConv(torch.nn.Linear):
+        def forward(self, x: Tensor, *arguments: object) -> Tensor:
+            return super().forward(x)
+
+    model = tiny_model("both")
+    if number == 0:
+        model.encoder.first = OwnConv(8, 8)
+    else:
+        model.encoder.layers[0] = OwnConv(8, 8)
+    assert not is_planned_exactly(model, shared, 2)
+
+
 @pytest.mark.parametrize("readout", [GlobalReadout, NodeReadout])
 def test_a_plan_is_not_exact_for_an_edited_readout(shared, monkeypatch, readout):
     pool = readout.pool
