@@ -206,7 +206,7 @@ def save_an_infinite_weight() -> None:
 
     def spoiled(state: run_checkpoint.TrainState) -> dict[str, Any]:
         saved = state_dict(state)
-        saved["model"]["embedding"][3, 1] = float("inf")
+        saved["model"]["encoder.embedding"][3, 1] = float("inf")
         return saved
 
     run_checkpoint.TrainState.state_dict = spoiled
