@@ -90,6 +90,7 @@ class WildType(NamedTuple):
     layers: list[LayerStates]  # of a batch with a plan, see `model_reach.py`
     final: Tensor  # normalised states after the last layer, [N, 1, H]
     draws: Draws
+    kept: dict[str, Tensor]  # what a term leaves to one behind it
 
 
 class KnockoutGNN(nn.Module):
@@ -231,7 +232,7 @@ class Encoder(nn.Module):
         states = self.first(x, sent, graph, record=record)
         for conv in self.layers:
             states = conv(states, graph, record=record)
-        return WildType(self, x, sent, layers, self.norm(states), draws)
+        return WildType(self, x, sent, layers, self.norm(states), draws, kept={})
 
     def embed(self, graph: SharedGraph, draws: Draws) -> tuple[Tensor, Tensor]:
         """Returns the nodes' identities, and what they send in the first layer, [N, 1, H] each."""
@@ -381,6 +382,12 @@ class LocalReadout(nn.Module):
 
     def forward(self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
         """Returns the term, [B, T * C]."""
+        pairs, hidden = self.inputs(wild, dose, batch)
+        wild.kept["hidden"] = hidden  # features of pairs are inputs of the MLP, too
+        return self.pair(pairs) + self.read(hidden)
+
+    def inputs(self, wild: WildType, dose: Tensor, batch: Data) -> tuple[Tensor, Tensor]:
+        """Returns the products of pairs and what the MLP's first layer gives, [B, 2H] each."""
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
         factors = wild.draws.node_dropout.index_select(0, batch.perturbed)
         of_responses = self.embed(states * factors).unflatten(1, (dose.size(1), -1))
@@ -390,7 +397,11 @@ class LocalReadout(nn.Module):
         pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j, [B, 2H]
         features = self.norm(torch.cat([nodes, pairs], dim=1)).unflatten(1, (4, -1))
         features = features * wild.draws.row_dropout.unsqueeze(1)
-        return self.pair(pairs) + self.head(features.flatten(start_dim=1))
+        return pairs, self.head[0](features.flatten(start_dim=1))
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """Returns what the MLP makes of its first layer's values [B, 2H], [B, T * C]."""
+        return self.head[1:](hidden)
 
 
 class KnockoutTerm(nn.Module):

@@ -10,7 +10,7 @@ perturbed nodes in the batch, F features.
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -304,36 +304,35 @@ def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
 class PairTerm(nn.Module):
     """What the perturbed nodes of a sample have in common, as a term of the model.
 
-    It is a weighted sum of the features and an MLP of them. Both start at zero, and are 0 for a
-    sample without pairs. Features are centred and scaled by the training rows' `units_of_pairs`,
+    It is a weighted sum of the features, which starts at zero, and what they change where they are
+    inputs of the local readout's MLP, too: an MLP of their own learns less (measured). It is 0 for
+    a sample without pairs. Features are centred and scaled by the training rows' `units_of_pairs`,
     which the checkpoint keeps: without pairs, all are 0.
+
+    Args:
+        units: `units_of_pairs`, [2, F].
+        read: `LocalReadout.read`, which maps what its first layer gives, [B, 2H], to [B, T * C].
     """
 
     LARGEST = 10.0  # as a few pairs of hubs have very much in common
-    ENTRIES = (
-        ("linear.weight", "pair_features", 1),
-        ("first.weight", "pair_features", 1),
-        ("last.weight", "outputs", 0),
-    )
+    ENTRIES = (("linear.weight", "pair_features", 1), ("input.weight", "pair_features", 1))
 
-    def __init__(self, units: Tensor, hidden: int, num_outputs: int):
+    def __init__(self, units: Tensor, hidden: int, num_outputs: int, read: Callable):
         super().__init__()
         num_features = units.size(1)
         self.register_buffer("units", units.float())
         self.linear = nn.Linear(num_features, num_outputs, bias=False)
-        self.first = nn.Linear(num_features, 2 * hidden)
-        self.last = nn.Linear(2 * hidden, num_outputs, bias=False)
+        self.input = nn.Linear(num_features, 2 * hidden, bias=False)
         nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.last.weight)
-        # As in one layer beside the states of the nodes: larger weights fit noise first (measured).
+        # As in one layer of all the MLP's inputs: larger weights fit noise first (measured).
         bound = (4 * hidden + num_features) ** -0.5
-        nn.init.uniform_(self.first.weight, -bound, bound)
-        nn.init.uniform_(self.first.bias, -bound, bound)
+        nn.init.uniform_(self.input.weight, -bound, bound)
+        self.read = read  # a method: the local readout's parameters are not this term's, too
 
     def forward(self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
         """Returns the term, [B, T * C]."""
         scaled = self.scaled(features_of(graph, batch), num_pairs(batch))
-        return self.of_scaled(scaled, wild.draws.row_dropout)
+        return self.of_scaled(scaled, wild.kept["hidden"])
 
     def scaled(self, features: Tensor, number: Tensor) -> Tensor:
         """Returns sums of the features of a number of pairs each, centred and scaled, [B, F]."""
@@ -342,13 +341,14 @@ class PairTerm(nn.Module):
         mean, scale = self.units
         return (features - number * mean) * scale
 
-    def of_scaled(self, scaled: Tensor, factors: Tensor) -> Tensor:
-        """Returns the term of `scaled` features, [B, T * C], given factors of the MLP, [B, H]."""
+    def of_scaled(self, scaled: Tensor, hidden: Tensor) -> Tensor:
+        """Returns the term of `scaled` features, [B, T * C].
+
+        `hidden` is what the MLP's first layer gives without them, [B, 2H].
+        """
         scaled = scaled.clamp(-self.LARGEST, self.LARGEST)
-        none = scaled.new_zeros(1, scaled.size(1))
-        hidden = nn.functional.gelu(self.first(scaled)) - nn.functional.gelu(self.first(none))
-        hidden = hidden.unflatten(1, (2, -1)) * factors.unsqueeze(1)
-        return self.linear(scaled) + self.last(hidden.flatten(start_dim=1))
+        change = self.read(hidden + self.input(scaled)) - self.read(hidden)
+        return self.linear(scaled) + change
 
 
 def features_of(graph: SharedGraph, batch: Data) -> Tensor:

@@ -56,12 +56,15 @@ class PairsPart:
     `unit` is that of the predictions, float64 [T], and `features` are those of the batch, [B, F].
     """
 
-    def __init__(self, model: KnockoutGNN, unit: Tensor, batch: Data, features: Tensor):
+    def __init__(
+        self, model: KnockoutGNN, unit: Tensor, graph: SharedGraph, batch: Data, features: Tensor
+    ):
         self.unit = unit
         self.num_columns = model.num_columns
         self.term = model.terms["pairs"]
         self.scaled = self.term.scaled(features, num_pairs(batch))
-        self.factors = self.scaled.new_ones(1, model.config.hidden)  # without dropout
+        wild = model.wild_type(graph, batch)
+        _, self.hidden = model.terms["local"].inputs(wild, model.dose(wild, batch), batch)
 
     def contributions(self, sample: Tensor, shares: Tensor) -> Tensor:
         """Returns the part less what it is without each of some shares, float64 [shares, T].
@@ -69,8 +72,9 @@ class PairsPart:
         A share is what a pair, or one of its features, adds to `scaled` of a sample, [shares, F].
         """
         scaled = self.scaled[sample]
-        part = self.term.of_scaled(scaled, self.factors)
-        without = self.term.of_scaled(scaled - shares, self.factors)
+        hidden = self.hidden[sample]
+        part = self.term.of_scaled(scaled, hidden)
+        without = self.term.of_scaled(scaled - shares, hidden)
         difference = (part - without)[:, :: self.num_columns]  # of the first column of a target
         return self.unit * difference
 
@@ -114,7 +118,7 @@ def largest_pairs(
     parts = []
     for model, unit in zip(models, units, strict=True):
         if has_pairs(model):
-            parts.append(PairsPart(model, unit, batch, features))
+            parts.append(PairsPart(model, unit, graph, batch, features))
     if not most or not parts:
         return largest
     widest = max(features.size(1), 2 * models[0].config.hidden, len(units[0]))

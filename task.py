@@ -125,7 +125,7 @@ class KnockoutTask:
             from model_pairs import PairTerm, units_of_pairs  # a part, which need not be here
 
             units = units_of_pairs(self.graph, self.dataset)
-            terms["pairs"] = PairTerm(units, hidden, self.num_outputs)
+            terms["pairs"] = PairTerm(units, hidden, self.num_outputs, terms["local"].read)
         if options.readout == "nodes":
             terms["knockout"] = NodeReadout(len(tables.genes), hidden, target_nodes(tables))
         elif options.has_knockout_pass:

@@ -196,8 +196,13 @@ def pairs_of_task(task: KnockoutTask) -> dict[str, list[float]]:
 
 
 def wild_type(num_samples: int, hidden: int) -> Any:
-    """Returns what the term of pairs reads of a wild type."""
-    return SimpleNamespace(draws=SimpleNamespace(row_dropout=torch.ones(num_samples, hidden)))
+    """Returns what the term of pairs reads of a wild type, for an MLP that gives one output."""
+    return SimpleNamespace(kept={"hidden": torch.randn(num_samples, 2 * hidden)})
+
+
+def read(hidden: Tensor) -> Tensor:
+    """Returns what stands for the local readout's MLP behind its first layer."""
+    return gelu(hidden).sum(dim=1, keepdim=True)
 
 
 def test_a_graph_of_one_node_has_features_of_0(tmp_path):
@@ -294,7 +299,7 @@ def test_features_are_centred_by_those_of_an_average_pair_and_a_single_has_none(
     torch.testing.assert_close(units[0], features.mean(dim=0))
     deviation = features.std(dim=0, correction=0)
     torch.testing.assert_close(units[1], (1 / deviation).where(deviation > 1e-6, 0.0))
-    readout = PairTerm(units, hidden=4, num_outputs=1)
+    readout = PairTerm(units, hidden=4, num_outputs=1, read=read)
     torch.nn.init.ones_(readout.linear.weight)
     part = readout(graph, wild_type(len(sets), hidden=4), None, batch)
     assert part[-1].abs().max() == 0
@@ -334,37 +339,25 @@ def test_units_of_many_rows_are_those_of_evenly_spaced_ones(monkeypatch):
     assert torch.equal(units_of_pairs(graph, dataset), expected)
 
 
-def test_the_term_is_a_weighted_sum_and_an_mlp_which_start_at_zero():
+def test_the_term_is_a_weighted_sum_and_what_features_change_in_the_mlp():
     """A feature is centred by the number of pairs, scaled, and at most 10."""
     torch.manual_seed(0)
     units = torch.tensor([[1.0, 0.5], [2.0, 100.0]])
-    term = PairTerm(units, hidden=2, num_outputs=1)
+    term = PairTerm(units, hidden=2, num_outputs=1, read=read)
+    assert term.linear.weight.abs().max() == 0
+    torch.nn.init.normal_(term.linear.weight)
     batch = Data(**pack_levels([{0: 0.0, 1: 0.0}, {0: 0.0, 1: 0.0, 2: 0.5}, {2: 0.0}]))
     batch.perturbed_batch = torch.repeat_interleave(batch.perturbed_ptr.diff())
     batch.pair_features = torch.tensor([[1.5, 0.25], [3.0, 1.01], [0.0, 0.0]])
     scaled = torch.tensor([[1.0, -10.0], [2.0, 1.0], [0.0, 0.0]])  # the second has two pairs
     wild = wild_type(3, hidden=2)
-    assert not term(None, wild, None, batch).any()
-    for weight in (term.linear.weight, term.last.weight, term.first.bias):
-        torch.nn.init.normal_(weight)
+    hidden = wild.kept["hidden"]
     with torch.no_grad():
-        hidden = gelu(scaled @ term.first.weight.T + term.first.bias) - gelu(term.first.bias)
-        expected = scaled @ term.linear.weight.T + hidden @ term.last.weight.T
+        change = read(hidden + scaled @ term.input.weight.T) - read(hidden)
+        expected = scaled @ term.linear.weight.T + change
         found = term(None, wild, None, batch)
-        wild.draws.row_dropout[:2] = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
-        dropped = term(None, wild, None, batch)
-        hidden[:2] *= torch.tensor([[0.0, 2.0, 0.0, 2.0], [3.0, 0.0, 3.0, 0.0]])
-        expected_dropped = scaled @ term.linear.weight.T + hidden @ term.last.weight.T
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(dropped, expected_dropped, atol=1e-5, rtol=0)
     assert found[2] == 0
-
-
-def test_a_sample_without_pairs_has_a_term_of_0_also_in_low_precision():
-    term = PairTerm(torch.ones(2, 3), hidden=4, num_outputs=1)
-    torch.nn.init.ones_(term.last.weight)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not term.of_scaled(torch.zeros(5, 3), torch.ones(5, 4)).any()
 
 
 def test_what_training_rows_do_not_tell_adds_nothing_to_a_prediction():
@@ -373,9 +366,8 @@ def test_what_training_rows_do_not_tell_adds_nothing_to_a_prediction():
     dataset.tables.split[2] = 2
     batch = dataset.__getitems__([2])
     assert pair_index(graph).of_samples(batch).abs().max() > 0
-    term = PairTerm(units_of_pairs(graph, dataset), hidden=4, num_outputs=1)
+    term = PairTerm(units_of_pairs(graph, dataset), hidden=4, num_outputs=1, read=read)
     torch.nn.init.ones_(term.linear.weight)
-    torch.nn.init.ones_(term.last.weight)
     assert not term(graph, wild_type(1, hidden=4), None, batch).any()
 
 

@@ -40,13 +40,12 @@ def knockout_part(model: KnockoutGNN, shared: SharedGraph, sets: list) -> torch.
         return model.eval().parts(shared, make_batch(shared, sets))["knockout"]
 
 
-def make_pair_term(shared: SharedGraph) -> PairTerm:  # noqa: F811
+def make_pair_term(shared: SharedGraph, model: KnockoutGNN) -> PairTerm:  # noqa: F811
     """Returns a term of pairs whose weights are not 0, for a model of `make_model`."""
     num_features = len(pair_names(shared))
     units = torch.tensor([[0.1], [0.5]]).expand(2, num_features)  # mean and scale of each
-    term = PairTerm(units, hidden=8, num_outputs=1)
+    term = PairTerm(units, hidden=8, num_outputs=1, read=model.terms["local"].read)
     torch.nn.init.normal_(term.linear.weight, std=0.3)
-    torch.nn.init.normal_(term.last.weight, std=0.3)
     return term
 
 
@@ -62,7 +61,7 @@ def test_parts_are_those_of_the_readouts_and_add_up_to_the_prediction(shared, re
     batch = make_batch(shared, SETS)
     if readout in ("local", "both"):
         knockout = model.terms.pop("knockout") if readout == "both" else None
-        model.terms["pairs"] = make_pair_term(shared)
+        model.terms["pairs"] = make_pair_term(shared, model)
         if knockout is not None:
             model.terms["knockout"] = knockout
     parts = model.parts(shared, batch)
@@ -197,7 +196,7 @@ def test_in_a_model_without_a_knockout_pass_no_change_contributes(shared):  # no
 def make_pairs_model(shared: SharedGraph, **options) -> KnockoutGNN:  # noqa: F811
     """Returns a model with features of pairs in double precision."""
     model = make_model(**options)
-    model.terms["pairs"] = make_pair_term(shared)
+    model.terms["pairs"] = make_pair_term(shared, model)
     return model.double().eval()
 
 

@@ -43,7 +43,7 @@ def full_model(
     if config.has_local:
         terms["local"] = LocalReadout(hidden, num_outputs, basis.size(1))
     if config.has_local and pairs is not None:
-        terms["pairs"] = PairTerm(pairs, hidden, num_outputs)
+        terms["pairs"] = PairTerm(pairs, hidden, num_outputs, terms["local"].read)
     if config.readout == "nodes":
         terms["knockout"] = NodeReadout(num_nodes, hidden, target_nodes)
     elif config.has_knockout_pass:
