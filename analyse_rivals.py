@@ -194,8 +194,8 @@ def pair_rival(tables: Tables, loss: str, cache_dir: str) -> dict[str, Tensor]:
     graph = SharedGraph(tables.graph())
     dataset = KnockoutDataset(tables, graph.degree)
     add_pair_features(dataset, graph, cache_dir, fingerprint)
-    features = dataset.pair_features
-    if features is None or features[tables.rows("train")].any(dim=1).sum() < LEAST_ROWS:
+    features = dataset.columns["pair_features"]
+    if callable(features) or features[tables.rows("train")].any(dim=1).sum() < LEAST_ROWS:
         return {}
     baseline = load_baseline(tables, fingerprint, cache_dir, loss).prediction
     terms = pair_terms(tables, tables.y - baseline, features)

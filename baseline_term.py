@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from baseline import Baseline
-from mask import extremes_by_sample, sum_by_sample
+from mask import SharedGraph, extremes_by_sample, sum_by_sample
+from model import WildType
 
 
 class BaselineReadout(nn.Module):
@@ -57,3 +58,21 @@ class BaselineReadout(nn.Module):
         sums = sum_by_sample(change * self.slope * has_slope + of_sum * response, batch)
         largest, smallest = extremes_by_sample(response, batch)
         return self.intercept + sums + of_largest * largest + of_smallest * smallest
+
+
+class WithoutGraph(nn.Module):
+    """What is known without the graph, such as the baseline, in the first column of each target.
+
+    `readout` maps which effects and slopes are known, the doses and the batch to [B, T].
+    """
+
+    def __init__(self, readout: nn.Module, num_columns: int):
+        super().__init__()
+        self.readout = readout
+        self.num_columns = num_columns
+
+    def forward(self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
+        """Returns the term, [B, T * C]."""
+        values = self.readout(wild.draws.is_known, dose, batch)
+        columns = nn.functional.pad(values.unsqueeze(2), (0, self.num_columns - 1))
+        return columns.flatten(start_dim=1)

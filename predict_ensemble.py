@@ -103,18 +103,20 @@ def task_of_run(
     )
 
 
-def predict_parts(model: nn.Module, task: KnockoutTask, batch: Data) -> Tensor:
-    """Returns the output for a batch and, behind it, its parts, float64 [B, T, C + 4].
+def predict_parts(
+    model: nn.Module, task: KnockoutTask, names: Sequence[str], batch: Data
+) -> Tensor:
+    """Returns the output for a batch and, behind it, its named parts, float64 [B, T, C + parts].
 
-    The `PARTS` are of the first column, in the units of the scores or of what the loss links, such
-    as logits. What is known without the graph has the mean of the scores in it; those that the
-    model does not have are 0.
+    The parts are of the first column, in the units of the scores or of what the loss links, such as
+    logits. What is known without the graph, the first, has the mean of the scores in it; those that
+    the model does not have are 0.
     """
     parts = model.parts(task.graph, batch)
     output = sum(parts.values())
     none = torch.zeros_like(output)
     columns = []
-    for name in PARTS:
+    for name in names:
         part = task.by_score(parts.get(name, none), batch)
         columns.append(task.criterion.std * part[:, :, 0])
     columns[0] = task.criterion.mean + columns[0]
@@ -157,6 +159,14 @@ class Ensemble:
         self.lock = RLock()  # planners and masks have memory of their own
 
     @property
+    def parts(self) -> list[str]:
+        """The name of each part of a prediction: `PARTS`, and further terms of the models."""
+        names = list(PARTS)
+        for model in self.models:
+            names += [name for name in getattr(model, "terms", ()) if name not in names]
+        return names
+
+    @property
     def targets(self) -> list[str]:
         """The name of each target."""
         return list(self.tables.targets)
@@ -168,7 +178,7 @@ class Ensemble:
         names = list(self._together([criterion.predictions(a_row) for _ in self.models]))
         if with_parts:
             names += [criterion.link] if criterion.link else []
-            names += PARTS
+            names += self.parts
         return names
 
     def columns(self, with_parts: bool = False) -> list[str]:
@@ -215,7 +225,7 @@ class Ensemble:
     def _predict_by_model(
         self, samples: Tables, with_parts: bool
     ) -> list[tuple[dict[str, Tensor], Tensor]]:
-        """Returns `predictions` of each model, and their parts, float64 [n, T, 4, or 0 without]."""
+        """Returns `predictions` of each model, and their parts, float64 [n, T, parts, or 0]."""
         if not self.is_planned:
             self.plan(samples)
         rows = torch.arange(len(samples.y))
@@ -227,8 +237,9 @@ class Ensemble:
             if with_parts:
                 batch_size = evaluation_batch_size(task)
                 batches = load_batches(task.dataset, rows, batch_size, self.env)
-                shape = (len(rows), len(self.targets), num_columns + len(PARTS))
-                function = partial(predict_parts, model, task)
+                names = self.parts
+                shape = (len(rows), len(self.targets), num_columns + len(names))
+                function = partial(predict_parts, model, task, names)
                 values = compute_rows(function, batches, shape, self.env)
             else:
                 values = predict_rows(model, task, rows, self.env)

@@ -27,8 +27,7 @@ from errors import RunError, UserError
 from losses import LOSSES, Criterion
 from mask import SharedGraph
 from metrics import metrics_beside_rivals, mse, weighted_mean
-from model import KnockoutGNN
-from model_pairs import add_pair_features, pair_names, size_of_features, units_of_pairs
+from model import GlobalReadout, KnockoutGNN, LocalReadout, NodeReadout
 from parts import optional
 
 log = logging.getLogger("task")
@@ -73,6 +72,8 @@ class KnockoutTask:
         criterion = loss(mean, std).to(device)
         dataset, route = make_dataset(tables, graph, config)
         if config.model.has_pairs:
+            from model_pairs import add_pair_features  # a part, which need not be here
+
             add_pair_features(dataset, graph, config.data.cache_dir, fingerprint)
         return cls(
             config=config,
@@ -97,6 +98,11 @@ class KnockoutTask:
 
     def origin(self) -> dict[str, Any]:
         """Returns a checkpoint's origin: configuration, data, names and range of training."""
+        pair_features = []
+        if self.config.model.has_pairs:
+            from model_pairs import pair_names
+
+            pair_features = pair_names(self.graph)
         return {
             "config": asdict(self.config),
             "data": self.fingerprint,
@@ -109,7 +115,7 @@ class KnockoutTask:
             "mean": self.criterion.mean.cpu(),
             "std": self.criterion.std.cpu(),
             "basis": self.basis,
-            "pair_features": pair_names(self.graph) if self.config.model.has_pairs else [],
+            "pair_features": pair_features,
             "trained": self.tables.training_range(),
         }
 
@@ -123,14 +129,39 @@ class KnockoutTask:
                 f"model.readout=nodes has one output for each score, but optim.loss="
                 f"{self.config.optim.loss} needs {', '.join(columns)}: set model.readout=both"
             )
-        nodes = target_nodes(tables) if options.readout == "nodes" else None
-        pairs = units_of_pairs(self.graph, self.dataset) if options.has_pairs else None
-        model = KnockoutGNN.from_tables(options, tables, self.basis, nodes, pairs, len(columns))
-        starts_from_mean = self.start is None or self.criterion.starts_from_mean
-        if model.baseline is not None and not starts_from_mean:
-            criterion = self.criterion.to("cpu")
-            model.baseline.start_from(self.start, criterion.mean, criterion.std)
+        sizes = (len(tables.genes), len(tables.relations), tables.features.size(1))
+        unseen = tables.unseen_share("val")  # training hides as many nodes
+        model = KnockoutGNN(options, *sizes, unseen, self.basis, len(columns))
+        # In the order of the columns of `predict.py --parts`, behind which one of yours comes.
+        terms = model.terms
+        hidden = options.hidden
+        if options.start == "baseline" and options.readout != "global":
+            terms["without_graph"] = self.baseline_term()
+        if options.has_local:
+            terms["local"] = LocalReadout(hidden, self.num_outputs, self.basis.size(1))
+        if options.has_pairs:
+            from model_pairs import PairTerm, units_of_pairs  # a part, which need not be here
+
+            units = units_of_pairs(self.graph, self.dataset)
+            terms["pairs"] = PairTerm(units, hidden, self.num_outputs, terms["local"].read)
+        if options.readout == "nodes":
+            terms["knockout"] = NodeReadout(len(tables.genes), hidden, target_nodes(tables))
+        elif options.has_knockout_pass:
+            terms["knockout"] = GlobalReadout(len(tables.genes), hidden, self.num_outputs)
         return model
+
+    def baseline_term(self) -> nn.Module:
+        """Returns what is known without the graph, as a term that starts from the fit."""
+        from baseline_term import BaselineReadout, WithoutGraph  # a part, which need not be here
+
+        sizes = (len(self.tables.genes), len(self.tables.targets), self.basis.size(1))
+        readout = BaselineReadout(*sizes)
+        if self.start is not None and not self.criterion.starts_from_mean:
+            criterion = self.criterion.to("cpu")
+            readout.start_from(self.start, criterion.mean, criterion.std)
+        if self.config.model.readout == "nodes":
+            readout.requires_grad_(False)  # thousands of effects per node would learn noise
+        return WithoutGraph(readout, len(self.criterion.columns))
 
     @property
     def num_outputs(self) -> int:
@@ -258,12 +289,6 @@ class KnockoutTask:
         share = effective_share(self.tables.score_weight(rows)).min().item()
         if share < FEW:
             notes.append(f"by weight, the training rows count as {share:.1%} of them would")
-        if self.dataset.compute_pairs:
-            size = size_of_features(self.dataset, self.graph)
-            notes.append(
-                f"features of pairs of all rows would take {size / 1e9:.1f} GB: they are computed "
-                "with each batch, in the processes of data.workers if there are any"
-            )
         return notes
 
 

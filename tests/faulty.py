@@ -207,7 +207,7 @@ def save_an_infinite_weight() -> None:
 
     def spoiled(state: run_checkpoint.TrainState) -> dict[str, Any]:
         saved = state_dict(state)
-        saved["model"]["embedding"][3, 1] = float("inf")
+        saved["model"]["encoder.embedding"][3, 1] = float("inf")
         return saved
 
     run_checkpoint.TrainState.state_dict = spoiled
@@ -361,6 +361,26 @@ def other_shape() -> None:
     KnockoutGNN.forward = lambda *arguments: forward(*arguments).repeat(1, 2)
 
 
+def own_term() -> None:
+    """The model has a term of its own, which adds 0.25 to every output."""
+    from torch import nn
+
+    from task import KnockoutTask
+
+    class Quarter(nn.Module):
+        def forward(self, graph: object, wild: object, dose: object, batch: Data) -> torch.Tensor:
+            return torch.full((len(batch.y), 1), 0.25)
+
+    build_model = KnockoutTask.build_model
+
+    def with_quarter(task: KnockoutTask) -> nn.Module:
+        model = build_model(task)
+        model.terms["quarter"] = Quarter()
+        return model
+
+    KnockoutTask.build_model = with_quarter
+
+
 def other_option_on_rank_1(option: str) -> None:
     """Rank 1 gets another option on its command line."""
     if RANK == "1":
@@ -465,12 +485,12 @@ def share_gpu() -> None:
 def print_plans() -> None:
     """Prints of each batch whether it has a plan of the states that it changes."""
 
-    from model import KnockoutGNN
+    from model import KnockoutTerm
 
-    def report(model: KnockoutGNN, graph: object, batch: Data, *arguments: object) -> None:
-        print("planned:", "plan" in batch)
+    def report(term: KnockoutTerm, *arguments: object) -> None:
+        print("planned:", "plan" in arguments[-1])
 
-    call_before(KnockoutGNN, "changes", report)
+    call_before(KnockoutTerm, "forward", report)
 
 
 def few_rows_in_folder(folder: str) -> None:

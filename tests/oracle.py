@@ -139,53 +139,55 @@ class Oracle:
             values = np.array([self.features.get(node, math.nan) for node in self.nodes])
             mean, std = moments(values, np.ones(len(values)))
             values = np.nan_to_num((values - mean) / std).astype(np.float32)
-            x, sent = np.split(np.outer(values, model["project.weight"]), 2, axis=1)
-        if "embedding" in model:
-            x, sent = x + model["identity"], sent + model["embedding"]
+            x, sent = np.split(np.outer(values, model["encoder.project.weight"]), 2, axis=1)
+        if "encoder.embedding" in model:
+            x, sent = x + model["encoder.identity"], sent + model["encoder.embedding"]
         for depth in range(sum(name.endswith("gate") for name in model)):
-            layer = f"layers.{depth}"
+            layer = f"encoder.layers.{depth - 1}" if depth else "encoder.first"
             h = model.norm(x if depth else sent, f"{layer}.norm")
             gates = 10 * model[f"{layer}.gate"]
             total = sum(matrix @ h * gate for matrix, gate in zip(graph, gates, strict=True))
             root = model.linear(h if depth else x, f"{layer}.root")
             x = x + gelu(root + model.linear(total, f"{layer}.out"))
-        return model.norm(x, "norm")
+        return model.norm(x, "encoder.norm")
 
     def predict(self, model: "Parameters", level, intact, targets) -> np.ndarray:
         nodes = np.flatnonzero(level != 1)
         row = int((self.level == level).all(axis=1).argmax())
         doses = self.doses[:, row, nodes]  # [K, nodes]
         prediction = np.zeros(len(targets))
-        if "baseline.effect" in model:
-            effect = model["baseline.effect"].reshape(len(level), len(doses), len(targets))
-            prediction += model["baseline.intercept"]
-            prediction += (1 - level).sum() * model["baseline.slope"]
-            weights = model["baseline.weights"].reshape(3, -1)
+        if "terms.without_graph.readout.effect" in model:
+            start = "terms.without_graph.readout"
+            effect = model[f"{start}.effect"].reshape(len(level), len(doses), len(targets))
+            prediction += model[f"{start}.intercept"]
+            prediction += (1 - level).sum() * model[f"{start}.slope"]
+            weights = model[f"{start}.weights"].reshape(3, -1)
             prediction += combination(weights, np.einsum("kp,pkt->pt", doses, effect[nodes]))
-        if "local_readout.pair.weight" in model:
-            embedded = model.linear(intact[nodes], "local_readout.embed")
+        if "terms.local.pair.weight" in model:
+            embedded = model.linear(intact[nodes], "terms.local.embed")
             size = (len(nodes), len(doses), 2 * intact.shape[1])
             each = np.einsum("kp,pkh->ph", doses, embedded.reshape(size))
             pairs = [each[i] * each[:i].sum(axis=0) for i in range(len(nodes))]
             pairs = np.sum([0 * intact[0].repeat(2), *pairs], axis=0)
-            both = model.norm(np.append(each.sum(axis=0), pairs), "local_readout.norm")
-            prediction += model.linear(pairs, "local_readout.pair")
-            mean, scale = model["local_readout.pair_readout.units"]
+            both = model.norm(np.append(each.sum(axis=0), pairs), "terms.local.norm")
+            prediction += model.linear(pairs, "terms.local.pair")
+            mean, scale = model["terms.pairs.units"]
             number = np.triu(np.outer(1 - level, 1 - level), 1).sum()
             scaled = (self.pair_features(level) - number * mean) * scale
             scaled = scaled.clip(-10, 10)
-            prediction += model.linear(scaled, "local_readout.pair_readout.linear")
-            hidden = model.linear(both, "local_readout.head.0")
-            hidden = hidden + model.linear(scaled, "local_readout.pair_readout.input")
-            prediction += model.linear(gelu(hidden), "local_readout.head.2")
+            prediction += model.linear(scaled, "terms.pairs.linear")
+            hidden = gelu(model.linear(scaled, "terms.pairs.first"))
+            hidden -= gelu(model["terms.pairs.first.bias"])
+            prediction += model.linear(hidden, "terms.pairs.last")
+            prediction += model.head(both, "terms.local.head")
         change = (self.states(model, level) - intact) * (level > 0)[:, None]
-        if "change_readout.head.0.weight" in model:
+        if "terms.knockout.head.0.weight" in model:
             total = np.arcsinh(change.sum(axis=0) / math.sqrt(len(level)))
-            prediction += model.head(total, "change_readout.head")
-        if "change_readout.dead.weight" in model:
-            response = gelu(model.linear(change, "change_readout.change"))
-            effect = (response * model.linear(intact, "change_readout.weight")).sum(axis=1)
-            effect += (1 - level) * model.linear(intact, "change_readout.dead")[:, 0]
+            prediction += model.head(total, "terms.knockout.head")
+        if "terms.knockout.dead.weight" in model:
+            response = gelu(model.linear(change, "terms.knockout.change"))
+            effect = (response * model.linear(intact, "terms.knockout.weight")).sum(axis=1)
+            effect += (1 - level) * model.linear(intact, "terms.knockout.dead")[:, 0]
             prediction += effect[[self.nodes.index(name) for name in targets]]
         return prediction
 

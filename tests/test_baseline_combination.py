@@ -22,8 +22,10 @@ from data_tables import Tables
 from data_training import training_mean_and_std
 from mask import SharedGraph
 from metrics import pearson
+from model import ModelConfig
 from task import KnockoutTask
-from tests.tools.runs import model_from, pack_levels
+from tests.tools.models import model_of_tables
+from tests.tools.runs import pack_levels
 
 NUM_NODES = 60
 SEEDS = (2, pytest.param(3, marks=pytest.mark.slow))  # of random tables
@@ -412,15 +414,15 @@ def test_the_readout_is_the_combination_of_the_nodes_it_is_told():
 def test_the_model_starts_from_the_combination_and_trains_it(few_penalties):
     tables = combined_tables((0.2, 1.4, 0.2))
     found = fit_baseline(tables)
-    model = model_from(found, tables)
+    model = model_of_tables(ModelConfig(hidden=4, dropout=0.0), tables, found)
     batch = KnockoutDataset(tables, torch.ones(60, dtype=torch.long)).__getitems__(range(300))
     prediction = model(SharedGraph(tables.graph()), batch)
     mean, std = training_mean_and_std(tables)
     expected = ((found.prediction - mean) / std)[:300].float()
     torch.testing.assert_close(prediction, expected, rtol=1e-4, atol=1e-4)
     prediction.square().mean().backward()
-    assert (model.baseline.weights.grad != 0).all()
-    assert "baseline.weights" in model.state_dict()
+    assert (model.terms["without_graph"].readout.weights.grad != 0).all()
+    assert "terms.without_graph.readout.weights" in model.state_dict()
 
 
 @pytest.mark.slow
@@ -428,7 +430,10 @@ def test_the_file_of_a_run_has_no_other_tables(few_penalties):
     """All that a prediction depends on is in the state dict: units of responses, and weights."""
     tables = combined_tables(levels=(0.0, 0.4, 2.0), num_rows=300)
     others = combined_tables((1.0, 0.0, 0.0), levels=(0.0, 0.7, 3.0), num_rows=300, seed=1)
-    models = [model_from(fit_baseline(each), each).eval() for each in (tables, others)]
+    models = [
+        model_of_tables(ModelConfig(hidden=4), each, fit_baseline(each)).eval()
+        for each in (tables, others)
+    ]
     batch = KnockoutDataset(tables, torch.ones(60, dtype=torch.long)).__getitems__(range(300))
     graph = SharedGraph(tables.graph())
     expected, before = (model(graph, batch) for model in models)

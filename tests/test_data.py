@@ -1,6 +1,7 @@
 """Options of the tables, splits, and building batches."""
 
 import hashlib
+import math
 import os
 import tracemalloc
 from dataclasses import replace
@@ -176,6 +177,25 @@ def test_a_batch_holds_its_rows_and_padding_has_zero_weight():
     assert isinstance(batch.num_dead_edges, int)
     assert dataset[7].perturbed.tolist() == [0, 1, 2]
     assert dataset.__getitems__([]).perturbed_ptr.tolist() == [0]
+
+
+def test_a_batch_brings_further_columns_of_its_rows_by_their_names():
+    dataset = make_dataset(3)
+    dataset.tables.columns = {"plate": torch.tensor([5, 6, 7])}
+    dataset.columns = {
+        "values": torch.tensor([[1.0, math.nan], [2.0, 3.0], [4.0, 5.0]]),
+        "size": lambda batch: batch.perturbed_ptr.diff(),
+    }
+    batch = dataset.__getitems__([2, -1])
+    assert batch.plate.tolist() == [7, 0]
+    assert batch["values"].tolist() == [[4.0, 5.0], [0.0, 0.0]]
+    assert batch["size"].tolist() == [2, 0]
+    assert dataset.tables.columns["plate"].tolist() == [5, 6, 7]
+    others = replace(dataset.tables, columns={"plate": torch.tensor([1, 2, 3])})
+    batch = dataset.with_samples(others).__getitems__([0])
+    assert batch.plate.tolist() == [1]
+    assert batch["size"].tolist() == [0]
+    assert "values" not in batch  # which are those of other rows
 
 
 def test_a_node_listed_twice_in_a_sample_counts_once():

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 
 from mask import SharedGraph
 from mask_product import CSR
-from model import KnockoutGNN, ModelConfig
+from model import ModelConfig
 from model_reach import ReachPlanner
 from tests.test_model import (
     NUM_FEATURES,
@@ -27,6 +27,7 @@ from tests.test_model import (
     set_block,  # noqa: F401
     shared,  # noqa: F401
 )
+from tests.tools.models import full_model
 from tests.tools.runs import task_of
 
 
@@ -82,7 +83,7 @@ def test_masks_model_and_loss_stay_on_their_gpu_without_syncs(
     batch = make_batch(shared, SETS, planner).apply(gpus.tensor)
     graph = gpus.module(shared)
     config = ModelConfig(hidden=8, message_passing=route, readout=readout)
-    model = gpus.module(KnockoutGNN(config, NUM_NODES, 3, NUM_FEATURES)).train()
+    model = gpus.module(full_model(config, NUM_NODES, 3, NUM_FEATURES)).train()
     with gpus.mode:
         results = [graph.keep(batch), graph.levels(batch), graph.dead_edges(batch)]
         results += [*graph.edge_masks(batch).values(), *graph.expand(batch).values()]
@@ -100,7 +101,7 @@ def test_a_batch_on_another_device_is_refused(gpus, shared, device, readout):  #
     batch = make_batch(shared, SETS).apply(lambda tensor: gpus.tensor(tensor, device))
     graph = gpus.module(shared)
     model = gpus.module(
-        KnockoutGNN(ModelConfig(hidden=8, readout=readout), NUM_NODES, num_relations=3)
+        full_model(ModelConfig(hidden=8, readout=readout), NUM_NODES, num_relations=3)
     )
     message = f"the batch is on {device} but the graph is on cuda:3"
     advice = r": call batch = batch.to\('cuda:3'\)"

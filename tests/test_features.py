@@ -228,7 +228,7 @@ def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path)
         model = task.build_model().double().eval()
         for parameter in model.parameters():  # some parts start at zero
             torch.nn.init.normal_(parameter)
-        model.baseline.effect.data.zero_()  # the additive baseline's
+        model.terms["without_graph"].readout.effect.data.zero_()  # the additive baseline's
         graph = task.graph.double()
         dataset = KnockoutDataset(tables_of([[3], [4]], torch.zeros(2)), graph.degree)
         d, e = model(graph, dataset.__getitems__([0, 1]))
@@ -282,7 +282,9 @@ def test_features_predict_genes_that_no_training_row_has(train, predict, tmp_pat
         train(0, *settings, f"model.embedding={embedding}", f"run.name={name}").check()
         (test,) = read_metrics(tmp_path / "runs" / name, "test")
         assert test["pearson"] > 0.8 > test["baseline_pearson"] + 0.15
-    assert not {"embedding", "identity"} & parameters(tmp_path / "runs/alone").keys()
+    assert (
+        not {"encoder.embedding", "encoder.identity"} & parameters(tmp_path / "runs/alone").keys()
+    )
     predict(0, str(tmp_path / "p.tsv"), "runs/alone").check()
     lines = (tmp_path / "p.predictions.tsv").read_text().splitlines()
     assert len(lines) == 1501

@@ -27,7 +27,8 @@ from predict_sets import read_sets
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
 from tests.conftest import write_table
-from tests.tools.runs import lines_of_test, model_from, pack_levels, small_graph, tables_of
+from tests.tools.models import full_model, model_of_tables
+from tests.tools.runs import lines_of_test, pack_levels, small_graph, tables_of
 from tests.tools.syncs import CountSynchronisations
 
 EDGES = [
@@ -321,7 +322,7 @@ def make_model(**options) -> KnockoutGNN:
     config = ModelConfig(**{"hidden": 8, "layers": 2, "dropout": 0.0, **options})
     targets = torch.tensor([5, 0, 10, 8, 2, 6])
     num_targets = 6 if config.readout == "nodes" else 1
-    model = KnockoutGNN(config, NUM_NODES, 3, num_targets=num_targets, target_nodes=targets)
+    model = full_model(config, NUM_NODES, 3, num_targets=num_targets, target_nodes=targets)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.double()
@@ -376,10 +377,11 @@ def test_a_target_at_a_level_has_its_own_part_beside_its_change(shared):
     for route in ("shared", "expanded"):
         model.config = ModelConfig(hidden=8, message_passing=route, readout="nodes")
         batch = make_batch(shared, sets)
-        model.change_readout.dead.weight.data.zero_()
-        model.change_readout.dead.bias.data.fill_(7.0)
+        model.terms["knockout"].dead.weight.data.zero_()
+        model.terms["knockout"].dead.bias.data.fill_(7.0)
         dose = (1 - batch.level).unsqueeze(1)
-        additive = model.baseline(torch.ones(2, NUM_NODES).bool(), dose, batch)
+        baseline = model.terms["without_graph"].readout
+        additive = baseline(torch.ones(2, NUM_NODES).bool(), dose, batch)
         effects = model(shared, batch) - additive
         both, other, _, deleted = effects[:, 0]  # on node 5
         assert abs(other) > 1e-4
@@ -414,7 +416,7 @@ def test_the_model_starts_from_the_baseline_at_all_levels():
     found = fit_baseline(tables)
     assert found.weights[:, 0].tolist() == pytest.approx([1, 0, 0], abs=1e-3)
     assert found.weights[1, 1] > 1
-    model = model_from(found, tables).eval()
+    model = model_of_tables(ModelConfig(hidden=4), tables, found).eval()
     shared = SharedGraph(tables.graph())
     batch = KnockoutDataset(tables, shared.degree).__getitems__(range(300))
     mean, std = training_mean_and_std(tables)

@@ -133,7 +133,7 @@ def test_every_column_is_trained(tmp_path):
     batch = task.dataset.__getitems__(task.rows("train")[:8].tolist())
     batch.seed = torch.tensor(0)
     task.loss(model(task.graph, batch), batch).sum().backward()
-    for readout in (model.local_readout, model.change_readout):
+    for readout in (model.terms["local"], model.terms["knockout"]):
         assert readout.head[-1].bias.grad.shape == (4,)
         assert readout.head[-1].bias.grad.all()
 

@@ -9,7 +9,7 @@ from torch_geometric.data import Batch, Data, HeteroData
 
 from data import KnockoutDataset
 from mask import EdgeMasks, SharedGraph, num_samples
-from mask_copies import ExpandedMessages, intact_batch
+from mask_copies import CopiedGraph, intact_batch
 from mask_product import CSR, RelationStack, _segment_product, spmm
 from tests.tools.runs import tables_of
 from tests.tools.syncs import CountSynchronisations
@@ -116,7 +116,7 @@ def test_a_node_sends_its_state_times_its_level(graph):
 
     # On copies, dead nodes get nothing, which nothing reads.
     alive = shared.keep(batch).unsqueeze(-1)
-    on_copies = ExpandedMessages(shared, batch)(x, gate)
+    on_copies = CopiedGraph(shared, batch).propagate(x, gate)
     torch.testing.assert_close(on_copies * alive, expected * alive, rtol=1e-6, atol=1e-6)
 
 
@@ -127,7 +127,7 @@ def test_a_batch_without_knock_outs_leaves_the_graph_intact(graph):
     assert all(mask.all() for mask in shared.edge_masks(batch).values())
     x = torch.randn(NUM_NODES, 1, 4, dtype=torch.float64)
     gate = torch.randn(3, 4, dtype=torch.float64)
-    on_copies = ExpandedMessages(shared, batch)(x, gate)
+    on_copies = CopiedGraph(shared, batch).propagate(x, gate)
     torch.testing.assert_close(on_copies, shared.propagate(x, gate), rtol=1e-12, atol=1e-12)
 
 
@@ -158,11 +158,12 @@ def test_gradients_on_copies_do_not_depend_on_later_batches(graph):
     gate = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     x = torch.randn(NUM_NODES, len(SETS), 4, dtype=torch.float64, requires_grad=True)
     first = make_batch(shared, SETS)
-    expected = torch.autograd.grad(ExpandedMessages(shared, first)(x, gate).sin().sum(), [x, gate])
-    messages = ExpandedMessages(shared, first)
-    other_messages = ExpandedMessages(shared, make_batch(shared, SETS[::-1]))
-    sums = messages(x, gate)
-    other_messages(x, gate).sum().backward()
+    sums = CopiedGraph(shared, first).propagate(x, gate)
+    expected = torch.autograd.grad(sums.sin().sum(), [x, gate])
+    copies = CopiedGraph(shared, first)
+    other_copies = CopiedGraph(shared, make_batch(shared, SETS[::-1]))
+    sums = copies.propagate(x, gate)
+    other_copies.propagate(x, gate).sum().backward()
     gradients = torch.autograd.grad(sums.sin().sum(), [x, gate])
     assert all(map(torch.equal, gradients, expected))
 
@@ -374,7 +375,7 @@ def test_the_batch_path_never_waits_for_the_device(graph):
             shared.dead_edges(batch)
             shared.edge_masks(batch)
             shared.expand(batch)
-            ExpandedMessages(shared, batch)
+            CopiedGraph(shared, batch)
     assert count.seen == []
     with CountSynchronisations() as count:  # the counter itself works
         batch.perturbed[batch.perturbed > 2].sum().item()

@@ -7,7 +7,7 @@ from torch_geometric.data import Data, HeteroData
 
 from data import KnockoutDataset
 from mask import SharedGraph
-from mask_messages import SharedMessages
+from mask_messages import Samples
 from tests.tools.runs import tables_of
 from tests.tools.syncs import CountSynchronisations
 
@@ -51,7 +51,7 @@ def in_blocks(graph: SharedGraph, batch: Data, size: int, x: Tensor, gate: Tenso
     sums = [x.new_empty(graph.num_nodes, 0, HIDDEN)]
     first = 0
     for level in graph.levels(batch).split(size, dim=1):
-        sums.append(SharedMessages(graph, batch, level, first)(x, gate))
+        sums.append(graph.propagate_alike(x, gate, Samples(batch, first, level)))
         first += level.size(1)
     return torch.cat(sums, dim=1)
 
@@ -85,13 +85,3 @@ def test_rows_that_are_left_out_are_among_the_random_graphs():
     stacks = [draw(number)[0].stack for number in range(100)]
     num_left_out = sum(stack.by_source.relation is not None for stack in stacks)
     assert 10 < num_left_out < 90
-
-
-def test_states_of_each_sample_take_a_product_for_each():
-    graph, samples = draw(4)
-    batch = batch_of(graph, samples)
-    level = graph.levels(batch)
-    x = torch.randn(graph.num_nodes, len(samples), HIDDEN, dtype=torch.float64)
-    gate = torch.randn(len(graph.relations), HIDDEN, dtype=torch.float64)
-    sums = SharedMessages(graph, batch, level)(x, gate)
-    assert len(samples) > 1 and sums.equal(graph.propagate(x, gate, level))

@@ -24,7 +24,7 @@ from data import KnockoutDataset, StepSampler, make_loader
 from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
 from mask import SharedGraph, sum_by_sample
-from model import KnockoutGNN, ModelConfig
+from model import Encoder, KnockoutGNN, ModelConfig
 from model_graphs import (
     FixedShape,
     GraphedModel,
@@ -142,8 +142,8 @@ def test_padding_changes_no_number(gpu, readout, loss):
     task = make_task(loss, "fp64", readout=readout)
     model = build_model(task)
     padded = replace(task.dataset, transform=shape_of(task))
-    task.dataset.pair_features = None  # they are computed with the batch, too
-    for dataset in (padded, replace(padded, pair_features=None)):
+    task.dataset.columns = {}  # they are computed with the batch, too
+    for dataset in (padded, replace(padded, columns={})):
         plain = batches_of(task, task.dataset)
         for batch, other in zip(plain, batches_of(task, dataset), strict=True):
             assert len(other.perturbed) > len(batch.perturbed)
@@ -334,19 +334,20 @@ def test_other_batches_and_predictions_are_the_models(gpu, monkeypatch):
 
 
 def unfreeze(model: nn.Module) -> None:
-    model.baseline.requires_grad_(True)
+    model.terms["without_graph"].readout.requires_grad_(True)
 
 
 def freeze(model: nn.Module) -> None:
-    model.embedding.requires_grad_(False)
+    model.encoder.embedding.requires_grad_(False)
 
 
 def move(model: nn.Module) -> None:
-    model.norm.weight.data = 2 * model.norm.weight.data
+    model.encoder.norm.weight.data = 2 * model.encoder.norm.weight.data
 
 
 def move_buffer(model: nn.Module) -> None:
-    model.baseline.intercept.data = 2 * model.baseline.intercept
+    baseline = model.terms["without_graph"].readout
+    baseline.intercept.data = 2 * baseline.intercept
 
 
 def assign(model: nn.Module) -> None:
@@ -359,7 +360,7 @@ def test_parameters_that_are_no_longer_as_captured_end_the_replays(gpu, caplog, 
     """The numbers are those by hand, and the log says it once."""
     task = make_task()
     model = build_model(task)
-    model.baseline.requires_grad_(False)
+    model.terms["without_graph"].readout.requires_grad_(False)
     steps = steps_of(model, task)
     (batch,) = batches_of(task, steps.dataset, 1)
     add_gradients(steps.model, task, batch)
@@ -496,7 +497,7 @@ class FrozenGradient(OwnModel):
     """Its loss does not depend on what Python draws, but a gradient does."""
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
-        weight = self.local_readout.pair.weight
+        weight = self.terms["local"].pair.weight
         weight_of_pass = weight.detach() + random.random() * (weight - weight.detach())
         prediction = super().forward(graph, batch)
         return prediction + weight_of_pass.sum() - weight_of_pass.sum().detach()
@@ -508,14 +509,20 @@ def test_the_parameter_is_named_whose_gradient_differs(gpu, caplog):
     steps = steps_of(model, task)
     assert steps.model is model
     assert steps.note.endswith(
-        "as by them, the gradient of local_readout.pair.weight of a batch is another"
+        "as by them, the gradient of terms.local.pair.weight of a batch is another"
     )
-    assert "by CUDA graphs, the gradient of local_readout.pair.weight of a batch" in caplog.text
+    assert "by CUDA graphs, the gradient of terms.local.pair.weight of a batch" in caplog.text
 
 
 class FrozenAtTheStart(OwnModel):
     """A gradient depends on what Python draws, but it is 0 at the start, as is the readout."""
 
+    def forward(self, *arguments: object) -> Tensor:
+        self.encoder.__class__ = FrozenEncoder
+        return super().forward(*arguments)
+
+
+class FrozenEncoder(Encoder):
     def embed(self, *arguments: object) -> tuple[Tensor, Tensor]:
         x, sent = super().embed(*arguments)
         return x, sent.detach() + (1 + random.random()) * (sent - sent.detach())
@@ -525,7 +532,7 @@ def test_what_starts_at_zero_hides_no_difference(gpu):
     task = make_task()
     model = task.build_model()
     model.__class__ = FrozenAtTheStart
-    assert "the gradient of embedding" in steps_of(model, task).note
+    assert "the gradient of encoder.embedding" in steps_of(model, task).note
 
 
 def test_a_model_that_waits_for_a_value_cannot_be_captured(gpu, caplog):
@@ -760,7 +767,8 @@ def test_an_update_that_cannot_be_captured_is_called(gpu, caplog, obstacle):
     def update(state: TrainState, clip: float) -> Tensor:
         calls.append(1)
         if obstacle == "failure":
-            assert state.model.norm.weight.grad.sum().item() != 0  # which waits for the device
+            # Which waits for the device:
+            assert state.model.encoder.norm.weight.grad.sum().item() != 0
         return update_parameters(state, clip)
 
     found = update_all(first, 4, lambda step: 1.0, update=GraphedUpdate(update, first))

@@ -4,10 +4,13 @@ import itertools
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu
 from torch.utils.data import DataLoader, default_convert
 from torch_geometric.data import Data, HeteroData
 
@@ -20,7 +23,7 @@ from model_pairs import (
     FEATURES,
     MOST_RELATIONS,
     PairIndex,
-    PairReadout,
+    PairTerm,
     num_pairs,
     pair_index,
     pair_names,
@@ -188,8 +191,18 @@ def pairs_of_task(task: KnockoutTask) -> dict[str, list[float]]:
     prediction.square().sum().backward()
     assert prediction.isfinite().all()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-    assert model.local_readout.pair_readout.units.isfinite().all()
+    assert model.terms["pairs"].units.isfinite().all()
     return dict(zip(pair_names(task.graph), batch.pair_features.T.tolist(), strict=True))
+
+
+def wild_type(num_samples: int, hidden: int) -> Any:
+    """Returns what the term of pairs reads of a wild type, for an MLP that gives one output."""
+    return SimpleNamespace(kept={"hidden": torch.randn(num_samples, 2 * hidden)})
+
+
+def read(hidden: Tensor) -> Tensor:
+    """Returns what stands for the local readout's MLP behind its first layer."""
+    return gelu(hidden).sum(dim=1, keepdim=True)
 
 
 def test_a_graph_of_one_node_has_features_of_0(tmp_path):
@@ -286,9 +299,9 @@ def test_features_are_centred_by_those_of_an_average_pair_and_a_single_has_none(
     torch.testing.assert_close(units[0], features.mean(dim=0))
     deviation = features.std(dim=0, correction=0)
     torch.testing.assert_close(units[1], (1 / deviation).where(deviation > 1e-6, 0.0))
-    readout = PairReadout(units, hidden=4, num_outputs=1)
+    readout = PairTerm(units, hidden=4, num_outputs=1, read=read)
     torch.nn.init.ones_(readout.linear.weight)
-    part = readout(graph, batch, torch.zeros(len(sets), 8), torch.nn.Identity())
+    part = readout(graph, wild_type(len(sets), hidden=4), None, batch)
     assert part[-1].abs().max() == 0
     assert part[:-1].abs().max() > 0
 
@@ -326,23 +339,23 @@ def test_units_of_many_rows_are_those_of_evenly_spaced_ones(monkeypatch):
     assert torch.equal(units_of_pairs(graph, dataset), expected)
 
 
-def test_the_readout_adds_a_weighted_sum_and_what_features_change_behind_the_head():
+def test_the_term_is_a_weighted_sum_and_what_features_change_in_the_mlp():
     """A feature is centred by the number of pairs, scaled, and at most 10."""
     torch.manual_seed(0)
     units = torch.tensor([[1.0, 0.5], [2.0, 100.0]])
-    readout = PairReadout(units, hidden=2, num_outputs=1)
-    assert readout.linear.weight.abs().max() == 0
-    torch.nn.init.normal_(readout.linear.weight)
-    head = torch.nn.Sequential(torch.nn.GELU(), torch.nn.Linear(4, 1))
-    hidden = torch.randn(3, 4)
+    term = PairTerm(units, hidden=2, num_outputs=1, read=read)
+    assert term.linear.weight.abs().max() == 0
+    torch.nn.init.normal_(term.linear.weight)
     batch = Data(**pack_levels([{0: 0.0, 1: 0.0}, {0: 0.0, 1: 0.0, 2: 0.5}, {2: 0.0}]))
     batch.perturbed_batch = torch.repeat_interleave(batch.perturbed_ptr.diff())
     batch.pair_features = torch.tensor([[1.5, 0.25], [3.0, 1.01], [0.0, 0.0]])
     scaled = torch.tensor([[1.0, -10.0], [2.0, 1.0], [0.0, 0.0]])  # the second has two pairs
+    wild = wild_type(3, hidden=2)
+    hidden = wild.kept["hidden"]
     with torch.no_grad():
-        expected = readout.linear(scaled)
-        expected += head(hidden + readout.input(scaled)) - head(hidden)
-        found = readout(None, batch, hidden, head)
+        change = read(hidden + scaled @ term.input.weight.T) - read(hidden)
+        expected = scaled @ term.linear.weight.T + change
+        found = term(None, wild, None, batch)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert found[2] == 0
 
@@ -353,10 +366,9 @@ def test_what_training_rows_do_not_tell_adds_nothing_to_a_prediction():
     dataset.tables.split[2] = 2
     batch = dataset.__getitems__([2])
     assert pair_index(graph).of_samples(batch).abs().max() > 0
-    readout = PairReadout(units_of_pairs(graph, dataset), hidden=4, num_outputs=1)
-    torch.nn.init.ones_(readout.linear.weight)
-    part = readout(graph, batch, torch.zeros(1, 8), torch.nn.Identity())
-    assert part.abs().max() == 0
+    term = PairTerm(units_of_pairs(graph, dataset), hidden=4, num_outputs=1, read=read)
+    torch.nn.init.ones_(term.linear.weight)
+    assert not term(graph, wild_type(1, hidden=4), None, batch).any()
 
 
 def test_features_that_a_batch_brings_are_those_that_are_computed(tmp_path):
@@ -374,13 +386,13 @@ def test_features_that_a_batch_brings_are_those_that_are_computed(tmp_path):
 def test_features_of_other_tables_and_precisions_have_caches_of_their_own(tmp_path):
     graph, dataset = small_dataset([{0: 0.0, 1: 0.0}])
     model_pairs.add_pair_features(dataset, graph, str(tmp_path), "of these tables")
-    features = dataset.pair_features
+    features = dataset.columns["pair_features"]
     graph, dataset = small_dataset([{0: 0.0, 2: 0.0}])
     model_pairs.add_pair_features(dataset, graph, str(tmp_path), "of others")
-    assert not torch.equal(dataset.pair_features, features)
+    assert not torch.equal(dataset.columns["pair_features"], features)
     graph.to("cpu", torch.float64)
     model_pairs.add_pair_features(dataset, graph, str(tmp_path), "of others")
-    assert dataset.pair_features.dtype == torch.float64
+    assert dataset.columns["pair_features"].dtype == torch.float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -390,10 +402,11 @@ def test_features_of_too_many_rows_are_computed_with_each_batch(monkeypatch, tmp
     graph.to("cpu", dtype)
     kept = replace(dataset)
     model_pairs.add_pair_features(kept, graph, str(tmp_path), "")
-    assert model_pairs.size_of_features(dataset, graph) == kept.pair_features.nbytes
-    monkeypatch.setattr(model_pairs, "MOST_BYTES", kept.pair_features.nbytes - 1)
+    assert not dataset.columns
+    size = kept.columns["pair_features"].nbytes
+    monkeypatch.setattr(model_pairs, "MOST_BYTES", size - 1)
     model_pairs.add_pair_features(dataset, graph, str(tmp_path), "")
-    assert dataset.pair_features is None
+    assert callable(dataset.columns["pair_features"])
     for rows in ([2, -1, 0, 1], [-1, -1]):
         features = dataset.__getitems__(rows).pair_features
         expected = kept.__getitems__(rows).pair_features

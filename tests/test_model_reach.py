@@ -13,9 +13,9 @@ from torch_geometric.data import HeteroData
 
 from data import KnockoutDataset
 from mask import SharedGraph
-from model import GlobalReadout, KnockoutConv, KnockoutGNN, LayerStates, ModelConfig, NodeReadout
+from model import GlobalReadout, KnockoutConv, KnockoutGNN, ModelConfig, NodeReadout
 from model_reach import (
-    KEEP_REACHED,
+    POOL_REACHED,
     ReachBlock,
     ReachedStates,
     ReachPlanner,
@@ -31,6 +31,7 @@ from tests.test_mask import (
     graph,  # noqa: F401
     make_batch,
 )
+from tests.tools.models import full_model
 from tests.tools.runs import tables_of
 
 ANY_NUMBER = math.inf  # of edges
@@ -221,7 +222,7 @@ def tiny_model(readout: str) -> KnockoutGNN:
     config = ModelConfig(hidden=8, readout=readout)
     target_nodes = torch.tensor([1, 4, 5])
     num_targets = 3 if readout == "nodes" else 1
-    return KnockoutGNN(config, NUM_NODES, 3, num_targets=num_targets, target_nodes=target_nodes)
+    return full_model(config, NUM_NODES, 3, num_targets=num_targets, target_nodes=target_nodes)
 
 
 def is_planned_exactly(model: KnockoutGNN, shared: SharedGraph, num_layers: int) -> bool:
@@ -252,23 +253,38 @@ def test_a_plan_of_a_graph_with_one_sender_or_none_is_exact():
 @pytest.mark.parametrize("readout", ["both", "nodes"])
 def test_a_plan_is_not_exact_for_an_edited_layer(shared, monkeypatch, readout, num_layers):
     """Not even for a part of the layer that starts at zero."""
-    forward = KnockoutConv.forward
+    add = KnockoutConv.add
 
-    def squared(layer, x, messages, sent=None) -> LayerStates:
-        states = forward(layer, x, messages, sent)
-        return states._replace(update=states.update + layer.more * states.update.square())
+    def squared(layer, x, h, update, record) -> Tensor:
+        return add(layer, x, h, update + layer.more * update.square(), record)
 
     model = tiny_model(readout)
-    for layer in model.layers:
+    for layer in (model.encoder.first, *model.encoder.layers):
         layer.more = torch.nn.Parameter(torch.zeros(8))
-    monkeypatch.setattr(KnockoutConv, "forward", squared)
+    monkeypatch.setattr(KnockoutConv, "add", squared)
     assert not is_planned_exactly(model, shared, num_layers)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_plan_is_not_exact_for_a_layer_of_another_class(shared, number):
+    """Whose own layer need not record what it makes of the states."""
+
+    class OwnConv(torch.nn.Linear):
+        def forward(self, x: Tensor, *arguments: object) -> Tensor:
+            return super().forward(x)
+
+    model = tiny_model("both")
+    if number == 0:
+        model.encoder.first = OwnConv(8, 8)
+    else:
+        model.encoder.layers[0] = OwnConv(8, 8)
+    assert not is_planned_exactly(model, shared, 2)
 
 
 @pytest.mark.parametrize("readout", [GlobalReadout, NodeReadout])
 def test_a_plan_is_not_exact_for_an_edited_readout(shared, monkeypatch, readout):
-    keep = readout.keep
-    monkeypatch.setattr(readout, "keep", lambda *arguments: 2 * keep(*arguments))
+    pool = readout.pool
+    monkeypatch.setattr(readout, "pool", lambda *arguments: 2 * pool(*arguments))
     model = tiny_model("nodes" if readout is NodeReadout else "both")
     assert not is_planned_exactly(model, shared, 2)
 
@@ -277,15 +293,15 @@ def test_a_readout_of_its_own_reads_the_states_of_all_nodes(shared, monkeypatch,
     """With a line in the log, once; the layers still compute only states that change."""
 
     class LargestChange(GlobalReadout):
-        def keep(self, change: Tensor, alive: Tensor, wild: object) -> Tensor:
+        def pool(self, change: Tensor, alive: Tensor, wild: object) -> Tensor:
             return (change * alive.unsqueeze(-1)).amax(0)
 
     caplog.set_level("INFO")
     model = tiny_model("both")
-    model.change_readout = LargestChange(NUM_NODES, 8, 1)
-    assert LargestChange not in KEEP_REACHED
+    model.terms["knockout"] = LargestChange(NUM_NODES, 8, 1)
+    assert LargestChange not in POOL_REACHED
     for _ in range(2):
         assert is_planned_exactly(model, shared, 2)
     assert [record.message for record in caplog.records] == [
-        "note      LargestChange is not in KEEP_REACHED of model_reach.py: it reads all nodes"
+        "note      LargestChange is not in POOL_REACHED of model_reach.py: it reads all nodes"
     ]

@@ -10,9 +10,10 @@ from torch_geometric.data import Data
 
 from config import Config
 from ddp_setup import DDPConfig, Distributed
-from model import KnockoutGNN, ModelConfig
+from model import ModelConfig
 from optim import OptimConfig, build_optimizer, parameter_groups, schedule
 from run_checkpoint import TrainState
+from tests.tools.models import full_model
 from tests.tools.syncs import CountSynchronisations
 from train import Meter, TrainingSteps, train_step, update_parameters
 
@@ -23,14 +24,14 @@ def test_learning_rates_that_fit_nothing_or_freeze_everything_are_refused(train,
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert re.search(
-        r"error: optim.lr_mult=\{.*\} fits none or freezes all of embedding, identity, ",
+        r"error: optim.lr_mult=\{.*\} fits none or freezes all of encoder.embedding, ",
         result.stderr,
     )
 
 
 def test_a_resumed_run_takes_its_rates_from_the_configuration(train, tmp_path, nproc=0):
     zero = f"optim.zero={nproc > 0}".lower()
-    mult = "optim.lr_mult={embedding: 0.5, readout: 0.1, change_readout: 0.2, identity: 0}"
+    mult = "optim.lr_mult={embedding: 0.5, terms: 0.1, knockout: 0.2, identity: 0}"
     train(nproc, zero, mult, "optim.weight_decay=0").check()
     train(nproc, zero, mult, "optim.epochs=2", "optim.weight_decay=0.7", "optim.lr=0.02").check()
     state = torch.load(tmp_path / "runs/default/checkpoints/step_00000010.pt", weights_only=True)
@@ -40,8 +41,8 @@ def test_a_resumed_run_takes_its_rates_from_the_configuration(train, tmp_path, n
     assert {(group["initial_lr"], group["weight_decay"]) for group in groups} == expected
     assert len(groups) == len(expected)
     assert all(group["lr"] < 0.1 * group["initial_lr"] or group["lr"] == 0 for group in groups)
-    assert (state["model"]["identity"] == 0).all()
-    assert (state["model"]["layers.0.root.weight"] != 0).any()
+    assert (state["model"]["encoder.identity"] == 0).all()
+    assert (state["model"]["encoder.first.root.weight"] != 0).any()
 
 
 def test_learning_rate_warms_up_and_decays_to_zero():
@@ -55,12 +56,13 @@ def test_learning_rate_warms_up_and_decays_to_zero():
 
 
 def test_biases_norms_and_the_baseline_have_no_weight_decay():
-    model = KnockoutGNN(ModelConfig(hidden=4, layers=1), 5, num_relations=2, num_features=3)
+    model = full_model(ModelConfig(hidden=4, layers=1), 5, num_relations=2, num_features=3)
     groups = parameter_groups(model, OptimConfig(weight_decay=0.7))
     decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     without = {name for name, parameter in model.named_parameters() if decays[id(parameter)] == 0}
     vectors = {name for name, parameter in model.named_parameters() if parameter.dim() == 1}
-    assert without == vectors | {"baseline.effect", "baseline.weights"}
+    baseline = {f"terms.without_graph.readout.{name}" for name in ("effect", "weights")}
+    assert without == vectors | baseline
     assert set(decays.values()) == {0.0, 0.7}
 
 

@@ -22,7 +22,7 @@ from data_tables import OF_GRAPH, Tables
 from ddp_setup import DDPConfig, Distributed
 from errors import UserError
 from mask import SharedGraph
-from model import KnockoutGNN, ModelConfig
+from model import ModelConfig
 from predict import Predictor, choose_gpus, read_settings
 from predict_sets import Chunk
 from predict_table import GrowingTable
@@ -31,6 +31,7 @@ from tests.bench import screen
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.conftest import DEFAULTS, ROOT, SMALL, fork, join, write_table
 from tests.test_task import write_binary_scores
+from tests.tools.models import full_model
 from tests.tools.runs import newest_checkpoint, tables_of
 
 BEST = "runs/{}/checkpoints/best.pt"
@@ -73,7 +74,7 @@ def test_predictions_keep_the_order_of_the_table(trained, predict, tmp_path, npr
     config = ModelConfig(**state["config"]["model"])
     pairs = torch.ones(2, len(state["pair_features"]))
     sizes = (graph.num_nodes, len(graph.relations))
-    model = KnockoutGNN(config, *sizes, pairs=pairs).eval()
+    model = full_model(config, *sizes, pairs=pairs).eval()
     model.load_state_dict(state["model"])
     batch = KnockoutDataset(tables_of([[4]], torch.zeros(1)), graph.degree)[0]
     expected = state["mean"] + state["std"] * model(graph, batch)

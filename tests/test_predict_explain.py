@@ -12,18 +12,19 @@ from data_tables import Tables, pack
 from errors import UserError
 from mask import SharedGraph
 from model import PARTS, KnockoutGNN
-from model_pairs import PairReadout, pair_index, pair_names
+from model_pairs import PairTerm, pair_index, pair_names
 from predict import Predictor
 from predict_explain import (
     Explanation,
+    LargestChanges,
     ShortestWays,
     changes_of_samples,
     contributions,
-    is_explained,
-    largest_contributions,
+    knockout_term,
+    largest_changes,
     name_contributions,
 )
-from predict_pairs import has_pairs, largest_pairs, name_features
+from predict_pairs import LargestPairs, has_pairs, largest_pairs, name_pairs
 from tests.conftest import write_table
 from tests.test_model import NUM_NODES, make_batch, make_model, shared  # noqa: F401
 from tests.test_predict import BEST, members, read_table  # noqa: F401
@@ -39,13 +40,13 @@ def knockout_part(model: KnockoutGNN, shared: SharedGraph, sets: list) -> torch.
         return model.eval().parts(shared, make_batch(shared, sets))["knockout"]
 
 
-def make_pair_readout(shared: SharedGraph) -> PairReadout:  # noqa: F811
-    """Returns a pair readout whose weights are not 0, for a model of `make_model`."""
+def make_pair_term(shared: SharedGraph, model: KnockoutGNN) -> PairTerm:  # noqa: F811
+    """Returns a term of pairs whose weights are not 0, for a model of `make_model`."""
     num_features = len(pair_names(shared))
     units = torch.tensor([[0.1], [0.5]]).expand(2, num_features)  # mean and scale of each
-    readout = PairReadout(units, hidden=8, num_outputs=1)
-    torch.nn.init.normal_(readout.linear.weight, std=0.3)
-    return readout
+    term = PairTerm(units, hidden=8, num_outputs=1, read=model.terms["local"].read)
+    torch.nn.init.normal_(term.linear.weight, std=0.3)
+    return term
 
 
 def last_checkpoint(run: Path) -> str:
@@ -58,8 +59,11 @@ def last_checkpoint(run: Path) -> str:
 def test_parts_are_those_of_the_readouts_and_add_up_to_the_prediction(shared, readout):  # noqa: F811
     model = make_model(readout=readout).eval()
     batch = make_batch(shared, SETS)
-    if model.local_readout is not None:
-        model.local_readout.pair_readout = make_pair_readout(shared)
+    if readout in ("local", "both"):
+        knockout = model.terms.pop("knockout") if readout == "both" else None
+        model.terms["pairs"] = make_pair_term(shared, model)
+        if knockout is not None:
+            model.terms["knockout"] = knockout
     parts = model.parts(shared, batch)
     names = {
         "both": PARTS,
@@ -77,7 +81,7 @@ def test_parts_are_those_of_the_readouts_and_add_up_to_the_prediction(shared, re
 def test_contributions_add_up_to_the_knockout_pass(shared, route, scale):  # noqa: F811
     """Less what it gives for no change, to 1 % and better, however far asinh is bent."""
     model = make_model(message_passing=route)
-    model.change_readout.scale *= scale
+    model.terms["knockout"].scale *= scale
     batch = make_batch(shared, SETS)
     total = knockout_part(model, shared, SETS) - knockout_part(model, shared, [{}])
     assert (total.abs() > 1e-4).sum() == len(SETS) - 1
@@ -89,11 +93,11 @@ def test_contributions_add_up_to_the_knockout_pass(shared, route, scale):  # noq
 def test_contributions_are_the_integral_of_the_gradient(shared):  # noqa: F811
     """Against a sum of ten thousand steps, each with the gradient by autograd."""
     model = make_model().eval()
-    model.change_readout.scale *= 20
+    model.terms["knockout"].scale *= 20
     batch = make_batch(shared, SETS)
-    readout = model.change_readout
+    readout = model.terms["knockout"]
     with torch.no_grad():
-        changes = list(changes_of_samples(model, shared, batch, model.wild_type(shared, batch)))
+        changes = list(changes_of_samples(shared, batch, model.wild_type(shared, batch)))
         of_samples = list(contributions(model, shared, batch))
     for change, (found,) in zip(changes, of_samples, strict=True):
         num_steps = 10_000
@@ -110,7 +114,7 @@ def test_contributions_to_nodes_are_those_of_the_nodes_themselves(shared, route)
     model = make_model(readout="nodes", message_passing=route).eval()
     sets = [{3: 0.0}, {1: 0.0, 7: 0.4}, {5: 0.0, 0: 0.3}, {}]
     expected = knockout_part(model, shared, sets)
-    target = model.change_readout.target_nodes
+    target = model.terms["knockout"].target_nodes
     with torch.no_grad():
         found = torch.stack(list(contributions(model, shared, make_batch(shared, sets))))
     torch.testing.assert_close(found[:, torch.arange(len(target)), target], expected)
@@ -134,17 +138,17 @@ def test_the_largest_are_means_over_models_in_their_units(shared):  # noqa: F811
     units = [torch.tensor([2.0]).double(), torch.tensor([3.0]).double()]
     batch = make_batch(shared, SETS)
     with torch.no_grad():
-        found = largest_contributions(models, units, shared, NUM_NODES, batch)
-        two = largest_contributions(models, units, shared, 2, batch)
+        found = largest_changes(models, units, shared, NUM_NODES, batch)
+        two = largest_changes(models, units, shared, 2, batch)
         expected = torch.zeros(len(SETS), NUM_NODES, dtype=torch.float64)
         for model, unit in zip(models, units, strict=True):
             for row, (of_nodes,) in enumerate(contributions(model, shared, batch)):
                 expected[row] += unit * of_nodes / 2
-    assert torch.equal(two[..., 1], found[:, :, :2, 1])
+    assert torch.equal(two.contribution, found.contribution[:, :, :2])
     by_node = torch.zeros_like(expected)
-    by_node.scatter_(1, found[:, 0, :, 0].long(), found[:, 0, :, 1])
+    by_node.scatter_(1, found.node[:, 0], found.contribution[:, 0])
     torch.testing.assert_close(by_node, expected)
-    sizes = found[:, 0, :, 1].abs()
+    sizes = found.contribution[:, 0].abs()
     assert (sizes.diff(dim=1) <= 0).all()
 
 
@@ -153,7 +157,7 @@ def test_of_readouts_of_nodes_the_largest_is_that_of_the_target_in_memory_of_its
     monkeypatch,
 ):
     models = [make_model(readout="nodes").eval(), make_model(readout="nodes", layers=1).eval()]
-    target_nodes = models[0].change_readout.target_nodes
+    target_nodes = models[0].terms["knockout"].target_nodes
     units = [torch.full((len(target_nodes),), unit).double() for unit in (2.0, 3.0)]
     batch = make_batch(shared, SETS)
     with torch.no_grad():
@@ -162,12 +166,12 @@ def test_of_readouts_of_nodes_the_largest_is_that_of_the_target_in_memory_of_its
             for row, of_targets in enumerate(contributions(model, shared, batch)):
                 expected[row] += unit.unsqueeze(1) * of_targets / 2
         monkeypatch.delattr("predict_explain.contributions")  # which are [T, N] of each sample
-        found = largest_contributions(models, units, shared, 3, batch)
-    node, contribution = found.unbind(3)
+        found = largest_changes(models, units, shared, 3, batch)
+    node, contribution = found
     assert (node[:, :, 0] == target_nodes).all()
     assert (contribution[:, :, 1:] == 0).all()
     by_node = torch.zeros_like(expected)
-    by_node.scatter_add_(2, node.long(), contribution)
+    by_node.scatter_add_(2, node, contribution)
     torch.testing.assert_close(by_node, expected)
     assert expected.abs().max() > 0
 
@@ -178,21 +182,21 @@ def test_in_a_model_without_a_knockout_pass_no_change_contributes(shared):  # no
     units = [torch.tensor([2.0]).double()] * 2
     batch = make_batch(shared, SETS)
     for other in (make_model(readout="local").eval(), torch.nn.Linear(1, 1)):
-        assert not is_explained(other)
+        assert knockout_term(other) is None
         with torch.no_grad():
-            alone = largest_contributions([model], units[:1], shared, 3, batch)
-            none = largest_contributions([other], units[:1], shared, 3, batch)
-            both = largest_contributions([other, model], units, shared, 3, batch)
-        assert not none.any()
-        assert torch.equal(both[..., 0], alone[..., 0])
-        torch.testing.assert_close(both[..., 1], alone[..., 1] / 2)
+            alone = largest_changes([model], units[:1], shared, 3, batch)
+            none = largest_changes([other], units[:1], shared, 3, batch)
+            both = largest_changes([other, model], units, shared, 3, batch)
+        assert not none.contribution.any()
+        assert torch.equal(both.node, alone.node)
+        torch.testing.assert_close(both.contribution, alone.contribution / 2)
 
 
 # ---- Pairs ---------------------------------------------------------------------------------------
 def make_pairs_model(shared: SharedGraph, **options) -> KnockoutGNN:  # noqa: F811
     """Returns a model with features of pairs in double precision."""
     model = make_model(**options)
-    model.local_readout.pair_readout = make_pair_readout(shared)
+    model.terms["pairs"] = make_pair_term(shared, model)
     return model.double().eval()
 
 
@@ -214,7 +218,7 @@ def pairs_by_hand(
         for unit, model in enumerate(models, 2):
             if not has_pairs(model):
                 continue
-            mean, _ = model.local_readout.pair_readout.units
+            mean, _ = model.terms["pairs"].units
             features = index.of_pairs(torch.tensor([a]), torch.tensor([b]))[0]
             change = (1 - nodes[a]) * (1 - nodes[b]) * (mean - features)
             changes = torch.stack([0 * change, change, *change.diag()])
@@ -238,7 +242,7 @@ def test_pairs_contribute_what_the_part_loses_without_them(shared, monkeypatch, 
     shared = shared.to("cpu", torch.float64)
     models = [make_pairs_model(shared), make_model(readout="global").double().eval()]
     models.append(make_pairs_model(shared, readout="local", layers=1))
-    torch.nn.init.normal_(models[2].local_readout.pair_readout.linear.weight)
+    torch.nn.init.normal_(models[2].terms["pairs"].linear.weight)
     units = [torch.tensor([unit]).double() for unit in (2.0, 3.0, 4.0)]
     batch = make_batch(shared, PAIRS)
     with torch.no_grad():
@@ -246,25 +250,24 @@ def test_pairs_contribute_what_the_part_loses_without_them(shared, monkeypatch, 
         for row, nodes in enumerate(PAIRS):
             expected = pairs_by_hand(models, shared, nodes)
             order = sorted(expected, key=lambda pair: -abs(expected[pair][0]))
-            for pair, line in zip(order, found[row, 0].tolist(), strict=False):
+            of_row = [field[row, 0] for field in found]
+            for pair, *line in zip(order, *of_row, strict=False):
+                nodes_of_pair, value, feature, has_feature = (field.tolist() for field in line)
                 contribution, *of_features = expected[pair]
-                assert line[2] == pytest.approx(contribution, abs=1e-12)
+                assert value == pytest.approx(contribution, abs=1e-12)
                 if 6 in pair:  # which is intact
-                    assert line[2:] == [0, 0, 0, 0]
+                    assert (value, feature) == (0, [-1, -1, -1])
                     continue
-                assert tuple(line[:2]) == pair
-                largest = torch.tensor(of_features).abs().topk(3).indices
+                assert tuple(nodes_of_pair) == pair
+                assert feature == torch.tensor(of_features).abs().topk(3).indices.tolist()
                 features = pair_index(shared).of_pairs(*torch.tensor(pair).unsqueeze(1))[0]
-                signs = [1 if features[number] else -1 for number in largest]
-                numbers = [
-                    sign * int(number + 1) for sign, number in zip(signs, largest, strict=True)
-                ]
-                assert line[3:] == numbers
-            assert not found[row, 0, len(order) :].any()
+                assert has_feature == (features[feature] != 0).tolist()
+            assert not found.contribution[row, 0, len(order) :].any()
         two = largest_pairs(models, units, shared, 2, batch)
-    assert torch.equal(two, found[:, :, :2])
-    assert (found[..., 3:] < 0).any()
-    assert (found[..., 3:] > 0).any()
+    for field, of_two in zip(found, two, strict=True):
+        assert torch.equal(of_two, field[:, :, :2])
+    assert ((found.feature >= 0) & ~found.has_feature).any()
+    assert found.has_feature.any()
 
 
 @pytest.mark.parametrize("readout", ["both", "local"])
@@ -275,7 +278,7 @@ def test_the_pair_of_a_set_of_two_contributes_the_whole_part(shared, readout):  
     with torch.no_grad():
         found = largest_pairs([model], units, shared.to("cpu", torch.float64), 1, batch)
         expected = 2 * model.parts(shared, batch)["pairs"]
-    torch.testing.assert_close(found[:, :, 0, 2], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.contribution[:, :, 0], expected, rtol=1e-12, atol=1e-12)
     assert (expected.abs() > 0.01).all()
 
 
@@ -296,14 +299,21 @@ def test_pairs_of_a_large_sample_take_little_memory_at_once(shared, monkeypatch)
         monkeypatch.setattr(pair_index(shared), "of_pairs", counted)
         monkeypatch.setattr("predict_pairs.VALUES_AT_ONCE", 9 * len(pair_names(shared)))
         found = largest_pairs([model], units, shared, 3, batch)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-12, atol=1e-12)
     assert max(sizes[1:]) <= 10
     assert len(sizes) > NUM_NODES * (NUM_NODES - 1) / 2 / 10
 
 
-def test_features_of_a_pair_are_named_by_commas():
-    names = ["edge by a", "cosine by a,b", "edge by all"]
-    assert name_features([2.0, -1.0, 0.0], names) == r"cosine by a\,b,no edge by a"
+def test_features_of_a_pair_are_named_by_commas(shared):  # noqa: F811
+    pair_index(shared).names[:2] = ["edge by a,b", "common neighbours by a"]
+    largest = LargestPairs.none(num_samples=1, num_targets=2, number=2)
+    largest.nodes[0, 1, 0] = torch.tensor([3, 1])
+    largest.contribution[0, 1, 0] = 0.5
+    largest.feature[0, 1, 0, :2] = torch.tensor([1, 0])
+    largest.has_feature[0, 1, 0, 1] = True
+    ((of_first, of_second),) = name_pairs(largest, shared, ["A", "B", "C", "D"])
+    assert of_first == []
+    assert of_second == [("D,B", 0.5, r"no common neighbours by a,edge by a\,b")]
 
 
 def test_models_without_features_of_pairs_name_none(shared):  # noqa: F811
@@ -311,7 +321,7 @@ def test_models_without_features_of_pairs_name_none(shared):  # noqa: F811
     batch = make_batch(shared, PAIRS)
     for model in (make_model(), make_model(readout="global"), torch.nn.Linear(1, 1)):
         assert not has_pairs(model)
-        assert not largest_pairs([model], units, shared, 2, batch).any()
+        assert not largest_pairs([model], units, shared, 2, batch).contribution.any()
 
 
 # ---- Ways ----------------------------------------------------------------------------------------
@@ -343,10 +353,10 @@ def test_steps_and_relations_are_those_of_the_shortest_ways():
     ways = ShortestWays(tables)
     steps = ways.steps(np.array([4, 9]))
     assert steps.tolist() == [distance.get(node, -1) for node in range(num_nodes)]
-    values = torch.stack([torch.arange(num_nodes).double(), torch.ones(num_nodes).double()], dim=1)
+    nodes = torch.arange(num_nodes).view(1, 1, -1)
+    changes = LargestChanges(nodes, torch.ones_like(nodes).double())
     intact = torch.zeros(1, 1, 2).double()
-    pairs = torch.zeros(1, 1, 0, 6)
-    explanation = Explanation(intact[..., 0], intact, pairs, [], values.expand(1, 1, -1, -1))
+    explanation = Explanation(intact[..., 0], intact, [[[]]], changes)
     ((contributions_of_row,),) = name_contributions(explanation, tables, ways)
     assert [each.without for each in contributions_of_row[:2]] == [0, 0]
     del contributions_of_row[:2]
@@ -398,6 +408,19 @@ def check_pairs_of_two(predictor: Predictor, sets: list[str]) -> None:
             assert pair.contribution == pytest.approx(expected, rel=1e-5, abs=1e-6)
             features = pair_names(predictor.ensemble.graph)
             assert {name.removeprefix("no ") for name in pair.relations.split(",")} <= {*features}
+
+
+def test_a_term_of_ones_own_is_a_column_of_the_parts(trained, predict, tmp_path):
+    trained("run.name=run", "optim.epochs=1")
+    predict(0, "all-singles", BEST.format("run")).check()
+    _, _, before = read_table(tmp_path / "all-singles.predictions.tsv")
+    predict(0, "all-singles", BEST.format("run"), "--parts", fault="own_term").check()
+    header, _, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
+    assert header == ["genes", "prediction", *PARTS, "quarter"]
+    std = torch.load(tmp_path / BEST.format("run"), weights_only=True)["std"]
+    assert numbers[:, -1].tolist() == pytest.approx([0.25 * std.item()] * len(numbers))
+    torch.testing.assert_close(numbers[:, 0] - before[:, 0], numbers[:, -1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(numbers[:, 1:].sum(1), numbers[:, 0], rtol=1e-6, atol=1e-6)
 
 
 def test_parts_of_runs_add_up_in_the_table_and_from_python(members, predict, tmp_path):  # noqa: F811

@@ -25,7 +25,7 @@ from tests.tools.runs import read_metrics
 def test_checkpoint_loads_without_pickle_and_holds_the_bare_model(train, tmp_path):
     train(1, "run.name=saved").check()  # one process under torchrun also uses DDP
     state = torch.load(tmp_path / "runs/saved/checkpoints/best.pt", weights_only=True)
-    assert "embedding" in state["model"]
+    assert "encoder.embedding" in state["model"]
     assert not any(name.startswith("module.") for name in state["model"])
     assert state["step"] == state["best"]["step"]
     assert state["config"]["model"]["hidden"] == 8

@@ -12,6 +12,7 @@ from run_checkpoint import (
 )
 from run_transfer import entries_by_name, take_parameters
 from tests.conftest import write_table
+from tests.tools.models import full_model
 from tests.tools.runs import newest_checkpoint, read_metrics
 
 
@@ -29,19 +30,19 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(
     file = "runs/first/checkpoints/best.pt"
     result = train(nproc, *options, "run.name=tuned", f"run.init={file}").check()
     for text in (result.stdout, (tmp_path / "runs/tuned/log.rank0.txt").read_text()):
-        assert text.count(f"init      from {file}: embedding of 20 of 30 nodes, ") == 1
-    assert "layers.1.gate of 1 of 2 relations" in result.stdout
-    assert "not from it: baseline.slope, " in result.stdout
+        assert text.count(f"init      from {file}: encoder.embedding of 20 of 30 nodes, ") == 1
+    assert "encoder.layers.0.gate of 1 of 2 relations" in result.stdout
+    assert "not from it: terms.without_graph.readout.slope, " in result.stdout
     train(nproc, *options, "run.name=anew").check()
     newest = [newest_checkpoint(tmp_path / "runs" / name) for name in ("tuned", "anew")]
     first, tuned, anew = map(read_checkpoint, [tmp_path / file, *newest])
     assert first["relations"] == ["regulatory", "physical"]
     assert tuned["relations"] == ["a", "regulatory"]
     # Of the tables.
-    buffers = ("baseline.", "_extra_state", "y_", "local_readout.pair_readout.units")
+    buffers = ("terms.without_graph.", "terms.pairs.units", "basis")
     sizes = [len(tuned[kind]) for kind in ("nodes", "relations", "features", "targets")]
     pairs = torch.ones(2, len(tuned["pair_features"]))
-    entries = entries_by_name(KnockoutGNN(ModelConfig(), *sizes, pairs=pairs))
+    entries = entries_by_name(full_model(ModelConfig(), *sizes, pairs=pairs))
     for name, value in tuned["model"].items():
         kind, dim = entries.get(name, ("", 0))
         if kind in ("", "responses", "fitted"):
@@ -60,17 +61,17 @@ def test_layers_that_a_checkpoint_lacks_stay(trained, train):
     trained("run.name=first")
     init = "run.init=runs/first/checkpoints/best.pt"
     result = train(0, "run.name=deeper", init, "model.layers=3").check()
-    assert "not from it: layers.2.gate, layers.2.norm.weight, " in result.stdout
+    assert "not from it: encoder.layers.1.gate, encoder.layers.1.norm.weight, " in result.stdout
 
 
 @pytest.mark.parametrize(
     ("hidden", "line"),
     [
-        (16, "not from it: embedding, identity, layers.0.gate, "),
+        (16, "not from it: encoder.embedding, encoder.identity, encoder.first.gate, "),
         (
             8,
-            ": embedding of 0 of 30 nodes, identity of 0 of 30 nodes, "
-            "layers.0.gate of 0 of 2 relations, ",
+            ": encoder.embedding of 0 of 30 nodes, encoder.identity of 0 of 30 nodes, "
+            "encoder.first.gate of 0 of 2 relations, ",
         ),
     ],
 )
@@ -82,13 +83,13 @@ def test_parameters_of_other_shapes_and_from_before_names_were_saved_stay(
     state = torch.load(best, weights_only=True)
     for name in ("nodes", "relations"):
         del state[name]
-    state["model"]["norm.bias"] = torch.tensor(1.0)
+    state["model"]["encoder.norm.bias"] = torch.tensor(1.0)
     torch.save(state, best)
     result = train(0, "run.name=second", f"run.init={best}", "model.layers=3").check()
     not_taken = result.stdout.partition("not from it: ")[2]
     assert line in result.stdout
-    assert "norm.bias" in not_taken
-    assert "layers.2.gate, layers.2.norm.weight" in not_taken
+    assert "encoder.norm.bias" in not_taken
+    assert "encoder.layers.1.gate, encoder.layers.1.norm.weight" in not_taken
 
 
 @pytest.mark.parametrize("columns", ["scores", "features"])
@@ -128,16 +129,16 @@ def test_a_run_takes_parameters_of_another_whatever_the_order_of_the_columns(
 
 
 SHARED = {  # name of a parameter: what its entries are for, and in which dimension
-    "embedding": ("nodes", 0),
-    "identity": ("nodes", 0),
-    "project.weight": ("features", 1),
-    "layers.0.gate": ("relations", 0),
-    "layers.1.gate": ("relations", 0),
-    "local_readout.pair.weight": ("outputs", 0),
-    "local_readout.head.2.weight": ("outputs", 0),
-    "local_readout.head.2.bias": ("outputs", 0),
-    "change_readout.head.2.weight": ("outputs", 0),
-    "change_readout.head.2.bias": ("outputs", 0),
+    "encoder.embedding": ("nodes", 0),
+    "encoder.identity": ("nodes", 0),
+    "encoder.project.weight": ("features", 1),
+    "encoder.first.gate": ("relations", 0),
+    "encoder.layers.0.gate": ("relations", 0),
+    "terms.local.pair.weight": ("outputs", 0),
+    "terms.local.head.2.weight": ("outputs", 0),
+    "terms.local.head.2.bias": ("outputs", 0),
+    "terms.knockout.head.2.weight": ("outputs", 0),
+    "terms.knockout.head.2.bias": ("outputs", 0),
 }
 NAMES = {"nodes": ["m", "n", "o"], "relations": ["r"], "features": ["f"], "targets": ["s"]}
 
@@ -147,7 +148,7 @@ def random_model(names: dict[str, list[str]], seed: int) -> KnockoutGNN:
     torch.manual_seed(seed)
     sizes = [len(names[kind]) for kind in ("nodes", "relations", "features", "targets")]
     num_columns = len(names["columns"])
-    model = KnockoutGNN(ModelConfig(hidden=4), *sizes, num_columns=num_columns)
+    model = full_model(ModelConfig(hidden=4), *sizes, num_columns=num_columns)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     return model
@@ -181,7 +182,7 @@ def test_entries_of_scores_and_features_go_by_name_and_others_stay(before, after
     saved = source.state_dict()
     take_parameters(model, {"model": saved, "file": "first.pt", **before}, after)
     for name, value in model.named_parameters():
-        if name.startswith("baseline.") or name not in saved:
+        if name.startswith("terms.without_graph.") or name not in saved:
             expected = fresh[name]
         elif name not in SHARED:
             expected = saved[name]
@@ -210,7 +211,7 @@ def test_what_was_learnt_of_a_response_goes_to_the_same_response(is_same):
     losses_and_gains = torch.tensor([[1.0, 0], [0, 1], [0, 0]])
     sizes = [len(names) for names in NAMES.values()]
     source, model = (
-        KnockoutGNN(ModelConfig(hidden=4), *sizes, basis=losses_and_gains) for _ in range(2)
+        full_model(ModelConfig(hidden=4), *sizes, basis=losses_and_gains) for _ in range(2)
     )
     fresh = copy.deepcopy(model).state_dict()
     saved = source.state_dict()
@@ -218,7 +219,7 @@ def test_what_was_learnt_of_a_response_goes_to_the_same_response(is_same):
     checkpoint = {"model": saved, "file": "first.pt", **NAMES, "basis": basis}
     take_parameters(model, checkpoint, NAMES | {"basis": losses_and_deletions})
     for end in ("weight", "bias"):
-        name = f"local_readout.embed.{end}"
+        name = f"terms.local.embed.{end}"
         expected = saved if is_same else fresh
         assert torch.equal(model.get_parameter(name), expected[name])
-    assert torch.equal(model.embedding, source.embedding)
+    assert torch.equal(model.encoder.embedding, source.encoder.embedding)

@@ -18,11 +18,12 @@ from errors import DataError, UserError
 from losses import LOSSES
 from mask import SharedGraph
 from metrics import mean_and_std, pearson, r2
-from model import KnockoutGNN, ModelConfig
+from model import ModelConfig
 from optim import OptimConfig
 from task import KnockoutTask
 from tests.conftest import write_table
 from tests.test_data_tables import notes_on, sets_of, summary_of
+from tests.tools.models import full_model
 from tests.tools.runs import (
     difference,
     output_for,
@@ -549,10 +550,10 @@ def test_a_score_that_no_training_row_has_is_named(train, tmp_path):
 
 
 def test_the_model_has_an_output_for_each_target():
-    model = KnockoutGNN(ModelConfig(hidden=8), 5, 1, num_targets=3)
-    model.baseline.intercept[:] = torch.tensor([1.0, 2.0, 3.0])
+    model = full_model(ModelConfig(hidden=8), 5, 1, num_targets=3)
+    model.terms["without_graph"].readout.intercept[:] = torch.tensor([1.0, 2.0, 3.0])
     # Of node 0 for targets 0 to 2, of node 1, ...
-    model.baseline.effect.data[:] = torch.arange(15.0).view(5, 1, 3)
+    model.terms["without_graph"].readout.effect.data[:] = torch.arange(15.0).view(5, 1, 3)
     graph = HeteroData()
     graph["gene"].num_nodes = 5
     graph["gene", "a", "gene"].edge_index = torch.tensor([[0, 1], [1, 2]])

@@ -36,6 +36,7 @@ from model import KnockoutGNN, ModelConfig
 from optim import OptimConfig, build_optimizer
 from run_checkpoint import TrainState
 from task import KnockoutTask
+from tests.tools.models import full_model
 from tests.tools.runs import tables_of, task_of
 
 NUM_NODES = 12
@@ -75,7 +76,7 @@ def build(env: Distributed) -> tuple[KnockoutTask, KnockoutGNN]:
     scores = torch.randn(NUM_ROWS, generator=generator)
     dataset = KnockoutDataset(tables_of(sets, scores), shared.degree)
     torch.manual_seed(env.rank)  # DDP must broadcast the parameters of rank 0
-    model = KnockoutGNN(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, 1).double()
+    model = full_model(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, 1).double()
     for parameter in model.parameters():  # parts that are initialised to zero would hide errors
         nn.init.normal_(parameter, std=0.3)
     return task_of(shared, dataset, Config(data=DataConfig(batch_size=6))), model
@@ -162,7 +163,7 @@ def gradient_of_an_epoch(env: Distributed) -> None:
     optim = OptimConfig(accumulate=2, clip=0)
     task = replace(task, tables=tables, dataset=dataset, config=Config(optim=optim))
     torch.manual_seed(env.rank)
-    model = KnockoutGNN(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, 1, num_targets=2).double()
+    model = full_model(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, 1, num_targets=2).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     ddp_model = wrap(model, env)

@@ -177,7 +177,7 @@ def test_a_changed_result_is_detected(undisturbed, tmp_path):
     ):
         original = path.read_bytes()
         state = torch.load(path, weights_only=True)
-        state["model"]["embedding"][0, 0] += 1e-6
+        state["model"]["encoder.embedding"][0, 0] += 1e-6
         torch.save(state, path)
         assert expected in lost(other, undisturbed, 0.0)
         path.write_bytes(original)

@@ -182,7 +182,7 @@ def test_attention(copy, tables, tmp_path):
     (tmp_path / "edges.tsv").write_text("\n".join([f"{header}\tlength\tage", *rows, ""]))
     adapt(copy, "attention", [*tables, "model.layers=1", "model.message_passing=attention"])
     checkpoint, _ = train(copy)
-    assert checkpoint["model"]["layers.0.convs.1.lin_edge.weight"].shape == (8, 3)
+    assert checkpoint["model"]["encoder.first.convs.1.lin_edge.weight"].shape == (8, 3)
     assert_parity(copy)
     assert_contract(copy)
     run_tests(copy, "tests/recipes/attention.py")

@@ -59,7 +59,7 @@ def test_a_soak_never_freezes_a_rank_and_kills_its_torchrun(tmp_path):
 def test_a_soak_notices_an_altered_checkpoint(soak_forked, monkeypatch):
     def alter(path: Path) -> None:
         state = torch.load(path, weights_only=True)
-        state["model"]["embedding"][0] += 0.1
+        state["model"]["encoder.embedding"][0] += 0.1
         torch.save(state, path)
 
     monkeypatch.setattr(soak, "KINDS", {"a rank killed": "SIGKILL"})

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,8 @@ from analyse_results import Results
 from config import Config
 from data import KnockoutDataset
 from data_tables import Tables, pack
-from data_training import training_mean_and_std
 from losses import LOSSES
 from mask import LINEAR, SharedGraph
-from model import KnockoutGNN, ModelConfig
 from run_results import result_lines
 from task import KnockoutTask
 
@@ -89,14 +86,6 @@ def task_of(
         route="",
         basis=LINEAR,
     )
-
-
-def model_from(baseline: Any, tables: Tables) -> KnockoutGNN:
-    """Returns a model without dropout that starts from a fitted `baseline.Baseline`."""
-    options = ModelConfig(hidden=4, dropout=0.0)
-    model = KnockoutGNN.from_tables(options, tables, baseline.basis)
-    model.baseline.start_from(baseline, *training_mean_and_std(tables))
-    return model
 
 
 def output_for(task: KnockoutTask, prediction: Tensor) -> Tensor:
