@@ -330,7 +330,7 @@ def test_the_summary_compares_with_the_baseline_that_validation_prefers():
 
 
 def test_the_noise_ceiling_of_a_preset_is_a_contestant(tmp_path, monkeypatch):
-    """It and the ridge have the figures of docs/measured.md."""
+    """It and the ridge have the figures of tests/bench/README.md."""
     monkeypatch.setattr(quality, "BASELINES", {"additive ridge": BASELINES["additive ridge"]})
     write_defaults(tmp_path)
     arguments = [
