@@ -23,8 +23,8 @@ from model import ModelConfig
 from model_reach import plan_route
 from tests.bench import arguments, milliseconds, peak_mb, report
 from tests.bench.step import mean_loss
+from tests.sets import tables_of
 from tests.tools.models import full_model
-from tests.tools.runs import tables_of
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from model import ModelConfig
 from optim import OptimConfig, build_optimizer
 from run_checkpoint import TrainState
 from tests.bench import arguments, build_batch, milliseconds, report
+from tests.sets import tables_of
 from tests.tools.models import full_model
-from tests.tools.runs import tables_of, task_of
+from tests.tools.runs import task_of
 from train import Meter, TrainingSteps, train_step, update_parameters
 
 NUM_NODES = 16

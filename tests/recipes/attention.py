@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mask_copies import CopiedGraph
-from tests.slow.recipes import LEVELS, batch_of, graph_of_20
+from tests.template.slow.recipes import LEVELS, batch_of, graph_of_20
 
 
 @pytest.fixture

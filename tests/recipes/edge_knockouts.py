@@ -16,7 +16,7 @@ from data import KnockoutDataset, load
 from errors import DataError
 from mask import SharedGraph
 from mask_copies import CopiedGraph
-from tests.tools.runs import tables_of
+from tests.sets import tables_of
 
 
 @pytest.fixture

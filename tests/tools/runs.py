@@ -15,7 +15,6 @@ from torch_geometric.data import HeteroData
 from analyse_results import Results
 from config import Config
 from data import KnockoutDataset
-from data_tables import Tables, pack
 from losses import LOSSES
 from mask import LINEAR, SharedGraph
 from run_results import result_lines
@@ -34,37 +33,6 @@ def small_graph(generator: torch.Generator) -> HeteroData:
         drawn = torch.randint(len(nodes), (2, count), generator=generator)
         graph["gene", relation, "gene"].edge_index = nodes[drawn]
     return graph
-
-
-def pack_levels(sets: list[dict[int, float]]) -> dict[str, Tensor]:
-    """Returns `data_tables.pack` of sets of nodes and their levels."""
-    row = torch.repeat_interleave(torch.tensor([len(nodes) for nodes in sets], dtype=torch.long))
-    node = torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long)
-    level = torch.tensor([level for nodes in sets for level in nodes.values()], dtype=torch.float64)
-    return pack(row, node, level, len(sets))
-
-
-def pack_sets(sets: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Returns `perturbed` and `perturbed_ptr` of sets of deleted nodes.
-
-    A node that stands twice counts once.
-    """
-    packed = pack_levels([dict.fromkeys(nodes, 0.0) for nodes in sets])
-    return packed["perturbed"], packed["perturbed_ptr"]
-
-
-def tables_of(sets: list, y: Tensor) -> Tables:
-    """Returns samples of sets of deleted nodes, or of {node: level}, without a graph."""
-    levels = [nodes if isinstance(nodes, dict) else dict.fromkeys(nodes, 0.0) for nodes in sets]
-    return Tables(
-        genes=[],
-        relations=[],
-        edge_index=torch.empty(2, 0, dtype=torch.long),
-        edge_type=torch.empty(0, dtype=torch.long),
-        **pack_levels(levels),
-        y=y,
-        targets=["score"] if y.dim() == 1 else [f"score{t}" for t in range(y.size(1))],
-    )
 
 
 def task_of(
