@@ -176,10 +176,9 @@ class Oracle:
             scaled = (self.pair_features(level) - number * mean) * scale
             scaled = scaled.clip(-10, 10)
             prediction += model.linear(scaled, "terms.pairs.linear")
-            hidden = gelu(model.linear(scaled, "terms.pairs.first"))
-            hidden -= gelu(model["terms.pairs.first.bias"])
-            prediction += model.linear(hidden, "terms.pairs.last")
-            prediction += model.head(both, "terms.local.head")
+            hidden = model.linear(both, "terms.local.head.0")
+            hidden = hidden + model.linear(scaled, "terms.pairs.input")
+            prediction += model.linear(gelu(hidden), "terms.local.head.2")
         change = (self.states(model, level) - intact) * (level > 0)[:, None]
         if "terms.knockout.head.0.weight" in model:
             total = np.arcsinh(change.sum(axis=0) / math.sqrt(len(level)))
