@@ -264,8 +264,8 @@ def metrics_of_runs(members: dict[str, Results], threshold: float | None) -> dic
 
 def rivals_or_reason(rows: Results, config: Config, folder: Path) -> dict[str, Any]:
     """Returns the metrics of `rivals`, or `no_rivals`: why these are not known."""
-    if not is_here("baseline"):
-        return {"no_rivals": "baseline.py, which fits it, is not here"}
+    if not is_here("analyse_rivals"):
+        return {"no_rivals": "analyse_rivals.py, which fits it, is not here"}
     from analyse_rivals import pair_rival, rivals
 
     try:

@@ -49,7 +49,13 @@ class Part:
 PARTS = [
     Part(
         "baseline",
-        ("baseline.py", "baseline_combination.py", "baseline_ridge.py", "baseline_term.py"),
+        (
+            "baseline.py",
+            "baseline_combination.py",
+            "baseline_ridge.py",
+            "baseline_term.py",
+            "analyse_rivals.py",
+        ),
         option="model.start",
         off="mean",
         loss="training starts from the mean of the scores",
