@@ -315,7 +315,7 @@ def read_runs(folders: list[Path]) -> dict[str, Results]:
 def config_of(folder: Path) -> Config:
     """Returns the configuration of a run; raises `UserError`."""
     try:
-        return load_config(folder / "config.yaml")
+        return load_config([folder / "config.yaml"])
     except UserError as error:
         raise UserError(
             f"{error}; {folder} is a run of another version of the template: "

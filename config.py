@@ -2,8 +2,8 @@
 
 An option is a field of one of these dataclasses and a line of config.yaml. It has the type of the
 field; `field(default=..., metadata={"min": ..., "max": ...})` states its range. Options come from
-config.yaml, then from `--config FILE`, then from `section.key=value` on the command line. Of an
-option with `metadata={"path": True}`, `~` and environment variables are replaced.
+config.yaml, then from each `--config FILE`, then from `section.key=value` on the command line.
+Where an option has `metadata={"path": True}`, `~` and environment variables are replaced.
 
 `metadata={"resume": ...}` of an option, or of its whole section in `Config`, says what it means for
 a run that is resumed with another value: "fixed" refuses it; "free" takes it, as training stays as
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import IO, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import IO, Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -38,6 +38,9 @@ from run_progress import BarClearer, bars_call
 log = logging.getLogger("config")
 DEFAULTS = Path(__file__).with_name("config.yaml")
 PLAIN_TYPES = (bool, int, float, str, list, dict, NoneType)
+NO_PATH = ("null", "~", "None")  # which people write for no file
+INT = re.compile(r"[-+]?[0-9]+$")
+FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$")
 
 
 @dataclass(frozen=True)
@@ -181,11 +184,11 @@ def restored_environment() -> Iterator[None]:
 
 # ---- Reading -------------------------------------------------------------------------------------
 def load_config(
-    file: str | Path | None = None,
+    files: Sequence[str | Path] = (),
     overrides: Sequence[str] = (),
     checkpoint: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Returns the options of config.yaml, overridden by those of a file and of the command line.
+    """Returns the options of config.yaml, overridden by those of files and of the command line.
 
     Those of a `checkpoint` take the place of config.yaml. Raises `UserError` for a wrong file or
     option.
@@ -197,10 +200,10 @@ def load_config(
         sources = [checkpoint["file"]]
         options = by_key(checkpoint["config"])
         check_saved_names(options, checkpoint)
-    if file is not None:
-        file = expand_path(str(file))
-        options |= read_options(file)
-        sources.append(str(file))
+    for file in files:
+        path = expand_path(str(file))
+        options |= read_options(path)
+        sources.append(path)
     for override in overrides:
         key, value = parse_override(override)
         options[key] = value
@@ -230,7 +233,7 @@ def compose(options: Mapping[str, Any]) -> Config:
 def read_options(path: str | Path) -> dict[str, Any]:
     """Returns {"section.key": value} of a YAML file; raises `UserError`."""
     with explain_yaml_errors(path):
-        sections = yaml.load(Path(path).read_text("utf-8"), UniqueKeyLoader)
+        sections = yaml.load(Path(path).read_text("utf-8"), OptionsLoader)
     try:
         options = {} if sections is None else by_key(sections)
     except AttributeError:
@@ -243,20 +246,30 @@ def parse_override(text: str) -> tuple[str, Any]:
     """Returns key and value of `section.key=value`; raises `UserError`."""
     key, sign, value = text.partition("=")
     check_names([key])
-    kinds = types_of(all_options()[key])
+    option = all_options()[key]
+    kinds = types_of(option)
     if kinds == (str,):
         if not sign:
             raise UserError(f"{key} has no value: write {key}=...")
-        return key, value
+        is_none = option.metadata.get("path") and value in NO_PATH
+        return key, None if is_none else value
     with explain_yaml_errors(text):
-        parsed = yaml.load(value, UniqueKeyLoader)
+        parsed = yaml.load(value, OptionsLoader)
     if str in kinds and parsed is not None:
         return key, value  # 5 is the text "5"
     return key, parsed
 
 
-class UniqueKeyLoader(yaml.SafeLoader):
-    """Reads YAML in which no key stands twice, of which the first would be ignored."""
+class OptionsLoader(yaml.SafeLoader):
+    """Reads YAML in which no key stands twice, of which the first would be ignored.
+
+    Numbers are decimal: YAML 1.1 reads 010 as 8, 1:30 as 90, and 1e-3 as a text.
+    """
+
+    yaml_implicit_resolvers: ClassVar = {  # without those of YAML 1.1's numbers
+        first: [(tag, form) for tag, form in resolvers if not tag.endswith((":int", ":float"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         names = []
@@ -267,6 +280,12 @@ class UniqueKeyLoader(yaml.SafeLoader):
                 )
             names.append(key.value)
         return super().construct_mapping(node, deep)
+
+
+for _kind, _form in ((int, INT), (float, FLOAT)):
+    _tag = f"tag:yaml.org,2002:{_kind.__name__}"
+    OptionsLoader.add_implicit_resolver(_tag, _form, list("+-.0123456789"))
+    OptionsLoader.add_constructor(_tag, lambda loader, node, kind=_kind: kind(node.value))
 
 
 @contextlib.contextmanager
@@ -347,6 +366,8 @@ def convert(key: str, value: Any, option: Field) -> Any:
                 return expand_path(shown, f"{key}=") if is_path else shown
     expected = " or ".join(describe_type(kind, option.metadata) for kind in types_of(option))
     advice = ": put it in quotes" if str in types_of(option) else ""
+    if value is None:
+        advice = ': for none, write ""'
     raise UserError(f"{key} must be {expected}, not {shown!r}{advice}")
 
 

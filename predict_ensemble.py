@@ -66,7 +66,7 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
         raise UserError(f"{path} is of another version of the template: predict with that one")
     if of_graph != checkpoint["graph"]:
         raise UserError(f"the graph.pt of {path} is of another graph: copy that of its run folder")
-    options = load_config(None, overrides, checkpoint)
+    options = load_config((), overrides, checkpoint)
     return Run(checkpoint, options, graph)
 
 

@@ -444,7 +444,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read_config(arguments: Sequence[str] | None = None) -> Config:
     """Returns the options of a command line, by default this one's; raises `UserError`."""
     parser = Parser(__doc__, epilog=all_options_text())
-    parser.add_argument("--config", metavar="FILE", help="a file that overrides these options")
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file that overrides these options, or those of a file before it",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="an option")
     parsed = parser.parse_intermixed_args(arguments)
     config = load_config(parsed.config, parsed.overrides)

@@ -112,7 +112,7 @@ def main() -> None:
     )
     options, overrides = parser.parse_known_args()
     runs = train_runs(options.dir, options.runs, overrides)
-    config = load_config(runs[0] / "config.yaml")
+    config = load_config([runs[0] / "config.yaml"])
     tables = data.load(config.data)
     number = {gene: node for node, gene in enumerate(tables.genes)}
     test = tables.rows("test")

@@ -95,9 +95,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     overrides = [argument for argument in arguments if re.match(r"\w+\.\w+=", argument)]
-    parser.add_argument(
-        "--config", metavar="FILE", help="options of train.py (default: config.yaml)"
-    )
+    parser.add_argument("--config", nargs=1, default=(), metavar="FILE", help="options of train.py")
     parser.add_argument(
         "--preset",
         choices=PRESETS,
@@ -407,7 +405,7 @@ def train_run(folder: Path, file: str | None, overrides: list[str]) -> None:
     where = [f"run.dir={folder.parent}", f"run.name={folder.name}"]
     command = [sys.executable, str(ROOT / "train.py"), *overrides, *where]
     if file is not None:
-        command += ["--config", file]
+        command += ["--config", *file]
     # In a session of its own, so that Ctrl-C reaches only this process, which then ends the run
     # cleanly.
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)

@@ -396,7 +396,7 @@ def test_other_tables_than_the_run_had_are_no_rivals_tables(
     start = "runs/default predicts what its untrained baseline does: no step was better in"
     assert start in printed
     assert "not clearly above it" in printed
-    own = load(load_config(Path("runs/default/config.yaml")).data)
+    own = load(load_config(["runs/default/config.yaml"]).data)
     row = own.rows("train")[0].item()
     path = Path("scores.tsv")
     lines = path.read_text().splitlines()

@@ -323,7 +323,7 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
             "optim.lr_mult={embedding: -1}",
             "optim.lr_mult: embedding: -1 is no part of a name and a factor",
         ),
-        ("optim.lr_mult={a: .nan}", "optim.lr_mult: a: nan is no part of a name and a factor"),
+        ("optim.lr_mult={a: .nan}", "optim.lr_mult: a: .nan is no part of a name and a factor"),
         ("optim.lr_mult={a: x}", "optim.lr_mult: a: x is no part of a name and a factor"),
         ("optim.lr_mult={0: 1}", "optim.lr_mult: 0: 1 is no part of a name and a factor"),
         ("optim.lr=fast", "optim.lr must be float >= 0, not 'fast'"),
@@ -511,3 +511,35 @@ def test_a_wrong_file_gives_a_one_line_error(tmp_path, text, message):
         load("--config", str(path))
     assert message.format(path=path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("run.seed=010", 10), ("run.seed=008", 8), ("optim.lr=1e-2", 0.01), ("optim.lr=.5", 0.5)],
+)
+def test_numbers_are_decimal(text, value):
+    """YAML 1.1 reads 010 as 8, and 1e-2 as a text."""
+    assert load(text).options()[text.partition("=")[0]] == value
+
+
+@pytest.mark.parametrize("text", ["optim.epochs=1:30", "optim.epochs=1_0", "optim.epochs=0x10"])
+def test_numbers_of_another_form_are_refused(text):
+    with pytest.raises(UserError, match="optim.epochs must be int >= 1, not "):
+        load(text)
+
+
+def test_files_are_read_in_their_order(tmp_path):
+    (tmp_path / "first.yaml").write_text("model: {hidden: 8, layers: 3}")
+    (tmp_path / "second.yaml").write_text("model: {hidden: 16}")
+    options = load(f"--config={tmp_path}/first.yaml", f"--config={tmp_path}/second.yaml")
+    assert (options.model.hidden, options.model.layers) == (16, 3)
+
+
+@pytest.mark.parametrize("value", ["null", "~", "None"])
+def test_no_file_is_an_empty_text(tmp_path, value):
+    expected = 'data.features must be str, not None: for none, write ""'
+    with pytest.raises(UserError, match=expected):
+        load(f"data.features={value}")
+    (tmp_path / "none.yaml").write_text("data: {features: null}")
+    with pytest.raises(UserError, match=expected):
+        load(f"--config={tmp_path}/none.yaml")
