@@ -400,12 +400,12 @@ def run_key(config: Config, tables: Tables) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:8]
 
 
-def train_run(folder: Path, file: str | None, overrides: list[str]) -> None:
+def train_run(folder: Path, files: list[str], overrides: list[str]) -> None:
     """Trains a run, or resumes it; exits if it fails."""
     where = [f"run.dir={folder.parent}", f"run.name={folder.name}"]
     command = [sys.executable, str(ROOT / "train.py"), *overrides, *where]
-    if file is not None:
-        command += ["--config", *file]
+    for file in files:
+        command += ["--config", file]
     # In a session of its own, so that Ctrl-C reaches only this process, which then ends the run
     # cleanly.
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)

@@ -524,7 +524,7 @@ def test_numbers_are_decimal(text, value):
 
 @pytest.mark.parametrize("text", ["optim.epochs=1:30", "optim.epochs=1_0", "optim.epochs=0x10"])
 def test_numbers_of_another_form_are_refused(text):
-    with pytest.raises(UserError, match="optim.epochs must be int >= 1, not "):
+    with pytest.raises(UserError, match=r"optim.epochs must be int >= 1, not "):
         load(text)
 
 
