@@ -24,6 +24,7 @@ from torch_geometric.utils import cumsum
 from data_cells import check_is_no_pipe, unreadable
 from data_tables import SPLITS, Tables, cached, read_tables
 from errors import DataError
+from parts import optional
 
 LARGE = 0.1  # share of the rows, from which on a set of knock-outs does not decide a split
 EXAMPLE = Path(__file__).with_name("example")  # tables that are read if none are given
@@ -75,6 +76,10 @@ def load(config: DataConfig) -> Tables:
 
         # The code of this module is that of the tables, too, which it imports.
         tables.split = cached(config.cache_dir, "split", make_split, key, split_rows)
+        data_notes = optional("data_notes")
+        if data_notes and config.split == "nodes":
+            noted = data_notes.notes_on_node_split(tables, config.perturbations)
+            tables.notes = [*tables.notes, *noted]
     elif config.split == "nodes":
         raise DataError(
             f"{config.perturbations} has a column split: remove it, "

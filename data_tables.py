@@ -354,6 +354,8 @@ def read_knockouts(
     targets = list(dict.fromkeys(chosen)) or score_columns
     if not set(targets) <= set(score_columns):
         problem = f"data.scores={scores}, but the scores are {score_columns[:20]}"
+        if {"split", "weight", "sd"} & set(targets) & set(header):
+            problem += ": split, weight and sd are none: to make one a score, rename it"
         if any(type(name) not in (str, int, float, list) for name in scores):
             problem = "data.scores has a name that YAML takes for no text: "
             problem += "put it in quotes, as in \"data.scores=['NO']\""
