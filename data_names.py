@@ -116,8 +116,9 @@ def nodes_within(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]
         before, behind = around
         signs = before[-1:] + behind[:1]
         is_new = is_parted(around) and letters.isdisjoint(signs)
+        is_series = re.fullmatch(r"[\W_][a-z]", before + behind)  # as YAL001C-A
         is_common = len(nodes_of[around]) >= (2 if is_parted(around) else 3)
-        if is_new or (is_common and around not in usual):
+        if not is_series and (is_new or (is_common and around not in usual)):
             meaning_of.setdefault(name, node)
     return meaning_of
 
@@ -185,7 +186,7 @@ def end_sign(name: str) -> str:
 def kind_of_name(name: str) -> tuple:
     """Returns how a name is written: its case, its signs, and whether it is ASCII."""
     signs = "".join(sorted(set(re.sub(r"[^\W_]", "", name))))
-    return name.isupper(), name.islower(), name.isascii(), signs
+    return name[:1].isupper(), name.isupper(), name.islower(), name.isascii(), signs
 
 
 def stem_of(name: str) -> str:

@@ -8,7 +8,7 @@ Shapes: N nodes, n rows of T targets.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,14 +61,14 @@ def notes_on(
     edges: str,
     perturbations: str,
     features: str,
-    described: Sequence[str],
+    described: Mapping[str, Tensor],
     are_chosen: bool,
 ) -> list[str]:
     """Returns the sentences on `Tables`, each of which begins with the name of a file.
 
     Args:
         edges, perturbations, features: the files.
-        described: the names in the file of features.
+        described: what the file of features has of each name, [F].
         are_chosen: whether data.scores names the scores.
     """
     is_connected = torch.zeros(len(tables.genes), dtype=torch.bool)
@@ -77,12 +77,11 @@ def notes_on(
     notes = []
     notes += notes_on_edges(tables, edges, connected)
     notes += notes_on_ends(tables, edges, connected)
-    notes += notes_on_values(edges, tables.edge_feature_names, tables.edge_attr)
+    notes += notes_on_constants(edges, tables.edge_feature_names, tables.edge_attr)
     notes += notes_on_knocked_out(tables, perturbations, connected)
     notes += notes_on_levels(tables, perturbations)
     if features:
-        notes += notes_on_described(tables.genes, features, described)
-        notes += notes_on_values(features, tables.feature_names, tables.features)
+        notes += notes_on_features(tables, features, described)
     notes += notes_on_replicates(tables, perturbations)
     notes += notes_on_outliers(tables, perturbations)
     notes += notes_on_codes(tables, perturbations)
@@ -171,7 +170,7 @@ def codes(scores: Tensor) -> Tensor:
     A code is large beside all others, as people choose what cannot be measured: zeros of dead
     strains are none. If it is written in nines, it may be less far.
     """
-    ends = far_ends(scores, ranges=1)
+    ends = far_ends(scores, ranges=0.5)
     others = scores[~torch.isin(scores, ends)].nan_to_num()
     largest = others.abs().max() if len(ends) else 0
     is_huge = ends.abs() > HUGE * largest
@@ -389,8 +388,8 @@ def notes_on_ends(tables: Any, path: str, connected: Sequence[str]) -> Iterator[
 def spelt_twice(tables: Any, connected: Sequence[str]) -> dict[str, str]:
     """Returns nodes named as another but for case, inner signs or form of Unicode, with that one.
 
-    Most nodes that are written as the one must have such a twin, or names are told apart so. Nodes
-    with an edge between them are two, and so are a source and a target, as a protein and its gene.
+    Most nodes that are written as the one must have such a twin, or names are told apart so, and
+    the two must not `differ_in_role`.
     """
     name_of = {}  # by its letters, and a sign at its end, as in CD4+
     pairs = []
@@ -406,26 +405,50 @@ def spelt_twice(tables: Any, connected: Sequence[str]) -> dict[str, str]:
     twice = {}
     for pair in pairs:
         rare, common = sorted(pair, key=lambda name: kind_count[kind_of_name(name)])
-        is_rare = tables.edge_index == number[rare]  # [2, E]
-        is_common = tables.edge_index == number[common]
-        are_linked = bool((is_rare & is_common.flip(0)).any())
-        share_a_role = bool((is_rare.any(dim=1) & is_common.any(dim=1)).any())
         kind = kind_of_name(rare)
-        if share_a_role and not are_linked and 2 * twin_count[kind] >= kind_count[kind]:
+        are_two = differ_in_role(tables, number[rare], number[common])
+        if not are_two and 2 * twin_count[kind] >= kind_count[kind]:
             twice[rare] = common
     return twice
 
 
-def notes_on_values(path: str, names: Sequence[str], values: Tensor) -> Iterator[str]:
-    """Yields notes on columns of standardised values [n, F] that do not vary, or have codes."""
-    for name, column in zip(names, values.unbind(1), strict=True):
-        if (column == 0).all():
+def differ_in_role(tables: Any, a: int, b: int) -> bool:
+    """Returns whether two nodes are not one: they have an edge, or are as a protein and its gene.
+
+    Then one is only a source, or only a target, and the other is not in any such relation.
+    """
+    is_a = tables.edge_index == a  # [2, E]
+    is_b = tables.edge_index == b
+    is_one_sided = not (is_a.any(dim=1).all() and is_b.any(dim=1).all())
+    relations = zip(is_a, is_b, strict=True)
+    share = [torch.isin(tables.edge_type[x], tables.edge_type[y]).any() for x, y in relations]
+    are_linked = (is_a & is_b.flip(0)).any()
+    return bool(are_linked) or (is_one_sided and not any(share))
+
+
+def notes_on_constants(path: str, names: Sequence[str], values: Tensor) -> Iterator[str]:
+    """Yields notes on the named columns of standardised values [n, F] that do not vary."""
+    for name, is_constant in zip(names, (values == 0).all(dim=0).tolist(), strict=True):
+        if is_constant:
             yield f"{path}: the column {name:.60} has no value, or one everywhere: it says nothing"
-        num_far = int(torch.isin(column, far_ends(column, FAR)).sum())
-        if num_far:
+
+
+def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yields notes on the features of nodes, and on names in their table that are no nodes.
+
+    `described` has the values of each name, [F], as they stand there.
+    """
+    note = note_on_features(list(described), tables.genes)
+    if note:
+        yield f"{path}: {note}"
+    yield from notes_on_constants(path, tables.feature_names, tables.features)
+    columns = torch.stack(list(described.values())).unbind(1)
+    for name, values in zip(tables.feature_names, columns, strict=True):
+        for code in codes(values).tolist():
             yield (
-                f"{path}: {num_far:,} values of the column {name:.60} are the same, far from all "
-                "others: where that is a code for a missing one, such as -999, empty the cell"
+                f"{path}: {(values == code).sum():,} values of the column {name:.60} are "
+                f"{code:g}, far from all others: where that is a code for a missing one, "
+                "empty the cell"
             )
 
 
@@ -479,10 +502,3 @@ def notes_on_controls(tables: Any, path: str, connected: Container[str]) -> Iter
                 f"{rows:,} rows, more than any node: if it is a control, leave it out, as an "
                 "intact sample has an empty cell; if it is a node, give it an edge, such as a loop"
             )
-
-
-def notes_on_described(genes: Sequence[str], path: str, described: Sequence[str]) -> Iterator[str]:
-    """Yields a note on names of the table of features that are no nodes, if one is needed."""
-    note = note_on_features(described, genes)
-    if note:
-        yield f"{path}: {note}"

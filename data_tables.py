@@ -267,7 +267,7 @@ def read_tables(
     num_features = edge_values.size(1) // 2
     edge_weight, edge_attr, present = edge_values.split([1, num_features, num_features], dim=1)
     node_features = {}
-    described = []  # the names in the table of features
+    described = {}  # what the table of features has of each name, [F]
     if features:
         node_features, described = read_features(features, genes, notes)
     tables = Tables(
@@ -384,8 +384,8 @@ def read_knockouts(
 
 def read_features(
     path: str, genes: list[str], notes: list[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Returns the fields `features` and `feature_names` of `Tables`, and all names in the file.
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns the fields `features` and `feature_names` of `Tables`, and each name's values [F].
 
     Features are standardised, and 0 where missing. Sentences for the log are added to `notes`.
     Raises `DataError`.
@@ -406,9 +406,10 @@ def read_features(
     if (row < 0).all():
         problem = "none of its nodes is in the tables of edges and knock-outs"
         raise DataError(f"{path}: {problem}")
-    values = torch.cat(chunks)[row].where(row.unsqueeze(1) >= 0, math.nan)
+    table = torch.cat(chunks)
+    values = table[row].where(row.unsqueeze(1) >= 0, math.nan)
     features = standardise(values).nan_to_num().float()
-    return {"features": features, "feature_names": names}, list(row_of)
+    return {"features": features, "feature_names": names}, dict(zip(row_of, table, strict=True))
 
 
 def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:

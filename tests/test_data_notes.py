@@ -178,10 +178,12 @@ def test_scores_of_several_modes_or_with_long_tails_are_no_codes():
 def test_codes_among_the_features_are_noted(tmp_path):
     edges = write_table(tmp_path / "edges.tsv", [EDGE_HEADER, *RING])
     scores = write_table(tmp_path / "scores.tsv", [("genes", "score"), *rows_of(score)])
-    rows = [(node, k % 7 / 9 + k, -999 if k % 9 == 1 else k**0.5) for k, node in enumerate(NODES)]
+    rows = [
+        (node, k % 7 / 9 + k, -999 if k % 9 == 1 else 1000 + 20 * k) for k, node in enumerate(NODES)
+    ]
     path = write_table(tmp_path / "features.tsv", [("gene", "a", "b"), *rows])
     (note,) = read_tables(str(edges), str(scores), str(path), [], undirected=False).notes
-    assert note.startswith(f"{path}: 4 values of the column b are the same, far from all others")
+    assert note.startswith(f"{path}: 4 values of the column b are -999, far from all others: where")
 
 
 # ---- Columns that say what others say ------------------------------------------------------------
@@ -452,7 +454,8 @@ def test_a_form_of_several_nodes_is_noted_in_either_table(form, change):
 def test_names_that_only_begin_as_others_are_no_forms():
     """Of one name alone, where nodes have that sign; of numbers; and where two nodes differ so."""
     genes = [f"YAL{k:03}C" for k in range(40)]
-    assert meanings(["YAL003C-A"], [*genes, "YAL001C-A"]) == {}
+    assert meanings(["YAL003C-A", "YAL004C-A", "YAL005C-A"], genes) == {}
+    assert meanings(["YAL003C-x1"], [*genes, "YAL001C-A"]) == {}
     unknown = ["YAL003C-A", "YAL004C-A", "YAL005C-B"]
     assert meanings(unknown, [*genes, "YAL001C-A", "YAL001C-B"]) == {}
     assert meanings(["RPL11", "RPL21", "RPL31"], ["RPL1", "RPL2", "RPL3"]) == {}
