@@ -97,19 +97,21 @@ def nodes_within(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]
     """
     node_of = {node.casefold(): node for node in reversed(nodes)}
     name_of = {name.casefold(): name for name in unknown}
+    lengths = sorted(set(map(len, node_of)), reverse=True)
+    lengths_of_unknown = sorted(set(map(len, name_of)), reverse=True)
     pairs = []  # text around, name, node
     for name in unknown:
-        for around, within in parts_of(name, node_of)[:1]:
+        for around, within in parts_of(name, node_of, lengths)[:1]:
             pairs.append((around, name, node_of[within]))
     for node in nodes if unknown else []:
-        for around, within in parts_of(node, name_of)[:1]:
+        for around, within in parts_of(node, name_of, lengths_of_unknown)[:1]:
             pairs.append((around, name_of[within], node))
     nodes_of = defaultdict(set)  # by text around
     for around, _, node in pairs:
         nodes_of[around].add(node)
     usual = set()
     for node in nodes if pairs else []:
-        usual.update(around for around, _ in parts_of(node, node_of))
+        usual.update(around for around, _ in parts_of(node, node_of, lengths))
     letters = set("".join(nodes))
     meaning_of = {}
     for around, name, node in pairs:
@@ -123,18 +125,21 @@ def nodes_within(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]
     return meaning_of
 
 
-def parts_of(name: str, known: Mapping[str, str]) -> list[tuple[tuple[str, str], str]]:
+def parts_of(
+    name: str, known: Container[str], lengths: Sequence[int]
+) -> list[tuple[tuple[str, str], str]]:
     """Returns the names in lower case that are `known` and part of a name, the longest first.
 
-    Before each stands the text before and behind it, in which all numbers are 0. A part does not
-    begin or end within a number, nor, if it is short, within a word.
+    `lengths` are those of the known names, from the longest on. Before each part stands the text
+    before and behind it, in which all numbers are 0. A part does not begin or end within a number,
+    nor, if it is short, within a word.
     """
     text = name.casefold()
     found = []
-    for length in range(len(text) - 1, 0, -1):
+    for length in lengths:
         for start in range(len(text) - length + 1):
             within = text[start : start + length]
-            if within not in known:
+            if within not in known or within == text:
                 continue
             around = (text[:start], text[start + length :])
             cuts_number = re.search(r"\d\0\d", "\0".join([around[0], within, around[1]]))

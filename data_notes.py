@@ -150,33 +150,26 @@ def notes_on_codes(tables: Any, path: str) -> Iterator[str]:
         )
 
 
-def far_ends(values: Tensor, ranges: float) -> Tensor:
-    """Returns the smallest and the largest of values [n] if several rows have it, far from others.
+def codes(values: Tensor) -> Tensor:
+    """Returns the smallest and the largest of a column's values [n] if these may be codes.
 
-    These are all other values but the smallest and the largest, however many rows have them; far is
-    a number of their ranges.
+    A code stands in several rows, far from all other values, however few these are; and it is large
+    beside them, as people choose what cannot be measured: zeros of dead strains are none. One that
+    is written in nines may be less far.
     """
-    distinct, count = values[~values.isnan()].unique(return_counts=True)
-    if len(distinct) < FEW_VALUES + 2:
-        return distinct[:0]
-    gap = torch.stack([distinct[1] - distinct[0], distinct[-1] - distinct[-2]])
-    is_far = (gap > ranges * (distinct[-2] - distinct[1])) & (count[[0, -1]] > 1)
-    return distinct[[0, -1]][is_far]
-
-
-def codes(scores: Tensor) -> Tensor:
-    """Returns the scores of a column [n] that may be codes for a missing one.
-
-    A code is large beside all others, as people choose what cannot be measured: zeros of dead
-    strains are none. If it is written in nines, it may be less far.
-    """
-    ends = far_ends(scores, ranges=0.5)
-    others = scores[~torch.isin(scores, ends)].nan_to_num()
-    largest = others.abs().max() if len(ends) else 0
-    is_huge = ends.abs() > HUGE * largest
-    is_far = torch.isin(ends, far_ends(scores, ranges=FAR))
-    is_in_nines = torch.isin(ends.abs(), ends.new_tensor(NINES))
-    return ends[is_in_nines | (is_far & is_huge)]
+    present = values[~values.isnan()]
+    if len(present) < FEW_VALUES:
+        return present[:0]
+    ends = torch.stack([present.min(), present.max()])
+    others = present[~torch.isin(present, ends)]
+    if len(others[:1000].unique()) < FEW_VALUES:
+        return present[:0]
+    gap = torch.stack([others.min() - ends[0], ends[1] - others.max()])
+    spread = others.max() - others.min()
+    is_huge = (ends.abs() > HUGE * others.abs().max()) & (gap > FAR * spread)
+    is_in_nines = torch.isin(ends.abs(), ends.new_tensor(NINES)) & (gap > spread / 2)
+    count = (present == ends.unsqueeze(1)).sum(dim=1)
+    return ends[(is_huge | is_in_nines) & (count > 1)]
 
 
 def notes_on_units(tables: Any, path: str) -> Iterator[str]:
@@ -281,9 +274,11 @@ def notes_on_weights(tables: Any, path: str) -> Iterator[str]:
     """Yields a note if the column weight moves with a score, as the weight of an animal may."""
     if tables.weight is None or tables.sd is not None or len(tables.targets) > FEW_TARGETS:
         return
-    for target, values in zip(tables.targets, tables.y.unbind(1), strict=True):
+    step = 1 + tables.y.numel() // MOST_SCORES
+    weight = tables.weight[::step]
+    for target, values in zip(tables.targets, tables.y[::step].unbind(1), strict=True):
         present = ~values.isnan()
-        correlation = rank_correlation(tables.weight[present], values[present])
+        correlation = rank_correlation(weight[present], values[present])
         if present.sum() >= FEWEST_SCORES and abs(correlation) > WEIGHED:
             yield (
                 f"{path}: weight, which says how much a row counts in the loss, moves with "
@@ -388,8 +383,9 @@ def notes_on_ends(tables: Any, path: str, connected: Sequence[str]) -> Iterator[
 def spelt_twice(tables: Any, connected: Sequence[str]) -> dict[str, str]:
     """Returns nodes named as another but for case, inner signs or form of Unicode, with that one.
 
-    Most nodes that are written as the one must have such a twin, or names are told apart so, and
-    the two must not `differ_in_role`.
+    Most nodes that are written as the one must have such a twin, or names are told apart so. Two
+    with an edge between them are two, and so is one that is only a source, or only a target, of
+    relations in which the other is not: as a protein and its gene.
     """
     name_of = {}  # by its letters, and a sign at its end, as in CD4+
     pairs = []
@@ -400,30 +396,36 @@ def spelt_twice(tables: Any, connected: Sequence[str]) -> dict[str, str]:
     if not pairs:
         return {}
     kind_count = Counter(map(kind_of_name, connected))
-    twin_count = Counter(kind_of_name(name) for name in {name for pair in pairs for name in pair})
-    number = {name: k for k, name in enumerate(tables.genes)}
+    twins = {name for pair in pairs for name in pair}
+    twin_count = Counter(map(kind_of_name, twins))
+    roles, links = edges_of(tables, twins)
     twice = {}
     for pair in pairs:
         rare, common = sorted(pair, key=lambda name: kind_count[kind_of_name(name)])
         kind = kind_of_name(rare)
-        are_two = differ_in_role(tables, number[rare], number[common])
-        if not are_two and 2 * twin_count[kind] >= kind_count[kind]:
+        is_one_sided = any(len({end for end, _ in roles[name]}) == 1 for name in pair)
+        differ_in_role = is_one_sided and roles[rare].isdisjoint(roles[common])
+        are_linked = frozenset(pair) in links
+        if 2 * twin_count[kind] >= kind_count[kind] and not differ_in_role and not are_linked:
             twice[rare] = common
     return twice
 
 
-def differ_in_role(tables: Any, a: int, b: int) -> bool:
-    """Returns whether two nodes are not one: they have an edge, or are as a protein and its gene.
-
-    Then one is only a source, or only a target, and the other is not in any such relation.
-    """
-    is_a = tables.edge_index == a  # [2, E]
-    is_b = tables.edge_index == b
-    is_one_sided = not (is_a.any(dim=1).all() and is_b.any(dim=1).all())
-    relations = zip(is_a, is_b, strict=True)
-    share = [torch.isin(tables.edge_type[x], tables.edge_type[y]).any() for x, y in relations]
-    are_linked = (is_a & is_b.flip(0)).any()
-    return bool(are_linked) or (is_one_sided and not any(share))
+def edges_of(tables: Any, names: Container[str]) -> tuple[dict[str, set], set[frozenset]]:
+    """Returns the ends and relations of each named node's edges, and the pairs of their nodes."""
+    is_named = torch.tensor([name in names for name in tables.genes])
+    chosen = is_named[tables.edge_index].any(dim=0)
+    sources, targets = tables.edge_index[:, chosen].tolist()
+    roles = defaultdict(set)
+    links = set()
+    relations = tables.edge_type[chosen].tolist()
+    for source, target, relation in zip(sources, targets, relations, strict=True):
+        start = tables.genes[source]
+        end = tables.genes[target]
+        roles[start].add(("source", relation))
+        roles[end].add(("target", relation))
+        links.add(frozenset((start, end)))
+    return roles, links
 
 
 def notes_on_constants(path: str, names: Sequence[str], values: Tensor) -> Iterator[str]:

@@ -503,7 +503,7 @@ def test_numbered_controls_count_together(tmp_path):
 
 def test_nodes_without_an_edge_in_as_many_rows_as_others_are_no_controls(tmp_path):
     queries = [f"{a},{b}" for a in ("q00", "q01", "new") for b in NODES[2:]]
-    families = [f"LOC{k}" for k in range(5)]
+    families = [f"LOC{k}" for k in range(9)]
     many_unknown = SINGLES + [f"x{k}y" for k in range(10)] * 2 + ["AAVS1"] * 20
     for sets in (
         PAIRS + [f"{node},new" for node in NODES],
