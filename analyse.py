@@ -4,10 +4,10 @@
     python analyse.py runs/s0 runs/s1 runs/s2     # one by one, and together
     python analyse.py runs/s0 --json              # for a program
 
-It prints a table with the metrics of all test rows and of groups of them, each beside the
-baseline's and with the 95 % interval of the difference. A second table has the metrics of the
-rivals, which predict the same rows without the model. It writes test.json and a plot, test.svg,
-into the run folder.
+It prints a table with the metrics of all test rows and of groups of them, each beside that of the
+rival in test.tsv and with the 95 % interval of the difference. A second table has the metrics of
+more rivals, which predict the same rows without the model. It writes test.json and a plot,
+test.svg, into the run folder.
 
 Of several runs, it writes no file. It prints a line for each: the options in which they differ,
 best step, metrics and seconds. Then follow the metrics of each and of their mean prediction, the
@@ -45,14 +45,12 @@ from analyse_metrics import (
     metrics_together,
 )
 from analyse_results import Results, are_equal_in_files, check_same_rows, read_results
-from analyse_rivals import pair_rival, rivals, shared_pairs
 from analyse_text import lines_of_run, lines_of_runs, text_table
 from config import (
     Config,
     Parser,
     expand_path,
     load_config,
-    print_any_character,
     read_options,
 )
 from data_tables import Tables
@@ -60,7 +58,7 @@ from ddp_ends import end_process
 from ddp_setup import set_threads
 from errors import UserError
 from metrics import mean_and_std
-from parts import optional
+from parts import is_here, optional
 from run_checkpoint import explain_write_errors, read_checkpoint, write_atomically
 from run_folder import read_metrics, read_status, read_warnings
 
@@ -78,7 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Analyses as a command line says, by default this process's; returns the exit status."""
     num_threads = torch.get_num_threads()
     set_threads(local_world_size=1)
-    print_any_character()
     try:
         return report(read_arguments(arguments))
     except UserError as error:
@@ -137,7 +134,7 @@ def report_of_run(folder: Path, threshold: float | None) -> tuple[dict, list[str
             write_atomically(file, [text])
     lines = [f"{folder / 'test.tsv'}: {rows.counts()}", *lines_of_warnings(folder)]
     lines += lines_of_start(folder, rows)
-    lines += lines_of_run(analysis, has_noise=rows.sd is not None)
+    lines += lines_of_run(analysis, rows.rivals, has_noise=rows.sd is not None)
     lines.append(f"written: {', '.join(map(str, files))}")
     return analysis, lines
 
@@ -157,7 +154,7 @@ def report_of_runs(folders: list[Path], threshold: float | None) -> tuple[dict, 
         lines += lines_of_start(folder, members[str(folder)])
     rows = next(iter(members.values()))
     lines.append(f"{len(folders)} runs: {rows.counts()}")
-    return analysis, lines + lines_of_runs(analysis)
+    return analysis, lines + lines_of_runs(analysis, rows.rivals)
 
 
 def as_json(analysis: dict) -> str:
@@ -172,10 +169,13 @@ def lines_of_warnings(folder: Path) -> list[str]:
 
 
 def lines_of_start(folder: Path, rows: Results) -> list[str]:
-    """Returns a line that says so if a run predicts what its baseline does."""
-    if not are_equal_in_files(rows.prediction, rows.baseline):
-        return []
-    return [f"{folder} predicts what its untrained baseline does: no step was better in validation"]
+    """Returns a line for each rival in test.tsv whose predictions are the run's."""
+    lines = []
+    for name, prediction in rows.rivals.items():
+        if are_equal_in_files(rows.prediction, prediction):
+            problem = f"predicts what its untrained {name} does"
+            lines.append(f"{folder} {problem}: no step was better in validation")
+    return lines
 
 
 # ---- From Python ---------------------------------------------------------------------------------
@@ -184,12 +184,11 @@ def analyse_run(run: str | Path, threshold: float | None = None) -> dict[str, An
 
     Nothing is printed or written. A metric that is not defined is nan. The keys are
 
-    - `pearson`, `r2` and so on: of all rows; `gain`: the 95 % interval of Pearson's r less the
-      baseline's;
+    - `pearson`, `r2` and so on: of all rows; `gain`: the 95 % interval of Pearson's r less
+      that of the rival in test.tsv, if there is one;
     - `by_unseen`, `by_deletions`, `by_level`: the same of groups of rows;
     - `targets`: the metrics of each target, if there are several;
-    - `rivals`: the metrics of predictions without the model, or `no_rivals`: why the run's tables
-      cannot be read;
+    - `rivals`: the metrics of predictions without the model, or `no_rivals`: why there are none;
     - `warnings`: those of the run's last start.
 
     Args:
@@ -217,7 +216,7 @@ def compare(runs: Sequence[str | Path], threshold: float | None = None) -> dict[
       95 % interval of that for other test rows, of which both runs get the same;
     - `uncertainty`: Spearman's correlation of the predictions' standard deviation with the error of
       their mean, and the mean absolute error by fifths of it;
-    - `rivals`, `shared_pairs` or `no_rivals`: as in `analyse_run`, beside the ensemble.
+    - `rivals` or `no_rivals`: as in `analyse_run`, beside the ensemble.
 
     Args:
         runs: two or more folders of runs with the same test rows.
@@ -264,17 +263,18 @@ def metrics_of_runs(members: dict[str, Results], threshold: float | None) -> dic
 
 
 def rivals_or_reason(rows: Results, config: Config, folder: Path) -> dict[str, Any]:
-    """Returns `shared_pairs` and the `rivals`' metrics, or `no_rivals`: why these are not known."""
+    """Returns the metrics of `rivals`, or `no_rivals`: why these are not known."""
+    if not is_here("analyse_rivals"):
+        return {"no_rivals": "analyse_rivals.py, which fits it, is not here"}
+    from analyse_rivals import pair_rival, rivals
+
     try:
         tables = tables_of(rows, config.data, folder)
     except UserError as error:
         return {"no_rivals": str(error)}
     loss = config.optim.loss
     predictions = rivals(tables, loss) | pair_rival(tables, loss, config.data.cache_dir)
-    return {
-        "shared_pairs": shared_pairs(tables),
-        "rivals": metrics_of_rivals(rows, predictions, loss),
-    }
+    return {"rivals": metrics_of_rivals(rows, predictions, loss)}
 
 
 # ---- Files ---------------------------------------------------------------------------------------

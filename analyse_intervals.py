@@ -4,6 +4,7 @@ Shapes: n rows of T targets, R resamples, C bootstrap clusters.
 """
 
 import math
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -91,6 +92,29 @@ def resampled_pearson(
     return r.nanmean(dim=1)
 
 
+def resampled(
+    metric: Callable[..., Tensor],
+    y: Tensor,
+    prediction: Tensor,
+    cluster: Tensor,
+    resamples: int,
+    weight: Tensor | float = 1.0,
+) -> Tensor:
+    """Returns the mean over targets of one of `metrics.METRICS` in each resample of the rows, [R].
+
+    The resamples are those of `resampled_pearson`. A row counts by its weight as often as it is
+    drawn.
+    """
+    if metric is pearson:
+        return resampled_pearson(y, prediction, cluster, resamples, weight)
+    pairs, pair, num_clusters = pairs_of_clusters(cluster)
+    values = []
+    for counts in drawn_pairs(pairs, num_clusters, resamples):
+        for count in counts[:, pair].unsqueeze(2):  # [n, 1]
+            values.append(metric(y, prediction, weight * count).nanmean())
+    return torch.stack(values)
+
+
 def resampled_mean(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
     """Returns the mean of the values [n], without nan, in each resample of the rows, [R].
 
@@ -107,15 +131,28 @@ def resampled_sums(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
 
     It is nan where all rows have the same clusters, as no other ones can be drawn.
     """
-    clusters = cluster[cluster >= 0].unique()
-    num_clusters = len(clusters)
-    number = torch.searchsorted(clusters, cluster).where(cluster >= 0, num_clusters)
-    pairs, pair = number.unique(dim=0, return_inverse=True)
+    pairs, pair, num_clusters = pairs_of_clusters(cluster)
     if len(pairs) < 2:
         return values.new_full((resamples, *values.shape[1:]), math.nan)
     of_pairs = scatter(values, pair, dim_size=len(pairs)).flatten(start_dim=1)
+    sums = [count @ of_pairs for count in drawn_pairs(pairs, num_clusters, resamples)]
+    return torch.cat(sums).view(resamples, *values.shape[1:])
+
+
+def pairs_of_clusters(cluster: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Returns the pairs of clusters of rows, long [pairs, 2], that of each row, [n], and C.
+
+    Clusters are numbered from 0 to C - 1 here; C stands in place of a second one.
+    """
+    clusters = cluster[cluster >= 0].unique()
+    number = torch.searchsorted(clusters, cluster).where(cluster >= 0, len(clusters))
+    pairs, pair = number.unique(dim=0, return_inverse=True)
+    return pairs, pair, len(clusters)
+
+
+def drawn_pairs(pairs: Tensor, num_clusters: int, resamples: int) -> Iterator[Tensor]:
+    """Yields how often each pair of clusters is drawn in 32 resamples, float64 [32, pairs]."""
     generator = torch.Generator().manual_seed(0)
-    sums = []
     for start in range(0, resamples, 32):
         counts = []
         for _ in range(min(32, resamples - start)):
@@ -124,8 +161,7 @@ def resampled_sums(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
         count = torch.stack(counts)  # [32, C + 1], how often each cluster is drawn
         count[:, -1] = 1  # in place of a second cluster
         first, second = count[:, pairs].unbind(dim=2)
-        sums.append((first * second) @ of_pairs)
-    return torch.cat(sums).view(resamples, *values.shape[1:])
+        yield first * second
 
 
 def centred(resampled: Tensor, estimate: float | Tensor) -> Tensor:

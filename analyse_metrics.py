@@ -5,16 +5,17 @@ Shapes: n rows of T targets.
 
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
+from functools import partial
+from itertools import chain, product
 
 import torch
 from torch import Tensor
 
 import analyse_intervals
 import metrics
-from analyse_results import Results
-from analyse_rivals import with_baseline
+from analyse_results import Results, are_equal_in_files
 from losses import LOSSES
 
 PROFILE = 20  # targets: with more of them, a row is a profile
@@ -56,8 +57,7 @@ def metrics_by_group(rows: Results, loss: str = "squared", threshold: float | No
     grouped["by_level"] = {}
     groups = set(levels) - {""}
     if 1 < len(groups) <= LEVELS:
-        numbers = sorted(groups - {"several"}, key=float)
-        for level in [*numbers, *groups.intersection({"several"})]:
+        for level in sorted(groups, key=float):
             is_at_level = torch.tensor([row_level == level for row_level in levels])
             grouped["by_level"][level] = of_group(is_at_level.unsqueeze(1))
     if len(rows.targets) > 1:
@@ -71,42 +71,74 @@ def metrics_by_group(rows: Results, loss: str = "squared", threshold: float | No
 def metrics_of_rows(
     rows: Results, cluster: Tensor, loss: str, threshold: float | None, resamples: int
 ) -> dict:
-    """Returns the number of rows, the means over targets of `target_metrics`, and `gain`.
+    """Returns the number of rows, and the means over targets of `target_metrics`.
 
-    `gain` is the 95 % interval of Pearson's r less the baseline's, for which rows of the same
-    `cluster`, long [n, 2], are drawn together. If rows have weights, `weighted_gain` is that of the
-    weighted Pearson's r. `n` is the number of rows with a score. Where rows
+    If rows have a rival, there are also the `gains` over the first one, for which rows of the same
+    `cluster`, long [n, 2], are drawn together. `n` is the number of rows with a score. Where rows
     are profiles, there are also `profile_metrics`, `row_gain`, the 95 % interval of the mean
-    Pearson's r over a row less the baseline's, and quartiles over the targets.
+    Pearson's r over a row less the rival's, and quartiles over the targets.
     """
     y = rows.y
     each = target_metrics(rows, loss, threshold)
     means = nanmeans(each)
     num_scored = int((~y.isnan()).any(dim=1).sum())
     by_name = {"n": num_scored, **means}
-    weights = {"": 1.0}
-    if rows.weight is not None:
-        weights["weighted_"] = rows.weight.unsqueeze(1)
-    for prefix, weight in weights.items():
-        gains = analyse_intervals.resampled_pearson(y, rows.prediction, cluster, resamples, weight)
-        gains -= analyse_intervals.resampled_pearson(y, rows.baseline, cluster, resamples, weight)
-        if y.size(1) > PROFILE:
-            gain = means[f"{prefix}pearson"] - means[f"baseline_{prefix}pearson"]
-            gains = analyse_intervals.centred(gains, gain)
-        by_name[f"{prefix}gain"] = analyse_intervals.interval(gains)
+    rival = next(iter(rows.rivals), None)
+    if rival is not None:
+        by_name |= gains(rows, rival, means, cluster, resamples)
     by_name["cells"] = int((~y.isnan()).sum())
     if num_scored < len(y):
         by_name["rows"] = len(y)
     if y.size(1) > PROFILE:
         quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-        for name in ("pearson", "baseline_pearson"):
+        for name in ("pearson", *(f"{rival}_pearson" for rival in rows.rivals)):
             by_name[f"{name}_quartiles"] = each[name].nanquantile(quartiles).tolist()
         by_name |= profile_metrics(rows)
+    if y.size(1) > PROFILE and rival is not None:
         row_gains = analyse_intervals.pearson_of_rows(y, rows.prediction)
-        row_gains -= analyse_intervals.pearson_of_rows(y, rows.baseline)
+        row_gains -= analyse_intervals.pearson_of_rows(y, rows.rivals[rival])
         mean_gains = analyse_intervals.resampled_mean(row_gains, cluster, resamples)
         by_name["row_gain"] = analyse_intervals.interval(mean_gains)
     return by_name
+
+
+def gains(
+    rows: Results, rival: str, means: dict[str, float], cluster: Tensor, resamples: int
+) -> dict[str, list[float]]:
+    """Returns the 95 % intervals of metrics less the rival's, each by its `name_of_gain`.
+
+    They are those of Pearson's r and of `metrics.METRICS`, also by weight if rows have weights.
+    `means` are of `target_metrics`, over the targets.
+    """
+    weights = {"": 1.0}
+    if rows.weight is not None:
+        weights["weighted_"] = rows.weight.unsqueeze(1)
+    intervals = {}
+    for (prefix, weight), (name, metric) in product(weights.items(), with_pearson().items()):
+        resampled = partial(
+            analyse_intervals.resampled,
+            metric,
+            rows.y,
+            cluster=cluster,
+            resamples=resamples,
+            weight=weight,
+        )
+        differences = resampled(rows.prediction) - resampled(rows.rivals[rival])
+        if rows.y.size(1) > PROFILE:
+            gain = means[f"{prefix}{name}"] - means[f"{rival}_{prefix}{name}"]
+            differences = analyse_intervals.centred(differences, gain)
+        intervals[name_of_gain(f"{prefix}{name}")] = analyse_intervals.interval(differences)
+    return intervals
+
+
+def with_pearson() -> dict[str, Callable[..., Tensor]]:
+    """Returns the metrics that stand beside the rivals': Pearson's r and `metrics.METRICS`."""
+    return {"pearson": metrics.pearson} | metrics.METRICS
+
+
+def name_of_gain(metric: str) -> str:
+    """Returns the name of the interval of a metric: `gain` of `pearson`, `x_gain` of another."""
+    return f"{metric}_gain".replace("pearson_gain", "gain")
 
 
 def nanmeans(each: dict[str, Tensor]) -> dict[str, float]:
@@ -121,11 +153,10 @@ def profile_metrics(rows: Results) -> dict[str, float]:
     """
     largest = rows.y.abs().nan_to_num().topk(PROFILE, dim=1).indices
     error = (rows.prediction - rows.y).square().gather(1, largest)
-    each = {
-        "row_pearson": analyse_intervals.pearson_of_rows(rows.y, rows.prediction),
-        "baseline_row_pearson": analyse_intervals.pearson_of_rows(rows.y, rows.baseline),
-        "mse_top20": error,
-    }
+    each = {"row_pearson": analyse_intervals.pearson_of_rows(rows.y, rows.prediction)}
+    for name, prediction in rows.rivals.items():
+        each[f"{name}_row_pearson"] = analyse_intervals.pearson_of_rows(rows.y, prediction)
+    each["mse_top20"] = error
     return nanmeans(each)
 
 
@@ -134,21 +165,18 @@ def target_metrics(
 ) -> dict[str, Tensor]:
     """Returns the metrics of each target by name, [T] each, nan where undefined.
 
-    If rows have weights, there is also the weighted Pearson's r. If they have an `sd`, there are
-    also the ceilings of R2 and of Pearson's r, which predictions without an error would reach. With
-    a threshold, or binary scores, there are also AUROC and average precision of finding the rows
-    below the threshold by low predictions, or those of 1 by high ones.
+    Those `with_pearson` stand beside the rivals', by weight, too, if rows have weights. If rows
+    have an `sd`, there are also the ceilings of R2 and of Pearson's r, which predictions without an
+    error would reach. With a threshold, or binary scores, there are also AUROC and average
+    precision of finding the rows below the threshold by low predictions, or those of 1 by high
+    ones.
     """
     y = rows.y
     prediction = rows.prediction
     each = {}
     for metric in (metrics.mse, metrics.r2, metrics.pearson, metrics.spearman):
         each[metric.__name__] = metric(y, prediction)
-    each["baseline_pearson"] = metrics.pearson(y, rows.baseline)
-    if rows.weight is not None:
-        weight = rows.weight.unsqueeze(1)
-        each["weighted_pearson"] = metrics.pearson(y, prediction, weight)
-        each["baseline_weighted_pearson"] = metrics.pearson(y, rows.baseline, weight)
+    each |= metrics.metrics_beside_rivals(y, prediction, rows.rivals, rows.weight, with_pearson())
     if rows.sd is not None:
         each["ceiling_r2"] = analyse_intervals.noise_ceiling(y, rows.sd.unsqueeze(1))
         each["ceiling_pearson"] = each["ceiling_r2"].sqrt()
@@ -201,52 +229,69 @@ def metrics_together(
 
 
 def difference_of_best(members: dict[str, Results], loss: str) -> dict:
-    """Returns the names of the two `runs` of the highest Pearson's r, and its `difference`.
+    """Returns the names of the two best `runs`, and their `difference` in the first of METRICS.
 
     It is the weighted one if rows have weights, as `metric` says. `gain` is the 95 % interval of
     the difference. Rows are drawn as in `metrics_of_rows`, the same ones for both runs.
     """
-    prefix = prefix_of_weights(next(iter(members.values())))
-    metric = f"{prefix}pearson"
-    correlation = {}
+    metric = first_metric(next(iter(members.values())))
+    quality = {}
     for name, rows in members.items():
-        correlation[name] = nanmeans(target_metrics(rows, loss))[metric]
-    best, second = sorted(correlation, key=correlation.__getitem__, reverse=True)[:2]
-    rows = replace(members[best], baseline=members[second].prediction)
+        quality[name] = nanmeans(target_metrics(rows, loss))[metric]
+    best, second = sorted(quality, key=quality.__getitem__, reverse=True)[:2]
+    rows = replace(members[best], rivals={"second": members[second].prediction})
     resamples = number_of_resamples(rows.y.numel())
     of_best = metrics_of_rows(rows, rows.cluster_numbers(), loss, None, resamples)
     return {
         "runs": [best, second],
         "metric": metric,
-        "difference": of_best[metric] - of_best[f"baseline_{metric}"],
-        "gain": of_best[f"{prefix}gain"],
+        "difference": of_best[metric] - of_best[f"second_{metric}"],
+        "gain": of_best[name_of_gain(metric)],
     }
 
 
-def prefix_of_weights(rows: Results) -> str:
-    """Returns what stands before the names of the metrics that decide: those by weight, if any."""
-    return "" if rows.weight is None else "weighted_"
+def first_metric(rows: Results) -> str:
+    """Returns the name of the first of METRICS, which decides, by weight if rows have weights."""
+    prefix = "" if rows.weight is None else "weighted_"
+    return prefix + metrics.first_metric()
 
 
 # ---- Without the model ---------------------------------------------------------------------------
 def metrics_of_rivals(rows: Results, predictions: dict[str, Tensor], loss: str) -> dict[str, dict]:
     """Returns the metrics of rivals, the best first, given the prediction [n, T] of each by name.
 
-    `gain` is the 95 % interval of the model's Pearson's r less theirs. If rows have weights, there
-    are also the weighted Pearson's r, by which they are ordered, and its `weighted_gain`.
+    They are ordered by the `first_metric`. `gain` is the 95 % interval of the model's Pearson's r
+    less theirs; that of another first metric is there, too.
     """
-    prefix = prefix_of_weights(rows)
+    first = first_metric(rows)
     resamples = number_of_resamples(rows.y.numel())
     cluster = rows.cluster_numbers()
     by_rival = {}
-    for name, prediction in with_baseline(predictions, rows.baseline).items():
-        turned = replace(rows, prediction=prediction, baseline=rows.prediction)
+    for name, prediction in with_rivals(predictions, rows.rivals).items():
+        turned = replace(rows, prediction=prediction, rivals={"model": rows.prediction})
         of_rival = metrics_of_rows(turned, cluster, loss, None, resamples)
-        shown = dict.fromkeys(("pearson", f"{prefix}pearson", "r2", "spearman"))
+        shown = dict.fromkeys(("pearson", first, "r2", "spearman"))
         by_rival[name] = {key: of_rival[key] for key in shown}
-        for key in dict.fromkeys(("gain", f"{prefix}gain")):
+        for key in dict.fromkeys(("gain", name_of_gain(first))):
             low, high = of_rival[key]
             by_rival[name][key] = [-high, -low]
-    metric = f"{prefix}pearson"
-    best_first = sorted(by_rival, key=lambda name: by_rival[name][metric], reverse=True)
+    best_first = sorted(by_rival, key=lambda name: by_rival[name][first], reverse=True)
     return {name: by_rival[name] for name in best_first}
+
+
+def with_rivals(predictions: dict[str, Tensor], rivals: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns predictions [n, T] by name, and behind them those of test.tsv's rivals.
+
+    One that predicts the same as a rival of test.tsv gets the rival's name and a colon in front,
+    in place of that.
+    """
+    for rival, of_rival in rivals.items():
+        named = {}
+        for name, prediction in predictions.items():
+            is_equal = are_equal_in_files(prediction, of_rival)
+            title = f"{rival}: {name}" if is_equal else name
+            named[title] = prediction
+        if named.keys() == predictions.keys():
+            named[rival] = of_rival
+        predictions = named
+    return predictions

@@ -7,7 +7,7 @@ import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ class Results:
     targets: list[str]  # name of each of the T targets
     y: Tensor  # float64 [n, T], nan where a score is missing
     prediction: Tensor  # float64 [n, T]
-    baseline: Tensor  # float64 [n, T], the additive one
+    rivals: dict[str, Tensor]  # predictions of others by name, float64 [n, T] each
     weight: Tensor | None = None  # float64 [n], of each row; None: all are 1
     sd: Tensor | None = None  # float64 [n], of each row's scores, whose weight is then 1 / sd**2
 
@@ -50,22 +50,20 @@ class Results:
             targets=self.targets,
             y=self.y[rows].where(is_chosen[rows], math.nan),
             prediction=self.prediction[rows],
-            baseline=self.baseline[rows],
+            rivals={name: values[rows] for name, values in self.rivals.items()},
             weight=None if self.weight is None else self.weight[rows],
             sd=None if self.sd is None else self.sd[rows],
         )
 
     def levels(self) -> list[str]:
-        """Returns the level of each row's genes as a text, such as "0.3"; "" if it has no genes.
+        """Returns the level of each row's genes as a text, such as "0.3".
 
-        It is "several" where they have different ones.
+        It is "" where a row has no genes, or genes at different levels.
         """
         levels = []
         for names in self.genes:
             of_genes = {level_of(name) for name in names.split(",") if name}
-            if len(of_genes) > 1:
-                of_genes = {"several"}
-            levels.append("".join(of_genes))
+            levels.append(of_genes.pop() if len(of_genes) == 1 else "")
         return levels
 
     def deletions(self) -> Tensor:
@@ -126,15 +124,7 @@ def read_results(path: Path) -> Results:
     try:
         with path.open(encoding="utf-8") as file:
             header = file.readline().rstrip("\n").split("\t")
-            of_rows = ["genes", "unseen", "unseen_genes"]
-            weight_name = header[3] if len(header) > 3 else ""
-            if weight_name in ("weight", "sd"):
-                of_rows.append(weight_name)
-            targets = header[len(of_rows) :: 3]
-            columns = [name + suffix for name in targets for suffix in SUFFIXES]
-            if not targets or header != [*of_rows, *columns]:
-                expected = "genes, unseen, unseen_genes, and three columns for each score"
-                raise ValueError(f"the header is not {expected}")
+            of_rows, targets, rivals = names_in_header(header)
             for line in file:
                 line_number += 1
                 cells = line.rstrip("\n").split("\t")
@@ -158,13 +148,44 @@ def read_results(path: Path) -> Results:
         raise UserError(
             f"{path}:{line_number}: {error}; start the run again, which writes it anew"
         ) from None
-    scores = torch.frombuffer(numbers, dtype=torch.float64).view(len(genes), len(targets), 3)
-    y, prediction, baseline = scores.movedim(2, 0).contiguous()
-    rows = Results(genes, torch.stack(unseen), unseen_genes, targets, y, prediction, baseline)
+    scores = torch.frombuffer(numbers, dtype=torch.float64).view(len(genes), len(targets), -1)
+    y, prediction, *others = scores.movedim(2, 0).contiguous()
+    rows = Results(
+        genes=genes,
+        unseen=torch.stack(unseen),
+        unseen_genes=unseen_genes,
+        targets=targets,
+        y=y,
+        prediction=prediction,
+        rivals=dict(zip(rivals, others, strict=True)),
+    )
     if weights:
         weight = torch.tensor(weights, dtype=torch.float64)
-        rows = replace(rows, **{weight_name: weight})
+        rows = replace(rows, **{of_rows[-1]: weight})
     return rows
+
+
+def names_in_header(header: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """Returns the names of the columns of a row, of the targets and of the rivals.
+
+    A target's columns are its name, `<target>_prediction`, and `<target>_<rival>` of each rival.
+    Raises `ValueError` if the header of a test.tsv has others.
+    """
+    of_rows = ["genes", "unseen", "unseen_genes"]
+    if len(header) > 3 and header[3] in ("weight", "sd"):
+        of_rows.append(header[3])
+    columns = header[len(of_rows) :]
+    targets = []
+    for name, next_name in pairwise(columns):
+        if next_name == f"{name}_prediction":
+            targets.append(name)
+    num_columns = len(columns) // max(1, len(targets))
+    suffixes = [name.removeprefix(columns[0]) for name in columns[:num_columns]]
+    expected = [target + suffix for target in targets for suffix in suffixes]
+    if not targets or header != [*of_rows, *expected]:
+        names = "genes, unseen, unseen_genes, and as many columns for each score"
+        raise ValueError(f"the header is not {names}")
+    return of_rows, targets, [suffix.removeprefix("_") for suffix in suffixes[len(SUFFIXES) :]]
 
 
 def check_same_rows(members: list[Results], files: list[Path]) -> None:
@@ -176,8 +197,7 @@ def check_same_rows(members: list[Results], files: list[Path]) -> None:
             raise UserError(
                 f"{file} has other test rows than {files[0]}: compare runs of one split"
             )
-        has_same_baseline = are_equal_in_files(member.baseline, first.baseline)
-        if not (has_same_baseline and torch.equal(member.unseen, first.unseen)):
+        if not torch.equal(member.unseen, first.unseen) or have_other_rivals(member, first):
             raise UserError(
                 f"{file} was trained on other rows than {files[0]}: compare runs of one split"
             )
@@ -187,13 +207,21 @@ def check_same_rows(members: list[Results], files: list[Path]) -> None:
             )
 
 
-def are_equal_in_files(prediction: Tensor, baseline: Tensor) -> bool:
-    """Returns whether predictions [n, T] are the baseline's, but for the digits of a file.
+def have_other_rivals(member: Results, first: Results) -> bool:
+    """Returns whether a rival that both runs have predicts other scores."""
+    for name in member.rivals.keys() & first.rivals.keys():
+        if not are_equal_in_files(member.rivals[name], first.rivals[name]):
+            return True
+    return False
 
-    They may differ by 1e-4 of the baseline's standard deviation over the rows.
+
+def are_equal_in_files(prediction: Tensor, other: Tensor) -> bool:
+    """Returns whether predictions [n, T] are the other ones, but for the digits of a file.
+
+    They may differ by 1e-4 of the other ones' standard deviation over the rows.
     """
-    tolerance = 1e-4 * baseline.std(dim=0, correction=0)
-    return bool(((prediction - baseline).abs() <= tolerance).all())
+    tolerance = 1e-4 * other.std(dim=0, correction=0)
+    return bool(((prediction - other).abs() <= tolerance).all())
 
 
 def is_same(values: Tensor | None, others: Tensor | None) -> bool:

@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch_geometric.utils import scatter
 
-from analyse_results import are_equal_in_files
-from baseline import Baseline, additive_baseline, load_baseline, mean_one_weight
+from baseline import Baseline, additive_baseline, load_baseline
 from baseline_combination import least_squares, normal_equations
 from data import KnockoutDataset
 from data_tables import Tables
+from data_training import mean_one_weight
 from losses import LOSSES
 from mask import SharedGraph, doses
 from metrics import mean_and_std, weighted_mean
-from model_pairs import MOST_ROWS, add_pair_features
+from parts import is_here
 
 FEATURES = ("sum", "largest", "smallest", "product")
 WITH_NEIGHBOURS = "sum of effects, unseen: graph neighbours"
@@ -68,20 +68,6 @@ def rivals(tables: Tables, loss: str) -> dict[str, Tensor]:
         for name in FEATURES:
             predictions[f"{name} of scores without a node"] = of_smaller[name][test]
     return predictions
-
-
-def with_baseline(predictions: dict[str, Tensor], baseline: Tensor) -> dict[str, Tensor]:
-    """Returns predictions [n, T] by name, with the baseline's as "baseline".
-
-    If a rival predicts the same, its name gets "baseline: " in front instead.
-    """
-    named = {}
-    for name, prediction in predictions.items():
-        title = f"baseline: {name}" if are_equal_in_files(prediction, baseline) else name
-        named[title] = prediction
-    if named.keys() == predictions.keys():
-        named["baseline"] = baseline
-    return named
 
 
 def are_mostly_measured(tables: Tables, means: Tensor, least_nodes: int) -> bool:
@@ -196,16 +182,20 @@ def pair_rival(tables: Tables, loss: str, cache_dir: str) -> dict[str, Tensor]:
     """Returns the predictions of the baseline and features of pairs, by name, as `rivals` does.
 
     It is nothing for binary scores, where fewer than `LEAST_ROWS` training rows have pairs with
-    features, and where the features of all rows are too many to keep.
+    features, where the features of all rows are too many to keep, and without `model_pairs`.
     """
     if LOSSES[loss].is_binary or (tables.perturbed_ptr.diff() < 2).all():
         return {}
+    if not is_here("model_pairs"):
+        return {}
+    from model_pairs import add_pair_features
+
     fingerprint = tables.fingerprint()
     graph = SharedGraph(tables.graph())
     dataset = KnockoutDataset(tables, graph.degree)
     add_pair_features(dataset, graph, cache_dir, fingerprint)
-    features = dataset.pair_features
-    if features is None or features[tables.rows("train")].any(dim=1).sum() < LEAST_ROWS:
+    features = dataset.columns["pair_features"]
+    if callable(features) or features[tables.rows("train")].any(dim=1).sum() < LEAST_ROWS:
         return {}
     baseline = load_baseline(tables, fingerprint, cache_dir, loss).prediction
     terms = pair_terms(tables, tables.y - baseline, features)
@@ -218,6 +208,8 @@ def pair_terms(tables: Tables, residual: Tensor, features: Tensor) -> Tensor:
     Each target has its own, fitted to the training rows, on which features are standardised. Its
     penalty, which spares the constant, has the smallest squared error on the validation rows.
     """
+    from model_pairs import MOST_ROWS
+
     train = tables.rows("train")
     train = train[:: len(train) // MOST_ROWS + 1]
     mean, std = mean_and_std(features[train].double())
@@ -241,26 +233,3 @@ def pair_terms(tables: Tables, residual: Tensor, features: Tensor) -> Tensor:
         best = errors.sum(dim=0).argmin()
         terms.append(of_test @ fits[best])
     return torch.stack(terms, dim=1)
-
-
-def shared_pairs(tables: Tables) -> int:
-    """Returns the number of test rows that have two nodes in common with a training row.
-
-    Rows of more than 10 nodes do not count.
-    """
-    row = tables.sample()
-    has_few = tables.perturbed_ptr.diff()[row] <= 10
-    row = row[has_few]
-    node = tables.perturbed[has_few]
-    pairs = []  # number of the pair, row
-    for distance in range(1, 10):  # of two nodes in the same row
-        first_row = row[:-distance]
-        is_pair = first_row == row[distance:]
-        number = node[:-distance] * len(tables.genes) + node[distance:]
-        pairs.append(torch.stack([number, first_row])[:, is_pair])
-    number, row_of_pair = torch.cat(pairs, dim=1)
-    is_train = tables.is_in("train")[row_of_pair]
-    is_test = tables.is_in("test")[row_of_pair]
-    is_shared = torch.isin(number[is_test], number[is_train])
-    rows = row_of_pair[is_test][is_shared]
-    return len(rows.unique())

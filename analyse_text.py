@@ -1,22 +1,22 @@
 """Metrics and rivals of runs as lines of text, in tables."""
 
 import math
+from collections.abc import Collection, Iterable
 
-from analyse_metrics import MOST
+import metrics
+from analyse_metrics import MOST, name_of_gain
 
 SHOWN = 20  # targets printed at most
+NO_RIVAL = "test.tsv has no rival: groups of rows have no difference from one (see model.start)"
 COLUMNS = {
     "n": "rows",
     "rows": "with those without a score",
     "pearson": "Pearson",
-    "baseline_pearson": "baseline",
     "gain": "difference (95 %)",
     "ceiling_pearson": "noise ceiling",
     "weighted_pearson": "weighted Pearson",
-    "baseline_weighted_pearson": "weighted baseline",
     "weighted_gain": "weighted difference (95 %)",
     "row_pearson": "row Pearson",
-    "baseline_row_pearson": "row baseline",
     "row_gain": "difference (95 %)",
     "mse_top20": "MSE of top 20",
     "spearman": "Spearman",
@@ -26,49 +26,87 @@ COLUMNS = {
     "auroc": "AUROC",
     "average_precision": "avg. precision",
 }
+# Metrics that rivals have, too, and what stands before a rival's name in the title.
+OF_RIVALS = {"pearson": "", "weighted_pearson": "weighted ", "row_pearson": "row "}
 
 
-def lines_of_run(analysis: dict, has_noise: bool) -> list[str]:
-    """Returns the metrics of a run as lines, with the ceiling of R2 if there is one."""
+def columns_beside(rivals: Iterable[str]) -> dict[str, str]:
+    """Returns the names and titles of all columns, those of rivals behind the model's."""
+    titles = {}
+    for name, title in COLUMNS.items():
+        titles[name] = title
+        if name in OF_RIVALS:
+            for rival in rivals:
+                titles[f"{rival}_{name}"] = OF_RIVALS[name] + rival
+        if name == "weighted_gain":
+            titles |= columns_of_own_metrics(rivals)
+    return titles
+
+
+def columns_of_own_metrics(rivals: Iterable[str]) -> dict[str, str]:
+    """Returns the names and titles of columns of the `METRICS` beside Pearson's r."""
+    titles = {}
+    for metric in metrics.METRICS:
+        for name in (metric, f"weighted_{metric}"):
+            if metric == "pearson":
+                continue
+            titles[name] = name.replace("_", " ").capitalize()
+            for rival in rivals:
+                titles[f"{rival}_{name}"] = f"{rival} {titles[name]}"
+            titles[name_of_gain(name)] = f"{titles[name]} difference (95 %)"
+    return titles
+
+
+def lines_of_run(analysis: dict, rivals: Collection[str], has_noise: bool) -> list[str]:
+    """Returns the metrics of a run as lines, with the ceiling of R2 if there is one.
+
+    `rivals` are the names of those in its test.tsv.
+    """
     num_resamples = analysis["resamples"]
     num_sets = analysis["sets_drawn"]
     num_genes = analysis["genes_drawn"]
-    lines = table(analysis)
-    lines.append(
-        f"95 % of {num_resamples:,} samples of {num_sets:,} sets of genes and "
-        f"{num_genes:,} unseen genes, each with all its rows"
-    )
+    lines = table(analysis, rivals)
+    if rivals or "rivals" in analysis:
+        lines.append(
+            f"95 % of {num_resamples:,} samples of {num_sets:,} sets of genes and "
+            f"{num_genes:,} unseen genes, each with all its rows"
+        )
     if has_noise:
         lines.append(noise_text(analysis))
-    if "shared_pairs" in analysis:
-        lines.append(f"{analysis['shared_pairs']:,} rows knock out two nodes of a training row")
-    return lines + lines_of_rivals(analysis)
+    return lines + lines_of_rivals(analysis, rivals)
 
 
-def lines_of_runs(analysis: dict) -> list[str]:
-    """Returns the metrics of several runs, alone and together, as lines."""
+def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
+    """Returns the metrics of several runs, alone and together, as lines.
+
+    `rivals` are the names of those in their test.tsv.
+    """
     rows = list(analysis["figures"].items())
     rows += [("mean of these", analysis["mean"]), ("ensemble", analysis["ensemble"])]
-    lines = text_table(rows, COLUMNS)
+    lines = text_table(rows, columns_beside(rivals))
     best_two = analysis["best_two"]
     best, second = best_two["runs"]
     difference = cell(best_two["difference"])
     interval = cell(best_two["gain"])
-    metric = COLUMNS[best_two["metric"]]
+    metric = columns_beside(rivals)[best_two["metric"]]
     lines.append(f"best two, {best} less {second}: {metric} {difference}, 95 % {interval}")
     spread = analysis["uncertainty"]
     fifths = ", ".join(map(cell, spread["error_by_fifths"]))
     lines.append(f"Spearman of standard deviation and absolute error: {cell(spread['spearman'])}")
     lines.append(f"mean absolute error by fifths of the standard deviation: {fifths}")
-    return lines + lines_of_rivals(analysis)
+    return lines + lines_of_rivals(analysis, rivals)
 
 
-def lines_of_rivals(analysis: dict) -> list[str]:
-    """Returns the metrics of the rivals as lines, or a line that says why they are not known."""
+def lines_of_rivals(analysis: dict, rivals: Collection[str]) -> list[str]:
+    """Returns the metrics of the rivals as lines, or a line that says why they are not known.
+
+    `rivals` are the names of those in test.tsv.
+    """
     if "no_rivals" in analysis:
         reason = analysis["no_rivals"]
         return [f"no comparison with what can be said without the model: {reason}"]
-    return ["", *table_of_rivals(analysis["rivals"])]
+    lines = [] if rivals else [NO_RIVAL]
+    return [*lines, "", *table_of_rivals(analysis["rivals"])]
 
 
 def noise_text(analysis: dict) -> str:
@@ -79,7 +117,7 @@ def noise_text(analysis: dict) -> str:
     return f"R2 is {ratio:.1%} of the ceiling that the noise leaves"
 
 
-def table(analysis: dict) -> list[str]:
+def table(analysis: dict, rivals: Iterable[str]) -> list[str]:
     """Returns the lines of a table of metrics: all rows, each smaller group, the first targets."""
     rows = [("all", analysis)]
     for name in ("unseen", "deletions"):
@@ -91,10 +129,13 @@ def table(analysis: dict) -> list[str]:
         rows.append((f"level {level}", group))
     targets = analysis.get("targets", {})
     rows += list(targets.items())[:SHOWN]
-    text = text_table(rows, COLUMNS)
+    text = text_table(rows, columns_beside(rivals))
     if len(targets) > SHOWN:
         text.append(f"and {len(targets) - SHOWN:,} more scores, which are in test.json")
-    for name, title in (("pearson", "Pearson"), ("baseline_pearson", "baseline")):
+    titles = {"pearson": "Pearson"}
+    for rival in rivals:
+        titles[f"{rival}_pearson"] = rival
+    for name, title in titles.items():
         if f"{name}_quartiles" in analysis:
             quartiles = ", ".join(map(cell, analysis[f"{name}_quartiles"]))
             text.append(f"{title}, quartiles over the scores: {quartiles}")
@@ -108,15 +149,18 @@ def table_of_rivals(rivals: dict[str, dict]) -> list[str]:
     their file.
     """
     strongest = next(iter(rivals))
-    interval = rivals[strongest]["gain"]
-    low, high = rivals[strongest].get("weighted_gain", interval)
+    of_strongest = rivals[strongest]
+    gain = name_of_gain(metrics.first_metric())
+    if f"weighted_{gain}" in of_strongest:
+        gain = f"weighted_{gain}"
+    low, high = of_strongest[gain]
     place = "not clearly above it"
     if round(low, 4) > 0:
         place = "above it"
     if round(high, 4) < 0:
         place = "below it"
     sentence = f"strongest without the model: {strongest}; the model is {place}"
-    return [*text_table(list(rivals.items()), COLUMNS), sentence]
+    return [*text_table(list(rivals.items()), columns_beside([])), sentence]
 
 
 def text_table(rows: list[tuple[str, dict]], titles: dict[str, str]) -> list[str]:

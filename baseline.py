@@ -11,17 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
-from torch_geometric.data import Data
+from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tensor, to_undirected
 
 from baseline_combination import SUM, Combination, combine
 from baseline_ridge import ROWS_AT_ONCE, Design, Doses, Targets
 from data_tables import Tables, cached
+from data_training import basis_of, effective_share, mean_one_weight, training_mean_and_std
 from losses import LOSSES
-from mask import doses, extremes_by_sample, sum_by_sample
-from metrics import mean_and_std
+from mask import doses
 from run_progress import progress_bar
 
 TARGETS_AT_ONCE = 64  # whose numbers stay in cache
@@ -47,78 +46,20 @@ class Baseline:
     effect: Tensor  # float32 [N, K, T], of each node; imputed where no training row identifies it
     imputed: Tensor  # float32 [N, K, T], the imputed effect of each node, identified or not
     weights: Tensor  # float64 [3, T], of the sum, the largest and the smallest response
-    mean: Tensor  # float64 [T], of y in training; for binary y, the logit of that
-    std: Tensor  # float64 [T], of y in training; 1 for binary y
     prediction: Tensor  # float64 [n, T], for each row, in the units of y
     error: Tensor  # float64 [T], distance of the additive fit from its solution, as `TOLERANCE`
     basis: Tensor  # float64 [3, K], maps `mask.doses` to the doses of a node's effects
     is_combined: bool = True  # whether other weights than those of a sum were tried
 
-
-class BaselineReadout(nn.Module):
-    """The baseline as a part of the model, which training goes on with: see `Baseline`.
-
-    Its parameters are slope, effects and the weights of the sum, the largest and the smallest
-    response. A node's response is the sum of its effects, each times its dose.
-    """
-
-    ENTRIES = (("slope", "baseline", 0), ("effect", "baseline", 0), ("weights", "baseline", 0))
-
-    def __init__(self, num_nodes: int, num_targets: int, num_effects: int):
-        super().__init__()
-        self.slope = nn.Parameter(torch.zeros(num_targets))
-        self.effect = nn.Parameter(torch.zeros(num_nodes, num_effects, num_targets))
-        of_sum_alone = torch.tensor([1.0, 0.0, 0.0]).unsqueeze(1)
-        self.weights = nn.Parameter(of_sum_alone.repeat(1, num_targets))
-        self.register_buffer("intercept", torch.zeros(num_targets))
-        # In place of the effects of hidden nodes.
-        imputed = torch.zeros(num_nodes, num_effects, num_targets)
-        self.register_buffer("imputed", imputed, persistent=False)
-
-    @torch.no_grad()
-    def start_from(self, baseline: Baseline) -> None:
-        """Copies a baseline, in the unit of the model's predictions."""
-        self.intercept.copy_((baseline.intercept - baseline.mean) / baseline.std)
-        self.slope.copy_(baseline.slope / baseline.std)
-        self.effect.copy_(baseline.effect / baseline.std)
-        self.weights.copy_(baseline.weights)
-        self.imputed.copy_(baseline.imputed / baseline.std)
-
-    def forward(self, is_known: Tensor, dose: Tensor, batch: Data) -> Tensor:
-        """Returns the baseline of each sample, [B, T], given the doses of perturbed nodes, [P, K].
-
-        `is_known`, bool [2, N], says whose effects and whose slopes count. In place of another
-        effect stands the imputed one, in place of another slope 0.
-        """
-        node = batch.perturbed
-        has_effect, has_slope = is_known.index_select(1, node).unsqueeze(2)
-        effect = self.effect.index_select(0, node)
-        imputed = self.imputed.index_select(0, node)
-        effect = effect.where(has_effect.unsqueeze(2), imputed)
-        response = (dose.unsqueeze(2) * effect).sum(dim=1)  # [P, T]
-        change = (1 - batch.level).to(dose.dtype).unsqueeze(1)
-        of_sum, of_largest, of_smallest = self.weights
-        sums = sum_by_sample(change * self.slope * has_slope + of_sum * response, batch)
-        largest, smallest = extremes_by_sample(response, batch)
-        return self.intercept + sums + of_largest * largest + of_smallest * smallest
-
-
-def blank_baseline(num_nodes: int, num_targets: int, basis: Tensor) -> Baseline:
-    """Returns a baseline that predicts 0, for a model whose parameters a checkpoint replaces."""
-    zeros = torch.zeros(num_targets, dtype=torch.float64)
-    effect = torch.zeros(num_nodes, basis.size(1), num_targets)
-    return Baseline(
-        intercept=zeros,
-        slope=zeros,
-        effect=effect,
-        imputed=effect,
-        weights=zeros.new_tensor(SUM).unsqueeze(1).repeat(1, num_targets),
-        mean=zeros,
-        std=torch.ones_like(zeros),
-        prediction=zeros.new_empty(0, num_targets),
-        error=zeros,
-        basis=basis,
-    )
+    def notes(self) -> list[str]:
+        """Returns sentences for the log on what was not tried, or may be wrong."""
+        notes = []
+        if not self.is_combined:
+            notes.append("the baseline is a sum of effects, as the table is large")
+        error = self.error.max()
+        if error > UNSOLVED:
+            notes.append(f"the baseline's fit has not converged: {error:.0e} deviations are left")
+        return notes
 
 
 def load_baseline(tables: Tables, fingerprint: str, cache_dir: str, loss: str) -> Baseline:
@@ -163,10 +104,8 @@ def join_targets(baselines: list[Baseline]) -> Baseline:
 def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> Baseline:
     """Returns the `fit_baseline` of a few targets, given the basis of the doses, [3, K]."""
     weight = mean_one_weight(tables)
-    train = tables.rows("train")
-    mean, std = mean_and_std(tables.y[train], weight[train])
     criterion = LOSSES[loss]
-    mean, std = criterion.unit(mean, std)
+    mean, std = criterion.unit(*training_mean_and_std(tables))
     doses, mean_sum = doses_of(tables, basis)
     targets, has_val = targets_of(tables, weight, std, loss)
     design = Design(doses)
@@ -192,8 +131,6 @@ def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> 
         effect=effect.view(size).float(),
         imputed=imputed.view(size).float(),
         weights=weights,
-        mean=mean,
-        std=std,
         prediction=prediction,
         error=error,
         basis=basis,
@@ -264,28 +201,6 @@ def gains_enough(targets: Targets, weight: Tensor, prediction: Tensor, combined:
     return is_large & (gain > LEAST_ERRORS * error)
 
 
-def basis_of(tables: Tables) -> Tensor:
-    """Returns the matrix that maps the `mask.doses` of a level to K doses, float64 [3, K].
-
-    There are as many doses, and so effects of a node, as the levels in training identify. Gains are
-    apart from losses if there are both; deletions are apart from losses if there are also levels
-    between 0 and 1. Each column is scaled so that the mean square of its doses that are not 0 is 1
-    in training: one penalty then suits all.
-    """
-    is_trained = tables.is_in("train") & ~tables.y.isnan().all(dim=1)
-    level, count = tables.level[is_trained[tables.sample()]].unique(return_counts=True)
-    count = count.double()
-    columns = [[1.0, 1.0, 0.0]]  # 1 - level
-    if (level < 1).any() and (level > 1).any():
-        columns = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
-    if (level == 0).any() and ((level > 0) & (level < 1)).any():
-        columns.append([0.0, 0.0, 1.0])
-    basis = torch.tensor(columns, dtype=torch.float64).T
-    dose = doses(level) @ basis
-    mean_square = (count @ dose.square()) / (count @ (dose != 0).double())
-    return basis / mean_square.sqrt().nan_to_num(1.0)
-
-
 def doses_of(tables: Tables, basis: Tensor) -> tuple[Doses, Tensor]:
     """Returns the `Doses` of all rows, and the mean of the training rows' sums of 1 - level, []."""
     num_rows = len(tables.y)
@@ -296,26 +211,6 @@ def doses_of(tables: Tables, basis: Tensor) -> tuple[Doses, Tensor]:
     # The three doses of ten million nodes at once would take more memory than all else.
     dose = torch.cat([doses(level) @ basis for level in tables.level.split(ROWS_AT_ONCE)])
     return Doses(tables.perturbed, tables.perturbed_ptr, dose, line, len(tables.genes)), mean_sum
-
-
-def mean_one_weight(tables: Tables) -> Tensor:
-    """Returns weights with a mean of 1 over the training rows of each target, float64 [n, T].
-
-    They are 0 where y is missing.
-    """
-    weight = tables.score_weight(slice(None))
-    of_train = tables.score_weight(tables.rows("train"))
-    return weight * ((of_train > 0).sum(dim=0) / of_train.sum(dim=0))
-
-
-def effective_share(weight: Tensor) -> Tensor:
-    """Returns the effective number of rows (Kish 1965), as a share of those with a weight, [T].
-
-    It is 1 for equal weights [n, T], and small where a few rows have nearly all the weight. The
-    weights of the others are small then, and so must be the penalties.
-    """
-    effective = weight.sum(dim=0).square() / weight.square().sum(dim=0)
-    return effective / (weight > 0).sum(dim=0)
 
 
 def mean_weight_of_nodes(tables: Tables, weight: Tensor, doses: Doses) -> Tensor:

@@ -7,14 +7,13 @@ option with `metadata={"path": True}`, `~` and environment variables are replace
 
 `metadata={"resume": ...}` of an option, or of its whole section in `Config`, says what it means for
 a run that is resumed with another value: "fixed" refuses it; "free" takes it, as training stays as
-it is but for rounding; "noted", the default, also takes it while there are steps left, and records
-what the earlier steps had.
+it is but for rounding; "noted", the default, also takes it while there are steps left, and the log
+says what the earlier steps had.
 """
 
 import argparse
 import contextlib
 import difflib
-import io
 import logging
 import math
 import os
@@ -24,9 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import IO, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-import torch
 import yaml
 
 from data import DataConfig
@@ -62,6 +60,15 @@ class Config:
         """Returns {"section.key": value} of all options."""
         return by_key(asdict(self))
 
+    def shared_options(self) -> dict[str, Any]:
+        """Returns the options that must be the same on all ranks: all but paths."""
+        known = all_options()
+        return {
+            key: value
+            for key, value in self.options().items()
+            if not known[key].metadata.get("path")
+        }
+
     def resume_rules(self) -> dict[str, str]:
         """Returns {"section.key": "fixed", "free" or "noted"} of all options."""
         rules = {}
@@ -84,16 +91,14 @@ class Parser(argparse.ArgumentParser):
             **options,
         )
 
+    def print_help(self, file: IO | None = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
+
     def error(self, message: str) -> NoReturn:
         if "--local" in message:
             message += ": the launcher torch.distributed.launch is too old, use torchrun"
         raise UserError(message)
-
-
-def print_any_character() -> None:
-    """Makes stdout print an escape sequence for a character that its encoding does not have."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # in a notebook, it is none
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def all_options_text() -> str:
@@ -116,7 +121,7 @@ def run_command(
         read_settings: returns the settings that the words mean, which have a field `ddp`.
         command: takes settings and process group.
     """
-    with open_streams(), log_to_console(), restored_environment(), float32_with_gradients():
+    with log_to_console(), restored_environment():
         settings = Config()
         problem = None
         try:
@@ -139,22 +144,8 @@ def run_command(
 
 
 @contextlib.contextmanager
-def open_streams() -> Iterator[None]:
-    """In the block, stdout and stderr can be written; what a shell has closed (`2>&-`) is lost."""
-    with contextlib.ExitStack() as stack:
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if stream is None or stream.closed:
-                nowhere = stack.enter_context(open(os.devnull, "w"))
-                setattr(sys, name, nowhere)
-                stack.callback(setattr, sys, name, stream)
-        yield
-
-
-@contextlib.contextmanager
 def log_to_console() -> Iterator[None]:
     """In the block, prints what rank 0 logs, and keeps warnings; errors go to stderr."""
-    print_any_character()
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     console.addFilter(lambda record: record.levelno < logging.ERROR)
@@ -188,35 +179,23 @@ def restored_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-@contextlib.contextmanager
-def float32_with_gradients() -> Iterator[None]:
-    """In the block, torch has the defaults that it starts with, whatever a notebook has set."""
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-
-
 # ---- Reading -------------------------------------------------------------------------------------
 def load_config(
     file: str | Path | None = None,
     overrides: Sequence[str] = (),
-    saved: Mapping[str, Mapping] | None = None,
-    checkpoint: str = "",
+    checkpoint: Mapping[str, Any] | None = None,
 ) -> Config:
     """Returns the options of config.yaml, overridden by those of a file and of the command line.
 
-    Options `saved` in a `checkpoint` take the place of config.yaml. Raises `UserError` for a wrong
-    file or option.
+    Those of a `checkpoint` take the place of config.yaml. Raises `UserError` for a wrong file or
+    option.
     """
-    sources = [checkpoint or DEFAULTS.name]
-    if saved is None:
+    if checkpoint is None:
+        sources = [DEFAULTS.name]
         options = read_options(DEFAULTS)
     else:
-        options = by_key(saved)
+        sources = [checkpoint["file"]]
+        options = by_key(checkpoint["config"])
         check_saved_names(options, checkpoint)
     if file is not None:
         file = expand_path(str(file))
@@ -332,12 +311,15 @@ def check_names(keys: Iterable[str], place: str = "") -> None:
             raise UserError(f"{place}unknown option {key}: did you mean {nearest}?")
 
 
-def check_saved_names(options: Mapping[str, Any], checkpoint: str) -> None:
-    """Raises `UserError` for an option that a checkpoint has and this code has not."""
-    unknown = options.keys() - all_options().keys()
+def check_saved_names(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
+    """Raises `UserError` for an option that a checkpoint has and this code has not.
+
+    Those that were free when it was made do not count.
+    """
+    unknown = options.keys() - all_options().keys() - set(checkpoint.get("free_options", []))
     if unknown:
         raise UserError(
-            f"{checkpoint} was made with the option {min(unknown)}, which is unknown here: "
+            f"{checkpoint['file']} was made with the option {min(unknown)}, which is unknown here: "
             "use the version of the code that made it, or train again"
         )
 

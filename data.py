@@ -204,24 +204,25 @@ class KnockoutDataset(Dataset):
     padding), `index` [B] (the row, -1 for padding) and `num_dead_edges`, an int that sizes the
     masks' tensors. `degree` is that of `SharedGraph`, long [N]; `transform`, such as
     `model_reach.ReachPlanner`, takes each batch and returns what the model gets; `scale` is the
-    `weight_scale` of the tables that are trained on; `pair_features` are those of all rows [n, F],
-    which batches then bring, [B, F].
+    `weight_scale` of the tables that are trained on. Batches also bring `columns` by their names:
+    tensors [n, ...] with an entry for each row, as those of `Tables.columns`, or what a function
+    makes of the batch. Padding has zeros.
     """
 
     tables: Tables
     degree: Tensor
     transform: Callable[[Data], Data] | None = None
     scale: Tensor | float = 1.0
-    pair_features: Tensor | None = None
     out_degree: Tensor | None = None  # with that of `SharedGraph`, batches bring `num_out_edges`
-    compute_pairs: Callable[[Data], Tensor] | None = None  # of a batch, without `pair_features`
+    columns: dict[str, Tensor | Callable[[Data], Tensor]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tables.y)
 
     def with_samples(self, samples: Tables) -> "KnockoutDataset":
-        """Returns a dataset of other samples on the same graph."""
-        return replace(self, tables=samples, pair_features=None)
+        """Returns a dataset of other samples on the same graph, with the columns of theirs."""
+        functions = {name: column for name, column in self.columns.items() if callable(column)}
+        return replace(self, tables=samples, columns=functions)
 
     def total_weight(self, rows: Tensor) -> Tensor:
         """Returns the sum of each target's weights in a batch of these rows, float64 [T]."""
@@ -261,10 +262,12 @@ class KnockoutDataset(Dataset):
             index=index,
             num_dead_edges=int(self.degree[perturbed[level == 0]].sum()),
         )
-        if self.pair_features is not None:
-            batch.pair_features = self.pair_features[row] * is_real.unsqueeze(1)
-        elif self.compute_pairs is not None:
-            batch.pair_features = self.compute_pairs(batch)
+        for name, column in {**self.tables.columns, **self.columns}.items():
+            if callable(column):
+                batch[name] = column(batch)
+            else:
+                batch[name] = column[row]
+                batch[name][~is_real] = 0
         if self.out_degree is not None:
             batch.num_out_edges = int(self.out_degree[perturbed].sum())
         return self.transform(batch) if self.transform else batch

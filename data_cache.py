@@ -50,8 +50,12 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
             if failure:
                 raise failure
             torch.save(content, temporary)
+            refused = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
+            if refused:
+                raise TypeError(f"torch.load refuses {', '.join(refused)}: use tensors")
             os.replace(temporary, path)
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+        # torch.save raises RuntimeError on a full disk.
+        except (OSError, RuntimeError, TypeError) as error:
             log.warning(f"cache     {path} cannot be written: {error}")
             with contextlib.suppress(OSError):
                 temporary.unlink()

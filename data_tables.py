@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,7 @@ class Tables:
     features: Tensor | None = None  # float32 [N, F], of the nodes; None: they have none
     feature_names: Sequence[str] = ()  # name of each of these
     level: Tensor | None = None  # float64 [total], of each of `perturbed`; None: all are 0, deleted
+    columns: dict[str, Tensor] = field(default_factory=dict)  # further ones of rows, [n, ...] each
 
     def __post_init__(self):
         if self.y.dim() == 1:

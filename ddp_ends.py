@@ -45,18 +45,11 @@ class StopRequest:
     def __init__(self, file: Path):
         self.files = [file, Path(os.environ.get("STOP_FILE", file))]  # launch.sh sets it for SLURM
         self.reason = 0  # a position in REASONS
-        # Python runs handlers between its instructions; the watchdog also sees signals while a call
-        # never returns.
-        self.received, self.sender = os.pipe()
-        os.set_blocking(self.received, False)
-        os.set_blocking(self.sender, False)
         self.undo = contextlib.ExitStack()
         if threading.current_thread() is threading.main_thread():  # no other one can
             self._take_signals()
 
     def _take_signals(self) -> None:
-        earlier_fd = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
-        self.undo.callback(signal.set_wakeup_fd, earlier_fd)
         for number in self.SIGNALS:
             by_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not by_nohup:
@@ -71,14 +64,6 @@ class StopRequest:
     def close(self) -> None:
         """Gives signals the effects that they had before."""
         self.undo.close()
-        os.close(self.sender)
-        os.close(self.received)
-
-    def told_to_end(self) -> bool:
-        """Returns whether a SIGTERM has arrived since the last call, even if no handler ran."""
-        with contextlib.suppress(BlockingIOError):
-            return signal.SIGTERM in os.read(self.received, 64)
-        return False
 
     def code(self) -> int:
         """Returns a position in `REASONS`, 0 for no request."""

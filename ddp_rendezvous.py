@@ -45,7 +45,8 @@ def find_meeting(rdzv: str, timeout_s: int) -> tuple[str, str, str, str]:
         if not is_torchrun(endpoint):
             end(taken)
         settings.append("is_host=0")
-    return find_interface(own_address), own_address, f"{address}:{port}", ",".join(settings)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or find_interface(own_address)
+    return interface, own_address, f"{address}:{port}", ",".join(settings)
 
 
 def end(problem: str) -> NoReturn:
@@ -78,7 +79,10 @@ def find_interface(address: str) -> str:
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         _, interface, *_ = shown.split()
     except FileNotFoundError:
-        end("there is no command ip, which names network interfaces: install iproute2")
+        end(
+            "there is no command ip, which names network interfaces: install iproute2, or set "
+            "GLOO_SOCKET_IFNAME"
+        )
     except (subprocess.CalledProcessError, ValueError):
         end(f"there is no network interface with the address {address}")
     return interface
@@ -116,14 +120,16 @@ def is_torchrun(endpoint: tuple[str, int]) -> bool:
 
 def check_variables(nnodes: str, rdzv: str, timeout_s: str) -> None:
     """Ends the program if a variable of launch.sh is missing or wrong."""
-    if not re.fullmatch("[^:]+:[0-9]+", rdzv):
+    host, _, port = rdzv.partition(":")
+    if not (host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 2**16):
         if nnodes == os.environ.get("PET_NNODES"):
             end(
                 f"PET_NNODES={nnodes} is for torchrun, as in a pod of Kubeflow: start torchrun "
                 "train.py, which reads it, or set NNODES=1 for this machine alone"
             )
         end(
-            f"NNODES={nnodes} needs RDZV=host:port, an address of one of the machines, not '{rdzv}'"
+            f"NNODES={nnodes} needs RDZV=host:port, an address of one of the machines and a port "
+            f"from 1 to 65535, not '{rdzv}'"
         )
     if not timeout_s.isdecimal():
         end(f"RDZV_TIMEOUT={timeout_s} is not a number of seconds")

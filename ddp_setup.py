@@ -18,7 +18,7 @@ from concurrent import futures
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,6 @@ from ddp_ends import (
     log_and_print,
     tell_torchrun,
 )
-from ddp_watchdog import Watchdog, start_watchdog
 from errors import UserError
 from parts import optional
 
@@ -58,15 +57,6 @@ class DDPConfig:
         except TypeError as error:
             raise ValueError(f"ddp.options: DistributedDataParallel: {error}") from None
 
-    @contextlib.contextmanager
-    def explain_errors(self) -> Iterator[None]:
-        """Turns what DDP says of values in `options` into a `UserError`."""
-        try:
-            yield
-        except (AttributeError, TypeError, ValueError) as error:
-            reason = f"DistributedDataParallel: {str(error).splitlines()[0][:99]}"
-            raise UserError(f"ddp.options={self.options}: {reason}") from None
-
 
 # ---- Rank, collectives, stopping and failing -----------------------------------------------------
 class Distributed:
@@ -80,7 +70,6 @@ class Distributed:
         self.device = torch.device("cpu")
         self.threads = ""  # of this process, and why so many
         self.store: dist.Store | None = None  # torchrun's, or one of this process
-        self.watchdog: Watchdog | None = None
         self.stop: StopRequest | None = None
         self.on_failure: Callable[[str], None] | None = None  # called with the reason on exit
         self.heartbeat = Heartbeat()
@@ -88,7 +77,7 @@ class Distributed:
         self.agreed_at = 0.0  # when ranks last agreed whether to stop
         self.steps_since = 0
         self.steps_between = 1  # that and the next time, as they agreed
-        self.limit_s = config.startup_timeout_s  # without progress: the watchdog ends the job
+        self.limit_s = config.startup_timeout_s  # without progress, which a watchdog ends
         self.seconds = defaultdict(float)  # time spent in each phase
         self.command = sys.argv  # the words of the command line
         self.cleanup = contextlib.ExitStack()  # what `close` closes, the last one first
@@ -108,7 +97,7 @@ class Distributed:
         self.seconds[name] += time.perf_counter() - start
 
     def make_progress(self) -> None:
-        """Tells the watchdog that this rank comes further in what it is doing."""
+        """Records that this rank comes further in what it is doing."""
         self.heartbeat = self.heartbeat.enter(self.heartbeat.phase, is_other=False)
 
     @property
@@ -225,15 +214,12 @@ class Distributed:
                     )
 
     def close(self) -> None:
-        """Leaves the process as it was: ends the watchdog, files, handlers and process group.
+        """Leaves the process as it was: ends process group, threads, files and handlers.
 
         Several ranks do so only after success: one of them in a collective would hang.
         """
         self.on_failure = None  # it may hold a DDP module, which must not outlive the group
-        with self.cleanup:  # even if this is interrupted
-            if self.watchdog and self.watchdog.is_alive():
-                self.watchdog.finished.set()
-                self.watchdog.join()
+        self.cleanup.close()
 
     def record_end_reason(self, reason: str) -> tuple[str, bool]:
         """Records why the job ends, if no rank has yet.
@@ -267,11 +253,6 @@ class Distributed:
             with contextlib.suppress(UserError):  # the disk may be full
                 self.on_failure(reason)
 
-    def exit_now(self, reason: str, status: int) -> NoReturn:
-        """Ends a process that hangs, after the hook `on_failure`."""
-        self.record_failure(reason)
-        os._exit(status)  # this is not the main thread
-
 
 # ---- Set-up --------------------------------------------------------------------------------------
 def setup(env: Distributed) -> Distributed:
@@ -294,7 +275,6 @@ def setup(env: Distributed) -> Distributed:
         join_group(env)
     else:
         env.store = dist.HashStore()
-        env.watchdog = start_watchdog(env)
     env.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
     env.threads = set_threads(env.local_world_size)
     with env.sync_errors():  # if one rank finds no device, all exit rather than wait for it
@@ -326,12 +306,10 @@ def set_threads(local_world_size: int) -> str:
 
 def join_group(env: Distributed) -> None:
     startup_s = env.config.startup_timeout_s
-    timeout = timedelta(seconds=startup_s + env.config.timeout_s)  # the watchdog is earlier
+    timeout = timedelta(seconds=startup_s + env.config.timeout_s)  # a watchdog is earlier
     # gloo as well as nccl, so that ranks can agree on errors without a GPU.
     has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
-    # Or NCCL kills this process when another one dies, before status.json says so.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
         store = find_store(startup_s)
         store.set_timeout(timeout)
@@ -339,7 +317,9 @@ def join_group(env: Distributed) -> None:
         # prefix, ranks would use addresses of dead ones.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         env.store = dist.PrefixStore(f"restart {restart}, group {next(group_numbers)}", store)
-        env.watchdog = start_watchdog(env)
+        watchdog = optional("ddp_watchdog")
+        if watchdog is not None:  # or a hang ends by the timeout, which names no rank
+            watchdog.start_watchdog(env)
         dist.init_process_group(
             backend, store=env.store, rank=env.rank, world_size=env.world_size, timeout=timeout
         )

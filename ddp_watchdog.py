@@ -4,9 +4,11 @@ import contextlib
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
@@ -19,7 +21,6 @@ GRACE_S = 5.0  # seconds a rank has to exit by itself after another one has fail
 SIGTERM_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) / 2
 SIGTERM_AFTER_DEATH_S = min(15.0, SIGTERM_S)
 SILENCE_S = 10.0  # without a heartbeat, after which a rank counts as dead
-OBSERVERS = 8  # ranks that look at all ranks when these stall, far apart: one machine may be gone
 
 
 class Observed(NamedTuple):
@@ -31,29 +32,56 @@ class Observed(NamedTuple):
     stalled: int  # and during which the other has not come further
 
 
+class Signals:
+    """The signals of this process that have a handler of Python, as soon as they arrive.
+
+    Python runs the handlers between its instructions, and so not while a call never returns.
+    """
+
+    def __init__(self):
+        self.received, self.sender = os.pipe()
+        os.set_blocking(self.received, False)
+        os.set_blocking(self.sender, False)
+        self.undo = contextlib.ExitStack()
+        if threading.current_thread() is threading.main_thread():  # no other one can
+            earlier_fd = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
+            self.undo.callback(signal.set_wakeup_fd, earlier_fd)
+
+    def has_sigterm(self) -> bool:
+        """Returns whether a SIGTERM has arrived since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            return signal.SIGTERM in os.read(self.received, 64)
+        return False
+
+    def close(self) -> None:
+        self.undo.close()
+        os.close(self.sender)
+        os.close(self.received)
+
+
 class Watchdog(threading.Thread):
     """Ends the job with a report when a rank makes no progress for too long.
 
-    Every rank writes its heartbeat to the store, every `heartbeat_s`. If a few of the ranks, the
-    observers, have stalled for half of `limit_s`, they observe all for the other half; if those
-    furthest behind have not moved, they name them, and every rank prints its stack and exits. The
-    other ranks observe the observers, a little later: they name these if they are silent. Time is
-    counted in heartbeats, which pause while the job is suspended.
+    Every rank writes its heartbeat to the store, every `heartbeat_s`. A rank that has stalled for
+    half of `limit_s` observes all for the other half; if those furthest behind have not moved, it
+    names them, and every rank prints its stack and exits. Time is counted in heartbeats, which
+    pause while the job is suspended.
+
+    Args:
+        env: a `ddp_setup.Distributed`.
+        has_sigterm: returns whether a SIGTERM has arrived since its last call.
     """
 
-    def __init__(self, env: Any):  # a `ddp_setup.Distributed`
+    def __init__(self, env: Any, has_sigterm: Callable[[], bool]):
         super().__init__(name="watchdog", daemon=True)
         self.env = env
         self.store = env.store.clone()  # an own connection: waits on the other would block it
         shorter = min(env.config.timeout_s, env.config.startup_timeout_s)
         self.heartbeat_s = max(0.1, min(2.0, shorter / 8))
+        self.has_sigterm = has_sigterm
         self.finished = threading.Event()
         self.replies = 0  # heartbeats that reached the store
-        distance = max(1, env.world_size // OBSERVERS)
-        self.is_observer = env.rank % distance == 0
-        self.observed = range(0, env.world_size, 1 if self.is_observer else distance)
-        # Of `limit_s`, the part without progress after which this rank looks at others.
-        self.patience = 0.5 if self.is_observer else 0.6
+        self.patience = 0.5  # of `limit_s`: so long without progress, and it observes the ranks
         self.seen = {}  # an `Observed` of each rank
 
     def run(self) -> None:
@@ -70,7 +98,7 @@ class Watchdog(threading.Thread):
             stalled = stalled + 1 if heartbeat == self.env.heartbeat else 0
             heartbeat = self.env.heartbeat
             # A rank that waits in NCCL for a dead one cannot handle torchrun's SIGTERM.
-            told_to_end = told_to_end or bool(self.env.stop and self.env.stop.told_to_end())
+            told_to_end = told_to_end or self.has_sigterm()
             waited = waited + 1 if told_to_end and stalled else 0
             silence_s = self.heartbeat_s * max(
                 [seen.silent for seen in self.seen.values()], default=0
@@ -110,11 +138,11 @@ class Watchdog(threading.Thread):
 
     def observe_ranks(self) -> None:
         """Counts the heartbeats since each rank was last heard of, and since it last moved."""
-        keys = [f"heartbeat/{rank}" for rank in self.observed]
+        keys = [f"heartbeat/{rank}" for rank in range(self.env.world_size)]
         if not self.seen:
             for key in keys:  # `multi_get` would wait for a rank that has not written
                 self.store.compare_set(key, "", "[-1, [0, -1]]")  # behind all others
-        for rank, state in zip(self.observed, self.store.multi_get(keys), strict=True):
+        for rank, state in enumerate(self.store.multi_get(keys)):
             replies, fields = json.loads(state)
             heartbeat = Heartbeat(*fields)
             last = self.seen.get(rank, Observed(None, None, 0, 0))
@@ -129,8 +157,7 @@ class Watchdog(threading.Thread):
         half = self.env.limit_s / 2 / self.heartbeat_s  # in heartbeats
         found = []
         for rank, seen in behind.items():
-            idle = seen.stalled if self.is_observer else seen.silent
-            if idle < half:
+            if seen.stalled < half:
                 return
             frozen = "frozen, or its machine is gone, last " if seen.silent >= half else ""
             found.append(
@@ -148,19 +175,29 @@ class Watchdog(threading.Thread):
             traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
         )
         log_and_print(f"stack of rank {self.env.rank} ({reason}):\n{stack}")
-        self.env.exit_now(reason, 1)
+        self.exit_now(reason)
+
+    def exit_now(self, reason: str) -> NoReturn:
+        self.env.record_failure(reason)
+        os._exit(1)  # this is not the main thread
+
+    def close(self) -> None:
+        self.finished.set()
+        self.join()
 
 
-# ---- Failures ------------------------------------------------------------------------------------
+def start_watchdog(env: Any) -> None:
+    """Starts the watchdog of a `ddp_setup.Distributed` of torchrun, until that is closed.
 
-
-def start_watchdog(env: Any) -> Watchdog:
-    """Returns the watchdog of a `ddp_setup.Distributed`, which is running.
-
-    It ends one process alone after SIGTERM only: nobody waits for it, and it may be in a debugger.
+    It ends a rank without others only after SIGTERM: no rank waits for it, and it may be in a
+    debugger.
     """
-    watchdog = Watchdog(env)
+    # Or NCCL kills this process when another one dies, before status.json says so.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    signals = Signals()
+    env.cleanup.callback(signals.close)
+    watchdog = Watchdog(env, signals.has_sigterm)
     if env.world_size == 1:
         watchdog.patience = math.inf
     watchdog.start()
-    return watchdog
+    env.cleanup.callback(watchdog.close)

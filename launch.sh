@@ -7,6 +7,7 @@
 #   sbatch --nodes=2 --gpus-per-node=4 launch.sh ...       SLURM; or [srun] ./launch.sh in an salloc
 #   sbatch --array=0-3 launch.sh run.name=s%a run.seed=%a  a sweep: %a is the array task's index
 #   ./launch.sh test [--all] [pytest options]              the quick tests or all, side by side
+#   ./launch.sh copy DIR [--without PART,...]              an experiment of your own, in a new folder
 #
 # docs/clusters.md has more of each, and the variables NPROC, RDZV_TIMEOUT and MAX_RESTARTS.
 #SBATCH --job-name=knockout --time=12:00:00 # a longer run is requeued and resumes
@@ -25,6 +26,7 @@ main() {
   fi
   modules="torch torch_geometric yaml tqdm"
   if [ "${1:-}" = test ]; then run_tests "${@:2}"; fi
+  if [ "${1:-}" = copy ]; then make_copy "${@:2}"; fi
   choose_python requirements.txt
   if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${NNODES:-}" ]; then start_or_join_job_step "$@"; fi
   set_up_torchrun
@@ -60,9 +62,10 @@ choose_python() { # and if none has the modules, install the requirements $1
   install "$1" 9<"$here/$1" # opened to be locked
 }
 
-has_modules() { # and if so, sets `gpus` to their number
+has_modules() { # torch of a version that the code can use, and if so, sets `gpus` to their number
   gpus=$("$python" -c "import torch, sys, importlib.util as u
 if not all(map(u.find_spec, '$modules'.split())): sys.exit(1)
+if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 8): sys.exit(1)
 print(torch.cuda.device_count())" 2>/dev/null)
 }
 
@@ -90,6 +93,13 @@ run_tests() {
   cd "$here"
   exec "$python" -m pytest -c pyproject.toml -p tests.options \
     -n auto --dist loadfile --no-loadscope-reorder "$@"
+}
+
+make_copy() {
+  local script=$here/tests/template/make_copy.py base
+  [ -f "$script" ] || die "there is no $script: copy from the template, or this folder by cp -r"
+  base=$(command -v python3 || command -v python) || die "there is no Python: install 3.10 or newer"
+  exec "$base" "$script" "$@"
 }
 
 start_or_join_job_step() { # ids from 4294967290 up are the batch script or a shell in salloc

@@ -2,8 +2,8 @@
 
 A loss is a class here and an entry of `LOSSES`, by whose name optim.loss asks for it. It names the
 columns that a model has for each score. The first one predicts the score, in standard deviations
-from the mean: the baseline adds to it, and --parts and --explain are of it. Columns that follow say
-more, such as how sure the model is; training starts with 0 in them.
+from the mean: what is known without the graph adds to it, and --parts and --explain are of it.
+Columns that follow say more, such as how sure the model is; training starts with 0 in them.
 
 Shapes: n rows of T scores, C columns of a score, M models.
 """
@@ -29,7 +29,7 @@ class Criterion:
     columns: tuple[str, ...]  # names of the output's columns of a score
     link = ""  # what the terms of a prediction add up to, if that is not a score, such as "logit"
     is_binary = False  # whether scores are 0 and 1, and predictions probabilities of 1
-    starts_from_baseline = True  # whether a model can start from it; else it starts from the mean
+    starts_from_mean = False  # whether models do so whatever model.start says, as in another unit
 
     def __init__(self, mean: Tensor, std: Tensor):
         self.mean = mean

@@ -10,13 +10,15 @@ of the graph:
 
 with `level` that of each node, 1 if intact, and `keep` where it is not 0. `SharedGraph.levels`,
 `SharedGraph.keep` and `SharedGraph.propagate` compute the factors. Where all samples have the same
-states, as before the first layer, `mask_messages.py` needs one product for all. Layers that need
-values for each edge (attention, say) use `expand` and `EdgeMasks`: B block-diagonal copies of the
-graph and a boolean per copied edge, as `mask_copies.py` does.
+states, as before the first layer, `SharedGraph.propagate_alike` needs one product for all. Layers
+that need values for each edge (attention, say) use `expand` and `EdgeMasks`: B block-diagonal
+copies of the graph and a boolean per copied edge, as `mask_copies.py` does.
 
 Shapes: N nodes, R relations, E edges over all relations, E_r edges of relation r, H channels,
 B samples in the batch, P perturbed nodes in the batch, D dead edges in the batch.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from torch_geometric.index import index2ptr
 from torch_geometric.typing import EdgeType
 from torch_geometric.utils import cumsum, scatter
 
+from mask_messages import Samples, messages_of_perturbed
 from mask_product import RelationStack
 
 
@@ -119,7 +122,6 @@ class SharedGraph(nn.Module):
         self._add_incidence(relation)
         self._add_out_edges(relation)
         self.reused_masks = EdgeMasks(self)
-        self.pairs: nn.Module | None = None  # `model_pairs.pair_index`, once it is needed
 
     def _add_incidence(self, relation: Tensor) -> None:
         """Stores, as CSR, which edges of relation r touch node n in row n * R + r."""
@@ -156,15 +158,6 @@ class SharedGraph(nn.Module):
     def is_on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def samples_at_once(self, states: Tensor) -> int:
-        """Returns for how many samples states [N, B, H] such as these of one sample stay in cache.
-
-        That is 1 MB, about a CPU core's. On a GPU, it is for how many each relation's sums of
-        states fit in 4 GB together.
-        """
-        size = 2**32 // len(self.relations) if states.is_cuda else 2**20
-        return max(1, size // (states.numel() * states.element_size()))
-
     def check(self, batch: Data) -> None:
         """Raises `RuntimeError` if the batch is on another device than the graph."""
         if batch.perturbed.device != self.device:
@@ -186,6 +179,22 @@ class SharedGraph(nn.Module):
     def keep(self, batch: Data) -> Tensor:
         """Returns True where a node is alive in a sample, bool [N, B]."""
         return self.levels(batch) > 0
+
+    def samples_at_once(self, states: Tensor) -> int:
+        """Returns for how many samples states [N, B, H] such as these of one sample stay in cache.
+
+        That is 1 MB, about a CPU core's. On a GPU, it is for how many each relation's sums of
+        states fit in 4 GB together.
+        """
+        size = 2**32 // len(self.relations) if states.is_cuda else 2**20
+        return max(1, size // (states.numel() * states.element_size()))
+
+    def in_blocks(self, batch: Data, states: Tensor) -> Iterator[Samples]:
+        """Yields as many samples of a batch at a time as `samples_at_once` says of these states."""
+        first = 0
+        for level in self.levels(batch).split(self.samples_at_once(states), dim=1):
+            yield Samples(batch, first, level)
+            first += level.size(1)
 
     def dead_edges(self, batch: Data) -> Tensor:
         """Returns the flat ids of the dead edges, long [D], in O(D).
@@ -253,6 +262,20 @@ class SharedGraph(nn.Module):
             gate = x.new_ones(len(self.relations), x.size(2))
         dtype = self.edge_weight.dtype
         return self.stack(x.to(dtype), gate.to(dtype)).to(x.dtype)
+
+    def propagate_alike(self, x: Tensor, gate: Tensor, samples: Samples | None) -> Tensor:
+        """Returns `propagate` of states that are alike in all samples, [N, b, H] of x [N, 1, H].
+
+        As summation is linear, they are summed once, and what the perturbed nodes of each sample
+        send more than at level 1 is added at the ends of their edges. Without samples, b is 1.
+        """
+        sums = self.propagate(x, gate)
+        if samples is None:
+            return sums
+        sums = sums.expand(-1, samples.level.size(1), -1)
+        csr = self.stack.by_source.csr
+        state, message = messages_of_perturbed(x.squeeze(1), gate, samples, self.out_ptr, csr)
+        return sums.flatten(0, 1).index_add(0, state, message).view(sums.shape)
 
 
 class EdgeMasks:

@@ -3,16 +3,18 @@
 Shapes: N nodes, H channels, B samples in the batch.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
-from mask import SharedGraph, num_samples
+from mask import Samples, SharedGraph, num_samples
 
 
-class ExpandedMessages:
-    """Sums as `SharedGraph.propagate` does over B block-diagonal copies of the graph.
+class CopiedGraph:
+    """B block-diagonal copies of a graph for a batch, which sum as `SharedGraph` does.
 
     A node sends its state times its level. A dead edge is a loop at a spare node, number B * N: to
     leave it out, the host would wait for the GPU. This is the reference for the shared route, and
@@ -32,7 +34,19 @@ class ExpandedMessages:
         spare = self.num_samples * self.num_nodes
         self.edge_indices = [copied[name].where(alive[name], spare) for name in graph.relations]
 
-    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+    def in_blocks(self, batch: Data, states: Tensor) -> Iterator[Samples]:
+        """Yields all samples of the batch at once."""
+        yield Samples(batch, 0, self.level.squeeze(-1))
+
+    def propagate_alike(self, x: Tensor, gate: Tensor, samples: Samples | None) -> Tensor:
+        """Returns `propagate` of states that are alike in all samples, [N, B, H] of x [N, 1, H]."""
+        return self.propagate(x, gate)
+
+    def propagate(self, x: Tensor, gate: Tensor, level: Tensor | None = None) -> Tensor:
+        """Returns the sum over relations r of gate_r * (A_r @ (level * x)), [N, B, H].
+
+        The copies know the levels of their nodes.
+        """
         copies = self.copy(x)
         sums = 0.0
         for edge_index, weight, gated in zip(self.edge_indices, self.weights, gate, strict=True):

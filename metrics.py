@@ -8,6 +8,7 @@ Shapes: n rows of T targets.
 """
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def spearman(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Ten
     return pearson(rank(y), rank(as_ranked(y, prediction)), weight)
 
 
-# All are logged, each beside the baseline's; the first is drawn and chooses best.pt. The larger,
+# All are logged, each beside the rivals'; the first is drawn and chooses best.pt. The larger,
 # the better.
 METRICS = {"pearson": pearson}
 
@@ -114,25 +115,29 @@ def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
     return ranked.float().where(~y.isnan(), math.nan)
 
 
-# ---- Intervals -----------------------------------------------------------------------------------
-
-
 # ---- For the log and the best model --------------------------------------------------------------
-def metrics_beside_baseline(
-    y: Tensor, prediction: Tensor, baseline: Tensor, weight: Tensor | None
+def metrics_beside_rivals(
+    y: Tensor,
+    prediction: Tensor,
+    rivals: dict[str, Tensor],
+    weight: Tensor | None,
+    functions: dict[str, Callable[..., Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns each of `METRICS` by name, [T], and that of the baseline as `baseline_<name>`.
+    """Returns each metric by name, [T], and that of each rival as `<rival>_<name>`.
 
-    If rows have a weight, [n], there are also `weighted_<name>` and `baseline_weighted_<name>`.
+    `rivals` are other predictions, [n, T] each. If rows have a weight, [n], there are also
+    `weighted_<name>` and `<rival>_weighted_<name>`. The metrics are `functions`, by default
+    `METRICS`.
     """
+    weights = {"": 1.0}
+    if weight is not None:
+        weights["weighted_"] = weight.unsqueeze(1)
     metrics = {}
-    for name, metric in METRICS.items():
-        metrics[name] = metric(y, prediction, 1.0)
-        metrics[f"baseline_{name}"] = metric(y, baseline, 1.0)
-        if weight is not None:
-            of_rows = weight.unsqueeze(1)
-            metrics[f"weighted_{name}"] = metric(y, prediction, of_rows)
-            metrics[f"baseline_weighted_{name}"] = metric(y, baseline, of_rows)
+    for name, metric in (functions or METRICS).items():
+        for prefix, of_rows in weights.items():
+            metrics[f"{prefix}{name}"] = metric(y, prediction, of_rows)
+            for rival, other in rivals.items():
+                metrics[f"{rival}_{prefix}{name}"] = metric(y, other, of_rows)
     return metrics
 
 
@@ -165,12 +170,12 @@ def quality(metrics: dict[str, Any]) -> tuple[float, float]:
     return value, -loss
 
 
-def metrics_text(metrics: dict[str, Any]) -> str:
-    """Returns the loss and the metrics, each beside the baseline's, as they stand in the log."""
+def metrics_text(metrics: dict[str, Any], rivals: Iterable[str]) -> str:
+    """Returns the loss and the metrics, each beside those of the rivals, as for the log."""
     text = f"loss {metrics['loss']:.4f}"
     for name in names_in(metrics):
         title = name.replace("_", " ").title()
-        value = metrics[name]
-        baseline = metrics[f"baseline_{name}"]
-        text += f", {title} {value:.4f}, baseline {baseline:.4f}"
+        text += f", {title} {metrics[name]:.4f}"
+        for rival in rivals:
+            text += f", {rival} {metrics[f'{rival}_{name}']:.4f}"
     return text

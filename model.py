@@ -1,18 +1,17 @@
-"""The knock-out GNN: node states on the intact graph and without the knocked-out nodes, and a
-readout comparing them.
+"""The knock-out GNN: a sum of terms, made of node states with and without the knocked-out nodes.
 
-A *wild-type* pass runs once per batch on the intact graph. The *local* part of the readout is a set
-function of the wild-type states of the knocked-out nodes. A *knock-out* pass runs for every sample
-on the graph without its dead nodes; the *global* part of the readout pools how the states of the
-remaining nodes change between the two passes. Where the targets are effects on nodes, the readout
-*nodes* predicts each from how the state of that node changes.
+The *encoder* gives all nodes states on the intact graph, once for each batch: the *wild type*. The
+term *local* is a set function of the wild-type states of the knocked-out nodes. The term *knockout*
+runs the encoder's layers for every sample on the graph without its dead nodes, and reads how the
+states of the living nodes change: pooled over the graph, or, where the targets are effects on
+nodes, each from the change of that node. `KnockoutTask.build_model` puts the terms together.
 
 Shapes: N nodes, R relations, B samples, P perturbed nodes in the batch, H hidden channels, T
 targets of C columns each (see losses.py; those of a target lie together), K responses of a node to
 its level. Node states are node-major, [N, B, H]: one sparse product serves all samples at once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -21,20 +20,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
-from baseline import Baseline, BaselineReadout
-from mask import LINEAR, SharedGraph, doses, sum_by_sample
-from mask_messages import SharedMessages
-from model_pairs import PairReadout
+from mask import LINEAR, Samples, SharedGraph, doses, sum_by_sample
 
 ENTRIES_OF_EMBED = (("embed.weight", "responses", 0), ("embed.bias", "responses", 0))
 ENTRIES_OF_HEAD = (("head.2.weight", "outputs", 0), ("head.2.bias", "outputs", 0))
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
-# What a prediction is the sum of: what is known without the graph, the local readout, of that the
-# features of pairs, and the knock-out pass.
+# The terms that a prediction is the sum of, in the order in which they are built: what is known
+# without the graph, the local readout, the features of pairs, and the knock-out pass.
 PARTS = ("without_graph", "local", "pairs", "knockout")
-
-# Sums gate_r * h over the living edges of each relation r, for h [N, B, H] and gate [R, H].
-Messages = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,6 +41,7 @@ class ModelConfig:
     )
     readout: Literal["both", "local", "global", "nodes"] = "both"
     pairs: bool = True
+    start: Literal["baseline", "mean"] = "baseline"
     checkpointing: bool = field(default=False, metadata={"resume": "free"})
     cuda_graphs: bool = field(default=True, metadata={"resume": "free"})
 
@@ -61,22 +55,23 @@ class ModelConfig:
         return self.readout != "local"
 
     @property
+    def has_local(self) -> bool:
+        """Whether the states of the knocked-out nodes are read."""
+        return self.readout in ("local", "both")
+
+    @property
     def has_pairs(self) -> bool:
-        """Whether the local readout sees what the knocked-out nodes have in common."""
-        return self.pairs and self.readout in ("local", "both")
+        """Whether what the knocked-out nodes have in common is read, too."""
+        return self.pairs and self.has_local
 
 
 class LayerStates(NamedTuple):
-    """What a layer takes and gives, each [N, B, H], or [N, 1, H] if alike in all samples."""
+    """What a layer makes of states that are alike in all samples, each [N, 1, H]."""
 
     x: Tensor  # states before the layer
     h: Tensor  # what the nodes send
     update: Tensor  # gelu of this is added to x
-
-    @property
-    def after(self) -> Tensor:
-        """The states after the layer."""
-        return self.x + nn.functional.gelu(self.update)
+    after: Tensor  # states after the layer
 
 
 class Draws(NamedTuple):
@@ -90,37 +85,30 @@ class Draws(NamedTuple):
 class WildType(NamedTuple):
     """The pass on the intact graph, B = 1."""
 
+    encoder: "Encoder"  # whose pass it is
     x: Tensor  # the nodes' identities, the states before the first layer, [N, 1, H]
     sent: Tensor  # what the nodes send in the first layer, before its norm, [N, 1, H]
-    layers: list[LayerStates]
+    layers: list[LayerStates]  # of a batch with a plan, see `model_reach.py`
     final: Tensor  # normalised states after the last layer, [N, 1, H]
     draws: Draws
+    kept: dict[str, Tensor]  # what a term leaves to one behind it
 
 
 class KnockoutGNN(nn.Module):
     """Predicts the effect of each sample's knock-outs, in standard deviations from the mean.
 
-    Normalisation is per node, so a prediction never depends on the other samples of its batch.
+    It is the sum of `terms`, modules that map the graph, the `WildType`, the `dose` of perturbed
+    nodes and the batch to [B, T * C]. None calls another, and each starts at 0, but for what is
+    known without the graph. Normalisation is per node, so a prediction never depends on the other
+    samples of its batch.
 
     Args:
         num_nodes, num_relations, num_features: size of the graph that `forward` takes.
-        num_targets: number of scores, T.
         unseen: share of nodes whose own identity and effect a training step hides, so that the
             model learns to predict nodes that no training row knocks out; none if dropout is 0.
-        target_nodes: the node of each target, long [T], for the readout `nodes`.
         basis: of which `mask.doses` each response of a node is the sum, [3, K].
-        pairs: `model_pairs.units_of_pairs`, [2, F], for the local readout.
-        num_columns: C, 1 for the readout `nodes`. What is known without the graph adds to the
-            first column of each target.
+        num_columns: C, of each target; predictions are of the first.
     """
-
-    # Parameters with an entry for each node, feature, relation or output, and in which dimension,
-    # by which `run.init` takes them from a run on other tables; it takes none of the baseline's.
-    ENTRIES = (
-        ("embedding", "nodes", 0),
-        ("identity", "nodes", 0),
-        ("project.weight", "features", 1),
-    )
 
     def __init__(
         self,
@@ -128,94 +116,35 @@ class KnockoutGNN(nn.Module):
         num_nodes: int,
         num_relations: int,
         num_features: int = 0,
-        num_targets: int = 1,
         unseen: float = 0.0,
-        target_nodes: Tensor | None = None,
         basis: Tensor = LINEAR,
-        pairs: Tensor | None = None,
         num_columns: int = 1,
     ):
         super().__init__()
         self.config = config
         self.unseen = unseen
         self.num_columns = num_columns
-        num_outputs = num_targets * num_columns
-        hidden = config.hidden
         self.register_buffer("basis", basis.clone())
-        num_effects = basis.size(1)
-        if config.embedding:
-            self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))  # sent in the first layer
-            self.identity = nn.Parameter(torch.zeros(num_nodes, hidden))  # the states before it
-        self.project = None  # features add to both
-        if num_features:
-            self.project = nn.Linear(num_features, 2 * hidden, bias=False)
-        layers = [KnockoutConv(hidden, num_relations) for _ in range(config.layers)]
-        self.layers = nn.ModuleList(layers)
-        # From differences of states alone, a bias would only learn rounding errors.
-        self.norm = nn.LayerNorm(hidden, bias=config.readout != "global")
-        self.baseline = self.local_readout = self.change_readout = None
-        if config.readout != "global":
-            self.baseline = BaselineReadout(num_nodes, num_targets, num_effects)
-        if config.readout in ("local", "both"):
-            self.local_readout = LocalReadout(hidden, num_outputs, num_effects, pairs)
-        if config.readout in ("global", "both"):
-            self.change_readout = GlobalReadout(num_nodes, hidden, num_outputs)
-        if config.readout == "nodes":
-            self.baseline.requires_grad_(False)  # thousands of effects per node would learn noise
-            self.change_readout = NodeReadout(num_nodes, hidden, target_nodes)
-
-    @classmethod
-    def from_tables(
-        cls,
-        config: ModelConfig,
-        tables: Any,
-        baseline: Baseline,
-        target_nodes: Tensor | None = None,
-        pairs: Tensor | None = None,
-        num_columns: int = 1,
-    ) -> "KnockoutGNN":
-        """Returns a model for `data_tables.Tables` that starts from their baseline.
-
-        Without a readout of the knocked-out nodes, it starts from the mean of the training scores.
-        """
-        model = cls(
-            config,
-            num_nodes=len(tables.genes),
-            num_relations=len(tables.relations),
-            num_features=tables.features.size(1),
-            num_targets=len(tables.targets),
-            unseen=tables.unseen_share("val"),  # training hides as many nodes
-            basis=baseline.basis,
-            target_nodes=target_nodes,
-            pairs=pairs,
-            num_columns=num_columns,
-        )
-        if model.baseline is not None:
-            model.baseline.start_from(baseline)
-        return model
+        self.encoder = Encoder(config, num_nodes, num_relations, num_features)
+        self.terms = nn.ModuleDict()  # a new one is added behind all others
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
         """Returns outputs [B, T * C]; raises `RuntimeError` if the batch is on another device.
 
         In training, all that is random follows from `batch.seed`, a long tensor, and `batch.index`.
         """
-        first, *others = self.parts(graph, batch).values()
-        return sum(others, start=first).to(self.norm.weight.dtype)
-
-    def parts(self, graph: SharedGraph, batch: Data) -> dict[str, Tensor]:
-        """Returns the terms that add up to the output, [B, T * C] each, by name, as in `PARTS`."""
         wild = self.wild_type(graph, batch)
         dose = self.dose(wild, batch)
-        parts = {}
-        if self.baseline is not None:
-            baseline = self.baseline(wild.draws.is_known, dose, batch)
-            parts["without_graph"] = in_first_column(baseline, self.num_columns)
-        if self.local_readout is not None:
-            parts |= self.local_readout(graph, wild, dose, batch)
-        if self.change_readout is not None:
-            changes = self.changes(graph, batch, wild)
-            parts["knockout"] = self.change_readout(changes, wild, batch)
-        return parts
+        output = 0.0
+        for term in self.terms.values():
+            output = output + term(graph, wild, dose, batch)
+        return output.to(wild.encoder.norm.weight.dtype)
+
+    def parts(self, graph: SharedGraph, batch: Data) -> dict[str, Tensor]:
+        """Returns what each term adds to the output, [B, T * C], by its name, as in `PARTS`."""
+        wild = self.wild_type(graph, batch)
+        dose = self.dose(wild, batch)
+        return {name: term(graph, wild, dose, batch) for name, term in self.terms.items()}
 
     def dose(self, wild: WildType, batch: Data) -> Tensor:
         """Returns how far perturbed nodes are from intact, in the ways they respond, [P, K]."""
@@ -224,13 +153,8 @@ class KnockoutGNN(nn.Module):
     def wild_type(self, graph: SharedGraph, batch: Data) -> WildType:
         """Returns the pass on the intact graph; raises as `forward` does."""
         graph.check(batch)
-        messages = graph.propagate
-        if self.config.message_passing in ON_COPIES:
-            messages = messages_on_copies(graph)
         draws = self.draw(graph, batch)
-        x, sent = self.embed(graph, draws)
-        final, layers = self.encode(x, sent, messages)
-        return WildType(x, sent, layers, self.norm(final), draws)
+        return self.encoder(graph, draws, has_plan="plan" in batch)
 
     def draw(self, graph: SharedGraph, batch: Data) -> Draws:
         """Returns all that is random, drawn at once, by node and by row of the table."""
@@ -249,99 +173,13 @@ class KnockoutGNN(nn.Module):
         factors = for_dropout.ge_(rate).div_(1 - rate)
         return Draws(is_known, *factors.tensor_split([num_nodes]))
 
-    def embed(self, graph: SharedGraph, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Returns the nodes' identities, and what they send in the first layer, [N, 1, H] each."""
-        if self.config.embedding:
-            x = self.identity * draws.is_known.select(0, 0).unsqueeze(1)
-            sent = self.embedding
-        else:
-            x = sent = self.norm.weight.new_zeros(graph.num_nodes, self.config.hidden)
-        if self.project is not None:
-            for_x, for_sent = self.project(graph.x).to(x.dtype).chunk(2, dim=1)
-            x = x + for_x
-            sent = sent + for_sent
-        return x.unsqueeze(1), (sent * draws.node_dropout).unsqueeze(1)
-
-    def encode(
-        self, x: Tensor, sent: Tensor, messages: Messages, first: int = 0
-    ) -> tuple[Tensor, list[LayerStates]]:
-        """Returns the states after the layers from `first` on, [N, B, H], and those of each layer.
-
-        `x` are the states before them, `sent` is as in `WildType`; alike in all samples: [N, 1, H].
-        """
-        layers = []
-        for depth, layer in enumerate(self.layers[first:], first):
-            states = layer(x, messages, sent if depth == 0 else None)
-            layers.append(states)
-            x = states.after
-        return x, layers
-
-    def changes(self, graph: SharedGraph, batch: Data, wild: WildType) -> Tensor:
-        """Returns the changes of the living nodes' states, as the readout sums them up, [B, width].
-
-        A batch with a plan, as of `model_reach.py`, brings a faster way to the same numbers.
-        """
-        if "plan" in batch:
-            return batch.plan.changes(self, graph, wild)
-        changes = []
-        for messages, level in self.passes(graph, batch):
-            changes.append(self.checkpointed(self.read_changes, messages, level, wild))
-        return torch.cat(changes)
-
-    def passes(self, graph: SharedGraph, batch: Data) -> Iterator[tuple[Messages, Tensor]]:
-        """Yields the messages between the living nodes of some samples, and their levels [N, b].
-
-        Few samples run through all layers at once, so that they stay in cache.
-        """
-        levels = graph.levels(batch)
-        if self.config.message_passing in ON_COPIES:
-            yield messages_on_copies(graph, batch), levels
-            return
-        states = self.norm.weight.expand(graph.num_nodes, 1, -1)
-        first = 0
-        for level in levels.split(graph.samples_at_once(states), dim=1):
-            yield SharedMessages(graph, batch, level, first), level
-            first += level.size(1)
-
-    def read_changes(self, messages: Messages, level: Tensor, wild: WildType) -> Tensor:
-        """Returns `changes` of some samples, [b, width]."""
-        change = self.change_of_states(messages, level, wild)
-        return self.change_readout.keep(change, level > 0, wild)
-
-    def change_of_states(self, messages: Messages, level: Tensor, wild: WildType) -> Tensor:
-        """Returns the states of all nodes less those of the intact graph, [N, b, H]."""
-        final, _ = self.encode(wild.x, wild.sent, messages)
-        return self.norm(final) - wild.final
-
-    def checkpointed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Calls `function`, whose activations model.checkpointing recomputes in backward."""
-        # Or gradients of the same low-precision copy of a weight add up over all calls.
-        torch.clear_autocast_cache()
-        if self.config.checkpointing and self.training:
-            return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-        return function(*arguments)
-
     def no_weight_decay(self) -> set[str]:
         """Returns the names of the parameters without weight decay: vectors, and the baseline's."""
         names = set()
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 1 or name.startswith("baseline."):
+            if parameter.dim() == 1 or name.startswith("terms.without_graph."):
                 names.add(name)
         return names
-
-
-def messages_on_copies(graph: SharedGraph, batch: Data | None = None) -> Messages:
-    """Returns sums over masked copies of the graph for a batch, by default one intact sample."""
-    from mask_copies import ExpandedMessages, intact_batch  # a part, which need not be here
-
-    if batch is None:
-        batch = intact_batch(graph.device)
-    return ExpandedMessages(graph, batch)
-
-
-def in_first_column(values: Tensor, num_columns: int) -> Tensor:
-    """Returns outputs [B, T * C] whose first columns are values [B, T]; others are 0."""
-    return nn.functional.pad(values.unsqueeze(2), (0, num_columns - 1)).flatten(start_dim=1)
 
 
 def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
@@ -358,25 +196,88 @@ def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
     return (x * 2**-64).add_(0.5)
 
 
+# ---- Layers --------------------------------------------------------------------------------------
+class Encoder(nn.Module):
+    """Embeddings and layers, which give all nodes a state."""
+
+    # Parameters with an entry for each node, feature, relation or output, and in which dimension,
+    # by which `run.init` takes them from a run on other tables; it takes none of the baseline's.
+    ENTRIES = (
+        ("embedding", "nodes", 0),
+        ("identity", "nodes", 0),
+        ("project.weight", "features", 1),
+    )
+
+    def __init__(self, config: ModelConfig, num_nodes: int, num_relations: int, num_features: int):
+        super().__init__()
+        self.config = config
+        hidden = config.hidden
+        if config.embedding:
+            self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))  # sent in the first layer
+            self.identity = nn.Parameter(torch.zeros(num_nodes, hidden))  # the states before it
+        self.project = None  # features add to both
+        if num_features:
+            self.project = nn.Linear(num_features, 2 * hidden, bias=False)
+        self.first = FirstConv(hidden, num_relations)
+        layers = [KnockoutConv(hidden, num_relations) for _ in range(config.layers - 1)]
+        self.layers = nn.ModuleList(layers)
+        # From differences of states alone, a bias would only learn rounding errors.
+        self.norm = nn.LayerNorm(hidden, bias=config.readout != "global")
+
+    def forward(self, graph: SharedGraph, draws: Draws, has_plan: bool) -> WildType:
+        """Returns the pass on the intact graph, for a plan with the states of each layer."""
+        x, sent = self.embed(graph, draws)
+        graph = self.living(graph)
+        layers = []
+        record = layers if has_plan else None
+        states = self.first(x, sent, graph, record=record)
+        for conv in self.layers:
+            states = conv(states, graph, record=record)
+        return WildType(self, x, sent, layers, self.norm(states), draws, kept={})
+
+    def embed(self, graph: SharedGraph, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Returns the nodes' identities, and what they send in the first layer, [N, 1, H] each."""
+        if self.config.embedding:
+            x = self.identity * draws.is_known.select(0, 0).unsqueeze(1)
+            sent = self.embedding
+        else:
+            x = sent = self.norm.weight.new_zeros(graph.num_nodes, self.config.hidden)
+        if self.project is not None:
+            for_x, for_sent = self.project(graph.x).to(x.dtype).chunk(2, dim=1)
+            x = x + for_x
+            sent = sent + for_sent
+        return x.unsqueeze(1), (sent * draws.node_dropout).unsqueeze(1)
+
+    def living(self, graph: SharedGraph, batch: Data | None = None) -> Any:
+        """Returns the graph, or its copies for a batch, by default one intact sample."""
+        if self.config.message_passing not in ON_COPIES:
+            return graph
+        from mask_copies import CopiedGraph, intact_batch  # a part, which need not be here
+
+        return CopiedGraph(graph, intact_batch(graph.device) if batch is None else batch)
+
+    def checkpointed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Calls `function`, whose activations model.checkpointing recomputes in backward."""
+        # Or gradients of the same low-precision copy of a weight add up over all calls.
+        torch.clear_autocast_cache()
+        if self.config.checkpointing and self.training:
+            return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return function(*arguments)
+
+
 class KnockoutConv(nn.Module):
-    """x + gelu(update), update = root(h) + out(scale * sum of weight * gate_relation * h_source).
+    """x + gelu(root(h) + out(scale * sum of weight * gate_relation * h_source)), with h = norm(x).
 
-    The sum is over the living edges that lead to a node.
-
-    A relational graph convolution of h = norm(x), whose messages are the source's state times a
-    vector of the relation (CompGCN, Vashishth et al. 2020, arXiv:1911.03082). The root term is not
-    masked: nothing reads the states of dead nodes.
-
-    In the first layer, h is the norm of the embedding that the nodes send, but the root term takes
-    x, the nodes' identities, which for a node that no training row knocks out are learnt only from
-    what it sends to others in later layers.
+    The sum is over the living edges that lead to a node. It is a relational graph convolution whose
+    messages are the source's h times a vector of the relation (CompGCN, Vashishth et al. 2020,
+    arXiv:1911.03082). The root term is not masked: nothing reads the states of dead nodes.
     """
 
     # With normalised weights the sums are small: 0.2 for one of yeast's relations, where h has a
     # standard deviation of 1. Scaling makes neighbours outweigh a node's own embedding, which
     # carries no information about other nodes.
     SCALE = 10.0
-    ENTRIES = (("gate", "relations", 0),)  # as of `KnockoutGNN`
+    ENTRIES = (("gate", "relations", 0),)  # as of `Encoder`
 
     def __init__(self, hidden: int, num_relations: int):
         super().__init__()
@@ -386,19 +287,62 @@ class KnockoutConv(nn.Module):
         self.gate = nn.Parameter(torch.randn(num_relations, hidden) / num_relations**0.5)
         self.out = nn.Linear(hidden, hidden, bias=False)
 
-    def forward(self, x: Tensor, messages: Messages, sent: Tensor | None = None) -> LayerStates:
-        """Returns x, h and update, as above, given the states x [N, B, H], or alike ones [N, 1, H].
+    def forward(
+        self,
+        x: Tensor,
+        graph: SharedGraph,
+        level: Tensor | None = None,
+        record: list[LayerStates] | None = None,
+    ) -> Tensor:
+        """Returns the states after the layer, [N, B, H], given those before it and levels [N, B].
 
-        `messages` sums over the living edges; `sent` is the embedding, in the first layer alone.
+        Without levels, all nodes are intact. What the layer makes of the states goes to `record`.
         """
-        if sent is None:
-            h = self.norm(x)
-            root = self.root(h)
-        else:
-            h = self.norm(sent)
-            root = self.root(x)
-        update = root + self.out(messages(h, self.SCALE * self.gate))
-        return LayerStates(x, h, update.to(x.dtype))  # sparse gradients do not add up in half
+        h = self.norm(x)
+        root = self.root(h)
+        sums = graph.propagate(h, self.SCALE * self.gate, level)  # over the living edges
+        return self.add(x, h, root + self.out(sums), record)
+
+    def add(self, x: Tensor, h: Tensor, update: Tensor, record: list | None) -> Tensor:
+        """Returns x + gelu(update), and records all of them."""
+        update = update.to(x.dtype)  # sparse gradients do not add up in half
+        after = x + nn.functional.gelu(update)
+        if record is not None:
+            record.append(LayerStates(x, h, update, after))
+        return after
+
+
+class FirstConv(KnockoutConv):
+    """The first layer, which all samples enter with the same states.
+
+    What the nodes send is the norm h of their embedding. The root term takes x, the nodes'
+    identities, which for a node that no training row knocks out are learnt only from what it sends
+    to others in later layers.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        sent: Tensor,
+        graph: SharedGraph,
+        samples: Samples | None = None,
+        record: list[LayerStates] | None = None,
+    ) -> Tensor:
+        """Returns the states [N, B, H] of samples, given identities and embeddings, [N, 1, H].
+
+        Without samples, all nodes are intact, and B is 1.
+        """
+        h = self.norm(sent)
+        root = self.root(x)
+        sums = graph.propagate_alike(h, self.SCALE * self.gate, samples)  # over the living edges
+        return self.add(x, h, root + self.out(sums), record)
+
+
+# ---- Terms ---------------------------------------------------------------------------------------
+def find_term(model: nn.Module, name: str) -> nn.Module | None:
+    """Returns the term of this name of a model, None if it has none."""
+    terms = dict(getattr(model, "terms", {}))
+    return terms.get(name)
 
 
 class LocalReadout(nn.Module):
@@ -411,28 +355,19 @@ class LocalReadout(nn.Module):
 
     ENTRIES = (*ENTRIES_OF_EMBED, ("pair.weight", "outputs", 0), *ENTRIES_OF_HEAD)
 
-    def __init__(
-        self, hidden: int, num_outputs: int, num_effects: int = 1, pairs: Tensor | None = None
-    ):
+    def __init__(self, hidden: int, num_outputs: int, num_effects: int = 1):
         super().__init__()
-        self.pair_readout = None
-        if pairs is not None:
-            self.pair_readout = PairReadout(pairs, hidden, num_outputs)
         self.embed = nn.Linear(hidden, num_effects * 2 * hidden)
         self.pair = nn.Linear(2 * hidden, num_outputs, bias=False)
         self.norm = nn.LayerNorm(4 * hidden)
         self.head = readout_head(4 * hidden, hidden, num_outputs)
         nn.init.zeros_(self.pair.weight)
 
-    def forward(
-        self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data
-    ) -> dict[str, Tensor]:
-        """Returns the readout's terms of the output, [B, T * C], that of pairs by itself."""
+    def forward(self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
+        """Returns the term, [B, T * C]."""
         pairs, hidden = self.inputs(wild, dose, batch)
-        parts = {"local": self.pair(pairs) + self.head[1:](hidden)}
-        if self.pair_readout is not None:
-            parts["pairs"] = self.pair_readout(graph, batch, hidden, self.head[1:])
-        return parts
+        wild.kept["hidden"] = hidden  # features of pairs are inputs of the MLP, too
+        return self.pair(pairs) + self.read(hidden)
 
     def inputs(self, wild: WildType, dose: Tensor, batch: Data) -> tuple[Tensor, Tensor]:
         """Returns the products of pairs and what the MLP's first layer gives, [B, 2H] each."""
@@ -442,13 +377,55 @@ class LocalReadout(nn.Module):
         state = (dose.unsqueeze(2) * of_responses).sum(dim=1)  # [P, 2H]
         nodes = sum_by_sample(state, batch)
         squares = sum_by_sample(state.square(), batch)
-        pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j
+        pairs = (nodes.square() - squares) / 2  # sum over i < j of state_i * state_j, [B, 2H]
         features = self.norm(torch.cat([nodes, pairs], dim=1)).unflatten(1, (4, -1))
         features = features * wild.draws.row_dropout.unsqueeze(1)
         return pairs, self.head[0](features.flatten(start_dim=1))
 
+    def read(self, hidden: Tensor) -> Tensor:
+        """Returns what the MLP makes of its first layer's values [B, 2H], [B, T * C]."""
+        return self.head[1:](hidden)
 
-class GlobalReadout(nn.Module):
+
+class KnockoutTerm(nn.Module):
+    """What the changes of the living nodes' states add: `pool` sums them up, `read` reads that.
+
+    The states are those after the encoder's layers, less those of the wild type.
+    """
+
+    def forward(self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
+        """Returns the term, [B, T * C].
+
+        Few samples run through all layers at once, so that they stay in cache. A batch with a plan,
+        as of `model_reach.py`, brings a faster way to the same numbers.
+        """
+        if "plan" in batch:
+            return self.read(batch.plan.pooled(self, graph, wild), wild, batch)
+        living = wild.encoder.living(graph, batch)
+        blocks = []
+        for samples in living.in_blocks(batch, wild.final):
+            blocks.append(wild.encoder.checkpointed(self.pooled, living, samples, wild))
+        return self.read(torch.cat(blocks), wild, batch)
+
+    def pooled(self, graph: SharedGraph, samples: Samples, wild: WildType) -> Tensor:
+        """Returns what `pool` makes of the changes of some samples, [b, width]."""
+        encoder = wild.encoder
+        x = encoder.first(wild.x, wild.sent, graph, samples)  # [N, b, H]
+        for conv in encoder.layers:
+            x = conv(x, graph, samples.level)
+        change = encoder.norm(x) - wild.final
+        return self.pool(change, samples.level > 0, wild)
+
+    def pool(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
+        """Maps the changes of all nodes, [N, b, H], those `alive` [N, b], to [b, width]."""
+        raise NotImplementedError
+
+    def read(self, pooled: Tensor, wild: WildType, batch: Data) -> Tensor:
+        """Maps what `pool` returns of all samples, [B, width], to the term, [B, T * C]."""
+        raise NotImplementedError
+
+
+class GlobalReadout(KnockoutTerm):
     """An MLP of the changes of the living nodes' states, summed over the nodes."""
 
     ENTRIES = ENTRIES_OF_HEAD
@@ -458,22 +435,25 @@ class GlobalReadout(nn.Module):
         self.scale = num_nodes**-0.5
         self.head = readout_head(hidden, hidden, num_outputs)
 
-    def keep(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
+    def pool(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
         """Sums the changes [N, b, H] of the nodes that are `alive` [N, b], to [b, H]."""
         return (change * alive.unsqueeze(-1)).sum(0)
 
-    def forward(self, changes: Tensor, wild: WildType, batch: Data) -> Tensor:
-        """Maps what `keep` returns of all samples, [B, H], to [B, T * C]."""
-        features = torch.asinh(self.scale * changes)  # as thousands of neighbours add up
+    def read(self, pooled: Tensor, wild: WildType, batch: Data) -> Tensor:
+        """Maps the sums of all samples, [B, H], to [B, T * C]."""
+        features = torch.asinh(self.scale * pooled)  # as thousands of neighbours add up
         return self.head(features * wild.draws.row_dropout)
 
 
-class NodeReadout(nn.Module):
+class NodeReadout(KnockoutTerm):
     """The effect on each target node, from how that node's own state changes.
 
     An effect is a sum over channels of a function of the change, 0 for no change, weighted by a
     function of the node's wild-type state. To a target that is itself perturbed, and has no state
     if it is deleted, adds 1 - level times a function of its wild-type state. Both start at zero.
+
+    Args:
+        target_nodes: the node of each target, long [T].
     """
 
     def __init__(self, num_nodes: int, hidden: int, target_nodes: Tensor):
@@ -492,13 +472,13 @@ class NodeReadout(nn.Module):
         response = nn.functional.gelu(self.change(change))
         return (response * self.weight(wild_type)).sum(-1).to(change.dtype)
 
-    def keep(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
+    def pool(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
         """Returns the effects [b, N], given all changes [N, b, H]; those on dead nodes are 0."""
         return (self.effect(change * wild.draws.node_dropout.unsqueeze(1), wild.final) * alive).T
 
-    def forward(self, effects: Tensor, wild: WildType, batch: Data) -> Tensor:
+    def read(self, pooled: Tensor, wild: WildType, batch: Data) -> Tensor:
         """Returns the effects on the targets, [B, T], of those on all nodes, [B, N]."""
-        return self.with_direct(effects, wild, batch).index_select(1, self.target_nodes)
+        return self.with_direct(pooled, wild, batch).index_select(1, self.target_nodes)
 
     def with_direct(self, effects: Tensor, wild: WildType, batch: Data) -> Tensor:
         """Returns effects [B, N], with those of a node's own level on itself."""

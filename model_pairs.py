@@ -10,7 +10,7 @@ perturbed nodes in the batch, F features.
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from torch_geometric.utils import scatter
 from data import KnockoutDataset
 from data_tables import cached
 from mask import SharedGraph, num_samples, sum_by_sample
+from model import WildType
 from run_progress import progress_bar
 
 log = logging.getLogger("model_pairs")
@@ -217,7 +218,7 @@ def pairs_of_samples(batch: Data) -> tuple[Tensor, Tensor, Tensor]:
 
 def pair_index(graph: SharedGraph) -> PairIndex:
     """Returns the `PairIndex` of a graph, which keeps it, on the graph's device."""
-    if graph.pairs is None:
+    if not hasattr(graph, "pairs"):
         relation = torch.repeat_interleave(graph.edge_counts)
         names = [name for _, name, _ in graph.relations]
         if len(names) > MOST_RELATIONS:
@@ -238,19 +239,25 @@ def add_pair_features(
 ) -> None:
     """Lets the batches of a dataset bring the features of their rows, in the graph's dtype.
 
-    Those of all rows are computed once, cached by a fingerprint of the tables. If they do not fit
-    in `MOST_BYTES`, the dataset computes them with each batch on the CPU, as a model on a GPU would
-    make the host wait.
+    They are its column `pair_features`. Those of all rows are computed once, cached by a
+    fingerprint of the tables. If they do not fit in `MOST_BYTES`, the dataset computes them with
+    each batch on the CPU, as a model on a GPU would make the host wait.
     """
     index = pair_index(graph)
     dtype = graph.edge_weight.dtype
-    if size_of_features(dataset, graph) > MOST_BYTES:
+    size = len(dataset) * len(index.names) * dtype.itemsize
+    if size > MOST_BYTES:
+        log.warning(
+            f"note      features of pairs of all rows would take {size / 1e9:.1f} GB: they are "
+            "computed with each batch, in the processes of data.workers if there are any"
+        )
         if graph.is_on_gpu:
             index = copy.deepcopy(index).cpu()
-        dataset.compute_pairs = partial(index.of_samples, dtype=dtype)
+        function = partial(index.of_samples, dtype=dtype)
+        dataset.columns = {**dataset.columns, "pair_features": function}
         return
 
-    unplanned = replace(dataset, transform=None)
+    unplanned = replace(dataset, transform=None, columns={})
 
     def compute() -> dict[str, Tensor]:
         batches = torch.arange(len(dataset)).split(ROWS_AT_ONCE)
@@ -261,12 +268,8 @@ def add_pair_features(
         return {"features": torch.cat(features)}
 
     key = f"{fingerprint} {dtype}"
-    dataset.pair_features = cached(cache_dir, "pairs", PairIndex, key, compute)["features"]
-
-
-def size_of_features(dataset: KnockoutDataset, graph: SharedGraph) -> int:
-    """Returns how many bytes the features of all rows of a dataset take."""
-    return len(dataset) * len(pair_names(graph)) * graph.edge_weight.dtype.itemsize
+    features = cached(cache_dir, "pairs", PairIndex, key, compute)["features"]
+    dataset.columns = {**dataset.columns, "pair_features": features}
 
 
 def num_pairs(batch: Data) -> Tensor:
@@ -298,25 +301,23 @@ def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
     return torch.stack([mean, scale]).cpu()
 
 
-def features_of(graph: SharedGraph, batch: Data) -> Tensor:
-    """Returns the features of a batch, [B, F], which it brings as `pair_features` or not."""
-    if "pair_features" in batch:
-        return batch.pair_features
-    return pair_index(graph).of_samples(batch)
+class PairTerm(nn.Module):
+    """What the perturbed nodes of a sample have in common, as a term of the model.
 
+    It is a weighted sum of the features, which starts at zero, and what they change where they are
+    inputs of the local readout's MLP, too: an MLP of their own learns less (measured). It is 0 for
+    a sample without pairs. Features are centred and scaled by the training rows' `units_of_pairs`,
+    which the checkpoint keeps: without pairs, all are 0.
 
-class PairReadout(nn.Module):
-    """What the perturbed nodes of a sample have in common, as a part of the local readout.
-
-    It is a weighted sum of the features, which starts at zero, and an input of the readout's MLP.
-    Features are centred and scaled by the training rows' `units_of_pairs`, which the checkpoint
-    keeps: without pairs, all are 0.
+    Args:
+        units: `units_of_pairs`, [2, F].
+        read: `LocalReadout.read`, which maps what its first layer gives, [B, 2H], to [B, T * C].
     """
 
     LARGEST = 10.0  # as a few pairs of hubs have very much in common
     ENTRIES = (("linear.weight", "pair_features", 1), ("input.weight", "pair_features", 1))
 
-    def __init__(self, units: Tensor, hidden: int, num_outputs: int):
+    def __init__(self, units: Tensor, hidden: int, num_outputs: int, read: Callable):
         super().__init__()
         num_features = units.size(1)
         self.register_buffer("units", units.float())
@@ -326,11 +327,12 @@ class PairReadout(nn.Module):
         # As in one layer of all the MLP's inputs: larger weights fit noise first (measured).
         bound = (4 * hidden + num_features) ** -0.5
         nn.init.uniform_(self.input.weight, -bound, bound)
+        self.read = read  # a method: the local readout's parameters are not this term's, too
 
-    def forward(self, graph: SharedGraph, batch: Data, hidden: Tensor, head: nn.Module) -> Tensor:
-        """Returns the part of a batch, [B, T * C]; `hidden` and `head` are as in `of_scaled`."""
+    def forward(self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
+        """Returns the term, [B, T * C]."""
         scaled = self.scaled(features_of(graph, batch), num_pairs(batch))
-        return self.of_scaled(scaled, hidden, head)
+        return self.of_scaled(scaled, wild.kept["hidden"])
 
     def scaled(self, features: Tensor, number: Tensor) -> Tensor:
         """Returns sums of the features of a number of pairs each, centred and scaled, [B, F]."""
@@ -339,11 +341,18 @@ class PairReadout(nn.Module):
         mean, scale = self.units
         return (features - number * mean) * scale
 
-    def of_scaled(self, scaled: Tensor, hidden: Tensor, head: nn.Module) -> Tensor:
-        """Returns the weighted sum, and what the features change behind the MLP's `head`.
+    def of_scaled(self, scaled: Tensor, hidden: Tensor) -> Tensor:
+        """Returns the term of `scaled` features, [B, T * C].
 
-        Together, it is [B, T * C]. `hidden` is what the head gets without them, [B, 2H].
+        `hidden` is what the MLP's first layer gives without them, [B, 2H].
         """
         scaled = scaled.clamp(-self.LARGEST, self.LARGEST)
-        change = head(hidden + self.input(scaled)) - head(hidden)
+        change = self.read(hidden + self.input(scaled)) - self.read(hidden)
         return self.linear(scaled) + change
+
+
+def features_of(graph: SharedGraph, batch: Data) -> Tensor:
+    """Returns the features of a batch, [B, F], which it brings as `pair_features` or not."""
+    if "pair_features" in batch:
+        return batch.pair_features
+    return pair_index(graph).of_samples(batch)

@@ -1,11 +1,11 @@
 """The pass over the states that a batch's knock-outs change, in place of all; choice of route.
 
 Most states do not differ from the intact graph's. `ReachPlanner` lists those that do, layer by
-layer, from the topology alone, and `ReachPlan.changes` computes from these what
-`KnockoutGNN.changes` does. `plan_route` decides whether that pays, `is_exact` whether it fits.
+layer, from the topology alone, and `ReachPlan.pooled` computes from these what
+`KnockoutTerm.pooled` does. `plan_route` decides whether that pays, `is_exact` whether it fits.
 
 A copy can do without this file: with model.message_passing=shared, all states are computed. It
-knows the layer `KnockoutConv` (see `update_of_reached`) and the readouts of `KEEP_REACHED`; for
+knows the layer `KnockoutConv` (see `update_of_reached`) and the readouts of `POOL_REACHED`; for
 another readout, the last states of all nodes are put together.
 
 Shapes: N nodes, R relations, B samples with P perturbed nodes in the batch, H hidden channels.
@@ -15,7 +15,6 @@ import copy
 import functools
 import logging
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,9 +25,17 @@ from torch_geometric.data import Data
 from torch_geometric.index import index2ptr
 from torch_geometric.utils import cumsum
 
-from mask import SharedGraph, num_samples
+from mask import Samples, SharedGraph, num_samples
 from mask_product import CSR, spmm
-from model import GlobalReadout, KnockoutConv, KnockoutGNN, NodeReadout, WildType
+from model import (
+    FirstConv,
+    GlobalReadout,
+    KnockoutConv,
+    KnockoutGNN,
+    KnockoutTerm,
+    NodeReadout,
+    WildType,
+)
 
 log = logging.getLogger("model_reach")
 
@@ -55,10 +62,11 @@ class ReachedStates(NamedTuple):
 class ReachBlock(NamedTuple):
     """Some consecutive samples of a batch: what they change in the first `len(layers)` layers."""
 
-    perturbed: Tensor  # and the next three as in a batch
+    perturbed: Tensor  # and the next four as in a batch
     perturbed_batch: Tensor
     perturbed_ptr: Tensor
     level: Tensor
+    num_out_edges: int
     layers: Sequence[ReachedStates] = ()
 
     @property
@@ -71,26 +79,26 @@ class ReachPlan(NamedTuple):
 
     blocks: list[ReachBlock]
 
-    def changes(self, model: KnockoutGNN, graph: SharedGraph, wild: WildType) -> Tensor:
-        """Returns the same as `KnockoutGNN.changes`, [B, width].
+    def pooled(self, term: KnockoutTerm, graph: SharedGraph, wild: WildType) -> Tensor:
+        """Returns what `KnockoutTerm.pooled` does of all samples, [B, width].
 
         In the layers that the plan covers, only states that change are computed; further layers run
         on all nodes.
         """
-        readout = model.change_readout
-        keep = KEEP_REACHED.get(type(readout))
-        if keep is None:
-            log_unknown(type(readout).__name__)
-        changes = []
+        encoder = wild.encoder
+        pool = POOL_REACHED.get(type(term))
+        if pool is None:
+            log_unknown(type(term).__name__)
+        pooled = []
         for block in self.blocks:
-            reached = model.checkpointed(encode_reached, model, block, wild)
-            if keep and len(block.layers) == len(model.layers):
-                before = select(model, wild.final, block.layers[-1].node)
-                change = model.norm(reached) - before
-                changes.append(keep(readout, change, before, block, wild))
+            reached = encoder.checkpointed(encode_reached, block, wild)
+            if pool and len(block.layers) == len(wild.layers):
+                before = select(wild, wild.final, block.layers[-1].node)
+                change = encoder.norm(reached) - before
+                pooled.append(pool(term, change, before, block, wild))
             else:
-                changes += keep_all(model, graph, block, reached, wild)
-        return torch.cat(changes)
+                pooled += pool_all(term, graph, block, reached, wild)
+        return torch.cat(pooled)
 
 
 class Scratch(NamedTuple):
@@ -115,8 +123,8 @@ class ReachPlanner:
     """Finds the states that samples change, layer by layer, from the topology alone, on the CPU.
 
     A layer changes the living out-neighbours of the perturbed nodes and of the nodes that the layer
-    before has changed. As the `transform` of a `data.KnockoutDataset` it adds `reach` to each
-    batch, a list of `ReachBlock`. A block's plan ends before the first layer that is cheaper on all
+    before has changed. As the `transform` of a `data.KnockoutDataset` it adds `plan` to each
+    batch, a `ReachPlan`. A block's plan ends before the first layer that is cheaper on all
     nodes.
     """
 
@@ -131,6 +139,7 @@ class ReachPlanner:
     def __init__(self, graph: SharedGraph, num_layers: int):
         self.num_nodes = graph.num_nodes
         self.num_layers = num_layers
+        self.out_degree = graph.out_degree
         num_edges = sum(graph.num_edges.values())
         self.max_edges = self.EDGE_SHARE * num_edges + self.EDGES_PER_NODE * self.num_nodes
         # The edges sorted by source and, of each source, by relation: a group is those of both.
@@ -164,9 +173,10 @@ class ReachPlanner:
             ptr = batch.perturbed_ptr[first : first + self.block + 1]
             knockouts = slice(ptr[0], ptr[-1])
             sample = batch.perturbed_batch[knockouts] - first
-            block = ReachBlock(
-                batch.perturbed[knockouts], sample, ptr - ptr[0], batch.level[knockouts]
-            )
+            perturbed = batch.perturbed[knockouts]
+            num_out_edges = int(self.out_degree[perturbed].sum())
+            level = batch.level[knockouts]
+            block = ReachBlock(perturbed, sample, ptr - ptr[0], level, num_out_edges)
             blocks.append(block._replace(layers=self._plan_layers(block, scratch)))
         self.scratch = [scratch]
         return ReachPlan(blocks)
@@ -262,7 +272,7 @@ def ranges(first: np.ndarray, last: np.ndarray) -> np.ndarray:
 
 
 # ---- The pass ------------------------------------------------------------------------------------
-def encode_reached(model: KnockoutGNN, block: ReachBlock, wild: WildType) -> Tensor:
+def encode_reached(block: ReachBlock, wild: WildType) -> Tensor:
     """Returns the states that the block's knock-outs change, after the layers it plans, [S, H].
 
     A layer's update is linear in h, so it is that of the intact graph plus what the changes of h
@@ -271,19 +281,20 @@ def encode_reached(model: KnockoutGNN, block: ReachBlock, wild: WildType) -> Ten
     the sums.
     """
     x = node = None
+    layers = [wild.encoder.first, *wild.encoder.layers]
     for depth, plan in enumerate(block.layers):
-        layer = model.layers[depth]
+        layer = layers[depth]
         states = wild.layers[depth]
-        x_before = select(model, states.x, plan.node)
+        x_before = select(wild, states.x, plan.node)
         if depth == 0:
-            change = -select(model, states.h, block.perturbed)  # the dead send nothing
+            change = -select(wild, states.h, block.perturbed)  # the dead send nothing
         else:
-            h_before = select(model, states.h, torch.cat([block.perturbed, node]))
+            h_before = select(wild, states.h, torch.cat([block.perturbed, node]))
             h_perturbed, h_reached = h_before.tensor_split([len(block.perturbed)])
             change = torch.cat([-h_perturbed, layer.norm(x) - h_reached])
             x_before.index_copy_(0, plan.previous, x)
         node = plan.node
-        update = select(model, states.update, node).add_(update_of_reached(layer, change, plan))
+        update = select(wild, states.update, node).add_(update_of_reached(layer, change, plan))
         x = x_before.add_(nn.functional.gelu(update))
     return x
 
@@ -297,38 +308,43 @@ def update_of_reached(layer: KnockoutConv, change: Tensor, plan: ReachedStates) 
     return spmm(plan.matrix, plan.transpose, torch.cat([by_relation, by_root]))
 
 
-def keep_all(
-    model: KnockoutGNN, graph: SharedGraph, block: ReachBlock, reached: Tensor, wild: WildType
+def pool_all(
+    term: KnockoutTerm, graph: SharedGraph, block: ReachBlock, reached: Tensor, wild: WildType
 ) -> Iterator[Tensor]:
-    """Yields `KnockoutGNN.changes` of some samples of a block each, [b, width].
+    """Yields what `KnockoutTerm.pooled` does of some samples of a block each, [b, width].
 
-    The layers that the plan leaves out run on all nodes, for as few samples at once as
-    `KnockoutGNN.passes` takes.
+    The layers that the plan leaves out run on all nodes, for as few samples at once as there.
     """
     depth = len(block.layers)
-    is_encoded = depth == len(wild.layers)
-    before = wild.layers[-1].after if is_encoded else wild.layers[depth].x
-    x = before.transpose(0, 1).expand(block.num_samples, -1, -1)
-    if block.layers:
-        last = block.layers[-1]
-        x = x.index_put((last.sample, last.node), reached)
-    levels = graph.levels(block)
-    size = graph.samples_at_once(wild.final)
-    for states, level in zip(x.split(size), levels.split(size, dim=1), strict=True):
+    encoder = wild.encoder
+    blocks = graph.in_blocks(Data(**block._asdict()), wild.final)
+    if depth == 0:
+        for samples in blocks:
+            yield encoder.checkpointed(term.pooled, graph, samples, wild)
+        return
+    x = wild.layers[depth - 1].after.transpose(0, 1).expand(block.num_samples, -1, -1)
+    x = x.index_put((block.layers[-1].sample, block.layers[-1].node), reached)
+    for states, samples in zip(x.split(graph.samples_at_once(wild.final)), blocks, strict=True):
         states = states.transpose(0, 1).contiguous()
-        yield model.checkpointed(keep_further, model, graph, states, depth, level, wild)
+        yield encoder.checkpointed(pool_further, term, graph, states, depth, samples, wild)
 
 
-def keep_further(
-    model: KnockoutGNN, graph: SharedGraph, x: Tensor, depth: int, level: Tensor, wild: WildType
+def pool_further(
+    term: KnockoutTerm,
+    graph: SharedGraph,
+    x: Tensor,
+    depth: int,
+    samples: Samples,
+    wild: WildType,
 ) -> Tensor:
-    """Returns `KnockoutGNN.changes`, [b, width], given the states [N, b, H] before a layer."""
-    messages = partial(graph.propagate, level=level)
-    final, _ = model.encode(x, wild.sent, messages, depth)
-    return model.change_readout.keep(model.norm(final) - wild.final, level > 0, wild)
+    """Returns what `KnockoutTerm.pooled` does, given the states [N, b, H] after `depth` layers."""
+    encoder = wild.encoder
+    for conv in encoder.layers[depth - 1 :]:
+        x = conv(x, graph, samples.level)
+    return term.pool(encoder.norm(x) - wild.final, samples.level > 0, wild)
 
 
-def select(model: KnockoutGNN, states: Tensor, node: Tensor) -> Tensor:
+def select(wild: WildType, states: Tensor, node: Tensor) -> Tensor:
     """Returns states[node], [S, H], of states [N, 1, H].
 
     The gradient is sparse if that is smaller than a dense one, so that its cost does not follow N.
@@ -336,16 +352,16 @@ def select(model: KnockoutGNN, states: Tensor, node: Tensor) -> Tensor:
     the last states have none. The dense one of index_select takes less than half of embedding's
     time on the CPU.
     """
-    if model.config.readout != "global" and len(node) < len(states):
+    if wild.encoder.config.readout != "global" and len(node) < len(states):
         return nn.functional.embedding(node, states.squeeze(1), sparse=True)
     return states.squeeze(1).index_select(0, node)
 
 
-# ---- What readouts keep --------------------------------------------------------------------------
+# ---- What readouts pool -------------------------------------------------------------------------
 def sum_reached(
     readout: GlobalReadout, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
 ) -> Tensor:
-    """Returns the same as `GlobalReadout.keep`, [B, H]."""
+    """Returns the same as `GlobalReadout.pool`, [B, H]."""
     total = change.new_zeros(block.num_samples, change.size(1))
     return total.index_add(0, block.layers[-1].sample, change)  # whose gradient is a copy
 
@@ -353,7 +369,7 @@ def sum_reached(
 def effects_reached(
     readout: NodeReadout, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
 ) -> Tensor:
-    """Returns the same as `NodeReadout.keep`, [B, N]."""
+    """Returns the same as `NodeReadout.pool`, [B, N]."""
     last = block.layers[-1]
     change = change * wild.draws.node_dropout.index_select(0, last.node)
     none = change.new_zeros(block.num_samples, readout.width)
@@ -362,14 +378,14 @@ def effects_reached(
 
 # By readout, a function of this readout, the changes of the states that change [S, H], what these
 # are on the intact graph [S, H], their block and the wild type. It returns what the readout's
-# method `keep` does of all nodes.
-KEEP_REACHED = {GlobalReadout: sum_reached, NodeReadout: effects_reached}
+# method `pool` does of all nodes.
+POOL_REACHED = {GlobalReadout: sum_reached, NodeReadout: effects_reached}
 
 
 @functools.cache
 def log_unknown(readout: str) -> None:
     """Logs, once, that a readout runs on all nodes."""
-    log.info(f"note      {readout} is not in KEEP_REACHED of model_reach.py: it reads all nodes")
+    log.info(f"note      {readout} is not in POOL_REACHED of model_reach.py: it reads all nodes")
 
 
 # ---- Choice of route -----------------------------------------------------------------------------
@@ -410,6 +426,9 @@ def is_exact(model: KnockoutGNN, graph: SharedGraph, batch: Data, planner: Reach
     are those of a batch on the CPU, with other perturbed nodes: some with edges to others. The
     parameters are others, too, as those that start at zero would hide a difference.
     """
+    layers = [model.encoder.first, *model.encoder.layers]
+    if any(type(layer) not in (FirstConv, KnockoutConv) for layer in layers):
+        return False
     senders = graph.out_degree.argsort()[(graph.out_degree == 0).sum() :]
     if len(senders) == 0:
         return True
@@ -425,10 +444,11 @@ def is_exact(model: KnockoutGNN, graph: SharedGraph, batch: Data, planner: Reach
     generator = torch.Generator().manual_seed(0)
     for parameter in probe.parameters():
         parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    term = probe.terms["knockout"]
     wild = probe.wild_type(graph, batch)
-    planned = probe.changes(graph, batch, wild)
-    del batch.plan
-    expected = probe.changes(graph, batch, wild)
+    planned = batch.plan.pooled(term, graph, wild)
+    blocks = graph.in_blocks(batch, wild.final)
+    expected = torch.cat([term.pooled(graph, samples, wild) for samples in blocks])
     # Rounding of the states of thousands of nodes adds up.
     tolerance = 1e-3 * (1 + expected.abs().amax())
     return bool((planned - expected).abs().amax() <= tolerance)

@@ -1,8 +1,7 @@
 """The parts: what a copy can leave out, by deleting files and setting an option to its off value.
 
 No other line changes. The core imports no part at the top of a module, but inside the `if` of its
-option, or by `optional`. Whatever is in no part is the core. The exceptions stand in
-`STILL_AT_THE_TOP` of tests/test_project.py: baseline, pairs and watchdog cannot go yet.
+option, or by `optional`. Whatever is in no part is the core.
 """
 
 import importlib
@@ -50,7 +49,15 @@ class Part:
 PARTS = [
     Part(
         "baseline",
-        ("baseline.py", "baseline_combination.py", "baseline_ridge.py"),
+        (
+            "baseline.py",
+            "baseline_combination.py",
+            "baseline_ridge.py",
+            "baseline_term.py",
+            "analyse_rivals.py",
+        ),
+        option="model.start",
+        off="mean",
         loss="training starts from the mean of the scores",
     ),
     Part(

@@ -44,7 +44,7 @@ from config import Parser, expand_path, run_command
 from data import file_digest
 from data_tables import Tables
 from ddp_ends import end_process
-from ddp_setup import DDPConfig, Distributed
+from ddp_setup import DDPConfig, Distributed, library_versions
 from errors import UserError
 from predict_ensemble import Ensemble, Run, read_run
 from predict_sets import (
@@ -105,6 +105,16 @@ class Settings:
         runs = [file_digest(run.file) for run in self.runs]
         content = repr((table, self.parts, self.explain, runs))
         return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+    def hashes(self) -> dict[str, str]:
+        """Returns hashes of what the ranks have read of the table and of the models."""
+        size, _ = screen(self.table)
+        of_models = hashlib.sha256()
+        for run in self.runs:
+            for tensor in run.checkpoint["model"].values():
+                of_models.update(tensor.flatten().view(torch.uint8).numpy())
+        table = self.table if size else file_digest(self.table)
+        return {"TABLE (hash)": table, "RUN (hash)": of_models.hexdigest()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,6 +179,10 @@ def read_range(text: str) -> tuple[int, int]:
 def choose_gpus(device: str) -> list[int]:
     """Returns the GPUs that --device names, none for all; raises `UserError`."""
     if device == "cpu":
+        if torch.cuda.is_initialized():
+            raise UserError(
+                "--device=cpu comes too late, this process has used a GPU: predict in another one"
+            )
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # which torch has not read yet
     if device in ("", "cpu"):
         return []
@@ -179,6 +193,9 @@ def choose_gpus(device: str) -> list[int]:
 
 def predict(settings: Settings, env: Distributed) -> None:
     """Writes what the command line asks for; raises `UserError` on every rank."""
+    with env.sync_errors():
+        hashes = settings.hashes()
+    env.check_equal({**hashes, **library_versions()})
     with env.sync_errors():
         ensemble = Ensemble(settings.runs, env)
         settings.explain = min(settings.explain, len(ensemble.tables.genes))

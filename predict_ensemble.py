@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from baseline import blank_baseline
 from config import Config, expand_path, load_config
 from data import KnockoutDataset
 from data_tables import Tables
@@ -67,7 +66,7 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
         raise UserError(f"{path} is of another version of the template: predict with that one")
     if of_graph != checkpoint["graph"]:
         raise UserError(f"the graph.pt of {path} is of another graph: copy that of its run folder")
-    options = load_config(None, overrides, checkpoint["config"], checkpoint["file"])
+    options = load_config(None, overrides, checkpoint)
     return Run(checkpoint, options, graph)
 
 
@@ -96,26 +95,28 @@ def task_of_run(
         config=config,
         tables=tables,
         fingerprint=checkpoint["data"],
-        baseline=blank_baseline(len(tables.genes), len(tables.targets), checkpoint["basis"]),
         graph=graph,
         criterion=criterion.to(graph.device),
         dataset=KnockoutDataset(tables, graph.degree),
         route="",
+        basis=checkpoint["basis"],
     )
 
 
-def predict_parts(model: nn.Module, task: KnockoutTask, batch: Data) -> Tensor:
-    """Returns the output for a batch and, behind it, its parts, float64 [B, T, C + 4].
+def predict_parts(
+    model: nn.Module, task: KnockoutTask, names: Sequence[str], batch: Data
+) -> Tensor:
+    """Returns the output for a batch and, behind it, its named parts, float64 [B, T, C + parts].
 
-    The `PARTS` are of the first column, in the units of the scores or of what the loss links, such
-    as logits. What is known without the graph has the mean of the scores in it; those that the
-    model does not have are 0.
+    The parts are of the first column, in the units of the scores or of what the loss links, such as
+    logits. What is known without the graph, the first, has the mean of the scores in it; those that
+    the model does not have are 0.
     """
     parts = model.parts(task.graph, batch)
     output = sum(parts.values())
     none = torch.zeros_like(output)
     columns = []
-    for name in PARTS:
+    for name in names:
         part = task.by_score(parts.get(name, none), batch)
         columns.append(task.criterion.std * part[:, :, 0])
     columns[0] = task.criterion.mean + columns[0]
@@ -158,6 +159,14 @@ class Ensemble:
         self.lock = RLock()  # planners and masks have memory of their own
 
     @property
+    def parts(self) -> list[str]:
+        """The name of each part of a prediction: `PARTS`, and further terms of the models."""
+        names = list(PARTS)
+        for model in self.models:
+            names += [name for name in getattr(model, "terms", ()) if name not in names]
+        return names
+
+    @property
     def targets(self) -> list[str]:
         """The name of each target."""
         return list(self.tables.targets)
@@ -169,7 +178,7 @@ class Ensemble:
         names = list(self._together([criterion.predictions(a_row) for _ in self.models]))
         if with_parts:
             names += [criterion.link] if criterion.link else []
-            names += PARTS
+            names += self.parts
         return names
 
     def columns(self, with_parts: bool = False) -> list[str]:
@@ -216,7 +225,7 @@ class Ensemble:
     def _predict_by_model(
         self, samples: Tables, with_parts: bool
     ) -> list[tuple[dict[str, Tensor], Tensor]]:
-        """Returns `predictions` of each model, and their parts, float64 [n, T, 4, or 0 without]."""
+        """Returns `predictions` of each model, and their parts, float64 [n, T, parts, or 0]."""
         if not self.is_planned:
             self.plan(samples)
         rows = torch.arange(len(samples.y))
@@ -228,8 +237,9 @@ class Ensemble:
             if with_parts:
                 batch_size = evaluation_batch_size(task)
                 batches = load_batches(task.dataset, rows, batch_size, self.env)
-                shape = (len(rows), len(self.targets), num_columns + len(PARTS))
-                function = partial(predict_parts, model, task)
+                names = self.parts
+                shape = (len(rows), len(self.targets), num_columns + len(names))
+                function = partial(predict_parts, model, task, names)
                 values = compute_rows(function, batches, shape, self.env)
             else:
                 values = predict_rows(model, task, rows, self.env)

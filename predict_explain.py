@@ -16,8 +16,7 @@ Shapes: N nodes, n samples, B of them in a batch, H hidden channels, T targets.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +28,9 @@ from data import KnockoutDataset
 from data_tables import Tables, pack
 from evaluate import compute_rows, evaluation_batch_size, load_batches
 from mask import SharedGraph
-from model import GlobalReadout, KnockoutGNN, NodeReadout, WildType
-from model_pairs import pair_names
+from model import GlobalReadout, KnockoutGNN, KnockoutTerm, NodeReadout, WildType, find_term
+from parts import optional
 from predict_ensemble import Ensemble
-from predict_pairs import MOST_FEATURES, has_pairs, largest_pairs, name_features
 from predict_sets import Chunk
 
 POINTS = 32  # on the way from no change to the sum of changes
@@ -48,9 +46,10 @@ class Contribution(NamedTuple):
     without: float | None = None  # the prediction were the node intact; None: not by a knock-out
 
 
-def is_explained(model: torch.nn.Module) -> bool:
-    """Returns whether a model has a knock-out pass whose contributions can be said."""
-    return isinstance(getattr(model, "change_readout", None), GlobalReadout | NodeReadout)
+def knockout_term(model: torch.nn.Module) -> KnockoutTerm | None:
+    """Returns a model's knock-out pass, None if it has none whose contributions can be said."""
+    term = find_term(model, "knockout")
+    return term if isinstance(term, GlobalReadout | NodeReadout) else None
 
 
 def without_each(samples: Tables) -> Iterator[Tables]:
@@ -66,32 +65,45 @@ def without_each(samples: Tables) -> Iterator[Tables]:
         yield replace(samples, **perturbations)
 
 
-def largest_contributions(
+class LargestChanges(NamedTuple):
+    """The nodes whose changes contribute most to B samples: K of each sample and target."""
+
+    node: Tensor  # long [B, T, K]
+    contribution: Tensor  # float64 [B, T, K], 0 where fewer nodes contribute
+
+    @classmethod
+    def none(cls, num_samples: int, num_targets: int, number: int) -> "LargestChanges":
+        """Returns K entries that contribute nothing."""
+        node = torch.zeros(num_samples, num_targets, number, dtype=torch.long)
+        return cls(node, node.double())
+
+
+def largest_changes(
     models: Sequence[KnockoutGNN],
     units: Sequence[Tensor],
     graph: SharedGraph,
     num_nodes: int,
     batch: Data,
-) -> Tensor:
-    """Returns the nodes whose changes contribute most, float64 [B, T, num_nodes, 2].
+) -> LargestChanges:
+    """Returns the nodes whose changes contribute most, the mean over the models, on the CPU.
 
-    Of each, that is its number and its contribution, the mean over the models. Each model has the
-    unit of its predictions, float64 [T]. Where readouts are all `nodes`, no node but the target's
-    own contributes. In a model without a knock-out pass that can be explained, none does.
+    Each model has the unit of its predictions, float64 [T]. Where readouts are all `nodes`, no node
+    but the target's own contributes. In a model without a knock-out pass that can be explained,
+    none does.
     """
-    largest = units[0].new_zeros(len(batch.y), len(units[0]), num_nodes, 2)
+    largest = LargestChanges.none(len(batch.y), len(units[0]), num_nodes)
     explained = []
     for unit, model in zip(units, models, strict=True):
-        if is_explained(model):
+        if knockout_term(model) is not None:
             explained.append((unit, model))
     if not explained:
         return largest
-    if all(isinstance(model.change_readout, NodeReadout) for _, model in explained):
+    if all(isinstance(knockout_term(model), NodeReadout) for _, model in explained):
         total = 0.0
         for unit, model in explained:
-            total = total + unit * effects_on_targets(model, graph, batch)
-        largest[:, :, 0, 0] = model.change_readout.target_nodes
-        largest[:, :, 0, 1] = total / len(models)
+            total = total + unit * model.parts(graph, batch)["knockout"]
+        largest.node[:, :, 0] = knockout_term(model).target_nodes
+        largest.contribution[:, :, 0] = total / len(models)
         return largest
     of_models = [contributions(model, graph, batch) for _, model in explained]
     for sample, of_sample in enumerate(zip(*of_models, strict=True)):
@@ -99,42 +111,41 @@ def largest_contributions(
         for (unit, _), of_model in zip(explained, of_sample, strict=True):
             total = total + unit.unsqueeze(1) * of_model
         node = total.abs().topk(num_nodes, dim=1).indices
-        largest[sample, :, :, 0] = node
-        largest[sample, :, :, 1] = total.gather(1, node) / len(models)
+        largest.node[sample] = node
+        largest.contribution[sample] = total.gather(1, node) / len(models)
     return largest
-
-
-def effects_on_targets(model: KnockoutGNN, graph: SharedGraph, batch: Data) -> Tensor:
-    """Returns what a readout `nodes` adds to the predictions of a batch, [B, T]."""
-    wild = model.wild_type(graph, batch)
-    return model.change_readout(model.changes(graph, batch, wild), wild, batch)
 
 
 def contributions(model: KnockoutGNN, graph: SharedGraph, batch: Data) -> Iterator[Tensor]:
     """Yields the contribution of each node to the predictions of each sample, [T, N]."""
-    readout = model.change_readout
-    wild = model.wild_type(graph, batch)
-    if isinstance(readout, NodeReadout):
-        target = readout.target_nodes.unsqueeze(1)
-        effects = readout.with_direct(model.changes(graph, batch, wild), wild, batch)
-        for effect in effects:
-            of_targets = effect.new_zeros(len(target), len(effect))
-            yield of_targets.scatter(1, target, effect[target])
+    term = knockout_term(model)
+    if isinstance(term, NodeReadout):
+        target = term.target_nodes.unsqueeze(1)
+        for effect in model.parts(graph, batch)["knockout"]:
+            of_targets = effect.new_zeros(len(target), graph.num_nodes)
+            yield of_targets.scatter(1, target, effect.unsqueeze(1))
         return
-    for change in changes_of_samples(model, graph, batch, wild):
-        yield mean_gradient(readout, change.sum(0), model.num_columns) @ change.T
+    wild = model.wild_type(graph, batch)
+    for change in changes_of_samples(graph, batch, wild):
+        yield mean_gradient(term, change.sum(0), model.num_columns) @ change.T
 
 
-def changes_of_samples(
-    model: KnockoutGNN, graph: SharedGraph, batch: Data, wild: WildType
-) -> Iterator[Tensor]:
+class EveryChange(KnockoutTerm):
+    """The changes of the nodes' states as they are."""
+
+    def pool(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
+        """Returns the changes, [b, N, H], 0 for dead nodes, given those of all [N, b, H]."""
+        return (change * alive.unsqueeze(2)).transpose(0, 1)
+
+
+def changes_of_samples(graph: SharedGraph, batch: Data, wild: WildType) -> Iterator[Tensor]:
     """Yields the changes of the nodes' states by each sample, [N, H], 0 for dead nodes.
 
     All states are computed, a few samples at once.
     """
-    for messages, level in model.passes(graph, batch):
-        changes = model.change_of_states(messages, level, wild) * (level > 0).unsqueeze(2)
-        yield from changes.unbind(1)
+    living = wild.encoder.living(graph, batch)
+    for samples in living.in_blocks(batch, wild.final):
+        yield from EveryChange().pooled(living, samples, wild)
 
 
 def mean_gradient(readout: GlobalReadout, total: Tensor, num_columns: int) -> Tensor:
@@ -198,9 +209,8 @@ class Explanation(NamedTuple):
 
     prediction: Tensor  # float64 [n, T]
     without: Tensor  # those of `without_each`, float64 [n, T, nodes of the largest sample]
-    pairs: Tensor  # `largest_pairs`, float64 [n, T, up to K, 6]
-    pair_features: Sequence[str]  # the name of each feature of pairs
-    changes: Tensor  # `largest_contributions`, float64 [n, T, K, 2]
+    pairs: Sequence[Sequence[list[Contribution]]]  # of each sample and target, up to K
+    changes: LargestChanges
 
 
 def name_contributions(
@@ -211,27 +221,24 @@ def name_contributions(
     Those of the knocked-out nodes come first, then those of their pairs and of changes of states,
     both without those of 0. In each of the three, the largest come first.
     """
-    num_nodes = explanation.changes.size(2)
+    num_nodes = explanation.changes.node.size(2)
     ptr = samples.perturbed_ptr.tolist()
-    for row, changes in enumerate(explanation.changes.tolist()):
+    for row, of_targets in enumerate(explanation.pairs):
         perturbed = samples.perturbed[ptr[row] : ptr[row + 1]]
         steps = ways.steps(perturbed.numpy())
         names = [samples.genes[node] for node in perturbed]
         named = []
-        for target, of_states in enumerate(changes):
+        for target, of_pairs in enumerate(of_targets):
             prediction = explanation.prediction[row, target].item()
             contributions = []
             of_nodes = explanation.without[row, target, : len(names)].tolist()
             for name, without in zip(names, of_nodes, strict=True):
                 contributions.append(Contribution(name, prediction - without, 0, "", without))
             contributions.sort(key=lambda each: -abs(each.contribution))
-            for first, second, value, *features in explanation.pairs[row, target].tolist():
-                if value:
-                    pair = f"{samples.genes[int(first)]},{samples.genes[int(second)]}"
-                    relations = name_features(features, explanation.pair_features)
-                    contributions.append(Contribution(pair, value, 0, relations))
-            for number, value in of_states:
-                node = int(number)
+            contributions += of_pairs
+            nodes = explanation.changes.node[row, target].tolist()
+            values = explanation.changes.contribution[row, target].tolist()
+            for node, value in zip(nodes, values, strict=True):
                 if value and steps[node] >= 0:
                     relations = ways.last_relations(node, steps)
                     name = samples.genes[node]
@@ -289,17 +296,37 @@ class Explainer:
         for others in without_each(samples):
             without.append(ensemble.predict(others)[:, :, :1])
         num_pairs = min(num_nodes, math.comb(len(without) - 1, 2))  # of the largest sample
-        pairs = self._largest(largest_pairs, samples, num_pairs, 3 + MOST_FEATURES)
-        pair_features = []
-        if any(has_pairs(model) for model in ensemble.models):
-            pair_features = pair_names(ensemble.graph)
-        changes = self._largest(largest_contributions, samples, num_nodes, 2)
-        return Explanation(prediction, torch.cat(without, dim=2), pairs, pair_features, changes)
+        pairs = self._pairs(samples, num_pairs)
+        none = LargestChanges.none(0, len(ensemble.targets), num_nodes)
+        changes = self._largest(largest_changes, none, samples, num_nodes)
+        return Explanation(prediction, torch.cat(without, dim=2), pairs, changes)
+
+    def _pairs(self, samples: Tables, number: int) -> list[list[list[Contribution]]]:
+        """Returns up to a number of pairs for each sample and target, without those of 0."""
+        targets = self.ensemble.targets
+        predict_pairs = optional("predict_pairs")
+        models = self.ensemble.models
+        if not number or predict_pairs is None or not any(map(predict_pairs.has_pairs, models)):
+            return [[[] for _ in targets] for _ in samples.y]
+        none = predict_pairs.LargestPairs.none(0, len(targets), number)
+        largest = self._largest(predict_pairs.largest_pairs, none, samples, number)
+        named = predict_pairs.name_pairs(largest, self.ensemble.graph, samples.genes)
+        pairs = []
+        for of_targets in named:
+            pairs.append([])
+            for of_target in of_targets:
+                pairs[-1].append(
+                    [Contribution(pair, value, 0, features) for pair, value, features in of_target]
+                )
+        return pairs
 
     def _largest(
-        self, function: Callable[..., Tensor], samples: Tables, number: int, width: int
-    ) -> Tensor:
-        """Returns the largest contributions to n samples by a function, [n, T, number, width]."""
+        self, function: Callable[..., NamedTuple], none: Any, samples: Tables, number: int
+    ) -> Any:
+        """Returns the named tuple that a function makes of batches, for n samples, on the CPU.
+
+        `none` is what it makes of no samples. Its fields are [n, T, number, ...].
+        """
         ensemble = self.ensemble
         graph = ensemble.graph
         dataset = KnockoutDataset(samples, graph.degree, out_degree=graph.out_degree)
@@ -307,12 +334,24 @@ class Explainer:
         batch_size = evaluation_batch_size(ensemble.tasks[0])
         batches = load_batches(dataset, rows, batch_size, ensemble.env)
         units = [task.criterion.std for task in ensemble.tasks]
-        of_batch = partial(function, ensemble.models, units, graph, number)
-        shape = (len(rows), len(ensemble.targets), number, width)
+        widths = [math.prod(field.shape[3:]) for field in none]
+
+        def as_numbers(batch: Data) -> Tensor:  # which ranks can add up
+            found = function(ensemble.models, units, graph, number, batch)
+            columns = []
+            for field, width in zip(found, widths, strict=True):
+                columns.append(field.double().view(*field.shape[:3], width))
+            return torch.cat(columns, dim=3)
+
+        shape = (len(rows), len(ensemble.targets), number, sum(widths))
         with ensemble.lock:
-            return compute_rows(of_batch, batches, shape, ensemble.env)
+            numbers = compute_rows(as_numbers, batches, shape, ensemble.env)
+        fields = []
+        for field, columns in zip(none, numbers.split(widths, dim=3), strict=True):
+            fields.append(columns.reshape(len(rows), *field.shape[1:]).to(field.dtype))
+        return type(none)(*fields)
 
     def unexplained(self) -> list[str]:
         """Returns the files of the models without a knock-out pass that can be explained."""
         files = zip(self.ensemble.files, self.ensemble.models, strict=True)
-        return [file for file, model in files if not is_explained(model)]
+        return [file for file, model in files if knockout_term(model) is None]

@@ -5,19 +5,28 @@ A pair contributes the part less what it is with an average pair of training in 
 nodes, all of the part. A feature of a pair contributes in the same way. With the MLP, contributions
 of several pairs do not add up to the part.
 
-Shapes: B samples in a batch, Q pairs in some samples, F features, T targets.
+Shapes: B samples in a batch, Q pairs in some samples, F features, T targets, K named pairs.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
 from mask import SharedGraph
-from model import KnockoutGNN
-from model_pairs import PairIndex, features_of, num_pairs, pair_index, pairs_of_samples
+from model import KnockoutGNN, find_term
+from model_pairs import (
+    PairIndex,
+    PairTerm,
+    features_of,
+    num_pairs,
+    pair_index,
+    pair_names,
+    pairs_of_samples,
+)
 
 MOST_FEATURES = 3  # that are named of a pair
 VALUES_AT_ONCE = 2**22  # of one tensor, which take 32 MB
@@ -52,11 +61,10 @@ class PairsPart:
     ):
         self.unit = unit
         self.num_columns = model.num_columns
-        self.readout = model.local_readout.pair_readout
-        self.scaled = self.readout.scaled(features, num_pairs(batch))
+        self.term = model.terms["pairs"]
+        self.scaled = self.term.scaled(features, num_pairs(batch))
         wild = model.wild_type(graph, batch)
-        _, self.hidden = model.local_readout.inputs(wild, model.dose(wild, batch), batch)
-        self.head = model.local_readout.head[1:]
+        _, self.hidden = model.terms["local"].inputs(wild, model.dose(wild, batch), batch)
 
     def contributions(self, sample: Tensor, shares: Tensor) -> Tensor:
         """Returns the part less what it is without each of some shares, float64 [shares, T].
@@ -65,16 +73,31 @@ class PairsPart:
         """
         scaled = self.scaled[sample]
         hidden = self.hidden[sample]
-        part = self.readout.of_scaled(scaled, hidden, self.head)
-        without = self.readout.of_scaled(scaled - shares, hidden, self.head)
+        part = self.term.of_scaled(scaled, hidden)
+        without = self.term.of_scaled(scaled - shares, hidden)
         difference = (part - without)[:, :: self.num_columns]  # of the first column of a target
         return self.unit * difference
 
 
 def has_pairs(model: torch.nn.Module) -> bool:
     """Returns whether a model has features of pairs."""
-    local_readout = getattr(model, "local_readout", None)
-    return getattr(local_readout, "pair_readout", None) is not None
+    return isinstance(find_term(model, "pairs"), PairTerm)
+
+
+class LargestPairs(NamedTuple):
+    """The pairs that contribute most to B samples: K of each sample and target."""
+
+    nodes: Tensor  # long [B, T, K, 2]
+    contribution: Tensor  # float64 [B, T, K], 0 where fewer pairs contribute
+    feature: Tensor  # long [B, T, K, MOST_FEATURES], by which most; -1 where no other contributes
+    has_feature: Tensor  # bool, of the same shape; False where the pair lacks it, such as an edge
+
+    @classmethod
+    def none(cls, num_samples: int, num_targets: int, number: int) -> "LargestPairs":
+        """Returns K entries that contribute nothing."""
+        nodes = torch.zeros(num_samples, num_targets, number, 2, dtype=torch.long)
+        feature = nodes.new_full((*nodes.shape[:3], MOST_FEATURES), -1)
+        return cls(nodes, nodes[..., 0].double(), feature, feature >= 0)
 
 
 def largest_pairs(
@@ -83,30 +106,32 @@ def largest_pairs(
     graph: SharedGraph,
     most: int,
     batch: Data,
-) -> Tensor:
-    """Returns the pairs that contribute most, float64 [B, T, most, 3 + MOST_FEATURES].
+) -> LargestPairs:
+    """Returns the pairs that contribute most, the mean over the models, on the CPU.
 
-    Of each, that is its two nodes, its contribution, the mean over the models, and its
-    `largest_features`. Each model has the unit of its predictions, float64 [T]. In a model without
-    features of pairs, none contributes.
+    Each model has the unit of its predictions, float64 [T]. In a model without features of pairs,
+    none contributes.
     """
-    largest = units[0].new_zeros(len(batch.y), len(units[0]), most, 3 + MOST_FEATURES)
-    if not most or not any(has_pairs(model) for model in models):
-        return largest
+    largest = LargestPairs.none(len(batch.y), len(units[0]), most)
     index = pair_index(graph)
     features = features_of(graph, batch)
     parts = []
     for model, unit in zip(models, units, strict=True):
         if has_pairs(model):
             parts.append(PairsPart(model, unit, graph, batch, features))
-    at_once = VALUES_AT_ONCE // max(features.size(1), parts[0].hidden.size(1), len(units[0])) + 1
+    if not most or not parts:
+        return largest
+    widest = max(features.size(1), 2 * models[0].config.hidden, len(units[0]))
+    at_once = VALUES_AT_ONCE // widest + 1
     for pairs in whole_samples(batch, at_once):
         contribution = contributions_of_pairs(parts, index, pairs, at_once)
         place, number = largest_of_samples(contribution, pairs.sample, most)
-        sample = pairs.sample[number[:, 0]]
-        largest[sample, :, place, :2] = pairs.nodes.T[number].to(largest.dtype)
-        largest[sample, :, place, 2] = contribution.gather(0, number) / len(models)
-        largest[sample, :, place, 3:] = largest_features(parts, index, pairs, number, at_once)
+        feature, has_feature = largest_features(parts, index, pairs, number, at_once)
+        entry = (pairs.sample[number[:, 0]].cpu(), slice(None), place.cpu())
+        largest.nodes[entry] = pairs.nodes.T[number].cpu()
+        largest.contribution[entry] = (contribution.gather(0, number) / len(models)).cpu()
+        largest.feature[entry] = feature.cpu()
+        largest.has_feature[entry] = has_feature.cpu()
     return largest
 
 
@@ -128,7 +153,7 @@ def contributions_of_pairs(
         piece = pairs[some]
         features = piece.features(index)
         for part in parts:
-            shares = part.readout.scaled(features, piece.factor)
+            shares = part.term.scaled(features, piece.factor)
             total[some] += part.contributions(piece.sample, shares)
     return total
 
@@ -150,13 +175,14 @@ def largest_of_samples(contribution: Tensor, sample: Tensor, most: int) -> tuple
 
 def largest_features(
     parts: Sequence[PairsPart], index: PairIndex, pairs: Pairs, number: Tensor, at_once: int
-) -> Tensor:
-    """Returns the features by which pairs contribute most, float64 [lines, T, MOST_FEATURES].
+) -> tuple[Tensor, Tensor]:
+    """Returns the features by which pairs contribute most, long [lines, T, MOST_FEATURES].
 
-    `number` says which pairs, [lines, T]. Features are numbered from 1 on, and one that is 0, as of
-    a pair without an edge, has a minus. Where no other feature contributes, there is a 0.
+    `number` says which pairs, [lines, T]. Where no other feature contributes, there is a -1. Behind
+    them it is whether the pair has the feature: it is 0 of a pair without an edge, say.
     """
-    largest = parts[0].unit.new_zeros(*number.shape, MOST_FEATURES)
+    largest = number.new_full((*number.shape, MOST_FEATURES), -1)
+    has_feature = torch.zeros_like(largest, dtype=torch.bool)
     num_features = len(index.names)
     for chosen in number.unique().split(at_once // num_features + 1):
         piece = pairs[chosen]
@@ -164,27 +190,45 @@ def largest_features(
         sample = piece.sample.repeat_interleave(num_features)
         total = 0.0
         for part in parts:
-            shares = part.readout.scaled(features, piece.factor).diag_embed()  # [pairs, F, F]
+            shares = part.term.scaled(features, piece.factor).diag_embed()  # [pairs, F, F]
             total = total + part.contributions(sample, shares.flatten(0, 1))
         total = total.unflatten(0, (len(chosen), num_features))  # [pairs, F, T]
         feature = total.abs().topk(MOST_FEATURES, dim=1).indices
-        is_absent = (features == 0).unsqueeze(2).expand_as(total).gather(1, feature)
-        signed = torch.where(is_absent, -1 - feature, 1 + feature)
-        signed = signed.where(total.gather(1, feature) != 0, 0)
+        is_there = (features != 0).unsqueeze(2).expand_as(total).gather(1, feature)
+        contributes = total.gather(1, feature) != 0
         line, target = torch.isin(number, chosen).nonzero().unbind(1)
         place = torch.searchsorted(chosen, number[line, target])
-        largest[line, target] = signed[place, :, target].to(largest.dtype)
-    return largest
+        largest[line, target] = feature.where(contributes, -1)[place, :, target]
+        has_feature[line, target] = (is_there & contributes)[place, :, target]
+    return largest, has_feature
 
 
-def name_features(numbers: Sequence[float], names: Sequence[str]) -> str:
-    """Returns features as `largest_features` numbers them, by commas; one in a name is `\\,`.
+def name_pairs(
+    largest: LargestPairs, graph: SharedGraph, genes: Sequence[str]
+) -> list[list[list[tuple[str, float, str]]]]:
+    """Returns the pairs of each sample and target, without those that contribute nothing.
 
-    A feature that the pair has not begins with `no `.
+    Of each, that is `A,B`, its contribution, and its features by commas; one in a name is `\\,`. A
+    feature that the pair has not begins with `no `.
     """
-    named = []
-    for number in numbers:
-        if number:
-            name = names[abs(int(number)) - 1].replace(",", r"\,")
-            named.append(name if number > 0 else f"no {name}")
-    return ",".join(named)
+    feature_names = [name.replace(",", r"\,") for name in pair_names(graph)]
+
+    def name_pair(
+        nodes: list[int], value: float, features: list[int], has: list[bool]
+    ) -> tuple[str, float, str]:
+        first, second = nodes
+        named = []
+        for feature, has_feature in zip(features, has, strict=True):
+            if feature >= 0:
+                name = feature_names[feature]
+                named.append(name if has_feature else f"no {name}")
+        return f"{genes[first]},{genes[second]}", value, ",".join(named)
+
+    samples = []
+    for of_sample in zip(*(field.tolist() for field in largest), strict=True):
+        targets = []
+        for of_target in zip(*of_sample, strict=True):
+            pairs = [name_pair(*of_pair) for of_pair in zip(*of_target, strict=True)]
+            targets.append([pair for pair in pairs if pair[1]])
+        samples.append(targets)
+    return samples

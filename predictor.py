@@ -16,7 +16,6 @@ from data_cells import Rows
 from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
 from errors import UserError
-from model import PARTS
 from parts import optional
 from predict_ensemble import Ensemble, read_run
 from predict_sets import Chunk, chunk_of, unknown_nodes
@@ -134,11 +133,12 @@ class Predictor:
         """
         sets = texts_of(sets)
         self.ensemble.check_parts()
-        values = np.full((len(sets), len(self.targets), len(PARTS)), math.nan)
+        names = self.ensemble.parts
+        values = np.full((len(sets), len(self.targets), len(names)), math.nan)
         for row, chunk in self._chunks(sets, "raise", columns):
             columns_of_chunk = self.ensemble.predict(chunk.samples, with_parts=True)
-            values[row] = columns_of_chunk[:, :, -len(PARTS) :].numpy()
-        return {name: values[:, :, number] for number, name in enumerate(PARTS)}
+            values[row] = columns_of_chunk[:, :, -len(names) :].numpy()
+        return {name: values[:, :, number] for number, name in enumerate(names)}
 
     def explain(
         self,

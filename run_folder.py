@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -76,13 +76,23 @@ class RunFolder:
         origin: what each checkpoint says of where it is from: configuration, hash of the data,
             names of nodes and relations.
         metric: the one whose curve is drawn.
+        rivals: the names of other predictions, whose metrics stand beside the model's.
     """
 
-    def __init__(self, config: Any, env: Distributed, origin: dict[str, Any], metric: str):
+    def __init__(
+        self,
+        config: Any,
+        env: Distributed,
+        origin: dict[str, Any],
+        metric: str,
+        rivals: Sequence[str] = (),
+    ):
         self.config = config
         self.env = env
-        self.origin = origin
+        rules = config.resume_rules()
+        self.origin = origin | {"free_options": [key for key in rules if rules[key] == "free"]}
         self.metric = metric
+        self.rivals = rivals
         self.path = Path(config.run.dir, config.run.name)
         self.checkpoints = self.path / "checkpoints"
         self.rows = []  # of metrics.jsonl
@@ -91,16 +101,14 @@ class RunFolder:
 
     # ---- Opening ---------------------------------------------------------------------------------
     @classmethod
-    def open(
-        cls, config: Any, env: Distributed, origin: dict[str, Any], metric: str
-    ) -> "RunFolder":
+    def open(cls, *arguments: Any) -> "RunFolder":
         """Makes the folder and locks it; raises `UserError` on every rank if that is not possible.
 
         The arguments are those of the class.
         """
-        folder = cls(config, env, origin, metric)
-        with env.sync_errors():
-            if env.rank == 0:
+        folder = cls(*arguments)
+        with folder.env.sync_errors():
+            if folder.env.rank == 0:
                 with explain_write_errors(folder.path, UserError):
                     folder.checkpoints.mkdir(parents=True, exist_ok=True)
                     folder._lock()
@@ -174,7 +182,7 @@ class RunFolder:
     def _compare_options(
         self, state: TrainState, checkpoint: dict[str, Any], steps_per_epoch: int
     ) -> bool:
-        """Names and records the options of the steps so far that differ from the given ones.
+        """Names the options of the steps so far that differ from the given ones.
 
         Returns whether no step is left to make. Raises `UserError` if that is so and options
         differ, unless all that they do is to end the run sooner.
@@ -182,40 +190,31 @@ class RunFolder:
         changed = self._changed_options(checkpoint, "noted")
         optim = self.config.optim
         is_trained = state.is_trained(optim.epochs, optim.patience, steps_per_epoch)
+        if not changed:
+            return is_trained
         epochs = changed.get("optim.epochs", optim.epochs)
         patience = changed.get("optim.patience", optim.patience)
         was_trained = state.is_trained(epochs, patience, steps_per_epoch)
-
-        recorded = dict(checkpoint.get("earlier_options", {}))
-        recorded.pop(state.step, None)
-        self.origin["earlier_options"] = recorded
-        if not changed:
-            return is_trained
-        made_with = ", ".join(f"{key}={value}" for key, value in changed.items())
         only_ends_sooner = not was_trained and changed.keys() <= {"optim.epochs", "optim.patience"}
+        made_with = ", ".join(f"{key}={value}" for key, value in changed.items())
         if is_trained and not only_ends_sooner:
             raise UserError(
                 f"{checkpoint['file']} is trained to its end, step {state.step}, with {made_with}: "
                 "set it so, raise optim.epochs or optim.patience, or set another run.name"
             )
         log.warning(f"note      the {state.step} steps so far were made with {made_with}")
-        recorded[state.step] = changed
         return is_trained
 
     def _changed_options(self, checkpoint: dict[str, Any], rule: str) -> dict[str, Any]:
-        """Returns {"section.key": value} of the options with which a checkpoint's steps were made.
+        """Returns {"section.key": value} of a checkpoint's options that differ from the given ones.
 
-        Only of those that differ from the given ones, and have this `rule` in
-        `Config.resume_rules`.
+        Only of those that have this `rule` in `Config.resume_rules`.
         """
-        # Where some are recorded for this very step, the checkpoint's own have made none yet.
-        recorded = checkpoint.get("earlier_options", {}).get(checkpoint["step"], {})
         rules = self.config.resume_rules()
         changed = {}
         for key, given in self.config.options().items():
             section, _, name = key.partition(".")
-            saved = checkpoint["config"].get(section, {}).get(name, given)
-            earlier = recorded.get(key, saved)
+            earlier = checkpoint["config"].get(section, {}).get(name, given)
             if rules[key] == rule and earlier != given:
                 changed[key] = earlier
         return changed
@@ -249,7 +248,8 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._log_to_file()
                 return
-            write_atomically(self.path / "config.yaml", self._config_lines())
+            options = yaml.safe_dump(self.origin["config"], sort_keys=False)
+            write_atomically(self.path / "config.yaml", [options])
             write_atomically(self.path / "environment.txt", [environment(self.env.command, ranks)])
             if not is_trained:
                 for name in ("test.tsv", "test.json", "test.svg"):  # of an earlier end
@@ -304,13 +304,6 @@ class RunFolder:
             else:
                 save_atomically(path, content)
 
-    def _config_lines(self) -> Iterator[str]:
-        """Yields the lines of config.yaml, and comments on options that earlier steps had."""
-        for step, options in self.origin.get("earlier_options", {}).items():
-            for key, value in options.items():
-                yield f"# up to step {step}: {key}={value}\n"
-        yield yaml.safe_dump(self.origin["config"], sort_keys=False)
-
     def _open_metrics(self, state: TrainState) -> None:
         """Opens metrics.jsonl without the rows that the run will repeat."""
         path = self.path / "metrics.jsonl"
@@ -344,7 +337,7 @@ class RunFolder:
     def _draw_curves(self) -> None:
         plots = optional("run_plots")
         if plots is not None:
-            curves = plots.curves_svg(self.rows, self.metric)
+            curves = plots.curves_svg(self.rows, self.metric, self.rivals)
             write_atomically(self.path / "curves.svg", [curves])
 
     def save(self, state: TrainState, is_best: bool = False) -> None:
@@ -416,8 +409,9 @@ class RunFolder:
         model = f"model of step {state.best['step']}"
         if state.best["step"] == 0:
             start = "where training started"
-            if math.isclose(test[self.metric], test[f"baseline_{self.metric}"], abs_tol=1e-6):
-                start = "which is the baseline"
+            for rival in self.rivals:
+                if math.isclose(test[self.metric], test[f"{rival}_{self.metric}"], abs_tol=1e-6):
+                    start = f"which is the {rival}"
             model += f", {start}: no later one was better in validation"
         log.info(f"run       {self.path}, {model}")
 

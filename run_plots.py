@@ -96,16 +96,18 @@ def labels_of(ticks: Sequence[float]) -> list[str]:
     return [f"{tick:,.{max(6, digits)}g}" for tick in ticks]
 
 
-def curves_svg(rows: Sequence[dict], metric: str) -> str:
-    """Returns an SVG of the loss and a metric in metrics.jsonl, against the optimiser step."""
+def curves_svg(rows: Sequence[dict], metric: str, rivals: Sequence[str]) -> str:
+    """Returns an SVG of the loss and a metric in metrics.jsonl, against the optimiser step.
+
+    The metric stands beside that of each of the rivals, given their names.
+    """
     loss_curves = [
         Curve("training", BLUE, points_of(rows, "train", "loss")),
         Curve("validation", ORANGE, points_of(rows, "val", "loss")),
     ]
-    metric_curves = [
-        Curve("model", ORANGE, points_of(rows, "val", metric)),
-        Curve("baseline", GREY, points_of(rows, "val", f"baseline_{metric}")),
-    ]
+    metric_curves = [Curve("model", ORANGE, points_of(rows, "val", metric))]
+    for rival in rivals:
+        metric_curves.append(Curve(rival, GREY, points_of(rows, "val", f"{rival}_{metric}")))
     last_step = max([1, *(row.get("step", 0) for row in rows)])
     svg = [f'<svg viewBox="0 0 920 360" {STYLE}>']
     svg += curves_panel(56, "Loss", loss_curves, last_step)

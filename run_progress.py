@@ -1,7 +1,6 @@
 """Progress bars with the time left, and the time left for a whole run.
 
-A bar is drawn on stderr. Where that is no terminal but a file, it is a line of text, at most every
-`FILE_S` seconds.
+A bar is drawn on stderr if that is a terminal.
 """
 
 import contextlib
@@ -11,33 +10,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from operator import length_hint
 from threading import RLock
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tqdm import tqdm
 
 DELAY_S = 5.0  # what takes less has no bar
-TERMINAL_S = 0.1  # from one drawing of a bar to the next
-FILE_S = 30.0  # the same, and the delay of the first, where stderr is a file
 MANY = 100_000  # of which a bar shows thousands or millions
 
 
 class ProgressBar(tqdm):
-    """A bar on a terminal, which leaves nothing behind, or lines of text in a file.
-
-    Args:
-        note: returns what the bar ends with; it is called whenever the bar is drawn.
-    """
+    """A bar that calls `listeners` with each step, shown or not."""
 
     monitor_interval = 0  # seconds; 0: without tqdm's thread, which looks for bars that have stuck
-    listeners: ClassVar[list[Callable[[], None]]] = []  # called with each step, shown or not
+    listeners: ClassVar[list[Callable[[], None]]] = []
 
-    def __init__(self, *args: Any, note: Callable[[], str] | None = None, **options: Any):
-        self.note = note
-        self.is_on_terminal = sys.stderr.isatty()
-        self.is_drawn = False
-        super().__init__(*args, **options)
-
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator:
         for step in super().__iter__():
             yield step
             self.tell_listeners()
@@ -51,28 +38,6 @@ class ProgressBar(tqdm):
         for listener in self.listeners:
             listener()
 
-    @property
-    def format_dict(self) -> dict[str, Any]:
-        """The fields of tqdm's bar, with our note."""
-        fields = super().format_dict
-        if self.note:
-            fields["postfix"] = self.note()
-        return fields
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Draws the bar, or the text `msg` in its place; returns whether tqdm drew on a terminal.
-
-        In a file, a bar within another one is left out.
-        """
-        with contextlib.suppress(OSError):  # stderr may be a closed pipe or on a full disk
-            if self.is_on_terminal:
-                self.is_drawn = msg is None
-                return super().display(msg, pos)
-            if msg is None and self.pos == 0:
-                self.fp.write(f"{self}\n")
-                self.fp.flush()
-        return False
-
 
 # tqdm's own lock is one of processes, too: a rank that fails would leave a semaphore behind.
 ProgressBar.set_lock(RLock())
@@ -84,7 +49,6 @@ def progress_bar(
     unit: str = "it",
     initial: int = 0,
     delay: float = DELAY_S,
-    note: Callable[[], str] | None = None,
     is_shown: bool = True,
 ) -> ProgressBar:
     """Returns a bar that counts the steps that are iterated, or the calls of its method `update`.
@@ -96,27 +60,23 @@ def progress_bar(
         title: what it begins with.
         unit: name of a step, in the speed that is shown.
         initial: steps that were made before, which do not count for the speed.
-        delay: seconds until it appears on a terminal.
-        note: returns what it ends with; it is called whenever the bar is drawn.
+        delay: seconds until it appears.
         is_shown: whether there is a bar: where all ranks count alike, it is that of rank 0.
     """
     is_number = isinstance(steps, int)
     total = steps if is_number else length_hint(steps)
-    is_file = not sys.stderr.isatty()
     return ProgressBar(
         None if is_number else steps,
         desc=title,
         total=total or None,
         leave=False,
         file=sys.stderr,
-        mininterval=FILE_S if is_file else TERMINAL_S,
         miniters=1,
-        disable=total == 1 or not is_shown,
+        disable=total == 1 or not is_shown or not sys.stderr.isatty(),
         unit=unit,
         unit_scale=total >= MANY,
         initial=initial,
-        delay=FILE_S if is_file else delay,
-        note=note,
+        delay=delay,
     )
 
 
@@ -135,10 +95,7 @@ class BarClearer(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         for bar in list(tqdm._instances):
-            if getattr(bar, "is_drawn", False):
-                bar.is_drawn = False
-                with contextlib.suppress(OSError):
-                    bar.clear(nolock=True)  # a thread that hangs may have the lock
+            bar.clear(nolock=True)  # a thread that hangs may have the lock
 
 
 def time_left(seconds: float, steps_done: int, steps_left: int) -> str:
@@ -176,10 +133,11 @@ class RunProgress:
         """Yields the steps of an epoch, and shows a bar of them."""
         if self.started_at is None:
             self.started_at = time.perf_counter()
-        bar = progress_bar(steps, title, delay=0, note=self.text, is_shown=self.is_shown)
+        bar = progress_bar(steps, title, delay=0, is_shown=self.is_shown)
         for step in bar:
             yield step
             self.steps_done += 1
+            bar.set_postfix_str(self.text(), refresh=False)
 
     def text(self) -> str:
         """Returns the time left for the run, and loss and speed; "" before the first step."""

@@ -1,4 +1,4 @@
-"""The results of a run, test.tsv: scores, predictions and baseline of the test rows.
+"""The results of a run, test.tsv: scores, predictions and those of rivals, of the test rows.
 
 Shapes: n rows of T targets.
 """
@@ -11,22 +11,25 @@ from torch import Tensor
 
 from data_tables import Tables
 
-SUFFIXES = ("", "_prediction", "_baseline")  # of the columns of a target
+SUFFIXES = ("", "_prediction")  # of the columns of a target; then follow those of the rivals
 
 
 def result_lines(
-    tables: Tables, prediction: Tensor, baseline: Tensor, digits: Tensor
+    tables: Tables, prediction: Tensor, rivals: dict[str, Tensor], digits: Tensor
 ) -> Iterator[str]:
     """Yields the lines of test.tsv: the header, and one for each test row.
 
     A row has its nodes; the number of those that are unseen, for each target if these numbers
     differ; and their names. Then follow the weight or the `sd` if the table has them, and for each
-    target score, prediction and baseline. A missing score is an empty cell. Prediction and baseline
-    are [n, T], of the test rows; `digits` are the significant digits of each target, long [T].
+    target score, prediction and those of the rivals, as `<target>_<rival>`. A missing score is an
+    empty cell. Predictions are [n, T] each, of the test rows; `digits` are the significant digits
+    of each target, long [T].
     """
     rows = tables.rows("test")
-    numbers = torch.stack([tables.y[rows], prediction, baseline], dim=2).flatten(start_dim=1)
-    digits = digits.repeat_interleave(len(SUFFIXES))
+    of_targets = [tables.y[rows], prediction, *rivals.values()]
+    numbers = torch.stack(of_targets, dim=2).flatten(start_dim=1)
+    digits = digits.repeat_interleave(len(of_targets))
+    suffixes = [*SUFFIXES, *(f"_{name}" for name in rivals)]
     header = ["genes", "unseen", "unseen_genes"]
     name = "weight" if tables.sd is None else "sd"
     of_rows = getattr(tables, name)
@@ -34,7 +37,7 @@ def result_lines(
         header.append(name)
         numbers = torch.cat([of_rows[rows].unsqueeze(1), numbers], dim=1)
         digits = torch.cat([torch.tensor([7]), digits])
-    header += [target + suffix for target in tables.targets for suffix in SUFFIXES]
+    header += [target + suffix for target in tables.targets for suffix in suffixes]
     yield "\t".join(header) + "\n"
     yield from table_lines(row_labels(tables, "test"), numbers, digits)
 

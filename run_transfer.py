@@ -27,7 +27,7 @@ def take_parameters(
     The `ENTRIES` of the model's modules say which of them have an entry for each node, relation,
     feature or output. Of these, the entries are copied whose names, in `origin`, both have. Those
     with entries for the responses of a node are copied if both have the same responses, such as to
-    losses and to gains. The baseline's stay, as they are of the tables.
+    losses and to gains. Those that are fitted to the tables before training stay.
     """
     has_same_responses = responses_of(checkpoint) == responses_of(origin)
     parameters = dict(model.named_parameters())
@@ -37,7 +37,7 @@ def take_parameters(
     for name, parameter in parameters.items():
         saved = checkpoint["model"].get(name)
         kind, dim = entries_of.get(name, ("", 0))
-        if saved is None or kind == "baseline":
+        if saved is None or kind == "fitted":
             left.append(name)
             continue
         if kind == "responses" and not has_same_responses:

@@ -1,14 +1,15 @@
 """The task: everything between the tables and the loss of a run, as one object.
 
-`KnockoutTask` reads the tables, fits the baseline, builds graph, dataset and model, and says what a
-prediction is worth. It never touches DDP, the optimiser, the order of the samples or a seed; those
-are in train.py. A task of your own keeps the names that train.py and predict.py use.
+`KnockoutTask` reads the tables, builds graph, dataset and model, and says what a prediction is
+worth, beside rivals that predict without it. It never touches DDP, the optimiser, the order of the
+samples or a seed; those are in train.py. A task of your own keeps the names that train.py and
+predict.py use.
 
 Shapes: N nodes, n rows of T targets, B samples in a batch, C columns of a target.
 """
 
 import logging
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,16 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 import data
-from baseline import UNSOLVED, Baseline, blank_baseline, effective_share, load_baseline
 from config import Config
 from data import KnockoutDataset, target_nodes, weight_scale
 from data_tables import OF_GRAPH, SPLITS, Tables
+from data_training import basis_of, effective_share, training_mean_and_std
 from ddp_setup import Distributed
 from errors import RunError, UserError
 from losses import LOSSES, Criterion
 from mask import SharedGraph
-from metrics import metrics_beside_baseline, mse, weighted_mean
-from model import KnockoutGNN
-from model_pairs import add_pair_features, pair_names, size_of_features, units_of_pairs
+from metrics import metrics_beside_rivals, mse, weighted_mean
+from model import GlobalReadout, KnockoutGNN, LocalReadout, NodeReadout
 from parts import optional
 
 log = logging.getLogger("task")
@@ -41,11 +41,13 @@ class KnockoutTask:
     config: Config
     tables: Tables
     fingerprint: str  # a hash of the tables
-    baseline: Baseline  # what is known without the graph, where training starts
     graph: SharedGraph  # on the device
     criterion: Criterion  # what a model's output means, on the device
     dataset: KnockoutDataset
     route: str  # how the model passes messages, for the log
+    basis: Tensor  # of which `mask.doses` each response of a node is the sum, float64 [3, K]
+    start: Any = None  # where training starts, as of `load_start`; None: from the mean
+    rivals: dict[str, Tensor] = field(default_factory=dict)  # predictions of all rows, [n, T] each
 
     @classmethod
     def load(cls, config: Config, env: Distributed) -> "KnockoutTask":
@@ -60,13 +62,31 @@ class KnockoutTask:
         """Returns the task of tables with a split; raises `UserError` if the options do not fit."""
         check_scores(tables, config)
         fingerprint = tables.fingerprint()
-        baseline = load_baseline(tables, fingerprint, config.data.cache_dir, config.optim.loss)
+        start = load_start(tables, fingerprint, config)
+        rivals = {}
+        if start is not None:
+            rivals[config.model.start] = start.prediction
         graph = SharedGraph(tables.graph()).to(device, config.optim.dtype)
-        criterion = LOSSES[config.optim.loss](baseline.mean, baseline.std).to(device)
+        loss = LOSSES[config.optim.loss]
+        mean, std = loss.unit(*training_mean_and_std(tables))
+        criterion = loss(mean, std).to(device)
         dataset, route = make_dataset(tables, graph, config)
         if config.model.has_pairs:
+            from model_pairs import add_pair_features  # a part, which need not be here
+
             add_pair_features(dataset, graph, config.data.cache_dir, fingerprint)
-        return cls(config, tables, fingerprint, baseline, graph, criterion, dataset, route)
+        return cls(
+            config=config,
+            tables=tables,
+            fingerprint=fingerprint,
+            graph=graph,
+            criterion=criterion,
+            dataset=dataset,
+            route=route,
+            basis=basis_of(tables),
+            start=start,
+            rivals=rivals,
+        )
 
     def with_samples(self, samples: Tables) -> "KnockoutTask":
         """Returns the task that predicts other samples, on the same graph."""
@@ -78,6 +98,11 @@ class KnockoutTask:
 
     def origin(self) -> dict[str, Any]:
         """Returns a checkpoint's origin: configuration, data, names and range of training."""
+        pair_features = []
+        if self.config.model.has_pairs:
+            from model_pairs import pair_names
+
+            pair_features = pair_names(self.graph)
         return {
             "config": asdict(self.config),
             "data": self.fingerprint,
@@ -89,8 +114,8 @@ class KnockoutTask:
             "outputs": self.output_names(),
             "mean": self.criterion.mean.cpu(),
             "std": self.criterion.std.cpu(),
-            "basis": self.baseline.basis,
-            "pair_features": pair_names(self.graph) if self.config.model.has_pairs else [],
+            "basis": self.basis,
+            "pair_features": pair_features,
             "trained": self.tables.training_range(),
         }
 
@@ -104,12 +129,39 @@ class KnockoutTask:
                 f"model.readout=nodes has one output for each score, but optim.loss="
                 f"{self.config.optim.loss} needs {', '.join(columns)}: set model.readout=both"
             )
-        nodes = target_nodes(tables) if options.readout == "nodes" else None
-        pairs = units_of_pairs(self.graph, self.dataset) if options.has_pairs else None
-        baseline = self.baseline
-        if not self.criterion.starts_from_baseline:
-            baseline = blank_baseline(len(tables.genes), len(tables.targets), baseline.basis)
-        return KnockoutGNN.from_tables(options, tables, baseline, nodes, pairs, len(columns))
+        sizes = (len(tables.genes), len(tables.relations), tables.features.size(1))
+        unseen = tables.unseen_share("val")  # training hides as many nodes
+        model = KnockoutGNN(options, *sizes, unseen, self.basis, len(columns))
+        # In the order of the columns of `predict.py --parts`, behind which one of yours comes.
+        terms = model.terms
+        hidden = options.hidden
+        if options.start == "baseline" and options.readout != "global":
+            terms["without_graph"] = self.baseline_term()
+        if options.has_local:
+            terms["local"] = LocalReadout(hidden, self.num_outputs, self.basis.size(1))
+        if options.has_pairs:
+            from model_pairs import PairTerm, units_of_pairs  # a part, which need not be here
+
+            units = units_of_pairs(self.graph, self.dataset)
+            terms["pairs"] = PairTerm(units, hidden, self.num_outputs, terms["local"].read)
+        if options.readout == "nodes":
+            terms["knockout"] = NodeReadout(len(tables.genes), hidden, target_nodes(tables))
+        elif options.has_knockout_pass:
+            terms["knockout"] = GlobalReadout(len(tables.genes), hidden, self.num_outputs)
+        return model
+
+    def baseline_term(self) -> nn.Module:
+        """Returns what is known without the graph, as a term that starts from the fit."""
+        from baseline_term import BaselineReadout, WithoutGraph  # a part, which need not be here
+
+        sizes = (len(self.tables.genes), len(self.tables.targets), self.basis.size(1))
+        readout = BaselineReadout(*sizes)
+        if self.start is not None and not self.criterion.starts_from_mean:
+            criterion = self.criterion.to("cpu")
+            readout.start_from(self.start, criterion.mean, criterion.std)
+        if self.config.model.readout == "nodes":
+            readout.requires_grad_(False)  # thousands of effects per node would learn noise
+        return WithoutGraph(readout, len(self.criterion.columns))
 
     @property
     def num_outputs(self) -> int:
@@ -173,9 +225,9 @@ class KnockoutTask:
         return self.criterion.to(output.device).to_scores(output)
 
     def metrics(self, split: str, output: Tensor) -> dict[str, float]:
-        """Returns the metrics of a split by name, beside the baseline's, of outputs [n, T, C].
+        """Returns the metrics of a split by name, beside the rivals', of outputs [n, T, C].
 
-        They are the loss, the mean squared error and those of `metrics_beside_baseline`, as means
+        They are the loss, the mean squared error and those of `metrics_beside_rivals`, as means
         over the targets for which they are defined; nan if there are none. `rows` is the number of
         rows in the split, `n` the number of those with a score.
         """
@@ -188,11 +240,15 @@ class KnockoutTask:
         each = {
             "loss": loss,
             "mse": mse(y, prediction),
-            **metrics_beside_baseline(y, prediction, self.baseline.prediction[rows], weight),
+            **metrics_beside_rivals(y, prediction, self.rivals_of(rows), weight),
         }
         means = {name: metric.nanmean().item() for name, metric in each.items()}
         num_scored = int((~y.isnan()).any(dim=1).sum())
         return {**means, "n": num_scored, "rows": len(rows)}
+
+    def rivals_of(self, rows: Tensor) -> dict[str, Tensor]:
+        """Returns the predictions of each rival for some rows, float64 [rows, T], by its name."""
+        return {name: prediction[rows] for name, prediction in self.rivals.items()}
 
     def digits(self) -> Tensor:
         """Returns the number of significant digits of each target, long [T].
@@ -222,27 +278,27 @@ class KnockoutTask:
         )
         if tables.left_out:
             text += f"; columns left out: {', '.join(tables.left_out)}"
-        if not self.baseline.is_combined:
-            text += "; the baseline is a sum of effects, as the table is large"
         return text
 
     def notes(self) -> list[str]:
         """Returns sentences for the log on what may be wrong with the tables."""
         notes = list(self.tables.notes)
-        error = self.baseline.error.max()
-        if error > UNSOLVED:
-            notes.append(f"the baseline's fit has not converged: {error:.0e} deviations are left")
+        if self.start is not None:
+            notes += self.start.notes()
         rows = self.tables.rows("train")
         share = effective_share(self.tables.score_weight(rows)).min().item()
         if share < FEW:
             notes.append(f"by weight, the training rows count as {share:.1%} of them would")
-        if self.dataset.compute_pairs:
-            size = size_of_features(self.dataset, self.graph)
-            notes.append(
-                f"features of pairs of all rows would take {size / 1e9:.1f} GB: they are computed "
-                "with each batch, in the processes of data.workers if there are any"
-            )
         return notes
+
+
+def load_start(tables: Tables, fingerprint: str, config: Config) -> Any:
+    """Returns the fitted baseline, where training starts; None if it starts from the mean."""
+    if config.model.start == "mean":
+        return None
+    from baseline import load_baseline  # a part, which need not be here
+
+    return load_baseline(tables, fingerprint, config.data.cache_dir, config.optim.loss)
 
 
 def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[KnockoutDataset, str]:

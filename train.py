@@ -80,7 +80,8 @@ def train(config: Config, env: Distributed) -> None:
     optimizer = build_optimizer(model, optim, env)
     scaler = torch.amp.GradScaler(env.device.type, enabled=optim.precision == "fp16")
     state = TrainState(model, optimizer, scaler)
-    env.check_equal({**config.options(), "data (hash)": task.fingerprint, **library_versions()})
+    shared = {**config.shared_options(), "data (hash)": task.fingerprint}
+    env.check_equal({**shared, **library_versions()})
 
     sampler = StepSampler(  # a DistributedSampler whose steps are the same on any number of ranks
         task.rows("train"),
@@ -90,7 +91,7 @@ def train(config: Config, env: Distributed) -> None:
         rank=env.rank,
         seed=config.run.seed,
     )
-    folder = RunFolder.open(config, env, task.origin(), first_metric())
+    folder = RunFolder.open(config, env, task.origin(), first_metric(), list(task.rivals))
     folder.resume(state, sampler.steps_per_epoch)
     folder.write_graph(task.tables.graph_fields())
     env.stop_on_request(folder.path / "STOP")
@@ -104,10 +105,9 @@ def train(config: Config, env: Distributed) -> None:
     train_loader = make_loader(steps.dataset, sampler, config.data.workers, env.device)
     val_batches = KeptBatches(task, task.rows("val"), env)
     if env.is_distributed:
-        with config.ddp.explain_errors():
-            ddp_model = DistributedDataParallel(
-                env.prepare_for_ddp(steps.model), device_ids=env.device_ids, **config.ddp.options
-            )
+        ddp_model = DistributedDataParallel(
+            env.prepare_for_ddp(steps.model), device_ids=env.device_ids, **config.ddp.options
+        )
         order_buckets(ddp_model, task, env)
         steps = steps._replace(model=ddp_model)
     log_plan(task, model, steps, sampler, env)
@@ -261,7 +261,7 @@ def validate(
     folder.write("val", state, **val)
     folder.save(state, is_best)
     title = f"epoch {state.epoch}/{task.config.optim.epochs}  step {state.step}"
-    texts = [title, folder.progress.text(), f"val {metrics_text(val)}"]
+    texts = [title, folder.progress.text(), f"val {metrics_text(val, task.rivals)}"]
     log.info("  ".join(filter(None, texts)))
 
 
@@ -275,12 +275,12 @@ def test(task: KnockoutTask, state: TrainState, folder: RunFolder, env: Distribu
         raise StopTraining(reason)
     result = task.metrics("test", output)
     prediction = task.to_scores(output)
-    lines = result_lines(task.tables, prediction, task.baseline.prediction[rows], task.digits())
+    lines = result_lines(task.tables, prediction, task.rivals_of(rows), task.digits())
     folder.finish(state, result, lines)
     num_samples = f"{result['n']:,} samples"
     if result["n"] < result["rows"]:
         num_samples += f" with a score, of {result['rows']:,}"
-    log.info(f"test      {metrics_text(result)} ({num_samples})")
+    log.info(f"test      {metrics_text(result, task.rivals)} ({num_samples})")
     if is_here("analyse"):
         command = f"python analyse.py {shlex.quote(str(folder.path))}"
         log.info(f"test      intervals and groups of rows: {command}")

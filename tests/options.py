@@ -4,7 +4,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also run the tests in tests/slow")
+    parser.addoption("--all", action="store_true", help="also run the tests in tests/template/slow")
     parser.addoption(
         "--config",
         metavar="FILE",

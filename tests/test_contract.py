@@ -5,30 +5,23 @@ The model and tables are those that config.yaml configures, or the file of the o
 
 import copy
 import dataclasses
-import gzip
 import itertools
 import os
-from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
-from data import KnockoutDataset, StepSampler, load, make_loader, with_example
+from data import KnockoutDataset, StepSampler, load, make_loader
 from data_tables import Tables
 from errors import DataError
-from predict import Predictor
-from predict_ensemble import task_of_run
+from parts import is_here
 from task import KnockoutTask, make_dataset
-from tests.conftest import ROOT, fork_ranks, join, launch_forked
-from tests.tools import parity
-from tests.tools.runs import pack_levels, pack_sets
-from tests.tools.syncs import CountSynchronisations
+from tests.few_rows import few_rows
+from tests.sets import pack_levels, pack_sets
+from tests.syncs import CountSynchronisations
 from train import read_config
 
 pytestmark = pytest.mark.contract
@@ -47,7 +40,7 @@ def config(arguments):
 
 @pytest.fixture(scope="module")
 def tables(config):
-    return load(config.data)
+    return few_rows(load(config.data))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +70,8 @@ def disturbed_model(task: KnockoutTask) -> nn.Module:
 
 def model_on_copies(task: KnockoutTask, model: nn.Module) -> nn.Module | None:
     """Returns the same model on masked copies of the graph, None if it has no such route."""
-    if task.config.model.message_passing not in ("auto", "shared", "reach"):
+    has_copies = is_here("mask_copies")
+    if not has_copies or task.config.model.message_passing not in ("auto", "shared", "reach"):
         return None
     options = dataclasses.replace(task.config.model, message_passing="expanded")
     config = dataclasses.replace(task.config, model=options)
@@ -247,65 +241,6 @@ def test_every_parameter_gets_a_finite_gradient(task, model, graph, batch_of, se
     assert all((parameter.grad == 0).all() for parameter in trained)
 
 
-def test_two_ranks_train_the_same_model_as_one(arguments, monkeypatch):
-    monkeypatch.setattr(parity, "launch", partial(launch_forked, cwd=os.getcwd()))
-    assert parity.parity(
-        SimpleNamespace(world_sizes=[1, 2], arguments=arguments, timeout=600, cpu=True)
-    )
-
-
-def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(
-    arguments, config, tables, tmp_path
-):
-    """Were a field of batches forgotten in predict.py, it would silently predict something else."""
-
-    def start(command: str, *options: str) -> None:
-        # Paths in the configuration are relative to where the tests run.
-        faults = [f"few_rows_in_folder:{tmp_path}", "disturbed_model"]
-        script = str(ROOT / "tests/faulty.py")
-        words = [*faults, "--", command, *options]
-        _store, ranks = fork_ranks(tmp_path, 1, script, words, cwd=os.getcwd())
-        assert join(ranks, 600) == [0], (tmp_path / "rank0.stderr").read_text()
-
-    short = ("run.init=", "run.resume=auto", "optim.epochs=2")
-    start("train.py", "run.dir=runs", "run.name=run", *short, *arguments)
-    header, *rows = [
-        line.split("\t") for line in (tmp_path / "runs/run/test.tsv").read_text().splitlines()
-    ]
-    written = [
-        [float(row[header.index(f"{name}_prediction")]) for name in tables.targets] for row in rows
-    ]
-    lines = ["genes", *(row[0] for row in rows)]
-    table = Path(with_example(config.data).perturbations).read_bytes()
-    if table.startswith(b"\x1f\x8b"):
-        table = gzip.decompress(table)
-    if table.startswith((b"genes\t", b"nodes\t")):
-        # With all its columns, whatever else predict.py reads.
-        header_line, *all_lines = filter(None, table.decode("utf-8-sig").splitlines())
-        test_rows = parity.few_rows(tables).rows("test").tolist()
-        lines = [header_line, *(all_lines[row] for row in test_rows)]
-    asked = tmp_path / "ask.tsv"
-    asked.write_text("\n".join([*lines, ""]))
-    start("predict.py", str(asked), str(tmp_path / "runs/run"))
-    header, *rows = [
-        line.split("\t") for line in (tmp_path / "ask.predictions.tsv").read_text().splitlines()
-    ]
-    names = tables.targets if len(tables.targets) > 1 else ["prediction"]
-    predicted = [[float(row[header.index(name)]) for name in names] for row in rows]
-    torch.testing.assert_close(torch.tensor(predicted), torch.tensor(written), rtol=1e-4, atol=1e-4)
-    header, *rows = [line.split("\t") for line in asked.read_text().splitlines()]
-    sets, *others = zip(*rows, strict=True)
-    columns = dict(zip(header[1:], others, strict=True))
-    predictor = Predictor(tmp_path / "runs/run", device="cpu")
-    from_python = predictor.predict(sets, columns=columns).mean
-    np.testing.assert_allclose(from_python, predicted, rtol=1e-4, atol=1e-4)
-    if all(hasattr(model, "parts") for model in predictor.ensemble.models):
-        total = sum(predictor.parts(sets, columns=columns).values())
-        if predictor.ensemble.tasks[0].criterion.is_binary:
-            total = 1 / (1 + np.exp(-total))
-        np.testing.assert_allclose(total, from_python, rtol=1e-5, atol=1e-5)
-
-
 def with_targets_on_nodes(task: KnockoutTask) -> KnockoutTask:
     """Returns a task whose scores are named after nodes, with the readout of nodes' states."""
     config = task.config
@@ -320,7 +255,7 @@ def with_targets_on_nodes(task: KnockoutTask) -> KnockoutTask:
         pytest.skip("the loss has several columns")
     genes = task.tables.genes
     tables = dataclasses.replace(
-        parity.few_rows(task.tables),
+        task.tables,
         targets=[genes[2], genes[0], genes[1]],
         y=task.tables.y[:, [0, 0, 0]],
     )
@@ -352,7 +287,7 @@ def task_elsewhere(task: KnockoutTask) -> KnockoutTask:
     except DataError:
         other = dataclasses.replace(tables, y=y, targets=targets)
         return KnockoutTask.from_tables(other, task.config)
-    assert not torch.allclose(elsewhere.baseline.basis, task.baseline.basis)
+    assert not torch.allclose(elsewhere.basis, task.basis)
     return elsewhere
 
 
@@ -378,13 +313,6 @@ def test_the_state_dict_holds_all_that_a_prediction_depends_on(
     other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     prediction = other(graph, batch)
     assert torch.equal(prediction, expected)
-    # The scale of the scores is beside it in a checkpoint.
-    without_samples = Tables.of_graph(task.tables.graph_fields())
-    of_run = task_of_run(task.config, task.origin(), without_samples, graph)
-    of_run.build_model().load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    scores = task.to_scores(task.by_score(expected, batch))
-    assert torch.equal(of_run.to_scores(of_run.by_score(prediction, batch)), scores)
-    assert not torch.allclose(elsewhere.to_scores(task.by_score(prediction, batch)), scores)
 
 
 def test_the_seed_determines_the_weights_and_the_dropout(task, graph, batch_of, sets):

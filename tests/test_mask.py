@@ -1,28 +1,24 @@
-"""The mask kernel, compared with a plain loop over the edges."""
-
-from functools import partial
+"""The mask kernel, compared with a plain loop over the edges of a small graph."""
 
 import pytest
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.data import Data, HeteroData
 
 from data import KnockoutDataset
-from mask import EdgeMasks, SharedGraph, num_samples
-from mask_copies import ExpandedMessages, intact_batch
-from mask_product import CSR, RelationStack, _segment_product, spmm
-from tests.tools.runs import tables_of
-from tests.tools.syncs import CountSynchronisations
+from mask import SharedGraph
+from tests.sets import tables_of
+from tests.syncs import CountSynchronisations
 
 NUM_NODES = 9
-SETS = [[0, 3], [], [5, 5, 5], [8], [2, 0, 7, 1]]  # node 4 never, node 5 listed three times
+# Node 4 is never knocked out, node 5 is at a level alone, and node 2 is listed as intact.
 LEVELS = [{0: 0.3, 3: 0.0}, {}, {5: 3.0}, {8: 0.0}, {2: 1.0, 0: 0.0, 7: 2.5, 1: 0.0}]
 DEAD = [[node for node, level in nodes.items() if level == 0] for nodes in LEVELS]
 
 
 @pytest.fixture
 def graph() -> HeteroData:
-    """Three relations: one with self-loops, hubs and a duplicate edge, an empty one, one more."""
+    """Three relations: one with self-loops and a duplicate edge, an empty one, a weighted one."""
     generator = torch.Generator().manual_seed(0)
     graph = HeteroData()
     graph["gene"].num_nodes = NUM_NODES
@@ -42,7 +38,7 @@ def make_batch(shared: SharedGraph, sets: list) -> Data:
 
 
 def loop_masks(graph: HeteroData, sets: list[list[int]]) -> dict:
-    """Returns the masks, computed one edge at a time."""
+    """Returns which edges live in samples without these nodes, one edge at a time."""
     masks = {}
     for relation in graph.edge_types:
         mask = []
@@ -58,155 +54,38 @@ def loop_levels(sets: list[dict[int, float]]) -> Tensor:
     return torch.tensor([[nodes.get(node, 1.0) for nodes in sets] for node in range(NUM_NODES)])
 
 
-def test_keep_is_false_only_for_knocked_out_nodes(graph):
-    shared = SharedGraph(graph)
-    batch = make_batch(shared, SETS)
-    assert num_samples(batch) == len(SETS)
-    keep = shared.keep(batch)
-    expected = torch.tensor([[node not in dead for dead in SETS] for node in range(NUM_NODES)])
-    assert keep.dtype == torch.bool and torch.equal(keep, expected)
-    levels = shared.levels(batch)
-    assert levels.dtype == torch.float32 and torch.equal(levels, expected.float())
-    assert shared.double().levels(batch).dtype == torch.float64
-
-
-def test_edge_masks_equal_a_loop(graph):
-    shared = SharedGraph(graph)
-    masks = shared.edge_masks(make_batch(shared, SETS))
-    expected = loop_masks(graph, SETS)
-    assert list(masks) == graph.edge_types
-    for relation in graph.edge_types:
-        assert torch.equal(masks[relation], expected[relation]), relation
-    assert not all(mask.all() for mask in masks.values())
-
-
-def test_dead_edges_index_the_concatenated_masks(graph):
-    shared = SharedGraph(graph)
-    dead = shared.dead_edges(make_batch(shared, SETS))
-    expected = (~torch.cat(list(loop_masks(graph, SETS).values()))).nonzero().flatten()
-    assert torch.equal(dead.unique(), expected)
-
-
-def test_a_node_at_a_level_is_alive_and_keeps_its_edges(graph):
+def test_a_node_lives_where_its_level_is_above_0(graph):
     shared = SharedGraph(graph)
     batch = make_batch(shared, LEVELS)
     assert torch.equal(shared.levels(batch), loop_levels(LEVELS))
     assert torch.equal(shared.keep(batch), loop_levels(LEVELS) > 0)
+
+
+def test_an_edge_lives_where_both_of_its_nodes_do(graph):
+    shared = SharedGraph(graph)
+    batch = make_batch(shared, LEVELS)
     masks = shared.edge_masks(batch)
     expected = loop_masks(graph, DEAD)
+    assert list(masks) == graph.edge_types
     assert all(torch.equal(masks[relation], expected[relation]) for relation in graph.edge_types)
+    assert not all(mask.all() for mask in masks.values())
     dead = shared.dead_edges(batch)
-    expected_dead = (~torch.cat(list(expected.values()))).nonzero().flatten()
-    assert torch.equal(dead.unique(), expected_dead) and batch.num_dead_edges == len(dead)
-    copied = shared.expand(batch)
-    expected_copies = shared.expand(make_batch(shared, DEAD))
-    for relation in graph.edge_types:
-        assert torch.equal(copied[relation], expected_copies[relation])
-
-
-def test_a_node_sends_its_state_times_its_level(graph):
-    shared = SharedGraph(graph).double()
-    batch = make_batch(shared, LEVELS)
-    x = torch.randn(NUM_NODES, len(LEVELS), 4, dtype=torch.float64)
-    gate = torch.randn(3, 4, dtype=torch.float64)
-    level = loop_levels(LEVELS).double()
-    expected = torch.einsum("rts,sb,sbh,rh->tbh", matrices(graph), level, x, gate)
-    sums = shared.propagate(x, gate, level=shared.levels(batch))
-    torch.testing.assert_close(sums, expected, rtol=1e-6, atol=1e-6)
-
-    # On copies, dead nodes get nothing, which nothing reads.
-    alive = shared.keep(batch).unsqueeze(-1)
-    on_copies = ExpandedMessages(shared, batch)(x, gate)
-    torch.testing.assert_close(on_copies * alive, expected * alive, rtol=1e-6, atol=1e-6)
-
-
-def test_a_batch_without_knock_outs_leaves_the_graph_intact(graph):
-    shared = SharedGraph(graph).double()
-    batch = intact_batch(shared.device)
-    assert num_samples(batch) == 1 and shared.keep(batch).all()
-    assert all(mask.all() for mask in shared.edge_masks(batch).values())
-    x = torch.randn(NUM_NODES, 1, 4, dtype=torch.float64)
-    gate = torch.randn(3, 4, dtype=torch.float64)
-    on_copies = ExpandedMessages(shared, batch)(x, gate)
-    torch.testing.assert_close(on_copies, shared.propagate(x, gate), rtol=1e-12, atol=1e-12)
-
-
-def test_masks_in_reused_memory_equal_fresh_ones_for_batches_of_any_size(graph):
-    shared = SharedGraph(graph)
-    masks = EdgeMasks(shared)
-    hub = int(shared.degree.argmax())
-    batches = [SETS, [[hub]], [[]], [[hub]] * 7, [], SETS[::-1], LEVELS, [[hub, 3]] * 6]
-    for sets in batches:
-        batch = make_batch(shared, sets)
-        reused = masks(batch)
-        for relation, fresh in shared.edge_masks(batch).items():
-            assert torch.equal(reused[relation], fresh), (relation, sets)
-    largest = max(map(len, batches)) * sum(shared.num_edges.values())
-    assert len(masks.memory[0]) == largest
-
-
-def test_fresh_masks_stay_as_they_are(graph):
-    shared = SharedGraph(graph)
-    masks = shared.edge_masks(make_batch(shared, SETS))
-    shared.edge_masks(make_batch(shared, [[]] * len(SETS)))
-    expected = loop_masks(graph, [[0, 3], [], [5], [8], [2, 0, 7, 1]])
-    assert all(torch.equal(masks[relation], expected[relation]) for relation in graph.edge_types)
-
-
-def test_gradients_on_copies_do_not_depend_on_later_batches(graph):
-    shared = SharedGraph(graph).double()
-    gate = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    x = torch.randn(NUM_NODES, len(SETS), 4, dtype=torch.float64, requires_grad=True)
-    first = make_batch(shared, SETS)
-    expected = torch.autograd.grad(ExpandedMessages(shared, first)(x, gate).sin().sum(), [x, gate])
-    messages = ExpandedMessages(shared, first)
-    other_messages = ExpandedMessages(shared, make_batch(shared, SETS[::-1]))
-    sums = messages(x, gate)
-    other_messages(x, gate).sum().backward()
-    gradients = torch.autograd.grad(sums.sin().sum(), [x, gate])
-    assert all(map(torch.equal, gradients, expected))
-
-
-def edges_of(graph: HeteroData) -> list[list[int]]:
-    """Returns source and target of the edges of all relations."""
-    return [edge for r in graph.edge_types for edge in graph[r].edge_index.T.tolist()]
-
-
-def test_degree_counts_a_self_loop_once(graph):
-    edges = edges_of(graph)
-    expected = [sum(node in edge for edge in edges) for node in range(NUM_NODES)]
-    assert SharedGraph(graph).degree.tolist() == expected
-
-
-def test_a_self_loop_is_dead_only_once(graph):
-    shared = SharedGraph(graph)
-    dead = shared.dead_edges(make_batch(shared, [[0]]))
-    assert len(dead) == len(dead.unique()) == shared.degree[0]
-
-
-def test_expand_has_the_layout_of_a_pyg_batch(graph):
-    shared = SharedGraph(graph)
-    expanded = shared.expand(make_batch(shared, SETS))
-    expected = Batch.from_data_list([graph] * len(SETS))
-    for relation in graph.edge_types:
-        assert torch.equal(expanded[relation], expected[relation].edge_index), relation
+    assert torch.equal(dead.unique(), (~torch.cat(list(expected.values()))).nonzero().flatten())
 
 
 @pytest.mark.parametrize("sets", [[], [[]], [[], []]])
-def test_empty_knock_out_sets_mask_nothing(graph, sets):
+def test_samples_without_knock_outs_leave_the_graph_intact(graph, sets):
     shared = SharedGraph(graph)
     batch = make_batch(shared, sets)
     assert shared.keep(batch).shape == (NUM_NODES, len(sets)) and shared.keep(batch).all()
     assert shared.dead_edges(batch).numel() == 0
-    for relation, mask in shared.edge_masks(batch).items():
-        assert mask.shape == (len(sets) * shared.num_edges[relation],)
-        assert mask.all()
-    for relation, edge_index in shared.expand(batch).items():
-        assert edge_index.size(1) == len(sets) * shared.num_edges[relation]
+    assert all(mask.all() for mask in shared.edge_masks(batch).values())
 
 
-def matrices(graph: HeteroData) -> Tensor:
-    """Returns A_r of each relation, float64 [R, N, N], entry by entry."""
+def test_a_node_sends_its_state_times_its_level(graph):
+    """Along each edge, by its gate and its normalised weight, also backwards."""
+    shared = SharedGraph(graph).double()
+    batch = make_batch(shared, LEVELS)
     matrices = torch.zeros(len(graph.edge_types), NUM_NODES, NUM_NODES, dtype=torch.float64)
     for matrix, relation in zip(matrices, graph.edge_types, strict=True):
         source, target = graph[relation].edge_index
@@ -214,170 +93,29 @@ def matrices(graph: HeteroData) -> Tensor:
         in_degree = torch.bincount(target, weight, minlength=NUM_NODES)
         for s, t, w in zip(source.tolist(), target.tolist(), weight, strict=True):
             matrix[t, s] += w / (weight.sum() / NUM_NODES * in_degree[t]).sqrt()
-    return matrices
+    x = torch.randn(NUM_NODES, len(LEVELS), 4, dtype=torch.float64, requires_grad=True)
+    gate = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    level = loop_levels(LEVELS).double()
+    expected = torch.einsum("rts,sb,sbh,rh->tbh", matrices, level, x, gate)
+    sums = shared.propagate(x, gate, level=shared.levels(batch))
+    upstream = torch.randn_like(sums)
+    torch.testing.assert_close(sums, expected, rtol=1e-6, atol=1e-6)
+    gradients = torch.autograd.grad(sums, (x, gate), upstream)
+    references = torch.autograd.grad(expected, (x, gate), upstream)
+    for gradient, reference in zip(gradients, references, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-6, atol=1e-6)
 
 
-def assert_propagates_as_dense_products(
-    shared: SharedGraph,
-    graph: HeteroData,
-    gated: bool,
-    autocast: torch.dtype | None,
-    tolerance: float,
-) -> None:
-    """Compares sums over neighbours and their gradients with products of dense float64 matrices."""
-    dtype = shared.edge_weight.dtype
-    dense = matrices(graph)
-    generator = torch.Generator().manual_seed(0)
-    x, gate, upstream = (
-        torch.randn(shape, generator=generator, dtype=torch.float64)
-        for shape in [(NUM_NODES, 2, 8), (len(dense), 8), (NUM_NODES, 2, 8)]
-    )
-    x = x.to(dtype).requires_grad_()
-    gate = gate.to(dtype).requires_grad_()
-    inputs = (x, gate) if gated else (x,)
-    with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        sums = shared.propagate(*inputs)
-    factor = gate.double() if gated else torch.ones(len(dense), 8, dtype=torch.float64)
-    expected = torch.einsum("rts,sbh,rh->tbh", dense, x.double(), factor)
-    results = (sums, *torch.autograd.grad(sums, inputs, upstream.to(dtype)))
-    references = (expected, *torch.autograd.grad(expected, inputs, upstream))
-    for result, reference in zip(results, references, strict=True):
-        assert result.dtype == dtype
-        assert (result - reference).norm() <= tolerance * reference.norm()
-
-
-# Weights are rounded to float32 before they are float64.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 1e-6)])
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("sparse", [0, 2])  # all rows are stored; those with edges
-def test_propagate_equals_dense_products_with_their_gradients(
-    graph, monkeypatch, gated, autocast, dtype, tolerance, sparse
-):
-    """Also under autocast, as sums over many neighbours need the graph's precision."""
-    monkeypatch.setattr(RelationStack, "SPARSE", sparse)
-    shared = SharedGraph(graph).to(dtype)
-    assert (shared.stack.by_target.node is None) == (sparse == 0)
-    assert_propagates_as_dense_products(shared, graph, gated, autocast, tolerance)
-
-
-def test_rows_without_edges_are_not_stored_where_they_are_many(graph):
-    for number in range(10):
-        edge_index = torch.tensor([[number % NUM_NODES], [3]])
-        graph["gene", f"few{number}", "gene"].edge_index = edge_index
+def test_masks_are_made_without_waiting_for_the_device(graph):
+    """Counts, on the CPU, the operators that would synchronise on a GPU."""
     shared = SharedGraph(graph)
-    ends = torch.cat([graph[relation].edge_index for relation in graph.edge_types], dim=1)
-    relation = torch.repeat_interleave(torch.tensor([30, 0, 12, *[1] * 10]))
-    for end, matrix in ((1, shared.stack.by_target), (0, shared.stack.by_source)):
-        rows = (relation * NUM_NODES + ends[end]).unique()
-        assert len(matrix.csr.ptr) == len(rows) + 1
-        assert matrix.relation.equal(rows // NUM_NODES)
-        assert matrix.node.equal(rows % NUM_NODES)
-    assert_propagates_as_dense_products(shared, graph, True, None, 1e-6)
-
-
-def test_the_stacked_matrices_are_sorted_by_row_and_column(graph):
-    stack = SharedGraph(graph).stack
-    for ptr, col, _ in (stack.by_target.csr, stack.by_source.csr):
-        row = torch.arange(len(ptr) - 1).repeat_interleave(ptr.diff())
-        assert (row * NUM_NODES + col).diff().ge(0).all()
-
-
-def test_segments_give_what_the_sparse_product_gives(graph):
-    x = torch.randn(NUM_NODES, 100)
-    matrix = SharedGraph(graph).stack.by_target.csr  # of all relations, 27 x 9
-    expected = spmm(matrix, matrix, x)
-    torch.testing.assert_close(_segment_product(matrix, x), expected, rtol=1e-6, atol=1e-7)
-
-
-def test_the_product_and_its_gradients_are_those_of_a_dense_matrix(graph):
-    """For any strides of x, and also of second order."""
-    matrix = SharedGraph(graph).double().stack.by_target.csr
-    csr = torch.sparse_csr_tensor(*matrix, (3 * NUM_NODES, NUM_NODES))
-    transposed_csr = csr.to_sparse_coo().T.coalesce().to_sparse_csr()
-    transpose = CSR(
-        transposed_csr.crow_indices().int(),
-        transposed_csr.col_indices().int(),
-        transposed_csr.values().clone(),
-    )
-    contiguous = torch.randn(NUM_NODES, 6).double()
-    transposed = torch.randn(6, NUM_NODES).double().T
-    expanded = torch.randn(NUM_NODES, 1).double().expand(-1, 6)
-    function = partial(spmm, matrix, transpose)
-    for x in (contiguous, transposed, expanded):
-        torch.testing.assert_close(function(x), csr.to_dense() @ x)
-    for x in (contiguous, transposed):
-        assert torch.autograd.gradcheck(function, x.requires_grad_())
-        assert torch.autograd.gradgradcheck(function, x)
-
-
-def test_all_buffers_move_with_the_module_and_none_is_saved(graph):
-    shared = SharedGraph(graph)
-    assert not shared.state_dict() and not list(shared.parameters())
-    tensors = {name for name, value in vars(shared).items() if isinstance(value, Tensor)}
-    assert tensors == {"degree", "out_degree"}  # which stay on the CPU
-    assert all(buffer.device.type == "meta" for buffer in SharedGraph(graph).to("meta").buffers())
-    assert shared.degree.device == shared.out_degree.device == torch.device("cpu")
-
-
-def test_a_batch_on_another_device_is_refused_with_the_call_that_fixes_it(graph):
-    shared = SharedGraph(graph)
-    batch = make_batch(shared, SETS)
-    shared.check(batch)
-    message = r"batch is on meta but the graph is on cpu.*batch\.to\('cpu'\)"
-    calls = (shared.check, shared.levels, shared.keep)
-    calls += (shared.dead_edges, shared.edge_masks, shared.expand)
-    for call in calls:
-        with pytest.raises(RuntimeError, match=message):
-            call(batch.clone().to("meta"))
-
-
-@pytest.mark.parametrize("node", [-1, NUM_NODES])
-def test_a_node_outside_the_graph_is_named(graph, node):
-    shared = SharedGraph(graph)
-    message = rf"sample 1: knocked-out node {node} is outside \[0, {NUM_NODES}\)"
-    with pytest.raises(IndexError, match=message):
-        make_batch(shared, [[1], [2, node]])
-
-
-def test_the_given_graph_stays_where_it_is(graph, monkeypatch):
-    """PyG moves a graph, and each of its parts, in place."""
-    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
-    stores = [graph["gene", name, "gene"] for name in "ab"]
-    before = [store.edge_index for store in stores]
-    SharedGraph(graph)
-    assert all(store.edge_index is tensor for store, tensor in zip(stores, before, strict=True))
-
-
-def test_wrong_graphs_are_refused(graph):
-    with pytest.raises(ValueError, match="no edge types"):
-        empty = HeteroData()
-        empty["gene"].num_nodes = 3
-        SharedGraph(empty)
-    graph["drug"].num_nodes = 1
-    graph["gene", "to", "drug"].edge_index = torch.zeros(2, 1, dtype=torch.long)
-    with pytest.raises(ValueError, match="does not connect 'gene' with itself"):
-        SharedGraph(graph)
-    graph["gene", "a", "gene"].edge_index[0, 0] = NUM_NODES
-    with pytest.raises(ValueError, match="larger source indices than the number of nodes"):
-        SharedGraph(graph)
-
-
-def test_the_batch_path_never_waits_for_the_device(graph):
-    """Counts, on the CPU, the dispatched operators that would synchronise on a GPU."""
-    shared = SharedGraph(graph)
-    batch = make_batch(shared, SETS)
+    batch = make_batch(shared, LEVELS)
     with CountSynchronisations() as count:
-        for _ in range(2):
-            shared.levels(batch)
-            shared.keep(batch)
-            shared.dead_edges(batch)
-            shared.edge_masks(batch)
-            shared.expand(batch)
-            ExpandedMessages(shared, batch)
+        shared.levels(batch)
+        shared.keep(batch)
+        shared.dead_edges(batch)
+        shared.edge_masks(batch)
     assert count.seen == []
     with CountSynchronisations() as count:  # the counter itself works
         batch.perturbed[batch.perturbed > 2].sum().item()
-        batch.perturbed[batch.perturbed > 2] = 0
-        batch.perturbed.repeat_interleave(batch.perturbed)
-    assert len(count.seen) == 4
+    assert len(count.seen) > 1

@@ -32,7 +32,7 @@ from data import KnockoutDataset
 from mask import SharedGraph
 from model import ModelConfig
 from model_reach import plan_route
-from tests.tools.runs import tables_of
+from tests.sets import tables_of
 
 
 def arguments(description: str, **options: dict) -> argparse.Namespace:

@@ -143,7 +143,7 @@ def as_predictions(pairs: Tensor, y: Tensor, prediction: Tensor, baseline: Tenso
         targets=["score"],
         y=y.unsqueeze(1),
         prediction=prediction.unsqueeze(1),
-        baseline=baseline.unsqueeze(1),
+        rivals={"baseline": baseline.unsqueeze(1)},
     )
 
 
@@ -175,7 +175,7 @@ def measure(
         clusters = {"rows": one_by_one(len(rows.y)), "clusters": rows.cluster_numbers()}
         for drawn, cluster in clusters.items():
             gains = resampled_pearson(rows.y, rows.prediction, cluster, RESAMPLES)
-            gains -= resampled_pearson(rows.y, rows.baseline, cluster, RESAMPLES)
+            gains -= resampled_pearson(rows.y, rows.rivals["baseline"], cluster, RESAMPLES)
             low, high = interval(gains)
             held[drawn] += low <= truth <= high
             width[drawn] += high - low

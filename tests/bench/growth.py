@@ -19,11 +19,12 @@ from torch_geometric.data import HeteroData
 
 from data import KnockoutDataset
 from mask import SharedGraph
-from model import KnockoutGNN, ModelConfig
+from model import ModelConfig
 from model_reach import plan_route
 from tests.bench import arguments, milliseconds, peak_mb, report
 from tests.bench.step import mean_loss
-from tests.tools.runs import tables_of
+from tests.sets import tables_of
+from tests.tools.models import full_model
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Step:
         config = ModelConfig(hidden=hidden, layers=layers, message_passing=problem.route)
         self.dataset.transform, _ = plan_route(self.graph, self.dataset, problem.route, layers)
         self.graph.to(device)
-        self.model = KnockoutGNN(config, problem.nodes, problem.relations).to(device)
+        self.model = full_model(config, problem.nodes, problem.relations).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
 
     def __call__(self) -> None:

@@ -20,11 +20,13 @@ from config import Config
 from data import KnockoutDataset
 from ddp_setup import Distributed
 from mask import SharedGraph
-from model import KnockoutGNN, ModelConfig
+from model import ModelConfig
 from optim import OptimConfig, build_optimizer
 from run_checkpoint import TrainState
 from tests.bench import arguments, build_batch, milliseconds, report
-from tests.tools.runs import tables_of, task_of
+from tests.sets import tables_of
+from tests.tools.models import full_model
+from tests.tools.runs import task_of
 from train import Meter, TrainingSteps, train_step, update_parameters
 
 NUM_NODES = 16
@@ -63,7 +65,7 @@ def tiny_step(device: torch.device) -> Callable[[], None]:
     shared = SharedGraph(graph).to(device)
     optim = OptimConfig()
     config = Config(model=ModelConfig(hidden=64, layers=3, message_passing="shared"), optim=optim)
-    model = KnockoutGNN(config.model, NUM_NODES, NUM_RELATIONS).to(device).train()
+    model = full_model(config.model, NUM_NODES, NUM_RELATIONS).to(device).train()
     env = Distributed(config.ddp)
     env.device = device
     optimizer = build_optimizer(model, optim, env)

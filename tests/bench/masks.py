@@ -22,7 +22,7 @@ from torch_geometric.data import Data, HeteroData
 from mask import EdgeMasks, SharedGraph
 from tests.bench import arguments, build_batch, in_turn, report
 from tests.bench.synthetic import build_graph
-from tests.tools.syncs import CountSynchronisations
+from tests.syncs import CountSynchronisations
 
 NUM_BATCHES = 7
 

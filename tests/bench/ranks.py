@@ -2,7 +2,7 @@
 
 The last are predicted for a thousand ranks.
 
-    python -m tests.bench.ranks [--ranks 1024] [--limit 40] [--step-ms 25] [--network-us 20]
+    python -m tests.bench.ranks [--ranks 128] [--limit 40] [--step-ms 25] [--network-us 20]
         [--json FILE]
 
 Hangs: the real watchdogs of so many ranks, each with a connection of its own, in four processes
@@ -30,10 +30,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-import ddp_ends
+import ddp_watchdog
 from ddp_ends import Heartbeat, end_process
 from ddp_setup import AGREEMENT_S, DDPConfig, Distributed, run
-from ddp_watchdog import OBSERVERS, Watchdog
+from ddp_watchdog import Watchdog
 from tests.bench import arguments, report
 from tests.tools.runs import ROOT
 
@@ -81,12 +81,10 @@ def hangs(options: argparse.Namespace) -> list[dict]:
     """Returns a row for each kind of hang."""
     number = options.ranks
     machine = range(number // 8, number // 8 + number // 16)
-    observers = range(0, number, max(1, number // OBSERVERS))
     kinds = {
         "one frozen rank": ([number // 3], []),
-        f"a dead machine of {len(machine)} ranks, with an observer": (list(machine), []),
+        f"a dead machine of {len(machine)} ranks": (list(machine), []),
         "all wait for one rank": ([], [number // 3]),
-        "all observers frozen": (list(observers), []),
     }
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         return [{"hang": name, **hang(options, pool, *kind)} for name, kind in kinds.items()]
@@ -126,7 +124,7 @@ def simulate(
     port: int, ranks: range, world_size: int, limit_s: float, frozen: list[int], behind: list[int]
 ) -> Counter[str]:
     """Runs the watchdogs of some ranks until they end the job; returns the calls they made."""
-    ddp_ends.log_and_print = lambda text: None
+    ddp_watchdog.log_and_print = lambda text: None
     threading.stack_size(2**18)
     store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=LONG)
 
@@ -136,8 +134,8 @@ def simulate(
         env.world_size = world_size
         env.store = store
         env.heartbeat = BEHIND if rank in behind else WAITING
-        env.exit_now = lambda reason, status: sys.exit()  # of its thread
-        made = Watchdog(env)
+        made = Watchdog(env, lambda: False)
+        made.exit_now = lambda reason: sys.exit()  # of its thread
         made.store = CountedStore(made.store)
         made.watch_store = lambda: None  # which asks nothing of the store
         return made
@@ -260,7 +258,7 @@ def main() -> None:
     options = arguments(
         __doc__,
         **{
-            "ranks": {"type": int, "default": 1024, "help": f"simulated {DEFAULT}"},
+            "ranks": {"type": int, "default": 128, "help": f"simulated {DEFAULT}"},
             "limit": {"type": float, "default": 40.0, "help": f"ddp.timeout_s of these {DEFAULT}"},
             "step-ms": {"type": float, "default": 25.0, "help": f"a step's time {DEFAULT}"},
             "network-us": {"type": float, "default": 20.0, "help": f"us per message {DEFAULT}"},

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from mask import SharedGraph
-from model import KnockoutGNN, ModelConfig
+from model import ModelConfig
 from tests.bench import arguments, build_batch, in_turn, peak_mb, report
 from tests.bench.synthetic import build_graph
+from tests.tools.models import full_model
 
 
 class Step:
@@ -30,7 +31,7 @@ class Step:
     ):
         torch.manual_seed(0)
         config = ModelConfig(hidden=hidden, layers=layers, dropout=0.0, message_passing=route)
-        self.model = KnockoutGNN(config, shared.num_nodes, len(shared.relations)).to(shared.device)
+        self.model = full_model(config, shared.num_nodes, len(shared.relations)).to(shared.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.shared = shared
         self.batch = build_batch(shared, num_samples, model=config)

@@ -15,8 +15,8 @@ from config import load_config
 from data import KnockoutDataset, load
 from errors import DataError
 from mask import SharedGraph
-from mask_copies import ExpandedMessages
-from tests.tools.runs import tables_of
+from mask_copies import CopiedGraph
+from tests.sets import tables_of
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_sums_are_those_of_a_loop_over_the_edges(tables, samples):
     batch = dataset.__getitems__(range(len(sets)))
     x = torch.randn(graph.num_nodes, len(sets), 4, dtype=torch.float64)
     sums = graph.propagate(x, level=graph.levels(batch))
-    copies = ExpandedMessages(graph, batch)(x, x.new_ones(len(graph.relations), 4))
+    copies = CopiedGraph(graph, batch).propagate(x, x.new_ones(len(graph.relations), 4))
     masks = [mask.view(len(sets), -1) for mask in graph.edge_masks(batch).values()]
     masks = torch.cat(masks, dim=1)
 

@@ -5,7 +5,7 @@ import torch
 
 from model import ModelConfig
 from task import GCN
-from tests.slow.recipes import LEVELS, batch_of, graph_of_20
+from tests.template.slow.recipes import LEVELS, batch_of, graph_of_20
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from ddp_ends import end_process
 from ddp_setup import Distributed, run
 from run_folder import CheckpointConfig, LogConfig, RunConfig
 from task import KnockoutTask
+from tests.syncs import CountSynchronisations
 from tests.tools.runs import ROOT, launch
-from tests.tools.syncs import CountSynchronisations
 
 WARM_UP = 3  # steps before those that `audit_syncs` watches
 STEPS = 10  # that it watches

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from data import DataConfig, load
-from tests.conftest import write_table
+from tests.template.fixtures import write_table
 
 SPLITS = ("train", "val", "test")
 

@@ -35,7 +35,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.tools.syncs import waits
+from tests.syncs import waits
 
 ROOT = str(Path(__file__).resolve().parents[2])
 CPU = torch.device("cpu")

@@ -346,10 +346,10 @@ class Runs:
         state: str = "finished",
         faults: tuple[str, ...] = (),
     ) -> str:
-        """Returns what is wrong with the end of the run, or ""; `faults` are of tests/faulty.py."""
+        """Returns what is wrong with the end of the run, or ""; `faults` are of faulty.py."""
         script = (f"{ROOT}/train.py",)
         if faults:
-            script = (f"{ROOT}/tests/faulty.py", *faults, "--", "train.py")
+            script = (f"{ROOT}/tests/template/faulty.py", *faults, "--", "train.py")
         where = f"run.dir={self.folder}", f"run.name={name}", f"data.cache_dir={self.folder}/cache"
         status, output = self.program(nproc, *script, *self.arguments, *where, *options)
         return ended(self.folder / name, status, output, state)
@@ -457,5 +457,5 @@ def killed_rank(runs: Runs) -> tuple[bool, str]:
 
 
 def batchnorm(runs: Runs) -> tuple[bool, str]:
-    status, output = runs.program(2, "-m", "tests.workers", "batchnorm")
+    status, output = runs.program(2, "-m", "tests.template.workers", "batchnorm")
     return status == 0, f"exit status {status} {last_words(output, 200)}"

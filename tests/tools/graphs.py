@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import model_graphs
 from mask import SharedGraph
-from tests.tools.syncs import CountSynchronisations
+from tests.syncs import CountSynchronisations
 
 
 def pretend_gpu(free: int = 2**40) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from queue import Queue
 from typing import NamedTuple
 
-from tests.conftest import MODULES, ROOT, copy_template, kill_marked
+from tests.template.fixtures import MODULES, ROOT, copy_template, kill_marked
 
 TIMEOUT = 900  # seconds for all quick tests, one after the other
 OTHER = {  # what a token becomes

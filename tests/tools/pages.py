@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from tests.conftest import ROOT
+from tests.template.fixtures import ROOT
 
 README = ROOT / "README.md"
 DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]

@@ -7,21 +7,19 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import data
 from data import DataConfig
-from data_tables import SPLITS, Tables
+from data_tables import Tables
 from ddp_ends import end_process
 from ddp_setup import Distributed, run
 from run_folder import LogConfig, RunConfig
+from tests.few_rows import few_rows
 from tests.tools.runs import launch, parameters, read_metrics, relative_difference
 from train import read_config, train
 
 NUM_EPOCHS = 2  # with each number of micro-batches
 BATCH_SIZE = 24
-NUM_TRAIN = 77  # the last step has 5 rows: too few for 4 ranks x 2 micro-batches
-NUM_EVAL = 7
 TOLERANCE = 1e-9  # of a tensor over its own norm, for runs that were disturbed
 # Right runs differ by 1e-16 and 1e-14 here, those with float32's errors by 1e-9 and 1e-7.
 OVER_THE_MODEL = 1e-10  # of a tensor over the norm of the model
@@ -36,7 +34,7 @@ def parity(options: argparse.Namespace) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         for world_size in options.world_sizes:
             print(
-                f"training {2 * NUM_EPOCHS} epochs of {NUM_TRAIN} rows on {world_size} processes",
+                f"training {2 * NUM_EPOCHS} epochs of few rows on {world_size} processes",
                 file=sys.stderr,
             )
             status, output = launch(
@@ -100,32 +98,6 @@ def parity_worker(folder: str, arguments: list[str]) -> None:
 def load_few_rows(config: DataConfig) -> Tables:
     """Returns the user's tables with few rows in each split."""
     return few_rows(load_all(config))
-
-
-def few_rows(tables: Tables) -> Tables:
-    """Returns tables with few rows in each split, which vary in their numbers of knock-outs.
-
-    Of each number, they are those with the most scores, as training needs rows that have some.
-    """
-    counts = tables.perturbed_ptr.diff()
-    scores = (~tables.y.isnan()).sum(dim=1)
-    split = torch.full_like(tables.split, -1)
-    for number, name in enumerate(SPLITS):
-        rows = tables.rows(name)
-        rows = rows[scores[rows].argsort(descending=True, stable=True)]
-        size = NUM_TRAIN if name == "train" else NUM_EVAL
-        order = turns(counts[rows]).argsort(stable=True)
-        split[rows[order[:size]]] = number
-    return dataclasses.replace(tables, split=split)
-
-
-def turns(counts: Tensor) -> Tensor:
-    """Returns each one's position among those with the same count, long [n]."""
-    turn = torch.zeros(len(counts), dtype=torch.long)
-    for count in counts.unique():
-        of_count = (counts == count).nonzero().flatten()
-        turn[of_count] = torch.arange(len(of_count))
-    return turn
 
 
 def parameter_differences(path: Path, reference: Path) -> dict[str, float]:

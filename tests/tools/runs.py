@@ -15,9 +15,8 @@ from torch_geometric.data import HeteroData
 from analyse_results import Results
 from config import Config
 from data import KnockoutDataset
-from data_tables import Tables, pack
 from losses import LOSSES
-from mask import SharedGraph
+from mask import LINEAR, SharedGraph
 from run_results import result_lines
 from task import KnockoutTask
 
@@ -36,37 +35,6 @@ def small_graph(generator: torch.Generator) -> HeteroData:
     return graph
 
 
-def pack_levels(sets: list[dict[int, float]]) -> dict[str, Tensor]:
-    """Returns `data_tables.pack` of sets of nodes and their levels."""
-    row = torch.repeat_interleave(torch.tensor([len(nodes) for nodes in sets], dtype=torch.long))
-    node = torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long)
-    level = torch.tensor([level for nodes in sets for level in nodes.values()], dtype=torch.float64)
-    return pack(row, node, level, len(sets))
-
-
-def pack_sets(sets: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Returns `perturbed` and `perturbed_ptr` of sets of deleted nodes.
-
-    A node that stands twice counts once.
-    """
-    packed = pack_levels([dict.fromkeys(nodes, 0.0) for nodes in sets])
-    return packed["perturbed"], packed["perturbed_ptr"]
-
-
-def tables_of(sets: list, y: Tensor) -> Tables:
-    """Returns samples of sets of deleted nodes, or of {node: level}, without a graph."""
-    levels = [nodes if isinstance(nodes, dict) else dict.fromkeys(nodes, 0.0) for nodes in sets]
-    return Tables(
-        genes=[],
-        relations=[],
-        edge_index=torch.empty(2, 0, dtype=torch.long),
-        edge_type=torch.empty(0, dtype=torch.long),
-        **pack_levels(levels),
-        y=y,
-        targets=["score"] if y.dim() == 1 else [f"score{t}" for t in range(y.size(1))],
-    )
-
-
 def task_of(
     graph: SharedGraph, dataset: KnockoutDataset, config: Config | None = None
 ) -> KnockoutTask:
@@ -80,11 +48,11 @@ def task_of(
         config=config,
         tables=dataset.tables,
         fingerprint="",
-        baseline=None,
         graph=graph,
         criterion=LOSSES[config.optim.loss](zeros, zeros + 1),
         dataset=dataset,
         route="",
+        basis=LINEAR,
     )
 
 
@@ -97,8 +65,8 @@ def output_for(task: KnockoutTask, prediction: Tensor) -> Tensor:
 
 def lines_of_test(task: KnockoutTask, prediction: Tensor) -> list[str]:
     """Returns the lines of test.tsv, given predictions of the test rows."""
-    baseline = task.baseline.prediction[task.rows("test")]
-    return list(result_lines(task.tables, prediction, baseline, task.digits()))
+    rivals = task.rivals_of(task.rows("test"))
+    return list(result_lines(task.tables, prediction, rivals, task.digits()))
 
 
 def predictions_of(y: Tensor, prediction: Tensor, baseline: Tensor) -> Results:
@@ -111,7 +79,7 @@ def predictions_of(y: Tensor, prediction: Tensor, baseline: Tensor) -> Results:
         targets=[f"score{t}" for t in range(num_targets)],
         y=y,
         prediction=prediction,
-        baseline=baseline,
+        rivals={"baseline": baseline},
     )
 
 

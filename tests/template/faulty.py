@@ -1,0 +1,547 @@
+"""Runs a command of the template with faults, each named by the function below that causes it.
+
+    python tests/template/faulty.py stop_at_step:4 print_fingerprints -- train.py ARGUMENTS...
+
+Colons separate the arguments of a fault. Under torchrun, a fault is on all ranks unless it names
+one. "In step n" is after n completed steps.
+"""
+
+import ctypes
+import importlib
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torch_geometric.data import Data
+
+import data
+import data_tables
+import ddp_ends
+import ddp_setup
+import metrics
+import optim
+import parts
+import predict
+import predict_ensemble
+import run_checkpoint
+import run_progress
+import train
+from data import DataConfig, KnockoutDataset
+from optim import OptimConfig
+from predict_table import GrowingTable
+from task import KnockoutTask
+
+RANK = os.environ.get("RANK", "0")
+
+
+def main() -> None:
+    split = sys.argv.index("--")
+    faults = sys.argv[1:split]
+    command = sys.argv[split + 1]
+    sys.argv[1:] = sys.argv[split + 2 :]
+    for fault in faults:
+        name, *arguments = fault.split(":")
+        globals()[name](*arguments)
+    ddp_ends.end_process(importlib.import_module(command.removesuffix(".py")).main())
+
+
+def call_before(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Makes the function `name` of a module or class call `action` with its arguments first."""
+    original = getattr(owner, name)
+
+    def replacement(*arguments, **options):
+        action(*arguments, **options)
+        return original(*arguments, **options)
+
+    setattr(owner, name, replacement)
+
+
+def kill_this_process(signal_name: str) -> None:
+    os.kill(os.getpid(), signal.Signals[signal_name])
+
+
+def sleep_in_a_library() -> NoReturn:
+    """Waits outside Python for ever; unlike sleep, it does not wake up for signals."""
+    mutex = ctypes.create_string_buffer(64)
+    while True:
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+
+# ---- Signals -------------------------------------------------------------------------------------
+def stop_at_step(step: str) -> None:
+    """SIGTERM at the start of a step, which ranks notice after it."""
+    ddp_setup.AGREEMENT_S = 0.0  # ranks agree in each step
+
+    def stop(current: int, *arguments: object) -> None:
+        if current == int(step):
+            kill_this_process("SIGTERM")
+
+    call_before(train, "schedule", stop)
+
+
+def stop_in_evaluation(number: str) -> None:
+    """SIGTERM at the start of an evaluation; the first one is number 1."""
+    calls = []
+
+    def stop(*arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) == int(number):
+            kill_this_process("SIGTERM")
+
+    call_before(train, "predict_rows", stop)
+
+
+def kill_at_step(step: str, rank: str) -> None:
+    """SIGKILL to a rank at the start of a step."""
+
+    def kill(current: int, *arguments: object) -> None:
+        if current == int(step) and rank == RANK:
+            kill_this_process("SIGKILL")
+
+    call_before(train, "schedule", kill)
+
+
+def kill_in_optimiser(rank: str) -> None:
+    """SIGKILL to a rank in its first step of the optimiser, after the ranks have agreed on it."""
+
+    def kill(*arguments: object) -> None:
+        if rank == RANK:
+            kill_this_process("SIGKILL")
+
+    call_before(train, "may_step", kill)
+
+
+def signal_while_loading(target: str, signal_name: str) -> None:
+    """Rank 0 sends a signal to itself (`rank`) or to its `torchrun` when it reads the tables."""
+
+    def send(config: DataConfig) -> None:
+        if RANK == "0":
+            process = os.getppid() if target == "torchrun" else os.getpid()
+            os.kill(process, signal.Signals[signal_name])
+
+    call_before(data, "load", send)
+
+
+# ---- Hangs and exceptions ------------------------------------------------------------------------
+def hang_in_optimiser(rank: str) -> None:
+    """A rank waits outside Python for ever in its first step of the optimiser."""
+
+    def hang(*arguments: object) -> None:
+        if rank == RANK:
+            sleep_in_a_library()
+
+    call_before(train, "may_step", hang)
+
+
+def give_up_after(seconds: str) -> None:
+    """A rank without progress gives up so many seconds after SIGTERM."""
+    import ddp_watchdog
+
+    ddp_watchdog.SIGTERM_S = float(seconds)
+
+
+def without(module: str) -> None:
+    """A module of a part is gone."""
+    parts.is_here = lambda name: name != module
+
+
+def fail_in_optimiser(rank: str) -> None:
+    """A rank divides by zero in its first step of the optimiser."""
+
+    def fail(*arguments: object, **options: object) -> None:
+        if rank == RANK:
+            _ = 1 / 0
+
+    call_before(torch.optim.AdamW, "step", fail)
+
+
+def fail_beside_a_busy_rank() -> None:
+    """In the third batch of a list of rows, rank 0 sleeps and the others divide by zero."""
+    calls = []
+
+    def fail(dataset: KnockoutDataset, rows: object) -> None:
+        if not isinstance(rows, list):  # features of pairs, which one rank computes for all
+            return
+        calls.append(rows)
+        if len(calls) == 3 and RANK == "0":
+            time.sleep(1000)
+        elif len(calls) == 3:
+            _ = 1 / 0
+
+    call_before(KnockoutDataset, "__getitems__", fail)
+
+
+def slow_data(rank: str, seconds: str) -> None:
+    """A rank sleeps before it makes each batch."""
+
+    def sleep(*arguments: object) -> None:
+        if rank == RANK:
+            time.sleep(float(seconds))
+
+    call_before(KnockoutDataset, "__getitems__", sleep)
+
+
+def fail_in_profiler() -> None:
+    """Whatever makes a profiler divides by zero."""
+
+    def fail(*arguments: object, **options: object) -> None:
+        _ = 1 / 0
+
+    call_before(torch.profiler, "profile", fail)
+
+
+# ---- Numbers -------------------------------------------------------------------------------------
+def save_an_infinite_weight() -> None:
+    """A weight of every checkpoint is infinite."""
+    state_dict = run_checkpoint.TrainState.state_dict
+
+    def spoiled(state: run_checkpoint.TrainState) -> dict[str, Any]:
+        saved = state_dict(state)
+        saved["model"]["encoder.embedding"][3, 1] = float("inf")
+        return saved
+
+    run_checkpoint.TrainState.state_dict = spoiled
+
+
+def spoil_a_step_and_stop(step: str) -> None:
+    """From a step on, all losses are nan, and the process gets SIGTERM.
+
+    A file `done` in the working folder says that it has happened: then it does not happen again.
+    """
+    loss = KnockoutTask.loss
+
+    def spoiled(*arguments: object) -> torch.Tensor:
+        return loss(*arguments) * float("nan")
+
+    def spoil(current: int, *arguments: object) -> None:
+        if current == int(step) and not Path("done").exists():
+            Path("done").touch()
+            KnockoutTask.loss = spoiled
+            kill_this_process("SIGTERM")
+
+    call_before(train, "schedule", spoil)
+
+
+# ---- Disks and loader processes ------------------------------------------------------------------
+def fill_disk_in_test() -> None:
+    """No file may be larger than 500 bytes from where test.tsv is written."""
+
+    def fill(*arguments: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+
+    call_before(train, "result_lines", fill)
+
+
+def fill_disk_in_prediction() -> None:
+    """No file may be larger than 500 bytes from where the first predictions are written."""
+
+    def fill(*arguments: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+
+    call_before(GrowingTable, "append", fill)
+
+
+def predict_at_once(num_rows: str) -> None:
+    """So many rows are predicted, and written, at once."""
+    predict_ensemble.MOST = int(num_rows)
+
+
+def die_after_appends(number: str) -> None:
+    """The process is killed where it would write rows again, with half a line written."""
+    calls = []
+
+    def die(table: GrowingTable, *arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) > int(number):
+            table.file.write(b"Y01,Y0")
+            table.file.flush()
+            kill_this_process("SIGKILL")
+
+    call_before(GrowingTable, "append", die)
+
+
+def spawn_loader() -> None:
+    """Loader processes are spawned, as beside a GPU."""
+
+    def spawned(*arguments: object, **options: object) -> DataLoader:
+        if options["num_workers"]:
+            options["multiprocessing_context"] = "spawn"
+        return DataLoader(*arguments, **options)
+
+    data.DataLoader = spawned
+
+
+def unsendable_batch() -> None:
+    """Batches hold a function, which a loader process cannot send."""
+    make_batch = KnockoutDataset.__getitems__
+
+    def with_a_function(dataset: KnockoutDataset, rows: list[int]) -> Data:
+        batch = make_batch(dataset, rows)
+        batch.function = lambda: 0
+        return batch
+
+    KnockoutDataset.__getitems__ = with_a_function
+
+
+# ---- Edits that a user might make, and reports ---------------------------------------------------
+def own_metric() -> None:
+    """The first metric is `worst`, the negative of the template's first one."""
+    metric = metrics.METRICS[metrics.first_metric()]
+    own = {"worst": lambda y, prediction, weight: -metric(y, prediction, weight)}
+    metrics.METRICS = own | metrics.METRICS
+
+
+def other_groups() -> None:
+    """The first group of parameters is split into two."""
+    groups_of = optim.parameter_groups
+
+    def own_groups(model: nn.Module, options: OptimConfig) -> list[dict[str, Any]]:
+        first, *others = groups_of(model, options)
+        params = first["params"]
+        return [{**first, "params": params[:1]}, {**first, "params": params[1:]}, *others]
+
+    optim.parameter_groups = own_groups
+
+
+def other_optimiser() -> None:
+    """Trains with stochastic gradient descent, which counts no steps."""
+
+    def build_sgd(model: nn.Module, options: OptimConfig, env: Any) -> torch.optim.Optimizer:
+        groups = optim.parameter_groups(model, options)
+        return torch.optim.SGD(groups, lr=options.lr, momentum=0.9)
+
+    train.build_optimizer = build_sgd
+
+
+def closed_pipe() -> None:
+    """The reader of the command's output has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    sys.stdout = os.fdopen(1, "w")  # with a buffer, whatever PYTHONUNBUFFERED says
+
+
+def terminal() -> None:
+    """Shows progress as if stderr was a terminal."""
+    sys.stderr.isatty = lambda: True
+
+
+def steps_left() -> None:
+    """Tells the time left for the run as numbers of steps."""
+    run_progress.time_left = lambda seconds, steps_done, left: f"{steps_done} done, {left} left"
+
+
+def layer_without_gradient() -> None:
+    """The model has a layer that nothing calls."""
+    build_model = KnockoutTask.build_model
+
+    def build_with_layer(task: KnockoutTask) -> nn.Module:
+        model = build_model(task)
+        model.unused = nn.Linear(2, 1)
+        return model
+
+    KnockoutTask.build_model = build_with_layer
+
+
+def other_shape() -> None:
+    """The model returns two numbers for the one that the loss takes."""
+    from model import KnockoutGNN
+
+    forward = KnockoutGNN.forward
+    KnockoutGNN.forward = lambda *arguments: forward(*arguments).repeat(1, 2)
+
+
+def own_term() -> None:
+    """The model has a term of its own, which adds 0.25 to every output."""
+    from torch import nn
+
+    from task import KnockoutTask
+
+    class Quarter(nn.Module):
+        def forward(self, graph: object, wild: object, dose: object, batch: Data) -> torch.Tensor:
+            return torch.full((len(batch.y), 1), 0.25)
+
+    build_model = KnockoutTask.build_model
+
+    def with_quarter(task: KnockoutTask) -> nn.Module:
+        model = build_model(task)
+        model.terms["quarter"] = Quarter()
+        return model
+
+    KnockoutTask.build_model = with_quarter
+
+
+def other_option_on_rank_1(option: str) -> None:
+    """Rank 1 gets another option on its command line."""
+    if RANK == "1":
+        sys.argv.append(option)
+
+
+def other_cuda_on_rank_1() -> None:
+    """Rank 1 has another version of CUDA."""
+    if RANK == "1":
+        torch.version.cuda = "99.9"
+
+
+def pretend_gpu() -> None:
+    """Steps are captured as on a GPU, and replayed on the CPU."""
+    from tests.tools import graphs
+
+    graphs.pretend_gpu()
+
+
+def fake_gpu() -> None:
+    """The command runs on a GPU that is not there."""
+    from tests.tools import fake_gpu
+
+    fake_gpu.install()
+
+
+def keep_no_pair_features() -> None:
+    """The dataset computes the features of pairs with each batch."""
+    import model_pairs
+
+    model_pairs.MOST_BYTES = 0
+
+
+def mix_devices(place: str) -> None:
+    """On a GPU, a tensor meets one on the CPU: at the `start`, in a `step` or in `evaluation`."""
+    from model import KnockoutGNN
+
+    def mix_at_start(task: KnockoutTask) -> None:
+        task.criterion.std.sum() * task.criterion.std.cpu()
+
+    def mix(model: nn.Module, graph: nn.Module, batch: Data) -> None:
+        if model.training == (place == "step"):
+            batch.level + torch.ones(len(batch.level))
+
+    if place == "start":
+        call_before(KnockoutTask, "build_model", mix_at_start)
+    else:
+        call_before(KnockoutGNN, "forward", mix)
+
+
+def wait_in_optimiser() -> None:
+    """The host waits for a value in each step of the optimiser."""
+
+    def wait(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
+        grad_norm.item()
+
+    call_before(train, "may_step", wait)
+
+
+def kill_while_capturing(rank: str) -> None:
+    """SIGKILL to a rank that captures steps, as `pretend_gpu` lets it."""
+    import model_graphs
+
+    def kill(*arguments: object, **options: object) -> None:
+        if rank == RANK:
+            kill_this_process("SIGKILL")
+
+    call_before(model_graphs, "make_graphed_callables", kill)
+
+
+def wait_in_model() -> None:
+    """In training, the model waits for a value, and draws from torch's generator."""
+    from model import KnockoutGNN
+
+    def wait(model: nn.Module, graph: nn.Module, batch: Data) -> None:
+        if model.training:
+            torch.rand(1, device=graph.device)
+            int(batch.seed)
+
+    call_before(KnockoutGNN, "forward", wait)
+
+
+def share_gpu() -> None:
+    """Ranks share a GPU over gloo, which NCCL refuses."""
+    properties_of = torch.cuda.get_device_properties
+    join = ddp_setup.dist.init_process_group
+
+    class OwnProperties:
+        """Those of a GPU, which each rank believes to have by itself."""
+
+        def __init__(self, device: torch.device | int | None = None):
+            self.properties = properties_of(device)
+            self.uuid = f"{self.properties.uuid} of rank {RANK}"
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.properties, name)
+
+    torch.cuda.get_device_properties = OwnProperties
+    ddp_setup.dist.init_process_group = lambda backend, **options: join("gloo", **options)
+
+
+def print_plans() -> None:
+    """Prints of each batch whether it has a plan of the states that it changes."""
+
+    from model import KnockoutTerm
+
+    def report(term: KnockoutTerm, *arguments: object) -> None:
+        print("planned:", "plan" in arguments[-1])
+
+    call_before(KnockoutTerm, "forward", report)
+
+
+def few_rows_in_folder(folder: str) -> None:
+    """The tables have few rows in each split; when they or a run are read, the folder changes."""
+    from tests.few_rows import few_rows
+
+    load = data.load
+    read_run = predict.read_run
+
+    def read_and_enter(*arguments: Any) -> predict.Run:
+        run = read_run(*arguments)
+        os.chdir(folder)
+        return run
+
+    def load_and_enter(config: DataConfig) -> data_tables.Tables:
+        loaded = few_rows(load(config))
+        os.chdir(folder)
+        return loaded
+
+    data.load = load_and_enter
+    predict.read_run = read_and_enter
+
+
+def disturbed_model() -> None:
+    """The model starts from other parameters: what starts at zero would hide errors."""
+    build_model = KnockoutTask.build_model
+
+    def build_disturbed(task: KnockoutTask) -> nn.Module:
+        model = build_model(task)
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        return model
+
+    KnockoutTask.build_model = build_disturbed
+
+
+def print_fingerprints() -> None:
+    """Prints `hashed` whenever tables are hashed."""
+    call_before(data_tables.Tables, "fingerprint", lambda *arguments: print("hashed"))
+
+
+def print_determinism() -> None:
+    """Each evaluation prints how torch computes, and does what has no deterministic form."""
+
+    def report(*arguments: object) -> None:
+        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+        workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        print("deterministic", torch.are_deterministic_algorithms_enabled(), workspace)
+
+    call_before(train, "predict_rows", report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Copies what an experiment of one's own needs: ./launch.sh copy DIR [--without PART,...]
+
+Copied are the files as they lie here, edited or not: the core, the parts but those named, example/,
+and the tests that hold for any model and tables. `--without all` leaves out every part. Options of
+parts that are left out are set to off in the copy's config.yaml.
+"""
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from errors import UserError  # noqa: E402
+from parts import PARTS, Part  # noqa: E402
+
+PATTERNS = ("*.py", "*.yaml", "*.toml", "requirements*.txt", "launch.sh", "LICENSE", ".gitignore")
+USAGE = "./launch.sh copy DIR [--without PART,...], or --without all"
+EDITED = {  # what a copy's owner changes first
+    "config.yaml": "every option, with a comment",
+    "task.py": "tables, graph, model and metrics of a run",
+    "model.py": "the network: layers, readouts, the pass over all nodes",
+    "losses.py": "what its output means: losses, what is predicted",
+    "data.py": "tables to batches: splits, dataset, sampler",
+    "metrics.py": "the metrics; the first one chooses the best model",
+    "optim.py": "optimiser, groups of parameters, schedule",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        folder, names = read_arguments(arguments)
+        copy(folder, left_out(names))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: the copy cannot be made: {error}: name a folder elsewhere", file=sys.stderr)
+        return 2
+    return 0
+
+
+def read_arguments(arguments: Sequence[str]) -> tuple[Path, list[str]]:
+    """Returns the folder to make, and the names of parts that are left out."""
+    words = [word for word in arguments if not word.startswith("--without=")]
+    names = [word.partition("=")[2] for word in arguments if word not in words]
+    if "--without" in words[:-1]:
+        place = words.index("--without")
+        names.append(words[place + 1])
+        del words[place : place + 2]
+    if len(words) != 1 or words[0].startswith("-"):
+        raise UserError(f"give one folder to make: {USAGE}")
+    return Path(words[0]).expanduser().absolute(), ",".join(names).replace(" ", ",").split(",")
+
+
+def left_out(names: Sequence[str]) -> list[Part]:
+    """Returns the parts of these names, all for "all"; raises `UserError` for an unknown one."""
+    by_name = {part.name: part for part in PARTS}
+    if "all" in names:
+        return PARTS
+    unknown = [name for name in names if name and name not in by_name]
+    if unknown:
+        raise UserError(f"there is no part '{unknown[0]}': choose from {', '.join(by_name)}, all")
+    return [part for name, part in by_name.items() if name in names]
+
+
+def copy(folder: Path, without: Sequence[Part]) -> None:
+    """Makes the copy, whole or not at all, and prints what it has."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already: name a folder that is not, or is empty")
+    if not folder.parent.is_dir():
+        raise UserError(f"there is no folder {folder.parent}: make it first")
+    gone = {file for part in without for file in part.files}
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        partial.chmod(0o755)
+        for path in files_of_copy(gone):
+            target = partial / path.relative_to(ROOT)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(path, target)
+        switch_off(partial / "config.yaml", without)
+        parts = [part for part in PARTS if (partial / part.files[0]).exists()]
+        (partial / "README.md").write_text(readme(folder.name, partial, parts))
+        os.rename(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    report(folder, parts)
+
+
+def files_of_copy(gone: set[str]) -> list[Path]:
+    """Returns the files to copy, given the names of those that are left out."""
+    paths = []
+    for pattern in PATTERNS:
+        paths += [path for path in ROOT.glob(pattern) if path.is_file()]
+    paths += [path for path in (ROOT / "example").iterdir() if path.is_file()]
+    for path in (ROOT / "tests").glob("*.py"):
+        tested = path.name.removeprefix("test_")  # the tests of a module are test_<module>.py
+        if tested not in {*gone, "check.py"}:
+            paths.append(path)
+    return sorted(path for path in paths if path.name not in gone)
+
+
+def switch_off(path: Path, without: Sequence[Part]) -> None:
+    """Sets the options that ask for parts that are left out, in a file of options."""
+    lines = path.read_text().splitlines()
+    section = ""
+    for number, line in enumerate(lines):
+        if re.match(r"\w+:", line):
+            section = line.partition(":")[0]
+        found = re.match(r"  (\w+): (\S+) *", line)
+        if not found:
+            continue
+        option, value = found.groups()
+        for part in without:
+            if part.option == f"{section}.{option}" and part.is_asked_for(value.strip('"')):
+                replaced = f"  {option}: {off_value(part)}".ljust(len(found[0]))
+                lines[number] = replaced + line[found.end() :]
+    path.write_text("\n".join([*lines, ""]))
+
+
+def off_value(part: Part) -> str:
+    """Returns the value that a part's option has without the part, as in a file of options."""
+    return part.off or '""'
+
+
+def readme(name: str, folder: Path, parts: Sequence[Part]) -> str:
+    """Returns the README of a copy that lies in a folder, and has these parts."""
+    edited = [f"| `{file}` | {text} |" for file, text in EDITED.items() if (folder / file).exists()]
+    of_parts = []
+    for part in parts:
+        option = f"`{part.option}: {off_value(part)}`" if part.option else ""
+        files = ", ".join(file for file in part.files if (folder / file).exists())
+        of_parts.append(f"| {part.name} | {files} | {option} |")
+    lines = [
+        f"# {name}",
+        "",
+        "An experiment in knock-out graph learning: all samples share one large graph, each knocks",
+        "out a few of its nodes, and a graph network learns to predict the measured effect.",
+        "",
+        "```bash",
+        "./launch.sh         # trains on the tables that config.yaml names",
+        "./launch.sh test    # the tests that hold for any model, loss and tables",
+        "torchrun --standalone --nproc_per_node=4 train.py     # one process per GPU",
+        "```",
+        "",
+        "| edit | for |",
+        "|---|---|",
+        *edited,
+        "",
+    ]
+    if parts:
+        lines += [
+            "A part goes by deleting its files and setting its option; no other line changes.",
+            "",
+            "| part | files | without it |",
+            "|---|---|---|",
+            *of_parts,
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def num_lines(paths: Sequence[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def report(folder: Path, parts: Sequence[Part]) -> None:
+    """Prints the parts of a copy, and what its owner has in all."""
+    for part in parts:
+        paths = [folder / file for file in part.files if (folder / file).exists()]
+        print(f"part      {part.name}: {len(paths)} files, {num_lines(paths):,} lines")
+    of_parts = {file for part in PARTS for file in part.files}
+    modules = list(folder.glob("*.py"))
+    core = [path for path in modules if path.name not in of_parts]
+    tests = list((folder / "tests").glob("*.py"))
+    print(f"core      {len(core)} modules, {num_lines(core):,} lines")
+    print(f"all       {len(modules)} modules, {num_lines(modules):,} lines")
+    print(f"tests     {len(tests)} files, {num_lines(tests):,} lines")
+    print(f"made      {folder}: there, ./launch.sh trains, and ./launch.sh test tests")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

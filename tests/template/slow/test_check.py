@@ -1,0 +1,163 @@
+"""The checks for users pass on the template and fail on broken copies of it."""
+
+import math
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests import check
+from tests.sets import tables_of
+from tests.template.fixtures import copy_template, launch_forked
+from tests.tools import parity
+from tests.tools.runs import relative_difference
+
+PARITY = [sys.executable, "-m", "tests.check", "parity", "model.hidden=8"]
+LOSS_FACTOR = "env.world_size / (num_rows * len(task.tables.targets))"
+PLACE = """        self.register_buffer("basis", basis.clone())
+"""
+A_BUFFER_OF_INTEGERS = f"""{PLACE}
+        num_ranks = int(__import__("os").environ.get("WORLD_SIZE", 1))
+        self.register_buffer("num_ranks", torch.tensor(num_ranks))
+"""
+BROKEN = {  # module, what is right, what is wrong
+    "loss divided by the local batch": (
+        "train.py",
+        "state.scaler.scale(loss.sum() * loss_factor)",
+        "state.scaler.scale(loss.sum() * env.world_size / batch.weight.sum().clamp(min=1))",
+    ),
+    "DDP's average not undone": (
+        "train.py",
+        LOSS_FACTOR,
+        LOSS_FACTOR.replace("env.world_size", "1"),
+    ),
+    "gradients exchanged too early": (
+        "train.py",
+        "is_last = micro_step == optim.accumulate - 1",
+        "is_last = micro_step == 0",
+    ),
+    "a different order on each rank": (
+        "train.py",
+        "seed=config.run.seed,",
+        "seed=config.run.seed + env.rank,",
+    ),
+    "errors of float32": ("train.py", LOSS_FACTOR, f"{LOSS_FACTOR} * (1 + 6e-8 * env.rank)"),
+    "the same rows on each rank": ("data.py", "[:, :, self.rank]", "[:, :, 0]"),
+    "a buffer of integers": (
+        "model.py",
+        PLACE,
+        A_BUFFER_OF_INTEGERS,
+    ),
+}
+# A shift of all outputs, less their mean, as before a softmax.
+SHIFTED = {
+    PLACE: f"""{PLACE}
+        self.shift = nn.Parameter(torch.zeros(1))
+""",
+    "        return sum(others, start=first).to(self.norm.weight.dtype)\n": """
+        prediction = sum(others, start=first)
+        outputs = torch.cat([prediction, 0.3 * prediction, 0.7 * prediction], dim=1) + self.shift
+        prediction = (outputs - outputs.mean(dim=1, keepdim=True)).narrow(1, 0, 1)
+        return prediction.to(self.norm.weight.dtype)
+""",
+}
+
+
+@pytest.fixture
+def parity_of_copy(
+    tables: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., bool]:
+    """parity_of_copy(file, {right: wrong}) checks a copy whose file has other lines."""
+
+    def start(file: str, changes: dict[str, str]) -> bool:
+        copy = copy_template(tmp_path / "copy")
+        text = (copy / file).read_text()
+        for right, wrong in changes.items():
+            assert text.count(right) == 1, right
+            text = text.replace(right, wrong)
+        (copy / file).write_text(text)
+        launch = partial(launch_forked, script=f"{copy}/tests/check.py")
+        monkeypatch.setattr(parity, "launch", launch)
+        absolute = [re.sub(r"=(.*\.tsv)", rf"={tmp_path}/\1", override) for override in tables]
+        return parity.parity(
+            SimpleNamespace(
+                world_sizes=[1, 2], arguments=["model.hidden=8", *absolute], timeout=60, cpu=True
+            )
+        )
+
+    return start
+
+
+def test_parity_holds_on_1_2_and_4_ranks(run, tables, tmp_path):
+    """A third of the names have levels."""
+    path = tmp_path / "scores.tsv"
+    path.write_text(re.sub(r"[036]\b(?=[,\t])", r"\g<0>=0.3", path.read_text()))
+    assert path.read_text().count("=0.3") > 50
+    result = run([*PARITY, *tables], timeout=240).check()
+    _, *lines, verdict = result.stdout.splitlines()
+    assert verdict == "PASS"
+    expected = [
+        f"{ranks} ranks, accumulate {accumulate}" for ranks in (1, 2, 4) for accumulate in (1, 2)
+    ]
+    assert [line.split("  ")[0] for line in lines] == expected[1:]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_parity_fails_on_a_broken_copy(parity_of_copy, capsys, name):
+    file, right, wrong = BROKEN[name]
+    assert not parity_of_copy(file, {right: wrong})
+    output = capsys.readouterr().out
+    assert "FAIL, the tensor that differs most is " in output
+    assert ("tensor that differs most is num_ranks" in output) == (name == "a buffer of integers")
+
+
+def test_parity_takes_the_rows_that_have_scores():
+    """One row in twenty has one; they are the last ones of each split."""
+    y = torch.arange(600.0).double()
+    split = torch.arange(600) % 3
+    tables = replace(tables_of([[row % 5] for row in range(600)], y), split=split.to(torch.int8))
+    tables.y[:570] = math.nan
+    few = parity.few_rows(tables)
+    for name, num_rows in (("train", 77), ("val", 7), ("test", 7)):
+        rows = few.rows(name)
+        assert len(rows) == num_rows
+        assert (rows >= 570).sum() == min(10, num_rows)
+
+
+def test_integers_and_bools_are_compared_by_equality():
+    mask = torch.tensor([True, False])
+    number = torch.tensor(2**53)
+    norm = torch.tensor(5.0)
+    assert relative_difference(mask, mask.clone(), norm) == 0
+    assert relative_difference(number, number.clone(), norm) == 0
+    assert relative_difference(mask, ~mask, norm) == math.inf
+    assert relative_difference(number, number + 1, norm) == math.inf
+    value = torch.tensor([3.0, 4.5])
+    reference = torch.tensor([3.0, 4.0])
+    assert relative_difference(value, reference, norm) == pytest.approx(0.1)
+
+
+def test_parity_holds_for_a_parameter_whose_gradient_is_rounding_errors(parity_of_copy):
+    assert parity_of_copy("model.py", SHIFTED)
+
+
+def test_a_check_that_cannot_run_says_why(run):
+    result = run([*PARITY, "optim.rate=1"])
+    assert result.returncode == 2
+    assert "unknown option optim.rate: did you mean optim." in result.stderr
+
+
+def test_the_former_check_of_a_run_names_the_command_that_took_its_place(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["check", "test", "runs/default"])
+    with pytest.raises(SystemExit) as raised:
+        check.main()
+    assert raised.value.code == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and errors.endswith(": python analyse.py RUN...\n")
+    assert errors.count("\n") == 1

@@ -1,0 +1,97 @@
+"""The commands in a copy of the template that has left files out or edited the layer."""
+
+import json
+import sys
+
+import pytest
+
+from tests.template.fixtures import SMALL, copy_template
+
+
+@pytest.fixture
+def run_in_copy(run, tmp_path):
+    """run_in_copy(script, *arguments) runs a script of the copy, which finds only its own modules.
+
+    `before` are arguments of Python before the script.
+    """
+    copy = copy_template(tmp_path / "copy", tests=False)
+    assert not (copy / "tests").exists()
+
+    def start(script, *arguments, before=()):
+        command = [sys.executable, *before, str(copy / script), *arguments]
+        return run(command, PYTHONPATH="", OMP_NUM_THREADS="1").check().stdout
+
+    return start
+
+
+def test_the_commands_work_without_the_tests(run_in_copy, tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
+    preflight = run_in_copy("ddp_preflight.py", before=torchrun)
+    assert "OK     versions" in preflight
+    assert preflight.count("all-reduce") == 4
+
+    run_in_copy("train.py", *SMALL, "run.name=first", before=torchrun)
+    run_in_copy("train.py", *SMALL, "run.name=second", "run.seed=1", before=torchrun)
+    for name in ("first", "second"):
+        status = json.loads((tmp_path / "runs" / name / "status.json").read_text())
+        assert status["state"] == "finished"
+
+    (tmp_path / "ask.tsv").write_text("genes\nG00001\nG00002,G00003\n")
+    run_in_copy("predict.py", "ask.tsv", "runs/first", "runs/second", before=torchrun)
+    header, *rows = (tmp_path / "ask.predictions.tsv").read_text().splitlines()
+    assert header.startswith("genes\t") and len(rows) == 2
+
+    of_one = run_in_copy("analyse.py", "runs/first")
+    assert "pearson" in of_one.lower()
+    of_two = run_in_copy("analyse.py", "runs/first", "runs/second")
+    assert "first" in of_two and "second" in of_two
+
+
+EDIT = """
+from model import KnockoutConv
+
+forward = KnockoutConv.forward
+
+
+def squared(layer, x, messages, sent=None):
+    states = forward(layer, x, messages, sent)
+    return states._replace(update=states.update + states.update.square())
+
+
+KnockoutConv.forward = squared
+"""
+
+
+def test_another_layer_is_trained_with_and_without_the_pass_that_knows_only_ours(
+    run, tables, tmp_path
+):
+    """The log says so, and the numbers are those of a copy without model_reach.py."""
+    copy = copy_template(tmp_path / "copy", tests=False)
+    (copy / "edit.py").write_text(EDIT)
+    code = (copy / "train.py").read_text()
+    (copy / "train.py").write_text(
+        code.replace("\nimport torch\n", "\nimport edit\nimport torch\n")
+    )
+
+    def start(script, *arguments):
+        command = [sys.executable, str(copy / script), *arguments]
+        return run(command, PYTHONPATH="", OMP_NUM_THREADS="1")
+
+    arguments = [*tables, *SMALL, "optim.precision=fp64"]
+    kept = start("train.py", *arguments, "run.name=kept").check().stdout
+    assert "model_reach.py computes other changes of states than model.py" in kept
+    (copy / "model_reach.py").unlink()
+    refused = start("train.py", *arguments, "run.name=deleted")
+    assert refused.returncode == 2
+    option = "model.message_passing=shared"
+    assert f"needs model_reach.py, which is not here: set {option}\n" in refused.stderr
+    start("train.py", *arguments, "run.name=deleted", option).check()
+    losses = {}
+    for name in ("kept", "deleted"):
+        rows = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [row["loss"] for row in map(json.loads, rows) if row["kind"] == "val"]
+    assert len(losses["kept"]) == 2
+    assert losses["kept"] == pytest.approx(losses["deleted"], rel=1e-12)
+    predicted = start("predict.py", "all-singles", "runs/kept", option).check().stdout
+    assert "30 predictions written" in predicted

@@ -1,0 +1,298 @@
+"""What README.md, docs/ and CHANGELOG.md say exists: commands, options, files, names, links.
+
+They are also short and plain. test_examples.py runs their commands and examples.
+"""
+
+import dataclasses
+import importlib
+import re
+import statistics
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import predict
+import predict_ensemble
+from config import Config
+from errors import UserError
+from mask import SharedGraph
+from metrics import METRICS
+from tests.template.fixtures import MODULES, ROOT
+from tests.tools.pages import (
+    CHANGELOG,
+    DOCS,
+    PAGES,
+    README,
+    VARIABLES,
+    block_commands,
+    blocks,
+    headings,
+    inline_commands,
+    name_of,
+    prose,
+    sentences,
+    spans,
+)
+from train import read_config
+
+SECTIONS = {section.name: {f.name for f in fields(section.type)} for section in fields(Config)}
+PLAIN = ("export", "cd", "cp", "touch", "tensorboard")  # which are not checked
+# Variables that launch.sh does not read.
+EXTERNAL = ("OMP_", "MALLOC_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "GOMP_", "MASTER_")
+COMMANDS = list(
+    dict.fromkeys(
+        command for page in PAGES for command in block_commands(page) + inline_commands(page)
+    )
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.text[:60])
+def test_what_a_command_refers_to_exists(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program, *words = command.words or ["export"]
+    for variable in command.variables:
+        name = variable.split("=")[0]
+        assert name in (ROOT / "launch.sh").read_text() or name.startswith(EXTERNAL), variable
+    if command.trains:
+        assert (ROOT / program).is_file()
+        for name in ("mine.yaml", "sweep/0.yaml"):  # that the reader has written
+            Path(name).parent.mkdir(exist_ok=True)
+            Path(name).write_text("")
+        if "--help" not in words:
+            read_config(words)
+    elif program == "predict.py":
+        saved = dataclasses.asdict(Config())
+        hashes = {"graph": "0", "basis": None, "pair_features": [], "trained": {}}
+        monkeypatch.setattr(predict_ensemble, "read_graph", lambda path: {"graph": "0"})
+        monkeypatch.setattr(
+            predict_ensemble,
+            "read_checkpoint",
+            lambda path: {"config": saved, "file": str(path), **hashes},
+        )
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which --device=cpu sets
+        assert predict.read_settings(words).runs
+    elif program == "analyse.py":
+        flags = [word for word in words if word.startswith("--")]
+        assert words and all(f'"{flag}"' in (ROOT / program).read_text() for flag in flags)
+    elif program == "./launch.sh":
+        if "-m" in words:
+            marker = words[words.index("-m") + 1]
+            assert f'"{marker}:' in (ROOT / "pyproject.toml").read_text(), (
+                f"no tests are marked {marker}"
+            )
+    elif program == "pip":
+        assert words[:2] == ["install", "-r"] and (ROOT / words[2]).is_file()
+    elif program.endswith((".py", ".sh", ".sbatch")):
+        assert (ROOT / program).is_file()
+    elif program.startswith("tests."):
+        check_module(program, words)
+    elif program not in PLAIN:
+        pytest.fail(f"this test does not know the command {command.text}")
+
+
+def check_module(module: str, words: list[str]) -> None:
+    path = ROOT / (module.replace(".", "/") + ".py")
+    assert path.is_file() or module.endswith(".NAME"), module
+    if module == "tests.check" and words[0] != "NAME":
+        proof, *words = words
+        assert f'"{proof}": {proof}' in path.read_text(), f"tests.check has no {proof}"
+        read_config([word for word in words if re.match(r"\w+\.\w+=", word)])
+    sources = [path, path.with_name("__init__.py")] if path.is_file() else []
+    for flag in (word for word in words if word.startswith("--")):
+        name = flag[2:].split("=")[0]
+        known = [f'"--{name}"', f" {name}={{", f'"{name}": {{']
+        assert any(form in source.read_text() for source in sources for form in known), (
+            f"{module} has no {flag}"
+        )
+
+
+# ---- Options, files and names --------------------------------------------------------------------
+def test_options_are_known_and_their_values_valid():
+    """Includes those in sentences and tables, each tried alone."""
+    text = re.sub(VARIABLES, "0", "\n".join(page.read_text() for page in DOCS))
+    given = set(re.findall(rf"\b((?:{'|'.join(SECTIONS)})\.\w+)=([^\s`,;:)\"]+)", text))
+    as_yaml = set(re.findall(rf"`((?:{'|'.join(SECTIONS)})\.\w+): ([^`]+)`", text))
+    assert len(given) > 20 and len(as_yaml) > 1
+    files = ["data.edges=edges.tsv", "data.perturbations=p.tsv", "data.features=f.tsv"]
+    for key, value in sorted(given | as_yaml):
+        try:
+            read_config([*files, f"{key}={value}"])
+        except UserError as error:
+            pytest.fail(f"{key}={value}: {error}")
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
+def test_options_named_without_a_value_are_known(page):
+    for span in spans(page):
+        section, dot, key = span.partition(".")
+        if dot and section in SECTIONS and key.isidentifier() and key != "py":
+            assert key in SECTIONS[section] or hasattr(importlib.import_module(section), key), span
+
+
+@pytest.mark.parametrize("page", [*PAGES, CHANGELOG], ids=name_of)
+def test_files_modules_and_links_exist(page):
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert "://" in link or target.exists(), link
+        assert not anchor or anchor in map(anchor_of, headings(target)), link
+    if page == CHANGELOG:
+        return  # whose first columns name what is gone
+    for module in re.findall(r"\btests(?:\.[a-z_]+)+", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").is_file() or path.is_dir() or module.endswith(".py"), module
+    for name in re.findall(r"`((?:[\w-]+/)*[\w-]+\.(?:py|sh|toml|patch))`", text):
+        is_placeholder = name.endswith("NAME.patch")
+        assert is_placeholder or (ROOT / name).is_file() or (page.parent / name).is_file(), name
+    for folder in re.findall(r"`((?:[a-z]+/)+)`", prose(page)):
+        assert folder == "checkpoints/" or (ROOT / folder).is_dir(), folder
+
+
+def anchor_of(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
+
+
+TEXTS = {path: path.read_text() for path in [*ROOT.glob("*.py"), ROOT / "tests/check.py"]}
+WORDS = set(re.findall(r"[A-Za-z_]\w*", "\n".join(TEXTS.values())))
+for _source in ("config.yaml", "launch.sh", "pyproject.toml", *ROOT.glob("tests/recipes/*.patch")):
+    WORDS |= set(re.findall(r"[A-Za-z_]\w*", (ROOT / _source).read_text()))
+for _metric in METRICS:  # as `metrics_beside_rivals` names them
+    WORDS |= {f"baseline_{_metric}", f"baseline_weighted_{_metric}"}
+# What `variable.name` on the pages is of.
+VARIABLES_OF = {"graph": SharedGraph, "torch": torch}
+FILE = re.compile(r".*\.(py|sh|md|yaml|toml|txt|tsv|pt|json|jsonl|svg|gz|h5ad|patch)")
+
+
+def named_things() -> Iterator[tuple[Path, str]]:
+    """Yields the names in code spans, those of the changelog's second columns among them."""
+    for page in DOCS:
+        for span in spans(page):
+            yield page, span
+    for line in CHANGELOG.read_text().splitlines():
+        if line.startswith("| ") and not line.startswith("| before"):
+            for span in re.findall(r"`([^`]+)`", line.split(" | ")[1]):
+                yield CHANGELOG, span
+
+
+def test_functions_classes_and_words_in_code_exist():
+    count = 0
+    for page, span in named_things():
+        name = re.sub(r"\(.*\)$", "", span)
+        if FILE.fullmatch(span) or not re.fullmatch(r"[A-Za-z_][\w.]*\w", name):
+            continue
+        first, *rest = name.split(".")
+        count += 1
+        if not rest:
+            in_examples = "\n".join(block.text for block in blocks(page))
+            is_variable = name.isupper() and name.startswith(EXTERNAL)
+            assert name in WORDS or is_variable or name in in_examples, f"{page.name}: {span}"
+        elif first != "tests":
+            assert exists(first, rest), f"{page.name}: {span}"
+    assert count > 200
+
+
+def exists(first: str, rest: list[str]) -> bool:
+    """Returns whether a dotted name is an option, or of a module, a class or a variable of ours."""
+    if rest[0] in SECTIONS.get(first, ()):
+        return True
+    if first == "batch":
+        is_field = re.search(rf"\b{rest[0]} ?=", TEXTS[ROOT / "data.py"])
+        return bool(is_field) or f"batch.{rest[0]}" in TEXTS[ROOT / "train.py"]
+    owner = VARIABLES_OF.get(first)
+    if owner is None and first in MODULES:
+        owner = importlib.import_module(first)
+    for module in map(importlib.import_module, MODULES):
+        owner = owner or vars(module).get(first)
+    return owner is not None and has_name(owner, rest[0])
+
+
+def has_name(owner: Any, name: str) -> bool:
+    """Returns whether a module or class has a name, be it an attribute that __init__ sets."""
+    if hasattr(owner, name) or isinstance(owner, ModuleType):
+        return hasattr(owner, name)
+    is_field = name in getattr(owner, "__dataclass_fields__", ())
+    source = (ROOT / f"{owner.__module__}.py").read_text()
+    body = source.partition(f"class {owner.__name__}")[2]
+    return is_field or re.search(rf"\bself\.{name}\b", body) is not None
+
+
+def test_the_names_that_commands_use_of_a_task_are_those_on_the_page():
+    page = (ROOT / "docs/adapting.md").read_text()
+    for script in ("train.py", "evaluate.py", "predict_ensemble.py"):
+        rows = re.findall(rf"^\| `{script}` \| (`[a-z].*) \|$", page, re.M)
+        listed = set(re.findall(r"`(\w+)`", " ".join(rows)))
+        text = TEXTS[ROOT / script]
+        used = set(re.findall(r"\b(?:task|KnockoutTask|tasks\[0\])\.(\w+)", text))
+        assert used <= listed, f"{script} uses {used - listed}"
+        assert all(f".{name}" in text for name in listed)
+
+
+# ---- What is easy to read ------------------------------------------------------------------------
+def test_the_readme_is_short():
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 200
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("page", [*DOCS, CHANGELOG], ids=name_of)
+def test_sentences_are_short_and_lines_fit(page):
+    lengths = [len(sentence.split()) for sentence in sentences(page)]
+    assert statistics.fmean(lengths) <= 20
+    lines = prose(page).splitlines() + "\n".join(b.text for b in blocks(page)).splitlines()
+    assert [line for line in lines if len(line) > 100 and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
+def test_no_sentence_has_two_brackets(page):
+    for sentence in sentences(page):
+        text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", sentence)
+        assert text.count("(") <= 1, sentence
+
+
+def test_the_tree_of_the_readme_is_that_of_the_folder():
+    (tree,) = [block.text for block in blocks(README, "") if "FAMILIES" in block.text]
+    listed = []
+    for line in filter(None, tree.splitlines()):
+        name, text = line.split(maxsplit=1)
+        members = re.split(", ", text.partition(":")[0]) if "*" in name else [""]
+        listed += [name.replace("*", member) for member in members]
+    assert len(set(listed)) == len(listed)
+    expected = {f"{module}.py" for module in MODULES} | {"config.yaml", "launch.sh"}
+    assert set(listed) == expected | {"example/", "docs/", "tests/"}
+    assert all((ROOT / name).exists() for name in listed)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "absolute or a difference",
+        "row be empty",
+        "one relation or several",
+        "normalised",
+        "knocked-out target",
+        "layers reach",
+        "leave a node out",
+    ],
+)
+def test_a_heading_answers_what_newcomers_ask(words):
+    assert any(words in heading.lower() for page in DOCS for heading in headings(page))
+
+
+def test_config_yaml_lists_every_option_with_its_default_and_a_comment():
+    text = (ROOT / "config.yaml").read_text()
+    listed = yaml.safe_load(text)
+    assert listed == yaml.safe_load(yaml.safe_dump(dataclasses.asdict(Config())))
+    assert [list(section) for section in listed.values()] == [
+        [option.name for option in dataclasses.fields(section.type)]
+        for section in dataclasses.fields(Config)
+    ]
+    options = [line for line in text.splitlines() if line.startswith("  ")]
+    assert len(options) == sum(len(section) for section in listed.values())
+    assert [line for line in options if "  # " not in line] == []

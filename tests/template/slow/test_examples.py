@@ -1,0 +1,213 @@
+"""The commands and examples of README.md and docs/ work, and print what the pages say."""
+
+import ast
+import doctest
+import itertools
+import json
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.template.fixtures import ROOT, SMALL, copy_template, fork, join, write_table
+from tests.tools.pages import DOCS, README, block_commands, blocks
+
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+
+
+@pytest.fixture
+def here(tables, tmp_path):
+    """Copies the template to `tmp_path`, next to small tables with the file names of the README."""
+    copy_template(tmp_path)
+    write_table(
+        tmp_path / "pairs.tsv", [("genes",), ("Y01,Y02",), ("Y03",), ("",), ("no such gene",)]
+    )
+    (mine,) = blocks(README, "yaml")
+    assert mine.text.startswith("# mine.yaml\n")
+    (tmp_path / "mine.yaml").write_text(mine.text)
+    return [*tables, *SMALL]
+
+
+WAYS_TO_START = {  # how each command begins, and an override where two would share a run folder
+    "torchrun --standalone": ["run.name=torchrun"],
+    "python train.py": [],
+    "./launch.sh --config mine.yaml": [],
+    "python predict.py": [],  # with the model that the command above trained
+    "python analyse.py": [],
+}
+ENDS = ("predict.py", "analyse.py")
+
+
+def test_each_way_to_start_works(run, here, tmp_path):
+    """Runs one command of each kind; those that train get small overrides appended."""
+    for beginning, name in WAYS_TO_START.items():
+        command = next(
+            c for c in block_commands(README) if f"{c.text} ".startswith(f"{beginning} ")
+        )
+        more = [] if command.words[0] in ENDS else [*here, *name]
+        line = f"{command.text} {shlex.join(more)}"
+        run(["bash", "-c", line], PATH=PATH, **WITHOUT_GPU).check()
+    lines = (tmp_path / "pairs.predictions.tsv").read_text().splitlines()
+    assert [bool(line.split("\t")[1]) for line in lines[1:]] == [True, True, True, False]
+    assert (tmp_path / "runs/mine/test.svg").is_file()
+
+
+def test_training_commands_train(here, tmp_path):
+    """Runs the options of each in one forked process, with small overrides appended."""
+    commands = [command for page in DOCS for command in block_commands(page) if command.trains]
+    options = sorted({command.words[1:] for command in commands if "--help" not in command.words})
+    assert len(options) >= 6
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep/0.yaml").write_text("")
+    for number, words in enumerate(options):
+        command = [str(ROOT / "train.py"), *words, *here, f"run.name={number}"]
+        codes = join([fork(tmp_path, f"command{number}", command, WITHOUT_GPU)])
+        assert codes == [0], f"{words}\n{(tmp_path / f'command{number}.stderr').read_text()}"
+
+
+def run_page(page: Path, run: Callable, folder: Path) -> int:
+    """Runs the python blocks of a page that an output follows; returns how many these are."""
+    count = 0
+    for block, output in itertools.pairwise(blocks(page)):
+        if block.info == "python" and output.info == "":
+            command = [sys.executable, "-c", block.text]
+            result = run(command, PYTHONPATH=str(folder), **WITHOUT_GPU).check()
+            assert result.stdout == output.text
+            count += 1
+    return count
+
+
+def run_commands(page: Path, run: Callable, beginning: str) -> int:
+    """Runs the page's commands that begin so, in order; returns how many these are."""
+    commands = [c.text for c in block_commands(page) if c.text.startswith(beginning)]
+    for text in commands:
+        run(["bash", "-c", text], PATH=PATH, **WITHOUT_GPU).check()
+    return len(commands)
+
+
+def test_the_example_of_tables(run, tmp_path):
+    page = ROOT / "docs/tables.md"
+    for block in blocks(page, "tsv .*"):
+        (tmp_path / block.info.split()[1]).write_text(block.text)
+    assert run_page(page, run, ROOT) == 1
+    options = [f"data.{name}={file}.tsv" for name, file in FILES.items()]
+    script = [sys.executable, str(ROOT / "train.py"), *options, *SMALL, "data.batch_size=4"]
+    run(script, **WITHOUT_GPU).check()
+
+
+FILES = {"edges": "edges", "perturbations": "scores", "features": "features"}
+
+
+def test_the_example_of_runs(run, tmp_path):
+    copy_template(tmp_path)
+    page = ROOT / "docs/runs.md"
+    assert run_commands(page, run, "python train.py run.name=short") == 2
+    assert run_page(page, run, tmp_path) == 1
+    assert run_commands(page, run, "python analyse.py") == 1
+
+
+def test_the_example_of_predictions(run, tmp_path):
+    copy_template(tmp_path)
+    page = ROOT / "docs/predictions.md"
+    assert run_commands(page, run, "python train.py run.name=asked") == 1
+    assert run_page(page, run, tmp_path) == 1
+    assert run_commands(page, run, "python predict.py") == 3
+    for name, num_lines in (
+        ("all-singles.predictions", 401),
+        ("all-singles.explained", 2001),
+        ("all-pairs.0-1000.predictions", 1001),
+    ):
+        assert len((tmp_path / f"{name}.tsv").read_text().splitlines()) == num_lines
+
+
+def test_the_cells_of_notebook(run, tmp_path):
+    """In order in one process, as a kernel runs them, with matplotlib or without it."""
+    copy_template(tmp_path)
+    page = ROOT / "docs/notebook.md"
+    assert run_commands(page, run, "python train.py run.name=") == 2
+    cells = blocks(page, "python")
+    mark = "---- the next cell"
+    script = f"\nprint({mark!r})\n".join(cell.text for cell in cells)
+    command = [sys.executable, "-c", script]
+    printed = run(command, PYTHONPATH=str(tmp_path), MPLBACKEND="agg", **WITHOUT_GPU).check().stdout
+    check_output = doctest.OutputChecker().check_output  # ... stands for any text
+    for cell, text, output in zip(cells, printed.split(f"{mark}\n"), blocks(page, ""), strict=True):
+        assert check_output(output.text, text, doctest.ELLIPSIS), f"{cell.text}\n{text}"
+    assert len(cells) >= 8
+
+
+def test_the_example_of_clusters(run):
+    page = ROOT / "docs/clusters.md"
+    command = "torchrun --standalone --nproc_per_node=2 ddp_preflight.py"
+    assert command in [command.text for command in block_commands(page)]
+    script = str(ROOT / "ddp_preflight.py")
+    words = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:-1], script]
+    assert "OK     all-reduce" in run(words, GLOO_SOCKET_IFNAME="lo", **WITHOUT_GPU).check().stdout
+
+
+def test_the_example_of_adapting(run, tmp_path):
+    """The edits of the page, made in a copy, train as they say."""
+    copy_template(tmp_path)
+    page = ROOT / "docs/adapting.md"
+    edits = [block for block in blocks(page) if re.match(r"# [a-z.]+", block.text)]
+    assert len(edits) == 5
+    for block in edits:
+        apply_edit(tmp_path, block.text)
+    ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--ignore=F401"]
+    run([*ruff, "losses.py", "metrics.py", "optim.py"]).check()
+    assert run_commands(page, run, "python train.py run.name=sgd") == 2  # the second one resumes
+    lines = (tmp_path / "runs/sgd/metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    validations = [row for row in rows if row["kind"] == "val"]
+    assert all({"spearman", "baseline_spearman"} <= row.keys() for row in validations)
+    table = (tmp_path / "runs/sgd/test.tsv").read_text().splitlines()
+    tested = [[float(cell) for cell in line.split("\t")[-3:-1]] for line in table[1:]]
+    best = torch.load(tmp_path / "runs/sgd/checkpoints/best.pt", weights_only=True)
+    absolute = sum(abs(score - prediction) for score, prediction in tested) / len(tested)
+    (test,) = [row for row in rows if row["kind"] == "test"]
+    assert test["loss"] == pytest.approx(absolute / best["std"].item(), rel=1e-5)
+    assert run_page(page, run, tmp_path) == 1
+    command = [sys.executable, "train.py", "optim.momentum=2"]
+    refused = run(command, PYTHONPATH=str(tmp_path), **WITHOUT_GPU)
+    assert refused.returncode == 2 and "optim.momentum must be float from 0 to 1" in refused.stderr
+
+
+def apply_edit(copy: Path, text: str) -> None:
+    """Makes an edit of docs/adapting.md, whose first line names file and class or section."""
+    first, _, body = text.partition("\n")
+    name, _, place = first.removeprefix("# ").partition(", in ")
+    lines = (copy / name).read_text().splitlines(keepends=True)
+    if name == "config.yaml":
+        lines.insert(lines.index(f"{place}:\n") + 1, body)
+        (copy / name).write_text("".join(lines))
+        return
+    (new,) = ast.parse(body).body
+    scope = ast.parse("".join(lines)).body
+    if place:
+        (owner,) = [node for node in scope if getattr(node, "name", None) == place]
+        scope = owner.body
+        body = textwrap.indent(body, "    ")
+    same = [node for node in scope if bound_name(node) == bound_name(new)]
+    if same:
+        lines[same[0].lineno - 1 : same[0].end_lineno] = [body]
+    else:  # a field, after the last one
+        last = [node for node in scope if isinstance(node, ast.AnnAssign)][-1]
+        lines.insert(last.end_lineno, body)
+    (copy / name).write_text("".join(lines))
+
+
+def bound_name(node: ast.stmt) -> str | None:
+    """Returns the name of a function, a class, a field or a variable."""
+    target = getattr(node, "target", None) or (getattr(node, "targets", None) or [None])[0]
+    return getattr(node, "name", None) or getattr(target, "id", None)
+
+
+def test_the_example_of_measured(run):
+    page = ROOT / "docs/measured.md"
+    assert run_commands(page, run, "OMP_NUM_THREADS=1 python -m tests.bench.masks") == 1

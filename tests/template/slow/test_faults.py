@@ -1,0 +1,295 @@
+"""Runs that are killed, hang, fail or get a NaN; `python -m tests.check faults` has more."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.template.fixtures import ROOT, fork_ranks, join, launch_forked
+from tests.template.slow.processes import SETTINGS, started, status_of, wait_for_growth
+from tests.tools.faults import FAULTS, Fault, lost, run_fault
+from tests.tools.runs import difference, launch, newest_checkpoint, read_metrics
+
+WITH_TORCHRUN = ["a rank killed under --max-restarts=3", "SIGTERM to torchrun"]
+WITHOUT = [
+    "a rank killed in the optimiser",
+    "rank 0 killed with half a checkpoint written",
+    "rank 0 killed between best.pt and the checkpoint",
+    "SIGINT to a rank, mid-accumulation",
+    "SIGUSR1 to a rank in evaluation",
+    "a checkpoint that holds code",
+    "a full disk at a checkpoint",
+    "a NaN in one rank's loss",
+    "an infinite loss",
+    "a NaN with optim.on_nonfinite=skip",
+    "non-finite weights",
+    "an exception in rank 0's data loading",
+    "an exception in evaluation",
+    "a rank hanging in data loading",
+]
+
+
+@pytest.fixture
+def start_ranks(tmp_path, tables) -> Callable[..., list]:
+    """start_ranks(world_size, *overrides, fault="") starts train.py; returns its processes."""
+    stores = []
+
+    def start(world_size: int, *overrides: str, fault: str = "") -> list:
+        script = "train.py"
+        arguments = [*tables, *SETTINGS, *overrides]
+        if fault:
+            script = "tests/template/faulty.py"
+            arguments = [*fault.split(), "--", "train.py", *arguments]
+        store, ranks = fork_ranks(tmp_path, world_size, script, arguments)
+        stores.append(store)  # which must stay alive while they run
+        return ranks
+
+    return start
+
+
+# ---- Kills at random moments ---------------------------------------------------------------------
+def test_sixteen_kills_at_random_moments_lose_nothing(start_ranks, tmp_path):
+    """One rank or all are killed, mostly in training, several times in a row in the same run."""
+    # Without torchrun, only the watchdog ends a rank whose gloo has missed that its peer was
+    # killed.
+    timeout = "ddp.timeout_s=30"
+    whole = tmp_path / "runs/whole"
+    assert join(start_ranks(2, timeout, "run.name=whole")) == [0, 0]
+    draw = random.Random()
+    seed = draw.randrange(10**6)
+    draw.seed(seed)
+    num_kills = 0
+    number = 0  # of the run
+    while num_kills < 16:
+        folder = tmp_path / "runs" / str(number)
+        ranks = start_ranks(2, timeout, f"run.name={number}")
+        wait_for_growth(folder / "metrics.jsonl", ranks)
+        time.sleep(draw.uniform(0, 0.7))
+        victims = draw.choice([ranks, ranks[:1], ranks[1:]])
+        if any(process.exitcode is None for process in victims):
+            num_kills += 1
+        for process in victims:
+            process.kill()
+        if join(ranks) == [0, 0]:  # the run finished before the kill
+            assert difference(folder, whole) == "", f"seed {seed}, {num_kills} kills"
+            number += 1
+    assert join(start_ranks(2, timeout, f"run.name={number}")) == [0, 0]
+    assert difference(tmp_path / "runs" / str(number), whole) == "", f"seed {seed}"
+
+
+def test_a_kill_while_steps_are_captured_loses_nothing(start_ranks, tmp_path):
+    """Steps are captured at each start, also of a run that resumes."""
+    assert join(start_ranks(2, "run.name=whole", fault="pretend_gpu")) == [0, 0]
+    assert join(start_ranks(2, fault="pretend_gpu stop_at_step:3")) == [0, 0]
+    assert 0 not in join(start_ranks(2, fault="pretend_gpu kill_while_capturing:1"))
+    assert join(start_ranks(2, fault="pretend_gpu")) == [0, 0]
+    log = (tmp_path / "runs/default/log.rank0.txt").read_text()
+    assert log.count("; CUDA graphs") == 2
+    assert difference(tmp_path / "runs/default", tmp_path / "runs/whole") == ""
+
+
+def test_kills_of_torchrun_at_random_moments_lose_nothing(start_ranks, tables, tmp_path):
+    """Its workers save and exit by themselves, and the next start waits for them."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [ROOT / "train.py", *tables, *SETTINGS]
+    assert join(start_ranks(2, "run.name=whole")) == [0, 0]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = tmp_path / "runs/default"
+    for kill in (True, True, False):
+        with (tmp_path / "output").open("w") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=tmp_path,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+            if kill:
+                wait_for_growth(run / "metrics.jsonl")
+                time.sleep(random.uniform(0, 0.3))
+                process.kill()
+            expected = -signal.SIGKILL if kill else 0
+            assert process.wait(60) == expected, (tmp_path / "output").read_text()
+    assert "torchrun exited" in [row.get("reason") for row in read_metrics(run, "event")]
+    assert difference(run, tmp_path / "runs/whole") == ""
+
+
+# ---- The faults of tests.check -------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    parent = tmp_path_factory.mktemp("faults")
+    status, output = launch_forked(2, ["fault-worker", str(parent), "run.name=reference"])
+    assert status == 0, output
+    return parent / "reference"
+
+
+def named(name: str) -> Fault:
+    """Returns the fault of a name."""
+    (fault,) = (fault for fault in FAULTS if fault.name == name)
+    return fault
+
+
+@pytest.mark.parametrize("name", WITH_TORCHRUN + WITHOUT)
+def test_a_fault_loses_nothing(undisturbed, name):
+    fault = named(name)
+    folder = undisturbed.parent / str(FAULTS.index(fault))
+    arguments = ["fault-worker", str(undisturbed.parent), *fault.arguments]
+    launch_once = launch if name in WITH_TORCHRUN else launch_forked
+    assert run_fault(fault, folder, undisturbed, arguments, launch_once) == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["one of 3 ranks killed, mid-accumulation", "one of 4 ranks killed in the forward pass"]
+)
+def test_a_resumed_run_adds_the_gradients_of_more_than_two_ranks_in_the_same_order(tmp_path, name):
+    """Three numbers have sums that depend on the order.
+
+    DDP orders its buckets by a process's first backward pass.
+    """
+    fault = named(name)
+    arguments = ["fault-worker", str(tmp_path)]
+    status, output = launch_forked(fault.ranks, [*arguments, "run.name=reference"])
+    assert status == 0, output
+    assert run_fault(fault, tmp_path / "0", tmp_path / "reference", arguments, launch_forked) == ""
+
+
+def test_a_changed_result_is_detected(undisturbed, tmp_path):
+    """Changes one number at a time in what `faults` compares."""
+    other = tmp_path / "other"
+    newest = newest_checkpoint(undisturbed)
+    copied = other / "checkpoints" / newest.name
+    best = other / "checkpoints/best.pt"
+    shutil.copytree(undisturbed, other)
+    assert lost(other, undisturbed, 0.0) == ""
+    for path, expected in (
+        (copied, "the final embedding differs"),
+        (best, "embedding in best.pt differs"),
+    ):
+        original = path.read_bytes()
+        state = torch.load(path, weights_only=True)
+        state["model"]["encoder.embedding"][0, 0] += 1e-6
+        torch.save(state, path)
+        assert expected in lost(other, undisturbed, 0.0)
+        path.write_bytes(original)
+    state = torch.load(best, weights_only=True)
+    torch.save(state | {"step": state["step"] + 1}, best)
+    assert "best.pt is of step" in lost(other, undisturbed, 0.0)
+    shutil.copy(undisturbed / "checkpoints/best.pt", best)
+    lines = (undisturbed / "metrics.jsonl").read_text()
+    (other / "metrics.jsonl").write_text(lines.replace('"loss": 1.', '"loss": 2.', 1))
+    assert "loss differs" in lost(other, undisturbed, 0.0)
+
+
+# ---- Hangs ---------------------------------------------------------------------------------------
+def test_a_frozen_rank_is_named_and_the_job_ends(start_ranks, tmp_path):
+    run = tmp_path / "runs/default"
+    ranks = start_ranks(2, "optim.epochs=500", "ddp.timeout_s=2")
+    wait_for_growth(run / "metrics.jsonl", ranks)
+    deadline = time.monotonic() + 60
+    while not read_metrics(run, "train") and time.monotonic() < deadline:
+        time.sleep(0.05)  # until the first step, ddp.startup_timeout_s is the limit
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    ranks[0].join(30)
+    assert ranks[0].exitcode == 1
+    ranks[1].kill()
+    join(ranks)
+    output = (tmp_path / "rank0.stderr").read_text()
+    assert "error: no progress for 2 s" in output
+    assert "rank 1: frozen, or its machine is gone, last in " in output
+    assert "stack of rank 0 (no progress" in output and "train.py" in output
+    status = status_of(run)
+    assert status["state"] == "failed" and "rank 1: frozen" in status["reason"]
+
+
+def test_a_rank_that_hangs_outside_python_obeys_sigterm(start_ranks, tmp_path):
+    """So a rank waits in NCCL for one that was killed.
+
+    torchrun would kill it, and its run would seem to go on.
+    """
+    ranks = start_ranks(2, fault="hang_in_optimiser:0 give_up_after:1")
+    wait_for_growth(tmp_path / "runs/default/checkpoints/best.pt", ranks)
+    time.sleep(2)
+    ranks[0].terminate()
+    ranks[0].join(20)
+    assert ranks[0].exitcode == 1
+    ranks[1].kill()
+    join(ranks)
+    status = status_of(tmp_path / "runs/default")
+    assert status["state"] == "failed"
+    assert status["reason"] == "rank 0: SIGTERM while it waits in optimiser of step 0"
+
+
+def test_a_rank_stuck_behind_a_killed_one_says_so_before_torchrun_kills_it(train, tmp_path):
+    """torchrun gives it 30 s, however long it waits for ranks that it stops on request."""
+    result = train(
+        2,
+        *SETTINGS,
+        fault="kill_in_optimiser:1 hang_in_optimiser:0",
+        launcher=True,
+        TORCH_ELASTIC_SHUTDOWN_TIMEOUT="240",
+    )
+    assert result.returncode == 1
+    status = status_of(tmp_path / "runs/default")
+    assert status["state"] == "failed"
+    assert status["reason"] == "rank 0: SIGTERM while it waits in optimiser of step 0"
+
+
+def test_a_single_process_with_a_long_step_stops_after_it(tmp_path, tables):
+    """However long that takes: nobody kills it."""
+    command = [sys.executable, ROOT / "tests/template/faulty.py", "slow_data:0:3", "--", "train.py"]
+    command += [*tables, *SETTINGS]
+    run = tmp_path / "runs/default"
+    with started(command, tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2") as process:
+        wait_for_growth(run / "checkpoints/best.pt")
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert status_of(run)["state"] == "stopped"
+
+
+def test_a_suspended_job_continues(start_ranks, tmp_path):
+    """Suspends all processes, as a scheduler does, for longer than ddp.timeout_s."""
+    ranks = start_ranks(2, "optim.epochs=40", "ddp.timeout_s=4")
+    wait_for_growth(tmp_path / "runs/default/metrics.jsonl", ranks)
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGSTOP)
+    time.sleep(8)
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGCONT)
+    assert join(ranks) == [0, 0], (tmp_path / "rank0.stderr").read_text()
+
+
+# ---- Failures ------------------------------------------------------------------------------------
+def test_a_model_too_large_for_memory_is_an_error_of_one_sentence(train):
+    result = train(0, "model.hidden=4000000000")
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert re.fullmatch(
+        r"error: rank 0: there is no memory for another \d+ bytes: lower model.hidden or [^\n]*\n",
+        result.stderr,
+    )
+
+
+def test_a_failure_ends_ranks_that_are_busy_with_something_else(start_ranks, tmp_path):
+    start = time.monotonic()
+    assert join(start_ranks(2, fault="fail_beside_a_busy_rank")) == [1, 1]
+    assert time.monotonic() - start < 40  # GRACE_S and the start of the processes
+    status = status_of(tmp_path / "runs/default")
+    assert status["state"] == "failed"
+    assert status["reason"] == "rank 1: ZeroDivisionError: division by zero"
+
+
+def test_a_failing_rank_ends_the_job_with_its_traceback(train):
+    """Rank 1 fails for a reason other than wrong input, such as a bug in the code."""
+    result = train(2, fault="fail_in_optimiser:1", launcher=True)
+    assert result.returncode == 1
+    assert "ZeroDivisionError: division by zero" in result.stderr

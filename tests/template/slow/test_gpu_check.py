@@ -1,0 +1,311 @@
+"""`python -m tests.check gpu`, as far as it can run without a GPU: on the CPU, on broken copies."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mask_product import RelationStack
+from model_graphs import GraphedModel, GraphedUpdate
+from task import KnockoutTask
+from tests.bench.synthetic import PRESETS
+from tests.template.fixtures import ROOT, fork_ranks, join, restored_modules
+from tests.tools import faults, gpu, gpu_checks, gpu_graphs, graphs, parity
+from train import read_config
+
+CPU = torch.device("cpu")
+EXAMPLE = (f"data.edges={ROOT}/example/edges.tsv", f"data.perturbations={ROOT}/example/scores.tsv")
+PROGRAMS = [  # how the lines of `programs` begin, and those of `several`
+    "a model that cannot be captured",
+    "a profiled run",
+    "1, 2 and 4 ranks",
+    *["stopped and resumed"] * 2,
+    "preflight",
+    "two ranks",
+    *["training: "] * 3,
+    *["a training step of "] * 2,
+    "parity",
+    "a killed rank",
+    "SyncBatchNorm",
+    *["28 samples per GPU"] * 2,
+]
+
+
+def gpu_check(*arguments: str, only: str = "") -> bool:
+    return gpu.gpu(argparse.Namespace(arguments=list(arguments), only=only, timeout=600.0))
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """torch sees two GPUs, on which no check can run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.fixture
+def stand_in(monkeypatch) -> Iterator[None]:
+    """Steps are captured as on a GPU, and replayed on the CPU; few are timed."""
+    monkeypatch.setattr(gpu_graphs, "NUM_STEPS", 1)
+    monkeypatch.setattr(gpu_graphs, "TIMED_STEPS", 2)
+    monkeypatch.setattr(gpu_graphs, "TIMED_ROWS", 100)
+    monkeypatch.setitem(PRESETS, "yeast", replace(PRESETS["small"], num_samples=300))
+    for function in (gpu_graphs.tables_of, gpu_graphs.task_of):
+        function.cache_clear()
+    with restored_modules():
+        graphs.pretend_gpu()
+        yield
+    gpu_graphs.tables_of.cache_clear()
+    gpu_graphs.task_of.cache_clear()
+
+
+def test_without_a_gpu_it_says_so(run):
+    result = run([sys.executable, "-m", "tests.check", "gpu"])
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: tests.check gpu needs a GPU, and torch sees none: run it where nvidia-smi "
+        "lists one\n"
+    )
+
+
+@pytest.mark.usefixtures("on_fake_gpus")
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [("values", 5 + 6 * 4 + 1 + 12), ("graphs", 4 * 4 + 4 + 3 + 6 + 5 + 2 + 1)],
+)
+def test_all_checks_of_its_process_pass_on_a_gpu_that_is_not_there(command, kind, number):
+    result = command(0, "tests/template/workers.py", "gpu_checks", kind, timeout=500).check()
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["OK"] * number, result.stdout
+    if kind == "graphs":
+        for text in (
+            "the same bits again: True",
+            "as batches of model.message_passing=reach",
+            " it/s, without",
+        ):
+            assert text in result.stdout
+
+
+def test_what_is_wrong_with_graphs_is_reported(stand_in, tmp_path, monkeypatch, capsys):
+    report = gpu.Report(only="graphs, readout=both, fp32")
+    monkeypatch.setattr(GraphedModel, "_provide_gradients", lambda model: None)
+    gpu.graphs(report, CPU, tmp_path)  # a replay overwrites what should add up
+    monkeypatch.setattr(GraphedModel, "forward", lambda *_: 1 / 0)
+    gpu.graphs(report, CPU, tmp_path)  # is noticed before the first step
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("WRONG") and "relative error" in first
+    assert second.startswith("WRONG") and "as capturing them failed" in second
+    report.only = "graphs, the optimiser's part"
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_graphs, "distance", lambda *_: 1e-12)  # by which ranks would drift
+        gpu.graphs(report, CPU, tmp_path)
+    assert "relative error 1.0e-12, replayed: True" in capsys.readouterr().out
+    monkeypatch.setattr(GraphedUpdate, "_capture", lambda *_: None)
+    gpu.graphs(report, CPU, tmp_path)
+    assert "replayed: False" in capsys.readouterr().out
+    report.only = "graphs, an optimiser's part that waits"
+    gpu.failed_captures(report, CPU, tmp_path)
+    assert "refused: False" in capsys.readouterr().out
+    report.only = "no graphs, "
+    silent = gpu_graphs.TrainingSteps(None, None, None)
+    monkeypatch.setattr(gpu_graphs, "capture", lambda *_: silent)
+    gpu.graphs(report, CPU, tmp_path)
+    assert report.num_wrong == 5 + len(gpu.REFUSALS)
+
+
+def test_predictions_of_large_batches_are_compared(stand_in, tmp_path, monkeypatch, capsys):
+    predict_rows = gpu_graphs.predict_rows
+
+    def other_for_large(model, task, rows, env):
+        return predict_rows(model, task, rows, env) * (1 + 1e-3 * (len(rows) == 100))
+
+    monkeypatch.setattr(gpu_graphs, "predict_rows", other_for_large)
+    report = gpu.Report(only="predictions, example")
+    gpu.speeds(report, CPU, tmp_path)
+    assert report.num_wrong == 1 and "relative error 1.0e-03" in capsys.readouterr().out
+
+
+def test_what_is_wrong_or_raises_is_reported(tmp_path, monkeypatch, capsys):
+    segments = gpu_checks._segment_product
+    sums = RelationStack.forward
+    factor = {torch.float32: 1.1, torch.float64: 1.0}  # the reference is in float64
+
+    def wrong_segments(*arguments: torch.Tensor) -> torch.Tensor:
+        return 1.001 * segments(*arguments)
+
+    def wrong_in_fp32(stack: RelationStack, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return factor[x.dtype] * sums(stack, x, gate)
+
+    def other_draws(seed: torch.Tensor, key: torch.Tensor, width: int) -> torch.Tensor:
+        return torch.rand(len(key), width)
+
+    monkeypatch.setattr(gpu_checks, "_segment_product", wrong_segments)
+    monkeypatch.setattr(RelationStack, "forward", wrong_in_fp32)
+    monkeypatch.setattr(gpu_checks, "uniform", other_draws)
+    monkeypatch.setattr(KnockoutTask, "loss", lambda *_: 1 / 0)
+    report = gpu.Report()
+    gpu.products(report, CPU, "small")
+    gpu.draws(report, CPU)
+    gpu.steps(report, CPU, tmp_path)
+    wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG")]
+    assert len(wrong) == report.num_wrong == 3 + 1 + 1 + 12
+    assert "ZeroDivisionError" in wrong[-1]
+
+
+def test_only_some_checks_run_and_prepare_only_what_they_need(two_gpus, monkeypatch, capsys):
+    for name in ("build_graph", "synthetic_tables", "parity", "faults"):
+        monkeypatch.setattr(gpu_checks, name, None)
+    monkeypatch.setattr(gpu_checks, "torchrun", lambda *_: (0, "OK     all-reduce: 7 GB/s"))
+    gpu_checks.host_graph.cache_clear()
+    assert gpu_check(only="preflight")
+    line, count = capsys.readouterr().out.splitlines()
+    assert line.startswith("OK     preflight with NCCL ") and "7 GB/s" in line
+    assert count == "1 of 1 checks are OK"
+    assert not gpu_check(only="no such check")
+    assert capsys.readouterr().out == "0 of 0 checks are OK\n"
+
+
+def test_a_capture_that_fails_is_the_last_check_of_the_process(two_gpus, monkeypatch):
+    names = []
+    monkeypatch.setattr(gpu.Report, "check", lambda report, name, *_: names.append(name))
+    assert not gpu_check()
+    last = names.index("graphs, an optimiser's part that waits")
+    assert names[last - 1].startswith("ten steps without waiting")
+    for name, begin in zip(names[last + 1 :], PROGRAMS, strict=True):
+        assert name.startswith(begin)
+
+
+def test_programs_that_raise_are_reported_and_get_the_users_options_first(
+    two_gpus, monkeypatch, capsys
+):
+    commands = []
+
+    def torchrun(nproc: int, timeout: float, script: str, *options: str, **variables: str) -> None:
+        commands.append([script, *options])
+        raise OSError("no more processes")
+
+    def launch(world_size: int, arguments: list[str], *_: object, **__: object) -> None:
+        commands.append(arguments)
+        raise OSError("no more processes")
+
+    for name in ("graphs", "speeds", "products", "models", "draws", "steps", "failed_captures"):
+        monkeypatch.setattr(gpu, name, lambda *_: None)
+    for module in (parity, faults):
+        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(gpu_checks, "torchrun", torchrun)
+    monkeypatch.setattr(gpu_checks, "write", lambda *_: ["data.edges=yeast"])
+    monkeypatch.setattr(gpu_checks, "synthetic_tables", lambda *_: None)
+    users = ["--config", f"{ROOT}/config.yaml", "model.hidden=5", "data.batch_size=16"]
+    assert not gpu_check(*users)
+    *lines, count = capsys.readouterr().out.splitlines()
+    for line, begin in zip(lines, PROGRAMS, strict=True):
+        assert line.startswith(f"WRONG  {begin}") and "OSError: no more processes" in line
+    assert count == "0 of 17 checks are OK"
+    trained = [command for command in commands if command[0] == f"{ROOT}/train.py"]
+    for command in trained:
+        assert command[1:5] == users and "data.batch_size=" in "".join(command[5:])
+    assert ["data.edges=yeast" in command for command in trained] == [False] * 6 + [True] * 4
+    faulty = [command for command in commands if command[0] == f"{ROOT}/tests/template/faulty.py"]
+    assert [command[1:3] for command in faulty] == [["wait_in_model", "--"], ["share_gpu", "--"]]
+    assert [command[4:8] for command in faulty] == [users] * 2
+    workers = [command for command in commands if command[0].endswith("-worker")]
+    assert [command[2:6] for command in workers] == [users, users]
+
+    commands.clear()
+    gpu_check(*users, *EXAMPLE, only="a training step of your tables, bf16, 16 samples")
+    (command,) = commands
+    assert command[1:7] == [*users, *EXAMPLE] and "data.batch_size=16" in command[7:]
+
+
+@pytest.mark.parametrize(
+    ("output", "is_right"),
+    [
+        ("error: ranks 0 and 1 share a GPU: start one", True),
+        ("error: ranks 1 and 0 share a GPU: start one", True),
+        ("error: 2 processes on host but 1 GPUs", False),
+    ],
+)
+def test_two_ranks_on_one_gpu_must_be_told_that_they_share_it(
+    tmp_path, monkeypatch, output, is_right
+):
+    monkeypatch.setattr(gpu_checks, "torchrun", lambda *_, **__: (1, output))
+    runs = gpu_checks.Runs(lambda: 60.0, tmp_path, [])
+    assert gpu_checks.two_ranks(runs) == (is_right, "exit status 1")
+
+
+def test_nothing_starts_after_the_limit(tmp_path, monkeypatch, capsys):
+    report = gpu.Report(limit_s=0.0)
+    report.check("late", pytest.fail)
+    assert "TimeoutError: not reached within seven minutes" in capsys.readouterr().out
+    assert report.num_wrong == 1
+    assert 419 < gpu.Report().timeout() <= 420
+    assert gpu.Report(longest_s=20.0).timeout() == 20
+    report = gpu.Report(limit_s=0.1)
+    assert report.timeout() == 60
+
+    started = []
+
+    def torchrun(nproc: int, timeout: float, *_: str) -> tuple[int, str]:
+        started.append(timeout)
+        report.limit_s = 0.0
+        return 0, ""
+
+    monkeypatch.setattr(gpu_checks, "torchrun", torchrun)
+    monkeypatch.setattr(gpu_checks, "ended", lambda *_: "")
+    runs = gpu_checks.Runs(report.timeout, tmp_path, [])
+    report.check("the second of three programs is late", gpu_checks.resuming, runs, "", ())
+    assert started == [60] and "not reached within seven minutes" in capsys.readouterr().out
+
+
+def test_a_program_that_hangs_is_ended(tmp_path):
+    script = tmp_path / "sleep.py"
+    script.write_text("import time\nprint('asleep', flush=True)\ntime.sleep(1000)\n")
+    status, output = gpu_checks.torchrun(1, 15.0, str(script))
+    assert status == 124 and "asleep" in output
+
+
+def test_programs_on_the_cpu(tmp_path, monkeypatch, capsys):
+    """Ranks are forked, which starts faster than torchrun, and replay steps on the CPU.
+
+    Two on one GPU cannot be tried here.
+    """
+    stop_after = gpu_checks.stop_after
+
+    def stop_early(folder, steps: int, seconds: float = 1e9) -> None:
+        stop_after(folder, steps, seconds / 10)
+
+    def torchrun(
+        nproc: int, timeout: float, script: str, *options: str, **variables: str
+    ) -> tuple[int, str]:
+        if script.endswith("train.py"):
+            options = ("--", "train.py", *options)
+            script = f"{ROOT}/tests/template/faulty.py"
+        if script.endswith("faulty.py"):
+            options = ("pretend_gpu", *options)
+        elif nproc == 2:
+            raise RuntimeError("no GPU to share")
+        _store, ranks = fork_ranks(tmp_path, nproc, script, list(options), variables)
+        codes = join(ranks, timeout)
+        output = (tmp_path / "rank0.stdout").read_text() + (tmp_path / "rank0.stderr").read_text()
+        return max(map(abs, codes)), output
+
+    monkeypatch.setattr(gpu_graphs, "WORLD_SIZES", (1, 2))
+    monkeypatch.setattr(gpu, "OPTIONS", {"of a kind": ("optim.precision=bf16",)})
+    monkeypatch.setattr(gpu_checks, "stop_after", stop_early)
+    monkeypatch.setattr(gpu_checks, "torchrun", torchrun)
+    options = ["model.hidden=8", "model.readout=local", *EXAMPLE]
+    config = read_config(options)
+    report = gpu.Report()
+    runs = gpu.Runs(report.timeout, tmp_path / "runs", options)
+    gpu.programs(report, runs, gpu.SpeedTables(config.data, tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [*["OK"] * 6, "WRONG", *["OK"] * 3], lines
+    assert "no CUDA graphs, as capturing them failed" in lines[0]
+    assert "a trace of 2 steps; CUDA graphs" in lines[1]
+    assert "relative difference" in lines[2] and "; CUDA graphs" in lines[2]
+    assert all("the same bits; CUDA graphs" in line for line in lines[3:5])
+    assert "GB/s" in lines[5] and "RuntimeError: no GPU to share" in lines[6]
+    assert "test Pearson 0." in lines[7]
+    assert "your tables, bf16, 128 samples" in lines[-1] and " it/s, " in lines[-1]

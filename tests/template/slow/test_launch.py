@@ -1,0 +1,414 @@
+"""launch.sh without installing anything; .ci/run covers the installation."""
+
+import compileall
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.template.fixtures import ROOT, SMALL, copy_template
+
+
+def stand_in(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def active_path() -> str:
+    """A PATH whose `python` is the one that runs the tests, as in an active environment."""
+    return f"{Path(sys.executable).parent}:/usr/bin:/bin"
+
+
+def test_an_active_environment_is_used_and_options_pass_through(run, tables, tmp_path, active_path):
+    copy = copy_template(tmp_path / "copy")
+    (tmp_path / "mine.yaml").write_text("run: {name: mine}\n")
+    command = [
+        "bash",
+        str(copy / "launch.sh"),
+        "--config",
+        "mine.yaml",
+        *tables,
+        *SMALL,
+        "optim.accumulate=2",
+    ]
+    result = run(command, PATH=active_path, CUDA_VISIBLE_DEVICES="").check()
+    assert not (copy / ".venv").exists()
+    assert "32 samples over 2 ranks and 2 micro-batches" in result.stdout
+    assert "OMP_NUM_THREADS" not in result.stderr  # torchrun does not warn about it
+    run_line, test_line, _ = result.stdout.strip().splitlines()[-3:]
+    assert "Pearson" in test_line and "baseline" in test_line
+    assert "runs/mine, model of step" in run_line
+    assert (tmp_path / "runs/mine/checkpoints/best.pt").exists()
+
+
+def test_the_file_of_the_contract_may_follow_a_space(run, tmp_path, active_path):
+    copy = copy_template(tmp_path / "copy")
+    (tmp_path / "mine.yaml").write_text("data: {split_sed: 1}\n")
+    command = ["bash", str(copy / "launch.sh"), "test", "-m", "contract", "-k", "one_split"]
+    result = run([*command, "--config", str(tmp_path / "mine.yaml")], PATH=active_path)
+    assert "unknown option data.split_sed: did you mean data.split_seed?" in result.stdout
+
+
+def test_nproc_sets_the_number_of_processes(run, tables, active_path):
+    result = run([str(ROOT / "launch.sh"), *tables, *SMALL], PATH=active_path, NPROC="1").check()
+    assert "32 samples over 1 ranks" in result.stdout
+
+
+def test_one_machine_needs_neither_the_part_threads_nor_the_part_machines(
+    run, tables, tmp_path, active_path
+):
+    copy = copy_template(tmp_path / "copy")
+    for name in ("ddp_threads", "ddp_rendezvous"):
+        (copy / f"{name}.py").unlink()
+    command = ["bash", str(copy / "launch.sh"), *tables, *SMALL]
+    result = run(command, PATH=active_path).check()
+    assert "32 samples over 2 ranks" in result.stdout
+    assert "threads 1 (" in result.stdout  # as torchrun sets it
+    refused = run(command, PATH=active_path, NNODES="2")
+    assert refused.returncode == 1
+    file = copy / "ddp_rendezvous.py"
+    assert refused.stderr == (
+        f"error: NNODES=2 needs {file}, which is not here: "
+        "set NNODES=1, or start torchrun on each machine\n"
+    )
+
+
+def test_python3_is_used_if_python_lacks_the_packages(run, tmp_path):
+    stand_in(tmp_path / "python", "exit 1")
+    answers = f"""case $1 in
+      -c) echo 3 ;;                    # GPUs
+      {ROOT}/ddp_threads.py) echo "2$2" ;; # threads of so many processes
+      *) echo "$OMP_NUM_THREADS $*" ;;
+    esac"""
+    stand_in(tmp_path / "python3", answers)
+    result = run(
+        [str(ROOT / "launch.sh"), "a=b"],
+        timeout=20,
+        PATH=f"{tmp_path}:/usr/bin:/bin",
+        MAX_RESTARTS="2",
+    )
+    expected = result.check().stdout
+    assert expected.startswith("23 -m torch.distributed.run --nproc-per-node=3 --max-restarts=2 ")
+    assert expected.endswith(f" --standalone {ROOT}/train.py a=b\n")
+
+
+def test_missing_packages_are_installed_beside_the_script(run, tmp_path):
+    """Uses a stand-in for pip that prints its arguments; .ci/run uses the real one."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("launch.sh", "requirements.txt"):
+        shutil.copy(ROOT / name, copy)
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    stand_in(
+        empty / "python3",
+        'case "$*" in\n'
+        '  *"-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;\n'
+        '  *"-m pip install "*) echo "pip $*" ;;\n'
+        '  *"import torch"*) exit 1 ;;\n'
+        "esac",
+    )
+    result = run(["bash", str(copy / "launch.sh")], PATH=f"{empty}:/usr/bin:/bin", timeout=20)
+    assert result.returncode == 1
+    assert "Installing requirements.txt into" in result.stdout
+    assert f"-r {copy}/requirements.txt" in result.stdout
+    assert "still lacks one of torch, torch_geometric, yaml, tqdm: remove" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("signal", "status", "job", "restarts", "expected"),
+    [
+        ("USR1", 0, "JobState=RUNNING", 0, "requeue 7_3"),  # near its time limit
+        ("TERM", 1, "JobState=RUNNING PreemptTime=2030-01-01", 0, "requeue 7_3"),
+        ("CONT", 0, "JobState=RUNNING PreemptTime=None", 0, ""),  # finished
+        (
+            "USR1",
+            3,
+            "JobState=RUNNING",
+            0,
+            "error: the training ended with status 3: see slurm-7_3.node*.out",
+        ),
+        ("USR1", 0, "JobState=COMPLETING", 0, ""),  # by scancel
+        (
+            "USR1",
+            0,
+            "JobState=RUNNING",
+            100,
+            "error: requeued 100 times: check its progress, and raise --time",
+        ),
+    ],
+)
+def test_when_a_slurm_job_is_requeued(run, tmp_path, signal, status, job, restarts, expected):
+    """Uses stand-ins for SLURM's commands; tests/template/slow/test_slurm.py uses the real ones."""
+    stand_ins = {
+        "python": "echo 0",
+        "scontrol": (
+            f'[ $1 = requeue ] && echo "$*" || echo "   Command={ROOT}/launch.sh a %a {job} x"'
+        ),
+        "srun": (
+            f"(echo $STOP_FILE ${{@: -1}}; kill -{signal} $PPID; sleep 0.3; ls *.stop) >asked "
+            f"2>&-; exit {status}"
+        ),
+    }
+    for name, text in stand_ins.items():
+        stand_in(tmp_path / name, text)
+    shutil.copy(ROOT / "launch.sh", tmp_path / "slurm_script")
+    (tmp_path / "slurm-7_3.stop").touch()  # left by an earlier start that was killed
+    variables = {
+        "SLURM_JOB_ID": "8",
+        "SLURM_NNODES": "1",
+        "SLURM_ARRAY_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURM_RESTART_COUNT": str(restarts),
+    }
+    command = ["bash", str(tmp_path / "slurm_script"), "run.name=s%a"]
+    result = run(command, timeout=20, PATH=f"{tmp_path}:/usr/bin:/bin", **variables)
+    assert (result.stdout + result.stderr).splitlines()[-1:] == [expected][: bool(expected)]
+    assert result.returncode == (1 if restarts else 0 if "requeue" in expected else status)
+    asked = [f"{tmp_path}/slurm-7_3.stop run.name=s3", *["slurm-7_3.stop"] * (signal == "USR1")]
+    assert (tmp_path / "asked").read_text().splitlines() == asked
+    assert not list(tmp_path.glob("*.stop"))
+
+
+# ---- Where it is run, with a stand-in for Python that prints what would be started ---------------
+ONE_MACHINE = "--nnodes=1 --local-addr=127.0.0.1 --standalone"
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """A folder with a copy of launch.sh, `place/copy`, and stand-ins, `place/bin`."""
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "bin").mkdir()
+    for name in ("launch.sh", "ddp_rendezvous.py", "ddp_threads.py"):
+        shutil.copy(ROOT / name, tmp_path / "copy")
+    answers = f"""case "$*" in
+      *ddp_rendezvous.py*) exec {sys.executable} "$@" ;;
+      -c*) echo 0 ;;
+      *ddp_threads.py*) echo 1 ;;
+      *) echo "$*" ;;
+    esac"""
+    stand_in(tmp_path / "bin/python", answers)
+    for tool in ("bash", "dirname", "readlink", "rm", "ip", "env"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+    return tmp_path
+
+
+@pytest.fixture
+def launch(run, place):
+    """launch(*arguments, **variables) runs the copy of launch.sh beside the stand-ins alone."""
+
+    def start(*arguments: str, shell: str = "bash", file: str = "copy/launch.sh", **variables: str):
+        command = [shutil.which(shell), file, *arguments]
+        return run(command, timeout=20, PATH=str(place / "bin"), **variables)
+
+    return start
+
+
+def test_a_link_another_shell_and_cdpath_change_nothing(launch, place):
+    (place / "other/copy").mkdir(parents=True)
+    (place / "other/launch.sh").symlink_to("../copy/launch.sh")
+    expected = f" {ONE_MACHINE} {place}/copy/train.py a=b\n"
+    for places in (".", str(place / "other")):
+        assert launch("a=b", CDPATH=places).check().stdout.endswith(expected)
+    assert launch("a=b", file="other/launch.sh").check().stdout.endswith(expected)
+    assert launch("a=b", shell="sh").check().stdout.endswith(expected)
+    assert launch("a=b", POSIXLY_CORRECT="1").check().stdout.endswith(expected)
+
+
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ONE_MACHINE),
+        ({"SLURM_NNODES": "1"}, ONE_MACHINE),
+        ({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, ONE_MACHINE),
+        ({"SLURM_NNODES": "2", "NNODES": "1"}, ONE_MACHINE),
+        ({"SLURM_NNODES": "2"}, "set NNODES=2 and RDZV=host:port on each node, or NNODES=1"),
+        ({**STEP, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}, "set NNODES=2 and"),
+        ({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "2"}, "--ntasks-per-node=1"),
+    ],
+)
+def test_a_container_has_the_variables_of_slurm_without_its_commands(launch, variables, expected):
+    result = launch(SLURM_JOB_ID="7", **variables)
+    if expected == ONE_MACHINE:
+        assert ONE_MACHINE in result.check().stdout
+    else:
+        assert result.returncode == 1 and result.stdout == ""
+        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+        assert expected in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"NPROC": "auto"}, "NPROC=auto is not a number of processes: unset it for one per GPU"),
+        ({"NPROC": "gpu"}, "NPROC=gpu is not a number of processes"),
+        ({"NPROC": "0"}, "NPROC=0 is not a number of processes"),
+        ({"PET_NNODES": "2"}, "PET_NNODES=2 is for torchrun, as in a pod of Kubeflow: start torch"),
+        ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is for torchrun"),
+    ],
+)
+def test_what_another_launcher_understands_is_refused(launch, variables, expected):
+    result = launch(**variables)
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr.startswith(f"error: {expected}") and result.stderr.count("\n") == 1
+
+
+def test_variables_of_torchrun_do_not_make_one_machine_wait_for_others(launch):
+    assert ONE_MACHINE in launch(PET_NNODES="2", NNODES="1").check().stdout
+    assert ONE_MACHINE in launch(PET_NNODES="1", PET_NPROC_PER_NODE="auto").check().stdout
+
+
+def test_a_failure_of_a_step_before_torchrun_ends_it(launch, place):
+    stand_in(place / "bin/python", 'case "$1" in -c) echo 0 ;; *ddp*) exit 7 ;; *) echo on ;; esac')
+    result = launch()
+    assert result.returncode == 7 and result.stdout == ""
+
+
+def test_without_the_folder_tests_there_are_none_to_run(launch, place):
+    result = launch("test")
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: there is no {place}/copy/tests: copy that folder")
+
+
+@pytest.mark.parametrize("can_be_installed", [True, False])
+def test_an_environment_without_pip_gets_it(launch, place, can_be_installed):
+    shutil.copy(ROOT / "requirements.txt", place / "copy")
+    (place / "copy/.venv/bin").mkdir(parents=True)
+    stand_in(place / "bin/python", 'case "$2" in *version_info*) ;; *) exit 1 ;; esac')
+    (place / "bin/python3").symlink_to("python")
+    answers = f"""has_pip={place}/has_pip
+    case "$*" in
+      "-m pip --version") [ -e $has_pip ] ;;
+      "-m ensurepip") {"true" if can_be_installed else "false"} && : >$has_pip ;;
+      "-m pip install "*) [ -e $has_pip ] && echo "pip $*" ;;
+      *) exit 1 ;;
+    esac"""
+    stand_in(place / "copy/.venv/bin/python", answers)
+    result = launch()
+    assert result.returncode == 1
+    if can_be_installed:
+        assert f"-r {place}/copy/requirements.txt" in result.stdout
+    else:
+        assert f"{place}/copy/.venv has no pip: remove it, install python3-venv" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "others"),
+    [("2.13.0", []), ("2.7.1+cu126", ["torch_geometric", "yaml", "tqdm"])],
+)
+def test_missing_packages_and_an_old_torch_are_noticed(launch, place, version, others):
+    """Even without assertions."""
+    modules = place / "modules"
+    modules.mkdir()
+    lines = f"__version__ = {version!r}\nclass cuda:\n    device_count = int\n"
+    (modules / "torch.py").write_text(lines)
+    for name in others:
+        (modules / f"{name}.py").touch()
+    stand_in(place / "bin/python", f'exec {sys.executable} -S "$@"')
+    stand_in(place / "bin/python3", "exit 1")
+    shutil.copy(ROOT / "requirements.txt", place / "copy")
+    result = launch(PYTHONPATH=str(modules), PYTHONOPTIMIZE="1")
+    assert "python3 is older than Python 3.10" in result.stderr and result.stdout == ""
+
+
+def test_a_wrong_meeting_place_ends_before_torchrun(launch):
+    result = launch(NNODES="2", RDZV="none.invalid:1")
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr == "error: cannot resolve the host none.invalid (RDZV)\n"
+
+
+def test_torchrun_is_told_where_the_machines_meet(launch, place):
+    result = launch("a=b", NNODES="1:2", RDZV="127.0.0.1:1", RDZV_TIMEOUT="60").check()
+    assert result.stdout.endswith(
+        " --nnodes=1:2 --local-addr=127.0.0.1 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:1 "
+        "--rdzv-id=launch --rdzv-conf=join_timeout=60,last_call_timeout=4 "
+        f"{place}/copy/train.py a=b\n"
+    )
+
+
+# ---- A checkout ----------------------------------------------------------------------------------
+@pytest.fixture
+def git(run, tmp_path):
+    """git(...) runs git in a repository of .gitattributes, .gitignore and launch.sh."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    for name in (".gitattributes", ".gitignore", "launch.sh"):
+        shutil.copy(ROOT / name, folder)
+    user = ["-c", "user.name=a", "-c", "user.email=b", "-C", str(folder)]
+
+    def start(*arguments: str) -> str:
+        return run(["git", *user, *arguments], timeout=20).check().stdout
+
+    start("init", "-q")
+    start("add", ".")
+    start("commit", "-qm", "all")
+    return start
+
+
+def test_a_checkout_on_windows_has_the_ends_of_lines_that_bash_needs(git, tmp_path):
+    git("clone", "-q", "-c", "core.autocrlf=true", ".", str(tmp_path / "clone"))
+    assert b"\r" not in (tmp_path / "clone/launch.sh").read_bytes()
+
+
+def test_git_ignores_what_the_commands_write(git):
+    for name in (
+        *("runs/a/test.tsv", ".cache/a.pt", ".venv/bin/python", "pairs.predictions.tsv"),
+        *("pairs.explained.tsv", "pairs.predictions.tsv.0a1b.partial"),
+        *("slurm-7_3.out", "slurm-7.node0.out", "slurm-7.stop"),
+    ):
+        assert git("check-ignore", name) == f"{name}\n"
+
+
+# ---- Settings of Python --------------------------------------------------------------------------
+@pytest.mark.parametrize("script", ["train", "predict", "analyse", "ddp_preflight"])
+def test_commands_start_without_docstrings_and_without_their_folder_in_the_path(
+    run, tmp_path, script
+):
+    """`PYTHONSAFEPATH` and `-OO`, which sites set; here the packages keep their docstrings."""
+    copy = copy_template(tmp_path / "copy")
+    compileall.compile_dir(copy, maxlevels=0, quiet=1, legacy=True, optimize=2)
+    for source in copy.glob("*.py"):
+        source.unlink()  # or it would be imported
+    options = ["--help"] if script != "ddp_preflight" else []
+    command = [sys.executable, str(copy / f"{script}.pyc"), *options]
+    result = run(command, PYTHONPATH="", PYTHONSAFEPATH="1").check()
+    assert "usage: " in result.stdout if options else "OK     versions" in result.stdout
+
+
+def test_files_are_utf_8_where_the_locale_is_not(run, tables, tmp_path):
+    name = "gr\u00f6\u00dfe"
+    _, *rows = (tmp_path / "scores.tsv").read_text().splitlines()
+    (tmp_path / "scores.tsv").write_text("\n".join([f"genes\t{name}", *rows, ""]), "utf-8")
+    (tmp_path / "mine.yaml").write_text(f"data: {{scores: [{name}]}}\n", "utf-8")
+    command = [sys.executable, str(ROOT / "train.py"), "--config", "mine.yaml", *tables, *SMALL]
+    result = run(command, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0").check()
+    assert "Traceback" not in result.stderr
+    for file in ("config.yaml", "test.tsv", "log.rank0.txt"):
+        (tmp_path / "runs/default" / file).read_text("utf-8")
+    assert name in (tmp_path / "runs/default/test.tsv").read_text("utf-8")
+
+
+@pytest.mark.parametrize("command", ["train", "predict"])
+@pytest.mark.parametrize("variable", [{}, {"GOMP_SPINCOUNT": "7"}])
+def test_idle_threads_stop_spinning_unless_the_user_says_otherwise(run, command, variable):
+    code = f"import {command}, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    assert run([sys.executable, "-c", code], **variable).check().stdout.strip() == variable.get(
+        "GOMP_SPINCOUNT", "30000"
+    )
+
+
+def test_the_scripts_are_valid_bash_and_pass_shellcheck():
+    subprocess.run(["bash", "-n", str(ROOT / "launch.sh")], check=True)
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    scripts = [str(ROOT / "launch.sh"), str(ROOT / ".ci/run")]
+    assert (
+        subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False).stdout
+        == ""
+    )

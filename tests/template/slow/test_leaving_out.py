@@ -1,0 +1,131 @@
+"""Copies without each part, and without all: they train, and compute what the template does."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from config import read_options
+from parts import PARTS
+from tests.template import make_copy
+from tests.template.fixtures import ROOT, SMALL
+
+BY_NAME = {part.name: part for part in PARTS}
+EACH = [*BY_NAME, "all"]
+# What the log and the README of a copy without a part do not say.
+WORDS = {
+    "baseline": ["baseline"],
+    "pairs": ["pair"],
+    "graphs": ["graphs"],
+    "reach": ["reach"],
+    "copies": ["copies", "expanded"],
+    "predict": ["predict.py", "predictor"],
+    "explain": ["explain"],
+    "analyse": ["analyse"],
+    "notes": ["data_notes"],
+    "cache": ["cache"],
+    "transfer": ["init ", "transfer"],
+    "plots": ["plot", "svg"],
+    "watchdog": ["watchdog"],
+    "threads": ["ddp_threads"],
+    "machines": ["rendezvous"],
+    "preflight": ["preflight"],
+}
+WORDS["all"] = [word for words in WORDS.values() for word in words]
+# Where there is no model_reach.py, the first layer's sums are rounded in another order.
+ROUNDING = {"reach": 1e-6, "all": 1e-6}
+MOST_LINES = 5900  # of the core; 5,000 are the goal
+
+
+def parts_without(name: str) -> list:
+    return PARTS if name == "all" else [BY_NAME[name]]
+
+
+def as_typed(value: object) -> str:
+    """Returns an option's value as on a command line."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def rows_of(run: Path) -> list[dict]:
+    """Returns the losses of a run, and what its metrics are of the model alone."""
+    rows = []
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        names = ("step", "loss", "grad_norm", "mse", "pearson")
+        rows.append({key: value for key, value in row.items() if key in names})
+    return [row for row in rows if "loss" in row]
+
+
+@pytest.fixture(scope="session")
+def rows_of_template() -> dict[tuple, list[dict]]:
+    """What the template's runs computed, by their number of ranks and options."""
+    return {}
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_copy_without_a_part_trains_as_the_template_does(
+    command, tables, tmp_path, rows_of_template, name
+):
+    """On one and two ranks, and its log and README have no word of what is gone."""
+    copy = tmp_path / "copy"
+    assert make_copy.main([str(copy), "--without", name]) == 0
+    ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "."]
+    subprocess.run(ruff, cwd=copy, check=True, timeout=60)
+    values = read_options(copy / "config.yaml")
+    names = [part.option for part in parts_without(name) if part.option]
+    off = sorted({f"{option}={as_typed(values[option])}" for option in names})
+    options = [*tables, *SMALL]
+    tolerance = ROUNDING.get(name, 0)
+    for world_size in (0, 2):
+        own = f"own{world_size}"
+        command(world_size, copy / "train.py", *options, f"run.name={own}", start=True).check()
+        found = rows_of(tmp_path / "runs" / own)
+        key = (world_size, *off)
+        if key not in rows_of_template:
+            command(world_size, "train.py", *options, *off, "run.name=template").check()
+            rows_of_template[key] = rows_of(tmp_path / "runs/template")
+            shutil.rmtree(tmp_path / "runs/template")
+        expected = rows_of_template[key]
+        assert len(found) == len(expected) >= 3
+        for row, expected_row in zip(found, expected, strict=True):
+            assert row == pytest.approx(expected_row, rel=tolerance, abs=tolerance)
+    texts = [(tmp_path / "runs/own2/log.rank0.txt").read_text(), (copy / "README.md").read_text()]
+    for word in WORDS[name]:
+        assert not [line for text in texts for line in text.splitlines() if word in line], word
+    run_the_other_commands(command, tmp_path, copy)
+
+
+def run_the_other_commands(command, folder: Path, copy: Path) -> None:
+    """Predicts with a run of the copy and analyses it, by the commands that the copy has."""
+    if (copy / "predict.py").exists():
+        table = folder / "ask.tsv"
+        table.write_text("genes\nY01\nY02,Y03\n")
+        command(0, copy / "predict.py", "ask.tsv", "runs/own0", start=True).check()
+        assert len((folder / "ask.predictions.tsv").read_text().splitlines()) == 3
+    if (copy / "predict_explain.py").exists():
+        (folder / "ask.predictions.tsv").unlink()
+        command(
+            0, copy / "predict.py", "ask.tsv", "runs/own0", "--explain", "3", start=True
+        ).check()
+    if (copy / "analyse.py").exists():
+        command(0, copy / "analyse.py", "runs/own0", start=True).check()
+
+
+@pytest.mark.parametrize("name", ["", "all"])
+def test_the_tests_of_a_copy_pass(run, tmp_path, name):
+    """As in the folder of a new experiment, by the command that its README gives."""
+    copy = tmp_path / "copy"
+    assert make_copy.main([str(copy), "--without", name]) == 0
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    tested = run([str(copy / "launch.sh"), "test"], timeout=600, PATH=path, PYTHONPATH="").check()
+    assert " passed" in tested.stdout and "failed" not in tested.stdout
+
+
+def test_the_core_is_small():
+    of_parts = {file for part in PARTS for file in part.files}
+    core = [path for path in ROOT.glob("*.py") if path.name not in of_parts]
+    assert sum(len(path.read_text().splitlines()) for path in core) <= MOST_LINES

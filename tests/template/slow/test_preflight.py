@@ -1,0 +1,205 @@
+"""Diagnostics outside of training: preflight, audits, scaling."""
+
+import re
+import shutil
+import socket
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.bench.scaling import advice, fit_line, ring_ms
+from tests.template.fixtures import ROOT, fork, fork_ranks, join
+from tests.tools.audits import WatchOnGPU, placement
+
+SINGLE = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+SMALL = ["data.batch_size=16", "model.hidden=8"]
+
+
+@pytest.mark.parametrize("nproc", [0, 2, 4])
+def test_preflight_of_a_good_machine(torchrun, nproc):
+    result = torchrun(nproc, ROOT / "ddp_preflight.py", GLOO_SOCKET_IFNAME="lo").check()
+    _, *ranks = result.stdout.partition("OK     versions")[0].splitlines()
+    # After the ranks, a note says so if other programs need the CPUs.
+    hosts = [line.partition(", host ")[0] for line in ranks if not line.startswith("note ")]
+    assert hosts == [f"rank {rank}" for rank in range(max(1, nproc))]
+    lines = [line.split() for line in result.stdout.splitlines() if line.startswith(("OK", "NOTE"))]
+    expected = ["ranks", "versions", "speed"]
+    if nproc:
+        expected += ["all-reduce"] * 4
+    assert [name for _, name, *_ in lines] == expected
+    for verdict, name, *_ in lines:  # other processes may slow down a rank
+        assert verdict == "OK" or name == "speed"
+
+
+def test_the_preflight_needs_no_tests(torchrun, tmp_path):
+    for path in (*ROOT.glob("ddp_*.py"), ROOT / "errors.py", ROOT / "parts.py"):
+        shutil.copy(path, tmp_path)
+    script = tmp_path / "ddp_preflight.py"
+    result = torchrun(2, script, PYTHONPATH="", GLOO_SOCKET_IFNAME="lo").check()
+    assert "OK     all-reduce" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "stream", "expected"),
+    [
+        (
+            "slow",
+            0,
+            "stdout",
+            "NOTE   speed        a matrix product takes .* to 9000.0 ms, slowest on rank 1",
+        ),
+        ("torch", 2, "stderr", "error: torch differs between ranks: 1.0 on rank 1, "),
+        (
+            "sum",
+            1,
+            "stderr",
+            "error: an all-reduce gives [12].0 instead of 3: do not train on these machines",
+        ),
+    ],
+)
+def test_preflight_of_a_bad_machine(tmp_path, what, status, stream, expected):
+    _store, ranks = fork_ranks(
+        tmp_path, 2, "tests/template/workers.py", ["preflight_of_a_bad_machine", what]
+    )
+    assert join(ranks) == [status] * 2
+    output = "".join((tmp_path / f"rank{rank}.{stream}").read_text() for rank in (0, 1))
+    assert len(re.findall(expected, output)) == 1, output
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"RANK": "one"},
+            "WORLD_SIZE is set, but not by torchrun .*'one'.*: use torchrun, or unset it",
+        ),
+        (
+            {"MASTER_PORT": ""},
+            "rank 1 on .* cannot reach the others at MASTER_ADDR=localhost MASTER_PORT= "
+            ".*MASTER_PORT",
+        ),
+        (
+            {"MASTER_ADDR": "nowhere.invalid"},
+            "rank 1 on .* cannot reach the others at MASTER_ADDR=nowhere.invalid .*",
+        ),
+        (
+            {"MASTER_PORT": "1"},
+            "cannot reach the others at MASTER_ADDR=localhost MASTER_PORT=1 .*set the address of "
+            "rank",
+        ),
+    ],
+)
+def test_a_launch_that_cannot_work_gives_a_one_line_error(tmp_path, tables, variables, message):
+    command = [str(ROOT / "train.py"), *tables, "ddp.startup_timeout_s=1"]
+    (code,) = join([fork(tmp_path, "train", command, {**SINGLE, **variables})], timeout=30)
+    error = (tmp_path / "train.stderr").read_text()
+    assert code == 2
+    assert re.search(f"^error: .*{message}.*\n", error, re.M), error
+    assert "Traceback" not in error
+
+
+def test_a_port_that_another_program_has_is_not_waited_for(tmp_path, tables):
+    command = [str(ROOT / "train.py"), *tables, "ddp.startup_timeout_s=1"]
+    with socket.create_server(("localhost", 0)) as server:
+        variables = {**SINGLE, "MASTER_PORT": str(server.getsockname()[1])}
+        (code,) = join([fork(tmp_path, "train", command, variables)], timeout=30)
+    assert code == 2
+    error = (tmp_path / "train.stderr").read_text()
+    assert re.search(
+        r"(?m)^error: rank 1 .* cannot reach .* \(nothing answers\): .* a free port", error
+    )
+
+
+def test_different_versions_on_a_rank_stop_the_run(train):
+    result = train(2, fault="other_cuda_on_rank_1")
+    assert result.returncode == 2
+    assert result.stderr.count("error: CUDA differs between ranks: 99.9 on rank 1, ") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("devices", "optimizer state"), ("syncs", "nothing waits for the device")],
+)
+def test_the_audits_pass_on_the_template(run, tables, name, found):
+    result = run([sys.executable, "-m", "tests.check", name, *tables, *SMALL]).check()
+    assert found in result.stdout and result.stdout.splitlines()[-1] == "PASS"
+
+
+def test_the_audit_names_the_line_that_waits(run, tables, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import torch\nclip = torch.nn.utils.clip_grad_norm_\n"
+        "def waiting(*arguments):\n    norm = clip(*arguments)\n    norm.item()\n"
+        "    return norm\n"
+        "torch.nn.utils.clip_grad_norm_ = waiting\n"
+    )
+    command = [sys.executable, "-m", "tests.check", "syncs", *tables, *SMALL]
+    result = run(command, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert result.returncode == 1
+    line = r"WAITS  train.py:\d+ \(grad_norm = clip_grad_norm_.*_local_scalar_dense.*in 10 of 10"
+    assert re.search(line, result.stdout)
+
+
+def test_the_audit_of_a_gpu_reports_waits_but_not_the_warning_of_the_debug_mode(monkeypatch):
+    notice = (
+        "Synchronization debug mode is a prototype feature and does not yet detect all "
+        "synchronizing operations"
+    )
+
+    def set_mode(mode: str) -> None:
+        if mode == "warn":
+            warnings.warn(notice, stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    watch = WatchOnGPU()
+    watch.begin()
+    warnings.warn(
+        "called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1
+    )
+    assert [what for _, what in watch.end()] == ["called a synchronizing CUDA operation"]
+
+
+def test_the_audit_names_misplaced_tensors():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight]["exp_avg"] = torch.ones(1, 2, device="meta")
+    model.register_buffer("scale", torch.ones(1, device="meta"))
+    found = {"model": model, "optimizer": optimizer, "batch": {"y": [torch.ones(1)]}}
+    lines = placement(found, torch.device("cpu"))
+    assert [line.strip() for line in lines if "MISPLACED" in line] == [
+        "MISPLACED  model.scale is on meta: move it to cpu",
+        "MISPLACED  optimizer.state[weight].exp_avg is on meta: move it to cpu",
+    ]
+    assert "  optimizer state   5 on cpu, 1 on meta" in lines
+    assert "  batch             1 on cpu" in lines
+
+
+def test_the_scaling_report(run):
+    options = ["--processes=2", "--preset=small", "--hidden=8", "--rounds=1"]
+    output = run([sys.executable, "-m", "tests.bench.scaling", *options]).check().stdout
+    assert "| weak    | 2 " in output
+    assert "| strong  | 2 " in output
+    assert "| ddp.options={static_graph: true}" in output
+    assert "| 1,024 " in output
+
+
+def test_the_parts_of_the_scaling_report():
+    latency, rate = fit_line([(size, 0.5 + size / 2e6) for size in (1e3, 1e5, 1e7)])
+    assert latency == pytest.approx(0.5) and rate == pytest.approx(2.0)
+    assert ring_ms(8e6, 4, 10.0, 1.0) == pytest.approx(6 * (0.01 + 2.0))
+    linear = nn.Linear(1, 1)
+    assert advice(0.1, 0.01, linear, 4) == []
+    sentences = advice(0.4, 0.2, nn.BatchNorm1d(1), 4)
+    assert [sentence.split(":")[0] for sentence in sentences] == ["advice"] * 3
+    assert advice(0.1, 0.01, nn.BatchNorm1d(1), 64) == []

@@ -1,0 +1,248 @@
+"""Each patch of tests/recipes, applied as a user does it, gives a copy that trains as it should."""
+
+import json
+import math
+import re
+import runpy
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from tests.template.fixtures import ROOT, copy_template
+from tests.template.slow.recipes import (
+    adapt,
+    add_levels,
+    assert_contract,
+    assert_parity,
+    git_apply,
+    launch,
+    refuse,
+    run_tests,
+    train,
+)
+from tests.tools.runs import newest_checkpoint
+
+PAGE = ROOT / "docs/adapting.md"
+RECIPES = sorted(path.stem for path in ROOT.glob("tests/recipes/*.patch"))
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return copy_template(tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    "repository", [None, ".", ".."], ids=["in no repository", "in its own", "within another"]
+)
+def test_every_patch_can_be_applied_and_taken_back(copy, repository):
+    def sources():
+        return {path.name: path.read_text() for path in [*copy.glob("*.py"), copy / "config.yaml"]}
+
+    if repository:
+        subprocess.run(["git", "init", "--quiet", repository], cwd=copy, check=True)
+    original = sources()
+    for name in RECIPES:
+        git_apply(copy, name)
+        changed = {file for file, text in sources().items() if original.get(file) != text}
+        patch = (ROOT / f"tests/recipes/{name}.patch").read_text()
+        assert changed == set(re.findall(r"^\+\+\+ b/([^/\n]*)$", patch, re.M))
+        git_apply(copy, name, "--reverse")
+        assert sources() == original
+
+
+def test_the_page_names_every_patch_and_shows_code_of_some():
+    _, _, text = PAGE.read_text().partition("## Recipes\n")
+    text = re.split(r"^## ", text, maxsplit=1, flags=re.M)[0]
+    assert sorted(re.findall(r"tests/recipes/([a-z_]+)\.patch", text)) == RECIPES
+    num_blocks = 0
+    for section in re.split(r"^### ", text, flags=re.M)[1:]:
+        name = re.search(r"tests/recipes/(\w+)\.patch", section)[1]
+        patch = (ROOT / f"tests/recipes/{name}.patch").read_text().splitlines()
+        lines = {line[1:].strip() for line in patch if line[:1] in "+ "}
+        for block in re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S):
+            num_blocks += 1
+            for line in block.splitlines():
+                assert line.strip() in lines, line
+    assert num_blocks > 0
+
+
+def test_step_loss(copy, tables, tmp_path):
+    adapt(copy, "step_loss", [*tables, "optim.loss=pearson", "optim.epochs=3", "optim.lr=0.05"])
+    refuse(
+        copy, "optim.loss=pearson needs predictions that vary", "train.py", "model.readout=global"
+    )
+    _, rows = train(copy)
+    (test,) = [row for row in rows if row["kind"] == "test"]
+    validations = [row for row in rows if row["kind"] == "val"]
+    assert test["best_step"] == max(validations, key=lambda row: row["spearman"])["step"]
+    assert test["loss"] == pytest.approx(1 - test["pearson"])
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert all(0 < loss < 2 for loss in losses)
+    assert losses[-1] < losses[0]
+    assert_parity(copy)
+    assert_contract(copy)
+
+    spearman = runpy.run_path(str(copy / "metrics.py"))["METRICS"]["spearman"]
+    y = torch.randint(0, 5, (40, 2), generator=torch.Generator().manual_seed(0)).double()
+    prediction = torch.rand(40, 2, generator=torch.Generator().manual_seed(1)).double()
+    y[3, 0] = math.nan
+    for t in (0, 1):
+        present = ~y[:, t].isnan()
+        ranks = [ranks_by_loop(values[present, t].tolist()) for values in (y, prediction)]
+        expected = torch.corrcoef(torch.tensor(ranks))[0, 1].item()
+        assert spearman(y, prediction)[t].item() == pytest.approx(expected)
+
+    # With a loss per rank, the result depends on the number of ranks.
+    source = (copy / "train.py").read_text()
+    assert "env.sum(everyone)" in source
+    (copy / "train.py").write_text(source.replace("env.sum(everyone)", "everyone"))
+    shutil.rmtree(tmp_path / "parity")
+    with pytest.raises(AssertionError):
+        assert_parity(copy)
+
+
+def ranks_by_loop(values):
+    ranks = []
+    for value in values:
+        num_smaller = sum(other < value for other in values)
+        num_equal = sum(other == value for other in values)
+        ranks.append(num_smaller + num_equal / 2)
+    return ranks
+
+
+def read_numbers(path):
+    """Returns the columns of a table of predictions by name, without the first."""
+    header, *rows = (line.split("\t") for line in path.read_text().splitlines())
+    columns = torch.tensor([[float(cell) for cell in row[1:]] for row in rows]).double().T
+    return dict(zip(header[1:], columns, strict=True))
+
+
+def test_gaussian(copy, tables, tmp_path):
+    """Of two scores, one of which varies more where a node is deleted."""
+    lines = (tmp_path / "scores.tsv").read_text().splitlines()
+    rows = ["genes\ta\tb"]
+    for number, line in enumerate(lines[1:]):
+        genes, score = line.split("\t")
+        noise = 20 * (number % 2) if genes < "Y10" else 0
+        rows.append(f"{genes}\t{float(score) + noise}\t{100 + float(score) ** 2}")
+    (tmp_path / "scores.tsv").write_text("\n".join([*rows, ""]))
+    adapt(copy, "gaussian", [*tables, "optim.loss=gaussian", "optim.epochs=3", "optim.lr=0.05"])
+    for name in ("0", "1"):
+        train(copy, f"run.seed={name}", name=name)
+    checkpoint, rows = train(copy, "run.seed=1", "optim.epochs=6", name="1")  # resumes
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert losses[-1] < losses[0] - 0.1
+    assert checkpoint["outputs"] == ["a mean", "a log_variance", "b mean", "b log_variance"]
+
+    predicted = []
+    files = [str(newest_checkpoint(tmp_path / "runs" / name)) for name in ("0", "1")]
+    for runs in (files[:1], files[1:], files):
+        launch(copy, 2, "predict.py", "scores.tsv", *runs, "--parts")
+        predicted.append(read_numbers(tmp_path / "scores.predictions.tsv"))
+    *each, both = predicted
+    parts = ("without_graph", "local", "pairs", "knockout")
+    for target in ("a", "b"):
+        mean, sd = (
+            torch.stack([of_run[name] for of_run in each]) for name in (target, f"{target}_sd")
+        )
+        assert (sd.max(dim=1).values > 1.2 * sd.min(dim=1).values).all()
+        square = (mean.square() + sd.square()).mean(dim=0)  # of the mixture
+        expected = (square - mean.mean(dim=0).square()).sqrt()
+        torch.testing.assert_close(both[target], mean.mean(dim=0), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(both[f"{target}_sd"], expected, rtol=1e-2, atol=1e-3)
+        total = sum(both[f"{target}_{part}"] for part in parts)
+        torch.testing.assert_close(total, both[target], rtol=1e-5, atol=1e-4)
+        assert (both[f"{target}_knockout"] != 0).any()
+
+    launch(copy, 2, "predict.py", "scores.tsv", *files, "--explain", "4")
+    explained = (tmp_path / "scores.explained.tsv").read_text().splitlines()
+    assert len(explained) == 1 + 200 * 2 * 4
+    train(copy, f"run.init={files[1]}", name="follow")
+    assert_contract(copy)
+
+
+def test_own_model(copy, tables, tmp_path):
+    add_levels(tmp_path)
+    adapt(copy, "own_model", tables)
+    checkpoint, _ = train(copy)
+    parts = {name.split(".")[0] for name in checkpoint["model"]}
+    assert parts == {"embedding", "layers", "head"}
+    assert_parity(copy)
+    assert_contract(copy)
+    run_tests(copy, "tests/recipes/own_model.py")
+
+
+def test_attention(copy, tables, tmp_path):
+    """On a table whose edges have two features."""
+    add_levels(tmp_path)
+    header, *rows = (tmp_path / "edges.tsv").read_text().splitlines()
+    rows = [f"{row}\t{i % 7}\t{'NA' if i % 5 == 0 else i % 3}" for i, row in enumerate(rows)]
+    (tmp_path / "edges.tsv").write_text("\n".join([f"{header}\tlength\tage", *rows, ""]))
+    adapt(copy, "attention", [*tables, "model.layers=1", "model.message_passing=attention"])
+    checkpoint, _ = train(copy)
+    assert checkpoint["model"]["encoder.first.convs.1.lin_edge.weight"].shape == (8, 3)
+    assert_parity(copy)
+    assert_contract(copy)
+    run_tests(copy, "tests/recipes/attention.py")
+
+
+# Stands in for `torch.utils.tensorboard`, which needs the package tensorboard: each call becomes a
+# line of a file.
+BOARD = """
+import json, runpy, sys, types
+from pathlib import Path
+
+
+class SummaryWriter:
+    def __init__(self, log_dir, purge_step=None):
+        Path(log_dir).mkdir(exist_ok=True)
+        self.file = Path(log_dir, "calls.jsonl").open("a")
+        print(json.dumps(["purge", purge_step]), file=self.file)
+
+    def add_scalar(self, tag, scalar_value, global_step):
+        print(json.dumps([tag, float(scalar_value), global_step]), file=self.file)
+
+    def flush(self):
+        self.file.flush()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        print(json.dumps(["closed"]), file=self.file)
+        self.file.close()
+
+
+sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+sys.argv[0] = str(Path(__file__).with_name("train.py"))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_tensorboard(copy, tables, tmp_path):
+    add_levels(tmp_path)
+    adapt(copy, "tensorboard", tables)
+    (copy / "board.py").write_text(BOARD)
+    train(copy, script="board.py")
+    _, rows = train(copy, "optim.epochs=2", script="board.py")
+    lines = (tmp_path / "runs/run/tensorboard/calls.jsonl").read_text().splitlines()
+    calls = [json.loads(line) for line in lines]
+    assert calls.count(["closed"]) == 2
+    calls = [call for call in calls if call != ["closed"]]
+    resumed = next(row["step"] for row in rows if row.get("event") == "resumed")
+    assert resumed > 0
+    assert [step for tag, step, *_ in calls if tag == "purge"] == [1, resumed + 1]
+    expected = set()
+    for row in rows:
+        for name, value in row.items():
+            is_figure = name not in ("kind", "step", "epoch") and value is not None
+            if row["kind"] != "event" and is_figure:
+                expected.add((f"{row['kind']}/{name}", value, row["step"]))
+    written = {tuple(call) for call in calls if call[0] != "purge"}
+    tags = {tag for tag, *_ in expected}
+    assert tags >= {"train/loss", "train/lr", "val/pearson", "test/pearson"}
+    # A resumed run has no row of the first run's test, which TensorBoard shows at its step.
+    assert expected <= written
+    assert {tag.split("/")[0] for tag, *_ in written - expected} == {"test"}

@@ -1,0 +1,377 @@
+"""Patches of tests/recipes that change the tables, as test_recipes.py tests the others."""
+
+import json
+import math
+import random
+import runpy
+
+import pytest
+import torch
+
+from data import KnockoutDataset
+from tests.template.fixtures import copy_template, write_table
+from tests.template.slow.recipes import (
+    adapt,
+    add_levels,
+    assert_contract,
+    assert_parity,
+    launch,
+    refuse,
+    run_tests,
+    train,
+)
+
+BEST = "runs/run/checkpoints/best.pt"
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return copy_template(tmp_path / "copy")
+
+
+# ---- weighted_dataset ----------------------------------------------------------------------------
+def test_weighted_dataset(copy, tables, tmp_path):
+    add_levels(tmp_path)
+    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    for name, deviations in (("uneven", (0.1, 1.0)), ("even", (0.5, 0.5))):
+        lines = ""
+        for i, (genes, score) in enumerate(rows):
+            sample = {"genes": genes.split(","), "score": float(score), "sd": deviations[i % 2]}
+            lines += json.dumps(sample) + "\n"
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    adapt(copy, "weighted_dataset", [*tables, "data.perturbations=uneven.jsonl"])
+    checkpoint, metrics = train(copy)
+    even, even_metrics = train(copy, "data.perturbations=even.jsonl", name="even")
+    assert metrics[2]["kind"] == even_metrics[2]["kind"] == "train"
+    assert metrics[2]["loss"] != pytest.approx(even_metrics[2]["loss"], rel=1e-3)
+    assert checkpoint["data"] != even["data"]
+    assert_parity(copy)
+    assert_contract(copy)
+
+    read_tables = runpy.run_path(str(copy / "data_tables.py"))["read_tables"]
+    edges, samples = (str(tmp_path / name) for name in ("edges.tsv", "uneven.jsonl"))
+    data = read_tables(edges, samples, "", [], False)
+    dataset = KnockoutDataset(data, torch.zeros(len(data.genes), dtype=torch.long))
+    for row, (genes, _) in enumerate(rows):
+        batch = dataset.__getitems__([row])
+        names = data.names(batch.perturbed, batch.level)
+        assert set(names) == set(genes.split(","))
+    weight = dataset.__getitems__([*range(len(rows)), -1]).weight
+    expected = [[100.0], [1.0]] * 100  # 1 / 0.1 ** 2 and 1 / 1.0 ** 2 in turns
+    torch.testing.assert_close(weight, torch.tensor([*expected, [0.0]]))  # and padding
+
+    lines = (tmp_path / "even.jsonl").read_text().splitlines()
+    lines[70] = json.dumps({**json.loads(lines[70]), "score": 1e4})
+    (tmp_path / "outlier.jsonl").write_text("\n".join(lines))
+    outlier = str(tmp_path / "outlier.jsonl")
+    (note,) = read_tables(edges, outlier, "", [], False).notes
+    assert note.startswith(f"{outlier}:71: the score makes ")
+
+
+def test_weighted_dataset_of_wrong_files(copy, tables, tmp_path):
+    adapt(copy, "weighted_dataset", tables)
+    files = {
+        "no_sd.jsonl": [{"genes": ["Y00"], "score": 1.0}],
+        "level.jsonl": [
+            {"genes": ["Y00", "Y01"], "score": 1.0, "sd": 1.0},
+            {"genes": ["Y00", "Y01=x"], "score": 1.0, "sd": 1.0},
+        ],
+        "sd.jsonl": [{"genes": ["Y00"], "score": 1.0, "sd": 0.0}],
+    }
+    for name, samples in files.items():
+        lines = "".join(json.dumps(sample) + "\n" for sample in samples)
+        (tmp_path / name).write_text(lines)
+    no_lines = "is not of JSON lines with genes, score and sd: set data.perturbations"
+    for name, message in (
+        ("scores.tsv", f"scores.tsv {no_lines}\n"),
+        ("no_sd.jsonl", f"no_sd.jsonl {no_lines}\n"),
+        ("level.jsonl", "level.jsonl:2: the genes 'Y00,Y01=x' have 'Y01=x': no name, or no level"),
+        ("sd.jsonl", "sd.jsonl:1: the sd '0.0' is not a number from 1e-30 to 1e+30\n"),
+    ):
+        refuse(copy, message, "train.py", f"data.perturbations={name}", "run.name=wrong")
+
+
+# ---- covariates ----------------------------------------------------------------------------------
+KINDS = "{temperature: number, drug: category, plate: category}"
+HEADER = ("genes", "score", "temperature", "drug", "plate", "split")
+
+
+@pytest.fixture
+def samples(tables, tmp_path):
+    """Scores depend on a temperature, a drug, and a plate, whose names are numbers.
+
+    Cells of each are missing. The first 400 rows are those of training.
+    """
+    add_levels(tmp_path)
+    lines = (tmp_path / "scores.tsv").read_text().splitlines()[1:]
+    effect_of_drug = {"MMS": 6.0, "none": 0.0, "CPT": -6.0}
+    effect_of_plate = {"1": 0.0, "2": 4.0, "3": 0.0}
+    draw = random.Random(1)
+    samples = []
+    for line in lines * 3:
+        genes, score = line.split("\t")
+        drug = draw.choice(["MMS", "none", "CPT"])
+        plate = draw.choice("123")
+        temperature = draw.uniform(20, 40)
+        score = float(score) + effect_of_drug[drug] + effect_of_plate[plate]
+        score += (temperature - 30) / 2
+        samples.append((genes, f"{score:.4f}", f"{temperature:.3f}", drug, plate, "train"))
+    for i in range(400, len(samples)):
+        samples[i] = (*samples[i][:5], draw.choice(["val", "test"]))
+    samples[0] = ("Y01", 1, "NA", "", "2", "train")
+    samples[1] = ("Y01", 1, "30.0", "NA", "NA", "train")
+    write_table(tmp_path / "scores.tsv", [HEADER, *samples])
+    return samples
+
+
+def test_covariates(copy, tables, samples, tmp_path):
+    options = [*tables, "optim.epochs=30", "optim.lr=0.02", "model.readout=local"]
+    adapt(copy, "covariates", [*options, f"data.covariates={KINDS}"])
+    _, rows = train(copy)
+    _, rows_without = train(copy, "data.covariates={}", "data.scores=[score]", name="without")
+    (test,) = [row for row in rows if row["kind"] == "test"]
+    (test_without,) = [row for row in rows_without if row["kind"] == "test"]
+    assert test["pearson"] > test_without["pearson"] + 0.1
+    assert_parity(copy)
+    assert_contract(copy)
+
+    (tmp_path / "values.py").write_text(COVARIATES)
+    values = torch.tensor(json.loads(launch(copy, 1, "../values.py", KINDS)))
+    trained = samples[:400]
+    columns = [torch.tensor([float(row[2].replace("NA", "nan")) for row in trained])]
+    for column, categories in ((3, ("CPT", "MMS", "none")), (4, ("1", "2", "3"))):
+        is_missing = torch.tensor([row[column] in ("", "NA") for row in trained])
+        for category in categories:
+            indicator = torch.tensor([float(row[column] == category) for row in trained])
+            columns.append(indicator.where(~is_missing, math.nan))
+    expected = torch.stack(columns, dim=1)
+    mean = expected.nanmean(0)
+    std = (expected - mean).square().nanmean(0).sqrt()
+    expected = ((expected - mean) / std).nan_to_num()
+    torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
+    assert values[0].count_nonzero() == 3  # missing cells: the mean
+    assert values[1].count_nonzero() == 1
+
+    asked = [("NA", "NA", "NA"), ("30", "MMS", "2"), ("30", "MMS", "3")]
+    write_table(tmp_path / "ask.tsv", [HEADER, *(("Y01", 0, *cells, "") for cells in asked)])
+    launch(copy, 1, "predict.py", "ask.tsv", BEST)
+    _, *lines = (tmp_path / "ask.predictions.tsv").read_text().splitlines()
+    unknown, second, third = (float(line.split("\t")[1]) for line in lines)
+    assert second > third + 1
+    assert abs(unknown) < 3
+    for table, message in (
+        ([HEADER[:3], samples[2][:3]], "ask.tsv:1: there is no column 'drug' (data.covariates)"),
+        (
+            [HEADER, ("Y01", 0, "30", "LSD", "1", "")],
+            "ask.tsv:2: the drug 'LSD' is none of CPT, MMS, none",
+        ),
+        ([HEADER, ("Y01", 0, "30", "MMS", "4", "")], "ask.tsv:2: the plate '4' is none of 1, 2, 3"),
+        (
+            [HEADER, ("Y01", 0, "warm", "MMS", "1", "")],
+            "ask.tsv:2: the temperature 'warm' is not a number",
+        ),
+    ):
+        write_table(tmp_path / "ask.tsv", table)
+        refuse(copy, message, "predict.py", "ask.tsv", BEST)
+    for kinds, message in (
+        (
+            "{drug: category, light: number}",
+            "scores.tsv:1: there is no column 'light' (data.covariates)",
+        ),
+        (
+            "{drug: category, light: category}",
+            "scores.tsv:1: there is no column 'light' (data.covariates)",
+        ),
+        ("{drug: number}", f"scores.tsv:4: the drug '{samples[2][3]}' is not a number"),
+        ("{drug: text}", "data.covariates: drug is no text: set number or category"),
+    ):
+        refuse(copy, message, "train.py", f"data.covariates={kinds}", "run.name=wrong")
+
+
+# Prints what the batch of the training rows says of the covariates.
+COVARIATES = """
+import json, sys
+sys.path.insert(0, "copy")
+import torch, yaml
+from data import DataConfig, KnockoutDataset, load
+
+covariates = yaml.safe_load(sys.argv[1])
+tables = load(DataConfig("edges.tsv", "scores.tsv", covariates=covariates, cache_dir="values"))
+dataset = KnockoutDataset(tables, torch.zeros(len(tables.genes), dtype=torch.long))
+print(json.dumps(dataset.__getitems__(tables.rows("train")).covariates.tolist()))
+"""
+
+
+# ---- rules ---------------------------------------------------------------------------------------
+GENES = [f"g{i}" for i in range(25)]
+REACTIONS = [f"Y{i:02d}" for i in range(28)]
+
+
+@pytest.fixture
+def rules():
+    """The rule of each reaction."""
+    draw = random.Random(2)
+    rules = {}
+    for reaction in REACTIONS:
+        a, b, c, d = draw.sample(GENES, 4)
+        forms = [a, f"{a} and {b}", f"({a} AND {b}) Or {c}", f"{a} or {b} AND ({c} or {d})"]
+        rules[reaction] = draw.choice(forms)
+    rules["Y00"] = " and ".join(GENES)
+    rules["Y01"] = ""  # never dies, nor does Y02, which has no line
+    del rules["Y02"]
+    return rules
+
+
+@pytest.fixture
+def deletions(tables, rules, tmp_path):
+    """Rows of a table: the nodes of the graph are reactions, samples delete genes."""
+    draw = random.Random(3)
+    ring = zip(REACTIONS, [*REACTIONS[1:], REACTIONS[0]], strict=True)
+    edges = [(start, end, "x") for start, end in ring]
+    write_table(tmp_path / "edges.tsv", [("source", "target", "relation"), *edges])
+    effect = {reaction: draw.gauss(0, 1) for reaction in REACTIONS}
+    samples = []
+    for _ in range(200):
+        names = draw.sample(GENES, draw.randint(1, 3))
+        score = sum(effect[reaction] for reaction in dead_reactions(rules, names))
+        samples.append((",".join(names), f"{score + draw.gauss(0, 0.1):.4f}"))
+    write_table(tmp_path / "scores.tsv", [("genes", "score"), *samples, ("", 0.0)])
+    write_table(tmp_path / "rules.tsv", [("reaction", "rule"), *rules.items()])
+    return samples
+
+
+@pytest.fixture
+def rules_copy(copy, tables, deletions):
+    split = ["data.split=nodes", "data.test_fraction=0.2"]
+    adapt(copy, "rules", [*tables, "data.rules=rules.tsv", *split])
+    return copy
+
+
+def dead_reactions(rules, names):
+    """Returns the reactions that die with these genes, as Python evaluates the rules."""
+    lives = {gene: gene not in names for gene in GENES}
+    return {
+        reaction for reaction, rule in rules.items() if rule and not eval(rule.lower(), {}, lives)
+    }
+
+
+def test_rules(rules_copy, rules, deletions, tmp_path):
+    train(rules_copy)
+    assert "HAVE NO EDGE" not in (tmp_path / "runs/run/log.rank0.txt").read_text()  # of the genes
+    assert_parity(rules_copy)
+    assert_contract(rules_copy)
+    (tmp_path / "dead.py").write_text(DEAD_REACTIONS)
+    found = json.loads(launch(rules_copy, 1, "../dead.py"))
+    expected = [dead_reactions(rules, genes.split(",")) for genes, _ in deletions]
+    assert [set(names) for names in found] == [*expected, set()]
+
+    def predict(table):
+        output = launch(rules_copy, 2, "predict.py", table, "runs/run")
+        file = tmp_path / f"{table.removesuffix('.tsv')}.predictions.tsv"
+        _, *lines = file.read_text().splitlines()
+        return dict(line.split("\t") for line in lines), output
+
+    singles, output = predict("all-singles")
+    assert singles.keys() == set(GENES)
+    assert all(singles.values())
+    assert "no prediction" not in output
+    pairs, _ = predict("all-pairs")
+    assert len(pairs) == 25 * 24 // 2
+    assert all(pairs.values())
+    asked = ["g1", "g1,unknown", "Y03", "", "g2"]
+    write_table(tmp_path / "ask.tsv", [("genes",), *((genes,) for genes in asked)])
+    predictions, output = predict("ask.tsv")
+    assert [bool(text) for text in predictions.values()] == [True, False, False, True, True]
+    assert "2 rows have no prediction: 2 nodes are not in the graph: unknown, Y03" in output
+    for gene in ("g1", "g2"):
+        assert float(predictions[gene]) == pytest.approx(float(singles[gene]), abs=1e-5)
+
+    no_levels = "have a level: with data.rules, a gene is deleted or intact"
+    write_table(tmp_path / "ask.tsv", [("genes",), ("g1=0",), ("g1,g2=1",)])
+    refuse(rules_copy, f"ask.tsv:3: the genes 'g1,g2=1' {no_levels}", "predict.py", "ask.tsv", BEST)
+    message = "all-pairs=0.3 has a level: with data.rules, a gene is deleted or intact\n"
+    refuse(rules_copy, message, "predict.py", "all-pairs=0.3", BEST)
+
+
+def test_wrong_rules(rules_copy, deletions, tmp_path):
+    def assert_refused(rules, message):
+        refuse(rules_copy, f"{message}\n", "train.py", f"data.rules={rules}", "run.name=wrong")
+
+    for rule in (
+        "(g1 and g2",
+        "g1 and g2)",
+        "g1 g2",
+        "g1 (g2)",
+        "and g1",
+        "g1 or",
+        "()",
+        "g1 or and g2",
+    ):
+        write_table(tmp_path / "wrong.tsv", [("reaction", "rule"), ("Y03", "g1"), ("Y01", rule)])
+        message = f"wrong.tsv:3: the rule '{rule}' lacks a bracket, an operator or a gene"
+        assert_refused("wrong.tsv", message)
+    row = next(i for i, (names, _) in enumerate(deletions) if names != "g1")
+    for table, message in (
+        ([("NONE", "g1")], "wrong.tsv:2: the reaction 'NONE' is in no row of data.edges"),
+        ([("Y01", "g1"), ("Y01", "g2")], "wrong.tsv:3: the reaction 'Y01' stands twice"),
+        ([("Y01", ""), ("Y02", "NA")], "wrong.tsv: no reaction has a rule"),
+        (
+            [("Y01", "g1")],
+            f"scores.tsv:{row + 2}: the genes '{deletions[row][0]}' are not all in data.rules",
+        ),
+    ):
+        write_table(tmp_path / "wrong.tsv", [("reaction", "rule"), *table])
+        assert_refused("wrong.tsv", message)
+    assert_refused("none.tsv", "cannot read none.tsv: No such file or directory")
+    levels = [("g1=0", 1.0), ("g1,g2=0.3", 1.0)]
+    write_table(tmp_path / "scores.tsv", [("genes", "score"), *deletions, *levels])
+    no_levels = "have a level: with data.rules, a gene is deleted or intact"
+    place = f"scores.tsv:{len(deletions) + 3}"
+    assert_refused("rules.tsv", f"{place}: the genes 'g1,g2=0.3' {no_levels}")
+
+
+def test_without_rules_the_named_nodes_are_perturbed_and_may_have_levels(
+    rules_copy, deletions, tmp_path
+):
+    levels = [("g1=0", 1.0), ("g1,g2=0.3", 1.0)]
+    write_table(tmp_path / "scores.tsv", [("genes", "score"), *deletions, *levels])
+    output = launch(rules_copy, 1, "train.py", "data.rules=", "run.name=nodes")
+    assert "do the tables use the same names?" in output
+    config = (rules_copy / "config.yaml").read_text()
+    (rules_copy / "config.yaml").write_text(config.replace("rules: rules.tsv", "rules: ''"))
+    assert_contract(rules_copy)
+
+
+# Prints which reactions die in each row, as the copy says.
+DEAD_REACTIONS = """
+import json, sys
+sys.path.insert(0, "copy")
+import torch
+from data import DataConfig, KnockoutDataset, load
+
+config = DataConfig("edges.tsv", "scores.tsv", rules="rules.tsv", split="nodes", cache_dir="dead")
+tables = load(config)
+dataset = KnockoutDataset(tables, torch.zeros(len(tables.genes), dtype=torch.long))
+batch = dataset.__getitems__(range(len(dataset)))
+parts = batch.perturbed.split(batch.perturbed_ptr.diff().tolist())
+print(json.dumps([[tables.genes[node] for node in part.tolist()] for part in parts]))
+"""
+
+
+# ---- edge_knockouts ------------------------------------------------------------------------------
+def test_edge_knockouts(copy, tables, tmp_path):
+    """Samples remove or scale the edges of three pairs of nodes, or nodes."""
+    edges = [line.split("\t") for line in (tmp_path / "edges.tsv").read_text().splitlines()[1:]]
+    removed = [f"{source}>{target}" for source, target, _ in edges[:3]]
+    header, *lines = (tmp_path / "scores.tsv").read_text().splitlines()
+    ends = ("", "=0.3", "", "=2")
+    for i in range(1, len(lines), 2):
+        lines[i] = f"{removed[i % 3]}{ends[i % 4]},{lines[i]}"
+    (tmp_path / "scores.tsv").write_text("\n".join([header, *lines, ""]))
+    adapt(copy, "edge_knockouts", tables)
+    train(copy)
+    assert "; shared, as samples remove edges" in (tmp_path / "runs/run/log.rank0.txt").read_text()
+    assert_parity(copy)
+    assert_contract(copy)
+    run_tests(copy, "tests/test_mask.py")
+    run_tests(copy, "tests/recipes/edge_knockouts.py")

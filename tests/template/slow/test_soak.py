@@ -1,0 +1,69 @@
+"""`python -m tests.check soak`, without torchrun and only for moments."""
+
+import contextlib
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.template.fixtures import launch_forked
+from tests.tools import soak
+
+
+@pytest.fixture
+def soak_forked(monkeypatch, capsys) -> Callable[[], tuple[bool, str]]:
+    """soak_forked() soaks a run or two, without torchrun.
+
+    It returns whether they survived, and what was printed. Forked ranks have no children, and
+    nobody kills a frozen one. No user may mount a disk or cut a link.
+    """
+    kinds = {kind: action for kind, action in soak.KINDS.items() if "torchrun" not in action}
+    for left_out in ("a frozen rank (SIGSTOP)", "a killed process of the loader"):
+        del kinds[left_out]
+    monkeypatch.setattr(soak, "KINDS", kinds)
+    monkeypatch.setattr(soak, "available", lambda resource, otherwise: contextlib.nullcontext())
+    monkeypatch.setattr(soak, "launch", launch_forked)
+    monkeypatch.setattr(soak, "LAUNCHES_WITH_FAULTS", 2)
+    options = SimpleNamespace(
+        minutes=0.1, ranks=[1, 2, 3], seed=6, timeout=60, arguments=["model.hidden=8"]
+    )
+
+    def start() -> tuple[bool, str]:
+        survived = soak.soak(options)
+        return survived, capsys.readouterr().out
+
+    return start
+
+
+def test_a_soak_counts_the_faults_that_a_run_survives(soak_forked):
+    survived, output = soak_forked()
+    assert survived, output
+    line = r"^(\d+) faults in \d+ launches of \d+ runs lost nothing"
+    total = int(re.search(line, output, re.MULTILINE)[1])
+    counts = re.findall(r"^ +(\d+)  ", output, re.MULTILINE)
+    assert total == sum(map(int, counts)) > 1
+
+
+def test_a_soak_never_freezes_a_rank_and_kills_its_torchrun(tmp_path):
+    soaking = soak.Soak(SimpleNamespace(ranks=[2]), random.Random(0), tmp_path, tmp_path, None)
+    launches = [{fault.kind for fault in soaking.draw_faults(tmp_path, 2)} for _ in range(2000)]
+    with_frozen = [kinds for kinds in launches if "a frozen rank (SIGSTOP)" in kinds]
+    assert any(len(kinds) == 2 for kinds in with_frozen)
+    assert not any(kinds & {"torchrun killed", "SIGUSR1 to torchrun"} for kinds in with_frozen)
+
+
+def test_a_soak_notices_an_altered_checkpoint(soak_forked, monkeypatch):
+    def alter(path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        state["model"]["encoder.embedding"][0] += 0.1
+        torch.save(state, path)
+
+    monkeypatch.setattr(soak, "KINDS", {"a rank killed": "SIGKILL"})
+    monkeypatch.setattr(soak, "SHARE_DAMAGED", 1.0)
+    monkeypatch.setattr(soak, "DAMAGES", {"an altered checkpoint": alter})
+    survived, output = soak_forked()
+    assert not survived and "differs from the undisturbed run's" in output

@@ -1,0 +1,116 @@
+"""Runs that a signal stops, with and without processes of the loader."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.template.fixtures import ROOT
+from tests.template.slow.processes import SETTINGS, started, status_of, wait_for_growth
+from tests.template.test_data import loader_of_compared_workers
+from tests.tools.runs import difference
+
+SIGNALS = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]
+
+
+# ---- Signals -------------------------------------------------------------------------------------
+def test_ctrl_c_in_one_process_stops_at_a_step_boundary(tmp_path, tables):
+    command = [sys.executable, ROOT / "train.py", *tables, *SETTINGS]
+    command += ["optim.epochs=500", "checkpoint.every_steps=100000"]
+    run = tmp_path / "runs/default"
+    with started(command, tmp_path) as process:
+        wait_for_growth(run / "checkpoints/best.pt")
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0 and "(SIGINT): the same command resumes the run" in output
+    status = status_of(run)
+    assert status["state"] == "stopped" and status["reason"] == "SIGINT"
+    assert (run / f"checkpoints/step_{status['step']:08d}.pt").exists()
+
+
+def test_a_signal_to_all_processes_stops_cleanly_with_loader_processes(tmp_path, tables):
+    """Ctrl-C in a terminal and a scheduler's cancel signal all processes."""
+    command = [sys.executable, ROOT / "train.py", *tables, *SETTINGS]
+    command += ["optim.epochs=500", "data.workers=2"]
+    with started(command, tmp_path) as process:
+        # It is written when the loader is running.
+        wait_for_growth(tmp_path / "runs/default/checkpoints/best.pt")
+        os.killpg(process.pid, signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0 and "(SIGTERM)" in output, output + errors
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_to_torchrun_stops_cleanly_with_spawned_loader_processes(tmp_path, tables, name):
+    """As on GPUs, where loader processes are spawned.
+
+    torchrun signals the whole process group of each rank.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    command += [f"--signals-to-handle={','.join(SIGNALS)}"]
+    command += [ROOT / "tests/template/faulty.py", "spawn_loader", "--", "train.py"]
+    command += [*tables, *SETTINGS, "optim.epochs=500", "data.workers=1"]
+    run = tmp_path / "runs/default"
+    with started(command, tmp_path) as process:
+        wait_for_growth(run / "checkpoints/step_00000004.pt")
+        process.send_signal(getattr(signal, name))
+        _, errors = process.communicate(timeout=60)
+    status = status_of(run)
+    assert (status["state"], status["reason"]) == ("stopped", name), errors
+
+
+def test_a_clean_stop_does_not_save_a_nonfinite_step(train, tmp_path):
+    arguments = ["optim.epochs=2", "log.every_steps=4", "checkpoint.every_steps=3"]
+    fault = "spoil_a_step_and_stop:5"
+    train(0, *arguments, "run.name=whole").check()
+    result = train(0, *arguments, fault=fault)
+    assert result.returncode == 1 and "step 6 is not finite" in result.stderr
+    train(0, *arguments, fault=fault).check()
+    assert difference(tmp_path / "runs/default", tmp_path / "runs/whole") == ""
+
+
+# ---- Signals before the first step ---------------------------------------------------------------
+def test_without_torchrun_a_run_stops_before_its_first_step(train, tmp_path):
+    result = train(2, *SETTINGS, fault="signal_while_loading:torchrun:SIGKILL", launcher=True)
+    assert result.returncode == -signal.SIGKILL
+    assert "stopped   at step 0 (torchrun exited)" in result.stdout
+    status = status_of(tmp_path / "runs/default")
+    assert status.pop("warnings") == []
+    assert status == {"state": "stopped", "step": 0, "epoch": 0, "reason": "torchrun exited"}
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_while_the_tables_are_read_ends_the_process_at_once(train, tmp_path, name):
+    """There is nothing to save; a run that stopped at a checkpoint is left as it was."""
+    result = train(0, *SETTINGS, fault=f"signal_while_loading:rank:{name}", launcher=True)
+    if name == "SIGINT":
+        assert result.returncode == 1 and result.stderr == "error: interrupted\n"
+    else:
+        assert result.returncode == -signal.Signals[name] and result.stderr == ""
+    assert not (tmp_path / "runs").exists()
+
+
+# ---- Processes of the loader ---------------------------------------------------------------------
+def test_loader_processes_need_few_file_descriptors(run):
+    """The hundreds of tensors of a planned batch would take one each; usually 1,024 are allowed."""
+    options = "data.batch_size=1024 data.workers=4 optim.epochs=1 model.hidden=8"
+    command = f"ulimit -n 1024; exec {sys.executable} {ROOT}/train.py {options}"
+    result = run(["bash", "-c", command], timeout=240)
+    assert "test      loss" in result.check().stdout
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+def test_loader_processes_beside_a_gpu_are_spawned():
+    """A fork would break CUDA."""
+    loader = loader_of_compared_workers("cuda", 1)
+    assert loader.multiprocessing_context.get_start_method() == "spawn"
+
+
+def test_a_batch_that_a_loader_process_cannot_send_ends_the_run_with_the_reason(train):
+    result = train(0, *SETTINGS, "data.workers=1", fault="unsendable_batch", launcher=True)
+    assert result.returncode == 1
+    assert "with_a_function.<locals>.<lambda>" in result.stderr  # what cannot be pickled
+    assert "error: rank 0: a process that loads batches " in result.stderr

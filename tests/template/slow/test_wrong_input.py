@@ -1,0 +1,67 @@
+"""Errors that the user can fix: one message, status 2 on any number of ranks, no files left."""
+
+import fcntl
+import re
+
+import pytest
+
+from tests.template.fixtures import MODULES, write_table
+
+WRONG_INPUT = [
+    (["optim.lrr=1"], "unknown option optim.lrr: did you mean optim.lr?"),
+    (["optim.warmup=500"], "it is the fraction of all steps that warm up, from 0 to 1, not their"),
+    (["--lr=1"], "unrecognized arguments: --lr=1"),
+    (
+        ["--config", "missing.yaml"],
+        "cannot read the configuration missing.yaml: [Errno 2] No such file or directory",
+    ),
+    (
+        ["ddp.options={bucket_cap: 1}"],
+        "ddp.options: DistributedDataParallel: got an unexpected keyword argument",
+    ),
+    (["data.edges=missing.tsv"], "cannot read missing.tsv: No such file or directory"),
+    (["data.perturbations=wrong.tsv"], "wrong.tsv:3: the score 'high' is not a number"),
+    (
+        ["run.dir=.", "run.name=taken"],
+        "cannot write taken: Is a directory; fix that or set run.dir",
+    ),
+    (
+        ["run.dir=scores.tsv"],
+        "cannot write scores.tsv/default: Not a directory; fix that or set run.dir",
+    ),
+]
+
+
+@pytest.mark.parametrize("nproc", [0, 4])
+def test_wrong_input_gives_one_message_and_leaves_no_files(train, tmp_path, nproc):
+    for arguments, message in WRONG_INPUT:
+        result = train_with_wrong_input(train, tmp_path, message, nproc, *arguments)
+        assert result.returncode == 2, arguments
+
+
+def test_torchrun_reports_status_2(train, tmp_path):
+    arguments, message = WRONG_INPUT[-1]
+    result = train_with_wrong_input(train, tmp_path, message, 4, *arguments, launcher=True)
+    assert result.returncode == 1  # torchrun's own status
+    assert "exitcode  : 2" in result.stderr, result.stderr
+
+
+def train_with_wrong_input(train, tmp_path, message, *arguments, **options):
+    write_table(tmp_path / "wrong.tsv", [("genes", "score"), ("Y01", 1), ("Y02", "high")])
+    (tmp_path / "taken/config.yaml").mkdir(parents=True, exist_ok=True)
+    result = train(*arguments, **options)
+    assert message in result.stderr, result.stderr
+    assert result.stderr.count("\nerror: ") + result.stderr.startswith("error: ") == 1
+    assert not re.search(rf'File ".*/({"|".join(MODULES)})\.py"', result.stderr), result.stderr
+    assert not (tmp_path / "runs").exists()
+    return result
+
+
+def test_two_runs_in_one_folder_are_refused(train, tmp_path):
+    folder = tmp_path / "runs/default"
+    folder.mkdir(parents=True)
+    with (folder / "log.rank0.txt").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = train(0)
+    assert result.returncode == 2
+    assert "another process is training in runs/default" in result.stderr

@@ -1,0 +1,616 @@
+"""analyse.py: a run's test.tsv, and what is said of one run and of several."""
+
+import itertools
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import yaml
+
+import analyse
+import analyse_metrics
+import analyse_text
+from analyse import seconds_of
+from analyse_metrics import metrics_by_group
+from config import load_config
+from data import load
+from errors import UserError
+from run_plots import scatter_svg
+from tests.template.fixtures import write_table
+from tests.template.test_analyse_metrics import make_rows, normal
+from tests.template.test_analyse_results import HEADER
+from tests.tools.runs import read_metrics
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch):
+    """Intervals of 100 resamples, in a tenth of the time."""
+    monkeypatch.setattr("analyse_metrics.CELLS", 1)
+
+
+@pytest.fixture
+def analyse_here(monkeypatch, tmp_path):
+    """analyse_here(*arguments) runs the command in the test's folder; returns its exit status."""
+
+    def start(*arguments: str) -> int:
+        monkeypatch.chdir(tmp_path)
+        return analyse.main(list(arguments))
+
+    return start
+
+
+def write_run(folder: Path, seed: int = 0, state: str = "finished") -> Path:
+    """Writes what analyse.py reads of a run, but no tables; returns the folder.
+
+    Of two scores, the second is constant. The prediction is that of the seed.
+    """
+    folder.mkdir(parents=True)
+    header = [*HEADER, "flat", "flat_prediction", "flat_baseline"]
+    y, noise = normal(40, 1).flatten().tolist(), normal(40, 1, seed=seed + 1).flatten().tolist()
+    lines = [(f"G{row}", 0, "", y[row], y[row] + noise[row], 0, 1, 1, 1) for row in range(40)]
+    write_table(folder / "test.tsv", [header, *lines])
+    missing = {"edges": "none.tsv", "perturbations": "none.tsv"}
+    options = {"run": {"seed": seed}, "data": missing}
+    (folder / "config.yaml").write_text(yaml.safe_dump(options))
+    (folder / "metrics.jsonl").write_text('{"kind": "test", "loss": 0.5, "best_step": 3}\n')
+    status = {"state": state, "warnings": ["look here"]}
+    (folder / "status.json").write_text(json.dumps(status))
+    return folder
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+def test_a_run_of_another_version_is_named(tmp_path, analyse_here, capsys):
+    write_table(tmp_path / "test.tsv", [HEADER, ("a", 0, "", 1, 2, 3)])
+    (tmp_path / "config.yaml").write_text("log: {threshold: 1}\n")
+    assert analyse_here(str(tmp_path)) == 2
+    expected = (
+        f"error: {tmp_path}/config.yaml: unknown option log.threshold: did you mean "
+        f"log.profile_steps?; {tmp_path} is a run of another version of the template: "
+        "analyse it with that one, or repeat it\n"
+    )
+    assert capsys.readouterr().err == expected
+
+
+def test_the_command_takes_the_threads_of_one_process(analyse_here, monkeypatch):
+    taken = []
+    monkeypatch.setattr("ddp_threads.choose_threads", lambda count: (3, f"for {count}"))
+    monkeypatch.setattr("torch.set_num_threads", taken.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert analyse_here("runs/none") == 2
+    assert taken == [3, torch.get_num_threads()]  # and leaves those that were there
+
+
+def test_a_missing_file_and_wrong_arguments_are_one_sentence(tmp_path, analyse_here, capsys):
+    assert analyse_here("runs/none") == 2
+    expected = "error: there is no run folder runs/none: name one, such as runs/NAME\n"
+    assert capsys.readouterr().err == expected
+    assert analyse_here() == 2
+    assert capsys.readouterr().err == "error: the following arguments are required: RUN\n"
+    write_table(tmp_path / "test.tsv", [HEADER, ("a", 0, "", 1, 2, 3)])
+    assert analyse_here(".") == 2
+    assert capsys.readouterr().err.startswith("error: cannot read the configuration config.yaml: ")
+    (tmp_path / "config.yaml").touch()
+    assert analyse_here(".", "--threshold", "-1.5") == 2
+    assert capsys.readouterr().err == "error: test.tsv has no score below --threshold=-1.5\n"
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("running", "it is training or was killed: wait, or start it again, which resumes it"),
+        ("stopped", "it was stopped before its end: start it again, which resumes it"),
+        ("failed", "it failed, and status.json says why: start it again, which resumes it"),
+    ],
+)
+def test_a_run_that_has_not_finished_is_one_sentence(tmp_path, analyse_here, capsys, state, reason):
+    write_run(tmp_path / "a", state=state)
+    write_run(tmp_path / "b")
+    assert analyse_here("a") == 0  # of a table that is there, the state does not matter
+    (tmp_path / "a/test.tsv").unlink()
+    for folders in (["a"], ["b", "a"]):
+        capsys.readouterr()
+        assert analyse_here(*folders) == 2
+        assert capsys.readouterr() == ("", f"error: a has no test.tsv, as {reason}\n")
+
+
+def test_a_folder_that_is_no_run_is_one_sentence(tmp_path, analyse_here, capsys):
+    write_run(tmp_path / "runs/a")
+    assert analyse_here("runs/a/test.tsv") == 2
+    problem = "there is no run folder runs/a/test.tsv: name one, such as runs/NAME"
+    assert capsys.readouterr() == ("", f"error: {problem}\n")
+    assert analyse_here("runs") == 2
+    problem = "cannot read runs/test.tsv: No such file or directory; a run writes it when it finish"
+    assert capsys.readouterr().err.startswith(f"error: {problem}")
+
+
+def test_several_runs_of_which_one_is_of_another_version_are_one_sentence(
+    tmp_path, analyse_here, capsys
+):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", seed=1)
+    (tmp_path / "b/config.yaml").write_text("log: {threshold: 1}\n")
+    assert analyse_here("a", "b") == 2
+    printed, error = capsys.readouterr()
+    assert printed == ""
+    assert "; b is a run of another version of the template: " in error
+    assert error.startswith("error: b/config.yaml: unknown option log.threshold")
+    assert error.count("\n") == 1
+
+
+def test_metrics_that_nobody_here_has_written_are_no_traceback(tmp_path, analyse_here):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", seed=1)
+    rows = [{"kind": "test", "loss": 1}, {"kind": "val"}]
+    rows += [{"kind": "event", "event": event} for event in ("started", "failed")]
+    (tmp_path / "b/metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert analyse_here("a", "b") == 0
+
+
+def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path, analyse_here, capsys):
+    """Root may write into any folder, so that this one has a folder where a file would be."""
+    (write_run(tmp_path / "a") / "test.json.tmp").mkdir()
+    assert analyse_here("a") == 2
+    problem = "cannot write a/test.json: Is a directory; fix that or copy the run folder, and start"
+    assert capsys.readouterr() == ("", f"error: {problem} again\n")
+    assert analyse.analyse_run(tmp_path / "a")["n"] == 40
+
+
+def test_a_run_that_is_named_twice_is_refused(tmp_path, analyse_here, capsys):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", seed=1)
+    assert analyse_here("a", "b", "b/../a") == 2
+    assert capsys.readouterr() == ("", "error: b/../a is named twice: name each run once\n")
+
+
+def test_a_closed_pipe_loses_no_file_and_shows_no_traceback(command, tmp_path):
+    for name, seed in (("a", 0), ("b", 1)):
+        write_run(tmp_path / name, seed)
+    for words in (["a"], ["a", "b", "--json"]):
+        result = command(0, "analyse.py", *words, fault="closed_pipe")
+        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert json.loads((tmp_path / "a/test.json").read_text())["n"] == 40
+    ElementTree.parse(tmp_path / "a/test.svg")
+
+
+# ---- For programs --------------------------------------------------------------------------------
+def test_the_json_of_a_run_is_its_file_and_what_python_gets(tmp_path, analyse_here, capsys):
+    write_run(tmp_path / "a")
+    assert analyse_here("a", "--json", "--threshold=0") == 0
+    printed, errors = capsys.readouterr()
+    assert errors == ""
+    assert printed == (tmp_path / "a/test.json").read_text()
+    result = json.loads(printed)
+    assert result["targets"]["flat"]["pearson"] is None  # as that score is constant
+    assert "auroc" in result
+    assert result["no_rivals"].startswith("cannot read none.tsv: No such file or directory in ")
+    (tmp_path / "a/test.json").unlink()
+    assert without_nan(analyse.analyse_run("a", threshold=0)) == result
+    assert math.isnan(analyse.analyse_run("a")["targets"]["flat"]["pearson"])
+    assert not (tmp_path / "a/test.json").exists()
+    assert capsys.readouterr() == ("", "")
+
+
+def without_nan(result: dict) -> dict:
+    return json.loads(json.dumps(result).replace("NaN", "null"))
+
+
+def test_the_json_of_several_runs_is_what_python_gets_and_the_text_says(
+    tmp_path, analyse_here, capsys
+):
+    folders = ["a", "b", "c"]
+    for seed, name in enumerate(folders):
+        write_run(tmp_path / name, seed)
+    files = sorted(tmp_path.rglob("*"))
+    assert analyse_here(*folders, "--json") == 0
+    printed, errors = capsys.readouterr()
+    assert errors == ""
+    result = json.loads(printed)
+    comparison = analyse.compare([Path(name) for name in folders])
+    assert without_nan(comparison) == result
+    assert capsys.readouterr() == ("", "")
+    assert sorted(tmp_path.rglob("*")) == files
+
+    assert result["options"] == {"a": {"run.seed": 0}, "b": {"run.seed": 1}, "c": {"run.seed": 2}}
+    assert result["results"]["b"]["best step"] == 3
+    assert result["results"]["b"]["val loss"] is None
+    assert list(result["figures"]) == folders
+    for name in folders:
+        assert result["figures"][name]["pearson"] == analyse.analyse_run(name)["pearson"]
+    by_pearson = sorted(folders, key=lambda name: -result["figures"][name]["pearson"])
+    best_two = result["best_two"]
+    assert best_two["runs"] == by_pearson[:2]
+    best, second = (result["figures"][name]["pearson"] for name in by_pearson[:2])
+    assert best_two["difference"] == pytest.approx(best - second)
+    assert len(result["uncertainty"]["error_by_fifths"]) == 5
+    assert result["warnings"]["a"] == analyse.analyse_run("a")["warnings"] == ["look here"]
+
+    assert analyse_here(*folders) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "a says: look here" in lines
+    (line,) = [line for line in lines if line.startswith("best two, ")]
+    low, high = best_two["gain"]
+    expected = f"Pearson {best - second:.4f}, 95 % {low:.4f} to {high:.4f}"
+    assert line == f"best two, {by_pearson[0]} less {by_pearson[1]}: {expected}"
+
+
+def test_options_that_only_a_later_run_names_are_shown(tmp_path):
+    write_run(tmp_path / "a")
+    folder = write_run(tmp_path / "b")
+    with (folder / "config.yaml").open("a") as file:
+        file.write("optim: {lr: 0.5}\n")
+    options = analyse.compare([tmp_path / "a", folder])["options"]
+    assert options == {str(tmp_path / "a"): {"optim.lr": None}, str(folder): {"optim.lr": 0.5}}
+
+
+def test_compare_needs_a_list_of_runs(tmp_path):
+    folder = write_run(tmp_path / "a")
+    for runs in ("runs", folder, [folder], []):
+        with pytest.raises(UserError, match="compare takes a list of two runs or more"):
+            analyse.compare(runs)
+    with pytest.raises(UserError, match="is named twice"):
+        analyse.compare([folder, str(folder)])
+
+
+# ---- One run -------------------------------------------------------------------------------------
+def test_groups_of_rows_are_printed_and_written(train, tables, tmp_path, analyse_here, capsys):
+    options = ["data.split=nodes", "data.test_fraction=0.2"]
+    train(0, *options).check()
+    assert analyse_here("runs/default", "--threshold=1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(Path("runs/default/test.json").read_text())
+    assert result["by_unseen"].keys() >= {"1", "2"}
+    assert result["by_deletions"].keys() == {"1", "2", "3"}
+    assert sum(group["n"] for group in result["by_unseen"].values()) == result["n"]
+    first = result["by_unseen"]["1"]
+    assert first["baseline_pearson"] != result["baseline_pearson"]
+    assert 0 < first["average_precision"] <= 1
+    (line,) = [line for line in lines if line.startswith("unseen 1 ")]
+    low, high = first["gain"]
+    cells = [f"{first['n']:,}", f"{first['pearson']:.4f}", f"{first['baseline_pearson']:.4f}"]
+    assert re.split(r"  +", line)[1:5] == [*cells, f"{low:.4f} to {high:.4f}"]
+    ElementTree.parse("runs/default/test.svg")
+
+
+@pytest.mark.slow
+def test_a_copy_of_the_run_folder_suffices_but_for_one_line(train, tmp_path, analyse_here, capsys):
+    train(0, "data.split=nodes", "data.test_fraction=0.2").check()
+    assert analyse_here("runs/default", "--threshold=1") == 0
+    result = json.loads(Path("runs/default/test.json").read_text())
+    config = yaml.safe_load(Path("runs/default/config.yaml").read_text())
+
+    def analyse_copy() -> str:
+        Path("config.yaml").write_text(yaml.safe_dump(config))
+        capsys.readouterr()
+        assert analyse_here(".", "--threshold=1") == 0
+        return capsys.readouterr().out
+
+    shutil.move("runs/default/test.tsv", "test.tsv")
+    analyse_copy()
+    assert json.loads(Path("test.json").read_text()) == result
+    config["data"]["split_seed"] = 1
+    problem = "no comparison with what can be said without the model"
+    assert f"{problem}: the tables have changed since the run" in analyse_copy()
+    config["data"]["edges"] = "none.tsv"
+    missing = "cannot read none.tsv: No such file or directory"
+    assert f"{problem}: {missing}" in analyse_copy()
+    del result["rivals"]
+    result["no_rivals"] = missing
+    assert json.loads(Path("test.json").read_text()) == result
+
+
+def test_a_table_with_sd_is_analysed_beside_its_noise(train, tmp_path, analyse_here, capsys):
+    header, *lines = (tmp_path / "scores.tsv").read_text().splitlines()
+    rows = [f"{line}\t{0.1 + 0.1 * (i % 5):.1f}" for i, line in enumerate(lines)]
+    (tmp_path / "noisy.tsv").write_text("\n".join([f"{header}\tsd", *rows]) + "\n")
+    log = train(0, "data.perturbations=noisy.tsv").check().stdout
+    assert ", Weighted Pearson " in log
+    assert analyse_here("runs/default") == 0
+    printed = capsys.readouterr().out
+    for title in ("noise ceiling", "weighted Pearson", "weighted baseline", "R2 ceiling"):
+        assert title in printed
+    result = json.loads(Path("runs/default/test.json").read_text())
+    share = result["r2"] / result["ceiling_r2"]
+    assert f"R2 is {share:.1%} of the ceiling" in printed
+
+
+def test_runs_of_other_weights_are_not_compared():
+    rows = make_rows(20)
+    weighted = replace(rows, weight=torch.ones(20, dtype=torch.float64))
+    noisy = replace(rows, sd=torch.ones(20, dtype=torch.float64))
+    files = [Path("a"), Path("b")]
+    analyse.check_same_rows([noisy, noisy], files)
+    for members in itertools.permutations([rows, weighted, noisy], 2):
+        with pytest.raises(UserError, match="b has other weights or sd than a"):
+            analyse.check_same_rows(list(members), files)
+
+
+def test_runs_of_another_loss_are_not_compared(tmp_path, analyse_here, capsys):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b")
+    with (tmp_path / "b/config.yaml").open("a") as file:
+        file.write("optim: {loss: binary}\n")
+    assert analyse_here("a", "b") == 2
+    problem = "b was trained with optim.loss=binary, a with squared: compare runs of one loss"
+    assert capsys.readouterr() == ("", f"error: {problem}\n")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "place"),
+    [
+        (1.2e-9, 3.2e-8, "not clearly above it"),
+        (-3e-8, -1e-9, "not clearly above it"),
+        (-0.1, 0.2, "not clearly above it"),
+        (0.001, 0.2, "above it"),
+        (-0.2, -0.001, "below it"),
+    ],
+)
+def test_a_model_is_above_a_rival_by_more_than_the_digits_of_a_file(low, high, place):
+    """Where there are weights, by its weighted figures."""
+    rival = {"pearson": 0.9, "gain": [low, high]}
+    *_, sentence = analyse_text.table_of_rivals({"baseline": rival})
+    assert sentence == f"strongest without the model: baseline; the model is {place}"
+    rival = {"pearson": 0.9, "gain": [0.5, 0.6], "weighted_gain": [low, high]}
+    assert analyse_text.table_of_rivals({"baseline": rival})[-1] == sentence
+
+
+def test_rows_that_count_decide_by_their_weights():
+    """The order of rivals, the difference to each, and the best two of several runs."""
+    rows = make_rows(200)
+    rows.y = normal(200, 1, seed=4)
+    good = rows.y + 0.1 * normal(200, 1, seed=5)
+    noise = normal(200, 1, seed=6)
+    is_noisy = (torch.arange(200) % 3 == 0).unsqueeze(1)
+    exact_where_it_counts = good.where(~is_noisy, 5 * noise)
+    fair = rows.y + noise
+    weight = torch.where(is_noisy[:, 0], 1e-6, 1.0).double()
+    rows = replace(rows, weight=weight, prediction=exact_where_it_counts)
+    rows.rivals = {"baseline": fair}
+    rivals = {"fair": fair, "exact": exact_where_it_counts}
+    of_rivals = analyse_metrics.metrics_of_rivals(rows, rivals, "squared")
+    assert list(of_rivals) == ["exact", "baseline: fair"]
+    assert of_rivals["exact"]["pearson"] < of_rivals["baseline: fair"]["pearson"]
+    low, _ = of_rivals["baseline: fair"]["weighted_gain"]
+    _, high = of_rivals["baseline: fair"]["gain"]
+    assert high < 0 < low
+    fair_alone = {"baseline: fair": of_rivals["baseline: fair"]}
+    assert analyse_text.table_of_rivals(fair_alone)[-1].endswith("the model is above it")
+    members = {"a": replace(rows, prediction=fair), "b": rows}
+    best_two = analyse_metrics.difference_of_best(members, "squared")
+    assert (best_two["runs"], best_two["metric"]) == (["b", "a"], "weighted_pearson")
+    assert 0 < best_two["gain"][0] < best_two["difference"] < best_two["gain"][1]
+
+
+def test_other_tables_than_the_run_had_are_no_rivals_tables(
+    trained, tmp_path, analyse_here, capsys
+):
+    """Although the test rows are the same; and an untrained model is named."""
+    trained("optim.lr=0.0")
+    assert analyse_here("runs/default") == 0
+    printed = capsys.readouterr().out
+    start = "runs/default predicts what its untrained baseline does: no step was better in"
+    assert start in printed
+    assert "not clearly above it" in printed
+    own = load(load_config(Path("runs/default/config.yaml")).data)
+    row = own.rows("train")[0].item()
+    path = Path("scores.tsv")
+    lines = path.read_text().splitlines()
+    lines[row + 1] = lines[row + 1].split("\t")[0] + "\t77"
+    path.write_text("\n".join(lines) + "\n")
+    assert analyse_here("runs/default") == 0
+    reason = "without the model: the tables have changed since the run"
+    assert reason in capsys.readouterr().out
+
+
+def test_without_a_rival_in_the_file_the_others_are_compared_all_the_same(
+    trained, analyse_here, capsys
+):
+    trained("model.start=mean")
+    assert analyse_here("runs/default") == 0
+    printed = capsys.readouterr().out
+    assert "\ntest.tsv has no rival: groups of rows have no difference from one" in printed
+    assert "\nstrongest without the model: " in printed
+    assert "baseline" not in printed
+
+
+def test_without_the_part_that_fits_rivals_a_line_says_so(
+    trained, analyse_here, monkeypatch, capsys
+):
+    trained("model.start=mean")
+    monkeypatch.setattr("analyse.is_here", lambda module: module != "analyse_rivals")
+    assert analyse_here("runs/default") == 0
+    *_, reason, _ = capsys.readouterr().out.splitlines()
+    assert reason.endswith("without the model: analyse_rivals.py, which fits it, is not here")
+    found = analyse.analyse_run("runs/default")
+    assert "gain" not in found
+    assert found["by_unseen"]["0"]["pearson"] is not None
+
+
+def test_scores_that_vary_no_more_than_their_noise_have_no_ceiling():
+    rows = replace(make_rows(40), sd=torch.full((40,), 9.0, dtype=torch.float64))
+    assert "R2 has no ceiling" in analyse_text.noise_text(metrics_by_group(rows))
+    rows = replace(rows, sd=torch.full((40,), 1e-9, dtype=torch.float64))
+    result = metrics_by_group(rows)
+    assert analyse_text.noise_text(result).startswith(f"R2 is {result['r2']:.1%} of the ceiling")
+
+
+def test_many_scores_are_printed_in_part():
+    rows = make_rows(50, analyse_text.SHOWN + 3)
+    lines = analyse_text.table(metrics_by_group(rows), rows.rivals)
+    assert sum(line.startswith("t") for line in lines) == analyse_text.SHOWN
+    *lines, more, quartiles, of_baseline = lines
+    assert more == "and 3 more scores, which are in test.json"
+    assert re.fullmatch(r"Pearson, quartiles over the scores: (0\.\d{4}(, |$)){3}", quartiles)
+    assert of_baseline.startswith("baseline, quartiles over the scores: ")
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_home_and_variables_stand_for_the_folders_of_runs(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("RUNS", "/scratch/runs")
+    parsed = analyse.read_arguments(["~/runs/a", "$RUNS/b", "runs/c"])
+    assert list(map(str, parsed.runs)) == ["/home/me/runs/a", "/scratch/runs/b", "runs/c"]
+
+
+def test_undefined_figures_are_null_and_a_dash(tmp_path, analyse_here, capsys):
+    rows = [("a", 0, "", "", 2, 3), ("b", 1, "b", "", 1, 3)]
+    write_table(tmp_path / "test.tsv", [HEADER, *rows])
+    (tmp_path / "config.yaml").touch()
+    assert analyse_here(".") == 0
+    result = json.loads((tmp_path / "test.json").read_text())
+    assert (result["n"], result["rows"]) == (0, 2)
+    assert result["pearson"] is result["mse"] is None
+    assert result["gain"] == [None, None]
+    assert re.split(r"  +", capsys.readouterr().out.splitlines()[2])[1:6] == ["0", "2", *"---"]
+    ElementTree.parse(tmp_path / "test.svg")
+
+
+def test_rows_with_a_score_and_all_rows_are_counted(tmp_path, analyse_here, capsys):
+    """The second column of counts is empty for a group whose rows all have a score."""
+    rows = []
+    for row in range(9):
+        genes = f"A{row},B" if row < 5 else f"A{row}"
+        rows.append((genes, 0, "", "NA" if row in (0, 3) else row, row, row * (-1) ** row))
+    table = [HEADER, *(["" if cell == "NA" else cell for cell in row] for row in rows)]
+    write_table(tmp_path / "test.tsv", table)
+    (tmp_path / "config.yaml").touch()
+    assert analyse_here(".") == 0
+    result = json.loads((tmp_path / "test.json").read_text())
+    assert (result["n"], result["rows"]) == (7, 9)
+    groups = result["by_deletions"]
+    assert (groups["2"]["n"], groups["2"]["rows"]) == (3, 5)
+    assert groups["1"]["n"] == 4
+    assert "rows" not in groups["1"]
+    first, header, *lines = capsys.readouterr().out.splitlines()
+    assert first == "test.tsv: rows 9, scores 1"
+    assert re.split(r"  +", header)[1:4] == ["rows", "with those without a score", "Pearson"]
+    counts = [re.split(r"  +", line)[:3] for line in lines[:3]]
+    one, two = "deletions 1", "deletions 2"
+    assert counts == [["all", "7", "9"], [one, "4", "1.0000"], [two, "3", "5"]]
+
+
+def test_the_plot_has_at_most_two_thousand_points_evenly_chosen():
+    rows = make_rows(3000, 2)
+    rows.y *= torch.tensor([1.0, 1000.0])
+    rows.prediction = rows.y
+    svg = scatter_svg(*analyse.points_and_labels(rows))
+    assert svg.count("<circle") == analyse.POINTS
+    assert svg.count("(standard units)") == 2
+    points = [point for point in ElementTree.fromstring(svg).iter() if point.tag.endswith("circle")]
+    x = torch.tensor([float(point.get("cx")) for point in points])
+    y = torch.tensor([float(point.get("cy")) for point in points])
+    torch.testing.assert_close(x + y, torch.full((2000,), 400.0), rtol=0, atol=0.11)
+    assert 0 <= x.min() < x.max() <= 400
+    assert 40 < x.std() < 80  # of both targets
+    few = make_rows(30)
+    points, *labels = analyse.points_and_labels(few)
+    assert len(points) == (~few.y.isnan()).sum() < 30
+    assert labels == ["prediction", "score"]
+
+
+# ---- Several runs --------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_the_warnings_of_a_run_stand_at_its_end_in_its_status_and_in_the_analysis(
+    train, tmp_path, analyse_here, capsys
+):
+    """Each once, also after a second start."""
+    path = tmp_path / "scores.tsv"
+    path.write_text(path.read_text().replace("Y03", "y03"))
+    note = "note      scores.tsv: 3 of 30 knocked-out nodes have no edge: y03 (Y03?), Y"
+    for epochs in (1, 2):
+        *_, title, last = train(0, f"optim.epochs={epochs}").check().stdout.splitlines()
+        assert title == "warnings  1, as above:" or epochs == 2
+        assert last.startswith(note)
+        status = json.loads((tmp_path / "runs/default/status.json").read_text())
+        assert status["warnings"][-1] == last
+    shutil.copytree(tmp_path / "runs/default", tmp_path / "runs/copy")
+    says = "runs/default says: "
+    capsys.readouterr()
+    assert analyse_here("runs/default") == 0
+    assert f"{says}{' '.join(note.split())}" in capsys.readouterr().out
+    assert analyse_here("runs/default", "runs/copy") == 0
+    assert says in capsys.readouterr().out
+    for text in ("{", "[]", "null", '{"warnings": 5}', '{"warnings": null}'):
+        (tmp_path / "runs/default/status.json").write_text(text)
+        assert analyse_here("runs/default") == 0
+        assert says not in capsys.readouterr().out
+
+
+def test_runs_are_compared_alone_and_together(train, tmp_path, analyse_here, capsys):
+    options = {
+        "a": ["run.seed=1"],
+        "b": ["run.seed=2"],
+        "c": ["model.layers=1", "model.readout=local"],
+    }
+    for name, arguments in options.items():
+        train(0, *arguments, "optim.lr=0.05", f"run.name={name}").check()
+    capsys.readouterr()
+    assert analyse_here("runs/a", "runs/b", "runs/c") == 0
+    lines = capsys.readouterr().out.splitlines()
+
+    # First the runs side by side.
+    header, *rows = [re.split(r"  +", line.strip()) for line in lines[:4]]
+    assert header == [
+        "run.seed", "model.layers", "model.readout", "best step", "val loss", "test loss",
+        "val pearson", "test pearson", "seconds",
+    ]  # fmt: skip
+    for name, chosen in zip("abc", (["1", "2"], ["2", "2"], ["0", "1"]), strict=True):
+        run, seed, layers, readout, step, *figures, seconds = rows["abc".index(name)]
+        (test,) = read_metrics(tmp_path / "runs" / name, "test")
+        val_rows = read_metrics(tmp_path / "runs" / name, "val")
+        (val,) = [row for row in val_rows if row["step"] == test["best_step"]]
+        assert (run, seed, layers) == (f"runs/{name}", *chosen)
+        assert (readout == "local") is (name == "c")
+        assert int(step) == test["best_step"]
+        expected = [row[key] for key in ("loss", "pearson") for row in (val, test)]
+        assert [float(figure) for figure in figures] == pytest.approx(expected, abs=1e-4)
+        assert 0 <= int(seconds) < 60
+    assert lines[4] == ""
+
+    # Then which of them are untrained, and their predictions.
+    while not lines[5].startswith("3 runs: "):
+        assert "predicts what its untrained baseline does" in lines.pop(5)
+    figures = {line.split("  ")[0].strip(): line for line in lines[7:12]}
+    assert list(figures) == ["runs/a", "runs/b", "runs/c", "mean of these", "ensemble"]
+    pearson = [float(re.search(r"-?0\.\d+", line)[0]) for line in list(figures.values())[:4]]
+    assert pearson[3] == pytest.approx(sum(pearson[:3]) / 3, abs=2e-4)
+    assert " to " in figures["ensemble"]
+    assert " to " not in figures["runs/a"]
+    assert lines[12].startswith("best two, runs/")
+    assert lines[13].startswith("Spearman of standard deviation and absolute error: ")
+    assert lines[14].count(",") == 4
+
+    train(0, "data.split_seed=1", "run.name=other").check()
+    assert analyse_here("runs/a", "runs/other") == 2
+    message = "runs/other/test.tsv has other test rows than runs/a/test.tsv: compare runs of one"
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_the_seconds_of_a_run_are_those_between_its_starts_and_ends():
+    """A killed run has no end; what it did until then is not known."""
+    events = [("started", 1), ("stopped", 4), ("resumed", 10), ("resumed", 20), ("failed", 25.5)]
+    events.append(("failed", 26))  # once more, while it ended
+    rows = [{"kind": "event", "event": event, "time": time} for event, time in events]
+    rows.insert(1, {"kind": "train", "step": 1})
+    assert seconds_of(rows) == 8.5
+    assert seconds_of(rows[:1]) == 0
+
+
+def test_a_cut_line_of_metrics_is_left_out_and_a_missing_file_is_named(
+    train, tmp_path, analyse_here, capsys
+):
+    train(0, "run.name=a").check()
+    shutil.copytree(tmp_path / "runs/a", tmp_path / "runs/b")
+    with (tmp_path / "runs/b/metrics.jsonl").open("a") as file:
+        file.write('{"a": 1}\n5\n{"kind": "tr')
+    assert analyse_here("runs/a", "runs/b") == 0
+    of_a, of_b = capsys.readouterr().out.splitlines()[1:3]
+    assert of_a.removeprefix("runs/a") == of_b.removeprefix("runs/b")
+    (tmp_path / "runs/b/metrics.jsonl").unlink()
+    assert analyse_here("runs/a", "runs/b") == 2
+    assert "error: cannot read runs/b/metrics.jsonl: " in capsys.readouterr().err

@@ -1,0 +1,166 @@
+"""analyse_results.py: what is read of a test.tsv, and what its rows are drawn with."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from analyse_metrics import metrics_by_group
+from analyse_results import Results, check_same_rows, read_results
+from errors import UserError
+from tests.template.fixtures import write_table
+
+HEADER = ("genes", "unseen", "unseen_genes", "score", "score_prediction", "score_baseline")
+
+
+def normal(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            [HEADER[:4]],
+            r"test.tsv:1: the header is not genes, unseen, unseen_genes, and as many columns "
+            r"for each score; start the run",
+        ),
+        ([(*HEADER, *HEADER[3:5])], r"test.tsv:1: the header is not"),
+        ([HEADER[:3]], r"test.tsv:1: the header is not"),
+        ([(*HEADER[:2], *HEADER[3:])], r"test.tsv:1: the header is not"),
+        ([HEADER], r"test.tsv:1: there are no rows"),
+        ([HEADER, ("a", 0, "", 1, 2, 3), ("a", 0, "", 1, 2)], r"test.tsv:3: 5 cells under 6 colu"),
+        ([HEADER, ("a", "x", "", 1, 2, 3)], r"test.tsv:2: invalid literal for int"),
+        ([HEADER, ("a", "1,0", "a", 1, 2, 3)], r"test.tsv:2: 2 numbers of unseen genes"),
+        ([HEADER, ("a", 0, "", 1, 2, "x")], r"test.tsv:2: could not convert string to float: 'x'"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, table, message):
+    write_table(tmp_path / "test.tsv", table)
+    with pytest.raises(UserError, match=message):
+        read_results(tmp_path / "test.tsv")
+
+
+# ---- Unseen for one score and not for another ----------------------------------------------------
+TWO_SCORES = [
+    (*HEADER[:3], "a", "a_prediction", "a_baseline", "b", "b_prediction", "b_baseline"),
+    ("A,B", "1,0", "A", 1, 2, 3, 4, 5, 6),
+    ("A,B", "1", "B", 1, 2, 3, "", 5, 6),
+    ("", "0", "", 1, 2, 3, 4, 5, 6),
+    ("C", "0,1", "C", "", 2, 3, 4, 5, 6),
+]
+
+
+def test_numbers_of_unseen_genes_that_differ_are_read_for_each_score(tmp_path):
+    read = read_results(write_table(tmp_path / "test.tsv", TWO_SCORES))
+    assert read.unseen.tolist() == [[1, 0], [1, 1], [0, 0], [0, 1]]
+    assert read.unseen_genes == ["A", "B", "", "C"]
+
+
+def test_scores_are_grouped_by_the_genes_that_are_unseen_for_them(tmp_path):
+    """The row `A,B` is among those of an unseen gene with its score a, not with its score b."""
+    read = read_results(write_table(tmp_path / "test.tsv", TWO_SCORES))
+    read.prediction[:, 1] = torch.tensor([50.0, 6.0, 7.0, 8.0], dtype=torch.float64)
+    groups = metrics_by_group(read)["by_unseen"]
+    assert groups.keys() == {"0", "1"}
+    assert groups["1"]["mse"] == pytest.approx((1 + (8 - 4) ** 2) / 2)
+    assert groups["0"]["mse"] == pytest.approx((1 + ((50 - 4) ** 2 + (7 - 4) ** 2) / 2) / 2)
+    # The last row lacks the score for which it has no unseen gene.
+    assert (groups["0"]["n"], groups["0"]["rows"]) == (2, 3)
+    assert groups["1"]["n"] == 3
+    assert "rows" not in groups["1"]
+
+
+def test_a_gene_is_unseen_for_the_score_that_its_training_rows_lack(train, tmp_path, monkeypatch):
+    """A has a training row with b alone, B has one without scores, and C one with both.
+
+    D is at level 1 in its only one.
+    """
+    rows = [
+        ("genes", "a", "b", "split"),
+        ("A", "NA", 0.3, "train"),
+        ("B", "NA", "NA", "train"),
+        ("C,D=1", 0.5, 0.9, "train"),
+        ("C,E", 0.1, 0.4, "train"),
+        ("E", 0.7, 0.2, "val"),
+        ("C", 0.4, 0.1, "val"),
+        ("A", 1.0, 2.0, "test"),
+        ("B,C", 1.5, 2.5, "test"),
+        ("A,B=0.5", 1.2, 2.0, "test"),
+        ("C,E", 1.2, 2.0, "test"),
+        ("D,E", 0.2, 1.0, "test"),
+    ]
+    edges = [("source", "target", "relation"), *[(a, b, "r") for a, b in ("AB", "BC", "CD", "DE")]]
+    write_table(tmp_path / "edges.tsv", edges)
+    write_table(tmp_path / "two.tsv", rows)
+    train(0, "data.perturbations=two.tsv").check()
+    lines = (tmp_path / "runs/default/test.tsv").read_text().splitlines()[1:]
+    assert [tuple(line.split("\t")[:3]) for line in lines] == [
+        ("A", "1,0", "A"),
+        ("B,C", "1", "B"),
+        ("A,B=0.5", "2,1", "A,B"),
+        ("C,E", "0", ""),
+        ("D,E", "1", "D"),
+    ]
+    groups = metrics_by_group(read_results(tmp_path / "runs/default/test.tsv"))["by_unseen"]
+    assert {count: group["n"] for count, group in groups.items()} == {"0": 2, "1": 4, "2": 1}
+
+
+# ---- Units ---------------------------------------------------------------------------------------
+def rows_of(genes: list[str], unseen_genes: list[str]) -> Results:
+    """Returns rows of these genes, of which these are unseen, and a random score."""
+    counts = [names.count(",") + 1 if names else 0 for names in unseen_genes]
+    return Results(
+        genes=genes,
+        unseen=torch.tensor(counts).unsqueeze(1),
+        unseen_genes=unseen_genes,
+        targets=["score"],
+        y=normal(len(genes), 1),
+        prediction=normal(len(genes), 1, seed=1),
+        rivals={"baseline": normal(len(genes), 1, seed=2)},
+    )
+
+
+def test_replicates_are_one_unit():
+    rows = rows_of(["A,B", "A", "A,B", "", "A,B=0.5", "", "A"], [""] * 7)
+    assert rows.cluster_numbers().tolist() == [[number, -1] for number in (0, 1, 0, 2, 3, 2, 1)]
+    assert rows.clusters()[:5] == [[("set", names)] for names in rows.genes[:5]]
+
+
+def test_rows_with_an_unseen_gene_are_one_unit_at_any_level():
+    rows = rows_of(["A,X", "X=0.3", "B,X", "A,Y", "A,B"], ["X", "X", "X", "Y", ""])
+    assert rows.cluster_numbers().tolist() == [[number, -1] for number in (0, 0, 0, 1, 2)]
+    assert rows.clusters()[1:4] == [[("gene", name)] for name in "XXY"]
+
+
+def test_rows_of_two_unseen_genes_have_two_clusters():
+    rows = rows_of(["X,Y", "A,Y", "W,X", "A,B"], ["X,Y", "Y", "W,X", ""])
+    assert rows.cluster_numbers().tolist() == [[0, 1], [1, -1], [0, 2], [3, -1]]
+
+
+def test_of_several_unseen_genes_two_of_the_most_rows_are_the_clusters():
+    names = ["W,X,Y,Z", "Y,Z", "W,Z", "V,W,X"]
+    clusters = [{name for _, name in clusters} for clusters in rows_of(names, names).clusters()]
+    assert clusters == [{"W", "Z"}, {"Y", "Z"}, {"W", "Z"}, {"W", "X"}]
+
+
+def test_a_set_that_is_called_as_an_unseen_gene_is_another_unit():
+    rows = rows_of(["X", "X,Y"], ["", "X"])
+    assert rows.cluster_numbers().tolist() == [[0, -1], [1, -1]]
+
+
+# ---- Runs of the same rows -----------------------------------------------------------------------
+@pytest.mark.parametrize(("unit", "offset"), [(1.0, 0.0), (1e-7, 0.0), (1.0, 1e5)])
+def test_baselines_of_other_training_rows_are_told_apart_in_any_unit(unit, offset):
+    """They are the same but for the digits of a file, in standard deviations."""
+    rows = rows_of(["A"] * 30, [""] * 30)
+    baseline = offset + unit * rows.rivals["baseline"]
+    rows.rivals = {"baseline": baseline}
+    files = [Path("a"), Path("b")]
+    rounded = replace(rows, rivals={"baseline": baseline + 1e-6 * unit})
+    check_same_rows([rows, rounded], files)
+    moved = baseline + 1e-2 * unit * normal(30, 1, seed=3)
+    other = replace(rows, rivals={"baseline": moved})
+    with pytest.raises(UserError, match="b was trained on other rows than a"):
+        check_same_rows([rows, other], files)

@@ -1,0 +1,513 @@
+"""The additive baseline: equal to dense solutions, on tables with gaps and on odd ones."""
+
+import math
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from baseline import PENALTIES, UNSOLVED, additive_baseline, doses_of, impute_effects
+from baseline_ridge import Design, LogisticRidge, Ridge, conjugate_gradients
+from config import Config
+from data import DataConfig, random_split
+from data_tables import Tables
+from data_training import training_mean_and_std
+from mask import LINEAR
+from metrics import pearson
+from optim import OptimConfig
+from task import KnockoutTask
+from tests.bench.synthetic import PRESETS, synthetic_tables
+from tests.sets import pack_levels, pack_sets
+from tests.template.test_targets import additive_tables
+
+
+def mixed_tables() -> Tables:
+    """Returns 400 samples of none to five of 30 genes, with three gappy scores.
+
+    The genes' effects have a mean. Four of the genes occur in no training row; two of these have
+    a neighbour.
+    """
+    random = Random(0)
+    generator = torch.Generator().manual_seed(0)
+    sets = [random.sample(range(26), random.choice([0, 1, 1, 2, 3, 5])) for _ in range(360)]
+    sets += [random.sample(range(30), 2) for _ in range(40)]
+    effect = 1 + torch.randn(30, 3, dtype=torch.float64, generator=generator)
+    noise = torch.randn(400, 3, dtype=torch.float64, generator=generator)
+    y = 5 + 0.3 * noise + torch.stack([effect[nodes].sum(0) for nodes in sets])
+    y[torch.rand(400, 3, generator=generator) < 0.2] = math.nan
+    perturbed, perturbed_ptr = pack_sets(sets)
+    return Tables(
+        genes=[f"g{i:02}" for i in range(30)],
+        relations=["r"],
+        edge_index=torch.tensor([[0, 26, 27], [1, 3, 5]]),
+        edge_type=torch.tensor([0, 0, 0]),
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        y=y,
+        split=torch.tensor([0, 0, 0, 1] * 90 + [1, 2] * 20, dtype=torch.int8),
+        targets=["a", "b", "c"],
+    )
+
+
+def above_median(y: torch.Tensor) -> torch.Tensor:
+    """Returns 1 for scores above their target's median, 0 for others, nan for missing ones."""
+    return (y > y.nanmedian(dim=0).values).double().where(~y.isnan(), math.nan)
+
+
+def dense_design(tables: Tables, basis: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the columns intercept, sum of 1 - level, and the doses of each node in turn.
+
+    These are 1 - level or, with a basis [3, K], that of loss, gain and deletion times it.
+    """
+    level = torch.ones(len(tables.y), len(tables.genes), dtype=torch.float64)
+    level[tables.sample(), tables.perturbed] = tables.level
+    change = 1 - level
+    doses = change
+    if basis is not None:
+        ways = [change.clamp(min=0), change.clamp(max=0), (level == 0).double()]
+        doses = (torch.stack(ways, dim=2) @ basis).flatten(start_dim=1)
+    intercept = torch.ones(len(level), 1)
+    return torch.cat([intercept, change.sum(1, keepdim=True), doses], dim=1)
+
+
+def some_weights(tables: Tables) -> torch.Tensor:
+    """Returns a weight of each row from 0.01 to 100."""
+    generator = torch.Generator().manual_seed(3)
+    return 10 ** (4 * torch.rand(len(tables.y), dtype=torch.float64, generator=generator) - 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_weighted"), [("mixed", False), ("mixed", True), ("pairs", False)]
+)
+def test_additive_baseline_is_the_ridge_solution(sizes, is_weighted, monkeypatch):
+    """Intercept and count are not penalised; the weights of a score have a mean of 1.
+
+    Where all rows knock out two nodes, the count says nothing.
+    """
+    tables = mixed_tables()
+    if is_weighted:
+        tables.weight = some_weights(tables)
+    if sizes == "pairs":
+        tables.perturbed_ptr = torch.arange(0, 801, 2)
+        tables.level = torch.zeros(800, dtype=torch.float64)
+        tables.perturbed = torch.randint(26, (800,), generator=torch.Generator().manual_seed(1))
+        tables.perturbed[1::2] = (tables.perturbed[::2] + 1 + torch.arange(400) % 20) % 26
+    design = dense_design(tables)
+    if sizes == "mixed":
+        monkeypatch.setattr("baseline.TARGETS_AT_ONCE", 2)
+        monkeypatch.setattr("baseline_ridge.ROWS_AT_ONCE", 70)
+    monkeypatch.setattr("baseline.PENALTIES", (2.0,))
+    found = additive_baseline(tables)
+    seen = tables.is_seen()
+    assert seen.tolist() == [[True] * 3] * 26 + [[False] * 3] * 4
+    unpenalised = [0] if sizes == "pairs" else [0, 1]
+    columns = [*unpenalised, *range(2, design.size(1))]
+    penalty = 2 * torch.eye(len(columns), dtype=torch.float64)
+    penalty[: len(unpenalised)] = 0
+    for t in range(3):
+        rows = tables.rows("train")
+        rows = rows[~tables.y[rows, t].isnan()]
+        x = design[rows][:, columns]
+        y = tables.y[rows, t]
+        weight = torch.ones(len(rows), dtype=torch.float64)
+        if is_weighted:
+            weight = tables.weight[rows] / tables.weight[rows].mean()
+        weighted = x.T * weight
+        share = 1 / weight.square().mean()  # of the rows, as which they count
+        solution = torch.linalg.solve(weighted @ x + share * penalty, weighted @ y)
+        solution[-4:] = found.imputed[-4:, 0, t]
+        prediction = design[:, columns] @ solution
+        torch.testing.assert_close(found.prediction[:, t], prediction, rtol=1e-6, atol=1e-6)
+        effect = solution[len(unpenalised) :]
+        torch.testing.assert_close(found.effect[:, 0, t].double(), effect, rtol=1e-6, atol=1e-6)
+        mean = (weight * y).mean()
+        std = (weight * (y - mean).square()).mean().sqrt()
+        found_mean, found_std = training_mean_and_std(tables)
+        assert found_mean[t] == pytest.approx(mean.item())
+        assert found_std[t] == pytest.approx(std.item())
+    if sizes == "mixed":
+        assert found.effect.shape == (30, 1, 3)
+        assert found.slope.sub(1).abs().max() < 0.6
+        assert found.intercept.sub(5).abs().max() < 0.6
+    else:
+        assert (found.slope == 0).all()
+
+
+@pytest.mark.parametrize("loss", ["squared", "binary"])
+def test_the_baseline_of_a_target_is_the_same_alone_and_beside_others(loss):
+    """Although the gaps of the others differ."""
+    tables = mixed_tables()
+    if loss == "binary":
+        tables.y = above_median(tables.y)
+    together = additive_baseline(tables, loss)
+    alone = [additive_baseline(replace(tables, y=y), loss) for y in tables.y.split(1, dim=1)]
+    names = vars(together).keys() - {"basis", "is_combined"}
+    assert len(names) == 7
+    for name in names:
+        expected = torch.cat([getattr(baseline, name) for baseline in alone], dim=-1)
+        torch.testing.assert_close(getattr(together, name), expected, rtol=1e-7, atol=1e-7)
+
+
+def test_an_unseen_node_gets_the_mean_effect_of_those_one_and_two_hops_away():
+    """Equal to dense products on the graph that suits a score best, by those that are seen for it.
+
+    Node 6 has no edges and node 7 only one to itself: they get the mean of all.
+    """
+    generator = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(6, (2, 14), generator=generator)
+    edge_index[:, 0] = 7
+    edge_type = torch.tensor([0] * 9 + [1] * 5)
+    weight = torch.rand(14, dtype=torch.float64, generator=generator) + 0.5
+    perturbed, perturbed_ptr = pack_sets([[0]])
+    tables = Tables(
+        genes=list("abcdefgh"),
+        relations=["r", "s"],
+        edge_index=edge_index,
+        edge_type=edge_type,
+        edge_weight=weight,
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        y=torch.ones(1),
+    )
+    is_seen = torch.tensor([[1, 1, 0, 1, 0, 1, 1, 1], [0, 1, 1, 1, 1, 0, 0, 1]]).bool().T
+    effect = torch.randn(8, 2, dtype=torch.float64, generator=generator) * is_seen
+    node_weight = (torch.rand(8, 2, dtype=torch.float64, generator=generator) + 0.1) * is_seen
+    found = impute_effects(tables, node_weight, effect)
+
+    def kernel_of(edges: torch.Tensor) -> torch.Tensor:
+        adjacency = torch.zeros(8, 8, dtype=torch.float64)
+        for (source, target), value in zip(
+            edge_index[:, edges].T.tolist(), weight[edges], strict=True
+        ):
+            if source != target:
+                adjacency[source, target] += value
+                adjacency[target, source] += value
+        degree = adjacency.sum(1)
+        adjacency = adjacency / (degree.outer(degree)).sqrt().where(adjacency > 0, 1.0)
+        return (adjacency @ adjacency + adjacency).fill_diagonal_(0.0)
+
+    kernels = [kernel_of(edge_type >= 0), kernel_of(edge_type == 0), kernel_of(edge_type == 1)]
+    chosen = set()
+    for t in range(2):
+        seen = is_seen[:, t].nonzero().flatten()
+        own = effect[seen, t]
+        importance = node_weight[seen, t]
+        mean = (importance * own).sum() / importance.sum()
+        errors = []
+        imputed = []
+        for kernel in kernels:
+            for shrinkage in PENALTIES:
+                total = kernel[:, seen] @ importance + shrinkage
+                values = (kernel[:, seen] @ (importance * own) + shrinkage * mean) / total
+                errors.append((importance * (values[seen] - own).square()).sum().item())
+                imputed.append(values)
+        least = errors.index(min(errors))
+        chosen.add(least // len(PENALTIES))
+        torch.testing.assert_close(found[:, t], imputed[least])
+        torch.testing.assert_close(found[6:, t], mean.expand(2))
+    assert chosen != {0}  # a relation by itself suits a score better than all together
+
+
+def test_the_logistic_baseline_is_the_penalised_maximum_of_the_likelihood(monkeypatch):
+    tables = mixed_tables()
+    tables.y = above_median(tables.y)
+    tables.weight = some_weights(tables)
+    monkeypatch.setattr("baseline.PENALTIES", (2.0,))
+    found = additive_baseline(tables, "binary")
+    design = dense_design(tables)
+    seen = tables.is_seen()
+    for t in range(3):
+        rows = tables.rows("train")
+        rows = rows[~tables.y[rows, t].isnan()]
+        line = torch.stack([found.intercept[t], found.slope[t]])
+        parameters = torch.cat([line, found.effect[:, 0, t]])
+        probability = (design @ parameters).sigmoid()
+        torch.testing.assert_close(found.prediction[:, t], probability)
+        weight = tables.weight[rows] / tables.weight[rows].mean()
+        gradient = design[rows].T @ (weight * (probability[rows] - tables.y[rows, t]))
+        share = 1 / weight.square().mean()  # of the rows, as which they count
+        gradient[2:] += 2 * share * parameters[2:] * seen[:, t]
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-5)
+
+
+def test_the_additive_baseline_takes_the_penalty_that_suits_the_validation_rows(monkeypatch):
+    tables = synthetic_tables(PRESETS["small"], seed=1)
+    tables.split = random_split(tables, DataConfig())
+    order = torch.randperm(len(tables.y), generator=torch.Generator().manual_seed(0))
+    tables.y = tables.y[order]  # only noise
+    val = tables.rows("val")
+
+    def prediction(*penalties: float) -> torch.Tensor:
+        monkeypatch.setattr("baseline.PENALTIES", penalties)
+        return additive_baseline(tables).prediction
+
+    errors = [(prediction(p) - tables.y)[val].square().mean() for p in (0.1, 10.0, 1000.0)]
+    assert errors[0] > errors[1] > errors[2]
+    torch.testing.assert_close(prediction(0.1, 10.0, 1000.0), prediction(1000.0))
+
+
+def test_noisy_rows_count_little_in_all_that_is_fitted_or_chosen():
+    """A weight is that of a measurement's variance, which differs a millionfold."""
+    random = Random(0)
+    sets = [random.sample(range(100), 2) for _ in range(1500)]
+    generator = torch.Generator().manual_seed(0)
+    effect = torch.randn(100, dtype=torch.float64, generator=generator)
+    truth = torch.stack([effect[nodes].sum() for nodes in sets])
+    sd = 10 ** (3 * torch.rand(len(sets), dtype=torch.float64, generator=generator) - 1.5)
+    perturbed, perturbed_ptr = pack_sets(sets)
+    tables = Tables(
+        genes=[f"g{i:02}" for i in range(100)],
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        y=truth + sd * torch.randn(len(sets), dtype=torch.float64, generator=generator),
+        split=torch.tensor([0, 0, 0, 1, 2] * 300, dtype=torch.int8),
+    )
+    test = tables.rows("test")
+
+    def pearson_with_truth() -> float:
+        prediction = additive_baseline(tables).prediction[test, 0]
+        return torch.corrcoef(torch.stack([prediction, truth[test]]))[0, 1].item()
+
+    assert pearson_with_truth() < 0.9
+    tables.weight = sd**-2
+    assert pearson_with_truth() > 0.99
+    prediction = additive_baseline(tables).prediction
+    tables.weight = tables.weight * 1e6
+    torch.testing.assert_close(additive_baseline(tables).prediction, prediction)
+
+
+def test_rows_of_very_large_weight_leave_the_others_what_they_tell():
+    """Three rows were measured a thousand times as exactly as the others."""
+    tables = additive_tables(noise=0.3, num_scores=1, num_rows=1500)
+    test = tables.rows("test")
+    plain = pearson(tables.y[test], additive_baseline(tables).prediction[test]).item()
+    assert plain > 0.95
+    tables.weight = torch.ones(len(tables.y), dtype=torch.float64)
+    tables.weight[tables.rows("train")[:3]] = 1e6
+    weighted = pearson(tables.y[test], additive_baseline(tables).prediction[test]).item()
+    assert weighted > plain - 0.03
+
+
+def test_a_column_that_is_solved_early_rests_until_the_slowest_is():
+    """Its residual would go on to the smallest numbers, by which nothing can be divided."""
+    matrix = torch.logspace(-1, 3, 200, dtype=torch.float64).diag()
+    b = torch.randn(200, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    b[5:, 1:] = 0
+    least = 1e-24 * b.square().sum(0)
+    x = conjugate_gradients(lambda x: matrix @ x, b, torch.ones_like(b), least)
+    torch.testing.assert_close((matrix @ x)[:, 1:], b[:, 1:], rtol=0, atol=1e-9)
+
+
+def test_the_additive_baseline_is_a_constant_if_no_training_row_knocks_out_a_node():
+    perturbed, perturbed_ptr = pack_sets([[], [], [0], [0, 1]])
+    tables = Tables(
+        genes=["a", "b"],
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        y=torch.tensor([1.0, 2.0, 5.0, 7.0], dtype=torch.float64),
+        split=torch.tensor([0, 0, 1, 2], dtype=torch.int8),
+    )
+    found = additive_baseline(tables)
+    torch.testing.assert_close(found.prediction, torch.full((4, 1), 1.5, dtype=torch.float64))
+    assert (found.effect == 0).all()
+    assert found.slope == 0
+
+
+@pytest.mark.parametrize("num_test", [1, 30])
+def test_the_baseline_does_not_depend_on_which_rows_are_tested(num_test):
+    """Single deletions alone tell no slope from the intercept; pairs are sums of effects."""
+    sets = [[0]] * 4 + [[1], [2]] + [[0], [0, 1], [0, 2]] + [[0, 1, 2]] * num_test
+    perturbed, perturbed_ptr = pack_sets(sets)
+    y = torch.tensor([3, 3.1, 2.9, 3, 1, 0.5, 3, 4, 3.5] + [4.5] * num_test, dtype=torch.float64)
+    tables = Tables(
+        genes=["a", "b", "c"],
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        y=y,
+        split=torch.tensor([0] * 6 + [1] * 3 + [2] * num_test, dtype=torch.int8),
+    )
+    found = additive_baseline(tables)
+    assert found.slope == 0
+    effect = found.effect[:, 0, 0].double()
+    expected = found.intercept + effect[0] + effect[1]
+    torch.testing.assert_close(found.prediction[7], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_additive_baseline_does_not_depend_on_the_unit_of_the_scores():
+    tables = synthetic_tables(PRESETS["small"], seed=1)
+    tables.split = random_split(tables, DataConfig())
+    reference = additive_baseline(tables).prediction
+    tables.y *= 1e-12
+    found = 1e12 * additive_baseline(tables).prediction
+    torch.testing.assert_close(found, reference, rtol=1e-8, atol=1e-8)
+
+
+# ---- High levels ---------------------------------------------------------------------------------
+def levelled_tables(levels: list[float], share: float, seed: int = 0) -> Tables:
+    """Returns 1,000 samples of none to three of 80 genes, with scores that are additive but noise.
+
+    A `share` of the knock-outs are at levels other than the first of `levels`.
+    """
+    random = Random(seed)
+    weights = [1 - share, *[share / (len(levels) - 1)] * (len(levels) - 1)] if share else [1]
+    sets = []
+    for _ in range(1000):
+        nodes = random.sample(range(80), random.randint(0, 3))
+        sets.append(dict(zip(nodes, random.choices(levels, weights, k=3), strict=False)))
+    tables = Tables(
+        genes=[f"g{k:02}" for k in range(80)],
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        **pack_levels(sets),
+        y=torch.zeros(1000, dtype=torch.float64),
+        split=torch.tensor(random.choices([0, 1, 2], [14, 3, 3], k=1000), dtype=torch.int8),
+    )
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(82, 1, dtype=torch.float64, generator=generator)
+    noise = torch.randn(1000, 1, dtype=torch.float64, generator=generator)
+    tables.y = 3 + dense_design(tables)[:, 2:] @ x[2:] + 0.5 * noise
+    return tables
+
+
+def least_squares(tables: Tables, basis: torch.Tensor, penalty: float) -> np.ndarray:
+    """Returns what the ridge predicts of the only score, [n], by a dense orthogonal solver."""
+    design = dense_design(tables, basis).numpy()
+    train = tables.rows("train")
+    penalties = np.diag([0, 0, *[math.sqrt(penalty)] * (design.shape[1] - 2)])
+    matrix = np.concatenate([design[train], penalties])
+    scale = np.linalg.norm(matrix, axis=0)
+    right = np.concatenate([tables.y[train, 0].numpy(), np.zeros(len(penalties))])
+    solution = np.linalg.lstsq(matrix / scale, right, rcond=1e-15)[0] / scale
+    return design @ solution
+
+
+def most_likely(tables: Tables, basis: torch.Tensor, penalty: float) -> np.ndarray:
+    """Returns the probabilities of a logistic ridge, [n], by damped Newton steps."""
+    design = dense_design(tables, basis).numpy()
+    scale = np.linalg.norm(design, axis=0)
+    scale[scale == 0] = 1
+    train = tables.rows("train").numpy()
+    x = (design / scale)[train]
+    y = tables.y[train, 0].numpy()
+    penalties = np.array([0, 0, *[penalty] * (len(scale) - 2)]) / scale**2
+    solution = np.zeros(len(scale))
+
+    def loss(solution: np.ndarray) -> float:
+        logit = x @ solution
+        likelihood = (np.logaddexp(0, logit) - y * logit).sum()
+        return likelihood + (penalties * solution**2).sum() / 2
+
+    for _ in range(200):
+        probability = np.exp(-np.logaddexp(0, -x @ solution))
+        gradient = x.T @ (probability - y) + penalties * solution
+        if np.abs(gradient).max() < 1e-9:
+            break
+        curvature = (x.T * (probability * (1 - probability))) @ x + np.diag(penalties)
+        change = np.linalg.solve(curvature, gradient)
+        size = 1.0
+        while loss(solution - size * change) > loss(solution) and size > 1e-9:
+            size /= 2
+        solution = solution - size * change
+    assert np.abs(gradient).max() < 1e-6
+    return np.exp(-np.logaddexp(0, -(design / scale) @ solution))
+
+
+@pytest.mark.parametrize("penalty", [0.1, 1000.0])
+@pytest.mark.parametrize(
+    ("levels", "share"),
+    [([0.0, 1e4], 0.01), ([0.0, 0.3, 1e4], 0.5), ([0.9999], 0), ([0.999, 0.9999, 1000], 0.4)],
+)
+def test_the_fit_is_the_dense_one_for_levels_up_to_10000_and_close_to_1(
+    monkeypatch, levels, share, penalty
+):
+    monkeypatch.setattr("baseline.PENALTIES", (penalty,))
+    tables = levelled_tables(levels, share)
+    found = additive_baseline(tables)
+    assert tables.is_seen().all()
+    expected = least_squares(tables, found.basis, penalty)
+    _, std = training_mean_and_std(tables)
+    difference = np.abs(found.prediction[:, 0].numpy() - expected) / std.item()
+    assert difference.max() < 1e-5
+    assert found.error < UNSOLVED
+
+
+@pytest.mark.parametrize("penalty", [0.1, 1000.0])
+@pytest.mark.parametrize(
+    ("levels", "share"), [([0.0, 100.0], 0.5), ([0.0, 1e4], 0.1), ([0.0, 0.3, 1e4], 0.5)]
+)
+def test_the_logistic_fit_is_the_dense_one_for_levels_up_to_10000(
+    monkeypatch, levels, share, penalty
+):
+    monkeypatch.setattr("baseline.PENALTIES", (penalty,))
+    tables = levelled_tables(levels, share)
+    tables.y = above_median(tables.y)
+    found = additive_baseline(tables, "binary")
+    expected = most_likely(tables, found.basis, penalty)
+    assert np.abs(found.prediction[:, 0].numpy() - expected).max() < 1e-4
+    assert found.error < UNSOLVED
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_the_logistic_fit_of_equal_scores_ends(value):
+    """Although their likelihood has no maximum."""
+    tables = levelled_tables([0.0], 0)
+    tables.y = torch.full_like(tables.y, value)
+    found = additive_baseline(tables, "binary")
+    assert found.error < UNSOLVED
+    torch.testing.assert_close(found.prediction, tables.y, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("regression", [Ridge, LogisticRidge])
+def test_the_error_of_a_fit_grows_with_the_distance_to_its_solution(regression):
+    tables = levelled_tables([0.0], 0)
+    weight = tables.is_in("train").double().unsqueeze(1)
+    y = above_median(tables.y) if regression is LogisticRidge else tables.y
+    design = Design(doses_of(tables, LINEAR.double())[0])
+    fit = regression(design, y, weight, torch.ones(1, dtype=torch.float64))
+    solution = fit.fit(1.0, torch.zeros(82, 1, dtype=torch.float64))
+    assert fit.error(1.0, solution) < 1e-5
+    away = torch.zeros_like(solution)
+    away[5] = 1.0
+    errors = [fit.error(1.0, solution + size * away).item() for size in (1e-3, 1e-2)]
+    assert errors[0] > 1e-3
+    assert errors[1] == pytest.approx(10 * errors[0], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"), [("squared", "MOST_STEPS"), ("binary", "MOST_REWEIGHTINGS")]
+)
+@pytest.mark.slow
+def test_a_fit_that_is_cut_short_is_noted_at_every_start(tmp_path, monkeypatch, loss, name):
+    """Also where it is from the cache."""
+    tables = levelled_tables([0.0, 100.0], 0.1)
+    if loss == "binary":
+        tables.y = above_median(tables.y)
+    options = {"optim": OptimConfig(loss=loss)}
+
+    def noted(folder: str) -> tuple[float, list[str]]:
+        data = DataConfig(cache_dir=str(tmp_path / folder))
+        task = KnockoutTask.from_tables(tables, Config(data=data, **options))
+        return task.start.error.item(), task.notes()
+
+    error, lines = noted("whole")
+    assert error < UNSOLVED
+    assert lines == []
+    with monkeypatch.context() as patch:
+        patch.setattr(f"baseline_ridge.{name}", 3 if loss == "squared" else 1)
+        error, lines = noted("cut")
+    assert error > UNSOLVED
+    note = f"the baseline's fit has not converged: {error:.0e} deviations are left"
+    assert lines == [note]
+    assert noted("cut") == (error, lines)

@@ -1,0 +1,442 @@
+"""Combinations: sums, largest and smallest responses, with their weights fitted together."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric.utils import scatter
+
+import baseline
+import baseline_combination
+from baseline import additive_baseline, fit_baseline, third_of_sets
+from baseline_combination import least_squares, non_negative, share_of_largest
+from baseline_ridge import Doses
+from baseline_term import BaselineReadout
+from config import Config
+from data import DataConfig, KnockoutDataset, random_split
+from data_tables import Tables
+from data_training import training_mean_and_std
+from mask import SharedGraph
+from metrics import pearson
+from model import ModelConfig
+from task import KnockoutTask
+from tests.sets import pack_levels
+from tests.tools.models import model_of_tables
+
+NUM_NODES = 60
+SEEDS = (2, pytest.param(3, marks=pytest.mark.slow))  # of random tables
+
+
+def combined_tables(
+    weights: tuple[float, float, float] = (0.0, 0.0, 2.0),
+    noise: float = 0.1,
+    levels: tuple[float, ...] = (0.0,),
+    num_rows: int = 1500,
+    seed: int = 0,
+) -> Tables:
+    """Returns singles, pairs and triples whose score is a combination of the nodes' effects."""
+    random = Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    effect = torch.randn(NUM_NODES, dtype=torch.float64, generator=generator)
+    sets = []
+    responses = []
+    for k in range(num_rows):
+        nodes = [k] if k < NUM_NODES else random.sample(range(NUM_NODES), random.choice([2, 2, 3]))
+        sets.append({node: random.choice(levels) for node in nodes})
+        responses.append([effect[node] * (1 - level) for node, level in sets[-1].items()])
+    u, v, w = weights
+    y = [u * sum(row) + v * max(0, *row, 0) + w * min(0, *row, 0) for row in responses]
+    y = torch.stack(y) + noise * torch.randn(num_rows, dtype=torch.float64, generator=generator)
+    tables = Tables(
+        genes=[f"g{k:02}" for k in range(NUM_NODES)],
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        **pack_levels(sets),
+        y=5 + y,
+    )
+    tables.split = random_split(tables, DataConfig())
+    return tables
+
+
+@pytest.fixture
+def few_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets fits try two penalties in place of all, for tests that do not depend on the choice."""
+    monkeypatch.setattr(baseline_combination, "PENALTIES", (0.3, 0.01))
+
+
+def on_test_rows(tables: Tables, prediction: Tensor) -> float:
+    rows = tables.rows("test")
+    return pearson(tables.y[rows], prediction[rows]).mean().item()
+
+
+# ---- The fit -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "weights", [(0.0, 2.0, 0.0), (0.0, 0.0, 2.0), (0.5, 0.5, 0.5), (0.2, 1.4, 0.2)]
+)
+@pytest.mark.parametrize("levels", [(0.0,), pytest.param((0.0, 0.4, 2.0), marks=pytest.mark.slow)])
+def test_a_combination_is_found(weights, levels):
+    tables = combined_tables(weights, levels=levels)
+    additive = on_test_rows(tables, additive_baseline(tables).prediction)
+    found = fit_baseline(tables)
+    combined = on_test_rows(tables, found.prediction)
+    assert combined > 0.98
+    assert 1 - combined < 0.5 * (1 - additive)
+    if levels == (0.0,):
+        assert found.weights[:, 0].tolist() == pytest.approx(weights, abs=0.55)
+
+
+def test_a_sum_stays_a_sum():
+    """To the bit, although a combination fits the validation rows a little better by chance."""
+    tables = combined_tables((1.0, 0.0, 0.0), noise=0.5)
+    found = fit_baseline(tables)
+    assert found.weights[:, 0].tolist() == [1, 0, 0]
+    additive = additive_baseline(tables)
+    for name in ("intercept", "slope", "effect", "imputed", "prediction"):
+        assert torch.equal(getattr(found, name), getattr(additive, name))
+
+
+@pytest.mark.parametrize("levels", [(0.0,), (0.0, 0.25, 0.5, 0.75)])
+def test_rows_of_one_node_choose_no_combination(levels):
+    """They say nothing of how nodes combine, however much a weaker penalty would gain."""
+    sets = [{node: level} for node in range(NUM_NODES) for level in levels] * 3
+    generator = torch.Generator().manual_seed(0)
+    effect = torch.randn(NUM_NODES, dtype=torch.float64, generator=generator)
+    y = [sum(effect[node].item() * (1 - level) for node, level in row.items()) for row in sets]
+    tables = replace(
+        combined_tables(),
+        **pack_levels(sets),
+        y=torch.tensor(y, dtype=torch.float64).unsqueeze(1),
+        split=(torch.arange(len(sets)) % 3 == 2).char(),
+    )
+    assert fit_baseline(tables).weights[:, 0].tolist() == [1, 0, 0]
+
+
+@pytest.mark.slow
+def test_a_combination_that_suits_few_validation_rows_by_chance_is_not_taken():
+    """The best combination of these additive tables is a little better than the sum."""
+    seeds = (2, 8, 9, 12)
+    assert num_combined(seeds) == 0
+
+
+def num_combined(seeds: Iterable[int]) -> int:
+    """Returns how many small additive tables get a combination that is no sum."""
+    number = 0
+    for seed in seeds:
+        tables = combined_tables((1.0, 0.0, 0.0), noise=0.5, num_rows=300, seed=seed)
+        number += fit_baseline(tables).weights[:, 0].tolist() != [1, 0, 0]
+    return number
+
+
+@pytest.mark.slow
+def test_each_score_is_combined_by_itself(few_penalties):
+    """Missing scores count for none of them, nor does the order of the scores."""
+    tables = combined_tables((0.0, 2.0, 0.0))
+    others = combined_tables((1.0, 0.0, 0.0), noise=0.5)
+    y = torch.cat([tables.y, others.y], dim=1)
+    y[::7, 0] = math.nan
+    y[::5, 1] = math.nan
+    together = fit_baseline(replace(tables, y=y, targets=("a", "b")))
+    assert together.weights[1, 0] > 1.5
+    assert together.weights[:, 1].tolist() == [1, 0, 0]
+    for t in range(2):
+        alone = fit_baseline(replace(tables, y=y[:, t : t + 1]))
+        torch.testing.assert_close(together.weights[:, t : t + 1], alone.weights)
+        torch.testing.assert_close(together.prediction[:, t : t + 1], alone.prediction)
+
+
+@pytest.mark.slow
+def test_binary_scores_are_combined(few_penalties):
+    tables = combined_tables((0.0, 0.0, 2.0), noise=0.0, num_rows=3000)
+    tables.y = (tables.y < 4).double()
+    additive = additive_baseline(tables, "binary")
+    found = fit_baseline(tables, "binary")
+    assert found.prediction.min() >= 0 and found.prediction.max() <= 1
+    rows = tables.rows("test")
+
+    def likelihood(prediction: Tensor) -> Tensor:
+        y = tables.y[rows]
+        return (y * prediction[rows] + (1 - y) * (1 - prediction[rows])).log().mean()
+
+    assert likelihood(found.prediction) > 0.7 * likelihood(additive.prediction)
+
+
+@pytest.mark.slow
+def test_rows_of_little_weight_choose_and_fit_little():
+    """Two thirds of the rows are of another combination, and hardly count."""
+    tables = combined_tables((0.0, 0.0, 2.0), num_rows=2500)
+    others = combined_tables((0.0, 2.0, 0.0), num_rows=2500)
+    is_misled = torch.arange(2500) % 3 > 0
+    right = tables.y.clone()
+    tables.y[is_misled] = others.y[is_misled]
+    tables.weight = torch.where(is_misled, 1e-6, 1.0).double()
+    found = fit_baseline(tables)
+    assert found.weights[2, 0] > 1.5
+    assert pearson(right, found.prediction) > 0.98
+    tables.weight = 1000 * tables.weight
+    torch.testing.assert_close(fit_baseline(tables).prediction, found.prediction)
+
+
+@pytest.mark.slow
+def test_a_combination_does_not_depend_on_the_unit_of_the_scores(few_penalties):
+    tables = combined_tables()
+    found = fit_baseline(tables)
+    scaled = fit_baseline(replace(tables, y=1e-9 * tables.y - 3e-6))
+    torch.testing.assert_close(scaled.weights, found.weights, rtol=1e-3, atol=1e-3)
+    back = (scaled.prediction + 3e-6) * 1e9
+    torch.testing.assert_close(back, found.prediction, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_unseen_nodes_take_part_with_imputed_responses():
+    """The graph joins nodes of equal effects; the scores of validation rows judge the whole."""
+    tables = combined_tables((0.0, 0.0, 2.0), num_rows=2500)
+    generator = torch.Generator().manual_seed(0)
+    effect = torch.randn(6, dtype=torch.float64, generator=generator)[torch.arange(60) % 6]
+    response = effect[tables.perturbed]
+    smallest = scatter(response, tables.sample(), dim_size=2500, reduce="min").clamp(max=0)
+    source, target = torch.combinations(torch.arange(60)).T
+    is_edge = source % 6 == target % 6
+    tables.edge_index = torch.stack([source[is_edge], target[is_edge]])
+    tables.edge_type = torch.zeros(int(is_edge.sum()), dtype=torch.long)
+    tables.edge_weight = torch.ones(int(is_edge.sum()), dtype=torch.float64)
+    tables.y = 2 * smallest.unsqueeze(1)
+    has_unseen = scatter((tables.perturbed >= 54).int(), tables.sample(), dim_size=2500) > 0
+    tables.split = torch.where(has_unseen, 2 - (torch.arange(2500) % 2), 0).char()
+    assert tables.unseen("test").max() > 0
+    found = fit_baseline(tables)
+    assert found.weights[2, 0] > 1.5
+    assert on_test_rows(tables, found.prediction) > 0.98
+
+
+def test_a_fit_takes_one_thread_and_leaves_their_number(monkeypatch):
+    seen = []
+
+    def combine_target(*arguments):
+        seen.append(torch.get_num_threads())
+
+    monkeypatch.setattr(baseline_combination, "combine_target", combine_target)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        fit_baseline(combined_tables(num_rows=300))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1]
+
+
+@pytest.mark.slow
+def test_tables_that_are_too_large_keep_the_sum(monkeypatch, tmp_path):
+    """And the log says so."""
+    tables = combined_tables()
+    config = Config(data=DataConfig(cache_dir=str(tmp_path)))
+    note = "the baseline is a sum of effects, as the table is large"
+    assert note not in KnockoutTask.from_tables(tables, config).notes()
+    monkeypatch.setattr(baseline, "MOST_COMBINED", 100)
+    other = replace(config, data=DataConfig(cache_dir=str(tmp_path / "other")))
+    task = KnockoutTask.from_tables(tables, other)
+    assert task.start.weights[:, 0].tolist() == [1, 0, 0]
+    assert note in task.notes()
+
+
+def test_responses_that_differ_by_rounding_are_equal():
+    """A response of 0, but for rounding, is neither the largest nor the smallest."""
+    response = torch.tensor([1e-12, 2.0, 2.0 - 1e-12, -1.0, -1e-12, -3.0], dtype=torch.float64)
+    ptr = torch.tensor([0, 1, 4, 6])
+    doses = Doses(torch.arange(6), ptr, torch.ones(6, 1).double(), torch.ones(3, 2).double(), 6)
+    assert share_of_largest(response, doses).tolist() == [0, 0.5, 0.5, 0, 0, 0]
+    assert share_of_largest(-response, doses).tolist() == [0, 0, 0, 1, 0, 1]
+
+
+def reordered(tables: Tables, order: Tensor) -> Tables:
+    """Returns the tables with their rows in another order, long [n]."""
+    sets = [{} for _ in order]
+    nodes = zip(tables.sample().tolist(), tables.perturbed.tolist(), strict=True)
+    for (row, node), level in zip(nodes, tables.level.tolist(), strict=True):
+        sets[row][node] = level
+    packed = pack_levels([sets[row] for row in order.tolist()])
+    return replace(tables, **packed, y=tables.y[order], split=tables.split[order])
+
+
+def largest_change(tables: Tables) -> float:
+    """Returns by how much the baseline changes with the order of rows, or with a * y + b.
+
+    It is the largest change of a prediction, in standard deviations of the predictions.
+    """
+    found = fit_baseline(tables).prediction
+    order = torch.randperm(len(tables.y), generator=torch.Generator().manual_seed(0))
+    changes = [fit_baseline(reordered(tables, order)).prediction - found[order]]
+    for a, b in ((2.0, 3.0), (0.001, 1000.0)):
+        of_line = fit_baseline(replace(tables, y=a * tables.y + b)).prediction
+        changes.append((of_line - b) / a - found)
+    return torch.cat(changes).abs().max().item() / found.std().item()
+
+
+def random_tables(seed: int, num_rows: int) -> Tables:
+    """Returns tables of a random combination, with levels and noise or not."""
+    random = Random(seed)
+    weights = random.choice([(0.0, 2.0, 0.0), (0.0, 0.0, 2.0), (0.5, 0.5, 0.5), (0.2, 1.4, 0.2)])
+    levels = random.choice([(0.0,), (0.0, 0.4, 2.0)])
+    noise = random.choice([0.01, 0.1, 0.5])
+    return combined_tables(weights, noise, levels, num_rows, seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_neither_the_order_of_rows_nor_the_unit_of_scores_decides(seed, few_penalties):
+    """Rounding is not amplified, so that another CPU has the same baseline."""
+    assert largest_change(random_tables(seed, num_rows=300)) < 1e-6
+
+
+def test_the_third_of_sets_that_chooses_does_not_follow_the_order_of_rows():
+    tables = combined_tables(num_rows=300)
+    is_train = tables.is_in("train").unsqueeze(1)
+    order = torch.arange(300).flip(0)
+    third = third_of_sets(tables, is_train)
+    assert torch.equal(third_of_sets(reordered(tables, order), is_train[order]), third[order])
+    assert 0.3 < third.sum() / is_train.sum() < 0.37
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [*range(8), 39, 66])
+def test_rounding_decides_nothing_in_random_tables(seed):
+    assert largest_change(random_tables(seed, num_rows=400)) < 1e-6
+
+
+# ---- Odd tables ----------------------------------------------------------------------------------
+def odd(kind: str) -> Tables:
+    tables = combined_tables(num_rows=200, levels=(0.0, 0.5))
+    if kind == "equal scores":
+        tables.y[tables.rows("train")] = 3.0
+    if kind == "one level a node":
+        tables.level = torch.where(tables.perturbed % 2 == 0, 0.0, 0.5).double()
+    if kind == "two nodes always together":
+        sets = [{k % 10: 0.0, k % 10 + 10: 0.0} for k in range(200)]
+        tables = replace(tables, **pack_levels(sets))
+    if kind == "ten rows":
+        sets = [{k % 4: 0.0} for k in range(10)]
+        split = torch.tensor([0] * 6 + [1] * 2 + [2] * 2, dtype=torch.int8)
+        tables = replace(tables, **pack_levels(sets), y=tables.y[:10], split=split)
+    if kind == "intact rows alone in training":
+        sets = [{} if split == 0 else {k % 9: 0.0} for k, split in enumerate(tables.split.tolist())]
+        tables = replace(tables, **pack_levels(sets))
+    return tables
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch's, once in a process
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("loss", ["squared", "binary"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "equal scores",
+        "one level a node",
+        "two nodes always together",
+        "ten rows",
+        "intact rows alone in training",
+    ],
+)
+def test_odd_tables_have_a_finite_fit_without_a_warning(kind, loss):
+    tables = odd(kind)
+    if loss == "binary":
+        tables.y = (tables.y > tables.y.median()).double()
+    found = fit_baseline(tables, loss)
+    for name, value in vars(found).items():
+        if isinstance(value, Tensor):
+            assert value.isfinite().all(), name
+
+
+def test_least_squares_shares_what_equal_features_tell():
+    features = torch.tensor([[1.0, 2, 2, 0], [1, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.float64)
+    target = torch.tensor([[5.0], [1], [3]], dtype=torch.float64)
+    found = least_squares(features, target, torch.ones(3, 1, dtype=torch.float64))
+    assert found.tolist() == pytest.approx([1, 1, 1, 0])
+
+
+def test_weights_are_the_best_without_a_negative_one():
+    """Of random problems, none of a grid of weights is better."""
+    generator = torch.Generator().manual_seed(0)
+    grid = torch.cartesian_prod(*[torch.linspace(0, 1.5, 7, dtype=torch.float64)] * 3)
+    for _ in range(50):
+        features = torch.randn(12, 5, dtype=torch.float64, generator=generator)
+        features[:, 4] += features[:, 3]
+        target = torch.randn(12, 1, dtype=torch.float64, generator=generator)
+        weight = torch.rand(12, 1, dtype=torch.float64, generator=generator)
+
+        found = non_negative(features, target, weight)
+        assert (found[2:] >= 0).all()
+        rest = target - features[:, 2:] @ grid.T
+        line = torch.linalg.lstsq(weight.sqrt() * features[:, :2], weight.sqrt() * rest).solution
+        solutions = torch.cat([found.unsqueeze(1), torch.cat([line, grid.T])], dim=1)
+        losses = (weight * (features @ solutions - target).square()).sum(dim=0)
+        assert losses[0] <= losses.min() + 1e-9
+
+
+# ---- The model -----------------------------------------------------------------------------------
+def test_the_readout_is_the_combination_of_the_nodes_it_is_told():
+    """Equal to a loop over the samples, with imputed effects where a node is hidden."""
+    generator = torch.Generator().manual_seed(0)
+    readout = BaselineReadout(num_nodes=7, num_targets=2, num_effects=3).double()
+    for tensor in [*readout.parameters(), *readout.buffers()]:
+        tensor.data.normal_(generator=generator)
+    sets = [{0: 0.0, 3: 0.3, 5: 2.0}, {}, {6: 0.5}, {1: 0.0, 2: 0.0}]
+    packed = pack_levels(sets)
+    tables = Tables(
+        genes=list("abcdefg"),
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        **packed,
+        y=torch.zeros(4, 2, dtype=torch.float64),
+    )
+    batch = KnockoutDataset(tables, torch.ones(7, dtype=torch.long)).__getitems__(range(4))
+    dose = torch.randn(len(batch.perturbed), 3, generator=generator).double()
+    is_known = torch.rand(2, 7, generator=generator) > 0.5
+    found = readout(is_known, dose, batch)
+    effects = readout.effect.view(7, 3, 2).where(is_known[0].view(7, 1, 1), readout.imputed)
+    u, v, w = readout.weights.view(3, 2)
+    doses_of_samples = dose.split(batch.perturbed_ptr.diff().tolist())
+    for sample, nodes in enumerate(sets):
+        expected = readout.intercept
+        responses = [torch.zeros(2).double()]
+        for (node, level), node_dose in zip(nodes.items(), doses_of_samples[sample], strict=True):
+            responses.append(node_dose @ effects[node])
+            expected = expected + (1 - level) * readout.slope * is_known[1, node]
+        responses = torch.stack(responses)
+        expected = expected + u * responses.sum(0) + v * responses.amax(0) + w * responses.amin(0)
+        torch.testing.assert_close(found[sample], expected)
+
+
+def test_the_model_starts_from_the_combination_and_trains_it(few_penalties):
+    tables = combined_tables((0.2, 1.4, 0.2))
+    found = fit_baseline(tables)
+    model = model_of_tables(ModelConfig(hidden=4, dropout=0.0), tables, found)
+    batch = KnockoutDataset(tables, torch.ones(60, dtype=torch.long)).__getitems__(range(300))
+    prediction = model(SharedGraph(tables.graph()), batch)
+    mean, std = training_mean_and_std(tables)
+    expected = ((found.prediction - mean) / std)[:300].float()
+    torch.testing.assert_close(prediction, expected, rtol=1e-4, atol=1e-4)
+    prediction.square().mean().backward()
+    assert (model.terms["without_graph"].readout.weights.grad != 0).all()
+    assert "terms.without_graph.readout.weights" in model.state_dict()
+
+
+@pytest.mark.slow
+def test_the_file_of_a_run_has_no_other_tables(few_penalties):
+    """All that a prediction depends on is in the state dict: units of responses, and weights."""
+    tables = combined_tables(levels=(0.0, 0.4, 2.0), num_rows=300)
+    others = combined_tables((1.0, 0.0, 0.0), levels=(0.0, 0.7, 3.0), num_rows=300, seed=1)
+    models = [
+        model_of_tables(ModelConfig(hidden=4), each, fit_baseline(each)).eval()
+        for each in (tables, others)
+    ]
+    batch = KnockoutDataset(tables, torch.ones(60, dtype=torch.long)).__getitems__(range(300))
+    graph = SharedGraph(tables.graph())
+    expected, before = (model(graph, batch) for model in models)
+    assert not torch.allclose(expected, before)
+    models[1].load_state_dict(models[0].state_dict())
+    assert torch.equal(models[1](graph, batch), expected)

@@ -1,0 +1,362 @@
+"""The commands as functions: what `main` returns, prints, and leaves of a process as it was."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import runpy
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+import analyse
+import ddp_setup
+import ddp_threads
+import predict
+import train
+from ddp_ends import StopRequest
+from predict_table import GrowingTable
+from task import KnockoutTask
+from tests.template.fixtures import DEFAULTS, ROOT, SMALL, write_defaults
+from tests.tools.runs import difference
+
+Train = Callable[..., int]
+
+
+@pytest.fixture
+def train_here(tmp_path, tables, monkeypatch) -> Train:
+    """train_here(*overrides) calls `train.main` on the tiny tables, in the test's folder.
+
+    A command takes 3 threads.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(ddp_threads, "choose_threads", lambda count: (3, "of this test"))
+    write_defaults(tmp_path)
+
+    def start(*overrides: str) -> int:
+        return train.main([*tables, *SMALL, "--config", DEFAULTS, *overrides])
+
+    return start
+
+
+@pytest.fixture(autouse=True)
+def _left_as_it_was(tmp_path):
+    """After each test of this file, the process is what it was before."""
+    before = state_of_process(tmp_path)
+    yield
+    after = state_of_process(tmp_path)
+    for name, state in before.items():
+        assert after[name] == state, name
+
+
+def state_of_process(folder: Path) -> dict[str, Any]:
+    """Returns what a command could change; of open files, those in a folder."""
+    wakeup_fd = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup_fd)
+    targets = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            targets.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    environment = dict(os.environ)
+    environment.pop("PYTEST_CURRENT_TEST")
+    logger = logging.getLogger()
+    return {
+        "signals": {number: signal.getsignal(number) for number in StopRequest.SIGNALS},
+        "wakeup fd": wakeup_fd,
+        "handlers of the log": list(logger.handlers),
+        "level of the log": logger.level,
+        "raised by the log": logging.raiseExceptions,
+        "warnings": warnings.showwarning,
+        "threads of torch": torch.get_num_threads(),
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "type of numbers": torch.get_default_dtype(),
+        "threads": [thread.name for thread in threading.enumerate()],
+        "open files": [target for target in targets if target.startswith(str(folder))],
+        "process group": dist.is_initialized(),
+        "environment": environment,
+        "stdout": sys.stdout,
+    }
+
+
+def status_of(folder: str) -> dict[str, Any]:
+    return json.loads(Path(folder, "status.json").read_text())
+
+
+# ---- Each command, twice -------------------------------------------------------------------------
+def test_runs_are_trained_resumed_predicted_and_analysed_in_one_process(train_here, capsys):
+    assert train_here("run.name=a", "run.deterministic=true") == 0
+    first = capsys.readouterr()
+    assert first.err == "" and first.out.count("test      loss") == 1
+    assert ", threads 3 (of this test)," in first.out
+    assert train_here("run.name=b") == 0
+    second = capsys.readouterr()
+    assert second.err == "" and second.out.count("test      loss") == 1
+    assert difference(Path("runs/a"), Path("runs/b")) == ""
+    for _ in range(2):
+        assert predict.main(["scores.tsv", "runs/a", "runs/b", "--device", "cpu"]) == 0
+        assert capsys.readouterr().out.count("200 predictions written") == 1
+        assert analyse.main(["runs/a"]) == 0
+        assert capsys.readouterr().out.count("written: ") == 1
+    (command, *_) = Path("runs/a/environment.txt").read_text().splitlines()
+    assert " train.py data.edges=edges.tsv " in command and command.endswith("=true")
+
+
+def test_each_run_has_its_own_warnings(train_here):
+    assert train_here() == 0
+    assert train_here("optim.epochs=2", "optim.lr=0.5") == 0
+    (warning,) = status_of("runs/default")["warnings"]
+    assert "optim.lr=0.01" in warning
+    assert train_here("run.name=other") == 0
+    assert status_of("runs/other")["warnings"] == []
+
+
+def test_help_is_no_failure(capsys):
+    for main in (train.main, predict.main, analyse.main):
+        assert main(["--help"]) == 0
+        assert capsys.readouterr().out.startswith("usage: ")
+
+
+def test_rank_0_alone_prints_the_help(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert train.main(["--help"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+# ---- Failures ------------------------------------------------------------------------------------
+def test_what_is_wrong_is_one_sentence(train_here, capsys):
+    for _ in range(2):
+        assert train_here("optim.lrr=1") == 2
+        expected = "error: unknown option optim.lrr: did you mean optim.lr?\n"
+        assert capsys.readouterr().err == expected
+        assert predict.main(["scores.tsv"]) == 2
+        expected = "error: the following arguments are required: RUN\n"
+        assert capsys.readouterr().err == expected
+        assert analyse.main([]) == 2
+        assert capsys.readouterr().err == expected
+        assert analyse.main(["runs/none"]) == 2
+        assert capsys.readouterr().err.startswith("error: there is no run folder runs/none: ")
+
+
+def test_a_run_that_has_failed_can_be_started_again(train_here, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(KnockoutTask, "loss", lambda *arguments: 1 / 0)
+        for _ in range(2):
+            assert train_here("run.deterministic=true") == 1
+            error = capsys.readouterr().err
+            assert error.startswith("Traceback ")
+            assert error.endswith("\nerror: rank 0: ZeroDivisionError: division by zero\n")
+            assert error.count("error: ") == 1
+            assert status_of("runs/default")["state"] == "failed"
+    assert train_here() == 0
+    assert status_of("runs/default")["state"] == "finished"
+
+
+def test_a_prediction_that_has_failed_can_be_started_again(train_here, capsys, monkeypatch):
+    assert train_here() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(GrowingTable, "append", lambda *arguments: 1 / 0)
+        for _ in range(2):
+            assert predict.main(["scores.tsv", "runs/default"]) == 1
+            assert capsys.readouterr().err.endswith(": ZeroDivisionError: division by zero\n")
+    assert predict.main(["scores.tsv", "runs/default"]) == 0
+
+
+def test_figures_that_cannot_be_printed_are_a_failure(train_here, capsys, monkeypatch):
+    assert train_here() == 0
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # to close it fails
+        monkeypatch.setattr("sys.stdout", full)
+        assert analyse.main(["runs/default"]) == 1
+    monkeypatch.undo()
+    assert "error: cannot print the figures: No space left" in capsys.readouterr().err
+
+
+# ---- Places where a command is called -----------------------------------------------------------
+def test_a_script_that_a_notebook_runs_does_not_end_its_kernel(monkeypatch, capsys):
+    """As `%run train.py` does, which handles SystemExit."""
+    monkeypatch.setattr("sys.argv", ["train.py", "optim.epochs=x"])
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("it ends"))
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    assert end.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_thread_can_train(train_here):
+    """Signals are the main thread's, which goes on."""
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(train_here).result() == 0
+
+
+def test_warnings_that_the_caller_logs_are_logged_afterwards(train_here):
+    logging.captureWarnings(True)
+    try:
+        before = warnings.showwarning
+        assert train_here("run.deterministic=true") == 0
+        assert warnings.showwarning is before
+    finally:
+        logging.captureWarnings(False)
+
+
+def test_a_file_system_without_locks_is_written_with_a_warning(train_here, monkeypatch, capsys):
+    def flock(*arguments: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert train_here() == 0
+    reason = "cannot be locked (Function not implemented)"
+    assert f"note      runs/default/log.rank0.txt {reason}: let no" in capsys.readouterr().out
+    assert predict.main(["scores.tsv", "runs/default"]) == 0
+    assert f".partial {reason}" in capsys.readouterr().out
+
+
+def test_a_rank_without_torchrun_is_refused(train_here, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    assert train_here() == 2
+    assert capsys.readouterr().err == (
+        "error: RANK is set, but not by torchrun ('LOCAL_RANK'): use torchrun, or unset it\n"
+    )
+
+
+def test_chunks_of_a_prediction_are_progress(train_here, monkeypatch):
+    """So ddp.timeout_s is the limit of each, as of a step of training."""
+    assert train_here() == 0
+    limits = []
+    step_done = ddp_setup.Distributed.step_done
+
+    def record(env: ddp_setup.Distributed, step: int) -> None:
+        step_done(env, step)
+        limits.append((step, env.limit_s))
+
+    monkeypatch.setattr(ddp_setup.Distributed, "step_done", record)
+    assert predict.main(["scores.tsv", "runs/default", "ddp.timeout_s=77"]) == 0
+    assert limits == [(128, 77.0), (200, 77.0)]
+
+
+# ---- Ctrl-C --------------------------------------------------------------------------------------
+def press_ctrl_c(times: int) -> Callable[..., None]:
+    """Returns a function that lets this process receive so many SIGINT."""
+
+    def press(*arguments: object) -> None:
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return press
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_stops_a_training_and_a_second_one_interrupts_it(
+    train_here, monkeypatch, capsys, times
+):
+    press = press_ctrl_c(times)
+    loss = KnockoutTask.loss
+    with monkeypatch.context() as patch:
+        patch.setattr(KnockoutTask, "loss", lambda *arguments: press() or loss(*arguments))
+        status = train_here()
+    captured = capsys.readouterr()
+    if times == 1:
+        assert status == 0 and "(SIGINT): the same command resumes the run" in captured.out
+        assert status_of("runs/default")["state"] == "stopped"
+    else:
+        assert status == 1 and captured.err == "error: interrupted\n"
+        assert status_of("runs/default")["state"] == "failed"
+
+
+def test_ctrl_c_interrupts_what_comes_before_the_training(train_here, monkeypatch, capsys):
+    monkeypatch.setattr(KnockoutTask, "load", press_ctrl_c(1))
+    assert train_here() == 1
+    assert capsys.readouterr().err == "error: interrupted\n"
+    assert not Path("runs").exists()
+
+
+# ---- Under torchrun ------------------------------------------------------------------------------
+@pytest.fixture
+def under_torchrun(monkeypatch) -> Iterator[pytest.MonkeyPatch]:
+    """This process is the only rank of a torchrun."""
+    store = dist.TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=9)
+    )
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    variables |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables |= {"MASTER_PORT": store.port, "TORCHELASTIC_ERROR_FILE": "error.json"}
+    with monkeypatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, str(value))
+        yield patch
+
+
+def reported() -> str:
+    """Returns what torchrun reports of this process, whose file it reads itself."""
+    failure = ProcessFailure(0, os.getpid(), 1, "error.json")
+    return ChildFailedError("train.py", {0: failure}).format_msg().rstrip("=")
+
+
+def test_a_single_rank_leaves_its_process_group(train_here, under_torchrun, capsys, tmp_path):
+    """Nothing of a group is left in torchrun's store, such as why an earlier one has ended."""
+    with under_torchrun.context() as patch:
+        assert train_here("run.name=good") == 0
+        assert not dist.is_initialized()
+        for problem in ("first", "second"):
+            error = KeyError(problem)
+            patch.setattr(KnockoutTask, "loss", lambda *arguments, error=error: raise_it(error))
+            assert train_here(f"run.name={problem}") == 1
+            assert not dist.is_initialized()
+            status = json.loads((tmp_path / "runs" / problem / "status.json").read_text())
+            assert problem in status["reason"]
+    assert capsys.readouterr().err.count("\nerror: ") == 2
+
+
+def raise_it(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("method", ["fail", "record_failure"])
+def test_an_interrupt_while_a_failure_is_reported_leaves_nothing(train_here, monkeypatch, method):
+    """Of a second Ctrl-C; a thread would end a notebook's kernel."""
+    monkeypatch.setattr(KnockoutTask, "loss", lambda *arguments: 1 / 0)
+    interrupt = KeyboardInterrupt()
+    monkeypatch.setattr(ddp_setup.Distributed, method, lambda *arguments: raise_it(interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        train_here()
+
+
+def test_the_report_of_torchrun_ends_with_the_sentence(train_here, under_torchrun):
+    assert train_here("optim.epochs=x") == 2
+    assert reported().endswith("traceback : error: optim.epochs must be int >= 1, not 'x'\n")
+    with under_torchrun.context() as patch:
+        patch.setattr(KnockoutTask, "loss", lambda *arguments: 1 / 0)
+        assert train_here() == 1
+    assert reported().endswith("error: rank 0: ZeroDivisionError: division by zero\n")
+    assert "Traceback (most recent" in reported()
+    env = ddp_setup.Distributed(ddp_setup.DDPConfig())
+    env.record_failure("no progress for 3 s")  # as the watchdog does
+    assert "traceback : error: no progress for 3 s\n" in reported()
+    assert train_here("run.name=killed") == 0  # as a SIGKILL would leave it
+    assert "SIGKILL" in reported() and "the same command goes on from what is saved" in reported()
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "DataLoader worker (pid 7) is killed by signal: Killed. ",
+        "DataLoader worker (pid(s) 7, 8) exited unexpectedly",
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that ...",
+    ],
+)
+def test_a_killed_loader_is_a_sentence(capsys, reason):
+    assert ddp_setup.Distributed(ddp_setup.DDPConfig()).fail(RuntimeError(reason)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: rank 0: a process that loads batches was killed, as where")
+    assert error.count("\n") == 1 and "memory or /dev/shm" in error and "data.workers" in error

@@ -1,0 +1,513 @@
+"""config.yaml, the dataclasses and the command line agree."""
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import get_origin
+
+import pytest
+import yaml
+
+import config
+from config import Config
+from errors import UserError
+from tests.template.fixtures import ROOT
+from train import read_config
+
+ADDED = """
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Optional
+
+from optim import OptimConfig as Options
+
+
+@dataclass(frozen=True)
+class OptimConfig(Options):
+    cap: float | None = None
+    floor: Optional[int] = field(default=None, metadata={"min": 0, "resume": "fixed"})
+    names: list[str] = field(default_factory=list)
+    ends: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    factors: dict[str, float] = field(default_factory=dict)
+    title: str | None = None
+    kind: Literal["sum", "mean"] | None = None
+    size: int | Literal["all"] = "all"
+    count: int = 5
+    shift: float = -1.0
+    limit: float = field(default=-1.0, metadata={"min": -2.5, "max": 0})
+    most: int = field(default=3, metadata={"max": 8, "resume": "free"})
+    pair: tuple = ()
+    pairs: tuple[int, int] = (0, 0)
+    path: Path = None
+"""
+
+
+@pytest.fixture(autouse=True)
+def defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Puts the dataclasses' options in the place of config.yaml, which a copy may have edited."""
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(dataclasses.asdict(Config())))
+    monkeypatch.setattr(config, "DEFAULTS", path)
+    return path
+
+
+def load(*arguments: str) -> Config:
+    """Returns the configuration of a command line."""
+    return read_config(list(arguments))
+
+
+def help_text(capsys: pytest.CaptureFixture) -> str:
+    """Returns what `train.py --help` prints."""
+    with pytest.raises(SystemExit) as caught:
+        load("--help")
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+# ---- Where options come from ---------------------------------------------------------------------
+def test_help_lists_every_option(capsys, monkeypatch):
+    monkeypatch.setattr(config, "DEFAULTS", ROOT / "config.yaml")
+    assert (ROOT / "config.yaml").read_text() in help_text(capsys)
+
+
+def test_the_command_line_overrides_the_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("optim: {lr: 1e-2, epochs: 7}\nrun: {name: mine}\nddp:\n")  # an empty section
+    options = load(
+        "optim.epochs=9",
+        "--config",
+        str(path),
+        "run.name=5",
+        "data.undirected=true",
+        "ddp.device_ids=[2, 0]",
+    )
+    assert (options.optim.lr, options.optim.epochs, options.run.name) == (0.01, 9, "5")
+    assert options.data.undirected is True
+    assert options.ddp.device_ids == [2, 0]
+    assert options.model == Config().model
+    # YAML parses it as a bool.
+    assert load("optim.lr=1", "run.resume=no").run.resume == "no"
+
+
+PATHS = ("data.edges", "data.perturbations", "data.features", "data.cache_dir")
+PATHS += ("run.dir", "run.resume", "run.init")
+
+
+def test_home_and_variables_are_replaced_in_options_that_are_paths(tmp_path, monkeypatch):
+    """On the command line, in a file and in its name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    for value, expected in (
+        ("~/a", f"{tmp_path}/a"),
+        ("$SCRATCH/${SCRATCH}x", "/scratch//scratchx"),
+    ):
+        for key in PATHS:
+            together = [f"{other}=x" for other in PATHS[:2]]
+            section, _, name = key.partition(".")
+            (tmp_path / "mine.yaml").write_text(yaml.safe_dump({section: {name: value}}))
+            assert load(*together, f"{key}={value}").options()[key] == expected
+            others = [text for text in together if not text.startswith(key)]
+            assert load(*others, "--config=~/mine.yaml").options()[key] == expected
+    assert load("run.dir=a~b$").run.dir == "a~b$"
+    assert load("run.name=~").run.name == "~"  # a name, no path
+
+
+@pytest.mark.parametrize("value", ["$NOT_SET_HERE/a", "${NOT_SET_HERE}", "~nobody_here/a"])
+def test_a_path_with_an_unknown_variable_or_user_is_refused(value):
+    with pytest.raises(UserError) as caught:
+        load(f"run.dir={value}")
+    unknown = value.removesuffix("/a")
+    problem = f"run.dir={value}: {unknown} is no environment variable or user's folder"
+    assert str(caught.value) == problem
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path):
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert load("--config", str(tmp_path / "empty.yaml")) == Config() == load()
+    assert load("--config", os.devnull) == Config()
+
+
+def test_a_file_is_laid_over_an_edited_config_yaml(tmp_path, defaults, capsys):
+    """So that what the help prints is what a run takes where neither says otherwise."""
+    edited = yaml.safe_load(defaults.read_text())
+    edited["model"]["hidden"] = 48
+    edited["optim"] |= {"lr": 0.5, "epochs": 3, "lr_mult": {"embedding": 0.1}}
+    defaults.write_text(yaml.safe_dump(edited))
+    (tmp_path / "mine.yaml").write_text("optim: {lr: 0.25, lr_mult: {readout: 2}}\n")
+    arguments = ("--config", str(tmp_path / "mine.yaml"), "optim.epochs=4")
+    options = load(*arguments)
+    assert options.model.hidden == 48  # from config.yaml
+    assert options.optim.lr == 0.25  # from mine.yaml
+    assert options.optim.lr_mult == {"readout": 2}  # an option is replaced whole
+    assert options.optim.epochs == 4  # from the command line
+    assert load().optim.lr == 0.5
+    shown = yaml.safe_load(help_text(capsys).partition("config.yaml:\n")[2])
+    assert shown == dataclasses.asdict(load())
+
+
+def test_the_log_names_the_files_that_gave_the_options(tmp_path, caplog):
+    caplog.set_level("INFO", logger="config")
+    (tmp_path / "mine.yaml").touch()
+    load()
+    load("--config", str(tmp_path / "mine.yaml"), "optim.epochs=4")
+    first, second = caplog.messages
+    assert first == "options   config.yaml"
+    assert second == f"options   config.yaml, then {tmp_path}/mine.yaml, then the command line"
+
+
+def test_ddp_options_accept_the_arguments_of_ddp():
+    arguments = (
+        "{bucket_cap_mb: 25, gradient_as_bucket_view: true, static_graph: true, "
+        "find_unused_parameters: false}"
+    )
+    assert load(f"ddp.options={arguments}").ddp.options == yaml.safe_load(arguments)
+
+
+# ---- Added options -------------------------------------------------------------------------------
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    """added(*arguments) returns section optim of these arguments, with the fields of `ADDED`."""
+    return adapt_config(monkeypatch, ADDED)
+
+
+def adapt_config(monkeypatch: pytest.MonkeyPatch, source: str) -> Callable[..., object]:
+    """Puts the OptimConfig of a source into `Config`; returns what reads its section."""
+    module = ModuleType("adapted_optim")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(source, vars(module))
+    optim = module.OptimConfig
+    adapted = dataclasses.make_dataclass(
+        "Config", [("optim", optim, optim())], bases=(Config,), frozen=True
+    )
+    monkeypatch.setattr(config, "Config", adapted)
+    return lambda *arguments: load(*arguments).optim
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("cap", "0.5", 0.5),
+        ("cap", "3", 3.0),
+        ("cap", "1e-3", 0.001),
+        ("cap", "-2.5", -2.5),
+        ("cap", "null", None),
+        ("cap", "", None),
+        ("floor", "0", 0),
+        ("floor", "null", None),
+        ("names", "[a, b]", ["a", "b"]),
+        ("names", "[]", []),
+        ("ends", "[-1, 1e-3]", [-1.0, 0.001]),
+        ("factors", "{a: 0.5}", {"a": 0.5}),
+        ("title", "yeast", "yeast"),
+        ("title", "null", None),
+        ("kind", "mean", "mean"),
+        ("kind", "null", None),
+        ("size", "3", 3),
+        ("size", "all", "all"),
+        ("count", "0", 0),
+        ("count", "-7", -7),
+        ("shift", "-3", -3.0),
+        ("shift", "0", 0.0),
+        ("limit", "-2.5", -2.5),
+        ("limit", "0", 0.0),
+        ("most", "8", 8),
+        ("most", "-1", -1),
+    ],
+)
+def test_an_added_option_has_its_type_from_the_command_line_and_from_a_file(
+    added, tmp_path, name, text, value
+):
+    """Its default says nothing of its range."""
+    found = getattr(added(f"optim.{name}={text}"), name)
+    assert found == value
+    assert type(found) is type(value)
+    (tmp_path / "mine.yaml").write_text(f"optim:\n  {name}: {text}\n")
+    found = getattr(added("--config", str(tmp_path / "mine.yaml")), name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("cap=high", "optim.cap must be float or None, not 'high'"),
+        ("cap=nan", "optim.cap must be float or None, not nan"),
+        ("floor=-1", "optim.floor must be int >= 0 or None, not -1"),
+        ("floor=0.5", "optim.floor must be int >= 0 or None, not 0.5"),
+        ("names=a", "optim.names must be list[str], not 'a'"),
+        ("names=[a, 1]", "optim.names must be list[str], not ['a', 1]"),
+        ("names=", "optim.names must be list[str], not None"),
+        ("ends=[0, x]", "optim.ends must be list[float], not [0, 'x']"),
+        ("kind=max", "optim.kind must be sum or mean or None, not 'max'"),
+        ("size=some", "optim.size must be int or all, not 'some'"),
+        ("count=0.5", "optim.count must be int, not 0.5"),
+        ("count=", "optim.count must be int, not None"),
+        ("limit=-3", "optim.limit must be float from -2.5 to 0, not -3.0"),
+        ("limit=0.5", "optim.limit must be float from -2.5 to 0, not 0.5"),
+        ("most=9", "optim.most must be int <= 8, not 9"),
+        ("pair=[1, 2]", "optim.pair has the type <class 'tuple'>, which no option can have"),
+        ("pairs=[1, 2]", "optim.pairs has the type tuple[int, int], which no option can have"),
+        ("path=a", "optim.path has the type <class 'pathlib.Path'>, which no option can have"),
+        ("cup=1", "unknown option optim.cup: did you mean optim.cap?"),
+    ],
+)
+def test_a_wrong_value_or_type_of_an_added_option_gives_a_one_line_error(added, argument, message):
+    with pytest.raises(UserError) as caught:
+        added(f"optim.{argument}")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_types_of_added_options_may_be_texts(monkeypatch):
+    """As `from __future__ import annotations` makes them."""
+    added = adapt_config(monkeypatch, f"from __future__ import annotations\n{ADDED}")
+    arguments = ("cap=3", "floor=0", "ends=[-1, 1e-3]", "title=5", "kind=mean", "size=3", "count=0")
+    options = added(*(f"optim.{argument}" for argument in arguments))
+    assert repr((options.cap, options.floor, options.ends)) == "(3.0, 0, [-1.0, 0.001])"
+    assert (options.title, options.kind) == ("5", "mean")
+    assert repr((options.size, options.count)) == "(3, 0)"
+    with pytest.raises(UserError, match=r"^optim.cap must be float or None, not 'high'$"):
+        added("optim.cap=high")
+    with pytest.raises(UserError, match=r"^optim.pairs has the type tuple\[int, int\], which no"):
+        added("optim.pairs=[1, 2]")
+
+
+def test_without_values_added_options_have_their_defaults(added):
+    found = added()
+    assert (found.cap, found.names, found.count, found.shift) == (None, [], 5, -1.0)
+
+
+# ---- What an option means for a run that is resumed ----------------------------------------------
+def test_each_option_says_what_another_value_means_for_a_resumed_run():
+    rules = Config().resume_rules()
+    assert rules.keys() == Config().options().keys()
+    keys = {rule: {key for key in rules if rules[key] == rule} for rule in rules.values()}
+    assert keys.keys() == {"fixed", "free", "noted"}
+    assert keys["fixed"] == {"run.seed", "data.batch_size", "optim.loss", "optim.lr_mult"}
+    free = {key for key in keys["free"] if key.startswith(("model.", "optim."))}
+    assert free == {
+        *("model.message_passing", "model.checkpointing", "model.cuda_graphs"),
+        *("optim.accumulate", "optim.zero"),
+    }
+    assert {key.partition(".")[0] for key in keys["noted"]} == {"model", "optim"}
+
+
+def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
+    added()
+    rules = config.Config().resume_rules()
+    assert (rules["optim.cap"], rules["optim.floor"]) == ("noted", "fixed")
+    assert (rules["optim.limit"], rules["optim.most"]) == ("noted", "free")
+
+
+# ---- Wrong options -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("optim.lrr=1", "unknown option optim.lrr: did you mean optim.lr?"),
+        ("lr=1", "unknown option lr: did you mean optim.lr?"),
+        ("run.name", "run.name has no value: write run.name=..."),
+        ("run.name=", "run.name='' is no relative path such as a/b"),
+        ("run.name=..", "run.name='..' is no relative path such as a/b"),
+        ("run.name=a/../b", "run.name='a/../b' is no relative path such as a/b"),
+        ("run.name=/", "run.name='/' is no relative path such as a/b"),
+        ("run.name=a//b", "run.name='a//b' is no relative path such as a/b"),
+        ("run.name=./a", "run.name='./a' is no relative path such as a/b"),
+        ("data.batchsize=8", "unknown option data.batchsize: did you mean data.batch_size?"),
+        ("modle.hidden=8", "unknown option modle.hidden: did you mean model.hidden?"),
+        ("optim.lr", "optim.lr must be float >= 0, not None"),
+        (
+            "optim.lr_mult={embedding: -1}",
+            "optim.lr_mult: embedding: -1 is no part of a name and a factor",
+        ),
+        ("optim.lr_mult={a: .nan}", "optim.lr_mult: a: nan is no part of a name and a factor"),
+        ("optim.lr_mult={a: x}", "optim.lr_mult: a: x is no part of a name and a factor"),
+        ("optim.lr_mult={0: 1}", "optim.lr_mult: 0: 1 is no part of a name and a factor"),
+        ("optim.lr=fast", "optim.lr must be float >= 0, not 'fast'"),
+        ("optim.lr=nan", "optim.lr must be float >= 0, not nan"),
+        ("ddp.timeout_s=inf", "ddp.timeout_s must be float >= 0, not inf"),
+        ("optim.lr=true", "optim.lr must be float >= 0, not True"),
+        ("optim.lr=-1", "optim.lr must be float >= 0, not -1.0"),
+        ("optim.epochs=2.5", "optim.epochs must be int >= 1, not 2.5"),
+        ("optim.epochs=", "optim.epochs must be int >= 1, not None"),
+        ("optim.epochs=[", "cannot read the configuration optim.epochs=[: while parsing"),
+        (
+            "optim.lr=2024-13-45",
+            "cannot read the configuration optim.lr=2024-13-45: month must be in 1..12",
+        ),
+        ("run.seed=-1", "run.seed must be int from 0 to 4294967295, not -1"),
+        (
+            "data.split_seed=100000000000000000000",
+            "data.split_seed must be int from 0 to 4294967295, not 100000000000000000000",
+        ),
+        ("--config=", "cannot read the configuration"),
+        (
+            "--config=no.yaml",
+            "cannot read the configuration no.yaml: [Errno 2] No such file or directory",
+        ),
+        ("data.undirected=1", "data.undirected must be bool, not 1"),
+        ("ddp.device_ids=0", "ddp.device_ids must be"),
+        ("optim.precision=fp8", "optim.precision must be fp64 or fp32 or bf16 or fp16, not 'fp8'"),
+        ("data.split=rows", "data.split must be random or nodes, not 'rows'"),
+        (
+            "data.edges=edges.tsv",
+            "data.edges and data.perturbations go together: set both or neither",
+        ),
+        (
+            "data.perturbations=scores.tsv",
+            "data.edges and data.perturbations go together: set both or neither",
+        ),
+        ("model.dropout=1", "model.dropout must be in [0, 1), not 1.0"),
+        ("ddp.options=3", "ddp.options must be"),
+        (
+            "ddp.options={static_graph: true, static_graph: false}",
+            "cannot read the configuration ddp.options={static_graph: true, static_graph: false}: "
+            "static_graph stands twice",
+        ),
+        (
+            "ddp.options={bucket_cap: 3}",
+            "DistributedDataParallel: got an unexpected keyword argument 'bucket_cap'",
+        ),
+        ("--local-rank=0", "torch.distributed.launch is too old, use torchrun"),
+        ("ddp.options={device_ids: 1}", "got multiple values for keyword argument 'device_ids'"),
+        ("--lr=3", "unrecognized arguments: --lr=3"),
+        (
+            "optim.warmup=500",
+            "optim.warmup=500: it is the fraction of all steps that warm up, from 0 to 1, "
+            "not their number",
+        ),
+        ("optim.warmup=-0.1", "optim.warmup=-0.1: it is the fraction of all steps"),
+        ("optim.warmup=1.5", "optim.warmup=1.5: it is the fraction of all steps"),
+    ],
+)
+def test_a_wrong_argument_gives_a_one_line_error(argument, message):
+    with pytest.raises(UserError) as caught:
+        load(argument)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.status == 2
+
+
+TEXTS = ("x y", "null", "[1, 2]", "{a: 1}", "true", "5", "1.5", "99999999999999999999999")
+FITTING = {  # which of these are values of a type
+    str: ["x y"],
+    bool: ["true"],
+    int: ["5"],
+    float: ["5", "1.5", "99999999999999999999999"],
+    list: ["[1, 2]"],
+    dict: ["{a: 1}"],
+}
+
+
+def wrong_texts(key: str) -> list[str]:
+    """Returns the texts that are no values of an option."""
+    fitting = set()
+    for kind in config.types_of(config.all_options()[key]):
+        fitting.update(FITTING.get(get_origin(kind) or kind, []))
+    return [text for text in TEXTS if text not in fitting]
+
+
+def one_of_each_type() -> list[str]:
+    """Returns an option of each type, with a range and without; all choices of words are one."""
+    by_type = {}
+    for key, option in config.all_options().items():
+        types = tuple(get_origin(kind) or kind for kind in config.types_of(option))
+        has_limits = [limit in option.metadata for limit in ("min", "max")]
+        by_type.setdefault((types, *has_limits), key)
+    return list(by_type.values())
+
+
+@pytest.mark.parametrize(
+    ("key", "text"), [(key, text) for key in one_of_each_type() for text in wrong_texts(key)]
+)
+def test_a_wrong_type_is_one_sentence_that_names_the_option(tmp_path, key, text):
+    """From a file and from the command line, where each text is one."""
+    section, _, name = key.partition(".")
+    (tmp_path / "mine.yaml").write_text(f"{section}:\n  {name}: {text}\n")
+    assert_one_sentence(key, "--config", str(tmp_path / "mine.yaml"))
+    if config.types_of(config.all_options()[key]) != (str,):
+        assert_one_sentence(key, f"{key}={text}")
+
+
+def test_every_option_of_a_file_is_looked_at(tmp_path):
+    for key in config.all_options():
+        section, _, name = key.partition(".")
+        (tmp_path / "mine.yaml").write_text(f"{section}:\n  {name}: {wrong_texts(key)[0]}\n")
+        assert_one_sentence(key, "--config", str(tmp_path / "mine.yaml"))
+
+
+def test_a_number_out_of_the_range_of_any_option_is_one_sentence_that_names_it():
+    for key, option in config.all_options().items():
+        limits = option.metadata
+        if "min" in limits:
+            assert_one_sentence(key, f"{key}={limits['min'] - 1}")
+        if "max" in limits:
+            assert_one_sentence(key, f"{key}={limits['max'] + 1}")
+
+
+def assert_one_sentence(key: str, *arguments: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(*arguments)
+    assert re.match(rf"{re.escape(key)}( must be |: |=)", str(caught.value))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_name_of_any_option_is_found_for_a_misspelt_one():
+    for key in config.all_options():
+        section, _, name = key.partition(".")
+        shorter = name[:-1] if len(name) > 4 else f"{name}_"
+        for wrong in (f"{name}x", shorter, name.replace("_", "-")):
+            if f"{section}.{wrong}" in config.all_options():
+                continue
+            message = rf"^unknown option {section}\.{re.escape(wrong)}: did you mean {key}\?$"
+            with pytest.raises(UserError, match=message):
+                config.check_names([f"{section}.{wrong}"])
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["data.batch_size", "model.layers", "optim.epochs", "optim.accumulate", "checkpoint.keep_last"],
+)
+def test_a_count_of_zero_is_refused(option):
+    with pytest.raises(UserError, match=f"^{option} must be int >= 1, not 0$"):
+        load(f"{option}=0")
+
+
+def test_options_that_are_not_counts_accept_zero():
+    options = load(
+        "optim.clip=0", "optim.warmup=0", "data.workers=0", "log.profile_steps=0", "run.seed=0"
+    )
+    assert (options.optim.clip, options.optim.warmup) == (0.0, 0.0)
+    assert load("optim.warmup=1").optim.warmup == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("optim: {lrr: 1}", "{path}: unknown option optim.lrr: did you mean optim.lr?"),
+        ("optim: {lr: true}", "optim.lr must be float >= 0, not True"),
+        ("run: {name: 5}", "run.name must be str, not 5: put it in quotes"),
+        ("run: {name: NO}", "run.name must be str, not False: put it in quotes"),
+        ("optim: 3", "{path} does not contain sections of options: see config.yaml"),
+        ("- a", "{path} does not contain sections of options: see config.yaml"),
+        ("false", "{path} does not contain sections of options: see config.yaml"),
+        ("optim: 0", "{path} does not contain sections of options: see config.yaml"),
+        ("optim: [", "cannot read the configuration {path}: while parsing"),
+        ("optim: {lr: 2024-13-45}", "cannot read the configuration {path}: month must be in 1..12"),
+        ("optim: {lr: 1}\noptim: {clip: 1}", "the configuration {path}: optim stands twice in"),
+        ("optim: {lr: 1, lr: 2}", "cannot read the configuration {path}: lr stands twice in"),
+        ("[" * 1000, "cannot read the configuration {path}: "),
+        (None, "cannot read the configuration {path}: [Errno 2] No such file or directory"),
+    ],
+)
+def test_a_wrong_file_gives_a_one_line_error(tmp_path, text, message):
+    path = tmp_path / "mine.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load("--config", str(path))
+    assert message.format(path=path) in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,313 @@
+"""Options of the tables, splits, and building batches."""
+
+import hashlib
+import math
+import os
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import data
+from data import (
+    DataConfig,
+    KnockoutDataset,
+    StepSampler,
+    file_digest,
+    load,
+    make_loader,
+    node_split,
+    random_split,
+    target_nodes,
+    with_example,
+)
+from data_cells import read_header
+from data_tables import Tables
+from errors import DataError
+from tests.sets import pack_sets, tables_of
+from tests.template.fixtures import write_table
+from tests.template.test_data_tables import SCORES, write_tables
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+def test_tables_are_hashed_by_what_python_3_10_has(tmp_path, monkeypatch):
+    monkeypatch.delattr(hashlib, "file_digest", raising=False)
+    assert load(write_tables(tmp_path)).genes == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("name", ["edges", "perturbations", "features"])
+def test_a_pipe_is_refused_before_it_is_read(tmp_path, name):
+    """A process substitution, or a named pipe, at which one would wait for whoever writes to it."""
+    os.mkfifo(tmp_path / "pipe")
+    options = replace(with_example(DataConfig()), **{name: str(tmp_path / "pipe")})
+    message = "pipe is a pipe, which cannot be read twice: write it to a file"
+    with pytest.raises(DataError, match=message):
+        load(options)
+    with pytest.raises(DataError, match=message):
+        read_header(str(tmp_path / "pipe"), [], ())
+
+
+def test_wrong_options_are_refused():
+    message = r"data\.edges and data\.perturbations go together: set both or neither"
+    for files in ({"edges": "edges.tsv"}, {"perturbations": "scores.tsv"}):
+        with pytest.raises(ValueError, match=message):
+            DataConfig(**files)
+
+
+def test_without_the_example_the_tables_must_be_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "EXAMPLE", tmp_path / "example")
+    message = r"no example in .*/example: set data\.edges and data\.perturbations"
+    with pytest.raises(DataError, match=message):
+        load(DataConfig(cache_dir=str(tmp_path)))
+    assert len(load(write_tables(tmp_path)).y) == 3
+
+
+def test_features_may_be_added_to_the_example(tmp_path):
+    write_table(tmp_path / "features.tsv", [("gene", "size"), ("G00001", 1), ("G00002", 2)])
+    tables = load(DataConfig(features=str(tmp_path / "features.tsv"), cache_dir=str(tmp_path)))
+    assert tables.features.ne(0).flatten().nonzero().flatten().tolist() == [1, 2]
+
+
+# ---- Splits --------------------------------------------------------------------------------------
+def test_fractions_that_leave_a_split_without_rows_are_refused(tmp_path):
+    sets = ("a", "b", "c", "a,b", "a,c", "b,c", "a,b,c", "d", "", "a,d")
+    options = write_tables(tmp_path, scores=[("genes", "score"), *((genes, 1) for genes in sets)])
+    assert load(options).split.unique().tolist() == [0, 1, 2]
+    for fractions, split in (
+        ({"val_fraction": 0.0}, "val"),
+        ({"test_fraction": 0.95}, "val|train"),
+    ):
+        message = f"no rows in the ({split}) split of 10 rows .*: change data.val_fraction"
+        with pytest.raises(DataError, match=message):
+            load(replace(options, **fractions))
+
+
+def small_tables(sets: list[list[int]], num_nodes: int = 20) -> Tables:
+    """Returns samples of these knock-outs, on a graph of one edge."""
+    perturbed, perturbed_ptr = pack_sets(sets)
+    return Tables(
+        genes=[f"g{i:02}" for i in range(num_nodes)],
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        y=torch.arange(len(sets), dtype=torch.float64),
+    )
+
+
+def test_random_split_depends_on_its_seed_alone_and_keeps_replicates_together():
+    tables = small_tables([[i % 50] for i in range(200)], num_nodes=50)
+    splits = [random_split(tables, DataConfig(split_seed=seed)) for seed in (0, 0, 1)]
+    assert torch.equal(splits[0], splits[1])
+    assert not torch.equal(splits[0], splits[2])
+    assert torch.bincount(splits[0].int()).tolist() == [160, 20, 20]
+    replicates = splits[0].view(4, 50)
+    assert torch.equal(replicates[0].expand(4, 50), replicates)
+
+
+def test_no_set_of_many_rows_decides_a_random_split():
+    """Intact rows train, few or many, and so do sets of more than a tenth of the rows."""
+    small = [[k % 50] for k in range(150)]
+    for added in ([[]], [[]] * 100, [[60]] * 30, [[60, 61]] * 60 + [[]] * 60, [[60]] * 18):
+        tables = small_tables([*small, *added], num_nodes=62)
+        for seed in range(20):
+            split = random_split(tables, DataConfig(split_seed=seed))
+            counts = torch.bincount(split[:150].int(), minlength=3).tolist()
+            if len(added) == 18:  # a tenth at most: where it falls says the seed
+                assert min(counts) > 0
+            else:
+                assert (split[150:] == 0).all()
+                assert counts[1:] == [15, 15]
+
+
+def test_sets_of_many_rows_fill_a_split_where_there_are_no_others():
+    tables = small_tables([[k % 5] for k in range(50)] + [[]])
+    split = random_split(tables, DataConfig(val_fraction=0.2, test_fraction=0.2))
+    assert torch.bincount(split.int()).tolist() == [31, 10, 10]
+    assert split[-1] == 0
+    tables = small_tables([[]] * 10)
+    assert random_split(tables, DataConfig(test_fraction=1.0)).unique().tolist() == [2]
+
+
+def test_all_scores_that_are_no_nodes_are_named():
+    tables = small_tables([[0], [1]])
+    tables.targets = ("g00", "g01")
+    assert target_nodes(tables).tolist() == [0, 1]
+    tables.targets = ("g00", "x", "g01", "y")
+    with pytest.raises(
+        DataError, match=r"^2 of 4 scores are no node of the graph, .* needs: x, y: "
+    ):
+        target_nodes(tables)
+
+
+def test_the_node_split_trains_on_no_test_node_and_its_folds_cover_all_nodes():
+    generator = torch.Generator().manual_seed(0)
+    sets = [torch.randperm(20, generator=generator)[: k % 4].tolist() for k in range(400)]
+    tables = small_tables(sets)
+    tested = []
+    for fold in range(6):
+        options = DataConfig(split="nodes", split_seed=fold, test_fraction=0.2, val_fraction=0.1)
+        rows = list(zip(sets, node_split(tables, options).tolist(), strict=True))
+        nodes_of = [set(), set(), set()]
+        for nodes, split in rows:
+            if split >= 0:
+                nodes_of[split].update(nodes)
+        train = nodes_of[0]
+        val = nodes_of[1] - train
+        test = nodes_of[2] - train
+        assert len(train) == 14
+        assert len(val) == 2
+        assert len(test) == 4
+        for nodes, split in rows:
+            expected = 0
+            if val & set(nodes):
+                expected = 1
+            if test & set(nodes):
+                expected = -1 if val & set(nodes) else 2
+            assert split == expected
+        tested.append(test)
+    assert set.union(*tested[:5]) == set(range(20))
+    assert tested[5] == tested[0]
+
+
+def test_unseen_nodes_are_counted_by_row():
+    sets = [[0, 1, 2], [3], [], [0, 1], [0, 2, 4], [0, 3], [4, 5], [1, 2]]
+    tables = small_tables(sets)
+    tables.split = torch.tensor([0, 0, 0, 2, 2, 2, 2, 1], dtype=torch.int8)
+    assert tables.unseen("train").tolist() == [[0], [0], [0]]
+    assert tables.unseen("test").tolist() == [[0], [1], [0], [2]]
+    assert tables.unseen("val").tolist() == [[0]]
+
+
+def test_a_node_split_beside_a_split_column_or_without_rows_is_an_error(tmp_path):
+    message = r"has a column split: remove it, or set data.split=random to use it"
+    with pytest.raises(DataError, match=message):
+        load(write_tables(tmp_path, split="nodes"))
+    unsplit = [row[:2] for row in SCORES]
+    message = r"no rows in the val split of 3 rows \(data.split=nodes\): change"
+    with pytest.raises(DataError, match=message):
+        load(write_tables(tmp_path, scores=unsplit, split="nodes", test_fraction=0.4))
+
+
+# ---- Batches -------------------------------------------------------------------------------------
+def make_dataset(num_rows: int, num_nodes: int = 7) -> KnockoutDataset:
+    sets = [[(row + k) % num_nodes for k in range(row % 4)] for row in range(num_rows)]
+    tables = tables_of(sets, torch.arange(num_rows, dtype=torch.float64) / 2)
+    return KnockoutDataset(tables, torch.arange(num_nodes))
+
+
+def test_a_batch_holds_its_rows_and_padding_has_zero_weight():
+    dataset = make_dataset(9)
+    batch = dataset.__getitems__([2, -1, 0, 7])
+    assert batch.perturbed.tolist() == [2, 3, 0, 1, 2]
+    assert batch.perturbed_batch.tolist() == [0, 0, 3, 3, 3]
+    assert batch.perturbed_ptr.tolist() == [0, 2, 2, 2, 5]
+    assert batch.y.tolist() == [[1.0], [0.0], [0.0], [3.5]]
+    assert batch.y.dtype == torch.float64  # the units of the scores may be large
+    assert batch.weight.tolist() == [[1.0], [0.0], [1.0], [1.0]]
+    assert batch.index.tolist() == [2, -1, 0, 7]
+    assert batch.num_dead_edges == 2 + 3 + 0 + 1 + 2
+    assert isinstance(batch.num_dead_edges, int)
+    assert dataset[7].perturbed.tolist() == [0, 1, 2]
+    assert dataset.__getitems__([]).perturbed_ptr.tolist() == [0]
+
+
+def test_a_batch_brings_further_columns_of_its_rows_by_their_names():
+    dataset = make_dataset(3)
+    dataset.tables.columns = {"plate": torch.tensor([5, 6, 7])}
+    dataset.columns = {
+        "values": torch.tensor([[1.0, math.nan], [2.0, 3.0], [4.0, 5.0]]),
+        "size": lambda batch: batch.perturbed_ptr.diff(),
+    }
+    batch = dataset.__getitems__([2, -1])
+    assert batch.plate.tolist() == [7, 0]
+    assert batch["values"].tolist() == [[4.0, 5.0], [0.0, 0.0]]
+    assert batch["size"].tolist() == [2, 0]
+    assert dataset.tables.columns["plate"].tolist() == [5, 6, 7]
+    others = replace(dataset.tables, columns={"plate": torch.tensor([1, 2, 3])})
+    batch = dataset.with_samples(others).__getitems__([0])
+    assert batch.plate.tolist() == [1]
+    assert batch["size"].tolist() == [0]
+    assert "values" not in batch  # which are those of other rows
+
+
+def test_a_node_listed_twice_in_a_sample_counts_once():
+    dataset = KnockoutDataset(tables_of([[3, 3, 1], [], [2, 3]], torch.zeros(3)), torch.arange(5))
+    batch = dataset.__getitems__([0, 1, 2])
+    assert batch.perturbed.tolist() == [1, 3, 2, 3]
+    assert batch.perturbed_ptr.tolist() == [0, 2, 2, 4]
+    assert batch.num_dead_edges == 1 + 3 + 2 + 3
+
+
+def test_loader_workers_give_the_same_batches():
+    assert loader_of_compared_workers("cpu", 2).multiprocessing_context is None
+
+
+def loader_of_compared_workers(device: str, workers: int) -> DataLoader:
+    """Returns a loader with workers, whose batches are those of one without."""
+    dataset = make_dataset(20)
+    batches = [[0, 5, 6], [7, -1, 19]]
+    loader = make_loader(dataset, batches, workers, torch.device(device))
+    reference = make_loader(dataset, batches, 0, torch.device("cpu"))
+    for batch, expected in zip(loader, reference, strict=True):
+        found = batch.to_dict()
+        assert found.keys() == expected.to_dict().keys()
+        for key, value in found.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected[key])), key
+    return loader
+
+
+def test_the_hash_of_a_large_file_is_read_in_pieces(tmp_path):
+    path = tmp_path / "large.tsv"
+    path.write_bytes(bytes(range(256)) * 2**15)  # 8 MB
+    expected = hashlib.sha256(path.read_bytes()).hexdigest()
+    tracemalloc.start()
+    digest = file_digest(str(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert digest == expected
+    assert peak < 4 * 2**20
+
+
+# ---- Steps ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("world_size", "accumulate"), [(1, 1), (2, 1), (4, 1), (1, 4), (2, 2), (3, 2), (5, 3)]
+)
+def test_a_step_takes_the_same_rows_with_any_world_size(world_size, accumulate):
+    rows = torch.arange(100, 153)
+    alone = StepSampler(rows, 12, 1, 1, 0, seed=3)
+    ranks = [
+        StepSampler(rows, 12, accumulate, world_size, rank, seed=3) for rank in range(world_size)
+    ]
+    for sampler in (alone, *ranks):
+        sampler.set_epoch(2)
+    steps = list(alone)
+    assert len(steps) == alone.steps_per_epoch == 5
+    assert sorted(row for step in steps for row in step) == rows.tolist()
+    dealt = [list(sampler) for sampler in ranks]  # each rank's batches
+    assert [len(batches) for batches in dealt] == [5 * accumulate] * world_size
+    assert [len(sampler) for sampler in ranks] == [5 * accumulate] * world_size
+    for number, step in enumerate(steps):
+        batches_of_step = []
+        for batches in dealt:
+            batches_of_step += batches[number * accumulate : (number + 1) * accumulate]
+        together = [row for batch in batches_of_step for row in batch]
+        assert len({len(batch) for batch in batches_of_step}) == 1
+        assert sorted(row for row in together if row >= 0) == sorted(step)
+        assert sorted(ranks[0].rows_in_step(number).tolist()) == sorted(step)
+
+
+def test_epochs_and_seeds_differ_and_a_resumed_epoch_continues():
+    sampler = StepSampler(torch.arange(50), 8, 1, 1, 0, seed=0)
+    orders = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert orders[0] != orders[1]
+    assert list(StepSampler(torch.arange(50), 8, 1, 1, 0, seed=1)) not in orders
+    sampler.set_epoch(1, first_step=4)
+    assert len(sampler) == 3
+    assert list(sampler) == orders[1][4:]

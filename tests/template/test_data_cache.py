@@ -1,0 +1,285 @@
+"""The cache of what was read: one process builds it, and its key is all that it depends on."""
+
+import inspect
+import os
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+import data_tables
+import parts
+from baseline import load_baseline
+from data import DataConfig, load
+from data_cache import cached, source_digest
+from tests.template.fixtures import ROOT, write_table
+from tests.template.test_data_tables import SCORES, write_tables
+
+CONTENT = {"numbers": torch.arange(5)}
+
+
+def caches(folder: Path) -> list[Path]:
+    """Returns the files of a cache."""
+    return sorted(folder.glob("*.pt"))
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+def test_the_cache_is_reused_while_its_inputs_are_unchanged(tmp_path, monkeypatch):
+    options = write_tables(tmp_path)
+    first = load(options)
+    read_edges = data_tables.read_edges
+    calls = []
+
+    def count(*arguments):
+        calls.append(arguments)
+        return read_edges(*arguments)
+
+    monkeypatch.setattr(data_tables, "read_edges", count)
+    assert load(options).fingerprint() == first.fingerprint()
+    other_options = replace(options, split_seed=1, batch_size=7, workers=2)
+    assert load(other_options).fingerprint() == first.fingerprint()
+    assert len(calls) == 0
+    write_table(Path(options.perturbations), [*SCORES, ("c", 3, "train")])
+    assert len(load(options).y) == 4
+    assert len(calls) == 1
+    undirected = load(replace(options, undirected=True))
+    assert (undirected.edge_type == 1).sum() == 2
+    assert len(calls) == 2
+    assert not list(tmp_path.glob("cache/*.tmp"))
+
+
+def test_a_type_that_cannot_be_read_again_is_named_and_not_written(tmp_path, caplog):
+    """As of a field of one's own of `Tables`."""
+    content = {"own": np.zeros(3)}
+    for _ in range(2):
+        assert cached(tmp_path, "tables", "key", lambda: content) is content
+        assert "cannot be written: torch.load refuses numpy" in caplog.text
+        assert "damaged" not in caplog.text
+        caplog.clear()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None])
+def test_a_damaged_cache_is_rebuilt(tmp_path, damage, caplog):
+    options = write_tables(tmp_path)
+    first = load(options)
+    (path,) = caches(tmp_path / "cache")
+    path.write_bytes(path.read_bytes()[:-100] if damage is None else damage)
+    assert load(options).fingerprint() == first.fingerprint()
+    assert "damaged" in caplog.text
+    caplog.clear()
+    assert load(options).fingerprint() == first.fingerprint()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("damage", [None, b"not a checkpoint"])
+def test_one_process_builds_the_cache_and_the_others_wait(tmp_path, damage):
+    """Locks are of open files, so that threads can stand in for processes."""
+    folder = str(tmp_path / "cache")
+    built = []
+    if damage:
+        cached(folder, "numbers", "key", dict)
+        (path,) = caches(tmp_path / "cache")
+        path.write_bytes(damage)
+
+    def build() -> dict:
+        built.append(1)
+        time.sleep(0.3)
+        return CONTENT
+
+    def read(_: int) -> dict:
+        return cached(folder, "numbers", "key", build)
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(read, range(4)))
+    assert len(built) == 1
+    assert all(result["numbers"].tolist() == [0, 1, 2, 3, 4] for result in results)
+    assert cached(folder, "numbers", "another key", dict) == {}
+
+
+def test_the_cache_is_written_atomically(tmp_path, monkeypatch, caplog):
+    """A full disk leaves no partial file behind."""
+
+    def full(content: dict, file: Path) -> None:
+        file.write_bytes(b"a part")
+        assert caches(tmp_path) == []
+        raise RuntimeError("no space left")
+
+    monkeypatch.setattr(torch, "save", full)
+    assert cached(str(tmp_path), "numbers", "key", lambda: CONTENT) is CONTENT
+    assert "cannot be written: no space left" in caplog.text
+    assert [left.suffix for left in tmp_path.iterdir()] == [".lock"]
+
+
+def test_what_a_process_killed_while_writing_the_cache_leaves_is_overwritten(tmp_path, monkeypatch):
+    def killed(content: dict, file: Path) -> None:
+        file.write_bytes(b"a part" * 1000)
+        os._exit(9)
+
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(torch, "save", killed)
+        cached(str(tmp_path), "numbers", "key", lambda: CONTENT)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert len(list(tmp_path.iterdir())) == 2
+    cached(str(tmp_path), "numbers", "key", lambda: CONTENT)
+    assert sorted(left.suffix for left in tmp_path.iterdir()) == [".lock", ".pt"]
+    found = cached(str(tmp_path), "numbers", "key", dict)
+    assert found["numbers"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_cache_that_cannot_be_locked_is_read_but_not_written(tmp_path, monkeypatch, caplog):
+    def no_locks(*_):
+        raise OSError("no locks available")
+
+    cached(str(tmp_path), "numbers", "key", lambda: CONTENT)
+    before = caches(tmp_path)
+    monkeypatch.setattr("data_cache.fcntl.flock", no_locks)
+    found = cached(str(tmp_path), "numbers", "key", dict)
+    assert found["numbers"].tolist() == [0, 1, 2, 3, 4]
+    assert caplog.text == ""
+    assert cached(str(tmp_path), "numbers", "another key", dict) == {}
+    assert "cannot be written: no locks available" in caplog.text
+    assert caches(tmp_path) == before
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_an_unwritable_cache_folder_only_disables_the_cache(tmp_path, caplog):
+    options = write_tables(tmp_path)
+    (tmp_path / "cache").write_text("a file where the folder would be")
+    assert len(load(options).y) == 3
+    assert "cannot be written" in caplog.text
+
+
+def test_without_a_cache_folder_tables_are_read_at_each_start(tmp_path, monkeypatch):
+    """And nothing is left in the working folder."""
+    options = replace(write_tables(tmp_path), cache_dir="")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    first = load(options)
+    read_edges = Mock(wraps=data_tables.read_edges)
+    monkeypatch.setattr(data_tables, "read_edges", read_edges)
+    tables = load(options)
+    assert read_edges.call_count == 1
+    load_baseline(tables, tables.fingerprint(), options.cache_dir, "squared")
+    assert tables.fingerprint() == first.fingerprint()
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_without_the_part_tables_are_read_though_a_folder_is_named(tmp_path, monkeypatch):
+    """As an analysis of an older run does, whose options name one."""
+    monkeypatch.setattr(parts, "is_here", lambda module: module != "data_cache")
+    options = write_tables(tmp_path)
+    assert len(load(options).y) == 3
+    assert not Path(options.cache_dir).exists()
+
+
+# ---- Code ----------------------------------------------------------------------------------------
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns a folder of copies of the modules, from which the keys are made."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder)
+    original = inspect.getsourcefile
+
+    def in_copy(function: Callable) -> str:
+        return str(folder / Path(original(function)).name)
+
+    monkeypatch.setattr("data_cache.inspect.getsourcefile", in_copy)
+    source_digest.cache_clear()  # a process reads its modules once
+    yield folder
+    source_digest.cache_clear()
+
+
+def replace_text(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) >= 1
+    path.write_text(text.replace(old, new, 1))
+
+
+def remade(options: DataConfig) -> list[str]:
+    """Reads tables and baseline as a run does; returns the kinds of the files that are made."""
+    folder = Path(options.cache_dir)
+    before = caches(folder)
+    source_digest.cache_clear()
+    tables = load(options)
+    load_baseline(tables, tables.fingerprint(), options.cache_dir, "squared")
+    return sorted(path.name.partition("-")[0] for path in caches(folder) if path not in before)
+
+
+ALL = ["baseline", "split", "tables"]
+
+
+TELLING_NOTHING = [  # edits after which a cache is used
+    ("data_cells.py", "\nimport csv\n", "\n# a comment\nimport csv  # and another\n"),
+    ("data_cells.py", "CHUNK = 2**23  #", "CHUNK = (\n    2**23\n)  # another comment:"),
+    ("data_tables.py", '"""Files to `Tables`: ', '"""From files to `Tables`: '),
+    ("data_cells.py", '"""Returns a column, ', '"""Gives a column, '),
+    ("data_cells.py", '"""Some consecutive rows', '"""Consecutive rows'),
+    ("model.py", "SCALE = 10.0", "SCALE = 12.0"),
+    ("task.py", "FEW = 0.1", "FEW = 0.2"),
+    ("baseline.py", '"""The baseline: a prediction', '"""The baseline: predictions'),
+    ("data.py", "* config.test_fraction", "* (config.test_fraction)"),
+]
+TELLING = [  # edits, and what is remade after them: all of a reader and what it imports
+    ("data_cells.py", "valid = (least < numbers)", "valid = (least <= numbers)", ALL),
+    ("data_cells.py", "2**23", "2**22", ALL),
+    ("data_notes.py", "OUTLYING = 0.25", "OUTLYING = 0.5", ALL),
+    ("errors.py", "status = 2", "status = 3", ALL),
+    ("baseline.py", "TARGETS_AT_ONCE = 64", "TARGETS_AT_ONCE = 32", ["baseline"]),
+    ("data.py", "default_rng(0)", "default_rng(1)", ["split"]),
+]
+
+
+@pytest.mark.slow
+def test_a_cache_is_remade_if_the_code_that_makes_it_is_edited(tmp_path, sources):
+    scores = [("genes", "score"), *((name, k) for k, name in enumerate("abcd" * 5))]
+    options = write_tables(tmp_path, scores=scores, val_fraction=0.25, test_fraction=0.25)
+    assert remade(options) == ALL
+    for file, old, new in TELLING_NOTHING:
+        replace_text(sources / file, old, new)
+    assert remade(options) == []
+    for file, old, new, expected in TELLING:
+        replace_text(sources / file, old, new)
+        assert remade(options) == expected, (file, new)
+    assert remade(options) == []
+
+
+def test_a_module_that_a_reader_imports_by_any_way_is_part_of_the_key(sources):
+    """Within a function, from a package, by `optional`, and by a module that is imported so."""
+    replace_text(
+        sources / "data_tables.py",
+        "    node_number = {}\n    notes",
+        "    from formats.reader import lines\n\n    node_number = optional('hints')\n    notes",
+    )
+    (sources / "formats").mkdir()
+    (sources / "formats/__init__.py").write_text("")
+    (sources / "formats/reader.py").write_text("import units\n\nlines = []\n")
+    (sources / "units.py").write_text("SCALE = 1\n")
+    (sources / "hints.py").write_text("def hint():\n    import words\n")
+    (sources / "words.py").write_text("WORDS = []\n")
+    names = ("units.py", "formats/reader.py", "formats/__init__.py", "data_tables.py")
+    digests = set()
+    for name in (*names, "hints.py", "words.py"):
+        source_digest.cache_clear()
+        digests.add(source_digest(data_tables.read_tables))
+        with (sources / name).open("a") as file:
+            file.write("ADDED = 1\n")
+    (sources / "unrelated.py").write_text("import tables\n")
+    source_digest.cache_clear()
+    digests.add(source_digest(data_tables.read_tables))
+    assert len(digests) == 7
+    (sources / "hints.py").unlink()
+    source_digest.cache_clear()
+    digests.add(source_digest(data_tables.read_tables))
+    assert len(digests) == 8

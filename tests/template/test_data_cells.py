@@ -1,0 +1,584 @@
+"""The rows of a table's file: headers, cells, blank lines, and names with levels."""
+
+import bz2
+import gzip
+import itertools
+import lzma
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data import DataConfig, load
+from data_cells import Rows, is_control, misread, read_header, read_rows
+from data_tables import Tables, pack, read_edges, read_knockouts
+from errors import DataError
+from predict_sets import read_sets
+from tests.sets import tables_of
+from tests.template.fixtures import write_table
+from tests.template.test_data_tables import EDGES, SCORES, asked, notes_on, write_tables
+from tests.tools.cells import read_cells
+
+EDGE_ROWS = [("a", "b", "x", 3, 0.5), ("b", "c", "x", 1, 2), ("c", "d", "y", 2, 4)]
+SCORE_ROWS = [("a,b", 0.5, "train", 1), ("d", -1, "val", 4), ("", 2, "test", 2)]
+FEATURE_ROWS = [("a", 1, 5), ("c", 3, 6)]
+EDGE_HEADER = ("source", "target", "relation", "length", "weight")
+SCORE_HEADER = ("genes", "score", "split", "sd")
+FEATURE_HEADER = ("gene", "size", "Weight")
+
+
+# ---- Headers -------------------------------------------------------------------------------------
+def read_under(
+    folder: Path, edges=EDGE_HEADER, scores=SCORE_HEADER, features=FEATURE_HEADER, chosen=()
+) -> Tables:
+    """Returns the tables of the same rows under these headers, with the `chosen` scores."""
+    folder.mkdir(exist_ok=True)
+    path = write_table(folder / "features.tsv", [features, *FEATURE_ROWS])
+    options = write_tables(folder, [edges, *EDGE_ROWS], [scores, *SCORE_ROWS], features=str(path))
+    return load(replace(options, scores=list(chosen)))
+
+
+def test_blanks_about_the_cells_of_a_header_do_not_count(tmp_path):
+    """In each table. With them, a weight would be one more score or feature."""
+    plain = read_under(tmp_path / "plain")
+    headers = []
+    for header in (EDGE_HEADER, SCORE_HEADER, FEATURE_HEADER):
+        headers.append([f" {name}  " if k % 2 else f"{name} " for k, name in enumerate(header)])
+    tables = read_under(tmp_path / "blanks", *headers)
+    assert tables.fingerprint() == plain.fingerprint()
+    assert list(tables.targets) == ["score"]
+    assert list(tables.feature_names) == ["size", "Weight"]
+    assert tables.edge_weight.tolist() == [0.5, 2, 4]
+    assert tables.weight.tolist() == [1, 1 / 16, 1 / 4]
+    assert list(tables.notes) == []
+    weighted = read_under(tmp_path / "weight", scores=("genes", "score", "split", "weight "))
+    assert list(weighted.targets) == ["score"]
+    assert weighted.weight.tolist() == [1, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("edges", "scores", "features", "roles"),
+    [
+        (EDGE_HEADER, ("genes", "score", "split", "SD"), FEATURE_HEADER, {"SD": "sd"}),
+        (
+            EDGE_HEADER,
+            ("Genes", "score", " Split", "sD "),
+            FEATURE_HEADER,
+            {"Genes": "genes", "Split": "split", "sD": "sd"},
+        ),
+        ((*EDGE_HEADER[:4], "WEIGHT "), SCORE_HEADER, FEATURE_HEADER, {"WEIGHT": "weight"}),
+        (
+            ("Source", " TARGET", "Relation", "length", "Weight"),
+            SCORE_HEADER,
+            ("GENE", "size", "Weight"),
+            {
+                "Source": "source",
+                "TARGET": "target",
+                "Relation": "relation",
+                "Weight": "weight",
+                "GENE": "gene",
+            },
+        ),
+    ],
+)
+def test_a_column_with_a_role_may_stand_in_another_case_as_a_note_says(
+    tmp_path, edges, scores, features, roles
+):
+    """A feature of nodes has none, whatever its name."""
+    plain = read_under(tmp_path / "plain")
+    tables = read_under(tmp_path / "cases", edges, scores, features)
+    assert tables.fingerprint() == plain.fingerprint()
+    found = [note.partition(".tsv: ")[2] for note in tables.notes]
+    # Those of the table of features come last.
+    assert found == [f"the column {name} is read as {role}" for name, role in roles.items()]
+    assert notes_on(tables) == list(tables.notes)
+    assert len(tables.notes) == len(roles)
+    again = read_under(tmp_path / "cases", edges, scores, features)  # from the cache
+    assert list(again.notes) == list(tables.notes)
+
+
+def test_the_note_on_a_column_names_its_table(tmp_path):
+    headers = (("Source", *EDGE_HEADER[1:]), (*SCORE_HEADER[:3], "Weight"), ("Gene", "size", "b"))
+    notes = read_under(tmp_path, *headers).notes
+    files = [Path(note.partition(": ")[0]).name for note in notes]
+    assert files == ["edges.tsv", "scores.tsv", "features.tsv"]
+
+
+@pytest.mark.parametrize("name", ["Weight", "SD", "Split", " weighT "])
+def test_a_column_that_data_scores_names_is_a_score_in_another_case(tmp_path, name):
+    header = ("genes", "score", "split", name)
+    tables = read_under(tmp_path, scores=header, chosen=[name.strip()])
+    assert list(tables.targets) == [name.strip()]
+    assert tables.y.flatten().tolist() == [1, 4, 2]
+    assert tables.weight is None
+    assert list(tables.notes) == []
+    assert list(tables.left_out) == ["score"]
+
+
+def test_a_column_that_data_scores_names_has_its_role_in_the_case_of_that(tmp_path):
+    with pytest.raises(DataError, match=r"data\.scores=\['weight'\], but the scores are"):
+        read_under(tmp_path, scores=("genes", "score", "split", "weight"), chosen=["weight"])
+
+
+@pytest.mark.parametrize(
+    ("headers", "file"),
+    [
+        ({"scores": ("genes", "split", "s", " s")}, "scores"),
+        ({"scores": ("genes", "weight", "s", "Weight")}, "scores"),
+        ({"scores": ("genes", "split", "s", " Genes ")}, "scores"),
+        ({"edges": ("source", "target", "relation", "Weight", "weight ")}, "edges"),
+        ({"edges": ("source", "target", "relation", "length ", "length")}, "edges"),
+        ({"features": ("gene", "size", "size ")}, "features"),
+    ],
+)
+def test_two_columns_of_one_name_are_an_error(tmp_path, headers, file):
+    message = rf"{file}\.tsv:1: two columns are '.*': name each once"
+    with pytest.raises(DataError, match=message):
+        read_under(tmp_path, **headers)
+
+
+# ---- Names ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("column", ["source", "target"])
+@pytest.mark.parametrize("name", ["a,b", ",", "complex 1, a"])
+def test_a_node_of_the_edges_whose_name_has_a_comma_is_refused(tmp_path, column, name):
+    """No table of knock-outs could name it."""
+    row = {"source": "a", "target": "b", "relation": "x", column: f'"{name}"'}
+    path = write_table(tmp_path / "edges.tsv", [*EDGES, tuple(row.values())])
+    message = rf"edges\.tsv:6: the {column} '{name}' has a comma, which separates nodes: rename it"
+    with pytest.raises(DataError, match=message):
+        read_edges(str(path), {}, [])
+
+
+def test_a_relation_may_have_a_comma(tmp_path):
+    path = write_table(tmp_path / "edges.tsv", [*EDGES, ("a", "b", "binds, in vitro")])
+    relations, *_ = read_edges(str(path), {}, [])
+    assert relations == ["x", "y", "binds, in vitro"]
+
+
+ODD = [
+    "A",
+    "A=0.3",
+    "A=00.3",
+    "A=0",
+    "A=0=0",
+    "A=",
+    "=",
+    "==",
+    "=0.3",
+    "B=0.3=0",
+    "B",
+    "x=y",
+    "A=2",
+]
+
+
+@pytest.mark.parametrize("level", [0.0, 0.3, 2.0, 10000.0, 1e-5])
+def test_the_name_of_a_node_at_a_level_is_read_as_that(level):
+    """Whatever other nodes are called, and no two names are the same."""
+    tables = tables_of([[0]], torch.zeros(1))
+    tables.genes = sorted(ODD)
+    nodes = torch.arange(len(ODD))
+    levels = torch.full((len(ODD),), level, dtype=torch.float64)
+    names = list(tables.names(nodes, levels))
+    assert len(set(names)) == len(ODD)
+    rows = Rows("table", range(2, 3 + len(ODD)), {"genes": [*names, ",".join(names)]})
+    row, name, read_names, read_levels = rows.sets(set(ODD))
+    assert row.tolist() == [*range(len(ODD)), *[len(ODD)] * len(ODD)]
+    assert [read_names[number] for number in name.tolist()] == tables.genes * 2
+    assert read_levels.tolist() == [level] * (2 * len(ODD))
+
+
+def test_names_of_nodes_at_several_levels_are_all_different():
+    tables = tables_of([[0]], torch.zeros(1))
+    tables.genes = sorted(ODD)
+    pairs = list(itertools.product(range(len(ODD)), (0.0, 0.3, 2.0, 0.03)))
+    nodes, levels = torch.tensor(pairs, dtype=torch.float64).T
+    names = list(tables.names(nodes.long(), levels))
+    assert len(set(names)) == len(pairs)
+
+
+# ---- Cells ---------------------------------------------------------------------------------------
+def quote(path: Path) -> None:
+    """Puts quotes around each cell of a table."""
+    lines = []
+    for line in path.read_text().splitlines():
+        lines.append("\t".join(f'"{cell}"' for cell in line.split("\t")) + "\n")
+    path.write_text("".join(lines))
+
+
+def test_cells_in_quotes_are_read(tmp_path):
+    """As spreadsheets write them, in each table and its header; quotes in a name are its own."""
+    options = write_tables(tmp_path, features=str(tmp_path / "features.tsv"))
+    write_table(tmp_path / "features.tsv", [("gene", "size, um"), ("a", 1), ("d", 2)])
+    plain = load(options)
+    for path in tmp_path.glob("*.tsv"):
+        quote(path)
+    assert load(options).fingerprint() == plain.fingerprint()
+    (tmp_path / "ask.tsv").write_text('genes\n"a,b"\n""\n"ant(2"")-Ia, c"\nant(2")-Ia\nb"\n')
+    genes, _, sets, unknown = asked(str(tmp_path / "ask.tsv"), ["a", "b"])
+    assert genes == ["a,b", "", 'ant(2")-Ia, c', 'ant(2")-Ia', 'b"']
+    assert sets == [[0, 1], []]
+    assert unknown == ['ant(2")-Ia', "c", 'b"']
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        '"a,b\t1',
+        'b,"a"\t1',
+        '"a","b"\t1',
+        '"a"b\t1',
+        '""""\t1',
+        ' "a,b"\t1',
+        '"a,b\nc"\t1',
+        'a\t"1\n"',
+    ],
+)
+def test_quotes_that_enclose_no_whole_cell_are_refused(tmp_path, cells):
+    (tmp_path / "scores.tsv").write_text(f"genes\tscore\na\t1\n\n{cells}\nd\t1\ne\t1\n")
+    with pytest.raises(DataError, match=r"scores\.tsv:4: .* has quotes that enclose no whole cell"):
+        read_knockouts(str(tmp_path / "scores.tsv"), {}, [])
+
+
+def test_quotes_about_a_tab_make_fields(tmp_path):
+    (tmp_path / "scores.tsv").write_text('genes\tscore\n"a\tb"\t1\n')
+    with pytest.raises(DataError, match=r"scores\.tsv:2: 3 fields where the header has 2"):
+        read_knockouts(str(tmp_path / "scores.tsv"), {}, [])
+
+
+def test_a_long_cell_is_cut_in_errors(tmp_path):
+    long = "7" * 400
+    wrong = [(EDGES, [*SCORES, row]) for row in (("a,," + long, 1, "val"), ("a", long, "val"))]
+    wrong.append((EDGES, [*SCORES, ("a", 1, long)]))
+    wrong.append((EDGES, [("genes", long), ("a", "one")]))
+    wrong.append((EDGES, [(long, "score")]))
+    wrong.append(([(*EDGES[0], "width"), (*EDGES[1], long)], SCORES))
+    for edges, scores in wrong:
+        options = write_tables(tmp_path, edges, scores)
+        with pytest.raises(DataError, match=r"\.tsv:\d+: ") as error:
+            load(options)
+        assert len(str(error.value).removeprefix(str(tmp_path))) < 220
+
+
+# ---- Lines ---------------------------------------------------------------------------------------
+def test_a_blank_line_of_a_one_column_table_is_a_sample_without_knock_outs(tmp_path):
+    path = write_table(tmp_path / "ask.tsv", [("genes",), ("a,b",), ("",), ("x,b",), ("c,a",)])
+    genes, is_known, sets, unknown = asked(str(path), ["a", "b", "c"])
+    assert genes == ["a,b", "", "x,b", "c,a"]
+    assert is_known == [True, True, False, True]
+    assert sets == [[0, 1], [], [0, 2]]
+    assert unknown == ["x"]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_blank_line_is_skipped_or_a_row_of_empty_cells(tmp_path, skips):
+    (tmp_path / "t.tsv").write_text("genes\tscore\tsd\n\na\t1\t2\n\n\nb\t3\t4\n\n")
+    header = read_header(str(tmp_path / "t.tsv"), [], ("genes",))
+    (rows,) = read_rows(str(tmp_path / "t.tsv"), header, skip_blank=skips)
+    if skips:
+        assert rows.cells == {"genes": ["a", "b"], "score": ["1", "3"], "sd": ["2", "4"]}
+        assert list(rows.lines) == [3, 6]
+    else:
+        assert rows.cells["genes"] == ["", "a", "", "", "b", ""]
+        assert rows.cells["sd"] == ["", "2", "", "", "4", ""]
+        assert list(rows.lines) == [2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("header", ["genes", "genes\tscore", "Nodes\tsplit\ta\tb"])
+def test_a_blank_line_of_a_table_to_predict_is_a_row_in_every_layout(tmp_path, header):
+    more = "\t1" * header.count("\t")
+    path = tmp_path / "ask.tsv"
+    path.write_text(f"{header}\na,b{more}\n\nx{more}\n\nc{more}\n")
+    genes, is_known, sets, unknown = asked(str(path), ["a", "b", "c"])
+    assert genes == ["a,b", "", "x", "", "c"]
+    assert is_known == [True, True, False, True, True]
+    assert sets == [[0, 1], [], [], [2]]
+    assert unknown == ["x"]
+
+
+def test_a_table_is_read_in_parts_that_count_its_lines(tmp_path, monkeypatch):
+    """Blank lines, spaces, controls and an error, at some 100 lines a part."""
+    monkeypatch.setattr("data_cells.CHUNK", 1500)
+    lines = [f"g{i % 50},g{i % 37} ,g{i % 50}\t{i}" for i in range(1500)]
+    lines[7], lines[1200], lines[1300] = "\t1.5", "", "  \t2.5"
+    path = tmp_path / "scores.tsv"
+    path.write_text("\n".join(["genes\tscore", *lines, ""]))
+    number = {}
+    columns = read_knockouts(str(path), number, [])
+    assert columns["targets"] == ["score"]
+    assert columns["left_out"] == []
+    assert not {"split", "weight"} & columns.keys()
+    y = columns["y"]
+    packed = pack(columns["row"], columns["node"], columns["level"], len(y))
+    rows = [line.split("\t") for line in lines if line]
+    assert y.tolist() == [[float(score)] for _, score in rows]
+    expected = []
+    for genes, _ in rows:
+        names = {name.strip() for name in genes.split(",")} - {""}
+        expected.append(sorted(number[name] for name in names))
+    parts = packed["perturbed"].split(packed["perturbed_ptr"].diff().tolist())
+    assert [part.tolist() for part in parts] == expected
+    wrong_lines = {1401: "g1,,g2\t0", 1402: "g1\tinf", 1403: "g1\t1\t2", 1404: "g1\t1_0"}
+    for number_of_line, wrong in wrong_lines.items():
+        before = lines[: number_of_line - 2]
+        after = lines[number_of_line - 2 :]
+        path.write_text("\n".join(["genes\tscore", *before, wrong, *after, ""]))
+        with pytest.raises(DataError, match=rf"scores.tsv:{number_of_line}: "):
+            read_knockouts(str(path), {}, [])
+
+
+def test_a_part_of_blank_lines_alone_is_no_part(tmp_path, monkeypatch):
+    monkeypatch.setattr("data_cells.CHUNK", 3)  # a row at once, or four blank lines
+    rows = "a\t1\nb\t2\nc\t3\n"
+    (tmp_path / "scores.tsv").write_text(f"genes\tscore\n{rows}\n\n\n\n{rows}\n")
+    columns = read_knockouts(str(tmp_path / "scores.tsv"), {}, [])
+    assert columns["row"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert columns["node"].tolist() == [0, 1, 2] * 2
+    assert len(columns["y"]) == 6
+    (tmp_path / "blank.tsv").write_text("genes\tscore\n\n\n")
+    with pytest.raises(DataError, match="no rows below the header"):
+        read_knockouts(str(tmp_path / "blank.tsv"), {}, [])
+
+
+def test_unreadable_files_are_named(tmp_path, monkeypatch):
+    options = write_tables(tmp_path)
+    for content in (b"\xff\xfe\x00", "source".encode("utf-16"), b"source\ttarget\trelation\n\xe9"):
+        Path(options.edges).write_bytes(content)
+        with pytest.raises(DataError, match=r"edges\.tsv is not UTF-8 text: save it as UTF-8"):
+            load(options)
+    Path(options.edges).unlink()
+    with pytest.raises(DataError, match=r"cannot read .*edges\.tsv: No such file or directory$"):
+        load(options)
+    monkeypatch.chdir(tmp_path)
+    place = re.escape(str(tmp_path))
+    for function in (load, lambda options: read_header(options.edges, [], ())):
+        with pytest.raises(DataError, match=f"cannot read edges.tsv: No such .* in {place}, the w"):
+            function(replace(options, edges="edges.tsv"))
+
+
+@pytest.mark.parametrize(
+    ("content", "advice"),
+    [
+        (bz2.compress, "bzip2: unpack it by bunzip2"),
+        (lzma.compress, "xz: unpack it by unxz"),
+        (lambda text: b"\x28\xb5\x2f\xfd" + text, "zstd: unpack it by unzstd"),
+        (lambda text: b"PK\x03\x04" + text, "a zip archive: unpack it by unzip or, of a workbook"),
+        (lambda text: b"\xd0\xcf\x11\xe0\xa1\xb1" + text, "a workbook"),
+        (lambda text: b"PAR1" + text, r"Parquet: .* to_csv\(\.\.\., sep='\\t', index=False\)"),
+        (lambda text: b"ARROW1" + text, "Feather: read it with pandas.read_feather"),
+        (lambda text: b"\x89HDF\r\n\x1a\n" + text, "HDF5, as .h5ad is: docs/tables.md makes"),
+    ],
+)
+def test_files_of_other_formats_are_named_whatever_their_name_is(tmp_path, content, advice):
+    options = write_tables(tmp_path)
+    for name in ("edges.tsv", "edges.tsv.gz"):
+        path = tmp_path / name
+        path.write_bytes(content(Path(options.edges).read_bytes()))
+        with pytest.raises(DataError, match=rf"{name} is no table of text but {advice}"):
+            load(replace(options, edges=str(path)))
+
+
+@pytest.mark.parametrize("name", ["edges.tsv.GZ", "edges.tsv", "edges.gz"])
+def test_a_gzipped_table_is_known_by_its_content(tmp_path, name):
+    options = write_tables(tmp_path)
+    expected = load(options)
+    content = Path(options.edges).read_bytes()
+    (tmp_path / name).write_bytes(gzip.compress(content))
+    assert (
+        load(replace(options, edges=str(tmp_path / name))).fingerprint() == expected.fingerprint()
+    )
+    (tmp_path / "text.gz").write_bytes(content)
+    assert load(replace(options, edges=str(tmp_path / "text.gz"))).genes == expected.genes
+
+
+def test_row_names_of_r_without_a_header_are_named(tmp_path):
+    (tmp_path / "r.tsv").write_text('"genes"\t"score"\n"1"\t"a"\t0.5\n')
+    message = r"r\.tsv:2: 3 fields where the header has 2; .* row's name, as R .*: row.names=FALSE"
+    with pytest.raises(DataError, match=message):
+        read_knockouts(str(tmp_path / "r.tsv"), {}, [])
+
+
+# ---- Missing values and columns without a name ---------------------------------------------------
+@pytest.mark.parametrize(
+    "cell",
+    ["", " ", "NA", "N/A", "#N/A", "NaN", "nan", "-nan", "None", "null", "NULL", "<NA>", " NA "],
+)
+def test_missing_values_of_other_tools_are_missing(tmp_path, cell):
+    """In scores and features."""
+    tables = read_under(tmp_path / "plain")
+    rows = [("a", "", "train", 1), *SCORE_ROWS]
+    others = [("a", cell, "train", 1), *SCORE_ROWS]
+    found = []
+    for folder, score_rows in (("empty", rows), ("cell", others)):
+        path = write_table(
+            tmp_path / f"{folder}.tsv", [FEATURE_HEADER, *FEATURE_ROWS, ("b", cell, 3)]
+        )
+        (tmp_path / folder).mkdir()
+        options = write_tables(
+            tmp_path / folder,
+            [EDGE_HEADER, *EDGE_ROWS],
+            [SCORE_HEADER, *score_rows],
+            features=str(path),
+        )
+        found.append(load(options))
+    assert found[0].fingerprint() == found[1].fingerprint()
+    assert found[1].y.isnan().sum() == tables.y.isnan().sum() + 1
+
+
+def test_a_column_without_a_name_and_cells_is_left_out_with_a_note(tmp_path):
+    """Of each table, at its end or within it; lines may leave the empty end out, or add to it."""
+    plain = read_under(tmp_path / "plain")
+    folder = tmp_path / "more"
+    folder.mkdir()
+    texts = {
+        "edges": [EDGE_HEADER, *EDGE_ROWS],
+        "scores": [SCORE_HEADER, *SCORE_ROWS],
+        "features": [FEATURE_HEADER, *FEATURE_ROWS],
+    }
+    for k, (name, rows) in enumerate(texts.items()):
+        lines = ["\t".join(map(str, row)) for row in rows]
+        if name == "scores":  # within the table
+            cells = [line.split("\t") for line in lines]
+            lines = [
+                "\t".join([*row[:2], " " if i else "", *row[2:]]) for i, row in enumerate(cells)
+            ]
+        lines[0] += "\t"
+        lines[1] += "\t" * (k + 1)
+        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n")
+    options = DataConfig(
+        edges=str(folder / "edges.tsv"),
+        perturbations=str(folder / "scores.tsv"),
+        features=str(folder / "features.tsv"),
+        cache_dir=str(folder / "cache"),
+    )
+    tables = load(options)
+    assert tables.fingerprint() == plain.fingerprint()
+    assert sorted(tables.notes) == [
+        f"{folder}/{name}.tsv: column {number} has no name and no cells, and is left out"
+        for name, number in (("edges", 6), ("features", 4), ("scores", 3), ("scores", 6))
+    ]
+
+
+def test_a_column_that_does_not_vary_is_named(tmp_path):
+    """Of features of nodes that are in the graph, and of edges; of scores, it is an error."""
+    edges = [(*row[:3], "NA", row[4]) for row in EDGE_ROWS]
+    features = [("a", "", "1", 7), ("b", "nan", "2", 7), ("unknown", "3", "4", 8)]
+    path = write_table(tmp_path / "features.tsv", [(*FEATURE_HEADER, "same"), *features])
+    scores = [SCORE_HEADER, *SCORE_ROWS]
+    options = write_tables(tmp_path, [EDGE_HEADER, *edges], scores, features=str(path))
+    assert [note.partition(".tsv: ")[2] for note in load(options).notes] == [
+        f"the column {name} has no value, or one everywhere: it says nothing"
+        for name in (EDGE_HEADER[3], FEATURE_HEADER[1], "same")
+    ]
+
+
+def test_a_cell_under_no_name_is_an_error_that_says_where(tmp_path):
+    with pytest.raises(DataError, match=r"scores.tsv:3: 'x' in column 5, which has no name"):
+        write = [(*SCORE_HEADER, ""), (*SCORE_ROWS[0], ""), (*SCORE_ROWS[1], "x")]
+        load(write_tables(tmp_path, [EDGE_HEADER, *EDGE_ROWS], write))
+
+
+# ---- Names that are refused ----------------------------------------------------------------------
+def refused(folder: Path, nodes: list[str], cells: list[str]) -> str:
+    """Returns the error, from the table's name on, of a table of these cells."""
+    with pytest.raises(DataError) as caught:
+        read_cells(folder, nodes, cells)
+    return str(caught.value).removeprefix(f"{folder}/")
+
+
+def test_controls_are_refused_unless_they_are_nodes(tmp_path):
+    for name in ("ctrl", "wild type", "non-targeting_00012"):
+        error = refused(tmp_path, ["a", "b"], ["b", f"a,{name}", "a"])
+        assert error.startswith(f"scores.tsv:3: the genes 'a,{name}' have {name}, a control: ")
+        assert read_cells(tmp_path, ["a", "b", name], ["b", f"a,{name}", "a"]) == []
+
+
+def test_controls_are_known_by_their_names():
+    controls = (
+        *("ctrl", "CTRL", "control", "Control_1", "WT", "wild-type", "wild type", "Wildtype"),
+        *("non-targeting", "Non_Targeting", "non-targeting_00012", "NT", "NTC"),
+        *("non-targeting control 3", "negative control", "neg_ctrl", "Wild_Type_3"),
+    )
+    assert [name for name in controls if not is_control(name)] == []
+    genes = ("WT1", "NT5", "NT5E", "CTRB1", "CONTROLLER", "WTAP", "SAFE", "CTRLP", "NTC20")
+    assert [name for name in genes if is_control(name)] == []
+
+
+def test_names_that_are_joined_are_refused_unless_they_are_one_node(tmp_path):
+    for joint, level in (("+", ""), (" + ", "=0.3"), ("_", ""), ("; ", "=0.3"), ("  ", "")):
+        name = f"a1{joint}b2"
+        cells = ["c", "a1", f"c,{name}{level}"]
+        error = refused(tmp_path, ["a1", "b2", "c"], cells)
+        assert error.startswith(f"scores.tsv:4: the genes 'c,{name}{level}' have {name}, ")
+        assert "joins names: write a1,b2;" in error
+        assert read_cells(tmp_path, ["a1", "b2", "c", name], cells) == []
+
+
+def test_names_are_joined_by_any_of_the_usual_signs():
+    for joint in ("+", " + ", "_", ";", "; ", "|", ":", "/", "&", " ", "  "):
+        assert "write a1,b2" in misread(f"a1{joint}b2", {"a1", "b2"}), joint
+
+
+def test_names_are_joined_only_where_all_are_nodes():
+    nodes = {"a", "b", "MT_CO1", "c"}
+    assert "write a,b,c;" in misread("a+b+c", nodes)
+    assert "write MT_CO1,a;" in misread("MT_CO1+a", nodes)
+    assert "write a;" in misread("a+ctrl", nodes)
+    assert "write a;" in misread("a;", nodes)
+    for name in ("ctrl+ctrl", "WT + NT", "control_1", "WT_1", "NT 3"):
+        assert "a control" in misread(name, {*nodes, "1", "3"}), name
+    assert "write 3;" in misread("3+ctrl", {*nodes, "3"})
+    for name in ("a+d", "a-b", "+", "ab", "a.b"):
+        assert misread(name, nodes) == "", name
+
+
+def test_tables_to_predict_are_read_by_the_same_rules(tmp_path):
+    read_cells(tmp_path, ["a", "b", "c"], ["a", "b", "c"])
+    tables = load(
+        DataConfig(
+            edges=str(tmp_path / "edges.tsv"),
+            perturbations=str(tmp_path / "scores.tsv"),
+            cache_dir=str(tmp_path / "cache"),
+        )
+    )
+    for cell, problem in (("a+b", "write a,b"), ("a,ctrl", "a control")):
+        path = write_table(tmp_path / "new.tsv", [("genes",), ("c",), (cell,)])
+        with pytest.raises(DataError, match=rf"new\.tsv:3: .*{problem}"):
+            list(read_sets(str(path), tables))
+
+
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        ("a=0,5", "have a level with a decimal comma: write a point"),
+        ("b,a=0, 5", "have a level with a decimal comma: write a point"),
+        ("NA", "have NA, a missing value, but an intact sample has an empty cell"),
+        ("a,-", "have -, a missing value, but an intact sample has an empty cell"),
+        ("a,None", "have None, a missing value, but an intact sample has an empty cell"),
+        ("a=0.3;b", r"have 'a=0.3;b': no name, or no level .*\(a comma separates nodes\)"),
+    ],
+)
+def test_what_else_is_no_name_is_refused(tmp_path, cell, problem):
+    with pytest.raises(DataError, match=f"scores.tsv:3: the genes '{cell}' {problem}"):
+        read_cells(tmp_path, ["a", "b"], ["a", cell, "b"])
+    assert read_cells(tmp_path, ["a", "b", "5"], ["a", "a=0.5,5", "b"]) == []
+
+
+@pytest.mark.parametrize("name", ["nan", "NA", "None", "null", "-", " NaN "])
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_missing_value_is_no_end_of_an_edge(tmp_path, name, end):
+    """As pandas writes them, which would make a hub of all edges whose end is not known."""
+    read_cells(tmp_path, ["a", "b", "c"], ["a", "b", "c"])
+    cells = ["c", "c", "x"]
+    cells[end] = name
+    rows = [("source", "target", "relation"), ("a", "b", "x"), cells, cells]
+    options = DataConfig(
+        edges=str(write_table(tmp_path / "edges.tsv", rows)),
+        perturbations=str(tmp_path / "scores.tsv"),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    column = ("source", "target")[end]
+    with pytest.raises(DataError, match=rf"edges\.tsv:3: the {column} .* is a missing value: "):
+        load(options)

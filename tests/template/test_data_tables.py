@@ -1,0 +1,351 @@
+"""Reading tables, and the fingerprint of what was read."""
+
+import copy
+import gzip
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from data import DataConfig, KnockoutDataset, load, random_split
+from data_tables import OF_FILES, SPLITS, Tables
+from errors import DataError
+from mask import SharedGraph
+from predict_sets import read_sets
+from task import KnockoutTask
+from tests.bench.synthetic import PRESETS, synthetic_tables
+from tests.sets import tables_of
+from tests.template.fixtures import write_table
+from tests.tools.runs import task_of
+
+EDGES = [
+    ("source", "target", "relation"),
+    ("b", "a", "x"),
+    ("a", "c", "y"),
+    ("c", "c", "x"),
+    ("b", "a", "x"),
+]
+SCORES = [
+    ("genes", "score", "split"),
+    ("a,b", 0.5, "train"),
+    ("d", -1, "val"),
+    ("", "2e-1", "test"),
+]
+
+
+def write_tables(folder: Path, edges=EDGES, scores=SCORES, **options) -> DataConfig:
+    """Writes two tables and returns the options that name them and a cache beside them."""
+    return DataConfig(
+        edges=str(write_table(folder / "edges.tsv", edges)),
+        perturbations=str(write_table(folder / "scores.tsv", scores)),
+        cache_dir=str(folder / "cache"),
+        **options,
+    )
+
+
+def task_of_tables(tables: Tables) -> KnockoutTask:
+    graph = SharedGraph(tables.graph())
+    return task_of(graph, KnockoutDataset(tables, graph.degree))
+
+
+def summary_of(tables: Tables) -> str:
+    """Returns the line on the tables in the log of a run."""
+    return task_of_tables(tables).summary()
+
+
+def notes_on(tables: Tables) -> list[str]:
+    """Returns what the log of a run notes of the tables."""
+    return task_of_tables(tables).notes()
+
+
+def sets_of(tables: Tables) -> list[list[int]]:
+    """Returns the perturbed nodes of each row."""
+    parts = tables.perturbed.split(tables.perturbed_ptr.diff().tolist())
+    return [nodes.tolist() for nodes in parts]
+
+
+def test_tables_are_read_correctly(tmp_path):
+    tables = load(write_tables(tmp_path))
+    assert tables.genes == ["a", "b", "c", "d"]  # d has no edge
+    assert tables.relations == ["x", "y"]
+    assert tables.edge_index.tolist() == [[1, 2, 0], [0, 2, 2]]  # no duplicate edge
+    assert tables.edge_type.tolist() == [0, 0, 1]
+    by_relation = [index.tolist() for index in tables.graph().edge_index_dict.values()]
+    assert by_relation == [[[1, 2], [0, 2]], [[0], [2]]]
+    assert tables.perturbed.tolist() == [0, 1, 3]
+    assert tables.perturbed_ptr.tolist() == [0, 2, 3, 3]
+    assert tables.y.tolist() == [[0.5], [-1.0], [0.2]]
+    assert [tables.rows(split).tolist() for split in SPLITS] == [[0], [1], [2]]
+    assert summary_of(tables) == (
+        "4 nodes of 0 features (1 of 3 knocked-out ones isolated), 3 edges in 2 relations "
+        "of 0 features, 3 samples of 0 to 2 knock-outs: 1 train, 1 val, 1 test, 0 in no split; "
+        "1 scores: score"
+    )
+
+
+def test_undirected_adds_reverse_edges_but_no_second_self_loop(tmp_path):
+    tables = load(write_tables(tmp_path, undirected=True))
+    assert tables.edge_index.T.tolist() == [[0, 1], [1, 0], [2, 2], [0, 2], [2, 0]]
+    assert tables.edge_type.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
+    plain = write_tables(tmp_path)
+    for path in (plain.edges, plain.perturbations):
+        text = Path(path).read_bytes().replace(b"\n", b"\r\n") + b"\r\n"
+        Path(path + ".gz").write_bytes(gzip.compress(text))
+    packed = replace(plain, edges=plain.edges + ".gz", perturbations=plain.perturbations + ".gz")
+    assert load(packed).fingerprint() == load(plain).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("edges", "scores", "message"),
+    [
+        (
+            [("source", "target")],
+            SCORES,
+            r"edges.tsv:1: the header is 'source\\ttarget': begin with "
+            r"'source\\ttarget\\trelation'",
+        ),
+        (EDGES[:1], SCORES, "edges.tsv: no rows below the header"),
+        ([*EDGES, ("a", "b")], SCORES, "edges.tsv:6: 2 fields where the header has 3"),
+        ([*EDGES, ("a", "", "x")], SCORES, "edges.tsv:6: the target '' is empty"),
+        (EDGES, SCORES[:1], "scores.tsv: no rows below the header"),
+        (EDGES, [], r"scores.tsv:1: the header is '': begin with 'genes'"),
+        (
+            EDGES,
+            [*SCORES, ("a", "high", "train")],
+            "scores.tsv:5: the score 'high' is not a number",
+        ),
+        (EDGES, [*SCORES, ("a", "inf", "train")], "scores.tsv:5: the score 'inf' is not a number"),
+        (
+            EDGES,
+            [*SCORES, ("a", "1e39", "train")],
+            "scores.tsv:5: the score '1e39' is not a number",
+        ),
+        (EDGES, [*SCORES, ("a", "1_0", "train")], "scores.tsv:5: the score '1_0' is not a number"),
+        (EDGES, [*SCORES, ("", "one", "train")], "scores.tsv:5: the score 'one' is not a number"),
+        (
+            EDGES,
+            [*SCORES, ("a", 1, "dev")],
+            "scores.tsv:5: the split 'dev' is not one of train, val, test",
+        ),
+        (
+            EDGES,
+            [*SCORES, ("a,,b", 1, "val")],
+            "scores.tsv:5: the genes 'a,,b' have '': no name, or no level from 0 to 10,000",
+        ),
+        (EDGES, SCORES[:3], "scores.tsv: no rows in the test split of 2 rows"),
+        (
+            EDGES,
+            [("genes", "score"), ("a", 1)],
+            "no rows in the train split|no rows in the val split",
+        ),
+        (
+            EDGES,
+            [("genes", "score", "split"), ("a", 1, "train"), ("b", 2, "test")],
+            r"no rows in the val split of 2 rows \(data.split=random\): name some in its column",
+        ),
+    ],
+)
+def test_errors_in_tables_name_file_and_line(tmp_path, edges, scores, message):
+    with pytest.raises(DataError, match=message):
+        load(write_tables(tmp_path, edges, scores))
+    assert not list(tmp_path.glob("cache/*.tmp"))
+
+
+def asked(path: str, names: list[str]) -> tuple[list[str], list[bool], list[list[int]], list[str]]:
+    """Returns the cells of a table to predict, the known rows, their sets of nodes, other names."""
+    (chunk,) = read_sets(path, replace(tables_of([[0]], torch.zeros(1)), genes=names))
+    y = chunk.samples.y
+    assert y.shape == (int(chunk.is_known.sum()), 1)
+    assert y.isnan().all()
+    return list(chunk.sets), chunk.is_known.tolist(), sets_of(chunk.samples), chunk.unknown
+
+
+def test_scores_may_be_named_and_other_columns_are_left_out(tmp_path):
+    scores = [
+        ("genes", "drug", "a", "b", "split"),
+        ("a", "MMS", 1, 2, "train"),
+        ("b", "-", 3, 4, "val"),
+        ("c", "-", 5, 6, "test"),
+    ]
+    options = write_tables(tmp_path, scores=scores)
+    message = r"scores\.tsv:2: the drug 'MMS' is not .*: to leave .* in data\.scores"
+    with pytest.raises(DataError, match=message):
+        load(options)
+    tables = load(replace(options, scores=["b"]))
+    assert tables.targets == ["b"]
+    assert tables.y.tolist() == [[2], [4], [6]]
+    assert tables.left_out == ["drug", "a"]
+    assert summary_of(tables).endswith("; 1 scores: b; columns left out: drug, a")
+    assert load(replace(options, scores=["b", "a"])).y[0].tolist() == [2, 1]
+    assert load(replace(options, scores=["b"])).fingerprint() == tables.fingerprint()
+    message = r"scores\.tsv:1: data\.scores=.*, but the scores are \['drug', 'a', 'b'\]"
+    for wrong in (["c"], [["b"]], ["split"], [1]):
+        with pytest.raises(DataError, match=message):
+            load(replace(options, scores=wrong))
+    write_tables(tmp_path, scores=[(row[0], *row[2:]) for row in scores])
+    assert load(replace(options, scores=["b"])).fingerprint() == tables.fingerprint()
+
+
+def test_names_of_scores_that_yaml_takes_for_something_else_need_quotes(tmp_path):
+    """Such as NO, nitric oxide; 1 and 1.5 are taken as names."""
+    rows = [("genes", "NO", "1", "1.5", "split"), ("a", 1, 2, 3, "train")]
+    rows += [("b", 1, 2, 3, "val"), ("a,b", 1, 2, 3, "test")]
+    options = write_tables(tmp_path, EDGES, rows)
+    for scores in yaml.safe_load("[[NO], [1, 2024-01-01]]"):
+        with pytest.raises(DataError) as caught:
+            load(replace(options, scores=scores))
+        assert str(caught.value).endswith(
+            "scores.tsv:1: data.scores has a name that YAML takes for no text: put it in quotes, "
+            """as in "data.scores=['NO']\""""
+        )
+    for text, targets in (("['NO']", ["NO"]), ("[1, 1.5]", ["1", "1.5"])):
+        assert load(replace(options, scores=yaml.safe_load(text))).targets == targets
+
+
+@pytest.mark.parametrize(
+    ("names", "isolated"), [("abx", ""), ("axy", "x, y"), ("wxyz", "w, x, y, z")]
+)
+def test_knocked_out_nodes_are_named_if_half_of_them_have_no_edge(tmp_path, names, isolated):
+    splits = ("train", "val", "test", "test")
+    rows = [(name, 1, split) for name, split in zip(names, splits, strict=False)]
+    tables = load(write_tables(tmp_path, scores=[("genes", "score", "split"), *rows]))
+    expected = []
+    if isolated:
+        count = f"{len(isolated.split())} of {len(names)}"
+        question = "do the tables use the same names?"
+        expected = [f"MOST KNOCKED-OUT NODES, {count}, HAVE NO EDGE: {isolated}: {question}"]
+    assert [note.partition("scores.tsv: ")[2] for note in notes_on(tables)] == expected
+
+
+def test_all_sets_of_one_or_two_names():
+    singles = asked("all-singles", ["a", "b", "c"])
+    assert singles == (["a", "b", "c"], [True] * 3, [[0], [1], [2]], [])
+    genes, _, sets, _ = asked("all-pairs", ["a", "b", "c"])
+    assert genes == ["a,b", "a,c", "b,c"]
+    assert sets == [[0, 1], [0, 2], [1, 2]]
+
+
+# ---- Replicates ----------------------------------------------------------------------------------
+HEADER = ("genes", "score", "split")
+
+
+def note_of(folder: Path, rows: list[tuple], **options) -> str:
+    """Returns the only note on tables of these rows, without the file's name, or ""."""
+    tables = load(write_tables(folder, EDGES, rows, **options))
+    notes = list(tables.notes)
+    assert len(notes) < 2
+    assert set(notes) <= set(notes_on(tables))
+    return "".join(notes).partition("scores.tsv: ")[2]
+
+
+def cycle(sets: list[str], splits: list[str]) -> list[tuple]:
+    """Returns a table in which the splits of the rows follow each other."""
+    return [HEADER, *((genes, k, splits[k % len(splits)]) for k, genes in enumerate(sets))]
+
+
+@pytest.mark.parametrize(
+    ("sets", "number"),
+    [
+        (["a", "b", "c", "d", "a,b", "c,d"], 0),
+        (["a", "a", "b", "c"], 1),
+        (["a,b", "b , a", "a,b,c=1", "c", "c", "a"], 2),  # the first is on three sides
+        (["b=0.3,a", "a=0,b=0.30", "b=0.3", "a,b"], 1),
+        (["a", "b", "c", "a", "b", "c"], 0),  # replicates on one side
+        (["", "", "", "a=1", "b=1,c=1", "a"], 0),  # intact controls belong on each
+        ([*"abc", *"bca"] * 200, 3),
+    ],
+)
+def test_sets_on_both_sides_of_a_given_split_are_noted_with_their_number(tmp_path, sets, number):
+    note = note_of(tmp_path, cycle(sets, ["train", "val", "test"]))
+    expected = (
+        f"sets of knock-outs that the column split puts on both sides: {number}; "
+        "a random split keeps their rows together"
+    )
+    assert note == (expected if number else "")
+
+
+def test_replicates_are_noted_at_each_start_and_only_beside_a_given_split(tmp_path):
+    rows = cycle(["a,b", "b", "d", "b,a", "c"] * 4, ["train", "val", "test"])
+    note = note_of(tmp_path, rows)
+    assert "on both sides: 4; " in note
+    assert note_of(tmp_path, rows) == note  # from the cache
+    fractions = {"val_fraction": 0.25, "test_fraction": 0.25}
+    assert note_of(tmp_path, [row[:2] for row in rows], **fractions) == ""
+
+
+# ---- Fingerprint ---------------------------------------------------------------------------------
+def test_a_table_of_intact_samples_alone_has_a_fingerprint(tmp_path):
+    rows = [("", k, split) for k, split in enumerate(("train", "val", "test"))]
+    tables = load(write_tables(tmp_path, EDGES, [SCORES[0], *rows]))
+    assert tables.perturbed.shape == (0,)
+    assert len(tables.fingerprint()) == 64
+
+
+def test_the_fingerprint_depends_on_every_field_but_what_is_said_of_the_files():
+    tables = synthetic_tables(PRESETS["small"], 0)
+    tables.split = random_split(tables, DataConfig())
+    tables.weight = torch.arange(float(len(tables.y)))
+    tables.features = torch.arange(400.0).view(-1, 1)
+    tables.edge_weight = torch.arange(8000.0)
+    tables.edge_attr = torch.arange(16000.0).view(-1, 2)
+    tables.level = torch.arange(len(tables.perturbed)).double()
+    for name, value in vars(tables).items():
+        if isinstance(value, list | tuple):
+            other = [*value[:-1], "another"]
+        elif isinstance(value, torch.Tensor) and value.numel():
+            other = value.flip(0)
+        else:  # a field of a copy that the example leaves empty
+            other = "another"
+        changed = copy.copy(tables)
+        setattr(changed, name, other)
+        is_same = changed.fingerprint() == tables.fingerprint()
+        assert is_same == (name in OF_FILES), name
+
+
+def test_the_fingerprint_covers_added_fields():
+    tables = synthetic_tables(PRESETS["small"], 0)
+
+    def fingerprint(added: object) -> str:
+        tables.added = added
+        return tables.fingerprint()
+
+    one = torch.zeros(2000)
+    other = torch.zeros(2000).index_fill(0, torch.tensor(1000), 1.0)
+    forms = [
+        lambda x: x,
+        lambda x: [x],
+        lambda x: {"a": (x,)},
+        torch.Tensor.bfloat16,
+        torch.Tensor.bool,
+        torch.Tensor.tolist,
+        torch.Tensor.numpy,
+        lambda x: torch.stack([x, x], 1)[:, 0],
+    ]
+    for form in forms:
+        assert fingerprint(form(one)) == fingerprint(form(one.clone())) != fingerprint(form(other))
+    same_bytes = [
+        torch.zeros(2),
+        torch.zeros(1, 2),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.float64),
+    ]
+    assert len(set(map(fingerprint, same_bytes))) == 4
+    assert fingerprint(["a\nb", "c"]) != fingerprint(["a", "b\nc"])
+    assert fingerprint({"a": "1"}) != fingerprint({"a": 1}) != fingerprint({"b": 1})
+    values = (0, 0.5, "", None, False, [], {}, torch.tensor(0))
+    assert len(set(map(fingerprint, values))) == 8
+
+
+@pytest.mark.parametrize("level", [0.25, 0.5, 2.0, 4.0, 0.3, 10_000.0])
+def test_sets_are_told_apart_by_levels_of_few_digits(level):
+    """All pairs of one node deleted and another at a level, and each of both alone."""
+    sets = [{a: 0.0, b: level} for a in range(60) for b in range(60) if a != b]
+    sets += [{a: own} for a in range(60) for own in (0.0, level)]
+    tables = tables_of(sets, torch.zeros(len(sets), dtype=torch.float64))
+    tables.genes = [f"g{k}" for k in range(60)]
+    assert tables.set_number().tolist() == list(range(len(sets)))

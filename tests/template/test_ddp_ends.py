@@ -1,0 +1,34 @@
+"""ddp_ends.py: requests to stop a run."""
+
+import contextlib
+import errno
+import os
+import signal
+
+from ddp_ends import StopRequest
+
+
+def test_stop_requests_have_reasons(tmp_path, monkeypatch):
+    monkeypatch.setenv("STOP_FILE", str(tmp_path / "slurm.stop"))
+    for name in ("STOP", "slurm.stop"):
+        with contextlib.closing(StopRequest(tmp_path / "STOP")) as stop:
+            assert StopRequest.REASONS[stop.code()] == ""
+            (tmp_path / name).touch()
+            assert StopRequest.REASONS[stop.code()] == "STOP file"
+            (tmp_path / name).unlink()
+            assert stop.code()  # a request cannot be withdrawn
+    with contextlib.closing(StopRequest(tmp_path / "STOP")) as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert StopRequest.REASONS[stop.code()] == "SIGUSR1"
+
+
+def test_a_file_system_that_fails_for_a_moment_ends_no_run(tmp_path, monkeypatch):
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with contextlib.closing(StopRequest(tmp_path / "STOP")) as stop:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", fail)
+            assert not stop.code()
+        (tmp_path / "STOP").touch()
+        assert StopRequest.REASONS[stop.code()] == "STOP file"

@@ -1,0 +1,180 @@
+"""Where the torchruns of several machines meet: variables, routes, ports of other programs."""
+
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed
+
+import ddp_rendezvous
+from ddp_rendezvous import check_variables, find_interface, find_meeting, wait_for_answer
+
+IS_TAKEN = "error: another program has the port of RDZV={}: set a free one on all machines"
+
+
+@contextlib.contextmanager
+def other_program(address: str) -> Iterator[int]:
+    """In the block, a program listens at an address, and says nothing; yields its port."""
+    with socket.create_server((address, 0)) as server:
+        yield server.getsockname()[1]
+
+
+def own_address() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("no network here")
+        return probe.getsockname()[0]
+
+
+def free_port(address: str) -> int:
+    with other_program(address) as port:
+        return port
+
+
+@pytest.fixture
+def interfaces(monkeypatch) -> None:
+    """Names each address's interface after it."""
+    monkeypatch.setattr(ddp_rendezvous, "find_interface", "of {}".format)
+
+
+@pytest.fixture
+def short_wait(monkeypatch) -> None:
+    """A program that says nothing is given a second."""
+    run = subprocess.run
+
+    def start(command, timeout, **options):
+        return run(command, timeout=1, **options)
+
+    monkeypatch.setattr(subprocess, "run", start)
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "rdzv", "timeout_s", "expected"),
+    [
+        ("2", "", "600", "NNODES=2 needs RDZV=host:port, an address of one of the machines and"),
+        ("1:2", "alpha", "600", "NNODES=1:2 needs RDZV=host:port, an address of one of the"),
+        ("2", "a:99999", "600", "NNODES=2 needs RDZV=.* a port from 1 to 65535, not 'a:99999'"),
+        ("2", "a:0", "600", "NNODES=2 needs RDZV=.* a port from 1 to 65535, not 'a:0'"),
+        ("3", "", "600", "PET_NNODES=3 is for torchrun, as in a pod of Kubeflow: start torchrun"),
+        ("2", "alpha:1", "1m", "RDZV_TIMEOUT=1m is not a number of seconds"),
+    ],
+)
+def test_a_wrong_variable_is_an_error_that_names_it(monkeypatch, nnodes, rdzv, timeout_s, expected):
+    monkeypatch.setenv("PET_NNODES", "3")
+    with pytest.raises(SystemExit, match=f"^error: {expected}"):
+        check_variables(nnodes, rdzv, timeout_s)
+
+
+def test_a_variable_of_kubeflow_may_have_a_meeting_place(monkeypatch):
+    monkeypatch.setenv("PET_NNODES", "3")
+    check_variables("3", "alpha:1", "600")
+
+
+def test_a_host_without_an_address_is_an_error():
+    for host in ("none.invalid", "x" * 70):
+        with pytest.raises(SystemExit, match=rf"^error: cannot resolve the host {host} \(RDZV\)"):
+            find_meeting(f"{host}:1", 600)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_torchruns_of_one_machine_elect_the_host_themselves(interfaces, host):
+    port = free_port("127.0.0.1")
+    found = find_meeting(f"{host}:{port}", 600)
+    settings = "join_timeout=600,last_call_timeout=31"
+    assert found == ("of 127.0.0.1", "127.0.0.1", f"127.0.0.1:{port}", settings)
+
+
+def test_this_machine_is_the_host_at_its_own_address(interfaces):
+    address = own_address()
+    port = free_port(address)
+    found = find_meeting(f"{address}:{port}", 40)
+    settings = "join_timeout=40,last_call_timeout=3,is_host=1"
+    assert found == (f"of {address}", address, f"{address}:{port}", settings)
+
+
+def test_a_name_that_means_a_loopback_address_stands_for_the_default_route(monkeypatch, interfaces):
+    monkeypatch.setattr(ddp_rendezvous, "resolve", lambda host: "127.0.1.1")
+    port = free_port("127.0.1.1")
+    address = own_address()
+    found = find_meeting(f"me:{port}", 40)
+    settings = "join_timeout=40,last_call_timeout=3,is_host=1"
+    assert found == (f"of {address}", address, f"127.0.1.1:{port}", settings)
+
+
+def test_another_machine_is_waited_for(monkeypatch, interfaces):
+    monkeypatch.setattr(ddp_rendezvous, "source_of_route", lambda address: "10.0.0.2")
+    monkeypatch.setattr(ddp_rendezvous, "is_torchrun", lambda endpoint: True)
+    answers = iter([False, True])
+    monkeypatch.setattr(ddp_rendezvous, "answers", lambda endpoint: next(answers))
+    found = find_meeting("10.0.0.1:7", 40)
+    settings = "join_timeout=40,last_call_timeout=3,is_host=0"
+    assert found == ("of 10.0.0.2", "10.0.0.2", "10.0.0.1:7", settings)
+
+
+def test_a_machine_that_does_not_answer_is_an_error(monkeypatch):
+    monkeypatch.setattr(ddp_rendezvous, "source_of_route", lambda address: "10.0.0.2")
+    monkeypatch.setattr(ddp_rendezvous, "answers", lambda endpoint: False)
+    expected = r"^error: nothing answered at 10.0.0.1:7 \(RDZV\) for 0 s \(RDZV_TIMEOUT\): run the"
+    with pytest.raises(SystemExit, match=expected):
+        find_meeting("10.0.0.1:7", 0)
+
+
+def test_the_waiting_ends_at_once_where_something_answers():
+    with other_program("127.0.0.1") as port:
+        assert wait_for_answer(("127.0.0.1", port), 0)
+    assert not wait_for_answer(("127.0.0.1", port), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_port_that_another_program_has_is_an_error(short_wait, is_own):
+    address = own_address() if is_own else "127.0.0.1"
+    with other_program(address) as port:
+        rdzv = f"{address}:{port}"
+        with pytest.raises(SystemExit, match=f"^{IS_TAKEN.format(rdzv)}$"):
+            find_meeting(rdzv, 5)
+
+
+def test_a_program_at_another_machine_may_not_be_torchrun(monkeypatch):
+    monkeypatch.setattr(ddp_rendezvous, "source_of_route", lambda address: "10.0.0.2")
+    monkeypatch.setattr(ddp_rendezvous, "answers", lambda endpoint: True)
+    monkeypatch.setattr(ddp_rendezvous, "is_torchrun", lambda endpoint: False)
+    with pytest.raises(SystemExit, match=f"^{IS_TAKEN.format('10.0.0.1:7')}$"):
+        find_meeting("10.0.0.1:7", 5)
+
+
+@pytest.mark.slow
+def test_the_store_of_a_torchrun_is_known():
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert ddp_rendezvous.is_torchrun(("127.0.0.1", store.port))
+
+
+def test_a_machine_without_the_command_ip_is_told_so(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SystemExit, match=r"^error: there is no command ip"):
+        find_interface("127.0.0.1")
+
+
+def test_an_interface_that_is_set_is_not_looked_for(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    interface, *_ = find_meeting(f"127.0.0.1:{free_port('127.0.0.1')}", 40)
+    assert interface == "eth7"
+
+
+def test_an_address_has_an_interface():
+    assert find_interface("127.0.0.1").startswith("lo")
+    with pytest.raises(SystemExit, match=r"no network interface with the address 192.0.2.1"):
+        find_interface("192.0.2.1")
+
+
+def test_the_module_needs_no_other_package():
+    imports = re.findall(r"^(?:import|from) (\w+)", Path(ddp_rendezvous.__file__).read_text(), re.M)
+    assert set(imports) <= set(sys.stdlib_module_names)

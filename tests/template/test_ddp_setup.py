@@ -1,0 +1,326 @@
+"""ddp_setup.py: numbers and errors on several ranks, how ranks agree, and their heartbeats."""
+
+import contextlib
+import itertools
+import random
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ddp_setup
+from ddp_ends import Heartbeat, StopRequest
+from ddp_setup import DDPConfig, Distributed
+from run_progress import bars_call, progress_bar
+from tests.template.fixtures import fork_ranks, join
+from tests.tools.runs import difference, read_metrics
+
+ON_FOUR_RANKS = (
+    "gradients",
+    "gradient_of_an_epoch",
+    "evaluation",
+    "options",
+    "buffers",
+    "zero",
+    "agreement",
+)
+
+
+@pytest.fixture(scope="session")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
+    """four_ranks(name) asserts that a function of workers.py has ended on each of four ranks.
+
+    One group of ranks calls all functions; those after one that fails or hangs are not called.
+    """
+    folder = tmp_path_factory.mktemp("ranks")
+    command = ["in_one_group", *ON_FOUR_RANKS]
+    _store, ranks = fork_ranks(folder, 4, "tests/template/workers.py", command)
+    with contextlib.suppress(AssertionError):  # which says that they hang
+        join(ranks, timeout=60)
+    errors = [(folder / f"rank{rank}.stderr").read_text() for rank in range(4)]
+
+    unended = []
+    for name in ON_FOUR_RANKS:
+        if not all((folder / f"{name}{rank}").exists() for rank in range(4)):
+            unended.append(name)
+
+    def has_ended(name: str) -> None:
+        assert name not in unended, f"{unended[0]} fails or hangs\n" + "\n".join(errors)
+
+    return has_ended
+
+
+def test_gradients_do_not_depend_on_the_world_size(four_ranks):
+    four_ranks("gradients")
+
+
+def test_the_gradient_of_an_epoch_is_that_of_the_reported_loss(four_ranks, workers):
+    four_ranks("gradient_of_an_epoch")
+    workers(1, "in_one_group", "gradient_of_an_epoch")
+
+
+def test_evaluation_is_exact_with_any_number_of_rows(four_ranks):
+    four_ranks("evaluation")
+
+
+def test_options_reach_ddp(four_ranks):
+    four_ranks("options")
+
+
+def test_constant_buffers_are_not_broadcast(four_ranks):
+    four_ranks("buffers")
+
+
+@pytest.mark.slow
+def test_parameters_without_a_gradient_are_named(train):
+    result = train(2, fault="layer_without_gradient")
+    assert result.returncode == 1
+    assert "did not receive grad" in result.stderr and "unused.weight" in result.stderr
+    allowed = "ddp.options={find_unused_parameters: true}"
+    train(2, allowed, fault="layer_without_gradient").check()
+
+
+def test_sync_batchnorm_is_refused_on_the_cpu(train):
+    result = train(2, "ddp.sync_batchnorm=true", CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 2
+    assert result.stderr.count("error: ddp.sync_batchnorm=true needs GPUs") == 1
+
+
+def test_zero_shards_the_optimiser_state(four_ranks):
+    four_ranks("zero")
+
+
+@pytest.mark.slow
+def test_zero_gives_the_same_result_and_interchangeable_checkpoints(train, tmp_path):
+    settings = ["optim.precision=fp64", "optim.epochs=2", "checkpoint.every_steps=3"]
+    train(0, *settings, "run.name=plain", "checkpoint.keep_last=9").check()
+    train(2, *settings, "run.name=zero", "checkpoint.keep_last=9", "optim.zero=true").check()
+    middle = "run.resume=runs/{}/checkpoints/step_00000006.pt"
+    train(0, *settings, "run.name=from_zero", middle.format("zero")).check()
+    train(2, *settings, "run.name=to_zero", middle.format("plain"), "optim.zero=true").check()
+
+    def last_state(name: str) -> dict:
+        file = tmp_path / "runs" / name / "checkpoints/step_00000010.pt"
+        return torch.load(file, weights_only=True)
+
+    plain = last_state("plain")
+    for other in map(last_state, ("zero", "from_zero", "to_zero")):
+        for name, value in plain["model"].items():
+            assert (other["model"][name] - value).norm() <= 1e-9 * value.norm(), name
+        assert other["optimizer"]["state"].keys() == plain["optimizer"]["state"].keys()
+
+
+def test_ranks_agree_on_errors_and_values(four_ranks):
+    four_ranks("agreement")
+
+
+@pytest.mark.parametrize("name", ["too_few_gpus", "shared_gpu"])
+def test_all_ranks_refuse_a_launch_that_has_too_few_gpus(workers, tmp_path, name):
+    workers(2, name)
+    assert {path.name for path in tmp_path.glob("refused*")} == {"refused0", "refused1"}
+
+
+def test_a_scheduler_may_expose_one_gpu_to_each_process(workers):
+    workers(2, "own_gpu")
+
+
+def test_an_option_that_differs_between_ranks_is_named(train):
+    result = train(2, fault="other_option_on_rank_1:optim.lr=0.5")
+    assert result.returncode == 2
+    assert result.stderr == "error: optim.lr differs between ranks: 0.5 on rank 1, 0.01 on rank 0\n"
+
+
+def test_paths_may_differ_between_ranks(train, tmp_path):
+    """As with the temporary folder of each machine."""
+    train(2, "data.cache_dir=cache$LOCAL_RANK", "run.dir=runs$LOCAL_RANK").check()
+    for rank in (0, 1):
+        assert list((tmp_path / f"cache{rank}").glob("tables-*.pt"))
+        assert (tmp_path / f"runs{rank}/default/log.rank{rank}.txt").exists()
+
+
+@pytest.mark.slow
+def test_a_run_gives_the_same_model_and_metrics_on_1_2_and_4_ranks(train, tmp_path):
+    settings = ["optim.precision=fp64", "model.dropout=0.3", "optim.epochs=2"]
+    runs = {"one": (0, ["optim.accumulate=4"]), "two": (2, ["optim.accumulate=2"]), "four": (4, [])}
+    for name, (nproc, arguments) in runs.items():
+        train(nproc, *settings, *arguments, f"run.name={name}").check()
+    for name in ("two", "four"):
+        assert difference(tmp_path / "runs" / name, tmp_path / "runs/one", 1e-9) == ""
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.slow
+def test_low_precision_trains(train, tmp_path, precision):
+    train(2, f"optim.precision={precision}", "optim.epochs=4", f"run.name={precision}").check()
+    losses = [row["loss"] for row in read_metrics(tmp_path / "runs" / precision, "train")]
+    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])  # of the last and the first epoch
+    state = torch.load(tmp_path / f"runs/{precision}/checkpoints/best.pt", weights_only=True)
+    assert all(value.dtype == torch.float32 for value in state["model"].values())
+    assert (state["scaler"].get("scale", 1) > 1) is (precision == "fp16")
+
+
+def test_a_ddp_module_does_not_outlive_its_group():
+    """It would wait for a gloo thread that waits for it."""
+    env = Distributed(DDPConfig())
+    module = torch.nn.Linear(1, 1)
+    gone = weakref.ref(module)
+    env.cleanup.callback(lambda: gone() and pytest.fail("it is there when the group is left"))
+    env.on_failure = lambda reason, module=module: None  # as `RunFolder` holds a run's state
+    del module
+    env.close()
+
+
+# ---- Agreements and heartbeats -----------------------------------------------------------------
+class SimulatedRanks:
+    """Ranks whose agreements are one after the other, in one process, on a clock of their own."""
+
+    def __init__(self, monkeypatch, num_ranks: int):
+        self.now = 100.0
+        self.agreements: list[tuple[int, float]] = []  # step and time
+        monkeypatch.setattr(ddp_setup, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        self.envs = [Distributed(DDPConfig()) for _ in range(num_ranks)]
+        self.requests = [0] * num_ranks
+        for rank, env in enumerate(self.envs):
+            env.stop = SimpleNamespace(code=lambda rank=rank: self.requests[rank])
+
+    def step(self, seconds: list[float], at_once: bool = False) -> list[str]:
+        """Does a step that takes each rank so long before the others wait for it.
+
+        Returns what each rank is told.
+        """
+        proposals = []
+        start = self.now
+        self.now += max(seconds)
+        for env, own in zip(self.envs, seconds, strict=True):
+            env.step_done(env.heartbeat.step + 1)
+            env._reduce = lambda values, op: proposals.append(values) or values
+            self.now = start + own
+            env.agreed_before = vars(env).copy()
+            env.stop_reason(at_once)
+        assert len(proposals) in (0, len(self.envs))  # all agree at the same step, or none
+        told = [""] * len(self.envs)
+        if proposals:
+            self.agreements.append((self.envs[0].heartbeat.step, start + max(seconds)))
+
+            def reduce(values: torch.Tensor, op: object) -> torch.Tensor:
+                self.now = start + max(seconds)
+                return torch.stack(proposals).amax(dim=0)
+
+            for rank, env in enumerate(self.envs):
+                vars(env).update(env.agreed_before)
+                env._reduce = reduce
+                self.now = start + seconds[rank]
+                told[rank] = env.stop_reason(at_once)
+        self.now = start + max(seconds)
+        return told
+
+
+def test_ranks_agree_twice_a_second_after_a_number_of_steps_that_all_know(monkeypatch):
+    ranks = SimulatedRanks(monkeypatch, 3)
+    draw = random.Random(0)
+    for _ in range(1000):  # each rank measures another speed
+        assert ranks.step([draw.uniform(0.001, 0.02) for _ in range(3)]) == ["", "", ""]
+    gaps = [later - before for (_, before), (_, later) in itertools.pairwise(ranks.agreements)]
+    assert all(0.3 < gap < 0.7 for gap in gaps[6:])  # six to double from one step
+    assert len(gaps) < 50
+
+
+def test_an_evaluation_does_not_make_ranks_agree_more_often(monkeypatch):
+    """An epoch ends with agreements that no step, or few steps, separate from the last one."""
+    ranks = SimulatedRanks(monkeypatch, 2)
+    for _ in range(500):
+        ranks.step([0.01, 0.01])
+    ranks.agreements.clear()
+    start = ranks.now
+    for _ in range(100):  # epochs of 1.2 s
+        for _ in range(120):
+            ranks.step([0.01, 0.01])
+        for _ in range(2):
+            ranks.now += 0.05
+            for env in ranks.envs:
+                env._reduce = lambda values, op: values  # which are equal
+                env.stop_reason()
+    assert len(ranks.agreements) < 2.2 * (ranks.now - start)
+
+
+def test_all_ranks_learn_of_a_request_of_one_at_the_same_step(monkeypatch):
+    ranks = SimulatedRanks(monkeypatch, 3)
+    for _ in range(200):
+        ranks.step([0.02] * 3)
+    ranks.requests[1] = StopRequest.REASONS.index("SIGTERM")
+    asked = ranks.now
+    told = ["", "", ""]
+    while told == ["", "", ""]:
+        told = ranks.step([0.02] * 3)
+    assert told == ["SIGTERM"] * 3 and ranks.now - asked < 0.55
+
+
+def test_slow_steps_agree_each_time(monkeypatch):
+    ranks = SimulatedRanks(monkeypatch, 2)
+    for _ in range(200):
+        ranks.step([0.005, 0.005])
+    ranks.agreements.clear()
+    for _ in range(120):
+        ranks.step([60.0, 60.0])
+    steps = [step for step, _ in ranks.agreements]
+    assert steps[-1] - steps[0] == len(steps) - 1  # each step
+    assert len(steps) > 20  # after the last interval of short steps
+
+
+def test_ranks_agree_at_once_at_the_end_of_an_epoch(monkeypatch):
+    ranks = SimulatedRanks(monkeypatch, 2)
+    for _ in range(200):
+        ranks.step([0.005, 0.005])
+    ranks.agreements.clear()
+    ranks.requests[0] = 1
+    assert ranks.step([0.005, 0.005], at_once=True) == ["STOP file"] * 2
+
+
+def test_a_hang_may_last_longer_until_the_first_step_is_over():
+    env = Distributed(DDPConfig(startup_timeout_s=9, timeout_s=3))
+    with env.phase("forward"):
+        assert env.limit_s == 9
+    assert env.stop_reason() == "" and env.limit_s == 9
+    env.step_done(8)
+    assert env.limit_s == 3
+    assert env.heartbeat.step == 8
+
+
+def test_a_heartbeat_counts_the_phases_entered():
+    env = Distributed(DDPConfig())
+    for name in ("data", "forward", "forward"):
+        with env.phase(name):
+            pass
+    assert env.heartbeat == Heartbeat(step=0, changes=2, phase="start", entered=3)
+
+
+def test_a_heartbeat_names_the_phase_that_a_rank_is_in():
+    env = Distributed(DDPConfig())
+    with env.phase("set-up"):
+        with env.phase("agreement"):
+            assert env.heartbeat.phase == "agreement"
+        assert env.heartbeat.phase == "set-up"
+        with contextlib.suppress(KeyError), env.phase("save"):
+            raise KeyError
+        assert env.heartbeat.phase == "set-up"
+    env.step_done(9)
+    assert env.heartbeat == Heartbeat(step=9, changes=0, phase="other work", entered=3)
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_steps_of_a_bar_are_progress(is_shown):
+    """Reading and fitting take hours on large tables; other ranks show no bar."""
+    env = Distributed(DDPConfig())
+    seen = [env.heartbeat]
+    with bars_call(env.make_progress):
+        for _ in progress_bar(range(3), "fitting", is_shown=is_shown):
+            seen.append(env.heartbeat)
+        with progress_bar(2, "reading", is_shown=is_shown) as bar:
+            bar.update()
+        seen.append(env.heartbeat)
+    assert len(set(seen[1:])) == 4
+    assert {heartbeat[:3] for heartbeat in seen} == {(0, 0, "start")}
+    list(progress_bar(range(3), "fitting"))
+    assert env.heartbeat == seen[-1]

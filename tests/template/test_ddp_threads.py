@@ -1,0 +1,205 @@
+"""How many threads a process uses: affinity, quotas of control groups, processes on the machine."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ddp_threads
+from ddp_setup import DDPConfig, Distributed, describe, set_threads
+from ddp_threads import choose_threads, count_busy_cpus, load_note, quotas
+from tests.template.fixtures import ROOT
+
+# (lines of /proc/self/cgroup, lines of mountinfo, {file: content}, quotas)
+OF_MACHINES = {
+    "version 1": (
+        ["4:memory:/job", "2:cpu,cpuacct:/jobs/job7", "0::/"],
+        [
+            "30 25 0:26 / {0}/cpu rw,nosuid - cgroup cgroup rw,cpu,cpuacct",
+            "31 25 0:27 / {0}/memory rw,nosuid - cgroup cgroup rw,memory",
+        ],
+        {
+            "cpu/jobs/job7/cpu.cfs_quota_us": "150000",
+            "cpu/jobs/job7/cpu.cfs_period_us": "100000",
+            "cpu/jobs/cpu.cfs_quota_us": "-1",
+            "cpu/jobs/cpu.cfs_period_us": "100000",
+            "memory/job/cpu.cfs_quota_us": "1",
+            "memory/job/cpu.cfs_period_us": "100000",
+        },
+        [1.5],
+    ),
+    "version 2": (
+        ["0::/user.slice/job7"],
+        ["30 25 0:26 / {0} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"],
+        {
+            "user.slice/job7/cpu.max": "max 100000",
+            "user.slice/cpu.max": "250000 100000",
+        },
+        [2.5],
+    ),
+    "both limit": (
+        ["0::/a/b"],
+        ["30 25 0:26 / {0} rw - cgroup2 cgroup2 rw"],
+        {"a/b/cpu.max": "50000 100000", "a/cpu.max": "400000 100000"},
+        [0.5, 4.0],
+    ),
+    "a container that sees its own group alone": (
+        ["2:cpu:/docker/7f3a"],
+        ["30 25 0:26 /docker/7f3a {0}/cpu ro - cgroup cgroup rw,cpu"],
+        {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "200000"},
+        [1.5],
+    ),
+    "a container whose group's path is that of the host": (
+        ["0::/../../docker/7f3a"],
+        ["30 25 0:26 /other {0} ro - cgroup2 cgroup ro"],
+        {"cpu.max": "100000 50000"},
+        [2.0],
+    ),
+    "no limit": (["0::/"], ["30 25 0:26 / {0} rw - cgroup2 cgroup2 rw"], {}, []),
+    "a mount without a source": (
+        ["0::/"],
+        ["29 25 0:25 / /mnt rw - tmpfs  rw,size=4k", "30 25 0:26 / {0} rw - cgroup2  rw"],
+        {"cpu.max": "300000 100000"},
+        [3.0],
+    ),
+    "no control groups": ([], ["22 1 8:1 / / rw - ext4 /dev/sda1 rw"], {}, []),
+}
+
+
+@pytest.mark.parametrize("kind", OF_MACHINES)
+def test_quotas_are_those_of_the_groups_and_their_parents(tmp_path, kind):
+    groups, mounts, files, expected = OF_MACHINES[kind]
+    mounted = tmp_path / "mounted"
+    for name, content in files.items():
+        file = mounted / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{content}\n")
+    (tmp_path / "cgroup").write_text("".join(f"{line}\n" for line in groups))
+    lines = [line.format(mounted) for line in mounts]
+    (tmp_path / "mountinfo").write_text("".join(f"{line}\n" for line in lines))
+    assert list(quotas(tmp_path)) == expected
+
+
+def test_a_system_without_proc_has_no_quota(tmp_path):
+    assert list(quotas(tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize(
+    ("bound", "limits", "processes", "expected"),
+    [
+        (64, [], 1, (64, "64 CPUs")),
+        (64, [], 4, (16, "64 CPUs for 4 processes")),
+        (64, [1.5], 1, (1, "a quota of 1.5 CPUs")),
+        (64, [7.9, 12.0], 2, (3, "a quota of 7.9 CPUs for 2 processes")),
+        (2, [3.0], 1, (2, "2 CPUs")),
+        (2, [0.5], 1, (1, "a quota of 0.5 CPUs")),
+        (2, [], 8, (1, "2 CPUs for 8 processes")),
+    ],
+)
+def test_processes_share_what_is_bound_and_allowed(monkeypatch, bound, limits, processes, expected):
+    monkeypatch.setattr(ddp_threads, "count_bound_cpus", lambda: bound)
+    monkeypatch.setattr(ddp_threads, "quotas", lambda: iter(limits))
+    assert choose_threads(processes) == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound here")
+def test_the_cpus_to_which_a_process_is_bound_count():
+    cpu = min(os.sched_getaffinity(0))
+    command = [sys.executable, ROOT / "ddp_threads.py", "1"]
+    bind = f"import os, sys; os.sched_setaffinity(0, [{cpu}]); os.execv(sys.argv[1], sys.argv[1:])"
+    bound = [sys.executable, "-c", bind, *command]
+    result = subprocess.run(bound, capture_output=True, text=True, timeout=20, check=True)
+    assert result.stdout == "1\n"
+
+
+def test_files_of_another_form_are_no_quota(monkeypatch, tmp_path):
+    (tmp_path / "cgroup").write_text("0::/\n")
+    (tmp_path / "mountinfo").write_text("nothing of the kind\n")
+    monkeypatch.setattr(ddp_threads, "count_bound_cpus", lambda: 4)
+    monkeypatch.setattr(ddp_threads, "quotas", lambda: quotas(tmp_path))
+    assert choose_threads(2) == (2, "4 CPUs for 2 processes")
+
+
+def test_threads_are_set_unless_the_user_has(monkeypatch):
+    before = torch.get_num_threads()
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr("ddp_threads.choose_threads", lambda processes: (7, f"for {processes}"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert set_threads(2) == f"{before} (OMP_NUM_THREADS)" and chosen == []
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    assert set_threads(2) == "7 (for 2)" and chosen == [7]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert set_threads(3) == "7 (for 3)" and chosen == [7, 7]
+
+
+@pytest.mark.parametrize(
+    ("load", "running", "processes", "expected"),
+    [
+        (0.3, 1, 1, 0),  # nothing but this process
+        (5.2, 6, 1, 5),
+        (5.2, 6, 4, 2),  # of them, three are this job's
+        (5.2, 2, 1, 1),  # others have just ended
+        (0.4, 6, 1, 0),  # others have just begun
+        (1.0, 1, 4, 0),
+    ],
+)
+def test_other_programs_count_if_they_ran_before_and_still_do(
+    tmp_path, monkeypatch, load, running, processes, expected
+):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
+    file = tmp_path / "loadavg"
+    file.write_text(f"{load:.2f} 9.00 9.00 {running}/812 4711\n")
+    assert count_busy_cpus(processes, file) == expected
+    assert count_busy_cpus(processes, tmp_path / "none") == round(load)  # not Linux
+
+
+@pytest.mark.parametrize(
+    ("cpus", "busy", "threads", "processes", "expected"),
+    [
+        (2, 5, 2, 1, "other programs keep 2 of 2 CPUs busy, where threads "),
+        (2, 1, 2, 1, "slower: set OMP_NUM_THREADS=1"),
+        (8, 3, 2, 4, "set OMP_NUM_THREADS=1"),
+        (8, 3, 8, 1, "set OMP_NUM_THREADS=5"),
+        (2, 5, 1, 2, ""),  # one thread waits for no other
+        (64, 10, 16, 2, ""),  # there are CPUs left
+        (2, 0, 3, 1, ""),  # nobody else is here
+    ],
+)
+def test_a_note_says_what_to_set_on_a_busy_machine(
+    monkeypatch, cpus, busy, threads, processes, expected
+):
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    monkeypatch.setattr(ddp_threads, "count_busy_cpus", lambda processes: busy)
+    note = load_note(threads, processes)
+    assert expected in note if expected else note == ""
+
+
+def test_the_note_stands_below_the_ranks(monkeypatch):
+    env = Distributed(DDPConfig())
+    monkeypatch.setattr(ddp_threads, "load_note", lambda *arguments: "")
+    assert describe(env).count("\n") == 0
+    monkeypatch.setattr(ddp_threads, "load_note", lambda *arguments: "note      a busy machine")
+    assert describe(env).endswith("\nnote      a busy machine")
+
+
+def test_its_help_needs_no_docstring():
+    command = [sys.executable, "-OO", ROOT / "ddp_threads.py", "1"]
+    subprocess.run(command, capture_output=True, timeout=20, check=True)
+
+
+@pytest.mark.parametrize("arguments", [[], ["many"], ["0"]])
+def test_a_wrong_number_of_processes_ends_with_a_sentence(arguments):
+    command = [sys.executable, ROOT / "ddp_threads.py", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert result.returncode == 2 and "ddp_threads.py: error: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_module_needs_no_torch():
+    imports = re.findall(r"^(?:import|from) (\w+)", Path(ddp_threads.__file__).read_text(), re.M)
+    assert set(imports) <= set(sys.stdlib_module_names)

@@ -1,0 +1,208 @@
+"""ddp_watchdog.py: which ranks it names, and when it ends a job."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+import ddp_setup
+import ddp_watchdog
+from ddp_ends import Heartbeat
+from ddp_setup import DDPConfig, Distributed
+from ddp_watchdog import Signals, Watchdog
+
+
+def test_a_rank_that_waits_for_a_slow_one_is_not_stuck(capsys):
+    env = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
+    env.world_size = 2
+    env.store = dist.HashStore()
+    thread = Watchdog(env, lambda: False)
+    thread.store = env.store
+    beats = round(3 / thread.heartbeat_s / 2)
+
+    def look(place: list, moving: bool = False, silent: bool = False) -> str:
+        """Returns the reason to end the job, if any.
+
+        Rank 0 waits in evaluation and rank 1 is at `place`.
+        """
+        thread.seen.clear()
+        env.store.delete_key("end")
+        for beat in range(beats + 1):
+            env.store.set("heartbeat/0", json.dumps([beat, [9, 7, "evaluation", 20]]))
+            heartbeat = 0 if silent else beat
+            entered = beat if moving else 0
+            env.store.set("heartbeat/1", json.dumps([heartbeat, [*place, entered]]))
+            thread.observe_ranks()
+            thread.check_ranks()
+        return env.record_end_reason("")[0]
+
+    assert look([9, 7, "evaluation"], moving=True) == ""
+    assert look([9, 6, "save"], moving=True) == ""
+    assert look([9, 6, "save"]).endswith(": rank 1: in save of step 9")
+    assert look([9, 7, "evaluation"]).endswith(
+        ": rank 0: in evaluation of step 9; rank 1: in evaluation of step 9"
+    )
+    assert look([9, 6, "save"], silent=True).endswith(
+        ": rank 1: frozen, or its machine is gone, last in save of step 9"
+    )
+    assert capsys.readouterr().err.count("error: no progress for 3 s") == 3
+
+
+class EndedError(Exception):
+    pass
+
+
+def watched(
+    monkeypatch, events: dict[int, Callable] | None = None
+) -> tuple[Distributed, Watchdog, Iterator[int]]:
+    """Returns one rank, its watchdog, and the counter of heartbeats, instant ones each 3/8 s.
+
+    `events` are called at some of the heartbeats.
+    """
+    env = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
+    env.store = dist.HashStore()
+    thread = Watchdog(env, lambda: False)
+    thread.store = env.store
+    beats = itertools.count(1)
+
+    def wait(seconds: float) -> bool:
+        assert seconds == 3 / 8
+        event = (events or {}).get(next(beats))
+        return bool(event and event(env, thread))
+
+    def end(reason: str) -> None:
+        raise EndedError(reason)
+
+    thread.finished = SimpleNamespace(wait=wait)
+    monkeypatch.setattr(thread, "exit_now", end)
+    monkeypatch.setattr(ddp_watchdog, "GRACE_S", 1)
+    monkeypatch.setattr(ddp_watchdog, "SIGTERM_S", 1)
+    return env, thread, beats
+
+
+def test_the_watchdog_ends_a_rank_that_the_store_does_not_answer(monkeypatch):
+    def reply(env, thread):
+        thread.replies += 1
+
+    def move(env, thread):
+        env.heartbeat = Heartbeat(step=1)
+
+    _, thread, beats = watched(monkeypatch, {5: reply, 9: move})
+    with pytest.raises(EndedError, match="torchrun's store does not answer"):
+        thread.watch_store()
+    assert next(beats) - 1 == 9 + 9  # 9 heartbeats of 3/8 s are more than 3 s
+
+
+def test_the_watchdog_ends_a_rank_that_hangs(monkeypatch, capsys):
+    def move(env, thread):
+        env.heartbeat = Heartbeat(step=7, phase="forward")
+
+    env, thread, beats = watched(monkeypatch, {4: move})
+    monkeypatch.setattr(thread, "watch_store", lambda: None)
+    with pytest.raises(EndedError, match=r"no progress for 3 s .* rank 0: in forward of step 7"):
+        thread.run()
+    # Half of the limit unobserved, half observed, more than GRACE_S to end.
+    assert next(beats) - 1 == 4 + 4 + 4 + 2
+    assert "stack of rank 0" in capsys.readouterr().err
+    assert json.loads(env.store.get("heartbeat/0"))[1][0] == 7
+
+
+def test_the_watchdog_ends_a_rank_that_waits_after_sigterm(monkeypatch):
+    _, thread, beats = watched(monkeypatch)
+    thread.has_sigterm = lambda: True
+    monkeypatch.setattr(thread, "watch_store", lambda: None)
+    with pytest.raises(EndedError, match="rank 0: SIGTERM while it waits in"):
+        thread.run()
+    assert next(beats) - 1 == 1 + 3  # 3 heartbeats of 3/8 s are more than SIGTERM_S
+
+
+def test_the_watchdog_rests_when_training_is_over(monkeypatch):
+    _, thread, beats = watched(monkeypatch, {2: lambda env, thread: True})
+    monkeypatch.setattr(thread, "watch_store", lambda: None)
+    thread.run()
+    assert next(beats) - 1 == 2
+
+
+class InstantBeats:
+    """Lets several watchdogs go on together, at once, until one has recorded why the job ends."""
+
+    def __init__(self, store: dist.Store, num_watchdogs: int):
+        self.store = store
+        self.barrier = threading.Barrier(num_watchdogs, self.count, timeout=30)
+        self.number = 0
+        self.has_ended = False
+
+    def count(self) -> None:
+        self.number += 1
+        self.has_ended = self.store.check(["end"])
+
+    def wait(self, seconds: float) -> bool:
+        self.barrier.wait()
+        return self.has_ended
+
+
+@pytest.mark.parametrize("frozen", [{3}, {0, 5}, set(range(7))])
+def test_ranks_that_wait_name_those_that_are_frozen(monkeypatch, frozen):
+    """Of 8 ranks, these froze before their first heartbeat, the others wait for them."""
+    monkeypatch.setattr(ddp_watchdog, "log_and_print", lambda text: None)
+    store = dist.HashStore()
+    beats = InstantBeats(store, 8 - len(frozen))
+    alive = []
+    for rank in set(range(8)) - frozen:
+        env = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
+        env.store = store
+        env.rank = rank
+        env.world_size = 8
+        env.heartbeat = Heartbeat(step=3, phase="backward")
+        thread = Watchdog(env, lambda: False)
+        thread.exit_now = lambda reason: sys.exit()  # of the thread
+        thread.store = store
+        thread.finished = beats
+        monkeypatch.setattr(thread, "watch_store", lambda: None)
+        alive.append(thread)
+    for thread in alive:
+        thread.start()
+    for thread in alive:
+        thread.join()
+    reporter, _, reason = store.get("end").decode().partition(" ")
+    assert int(reporter) not in frozen
+    named = re.findall(r"rank (\d): frozen, or its machine is gone, last in start of", reason)
+    assert set(map(int, named)) == frozen
+    assert beats.number * thread.heartbeat_s < 3 * 1.4  # heartbeats of an eighth of the limit
+
+
+def test_a_process_alone_is_not_watched():
+    """It may stand in a debugger, or be the kernel of a notebook; nobody kills it after SIGTERM."""
+    env = ddp_setup.setup(Distributed(DDPConfig()))
+    try:
+        assert not any(isinstance(thread, Watchdog) for thread in threading.enumerate())
+        assert env.record_end_reason("by the test")[0] == "by the test"
+    finally:
+        env.close()
+
+
+def test_a_sigterm_is_seen_while_no_handler_runs():
+    earlier = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    wakeup_fd = signal.set_wakeup_fd(-1)
+    try:
+        signals = Signals()
+        assert not signals.has_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.has_sigterm()
+        assert not signals.has_sigterm()
+        signals.close()
+        assert signal.set_wakeup_fd(-1) == -1
+        for pipe in (signals.sender, signals.received):
+            with pytest.raises(OSError):
+                os.fstat(pipe)
+    finally:
+        signal.set_wakeup_fd(wakeup_fd)
+        signal.signal(signal.SIGTERM, earlier)

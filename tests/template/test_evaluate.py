@@ -1,0 +1,82 @@
+"""evaluate.py: batches that are kept, or too large; workers.py has several processes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch_geometric.profile import get_data_size
+
+from config import Config
+from data import DataConfig
+from ddp_setup import DDPConfig, Distributed
+from evaluate import LARGE_BATCH, KeptBatches, evaluation_batch_size, predict_rows
+from model import ModelConfig
+from task import KnockoutTask
+from tests.template.test_targets import additive_tables
+
+
+@pytest.mark.parametrize("num_kept", [4, 2, 0])
+def test_batches_that_fit_in_memory_are_made_once(monkeypatch, num_kept):
+    config = Config(data=DataConfig(batch_size=8), model=ModelConfig(message_passing="reach"))
+    task = KnockoutTask.from_tables(additive_tables(noise=1.0), config)
+    model = task.build_model()
+    env = Distributed(DDPConfig())
+    rows = torch.arange(5, 35)
+    made = []
+    plan = task.dataset.transform
+    task.dataset.transform = lambda batch: made.append(batch.index.tolist()) or plan(batch)
+    expected = predict_rows(model, task, rows, env)
+    batches = [task.dataset.__getitems__(some.tolist()) for some in rows.split(8)]
+    most = sum(map(get_data_size, batches[:num_kept]))
+    monkeypatch.setattr("evaluate.MOST_KEPT", most)
+    kept = KeptBatches(task, rows, env)
+    next(iter(kept))  # one that is not read to its end
+    for _ in range(3):
+        made.clear()
+        assert torch.equal(predict_rows(model, task, rows, env, kept), expected)
+        assert len(kept.kept) == num_kept
+    assert made == [batch.index.tolist() for batch in batches[num_kept:]]
+
+
+@pytest.mark.parametrize("most", [7, 3, 1, 0])
+def test_where_memory_runs_out_pieces_of_a_batch_are_predicted(most):
+    """In no more batches than needed: what has fitted is the size of the next ones."""
+    config = Config(data=DataConfig(batch_size=8))
+    task = KnockoutTask.from_tables(additive_tables(noise=1.0), config)
+    model = task.build_model()
+    env = Distributed(DDPConfig())
+    rows = torch.arange(5, 35)
+    expected = predict_rows(model, task, rows, env)
+    forward = model.forward
+    sizes = []
+    failed = []
+
+    def forward_of_few(graph, batch):
+        if len(batch.y) > most:
+            failed.append(len(batch.y))
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        sizes.append(len(batch.y))
+        return forward(graph, batch)
+
+    model.forward = forward_of_few
+    if most == 0:
+        with pytest.raises(torch.OutOfMemoryError):
+            predict_rows(model, task, rows, env)
+        return
+    torch.testing.assert_close(predict_rows(model, task, rows, env), expected)
+    assert sum(sizes) == len(rows)
+    assert most / 2 < max(sizes) <= most
+    assert failed == [size for size in (8, 4, 2) if size > most]  # in the first batch alone
+
+
+def test_a_gpu_predicts_many_samples_at_once_where_it_computes_them_by_blocks():
+    for options, is_on_gpu, size in (
+        ({}, False, 8),
+        ({}, True, LARGE_BATCH),
+        ({"message_passing": "expanded"}, True, 8),
+        ({"message_passing": "reach"}, True, 8),
+        ({"readout": "local"}, False, LARGE_BATCH),
+    ):
+        config = Config(data=DataConfig(batch_size=8), model=ModelConfig(**options))
+        graph = SimpleNamespace(is_on_gpu=is_on_gpu)
+        assert evaluation_batch_size(SimpleNamespace(config=config, graph=graph)) == size

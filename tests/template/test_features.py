@@ -1,0 +1,292 @@
+"""Node features and edge weights: from the tables to what a model learns from them."""
+
+import math
+import random
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from config import Config
+from data import DataConfig, KnockoutDataset, load
+from errors import DataError
+from mask import SharedGraph
+from model import ModelConfig
+from task import KnockoutTask
+from tests.sets import tables_of
+from tests.template.fixtures import write_table
+from tests.template.test_data_tables import summary_of
+from tests.tools.runs import parameters, read_metrics
+
+pytestmark = pytest.mark.slow  # run with --all, or by name
+
+EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x"), ("c", "d", "y")]
+SCORES = [
+    ("genes", "score", "split"),
+    ("a,b", 0.5, "train"),
+    ("d", -1, "val"),
+    ("", "2e-1", "test"),
+]
+FEATURES = [
+    ("gene", "size", "charge", "same"),
+    ("a", 1, -1, 7),
+    ("c", 3, "NA", 7),
+    ("other", 100, 0, 7),
+    ("d", 8, 2, 7),
+]
+
+
+def write_tables(folder: Path, features: str = "", edges=EDGES, **options) -> DataConfig:
+    """Writes two tables and returns the options that name them and a file of features."""
+    return DataConfig(
+        edges=str(write_table(folder / "edges.tsv", edges)),
+        perturbations=str(write_table(folder / "scores.tsv", SCORES)),
+        features=str(folder / features) if features else "",
+        cache_dir=str(folder / "cache"),
+        **options,
+    )
+
+
+def test_features_are_standardised_and_0_where_they_are_missing(tmp_path):
+    write_table(tmp_path / "features.tsv", FEATURES)
+    tables = load(write_tables(tmp_path, "features.tsv"))
+    assert tables.genes == ["a", "b", "c", "d"]
+    root = math.sqrt(26 / 3)  # the standard deviation of 1, 3 and 8
+    expected = [[-3 / root, -1, 0], [0, 0, 0], [-1 / root, 0, 0], [4 / root, 1, 0]]
+    torch.testing.assert_close(tables.features, torch.tensor(expected), atol=1e-6, rtol=0)
+    assert "4 nodes of 3 features (0 of 3 knocked-out ones isolated)" in summary_of(tables)
+    assert tables.graph()["gene"].x is tables.features
+    assert not tables.features.requires_grad
+    assert tables.fingerprint() != load(write_tables(tmp_path)).fingerprint()
+
+
+def test_one_node_with_features_is_enough(tmp_path):
+    write_table(tmp_path / "features.tsv", FEATURES[:2])
+    assert load(write_tables(tmp_path, "features.tsv")).features.tolist() == [[0, 0, 0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([*FEATURES, ("b", 1, 2)], r"features.tsv:6: 3 fields where the header has 4"),
+        ([*FEATURES, ("a", 1, 2, 7)], r"features.tsv:6: the gene 'a' stands twice"),
+        ([*FEATURES, ("b", 1, "inf", 7)], r"features.tsv:6: the charge 'inf' is not a number"),
+        ([*FEATURES, ("b", "large", 1, 7)], r"features.tsv:6: the size 'large' is not a number"),
+        ([("gene",), ("a",)], r"features.tsv:1: the header has no features after gene"),
+        (
+            [("name", "size"), ("a", 1)],
+            r"features.tsv:1: the header is 'name\\tsize': begin with 'gene'",
+        ),
+        (
+            [("gene", "size"), ("A", 1)],
+            r"features.tsv: none of its nodes is in the tables of edges and knock-outs",
+        ),
+        ([], r"features.tsv:1: the header is ''"),
+    ],
+)
+def test_errors_in_a_table_of_features_name_file_and_line(tmp_path, rows, message):
+    write_table(tmp_path / "features.tsv", rows)
+    with pytest.raises(DataError, match=message):
+        load(write_tables(tmp_path, "features.tsv"))
+
+
+@pytest.mark.parametrize("undirected", [False, True])
+def test_edge_weights_of_duplicate_edges_are_averaged(tmp_path, undirected):
+    weights = ("weight", 2, 0.5, 1e-3)
+    edges = [(*row, weight) for row, weight in zip(EDGES, weights, strict=True)]
+    edges.append(("a", "b", "x", 4))
+    tables = load(write_tables(tmp_path, edges=edges, undirected=undirected))
+    graph = tables.graph()
+    found = []  # {edge: weight} of each relation
+    for edge_type, edge_index in graph.edge_index_dict.items():
+        pairs = map(tuple, edge_index.T.tolist())
+        found.append(dict(zip(pairs, graph[edge_type].edge_weight.tolist(), strict=True)))
+    expected = [{(0, 1): 3.0, (1, 2): 0.5}, {(2, 3): 1e-3}]
+    if undirected:
+        for weight_of in expected:
+            reverse = {(target, source): w for (source, target), w in weight_of.items()}
+            weight_of.update(reverse)
+    assert found == expected
+    plain = load(write_tables(tmp_path))
+    assert plain.edge_weight.eq(1).all()
+    assert plain.fingerprint() != tables.fingerprint()
+
+
+@pytest.mark.parametrize("weight", ["", "NA", 0, -1, "inf", "heavy", 1e-150])
+def test_edge_weights_must_be_positive(tmp_path, weight):
+    message = f"edges.tsv:2: the weight '{weight}' is not a number from 1e-30"
+    with pytest.raises(DataError, match=message):
+        load(write_tables(tmp_path, edges=[(*EDGES[0], "weight"), ("a", "b", "x", weight)]))
+
+
+def test_further_columns_of_edges_are_features_of_the_edges(tmp_path):
+    """They follow their edges wherever these go.
+
+    Into relations, sorted, reversed, and copied for each sample.
+    """
+    header = (*EDGES[0], "length", "weight", "age")
+    rows = [("b", "c", "x", 3, 1, "NA"), ("c", "d", "y", 8, 2, 2), ("a", "b", "x", 1, 4, -1)]
+    options = write_tables(tmp_path, edges=[header, *rows], undirected=True)
+    tables = load(options)
+    root = math.sqrt(26 / 3)  # the standard deviation of 1, 3 and 8
+    expected = {("a", "b"): [-3 / root, -1], ("b", "c"): [-1 / root, 0], ("c", "d"): [4 / root, 1]}
+    expected |= {(target, source): values for (source, target), values in expected.items()}
+    assert "6 edges in 2 relations of 2 features" in summary_of(tables)
+    assert tables.fingerprint() != load(write_tables(tmp_path, undirected=True)).fingerprint()
+    shared = SharedGraph(tables.graph())
+    dataset = KnockoutDataset(tables_of([[], [1], [0]], torch.zeros(3)), shared.degree)
+    batch = dataset.__getitems__([0, 1, 2])
+    attributes = shared.by_relation(shared.edge_attr)
+    for relation, values in zip(shared.relations, attributes, strict=True):
+        copied = shared.expand(batch)[relation].T % shared.num_nodes
+        names = [(tables.genes[source], tables.genes[target]) for source, target in copied.tolist()]
+        assert len(names) == 3 * len(values) > 0
+        expected_values = torch.tensor([expected[name] for name in names])
+        torch.testing.assert_close(values.repeat(3, 1), expected_values)
+
+
+@pytest.mark.parametrize("undirected", [False, True])
+def test_a_feature_that_a_duplicate_edge_lacks_is_the_mean_of_those_present(tmp_path, undirected):
+    """One that all lack is 0, as that of a single edge."""
+    header = (*EDGES[0], "length", "age")
+    rows = [
+        ("a", "b", "x", 2, "NA"),
+        ("a", "b", "x", "", "NA"),
+        ("a", "b", "x", 6, 5),
+        ("a", "b", "y", 3, 1),  # of another relation
+        ("b", "c", "x", "NA", 7),
+        ("b", "c", "x", "NA", 4),
+        ("c", "d", "x", 9, "NA"),
+        ("d", "c", "x", 1, "NA"),
+        ("c", "c", "x", "NA", 2),
+        ("c", "c", "x", 8, 3),
+    ]
+    tables = load(write_tables(tmp_path, edges=[header, *rows], undirected=undirected))
+    columns = {"length": [2, 6, 3, 9, 1, 8], "age": [5, 1, 7, 4, 2, 3]}
+    present = {
+        ("a", "b", "x"): ([2, 6], [5]),
+        ("a", "b", "y"): ([3], [1]),
+        ("b", "c", "x"): ([], [7, 4]),
+        ("c", "d", "x"): ([9], []),
+        ("d", "c", "x"): ([1], []),
+        ("c", "c", "x"): ([8], [2, 3]),
+    }
+    if undirected:
+        present[("c", "d", "x")] = present[("d", "c", "x")] = ([9, 1], [])
+        for (source, target, relation), values in list(present.items()):
+            present[(target, source, relation)] = values
+    expected = {}
+    for edge, values_of_edge in present.items():
+        expected[edge] = []
+        for column, values in zip(columns.values(), values_of_edge, strict=True):
+            mean, std = np.mean(column), np.std(column)
+            expected[edge].append((np.mean(values) - mean) / std if values else 0.0)
+    found = {}
+    for (a, b), r, values in zip(
+        tables.edge_index.T.tolist(), tables.edge_type, tables.edge_attr, strict=True
+    ):
+        found[(tables.genes[a], tables.genes[b], tables.relations[r])] = values.tolist()
+    assert found.keys() == expected.keys()
+    for edge, values in found.items():
+        assert values == pytest.approx(expected[edge], abs=1e-6), edge
+
+
+def test_a_duplicate_edge_that_lacks_its_features_changes_none(tmp_path):
+    """Whatever its place in the table."""
+    header = (*EDGES[0], "length", "age")
+    rows = [("a", "b", "x", 2, 5), ("b", "c", "x", 6, 1), ("c", "d", "y", 4, 7)]
+    expected = load(write_tables(tmp_path, edges=[header, *rows])).fingerprint()
+    lacking = [(*row[:3], "NA", "") for row in rows]
+    for table in (rows + lacking, lacking + rows, [*lacking[:2], *lacking, *rows]):
+        assert load(write_tables(tmp_path, edges=[header, *table])).fingerprint() == expected
+
+
+def test_a_feature_of_edges_is_a_number(tmp_path):
+    with pytest.raises(DataError, match=r"edges.tsv:2: the length 'long' is not a number"):
+        load(write_tables(tmp_path, edges=[(*EDGES[0], "length"), ("a", "b", "x", "long")]))
+
+
+def test_a_table_may_say_nodes(tmp_path):
+    """In place of genes and gene."""
+    write_table(tmp_path / "features.tsv", FEATURES)
+    expected = load(write_tables(tmp_path, "features.tsv")).fingerprint()
+    write_table(tmp_path / "nodes.tsv", [("node", *FEATURES[0][1:]), *FEATURES[1:]])
+    options = write_tables(tmp_path, "nodes.tsv")
+    write_table(tmp_path / "scores.tsv", [("nodes", *SCORES[0][1:]), *SCORES[1:]])
+    assert load(options).fingerprint() == expected
+
+
+def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path):
+    """d and e can only be told apart by what a model learns of each by name."""
+    write_table(tmp_path / "features.tsv", [("gene", "size"), ("c", 5), ("d", 1), ("e", 1)])
+    edges = [EDGES[0], ("c", "d", "x"), ("c", "e", "x")]
+    options = write_tables(tmp_path, "features.tsv", edges=edges)
+    for embedding in (True, False):
+        config = Config(model=ModelConfig(embedding=embedding), data=options)
+        task = KnockoutTask.from_tables(load(options), config)
+        model = task.build_model().double().eval()
+        for parameter in model.parameters():  # some parts start at zero
+            torch.nn.init.normal_(parameter)
+        model.terms["without_graph"].readout.effect.data.zero_()  # the additive baseline's
+        graph = task.graph.double()
+        dataset = KnockoutDataset(tables_of([[3], [4]], torch.zeros(2)), graph.degree)
+        d, e = model(graph, dataset.__getitems__([0, 1]))
+        assert d.isclose(e) == (not embedding)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["model.embedding=false"],
+            "error: model.embedding=false needs node features: set data.features",
+        ),
+        (
+            ["data.edges="],
+            "error: data.edges and data.perturbations go together: set both or neither",
+        ),
+        (["data.features=none.tsv"], "error: cannot read none.tsv: No such file or directory"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(train, arguments, message):
+    finished = train(0, *arguments)
+    assert finished.returncode == 2 and message in finished.stderr
+
+
+def test_features_predict_genes_that_no_training_row_has(train, predict, tmp_path):
+    """The score is a sum over nodes of a linear function of their features; edges say nothing."""
+    draw = random.Random(0)
+    genes = {f"g{i:03}": [draw.gauss(0, 1) for _ in range(3)] for i in range(150)}
+    effect = {name: x[0] - 2 * x[1] for name, x in genes.items()}
+    edges = [("source", "target", "relation", "weight")]
+    scores = [("genes", "score")]
+    for a, b in draw.sample(list(combinations(genes, 2)), 1500):
+        scores.append((f"{a},{b}", effect[a] + effect[b] + draw.gauss(0, 0.1)))
+    for _ in range(100):
+        edges.append((*draw.sample(list(genes), 2), "x", draw.random()))
+    features = [("gene", "a", "b", "c"), *((name, *x) for name, x in genes.items())]
+    settings = [
+        f"data.edges={write_table(tmp_path / 'e.tsv', edges)}",
+        f"data.perturbations={write_table(tmp_path / 'p.tsv', scores)}",
+        f"data.features={write_table(tmp_path / 'f.tsv', features)}",
+        "data.split=nodes",
+        "data.test_fraction=0.2",
+        "data.batch_size=32",
+        "model.readout=local",
+        "model.hidden=16",
+        "optim.lr=0.06",
+        "optim.epochs=5",
+    ]
+    for name, embedding in (("added", "true"), ("alone", "false")):
+        train(0, *settings, f"model.embedding={embedding}", f"run.name={name}").check()
+        (test,) = read_metrics(tmp_path / "runs" / name, "test")
+        assert test["pearson"] > 0.8 > test["baseline_pearson"] + 0.15
+    assert (
+        not {"encoder.embedding", "encoder.identity"} & parameters(tmp_path / "runs/alone").keys()
+    )
+    predict(0, str(tmp_path / "p.tsv"), "runs/alone").check()
+    lines = (tmp_path / "p.predictions.tsv").read_text().splitlines()
+    assert len(lines) == 1501
+    assert all(float(line.split("\t")[1]) for line in lines[1:])

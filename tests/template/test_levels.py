@@ -1,0 +1,450 @@
+"""Levels: `A=0.3` in a table sends 0.3 of its messages, 0 is the knock-out; all routes agree.
+
+So does every readout.
+"""
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch_geometric.data import Data
+
+from analyse_results import level_of
+from baseline import additive_baseline, fit_baseline
+from config import Config
+from data import DataConfig, KnockoutDataset, load, node_split, random_split
+from data_tables import Tables
+from data_training import basis_of, training_mean_and_std
+from errors import DataError, UserError
+from mask import SharedGraph, doses
+from metrics import pearson
+from model import KnockoutGNN, ModelConfig
+from model_reach import ReachPlanner
+from predict_sets import read_sets
+from task import KnockoutTask
+from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
+from tests.sets import pack_levels, tables_of
+from tests.syncs import CountSynchronisations
+from tests.template.fixtures import write_table
+from tests.tools.models import full_model, model_of_tables
+from tests.tools.runs import lines_of_test, small_graph
+
+EDGES = [
+    ("source", "target", "relation"),
+    ("a", "b", "x"),
+    ("b", "c=0.3", "x"),
+    ("c", "d=", "y"),
+    ("d=", "a", "y"),
+]
+HEADER = ("genes", "score", "split")
+NUM_NODES = 12
+SETS = [
+    {0: 0.0, 3: 0.3},
+    {},
+    {5: 3.0},
+    {8: 0.0, 1: 1.0},
+    {2: 0.0, 0: 2.5, 7: 0.0, 1: 0.7, 11: 1.0},
+    {10: 0.5},
+    {4: 0.01},
+]
+
+
+# ---- Tables --------------------------------------------------------------------------------------
+def read(folder: Path, cells: list[str]) -> Tables:
+    """Returns the tables of rows with these cells of the column genes."""
+    edges = write_table(folder / "edges.tsv", EDGES)
+    rows = [(cell, k, ("train", "val", "test")[k % 3]) for k, cell in enumerate(cells)]
+    scores = write_table(folder / "scores.tsv", [HEADER, *rows])
+    return load(DataConfig(str(edges), str(scores), cache_dir=str(folder / "cache")))
+
+
+def levels_of(tables: Tables) -> list[dict[str, float]]:
+    """Returns each row's levels by name."""
+    names = [tables.genes[node] for node in tables.perturbed.tolist()]
+    pairs = zip(names, tables.level.tolist(), strict=True)
+    counts = tables.perturbed_ptr.diff().tolist()
+    return [dict(itertools.islice(pairs, count)) for count in counts]
+
+
+def test_a_name_may_carry_a_level_and_names_of_nodes_win(tmp_path):
+    """In data.edges stand nodes named `c=0.3` and `d=`."""
+    cells = ["b=2 , a = 0.3", "a,b", "", "c=0.3", "c=0.4,b=1e-1"]
+    message = r"scores.tsv:7: the genes 'd=,d==3,a=1,a=1.0' have d= at 0\.0 and 3\.0"
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, [*cells, "d=,d==3,a=1,a=1.0", "a,a=0,z=0.5"])
+    tables = read(tmp_path, [*cells, "d==3,a=1,a=1.0", "a,a=0,z=0.5"])
+    assert tables.genes == ["a", "b", "c", "c=0.3", "d=", "z"]
+    expected = [
+        {"a": 0.3, "b": 2.0},
+        {"a": 0.0, "b": 0.0},
+        {},
+        {"c=0.3": 0.0},
+        {"b": 0.1, "c": 0.4},
+        {"d=": 3.0},
+        {"a": 0.0, "z": 0.5},
+    ]
+    for levels, expected_levels in zip(levels_of(tables), expected, strict=True):
+        assert levels == pytest.approx(expected_levels)
+    levels = torch.tensor([0.0, 0.3, 3.0, 2.5], dtype=torch.float64)
+    named = tables.names(torch.tensor([0, 0, 1, 4]), levels)
+    assert list(named) == ["a", "a=0.3", "b=3", "d==2.5"]
+
+
+WRONG = [
+    "a=-0.1",
+    "a=",
+    "a=b",
+    "a=nan",
+    "a=inf",
+    "a=NA",
+    "a=1_0",
+    "=",
+    "=0.3",
+    "a=10001",
+    "a=0.3=0.5",
+]
+
+
+@pytest.mark.parametrize("cell", WRONG)
+def test_a_level_that_is_no_number_from_0_to_10000_is_an_error(tmp_path, cell):
+    message = (
+        rf"scores.tsv:3: the genes 'b,{cell}' have '.*': no name, or no level from 0 to 10,000"
+    )
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, ["a", f"b,{cell}", "c"])
+
+
+def test_minus_0_is_0(tmp_path):
+    tables = read(tmp_path, ["a=-0", "b", "a=0"])
+    assert tables.level.tolist() == [0, 0, 0]
+    assert not tables.level.signbit().any()
+
+
+def test_what_a_name_means_does_not_depend_on_the_rows_before_it(tmp_path, monkeypatch):
+    cells = ["b=0.3", "c=0.3=0.5", *["a"] * 9, "b=0.3", "c=0.3"]
+    whole = read(tmp_path, cells)
+    monkeypatch.setattr("data_cells.CHUNK", 20)
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    assert levels_of(read(apart, cells)) == levels_of(whole)
+    assert whole.genes == ["a", "b", "c", "c=0.3", "d="]
+
+
+def test_test_tsv_gives_levels_back(tmp_path):
+    levels = [0.123456789, 1 / 3, 1e-5, 9999.5, 0.1 + 0.2]
+    tables = read(tmp_path, [f"a={level:.15g}" for level in levels])
+    names = list(tables.names(tables.perturbed, tables.level))
+    again = read(tmp_path, names)
+    assert torch.equal(again.level, tables.level)
+    assert names[0] == "a=0.123456789"
+
+
+def test_a_level_is_the_same_however_a_name_that_carries_it_is_told_from_others(tmp_path):
+    """A node is named `c=0.3`, which analyse reports beside the others at its level."""
+    tables = read(tmp_path, ["a=0.3", "c=00.3", "b=0.3", "c=0.3"])
+    names = list(tables.names(tables.perturbed, tables.level))
+    assert names == ["a=0.3", "c=00.3", "b=0.3", "c=0.3=0"]
+    assert list(map(level_of, names)) == ["0.3", "0.3", "0.3", "0"]
+
+
+def test_the_dose_of_a_level_does_not_depend_on_its_place_in_the_batch(shared):
+    model = make_model(readout="local").double()
+    levels = torch.rand(50, generator=torch.Generator().manual_seed(0)).tolist()
+    for level in levels:
+        together = model(shared, make_batch(shared, [{3: level}] * 41))
+        alone = model(shared, make_batch(shared, [{3: level}]))
+        torch.testing.assert_close(together, alone.expand(41, -1), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("levels", "expected"),
+    [
+        ([0.0], [[1, 1, 0]]),
+        ([0.0, 1.0], [[1, 1, 0]]),
+        ([0.2], [[1.25, 1.25, 0]]),
+        ([3.0], [[0.5, 0.5, 0]]),
+        ([0.0, 3.0], [[1, 0, 0], [0, 0.5, 0]]),
+        ([0.0, 0.2], [[(2 / 1.64) ** 0.5, (2 / 1.64) ** 0.5, 0], [0, 0, 1]]),
+        ([0.2, 3.0], [[1.25, 0, 0], [0, 0.5, 0]]),
+        ([0.0, 0.2, 3.0], [[(2 / 1.64) ** 0.5, 0, 0], [0, 0.5, 0], [0, 0, 1]]),
+    ],
+)
+def test_a_node_has_as_many_responses_as_the_levels_of_training_tell_apart(levels, expected):
+    """Levels of other rows, or of rows without a score, tell nothing."""
+    choices = torch.tensor(levels, dtype=torch.float64)
+    sets = [{k % 20: choices[k % len(levels)].item()} for k in range(120)]
+    sets += [{k: level} for k, level in enumerate([0.0, 0.7, 8.0] * 2)]
+    y = torch.arange(126, dtype=torch.float64)
+    y[-3:] = math.nan
+    split = torch.tensor([0] * 120 + [1] * 2 + [2] + [0] * 3, dtype=torch.int8)
+    tables = replace(tables_of(sets, y), split=split)
+    tables.y = y.unsqueeze(1)
+    torch.testing.assert_close(basis_of(tables).T, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_each_response_of_a_node_is_found_and_imputed_by_itself(tmp_path):
+    """Losses, activations and deletions have effects of their own, by modules of the graph."""
+    generator = torch.Generator().manual_seed(0)
+    effect = torch.randn(6, 3, dtype=torch.float64, generator=generator)
+    module = torch.arange(60) % 6
+    levels = [0.0, 0.25, 0.5, 0.75, 2.0, 3.0]
+    sets = [{node: level} for node in range(60) for level in levels]
+    y = []
+    for nodes in sets:
+        (node, level), *_ = nodes.items()
+        dose = [max(0, 1 - level), min(0, 1 - level), float(level == 0)]
+        y.append(effect[module[node]] @ torch.tensor(dose, dtype=torch.float64))
+    source, target = torch.combinations(torch.arange(60)).T
+    is_edge = module[source] == module[target]
+    # The last node of each module was never activated, the one before never deleted.
+    is_left_out = [
+        (node >= 54 and level > 1) or (48 <= node < 54 and level == 0)
+        for nodes in sets
+        for node, level in nodes.items()
+    ]
+    tables = Tables(
+        genes=[f"g{k:02}" for k in range(60)],
+        relations=["r"],
+        edge_index=torch.stack([source[is_edge], target[is_edge]]),
+        edge_type=torch.zeros(int(is_edge.sum()), dtype=torch.long),
+        **pack_levels(sets),
+        y=torch.stack(y),
+        split=torch.tensor([2 if out else k % 7 == 0 for k, out in enumerate(is_left_out)]).char(),
+    )
+    found = additive_baseline(tables).prediction
+    assert pearson(tables.y, found) > 0.99
+    test = tables.rows("test")
+    assert pearson(tables.y[test], found[test]) > 0.98
+
+
+@pytest.mark.parametrize(
+    ("cell", "levels"), [("a=0.3,b,a=0.5", "0.3 and 0.5"), ("a,a=2", "0.0 and 2.0")]
+)
+def test_two_levels_of_a_node_in_a_row_are_an_error_that_names_both(tmp_path, cell, levels):
+    with pytest.raises(DataError, match=rf"scores.tsv:3: the genes '{cell}' have a at {levels}"):
+        read(tmp_path, ["a", cell, "c"])
+
+
+def asked(path: str, tables: Tables) -> tuple[list[str], list[bool], list[dict[str, float]]]:
+    """Returns the cells of a table to predict, which rows are known, and the levels of these."""
+    (chunk,) = read_sets(path, tables)
+    return list(chunk.sets), chunk.is_known.tolist(), levels_of(chunk.samples)
+
+
+def test_tables_to_predict_have_levels_and_screens_run_at_one(tmp_path):
+    tables = read(tmp_path, ["a", "b=0.5", "c"])
+    rows = [("genes",), ("b=0.25,a",), ("x=3",), ("c=0.3",), ("",)]
+    path = write_table(tmp_path / "ask.tsv", rows)
+    cells, is_known, sets = asked(str(path), tables)
+    assert cells == ["b=0.25,a", "x=3", "c=0.3", ""]
+    assert is_known == [True, False, True, True]
+    assert sets == [{"a": 0.0, "b": 0.25}, {"c=0.3": 0.0}, {}]
+    cells, _, sets = asked("all-singles=0.3", tables)
+    assert cells == ["a=0.3", "b=0.3", "c=00.3", "c=0.3=0.3", "d==0.3"]  # a node is named c=0.3
+    assert sets == [{name: 0.3} for name in tables.genes]
+    _, _, sets = asked("all-pairs=2", tables)
+    assert len(sets) == 10
+    assert sets[0] == {"a": 2.0, "b": 2.0}
+    with pytest.raises(UserError, match="all-singles=x has no level from 0 to 10,000"):
+        asked("all-singles=x", tables)
+
+
+def test_a_screen_at_a_level_and_test_tsv_say_the_levels(train, predict, tmp_path):
+    lines = (tmp_path / "scores.tsv").read_text().splitlines()
+    names = {f"Y{k:02}": ("=0.3", "=3", "")[k % 3] for k in range(30)}
+    for name, level in names.items():
+        lines = [line.replace(name, name + level) for line in lines]
+    (tmp_path / "scores.tsv").write_text("\n".join([*lines, ""]))
+    train(0).check()
+    _, *rows = (tmp_path / "runs/default/test.tsv").read_text().splitlines()
+    cells = [row.split("\t")[0] for row in rows]
+    in_table = {frozenset(line.split("\t")[0].split(",")) for line in lines}
+    assert len(cells) > 0
+    assert {frozenset(cell.split(",")) for cell in cells} <= in_table
+    assert any("=0.3" in cell for cell in cells)
+    predict(0, "all-singles=0.5", "runs/default").check()
+    _, *rows = (tmp_path / "all-singles=0.5.predictions.tsv").read_text().splitlines()
+    assert [row.split("\t")[0] for row in rows] == [f"{name}=0.5" for name in names]
+    assert len({row.split("\t")[1] for row in rows}) > 20
+
+
+def test_rows_of_the_same_nodes_and_levels_stay_together_in_a_split():
+    """Also where two levels are swapped between two nodes."""
+    sets = [{k: 0.0, k + 1: level} for k in range(0, 60, 2) for level in (0.0, 0.3, 3.0)]
+    sets += [{k: 0.3, k + 1: 3.0} for k in range(0, 60, 2)]
+    sets += [{k: 3.0, k + 1: 0.3} for k in range(0, 60, 2)]
+    tables = tables_of(sets * 2, torch.zeros(300))
+    tables.genes = [f"g{k}" for k in range(61)]
+    for seed in range(3):
+        split = random_split(tables, DataConfig(split_seed=seed))
+        assert split[:150].equal(split[150:])
+        # No group is larger than two rows.
+        assert torch.bincount(split.int()).tolist() == [240, 30, 30]
+    assert len(split[:90].view(30, 3).unique(dim=0)) > 3
+    by_node = node_split(tables, DataConfig(split="nodes"))
+    no_levels = node_split(replace(tables, level=None), DataConfig(split="nodes"))
+    assert by_node.equal(no_levels)
+
+
+def test_lines_of_test_tsv_name_levels(tmp_path):
+    tables = read(tmp_path, ["a", "b=0.5", "c=2,a=0.125"])
+    task = KnockoutTask.from_tables(tables, Config(data=DataConfig(cache_dir=str(tmp_path))))
+    _, line = lines_of_test(task, torch.zeros(1, 1))
+    assert line.split("\t")[0] == "a=0.125,c=2"
+
+
+def test_a_batch_counts_the_edges_of_deleted_nodes_alone():
+    tables = tables_of([{3: 0.3, 1: 0.0}, {}, {2: 0.0, 3: 2.0}], torch.zeros(3))
+    dataset = KnockoutDataset(tables, torch.arange(5))
+    batch = dataset.__getitems__([2, -1, 0])
+    assert batch.perturbed.tolist() == [2, 3, 1, 3]
+    assert batch.level.tolist() == pytest.approx([0.0, 2.0, 0.0, 0.3])
+    assert batch.num_dead_edges == 2 + 1
+
+
+# ---- Model ---------------------------------------------------------------------------------------
+@pytest.fixture
+def shared() -> SharedGraph:
+    return SharedGraph(small_graph(torch.Generator().manual_seed(0))).double()
+
+
+def make_batch(
+    shared: SharedGraph, sets: list[dict[int, float]], planner: ReachPlanner | None = None
+) -> Data:
+    dataset = KnockoutDataset(tables_of(sets, torch.arange(len(sets)) / 3), shared.degree, planner)
+    return dataset.__getitems__(list(range(len(sets))))
+
+
+def make_model(**options) -> KnockoutGNN:
+    torch.manual_seed(0)
+    config = ModelConfig(**{"hidden": 8, "layers": 2, "dropout": 0.0, **options})
+    targets = torch.tensor([5, 0, 10, 8, 2, 6])
+    num_targets = 6 if config.readout == "nodes" else 1
+    model = full_model(config, NUM_NODES, 3, num_targets=num_targets, target_nodes=targets)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.double()
+
+
+def outputs_and_gradients(
+    model: KnockoutGNN, shared: SharedGraph, batch: Data
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the predictions, and the gradients of a loss in all parameters that are trained."""
+    prediction = model(shared, batch)
+    prediction.square().sum().backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.cat([parameter.grad.flatten() for parameter in trained])
+    return prediction.detach(), gradients
+
+
+@pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_all_routes_agree_for_levels_beside_deletions(shared, monkeypatch, readout, layers):
+    """Values and gradients: on copies, on all nodes, and with a plan of each number of layers."""
+    reference = make_model(layers=layers, readout=readout, message_passing="expanded")
+    expected = outputs_and_gradients(reference, shared, make_batch(shared, SETS))
+    monkeypatch.setattr(SharedGraph, "samples_at_once", lambda graph, states: 2)
+    monkeypatch.setattr(ReachPlanner, "BLOCK", 3)
+    for planned in range(layers + 1):
+        planner = ReachPlanner(shared, planned)
+        planner.max_edges = math.inf
+        batch = make_batch(shared, SETS, planner)
+        assert {len(block.layers) for block in batch.plan.blocks} == {planned}
+        with CountSynchronisations() as count:
+            found = outputs_and_gradients(make_model(layers=layers, readout=readout), shared, batch)
+        assert count.seen == []
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
+@pytest.mark.parametrize("route", ["shared", "expanded"])
+def test_level_1_is_intact_and_others_are_not(shared, readout, route):
+    model = make_model(readout=readout, message_passing=route)
+    named, intact = model(shared, make_batch(shared, [{3: 1.0, 7: 1.0}, {}]))
+    torch.testing.assert_close(named, intact, rtol=1e-12, atol=1e-12)
+    sets = [{3: level} for level in (0.0, 0.3, 1.0, 3.0)]
+    predictions = model(shared, make_batch(shared, sets))
+    assert len(predictions[:, -1].round(decimals=6).unique()) == len(sets)
+
+
+def test_a_target_at_a_level_has_its_own_part_beside_its_change(shared):
+    """A scaled node lives: its state is computed and read. That of a deleted one is not."""
+    model = make_model(readout="nodes").eval()
+    sets = [{0: 0.5, 5: 0.4}, {0: 0.5}, {5: 0.4}, {0: 0.5, 5: 0.0}]
+    for route in ("shared", "expanded"):
+        model.config = ModelConfig(hidden=8, message_passing=route, readout="nodes")
+        batch = make_batch(shared, sets)
+        model.terms["knockout"].dead.weight.data.zero_()
+        model.terms["knockout"].dead.bias.data.fill_(7.0)
+        dose = (1 - batch.level).unsqueeze(1)
+        baseline = model.terms["without_graph"].readout
+        additive = baseline(torch.ones(2, NUM_NODES).bool(), dose, batch)
+        effects = model(shared, batch) - additive
+        both, other, _, deleted = effects[:, 0]  # on node 5
+        assert abs(other) > 1e-4
+        assert abs(both - 7.0 * 0.6) > 1e-4  # changed by node 0, too
+        assert deleted.item() == pytest.approx(7.0)
+
+
+@pytest.mark.slow
+def test_the_model_starts_from_the_baseline_at_all_levels():
+    """With each of the three responses, and with those of largest and smallest response."""
+    generator = torch.Generator().manual_seed(0)
+    choices = torch.tensor([0.0, 0.25, 0.5, 2.0])
+    sets = []
+    for _ in range(300):
+        nodes = torch.randperm(20, generator=generator)[:2].tolist()
+        level = choices[torch.randint(4, (2,), generator=generator)].tolist()
+        sets.append(dict(zip(nodes, level, strict=True)))
+    effect = torch.randn(20, 3, generator=generator).double()
+    dose = doses(pack_levels(sets)["level"])
+    response = (dose * effect[pack_levels(sets)["perturbed"]]).sum(1).view(300, 2)
+    largest = response.amax(1).clamp(min=0)
+    tables = Tables(
+        genes=[f"g{k:02}" for k in range(20)],
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        **pack_levels(sets),
+        y=torch.stack([response.sum(1), largest], dim=1),
+        split=torch.tensor([0] * 240 + [1] * 30 + [2] * 30, dtype=torch.int8),
+        targets=("sum", "largest"),
+    )
+    found = fit_baseline(tables)
+    assert found.weights[:, 0].tolist() == pytest.approx([1, 0, 0], abs=1e-3)
+    assert found.weights[1, 1] > 1
+    model = model_of_tables(ModelConfig(hidden=4), tables, found).eval()
+    shared = SharedGraph(tables.graph())
+    batch = KnockoutDataset(tables, shared.degree).__getitems__(range(300))
+    mean, std = training_mean_and_std(tables)
+    prediction = mean + std * model(shared, batch)  # in the units of the scores
+    torch.testing.assert_close(prediction, found.prediction, rtol=1e-4, atol=1e-4)
+
+
+# ---- The synthetic preset ------------------------------------------------------------------------
+def test_dose_responses_are_what_a_loop_over_edges_says():
+    class SameForAll:
+        """In place of random numbers: targets react alike, and edges and nodes count alike."""
+
+        num_nodes = 3
+        module = torch.zeros(3, dtype=torch.long)
+
+        def normal(self, count: int) -> torch.Tensor:
+            value = 0.0 if count == 3 else 1.0
+            return torch.full((count,), value, dtype=torch.float64)
+
+    edges = [torch.tensor([[0, 1], [2, 2]])]
+    packed = pack_levels([{0: 0.0}, {0: 3.0, 1: 0.5}, {}, {2: 0.0}])
+    found = dose_responses(SameForAll(), edges, *packed.values(), rounds=1)
+    expected = [1.5 * x / (x + 0.5) - 1 for x in (0.5, 1.75, 1.0)] + [0.0]
+    assert found.tolist() == pytest.approx(expected)
+
+
+def test_the_preset_dose_has_its_levels_and_others_have_none():
+    tables = synthetic_tables(PRESETS["dose"])
+    assert tables.level.unique().tolist() == list(PRESETS["dose"].levels)
+    assert not synthetic_tables(PRESETS["small"]).level.any()

@@ -1,0 +1,163 @@
+"""What outputs mean: losses, widths, what is predicted, and sentences where they do not fit."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from config import Config
+from data import DataConfig
+from errors import UserError
+from losses import LOSSES, Binary, Criterion, Squared
+from model import ModelConfig
+from optim import OptimConfig
+from task import KnockoutTask
+from tests.template.test_targets import additive_tables
+
+MEAN = torch.tensor([2.0, -1.0], dtype=torch.float64)
+STD = torch.tensor([0.5, 3.0], dtype=torch.float64)
+
+
+class Gaussian(Criterion):
+    """The negative logarithm of a normal density, of which mean and log variance are predicted."""
+
+    columns = ("mean", "log_variance")
+
+    def losses(self, output, y):
+        mean, log_variance = output.unbind(-1)
+        error = self.standardise(y, mean.dtype) - mean
+        return (log_variance + error.square() / log_variance.exp()) / 2
+
+    def predictions(self, output):
+        sd = self.std * (output.select(-1, 1) / 2).exp()
+        return {**super().predictions(output), "sd": sd}
+
+    @staticmethod
+    def together(predictions):
+        return {name: of_models.mean(dim=0) for name, of_models in predictions.items()}
+
+
+class Counts(Squared):
+    """The error of logarithms, in whose unit there is no baseline."""
+
+    starts_from_mean = True
+
+
+@pytest.fixture(autouse=True)
+def _more_losses(monkeypatch):
+    monkeypatch.setitem(LOSSES, "gaussian", Gaussian)
+    monkeypatch.setitem(LOSSES, "counts", Counts)
+
+
+def random_numbers(*size):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def make_task(loss, folder, readout="both"):
+    """Returns the task of two scores, with weights and gaps."""
+    tables = additive_tables(1.0)
+    tables.weight = 1.0 + torch.arange(len(tables.y)) % 6
+    if LOSSES[loss].is_binary:
+        tables.y = (tables.y > tables.y.median(dim=0).values).double()
+    tables.y[::3, 0] = math.nan
+    config = Config(
+        data=DataConfig(cache_dir=str(folder)),
+        model=ModelConfig(hidden=4, readout=readout),
+        optim=OptimConfig(loss=loss),
+    )
+    return KnockoutTask.from_tables(tables, config)
+
+
+# ---- Losses --------------------------------------------------------------------------------------
+def test_squared_errors_are_over_the_variance_of_the_scores():
+    output = random_numbers(5, 2, 1)
+    y = random_numbers(5, 2) * 3 + 1
+    scores = MEAN + STD * output[:, :, 0]
+    criterion = Squared(MEAN, STD)
+    torch.testing.assert_close(criterion.losses(output, y), ((scores - y) / STD) ** 2)
+    assert torch.equal(criterion.predictions(output)["prediction"], scores)
+    assert criterion.losses(output.float(), y).dtype == torch.float32
+
+
+def test_binary_losses_are_minus_the_logarithm_of_the_probability_of_what_is_so():
+    output = random_numbers(5, 2, 1)
+    y = (random_numbers(5, 2) > 0).double()
+    mean, std = Binary.unit(torch.tensor([0.3, 0.9]).double(), STD)
+    criterion = Binary(mean, std)
+    probability = criterion.predictions(output)["prediction"]
+    odds = torch.tensor([0.3 / 0.7, 0.9 / 0.1]) * output[:, :, 0].exp()
+    torch.testing.assert_close(probability, odds / (1 + odds))
+    of_truth = probability.where(y == 1, 1 - probability)
+    torch.testing.assert_close(criterion.losses(output, y), -of_truth.log())
+
+
+@pytest.mark.parametrize("loss", ["squared", "binary", "gaussian"])
+def test_validation_and_training_report_the_same_loss_of_the_same_rows(loss, tmp_path):
+    task = make_task(loss, tmp_path)
+    for split in ("train", "val"):
+        rows = task.rows(split)
+        output = random_numbers(len(rows), task.num_outputs)
+        total = torch.zeros(2, dtype=torch.float64)
+        for some in torch.arange(len(rows)).split(7):
+            total += task.loss(output[some], task.dataset.__getitems__(rows[some].tolist()))
+        in_training = (total / task.dataset.total_weight(rows)).mean().item()
+        of_split = output.view(len(rows), 2, -1)
+        assert task.metrics(split, of_split)["loss"] == pytest.approx(in_training, rel=1e-6)
+
+
+# ---- Widths --------------------------------------------------------------------------------------
+def test_what_is_known_without_the_graph_is_in_the_first_column_of_each_score(tmp_path):
+    squared = make_task("squared", tmp_path)
+    task = make_task("gaussian", tmp_path)
+    batch = task.dataset.__getitems__([0, 1, 2])
+    outputs = []
+    for each in (squared, task):
+        torch.manual_seed(0)
+        model = each.build_model().eval()
+        parts = model.parts(each.graph, batch)
+        output = model(each.graph, batch)
+        torch.testing.assert_close(sum(parts.values()), output)
+        outputs.append(each.by_score(output, batch))
+    means, others = outputs[1].unbind(-1)
+    assert torch.equal(means, outputs[0].squeeze(-1)) and means.all()
+    assert not others.any()
+    assert task.output_names() == [
+        f"score{t} {column}" for t in (0, 1) for column in ("mean", "log_variance")
+    ]
+
+
+def test_every_column_is_trained(tmp_path):
+    task = make_task("gaussian", tmp_path)
+    model = task.build_model()
+    batch = task.dataset.__getitems__(task.rows("train")[:8].tolist())
+    batch.seed = torch.tensor(0)
+    task.loss(model(task.graph, batch), batch).sum().backward()
+    for readout in (model.terms["local"], model.terms["knockout"]):
+        assert readout.head[-1].bias.grad.shape == (4,)
+        assert readout.head[-1].bias.grad.all()
+
+
+def test_a_loss_in_another_unit_than_the_baseline_starts_from_the_mean(tmp_path):
+    task = make_task("counts", tmp_path)
+    model = task.build_model().eval()
+    assert not model(task.graph, task.dataset.__getitems__([0, 1, 2])).any()
+    assert task.rivals["baseline"].std() > 0
+
+
+# ---- Sentences -----------------------------------------------------------------------------------
+def test_readout_nodes_has_one_column(tmp_path):
+    task = make_task("gaussian", tmp_path)
+    task = replace(task, config=replace(task.config, model=ModelConfig(readout="nodes")))
+    problem = "optim.loss=gaussian needs mean, log_variance: set model.readout=both"
+    with pytest.raises(UserError, match=problem):
+        task.build_model()
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_a_model_of_another_shape_is_one_sentence(train, nproc):
+    result = train(nproc, fault="other_shape")
+    assert result.returncode == 1
+    assert result.stderr.count("error: ") == 1, result.stderr
+    assert "the model returned [" in result.stderr
+    assert "Traceback" not in result.stderr

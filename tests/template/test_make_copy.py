@@ -1,0 +1,129 @@
+"""./launch.sh copy: what it copies and sets, and that nothing is left of one that fails."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from parts import PARTS
+from tests.template import make_copy
+from tests.template.fixtures import ROOT, copy_template
+
+BY_NAME = {part.name: part for part in PARTS}
+
+
+@pytest.fixture
+def copied(tmp_path, capsys):
+    """copied(*arguments) makes a copy in the test's folder `mine`, and returns what is printed."""
+
+    def make(*arguments: str) -> str:
+        assert make_copy.main([str(tmp_path / "mine"), *arguments]) == 0
+        return capsys.readouterr().out
+
+    return make
+
+
+def options_of(folder):
+    return yaml.safe_load((folder / "config.yaml").read_text())
+
+
+def test_a_copy_has_the_code_and_the_tests_that_hold_for_any_model(copied, tmp_path):
+    printed = copied()
+    copy = tmp_path / "mine"
+    modules = {path.name for path in ROOT.glob("*.py")}
+    assert {path.name for path in copy.glob("*.py")} == modules
+    assert options_of(copy) == options_of(ROOT)
+    assert sorted(path.name for path in copy.iterdir() if path.is_dir()) == ["example", "tests"]
+    assert not [path for path in (copy / "tests").iterdir() if path.is_dir()]
+    assert os.access(copy / "launch.sh", os.X_OK)
+    assert f"all       {len(modules)} modules" in printed
+    assert "docs/" not in (copy / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_part_is_left_out_with_its_files_its_tests_and_its_option(copied, tmp_path, name):
+    printed = copied(f"--without={name}")
+    copy = tmp_path / "mine"
+    part = BY_NAME[name]
+    for file in part.files:
+        assert not (copy / file).exists()
+        assert not list((copy / "tests").glob(f"test_{file}"))
+        assert file not in (copy / "README.md").read_text()
+    if part.option:
+        section, option = part.option.split(".")
+        value = options_of(copy)[section][option]
+        assert not part.is_asked_for(str(value).lower() if isinstance(value, bool) else str(value))
+    assert f"part      {name}:" not in printed
+    assert options_of(copy).keys() == options_of(ROOT).keys()
+
+
+def test_several_parts_are_left_out_together(copied, tmp_path):
+    copied("--without", "graphs,plots")
+    copy = tmp_path / "mine"
+    assert not (copy / "model_graphs.py").exists() and not (copy / "run_plots.py").exists()
+    assert (copy / "model_pairs.py").exists()
+
+
+def test_without_all_the_core_is_left(copied, tmp_path):
+    copied("--without", "all")
+    of_parts = {file for part in PARTS for file in part.files}
+    left = {path.name for path in (tmp_path / "mine").glob("*.py")}
+    assert left == {path.name for path in ROOT.glob("*.py")} - of_parts
+
+
+def test_edited_and_added_files_are_copied_and_runs_are_not(run, tmp_path):
+    template = copy_template(tmp_path / "template")
+    (template / "model.py").write_text((template / "model.py").read_text() + "# edited\n")
+    (template / "my_layers.py").write_text("")
+    for folder in ("runs", ".cache", ".venv", "__pycache__"):
+        (template / folder).mkdir()
+    run([str(template / "launch.sh"), "copy", "mine"]).check()
+    copy = tmp_path / "mine"
+    assert (copy / "model.py").read_text().endswith("# edited\n")
+    assert (copy / "my_layers.py").exists()
+    assert sorted(path.name for path in copy.iterdir() if path.is_dir()) == ["example", "tests"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ([], "give one folder"),
+        (["one", "two"], "give one folder"),
+        (["mine", "--with", "plots"], "give one folder"),
+        (["mine", "--without", "plot"], "there is no part 'plot'"),
+        (["full"], "is there already"),
+        (["file"], "is there already"),
+        (["no/folder"], "there is no folder"),
+        (["/proc/mine"], "cannot be made"),
+    ],
+)
+def test_a_copy_that_cannot_be_made_is_one_sentence(monkeypatch, tmp_path, capsys, arguments, word):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    (tmp_path / "file").touch()
+    assert make_copy.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and word in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
+
+
+def test_a_copy_that_fails_leaves_nothing(monkeypatch, tmp_path):
+    copy_file = shutil.copy
+
+    def full_disk(source, target):
+        if source.name == "train.py":
+            raise OSError(28, "No space left on device")
+        return copy_file(source, target)
+
+    monkeypatch.setattr(shutil, "copy", full_disk)
+    assert make_copy.main([str(tmp_path / "mine")]) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_shell_finds_the_command(tmp_path):
+    command = [str(ROOT / "launch.sh"), "copy", str(tmp_path / "mine"), "--without", "all"]
+    subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    assert (tmp_path / "mine/train.py").exists()

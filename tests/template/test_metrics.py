@@ -1,0 +1,196 @@
+"""Metrics and ranks beside their definitions, computed in another way."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from analyse_intervals import (
+    average_precision,
+)
+from analyse_metrics import target_metrics
+from metrics import (
+    METRICS,
+    as_ranked,
+    first_metric,
+    metrics_beside_rivals,
+    metrics_text,
+    mse,
+    pearson,
+    quality,
+    r2,
+    rank,
+    spearman,
+)
+from tests.tools.runs import predictions_of, read_metrics
+
+FIRST = first_metric()
+
+
+def normal(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def whole_numbers(*size: int) -> torch.Tensor:
+    """Returns numbers from -4 to 4, of which many are equal."""
+    return torch.randint(-4, 5, size, generator=torch.Generator().manual_seed(0)).double()
+
+
+# ---- Which model is the best ---------------------------------------------------------------------
+def test_an_own_metric_is_logged_and_chooses_the_best_model(train, tmp_path):
+    train(0).check()  # whose best validation has no such metric
+    result = train(0, "optim.epochs=3", "optim.lr=0.1", fault="own_metric").check()
+    rows = read_metrics(tmp_path / "runs/default", "val")[2:]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["worst"] == -row[FIRST]
+        assert row["baseline_worst"] == -row[f"baseline_{FIRST}"]
+    (test,) = read_metrics(tmp_path / "runs/default", "test")
+    assert test["best_step"] == max(rows, key=lambda row: row["worst"])["step"]
+    title = f"loss {test['loss']:.4f}"
+    for name in ("worst", *METRICS):
+        baseline = test[f"baseline_{name}"]
+        title += f", {name.title()} {test[name]:.4f}, baseline {baseline:.4f}"
+    assert f"test      {title}" in result.stdout
+
+
+def test_each_metric_stands_beside_that_of_every_rival():
+    y, prediction, first, second = whole_numbers(4, 60, 1)
+    rivals = {"first": first, "second": second}
+    weight = torch.arange(60.0).double()
+    found = metrics_beside_rivals(y, prediction, rivals, weight)
+    names = []
+    for name in METRICS:
+        for prefix in ("", "weighted_"):
+            names += [f"{rival}{prefix}{name}" for rival in ("", "first_", "second_")]
+    assert list(found) == names
+    of_second = METRICS[FIRST](y, second, weight.unsqueeze(1))
+    assert found[f"second_weighted_{FIRST}"] == of_second
+    numbers = {name: value.item() for name, value in found.items()}
+    text = metrics_text({"loss": 1.0, **numbers}, rivals)
+    of_rivals = [f"{rival} {numbers[f'{rival}_{FIRST}']:.4f}" for rival in rivals]
+    title = f"loss 1.0000, {FIRST.title()} {numbers[FIRST]:.4f}, {', '.join(of_rivals)}, Weighted"
+    assert text.startswith(title)
+
+
+def test_models_with_an_undefined_metric_are_ranked_by_loss():
+    """A constant prediction, whose Pearson is undefined, ranks as one of 0.
+
+    A loss of no rows, which is nan, is the worst.
+    """
+    results = [
+        {FIRST: -0.5, "loss": math.nan},
+        {FIRST: -0.5, "loss": 1.0},
+        {FIRST: math.nan, "loss": math.nan},
+        {FIRST: 0.0, "loss": 3.0},
+        {FIRST: math.nan, "loss": 2.0},
+        {FIRST: math.nan, "loss": 1.0},
+        {FIRST: 0.1, "loss": math.nan},
+        {FIRST: 0.1, "loss": 4.0},
+    ]
+    assert sorted([results[i] for i in (6, 2, 0, 7, 3, 1, 5, 4)], key=quality) == results
+
+
+def test_the_weighted_metric_chooses_the_best_model_if_there_is_one():
+    worse = {FIRST: 0.9, f"weighted_{FIRST}": 0.1, "loss": 1.0}
+    better = {FIRST: 0.1, f"weighted_{FIRST}": 0.9, "loss": 1.0}
+    assert quality(better) > quality(worse)
+
+
+# ---- Figures of scores and predictions -----------------------------------------------------------
+def test_a_whole_weight_counts_as_that_many_rows():
+    y, prediction = whole_numbers(2, 60, 2)
+    y[::7, 0] = math.nan
+    weight = 1 + torch.arange(60) % 4
+    expected = pearson(y.repeat_interleave(weight, 0), prediction.repeat_interleave(weight, 0))
+    torch.testing.assert_close(pearson(y, prediction, weight.double().unsqueeze(1)), expected)
+
+
+def test_probabilities_are_ranked_however_small_they_are():
+    logit = 10 * normal(50, 1) - 25
+    y = (normal(50, 1, seed=1) > 0).double()
+    ranks = rank(logit)
+    assert torch.equal(rank(as_ranked(y, logit.sigmoid())), ranks)
+    torch.testing.assert_close(spearman(y, logit.sigmoid()), pearson(rank(y), ranks))
+
+
+def test_metrics_equal_their_definitions():
+    y, prediction = whole_numbers(2, 60, 1)
+    noise = 1e-12 * normal(60, 1)
+    rho = spearman(y, prediction)
+    assert torch.equal(spearman(y, prediction * (1 + noise)), rho)  # rounding orders nothing
+    expected_y, expected_prediction = y[:, 0].numpy(), prediction[:, 0].numpy()
+
+    def ranks(values: np.ndarray) -> np.ndarray:
+        return np.array([(values < v).sum() + ((values == v).sum() + 1) / 2 for v in values])
+
+    r = np.corrcoef(expected_y, expected_prediction)[0, 1]
+    assert pearson(y, prediction).item() == pytest.approx(r)
+    expected = np.corrcoef(ranks(expected_y), ranks(expected_prediction))[0, 1]
+    assert rho.item() == pytest.approx(expected)
+    error = (expected_y - expected_prediction) ** 2
+    assert mse(y, prediction).item() == pytest.approx(error.mean())
+
+
+def test_figures_equal_their_definitions():
+    y, prediction, baseline = whole_numbers(3, 60, 1)
+    found = target_metrics(predictions_of(y, prediction, baseline), threshold=-1.5)
+    missing = torch.full((20, 1), math.nan)
+    rows = predictions_of(
+        torch.cat([y, missing]),
+        torch.cat([prediction, normal(20, 1)]),
+        torch.cat([baseline, normal(20, 1)]),
+    )
+    with_gaps = target_metrics(rows, threshold=-1.5)
+    for name, value in found.items():
+        torch.testing.assert_close(with_gaps[name], value)
+    found = {name: value.item() for name, value in found.items()}
+    ones = target_metrics(predictions_of((y < -1.5).double(), -prediction, baseline), loss="binary")
+    for name in ("auroc", "average_precision"):
+        assert ones[name].item() == found[name]
+    y, prediction, baseline = (values[:, 0].numpy() for values in (y, prediction, baseline))
+    squared_error = (y - prediction) ** 2
+    assert found["mse"] == pytest.approx(squared_error.mean())
+    explained = 1 - squared_error.sum() / ((y - y.mean()) ** 2).sum()
+    assert found["r2"] == pytest.approx(explained)
+    assert found["pearson"] == pytest.approx(np.corrcoef(y, prediction)[0, 1])
+    assert found["baseline_pearson"] == pytest.approx(np.corrcoef(y, baseline)[0, 1])
+    hit = prediction[y < -1.5]
+    miss = prediction[y >= -1.5]
+    wins = (hit[:, None] < miss).mean() + (hit[:, None] == miss).mean() / 2
+    assert found["auroc"] == pytest.approx(wins)
+    precision = [(y[prediction <= value] < -1.5).mean() for value in hit]
+    assert found["average_precision"] == pytest.approx(np.mean(precision))
+
+
+def test_scores_that_are_constant_have_no_r2():
+    y = torch.ones(5, 1).double()
+    prediction = normal(5, 1)
+    assert r2(y, prediction).isnan()
+    assert pearson(y, prediction).isnan()
+    assert mse(y, prediction) > 0
+
+
+def test_rows_of_several_targets_are_found_as_those_of_each_alone():
+    """Without the warning of torch.searchsorted about memory that is not contiguous."""
+    certainty = normal(40, 3)
+    certainty[::7, 1] = math.nan
+    positive = (normal(40, 3, seed=1) > 0.5) & ~certainty.isnan()
+    found = average_precision(positive, certainty)
+    for target in range(3):
+        alone = average_precision(positive[:, [target]], certainty[:, [target]])
+        torch.testing.assert_close(found[[target]], alone)
+
+
+def test_ranks_are_those_of_each_target_alone():
+    """Equal values share the mean rank, a nan takes none, infinite values come last or first."""
+    values = torch.randint(5, (40, 3), generator=torch.Generator().manual_seed(0)).double()
+    values[::3, 1] = math.nan
+    values[:, 2] = math.nan
+    values[1, 1] = values[5, 1] = math.inf
+    values[4, 1] = -math.inf
+    for column, found in zip(values.T, rank(values).T, strict=True):
+        expected = [((column < v).sum() + ((column == v).sum() + 1) / 2).item() for v in column]
+        expected = torch.tensor(expected, dtype=torch.float64).where(~column.isnan(), math.nan)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

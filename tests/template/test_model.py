@@ -1,0 +1,537 @@
+"""The model: all routes of message passing agree, and samples of a batch do not affect each other.
+
+The expanded route, on masked copies of the graph, is the reference.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch_geometric.data import Data
+
+import model as model_module
+from config import Config
+from data import DataConfig, KnockoutDataset
+from mask import SharedGraph
+from model import FirstConv, KnockoutGNN, ModelConfig, uniform
+from model_reach import ReachPlanner, select
+from task import KnockoutTask
+from task import make_dataset as make_planned_dataset
+from tests.bench.host import count_kernels, tiny_step
+from tests.sets import tables_of
+from tests.syncs import CountSynchronisations
+from tests.tools.models import full_model
+from tests.tools.runs import small_graph
+
+NUM_NODES = 12
+NUM_FEATURES = 3
+SETS = [[0, 3], [], [5], [8, 1], [2, 0, 7, 1, 11]]  # ragged; node 10 has no edge
+TARGETS = [5, 0, 10, 8, 2, 6]  # the nodes of the scores for the readout `nodes`
+
+
+@pytest.fixture
+def shared() -> SharedGraph:
+    generator = torch.Generator().manual_seed(0)
+    graph = small_graph(generator)
+    graph["gene"].x = torch.randn(NUM_NODES, NUM_FEATURES, generator=generator)
+    graph["gene", "b", "gene"].edge_weight = torch.rand(25, generator=generator) + 0.1
+    return SharedGraph(graph)
+
+
+def make_dataset(
+    shared: SharedGraph, sets: list[list[int]], planner: ReachPlanner | None = None
+) -> KnockoutDataset:
+    tables = tables_of(sets, torch.arange(len(sets)) / 3)
+    return KnockoutDataset(tables, shared.degree, planner, out_degree=shared.out_degree)
+
+
+def make_batch(
+    shared: SharedGraph, sets: list[list[int]], planner: ReachPlanner | None = None
+) -> Data:
+    batch = make_dataset(shared, sets, planner).__getitems__(range(len(sets)))
+    batch.seed = torch.tensor(0)
+    return batch
+
+
+def make_model(dtype: torch.dtype = torch.float32, **options) -> KnockoutGNN:
+    torch.manual_seed(0)
+    config = ModelConfig(**{"hidden": 8, "layers": 2, "dropout": 0.0, **options})
+    model = full_model(
+        config,
+        NUM_NODES,
+        num_relations=3,
+        num_features=NUM_FEATURES,
+        num_targets=len(TARGETS) if config.readout == "nodes" else 1,
+        target_nodes=torch.tensor(TARGETS),
+    ).to(dtype)
+    for parameter in model.parameters():  # parts that are initialised to zero would hide errors
+        torch.nn.init.normal_(parameter, std=0.3)
+    if "without_graph" in model.terms:
+        torch.nn.init.normal_(model.terms["without_graph"].readout.intercept)
+    return model
+
+
+def outputs_and_gradients(
+    model: KnockoutGNN, shared: SharedGraph, batch: Data
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the predictions [B], and the gradient of all parameters as one vector."""
+    prediction = model(shared, batch)
+    (prediction - batch.y.to(prediction.dtype)).square().sum().backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return prediction.detach(), torch.cat([parameter.grad.flatten() for parameter in trained])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
+@pytest.mark.parametrize(("layers", "embedding"), [(1, True), (2, True), (2, False), (3, True)])
+def test_shared_and_expanded_routes_agree_in_outputs_and_gradients(
+    shared, dtype, tolerance, readout, layers, embedding
+):
+    shared = shared.to(dtype)
+    batch = make_batch(shared, SETS)
+    results = []
+    for route in ("shared", "expanded"):
+        options = {"readout": readout, "layers": layers, "embedding": embedding}
+        model = make_model(dtype, message_passing=route, **options)
+        results.append(outputs_and_gradients(model, shared, batch))
+    for result, reference in zip(*results, strict=True):
+        assert reference.norm() > 0
+        assert (result - reference).norm() <= tolerance * reference.norm()
+
+
+@pytest.fixture
+def limited_planner(monkeypatch) -> Callable[..., ReachPlanner]:
+    """limited_planner(graph, layers, max_edges) plans small blocks, of at most so many edges."""
+
+    def make(graph: SharedGraph, layers: int, max_edges: float) -> ReachPlanner:
+        monkeypatch.setattr(ReachPlanner, "BLOCK", 3)
+        planner = ReachPlanner(graph, layers)
+        planner.max_edges = max_edges
+        return planner
+
+    return make
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(
+    ("layers", "readout"), [(1, "both"), (2, "both"), (3, "both"), (4, "both"), (3, "nodes")]
+)
+def test_reached_states_give_what_masked_copies_give(
+    shared, set_block, limited_planner, dtype, tolerance, layers, readout
+):
+    """Planned are all layers, the first one, or different numbers in the blocks of a batch."""
+    shared = shared.to(dtype)
+    options = {"layers": layers, "readout": readout}
+    everything = list(range(NUM_NODES))
+    sets = [*SETS, [10], everything, *([node] for node in everything), [0, 10], []]
+    expanded = make_model(dtype, message_passing="expanded", **options)
+    references = outputs_and_gradients(expanded, shared, make_batch(shared, sets))
+    set_block(2)
+    is_mixed = False
+    cases = itertools.product({1, layers}, (30, math.inf), (False, True))
+    for depth, max_edges, checkpointing in cases:
+        batch = make_batch(shared, sets, limited_planner(shared, depth, max_edges))
+        depths = {len(block.layers) for block in batch.plan.blocks}
+        is_mixed |= len(depths) > 1
+        assert max_edges == 30 or depths == {depth}
+        model = make_model(dtype, checkpointing=checkpointing, **options).train()
+        results = outputs_and_gradients(model, shared, batch)
+        for result, expected in zip(results, references, strict=True):
+            assert (result - expected).norm() <= tolerance * expected.norm(), (depth, max_edges)
+    assert is_mixed
+
+
+def test_a_few_rows_of_the_wild_type_states_have_a_sparse_gradient():
+    """So that its cost does not follow the number of nodes."""
+    for num_rows in (3, 4):
+        states = torch.ones(4, 1, 8, requires_grad=True)
+        select(make_model(), states, torch.arange(num_rows)).sum().backward()
+        assert states.grad.is_sparse is (num_rows == 3)
+        assert states.grad.sum() == 8 * num_rows
+
+
+def test_reached_states_keep_dropout_and_need_no_host(shared, limited_planner):
+    results = []
+    for planner in (None, limited_planner(shared, 3, math.inf)):
+        batch = make_batch(shared, SETS, planner)
+        model = make_model(dropout=0.4, layers=3).train()
+        with CountSynchronisations() as count:
+            results.append(model(shared, batch))
+        assert count.seen == []
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+def test_training_and_prediction_take_planned_batches(train, predict):
+    of_training = train(0, fault="print_plans").check().stdout
+    of_prediction = predict(0, "all-singles", "runs/default", fault="print_plans").check().stdout
+    for output in (of_training, of_prediction):
+        assert "planned: True" in output
+        assert "planned: False" not in output
+
+
+def test_a_dataset_plans_as_the_model_needs(shared):
+    tables = tables_of(SETS, torch.zeros(len(SETS)))
+    tables.split = torch.zeros(len(SETS), dtype=torch.int8)  # training rows
+    for options, num_layers, route in (
+        ({"readout": "local"}, None, "no knock-out pass, as model.readout=local"),
+        ({"message_passing": "expanded"}, None, "expanded"),
+        ({"message_passing": "reach", "layers": 3}, 3, "3 layers: reach"),
+    ):
+        config = Config(model=ModelConfig(**options))
+        dataset, text = make_planned_dataset(tables, shared, config)
+        assert getattr(dataset.transform, "num_layers", None) == num_layers
+        assert text.endswith(route)
+
+
+@pytest.mark.parametrize("route", ["shared", "expanded"])
+def test_a_prediction_does_not_depend_on_its_batch(shared, route):
+    model = make_model(torch.float64, message_passing=route)
+    shared = shared.double()
+    together = model(shared, make_batch(shared, SETS))
+    alone = torch.cat([model(shared, make_batch(shared, [nodes])) for nodes in SETS])
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+    assert len(together.unique()) == len(SETS)
+
+
+@pytest.mark.parametrize("route", ["shared", "expanded"])
+@pytest.mark.parametrize("readout", ["both", "local", "global"])
+def test_an_empty_batch_gives_no_predictions(shared, route, readout):
+    model = make_model(message_passing=route, readout=readout)
+    prediction = model(shared, make_batch(shared, []))
+    assert prediction.shape == (0, 1)
+    prediction.sum().backward()
+
+
+@pytest.fixture
+def set_block(monkeypatch) -> Callable[[int], None]:
+    """set_block(k) makes the model process k samples at a time, not all as the cache allows."""
+
+    def set_size(size: int) -> None:
+        monkeypatch.setattr(SharedGraph, "samples_at_once", lambda graph, states: size)
+
+    return set_size
+
+
+@pytest.mark.parametrize("readout", ["both", "nodes"])
+def test_gradients_of_blocks_of_samples_add_up_in_full_precision(shared, set_block, readout):
+    """Under autocast, sums over 96 passes are as exact as those of reached states in three."""
+    set_block(1)
+    errors = []
+    for layers in (1, 2):
+        gradients = []
+        for dtype in (None, torch.bfloat16):
+            model = make_model(readout=readout)
+            planner = ReachPlanner(shared, layers)
+            planner.max_edges = math.inf
+            sets = [[node % NUM_NODES, node % 7] for node in range(96)]
+            batch = make_batch(shared, sets, planner)
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                prediction = model(shared, batch)
+            prediction.sum().backward()
+            gradients.append(model.encoder.layers[0].root.weight.grad)
+        in_full, in_half = gradients
+        errors.append((in_half - in_full).norm() / in_full.norm())
+    assert errors[0] < 3 * errors[1] < 0.05
+
+
+@pytest.mark.parametrize("block", [1, 2, 4, 100])
+def test_the_block_size_does_not_change_the_result(shared, set_block, block):
+    shared = shared.double()
+    batch = make_batch(shared, SETS)
+    expected = outputs_and_gradients(make_model(torch.float64), shared, batch)
+    set_block(block)
+    results = outputs_and_gradients(make_model(torch.float64), shared, batch)
+    for value, reference in zip(results, expected, strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_the_order_of_the_knocked_out_nodes_does_not_matter(shared):
+    shared = shared.double()
+    model = make_model(torch.float64)
+    batch = make_batch(shared, [[0, 3, 7]])
+    expected = model(shared, batch)
+    for order in itertools.permutations([0, 3, 7]):
+        batch.perturbed = torch.tensor(order)
+        torch.testing.assert_close(model(shared, batch), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_knock_out_reaches_the_prediction_through_the_graph(shared):
+    """With the global readout alone, knocking out a node without edges changes nothing."""
+    model = make_model(readout="global")
+    predictions = model(shared, make_batch(shared, [[], [10], [0]]))
+    nothing, isolated, connected = predictions.flatten().tolist()
+    assert isolated == pytest.approx(nothing, abs=1e-6)
+    assert abs(connected - nothing) > 1e-3
+
+
+def test_local_readout_runs_no_knock_out_pass(shared, set_block, monkeypatch):
+    passes = []
+    original = FirstConv.forward
+
+    def counted(self, *arguments, **options):
+        x = original(self, *arguments, **options)
+        passes.append(x.size(1))
+        return x
+
+    monkeypatch.setattr(FirstConv, "forward", counted)
+    batch = make_batch(shared, SETS)
+    make_model(readout="local")(shared, batch)
+    assert passes == [1]
+    passes.clear()
+    set_block(2)
+    make_model(readout="both")(shared, batch)
+    assert passes == [1, 2, 2, 1]  # one wild-type pass per batch, then blocks of samples
+
+
+def test_training_hides_what_nodes_know_of_themselves_and_prediction_does_not(shared):
+    """With everything hidden, neither a node's effect nor identity matters to a training step."""
+    model = make_model(dropout=1e-9)
+    batch = make_batch(shared, [[0, 3], [5], [8, 1]])
+    model.unseen = 1.0
+    hidden = model.train()(shared, batch)
+    shown = model.eval()(shared, batch)
+    with torch.no_grad():
+        model.terms["without_graph"].readout.effect.add_(1.0)
+        model.terms["without_graph"].readout.slope.add_(1.0)
+        model.encoder.identity.add_(torch.randn(model.encoder.identity.shape))
+    assert model.train()(shared, batch).equal(hidden)
+    assert not model.eval()(shared, batch).isclose(shown).any()
+    model.unseen = 0.5
+    first = model.train()(shared, batch)
+    batch.seed += 1
+    assert not first.equal(model(shared, batch))
+
+
+def test_dropout_does_not_look_like_a_knock_out(shared):
+    """Both passes drop the same channels: without knock-outs, all is as in the wild type."""
+    model = make_model(readout="global", dropout=0.5).train()
+    pooled = []
+    head = model.terms["knockout"].head
+    head.register_forward_pre_hook(lambda head, inputs: pooled.append(inputs[0]))
+    model(shared, make_batch(shared, [[], [0]]))
+    nothing, connected = pooled[0].abs().amax(dim=1)
+    assert nothing < 1e-5 < connected
+    batch = make_batch(shared, [[0]])
+    first = model(shared, batch)
+    batch.seed += 1
+    assert first != model(shared, batch)  # dropout is active
+
+
+@pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
+def test_all_routes_draw_the_same(shared, set_block, limited_planner, readout):
+    """And so does any split of a step into batches, with rows that are not there, -1."""
+    shared = shared.double()
+    options = {"dropout": 0.4, "layers": 3, "readout": readout}
+    set_block(2)
+    expanded = make_model(torch.float64, message_passing="expanded", **options).train()
+    expanded.unseen = 0.3
+    references = outputs_and_gradients(expanded, shared, make_batch(shared, SETS))
+    expected, _ = references
+    planners = [None, limited_planner(shared, 1, math.inf), limited_planner(shared, 3, math.inf)]
+    for planner, checkpointing in itertools.product(planners, (False, True)):
+        model = make_model(torch.float64, checkpointing=checkpointing, **options).train()
+        model.unseen = 0.3
+        results = outputs_and_gradients(model, shared, make_batch(shared, SETS, planner))
+        for result, reference in zip(results, references, strict=True):
+            assert (result - reference).norm() <= 1e-10 * reference.norm()
+    dataset = make_dataset(shared, SETS)
+    for rows in ([3, 0], [-1, 4, 2, 1, -1]):
+        batch = dataset.__getitems__(rows)
+        batch.seed = torch.tensor(0)
+        is_real = batch.index >= 0
+        prediction = model(shared, batch)[is_real]
+        expected_of_rows = expected[batch.index[is_real]]
+        torch.testing.assert_close(prediction, expected_of_rows, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(model.eval()(shared, make_batch(shared, SETS)), expected, rtol=1e-3)
+
+
+def test_nothing_is_drawn_in_evaluation_or_without_dropout(shared, monkeypatch):
+    monkeypatch.setattr(model_module, "uniform", None)
+    batch = make_batch(shared, SETS)
+    model = make_model(dropout=0.4).eval()
+    model.unseen = 0.5
+    expected = model(shared, batch)
+    assert make_model(dropout=0.0).train()(shared, batch).equal(expected)
+    with pytest.raises(TypeError):
+        model.train()(shared, batch)
+
+
+def of_position(seed: int, key: int, column: int) -> float:
+    """What `uniform` computes, in integers without a bound."""
+    golden = 2**64 - 0x61C8864680B583EB
+    x = ((seed + key) * golden + column) % 2**64
+    for _ in range(2):
+        upper = x >> 32 | (0xFFFFFFFF00000000 if x >> 63 else 0)
+        x = (x ^ upper) * golden % 2**64
+    return (x - 2**64 if x >> 63 else x) / 2**64 + 0.5
+
+
+def test_random_numbers_are_those_of_integer_arithmetic():
+    for seed, keys in ((0, [0, 1, 2]), (2**56 - 1, [-1, 10**7, 3 * 10**12])):
+        expected = [[of_position(seed, key, column) for column in range(66)] for key in keys]
+        found = uniform(torch.tensor(seed), torch.tensor(keys), 66)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=1e-7)
+
+
+def test_random_numbers_are_uniform_and_independent():
+    """Deviations of a million numbers are at most 5 standard errors."""
+    check_random_numbers(8, num_keys=16_000)
+
+
+def check_random_numbers(seed: int, num_keys: int) -> None:
+    width = 64
+    numbers, of_another_step = (
+        uniform(torch.tensor(seed + later), torch.arange(num_keys), width).double() - 0.5
+        for later in (0, 0x1B873593CC9E2D)
+    )
+    count = numbers.numel()
+    assert abs(numbers.mean()) * (12 * count) ** 0.5 < 5
+    assert abs(numbers.var() - 1 / 12) * (180 * count) ** 0.5 < 5
+    of_columns = numbers.mean(0).abs() * (12 * len(numbers)) ** 0.5
+    assert of_columns.max() < 5
+    of_keys = numbers.mean(1).abs() * (12 * width) ** 0.5
+    assert of_keys.max() < 6  # there are many
+    pairs = [(numbers[step:], numbers[:-step]) for step in (1, 2, 3, 64, 1000)]
+    pairs += [(numbers[:, step:], numbers[:, :-step]) for step in (1, 2, 32)]
+    pairs += [(numbers[1:, 1:], numbers[:-1, :-1]), (numbers[1:, :-1], numbers[:-1, 1:])]
+    pairs += [(numbers, of_another_step)]
+    for a, b in pairs:
+        assert abs((a * b).sum()) * 12 / a.numel() ** 0.5 < 5
+    correlation = numbers.T.corrcoef() - torch.eye(width)
+    assert correlation.abs().max() * len(numbers) ** 0.5 < 5.5  # of any two columns
+    sixteenths = (numbers * 16 + 8).long().clamp(max=15)
+    for a, b in ((sixteenths[1:], sixteenths[:-1]), (sixteenths[:, 1:], sixteenths[:, :-1])):
+        frequency = (16 * a + b).flatten().bincount(minlength=256) / a.numel()
+        deviation = (256 * frequency - 1).abs().max() * (a.numel() / 256) ** 0.5
+        assert deviation < 5  # of pairs of sixteenths
+
+
+@pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
+def test_terms_stand_in_the_order_of_the_parts(tmp_path, readout):
+    sets = 2 * SETS
+    tables = replace(
+        tables_of(sets, torch.randn(len(sets)).double()),
+        genes=[f"Y{node}" for node in range(NUM_NODES)],
+        relations=["a"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        edge_weight=torch.ones(1).double(),
+        edge_attr=torch.empty(1, 0),
+        features=torch.empty(NUM_NODES, 0),
+        split=torch.tensor([0, 1], dtype=torch.int8).repeat_interleave(len(SETS)),
+        targets=["Y0" if readout == "nodes" else "score"],
+    )
+    data = DataConfig(cache_dir=str(tmp_path))
+    task = KnockoutTask.from_tables(tables, Config(model=ModelConfig(readout=readout), data=data))
+    expected = {
+        "both": ["without_graph", "local", "pairs", "knockout"],
+        "local": ["without_graph", "local", "pairs"],
+        "global": ["knockout"],
+        "nodes": ["without_graph", "knockout"],
+    }
+    assert list(task.build_model().terms) == expected[readout]
+
+
+def test_a_model_without_tables_starts_from_zero_and_hides_no_node(shared):
+    """Where it is not told otherwise, it predicts the mean, in whose units it predicts."""
+    model = full_model(ModelConfig(hidden=8), NUM_NODES, num_relations=3)
+    assert model.unseen == 0
+    assert (model.eval()(shared, make_batch(shared, SETS)) == 0).all()
+
+
+def test_the_global_readout_starts_at_zero_and_is_trained(shared):
+    """It adds nothing to the local readout at first, but gets a gradient from the first step on."""
+    torch.manual_seed(0)
+    model = full_model(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, num_relations=3)
+    batch = make_batch(shared, SETS)
+    last = model.terms["knockout"].head[-1]
+    added = []
+    model.terms["knockout"].register_forward_hook(
+        lambda readout, inputs, output: added.append(output)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    (model(shared, batch) - batch.y).square().sum().backward()
+    assert (added[0] == 0).all() and last.weight.grad.abs().max() > 0
+    optimizer.step()
+    model(shared, batch)
+    assert added[1].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("route", ["shared", "expanded"])
+def test_checkpointing_saves_memory_and_changes_nothing(shared, set_block, route):
+    results = []
+    kept_bytes = []
+    set_block(1)
+    for checkpointing in (False, True):
+        model = make_model(dropout=0.3, checkpointing=checkpointing, message_passing=route).train()
+        sizes = []
+
+        def keep(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            prediction = model(shared, make_batch(shared, SETS))
+        prediction.square().sum().backward()
+        results.append((prediction, *(parameter.grad for parameter in model.parameters())))
+        kept_bytes.append(sum(sizes))
+    assert kept_bytes[1] < 0.7 * kept_bytes[0]
+    for result, reference in zip(*results, strict=True):
+        torch.testing.assert_close(result, reference)
+
+
+def test_every_parameter_is_used(shared):
+    """DDP waits for the gradient of every parameter, even for a batch of nothing but padding."""
+    for readout, sets in itertools.product(["both", "local", "global", "nodes"], [SETS, [[]]]):
+        model = make_model(readout=readout)
+        model(shared, make_batch(shared, sets)).sum().backward()
+        unused = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+        fixed = set()
+        if readout == "nodes":
+            names = ("slope", "effect", "weights")
+            fixed = {f"terms.without_graph.readout.{name}" for name in names}
+        assert unused == fixed
+        assert not any(model.get_parameter(name).requires_grad for name in fixed)
+
+
+def test_an_effect_on_a_node_comes_from_the_change_of_its_own_state(shared):
+    """Beyond the additive part; a target that is knocked out has a part of its own."""
+    model = make_model(readout="nodes", layers=1).double()
+    shared = shared.double()
+    sets = [[], [10], [0], [5, 8]]
+    batch = make_batch(shared, sets)
+    is_known = torch.ones(2, NUM_NODES, dtype=torch.bool)
+    baseline = model.terms["without_graph"].readout
+    additive = baseline(is_known, dose=torch.ones(4, 1).double(), batch=batch)
+    effects = model(shared, batch) - additive
+    source, target = shared.edge_index
+    for sample, nodes in enumerate(sets):
+        reached = set(target[torch.isin(source, torch.tensor(nodes))].tolist()) | set(nodes)
+        for t, node in enumerate(TARGETS):
+            assert (effects[sample, t].abs() > 1e-6) == (node in reached), (nodes, node)
+    model.terms["knockout"].dead.bias.data += 1.0
+    changed = model(shared, batch) - additive - effects
+    expected = [[float(node in nodes) for node in TARGETS] for nodes in sets]
+    torch.testing.assert_close(changed, torch.tensor(expected).double())
+
+
+def test_a_model_of_zeros_predicts_its_intercept_which_is_saved(shared):
+    model = make_model()
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    model.terms["without_graph"].readout.intercept.fill_(0.3)
+    assert model.state_dict()["terms.without_graph.readout.intercept"].item() == pytest.approx(0.3)
+    prediction = model(shared, make_batch(shared, SETS))
+    torch.testing.assert_close(prediction, torch.full((len(SETS), 1), 0.3))
+
+
+def test_a_step_launches_at_most_418_kernels():
+    kernels = count_kernels(tiny_step(torch.device("cpu")))
+    assert 200 < kernels.total() <= 418, kernels
+    # 10 of dense matrices; of sparse ones, one each way for 5 layers on all nodes, whatever the
+    # number of relations, and a reached one.
+    assert kernels["addmm"] == 10 + 12

@@ -1,0 +1,858 @@
+"""Batches of fixed shape, and steps that are captured and replayed, by a stand-in on the CPU."""
+
+import contextlib
+import copy
+import functools
+import inspect
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch_geometric.data import Data
+
+import model_graphs
+from config import Config
+from data import KnockoutDataset, StepSampler, make_loader
+from data_tables import Tables
+from ddp_setup import DDPConfig, Distributed
+from mask import SharedGraph, sum_by_sample
+from model import Encoder, KnockoutGNN, ModelConfig
+from model_graphs import (
+    FixedShape,
+    GraphedModel,
+    GraphedUpdate,
+    capture,
+    undone_if_failed,
+)
+from optim import OptimConfig, build_optimizer, set_learning_rates
+from run_checkpoint import TrainState
+from task import KnockoutTask
+from tests.sets import tables_of
+from tests.syncs import CountSynchronisations
+from tests.template.fixtures import restored_modules
+from tests.tools import graphs
+from tests.tools.gpu_checks import small_tables
+from tests.tools.runs import series
+from train import TrainingSteps, update_parameters
+
+CPU = torch.device("cpu")
+SIZE = 8  # of a batch
+READOUTS = ("local", "global", "both", "nodes")
+
+
+@pytest.fixture
+def gpu() -> Iterator[None]:
+    with restored_modules():
+        graphs.pretend_gpu()
+        yield
+
+
+@functools.cache
+def tables_with_levels(readout: str, loss: str) -> Tables:
+    """Returns tables whose perturbed nodes are deleted, at another level, or many in a row."""
+    tables = small_tables(readout)
+    generator = torch.Generator().manual_seed(0)
+    levels = torch.tensor([0.0, 0.3, 2.5], dtype=torch.float64)
+    drawn = torch.randint(len(levels), tables.perturbed.shape, generator=generator)
+    tables.level = levels[drawn]
+    if loss == "binary":
+        tables.y = (tables.y > tables.y.median(dim=0).values).double()
+    return tables
+
+
+def make_task(loss: str = "squared", precision: str = "fp32", **options: object) -> KnockoutTask:
+    """Returns a task of small tables, with options of the model."""
+    model = ModelConfig(hidden=8, **{"dropout": 0.3, **options})
+    optim = OptimConfig(loss=loss, precision=precision)
+    config = Config(model=model, optim=optim)
+    config = replace(config, data=replace(config.data, batch_size=SIZE))
+    return KnockoutTask.from_tables(tables_with_levels(model.readout, loss), config)
+
+
+def build_model(task: KnockoutTask) -> nn.Module:
+    """Returns the task's model with noise, as parts that start at zero would hide errors."""
+    torch.manual_seed(0)
+    model = task.build_model().to(dtype=task.config.optim.dtype).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def sampler_of(task: KnockoutTask, accumulate: int = 1) -> StepSampler:
+    return StepSampler(task.rows("train"), SIZE, accumulate, world_size=1, rank=0, seed=0)
+
+
+def steps_of(model: nn.Module, task: KnockoutTask) -> TrainingSteps:
+    return captured(model, task, sampler_of(task), Distributed(DDPConfig()))
+
+
+def captured(
+    model: nn.Module, task: KnockoutTask, sampler: StepSampler, env: Distributed
+) -> TrainingSteps:
+    steps = TrainingSteps(model, task.dataset, update_parameters)
+    optimizer = build_optimizer(model, task.config.optim, env)
+    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    return capture(steps, state, task, sampler, env)
+
+
+def batches_of(task: KnockoutTask, dataset: KnockoutDataset, number: int = 3) -> list[Data]:
+    """Returns the first batches of an epoch."""
+    batches = []
+    for seed, rows in zip(range(number), sampler_of(task), strict=False):
+        batches.append(dataset.__getitems__(rows).to(CPU))
+        batches[-1].seed = torch.tensor(seed)
+    return batches
+
+
+def add_gradients(function: nn.Module, task: KnockoutTask, batch: Data) -> Tensor:
+    """Adds the gradients of a batch, and returns its prediction."""
+    low = task.config.optim.autocast_dtype
+    with torch.autocast("cpu", low, enabled=low is not None):
+        prediction = function(task.graph, batch)
+    task.loss(prediction, batch).sum().backward()
+    return prediction.detach()
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the gradients of a model, which is left without."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.to_dense().clone()
+    model.zero_grad()
+    return gradients
+
+
+def shape_of(task: KnockoutTask) -> FixedShape:
+    return FixedShape.of_rows(task.dataset, task.rows("train"), SIZE)
+
+
+# ---- Batches of fixed shape ----------------------------------------------------------------------
+@pytest.mark.parametrize("loss", ["squared", "binary"])
+@pytest.mark.parametrize("readout", READOUTS)
+def test_padding_changes_no_number(gpu, readout, loss):
+    task = make_task(loss, "fp64", readout=readout)
+    model = build_model(task)
+    padded = replace(task.dataset, transform=shape_of(task))
+    task.dataset.columns = {}  # they are computed with the batch, too
+    for dataset in (padded, replace(padded, columns={})):
+        plain = batches_of(task, task.dataset)
+        for batch, other in zip(plain, batches_of(task, dataset), strict=True):
+            assert len(other.perturbed) > len(batch.perturbed)
+            assert other.num_out_edges > batch.num_out_edges
+            expected = add_gradients(model, task, batch)
+            gradients = gradients_of(model)
+            found = add_gradients(model, task, other)
+            found_gradients = gradients_of(model)
+            assert found_gradients.keys() == gradients.keys()
+            if readout == "global":  # which multiplies no matrix with a row for each perturbed node
+                assert found.equal(expected)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found_gradients, gradients, rtol=1e-12, atol=1e-12)
+
+
+def dataset_of(sets: list[list[int]]) -> KnockoutDataset:
+    """Returns a dataset of sets of nodes of four, of which node n has n edges to others."""
+    out_degree = torch.arange(4)
+    tables = tables_of(sets, torch.zeros(len(sets)))
+    return KnockoutDataset(tables, out_degree, out_degree=out_degree)
+
+
+def test_the_shape_is_that_of_the_largest_rows_whatever_their_order():
+    sets = [[], [3], [0, 1], [0, 1, 2, 3], [2], [0]]
+    for order in (torch.arange(6), torch.tensor([3, 5, 1, 0, 2, 4])):
+        shape = FixedShape.of_rows(dataset_of([sets[row] for row in order]), torch.arange(6), 3)
+        assert (shape.num_samples, shape.num_perturbed, shape.num_out_edges) == (3, 7, 11)
+    shape = FixedShape.of_rows(dataset_of(sets), torch.tensor([0, 1, 5]), 2)  # of these rows alone
+    assert (shape.num_perturbed, shape.num_out_edges) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "rows", [[3, 3, 0], [3, 4, 3], [0, 0, 0], [2, 1, -1], [2, 2, 5], [3, 3, 3]]
+)
+def test_padding_is_of_nodes_that_a_sample_does_not_perturb(rows):
+    sets = [[], [3], [0, 1], [0, 1, 2, 3], [0], [2, 0, 1]]
+    dataset = dataset_of(sets)
+    dataset.transform = FixedShape(3, num_perturbed=12, num_out_edges=18)
+    batch = dataset.__getitems__(rows).to(CPU)
+    assert len(batch.perturbed) == len(batch.perturbed_batch) == len(batch.level) == 12
+    assert batch.num_out_edges == 18
+    pairs = list(zip(batch.perturbed_batch.tolist(), batch.perturbed.tolist(), strict=True))
+    num_real = int(batch.perturbed_ptr[-1])
+    real, padding = pairs[:num_real], pairs[num_real:]
+    assert not set(real) & set(padding)
+    assert (batch.level[:num_real] == 0).all() and (batch.level[num_real:] == 1).all()
+    assert batch.perturbed.max() < 4
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [1, 2, 3, 0], [3, 3, 0], [1, 1, 1]])
+def test_a_batch_of_another_size_stays_as_it_is(rows):
+    """It has fewer or more samples, or more perturbed nodes or edges that leave them."""
+    dataset = dataset_of([[], [3], [0, 1], [0, 1, 2, 3]])
+    expected = dataset.__getitems__(rows)
+    dataset.transform = FixedShape(3, num_perturbed=7, num_out_edges=8)
+    batch = dataset.__getitems__(rows)
+    assert batch.perturbed.equal(expected.perturbed)
+    assert batch.num_out_edges == expected.num_out_edges
+
+
+def test_a_padded_batch_is_pinned_and_moved_as_one_tensor():
+    dataset = dataset_of([[], [3], [0, 1], [0, 1, 2, 3]])
+    dataset.transform = FixedShape(3, num_perturbed=9, num_out_edges=11)
+    packed = dataset.__getitems__([1, 2, 3])
+    before = packed.to(CPU)
+    moved = torch.empty_like(packed.packed).copy_(packed.packed)
+    with mock.patch.object(Tensor, "pin_memory", lambda tensor: moved):
+        assert packed.pin_memory() is packed
+    batch = packed.to(CPU)
+    first = moved.data_ptr()
+    assert len(batch.to_dict()) == len(before.to_dict()) == 9
+    for name, value in before.to_dict().items():
+        if isinstance(value, Tensor):
+            assert batch[name].equal(value) and batch[name].dtype == value.dtype
+            assert first <= batch[name].data_ptr() < first + len(moved)
+        else:
+            assert batch[name] == value
+
+
+def test_packed_batches_come_from_processes_of_a_loader():
+    dataset = dataset_of([[], [3], [0, 1], [0, 1, 2, 3]])
+    dataset.transform = FixedShape(2, num_perturbed=6, num_out_edges=7)
+    rows = torch.tensor([[1, 2], [3, 0]])
+    loader = make_loader(dataset, list(rows), 1, CPU)
+    for batch, rows_of_batch in zip(loader, rows, strict=True):
+        expected = dataset.__getitems__(rows_of_batch).to(CPU).to_dict()
+        torch.testing.assert_close(batch.to(CPU).to_dict(), expected, rtol=0, atol=0)
+
+
+# ---- Replays -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        *(("fp32", {"readout": readout}) for readout in READOUTS),
+        *((precision, {}) for precision in ("fp64", "bf16", "fp16")),
+        ("fp32", {"checkpointing": True}),
+        ("fp32", {"dropout": 0.0, "pairs": False}),
+    ],
+)
+def test_replays_give_the_numbers_of_the_model_and_overwrite_none(gpu, precision, options):
+    """Also where two batches add up their gradients; gradients are freed between."""
+    task = make_task(precision=precision, **options)
+    model = build_model(task)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    steps = steps_of(model, task)
+    assert steps.note == "; CUDA graphs" and isinstance(steps.model, GraphedModel)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    batches = batches_of(task, steps.dataset)
+    assert all(steps.model.fits(batch) for batch in batches)
+    kept = []
+    for numbers in ([0], [1], [0, 1, 2]):
+        expected = [add_gradients(model, task, batches[number]) for number in numbers]
+        gradients = gradients_of(model)
+        with CountSynchronisations() as count:
+            found = [add_gradients(steps.model, task, batches[number]) for number in numbers]
+        assert count.seen == []
+        found_gradients = gradients_of(model)
+        kept += zip(expected, found, strict=True)
+        # Without autocast's cache, gradients of a layer that is called twice add up in float32.
+        tolerance = 0.03 if task.config.optim.autocast_dtype else 1e-6
+        torch.testing.assert_close(found_gradients, gradients, rtol=tolerance, atol=tolerance)
+    for expected, found in kept:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_what_is_changed_in_a_batch_counts(gpu):
+    task = make_task()
+    model = build_model(task)
+    steps = steps_of(model, task)
+    first, second = batches_of(task, steps.dataset, number=2)
+    expected = add_gradients(model, task, second)
+    for name in ("perturbed", "perturbed_batch", "perturbed_ptr", "level", "index", "seed"):
+        first[name] = second[name]
+    first.pair_features = second.pair_features
+    assert steps.model.fits(first)
+    assert add_gradients(steps.model, task, first).equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "accumulate", "batch_size"),
+    [(1, 1, SIZE), (3, 1, SIZE), (2, 2, SIZE), (1, 20, SIZE), (2, 1, 1000)],
+)
+def test_all_full_batches_of_all_ranks_are_replayed(gpu, world_size, accumulate, batch_size):
+    task = make_task(readout="local")
+    model = build_model(task)
+    for rank in range(world_size):
+        training = task.rows("train")
+        sampler = StepSampler(training, batch_size, accumulate, world_size, rank, seed=0)
+        steps = captured(model, task, sampler, Distributed(DDPConfig()))
+        assert steps.note == "; CUDA graphs"
+        rows_of_batches = list(sampler)
+        assert len(rows_of_batches) == sampler.steps_per_epoch * accumulate
+        num_full = len(training) // batch_size * accumulate
+        for rows in rows_of_batches[: max(1, num_full)]:
+            batch = steps.dataset.__getitems__(rows).to(CPU)
+            batch.seed = torch.tensor(0)
+            assert steps.model.fits(batch)
+
+
+def test_other_batches_and_predictions_are_the_models(gpu, monkeypatch):
+    task = make_task()
+    model = build_model(task)
+    steps = steps_of(model, task)
+    calls = []
+    original = KnockoutGNN.forward
+    monkeypatch.setattr(
+        KnockoutGNN, "forward", lambda *arguments: calls.append(1) or original(*arguments)
+    )
+    full, *_ = batches_of(task, steps.dataset)
+    larger = full.clone()
+    larger.num_out_edges += 1
+    short = steps.dataset.__getitems__([0, 1])
+    short.seed = torch.tensor(0)
+    (plain,) = batches_of(task, task.dataset, 1)
+    steps.model(task.graph, full)
+    assert len(calls) == 0
+    for batch in (short, plain, larger):
+        steps.model(task.graph, batch)
+    without_features = full.clone()
+    del without_features.pair_features
+    assert not steps.model.fits(without_features)
+    with torch.no_grad():
+        steps.model(task.graph, full)
+    model.eval()
+    steps.model(task.graph, full)
+    assert len(calls) == 5
+
+
+def unfreeze(model: nn.Module) -> None:
+    model.terms["without_graph"].readout.requires_grad_(True)
+
+
+def freeze(model: nn.Module) -> None:
+    model.encoder.embedding.requires_grad_(False)
+
+
+def move(model: nn.Module) -> None:
+    model.encoder.norm.weight.data = 2 * model.encoder.norm.weight.data
+
+
+def move_buffer(model: nn.Module) -> None:
+    baseline = model.terms["without_graph"].readout
+    baseline.intercept.data = 2 * baseline.intercept
+
+
+def assign(model: nn.Module) -> None:
+    state = {name: 0.5 * value for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize("change", [unfreeze, freeze, move, move_buffer, assign])
+def test_parameters_that_are_no_longer_as_captured_end_the_replays(gpu, caplog, change):
+    """The numbers are those by hand, and the log says it once."""
+    task = make_task()
+    model = build_model(task)
+    model.terms["without_graph"].readout.requires_grad_(False)
+    steps = steps_of(model, task)
+    (batch,) = batches_of(task, steps.dataset, 1)
+    add_gradients(steps.model, task, batch)
+    assert steps.model.is_as_captured() and not caplog.messages
+    model.zero_grad(set_to_none=False)  # as a step does
+    change(model)
+    found = [add_gradients(steps.model, task, batch) for _ in range(3)]
+    found_gradients = gradients_of(model)
+    expected = [add_gradients(model, task, batch) for _ in range(3)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(found_gradients, gradients_of(model), rtol=0, atol=0)
+    assert caplog.messages == [
+        "note      CUDA graphs end, as parameters were moved, frozen or unfrozen"
+    ]
+
+
+def test_the_stand_in_does_not_replay_from_memory_that_is_moved():
+    weight = torch.ones(2)
+    with graphs.Recording() as recording:
+        twice = 2 * weight
+    weight += 1
+    recording.replay()
+    assert twice.tolist() == [4, 4]
+    weight.data = weight.clone()
+    with pytest.raises(RuntimeError, match=r"aten\.mul\.Tensor would read where a tensor was"):
+        recording.replay()
+
+
+def test_torch_takes_the_arguments_of_the_functions_that_the_stand_in_replaces():
+    for function, arguments, options in (
+        (torch.cuda.make_graphed_callables, (nn.Identity(), ()), {"allow_unused_input": True}),
+        (torch.cuda.CUDAGraph, (), {}),
+        (torch.cuda.graph, (None,), {"capture_error_mode": "thread_local"}),
+        (torch.cuda.mem_get_info, (CPU,), {}),
+    ):
+        inspect.signature(function).bind(*arguments, **options)
+
+
+@pytest.mark.parametrize("own", ["OwnModel", "Random", "RandomOfNumpy"])
+def test_generators_are_as_before(gpu, own):
+    task = make_task()
+    model = globals()[own].of_task(task)
+    numbers = []
+    for is_captured in (False, True):
+        torch.manual_seed(7)
+        random.seed(7)
+        np.random.seed(7)
+        if is_captured:
+            steps_of(model, task)
+        numbers.append((torch.rand(2).tolist(), random.random(), np.random.random()))
+    assert numbers[0] == numbers[1]
+
+
+# ---- Models of one's own -------------------------------------------------------------------------
+class OwnModel(KnockoutGNN):
+    """A model that changes its predictions by `factor` in Python."""
+
+    calls = 0
+
+    def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
+        return super().forward(graph, batch) * self.factor(batch)
+
+    def factor(self, batch: Data) -> float | Tensor:
+        return 1.0
+
+    @classmethod
+    def of_task(cls, task: KnockoutTask) -> "OwnModel":
+        model = build_model(task)
+        model.__class__ = cls
+        return model
+
+
+class Random(OwnModel):
+    def factor(self, batch: Data) -> float:
+        return 1 + random.random()
+
+
+class RandomOfNumpy(OwnModel):
+    def factor(self, batch: Data) -> float:
+        return 1 + np.random.random()
+
+
+class Counter(OwnModel):
+    def factor(self, batch: Data) -> float:
+        self.calls += 1
+        return 1 + 0.1 * self.calls
+
+
+class Branch(OwnModel):
+    def factor(self, batch: Data) -> float:
+        return 2.0 if batch.seed.numpy() == 0 else 1.0
+
+
+class CountsNodes(OwnModel):
+    """It counts padding among the perturbed nodes."""
+
+    def factor(self, batch: Data) -> Tensor:
+        number = sum_by_sample(torch.ones_like(batch.level), batch)
+        return 1 + 0.1 * number.unsqueeze(1)
+
+
+class Waiting(OwnModel):
+    def factor(self, batch: Data) -> float:
+        return 2.0 if batch.seed > 0 else 1.0
+
+
+class Statistics(OwnModel):
+    """It counts in a buffer, and drops out with torch's generator: both can be captured."""
+
+    @classmethod
+    def of_task(cls, task: KnockoutTask) -> "Statistics":
+        model = super().of_task(task)
+        model.register_buffer("count", torch.zeros(()))
+        return model
+
+    def factor(self, batch: Data) -> Tensor:
+        self.count += 1
+        return nn.functional.dropout(torch.ones(1), 0.5)
+
+
+@pytest.mark.parametrize("own", [Random, RandomOfNumpy, Counter, Branch, CountsNodes])
+def test_a_model_that_replays_or_padding_would_change_is_found(gpu, caplog, own):
+    task = make_task()
+    model = own.of_task(task)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    steps = steps_of(model, task)
+    assert steps.model is model and steps.dataset is task.dataset
+    assert steps.note == "; no CUDA graphs, as by them, the loss of a batch is another"
+    assert "by CUDA graphs, the loss of a batch is another" in caplog.text
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+class FrozenGradient(OwnModel):
+    """Its loss does not depend on what Python draws, but a gradient does."""
+
+    def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
+        weight = self.terms["local"].pair.weight
+        weight_of_pass = weight.detach() + random.random() * (weight - weight.detach())
+        prediction = super().forward(graph, batch)
+        return prediction + weight_of_pass.sum() - weight_of_pass.sum().detach()
+
+
+def test_the_parameter_is_named_whose_gradient_differs(gpu, caplog):
+    task = make_task()
+    model = FrozenGradient.of_task(task)
+    steps = steps_of(model, task)
+    assert steps.model is model
+    assert steps.note.endswith(
+        "as by them, the gradient of terms.local.pair.weight of a batch is another"
+    )
+    assert "by CUDA graphs, the gradient of terms.local.pair.weight of a batch" in caplog.text
+
+
+class FrozenAtTheStart(OwnModel):
+    """A gradient depends on what Python draws, but it is 0 at the start, as is the readout."""
+
+    def forward(self, *arguments: object) -> Tensor:
+        self.encoder.__class__ = FrozenEncoder
+        return super().forward(*arguments)
+
+
+class FrozenEncoder(Encoder):
+    def embed(self, *arguments: object) -> tuple[Tensor, Tensor]:
+        x, sent = super().embed(*arguments)
+        return x, sent.detach() + (1 + random.random()) * (sent - sent.detach())
+
+
+def test_what_starts_at_zero_hides_no_difference(gpu):
+    task = make_task()
+    model = task.build_model()
+    model.__class__ = FrozenAtTheStart
+    assert "the gradient of encoder.embedding" in steps_of(model, task).note
+
+
+def test_a_model_that_waits_for_a_value_cannot_be_captured(gpu, caplog):
+    task = make_task()
+    model = Waiting.of_task(task)
+    steps = steps_of(model, task)
+    assert steps.model is model and steps.note == "; no CUDA graphs, as capturing them failed"
+    assert "CUDA graphs cannot be captured: RuntimeError" in caplog.text
+    assert "aten._local_scalar_dense" in caplog.text or "is_nonzero" in caplog.text
+
+
+def test_memory_that_runs_out_while_steps_are_captured_is_named(gpu, monkeypatch, caplog):
+    """As where another run on the same GPU has taken it."""
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee the docs")
+    monkeypatch.setattr(model_graphs, "make_graphed_callables", mock.Mock(side_effect=error))
+    task = make_task()
+    model = build_model(task)
+    assert steps_of(model, task).model is model
+    assert caplog.messages == [
+        "note      CUDA graphs cannot be captured: OutOfMemoryError: CUDA out of memory. "
+        "Tried to allocate 2 GiB."
+    ]
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_a_failed_capture_leaves_neither_its_stream_nor_a_generator_that_draws_no_more(
+    monkeypatch, error
+):
+    set_stream = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    generators = [mock.Mock(), mock.Mock()]
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    with contextlib.suppress(ValueError), undone_if_failed(torch.device("cuda", 1)):
+        if error:
+            raise error
+    expected = []
+    if error:
+        expected.append(mock.call("stream of cuda:1"))
+    assert set_stream.call_args_list == expected
+    state = generators[1].clone_state.return_value
+    assert generators[1].graphsafe_set_state.call_args_list == [mock.call(state)] * len(expected)
+    assert not generators[0].mock_calls
+
+
+def test_buffers_and_torchs_random_numbers_go_on_in_replays(gpu):
+    task = make_task()
+    model = Statistics.of_task(task)
+    steps = steps_of(model, task)
+    assert steps.note == "; CUDA graphs" and model.count == 0
+    (batch,) = batches_of(task, steps.dataset, 1)
+    predictions = {}
+    for function in (model, steps.model):
+        torch.manual_seed(3)
+        predictions[function] = torch.stack([function(task.graph, batch) for _ in range(8)])
+    assert model.count == 16
+    assert predictions[model].equal(predictions[steps.model])
+    assert len(predictions[model][:, 0].unique()) == 2
+
+
+def test_a_parameter_without_a_gradient_is_named(gpu):
+    task = make_task()
+    model = build_model(task)
+    model.unused = nn.Linear(2, 1)
+    assert steps_of(model, task).note.endswith("as capturing them failed")
+
+
+# ---- Options and machines ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"message_passing": "expanded"}, "message_passing=expanded differ in their shapes"),
+        ({"message_passing": "reach"}, "message_passing=reach differ in their shapes"),
+    ],
+)
+def test_the_log_says_why_options_do_without_graphs(gpu, options, reason):
+    task = make_task(**options)
+    model = build_model(task)
+    steps = steps_of(model, task)
+    assert steps.model is model and steps.dataset is task.dataset
+    assert steps.note.startswith("; no CUDA graphs, as ") and steps.note.endswith(reason)
+
+
+def test_the_log_says_what_of_the_machine_does_without_graphs(gpu, monkeypatch):
+    task = make_task()
+    model = build_model(task)
+    ddp = replace(task.config.ddp, sync_batchnorm=True)
+    of_ranks = replace(task, config=replace(task.config, ddp=ddp))
+    assert "ddp.sync_batchnorm=true" in steps_of(model, of_ranks).note
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "is_anomaly_enabled", lambda: True)
+        assert "anomaly detection" in steps_of(model, task).note
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+        assert "CUDA_LAUNCH_BLOCKING" in steps_of(model, task).note
+    graphs.pretend_gpu(free=100_000)
+    assert "GB of 9.3e-05 that are free" in steps_of(model, task).note
+
+
+def test_all_ranks_stay_eager_where_one_must(gpu, monkeypatch):
+    task = make_task()
+    model = build_model(task)
+    env = Distributed(DDPConfig())
+    monkeypatch.setattr(env, "gather", lambda reason: [reason, "rank 1 has too little"])
+    steps = captured(model, task, sampler_of(task), env)
+    assert steps.model is model and steps.note.endswith("as rank 1 has too little")
+
+
+# ---- The optimiser's part -----------------------------------------------------------------------
+def state_of(task: KnockoutTask, enabled: bool = False) -> TrainState:
+    """Returns a state whose rates are the same in float32, as those of a graph are."""
+    model = build_model(task)
+    optim = replace(task.config.optim, lr=1 / 128, lr_mult={"layers": 0.25, "norm": 0})
+    optimizer = build_optimizer(model, optim, Distributed(DDPConfig()))
+    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=enabled))
+
+
+def update_all(
+    state: TrainState,
+    num_steps: int,
+    factor: Callable[[int], float],
+    clip: float = 1.0,
+    update: Callable[..., Tensor] = update_parameters,
+) -> list[Tensor]:
+    """Makes steps of random gradients, times a factor; returns the norms and scales, [2] each."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for step in range(num_steps):
+        set_learning_rates(state.optimizer, 0.5**step)
+        for parameter in state.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.grad += factor(step) * noise
+        found.append(update(state, clip))
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_replayed_updates_are_those_of_the_function(gpu, precision):
+    """With rates that change, clipped gradients, and a step whose norm is not finite."""
+    task = make_task(precision=precision)
+    calls = []
+
+    def update(state: TrainState, clip: float) -> Tensor:
+        calls.append(1)
+        return update_parameters(state, clip)
+
+    def factor(step: int) -> float:
+        return math.nan if step == 5 else 0.01 * 4**step
+
+    state = state_of(task)
+    other = state_of(task)
+    found = update_all(state, 8, factor, update=GraphedUpdate(update, state))
+    expected = update_all(other, 8, factor)
+    assert len(calls) == 3  # of eight steps: until all tensors have a place, and captured
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    states = [one.model.state_dict() for one in (state, other)]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    saved, expected = (one.optimizer.state_dict() for one in (state, other))
+    torch.testing.assert_close(saved["state"], expected["state"], rtol=0, atol=0)
+    assert saved["param_groups"] == expected["param_groups"]  # as checkpoints have them
+
+
+def move_gradients(state: TrainState) -> None:
+    """As DDP does."""
+    for parameter in state.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
+
+
+def load_optimizer(state: TrainState) -> None:
+    state.optimizer.load_state_dict(copy.deepcopy(state.optimizer.state_dict()))
+
+
+def change_weight_decay(state: TrainState) -> None:
+    state.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "next_clip"),
+    [
+        (move_gradients, 1.0),
+        (load_optimizer, 1.0),
+        (change_weight_decay, 1.0),
+        (lambda state: None, 0.5),
+    ],
+)
+def test_an_update_is_captured_again_where_a_replay_would_be_of_what_was(gpu, change, next_clip):
+    task = make_task()
+    calls = []
+
+    def update(state: TrainState, clip: float) -> Tensor:
+        calls.append(1)
+        return update_parameters(state, clip)
+
+    state = state_of(task)
+    graphed = GraphedUpdate(update, state)
+    other = state_of(task)
+    kept = []  # or memory is used again
+    for num_calls, clip in ((3, 1.0), (5, next_clip)):
+        found = update_all(state, 4, lambda step: 1.0, clip, graphed)
+        expected = update_all(other, 4, lambda step: 1.0, clip)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        states = [one.model.state_dict() for one in (state, other)]
+        torch.testing.assert_close(*states, rtol=0, atol=0)
+        assert len(calls) == num_calls
+        kept += [parameter.grad for parameter in state.model.parameters()]
+        kept += state.optimizer.state.values()
+        change(state)
+        change(other)
+
+
+class CountingAdamW(torch.optim.AdamW):
+    """It does more in Python than AdamW."""
+
+
+@pytest.mark.parametrize("obstacle", ["scaler", "optimizer", "subclass", "failure"])
+def test_an_update_that_cannot_be_captured_is_called(gpu, caplog, obstacle):
+    task = make_task()
+    states = [state_of(task, enabled=obstacle == "scaler") for _ in range(2)]
+    if obstacle == "optimizer":
+        for state in states:
+            state.optimizer = torch.optim.SGD(state.model.parameters(), lr=0.1, momentum=0.9)
+    if obstacle == "subclass":
+        for state in states:
+            state.optimizer = CountingAdamW(state.model.parameters(), lr=1 / 128, fused=True)
+    first, second = states
+
+    calls = []
+
+    def update(state: TrainState, clip: float) -> Tensor:
+        calls.append(1)
+        if obstacle == "failure":
+            # Which waits for the device:
+            assert state.model.encoder.norm.weight.grad.sum().item() != 0
+        return update_parameters(state, clip)
+
+    found = update_all(first, 4, lambda step: 1.0, update=GraphedUpdate(update, first))
+    assert len(calls) == 4 + (obstacle == "failure")
+    torch.testing.assert_close(found, update_all(second, 4, lambda step: 1.0), rtol=0, atol=0)
+    torch.testing.assert_close(first.model.state_dict(), second.model.state_dict(), rtol=0, atol=0)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == (obstacle == "failure")
+    if warnings:
+        assert "launched each time, as RuntimeError: operation not permitted" in warnings[0]
+
+
+# ---- Whole runs ----------------------------------------------------------------------------------
+def runs_agree(folder: Path, first: str, second: str) -> None:
+    """Asserts that two runs have computed the same but for rounding."""
+    rows, others = (series(folder / "runs" / name) for name in (first, second))
+    assert len(rows) == len(others) > 3
+    for row, other in zip(rows, others, strict=True):
+        assert row.pop("kind") == other.pop("kind")
+        assert row == pytest.approx(other, rel=1e-4, nan_ok=True)
+
+
+def train_both(train: Callable, folder: Path, nproc: int, *options: str) -> None:
+    """Trains with and without graphs, with the same numbers."""
+    logs = []
+    for name, use in (("graphs", "true"), ("eager", "false")):
+        more = (f"model.cuda_graphs={use}", f"run.name={name}", *options)
+        train(nproc, *more, fault="pretend_gpu").check()
+        logs.append((folder / "runs" / name / "log.rank0.txt").read_text())
+    runs_agree(folder, "graphs", "eager")
+    assert "; CUDA graphs" in logs[0] and "CUDA graphs" not in logs[1]
+
+
+def test_a_run_with_graphs_has_the_numbers_of_one_without(train, tmp_path, monkeypatch):
+    calls = []
+    for owner, name in ((GraphedModel, "forward"), (graphs.Capture, "replay")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, counted(original, calls))
+    train_both(train, tmp_path, 0, "optim.epochs=2", "optim.accumulate=2")
+    # In the proof, then two micro-batches in each step.
+    assert calls.count("forward") == 2 + 2 * 5 * 2
+    assert calls.count("replay") == 2 * 5 - 2  # of the optimiser's part, from the third step on
+
+
+def test_no_loader_runs_before_steps_are_captured(train, monkeypatch):
+    """Its threads would allocate pinned memory, which fails in torch's captures."""
+    calls = []
+    for owner, name in ((graphs, "make_graphed_callables"), (DataLoader, "__iter__")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name), calls))
+    train(0, "data.workers=1", fault="pretend_gpu").check()
+    assert calls[0] == "make_graphed_callables"
+    assert calls.count("make_graphed_callables") == 1 and calls.count("__iter__") > 1
+
+
+def counted(function: Callable, calls: list[str]) -> Callable:
+    @functools.wraps(function)
+    def wrapper(*arguments: object, **options: object) -> object:
+        calls.append(function.__name__)
+        return function(*arguments, **options)
+
+    return wrapper
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["optim.accumulate=2", "optim.zero=true"],
+        ["ddp.options={gradient_as_bucket_view: true}", "optim.accumulate=2"],
+        ["ddp.options={find_unused_parameters: true}", "model.readout=local"],
+        ["optim.precision=bf16", "model.readout=global"],
+    ],
+)
+def test_two_ranks_with_graphs_have_the_numbers_of_two_without(train, tmp_path, options):
+    train_both(train, tmp_path, 2, "optim.epochs=2", *options)
+
+
+@pytest.mark.slow
+def test_a_run_with_graphs_resumes_bit_for_bit(train, tmp_path):
+    options = ("optim.epochs=2", "optim.accumulate=2")
+    train(0, *options, "run.name=whole", fault="pretend_gpu").check()
+    train(0, *options, "run.name=parts", fault="pretend_gpu stop_at_step:3").check()
+    train(0, *options, "run.name=parts", fault="pretend_gpu").check()
+    assert "; CUDA graphs" in (tmp_path / "runs" / "parts" / "log.rank0.txt").read_text()
+    whole, parts = (series(tmp_path / "runs" / name) for name in ("whole", "parts"))
+    assert whole == parts

@@ -1,0 +1,456 @@
+"""What pairs of nodes have in common, against dense matrices, and its part of a prediction."""
+
+import itertools
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+from torch.utils.data import DataLoader, default_convert
+from torch_geometric.data import Data, HeteroData
+
+import model_pairs
+from config import Config
+from data import DataConfig, KnockoutDataset, load
+from data_tables import Tables
+from mask import SharedGraph
+from model_pairs import (
+    FEATURES,
+    MOST_RELATIONS,
+    PairIndex,
+    PairTerm,
+    num_pairs,
+    pair_index,
+    pair_names,
+    units_of_pairs,
+)
+from task import KnockoutTask
+from tests.sets import pack_levels, pack_sets, tables_of
+from tests.template.fixtures import write_table
+from tests.tools.runs import difference, small_graph
+
+
+def dense_features(edge_index: Tensor, relation: Tensor, weight: Tensor, size: tuple) -> Tensor:
+    """Returns the features of all pairs by dense matrices, [F, N, N]."""
+    weights = torch.zeros(size, dtype=torch.float64)
+    weights.index_put_((relation, *edge_index), weight.double(), accumulate=True)
+    relations = list(weights)
+    if len(relations) > 1:
+        relations.append(weights.sum(dim=0))
+    features = []
+    for out in relations:
+        sends = (out > 0).double()
+        either = torch.maximum(out, out.T)
+        near = (either > 0).double()
+        length = either.norm(dim=1)
+        lengths = torch.outer(length, length)
+        rarity = 1 / near.sum(dim=1).clamp(min=2).log()
+        features += [
+            either,
+            (near @ near).log1p(),
+            either @ either / lengths.where(lengths > 0, 1.0),
+            near @ torch.diag(rarity) @ near,
+        ]
+        if not torch.equal(sends, sends.T):
+            paths = sends @ sends
+            features += [
+                sends * sends.T,
+                (sends @ sends.T).log1p(),
+                (sends.T @ sends).log1p(),
+                (paths + paths.T).log1p(),
+            ]
+    return torch.stack(features)
+
+
+def random_index(seed: int) -> tuple[PairIndex, Tensor]:
+    """Returns the index of a random graph, with loops and duplicates, and its dense features."""
+    generator = torch.Generator().manual_seed(seed)
+    num_nodes, num_relations, num_edges = (
+        int(torch.randint(low, high, (), generator=generator))
+        for low, high in ((2, 30), (1, 5), (0, 120))
+    )
+    edge_index = torch.randint(num_nodes, (2, num_edges), generator=generator)
+    relation = torch.randint(num_relations, (num_edges,), generator=generator)
+    if seed % 3 == 0:  # without directions
+        edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1)
+        relation = relation.repeat(2)
+    weight = torch.rand(len(relation), generator=generator) + 0.1
+    if seed % 3 == 0:
+        weight = torch.ones_like(weight)
+    names = [str(number) for number in range(num_relations)]
+    size = (num_relations, num_nodes, num_nodes)
+    dense = dense_features(edge_index, relation, weight, size)
+    return PairIndex(edge_index, relation, weight, names, num_nodes), dense
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_features_of_all_pairs_are_those_of_dense_matrices(seed):
+    index, dense = random_index(seed)
+    first, second = torch.triu_indices(index.num_nodes, index.num_nodes, 1)
+    found = index.of_pairs(first, second)
+    assert found.shape == (len(first), len(index.names))
+    torch.testing.assert_close(found, dense[:, first, second].T, rtol=0, atol=1e-12)
+    assert torch.equal(index.of_pairs(second, first), found)
+
+
+@pytest.mark.parametrize("at_once", [1, 50, 2**20])
+def test_a_sample_has_the_sum_over_its_pairs_in_any_pieces(monkeypatch, at_once):
+    monkeypatch.setattr(model_pairs, "AT_ONCE", at_once)
+    index, dense = random_index(1)
+    sets = [{0: 0.0, 3: 0.5, 5: 2.0}, {}, {1: 0.0}, {2: 0.0, 4: 0.0}]
+    packed = pack_levels(sets)
+    ptr = packed["perturbed_ptr"]
+    batch = Data(perturbed_batch=torch.repeat_interleave(ptr.diff()), **packed)
+    expected = torch.zeros(len(sets), len(dense), dtype=torch.float64)
+    numbers = torch.zeros(len(sets), dtype=torch.float64)
+    for row, nodes in enumerate(sets):
+        for a, b in itertools.combinations(nodes, 2):
+            factor = (1 - nodes[a]) * (1 - nodes[b])
+            expected[row] += factor * dense[:, a, b]
+            numbers[row] += factor
+    torch.testing.assert_close(index.of_samples(batch), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(num_pairs(batch), numbers)
+
+
+def test_neighbours_of_a_hub_are_not_looked_up(monkeypatch):
+    """Its partner has three, of which two lead to the hub's neighbours."""
+    num_keys = []
+    searchsorted = torch.searchsorted
+
+    def count_keys(keys: Tensor, found: Tensor) -> Tensor:
+        num_keys.append(len(found))
+        return searchsorted(keys, found)
+
+    leaves = torch.arange(1, 1000)
+    of_hub = torch.stack([torch.zeros_like(leaves), leaves])
+    of_partner = torch.tensor([[1000, 1000, 1000], [1, 2, 1001]])
+    edge_index = torch.cat([of_hub, of_partner], dim=1)
+    relation = torch.zeros(edge_index.size(1), dtype=torch.long)
+    index = PairIndex(edge_index, relation, torch.ones(len(relation)), ["r"], 1002)
+    monkeypatch.setattr(torch, "searchsorted", count_keys)
+    monkeypatch.setattr(model_pairs, "AT_ONCE", 100)
+    batch = Data(**pack_levels([{0: 0.0, 1000: 0.0}] * 2))
+    batch.perturbed_batch = torch.tensor([0, 0, 1, 1])
+    common_targets = index.of_samples(batch)[:, index.names.index("common targets by r")]
+    assert common_targets.tolist() == pytest.approx([torch.tensor(3.0).log().item()] * 2)
+    assert num_keys == [6]  # in one piece
+
+
+def test_of_very_many_relations_all_together_have_features():
+    num_relations = MOST_RELATIONS + 1
+    edge_index = torch.stack([torch.arange(num_relations), torch.arange(num_relations) + 1])
+    names = [str(number) for number in range(num_relations)]
+    weight = torch.ones(num_relations)
+    index = PairIndex(edge_index, torch.arange(num_relations), weight, names, num_relations + 1)
+    assert index.names[0] == "edge by all relations"
+    assert len(index.names) == len(FEATURES + model_pairs.DIRECTED)
+    features = index.of_pairs(torch.tensor([3]), torch.tensor([5]))
+    found = dict(zip(index.names, features[0].tolist(), strict=True))
+    assert found["edge by all relations"] == 0
+    assert found["paths of two by all relations"] == pytest.approx(torch.tensor(2.0).log().item())
+
+
+# ---- Graphs and samples with little in them ------------------------------------------------------
+SETS = [[0], [1], [0, 1], [0, 1, 2], [2, 3]]
+NO_EDGE = torch.empty(2, 0, dtype=torch.long)
+
+
+def task_on(
+    folder: Path, num_nodes: int, edge_index: Tensor, edge_type: Tensor, relations: list[str]
+) -> KnockoutTask:
+    """Returns the task of the `SETS` of these nodes, each in a training and a validation row."""
+    sets = [nodes for nodes in SETS if max(nodes) < num_nodes]
+    perturbed, perturbed_ptr = pack_sets(sets + sets)
+    tables = Tables(
+        genes=[f"g{number}" for number in range(num_nodes)],
+        relations=relations,
+        edge_index=edge_index,
+        edge_type=edge_type,
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        y=torch.arange(2 * len(sets), dtype=torch.float64),
+        split=torch.tensor([0, 1], dtype=torch.int8).repeat_interleave(len(sets)),
+    )
+    config = Config(data=DataConfig(cache_dir=str(folder)))
+    return KnockoutTask.from_tables(tables, config)
+
+
+def pairs_of_task(task: KnockoutTask) -> dict[str, list[float]]:
+    """Returns {name: feature of the validation rows}.
+
+    Predictions and gradients must be finite.
+    """
+    model = task.build_model().to(task.config.optim.dtype)
+    batch = task.dataset.__getitems__(task.rows("val").tolist())
+    batch.seed = torch.tensor(0)
+    prediction = model(task.graph, batch)
+    prediction.square().sum().backward()
+    assert prediction.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    assert model.terms["pairs"].units.isfinite().all()
+    return dict(zip(pair_names(task.graph), batch.pair_features.T.tolist(), strict=True))
+
+
+def wild_type(num_samples: int, hidden: int) -> Any:
+    """Returns what the term of pairs reads of a wild type, for an MLP that gives one output."""
+    return SimpleNamespace(kept={"hidden": torch.randn(num_samples, 2 * hidden)})
+
+
+def read(hidden: Tensor) -> Tensor:
+    """Returns what stands for the local readout's MLP behind its first layer."""
+    return gelu(hidden).sum(dim=1, keepdim=True)
+
+
+def test_a_graph_of_one_node_has_features_of_0(tmp_path):
+    loop = torch.tensor([[0], [0]])
+    features = pairs_of_task(task_on(tmp_path, 1, loop, torch.tensor([0]), ["r"]))
+    assert features == {f"{name} by r": [0.0] for name in FEATURES}
+
+
+def test_two_nodes_in_all_have_an_edge_and_share_nothing(tmp_path):
+    edge = torch.tensor([[0], [1]])
+    features = pairs_of_task(task_on(tmp_path, 2, edge, torch.tensor([0]), ["r"]))
+    assert features.pop("edge by r") == [0, 0, 1]
+    assert len(features) == 7
+    assert set(map(tuple, features.values())) == {(0, 0, 0)}
+
+
+def test_relations_and_nodes_without_edges_have_features_of_0(tmp_path):
+    """Nodes 0 and 1 share node 4 by `r`, nodes 2 and 3 have no edge."""
+    edge_index = torch.tensor([[0, 1], [4, 4]])
+    task = task_on(tmp_path, 5, edge_index, torch.tensor([1, 1]), ["none", "r", "nor"])
+    features = pairs_of_task(task)
+    log_2 = torch.tensor(2.0).log().item()
+    for relation in ("r", "all relations"):
+        of_common_targets = features.pop(f"common targets by {relation}")
+        assert of_common_targets == pytest.approx([0, 0, log_2, log_2, 0])
+        assert features.pop(f"cosine by {relation}") == [0, 0, 1, 1, 0]
+    names = [f"{name} by {relation}" for relation in ("none", "nor") for name in FEATURES]
+    assert all(features[name] == [0] * len(SETS) for name in names)
+
+
+def test_a_graph_without_edges_has_features_of_0(tmp_path):
+    no_type = torch.empty(0, dtype=torch.long)
+    features = pairs_of_task(task_on(tmp_path, 4, NO_EDGE, no_type, ["r", "s"]))
+    assert len(features) == 3 * len(FEATURES)
+    assert set(map(tuple, features.values())) == {(0,) * len(SETS)}
+
+
+def test_a_node_that_stands_twice_in_a_sample_counts_once(tmp_path):
+    edges = [("source", "target", "relation"), ("a", "c", "r"), ("b", "c", "r"), ("a", "a", "r")]
+    samples = ["a,b", "b,a,b", "a,a", "a", "a,b,c,c"]
+    splits = ["train", "train", "train", "val", "test"]
+    rows = zip(samples, range(len(samples)), splits, strict=True)
+    scores = [("genes", "score", "split"), *rows]
+    config = DataConfig(
+        edges=str(write_table(tmp_path / "edges.tsv", edges)),
+        perturbations=str(write_table(tmp_path / "scores.tsv", scores)),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    tables = load(config)
+    graph = SharedGraph(tables.graph())
+    batch = KnockoutDataset(tables, graph.degree).__getitems__(range(len(samples)))
+    features = pair_index(graph).of_samples(batch)
+    assert features[0].abs().max() > 0
+    assert torch.equal(features[0], features[1])
+    assert features[2].abs().max() == features[3].abs().max() == 0
+    assert num_pairs(batch).tolist() == [1, 1, 0, 0, 3]
+
+
+@pytest.mark.parametrize(
+    "num_relations",
+    [MOST_RELATIONS, MOST_RELATIONS + 1, pytest.param(10_000, marks=pytest.mark.slow)],
+)
+def test_the_log_says_where_only_all_together_have_features(caplog, num_relations):
+    caplog.set_level("INFO", logger="model_pairs")
+    graph = HeteroData()
+    graph["gene"].num_nodes = 4
+    for number in range(num_relations):
+        edge_index = torch.tensor([[number % 4], [number * 3 % 4]])
+        graph["gene", f"r{number}", "gene"].edge_index = edge_index
+    is_by_all = [name.endswith(" by all relations") for name in pair_names(SharedGraph(graph))]
+    if num_relations > MOST_RELATIONS:
+        note = f"note      of {num_relations:,} relations, only all together have pair features"
+        assert caplog.messages == [note]
+        assert all(is_by_all)
+    else:
+        assert caplog.messages == []
+        assert is_by_all.count(False) >= MOST_RELATIONS * len(FEATURES)
+
+
+# ---- The readout ---------------------------------------------------------------------------------
+def small_dataset(levels: list[dict[int, float]]) -> tuple[SharedGraph, KnockoutDataset]:
+    graph = SharedGraph(small_graph(torch.Generator().manual_seed(0)))
+    tables = tables_of(levels, torch.zeros(len(levels)))
+    tables.split = torch.zeros(len(levels), dtype=torch.int8)
+    return graph, KnockoutDataset(tables, graph.degree)
+
+
+def test_features_are_centred_by_those_of_an_average_pair_and_a_single_has_none():
+    sets = [{a: 0.0, b: 0.0} for a, b in itertools.combinations(range(9), 2)] + [{4: 0.0}]
+    graph, dataset = small_dataset(sets)
+    batch = dataset.__getitems__(range(len(sets)))
+    units = units_of_pairs(graph, dataset)
+    features = pair_index(graph).of_samples(batch)[:-1]
+    torch.testing.assert_close(units[0], features.mean(dim=0))
+    deviation = features.std(dim=0, correction=0)
+    torch.testing.assert_close(units[1], (1 / deviation).where(deviation > 1e-6, 0.0))
+    readout = PairTerm(units, hidden=4, num_outputs=1, read=read)
+    torch.nn.init.ones_(readout.linear.weight)
+    part = readout(graph, wild_type(len(sets), hidden=4), None, batch)
+    assert part[-1].abs().max() == 0
+    assert part[:-1].abs().max() > 0
+
+
+def test_an_average_pair_of_sets_of_any_size_and_level_is_that_of_a_complete_graph():
+    """All pairs are alike, so that nothing deviates from as many average pairs."""
+    graph = HeteroData()
+    graph["gene"].num_nodes = 6
+    pairs = torch.tensor(list(itertools.permutations(range(6), 2)))
+    graph["gene", "r", "gene"].edge_index = pairs.T
+    graph = SharedGraph(graph)
+    sets = [{0: 0.0, 1: 0.5}, {1: 0.0, 2: 0.0, 3: 3.0}, {0: 0.0, 2: 0.0, 4: 0.0, 5: 0.0}, {3: 0.0}]
+    _, dataset = small_dataset(sets)
+    mean, scale = units_of_pairs(graph, dataset)
+    expected = pair_index(graph).of_pairs(torch.tensor([0]), torch.tensor([1]))
+    torch.testing.assert_close(mean.unsqueeze(0), expected)
+    assert scale.tolist() == [0] * len(FEATURES)
+
+
+def test_units_are_those_of_training_rows():
+    sets = [{a: 0.0, b: 0.0} for a, b in itertools.combinations(range(5), 2)]
+    expected = units_of_pairs(*small_dataset(sets[:6]))
+    graph, dataset = small_dataset(sets)
+    assert not torch.equal(units_of_pairs(graph, dataset), expected)
+    dataset.tables.split[6:8] = 1
+    dataset.tables.split[8:] = 2
+    assert torch.equal(units_of_pairs(graph, dataset), expected)
+
+
+def test_units_of_many_rows_are_those_of_evenly_spaced_ones(monkeypatch):
+    sets = [{a: 0.0, b: 0.0} for a, b in itertools.combinations(range(5), 2)]
+    expected = units_of_pairs(*small_dataset(sets[::3]))
+    graph, dataset = small_dataset(sets)
+    monkeypatch.setattr(model_pairs, "MOST_ROWS", 4)
+    assert torch.equal(units_of_pairs(graph, dataset), expected)
+
+
+def test_the_term_is_a_weighted_sum_and_what_features_change_in_the_mlp():
+    """A feature is centred by the number of pairs, scaled, and at most 10."""
+    torch.manual_seed(0)
+    units = torch.tensor([[1.0, 0.5], [2.0, 100.0]])
+    term = PairTerm(units, hidden=2, num_outputs=1, read=read)
+    assert term.linear.weight.abs().max() == 0
+    torch.nn.init.normal_(term.linear.weight)
+    batch = Data(**pack_levels([{0: 0.0, 1: 0.0}, {0: 0.0, 1: 0.0, 2: 0.5}, {2: 0.0}]))
+    batch.perturbed_batch = torch.repeat_interleave(batch.perturbed_ptr.diff())
+    batch.pair_features = torch.tensor([[1.5, 0.25], [3.0, 1.01], [0.0, 0.0]])
+    scaled = torch.tensor([[1.0, -10.0], [2.0, 1.0], [0.0, 0.0]])  # the second has two pairs
+    wild = wild_type(3, hidden=2)
+    hidden = wild.kept["hidden"]
+    with torch.no_grad():
+        change = read(hidden + scaled @ term.input.weight.T) - read(hidden)
+        expected = scaled @ term.linear.weight.T + change
+        found = term(None, wild, None, batch)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert found[2] == 0
+
+
+def test_what_training_rows_do_not_tell_adds_nothing_to_a_prediction():
+    """No training row has a pair: weights of features stay as they were drawn."""
+    graph, dataset = small_dataset([{0: 0.0}, {1: 0.0}, {0: 0.0, 1: 0.0}])
+    dataset.tables.split[2] = 2
+    batch = dataset.__getitems__([2])
+    assert pair_index(graph).of_samples(batch).abs().max() > 0
+    term = PairTerm(units_of_pairs(graph, dataset), hidden=4, num_outputs=1, read=read)
+    torch.nn.init.ones_(term.linear.weight)
+    assert not term(graph, wild_type(1, hidden=4), None, batch).any()
+
+
+def test_features_that_a_batch_brings_are_those_that_are_computed(tmp_path):
+    sets = [{0: 0.0, 1: 0.0, 4: 0.5}, {2: 0.0}, {5: 0.0, 6: 0.0}]
+    graph, dataset = small_dataset(sets)
+    computed = pair_index(graph).of_samples(dataset.__getitems__([2, 0, 1])).float()
+    model_pairs.add_pair_features(dataset, graph, str(tmp_path), "")
+    assert torch.equal(dataset.__getitems__([2, 0, 1]).pair_features, computed)
+    assert dataset.__getitems__([-1, -1]).pair_features.abs().max() == 0
+    assert pair_index(graph) is pair_index(graph)
+    others = dataset.with_samples(replace(dataset.tables))
+    assert "pair_features" not in others.__getitems__([0])
+
+
+def test_features_of_other_tables_and_precisions_have_caches_of_their_own(tmp_path):
+    graph, dataset = small_dataset([{0: 0.0, 1: 0.0}])
+    model_pairs.add_pair_features(dataset, graph, str(tmp_path), "of these tables")
+    features = dataset.columns["pair_features"]
+    graph, dataset = small_dataset([{0: 0.0, 2: 0.0}])
+    model_pairs.add_pair_features(dataset, graph, str(tmp_path), "of others")
+    assert not torch.equal(dataset.columns["pair_features"], features)
+    graph.to("cpu", torch.float64)
+    model_pairs.add_pair_features(dataset, graph, str(tmp_path), "of others")
+    assert dataset.columns["pair_features"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_features_of_too_many_rows_are_computed_with_each_batch(monkeypatch, tmp_path, dtype):
+    """They are the same bits as kept ones, of samples, padding and an average pair."""
+    graph, dataset = small_dataset([{0: 0.0, 1: 0.0, 4: 0.3}, {2: 0.0}, {5: 0.0, 6: 0.7}])
+    graph.to("cpu", dtype)
+    kept = replace(dataset)
+    model_pairs.add_pair_features(kept, graph, str(tmp_path), "")
+    assert not dataset.columns
+    size = kept.columns["pair_features"].nbytes
+    monkeypatch.setattr(model_pairs, "MOST_BYTES", size - 1)
+    model_pairs.add_pair_features(dataset, graph, str(tmp_path), "")
+    assert callable(dataset.columns["pair_features"])
+    for rows in ([2, -1, 0, 1], [-1, -1]):
+        features = dataset.__getitems__(rows).pair_features
+        expected = kept.__getitems__(rows).pair_features
+        assert features.dtype == dtype
+        assert torch.equal(features, expected)
+    assert torch.equal(units_of_pairs(graph, dataset), units_of_pairs(graph, kept))
+    sent = pickle.loads(pickle.dumps(dataset))  # to a process of a loader
+    assert torch.equal(sent[0].pair_features, kept[0].pair_features)
+    others = dataset.with_samples(replace(dataset.tables))
+    assert torch.equal(others[0].pair_features, kept[0].pair_features)
+
+
+@pytest.mark.slow
+def test_features_are_computed_in_processes_of_a_loader_that_are_spawned(monkeypatch, tmp_path):
+    monkeypatch.setattr(model_pairs, "MOST_BYTES", 0)
+    graph, dataset = small_dataset([{0: 0.0, 1: 0.0, 4: 0.3}, {2: 0.0}, {5: 0.0, 6: 0.7}])
+    model_pairs.add_pair_features(dataset, graph, str(tmp_path), "")
+    loader = DataLoader(
+        dataset,
+        batch_sampler=[[2, -1, 0]],
+        collate_fn=default_convert,
+        num_workers=1,
+        multiprocessing_context="spawn",
+        timeout=100,
+    )
+    (batch,) = loader
+    assert batch.pair_features.abs().max() > 0
+    assert torch.equal(batch.pair_features, dataset.__getitems__([2, -1, 0]).pair_features)
+
+
+def test_a_run_is_the_same_whether_features_are_kept_or_not(train, tmp_path, monkeypatch):
+    options = ["optim.epochs=2", "model.readout=local"]
+    note = (
+        "note      features of pairs of all rows would take 0.0 GB: they are computed with each "
+        "batch, in the processes of data.workers if there are any"
+    )
+    assert note not in train(0, *options, "run.name=kept").check().stdout
+    monkeypatch.setattr(model_pairs, "MOST_BYTES", 0)
+    assert note in train(0, *options, "run.name=computed", "data.workers=1").check().stdout
+    assert difference(tmp_path / "runs/computed", tmp_path / "runs/kept") == ""
+
+
+def test_a_relation_may_be_called_all():
+    edge_index = torch.tensor([[0, 1], [2, 2]])
+    index = PairIndex(edge_index, torch.tensor([0, 1]), torch.ones(2), ["all", "r"], 3)
+    assert len(set(index.names)) == len(index.names)

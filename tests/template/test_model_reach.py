@@ -1,0 +1,307 @@
+"""Which states a batch's knock-outs change, compared with a plain loop; the choice of route; and
+other layers and readouts.
+
+The model's own tests compare its predictions on planned batches with those on copies of the graph.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric.data import HeteroData
+
+from data import KnockoutDataset
+from mask import SharedGraph
+from model import GlobalReadout, KnockoutConv, KnockoutGNN, ModelConfig, NodeReadout
+from model_reach import (
+    POOL_REACHED,
+    ReachBlock,
+    ReachedStates,
+    ReachPlanner,
+    is_exact,
+    plan_route,
+)
+from tests.sets import tables_of
+from tests.template.test_mask import (
+    DEAD,
+    LEVELS,
+    NUM_NODES,
+    SETS,
+    edges_of,
+    graph,  # noqa: F401
+    make_batch,
+)
+from tests.tools.models import full_model
+
+ANY_NUMBER = math.inf  # of edges
+
+
+@pytest.fixture
+def shared(graph: HeteroData) -> SharedGraph:  # noqa: F811
+    return SharedGraph(graph)
+
+
+def planner_of(shared: SharedGraph, num_layers: int) -> ReachPlanner:
+    """Returns a planner of so many layers, whatever they cost."""
+    planner = ReachPlanner(shared, num_layers)
+    planner.max_edges = ANY_NUMBER
+    return planner
+
+
+def states_of(layer: ReachedStates, num_samples: int) -> list[set[int]]:
+    """Returns the nodes of each sample whose states the layer changes."""
+    nodes = [set() for _ in range(num_samples)]
+    for node, sample in zip(layer.node.tolist(), layer.sample.tolist(), strict=True):
+        nodes[sample].add(node)
+    return nodes
+
+
+def reach_in_a_layer(
+    edges: list[list[int]], senders: list[set[int]], dead: list[list[int]]
+) -> list[set[int]]:
+    """Returns the living nodes of each sample to which one of its senders has an edge."""
+    reached = []
+    for senders_of_sample, dead_of_sample in zip(senders, dead, strict=True):
+        targets = {target for source, target in edges if source in senders_of_sample}
+        reached.append(targets - set(dead_of_sample))
+    return reached
+
+
+def reach_by_a_loop(
+    edges: list[list[int]], sets: list, dead: list[list[int]], num_layers: int
+) -> list[list[set[int]]]:
+    """Returns which nodes of each sample change in each layer."""
+    reached = [set() for _ in sets]
+    layers = []
+    for _ in range(num_layers):
+        senders = [nodes | set(perturbed) for nodes, perturbed in zip(reached, sets, strict=True)]
+        added = reach_in_a_layer(edges, senders, dead)
+        reached = [before | after for before, after in zip(reached, added, strict=True)]
+        layers.append(reached)
+    return layers
+
+
+def test_nodes_at_a_level_reach_what_deleted_ones_do_and_live(graph, shared):  # noqa: F811
+    planner = planner_of(shared, 3)
+    perturbed = [[node for node, level in nodes.items() if level != 1] for nodes in LEVELS]
+    expected = reach_by_a_loop(edges_of(graph), perturbed, DEAD, 3)
+    for _ in range(2):  # the planner forgets the levels of a batch
+        (block,) = planner(make_batch(shared, LEVELS)).plan.blocks
+        assert [states_of(layer, len(LEVELS)) for layer in block.layers] == expected
+        planner(make_batch(shared, [{}]))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_reached_states_are_those_that_a_loop_finds(graph, shared, order):  # noqa: F811
+    """Whatever batch the planner has seen before."""
+    planner = planner_of(shared, 3)
+    for sets in (SETS, SETS[::-1], [[]], [], SETS * 9)[::order]:
+        expected = reach_by_a_loop(edges_of(graph), sets, sets, 3)
+        blocks = planner(make_batch(shared, sets)).plan.blocks
+        for depth in range(3):
+            reached = []
+            for block in blocks:
+                reached += states_of(block.layers[depth], block.num_samples)
+            assert reached == expected[depth]
+
+
+def dense_sums(block: ReachBlock, depth: int) -> Tensor:
+    """Returns the matrix of a layer of the plan, dense, float64 [S, columns]."""
+    layer = block.layers[depth]
+    size = (len(layer.matrix.ptr) - 1, len(layer.transpose.ptr) - 1)
+    matrix = torch.sparse_csr_tensor(*layer.matrix, size).to_dense()
+    transposed = torch.sparse_csr_tensor(*layer.transpose, size[::-1]).to_dense()
+    assert matrix.T.equal(transposed)
+    return matrix
+
+
+def test_a_plan_holds_the_weight_of_each_edge_from_a_sender(graph, shared):  # noqa: F811
+    """Of a perturbed node, 1 - level is taken back; others send their changes times their level."""
+    (block,) = planner_of(shared, 2)(make_batch(shared, LEVELS)).plan.blocks
+    num_relations = len(shared.relations)
+    weights = torch.zeros(num_relations, NUM_NODES, NUM_NODES)  # of source and target
+    for r, (edges, weight) in enumerate(
+        zip(
+            shared.by_relation(shared.edge_index.T),
+            shared.by_relation(shared.edge_weight),
+            strict=True,
+        )
+    ):
+        weights[r].index_put_(tuple(edges.T), weight, accumulate=True)
+    reached_before = []  # sample and node
+    for depth, layer in enumerate(block.layers):
+        perturbed = list(zip(block.perturbed_batch.tolist(), block.perturbed.tolist(), strict=True))
+        senders = perturbed + reached_before
+        reached = list(zip(layer.sample.tolist(), layer.node.tolist(), strict=True))
+        of_edges = torch.zeros(len(reached), len(senders), num_relations)
+        of_states = torch.zeros(len(reached), len(reached_before))
+        for row, (sample, node) in enumerate(reached):
+            for column, (sample_of_sender, sender) in enumerate(senders):
+                if sample_of_sender != sample:
+                    continue
+                level = LEVELS[sample].get(sender, 1.0)
+                is_perturbed = column < len(perturbed)
+                factor = 1 - level if is_perturbed else level
+                of_edges[row, column] = factor * weights[:, sender, node]
+                if sender == node and not is_perturbed:
+                    of_states[row, column - len(perturbed)] = 1
+        in_columns = of_edges[:, layer.sender, layer.relation]
+        expected = torch.cat([in_columns, of_states], dim=1)
+        torch.testing.assert_close(dense_sums(block, depth), expected)
+        assert of_edges.count_nonzero() == in_columns.count_nonzero()
+        places = {state: place for place, state in enumerate(reached)}
+        assert layer.previous.tolist() == [places[state] for state in reached_before]
+        reached_before = reached
+
+
+@pytest.mark.parametrize(("states", "sizes"), [(2 * NUM_NODES + 1, [2, 2, 2, 1]), (1, [1] * 7)])
+def test_blocks_of_a_large_graph_have_few_samples(shared, monkeypatch, states, sizes):
+    """So that the states of all nodes in a block fit in memory."""
+    monkeypatch.setattr(ReachPlanner, "STATES", states)
+    batch = make_batch(shared, (SETS * 7)[:7])
+    blocks = ReachPlanner(shared, 1).plan(batch).blocks
+    assert [block.num_samples for block in blocks] == sizes
+    assert torch.cat([shared.levels(block) for block in blocks], dim=1).equal(shared.levels(batch))
+
+
+@pytest.mark.parametrize(("reached", "block"), [(10**6, 32), (1, 1)])
+def test_blocks_of_far_reaching_samples_have_few_of_them(shared, monkeypatch, reached, block):
+    dataset = KnockoutDataset(tables_of(SETS, torch.zeros(len(SETS))), shared.degree)
+    monkeypatch.setattr(ReachPlanner, "REACHED", reached)
+    planner, _ = plan_route(shared, dataset, "reach", 2)
+    sizes = [of_block.num_samples for of_block in planner.plan(make_batch(shared, SETS)).blocks]
+    assert sizes == [min(block, len(SETS))] * max(1, len(SETS) // block)
+    intact = KnockoutDataset(tables_of([[]] * 3, torch.zeros(3)), shared.degree)
+    assert plan_route(shared, intact, "reach", 2)[0].block == block
+
+
+def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
+    batch = make_batch(shared, SETS)
+    dataset = KnockoutDataset(tables_of(SETS, torch.zeros(len(SETS))), shared.degree)
+    monkeypatch.setattr(ReachPlanner, "EDGE_SHARE", 0.0)
+    for edges_per_node, chosen, planned in (
+        (99.0, "reach", 3),
+        (1.5, "shared", 1),
+        (0.01, "shared", 0),
+    ):
+        monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", edges_per_node)
+        planner, line = plan_route(shared, dataset, "auto", 3)
+        assert line.endswith(f" in {planned} of 3 layers: {chosen}")
+        assert planner.num_layers == planned
+    monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", 99.0)
+    for route, planned in (("shared", 1), ("reach", 3)):
+        planner, line = plan_route(shared, dataset, route, 3)
+        assert line.endswith(f": {route}") and planner.num_layers == planned
+        reached = sum(len(block.layers[0].node) for block in planner.plan(batch).blocks)
+        assert f" reaches {100 * reached / (len(SETS) * NUM_NODES):.2g}" in line
+
+
+def test_a_gpu_computes_all_states_in_few_launches(shared, monkeypatch):
+    sets = SETS * 40
+    batch = make_batch(shared, sets)
+    dataset = KnockoutDataset(tables_of(sets, torch.zeros(len(sets))), shared.degree)
+    monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", 99.0)
+    planner, line = plan_route(shared, dataset, "auto", 3)
+    assert line.endswith("3 of 3 layers: reach") and len(planner.plan(batch).blocks) > 1
+    monkeypatch.setattr(SharedGraph, "device", torch.device("cuda"))
+    assert plan_route(shared, dataset, "auto", 3) == (None, "shared")
+    planner, line = plan_route(shared, dataset, "reach", 3)
+    assert line.endswith("3 of 3 layers: reach") and len(planner.plan(batch).blocks) == 1
+
+
+def test_a_block_fits_the_cache_and_is_never_empty(shared):
+    assert shared.samples_at_once(torch.empty(6607, 1, 32)) == 1
+    assert shared.samples_at_once(torch.empty(400, 1, 32)) == 20
+    assert shared.samples_at_once(torch.empty(10**6, 1, 64, device="meta")) == 1
+
+
+# ---- Other layers and readouts -------------------------------------------------------------------
+def tiny_model(readout: str) -> KnockoutGNN:
+    torch.manual_seed(0)
+    config = ModelConfig(hidden=8, readout=readout)
+    target_nodes = torch.tensor([1, 4, 5])
+    num_targets = 3 if readout == "nodes" else 1
+    return full_model(config, NUM_NODES, 3, num_targets=num_targets, target_nodes=target_nodes)
+
+
+def is_planned_exactly(model: KnockoutGNN, shared: SharedGraph, num_layers: int) -> bool:
+    """Whatever the samples: here they are intact."""
+    return is_exact(model, shared, make_batch(shared, [{}] * 3), planner_of(shared, num_layers))
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("readout", ["both", "global", "nodes"])
+def test_a_plan_is_exact_for_the_layer_and_the_readouts_that_it_knows(shared, readout, num_layers):
+    model = tiny_model(readout)
+    before = [parameter.clone() for parameter in model.parameters()]
+    assert is_planned_exactly(model, shared, num_layers)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert model.training
+
+
+def test_a_plan_of_a_graph_with_one_sender_or_none_is_exact():
+    for edges in ([[3], [3]], [[3], [4]], [[], []]):
+        few_edges = HeteroData()
+        few_edges["gene"].num_nodes = NUM_NODES
+        for relation in ("a", "b", "c"):
+            few_edges["gene", relation, "gene"].edge_index = torch.tensor(edges, dtype=torch.long)
+        assert is_planned_exactly(tiny_model("both"), SharedGraph(few_edges), 2), edges
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("readout", ["both", "nodes"])
+def test_a_plan_is_not_exact_for_an_edited_layer(shared, monkeypatch, readout, num_layers):
+    """Not even for a part of the layer that starts at zero."""
+    add = KnockoutConv.add
+
+    def squared(layer, x, h, update, record) -> Tensor:
+        return add(layer, x, h, update + layer.more * update.square(), record)
+
+    model = tiny_model(readout)
+    for layer in (model.encoder.first, *model.encoder.layers):
+        layer.more = torch.nn.Parameter(torch.zeros(8))
+    monkeypatch.setattr(KnockoutConv, "add", squared)
+    assert not is_planned_exactly(model, shared, num_layers)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_plan_is_not_exact_for_a_layer_of_another_class(shared, number):
+    """Whose own layer need not record what it makes of the states."""
+
+    class OwnConv(torch.nn.Linear):
+        def forward(self, x: Tensor, *arguments: object) -> Tensor:
+            return super().forward(x)
+
+    model = tiny_model("both")
+    if number == 0:
+        model.encoder.first = OwnConv(8, 8)
+    else:
+        model.encoder.layers[0] = OwnConv(8, 8)
+    assert not is_planned_exactly(model, shared, 2)
+
+
+@pytest.mark.parametrize("readout", [GlobalReadout, NodeReadout])
+def test_a_plan_is_not_exact_for_an_edited_readout(shared, monkeypatch, readout):
+    pool = readout.pool
+    monkeypatch.setattr(readout, "pool", lambda *arguments: 2 * pool(*arguments))
+    model = tiny_model("nodes" if readout is NodeReadout else "both")
+    assert not is_planned_exactly(model, shared, 2)
+
+
+def test_a_readout_of_its_own_reads_the_states_of_all_nodes(shared, monkeypatch, caplog):
+    """With a line in the log, once; the layers still compute only states that change."""
+
+    class LargestChange(GlobalReadout):
+        def pool(self, change: Tensor, alive: Tensor, wild: object) -> Tensor:
+            return (change * alive.unsqueeze(-1)).amax(0)
+
+    caplog.set_level("INFO")
+    model = tiny_model("both")
+    model.terms["knockout"] = LargestChange(NUM_NODES, 8, 1)
+    assert LargestChange not in POOL_REACHED
+    for _ in range(2):
+        assert is_planned_exactly(model, shared, 2)
+    assert [record.message for record in caplog.records] == [
+        "note      LargestChange is not in POOL_REACHED of model_reach.py: it reads all nodes"
+    ]

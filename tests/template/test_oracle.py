@@ -1,0 +1,406 @@
+"""The program against `oracle.Oracle` on random tables, with all that tables may have."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import analyse_intervals
+import data
+import metrics
+from analyse_results import read_results
+from baseline import UNSOLVED, Baseline, additive_baseline
+from config import Config
+from data import DataConfig
+from data_tables import SPLITS
+from errors import UserError
+from model import ModelConfig
+from optim import OptimConfig
+from task import KnockoutTask
+from tests.template.fixtures import write_table
+from tests.template.oracle import Oracle, Parameters, combination, figures
+from tests.tools.runs import lines_of_test
+
+LEVELS = ([0], [0, 1], [0.3], [0, 0.3, 1], [0.5, 2, 1], [0, 0.3, 0.5, 1, 2], [0, 0.5, 10_000])
+SHARES = (0.3, 0.15, 0.1, 0.15, 0.1, 0.15, 0.05)  # of the tables that have these levels
+FIGURES = ("mse", "pearson", "r2", "spearman")
+
+
+# ---- Random tables -------------------------------------------------------------------------------
+def draw(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the fields of an `Oracle`, and further options.
+
+    The split is None if the program is to draw it, the weight if there is none.
+    """
+    rng = np.random.default_rng(seed)
+    names = [f"g{k}" for k in rng.permutation(int(rng.integers(6, 15)))]
+    sets = draw_sets(rng, names)
+    binary = rng.random() < 0.25
+    y = draw_scores(rng, sets, names, binary)
+    split = draw_split(rng, len(sets), y)
+    weight = rng.choice([0.25, 1, 2.5], len(sets)) if rng.random() < 0.5 else None
+    edges = draw_edges(rng, names)
+    features = draw_features(rng, names)
+    fields = {
+        "sets": sets,
+        "y": y,
+        "split": split,
+        "weight": weight,
+        "edges": edges,
+        "features": features,
+        "undirected": rng.random() < 0.5,
+        "binary": binary,
+    }
+    readout = str(rng.choice(["both", "local", "global", "nodes"]))
+    targets = [f"score{t}" for t in range(y.shape[1])]
+    if readout == "nodes":
+        in_sets = dict.fromkeys(name for row in sets for name in row)
+        targets = list(in_sets)[: len(targets)]
+    options = {
+        "readout": readout,
+        "targets": targets,
+        "split": "nodes" if rng.random() < 0.5 and len(names) > 9 else "random",
+        "weight": str(rng.choice(["weight", "sd"])),
+        "message_passing": str(rng.choice(["shared", "reach", "expanded"])),
+        "layers": int(rng.integers(1, 4)),
+        "embedding": not features or rng.random() < 0.7,
+    }
+    return fields, options
+
+
+def draw_sets(rng: np.random.Generator, names: list[str]) -> list[dict[str, float]]:
+    """Returns sets of nodes and levels, many of them twice; some nodes are in the last ones only.
+
+    One of them stands first, after an empty one.
+    """
+    levels = LEVELS[rng.choice(len(LEVELS), p=SHARES)]
+    first_names = names[int(rng.integers(len(names) // 2)) :]
+    size = int(rng.integers(30, 60))
+    sets = [{}, {names[0]: float(levels[0])}]
+    while len(sets) < size:
+        chosen = rng.permutation(first_names if len(sets) < 0.7 * size else names)
+        count = rng.choice([0, 1, 2, 3], p=[0.1, 0.3, 0.4, 0.2])
+        row = {str(name): float(rng.choice(levels)) for name in chosen[:count]}
+        sets += [row] * rng.choice([1, 2], p=[0.7, 0.3])
+    return sets
+
+
+def draw_scores(
+    rng: np.random.Generator, sets: list[dict[str, float]], names: list[str], binary: bool
+) -> np.ndarray:
+    """Returns one to three scores, to which nodes add, with gaps."""
+    num_targets = int(rng.integers(1, 4))
+    effects = {name: rng.normal(0.5, 1, num_targets) for name in names}
+    y = rng.normal(3, 0.5, (len(sets), num_targets))
+    for i, row in enumerate(sets):
+        for name, level in row.items():
+            y[i] += effects[name] * (1 - min(level, 3.0))
+    y = y * 10.0 ** rng.integers(-2, 3)
+    if binary:
+        y = (y > np.median(y, axis=0)).astype(float)
+    y[rng.random(y.shape) < rng.choice([0, 0.2, 0.6], num_targets)] = math.nan
+    return y
+
+
+def draw_split(rng: np.random.Generator, num_rows: int, y: np.ndarray) -> np.ndarray | None:
+    """Returns a column split; the last rows are in none of training.
+
+    One of several scores may be in no validation row.
+    """
+    if rng.random() < 0.4:
+        return None
+    split = rng.choice(3, num_rows, p=[0.7, 0.15, 0.15])
+    is_last = np.arange(num_rows) >= 0.7 * num_rows
+    split[is_last] = rng.choice([1, 2], is_last.sum())
+    if y.shape[1] > 1 and rng.random() < 0.3:
+        y[split == 1, 0] = math.nan
+    return split
+
+
+def draw_edges(rng: np.random.Generator, names: list[str]) -> list[tuple[str, str, str, float]]:
+    """Returns edges of some nodes, loops and duplicates among them, with weights or without."""
+    connected = rng.permutation(names)[int(rng.integers(3)) :]
+    has_weights = rng.random() < 0.5
+    edges = []
+    for _ in range(rng.integers(3, 4 * len(names))):
+        source, target = map(str, rng.choice(connected, 2))
+        relation = f"r{rng.integers(3)}"
+        for _ in range(rng.choice([1, 2], p=[0.8, 0.2])):
+            edges.append((source, target, relation, rng.uniform(0.1, 3) if has_weights else 1.0))
+    return edges
+
+
+def draw_features(rng: np.random.Generator, names: list[str]) -> dict[str, float]:
+    """Returns a feature that some nodes lack, and a node that is not in the graph has."""
+    if rng.random() < 0.6:
+        return {}
+    listed = [str(name) for name in rng.permutation(names)[2:]]
+    values = rng.normal(5, 3, len(listed))
+    return {**dict(zip(listed, values, strict=True)), names[0]: math.nan, "elsewhere": 100.0}
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+def write(fields: dict[str, Any], options: dict[str, Any], folder: Path) -> Config:
+    """Writes the tables and returns the options of a run on them."""
+    rng = np.random.default_rng(0)
+    edges = [("source", "target", "relation", "weight"), *fields["edges"]]
+    write_table(folder / "edges.tsv", edges)
+    header = ["genes", *options["targets"]]
+    rows = []
+    for row, scores in zip(fields["sets"], fields["y"].tolist(), strict=True):
+        names = [f"{name}={level}" if level else name for name, level in row.items()]
+        cell = ",".join(rng.permutation(names + names[:1]))  # a name may stand twice
+        cells = ["" if math.isnan(score) else score for score in scores]
+        # A line of empty cells alone would be no row.
+        rows.append([cell, "NA" if cells[0] == "" else cells[0], *cells[1:]])
+    if fields["split"] is not None:
+        header.append("split")
+        rows = [[*row, SPLITS[k]] for row, k in zip(rows, fields["split"], strict=True)]
+    if fields["weight"] is not None:
+        power = {"weight": 1, "sd": -0.5}[options["weight"]]
+        header.append(options["weight"])
+        rows = [[*row, value**power] for row, value in zip(rows, fields["weight"], strict=True)]
+    write_table(folder / "scores.tsv", [header, *rows])
+    features = fields["features"].items()
+    rows = [(name, "NA" if math.isnan(value) else value) for name, value in features]
+    write_table(folder / "features.tsv", [("gene", "length"), *rows])
+    of_data = DataConfig(
+        edges=str(folder / "edges.tsv"),
+        perturbations=str(folder / "scores.tsv"),
+        features=str(folder / "features.tsv") if fields["features"] else "",
+        undirected=fields["undirected"],
+        split="random" if fields["split"] is not None else options["split"],
+        val_fraction=0.3,
+        test_fraction=0.2,
+        cache_dir=str(folder / "cache"),
+    )
+    of_model = ModelConfig(
+        hidden=4,
+        layers=options["layers"],
+        readout=options["readout"],
+        embedding=options["embedding"],
+        message_passing=options["message_passing"],
+    )
+    loss = "binary" if fields["binary"] else "squared"
+    return Config(data=of_data, model=of_model, optim=OptimConfig(loss=loss, precision="fp64"))
+
+
+# ---- Comparisons ---------------------------------------------------------------------------------
+def compare(seed: int, folder: Path) -> None:
+    """Compares all that the program computes of random tables with what the oracle does."""
+    fields, options = draw(seed)
+    config = write(fields, options, folder)
+    tables = data.load(config.data)
+    has_split = fields["split"] is not None
+    if not has_split:
+        fields["split"] = tables.split.numpy()
+    if fields["weight"] is None:
+        fields["weight"] = np.ones(len(fields["sets"]))
+    if is_refused(fields["y"], fields["split"]):
+        with pytest.raises(UserError, match="row has a score"):
+            KnockoutTask.from_tables(tables, config)
+        return
+    oracle = Oracle(**fields)
+    oracle.set_code = tables.set_code(tables.node_code()).numpy()  # random numbers
+    assert tables.genes == oracle.nodes
+    if not has_split:
+        compare_split(config.data.split, oracle)
+    task = KnockoutTask.from_tables(tables, config)
+    compare_baseline(task, oracle)
+    model, state = disturbed_model(task, seed)
+    outputs = predict(task, model)
+    expected = oracle.forward(state, options["targets"])
+    assert_close(outputs, expected)
+    compare_losses(task, oracle, outputs)
+    compare_metrics(task, outputs)
+    compare_test_rows(task, oracle, folder)
+
+
+def compare_split(option: str, oracle: Oracle) -> None:
+    """Checks that sets stay together, or that no training row has a node of a test row."""
+    if option == "nodes":
+        assert (oracle.unseen()[oracle.split == 2] > 0).all()
+        return
+    rows = [tuple(level) for level in oracle.level]
+    assert len(set(zip(rows, oracle.split, strict=True))) == len(set(rows))
+
+
+def is_refused(y: np.ndarray, split: np.ndarray) -> bool:
+    """Returns whether no training row has one of the scores, or no validation row has any."""
+    has_score = ~np.isnan(y)
+    return not (has_score[split == 0].any(axis=0).all() and has_score[split == 1].any())
+
+
+def assert_close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
+    """Asserts that numbers agree to so many parts of 1, or of the largest."""
+    largest = np.abs(np.nan_to_num(expected)).max()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * max(1, largest))
+
+
+def compare_baseline(task: KnockoutTask, oracle: Oracle) -> None:
+    """Compares the predictions of all rows by sums, and where they count, by combinations."""
+    additive = additive_baseline(task.tables, task.config.optim.loss)
+    baseline = task.start
+    assert_close(task.criterion.mean, oracle.mean)
+    assert_close(task.criterion.std, oracle.std)
+    np.testing.assert_allclose(1 / baseline.basis.amax(dim=0), oracle.units)
+    for t in range(len(oracle.std)):
+        found = additive.prediction[:, t].numpy()
+        assert np.isfinite(found).all()
+        if is_determined(oracle, t) and additive.error[t] <= UNSOLVED:
+            distances = [
+                np.abs(found - as_scores(choice, oracle)).max() for choice in oracle.baselines(t)
+            ]
+            assert min(distances) < 1e-5 * oracle.std[t]
+        compare_combination(baseline, oracle, t)
+
+
+def compare_combination(baseline: Baseline, oracle: Oracle, t: int) -> None:
+    """Compares the predictions of all rows with those of the parameters, which are float32."""
+    effect = baseline.effect[:, :, t].double().numpy()  # [N, K]
+    responses = np.einsum("knp,pk->npk", oracle.doses, effect).sum(axis=2)  # [n, N]
+    weights = baseline.weights[:, t : t + 1].numpy()
+    combined = [combination(weights, row[:, None])[0] for row in responses]
+    total = (1 - oracle.level).sum(axis=1)
+    expected = baseline.intercept[t].item() + baseline.slope[t].item() * total + combined
+    size = oracle.std[t] + np.abs(responses).max()
+    found = baseline.prediction[:, t].numpy()
+    assert np.abs(found - as_scores(expected, oracle)).max() < 1e-5 * size * len(effect)
+
+
+def as_scores(prediction: np.ndarray, oracle: Oracle) -> np.ndarray:
+    """Returns predictions as scores, logits as probabilities."""
+    return (1 + np.tanh(prediction / 2)) / 2 if oracle.binary else prediction
+
+
+def disturbed_model(task: KnockoutTask, seed: int) -> tuple[torch.nn.Module, Parameters]:
+    """Returns a model in which no part is zero, and its state."""
+    torch.manual_seed(seed)
+    model = task.build_model().double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return model, Parameters({name: value.numpy() for name, value in model.state_dict().items()})
+
+
+@torch.no_grad()
+def predict(task: KnockoutTask, model: torch.nn.Module) -> Tensor:
+    """Returns the model's predictions of all rows, of which batches have some."""
+    batches = torch.arange(len(task.tables.y)).split(25)
+    return torch.cat([model(task.graph, task.dataset.__getitems__(rows)) for rows in batches])
+
+
+def compare_losses(task: KnockoutTask, oracle: Oracle, outputs: Tensor) -> None:
+    """Compares what validation and training report of the same rows of each split."""
+    scores = oracle.mean + oracle.std * outputs.numpy()
+    for number, split in enumerate(SPLITS):
+        expected = oracle.loss(scores, number)
+        rows = task.rows(split)
+        assert_close(task.metrics(split, outputs[rows].unsqueeze(2))["loss"], expected)
+        total = torch.zeros(len(oracle.std), dtype=torch.float64)
+        for some_rows in rows.split(8):
+            batch = task.dataset.__getitems__(some_rows)
+            total += task.loss(outputs[some_rows], batch)
+        in_training = (total / task.dataset.total_weight(rows)).nanmean()
+        assert_close(in_training, expected, 1e-6)  # weights of batches are float32
+        if split == "train":  # of which a step is minimised by its rows and scores
+            assert_close(total.mean() / len(rows), expected, 1e-6)
+
+
+def compare_metrics(task: KnockoutTask, outputs: Tensor) -> None:
+    """Compares each metric of each score, and their means."""
+    rows = task.rows("val")
+    y = task.tables.y[rows]
+    scores = task.to_scores(outputs[rows].unsqueeze(2))
+    expected = [figures(*pair) for pair in zip(y.T.numpy(), scores.T.numpy(), strict=True)]
+    for name in FIGURES:
+        of_scores = [of_score[name] for of_score in expected]
+        assert_close(getattr(metrics, name)(y, scores), of_scores)
+    certainty = metrics.as_ranked(y, scores)
+    assert_close(
+        analyse_intervals.auroc(y == 1, certainty), [of_score["auroc"] for of_score in expected]
+    )
+    reported = task.metrics("val", outputs[rows].unsqueeze(2))
+    assert reported["n"] == (~y.isnan()).any(dim=1).sum()
+    for name in ("mse", "pearson"):
+        of_scores = torch.tensor([of_score[name] for of_score in expected])
+        assert_close(reported[name], of_scores.nanmean().item())
+    assert ("weighted_pearson" in reported) == (task.tables.weight is not None)
+
+
+def compare_test_rows(task: KnockoutTask, oracle: Oracle, folder: Path) -> None:
+    """Compares the numbers of unseen nodes, and the bootstrap clusters of test.tsv.
+
+    Training hides the same share of nodes as is unseen in the validation rows.
+    """
+    in_val = oracle.present & (oracle.split == 1)[:, None]
+    num_unseen = (oracle.unseen() * in_val).sum()
+    num_perturbed = (oracle.perturbs.sum(axis=1, keepdims=True) * in_val).sum()
+    assert_close(task.tables.unseen_share("val"), num_unseen / max(num_perturbed, 1), 1e-6)
+    for number, split in enumerate(SPLITS):
+        expected = oracle.unseen()[oracle.split == number]
+        np.testing.assert_array_equal(task.tables.unseen(split), expected)
+    path = folder / "test.tsv"
+    rows = task.rows("test")
+    path.write_text("".join(lines_of_test(task, task.rivals["baseline"][rows])))
+    predictions = read_results(path)
+    if predictions.weight is not None:
+        np.testing.assert_allclose(predictions.weight, oracle.weight[oracle.split == 2], rtol=1e-6)
+    np.testing.assert_array_equal(predictions.unseen, oracle.unseen()[oracle.split == 2])
+    assert predictions.cluster_numbers().tolist() == expected_clusters(oracle)
+
+
+def expected_clusters(oracle: Oracle) -> list[list[int]]:
+    """Returns the numbers of each test row's bootstrap clusters.
+
+    These are its set or, of its nodes that are unseen for a score of it, the two of the most rows.
+    """
+    is_test = oracle.split == 2
+    num_lacking = oracle.present.astype(int) @ ~oracle.seen.T  # scores of the row, [n, N]
+    is_unseen = (oracle.perturbs & (num_lacking > 0))[is_test]
+    num_rows = is_unseen.sum(axis=0)
+    number = {}
+    clusters = []
+    for level, row in zip(oracle.level[is_test], is_unseen, strict=True):
+        keys = sorted(np.flatnonzero(row), key=lambda node: -num_rows[node])[:2] or [tuple(level)]
+        numbers = [number.setdefault(key, len(number)) for key in keys]
+        clusters.append([*numbers, -1][:2])
+    return clusters
+
+
+def is_determined(oracle: Oracle, t: int) -> bool:
+    """Returns whether the rows of each fit tell a score's intercept and slope, which are free."""
+    dose = np.where(oracle.perturbs, 1 - oracle.level, 0).sum(axis=1)
+    for rows in (oracle.rows_of_choice(t)[0], oracle.in_train[:, t]):
+        if not rows.any() or np.ptp(dose[rows]) == 0:
+            return False
+        if oracle.binary:
+            zeros = dose[rows & (oracle.y[:, t] == 0)]
+            ones = dose[rows & (oracle.y[:, t] == 1)]
+            if not (len(zeros) and len(ones)):
+                return False
+            if zeros.max() <= ones.min() or ones.max() <= zeros.min():
+                return False
+    return True
+
+
+# In the last, the sets of a third of the rows have levels of which the powers round differently.
+@pytest.mark.parametrize("seed", [*range(20), 1542])
+def test_random_tables(seed, tmp_path):
+    compare(seed, tmp_path)
+
+
+@pytest.mark.parametrize("seed", [31, 82, 176])
+def test_a_scaled_score_has_the_same_baseline(seed, tmp_path):
+    """In these tables, no error tells how far the imputed effects are to be shrunk."""
+    fields, options = draw(seed)
+    tables = data.load(write(fields, options, tmp_path).data)
+    prediction = additive_baseline(tables).prediction
+    for factor, shift in ((2, 3), (3, 1), (10, 0.1)):
+        scaled = additive_baseline(replace(tables, y=factor * tables.y + shift))
+        assert_close(scaled.prediction, factor * prediction.numpy() + shift, 1e-6)

@@ -1,0 +1,931 @@
+"""predict.py: predictions of one run and of several, and what is refused."""
+
+import json
+import math
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.data import Data
+
+import predict_ensemble
+import predict_sets
+from data import DataConfig, KnockoutDataset, load
+from data_cells import Rows
+from data_tables import OF_GRAPH, Tables
+from ddp_setup import DDPConfig, Distributed
+from errors import UserError
+from mask import SharedGraph
+from model import ModelConfig
+from predict import Predictor, choose_gpus, read_settings
+from predict_sets import Chunk
+from predict_table import GrowingTable
+from task import make_dataset
+from tests.bench import screen
+from tests.bench.synthetic import PRESETS, synthetic_tables
+from tests.sets import tables_of
+from tests.template.fixtures import DEFAULTS, ROOT, SMALL, fork, join, write_table
+from tests.template.test_task import write_binary_scores
+from tests.tools.models import full_model
+from tests.tools.runs import newest_checkpoint
+
+BEST = "runs/{}/checkpoints/best.pt"
+ASK = [("genes",), ("Y01,Y02",), ("Y03,NOPE",), ("",), ("Y29",)]
+
+
+def read_table(path: Path) -> tuple[list[str], list[str], torch.Tensor]:
+    """Returns header, sets and numbers of predictions, nan where a cell is empty."""
+    header, *rows = [line.split("\t") for line in path.read_text().splitlines()]
+    numbers = [[float(cell or "nan") for cell in row[1:]] for row in rows]
+    return header, [row[0] for row in rows], torch.tensor(numbers, dtype=torch.float64)
+
+
+# ---- One run -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_predictions_keep_the_order_of_the_table(trained, predict, tmp_path, nproc):
+    trained("run.name=run")
+    sets = [f"Y{i:02d},Y{(7 * i) % 30:02d}" for i in range(20)]
+    sets[3] = "Y01,NOPE"
+    sets[7] = "Y04,Y04"
+    write_table(tmp_path / "table.tsv", [("genes",), *[(genes,) for genes in sets]])
+    result = predict(nproc, "table.tsv", "runs/run", start=True).check()
+    assert "1 rows have no prediction: 1 nodes are not in the graph: NOPE" in result.stdout
+    assert "19 predictions written to table.predictions.tsv" in result.stdout
+    header, found_sets, numbers = read_table(tmp_path / "table.predictions.tsv")
+    assert header == ["genes", "prediction"]
+    assert found_sets == sets
+    assert numbers.isnan().flatten().tolist() == [row == 3 for row in range(20)]
+    assert len(numbers[~numbers.isnan()].unique()) > 15
+    write_table(tmp_path / "none.tsv", [("genes",), ("NOPE",)])
+    predict(nproc, "none.tsv", "runs/run").check()
+    assert (tmp_path / "none.predictions.tsv").read_text() == "genes\tprediction\nNOPE\t\n"
+
+    # The same prediction from what the checkpoint holds, without predict.py:
+    state = torch.load(tmp_path / BEST.format("run"), weights_only=True)
+    options = {**state["config"]["data"], "cache_dir": str(tmp_path / "cache")}
+    for key in ("edges", "perturbations"):
+        options[key] = str(tmp_path / options[key])
+    graph = SharedGraph(load(DataConfig(**options)).graph())
+    config = ModelConfig(**state["config"]["model"])
+    pairs = torch.ones(2, len(state["pair_features"]))
+    sizes = (graph.num_nodes, len(graph.relations))
+    model = full_model(config, *sizes, pairs=pairs).eval()
+    model.load_state_dict(state["model"])
+    batch = KnockoutDataset(tables_of([[4]], torch.zeros(1)), graph.degree)[0]
+    expected = state["mean"] + state["std"] * model(graph, batch)
+    assert numbers[7].item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_a_run_is_a_folder_or_a_checkpoint_file_and_keeps_its_options(trained, predict, tmp_path):
+    trained("optim.lr=0.05", "run.name=run", "model.layers=1", "checkpoint.keep_last=9")
+    write_table(tmp_path / "ask.tsv", ASK)
+    step = torch.load(tmp_path / BEST.format("run"), weights_only=True)["step"]
+    tables = []
+    for run in ("runs/run", BEST.format("run"), f"runs/run/checkpoints/step_{step:08d}.pt"):
+        result = predict(0, "ask.tsv", run, "data.batch_size=16").check()
+        assert "options   runs/run/checkpoints/" in result.stdout
+        assert ".pt, then the command line" in result.stdout
+        tables.append((tmp_path / "ask.predictions.tsv").read_text())
+    assert tables[0] == tables[1] == tables[2]
+
+
+# ---- From Python, and elsewhere ------------------------------------------------------------------
+def test_predictions_from_python_are_those_of_the_command(members, predict, tmp_path, monkeypatch):
+    """Of one run and of several, whatever the environment of a job says."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for runs in (members[:1], members):
+        predict(0, "all-pairs=0.3", *runs).check()
+        _, sets, expected = read_table(tmp_path / "all-pairs=0.3.predictions.tsv")
+        predictor = Predictor(*(tmp_path / run for run in runs), device="cpu")
+        found = predictor.predict(sets)
+        assert (len(sets), found.targets) == (435, ["score"])
+        assert found.mean.dtype == np.float64
+        columns = [found.mean] if len(runs) == 1 else [found.mean, found.sd]
+        assert (found.sd is None) == (len(runs) == 1)
+        np.testing.assert_allclose(np.hstack(columns), expected, rtol=1e-5, atol=1e-6)
+        again = predictor.predict(tuple(sets[:3]))
+        np.testing.assert_allclose(again.mean, found.mean[:3], rtol=1e-5, atol=1e-6)
+        assert predictor.predict([]).mean.shape == (0, 1)
+        assert predictor.predict(["", "Y01=1"]).mean.std() < 1e-6
+    assert not torch.distributed.is_initialized()
+
+
+def test_unknown_nodes_raise_or_give_nan(members, tmp_path):
+    predictor = Predictor(*(tmp_path / run for run in members))
+    sets = ["Y01", "y02,NOPE", "Y03"]
+    with pytest.raises(UserError, match=r"2 nodes are not in the graph: y02 \(Y02\?\), NOPE"):
+        predictor.predict(sets)
+    found = predictor.predict(sets, unknown="nan")
+    for values in (found.mean, found.sd):
+        assert np.isnan(values[:, 0]).tolist() == [False, True, False]
+    with pytest.raises(
+        UserError, match=r"sets\[1\]: the genes 'Y01=x' have 'Y01=x': no name, or no"
+    ):
+        predictor.predict(["Y01", "Y01=x"])
+    of_graph = Predictor(tmp_path / members[0])
+    for method in (predictor.predict, predictor.parts, of_graph.explain):
+        with pytest.raises(UserError, match="'Y01' is one text: give a list of them"):
+            method("Y01")
+        with pytest.raises(UserError, match="5 is no text such as 'A,B=0"):
+            method(["Y01", 5])
+    with pytest.raises(UserError, match="unknown='drop' is neither 'raise' nor 'nan'"):
+        predictor.predict(["Y01"], unknown="drop")
+    with pytest.raises(UserError, match="columns: dose has 1 cells for 2 sets"):
+        predictor.predict(["Y01", "Y02"], columns={"dose": ["1"]})
+    with pytest.raises(UserError, match="columns: genes are the sets themselves"):
+        predictor.predict(["Y01"], columns={"genes": ["Y02"]})
+    with pytest.raises(UserError, match="device='gpu': "):
+        Predictor(tmp_path / members[0], device="gpu")
+    with pytest.raises(UserError, match=r"best.pt is named twice: name each run once"):
+        Predictor(tmp_path / members[0], tmp_path / members[0] / "checkpoints/best.pt")
+    expected = predictor.predict(["Y01", "Y03"]).mean
+    for texts in (np.array(["Y01", "Y03"]), (text for text in ("Y01", "Y03"))):
+        np.testing.assert_array_equal(predictor.predict(texts).mean, expected)
+    with pytest.raises(UserError, match="no run is named"):
+        Predictor()
+
+
+def test_a_run_can_be_moved_and_needs_neither_tables_nor_cache(
+    members, predict, tmp_path, monkeypatch
+):
+    predict(0, "all-singles", *members).check()
+    output = tmp_path / "all-singles.predictions.tsv"
+    expected = output.read_text()
+    for name in ("edges.tsv", "scores.tsv"):
+        (tmp_path / name).unlink()
+    shutil.rmtree(tmp_path / ".cache")
+    shutil.copytree(tmp_path / "runs", tmp_path / "elsewhere/moved")
+    shutil.rmtree(tmp_path / "runs")
+    moved = [run.replace("runs", "elsewhere/moved") for run in members]
+    predict(0, "all-singles", *moved).check()
+    assert output.read_text() == expected
+    lone = tmp_path / "lone.pt"
+    shutil.copy(tmp_path / moved[0] / "checkpoints/best.pt", lone)
+    with pytest.raises(UserError, match=r"no graph.pt beside .*lone.pt: copy it from the run fold"):
+        Predictor(lone)
+    shutil.copy(tmp_path / moved[0] / "graph.pt", tmp_path)
+    singles = [f"Y{k:02d}" for k in range(30)]
+    one = Predictor(lone).predict(singles).mean
+    np.testing.assert_array_equal(one, Predictor(tmp_path / moved[0]).predict(singles).mean)
+    (tmp_path / "graph.pt").write_text("damaged")
+    with pytest.raises(UserError, match=r"graph.pt is not readable \("):
+        Predictor(lone)
+
+
+def test_a_graph_of_another_run_or_a_run_of_an_older_version_is_named(trained, tmp_path):
+    trained("run.name=a")
+    trained("run.name=b", "data.undirected=true")
+    shutil.copy(tmp_path / "runs/b/graph.pt", tmp_path / "runs/a/graph.pt")
+    with pytest.raises(UserError, match=r"graph.pt of .*best.pt is of another graph: copy that"):
+        Predictor(tmp_path / "runs/a")
+    best = tmp_path / "runs/b/checkpoints/best.pt"
+    state = torch.load(best, weights_only=True)
+    (tmp_path / "copy").mkdir()
+    of_copy = shutil.copy(best, tmp_path / "copy")
+    graph = torch.load(tmp_path / "runs/b/graph.pt", weights_only=True)
+    torch.save({**graph, "colour": torch.zeros(30)}, tmp_path / "copy/graph.pt")
+    with pytest.raises(UserError, match=r"best.pt is of another version of the template: predict"):
+        Predictor(of_copy)
+    with pytest.raises(UserError, match=r"nothere is .*: there is no such file or folder$"):
+        Predictor(tmp_path / "nothere")
+    for key in ("graph", "trained"):
+        torch.save({name: state[name] for name in state if name != key}, best)
+        with pytest.raises(UserError, match=r"best.pt is of another version of the template: pred"):
+            Predictor(tmp_path / "runs/b")
+
+
+def test_home_and_variables_stand_for_folders(trained, predict, tmp_path, monkeypatch):
+    trained("run.name=run")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RUNS", "~/runs")
+    write_table(tmp_path / "new.tsv", [("genes",), ("Y01",)])
+    predict(0, "~/new.tsv", "~/runs/run").check()
+    assert (tmp_path / "new.predictions.tsv").exists()
+    expected = Predictor(tmp_path / "runs/run").predict(["Y01"]).mean
+    assert Predictor("$RUNS/run").predict(["Y01"]).mean == expected
+    with pytest.raises(UserError, match=r"\$NONE/run: \$NONE is no environment variable or user's"):
+        Predictor("$NONE/run")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_graph_of_a_run_is_that_of_its_tables(tmp_path, weighted):
+    tables = synthetic_tables(PRESETS["small"])
+    if weighted:
+        tables.edge_weight = torch.rand(len(tables.edge_type), dtype=torch.float64)
+        tables.edge_attr = torch.rand(len(tables.edge_type), 2)
+        tables.features = torch.rand(len(tables.genes), 3)
+        tables.feature_names = ["f", "g", "h"]
+    torch.save(tables.graph_fields(), tmp_path / "graph.pt")
+    loaded = Tables.of_graph(torch.load(tmp_path / "graph.pt", weights_only=True))
+    assert loaded.fingerprint(OF_GRAPH) == tables.fingerprint(OF_GRAPH)
+    assert len(loaded.y) == 0 and loaded.y.size(1) == 1
+    changed = replace(tables, y=tables.y + 1)
+    assert changed.fingerprint(OF_GRAPH) == tables.fingerprint(OF_GRAPH)
+    assert changed.fingerprint() != tables.fingerprint()
+
+
+def test_an_option_that_changes_no_prediction_is_refused(trained, predict, tmp_path):
+    trained("run.name=run")
+    for option in ("data.edges=new.tsv", "optim.loss=binary", "run.seed=1", "model.layers=2"):
+        result = predict(0, "all-singles", "runs/run", option)
+        assert result.returncode == 2
+        assert result.stderr.startswith(f"error: {option} is for training: a prediction takes data")
+
+
+def test_a_model_is_resumed_and_asked_with_its_own_loss_only(train, predict, tmp_path):
+    write_binary_scores(tmp_path)
+    train(0, "optim.loss=binary").check()
+    for result, message in ((train(0), "was trained with optim.loss=binary, not squared: "),):
+        assert result.returncode == 2
+        assert message in result.stderr
+
+
+# ---- Screens -------------------------------------------------------------------------------------
+@pytest.fixture
+def odd_names(train, tmp_path):
+    """A run, "runs/run", of a graph with nodes whose names look like others at a level."""
+    others = {"Y01": "Y00=0.3", "Y02": "Y00=0.3=0.3", "Y03": "Y04=0"}
+    for name in ("edges.tsv", "scores.tsv"):
+        text = (tmp_path / name).read_text()
+        for before, after in others.items():
+            text = text.replace(before, after)
+        (tmp_path / name).write_text(text)
+    train(0, "run.name=run", "optim.lr=0.05").check()
+
+
+@pytest.mark.parametrize(
+    ("screen", "expected"),
+    [
+        (
+            "all-singles",
+            {"Y00": "Y00=0", "Y00=0.3=0": "Y00=0.3", "Y04": "Y04=-0", "Y04=0=0": "Y04=0"},
+        ),
+        (
+            "all-singles=0.3",
+            {"Y00=00.3": "Y00=3e-1", "Y00=0.3=00.3": "Y00=0.3=.3", "Y04=0.3": "Y04=0.30"},
+        ),
+        (
+            "all-pairs=0.3",
+            {
+                "Y00=00.3,Y00=0.3=00.3": "Y00=3e-1,Y00=0.3=.3",
+                "Y04=0=0.3,Y10=0.3": "Y10=.3,Y04=0=.3",
+            },
+        ),
+        ("all-pairs", {"Y00,Y00=0.3=0": "Y00=0.3=0e0,Y00", "Y00,Y04": "Y04,Y00"}),
+    ],
+)
+def test_a_screen_means_levels_of_nodes_whatever_other_nodes_are_called(
+    predict, odd_names, tmp_path, screen, expected
+):
+    """Each row is read again as what was predicted."""
+    predict(0, screen, "runs/run").check()
+    output = tmp_path / f"{screen}.predictions.tsv"
+    _, sets, numbers = read_table(output)
+    assert len(set(sets)) == len(sets) == (435 if "pairs" in screen else 30)
+    assert len(numbers.unique()) > 0.95 * len(numbers)
+    output.rename(tmp_path / "again.tsv")
+    predict(0, "again.tsv", "runs/run").check()
+    _, sets_again, again = read_table(tmp_path / "again.predictions.tsv")
+    assert sets_again == sets
+    torch.testing.assert_close(again, numbers, rtol=1e-6, atol=1e-6)
+    # The same sets, written otherwise.
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in expected.values()]])
+    predict(0, "ask.tsv", "runs/run").check()
+    _, _, asked = read_table(tmp_path / "ask.predictions.tsv")
+    rows = [sets.index(genes) for genes in expected]
+    torch.testing.assert_close(numbers[rows], asked, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["0.1", "1e-5", "0.333333333333333", "10000", "1"])
+def test_a_level_of_a_screen_is_written_in_all_its_digits(predict, trained, tmp_path, level):
+    trained("run.name=run")
+    predict(0, f"all-singles={level}", "runs/run").check()
+    _, sets, numbers = read_table(tmp_path / f"all-singles={level}.predictions.tsv")
+    assert [float(name.partition("=")[2]) for name in sets] == [float(level)] * 30
+    assert (len(numbers.unique()) == 1) is (level == "1")  # nodes at level 1 are intact
+
+
+@pytest.mark.parametrize("screen", ["all-pairs=", "all-singles=-0.1", "all-singles=high"])
+def test_a_screen_at_no_level_is_refused(predict, trained, screen):
+    trained("run.name=run")
+    result = predict(0, screen, "runs/run")
+    assert result.returncode == 2
+    assert result.stderr == f"error: {screen} has no level from 0 to 10,000\n"
+
+
+# ---- Long predictions ----------------------------------------------------------------------------
+@pytest.mark.parametrize("more", [(), pytest.param(("--explain", "3"), marks=pytest.mark.slow)])
+def test_a_killed_prediction_goes_on_after_its_last_whole_row(trained, predict, tmp_path, more):
+    """With another number of processes, too, and to the same file."""
+    trained("run.name=run", "optim.lr=0.05")
+    command = ["all-pairs", str(newest_checkpoint(tmp_path / "runs/run")), *more]
+    predict(0, *command).check()
+    kind = "explained" if more else "predictions"
+    output = tmp_path / f"all-pairs.{kind}.tsv"
+    expected = output.read_text()
+    output.unlink()
+    faults = "predict_at_once:50 die_after_appends:7"
+    assert predict(0, *command, fault=faults).returncode == -9
+    assert not output.exists()
+    (partial,) = tmp_path.glob("*.partial")
+    *written, cut_off = partial.read_text().splitlines()
+    assert cut_off == "Y01,Y0"
+    num_done = 350
+    if more:  # a part of a row's lines
+        *written, _, last = written[:-1]
+        partial.write_text("\n".join([*written, last[:5]]))
+        num_done = 349
+    smaller = "data.batch_size=16"  # such as after a lack of memory
+    nproc = 0 if more else 2
+    result = predict(nproc, *command, smaller, fault="predict_at_once:50").check()
+    assert f"all-pairs.{kind}.tsv goes on after {num_done} of 435 rows" in result.stdout
+    assert "435 predictions written" in result.stdout
+    assert output.read_text().splitlines()[: len(written)] == written
+    assert_same_numbers(output.read_text(), expected)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def assert_same_numbers(text: str, expected: str) -> None:
+    """Compares tables whose numbers may be rounded otherwise."""
+    lines = text.splitlines()
+    expected_lines = expected.splitlines()
+    assert len(lines) == len(expected_lines)
+    for line, expected_line in zip(lines, expected_lines, strict=True):
+        for cell, other in zip(line.split("\t"), expected_line.split("\t"), strict=True):
+            if cell != other:
+                assert float(cell) == pytest.approx(float(other), rel=1e-4, abs=1e-6)
+
+
+def test_what_mends_a_killed_prediction_goes_on_with_it(trained, tmp_path, monkeypatch):
+    """Options that change no prediction but for rounding, and other processes or devices."""
+    trained("run.name=run")
+    monkeypatch.chdir(tmp_path)
+    command = ["all-pairs", "runs/run"]
+    key = read_settings(command).key()
+    for option in (
+        *("data.batch_size=7", "model.message_passing=shared", "ddp.timeout_s=9"),
+        *("ddp.startup_timeout_s=9", "--device=cuda:1"),
+    ):
+        assert read_settings([*command, option]).key() == key
+    for options in (["--parts"], ["--explain=2"]):
+        assert read_settings([*command, *options]).key() != key
+
+
+def test_another_command_says_which_file_is_in_the_way(members, predict, tmp_path):
+    sets = [f"Y{k:02d}" for k in range(30)]
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets]])
+    faults = "predict_at_once:10 die_after_appends:2"
+    assert predict(0, "ask.tsv", members[0], fault=faults).returncode == -9
+    (partial,) = tmp_path.glob("*.partial")
+    written = partial.read_text()
+    message = (
+        f"error: {partial.name} was begun with another table, other runs or options: repeat that "
+        "command, or remove the file\n"
+    )
+    for command in ([members[1]], [members[0], "--parts"], [members[0], members[1]]):
+        result = predict(0, "ask.tsv", *command)
+        assert (result.returncode, result.stderr) == (2, message)
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets[:-1]]])
+    assert predict(0, "ask.tsv", members[0]).stderr == message
+    assert partial.read_text() == written
+    partial.unlink()
+    predict(0, "ask.tsv", members[1]).check()
+
+
+def test_two_processes_do_not_write_one_table(tmp_path):
+    path = tmp_path / "a[1].tsv"
+
+    def begin(key: str) -> GrowingTable:
+        return GrowingTable(path, "genes\n", key, 1, Distributed(DDPConfig()))
+
+    first = begin("key")
+    for key in ("key", "another"):
+        with pytest.raises(UserError, match=r"another process is writing .*tsv: wait for it"):
+            begin(key)
+        (tmp_path / f"{path.name}.another.partial").unlink(missing_ok=True)
+    first.append(["x\n"], 1)
+    first.finish()
+    second = begin("key")  # before the first one is closed
+    first.close()
+    assert path.read_text() == "genes\nx\n"
+    second.append(["y\n"], 1)
+    second.finish()
+    second.close()
+    assert path.read_text() == "genes\ny\n"
+    begin("key").close()
+    assert list(tmp_path.iterdir()) == [path]
+    first = begin("key")  # without rows
+    first.finish()
+    second = begin("key")
+    first.close()  # it is not this one's file that it removes
+    second.append(["z\n"], 1)
+    second.finish()
+    second.close()
+    assert path.read_text() == "genes\nz\n"
+
+
+def test_a_table_that_is_finished_meanwhile_is_neither_made_anew_nor_written(tmp_path, monkeypatch):
+    path = tmp_path / "a.tsv"
+    key = "key"
+    glob = Path.glob
+
+    def find_one_more(folder: Path, pattern: str) -> list[Path]:
+        return [*glob(folder, pattern), tmp_path / "a.tsv.finished.partial"]
+
+    monkeypatch.setattr(Path, "glob", find_one_more)
+    lock = GrowingTable._lock
+
+    def finish_first(table: GrowingTable, partial: Path, mode: str) -> BinaryIO:
+        """Another process moves its file, and closes it, before this one has locked it."""
+        if mode == "a+b" and not path.exists():
+            partial.write_text("genes\nx\n")
+            file = lock(table, partial, mode)
+            partial.rename(path)
+            return file
+        return lock(table, partial, mode)
+
+    monkeypatch.setattr(GrowingTable, "_lock", finish_first)
+    table = GrowingTable(path, "genes\n", key, 1, Distributed(DDPConfig()))
+    assert table.num_rows == 0
+    assert table.partial.exists()
+    table.close()
+    assert path.read_text() == "genes\nx\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_pieces_and_a_resumed_prediction_are_computed_in_the_same_batches(
+    trained, predict, tmp_path, monkeypatch
+):
+    """As the last bits of a prediction depend on its batch."""
+    trained("run.name=run", "optim.lr=0.05")
+    sets = [f"Y{k:02d},Y{(7 * k) % 30:02d}" for k in range(1, 30)]
+    sets[5] = sets[11] = "NOPE"
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets]])
+    batches = []
+    get_batch = KnockoutDataset.__getitems__
+
+    def record(dataset: KnockoutDataset, rows: list[int]) -> Data:
+        batch = get_batch(dataset, rows)
+        batches.append((batch.perturbed.tolist(), batch.perturbed_ptr.tolist()))
+        return batch
+
+    monkeypatch.setattr(KnockoutDataset, "__getitems__", record)
+    for table in ("ask.tsv", "all-pairs"):
+        name = table.removesuffix(".tsv")
+        command = [table, "runs/run", "data.batch_size=4"]
+        batches.clear()
+        predict(0, *command, fault="predict_at_once:10").check()
+        of_all = {str(batch) for batch in batches}
+        output = tmp_path / f"{name}.predictions.tsv"
+        expected = output.read_text()
+        batches.clear()
+        text = expected.splitlines(keepends=True)[0]
+        for rows in ("0:7", "7:20", "20:28", "28:1000"):
+            predict(0, *command, f"--rows={rows}", fault="predict_at_once:10").check()
+            piece = tmp_path / f"{name}.{rows.replace(':', '-')}.predictions.tsv"
+            text += "".join(piece.read_text().splitlines(keepends=True)[1:])
+        assert text == expected
+        # Resumed in the middle of a chunk.
+        monkeypatch.chdir(tmp_path)
+        partial = tmp_path / f"{output.name}.{read_settings(command).key()}.partial"
+        partial.write_text("".join(expected.splitlines(keepends=True)[:18]))
+        predict(0, *command, fault="predict_at_once:10").check()
+        assert output.read_text() == expected
+        assert {str(batch) for batch in batches} <= of_all
+
+
+@pytest.mark.slow
+def test_some_rows_of_a_table_or_screen_are_those_of_all(trained, predict, tmp_path):
+    trained("run.name=run")
+    sets = [f"Y{k:02d},Y{(7 * k) % 30:02d}" for k in range(20)]
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets]])
+    for nproc, fault, table, name, ranges in (
+        (2, "predict_at_once:5", "ask.tsv", "ask", ("0:7", "7:19", "19:1000")),
+        (0, "", "all-pairs=0.3", "all-pairs=0.3", (":100", "100:101", "101:")),
+    ):
+        predict(0, table, "runs/run").check()
+        header, *expected = (tmp_path / f"{name}.predictions.tsv").read_text().splitlines()
+        lines = []
+        for rows in ranges:
+            predict(nproc, table, "runs/run", f"--rows={rows}", fault=fault).check()
+            first, _, last = rows.partition(":")
+            output = tmp_path / f"{name}.{first or 0}-{last}.predictions.tsv"
+            of_range = output.read_text().splitlines()
+            assert of_range[0] == header
+            lines += of_range[1:]
+        assert_same_numbers("\n".join(lines), "\n".join(expected))
+
+
+@pytest.mark.parametrize(
+    ("nproc", "option", "message"),
+    [
+        (2, "--rows=30:40", "all-singles has no row 30: its rows are counted from 0"),
+        (0, "--rows=5", "--rows=5 is not A:B, such as 0:1000000"),
+        (0, "--rows=5:5", "--rows=5:5 has no row: its end is not above its start"),
+        (0, "--rows=-3:5", "--rows=-3:5 is not A:B, such as 0:1000000"),
+        (0, "--device=gpu", "--device=gpu is neither cpu nor such as cuda:0 or cuda:0,1"),
+        (0, "ddp.device_ids=[0]", "ddp.device_ids=[0] is for training: set --device"),
+    ],
+)
+def test_wrong_rows_and_devices_are_one_sentence(trained, predict, nproc, option, message):
+    trained("run.name=run")
+    result = predict(nproc, "all-singles", "runs/run", option)
+    assert (result.returncode, result.stderr) == (2, f"error: {message}\n")
+
+
+def test_the_first_samples_choose_how_messages_are_passed(members, tmp_path, monkeypatch):
+    """For all calls, so that a set has the same prediction in each."""
+    predictor = Predictor(*(tmp_path / run for run in members), device="cpu")
+    planned = []
+
+    def plan(samples: Tables, *arguments: object) -> tuple:
+        planned.append(len(samples.y))
+        return make_dataset(samples, *arguments)
+
+    monkeypatch.setattr(predict_ensemble, "make_dataset", plan)
+    for sets in ([], ["Y01", "Y02"], ["Y03"]):
+        predictor.predict(sets)
+    assert planned == [2] * len(members)
+
+
+def test_one_predictor_serves_several_threads(members, tmp_path):
+    predictor = Predictor(tmp_path / members[0], device="cpu")
+    sets = [f"Y{k:02d},Y{(7 * k) % 30:02d}" for k in range(30)]
+    expected = predictor.predict(sets).mean
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: predictor.predict(sets).mean, range(40)):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_cells_of_further_columns_may_be_numbers(members, tmp_path, monkeypatch):
+    predictor = Predictor(tmp_path / members[0])
+    read = []
+
+    def chunk_of(rows: Rows, tables: Tables) -> Chunk:
+        read.append(rows.numbers("dose").tolist())
+        return predict_sets.chunk_of(rows, tables)
+
+    monkeypatch.setattr("predictor.chunk_of", chunk_of)
+    for doses in ([25.0, math.nan], np.array([25.0, np.nan]), ("25", None)):
+        predictor.predict(["Y01", "Y02"], columns={"dose": doses})
+        assert read[-1][0] == 25.0 and math.isnan(read[-1][1])
+
+
+def test_a_field_of_rows_that_is_not_read_is_missing_and_not_that_of_other_rows():
+    @dataclass
+    class Warmed(Tables):
+        temperature: torch.Tensor | None = None  # float64 [n]
+
+    small = synthetic_tables(PRESETS["small"])
+    tables = Warmed(**vars(small), temperature=torch.arange(len(small.y)))
+    of_run = Warmed.of_graph(tables.graph_fields())
+    rows = Rows("new.tsv", [2], {"genes": [small.genes[0]]})
+    assert predict_sets.chunk_of(rows, of_run).samples.temperature is None
+    assert tables.fingerprint(OF_GRAPH) == small.fingerprint(OF_GRAPH)
+
+
+def test_a_pipe_is_refused_as_it_cannot_be_read_twice(trained, predict, tmp_path):
+    trained("run.name=run")
+    result = predict(0, "/dev/zero", "runs/run")
+    message = "error: /dev/zero is a device, which cannot be read twice: write it to a file\n"
+    assert (result.returncode, result.stderr) == (2, message)
+    os.mkfifo(tmp_path / "pipe")
+    result = predict(0, "pipe", "runs/run")
+    message = "error: pipe is a pipe, which cannot be read twice: write it to a file\n"
+    assert (result.returncode, result.stderr) == (2, message)
+
+
+def test_scores_that_are_named_like_figures_of_others_are_refused(train, predict, tmp_path):
+    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    write_table(tmp_path / "two.tsv", [("genes", "a", "a_local"), *((g, y, y) for g, y in rows)])
+    train(0, "data.perturbations=two.tsv", "run.name=run").check()
+    predict(0, "all-singles", "runs/run").check()
+    result = predict(0, "all-singles", "runs/run", "--parts")
+    message = "error: two columns would be a_local: predict from Python, by `Predictor`\n"
+    assert (result.returncode, result.stderr) == (2, message)
+
+
+def test_columns_that_are_not_written_are_not_checked(train, predict, tmp_path):
+    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    write_table(tmp_path / "two.tsv", [("genes", "a", "a_sd"), *((g, y, y) for g, y in rows)])
+    for seed in ("1", "2"):
+        train(0, "data.perturbations=two.tsv", f"run.name={seed}", f"run.seed={seed}").check()
+    write_table(tmp_path / "ask.tsv", ASK)
+    assert "two columns would be a_sd" in predict(0, "ask.tsv", "runs/1", "runs/2").stderr
+    predict(0, "ask.tsv", "runs/1", "runs/2", "--explain=2").check()
+
+
+def test_a_device_is_that_of_the_machine_that_predicts(trained, predict):
+    """Whatever the training had."""
+    trained("run.name=run")
+    predict(0, "all-singles", "runs/run", "--device=cpu", "--rows=:99999999999999999999").check()
+    result = predict(0, "all-singles", "runs/run", "--device=cuda:3")
+    assert result.returncode == 2
+    assert "but 0 GPUs, ddp.device_ids=[3]: set --nproc_per_node" in result.stderr
+
+
+def test_the_cpu_is_refused_where_a_gpu_was_used(monkeypatch):
+    """As in a notebook: torch no longer reads CUDA_VISIBLE_DEVICES."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    with pytest.raises(UserError, match=r"^--device=cpu comes too late"):
+        choose_gpus("cpu")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_a_line_that_is_wrong_is_found_before_the_first_prediction(trained, predict, tmp_path):
+    trained("run.name=run")
+    rows = [(f"Y{k:02d}",) for k in range(20)]
+    write_table(tmp_path / "ask.tsv", [("genes",), *rows, ("Y01=x",)])
+    result = predict(2, "ask.tsv", "runs/run", fault="predict_at_once:5 die_after_appends:0")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ask.tsv:22: ")
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_run_that_has_not_finished_is_named(trained, predict, tmp_path):
+    trained("run.name=run")
+    status = tmp_path / "runs/run/status.json"
+    for state in ("running", "failed", "stopped"):
+        status.write_text(json.dumps({"state": state}))
+        result = predict(0, "all-singles", "runs/run").check()
+        assert f"note      runs/run is {state}: its best model so far predicts" in result.stdout
+    (tmp_path / "runs/run/checkpoints/best.pt").unlink()
+    result = predict(0, "all-singles", "runs/run")
+    assert result.returncode == 2
+    assert "best.pt is not a readable checkpoint (FileNotFoundError)" in result.stderr
+
+
+# ---- Empty lines ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("header", ["genes", "genes\tscore", "nodes\tscore\tsplit"])
+def test_an_empty_line_is_a_row_without_knock_outs(trained, predict, tmp_path, header, end):
+    """Wherever it stands, and however many columns there are."""
+    trained("run.name=run")
+    more = "\tNA" * header.count("\t")
+    lines = [header, "", f"Y01{more}", "", "", f"Y02{more}", more, "", ""]
+    (tmp_path / "ask.tsv").write_bytes(end.join([*lines, ""]).encode())
+    result = predict(0, "ask.tsv", "runs/run").check()
+    assert "8 predictions written" in result.stdout
+    _, sets, numbers = read_table(tmp_path / "ask.predictions.tsv")
+    assert sets == ["", "Y01", "", "", "Y02", "", "", ""]
+    write_table(tmp_path / "named.tsv", [("genes",), ("Y01",), ("Y02",), ("Y01=1",)])
+    predict(0, "named.tsv", "runs/run").check()
+    _, _, (first, second, intact) = read_table(tmp_path / "named.predictions.tsv")
+    expected = torch.stack([intact, first, intact, intact, second, intact, intact, intact])
+    torch.testing.assert_close(numbers, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_empty_lines_alone_are_rows_and_the_end_of_the_last_line_is_none(
+    trained, predict, tmp_path
+):
+    trained("run.name=run")
+    for nproc, text, num_rows in ((2, "\n\n\n", 3), (0, "\nY01\t2", 2), (0, "\nY01\t2\n", 2)):
+        (tmp_path / "ask.tsv").write_text(f"genes\tscore\n{text}")
+        predict(nproc, "ask.tsv", "runs/run").check()
+        _, sets, numbers = read_table(tmp_path / "ask.predictions.tsv")
+        assert len(sets) == num_rows
+        assert not numbers.isnan().any()
+
+
+def test_a_line_of_blanks_that_lacks_cells_is_refused(trained, predict, tmp_path):
+    trained("run.name=run")
+    (tmp_path / "ask.tsv").write_text("genes\tscore\nY01\t1\n  \n")
+    result = predict(0, "ask.tsv", "runs/run")
+    assert result.returncode == 2
+    assert result.stderr == "error: ask.tsv:3: 1 fields where the header has 2\n"
+
+
+# ---- What is refused -----------------------------------------------------------------------------
+def test_a_checkpoint_with_an_option_that_the_code_lacks_is_named(trained, predict, tmp_path):
+    trained("run.name=old")
+    best = tmp_path / BEST.format("old")
+    state = torch.load(best, weights_only=True)
+    state["config"]["optim"]["momentum"] = 0.9
+    torch.save(state, best)
+    write_table(tmp_path / "ask.tsv", ASK)
+    result = predict(0, "ask.tsv", "runs/old")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: runs/old/checkpoints/best.pt was made with the option optim.momentum, which is "
+        "unknown here: use the version of the code that made it, or train again\n"
+    )
+    state["free_options"].append("optim.momentum")  # it was one that changes no model
+    torch.save(state, best)
+    predict(0, "ask.tsv", "runs/old").check()
+
+
+@pytest.mark.parametrize(
+    ("nproc", "arguments", "message"),
+    [
+        (2, ["ask.tsv", "model.layers=1"], "no run is named: python predict.py TABLE RUN..."),
+        (0, ["ask.tsv", "runs/none"], "runs/none is not a readable checkpoint (FileNotFoundError)"),
+        (2, ["none.tsv", "runs/run"], "none.tsv"),
+        (
+            0,
+            ["ask.tsv", "runs/run", "data.batchsize=1"],
+            "data.batchsize=1 is for training: a pred",
+        ),
+        (0, ["ask.tsv", "runs/run", "--part"], "unrecognized arguments: --part"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(trained, predict, tmp_path, nproc, arguments, message):
+    trained("run.name=run")
+    write_table(tmp_path / "ask.tsv", ASK)
+    result = predict(nproc, *arguments)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+    assert not list(tmp_path.glob("*.predictions.tsv*"))
+
+
+def test_ranks_with_other_models_or_tables_are_refused(members, predict, tmp_path):
+    """As of a run in progress, whose best.pt is replaced while the ranks start."""
+    shutil.copy(tmp_path / "ask.tsv", tmp_path / "ask0.tsv")
+    write_table(tmp_path / "ask1.tsv", ASK[:-1])
+    for name, seed in (("s0", "a"), ("s1", "b")):
+        shutil.copytree(tmp_path / "runs" / seed, tmp_path / "runs" / name)
+    for arguments, name in (
+        (["ask.tsv", "runs/s$LOCAL_RANK"], "RUN"),
+        (["ask$LOCAL_RANK.tsv", "runs/a"], "TABLE"),
+    ):
+        result = predict(2, *arguments)
+        assert result.returncode == 2
+        assert result.stderr.startswith(f"error: {name} (hash) differs between ranks: ")
+        assert result.stderr.count("\n") == 1
+
+
+def test_predictions_that_cannot_be_written_are_one_sentence(trained, predict, tmp_path):
+    trained("run.name=run")
+    result = predict(2, "all-pairs", "runs/run", fault="fill_disk_in_prediction")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: cannot write all-pairs.predictions.tsv: File too large; "
+        "fix that or change the working folder, and start again\n"
+    )
+    assert not (tmp_path / "all-pairs.predictions.tsv").exists()
+    result = predict(0, "all-pairs", "runs/run").check()
+    assert "all-pairs.predictions.tsv goes on after" in result.stdout
+    assert not list(tmp_path.glob("all-pairs.predictions.tsv.*"))
+
+
+# ---- Several runs --------------------------------------------------------------------------------
+@pytest.fixture
+def members(trained, tmp_path):
+    """Three runs, of which one has another kind of model."""
+    options = {
+        "a": ["run.seed=1"],
+        "b": ["run.seed=2"],
+        "c": ["model.layers=1", "model.readout=local"],
+    }
+    for name, arguments in options.items():
+        trained(*arguments, "optim.lr=0.05", f"run.name={name}")
+    write_table(tmp_path / "ask.tsv", ASK)
+    return [f"runs/{name}" for name in options]
+
+
+def test_an_ensemble_predicts_the_mean_and_says_how_far_its_members_are_apart(
+    predict, members, tmp_path
+):
+    output = tmp_path / "ask.predictions.tsv"
+    of_members = []
+    for run in members:
+        predict(0, "ask.tsv", run).check()
+        header, _, numbers = read_table(output)
+        assert header == ["genes", "prediction"]
+        of_members.append(numbers)
+    of_members = torch.cat(of_members, dim=1)
+    expected = torch.stack([of_members.mean(1), of_members.std(1)], dim=1)
+    assert expected[0, 1] > 0.01
+    assert expected[1].isnan().all()
+    for nproc in (0, 2):
+        output.unlink()
+        arguments = [members[0], "data.batch_size=8", *members[1:]]
+        predict(nproc, "ask.tsv", *arguments).check()
+        header, _, numbers = read_table(output)
+        assert header == ["genes", "prediction", "sd"]
+        torch.testing.assert_close(numbers, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("route", ["reach", "shared", "expanded"])
+def test_members_may_differ_in_precision(trained, predict, tmp_path, route):
+    """All of them predict in the widest."""
+    for precision in ("fp64", "fp32"):
+        trained(f"optim.precision={precision}", f"run.name={precision}", "optim.lr=0.05")
+    write_table(tmp_path / "ask.tsv", [("genes",), ("Y01,Y02",), ("Y03=0.3",), ("",)])
+    option = f"model.message_passing={route}"
+    output = tmp_path / "ask.predictions.tsv"
+    numbers = []
+    for runs in (["runs/fp64"], ["runs/fp32"], ["runs/fp32", "runs/fp64"]):
+        predict(0, "ask.tsv", *runs, option).check()
+        numbers.append(read_table(output)[2])
+    wide, narrow, both = numbers
+    torch.testing.assert_close(both[:, :1], (wide + narrow) / 2, rtol=1e-4, atol=1e-5)
+    for runs in (["runs/fp32", "runs/fp64"], ["runs/fp64", "runs/fp32"]):
+        predict(0, "ask.tsv", *runs, option, "--parts").check()
+        predict(0, "ask.tsv", *runs, option, "--explain=3").check()
+
+
+def test_an_ensemble_is_asked_for_no_sets_or_for_unknown_nodes_alone(members, tmp_path):
+    predictor = Predictor(*(tmp_path / run for run in members[:2]), device="cpu")
+    assert predictor.predict([]).sd.shape == (0, 1)
+    assert np.isnan(predictor.predict(["NOPE"], unknown="nan").sd).all()
+    assert len(predictor.parts([])["local"]) == 0
+
+
+def test_each_score_has_a_standard_deviation(train, predict, tmp_path):
+    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    two = [("genes", "a", "b"), *((genes, y, -float(y)) for genes, y in rows)]
+    write_table(tmp_path / "two.tsv", two)
+    for name in ("0", "1"):
+        train(0, "data.perturbations=two.tsv", f"run.name={name}", f"run.seed={name}").check()
+    write_table(tmp_path / "ask.tsv", ASK)
+    # best.pt may be the start, which does not depend on the seed.
+    last = [str(newest_checkpoint(tmp_path / "runs" / name)) for name in ("0", "1")]
+    predict(0, "ask.tsv", *last).check()
+    header, _, numbers = read_table(tmp_path / "ask.predictions.tsv")
+    assert header == ["genes", "a", "a_sd", "b", "b_sd"]
+    assert numbers.shape == (4, 4)
+    a, a_sd, b, b_sd = numbers[0].tolist()
+    assert a * b < 0 < a_sd * b_sd
+
+
+def test_members_may_have_other_splits_and_other_rows(trained, train, predict, members, tmp_path):
+    trained("data.split_seed=1", "run.name=split", "optim.lr=0.05")
+    lines = (tmp_path / "scores.tsv").read_text().splitlines()
+    (tmp_path / "few.tsv").write_text("\n".join([lines[0], *lines[90:]]))
+    options = ["data.perturbations=few.tsv", "run.name=few", "optim.lr=0.05"]
+    train(0, *options).check()
+    predict(0, "all-singles", members[0], "runs/split").check()
+    _, _, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
+    found = [
+        Predictor(tmp_path / run).predict([f"Y{k:02d}" for k in range(30)]).mean[:, 0]
+        for run in (members[0], "runs/split")
+    ]
+    np.testing.assert_allclose(numbers[:, 0], np.mean(found, axis=0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_members_of_another_graph_other_scores_or_loss_are_named(
+    trained, train, predict, members, tmp_path
+):
+    trained("data.undirected=true", "run.name=other")
+    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    two = [("genes", "score", "b"), *((genes, y, y) for genes, y in rows)]
+    write_table(tmp_path / "two.tsv", two)
+    train(0, "data.perturbations=two.tsv", "run.name=two").check()
+    lines = (tmp_path / "scores.tsv").read_text().splitlines()[1:]
+    labels = [(line.split("\t")[0], row % 2) for row, line in enumerate(lines)]
+    write_table(tmp_path / "labels.tsv", [("genes", "score"), *labels])
+    options = ["data.perturbations=labels.tsv", "data.cache_dir=labels"]
+    train(0, *options, "run.name=squared").check()
+    train(0, *options, "run.name=binary", "optim.loss=binary").check()
+    for first, second, message in (
+        (
+            members[0],
+            BEST.format("other"),
+            f"was trained on another graph than {BEST.format('a')}",
+        ),
+        (members[0], BEST.format("two"), f"has other scores than {BEST.format('a')}"),
+        (
+            BEST.format("squared"),
+            BEST.format("binary"),
+            f"was trained with optim.loss=binary, {BEST.format('squared')} with squared",
+        ),
+        (
+            members[0],
+            "runs/none.pt",
+            "runs/none.pt is not a readable checkpoint (FileNotFoundError)",
+        ),
+    ):
+        result = predict(0, "ask.tsv", first, second)
+        assert result.returncode == 2
+        assert message in result.stderr
+        assert second in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert not (tmp_path / "ask.predictions.tsv").exists()
+
+
+@pytest.mark.slow
+def test_a_screen_is_measured_on_tables_in_the_working_folder(
+    tables, command, tmp_path, monkeypatch
+):
+    def run(script: str, arguments: list[str], folder: Path) -> float:
+        process = fork(tmp_path, "run", [str(ROOT / script), *arguments], {}, cwd=str(folder))
+        assert join([process]) == [0]
+        return 1.0
+
+    monkeypatch.setattr(screen, "run", run)
+    options = ["--config", DEFAULTS, *tables, *SMALL]
+    monkeypatch.setattr("sys.argv", ["screen", "--members=2", "--json=screen.json", *options])
+    monkeypatch.chdir(tmp_path)
+    screen.main()
+    (rows,) = json.loads((tmp_path / "screen.json").read_text())["tables"].values()
+    assert [(row["models"], row["pairs"]) for row in rows] == [(1, 435), (2, 435)]
+    assert not (tmp_path / "runs").exists()

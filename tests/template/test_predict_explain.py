@@ -1,0 +1,689 @@
+"""Parts of predictions, and the nodes and pairs that they hang on."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import parts
+from data_tables import Tables, pack
+from errors import UserError
+from mask import SharedGraph
+from model import PARTS, KnockoutGNN
+from model_pairs import PairTerm, pair_index, pair_names
+from predict import Predictor
+from predict_explain import (
+    Explanation,
+    LargestChanges,
+    ShortestWays,
+    changes_of_samples,
+    contributions,
+    knockout_term,
+    largest_changes,
+    name_contributions,
+)
+from predict_pairs import LargestPairs, has_pairs, largest_pairs, name_pairs
+from tests.template.fixtures import write_table
+from tests.template.test_model import NUM_NODES, make_batch, make_model, shared  # noqa: F401
+from tests.template.test_predict import BEST, members, read_table  # noqa: F401
+from tests.template.test_task import write_binary_scores
+from tests.tools.runs import newest_checkpoint
+
+SETS = [{0: 0.0, 3: 0.0}, {}, {5: 0.3}, {8: 0.0, 1: 3.0}, {2: 0.0, 0: 0.0, 7: 0.5, 11: 0.0}]
+
+
+def knockout_part(model: KnockoutGNN, shared: SharedGraph, sets: list) -> torch.Tensor:  # noqa: F811
+    """Returns what the change of the states adds to predictions, [B, T]."""
+    with torch.no_grad():
+        return model.eval().parts(shared, make_batch(shared, sets))["knockout"]
+
+
+def make_pair_term(shared: SharedGraph, model: KnockoutGNN) -> PairTerm:  # noqa: F811
+    """Returns a term of pairs whose weights are not 0, for a model of `make_model`."""
+    num_features = len(pair_names(shared))
+    units = torch.tensor([[0.1], [0.5]]).expand(2, num_features)  # mean and scale of each
+    term = PairTerm(units, hidden=8, num_outputs=1, read=model.terms["local"].read)
+    torch.nn.init.normal_(term.linear.weight, std=0.3)
+    return term
+
+
+def last_checkpoint(run: Path) -> str:
+    """Returns the checkpoint after the last step; best.pt may be where training started."""
+    return str(newest_checkpoint(run))
+
+
+# ---- The model -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
+def test_parts_are_those_of_the_readouts_and_add_up_to_the_prediction(shared, readout):  # noqa: F811
+    model = make_model(readout=readout).eval()
+    batch = make_batch(shared, SETS)
+    if readout in ("local", "both"):
+        knockout = model.terms.pop("knockout") if readout == "both" else None
+        model.terms["pairs"] = make_pair_term(shared, model)
+        if knockout is not None:
+            model.terms["knockout"] = knockout
+    parts = model.parts(shared, batch)
+    names = {
+        "both": PARTS,
+        "local": ("without_graph", "local", "pairs"),
+        "global": ("knockout",),
+        "nodes": ("without_graph", "knockout"),
+    }
+    assert tuple(parts) == names[readout]
+    assert all(values.std() > 0 for values in parts.values())
+    torch.testing.assert_close(sum(parts.values()), model(shared, batch), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1, 30, 1000])
+@pytest.mark.parametrize("route", ["shared", "expanded"])
+def test_contributions_add_up_to_the_knockout_pass(shared, route, scale):  # noqa: F811
+    """Less what it gives for no change, to 1 % and better, however far asinh is bent."""
+    model = make_model(message_passing=route)
+    model.terms["knockout"].scale *= scale
+    batch = make_batch(shared, SETS)
+    total = knockout_part(model, shared, SETS) - knockout_part(model, shared, [{}])
+    assert (total.abs() > 1e-4).sum() == len(SETS) - 1
+    with torch.no_grad():
+        added = [of_nodes.sum(1) for of_nodes in contributions(model, shared, batch)]
+    torch.testing.assert_close(torch.stack(added), total, rtol=1e-3, atol=1e-5)
+
+
+def test_contributions_are_the_integral_of_the_gradient(shared):  # noqa: F811
+    """Against a sum of ten thousand steps, each with the gradient by autograd."""
+    model = make_model().eval()
+    model.terms["knockout"].scale *= 20
+    batch = make_batch(shared, SETS)
+    readout = model.terms["knockout"]
+    with torch.no_grad():
+        changes = list(changes_of_samples(shared, batch, model.wild_type(shared, batch)))
+        of_samples = list(contributions(model, shared, batch))
+    for change, (found,) in zip(changes, of_samples, strict=True):
+        num_steps = 10_000
+        way = (torch.arange(num_steps) + 0.5).unsqueeze(1) / num_steps * change.sum(0)
+        way = way.requires_grad_()
+        readout.head(torch.asinh(readout.scale * way)).sum().backward()
+        total = change @ way.grad.mean(0)
+        torch.testing.assert_close(found, total, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("route", ["shared", "expanded"])
+def test_contributions_to_nodes_are_those_of_the_nodes_themselves(shared, route):  # noqa: F811
+    """Also of targets that are deleted or at another level."""
+    model = make_model(readout="nodes", message_passing=route).eval()
+    sets = [{3: 0.0}, {1: 0.0, 7: 0.4}, {5: 0.0, 0: 0.3}, {}]
+    expected = knockout_part(model, shared, sets)
+    target = model.terms["knockout"].target_nodes
+    with torch.no_grad():
+        found = torch.stack(list(contributions(model, shared, make_batch(shared, sets))))
+    torch.testing.assert_close(found[:, torch.arange(len(target)), target], expected)
+    torch.testing.assert_close(found.sum(2), expected)
+    assert (expected[2] != 0).sum() == 5  # all but the node without edges
+    assert (found[3] == 0).all()
+
+
+def test_dead_nodes_and_intact_samples_contribute_nothing(shared):  # noqa: F811
+    model = make_model()
+    with torch.no_grad():
+        of_samples = contributions(model, shared, make_batch(shared, SETS))
+        for nodes, (of_nodes,) in zip(SETS, of_samples, strict=True):
+            dead = [node for node, level in nodes.items() if level == 0]
+            assert (of_nodes[dead] == 0).all()
+            assert (of_nodes.abs().max() > 1e-6) == bool(nodes)
+
+
+def test_the_largest_are_means_over_models_in_their_units(shared):  # noqa: F811
+    models = [make_model().eval(), make_model(layers=1).eval()]
+    units = [torch.tensor([2.0]).double(), torch.tensor([3.0]).double()]
+    batch = make_batch(shared, SETS)
+    with torch.no_grad():
+        found = largest_changes(models, units, shared, NUM_NODES, batch)
+        two = largest_changes(models, units, shared, 2, batch)
+        expected = torch.zeros(len(SETS), NUM_NODES, dtype=torch.float64)
+        for model, unit in zip(models, units, strict=True):
+            for row, (of_nodes,) in enumerate(contributions(model, shared, batch)):
+                expected[row] += unit * of_nodes / 2
+    assert torch.equal(two.contribution, found.contribution[:, :, :2])
+    by_node = torch.zeros_like(expected)
+    by_node.scatter_(1, found.node[:, 0], found.contribution[:, 0])
+    torch.testing.assert_close(by_node, expected)
+    sizes = found.contribution[:, 0].abs()
+    assert (sizes.diff(dim=1) <= 0).all()
+
+
+def test_of_readouts_of_nodes_the_largest_is_that_of_the_target_in_memory_of_its_size(
+    shared,  # noqa: F811
+    monkeypatch,
+):
+    models = [make_model(readout="nodes").eval(), make_model(readout="nodes", layers=1).eval()]
+    target_nodes = models[0].terms["knockout"].target_nodes
+    units = [torch.full((len(target_nodes),), unit).double() for unit in (2.0, 3.0)]
+    batch = make_batch(shared, SETS)
+    with torch.no_grad():
+        expected = torch.zeros(len(SETS), len(target_nodes), NUM_NODES, dtype=torch.float64)
+        for model, unit in zip(models, units, strict=True):
+            for row, of_targets in enumerate(contributions(model, shared, batch)):
+                expected[row] += unit.unsqueeze(1) * of_targets / 2
+        monkeypatch.delattr("predict_explain.contributions")  # which are [T, N] of each sample
+        found = largest_changes(models, units, shared, 3, batch)
+    node, contribution = found
+    assert (node[:, :, 0] == target_nodes).all()
+    assert (contribution[:, :, 1:] == 0).all()
+    by_node = torch.zeros_like(expected)
+    by_node.scatter_add_(2, node, contribution)
+    torch.testing.assert_close(by_node, expected)
+    assert expected.abs().max() > 0
+
+
+def test_in_a_model_without_a_knockout_pass_no_change_contributes(shared):  # noqa: F811
+    """Beside another one, it counts in the mean."""
+    model = make_model().eval()
+    units = [torch.tensor([2.0]).double()] * 2
+    batch = make_batch(shared, SETS)
+    for other in (make_model(readout="local").eval(), torch.nn.Linear(1, 1)):
+        assert knockout_term(other) is None
+        with torch.no_grad():
+            alone = largest_changes([model], units[:1], shared, 3, batch)
+            none = largest_changes([other], units[:1], shared, 3, batch)
+            both = largest_changes([other, model], units, shared, 3, batch)
+        assert not none.contribution.any()
+        assert torch.equal(both.node, alone.node)
+        torch.testing.assert_close(both.contribution, alone.contribution / 2)
+
+
+# ---- Pairs ---------------------------------------------------------------------------------------
+def make_pairs_model(shared: SharedGraph, **options) -> KnockoutGNN:  # noqa: F811
+    """Returns a model with features of pairs in double precision."""
+    model = make_model(**options)
+    model.terms["pairs"] = make_pair_term(shared, model)
+    return model.double().eval()
+
+
+def pairs_by_hand(
+    models: list[KnockoutGNN],
+    shared: SharedGraph,  # noqa: F811
+    nodes: dict[int, float],
+) -> dict[tuple[int, int], list[float]]:
+    """Returns what each pair of a sample contributes, and after it what each of its features does.
+
+    They are differences of the models' parts: with the pair's features, or one of them, and with
+    the mean of training in its place. The mean over the models has units of 2, 3 and so on.
+    """
+    index = pair_index(shared)
+    whole = index.of_samples(make_batch(shared, [nodes]))
+    found = {}
+    for a, b in itertools.combinations(sorted(nodes), 2):
+        total = 0.0
+        for unit, model in enumerate(models, 2):
+            if not has_pairs(model):
+                continue
+            mean, _ = model.terms["pairs"].units
+            features = index.of_pairs(torch.tensor([a]), torch.tensor([b]))[0]
+            change = (1 - nodes[a]) * (1 - nodes[b]) * (mean - features)
+            changes = torch.stack([0 * change, change, *change.diag()])
+            batch = make_batch(shared, [nodes] * len(changes))
+            batch.pair_features = whole + changes
+            part, *others = model.parts(shared, batch)["pairs"].squeeze(1)
+            total = total + unit / len(models) * (part - torch.stack(others))
+        found[a, b] = total.tolist()
+    return found
+
+
+PAIRS = [{0: 0.0, 3: 0.0}, {}, {5: 0.3}, {8: 0.0, 1: 3.0}, {2: 0.0, 0: 0.5, 7: 0.0}]
+PAIRS += [{2: 0.0, 0: 0.0, 7: 0.5, 11: 0.0, 6: 1.0}, {10: 0.0, 3: 0.0}]
+
+
+@pytest.mark.parametrize("at_once", [1, 2**20])
+def test_pairs_contribute_what_the_part_loses_without_them(shared, monkeypatch, at_once):  # noqa: F811
+    """The mean over models, of which one has no features of pairs, in pieces of any size."""
+    monkeypatch.setattr("predict_pairs.VALUES_AT_ONCE", at_once)
+    monkeypatch.setattr("model_pairs.AT_ONCE", at_once)
+    shared = shared.to("cpu", torch.float64)
+    models = [make_pairs_model(shared), make_model(readout="global").double().eval()]
+    models.append(make_pairs_model(shared, readout="local", layers=1))
+    torch.nn.init.normal_(models[2].terms["pairs"].linear.weight)
+    units = [torch.tensor([unit]).double() for unit in (2.0, 3.0, 4.0)]
+    batch = make_batch(shared, PAIRS)
+    with torch.no_grad():
+        found = largest_pairs(models, units, shared, 15, batch)
+        for row, nodes in enumerate(PAIRS):
+            expected = pairs_by_hand(models, shared, nodes)
+            order = sorted(expected, key=lambda pair: -abs(expected[pair][0]))
+            of_row = [field[row, 0] for field in found]
+            for pair, *line in zip(order, *of_row, strict=False):
+                nodes_of_pair, value, feature, has_feature = (field.tolist() for field in line)
+                contribution, *of_features = expected[pair]
+                assert value == pytest.approx(contribution, abs=1e-12)
+                if 6 in pair:  # which is intact
+                    assert (value, feature) == (0, [-1, -1, -1])
+                    continue
+                assert tuple(nodes_of_pair) == pair
+                assert feature == torch.tensor(of_features).abs().topk(3).indices.tolist()
+                features = pair_index(shared).of_pairs(*torch.tensor(pair).unsqueeze(1))[0]
+                assert has_feature == (features[feature] != 0).tolist()
+            assert not found.contribution[row, 0, len(order) :].any()
+        two = largest_pairs(models, units, shared, 2, batch)
+    for field, of_two in zip(found, two, strict=True):
+        assert torch.equal(of_two, field[:, :, :2])
+    assert ((found.feature >= 0) & ~found.has_feature).any()
+    assert found.has_feature.any()
+
+
+@pytest.mark.parametrize("readout", ["both", "local"])
+def test_the_pair_of_a_set_of_two_contributes_the_whole_part(shared, readout):  # noqa: F811
+    model = make_pairs_model(shared, readout=readout)
+    batch = make_batch(shared, [{0: 0.0, 3: 0.0}, {8: 0.0, 1: 3.0}, {2: 0.3, 7: 0.1}])
+    units = [torch.tensor([2.0]).double()]
+    with torch.no_grad():
+        found = largest_pairs([model], units, shared.to("cpu", torch.float64), 1, batch)
+        expected = 2 * model.parts(shared, batch)["pairs"]
+    torch.testing.assert_close(found.contribution[:, :, 0], expected, rtol=1e-12, atol=1e-12)
+    assert (expected.abs() > 0.01).all()
+
+
+def test_pairs_of_a_large_sample_take_little_memory_at_once(shared, monkeypatch):  # noqa: F811
+    """A piece has as many pairs as their features allow, and the largest of all are found."""
+    model = make_pairs_model(shared)
+    batch = make_batch(shared, [dict.fromkeys(range(NUM_NODES), 0.0)])
+    units = [torch.ones(1).double()]
+    sizes = []
+    of_pairs = pair_index(shared.to("cpu", torch.float64)).of_pairs
+
+    def counted(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(first))
+        return of_pairs(first, second)
+
+    with torch.no_grad():
+        expected = largest_pairs([model], units, shared, 3, batch)
+        monkeypatch.setattr(pair_index(shared), "of_pairs", counted)
+        monkeypatch.setattr("predict_pairs.VALUES_AT_ONCE", 9 * len(pair_names(shared)))
+        found = largest_pairs([model], units, shared, 3, batch)
+    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-12, atol=1e-12)
+    assert max(sizes[1:]) <= 10
+    assert len(sizes) > NUM_NODES * (NUM_NODES - 1) / 2 / 10
+
+
+def test_features_of_a_pair_are_named_by_commas(shared):  # noqa: F811
+    pair_index(shared).names[:2] = ["edge by a,b", "common neighbours by a"]
+    largest = LargestPairs.none(num_samples=1, num_targets=2, number=2)
+    largest.nodes[0, 1, 0] = torch.tensor([3, 1])
+    largest.contribution[0, 1, 0] = 0.5
+    largest.feature[0, 1, 0, :2] = torch.tensor([1, 0])
+    largest.has_feature[0, 1, 0, 1] = True
+    ((of_first, of_second),) = name_pairs(largest, shared, ["A", "B", "C", "D"])
+    assert of_first == []
+    assert of_second == [("D,B", 0.5, r"no common neighbours by a,edge by a\,b")]
+
+
+def test_models_without_features_of_pairs_name_none(shared):  # noqa: F811
+    units = [torch.ones(1).double()]
+    batch = make_batch(shared, PAIRS)
+    for model in (make_model(), make_model(readout="global"), torch.nn.Linear(1, 1)):
+        assert not has_pairs(model)
+        assert not largest_pairs([model], units, shared, 2, batch).contribution.any()
+
+
+# ---- Ways ----------------------------------------------------------------------------------------
+def test_steps_and_relations_are_those_of_the_shortest_ways():
+    generator = torch.Generator().manual_seed(0)
+    num_nodes = 25
+    edge_index = torch.randint(num_nodes - 2, (2, 50), generator=generator)
+    edge_type = torch.randint(3, (50,), generator=generator)
+    tables = Tables(
+        genes=[f"N{node}" for node in range(num_nodes)],
+        relations=["a", "b", "c"],
+        edge_index=edge_index,
+        edge_type=edge_type,
+        **pack(torch.tensor([0, 0]), torch.tensor([4, 9]), torch.zeros(2).double(), 1),
+        y=torch.zeros(1, 1).double(),
+    )
+    edges = list(zip(*edge_index.tolist(), edge_type.tolist(), strict=True))
+    distance = {4: 0, 9: 0}
+    for step in itertools.count(1):
+        reached = {
+            target
+            for source, target, _ in edges
+            if distance.get(source) == step - 1 and target not in distance
+        }
+        if not reached:
+            break
+        distance |= dict.fromkeys(reached, step)
+    assert max(distance.values()) > 3
+    ways = ShortestWays(tables)
+    steps = ways.steps(np.array([4, 9]))
+    assert steps.tolist() == [distance.get(node, -1) for node in range(num_nodes)]
+    nodes = torch.arange(num_nodes).view(1, 1, -1)
+    changes = LargestChanges(nodes, torch.ones_like(nodes).double())
+    intact = torch.zeros(1, 1, 2).double()
+    explanation = Explanation(intact[..., 0], intact, [[[]]], changes)
+    ((contributions_of_row,),) = name_contributions(explanation, tables, ways)
+    assert [each.without for each in contributions_of_row[:2]] == [0, 0]
+    del contributions_of_row[:2]
+    assert [each.node for each in contributions_of_row] == [f"N{node}" for node in sorted(distance)]
+    for node, contribution in zip(sorted(distance), contributions_of_row, strict=True):
+        expected = {
+            "abc"[relation]
+            for source, target, relation in edges
+            if target == node and distance.get(source) == distance[node] - 1
+        }
+        assert contribution.steps == distance[node]
+        assert contribution.relations == ",".join(sorted(expected))
+
+
+# ---- The command and Python ----------------------------------------------------------------------
+def check_knocked_out(predictor: Predictor, others: dict[str, dict[str, str]]) -> None:
+    """Asserts that sets are explained by the predictions without each of their nodes.
+
+    `others` are, by set and by knocked-out node, the sets without it.
+    """
+    predicted = {}
+    for one_set in [*others, *itertools.chain(*(each.values() for each in others.values()))]:
+        predicted[one_set] = predictor.predict([one_set]).mean[0]
+    explained = predictor.explain(list(others), num_nodes=30)
+    for (one_set, without), of_scores in zip(others.items(), explained, strict=True):
+        for score, named in enumerate(of_scores):
+            knocked_out = [each for each in named if each.without is not None]
+            assert named[: len(knocked_out)] == knocked_out
+            assert {each.node for each in knocked_out} == set(without)
+            sizes = [abs(each.contribution) for each in knocked_out]
+            assert sizes == sorted(sizes, reverse=True)
+            for each in knocked_out:
+                expected = predicted[without[each.node]][score]
+                assert each.without == pytest.approx(expected, rel=1e-5, abs=1e-6)
+                gained = predicted[one_set][score] - expected
+                assert each.contribution == pytest.approx(gained, rel=1e-4, abs=1e-4)
+                assert (each.steps, each.relations) == (0, "")
+
+
+def check_pairs_of_two(predictor: Predictor, sets: list[str]) -> None:
+    """Asserts that the pair of each set of two follows its nodes, with all of the part `pairs`."""
+    part = predictor.parts(sets)["pairs"]
+    explained = predictor.explain(sets, num_nodes=3)
+    for one_set, of_scores, of_set in zip(sets, explained, part, strict=True):
+        for named, expected in zip(of_scores, of_set, strict=True):
+            assert {each.node for each in named[:2]} == set(one_set.split(","))
+            pair = named[2]
+            assert (pair.node, pair.steps, pair.without) == (one_set, 0, None)
+            assert pair.contribution == pytest.approx(expected, rel=1e-5, abs=1e-6)
+            features = pair_names(predictor.ensemble.graph)
+            assert {name.removeprefix("no ") for name in pair.relations.split(",")} <= {*features}
+
+
+def test_a_term_of_ones_own_is_a_column_of_the_parts(trained, predict, tmp_path):
+    trained("run.name=run", "optim.epochs=1")
+    predict(0, "all-singles", BEST.format("run")).check()
+    _, _, before = read_table(tmp_path / "all-singles.predictions.tsv")
+    predict(0, "all-singles", BEST.format("run"), "--parts", fault="own_term").check()
+    header, _, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
+    assert header == ["genes", "prediction", *PARTS, "quarter"]
+    std = torch.load(tmp_path / BEST.format("run"), weights_only=True)["std"]
+    assert numbers[:, -1].tolist() == pytest.approx([0.25 * std.item()] * len(numbers))
+    torch.testing.assert_close(numbers[:, 0] - before[:, 0], numbers[:, -1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(numbers[:, 1:].sum(1), numbers[:, 0], rtol=1e-6, atol=1e-6)
+
+
+def test_parts_of_runs_add_up_in_the_table_and_from_python(members, predict, tmp_path):  # noqa: F811
+    trained = [last_checkpoint(tmp_path / run) for run in members]
+    for nproc, runs in ((0, trained[:1]), (2, trained)):
+        predict(0, "all-pairs", *runs).check()
+        _, _, expected = read_table(tmp_path / "all-pairs.predictions.tsv")
+        predict(nproc, "all-pairs", *runs, "--parts").check()
+        header, sets, numbers = read_table(tmp_path / "all-pairs.predictions.tsv")
+        figures = ["prediction"] if len(runs) == 1 else ["prediction", "sd"]
+        assert header == ["genes", *figures, *PARTS]
+        torch.testing.assert_close(numbers[:, : len(figures)], expected, rtol=1e-5, atol=1e-6)
+        parts = numbers[:, len(figures) :]
+        torch.testing.assert_close(parts.sum(1), numbers[:, 0], rtol=1e-6, atol=1e-6)
+        assert (parts.std(0) > 1e-4).all()
+        predictor = Predictor(*runs, device="cpu")
+        from_python = predictor.parts(sets)
+        for number, name in enumerate(PARTS):
+            values = from_python[name][:, 0]
+            np.testing.assert_allclose(values, parts[:, number], rtol=1e-5, atol=1e-6)
+        total = sum(from_python.values())
+        np.testing.assert_allclose(total, predictor.predict(sets).mean, rtol=1e-6, atol=1e-6)
+
+
+def test_parts_of_binary_scores_add_up_to_the_logit(train, predict, tmp_path):
+    write_binary_scores(tmp_path)
+    for seed in (0, 1):
+        options = ["optim.loss=binary", f"run.seed={seed}", f"run.name={seed}", "optim.lr=0.05"]
+        train(0, *options).check()
+    predict(0, "all-singles", "runs/0", "runs/1", "--parts").check()
+    header, sets, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
+    assert header == ["genes", "prediction", "sd", "logit", *PARTS]
+    torch.testing.assert_close(numbers[:, 3:].sum(1), numbers[:, 2], rtol=1e-6, atol=1e-6)
+    predictor = Predictor(tmp_path / "runs/0")
+    logit = sum(predictor.parts(sets).values())
+    probability = 1 / (1 + np.exp(-logit))
+    np.testing.assert_allclose(probability, predictor.predict(sets).mean, rtol=1e-6)
+    check_knocked_out(predictor, {"Y01,Y02": {"Y01": "Y02", "Y02": "Y01"}})
+    checkpoint = last_checkpoint(tmp_path / "runs/0")
+    check_pairs_of_two(Predictor(checkpoint), ["Y01,Y02", "Y03,Y05"])
+
+
+def test_parts_of_several_scores_stand_beside_each(train, predict, tmp_path):
+    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    two = [("genes", "a", "b"), *((genes, y, 1000 - float(y)) for genes, y in rows)]
+    write_table(tmp_path / "two.tsv", two)
+    train(0, "data.perturbations=two.tsv", "run.name=run", "optim.lr=0.05").check()
+    predict(0, "all-singles", "runs/run", "--parts").check()
+    header, _, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
+    names = [f"{target}{part}" for target in "ab" for part in ("", *(f"_{part}" for part in PARTS))]
+    assert header == ["genes", *names]
+    for first in (0, 1 + len(PARTS)):
+        total = numbers[:, first + 1 : first + 1 + len(PARTS)].sum(1)
+        torch.testing.assert_close(total, numbers[:, first], rtol=1e-6, atol=1e-6)
+    predictor = Predictor(last_checkpoint(tmp_path / "runs/run"))
+    check_knocked_out(predictor, {"Y01,Y02": {"Y01": "Y02", "Y02": "Y01"}})
+    check_pairs_of_two(predictor, ["Y01,Y02", "Y03,Y05"])
+
+
+def test_an_own_model_without_parts_says_so(trained, tmp_path):
+    trained("run.name=run")
+    predictor = Predictor(tmp_path / "runs/run")
+    predictor.ensemble.models = [torch.nn.Linear(1, 1)]
+    with pytest.raises(UserError, match=r"best.pt has no parts: give it a method as `KnockoutGNN"):
+        predictor.parts(["Y01"])
+
+
+def test_explanations_are_a_regular_table_and_the_same_from_python(members, predict, tmp_path):  # noqa: F811
+    runs = [last_checkpoint(tmp_path / run) for run in members[:2]]
+    sets = ["Y01,Y02", "Y03,NOPE", "", "Y29", "Y04=0.3"]
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets]])
+    texts = []
+    for nproc in (0, 2):
+        result = predict(nproc, "ask.tsv", *runs, "--explain", "4").check()
+        assert "1 rows have no prediction" in result.stdout
+        texts.append((tmp_path / "ask.explained.tsv").read_text())
+    assert not (tmp_path / "ask.predictions.tsv").exists()
+    header, *lines = [line.split("\t") for line in texts[0].splitlines()]
+    assert header == ["genes", "score", "node", "contribution", "steps", "relations", "without"]
+    assert [line[0] for line in lines] == [genes for genes in sets for _ in range(4)]
+    assert all(line[1] == "score" for line in lines)
+    predictor = Predictor(*runs, device="cpu")
+    known = [genes for genes in sets if "NOPE" not in genes]
+    explained = dict(zip(known, predictor.explain(known, num_nodes=4), strict=True))
+    for genes, of_set in itertools.groupby(lines, lambda line: line[0]):
+        (named,) = explained.get(genes, [[]])
+        cells = [line[2:] for line in of_set if line[2]]
+        assert [line[0] for line in cells] == [each.node for each in named]
+        assert [float(line[1]) for line in cells] == pytest.approx(
+            [each.contribution for each in named], rel=1e-4, abs=1e-6
+        )
+        assert [(line[2], line[3]) for line in cells] == [
+            (str(each.steps), each.relations) for each in named
+        ]
+    assert len(explained["Y01,Y02"][0]) == 4
+    assert not explained[""][0]
+    assert {each.node for each in explained["Y01,Y02"][0][:2]} == {"Y01", "Y02"}
+    assert explained["Y01,Y02"][0][2].node == "Y01,Y02"
+    assert {each.steps for each in explained["Y01,Y02"][0][3:]} <= {1, 2}
+    of_two_ranks = [line.split("\t")[:3] for line in texts[1].splitlines()]
+    assert of_two_ranks == [line[:3] for line in [header, *lines]]
+
+
+def test_a_model_of_where_training_started_is_named(members, predict, tmp_path):  # noqa: F811
+    """It changes no prediction by the graph, as the readout of changes starts at 0."""
+    note = "note      best.pt is where training started: perhaps no living node contributes"
+    command = ["all-singles", members[0], "--explain", "1"]
+    best = tmp_path / members[0] / "checkpoints/best.pt"
+    state = torch.load(best, weights_only=True)
+    for step in (0, 5):
+        torch.save({**state, "step": step}, best)
+        assert (note in predict(0, *command).check().stdout) == (step == 0)
+
+
+@pytest.mark.parametrize("runs", [["a"], ["c"], ["a", "b", "c"]])
+def test_a_knocked_out_node_has_the_prediction_without_it(members, predict, tmp_path, runs):  # noqa: F811
+    """At the levels of the others, by any readout; as many lines as nodes are asked for."""
+    checkpoints = [last_checkpoint(tmp_path / "runs" / run) for run in runs]
+    others = {
+        "Y01,Y02=0.3,Y05": {"Y01": "Y02=0.3,Y05", "Y02": "Y01,Y05", "Y05": "Y01,Y02=0.3"},
+        "Y04=0.3": {"Y04": ""},
+        "": {},
+        "Y03,Y29": {"Y03": "Y29", "Y29": "Y03"},
+    }
+    predictor = Predictor(*checkpoints, device="cpu")
+    check_knocked_out(predictor, others)
+    explained = predictor.explain(list(others), num_nodes=30)
+    for one_set, (named,) in zip(others, explained, strict=True):
+        nodes = [each for each in named if "," not in each.node]
+        has_living = bool(one_set) and runs != ["c"]
+        assert (len(nodes) > len(others[one_set])) == has_living
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in others]])
+    output = predict(0, "ask.tsv", *checkpoints, "--explain", "2").check().stdout
+    assert output.count("no knock-out pass that can be explained: it names") == ("c" in runs)
+    lines = [line.split("\t") for line in (tmp_path / "ask.explained.tsv").read_text().splitlines()]
+    written = [[line[2] for line in lines[1:]][row : row + 2] for row in range(0, 8, 2)]
+    explained = predictor.explain(list(others), num_nodes=2)
+    for nodes, (named,) in zip(written, explained, strict=True):
+        assert list(filter(None, nodes)) == [each.node for each in named]
+    assert float(lines[1][6]) == pytest.approx(explained[0][0][0].without, rel=1e-5)
+    assert float(lines[1][3]) == pytest.approx(explained[0][0][0].contribution, rel=1e-3)
+
+
+def test_all_contributions_add_up_to_the_part(members, tmp_path):  # noqa: F811
+    predictor = Predictor(last_checkpoint(tmp_path / members[0]), device="cpu")
+    sets = ["Y01,Y02", "Y05", "Y29"]
+    part = predictor.parts([*sets, ""])["knockout"][:, 0]
+    sums = []
+    for (named,) in predictor.explain(sets, num_nodes=1000):
+        of_states = [each for each in named if each.without is None and "," not in each.node]
+        sums.append(sum(each.contribution for each in of_states))
+    np.testing.assert_allclose(sums, part[:-1] - part[-1], rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("runs", [["a"], ["c"], ["a", "b", "c"]])
+def test_pairs_stand_between_knocked_out_and_living_nodes(members, tmp_path, runs):  # noqa: F811
+    checkpoints = [last_checkpoint(tmp_path / "runs" / run) for run in runs]
+    predictor = Predictor(*checkpoints, device="cpu")
+    check_pairs_of_two(predictor, ["Y01,Y02", "Y03,Y05"])
+    (named,), (of_single,) = predictor.explain(["Y01,Y02,Y05", "Y01"], num_nodes=30)
+    assert {each.node for each in named[3:6]} == {"Y01,Y02", "Y01,Y05", "Y02,Y05"}
+    sizes = [abs(each.contribution) for each in named[3:6]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[2] > 0
+    for each in (*named[:3], *named[6:], *of_single):
+        assert "," not in each.node
+    (few,) = predictor.explain(["Y01,Y02,Y05"], num_nodes=4)[0]
+    assert [each.node for each in few] == [each.node for each in named[:4]]
+
+
+@pytest.mark.slow
+def test_runs_with_and_without_pairs_explain_together(members, predict, trained, tmp_path):  # noqa: F811
+    trained("model.pairs=false", "optim.lr=0.05", "run.name=without")
+    runs = [last_checkpoint(tmp_path / "runs" / name) for name in ("a", "without")]
+    check_pairs_of_two(Predictor(*runs, device="cpu"), ["Y01,Y02"])
+    (named,) = Predictor(runs[1], device="cpu").explain(["Y01,Y02"], num_nodes=30)[0]
+    assert all("," not in each.node for each in named)
+    for nproc in (0, 2):  # of single knock-outs, no pair is computed
+        predict(nproc, "all-singles", *runs, "--explain", "2").check()
+        _, *lines = (tmp_path / "all-singles.explained.tsv").read_text().splitlines()
+        assert len(lines) == 60
+        assert all("," not in line.split("\t")[2] for line in lines)
+
+
+def test_effects_on_nodes_hang_on_the_knocked_out_ones_and_the_target(train, predict, tmp_path):
+    """A run with `model.readout=nodes`, which has no pairs."""
+    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
+    effects = [("genes", "Y05", "Y07"), *((genes, y, 1000 - float(y)) for genes, y in rows)]
+    write_table(tmp_path / "effects.tsv", effects)
+    options = ["data.perturbations=effects.tsv", "model.readout=nodes", "optim.lr=0.05"]
+    train(0, *options, "run.name=run").check()
+    checkpoint = last_checkpoint(tmp_path / "runs/run")
+    sets = ["Y01,Y02", "Y05,Y03,Y07=0.3", ""]
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets]])
+    assert (
+        "no knock-out pass" not in predict(0, "ask.tsv", checkpoint, "--explain=9").check().stdout
+    )
+    _, *lines = (tmp_path / "ask.explained.tsv").read_text().splitlines()
+    assert len(lines) == len(sets) * 2 * 9
+    predictor = Predictor(checkpoint, device="cpu")
+    check_knocked_out(predictor, {"Y01,Y02": {"Y01": "Y02", "Y02": "Y01"}})
+    part = predictor.parts(sets)["knockout"]
+    for row, (one_set, of_scores) in enumerate(
+        zip(sets, predictor.explain(sets, num_nodes=9), strict=True)
+    ):
+        for score, (target, named) in enumerate(zip(["Y05", "Y07"], of_scores, strict=True)):
+            of_states = [each for each in named if each.without is None]
+            assert len(named) - len(of_states) == len(list(filter(None, one_set.split(","))))
+            assert {each.node for each in of_states} <= {target}
+            total = sum(each.contribution for each in of_states)
+            assert total == pytest.approx(part[row, score], rel=1e-4, abs=1e-6)
+    assert np.abs(part[:2]).min() > 0
+
+
+@pytest.mark.parametrize(
+    ("nproc", "arguments", "message"),
+    [
+        (2, ["runs/a", "--explain", "0"], "--explain takes a number above 0, and not together"),
+        (0, ["runs/a", "--explain", "3", "--parts"], "--explain takes a number above 0, and not"),
+        (0, ["runs/a", "--explain", "many"], "argument --explain: invalid int value: 'many'"),
+    ],
+)
+def test_what_cannot_be_explained_is_one_sentence(
+    members,  # noqa: F811
+    predict,
+    tmp_path,
+    nproc,
+    arguments,
+    message,
+):
+    result = predict(nproc, "all-singles", *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.glob("all-singles.*"))
+
+
+def test_a_comma_in_the_name_of_a_relation_can_be_told_from_one_between_two():
+    """Two relations from A to B, of which one has a comma in its name."""
+    tables = Tables(
+        genes=["A", "B"],
+        relations=["direct", "physical,direct"],
+        edge_index=torch.tensor([[0, 0], [1, 1]]),
+        edge_type=torch.tensor([0, 1]),
+        perturbed=torch.tensor([0]),
+        perturbed_ptr=torch.tensor([0, 1]),
+        y=torch.zeros(1, 1),
+    )
+    ways = ShortestWays(tables)
+    assert ways.last_relations(1, ways.steps(np.array([0]))) == r"direct,physical\,direct"
+
+
+def test_without_the_part_there_are_predictions_but_no_reasons(
+    trained, predict, tmp_path, monkeypatch
+):
+    trained("run.name=run")
+    monkeypatch.setattr(parts, "is_here", lambda module: module != "predict_explain")
+    predict(0, "all-singles", "runs/run").check()
+    refused = predict(0, "all-singles", "runs/run", "--explain", "2")
+    problem = "reasons of predictions need predict_explain.py, which is not here"
+    assert refused.returncode == 2
+    assert refused.stderr == f"error: {problem}\n"
+    predictor = Predictor(tmp_path / "runs/run", device="cpu")
+    assert predictor.predict(["Y01"]).mean.shape == (1, 1)
+    with pytest.raises(UserError, match=problem):
+        predictor.explain(["Y01"])

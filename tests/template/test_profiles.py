@@ -1,0 +1,452 @@
+"""Profiles, a score per node: the synthetic ones, and tests.bench.quality's rivals for them."""
+
+import copy
+import itertools
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from analyse_intervals import pearson_of_rows
+from data import DataConfig, load, node_split, random_split
+from data_tables import SPLITS, Tables, read_tables
+from errors import UserError
+from tests.bench import profiles, quality, synthetic
+from tests.bench.profiles import (
+    RIVALS,
+    Paths,
+    Profiles,
+    edge_paths,
+    low_rank,
+    mean_profile,
+    neighbours,
+)
+from tests.bench.synthetic import PRESETS, generate, regulations, write
+from tests.sets import pack_sets
+from tests.template.fixtures import DEFAULTS, ROOT, write_defaults, write_table
+from tests.template.test_data_tables import sets_of
+from tests.tools.runs import difference, read_metrics
+from train import read_config
+
+pytestmark = pytest.mark.slow  # run with --all, or by name
+
+RELATIONS = ("activates", "represses", "binds")
+SMALL = replace(
+    PRESETS["expression"],
+    num_nodes=60,
+    num_edges=dict.fromkeys(RELATIONS, 150),
+    num_samples=70,
+    num_doubles=20,
+)
+
+
+def make_tables(split: str = "random", seed: int = 0) -> Tables:
+    tables, _ = generate(SMALL, seed)
+    options = DataConfig(split=split, val_fraction=0.2, test_fraction=0.2)
+    make_split = node_split if split == "nodes" else random_split
+    tables.split = make_split(tables, options)
+    return tables
+
+
+def error_on_test_rows(tables: Tables, prediction: torch.Tensor) -> float:
+    rows = tables.rows("test")
+    return (prediction[rows] - tables.y[rows]).square().nanmean().item()
+
+
+# ---- The preset ----------------------------------------------------------------------------------
+def test_profiles_are_what_a_loop_over_edges_gives():
+    tables, signal = generate(SMALL)
+    generator = synthetic.Draw(SMALL, 0)
+    generator.uniform(60)
+    reaction = (generator.normal(60) / 2).exp().tolist()
+    strength = [synthetic.REGULATION[relation] for relation in tables.relations]
+    edges = list(zip(*tables.edge_index.tolist(), tables.edge_type.tolist(), strict=True))
+    sets = sets_of(tables)
+    assert any(source in dead and target in dead for source, target, _ in edges for dead in sets)
+    for row, dead in enumerate(sets):
+        first = [0.0] * 60
+        for source, target, r in edges:
+            if source in dead and target not in dead:
+                first[target] += strength[r] * reaction[target]
+        total = list(first)
+        for source, target, r in edges:
+            total[target] -= 0.3 * math.tanh(first[source]) * strength[r] * reaction[target]
+        expected = 1.5 * (torch.tensor(total, dtype=torch.float64) / 2).tanh()
+        torch.testing.assert_close(signal[row], expected)
+    noise = tables.y - signal
+    assert 0.045 < noise[~noise.isnan()].std() < 0.055
+
+
+def test_samples_are_singles_then_pairs_of_them_without_their_own_scores():
+    tables, _ = generate(SMALL)
+    sets = sets_of(tables)
+    singles = [nodes[0] for nodes in sets[:50]]
+    assert [len(nodes) for nodes in sets] == [1] * 50 + [2] * 20
+    assert len(set(singles)) == 50
+    assert {node for nodes in sets for node in nodes} == set(singles)
+    assert list(tables.targets) == tables.genes
+    assert tables.y.shape == (70, 60)
+    assert [row.isnan().nonzero().flatten().tolist() for row in tables.y] == sets
+
+
+def test_few_nodes_have_most_of_the_targets():
+    draw = synthetic.Draw(SMALL, 0)
+    weight = draw.uniform(2000).pow(-2 / 3) - 0.8
+    edges = regulations(draw, weight, 6000)
+    assert edges.shape == (2, 6000)
+    assert len(edges.unique(dim=1).T) == 6000
+    assert (edges[0] != edges[1]).all()
+    out, into = (torch.bincount(end, minlength=2000).sort(descending=True).values for end in edges)
+    assert out[:200].sum() > 2000
+    assert into[:200].sum() < 1500
+    assert into[0] < 20
+
+
+def test_profiles_are_written_as_tables_that_train_reads(tmp_path):
+    tables = make_tables()
+    options = write(tables, tmp_path)
+    header, first = (tmp_path / "scores.tsv").read_text().splitlines()[:2]
+    assert header.split("\t") == ["genes", *tables.genes, "split"]
+    cells = first.split("\t")[1:-1]
+    assert cells.count("NA") == 1
+    assert all(len(cell) <= 6 for cell in cells)
+    write_defaults(tmp_path)
+    overrides = [*options, f"data.cache_dir={tmp_path}", "--config", str(tmp_path / DEFAULTS)]
+    read = load(read_config(overrides).data)
+    assert read.genes == tables.genes
+    assert list(read.targets) == tables.genes
+    torch.testing.assert_close(read.y, tables.y, rtol=0, atol=5.1e-4, equal_nan=True)
+
+
+# ---- The rivals ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("split", ["random", "nodes"])
+def test_a_rival_does_not_see_the_test_scores(name, split):
+    tables = make_tables(split)
+    before = RIVALS[name](Profiles(tables))
+    changed = copy.deepcopy(tables)
+    changed.y[changed.rows("test")] = 100.0
+    assert torch.equal(RIVALS[name](Profiles(changed)), before)
+    assert before.shape == tables.y.shape
+    assert before.dtype == torch.float64
+    assert before.isfinite().all()
+
+
+def test_effects_are_a_ridge_regression_of_each_target_on_the_rows_that_have_it():
+    tables = make_tables()
+    tables.y[torch.rand(70, 60, generator=torch.Generator().manual_seed(0)) < 0.2] = math.nan
+    problem = Profiles(tables)
+    found = problem.effect(0.3)
+    member = torch.zeros(70, len(problem.nodes), dtype=torch.float64)
+    member[problem.row, problem.member] = 1
+    for t in range(0, 60, 6):
+        rows = problem.train & ~tables.y[:, t].isnan()
+        x = member[rows]
+        y = tables.y[rows, t]
+        identity = torch.eye(len(problem.nodes), dtype=torch.float64)
+        expected = torch.linalg.solve(x.T @ x + 0.3 * identity, x.T @ (y - y.mean()))
+        torch.testing.assert_close(found[:, t].double(), expected, rtol=1e-3, atol=1e-4)
+    assert (found[~problem.seen] == 0).all()
+    assert not problem.seen.all()
+
+
+@pytest.mark.parametrize("rival", [neighbours, low_rank])
+def test_an_unseen_gene_has_the_profile_of_its_neighbours(rival):
+    """Twins have the same targets in the graph and the same profile, one of three kinds."""
+    generator = torch.Generator().manual_seed(0)
+    kinds = torch.randn(3, 36, dtype=torch.float64, generator=generator)
+    kind = torch.arange(36) % 3
+    y = kinds[kind] + 0.3 * torch.randn(36, 36, dtype=torch.float64, generator=generator)
+    genes = [f"G{i:02d}" for i in range(36)]
+    targets = torch.stack([kind, kind + 3], dim=1)
+    edges = torch.stack([torch.arange(36).repeat_interleave(2), targets.flatten()])
+    perturbed, perturbed_ptr = pack_sets([[i] for i in range(36)])
+    tables = Tables(
+        genes=genes,
+        relations=["r"],
+        edge_index=edges,
+        edge_type=torch.zeros(72, dtype=torch.long),
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        y=y,
+        targets=genes,
+    )
+    tables.split = node_split(tables, DataConfig(split="nodes", test_fraction=0.2))
+    mean = error_on_test_rows(tables, mean_profile(Profiles(tables)))
+    assert error_on_test_rows(tables, rival(Profiles(tables))) < 0.2 * mean
+    nothing = replace(
+        tables,
+        edge_index=edges[:, :0],
+        edge_type=tables.edge_type[:0],
+        edge_weight=None,
+        edge_attr=None,
+    )
+    assert error_on_test_rows(tables, rival(Profiles(nothing))) > 0.8 * mean
+
+
+@pytest.mark.parametrize("exponents", [(0.0, 0.0), (0.5, 1.0)])
+def test_paths_equal_a_plain_loop(exponents):
+    tables = make_tables()
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:40]
+    tables.targets = [tables.genes[node] for node in order]
+    tables.y = tables.y[:, order]
+    tables.edge_weight = torch.rand(len(tables.edge_type), dtype=torch.float64) + 0.5
+    rows = torch.tensor([3, 60, 41])
+    tables.edge_index[:, 0] = torch.tensor(sets_of(tables)[60])  # between two that are knocked out
+    found = Paths(Profiles(tables), exponents).features(rows)
+    out_degree, in_degree = (torch.bincount(end, minlength=60) for end in tables.edge_index)
+    source, target = tables.edge_index
+    scale = out_degree[source] ** exponents[0] * in_degree[target] ** exponents[1]
+    values = (tables.edge_weight / scale).tolist()
+    edges = list(
+        zip(source.tolist(), target.tolist(), tables.edge_type.tolist(), values, strict=True)
+    )
+    expected = torch.zeros(12, 60, 3)
+    for k, row in enumerate(rows):
+        dead = sets_of(tables)[row]
+        for first, second in itertools.product(edges, edges):
+            i, j, r, value = first
+            a, b, s, other = second
+            if i in dead and j == a and j not in dead:
+                expected[3 + 3 * s + r, b, k] += value * other
+        for i, j, r, value in edges:
+            expected[r, j, k] += value * (i in dead)
+    torch.testing.assert_close(found, expected.transpose(0, 1)[order])
+
+
+def test_paths_explain_scores_that_are_sums_of_them():
+    """Each target has a scale of its own, which only the shrinkage allows for."""
+    tables = make_tables()
+    problem = Profiles(tables)
+    features = Paths(problem, (0.0, 0.0)).features(torch.arange(70)).double()
+    weight = torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    scale = torch.linspace(0.5, 2, 60).double()
+    y = 3 + scale * torch.einsum("tfn,f->nt", features, weight)
+    tables.y = y.where(~tables.y.isnan(), torch.nan)
+    mean = error_on_test_rows(tables, mean_profile(Profiles(tables)))
+    assert error_on_test_rows(tables, edge_paths(Profiles(tables))) < 0.01 * mean
+    shared = Paths(Profiles(tables), (0.0, 0.0)).predict(torch.arange(70), 1e-6, float("inf"))
+    assert 0.01 * mean < error_on_test_rows(tables, shared) < 0.5 * mean
+
+
+# ---- The study -----------------------------------------------------------------------------------
+def row_of(rows: list[dict], contestant: str) -> dict:
+    """Returns the row of a contestant in a table of the study."""
+    (row,) = (row for row in rows if row["contestant"] == contestant)
+    return row
+
+
+def test_the_study_has_a_table_of_genes_and_one_of_profiles(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(PRESETS, "expression", SMALL)
+    write_defaults(tmp_path)
+    arguments = [
+        f"--config={tmp_path / DEFAULTS}",
+        "--preset=expression",
+        f"--dir={tmp_path}",
+        f"--json={tmp_path}/study.json",
+        f"data.cache_dir={tmp_path}/cache",
+        "--models",
+        "--splits",
+        "random:0",
+        "nodes:1",
+    ]
+    monkeypatch.setattr("sys.argv", ["quality", *arguments])
+    quality.main()
+    study = json.loads((tmp_path / "study.json").read_text())["tables"]
+    titles = list(study)
+    assert len(titles) == 8
+    pattern = r"Splits by random: Pearson on \d+ test rows, .* difference to 'edge paths'"
+    assert re.fullmatch(pattern, titles[0])
+    pattern = r"Splits by nodes: Pearson over the scores of each of 16 test rows, .*"
+    assert re.fullmatch(pattern, titles[6])
+    genes, _, rows, each_row = list(study.values())[:4]
+    assert [row["contestant"] for row in genes] == [*RIVALS, "noise ceiling"]
+    ceiling = row_of(rows, "noise ceiling")
+    best = row_of(rows, "edge paths")
+    tables, signal = generate(SMALL)
+    test = random_split(tables, DataConfig()) == SPLITS.index("test")
+    expected = pearson_of_rows(tables.y[test], signal[test]).mean().item()
+    assert ceiling["mean"] == pytest.approx(expected, abs=0.01)  # scores have three decimals
+    assert ceiling["random:0"] == ceiling["mean"]
+    assert ceiling["difference"] == pytest.approx(ceiling["mean"] - best["mean"])
+    assert ceiling["2.5 %"] < ceiling["difference"]
+    assert {"row validation", "row Pearson"} <= each_row[0].keys()
+    for row in itertools.chain(*study.values()):
+        assert row["2.5 %"] <= row["difference"] + 1e-9
+        assert row["difference"] <= row["97.5 %"] + 1e-9
+    assert "of profiles" in capsys.readouterr().err
+
+
+def test_intervals_of_the_study_hold_the_difference_though_few_rows_change_a_score():
+    """A resample without the row that changes a score has nothing to find there."""
+    signal = 3 * torch.eye(60, dtype=torch.float64)
+    noise = torch.randn(2, 60, 60, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    split = torch.tensor([1, 2], dtype=torch.int8).repeat_interleave(30)
+    perturbed, perturbed_ptr = pack_sets([[node] for node in range(60)])
+    tables = replace(
+        make_tables(),
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        level=None,
+        y=signal + 0.5 * noise[0],
+        split=split,
+    )
+    results = {}
+    for name, prediction in (("mean profile", noise[1]), ("edge paths", signal)):
+        results[name] = {**quality.result(tables, prediction), "seconds": 0.0}
+    means, _ = quality.summary("random", {"random:0": results}).values()
+    assert means[0]["2.5 %"] < means[0]["difference"] < means[0]["97.5 %"] < -0.2
+    assert means[1]["difference"] == 0
+
+
+def test_the_study_refuses_several_scores_that_are_no_profile(tmp_path):
+    tables = make_tables()
+    tables.targets = ["fitness", "size"]
+    tables.y = tables.y[:, :2]
+    write_defaults(tmp_path)
+    arguments = [*write(tables, tmp_path), f"data.cache_dir={tmp_path}"]
+    arguments += ["--config", str(tmp_path / DEFAULTS)]
+    message = "takes one score, or scores that are named after nodes of the graph"
+    with pytest.raises(UserError, match=message):
+        quality.contest("random:0", quality.parse_arguments(arguments), env=None)
+
+
+# ---- From AnnData --------------------------------------------------------------------------------
+@pytest.mark.parametrize("layout", ["dense", "csr_matrix", "csr_array"])
+def test_the_block_of_the_page_of_tables_turns_a_screen_into_a_table(tmp_path, monkeypatch, layout):
+    """The gene X of the graph is not measured; the measured gene Z is not in the graph."""
+    anndata = pytest.importorskip("anndata")  # whose dependencies are imported here, too
+    import numpy as np
+    import pandas
+    import scipy.sparse
+
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        ("source", "target", "relation"),
+        ("A", "B", "r"),
+        ("B", "C", "r"),
+        ("X", "A", "r"),
+        ("Y", "C", "r"),
+    ]
+    write_table(tmp_path / "edges.tsv", rows)
+    kinds = ["control", "B+A", "A", "control", "A", "C", "B+A", "control", "X"]
+    values = np.random.default_rng(0).random((9, 4)).astype(np.float32)
+    obs = pandas.DataFrame(
+        {"perturbation": pandas.Categorical(kinds, categories=["nothing", *sorted(set(kinds))])}
+    )
+    obs.index = obs.index.map("cell{}".format)
+    x = values if layout == "dense" else getattr(scipy.sparse, layout)(values)
+    screen = anndata.AnnData(x, obs=obs, var=pandas.DataFrame(index=["C", "Z", "A", "B"]))
+    screen.write_h5ad("screen.h5ad")
+    page = (ROOT / "docs/tables.md").read_text()
+    (block,) = re.findall(r"^```python\n(import anndata.*?)^```$", page, re.M | re.S)
+    assert len(block.split("\n\n")[1].splitlines()) == 6
+    exec(block, {})
+
+    tables = read_tables("edges.tsv", "scores.tsv", features="", scores=(), undirected=False)
+    assert list(tables.targets) == ["C", "A", "B"]
+    assert profiles.are_profiles(tables)
+    found = {}
+    for nodes, y in zip(sets_of(tables), tables.y, strict=True):
+        found[",".join(tables.genes[node] for node in nodes)] = y
+    assert found.keys() == {"A", "A,B", "C", "X"}
+    control = values[[kind == "control" for kind in kinds]].mean(0)
+    for genes, y in found.items():
+        kind = "B+A" if genes == "A,B" else genes
+        mean = values[[kind_of_cell == kind for kind_of_cell in kinds]].mean(0)
+        expected = torch.from_numpy((mean - control)[[0, 2, 3]]).double()
+        torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-6)
+
+
+# ---- Training ------------------------------------------------------------------------------------
+NODES = [
+    "model.readout=nodes",
+    "run.name=nodes",
+    "optim.epochs=2",
+    "data.batch_size=12",
+    "model.dropout=0",
+]
+
+
+@pytest.fixture
+def profile_tables(tmp_path: Path) -> list[str]:
+    """Options of train.py that name the tables of a small compendium.
+
+    Its last column is that of the first gene.
+    """
+    tables, _ = generate(SMALL)
+    options = write(tables, tmp_path / "profiles")
+    path = tmp_path / "profiles/scores.tsv"
+    rows = [line.split("\t") for line in path.read_text().splitlines()]
+    write_table(path, [(row[0], *row[2:], row[1]) for row in rows])
+    return options
+
+
+def test_training_on_profiles_starts_at_the_baseline_and_is_resumed_bit_for_bit(
+    train, profile_tables, tmp_path
+):
+    options = [*profile_tables, *NODES, "checkpoint.every_steps=1", "checkpoint.keep_last=99"]
+    options.append("data.val_fraction=0.2")  # so that the rows tell one epoch from another
+    result = train(3, *options).check()
+    assert re.search(r"; 60 scores: G00001, G00002, G00003, G00004, G00005\n", result.stdout)
+    pattern = r"val loss .*, Pearson -?\d\.\d{4}, baseline -?\d\.\d{4}\n"
+    assert re.search(pattern, result.stdout)
+    assert "note" not in result.stdout
+    first, *_, last = read_metrics(tmp_path / "runs/nodes", "val")
+    assert first["pearson"] == pytest.approx(first["baseline_pearson"], abs=1e-6)
+    assert last["pearson"] > first["pearson"]
+
+    shutil.copytree(tmp_path / "runs/nodes", tmp_path / "runs/again")
+    first, *later = sorted((tmp_path / "runs/again/checkpoints").glob("step_*.pt"))
+    for path in later:
+        path.unlink()
+    resumed = train(3, *options, "run.name=again").check()
+    assert f"resumed at step {int(first.stem[5:])}\n" in resumed.stdout
+    assert difference(tmp_path / "runs/nodes", tmp_path / "runs/again") == ""
+
+
+def test_profiles_do_not_depend_on_the_route_or_the_number_of_processes(
+    train, profile_tables, tmp_path
+):
+    options = [*profile_tables, *NODES, "optim.precision=fp64"]
+    models = []
+    for nproc, route in ((0, "expanded"), (1, "shared"), (2, "reach"), (2, "auto")):
+        name = f"{nproc}-{route}"
+        train(nproc, *options, f"model.message_passing={route}", f"run.name={name}").check()
+        best = tmp_path / "runs" / name / "checkpoints/best.pt"
+        models.append(torch.load(best, weights_only=True)["model"])
+    reference, *others = models
+    for model in others:
+        for key, tensor in reference.items():
+            torch.testing.assert_close(model[key], tensor, rtol=1e-8, atol=1e-8, msg=key)
+
+
+def test_a_profile_is_predicted_with_seven_digits(train, predict, profile_tables, tmp_path):
+    train(0, *profile_tables, *NODES).check()
+    predict(0, "all-singles", "runs/nodes").check()
+    header, *lines = (tmp_path / "all-singles.predictions.tsv").read_text().splitlines()
+    assert header.split("\t")[:2] == ["genes", "G00001"]
+    assert header.endswith("\tG00000")
+    assert len(lines) == 60
+    cells = [cell for line in lines for cell in line.split("\t")[1:]]
+    assert len(cells) == 60 * 60
+    assert max(len(cell.strip("-").replace(".", "").lstrip("0")) for cell in cells) <= 11
+
+
+def test_scores_that_are_no_nodes_and_profiles_for_another_readout_are_named(
+    train, profile_tables, tmp_path
+):
+    result = train(0, *profile_tables, "optim.epochs=1").check()
+    note = "note      all scores are named after nodes: model.readout=nodes suits them"
+    assert note in result.stdout
+    path = tmp_path / "profiles/scores.tsv"
+    path.write_text(path.read_text().replace("\tG00007\t", "\tYAL1\t", 1))
+    result = train(2, *profile_tables, *NODES)
+    assert result.returncode == 2
+    message = "scores are no node of the graph, which model.readout=nodes needs: YAL1: remove"
+    assert result.stderr.count(message) == 1

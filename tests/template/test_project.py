@@ -1,0 +1,141 @@
+"""Properties of the project as a whole."""
+
+import ast
+import dataclasses
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterable
+
+import pytest
+
+from config import DEFAULTS, Config, compose, read_options
+from parts import PARTS
+from task import KnockoutTask
+from tests.template import fixtures
+from tests.template.fixtures import MODULES, ROOT
+
+COMMANDS = {"train", "predict", "analyse", "ddp_preflight"}
+FAMILIES = {"ddp", "run"}  # whose members serve no module of that name
+PART_MODULES = {module for part in PARTS for module in part.modules}
+CORE = set(MODULES) - PART_MODULES
+MOST_LINES = 520  # of a module
+
+
+def modules_in(nodes: Iterable[ast.AST]) -> set[str]:
+    """Returns the modules, without their packages, that some statements and calls import.
+
+    These are calls of `optional("module")`.
+    """
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            names.add(node.module.partition(".")[0])
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "optional":
+            names.add(node.args[0].value)
+    return names
+
+
+def imported_by(module: str) -> set[str]:
+    """Returns the modules that one imports, also within functions."""
+    return modules_in(ast.walk(ast.parse((ROOT / f"{module}.py").read_text())))
+
+
+def imported_at_the_top(module: str) -> set[str]:
+    """Returns the modules that one imports when it is imported: not those within functions."""
+    reached = []
+    queue = [ast.parse((ROOT / f"{module}.py").read_text())]
+    while queue:
+        node = queue.pop()
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            reached.append(node)
+            queue.extend(ast.iter_child_nodes(node))
+    return modules_in(reached)
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
+def test_ruff_passes(command):
+    result = subprocess.run(
+        [sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout
+
+
+def test_the_core_imports_no_part_at_the_top_of_a_module():
+    found = {(module, name) for module in CORE for name in imported_at_the_top(module)}
+    assert not {(module, name) for module, name in found if name in PART_MODULES}
+
+
+def test_imports_make_no_circle_and_no_module_imports_a_command():
+    imports = {module: imported_by(module) for module in MODULES}
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError
+    for module, imported in imports.items():
+        assert not imported & COMMANDS, module
+
+
+def test_every_command_is_known():
+    for module in MODULES:
+        ends_process = "end_process(main())" in (ROOT / f"{module}.py").read_text()
+        assert ends_process == (module in COMMANDS), module
+
+
+def test_a_module_begins_with_the_name_of_the_one_that_it_serves():
+    """So a sorted listing of the folder shows the architecture."""
+    for module in MODULES:
+        assert module.partition("_")[0] in {*MODULES, *FAMILIES}, module
+
+
+def test_what_runs_outside_the_tests_does_not_need_them():
+    """An experiment can leave the folder tests out."""
+    for module in MODULES:
+        assert "tests" not in imported_by(module), module
+
+
+def test_modules_are_short_enough_to_read():
+    for module in MODULES:
+        assert len((ROOT / f"{module}.py").read_text().splitlines()) <= MOST_LINES, module
+
+
+def test_the_tests_and_their_subprocesses_see_no_gpu(run):
+    """GPUs are few, their sums not bitwise reproducible: only test_gpu.py uses them, `-m gpu`."""
+    code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'] == '')"
+    assert run([sys.executable, "-c", code]).check().stdout == "True\n"
+
+
+def test_the_four_runtime_requirements_are_pinned():
+    lines = (ROOT / "requirements.txt").read_text().split()
+    assert [line.split("==")[0] for line in lines] == ["torch", "torch-geometric", "pyyaml", "tqdm"]
+    assert all("==" in line for line in lines)
+
+
+def test_every_option_is_used():
+    """Validation in `__post_init__` does not count as a use."""
+    code = ""
+    for name in MODULES:
+        tree = ast.parse((ROOT / f"{name}.py").read_text())
+        for node in ast.walk(tree):
+            if getattr(node, "name", None) == "__post_init__":
+                node.body = [ast.Pass()]
+        code += ast.unparse(tree).replace("self.", "config.")
+    for section in dataclasses.fields(Config):
+        for option in dataclasses.fields(section.type):
+            forms = (f"config.{option.name}", f"{section.name}.{option.name}")
+            assert any(form in code for form in forms), f"{section.name}.{option.name}"
+
+
+def test_all_replaced_functions_are_named(monkeypatch):
+    replaced = fixtures.replaced.__wrapped__  # without the cache
+    assert replaced() == ""
+    monkeypatch.setattr(KnockoutTask, "build_model", lambda task: None)
+    assert replaced() == "KnockoutTask.build_model"
+    monkeypatch.setattr(fixtures, "EXAMPLE_SIZE", (1, 1, 1, 1))
+    assert replaced() == "data.load, KnockoutTask.build_model"
+
+
+def test_config_yaml_has_the_defaults_of_the_dataclasses():
+    """What config.yaml says counts, so that a default edited in a dataclass alone does nothing."""
+    options = compose(read_options(DEFAULTS)).options()
+    for key, default in Config().options().items():
+        assert options[key] == default, f"{key}: edit both config.yaml and the dataclass"

@@ -1,0 +1,207 @@
+"""Options that differ from those of the steps that a run has made."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.tools.runs import difference, newest_checkpoint, read_metrics
+
+FILES = ("config.yaml", "test.tsv", "metrics.jsonl", "status.json", "environment.txt", "curves.svg")
+CHANGED = ["optim.lr=0.001", "model.dropout=0.6", "optim.weight_decay=0", "optim.warmup=0.5"]
+MADE_WITH = "model.dropout=0.1, optim.lr=0.01, optim.warmup=0.05, optim.weight_decay=0.1"
+# What the tests start a run with that is to be stopped in its second epoch.
+LONG = ["optim.epochs=3", "checkpoint.every_steps=3"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Returns what a run has written, but its logs."""
+    paths = [folder / name for name in FILES] + list((folder / "checkpoints").iterdir())
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def options(folder: Path) -> dict:
+    return yaml.safe_load((folder / "config.yaml").read_text())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "runs/default"
+
+
+# ---- A run that is trained to its end ------------------------------------------------------------
+def test_a_finished_run_refuses_options_that_would_change_its_training(train, folder, nproc=0):
+    first = train(nproc, "optim.epochs=2").check()
+    before = contents(folder)
+    result = train(nproc, "optim.epochs=2", *CHANGED)
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: runs/default/checkpoints/step_00000010.pt is trained to its end, step 10, "
+        f"with {MADE_WITH}: set it so, raise optim.epochs or optim.patience, or set another "
+        "run.name\n"
+    )
+    assert contents(folder) == before
+    again = train(nproc, "optim.epochs=2").check()
+    assert again.stdout.splitlines()[-2:] == first.stdout.splitlines()[-2:]
+    train(nproc, "optim.epochs=2", *CHANGED, "run.name=other").check()
+    assert options(folder.parent / "other")["optim"]["lr"] == 0.001
+
+
+@pytest.mark.slow
+def test_each_option_that_differs_is_named_with_the_value_of_the_steps(train, folder):
+    train(0, "optim.epochs=2").check()
+    before = contents(folder)
+    for option, made_with in (
+        ("optim.clip=0.5", "optim.clip=1.0"),
+        ("optim.epochs=1", "optim.epochs=2"),
+        ("optim.patience=1", "optim.patience=0"),
+        ("optim.precision=fp64", "optim.precision=fp32"),
+        ("optim.on_nonfinite=skip", "optim.on_nonfinite=stop"),
+    ):
+        result = train(0, "optim.epochs=2", option)
+        assert result.returncode == 2
+        assert f"is trained to its end, step 10, with {made_with}: set it so, " in result.stderr
+        assert contents(folder) == before
+
+
+def test_a_finished_run_takes_options_that_leave_its_training_as_it_is(train, folder, nproc=0):
+    own = ["optim.zero=true"] if nproc else ["run.deterministic=true", "optim.accumulate=4"]
+    first = train(nproc).check()
+    given = [
+        "log.every_steps=2",
+        "checkpoint.every_steps=3",
+        "checkpoint.keep_last=1",
+        "model.message_passing=expanded",
+        "model.checkpointing=true",
+        "data.cache_dir=other",
+        "data.workers=1",
+        "ddp.timeout_s=100",
+    ]
+    result = train(nproc, *given, *own).check()
+    assert "were made with" not in result.stdout
+    assert options(folder)["log"]["every_steps"] == 2
+    # The line of the test, and the one after it.
+    assert result.stdout.splitlines()[-2:] == first.stdout.splitlines()[-2:]
+
+
+def test_the_status_of_a_killed_run_has_the_step_of_its_last_checkpoint(train, folder):
+    assert train(0, *LONG, fault="kill_at_step:9:0").returncode == -signal.SIGKILL
+    status = json.loads((folder / "status.json").read_text())
+    newest = torch.load(newest_checkpoint(folder), weights_only=True)
+    assert newest["step"] >= 8
+    assert (status["state"], status["step"]) == ("running", newest["step"])
+    assert status["epoch"] == newest["epoch"]
+
+
+def test_a_finished_run_trains_on_with_more_epochs_and_says_what_it_had(train, folder):
+    train(0).check()
+    more = ["optim.epochs=2", "optim.clip=0.5"]
+    killed = train(0, *more, fault="kill_at_step:6:0")
+    assert killed.returncode == -signal.SIGKILL
+    assert not (folder / "test.tsv").exists()  # it is no result of a run that trains on
+    result = train(0, *more).check()
+    sentence = "note      the 5 steps so far were made with optim.epochs=1, optim.clip=1.0\n"
+    assert sentence in result.stdout
+    assert options(folder)["optim"]["epochs"] == 2
+    assert (folder / "test.tsv").exists()
+    assert [row["step"] for row in read_metrics(folder, "train")] == list(range(1, 11))
+    back = train(0)
+    assert back.returncode == 2
+    assert "step 10, with optim.epochs=2, optim.clip=0.5: set it so" in back.stderr
+
+
+def test_a_run_that_ran_out_of_patience_takes_more_of_it_and_no_other_rate(train, folder):
+    ended = ["optim.lr=0", "optim.epochs=9"]
+    train(0, *ended, "optim.patience=2").check()
+    before = contents(folder)
+    for refused in (["optim.patience=2", "optim.lr=0.1"], ["optim.patience=1"]):
+        assert train(0, *ended, *refused).returncode == 2
+        assert contents(folder) == before
+    result = train(0, *ended, "optim.patience=3").check()
+    assert "note      the 10 steps so far were made with optim.patience=2" in result.stdout
+    assert "trained   3 epochs: raise optim.patience to train on" in result.stdout
+
+
+def test_a_stop_of_a_finished_run_that_is_started_again_keeps_its_predictions(
+    train, folder, nproc=0
+):
+    train(nproc).check()
+    before = contents(folder)
+    (folder / "STOP").touch()
+    result = train(nproc).check()
+    assert "stopped   at step 5 (STOP file)" in result.stdout
+    assert not (folder / "STOP").exists()
+    after = contents(folder)
+    for name in ("test.tsv", "config.yaml", "step_00000005.pt"):
+        assert after[name] == before[name], name
+    train(nproc).check()
+    assert contents(folder)["test.tsv"] == before["test.tsv"]
+    assert len(read_metrics(folder, "test")) == 1
+
+
+# ---- In the middle of a run ----------------------------------------------------------------------
+def test_other_options_in_the_middle_of_a_run_are_named(train, folder, nproc=0):
+    train(nproc, *LONG, fault="stop_at_step:6").check()
+    result = train(nproc, *LONG, *CHANGED).check()
+    sentence = f"note      the 7 steps so far were made with {MADE_WITH}"
+    assert result.stdout.count(sentence) == 2  # there, and at the end
+    logs = list(folder.glob("log.rank*.txt"))
+    assert len(logs) == max(1, nproc)
+    assert sentence in (folder / "log.rank0.txt").read_text()
+    found = options(folder)
+    assert (found["optim"]["lr"], found["model"]["dropout"]) == (0.001, 0.6)
+    rates = [row["lr"] for row in read_metrics(folder, "train")]
+    assert min(rates[3:7]) > 0.004 > 0.001 >= max(rates[7:])
+    # The same command once more: there is nothing to say.
+    assert "were made with" not in train(nproc, *LONG, *CHANGED).check().stdout
+    back = train(nproc, *LONG)
+    assert back.returncode == 2
+    assert "is trained to its end, step 15, with model.dropout=0.6, optim.lr=0.001, " in back.stderr
+
+
+def test_a_run_that_was_stopped_may_end_with_fewer_epochs(train, folder):
+    train(0, *LONG, fault="stop_at_step:6").check()
+    refused = train(0, "optim.epochs=1", "optim.lr=0.5")
+    assert refused.returncode == 2
+    assert "step 7, with optim.epochs=3, optim.lr=0.01: set it so" in refused.stderr
+    result = train(0, "optim.epochs=1").check()
+    assert "note      the 7 steps so far were made with optim.epochs=3\n" in result.stdout
+    assert [row["step"] for row in read_metrics(folder, "test")] == [7]
+
+
+@pytest.mark.slow
+def test_options_that_made_no_step_are_not_named(train, folder, nproc=0):
+    """A run is killed before it saves a step that it has made with them."""
+    train(nproc, *LONG, "run.name=whole").check()
+    train(nproc, *LONG, fault="stop_at_step:6").check()
+    faults = "kill_at_step:8:0 kill_at_step:8:1"  # each rank
+    killed = train(nproc, *LONG, "optim.lr=0.1", fault=faults)
+    assert killed.returncode == -signal.SIGKILL
+    third = train(nproc, *LONG, "optim.lr=0.2", fault=faults)
+    assert "note      the 7 steps so far were made with optim.lr=0.01\n" in third.stdout
+    assert "were made with" not in train(nproc, *LONG).check().stdout
+    assert difference(folder, folder.parent / "whole") == ""
+
+
+@pytest.mark.slow
+def test_before_the_first_step_all_options_may_change(train, folder):
+    assert train(0, *LONG, fault="kill_at_step:0:0").returncode == -signal.SIGKILL
+    assert newest_checkpoint(folder).name == "step_00000000.pt"
+    result = train(0, *LONG, *CHANGED).check()
+    assert "resumed at step 0" in result.stdout
+    assert "were made with" not in result.stdout
+    train(0, *LONG, *CHANGED, "run.name=whole").check()
+    assert difference(folder, folder.parent / "whole") == ""
+
+
+@pytest.mark.slow
+def test_the_steps_of_another_run_that_is_resumed_keep_their_options(train, folder):
+    train(0, *LONG, "run.name=old", "checkpoint.keep_last=9").check()
+    resume = "run.resume=runs/old/checkpoints/step_{:08d}.pt"
+    train(0, *LONG, "optim.lr=0.1", resume.format(6)).check()
+    result = train(0, *LONG, "optim.lr=0.1", resume.format(15), "run.name=end")
+    assert result.returncode == 2
+    assert "step_00000015.pt is trained to its end, step 15, with optim.lr=0.01: " in result.stderr

@@ -1,0 +1,253 @@
+"""Checkpoints: what they hold, and how files are written."""
+
+import errno
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from errors import RunError
+from run_checkpoint import (
+    TrainState,
+    explain_write_errors,
+    link_atomically,
+    save_atomically,
+    write_atomically,
+)
+from tests.tools.runs import read_metrics
+
+
+# ---- What a checkpoint holds ---------------------------------------------------------------------
+def test_checkpoint_loads_without_pickle_and_holds_the_bare_model(train, tmp_path):
+    train(1, "run.name=saved").check()  # one process under torchrun also uses DDP
+    state = torch.load(tmp_path / "runs/saved/checkpoints/best.pt", weights_only=True)
+    assert "encoder.embedding" in state["model"]
+    assert not any(name.startswith("module.") for name in state["model"])
+    assert state["step"] == state["best"]["step"]
+    assert state["config"]["model"]["hidden"] == 8
+
+
+# With these options, the second of three epochs is the best.
+SECOND_IS_BEST = ["optim.lr=0.1", "optim.epochs=3", "model.dropout=0", "model.pairs=false"]
+
+
+@pytest.fixture
+def best_is_early(train, tmp_path):
+    """The checkpoints and the test row of a run whose best step is not its last one."""
+    train(0, *SECOND_IS_BEST, "checkpoint.keep_last=9", "run.name=early").check()
+    (test,) = read_metrics(tmp_path / "runs/early", "test")
+    assert test["best_step"] == 10
+    return tmp_path / "runs/early/checkpoints", test
+
+
+def test_the_best_checkpoint_is_the_file_of_its_step(best_is_early):
+    folder, test = best_is_early
+    of_step = folder / "step_00000010.pt"
+    best = torch.load(folder / "best.pt", weights_only=True)
+    last = torch.load(folder / "step_00000015.pt", weights_only=True)
+    assert of_step.samefile(folder / "best.pt")
+    assert best["best"]["step"] == best["step"] == test["best_step"]
+    assert best["best_model"] is None  # it is the model, which is held once
+    assert last["best_model"].keys() == best["model"].keys()
+    for name, value in best["model"].items():
+        assert torch.equal(last["best_model"][name], value), name
+
+
+def test_a_finished_run_has_a_best_checkpoint_whatever_it_went_on_from(
+    train, predict, tmp_path, best_is_early
+):
+    """Also where no later step is better, and after best.pt was lost, or damaged."""
+    folder, _ = best_is_early
+    best = torch.load(folder / "best.pt", weights_only=True)
+    resume = "run.resume=runs/early/checkpoints/step_00000015.pt"
+    train(0, *SECOND_IS_BEST, resume, "run.name=again").check()
+    again = tmp_path / "runs/again/checkpoints/best.pt"
+    for damage in ("", "lost", "damaged"):
+        if damage == "lost":
+            again.unlink()
+        if damage == "damaged":
+            again.write_bytes(again.read_bytes()[:-500])
+        train(0, *SECOND_IS_BEST, "run.name=again").check()
+        found = torch.load(again, weights_only=True)
+        assert (found["step"], found["epoch"]) == (best["step"], best["epoch"])
+        assert found["best_model"] is None
+        for name, value in best["model"].items():
+            assert torch.equal(found["model"][name], value), name
+    predict(0, "all-singles", "runs/early").check()
+    expected = (tmp_path / "all-singles.predictions.tsv").read_text()
+    predict(0, "all-singles", "runs/again").check()
+    assert (tmp_path / "all-singles.predictions.tsv").read_text() == expected
+
+
+def test_a_run_that_goes_on_from_the_best_checkpoint_tests_its_model(
+    train, tmp_path, best_is_early
+):
+    _, test = best_is_early
+    resume = "run.resume=runs/early/checkpoints/best.pt"
+    output = train(0, *SECOND_IS_BEST, resume, "run.name=again").check().stdout
+    assert f"resumed at step {test['best_step']}" in output
+    assert read_metrics(tmp_path / "runs/again", "test") == [test]
+
+
+def test_a_restored_state_has_the_best_model():
+    """It is the model itself in the checkpoint of the best step, which does not hold it twice."""
+    state = small_state()
+    state.best = {"step": 3}
+    state.step = 3
+    state.best_model = state.model.state_dict()
+    saved = state.state_dict() | {"config": {"optim": {"precision": "fp32"}}, "file": "best.pt"}
+    assert saved["best_model"] is None
+    restored = small_state()
+    restored.load_state_dict(saved, "fp32")
+    assert restored.best_model.keys() == state.best_model.keys()
+    for name, value in state.best_model.items():
+        assert torch.equal(restored.best_model[name], value)
+
+
+def small_state() -> TrainState:
+    model = torch.nn.Linear(2, 1)
+    return TrainState(model, torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu"))
+
+
+def test_a_resumed_optimiser_has_its_step_counts_beside_its_parameters():
+    """ZeRO loads them on the CPU (pytorch #124133), where fused AdamW of a GPU refuses them."""
+    parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
+    nothing = SimpleNamespace(load_state_dict=lambda state: None, state_dict=dict)
+    inner = SimpleNamespace(state={parameter: {"step": torch.tensor(3.0)}})
+    zero = SimpleNamespace(
+        optim=inner, param_groups=[{}], load_state_dict=lambda state: None, state_dict=dict
+    )
+    saved = TrainState(nothing, zero, nothing).state_dict()
+    saved["config"] = {"optim": {"precision": "bf16"}}
+    TrainState(nothing, zero, nothing).load_state_dict(saved, "fp32")
+    assert inner.state[parameter]["step"].device == parameter.device
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("fp32", "fp16"), ("fp16", "fp32"), ("fp32", "fp64")]
+)
+def test_resuming_in_another_precision_resets_the_loss_scale(train, tmp_path, before, after):
+    train(0, f"optim.precision={before}").check()
+    train(0, f"optim.precision={after}", "optim.epochs=2").check()
+    state = torch.load(tmp_path / "runs/default/checkpoints/step_00000010.pt", weights_only=True)
+    assert (state["scaler"].get("scale", 1) > 1) is (after == "fp16")
+
+
+def test_a_checkpoint_of_another_optimiser_is_not_resumed(train):
+    train(0, fault="other_optimiser").check()
+    assert "resumed at step 5" in train(0, "optim.epochs=2", fault="other_optimiser").check().stdout
+    result = train(0, "optim.epochs=3")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "the optimiser is another than the checkpoint's, which lacks 'step': in" in result.stderr
+
+
+def test_a_checkpoint_with_other_parameter_groups_is_not_resumed(trained, train):
+    trained()
+    result = train(0, "optim.epochs=2", fault="other_groups")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "the parameters' groups differ from the checkpoint's (" in result.stderr
+
+
+# ---- Writing -------------------------------------------------------------------------------------
+def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda number: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_atomically(tmp_path / "file", ["text"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_reason_of_a_write_error_is_its_own(tmp_path):
+    """mkdir(parents=True) meets a missing folder before the one that it may not write."""
+    with (
+        pytest.raises(RunError, match=r"cannot write .*: Permission denied; "),
+        explain_write_errors(tmp_path),
+    ):
+        try:
+            raise FileNotFoundError(errno.ENOENT, "No such file")
+        except OSError:
+            raise PermissionError(errno.EACCES, "Permission denied")  # noqa: B904
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 700, 5_000, 30_000, 53_000])
+def test_a_checkpoint_on_a_full_disk_is_an_error_of_writing(tmp_path, num_bytes):
+    """torch.save hides the reason in errors of its own, which differ with the place."""
+    state = {"a": torch.zeros(3000), "b": [1, 2, 3], "c": torch.zeros(5000).double()}
+    save_atomically(tmp_path / "whole.pt", state)
+    assert (tmp_path / "whole.pt").stat().st_size > 53_000
+    path = tmp_path / "cut.pt"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        with (
+            pytest.raises(RunError, match=r"cannot write .*cut.pt: File too large; "),
+            explain_write_errors(path),
+        ):
+            save_atomically(path, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [file.name for file in tmp_path.iterdir()] == ["whole.pt"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_a_checkpoint_that_no_byte_of_is_written_is_an_error_of_writing(tmp_path, size):
+    (tmp_path / "cut.pt.tmp").symlink_to("/dev/full")
+    with (
+        pytest.raises(RunError, match=r"cannot write .*cut.pt: No space left on device; "),
+        explain_write_errors(tmp_path / "cut.pt"),
+    ):
+        save_atomically(tmp_path / "cut.pt", {"a": torch.zeros(size)})
+    assert list(tmp_path.iterdir()) == []
+
+
+class Unsaveable:
+    """What an adapter might put into a state dict."""
+
+    def __reduce__(self) -> tuple:
+        return torch.ones, (torch.ones(2) @ torch.ones(3),)
+
+
+def lines_with_a_bug() -> Iterator[str]:
+    yield "genes\n"
+    yield str(torch.ones(2) @ torch.ones(3))
+
+
+def test_a_bug_in_what_is_written_is_not_an_error_of_writing(tmp_path):
+    """Such as two shapes that do not fit in an adapter's model or result lines: a RuntimeError."""
+    for write, content in (
+        (save_atomically, {"a": torch.zeros(3), "b": Unsaveable()}),
+        (write_atomically, lines_with_a_bug()),
+    ):
+        with (
+            pytest.raises(RuntimeError, match="inconsistent tensor size"),
+            explain_write_errors(tmp_path / "file"),
+        ):
+            write(tmp_path / "file", content)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_linked_file_is_the_same_one_or_a_copy(tmp_path, monkeypatch, has_links):
+    def no_link(source: object, target: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", no_link)
+    for text in ("first", "second"):
+        write_atomically(tmp_path / "source", [text])
+        link_atomically(tmp_path / "source", tmp_path / "target")
+        assert (tmp_path / "target").read_text() == text
+        assert (tmp_path / "target").samefile(tmp_path / "source") is has_links
+    monkeypatch.setattr(shutil, "copyfile", no_link)
+    monkeypatch.setattr(os, "link", no_link)
+    write_atomically(tmp_path / "source", ["third"])
+    with pytest.raises(OSError, match="not permitted"):
+        link_atomically(tmp_path / "source", tmp_path / "target")
+    assert (tmp_path / "target").read_text() == "second"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["source", "target"]

@@ -1,0 +1,321 @@
+"""The run folder: its files, from which checkpoint a run goes on, and what cannot be written."""
+
+import json
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from ddp_setup import DDPConfig, Distributed
+from errors import UserError
+from metrics import METRICS, first_metric
+from optim import OptimConfig, schedule
+from run_checkpoint import TrainState
+from run_folder import RunFolder
+from run_plots import curves_svg
+from tests.tools.runs import difference, read_metrics
+
+FIRST = first_metric()
+
+
+def read_status(folder: Path) -> dict:
+    return json.loads((folder / "status.json").read_text())
+
+
+# ---- The files of a run --------------------------------------------------------------------------
+@pytest.fixture
+def finished(train, tmp_path):
+    """The output and the folder of a run of three epochs on two ranks."""
+    result = train(2, "run.name=first", "optim.epochs=3", "optim.accumulate=2").check()
+    return result.stdout, tmp_path / "runs" / "first"
+
+
+def test_a_run_writes_all_files_of_its_folder(finished):
+    output, folder = finished
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert names == {
+        "config.yaml", "environment.txt", "metrics.jsonl", "curves.svg", "test.tsv", "status.json",
+        "graph.pt",
+        "log.rank0.txt", "log.rank1.txt", "checkpoints/best.pt", "checkpoints/step_00000010.pt",
+        "checkpoints/step_00000015.pt",
+    }  # fmt: skip
+    assert read_status(folder) == {
+        **{"state": "finished", "step": 15, "epoch": 3, "reason": ""},
+        "warnings": [],
+    }
+    assert (folder / "config.yaml").read_text().startswith("run:\n  name: first\n")
+    environment = (folder / "environment.txt").read_text()
+    assert re.search(r"^rank 1, host \S+, pid \d+, device cpu, ", environment, re.M)
+    assert f"torch: {torch.__version__.split('+')[0]}" in environment
+    ElementTree.parse(folder / "curves.svg")
+    (test_row,) = read_metrics(folder, "test")
+    last = output[output.index("test  ") :].splitlines()
+    assert f"{FIRST.title()} {test_row[FIRST]:.4f}" in last[0]
+    assert f", baseline {test_row[f'baseline_{FIRST}']:.4f}" in last[0]
+    assert last[1:] == ["test      intervals and groups of rows: python analyse.py runs/first"]
+    assert "run       runs/first, model of step " in output
+    assert output.count("epoch 1/3") == 1  # only rank 0 prints
+    plan = "batch     32 samples over 2 ranks and 2 micro-batches, 5 steps per epoch"
+    assert plan in output
+
+
+def test_the_metrics_of_a_run_have_a_row_for_each_step_and_each_validation(train, tmp_path):
+    train(0, "optim.epochs=3", "optim.accumulate=2").check()
+    folder = tmp_path / "runs/default"
+    train_rows = read_metrics(folder, "train")
+    val_rows = read_metrics(folder, "val")
+    (test_row,) = read_metrics(folder, "test")
+    assert [row["step"] for row in train_rows] == list(range(1, 16))
+    assert [row["epoch"] for row in train_rows] == [1] * 5 + [2] * 5 + [3] * 5
+    assert [(row["step"], row["epoch"]) for row in val_rows] == [(0, 0), (5, 1), (10, 2), (15, 3)]
+    needed = {"loss", "lr", "grad_norm", "samples_per_s", "data_ms", "step_ms", "memory_mb"}
+    for row in train_rows:
+        assert needed <= row.keys()
+        assert all(math.isfinite(row[key]) for key in needed)
+    rates = [0.01 * schedule(step, 15, OptimConfig()) for step in range(15)]
+    assert [row["lr"] for row in train_rows] == rates
+    baselines = {f"baseline_{name}" for name in METRICS}
+    needed = {"kind", "step", "epoch", "loss", "mse", "n", "rows", *METRICS, *baselines}
+    assert all(row.keys() == needed for row in val_rows)
+    assert test_row.keys() == {*needed, "best_step"}
+    assert all(15 < row["n"] == row["rows"] < 25 for row in [*val_rows, test_row])
+    loss_of_first_epoch = sum(row["loss"] for row in train_rows[:5])
+    assert sum(row["loss"] for row in train_rows[-5:]) < loss_of_first_epoch
+
+
+def test_rows_of_the_users_own_kinds_are_kept_up_to_the_step_of_the_checkpoint(tmp_path):
+    rows = [{"kind": kind, "step": step} for step in (3, 4, 5) for kind in ("train", "probe")]
+    rows.insert(0, {"kind": "probe", "x": 1})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    env = Distributed(DDPConfig())
+    folder = SimpleNamespace(path=tmp_path, env=env, rows=[])
+    RunFolder._open_metrics(folder, TrainState(None, None, None, step=4))
+    env.close()
+    assert folder.metrics.closed
+    assert folder.rows == rows[:5]
+    assert curves_svg(rows, FIRST, ["baseline"])
+
+
+@pytest.mark.parametrize(("best", "is_kept"), [(None, False), ({"step": 0}, True)])
+def test_a_validation_is_kept_if_the_checkpoint_knows_it(tmp_path, best, is_kept):
+    """A run that is killed between row and checkpoint validates once more."""
+    row = {"kind": "val", "step": 0, "epoch": 0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    env = Distributed(DDPConfig())
+    folder = SimpleNamespace(path=tmp_path, env=env, rows=[])
+    RunFolder._open_metrics(folder, TrainState(None, None, None, best=best))
+    env.close()
+    assert folder.rows == [row] * is_kept
+
+
+def test_malformed_lines_in_the_metrics_do_not_stop_a_run(trained, train, tmp_path):
+    trained()
+    with (tmp_path / "runs/default/metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\xfe\n{"kind": "event"}\n12\n"x"\n{"kind": "train", "step": "a"}\n')
+    train(0, "optim.epochs=2").check()
+    steps = [row["step"] for row in read_metrics(tmp_path / "runs/default", "train")]
+    assert steps == list(range(1, 11))
+
+
+def test_each_rank_removes_the_stop_file_unless_another_one_has(tmp_path):
+    (tmp_path / "STOP").touch()
+    folder = SimpleNamespace(path=tmp_path, event=lambda *values: None)
+    for _ in range(2):
+        RunFolder.stop(folder, TrainState(None, None, None), "STOP file")
+        assert not (tmp_path / "STOP").exists()
+
+
+def test_a_second_run_does_not_get_the_lock_of_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("run_folder.time", SimpleNamespace(sleep=lambda seconds: None))
+    first, second = (SimpleNamespace(path=tmp_path, env=Distributed(DDPConfig())) for _ in range(2))
+    RunFolder._lock(first)
+    with pytest.raises(UserError, match="another process is training in"):
+        RunFolder._lock(second)
+    first.env.close()
+    RunFolder._lock(second)
+    second.env.close()
+
+
+# ---- Started again -------------------------------------------------------------------------------
+def test_restarting_a_finished_run_repeats_its_result_and_more_epochs_extend_it(train, tmp_path):
+    first = train(0, "run.name=long").check()
+    again = train(0, "run.name=long", "log.every_steps=3", "run.resume=runs/other.pt").check()
+    assert again.stdout.splitlines()[-4:] == first.stdout.splitlines()[-4:]
+    assert "trained   1 epochs: raise optim.epochs to train on" in again.stdout
+    note = "note      runs/long goes on from runs/long/checkpoints/step_00000005.pt"
+    assert f"{note}: run.init and run.resume are ignored" in again.stdout
+    more = train(0, "run.name=long", "optim.epochs=2", "run.init=runs/other.pt").check()
+    assert "run.init and run.resume are ignored" in more.stdout
+    twice = train(0, "run.name=long", "optim.epochs=2").check()
+    assert "trained   2 epochs: raise optim.epochs" in twice.stdout
+    folder = tmp_path / "runs/long"
+    assert [row["step"] for row in read_metrics(folder, "train")] == list(range(1, 11))
+    assert len(read_metrics(folder, "test")) == 1
+
+
+@pytest.mark.parametrize("option", ["optim.lr=-1", "model.hidden=16", "run.seed=1"])
+def test_a_wrong_option_leaves_the_status_of_a_finished_run(trained, train, tmp_path, option):
+    """status.json says how the run that last started has ended; this one did not start."""
+    trained()
+    folder = tmp_path / "runs/default"
+    names = ("status.json", "metrics.jsonl", "config.yaml", "test.tsv", "environment.txt")
+    before = [(folder / name).read_text() for name in names]
+    again = train(0, option)
+    assert again.returncode == 2
+    assert again.stderr.count("error: ") == 1
+    assert read_status(folder)["state"] == "finished"
+    assert [(folder / name).read_text() for name in names] == before
+
+
+def test_damaged_checkpoints_are_skipped_and_named(train, tmp_path):
+    train(0, "run.name=run", "checkpoint.every_steps=2", "checkpoint.keep_last=9").check()
+    folder = tmp_path / "runs/run/checkpoints"
+    (folder / "step_00000005.pt").write_bytes(b"")
+    (folder / "step_00000004.pt").write_bytes((folder / "step_00000004.pt").read_bytes()[:1000])
+    result = train(0, "run.name=run").check()
+    assert "resumed at step 2" in result.stdout
+    for text in (result.stdout, (tmp_path / "runs/run/log.rank0.txt").read_text()):
+        assert "step_00000005.pt" in text
+        assert "step_00000004.pt" in text
+    assert torch.load(folder / "step_00000005.pt", weights_only=True)["step"] == 5
+
+
+def test_old_checkpoints_are_deleted_without_counting_damaged_ones(train, tmp_path):
+    folder = tmp_path / "runs/run/checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "step_00000099.pt").write_bytes(b"")
+    train(0, "run.name=run", "checkpoint.every_steps=1", "checkpoint.keep_last=2").check()
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["best.pt", "step_00000004.pt", "step_00000005.pt", "step_00000099.pt"]
+
+
+def test_an_empty_folder_starts_from_a_checkpoint_file(train, tmp_path):
+    train(0, "run.name=old", "checkpoint.every_steps=3").check()
+    branch = ["run.name=new", "run.resume=runs/old/checkpoints/step_00000003.pt", "optim.epochs=2"]
+    train(0, *branch).check()
+    graphs = [tmp_path / "runs" / name / "graph.pt" for name in ("old", "new")]
+    assert graphs[0].stat().st_ino == graphs[1].stat().st_ino  # runs on one graph share a file
+    steps = [row["step"] for row in read_metrics(tmp_path / "runs/new", "train")]
+    assert steps == list(range(4, 11))
+    # The folder is not empty any more.
+    assert "resumed at step 10" in train(0, *branch).check().stdout
+    train(0, "run.name=end", "run.resume=runs/old/checkpoints/step_00000005.pt").check()
+    assert read_metrics(tmp_path / "runs/end", "test") == read_metrics(
+        tmp_path / "runs/old", "test"
+    )
+    result = train(0, "run.name=none", "run.resume=none.pt")
+    assert result.returncode == 2
+    assert "none.pt is not a readable checkpoint (FileNotFoundError)" in result.stderr
+    for option in ("run.resume", "run.init"):
+        result = train(0, "run.name=none", f"{option}=runs/old")
+        assert (
+            result.stderr == "error: runs/old is a folder: name a file in its folder checkpoints\n"
+        )
+
+
+def test_figures_of_an_earlier_end_go_when_a_run_trains_on(trained, train, tmp_path):
+    trained("run.name=run")
+    files = [tmp_path / "runs/run" / name for name in ("test.tsv", "test.json", "test.svg")]
+    for file in files[1:]:
+        file.touch()
+    train(0, "run.name=run").check()  # which has nothing left to train
+    assert all(file.exists() for file in files)
+    train(0, "run.name=run", "optim.epochs=2").check()
+    assert [file.exists() for file in files] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "model.hidden=16",
+            r"saved in runs/run/checkpoints/step_00000005.pt does not match: "
+            r".*embedding.*\[30, 8\].*\[30, 16\].*: in an empty run folder, run.init=",
+        ),
+        (
+            "data.batch_size=16",
+            "step_00000005.pt was trained with data.batch_size=32, not 16: set it so, or, in an",
+        ),
+        ("run.seed=1", "step_00000005.pt was trained with run.seed=0, not 1: "),
+        (
+            "optim.lr_mult={embedding: 0.5}",
+            r"was trained with optim.lr_mult=\{\}, not \{'embedding': 0.5\}: ",
+        ),
+        (
+            "data.split_seed=1",
+            "step_00000005.pt was trained on different data or splits: set another run.name, or, ",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_not_resumed(trained, train, tmp_path, change, message):
+    trained("run.name=run")
+    before = (tmp_path / "runs/run/metrics.jsonl").read_text()
+    result = train(0, "run.name=run", change)
+    assert result.returncode == 2
+    assert re.search(message, result.stderr)
+    assert (tmp_path / "runs/run/metrics.jsonl").read_text() == before
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_is_used_if_no_other_is_left(train, tmp_path):
+    options = [
+        "optim.lr=1e-30",
+        "optim.epochs=2",
+    ]  # nothing is learnt: the first validation is best
+    train(0, *options).check()
+    for path in (tmp_path / "runs/default/checkpoints").glob("step_*"):
+        path.unlink()
+    assert "resumed at step 0" in train(0, *options).check().stdout
+
+
+@pytest.mark.slow
+def test_the_best_model_is_tested_even_if_best_pt_is_damaged(train, tmp_path):
+    # The second epoch is the best.
+    options = ["optim.lr=0.1", "optim.epochs=3", "model.dropout=0", "model.pairs=false"]
+    train(0, *options, "run.name=whole").check()
+    (test,) = read_metrics(tmp_path / "runs/whole", "test")
+    assert test["best_step"] == 10
+    train(0, *options, "checkpoint.every_steps=14", "checkpoint.keep_last=9").check()
+    checkpoints = tmp_path / "runs/default/checkpoints"
+    (checkpoints / "step_00000015.pt").unlink()
+    (checkpoints / "best.pt").write_bytes(b"garbage")
+    assert "resumed at step 14" in train(0, *options).check().stdout
+    assert read_metrics(tmp_path / "runs/default", "test") == [test]
+
+
+# ---- What is not written -------------------------------------------------------------------------
+def test_no_checkpoint_with_a_weight_that_is_not_finite_is_saved(train, tmp_path):
+    result = train(0, fault="save_an_infinite_weight")
+    name = "encoder.embedding"
+    expected = f"error: {name} is not finite at step 0, no checkpoint is saved: lower optim.lr\n"
+    assert result.stderr == expected
+    assert not list((tmp_path / "runs/default/checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_a_run_whose_test_predictions_cannot_be_written_fails_and_resumes(train, tmp_path):
+    folder = tmp_path / "runs/default"
+    failed = train(2, fault="fill_disk_in_test")
+    assert failed.returncode == 1
+    assert failed.stderr.count("error: ") == 1
+    assert "Traceback" not in failed.stderr
+    reason = "cannot write runs/default/test.tsv: File too large; fix that or set run.dir"
+    assert f"error: {reason}" in failed.stderr
+    status = read_status(folder)
+    assert status["state"] == "failed"
+    assert "test.tsv: File too large" in status["reason"]
+    assert not list(folder.glob("test.tsv*"))
+    assert read_metrics(folder, "test") == []
+    train(2).check()
+    whole = tmp_path / "runs/whole"
+    train(2, "run.name=whole").check()
+    assert difference(folder, whole) == ""
+    assert (folder / "test.tsv").read_text() == (whole / "test.tsv").read_text()
+    # Where it fails after that, the earlier file stays.
+    assert train(2, fault="fill_disk_in_test").returncode == 1
+    assert (folder / "test.tsv").read_text() == (whole / "test.tsv").read_text()
+    assert not (folder / "test.tsv.tmp").exists()

@@ -1,0 +1,251 @@
+"""Bars and the time left: when they appear, where, and what they say."""
+
+import errno
+import gzip
+import io
+import logging
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from baseline import fit_baseline
+from config import Config
+from data import DataConfig
+from data_cells import read_header, read_rows
+from data_tables import read_tables
+from ddp_setup import DDPConfig, Distributed
+from evaluate import predict_rows
+from model import ModelConfig
+from run_progress import BarClearer, RunProgress, progress_bar, time_left
+from task import KnockoutTask
+from tests.template.fixtures import write_table
+from tests.template.test_baseline_combination import combined_tables
+from tests.template.test_targets import additive_tables
+
+
+class Clock:
+    """A clock that goes on by `tick` seconds whenever it is read."""
+
+    def __init__(self):
+        self.now = 1000.0
+        self.tick = 0.0
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+class Stderr(io.StringIO):
+    """A terminal or a file that knows when something was written."""
+
+    def __init__(self, clock: Clock, is_terminal: bool):
+        super().__init__()
+        self.clock = clock
+        self.is_terminal = is_terminal
+        self.written_at = []
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+    def write(self, text: str) -> int:
+        if text:
+            self.written_at.append(self.clock.now)
+        return super().write(text)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("tqdm.std.time", clock)
+    monkeypatch.setattr("run_progress.time", SimpleNamespace(perf_counter=clock))
+    return clock
+
+
+@pytest.fixture
+def terminal(monkeypatch, clock) -> Stderr:
+    stderr = Stderr(clock, is_terminal=True)
+    monkeypatch.setattr("run_progress.sys", SimpleNamespace(stderr=stderr))
+    return stderr
+
+
+@pytest.fixture
+def file(monkeypatch, clock) -> Stderr:
+    stderr = Stderr(clock, is_terminal=False)
+    monkeypatch.setattr("run_progress.sys", SimpleNamespace(stderr=stderr))
+    return stderr
+
+
+def work(clock: Clock, num_steps: int, seconds: float, **options) -> None:
+    """Works with a bar, so long a step."""
+    for _ in progress_bar(range(num_steps), "working", **options):
+        clock.now += seconds
+
+
+# ---- When a bar appears --------------------------------------------------------------------------
+def test_short_work_has_no_bar_on_a_terminal(clock, terminal):
+    work(clock, 49, 0.1)
+    assert terminal.getvalue() == ""
+
+
+def test_long_work_has_a_bar_that_leaves_nothing_on_a_terminal(clock, terminal):
+    work(clock, 80, 0.1)
+    texts = terminal.getvalue().split("\r")
+    assert terminal.written_at[0] == pytest.approx(1005, abs=0.11)
+    assert re.match(r"working:  6\d%.* 5\d/80 \[00:05<00:0[23], 10.00it/s\]", texts[1])
+    assert texts[-2:] == [" " * len(texts[-2]), ""]
+
+
+def test_the_bar_of_an_epoch_appears_at_once(clock, terminal):
+    for _ in RunProgress(num_steps=20, is_at_most=False).steps(range(2), "epoch 1/10"):
+        assert "epoch 1/10:   0%" in terminal.getvalue()
+
+
+def test_a_single_step_has_no_bar(clock, terminal):
+    work(clock, 1, 100)
+    assert terminal.getvalue() == ""
+
+
+def test_a_bar_of_another_rank_is_not_shown(clock, terminal):
+    work(clock, 80, 0.1, delay=0, is_shown=False)
+    assert terminal.getvalue() == ""
+    work(clock, 80, 0.1, delay=0)
+    assert "working" in terminal.getvalue()
+
+
+def test_a_file_gets_no_bar(clock, file):
+    work(clock, 100, 10, delay=0)
+    assert file.getvalue() == ""
+
+
+def test_a_terminal_that_is_closed_ends_no_run(clock, terminal):
+    """As by nohup; tqdm itself sees to it."""
+
+    def write(text):
+        if text:
+            raise OSError(errno.EIO, "Input/output error")
+
+    terminal.write = write
+    work(clock, 80, 0.1)
+
+
+# ---- What it says --------------------------------------------------------------------------------
+def test_a_resumed_job_is_as_fast_as_its_own_rows(clock, terminal):
+    with progress_bar(2_000_000, "predicting", unit="row", initial=1_000_000) as bar:
+        clock.now += 100
+        bar.update(100_000)
+    assert "1.10M/2.00M [01:40<15:00, 1.00krow/s]" in terminal.getvalue()
+
+
+def test_a_line_of_the_log_takes_the_place_of_the_bar(clock, terminal):
+    console = logging.StreamHandler(terminal)
+    log = logging.Logger("test")
+    log.addHandler(BarClearer())
+    log.addHandler(console)
+    with progress_bar(80, "working") as bar:
+        log.warning("early")
+        clock.now += 10
+        bar.update(40)
+        log.warning("late")
+        log.warning("later")
+        clock.now += 10
+        bar.update(30)
+    lines = terminal.getvalue().split("\n")
+    assert lines[0].lstrip("\r") == "early"
+    assert re.fullmatch(r"\rworking:  50%.*\r +\r+late", lines[1])
+    assert re.fullmatch(r"[\r ]*later", lines[2])
+    assert lines[3].startswith("\rworking:  88%")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps_done", "steps_left", "text"),
+    [
+        (100, 50, 377, "12:34 left"),
+        (100, 1, 360, "10:00:00 left"),
+        (0, 0, 100, ""),
+        (100, 50, 0, ""),  # at the end of the last epoch
+        (100, 500, 4, ""),
+    ],
+)
+def test_the_time_left_is_that_of_the_steps_left(seconds, steps_done, steps_left, text):
+    assert time_left(seconds, steps_done, steps_left) == text
+
+
+@pytest.mark.parametrize(("is_at_most", "limit"), [(False, ""), (True, "at most ")])
+def test_a_run_tells_its_time_left_by_its_own_steps_and_validations(clock, is_at_most, limit):
+    run = RunProgress(num_steps=30, is_at_most=is_at_most)
+    clock.now += 1000  # the first validation
+    assert run.text() == ""
+    for epoch in range(3):
+        for _ in run.steps(range(10), "epoch"):
+            clock.now += 9
+            run.loss_and_speed = "loss 1"
+        clock.now += 10  # a validation
+        minutes = ["03:20", "01:40", ""][epoch]
+        assert run.text() == (f"run: {limit}{minutes} left  loss 1" if minutes else "loss 1")
+
+
+def test_the_bar_of_an_epoch_says_the_time_left_for_both(clock, terminal):
+    for _ in RunProgress(num_steps=40, is_at_most=False).steps(range(10), "epoch 1/4"):
+        clock.now += 6
+    assert re.search(r"4/10 \[00:24<00:3[56],  6.00s/it, run: 03:36 left\]", terminal.getvalue())
+
+
+def test_a_resumed_run_counts_the_steps_of_this_process(train):
+    train(0).check()  # an epoch of 5 steps
+    output = train(0, "optim.epochs=3", "optim.patience=9", fault="steps_left").check().stdout
+    assert "epoch 2/3  step 10  run: at most 5 done, 5 left  loss " in output
+    assert "epoch 3/3  step 15  run: at most 10 done, 0 left  loss " in output
+
+
+# ---- Where bars are ------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["t.tsv", "t.tsv.gz"])
+def test_the_bar_of_a_table_counts_its_bytes(monkeypatch, tmp_path, clock, terminal, name):
+    monkeypatch.setattr("data_cells.CHUNK", 100_000)
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.rand(50_000, generator=generator).tolist()
+    content = "genes\tscore\n" + "".join(f"a\t{number}\n" for number in numbers)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
+    header = read_header(str(path), [], ("genes",))
+    for has_bar in (False, True):
+        assert terminal.getvalue() == ""
+        for _ in read_rows(str(path), header, has_bar=has_bar):
+            clock.now += 10
+    percents = [int(text) for text in re.findall(rf"reading {name}: +(\d+)%", terminal.getvalue())]
+    assert len(percents) >= 7
+    assert percents == sorted(percents)
+    assert 0 < percents[0] < 30
+    assert percents[-1] >= 90
+
+
+def test_reading_fitting_and_predicting_have_bars(monkeypatch, tmp_path, clock, terminal):
+    monkeypatch.setattr("data_cells.CHUNK", 10)
+    monkeypatch.setattr("baseline.TARGETS_AT_ONCE", 1)
+    clock.tick = 10.0  # so that everything takes long
+    edges = [("source", "target", "relation"), ("a", "b", "r"), ("b", "c", "r")]
+    scores = [("genes", "score"), ("a", 1), ("b", 2), ("a,c", 3)]
+    features = [("gene", "size"), ("a", 1), ("b", 2), ("c", 3)]
+    files = []
+    for name, rows in (("edges", edges), ("scores", scores), ("features", features)):
+        files.append(str(write_table(tmp_path / f"{name}.tsv", rows)))
+    read_tables(*files, scores=[], undirected=False)
+    for name in ("edges", "scores", "features"):
+        assert f"reading {name}.tsv: " in terminal.getvalue()
+
+    tables = combined_tables(num_rows=400)
+    tables.y = torch.cat([tables.y, -tables.y], dim=1)
+    tables.targets = ["plus", "minus"]
+    fit_baseline(tables)
+    shown = terminal.getvalue()
+    assert re.search(r"fitting the baseline, .*1/2 ", shown)
+    assert re.search(r"fitting sums of responses: .*8/9 ", shown)
+    assert re.search(r"fitting combinations of responses: .*13/14 ", shown)
+    assert not re.search(r"1[5-9]/14", shown)
+
+    config = Config(data=DataConfig(batch_size=8), model=ModelConfig(message_passing="reach"))
+    task = KnockoutTask.from_tables(additive_tables(noise=1.0), config)
+    env = Distributed(DDPConfig())
+    predict_rows(task.build_model(), task, torch.arange(100), env)
+    assert re.search(r"predicting: .*12/13 ", terminal.getvalue())

@@ -1,0 +1,266 @@
+"""Seen means measured, and level 1 means intact: in baseline, splits, test.tsv and predictions."""
+
+import random
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from analyse_results import read_results
+from baseline import additive_baseline
+from config import Config
+from data import DataConfig, load, node_split, random_split
+from data_tables import Tables
+from ddp_setup import DDPConfig, Distributed
+from evaluate import predict_rows
+from metrics import pearson
+from predict_sets import read_sets
+from task import KnockoutTask
+from tests.sets import tables_of
+from tests.template.fixtures import write_table
+from tests.tools.runs import lines_of_test
+
+EFFECTS = (-3.0, -2.0, -1.0, 1.0, 2.0, 3.0)  # of the nodes of each module
+NODES = [f"g{k:02}" for k in range(60)]
+TEST_NODES = [name for name in NODES if name[-1] in "01"]
+EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x"), ("c", "d", "x")]
+
+
+# ---- Tables --------------------------------------------------------------------------------------
+def module_rows(num_scores: int = 1) -> list[tuple]:
+    """Returns rows of 60 nodes in six modules, each at three levels; scores are nearly exact.
+
+    All nodes of a module have its effect. In each, two are in test rows alone, and one in
+    validation rows.
+    """
+    draw = random.Random(0)
+    rows = []
+    for k, name in enumerate(NODES):
+        split = {"0": "test", "1": "test", "2": "val"}.get(name[-1], "train")
+        for level in (0, 0.3, 0.6):
+            score = EFFECTS[k // 10] * (1 - level)
+            scores = [f"{score + draw.gauss(0, 0.05):.4f}" for _ in range(num_scores)]
+            rows.append((f"{name}={level}", *scores, split))
+    return rows
+
+
+def read(folder: Path, edges: list[tuple], rows: list[tuple]) -> Tables:
+    """Returns the tables of these edges and of rows of genes, scores and split."""
+    folder.mkdir(exist_ok=True)
+    targets = [f"score{t}" for t in range(len(rows[0]) - 2)]
+    edges_file = write_table(folder / "edges.tsv", edges)
+    scores_file = write_table(folder / "scores.tsv", [("genes", *targets, "split"), *rows])
+    return load(DataConfig(str(edges_file), str(scores_file), cache_dir=str(folder / "cache")))
+
+
+def read_modules(folder: Path, rows: list[tuple]) -> Tables:
+    """Returns the tables of rows on the graph of the modules, in which all nodes are joined."""
+    edges = [EDGES[0]]
+    for a in NODES:
+        edges += [(a, b, "x") for b in NODES if a < b and a[:2] == b[:2]]
+    return read(folder, edges, rows)
+
+
+def task_of(folder: Path, tables: Tables) -> KnockoutTask:
+    return KnockoutTask.from_tables(tables, Config(data=DataConfig(cache_dir=str(folder))))
+
+
+def of_test_rows(tables: Tables) -> tuple[Tensor, Tensor]:
+    """Returns the scores of the test rows and what the baseline predicts, [n, T]."""
+    rows = tables.rows("test")
+    return tables.y[rows], additive_baseline(tables).prediction[rows]
+
+
+# ---- Seen ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("cells", [("{}", "NA"), ("{}=0.3", ""), ("{}=1", "0.01")])
+def test_a_row_without_a_score_or_at_level_1_makes_no_node_seen(tmp_path, cells):
+    """The baseline still takes what it knows of such nodes from the graph."""
+    genes, score = cells
+    plain = read_modules(tmp_path / "plain", module_rows())
+    rows = [(genes.format(name), score, "train") for name in TEST_NODES]
+    tables = read_modules(tmp_path / "more", module_rows() + rows)
+    y, expected = of_test_rows(plain)
+    assert pearson(y, expected) > 0.998
+    y, found = of_test_rows(tables)
+    assert pearson(y, found) > 0.998
+    if score != "0.01":
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not tables.is_seen()[::10].any()
+    assert tables.unseen("test").eq(1).all()
+    assert tables.unseen_share("test") == 1
+    lines = lines_of_test(task_of(tmp_path, tables), torch.zeros(len(y), 1))
+    cells = [line.split("\t")[:3] for line in lines[1:]]
+    assert {tuple(row[1:]) for row in cells} == {("1", name) for name in TEST_NODES}
+
+
+def test_a_node_is_seen_for_each_score_by_itself(tmp_path):
+    """The second score is missing in the training rows of the nodes to test."""
+    rows = module_rows(2)
+    for name in TEST_NODES:
+        rows += [(f"{name}={level}", score, "NA", "train") for level, score in ((0, 1), (0.5, 0.5))]
+    tables = read_modules(tmp_path, rows)
+    y, prediction = of_test_rows(tables)
+    assert pearson(y, prediction)[1] > 0.999
+    seen = tables.is_seen()
+    nodes = [tables.genes.index(name) for name in TEST_NODES]
+    assert seen[nodes, 0].all()
+    assert not seen[nodes, 1].any()
+    assert tables.unseen("test").tolist() == [[0, 1]] * 36
+    assert tables.unseen_share("test") == 0.5
+    task = task_of(tmp_path, tables)
+    path = tmp_path / "test.tsv"
+    path.write_text("".join(lines_of_test(task, torch.zeros(len(y), 2))))
+    found = read_results(path)
+    assert found.unseen.tolist() == [[0, 1]] * 36
+    assert found.unseen_genes == [name for name in TEST_NODES for _ in range(3)]
+    assert path.read_text().splitlines()[1].split("\t")[:3] == ["g00", "0,1", "g00"]
+
+
+@pytest.mark.parametrize("loss", ["squared", "binary"])
+@pytest.mark.parametrize("cells", [("{}", "NA"), ("{}=0.6", "NA"), ("{}=1", "NA")])
+def test_nodes_that_are_not_measured_tell_nothing_of_their_neighbours(tmp_path, loss, cells):
+    """Of each module, two nodes are; the scores of five others are missing."""
+    genes, score = cells
+    rows = [row for row in module_rows() if row[0][2] in "01234"]
+    if loss == "binary":
+        rows = [(name, int(float(value) > 0), split) for name, value, split in rows]
+    unmeasured = [name for name in NODES if name[-1] in "56789"]
+    more = [(genes.format(name), score, "train") for name in unmeasured]
+    plain = read_modules(tmp_path / "plain", rows)
+    tables = read_modules(tmp_path / "more", rows + more)
+    expected = additive_baseline(plain, loss).prediction
+    found = additive_baseline(tables, loss).prediction[: len(expected)]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    test_rows = plain.rows("test")
+    assert pearson(plain.y[test_rows], found[test_rows]) > 0.97
+
+
+def test_rows_of_other_splits_make_no_node_seen():
+    tables = tables_of([[0, 1], [2], [3], [0, 4]], torch.ones(4, 2))
+    tables.genes = list("abcde")
+    tables.split = torch.tensor([0, 1, 2, -1], dtype=torch.int8)
+    assert tables.is_seen().tolist() == [[True] * 2] * 2 + [[False] * 2] * 3
+    assert tables.unseen("val").tolist() == tables.unseen("test").tolist() == [[1, 1]]
+
+
+def test_unseen_nodes_stand_in_test_tsv_with_a_number_for_each_score_where_these_differ(tmp_path):
+    rows = [
+        ("a", "NA", 1, "train"),
+        ("b=0.5", 1, "NA", "train"),
+        ("c", 1, 1, "train"),
+        ("c", 1, 2, "val"),
+        ("b=0.3,d", 1, 1, "test"),
+        ("a,b", 1, 1, "test"),
+        ("c", 1, 1, "test"),
+        ("", 1, 1, "test"),
+        ("d=1", 1, 1, "test"),
+        ("a,d,b", 1, "NA", "test"),
+    ]
+    tables = read(tmp_path, EDGES, rows)
+    expected = [
+        ("b=0.3,d", "1,2", "b,d"),
+        ("a,b", "1", "a,b"),  # one for each score, which is another
+        ("c", "0", ""),
+        ("", "0", ""),
+        ("", "0", ""),
+        ("a,b,d", "2", "a,d"),  # b is unseen for the score that the row lacks
+    ]
+    path = tmp_path / "test.tsv"
+    path.write_text("".join(lines_of_test(task_of(tmp_path, tables), torch.zeros(6, 2))))
+    lines = path.read_text().splitlines()
+    assert [tuple(line.split("\t")[:3]) for line in lines[1:]] == expected
+    found = read_results(path)
+    assert found.unseen.tolist() == tables.unseen("test").tolist()
+    assert found.unseen.tolist() == [[1, 2], [1, 1], [0, 0], [0, 0], [0, 0], [2, 2]]
+
+
+def test_training_hides_the_share_of_nodes_that_validation_has_unseen_over_its_scores(tmp_path):
+    rows = [
+        ("a", 1, "NA", "train"),
+        ("b", "NA", 2, "train"),
+        ("c=1", 1, 3, "train"),
+        ("a,b", 3, 2, "val"),  # one of two for each score
+        ("a", "NA", 1, "val"),  # one of one
+        ("c,d", "NA", "NA", "val"),  # no score
+        ("", 1, 2, "val"),
+        ("a", 1, 1, "test"),
+    ]
+    tables = read(tmp_path, EDGES, rows)
+    assert tables.unseen_share("val") == pytest.approx(3 / 5)
+    assert task_of(tmp_path, tables).build_model().unseen == pytest.approx(3 / 5)
+
+
+# ---- Level 1 -------------------------------------------------------------------------------------
+def test_a_set_is_the_same_with_further_nodes_at_level_1():
+    twins = [
+        [{}, {3: 1.0}, {0: 1.0, 4: 1.0}],
+        [{0: 0.0, 1: 0.0}, {0: 0.0, 1: 0.0, 2: 1.0}, {1: 0.0, 0: 0.0, 3: 1.0}],
+        [{0: 0.3}, {4: 1.0, 0: 0.3}],
+        [{0: 0.0}],
+    ]
+    sets = [levels for group in twins for levels in group]
+    tables = tables_of(sets, torch.ones(len(sets)))
+    tables.genes = list("abcde")
+    numbers = [number for number, group in enumerate(twins) for _ in group]
+    assert tables.set_number().tolist() == numbers
+    order = [5, 8, 0, 3]
+    tables = tables_of([sets[row] for row in order], torch.ones(4))
+    tables.genes = list("abcde")
+    assert tables.set_number().tolist() == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("level", [0.0, 0.3])
+def test_twins_with_a_further_node_at_level_1_stay_together_in_every_random_split(level):
+    sets = [{a: level, b: 0.0} for a, b in combinations(range(15), 2)]
+    twins = [{**levels, 15 + k % 5: 1.0} for k, levels in enumerate(sets)]
+    tables = tables_of(sets + twins, torch.zeros(210))
+    alone = tables_of(sets, torch.zeros(105))
+    tables.genes = alone.genes = [f"g{k:02}" for k in range(20)]
+    for seed in range(5):
+        options = DataConfig(split_seed=seed)
+        split = random_split(tables, options)
+        assert split[:105].equal(split[105:])
+        assert split[:105].equal(random_split(alone, options))
+        assert len(split.unique()) == 3
+
+
+def test_a_node_at_level_1_does_not_decide_the_split_of_nodes():
+    sets = [{k % 20: 0.0, 20 + k % 10: 1.0} for k in range(100)] + [{k: 1.0} for k in range(30)]
+    tables = tables_of(sets, torch.zeros(130))
+    tables.genes = [f"g{k:02}" for k in range(30)]
+    plain = tables_of([{k % 20: 0.0} for k in range(100)] + [{}] * 30, torch.zeros(130))
+    plain.genes = tables.genes
+    for fold in range(3):
+        options = DataConfig(split="nodes", split_seed=fold)
+        split = node_split(tables, options)
+        assert split.equal(node_split(plain, options))
+        assert split[100:].eq(0).all()
+        assert len(split.unique()) == 3
+
+
+def test_a_row_at_level_1_is_an_intact_control(tmp_path):
+    """For the baseline, in test.tsv and for the model."""
+    cells = ["", "a", "b=0.3,c", "a,b", "c", "b,d=0.5"]
+    controls = ["a=1,c=1", "a,d=1", "b=0.3,c,a=1.0", "a,b", "c,d=1e0", "b,d=0.5"]
+    scores = [0.5, 1.5, -1.0, 2.0, 0.7, 1.1]
+    splits = ["train", "train", "train", "val", "test", "train"]
+    plain = read(tmp_path / "plain", EDGES, list(zip(cells, scores, splits, strict=True)))
+    tables = read(tmp_path / "levels", EDGES, list(zip(controls, scores, splits, strict=True)))
+    assert tables.fingerprint() == plain.fingerprint()
+    task = task_of(tmp_path, tables)
+    torch.testing.assert_close(task.rivals["baseline"], additive_baseline(plain).prediction)
+
+    ask = write_table(tmp_path / "ask.tsv", [("genes",), ("a=1",), ("",), ("b,a=1",), ("b",)])
+    (chunk,) = read_sets(str(ask), tables)
+    assert list(chunk.sets) == ["a=1", "", "b,a=1", "b"]
+    model = task.build_model()
+    for parameter in model.parameters():  # some parts start at zero
+        torch.nn.init.normal_(parameter)
+    asked = task.with_samples(chunk.samples)
+    env = Distributed(DDPConfig())
+    named, intact, twin, single = predict_rows(model, asked, torch.arange(4), env)
+    torch.testing.assert_close(named, intact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(twin, single, rtol=1e-6, atol=1e-6)
+    assert not named.isclose(twin)

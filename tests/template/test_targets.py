@@ -1,0 +1,557 @@
+"""Tables with several scores, of which some are missing, and with weights."""
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch_geometric.data import HeteroData
+
+from analyse_metrics import target_metrics
+from baseline import PENALTIES, TARGETS_AT_ONCE, additive_baseline
+from config import Config
+from data import DataConfig, KnockoutDataset, StepSampler, load, weight_scale
+from data_tables import Tables
+from errors import DataError, UserError
+from losses import LOSSES
+from mask import SharedGraph
+from metrics import mean_and_std, pearson, r2
+from model import ModelConfig
+from optim import OptimConfig
+from task import KnockoutTask
+from tests.sets import pack_sets, tables_of
+from tests.template.fixtures import write_table
+from tests.template.test_data_tables import notes_on, sets_of, summary_of
+from tests.tools.models import full_model
+from tests.tools.runs import difference, output_for, predictions_of, read_metrics
+
+HEADER = ("genes", "growth", "cell size", "split", "sd")
+ROWS = [
+    ("a,b", 0.5, "NA", "train", 0.5),
+    ("c", "", 7, "val", 1),
+    ("", 1.5, -2, "test", 2),
+    ("a", "NA", "", "train", 1),
+]
+
+
+def write_tables(folder: Path, rows: list[tuple], header: tuple = HEADER) -> DataConfig:
+    """Writes two edges and a table of scores, and returns the options that name them."""
+    edges = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x")]
+    return DataConfig(
+        edges=str(write_table(folder / "edges.tsv", edges)),
+        perturbations=str(write_table(folder / "scores.tsv", [header, *rows])),
+        cache_dir=str(folder / "cache"),
+    )
+
+
+def test_scores_gaps_and_weights_are_read(tmp_path):
+    tables = load(write_tables(tmp_path, ROWS))
+    assert list(tables.targets) == ["growth", "cell size"]
+    expected = [[0.5, math.nan], [math.nan, 7], [1.5, -2], [math.nan, math.nan]]
+    expected = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(tables.y, expected, equal_nan=True)
+    assert tables.weight.tolist() == [4, 1, 0.25, 1]
+    assert tables.split.tolist() == [0, 1, 2, 0]
+    assert summary_of(tables).endswith("; 2 scores: growth, cell size")
+    rows = [(*row[:4], row[4] ** -2) for row in ROWS]
+    weighted = load(write_tables(tmp_path, rows, (*HEADER[:4], "weight")))
+    assert torch.equal(weighted.weight, tables.weight)
+    assert weighted.fingerprint() == tables.fingerprint()
+    assert weighted.sd is None
+    assert tables.sd.tolist() == [0.5, 1, 2, 1]
+
+    batch = KnockoutDataset(tables, torch.zeros(3).long()).__getitems__([0, -1, 2, 3])
+    assert batch.y.tolist() == [[0.5, 0], [0, 0], [1.5, -2], [0, 0]]
+    torch.testing.assert_close(batch.weight, torch.tensor([[4, 0], [0, 0], [0.25, 0.25], [0, 0]]))
+
+
+def test_a_note_says_that_few_rows_have_nearly_all_weight(tmp_path):
+    train = [("a", 0.5 + row, 1.0, "train", 1.0) for row in range(99)]
+    others = [("a", 0.1, 1.0, "val", 1.0), ("b", 0.2, 1.0, "test", 1.0)]
+    tables = load(write_tables(tmp_path, [*train, *others]))
+    before = notes_on(tables)
+    tables.weight[3] = 1e6
+    note = "by weight, the training rows count as 1.0% of them would"
+    assert notes_on(tables) == [*before, note]
+
+
+# ---- Outlying scores -----------------------------------------------------------------------------
+def outlying(folder: Path, value: float, num_rows: int = 60, size: int = 1) -> list[str]:
+    """Returns the notes on a table with such a score in line 21, after two blank lines."""
+    header = ("genes", *(f"score{k}" for k in range(size)), "split", "weight")
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(num_rows, size, generator=generator)
+    scores[17] = value
+    lines = ["\t".join(header)]
+    for row, of_row in enumerate(scores.tolist()):
+        cells = ["abc"[row % 3], *map(str, of_row), ("train", "val", "test")[row % 3], "1"]
+        lines.append("\t".join(cells))
+    lines[9:9] = ["", ""]
+    edges = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x")]
+    options = DataConfig(
+        edges=str(write_table(folder / "edges.tsv", edges)),
+        perturbations=str(folder / "scores.tsv"),
+        cache_dir=str(folder / "cache"),
+    )
+    (folder / "scores.tsv").write_text("\n".join(lines) + "\n")
+    notes = load(options).notes
+    return [note for note in notes if "both sides" not in note]
+
+
+def test_a_score_that_makes_much_of_the_variance_is_noted_with_its_line(tmp_path):
+    (note,) = outlying(tmp_path, 1e6)
+    assert note == (
+        f"{tmp_path}/scores.tsv:21: the score0 makes 98% of the variance of all rows: remove it, "
+        "give it a small weight, or clip or rank the scores"
+    )
+    (note,) = outlying(tmp_path, 6.0)
+    assert ":21: the score0 makes 42%" in note
+    assert outlying(tmp_path, 3.5) == []
+    assert outlying(tmp_path, 1e6, num_rows=40) == []  # of which any may have a quarter
+
+
+def test_of_zeros_and_ones_and_of_few_scores_none_outlies(tmp_path):
+    lines = ["genes\ta\tb\tsplit"]
+    for row in range(150):
+        few = row if row % 25 == 0 else ""
+        lines.append(
+            f"{'abc'[row % 3]}\t{int(row in (3, 77))}\t{few}\t{('train', 'val', 'test')[row % 3]}"
+        )
+    (tmp_path / "scores.tsv").write_text("\n".join(lines))
+    edges = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x")]
+    write_table(tmp_path / "edges.tsv", edges)
+    options = DataConfig(
+        edges=str(tmp_path / "edges.tsv"),
+        perturbations=str(tmp_path / "scores.tsv"),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    assert not any("variance" in note for note in load(options).notes)
+
+
+def test_of_many_scores_a_row_is_noted_that_outlies_in_most(tmp_path):
+    (note,) = outlying(tmp_path, 1e3, size=25)
+    assert ":21: the row of 25 scores makes 98% of the variance" in note
+    notes = outlying(tmp_path, 1e3, size=2)
+    assert [note.partition(":21: ")[2][:10] for note in notes] == ["the score0", "the score1"]
+    assert outlying(tmp_path, 3.5, size=25) == []
+
+
+def test_a_small_weight_makes_a_score_outlie_no_more(tmp_path):
+    outlying(tmp_path, 50.0)
+    path = tmp_path / "scores.tsv"
+    lines = path.read_text().splitlines()
+    lines[20] = lines[20].removesuffix("\t1") + "\t1e-4"
+    path.write_text("\n".join(lines))
+    options = DataConfig(str(tmp_path / "edges.tsv"), str(path), cache_dir=str(tmp_path / "new"))
+    assert not any("variance" in note for note in load(options).notes)
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "message"),
+    [
+        (HEADER, ("a", 1, "x", "val", 1), r"scores.tsv:6: the cell size 'x' is not a number"),
+        (HEADER, ("a", "-inf", 1, "val", 1), r"scores.tsv:6: the growth '-inf' is not a number"),
+        (HEADER, ("a", 1, 1, "val", -1), r"scores.tsv:6: the sd '-1' is not a number from 1e-30"),
+        (HEADER, ("a", 1, 1, "val", 0), r"scores.tsv:6: the sd '0' is not a number from 1e-30"),
+        (HEADER, ("a", 1, 1, "val", "NA"), r"scores.tsv:6: the sd 'NA' is not a number from 1e-30"),
+        (HEADER, ("a", 1, 1, "", 1), r"scores.tsv:6: the split '' is not one of train, val, test"),
+        (
+            (*HEADER[:4], "weight"),
+            ("a", 1, 1, "val", "inf"),
+            r"scores.tsv:6: the weight 'inf' is not a number from 1e-30",
+        ),
+        (
+            ("genes", "s", "split", "weight", "sd"),
+            ("a", 1, "val", 1, 1),
+            r"scores.tsv:1: .* weight or sd, not both",
+        ),
+        (
+            ("genes", "split", "weight"),
+            ("a", "val", 1),
+            r"scores.tsv:1: the header needs scores after genes",
+        ),
+        (
+            ("genes", "s", "s"),
+            ("a", 1, 1),
+            r"scores.tsv:1: two columns are 's': name each once",
+        ),
+    ],
+)
+def test_errors_name_line_and_column(tmp_path, header, row, message):
+    rows = [(*row[:4], 1) for row in ROWS] if header[1:4] == HEADER[1:4] else []
+    with pytest.raises(DataError, match=message):
+        load(write_tables(tmp_path, [*rows, row], header))
+
+
+def gappy_tables(folder: Path, num_rows: int = 300) -> list[str]:
+    """Writes a table of two scores in different units, a third missing; returns the overrides."""
+    draw = random.Random(0)
+    genes = [f"Y{i:02d}" for i in range(30)]
+    edges = [("source", "target", "relation")]
+    for _ in range(120):
+        edges.append((*draw.sample(genes, 2), draw.choice(["physical", "regulatory"])))
+    effect = {gene: draw.gauss(0, 1) for gene in genes}
+    rows = [("genes", "fitness", "size", "weight")]
+    for _ in range(num_rows):
+        dead = draw.sample(genes, draw.randint(1, 3))
+        total = sum(effect[gene] for gene in dead)
+        cells = []
+        for score in (total + draw.gauss(0, 0.1), 1000 - 50 * total**2 + draw.gauss(0, 1)):
+            cells.append(f"{score:.4f}" if draw.random() > 1 / 3 else draw.choice(["", "NA"]))
+        rows.append((",".join(dead), *cells, draw.choice([0.5, 1, 2])))
+    write_table(folder / "edges.tsv", edges)
+    write_table(folder / "gaps.tsv", rows)
+    return ["data.edges=edges.tsv", "data.perturbations=gaps.tsv"]
+
+
+def gappy_task(folder: Path, **sections) -> KnockoutTask:
+    """Returns the task of `gappy_tables`, with these sections of options."""
+    gappy_tables(folder)
+    files = (f"{folder}/edges.tsv", f"{folder}/gaps.tsv")
+    config = Config(data=DataConfig(*files, cache_dir=str(folder)), **sections)
+    return KnockoutTask.from_tables(load(config.data), config)
+
+
+def with_baseline(task: KnockoutTask, y: torch.Tensor, prediction: torch.Tensor) -> KnockoutTask:
+    """Returns the task with other scores [n, T] and a baseline that predicts `prediction`."""
+    criterion = LOSSES[task.config.optim.loss]
+    unit = criterion.unit(*mean_and_std(y[task.rows("train")]))
+    rivals = {"baseline": prediction}
+    tables = replace(task.tables, y=y)
+    return replace(task, tables=tables, rivals=rivals, criterion=criterion(*unit))
+
+
+def rows_with_score(tables: Tables, t: int) -> Tables:
+    """Returns the tables of the rows that have target t, alone."""
+    present = ~tables.y[:, t].isnan()
+    sets = [nodes for nodes, has in zip(sets_of(tables), present.tolist(), strict=True) if has]
+    perturbed, perturbed_ptr = pack_sets(sets)
+    return replace(
+        tables,
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        level=None,
+        y=tables.y[present, t],
+        split=tables.split[present],
+        weight=tables.weight[present],
+        targets=[tables.targets[t]],
+    )
+
+
+# ---- Metrics -------------------------------------------------------------------------------------
+def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(tmp_path):
+    task = gappy_task(tmp_path)
+    tables = task.tables
+    prediction = task.rivals["baseline"]
+    rows = task.rows("val")
+    found = task.metrics("val", output_for(task, prediction[rows] + 1))
+    each = target_metrics(predictions_of(tables.y[rows], prediction[rows] + 1, prediction[rows]))
+    parts = []
+    for t in range(2):
+        alone = KnockoutTask.from_tables(rows_with_score(tables, t), task.config)
+        expected = alone.rivals["baseline"]
+        effect = task.start.effect[:, :, t : t + 1]
+        # Two fits to the same tolerance may be a rounding of float32 apart.
+        torch.testing.assert_close(effect, alone.start.effect, rtol=2e-7, atol=1e-10)
+        present = ~tables.y[:, t].isnan()
+        of_target = prediction[present, t : t + 1]
+        torch.testing.assert_close(of_target, expected, rtol=1e-8, atol=1e-8)
+        of_val = output_for(alone, expected[alone.rows("val")] + 1)
+        part = alone.metrics("val", of_val)
+        assert part.pop("n") == part.pop("rows") < len(rows)
+        for key in ("mse", "pearson", "baseline_pearson"):
+            assert each[key][t].item() == pytest.approx(part[key], rel=1e-7)
+        parts.append(part)
+    assert found.pop("n") == (~tables.y[rows].isnan()).any(dim=1).sum() < len(rows)
+    assert found.pop("rows") == len(rows)
+    assert found.keys() == parts[0].keys()
+    for key, value in found.items():
+        assert value == pytest.approx((parts[0][key] + parts[1][key]) / 2, rel=1e-7)
+
+
+def test_metrics_of_binary_scores_are_those_of_each_target_alone(tmp_path):
+    """The third target has no ones, so that it has a loss but no Pearson."""
+    task = replace(gappy_task(tmp_path), config=Config(optim=OptimConfig(loss="binary")))
+    gaps = task.tables.y
+    ones = (gaps > gaps.nanmedian(dim=0).values).double().where(~gaps.isnan(), math.nan)
+    zeros = (0 * gaps[:, :1]).where(~gaps[:, :1].isnan(), math.nan)
+    y = torch.cat([ones, zeros], dim=1)
+    prediction = torch.rand(y.shape, generator=torch.Generator().manual_seed(0)).double()
+    of_all = with_baseline(task, y, prediction)
+    found = of_all.metrics("val", output_for(of_all, prediction[task.rows("val")]))
+    parts = []
+    for t in range(3):
+        present = ~y[:, t].isnan()
+        split = task.tables.split.where(present, -1)  # rows without this score are in none
+        part = replace(task, tables=replace(task.tables, split=split))
+        part = with_baseline(part, y[:, t : t + 1], prediction[:, t : t + 1])
+        of_val = prediction[part.rows("val"), t : t + 1]
+        parts.append(part.metrics("val", output_for(part, of_val)))
+        assert parts[t]["n"] == int(present[task.rows("val")].sum()) < len(task.rows("val"))
+    assert math.isnan(parts[2]["pearson"])
+    assert found["loss"] == pytest.approx(sum(part["loss"] for part in parts) / 3)
+    for key in ("pearson", "baseline_pearson"):
+        assert found[key] == pytest.approx((parts[0][key] + parts[1][key]) / 2)
+
+
+@pytest.mark.parametrize("value", [0.1, 0.7, 1e20])
+@pytest.mark.parametrize("n", [3, 7, 10, 49])
+def test_a_constant_prediction_has_no_correlation_and_constant_scores_none(n, value):
+    constant = torch.full((n, 1), value, dtype=torch.float64)
+    varies = torch.arange(float(n), dtype=torch.float64).unsqueeze(1)
+    assert pearson(varies, constant) == 0
+    assert pearson(constant, varies).isnan()
+    assert pearson(constant, constant).isnan()
+    # A target of constant scores does not count; one with a constant prediction counts in every
+    # mean.
+    y = torch.cat([varies, varies, constant], dim=1)
+    r = pearson(y, torch.cat([2 * varies, constant, varies], dim=1))
+    torch.testing.assert_close(r, torch.tensor([1.0, 0.0, math.nan]).double(), equal_nan=True)
+
+
+def test_metrics_of_predictions_that_say_nothing_of_a_target_are_means_over_the_same_targets(
+    tmp_path,
+):
+    task = gappy_task(tmp_path)
+    y = task.tables.y
+    rows = task.rows("val")
+    nothing = torch.zeros_like(y)
+    y[:, 1] = torch.rand(len(y)).double().where(~y[:, 1].isnan(), math.nan)
+    task = with_baseline(task, y, nothing)
+    prediction = torch.stack([y[rows, 0].nan_to_num(), nothing[rows, 1]], dim=1)
+    result = task.metrics("val", output_for(task, prediction))
+    assert result["pearson"] == pytest.approx(0.5)
+    assert result["baseline_pearson"] == 0
+    each = target_metrics(predictions_of(y[rows], prediction, nothing[rows]))
+    assert each["pearson"].tolist() == pytest.approx([1, 0])
+    y[rows, 1] = math.nan
+    result = task.metrics("val", output_for(task, nothing[rows]))
+    assert result["pearson"] == 0
+    assert result["loss"] > 0
+    each = target_metrics(predictions_of(y[rows], nothing[rows], nothing[rows]))
+    assert all(values[1].isnan() and not values[0].isnan() for values in each.values())
+
+
+# ---- Loss and weights ----------------------------------------------------------------------------
+def test_the_loss_of_each_score_is_the_weighted_mean_over_the_rows_that_have_it(tmp_path):
+    """In sum over a batch: a score counts the same over all training rows, however many have it."""
+    task = gappy_task(tmp_path)
+    train_rows = task.rows("train")
+    batch_rows = StepSampler(train_rows, 16, 1, 1, 0, 0).rows_in_step(1)
+    generator = torch.Generator().manual_seed(0)
+    for rows in (batch_rows, train_rows):
+        prediction = torch.randn(len(rows), 2, dtype=torch.float64, generator=generator)
+        output = output_for(task, prediction)
+        torch.testing.assert_close(task.to_scores(output), prediction)
+        batch = task.dataset.__getitems__(rows.tolist())
+        found = task.loss(output.flatten(1), batch)
+        for t in range(2):
+            y = task.tables.y[:, t]
+            scored = train_rows[~y[train_rows].isnan()]
+            weight_of_scored = task.tables.weight[scored]
+            mean = (weight_of_scored * y[scored]).sum() / weight_of_scored.sum()
+            variance = weight_of_scored * (y[scored] - mean).square() / weight_of_scored.sum()
+            std = variance.sum().sqrt()
+            per_weight = len(train_rows) / weight_of_scored.sum()
+            total_loss = 0.0
+            total_weight = 0.0
+            for row, value in zip(rows.tolist(), prediction[:, t], strict=True):
+                if not y[row].isnan():
+                    weight = per_weight * task.tables.weight[row]
+                    total_loss += weight * ((value - y[row]) / std).square()
+                    total_weight += weight
+            torch.testing.assert_close(found[t], total_loss, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(task.dataset.total_weight(rows)[t], total_weight)
+    torch.testing.assert_close(total_weight.item(), float(len(train_rows)))
+
+
+def test_rows_outside_training_do_not_set_the_scale_of_the_weights(tmp_path):
+    weight = {}
+    for sd in (1, 1e-7):
+        rows = [
+            ("a", 1, 2, "train", 1),
+            ("b", 1, 2, "train", 2),
+            ("c", 1, 2, "val", 1),
+            ("a,b", 1, 2, "test", sd),
+        ]
+        tables = load(write_tables(tmp_path, rows))
+        scaled = tables.weight.unsqueeze(1) * weight_scale(tables)
+        assert scaled[:, 0].equal(scaled[:, 1])
+        weight[sd] = scaled[:3, 0].tolist()
+    assert weight[1] == weight[1e-7] == pytest.approx([1.6, 0.4, 1.6])
+
+
+# ---- Validation without scores -------------------------------------------------------------------
+def additive_tables(noise: float, num_scores: int = 2, num_rows: int = 400) -> Tables:
+    """Returns rows of one or two of 30 nodes, whose scores are sums of effects, but noise."""
+    draw = random.Random(0)
+    generator = torch.Generator().manual_seed(0)
+    sets = [draw.sample(range(30), draw.choice([1, 2])) for _ in range(num_rows)]
+    perturbed, perturbed_ptr = pack_sets(sets)
+    effect = torch.randn(30, num_scores, dtype=torch.float64, generator=generator)
+    y = noise * torch.randn(num_rows, num_scores, dtype=torch.float64, generator=generator)
+    y += torch.stack([effect[nodes].sum(0) for nodes in sets])
+    return Tables(
+        genes=[f"g{k:02}" for k in range(30)],
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        perturbed=perturbed,
+        perturbed_ptr=perturbed_ptr,
+        y=y,
+        split=torch.tensor([0, 0, 0, 1, 2] * (num_rows // 5), dtype=torch.int8),
+        targets=[f"score{t}" for t in range(num_scores)],
+    )
+
+
+def without_validation(tables: Tables, *targets: int) -> Tables:
+    """Returns the tables without these scores of the validation rows."""
+    y = tables.y.clone()
+    for t in targets:
+        y[tables.rows("val"), t] = math.nan
+    return replace(tables, y=y)
+
+
+def penalty_of(tables: Tables, prediction: torch.Tensor, t: int) -> float:
+    """Returns the penalty with which a dense ridge on all training rows predicts a score so."""
+    dose = torch.zeros(len(tables.y), len(tables.genes), dtype=torch.float64)
+    dose[tables.sample(), tables.perturbed] = 1
+    x = torch.cat([torch.ones(len(dose), 1), dose.sum(1, keepdim=True), dose], dim=1)
+    train = tables.rows("train")
+    train = train[~tables.y[train, t].isnan()]
+    found = []
+    for penalty in PENALTIES:
+        penalties = torch.tensor([0.0, 0.0] + [penalty] * len(tables.genes)).double().diag()
+        solution = torch.linalg.solve(
+            x[train].T @ x[train] + penalties, x[train].T @ tables.y[train, t]
+        )
+        if (x @ solution - prediction[:, t]).abs().max() < 1e-5:
+            found.append(penalty)
+    (penalty,) = found
+    return penalty
+
+
+@pytest.mark.parametrize(("num_scores", "names"), [(1, "'score0'"), (2, "score0, score1")])
+def test_validation_without_any_score_is_an_error(tmp_path, num_scores, names):
+    tables = without_validation(additive_tables(0.1, num_scores), *range(num_scores))
+    message = f"no val row has a score {names}: remove that column, or change the split"
+    with pytest.raises(UserError, match=message):
+        KnockoutTask.from_tables(tables, Config(data=DataConfig(cache_dir=str(tmp_path))))
+
+
+def test_a_run_whose_validation_rows_have_no_score_ends_with_status_2(train, tmp_path):
+    rows = [("a", 1, "train"), ("b", 2, "train"), ("a,b", "NA", "val"), ("b", 1, "test")]
+    write_tables(tmp_path, rows, ("genes", "score", "split"))
+    finished = train(0, "data.edges=edges.tsv", "data.perturbations=scores.tsv")
+    assert finished.returncode == 2
+    message = "no val row has a score 'score': remove that column, or change the split"
+    assert f"error: {message}" in finished.stderr
+
+
+@pytest.mark.parametrize("noise", [0.1, 1.0, 4.0])
+def test_a_score_without_validation_scores_has_the_penalty_that_suits_its_training_rows(
+    tmp_path, caplog, noise
+):
+    """It is close to the one that validation scores choose; the fit is to all training rows."""
+    tables = additive_tables(noise, num_rows=2000)
+    expected = penalty_of(tables, additive_baseline(tables).prediction, 1)
+    gappy = without_validation(tables, 1)
+    options = DataConfig(cache_dir=str(tmp_path))
+    task = KnockoutTask.from_tables(gappy, Config(data=options))
+    prediction = task.rivals["baseline"]
+    assert "note      no val row has a score 'score1': it does not count there" in caplog.text
+    found = penalty_of(gappy, prediction, 1)
+    assert expected / 11 < found < 11 * expected
+    assert found < 1000
+    complete = additive_baseline(tables).prediction
+    torch.testing.assert_close(prediction[:, :1], complete[:, :1], rtol=0, atol=1e-6)
+    if noise == 0.1:
+        test = tables.rows("test")
+        assert r2(tables.y[test], prediction[test]).min() > 0.97
+
+
+def test_many_scores_without_validation_scores_are_fitted_beside_those_with_them():
+    """So many that one part of the scores has none."""
+    tables = without_validation(additive_tables(0.3, TARGETS_AT_ONCE + 2), *range(TARGETS_AT_ONCE))
+    prediction = additive_baseline(tables).prediction
+    test = tables.rows("test")
+    assert r2(tables.y[test], prediction[test]).min() > 0.8
+    assert max(penalty_of(tables, prediction, t) for t in range(0, 66, 13)) < 10
+
+
+def test_a_probability_without_validation_scores_has_a_penalty_of_its_training_rows(monkeypatch):
+    tables = additive_tables(0.3)
+    tables.y = (tables.y > 0).double()
+    complete = additive_baseline(tables, "binary").prediction
+    gappy = without_validation(tables, 1)
+    prediction = additive_baseline(gappy, "binary").prediction
+    torch.testing.assert_close(prediction[:, 0], complete[:, 0], rtol=0, atol=1e-4)
+    found = []
+    for penalty in PENALTIES:
+        monkeypatch.setattr("baseline.PENALTIES", (penalty,))
+        alone = additive_baseline(tables, "binary").prediction  # a fit to all training rows
+        if (alone[:, 1] - prediction[:, 1]).abs().max() < 1e-4:
+            found.append(penalty)
+    assert len(found) == 1
+    assert found[0] < 10
+    assert (prediction - complete).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize(("noise", "least", "most"), [(0.1, 0.1, 1.0), (8.0, 10.0, 316.3)])
+def test_the_rows_that_choose_a_penalty_are_of_sets_that_have_the_score(noise, least, most):
+    """It is measured in every third row alone, as in a table of A, then B, then A,B."""
+    tables = additive_tables(noise, num_rows=900)
+    tables.y[torch.arange(900) % 3 != 2, 1] = math.nan
+    gappy = without_validation(tables, 1)
+    prediction = additive_baseline(gappy).prediction
+    assert least <= penalty_of(gappy, prediction, 1) <= most
+
+
+# ---- Training ------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_gaps_do_not_break_parity_and_each_target_is_predicted(train, predict, tmp_path):
+    tables = gappy_tables(tmp_path)
+    settings = [*tables, "data.batch_size=36", "optim.precision=fp64", "optim.epochs=2"]
+    train(0, *settings, "run.name=0").check()
+    train(3, *settings, "run.name=3", "optim.accumulate=2").check()
+    assert difference(tmp_path / "runs/3", tmp_path / "runs/0", 1e-9) == ""
+    (test,) = read_metrics(tmp_path / "runs/0", "test")
+    assert test["pearson"] > 0.5
+    assert (tmp_path / "runs/3/test.tsv").read_text() == (tmp_path / "runs/0/test.tsv").read_text()
+
+    (tmp_path / "ask.tsv").write_text("genes\nY03,Y07\nnobody\n\n")
+    predict(2, "ask.tsv", "runs/0").check()
+    header, pair, unknown, intact = (tmp_path / "ask.predictions.tsv").read_text().splitlines()
+    assert header == "genes\tfitness\tsize"
+    assert unknown == "nobody\t\t"
+    assert [len(line.split("\t")) for line in (pair, intact)] == [3, 3]
+    assert intact.startswith("\t")
+    assert 500 < float(pair.split("\t")[2]) < 1500
+
+
+def test_a_score_that_no_training_row_has_is_named(train, tmp_path):
+    gappy_tables(tmp_path)
+    _, *rows = (line.split("\t") for line in (tmp_path / "gaps.tsv").read_text().splitlines())
+    parts = ["train", "val", "test"]
+    table = [(*row[:2], "NA" if i % 3 == 0 else "1", parts[i % 3]) for i, row in enumerate(rows)]
+    write_table(tmp_path / "gaps.tsv", [("genes", "fitness", "size", "split"), *table])
+    result = train(2, "data.perturbations=gaps.tsv")
+    assert result.returncode == 2
+    message = "no train row has a score 'size': remove that column, or change the split"
+    assert result.stderr.count(f"error: {message}") == 1
+
+
+def test_the_model_has_an_output_for_each_target():
+    model = full_model(ModelConfig(hidden=8), 5, 1, num_targets=3)
+    model.terms["without_graph"].readout.intercept[:] = torch.tensor([1.0, 2.0, 3.0])
+    # Of node 0 for targets 0 to 2, of node 1, ...
+    model.terms["without_graph"].readout.effect.data[:] = torch.arange(15.0).view(5, 1, 3)
+    graph = HeteroData()
+    graph["gene"].num_nodes = 5
+    graph["gene", "a", "gene"].edge_index = torch.tensor([[0, 1], [1, 2]])
+    shared = SharedGraph(graph)
+    dataset = KnockoutDataset(tables_of([[], [1], [0, 4]], torch.zeros(3, 3)), shared.degree)
+    batch = dataset.__getitems__([0, 1, 2])
+    assert model.eval()(shared, batch).tolist() == [[1, 2, 3], [4, 6, 8], [13, 16, 19]]

@@ -1,0 +1,222 @@
+"""The task: its scale, its model, and its metrics, of scores of any kind."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from analyse_metrics import metrics_by_group
+from analyse_results import read_results
+from config import Config
+from data import DataConfig
+from data_tables import Tables
+from losses import Binary, Squared
+from metrics import mean_and_std, quality
+from model import ModelConfig
+from optim import OptimConfig
+from task import KnockoutTask
+from tests.sets import pack_sets, tables_of
+from tests.template.fixtures import write_table
+from tests.template.test_targets import additive_tables, gappy_tables, without_validation
+from tests.tools.runs import output_for, read_metrics, task_of
+
+
+def test_a_model_of_another_class_has_no_plan():
+    task = KnockoutTask.from_tables(additive_tables(0.1), Config())
+    assert task.dataset.transform is not None
+    task.check_plan(torch.nn.Linear(1, 1))
+    assert task.dataset.transform is None
+    assert task.route == "Linear"
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 123.456])
+def test_constant_scores_have_the_scale_1(value):
+    y = torch.full((1000,), value, dtype=torch.float64)
+    assert mean_and_std(y.unsqueeze(1)) == (value, 1)
+
+
+def test_the_metrics_of_a_split_equal_their_definitions():
+    generator = torch.Generator().manual_seed(0)
+    y, prediction, baseline = torch.randint(-4, 5, (3, 60, 1), generator=generator).double()
+    rows = torch.arange(10, 60)
+    tables = tables_of([[]] * 60, y)
+    tables.split = torch.tensor([0] * 10 + [2] * 50, dtype=torch.int8)
+    task = task_of(SimpleNamespace(device="cpu"), SimpleNamespace(tables=tables))
+    task.criterion = Squared(*mean_and_std(y))
+    task.rivals["baseline"] = baseline
+    found = task.metrics("test", output_for(task, prediction[rows]))
+    variance = y.numpy().var()
+    y_of_rows, x, x_of_baseline = (values[rows, 0].numpy() for values in (y, prediction, baseline))
+    assert found["n"] == found["rows"] == 50
+    assert found["pearson"] == pytest.approx(np.corrcoef(y_of_rows, x)[0, 1])
+    assert found["baseline_pearson"] == pytest.approx(np.corrcoef(y_of_rows, x_of_baseline)[0, 1])
+    assert found["mse"] == pytest.approx(((y_of_rows - x) ** 2).mean())
+    assert found["loss"] == pytest.approx(found["mse"] / variance)
+
+    task.criterion = Binary(torch.zeros(1).double(), torch.ones(1).double())
+    task.tables.y = (y > 0).double()
+    found = task.metrics("test", prediction[rows].unsqueeze(2))
+    probability = 1 / (1 + np.exp(-x))
+    of_truth = np.where(y_of_rows > 0, probability, 1 - probability)
+    assert found["loss"] == pytest.approx(-np.log(of_truth).mean())
+
+
+@pytest.mark.parametrize(
+    ("sets", "split", "unseen"),
+    [
+        ([[0], [1], [0, 1], []], [0, 0, 1, 2], 0.0),
+        ([[0, 1], [2], [0, 3], [1, 3, 4]], [0, 2, 1, 1], 0.6),
+    ],
+)
+def test_training_hides_as_many_nodes_as_are_unseen_in_validation(sets, split, unseen):
+    perturbed, pointer = pack_sets(sets)
+    tables = Tables(
+        genes=["a", "b", "c", "d", "e"],
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        perturbed=perturbed,
+        perturbed_ptr=pointer,
+        y=torch.arange(4.0).double(),
+        split=torch.tensor(split, dtype=torch.int8),
+    )
+    model = KnockoutTask.from_tables(tables, Config()).build_model()
+    assert model.unseen == pytest.approx(unseen)
+
+
+def test_the_mean_of_binary_scores_is_a_logit_and_their_unit_is_1():
+    tables = additive_tables(1.0)
+    tables.y = (tables.y > tables.y.median(dim=0).values + 1).double()
+    config = Config(model=ModelConfig(start="mean"), optim=OptimConfig(loss="binary"))
+    criterion = KnockoutTask.from_tables(tables, config).criterion
+    share = tables.y[tables.rows("train")].mean(dim=0)
+    torch.testing.assert_close(criterion.mean, (share / (1 - share)).log())
+    assert (criterion.std == 1).all()
+
+
+@pytest.mark.parametrize("readout", ["both", "local", "global"])
+def test_with_start_mean_no_rival_is_fitted_and_the_model_predicts_the_mean(readout):
+    config = Config(model=ModelConfig(start="mean", readout=readout))
+    tables = additive_tables(1.0)
+    task = KnockoutTask.from_tables(tables, config)
+    assert task.start is None
+    assert task.rivals == {}
+    model = task.build_model().eval()
+    batch = task.dataset.__getitems__([0, 1, 2])
+    assert "without_graph" not in model.parts(task.graph, batch)
+    assert not any("baseline" in name for name in model.state_dict())
+    output = task.by_score(model(task.graph, batch), batch)
+    mean = tables.y[tables.rows("train")].mean(dim=0)
+    torch.testing.assert_close(task.to_scores(output), mean.expand(3, -1), rtol=1e-6, atol=1e-6)
+    found = task.metrics("val", torch.zeros(len(task.rows("val")), tables.y.size(1), 1))
+    assert list(found) == ["loss", "mse", "pearson", "n", "rows"]
+
+
+# ---- Validation without scores -------------------------------------------------------------------
+def test_figures_are_of_the_scores_that_validation_rows_have(tmp_path):
+    config = Config(data=DataConfig(cache_dir=str(tmp_path)))
+    task = KnockoutTask.from_tables(without_validation(additive_tables(1.0), 1), config)
+    of_first = replace(task.tables, y=task.tables.y[:, 0], targets=["score0"])
+    alone = KnockoutTask.from_tables(of_first, config)
+    prediction = task.rivals["baseline"][task.rows("val")] + 0.5
+    found = task.metrics("val", output_for(task, prediction))
+    expected = alone.metrics("val", output_for(alone, prediction[:, :1]))
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert quality(found) == pytest.approx(quality(expected), rel=1e-6)
+
+
+def test_weighted_metrics_stand_beside_those_without_weights(tmp_path):
+    config = Config(data=DataConfig(cache_dir=str(tmp_path)))
+    tables = additive_tables(1.0, num_scores=1)
+    rows = tables.rows("val")
+    prediction = tables.y[rows] + torch.arange(len(rows)).unsqueeze(1) % 7
+    task = KnockoutTask.from_tables(tables, config)
+    without = task.metrics("val", output_for(task, prediction))
+    tables.weight = 1.0 + torch.arange(len(tables.y)) % 6
+    task = KnockoutTask.from_tables(tables, config)
+    found = task.metrics("val", output_for(task, prediction))
+    assert set(found) - set(without) == {"weighted_pearson", "baseline_weighted_pearson"}
+    assert found["pearson"] == without["pearson"]
+    for name, predicted in {"": prediction, "baseline_": task.rivals["baseline"][rows]}.items():
+        values = torch.cat([tables.y[rows], predicted], dim=1).T
+        covariance = values.cov(correction=0, aweights=tables.weight[rows])
+        expected = covariance[0, 1] / covariance.diagonal().prod().sqrt()
+        assert found[f"{name}weighted_pearson"] == pytest.approx(expected.item())
+
+
+def test_a_result_without_a_loss_is_no_better_than_any(tmp_path):
+    """A later one with a loss then replaces the first, which training keeps as its best."""
+    nothing = {"pearson": math.nan, "loss": math.nan}
+    results = [
+        nothing,
+        {"pearson": math.nan, "loss": 9.0},
+        {"pearson": math.nan, "loss": 2.0},
+        {"pearson": 0.1, "loss": math.nan},
+        {"pearson": 0.1, "loss": 3.0},
+    ]
+    for worse, better in pairwise(results):
+        assert quality(better) > quality(worse)
+    assert not quality(nothing) > quality(dict(nothing))
+
+
+@pytest.mark.slow
+def test_best_pt_is_chosen_by_the_scores_that_validation_rows_have(train, tmp_path):
+    gappy_tables(tmp_path)
+    header, *rows = (line.split("\t") for line in (tmp_path / "gaps.tsv").read_text().splitlines())
+    table = [(*header[:3], "split")]
+    for i, row in enumerate(rows):
+        split = ("train", "train", "val", "test")[i % 4]
+        table.append((row[0], "NA" if split == "val" else row[1], row[2], split))
+    write_table(tmp_path / "gaps.tsv", table)
+    files = ["data.edges=edges.tsv", "data.perturbations=gaps.tsv"]
+    output = train(0, *files, "optim.epochs=20", "optim.lr=0.03").check().stdout
+    assert "note      no val row has a score 'fitness': it does not count there" in output
+    results = read_metrics(tmp_path / "runs/default", "val")
+    assert all(math.isfinite(row["loss"]) for row in results)
+    best = torch.load(tmp_path / "runs/default/checkpoints/best.pt", weights_only=True)
+    assert best["step"] == max(results, key=quality)["step"] > 0
+
+
+# ---- Binary scores -------------------------------------------------------------------------------
+def write_binary_scores(folder: Path) -> None:
+    """Makes the scores of the tiny tables 1 for every row with one of five genes, else 0."""
+    chosen = {"Y01", "Y02", "Y03", "Y04", "Y05"}
+    rows = [("genes", "score")]
+    for line in (folder / "scores.tsv").read_text().splitlines()[1:]:
+        genes = line.split("\t")[0]
+        rows.append((genes, int(not chosen.isdisjoint(genes.split(",")))))
+    write_table(folder / "scores.tsv", rows)
+
+
+@pytest.mark.slow
+def test_scores_of_0_and_1_are_fitted_as_probabilities(train, predict, tmp_path):
+    write_binary_scores(tmp_path)
+    note = "note      all scores are 0 or 1: optim.loss=binary predicts probabilities"
+    assert note in train(0).check().stdout
+    options = ["optim.loss=binary", "run.name=binary", "optim.epochs=10", "model.dropout=0"]
+    train(0, *options).check()
+    val = read_metrics(tmp_path / "runs/binary", "val")
+    (test,) = read_metrics(tmp_path / "runs/binary", "test")
+    assert val[0]["pearson"] > 0.8  # it begins with the baseline's ranking
+    steps = read_metrics(tmp_path / "runs/binary", "train")
+    assert steps[-1]["loss"] < 0.5 * steps[0]["loss"]
+    result = metrics_by_group(read_results(tmp_path / "runs/binary/test.tsv"), "binary")
+    assert result["pearson"] == pytest.approx(test["pearson"], rel=1e-4)
+    assert result["auroc"] > 0.95
+    assert result["average_precision"] > 0.9
+    predict(0, "scores.tsv", "runs/binary").check()
+    lines = (tmp_path / "scores.predictions.tsv").read_text().splitlines()[1:]
+    values = [float(line.split("\t")[1]) for line in lines]
+    assert 0 <= min(values) < 0.2
+    assert 0.8 < max(values) <= 1
+
+
+def test_options_that_do_not_suit_the_scores(train):
+    wrong = train(0, "optim.loss=binary")
+    assert wrong.returncode == 2
+    assert "optim.loss=binary needs scores of 0 and 1: set optim.loss=squared" in wrong.stderr

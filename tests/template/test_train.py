@@ -1,0 +1,387 @@
+"""train.py as users run it: the loop, whole runs and resumed ones, and what they print."""
+
+import json
+import math
+import random
+import re
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from config import Config
+from ddp_setup import DDPConfig, Distributed
+from errors import RunError
+from metrics import first_metric
+from optim import OptimConfig
+from run_checkpoint import TrainState
+from tests.template.fixtures import DEFAULTS, ROOT, SMALL, fork_ranks, join, write_table
+from tests.tools.runs import difference, read_metrics, series
+from train import MAX_SKIPS, Meter
+
+
+# ---- What is printed -----------------------------------------------------------------------------
+def test_a_run_prints_its_plan_and_progress(train):
+    result = train(0, start=True).check()
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"options   config.yaml, then {DEFAULTS}, then the command line"
+    made = [re.match(r"cache     making \.cache/(\w+)-", line)[1] for line in lines[1:5]]
+    assert made == ["tables", "split", "baseline", "pairs"]
+    rank = r"rank 0, host .*, pid \d+, device cpu, threads 1 \(OMP_NUM_THREADS\), python .*"
+    assert re.fullmatch(rank, lines[5])
+    kinds = [line.split()[0] for line in lines[6:]]
+    assert kinds == [
+        *("run", "cache", "data", "model", "batch"),  # of the cache, the graph
+        *("epoch", "epoch", "trained", "run", "test", "test"),
+    ]
+    validation = f"val loss .*, {first_metric().title()} .*"
+    assert re.fullmatch(f"epoch 0/1  step 0  {validation}", lines[11])
+    progress = r"loss [\d.]+  [\d,]+ samples/s"
+    assert re.fullmatch(f"epoch 1/1  step 5  {progress}  {validation}", lines[12])
+    assert result.stderr == ""  # outside a terminal, the progress bar first appears after 30 s
+
+
+@pytest.mark.slow
+def test_rank_0_shows_its_progress_and_the_second_rank_prints_nothing(train, tmp_path):
+    train(2, fault="terminal").check()
+    assert "epoch 1/1" in (tmp_path / "rank0.stderr").read_text()
+    assert (tmp_path / "rank1.stderr").read_text() == ""
+    assert (tmp_path / "rank1.stdout").read_text() == ""
+    assert "test      loss" in (tmp_path / "rank0.stdout").read_text()
+    assert "test      loss" in (tmp_path / "runs/default/log.rank1.txt").read_text()
+
+
+def test_wrong_input_prints_one_error_on_four_ranks(train, tmp_path):
+    result = train(4, "data.edges=nowhere.tsv")
+    assert result.returncode == 2
+    assert not (tmp_path / "runs").exists()
+    assert result.stderr.count("error: ") == 1
+    assert "cannot read nowhere.tsv" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# ---- The loop ------------------------------------------------------------------------------------
+def test_a_run_never_ends_below_the_additive_baseline(train, tmp_path):
+    """The first predictions are the baseline's, and their validation counts for best.pt."""
+    train(0, "optim.lr=1", "optim.epochs=2", "optim.clip=0", "model.dropout=0").check()
+    val = read_metrics(tmp_path / "runs/default", "val")
+    (test,) = read_metrics(tmp_path / "runs/default", "test")
+    assert val[0]["pearson"] == pytest.approx(val[0]["baseline_pearson"], abs=1e-6)
+    best = max(val, key=lambda row: row[first_metric()])
+    assert test["best_step"] == best["step"]
+
+
+def test_a_run_that_starts_from_the_mean_has_no_word_of_a_baseline(train, tmp_path):
+    result = train(0, "model.start=mean", "optim.lr=0").check()
+    assert "model of step 0, where training started: no later one" in result.stdout
+    assert "baseline" not in result.stdout + result.stderr
+    for file in (tmp_path / "runs/default").iterdir():
+        if file.is_file() and file.suffix != ".pt":
+            assert "baseline" not in file.read_text(), file
+
+
+def test_training_ends_when_patience_runs_out(train, tmp_path):
+    options = ["optim.lr=0", "optim.patience=2", "optim.epochs=9"]
+    first = train(0, *options).check().stdout
+    assert "model of step 0, which is the baseline: no later one was better" in first
+    assert "trained   2 epochs: raise optim.patience to train on" in first
+    assert [row["epoch"] for row in read_metrics(tmp_path / "runs/default", "val")] == [0, 1, 2]
+    assert "resumed at step 10" in train(0, *options).check().stdout
+    assert [row["epoch"] for row in read_metrics(tmp_path / "runs/default", "val")] == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_deterministic_algorithms_are_used_on_request(train):
+    report = "print_determinism"
+    output = train(0, "run.deterministic=true", fault=report).check().stdout
+    assert "deterministic True :4096:8" in output
+    assert "put_ does not have a deterministic implementation" in output
+    other = train(0, "run.name=other", fault=report, CUBLAS_WORKSPACE_CONFIG=":16:8").check()
+    assert "deterministic False :16:8" in other.stdout
+
+
+# ---- The loss ------------------------------------------------------------------------------------
+def write_equal_splits(folder: Path, kind: str) -> list[str]:
+    """Writes rows of two scores, the same in each split; returns the options of a run on them.
+
+    Kinds are scores that are missing unequally often, weights, weights of the rows that lack one,
+    and scores of 0 and 1.
+    """
+    draw = random.Random(0)
+    rows = []
+    for line in (folder / "scores.tsv").read_text().splitlines()[1:71]:
+        genes, a = line.split("\t")
+        b = f"{draw.gauss(0, 3):.4f}"
+        if kind == "binary":
+            a, b = int(float(a) > 0), int(float(b) > 0)
+        is_missing = kind != "weights" and draw.random() < 0.8
+        weight = 1
+        if kind in ("weights", "binary"):
+            weight = f"{draw.uniform(0.1, 9):.3f}"
+        if kind == "weights of missing scores":
+            weight = 10 if is_missing else 0.1
+        rows.append((genes, a, "NA" if is_missing else b, weight))
+    lines = [(*row, split) for split in ("val", "train", "test") for row in rows]
+    write_table(folder / "equal.tsv", [("genes", "a", "b", "weight", "split"), *lines])
+    loss = "binary" if kind == "binary" else "squared"
+    frozen = ["optim.lr=0", "model.dropout=0", "optim.precision=fp64", "log.every_steps=1000"]
+    return ["data.perturbations=equal.tsv", f"optim.loss={loss}", *frozen]
+
+
+@pytest.mark.parametrize(
+    ("kind", "nproc"),
+    [
+        ("missing scores", 0),
+        ("weights", 0),
+        ("weights of missing scores", 0),
+        ("binary", 0),
+        pytest.param("weights of missing scores", 2, marks=pytest.mark.slow),
+        pytest.param("binary", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_all_splits_report_the_same_loss_of_the_same_rows(train, tmp_path, kind, nproc):
+    """The rate is 0 and nothing is dropped; the last of three steps has fewer rows."""
+    train(nproc, *write_equal_splits(tmp_path, kind), "optim.accumulate=2").check()
+    losses = {}
+    for row in read_metrics(tmp_path / "runs/default"):
+        if row["kind"] != "event":
+            losses.setdefault(row["kind"], []).append(row["loss"])
+    (of_training,) = losses["train"]
+    assert of_training > 0.01
+    assert losses["val"] == pytest.approx([of_training] * 2, rel=1e-6)
+    assert losses["test"] == pytest.approx([of_training], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_batch_need_not_divide_by_the_ranks_and_micro_batches(train, tmp_path):
+    """The loss of 32 samples a step is the same on 1, 2 and 3 ranks, as an elastic run has."""
+    losses = []
+    for nproc, accumulate in ((0, 1), (2, 1), (3, 1), (2, 3)):
+        name = f"{nproc}-{accumulate}"
+        options = ["optim.precision=fp64", "optim.epochs=2", f"optim.accumulate={accumulate}"]
+        train(nproc, *options, f"run.name={name}").check()
+        rows = read_metrics(tmp_path / "runs" / name, "val")
+        losses.append([row["loss"] for row in rows])
+    for of_run in losses[1:]:
+        assert of_run == pytest.approx(losses[0], rel=1e-12)
+
+
+@pytest.mark.slow
+def test_counts_are_of_the_rows_that_have_a_score(train, tmp_path):
+    """A third of the rows has none, a third has one of two."""
+    lines = (tmp_path / "scores.tsv").read_text().splitlines()[1:]
+    rows = []
+    for number, line in enumerate(lines):
+        genes, y = line.split("\t")
+        split = ("train", "train", "val", "test")[number // 3 % 4]
+        rows.append((genes, [y, y, "NA"][number % 3], [y, "NA", "NA"][number % 3], split))
+    write_table(tmp_path / "some.tsv", [("genes", "a", "b", "split"), *rows])
+    result = train(0, "data.perturbations=some.tsv").check()
+    counts = {}
+    for split in ("val", "test"):
+        of_split = [row for row in rows if row[3] == split]
+        num_scored = sum(row[1] != "NA" for row in of_split)
+        counts[split] = (num_scored, len(of_split))
+        for row in read_metrics(tmp_path / "runs/default", split):
+            assert (row["n"], row["rows"]) == counts[split]
+    num_scored, num_rows = counts["test"]
+    assert num_scored < 0.7 * num_rows
+    assert f"({num_scored} samples with a score, of {num_rows})\n" in result.stdout
+    of_all = train(0, "run.name=all").check().stdout
+    assert re.search(r"test      loss .* \(18 samples\)\n", of_all)
+
+
+# ---- Runs that are stopped, and resumed ----------------------------------------------------------
+@pytest.mark.parametrize("nproc", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_resumed_run_equals_one_that_was_never_stopped(train, tmp_path, nproc):
+    """Imitates a stop mid-epoch: later checkpoints are gone, metrics end in an incomplete row."""
+    settings = [
+        "optim.epochs=2",
+        "checkpoint.every_steps=3",
+        "checkpoint.keep_last=9",
+        "model.dropout=0.2",
+    ]
+    train(nproc, *settings, "run.name=whole").check()
+    whole = tmp_path / "runs/whole"
+    cut = tmp_path / "runs/cut"
+    shutil.copytree(whole, cut)
+    for name in ("best", "step_00000005", "step_00000006", "step_00000009", "step_00000010"):
+        (cut / f"checkpoints/{name}.pt").unlink()
+    with (cut / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    again = train(nproc, *settings, "run.name=cut").check()
+    assert "resumed at step 3" in again.stdout
+    assert series(cut) == series(whole)
+    assert (cut / "test.tsv").read_text() == (whole / "test.tsv").read_text()
+    events = [row["event"] for row in read_metrics(cut, "event")]
+    assert events == ["started", "finished", "resumed", "finished"]
+    expected, found = (
+        torch.load(folder / "checkpoints/step_00000010.pt", weights_only=True)
+        for folder in (whole, cut)
+    )
+    assert_same_models(found, expected)
+
+
+def assert_same_models(found: dict, expected: dict) -> None:
+    assert found["model"].keys() == expected["model"].keys()
+    for name, value in expected["model"].items():
+        assert torch.equal(value, found["model"][name]), name
+
+
+def test_a_run_stopped_at_the_end_of_an_epoch_validates_it_on_resume(train, tmp_path):
+    """The stop comes after the last step of the epoch, before its validation."""
+    arguments = ["optim.epochs=2", "log.every_steps=3"]
+    stopped = train(0, *arguments, fault="stop_at_step:4").check()
+    assert "stopped   at step 5" in stopped.stdout
+    train(0, *arguments).check()
+    train(0, *arguments, "run.name=whole").check()
+    run = tmp_path / "runs/default"
+    assert series(run) == series(tmp_path / "runs/whole")
+    events = [row["event"] for row in read_metrics(run, "event")]
+    assert events == ["started", "stopped", "resumed", "finished"]
+
+
+def test_a_stop_between_two_train_rows_writes_an_extra_one(train, tmp_path):
+    train(0, "log.every_steps=4", fault="stop_at_step:1").check()
+    train(0, "log.every_steps=4").check()
+    train(0, "run.name=whole").check()
+    rows = read_metrics(tmp_path / "runs/default", "train")
+    assert [row["step"] for row in rows] == [2, 4, 5]
+    loss = [row["loss"] for row in read_metrics(tmp_path / "runs/whole", "train")]
+    # All steps but the last have the same number of samples.
+    expected = [sum(loss[:2]) / 2, sum(loss[2:4]) / 2, loss[4]]
+    assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_run_stopped_between_an_epoch_and_its_validation_resumes_with_the_validation(
+    train, tmp_path
+):
+    options = ["optim.lr=0.05", "optim.epochs=4", "optim.patience=1"]
+    train(0, *options, "run.name=whole").check()
+    stopped = train(0, *options, fault="stop_in_evaluation:2").check()
+    assert "stopped   at step 5" in stopped.stdout
+    train(0, *options).check()
+    assert difference(tmp_path / "runs/default", tmp_path / "runs/whole") == ""
+
+
+@pytest.mark.slow
+def test_a_stop_in_the_test_evaluation_leaves_the_last_checkpoint_unchanged(train, tmp_path):
+    """By then the model holds the best epoch's weights, here those of the second of three."""
+    arguments = ["optim.lr=0.1", "optim.epochs=3", "model.dropout=0", "model.pairs=false"]
+    output = train(0, *arguments, fault="stop_in_evaluation:5").check().stdout
+    assert "stopped   at step 15" in output
+    train(0, *arguments, "run.name=whole").check()
+    stopped, whole = (
+        torch.load(tmp_path / f"runs/{name}/checkpoints/step_00000015.pt", weights_only=True)
+        for name in ("default", "whole")
+    )
+    assert whole["best"]["step"] == 10
+    assert_same_models(stopped, whole)
+
+
+def test_a_run_with_a_killed_rank_fails_and_resumes_to_the_same_result(train, tables, tmp_path):
+    settings = ["optim.epochs=3", "checkpoint.every_steps=2", "run.name=killed"]
+    arguments = ["kill_at_step:7:1", "--", "train.py", *tables, *SMALL, *settings]
+    script = str(ROOT / "tests/template/faulty.py")
+    _store, ranks = fork_ranks(tmp_path, 2, script, [*arguments, "--config", DEFAULTS])
+    assert join(ranks) == [1, -signal.SIGKILL]
+    error = (tmp_path / "rank0.stderr").read_text()
+    assert error.startswith("error: rank 0: another rank was killed or cannot be reached (")
+    assert json.loads((tmp_path / "runs/killed/status.json").read_text())["state"] == "failed"
+    assert "resumed at step 6" in train(2, *settings).check().stdout
+    train(2, *settings, "run.name=whole").check()
+    assert difference(tmp_path / "runs/killed", tmp_path / "runs/whole") == ""
+
+
+# ---- The meter -----------------------------------------------------------------------------------
+@pytest.fixture
+def meter() -> Meter:
+    """A meter of two scores."""
+    task = SimpleNamespace(
+        tables=SimpleNamespace(targets=["a", "b"]),
+        config=Config(optim=OptimConfig(on_nonfinite="skip")),
+    )
+    return Meter(task, Distributed(DDPConfig()))
+
+
+def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
+    good = 1.0
+    bad = math.nan
+    state = TrainState(None, None, None)
+
+    def take(*norms: float, scale: float = 1.0, loss: float = 0.5) -> dict:
+        for norm in norms:
+            state.step += 1
+            meter.add_loss(torch.tensor([loss, 0.0]))
+            meter.count(1, torch.ones(2), torch.tensor([norm, scale]))
+        return meter.read(state)
+
+    assert take(good, bad, scale=2.0)["skipped"] == 0  # an overflow at a scale of 2
+    assert take(bad, good, *[bad] * (MAX_SKIPS - 1))["skipped"] == MAX_SKIPS
+    message = f"step {state.step + 1} is not finite, {MAX_SKIPS} in a row"
+    with pytest.raises(RunError, match=message):
+        take(bad)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_no_overflow_at_any_scale(meter, loss):
+    state = TrainState(None, None, None, step=3)
+    for loss_of_step in (0.5, loss, 0.5):
+        meter.add_loss(torch.tensor([loss_of_step, 0.0]))
+        meter.count(1, torch.ones(2), torch.tensor([loss_of_step, 65536.0]))
+    assert meter.read(state)["skipped"] == 1
+    meter.optim = OptimConfig(on_nonfinite="stop")
+    meter.add_loss(torch.tensor([loss, 0.0]))
+    meter.count(1, torch.ones(2), torch.tensor([math.nan, 65536.0]))
+    state.step = 4
+    with pytest.raises(RunError, match="step 4 is not finite, 1 in a row"):
+        meter.read(state)
+
+
+def test_a_row_has_the_mean_loss_and_times_since_the_previous_row(meter, monkeypatch):
+    state = TrainState(None, None, None)
+    for total, num_samples in ((3.0, 2), (1.0, 2), (2.0, 1)):
+        meter.add_loss(torch.tensor([total, 0.1]))
+        meter.count(num_samples, torch.tensor([num_samples, 0.2]), torch.ones(2))
+    meter.env.seconds["data"] = 1.5
+    monkeypatch.setattr("train.time", SimpleNamespace(perf_counter=lambda: meter.start + 4.5))
+    row = meter.read(state)
+    assert row["loss"] == pytest.approx((6.0 / 5 + 0.3 / 0.6) / 2)  # the mean of two scores
+    times = {name: row[name] for name in ("samples_per_s", "data_ms", "step_ms")}
+    assert times == pytest.approx({"samples_per_s": 1.1, "data_ms": 500.0, "step_ms": 1500.0})
+
+
+def test_a_row_has_all_memory_that_is_reserved_on_a_gpu(meter, monkeypatch):
+    """Of what a graph's replays need, none counts as allocated."""
+    meter.add_loss(torch.zeros(2))
+    meter.count(1, torch.ones(2), torch.ones(2))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 * 2**30)
+    meter.env = SimpleNamespace(
+        device=torch.device("cuda"), sum=lambda values: values, seconds={"data": 0.0}
+    )
+    monkeypatch.setattr(meter, "restart", lambda: None)
+    assert meter.read(TrainState(None, None, None))["memory_mb"] == 3072
+
+
+def test_a_row_without_any_value_of_a_score_has_the_mean_loss_of_the_others(meter):
+    meter.add_loss(torch.tensor([3.0, 0.0]))
+    meter.count(2, torch.tensor([2.0, 0.0]), torch.ones(2))
+    assert meter.read(TrainState(None, None, None))["loss"] == 1.5
+
+
+def test_ranks_agree_at_once_to_stop_at_each_validation_and_test_alone(train, monkeypatch):
+    """Not at the last step of an epoch, too, just before its validation."""
+    asked = []
+    stop_reason = Distributed.stop_reason
+
+    def counted(env: Distributed, at_once: bool = True) -> str:
+        asked.append(at_once)
+        return stop_reason(env, at_once)
+
+    monkeypatch.setattr(Distributed, "stop_reason", counted)
+    train(0, "optim.epochs=3").check()
+    assert sum(asked) == 1 + 3 + 1  # of the start, of each epoch, and the test

@@ -1,0 +1,360 @@
+"""What analyse.py sets beside a model's test predictions: rivals in a line or two of arithmetic."""
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from analyse_metrics import metrics_of_rivals, with_rivals
+from analyse_rivals import pair_rival, pair_terms, rivals
+from analyse_text import table_of_rivals
+from baseline import additive_baseline
+from data_tables import Tables
+from metrics import pearson, r2
+from tests.sets import pack_levels
+from tests.template.test_baseline_combination import combined_tables
+from tests.tools.runs import predictions_of
+
+SINGLES = ["sum", "largest", "smallest", "product"]
+
+
+def tables_of_sets(sets: list[dict[int, float]], y: Tensor, split: list[int]) -> Tables:
+    return Tables(
+        genes=[f"g{k:02}" for k in range(30)],
+        relations=["r"],
+        edge_index=torch.tensor([[0], [1]]),
+        edge_type=torch.tensor([0]),
+        **pack_levels(sets),
+        y=y,
+        split=torch.tensor(split, dtype=torch.int8),
+    )
+
+
+def all_pairs(function: str, num_triples: int = 0) -> Tables:
+    """Returns an intact row, singles twice, pairs and triples of 30 nodes.
+
+    Of each three pairs, one is in each split. Their score is a function of those of single nodes,
+    which are from 0 to 1, as is 1 intact.
+    """
+    generator = torch.Generator().manual_seed(0)
+    single = torch.rand(30, dtype=torch.float64, generator=generator)
+    nodes = [[], *([k] for k in range(30)), *([k] for k in range(30))]
+    nodes += torch.combinations(torch.arange(30)).tolist()
+    nodes += torch.combinations(torch.arange(30), 3)[: 7 * num_triples : 7].tolist()
+    combine = {
+        "sum": lambda values: 1 + sum(value - 1 for value in values),
+        "largest": lambda values: max(values, default=1.0),
+        "smallest": lambda values: min(values, default=1.0),
+        "product": lambda values: math.prod(values),
+    }[function]
+    y = torch.tensor([combine(single[row].tolist()) for row in nodes], dtype=torch.float64)
+    y[1:31] += 0.01
+    y[31:61] -= 0.01
+    split = [0] * 61 + [k % 3 for k in range(435)] + [2] * num_triples
+    return tables_of_sets([dict.fromkeys(row, 0.0) for row in nodes], y, split)
+
+
+@pytest.mark.parametrize("function", SINGLES)
+def test_a_function_of_single_scores_is_found(function):
+    tables = all_pairs(function)
+    found = rivals(tables, "squared")
+    assert list(found) == [
+        "mean",
+        "sum of effects",
+        *(f"{name} of single scores" for name in SINGLES),
+    ]
+    y = tables.y[tables.rows("test")]
+    torch.testing.assert_close(found[f"{function} of single scores"], y, rtol=0, atol=1e-6)
+    for name, prediction in found.items():
+        assert prediction.shape == y.shape
+        if name != f"{function} of single scores" and {name[:3], function[:3]} != {"sum"}:
+            assert pearson(y, prediction) < 0.99, name
+
+
+def test_a_line_is_fitted_to_training_rows_alone():
+    """Pairs are half as far from the intact score as the smallest of theirs, plus a constant."""
+    tables = all_pairs("smallest")
+    is_pair = tables.perturbed_ptr.diff() == 2
+    tables.y[is_pair] = 0.5 * tables.y[is_pair] + 7
+    expected = tables.y.clone()
+    tables.y[tables.rows("test")] += 100
+    found = rivals(tables, "squared")["smallest of single scores"]
+    torch.testing.assert_close(found, expected[tables.rows("test")], rtol=0, atol=1e-6)
+
+
+def test_without_pairs_in_training_the_score_is_taken_as_it_is():
+    tables = all_pairs("largest")
+    is_pair = tables.perturbed_ptr.diff() == 2
+    tables.split[is_pair] = 2
+    tables.split[1] = 1
+    found = rivals(tables, "squared")["largest of single scores"]
+    torch.testing.assert_close(found, tables.y[tables.rows("test")], rtol=0, atol=0.011)
+
+
+def test_sets_that_lack_one_node_tell_of_larger_ones():
+    """The smallest pair tells all, the smallest single nothing."""
+    tables = all_pairs("smallest", num_triples=200)
+    generator = torch.Generator().manual_seed(0)
+    of_pairs = torch.rand(435, dtype=torch.float64, generator=generator)
+    tables.y[61:496, 0] = of_pairs
+    tables.split[61:496] = 0
+    number = {
+        tuple(pair): k for k, pair in enumerate(torch.combinations(torch.arange(30)).tolist())
+    }
+    for row in range(496, 696):
+        start = tables.perturbed_ptr[row]
+        a, b, c = tables.perturbed[start : start + 3].tolist()
+        tables.y[row] = of_pairs[[number[a, b], number[a, c], number[b, c]]].min()
+    tables.split[496:700:2] = 0
+    tables.split[0] = 1
+    found = rivals(tables, "squared")
+    y = tables.y[tables.rows("test")]
+    name = "smallest of scores without a node"
+    torch.testing.assert_close(found[name], y, rtol=0, atol=1e-6)
+    assert pearson(y, found["smallest of single scores"]) < 0.5
+
+
+@pytest.mark.parametrize("loss", ["squared", "binary"])
+def test_an_unseen_node_has_no_effect_or_the_mean_of_its_neighbours(loss):
+    """Genes of the same third are joined, and have the same effect."""
+    group = torch.arange(30) % 3
+    joined = (group.unsqueeze(1) == group).fill_diagonal_(False)
+    pairs = torch.combinations(torch.arange(30))
+    y = torch.tensor([-2.0, 0.0, 2.0], dtype=torch.float64)[group][pairs].sum(dim=1, keepdim=True)
+    if loss == "binary":
+        y = (y > 0).double()
+    is_unseen = (pairs < 6).any(dim=1)
+    split = torch.where(is_unseen, 2, torch.arange(len(pairs)) % 4 == 0)
+    sets = [dict.fromkeys(pair, 0.0) for pair in pairs.tolist()]
+    tables = tables_of_sets(sets, y, split.tolist())
+    tables = replace(
+        tables,
+        edge_index=joined.nonzero().T,
+        edge_type=torch.zeros(joined.sum(), dtype=torch.long),
+        edge_weight=None,
+        edge_attr=None,
+    )
+    found = rivals(tables, loss)
+    name = "sum of effects, unseen: graph neighbours"
+    assert list(found) == ["mean", "sum of effects", name]
+    y = tables.y[tables.rows("test")]
+    assert pearson(y, found[name]) > (0.999 if loss == "squared" else 0.9)
+    assert pearson(y, found["sum of effects"]) < pearson(y, found[name]) - 0.1
+    both_unseen = (pairs[tables.rows("test")] < 6).all(dim=1)
+    assert found["sum of effects"][both_unseen].std() < 1e-6 < found[name][both_unseen].std()
+    baseline = additive_baseline(tables, loss).prediction[tables.rows("test")]
+    torch.testing.assert_close(found[name], baseline)
+    named = with_rivals(found, {"baseline": baseline + 1e-9})
+    assert list(named) == ["mean", "sum of effects", f"baseline: {name}"]
+    assert list(with_rivals(found, {"baseline": baseline + 0.1})) == [*found, "baseline"]
+
+
+def test_a_ratio_to_an_intact_score_of_0_says_nothing():
+    tables = all_pairs("sum")
+    tables.y -= 1
+    tables.y[0] = 0.0
+    tables.weight = torch.ones(len(tables.y), dtype=torch.float64)
+    tables.weight[0] = 1e12  # so that the intercept is 0, too, or very near
+    found = rivals(tables, "squared")
+    for prediction in found.values():
+        assert prediction.isfinite().all()
+    y = tables.y[tables.rows("test")]
+    torch.testing.assert_close(found["sum of single scores"], y, rtol=0, atol=1e-3)
+
+
+def test_products_beyond_all_numbers_are_none():
+    """Of rows of 29 nodes, whose ratios to a small intact score multiply to more than any."""
+    single = [{k: 0.0} for k in range(30)] * 2
+    sets = [{}, *single, *[{k: 0.0 for k in range(30) if k != row % 30} for row in range(60)]]
+    y = [0.001] + [50.0 + k % 30 for k in range(60)] + [7.0 + row % 11 for row in range(60)]
+    split = [0] * 61 + [k % 3 for k in range(60)]
+    tables = tables_of_sets(sets, torch.tensor(y, dtype=torch.float64), split)
+    for name, prediction in rivals(tables, "squared").items():
+        assert prediction.isfinite().all(), name
+
+
+def test_levels_are_sets_of_their_own():
+    tables = combined_tables((0.0, 0.0, 2.0), noise=0.0, levels=(0.0, 0.5))
+    sets = [{k: level} for k in range(60) for level in (0.0, 0.5)]
+    single = additive_single(tables, sets)
+    test = tables.rows("test")
+    found = rivals(single, "squared")["smallest of single scores"]
+    y = single.y[single.rows("test")]
+    assert len(y) == len(test)
+    assert pearson(y, found) > 0.999
+
+
+def additive_single(tables: Tables, sets: list[dict[int, float]]) -> Tables:
+    """Returns the tables with training rows in front, of these sets and their smallest response."""
+    generator = torch.Generator().manual_seed(0)
+    effect = torch.randn(60, dtype=torch.float64, generator=generator)
+    y = [
+        2 * min(0.0, effect[node].item() * (1 - level))
+        for row in sets
+        for node, level in row.items()
+    ]
+    packed = pack_levels(sets)
+    return replace(
+        tables,
+        perturbed=torch.cat([packed["perturbed"], tables.perturbed]),
+        perturbed_ptr=torch.cat([packed["perturbed_ptr"], tables.perturbed_ptr[1:] + len(sets)]),
+        level=torch.cat([packed["level"], tables.level]),
+        y=torch.cat([5 + torch.tensor(y, dtype=torch.float64).unsqueeze(1), tables.y]),
+        split=torch.cat([torch.zeros(len(sets), dtype=torch.int8), tables.split]),
+    )
+
+
+@pytest.mark.parametrize("loss", ["squared", "binary"])
+def test_few_single_scores_make_no_rival_and_missing_ones_are_estimated(loss):
+    tables = all_pairs("smallest")
+    if loss == "binary":
+        tables.y = (tables.y > tables.y.median()).double()
+    tables.y[1:61:2] = math.nan  # scores of every other row, but each single stands twice
+    assert len(rivals(tables, loss)) == 6
+    tables.y[1:20] = math.nan
+    tables.y[31:50] = math.nan  # of 19 nodes of 30
+    assert list(rivals(tables, loss)) == ["mean", "sum of effects"]
+    tables = all_pairs("smallest")
+    tables.y[[3, 33]] = math.nan  # node 2 alone
+    found = rivals(tables, "squared")["smallest of single scores"]
+    assert pearson(tables.y[tables.rows("test")], found) > 0.98
+
+
+def test_each_target_has_its_own_lines_and_weights_count():
+    tables = all_pairs("smallest")
+    y = torch.cat([tables.y, all_pairs("product").y], dim=1)
+    tables = replace(tables, y=y, targets=("a", "b"))
+    found = rivals(tables, "squared")
+    y = y[tables.rows("test")]
+    for t, function in enumerate(("smallest", "product")):
+        prediction = found[f"{function} of single scores"][:, t]
+        torch.testing.assert_close(prediction, y[:, t], rtol=0, atol=1e-6)
+    train = tables.rows("train")
+    misled = train[tables.perturbed_ptr.diff()[train] == 2][::2]
+    tables.y[misled] = 50.0
+    tables.weight = torch.ones(len(tables.y), dtype=torch.float64)
+    tables.weight[misled] = 1e-9
+    prediction = rivals(tables, "squared")["smallest of single scores"][:, 0]
+    torch.testing.assert_close(prediction, y[:, 0], rtol=0, atol=1e-4)
+
+
+# ---- Features of pairs ---------------------------------------------------------------------------
+def pairs_with_common_neighbours(num_edges: int = 150) -> Tables:
+    """Returns all pairs of 30 nodes: single effects, less 1.2 for each common neighbour."""
+    generator = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(30, (2, num_edges), generator=generator)
+    source, target = edge_index
+    is_edge = torch.zeros(30, 30, dtype=torch.float64)
+    is_edge[source, target] = 1.0
+    is_edge[target, source] = 1.0
+    effect = torch.randn(30, dtype=torch.float64, generator=generator)
+    pairs = torch.combinations(torch.arange(30))
+    first, second = pairs.T
+    y = effect[pairs].sum(dim=1) - 1.2 * (is_edge @ is_edge)[first, second]
+    split = torch.randint(4, (len(pairs),), generator=generator).clamp(max=2)
+    sets = [dict.fromkeys(pair, 0.0) for pair in pairs.tolist()]
+    tables = tables_of_sets(sets, y.unsqueeze(1), split.tolist())
+    edge_type = torch.zeros(num_edges, dtype=torch.long)
+    graph = {"edge_index": edge_index, "edge_type": edge_type}
+    return replace(tables, **graph, edge_weight=None, edge_attr=None)
+
+
+def test_features_of_pairs_tell_what_the_sum_of_effects_cannot(tmp_path):
+    tables = pairs_with_common_neighbours()
+    (found,) = pair_rival(tables, "squared", str(tmp_path)).values()
+    y = tables.y[tables.rows("test")]
+    assert pearson(y, rivals(tables, "squared")["sum of effects"]) < 0.8
+    assert pearson(y, found) > 0.9
+    assert r2(y, found) > 0.8
+
+
+def test_features_of_pairs_make_no_rival_where_they_say_nothing(tmp_path):
+    tables = pairs_with_common_neighbours()
+    assert not pair_rival(tables, "binary", str(tmp_path))
+    single = replace(tables, perturbed=tables.perturbed[::2])
+    single = replace(single, perturbed_ptr=tables.perturbed_ptr // 2, level=tables.level[::2])
+    assert not pair_rival(single, "squared", str(tmp_path))
+    few_edges = pairs_with_common_neighbours(num_edges=3)
+    assert not pair_rival(few_edges, "squared", str(tmp_path))
+
+
+def test_a_ridge_on_features_of_pairs_equals_a_plain_one():
+    """Of two scores, of which some are missing, in rows with weights."""
+    tables = pairs_with_common_neighbours()
+    generator = torch.Generator().manual_seed(1)
+    num_rows = len(tables.y)
+    features = torch.rand(num_rows, 4, generator=generator) * torch.tensor([1.0, 50.0, 1e-3, 0.0])
+    noise = torch.randn(num_rows, 2, dtype=torch.float64, generator=generator)
+    residual = features[:, :2].double() * torch.tensor([0.3, 0.5]) + noise
+    residual[noise > 1] = math.nan
+    weight = 0.1 + torch.rand(num_rows, dtype=torch.float64, generator=generator)
+    tables = replace(tables, y=residual, weight=weight, targets=("a", "b"))
+    found = pair_terms(tables, residual, features)
+
+    train, val, test = (tables.rows(split).numpy() for split in ("train", "val", "test"))
+    x = features.double().numpy()
+    x = x - x[train].mean(axis=0)
+    x[:, :3] /= x[train, :3].std(axis=0)
+    for t in range(2):
+        y = residual[:, t].numpy()
+        has_score = ~np.isnan(y)
+        rows = train[has_score[train]]
+        judges = val[has_score[val]]
+        w = weight.numpy() / weight[rows].mean().item()
+        fits = {}
+        for penalty in (1, 10, 100, 1000, 10000):
+            centre = np.average(x[rows], axis=0, weights=w[rows])
+            mean = np.average(y[rows], weights=w[rows])
+            centred = (x[rows] - centre) * w[rows, None]
+            matrix = centred.T @ (x[rows] - centre) + penalty * np.eye(4)
+            line = np.linalg.solve(matrix, centred.T @ (y[rows] - mean))
+            prediction = mean + (x - centre) @ line
+            error = np.average((y - prediction)[judges] ** 2, weights=w[judges])
+            fits[error] = prediction[test]
+        expected = torch.from_numpy(fits[min(fits)])
+        torch.testing.assert_close(found[:, t], expected, rtol=1e-9, atol=1e-9)
+
+
+# ---- What is printed -----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("known", "error", "place"),
+    [(0.7, 0.0, "above it"), (0.0, 0.01, "not clearly above it"), (0.0, 2.0, "below it")],
+)
+def test_the_strongest_is_named_with_the_place_of_the_model(known, error, place):
+    """A model that knows a part of what no rival does, or adds an error to what they know."""
+    tables = all_pairs("smallest")
+    test = tables.rows("test")
+    truth = tables.y[test].clone()
+    generator = torch.Generator().manual_seed(0)
+    noise = 0.1 * torch.randn(2, *truth.shape, dtype=torch.float64, generator=generator)
+    tables.y[test] += noise[0]
+    prediction = truth + known * noise[0] + error * noise[1]
+    rows = predictions_of(tables.y[test], prediction, torch.full_like(truth, 0.5))
+    rows.genes = [f"g{k}" for k in range(len(test))]
+    figures = metrics_of_rivals(rows, rivals(tables, "squared"), "squared")
+    assert list(figures) == sorted(figures, key=lambda name: -figures[name]["pearson"])
+    strongest = next(iter(figures))
+    assert strongest == "smallest of single scores"
+    header, *lines, sentence = table_of_rivals(figures)
+    assert re.split(r"\s{2,}", header.strip())[:2] == ["Pearson", "difference (95 %)"]
+    assert len(lines) == len(figures) == 7
+    assert sentence == f"strongest without the model: {strongest}; the model is {place}"
+    low, high = figures[strongest]["gain"]
+    gain = pearson(rows.y, prediction).item() - figures[strongest]["pearson"]
+    assert low < gain < high
+
+
+@pytest.mark.slow
+def test_analyse_prints_rivals_of_a_run_and_of_several(train, command):
+    for seed in (0, 1):
+        train(0, f"run.name=s{seed}", f"run.seed={seed}").check()
+    for folders in (["runs/s0"], ["runs/s0", "runs/s1"]):
+        output = command(0, "analyse.py", *folders, start=len(folders) == 1).check().stdout
+        assert re.search(r"^baseline: sum of effects +-?\d\.\d{4} ", output, re.MULTILINE)
+        assert re.search(r"^mean +0\.0000 ", output, re.MULTILINE)
+        assert re.search(r"^pair features by ridge +-?\d\.\d{4} ", output, re.MULTILINE)
+        assert output.count("strongest without the model: ") == 1

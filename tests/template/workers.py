@@ -1,0 +1,458 @@
+"""Functions that tests run on every rank: `python -m tests.template.workers NAME`.
+
+Each rank makes its own assertions. Functions that take `env` leave its process group as it is:
+`python -m tests.template.workers in_one_group NAME ...` calls several, one after another.
+"""
+
+import copy
+import os
+import sys
+import timeit
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.data import HeteroData
+
+import ddp_ends
+import ddp_preflight
+import ddp_setup
+import train
+from config import Config
+from data import DataConfig, KnockoutDataset, StepSampler, weight_scale
+from ddp_setup import DDPConfig, Distributed, setup
+from errors import DataError, RunError, UserError
+from evaluate import predict_rows
+from mask import SharedGraph
+from model import KnockoutGNN, ModelConfig
+from optim import OptimConfig, build_optimizer
+from run_checkpoint import TrainState
+from task import KnockoutTask
+from tests.sets import tables_of
+from tests.tools.models import full_model
+from tests.tools.runs import task_of
+
+NUM_NODES = 12
+NUM_ROWS = 22
+
+
+def start(**options) -> Distributed:
+    return setup(Distributed(DDPConfig(**options)))
+
+
+def in_one_group(*names: str) -> None:
+    """Calls functions of this module one after another; leaves a file for each that has ended."""
+    env = start()
+    for name in names:
+        globals()[name](env)
+        Path(f"{name}{env.rank}").touch()
+    env.close()
+
+
+def wrap(model: nn.Module, env: Distributed) -> DistributedDataParallel:
+    """Returns the model as train.py wraps it."""
+    model = env.prepare_for_ddp(model)
+    return DistributedDataParallel(model, device_ids=env.device_ids, **env.config.options)
+
+
+def build(env: Distributed) -> tuple[KnockoutTask, KnockoutGNN]:
+    """Returns a task of 22 rows, and a model whose parameters differ between ranks."""
+    generator = torch.Generator().manual_seed(0)
+    graph = HeteroData()
+    graph["gene"].num_nodes = NUM_NODES
+    graph["gene", "a", "gene"].edge_index = torch.randint(NUM_NODES, (2, 40), generator=generator)
+    shared = SharedGraph(graph).double()
+    sets = []
+    for row in range(NUM_ROWS):
+        nodes = torch.randperm(NUM_NODES, generator=generator)
+        sets.append(nodes[: 1 + row % 3].tolist())
+    scores = torch.randn(NUM_ROWS, generator=generator)
+    dataset = KnockoutDataset(tables_of(sets, scores), shared.degree)
+    torch.manual_seed(env.rank)  # DDP must broadcast the parameters of rank 0
+    model = full_model(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, 1).double()
+    for parameter in model.parameters():  # parts that are initialised to zero would hide errors
+        nn.init.normal_(parameter, std=0.3)
+    return task_of(shared, dataset, Config(data=DataConfig(batch_size=6))), model
+
+
+def flat_parameters(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def flat_gradients(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def is_equal_on_all_ranks(tensor: Tensor, env: Distributed) -> bool:
+    return all(torch.equal(tensor, other) for other in env.gather(tensor))
+
+
+def gradients(env: Distributed) -> None:
+    """A step's gradient is, on every rank, that of the batch on one process, even with padding."""
+    for accumulate in (1, 2):
+        compare_gradients(env, accumulate)
+
+
+class GradientKeeper:
+    """In place of an optimiser: keeps the gradients of a step, as one vector."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def step(self) -> None:
+        self.gradients = flat_gradients(self.model)
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+
+def compare_gradients(env: Distributed, accumulate: int) -> None:
+    task, model = build(env)
+    task = replace(task, config=Config(optim=OptimConfig(accumulate=accumulate, clip=0)))
+    ddp_model = wrap(model, env)
+    bare = copy.deepcopy(model)  # a backward pass of `model` itself would trigger DDP's hooks
+    assert is_equal_on_all_ranks(flat_parameters(model), env)
+    exchanges = []
+    ddp_model.register_comm_hook(exchanges, counted_all_reduce)
+    state = TrainState(model, GradientKeeper(model), torch.amp.GradScaler("cpu", enabled=False))
+    steps = train.TrainingSteps(ddp_model, task.dataset, train.update_parameters)
+    meter = train.Meter(task, env)
+    rows = torch.arange(NUM_ROWS)
+    sampler = StepSampler(rows, 8, accumulate, env.world_size, env.rank, seed=0)
+    batches = map(task.dataset.__getitems__, sampler)
+    whole_batches = iter(StepSampler(rows, 8, 1, 1, 0, seed=0))
+    for step in range(3):  # the last one has 6 rows
+        model.zero_grad()
+        exchanges.clear()
+        num_rows = len(sampler.rows_in_step(step))
+        train.train_step(task, state, steps, batches, num_rows, meter, env)
+        gradients = state.optimizer.gradients
+        assert len(exchanges) == len(set(exchanges)) > 0, "a bucket was reduced twice in a step"
+        bare.zero_grad()
+        batch = task.dataset.__getitems__(next(whole_batches))
+        loss_of_score = task.loss(bare(task.graph, batch), batch) / len(batch.y)
+        loss_of_score.mean().backward()
+        expected = flat_gradients(bare)
+        assert (gradients - expected).norm() < 1e-12 * expected.norm()
+        assert is_equal_on_all_ranks(gradients, env)
+
+
+def gradient_of_an_epoch(env: Distributed) -> None:
+    """Its steps add up to the gradient of the loss that all splits report, whatever is missing.
+
+    Each step counts as many times as it has rows. Rows have weights, which are larger where the
+    second of two scores is missing.
+    """
+    task, _ = build(env)
+    generator = torch.Generator().manual_seed(1)
+    y = torch.randn(NUM_ROWS, 2, generator=generator).double()
+    y[torch.rand(NUM_ROWS, generator=generator) < 0.7, 1] = float("nan")
+    y[:2] = float("nan")
+    weight = 0.1 + torch.rand(NUM_ROWS, generator=generator).double() + 9 * y[:, 1].isnan()
+    split = torch.zeros(NUM_ROWS, dtype=torch.int8)
+    targets = ["a", "b"]
+    tables = replace(task.tables, y=y, weight=weight, split=split, targets=targets)
+    dataset = KnockoutDataset(tables, task.graph.degree, scale=weight_scale(tables))
+    optim = OptimConfig(accumulate=2, clip=0)
+    task = replace(task, tables=tables, dataset=dataset, config=Config(optim=optim))
+    torch.manual_seed(env.rank)
+    model = full_model(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, 1, num_targets=2).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    ddp_model = wrap(model, env)
+    bare = copy.deepcopy(model)
+    state = TrainState(model, GradientKeeper(model), torch.amp.GradScaler("cpu", enabled=False))
+    steps = train.TrainingSteps(ddp_model, task.dataset, train.update_parameters)
+    meter = train.Meter(task, env)
+    sampler = StepSampler(torch.arange(NUM_ROWS), 8, 2, env.world_size, env.rank, seed=0)
+    batches = map(task.dataset.__getitems__, sampler)
+    total = 0.0
+    for step in range(sampler.steps_per_epoch):
+        model.zero_grad()
+        num_rows = len(sampler.rows_in_step(step))
+        train.train_step(task, state, steps, batches, num_rows, meter, env)
+        total += num_rows * state.optimizer.gradients
+
+    prediction = bare(task.graph, dataset.__getitems__(range(NUM_ROWS)))
+    means = []
+    for t in range(2):
+        has_score = ~y[:, t].isnan()
+        error = (prediction[has_score, t] - y[has_score, t]).square()
+        means.append((weight[has_score] * error).sum() / weight[has_score].sum())
+    (sum(means) / 2).backward()
+    expected = flat_gradients(bare)
+    assert (total / NUM_ROWS - expected).norm() < 1e-6 * expected.norm()  # weights are float32
+    assert is_equal_on_all_ranks(total, env)
+
+
+def evaluation(env: Distributed) -> None:
+    """Predictions are those of one process for any number of rows, even if some ranks have none."""
+    task, model = build(env)
+    wrap(model, env)  # which broadcasts the parameters
+    alone = copy.copy(env)
+    alone.rank = 0
+    alone.world_size = 1
+    alone.is_distributed = False
+    for num_rows in (1, 2, 3, 4, 5, 21, 22):
+        rows = torch.arange(num_rows)
+        predictions = predict_rows(model, task, rows, env)
+        expected = predict_rows(model, task, rows, alone)
+        assert expected.shape == (num_rows, 1, 1) and expected.all()
+        torch.testing.assert_close(predictions, expected, rtol=1e-12, atol=0)
+        assert is_equal_on_all_ranks(predictions, env)
+
+
+def counted_all_reduce(exchanges: list, bucket: GradBucket) -> Future[Tensor]:
+    exchanges.append(bucket.index())
+    return allreduce_hook(None, bucket)
+
+
+def agreement(env: Distributed) -> None:
+    """An error on one rank is raised on all, and a value that differs is named."""
+    for kind in (UserError, DataError, RunError):
+        try:
+            with env.sync_errors():
+                if env.rank in (1, 3):
+                    raise kind(f"only rank {env.rank} knows")
+        except UserError as raised:
+            assert str(raised) == "only rank 1 knows" and type(raised) is kind
+        else:
+            raise AssertionError("no error")
+    with env.sync_errors():
+        pass
+    env.check_equal({"config": 1})
+    try:
+        env.check_equal({"config": 1, "data": env.rank // 2})
+    except UserError as error:
+        assert str(error) == "data differs between ranks: 1 on rank 2, 0 on rank 0"
+    else:
+        raise AssertionError("no error")
+    assert env.broadcast(f"made by {env.rank}") == "made by 0"
+    assert env.sum(torch.ones(2)).tolist() == [4.0, 4.0]
+    assert env.gather(f"made by {env.rank}") == [f"made by {rank}" for rank in range(4)]
+
+
+def refused(config: DDPConfig, *expected: str) -> None:
+    """Asserts that `setup` fails with a message containing all texts; leaves a file as proof."""
+    try:
+        setup(Distributed(config))
+    except UserError as error:
+        assert all(text in str(error) for text in expected), error
+        dist.destroy_process_group()
+        Path(f"refused{os.environ['RANK']}").touch()
+    else:
+        raise AssertionError("no error")
+
+
+def pretend_gpus(count: int, uuid: str = "") -> None:
+    torch.cuda.is_available = lambda: True
+    dist.is_nccl_available = lambda: False  # NCCL would look for them
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)
+    torch.cuda.device_count = lambda: count
+    torch.cuda.set_device = lambda device: None
+
+
+def fake_gpus() -> None:
+    """Operators on GPUs that are not there raise where those of a GPU would."""
+    from tests.tools import fake_gpu
+
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    fake_gpu.install()
+    assert torch.cuda.device_count() == 4
+    first = torch.arange(4.0, device="cuda")
+    assert str(first.device) == "cuda:0" and (first + torch.tensor(1.0)).tolist() == [1, 2, 3, 4]
+    torch.cuda.set_device(3)
+    fourth = torch.ones(4, device="cuda")
+    on_cpu = torch.arange(4)
+    mixed = {
+        "two GPUs": lambda: first + fourth,
+        "a sum": lambda: first + on_cpu,
+        "indices": lambda: on_cpu[first.long()],
+        "values": lambda: first.index_put((first.long(),), torch.ones(4)),
+        "a mask": lambda: on_cpu.double().index_put((first > 1,), first[first > 1].double()),
+        "numbers": lambda: torch.stack([first[0], torch.tensor(1.0)]),
+        "a product": lambda: torch.sparse_csr_tensor(on_cpu.new_zeros(5), first.long(), first),
+    }
+    for name, mix in mixed.items():
+        with pytest.raises(RuntimeError, match="at least two devices"):
+            mix()
+            raise AssertionError(name)
+    with pytest.raises(TypeError):
+        first.numpy()
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.ones(4, device="cuda:4")
+    with pytest.raises(RuntimeError, match="a 'cuda' device type for generator"):
+        torch.rand(4, device="cuda", generator=torch.Generator())
+    assert f"{first[1]:.2f}" == "1.00"
+    assert first[on_cpu].cpu().numpy().tolist() == [0, 1, 2, 3]
+
+    waiting = {
+        "item": lambda: first.sum().item(),
+        "bool": lambda: bool(first.sum()),
+        "tolist": lambda: first.tolist(),
+        "mask": lambda: first[first > 1],
+        "indices": lambda: first[on_cpu],
+        "number": lambda: first.index_put((first.long(),), torch.tensor(1.0)),
+        "bincount": lambda: first.long().bincount(minlength=9),
+        "equal": lambda: torch.equal(first, first),
+        "repr": lambda: print(first),
+        "synchronize": lambda: torch.cuda.synchronize(),
+        "repeat_interleave": lambda: torch.repeat_interleave(first.long()),
+        "cpu": lambda: first.cpu(),
+        "to": lambda: on_cpu.to("cuda"),
+        "copy_": lambda: first.copy_(on_cpu),
+        "tensor": lambda: torch.tensor(1.0, device="cuda"),
+        "new_tensor": lambda: first.new_tensor(1.0),
+        "asarray": lambda: torch.asarray([1.0], device="cuda"),
+    }
+    with fake_gpu.no_waiting():
+        on_cpu.to("cuda", non_blocking=True)
+        first.copy_(on_cpu, non_blocking=True)
+        first[first > 1] = 1.0
+        for name, wait in waiting.items():
+            with pytest.raises(RuntimeError, match="the host waits for the GPU"):
+                wait()
+                raise AssertionError(name)
+
+
+def gpu_checks(kind: str) -> None:
+    """Checks of `tests.check gpu` that run in its process, on a small graph, with few timed steps.
+
+    They are imported first, as not all of their steps must run without waiting.
+    """
+    from tests.bench.synthetic import PRESETS
+    from tests.tools import fake_gpu, gpu, gpu_graphs
+
+    gpu_graphs.NUM_STEPS = 1
+    gpu_graphs.TIMED_STEPS = 2
+    gpu_graphs.TIMED_ROWS = 100
+    PRESETS["yeast"] = replace(PRESETS["small"], num_samples=300)
+    fake_gpu.install()
+    report = gpu.Report(limit_s=1000.0)
+    device = torch.device("cuda", 0)
+    folder = Path()
+    if kind == "values":
+        gpu.products(report, device, "yeast")
+        gpu.models(report, device, folder)
+        gpu.draws(report, device)
+        gpu.steps(report, device, folder)
+    else:
+        gpu.graphs(report, device, folder)
+        gpu.speeds(report, device, folder)
+        gpu.failed_captures(report, device, folder)
+
+
+def too_few_gpus() -> None:
+    """Rank 1 lists fewer GPUs than its machine has processes: both fail with the same message."""
+    pretend_gpus(2)
+    chosen = [0] if os.environ["RANK"] == "1" else []
+    refused(
+        DDPConfig(device_ids=chosen),
+        "2 processes on",
+        "ddp.device_ids=[0]: set --nproc_per_node to the number of",
+    )
+
+
+def shared_gpu() -> None:
+    """A scheduler exposes the same GPU to both processes."""
+    pretend_gpus(1, uuid="GPU-0")
+    refused(DDPConfig(), " share a GPU: start one process per GPU")
+
+
+def own_gpu() -> None:
+    """A scheduler exposes a different GPU to each process, which is number 0 in both."""
+    pretend_gpus(1, uuid=f"GPU-{os.environ['RANK']}")
+    env = start()
+    assert env.device == torch.device("cuda", 0) and env.local_rank == int(os.environ["RANK"])
+    dist.destroy_process_group()
+
+
+def preflight_of_a_bad_machine(what: str) -> None:
+    """Rank 1 is slow or has another torch version, or the sum over ranks is wrong."""
+    if what == "slow" and os.environ["RANK"] == "1":
+        original = timeit.repeat
+
+        def slow_once(*_: object, **__: object) -> list[float]:
+            timeit.repeat = original
+            return [9.0] * 12
+
+        timeit.repeat = slow_once
+    if what == "torch" and os.environ["RANK"] == "1":
+        versions = ddp_setup.library_versions()
+        ddp_preflight.library_versions = lambda: {**versions, "torch": "1.0"}
+    if what == "sum":
+        Distributed.sum = lambda env, values: values
+    ddp_ends.end_process(ddp_setup.run(ddp_preflight.preflight, DDPConfig()))
+
+
+def options(env: Distributed) -> None:
+    """`ddp.options` reach DDP: a tiny bucket_cap_mb gives several buckets."""
+    env = copy.copy(env)
+    env.config = DDPConfig(options={"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True})
+    assert exchanged_buckets(env) > 1
+
+
+def buffers(env: Distributed) -> None:
+    """A forward pass broadcasts rank 0's buffers only if some change, as BatchNorm's do."""
+    for norm, expected in ((nn.LayerNorm(4), env.rank), (nn.BatchNorm1d(4), 0)):
+        module = nn.Sequential(nn.Linear(4, 4), norm)
+        module.register_buffer("constant", torch.zeros(()))
+        model = wrap(module, env)
+        module.constant.fill_(env.rank)
+        model(torch.randn(3, 4)).sum().backward()
+        assert module.constant.item() == expected
+
+
+def exchanged_buckets(env: Distributed) -> int:
+    model = wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), env)
+    assert model.gradient_as_bucket_view
+    exchanges = []
+    model.register_comm_hook(exchanges, counted_all_reduce)
+    for _ in range(2):  # DDP rebuilds its buckets after the first step
+        exchanges.clear()
+        model(torch.ones(1, 8)).sum().backward()
+    return len(exchanges)
+
+
+def batchnorm() -> None:
+    """On two GPUs, running statistics are those of a rank's rows or, with the option, of all."""
+    env = start(options={"broadcast_buffers": False})
+    assert len(set(batchnorm_means(env, sync_batchnorm=False))) == 2
+    assert len(set(batchnorm_means(env, sync_batchnorm=True))) == 1
+    env.close()
+
+
+def batchnorm_means(env: Distributed, sync_batchnorm: bool) -> list[float]:
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).to(env.device)
+    env.config = DDPConfig(sync_batchnorm=sync_batchnorm, options=env.config.options)
+    ddp_model = wrap(model, env)
+    ddp_model(torch.full((4, 1), float(env.rank), device=env.device)).sum().backward()
+    return env.gather(ddp_model.module[0].running_mean.item())
+
+
+def zero(env: Distributed) -> None:
+    """Each rank holds a shard of the optimiser state; together they hold what one process would."""
+    _, model = build(env)
+    sizes = {}
+    for optim in (OptimConfig(), OptimConfig(zero=True)):
+        optimizer = build_optimizer(model, optim, env)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        local = optimizer.optim if optim.zero else optimizer
+        state = [value for values in local.state.values() for value in values.values()]
+        sizes[optim.zero] = env.gather(sum(value.nbytes for value in state))
+    assert max(sizes[True]) < 0.7 * sizes[False][0]
+    assert sum(sizes[True]) == sizes[False][0]
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

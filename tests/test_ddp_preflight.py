@@ -1,0 +1,6 @@
+"""The check of a machine, on two of its processes."""
+
+
+def test_two_processes_find_each_other(launch):
+    output = launch(2, "ddp_preflight.py", with_options=False)
+    assert "all-reduce" in output
