@@ -21,10 +21,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_co
 from torch_geometric.data import Data
 from torch_geometric.utils import cumsum
 
-from data_cells import check_is_no_pipe
+from data_cells import check_is_no_pipe, unreadable
 from data_tables import SPLITS, Tables, cached, read_tables
 from errors import DataError
+from parts import optional
 
+LARGE = 0.1  # share of the rows, from which on a set of knock-outs does not decide a split
 EXAMPLE = Path(__file__).with_name("example")  # tables that are read if none are given
 
 
@@ -74,6 +76,10 @@ def load(config: DataConfig) -> Tables:
 
         # The code of this module is that of the tables, too, which it imports.
         tables.split = cached(config.cache_dir, "split", make_split, key, split_rows)
+        data_notes = optional("data_notes")
+        if data_notes and config.split == "nodes":
+            noted = data_notes.notes_on_node_split(tables, config.perturbations)
+            tables.notes = [*tables.notes, *noted]
     elif config.split == "nodes":
         raise DataError(
             f"{config.perturbations} has a column split: remove it, "
@@ -113,30 +119,38 @@ def file_digest(path: str) -> str:
             while block := file.read(2**20):
                 digest.update(block)
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
+        raise unreadable(path, error) from None
     return digest.hexdigest()
 
 
 def target_nodes(tables: Tables) -> Tensor:
     """Returns the node of each target, long [T]; raises `DataError` if one is no node."""
     number = {gene: node for node, gene in enumerate(tables.genes)}
-    for name in tables.targets:
-        if name not in number:
-            raise DataError(
-                f"the score '{name}' is no node of the graph, which model.readout=nodes needs: "
-                "remove that column, or set model.readout=both"
-            )
+    others = [name for name in tables.targets if name not in number]
+    if others:
+        raise DataError(
+            f"{len(others):,} of {len(tables.targets):,} scores are no node of the graph, which "
+            f"model.readout=nodes needs: {', '.join(others):.300}: remove these columns, "
+            "or set model.readout=both"
+        )
     return torch.tensor([number[name] for name in tables.targets])
 
 
 # ---- Splits --------------------------------------------------------------------------------------
 def random_split(tables: Tables, config: DataConfig) -> Tensor:
-    """Returns a random split, int8 [n], where rows of the same nodes and levels stay together."""
+    """Returns a random split, int8 [n], where rows of the same nodes and levels stay together.
+
+    Sets of more than `LARGE` of the rows come last, and the intact one after them: they are trained
+    on as long as other sets fill test and validation, which a set alone would not measure.
+    """
     set_number = tables.set_number()
-    num_sets = int(set_number.max()) + 1
+    rows_of_set = torch.bincount(set_number)
     generator = torch.Generator().manual_seed(config.split_seed)
-    order = torch.randperm(num_sets, generator=generator)
-    return split_in_order(order, config, num_sets)[set_number]
+    order = torch.randperm(len(rows_of_set), generator=generator)
+    rank = (rows_of_set > LARGE * len(set_number)).int()
+    rank[set_number[tables.perturbed_ptr.diff() == 0]] = 2
+    order = order[rank[order].argsort(stable=True)]
+    return split_in_order(order, config, len(order))[set_number]
 
 
 def node_split(tables: Tables, config: DataConfig) -> Tensor:

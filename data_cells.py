@@ -1,7 +1,7 @@
 """The rows of a table's file: cells to numbers, names and sets of nodes, or one error.
 
-A file is text with tabs between its cells, under a header; it may be gzipped (`.gz`), and any cell
-may stand in quotes. Errors name file and line.
+A file is text with tabs between its cells, under a header; it may be gzipped, and any cell may
+stand in quotes. Errors name file and line.
 
 Shapes: n rows.
 """
@@ -33,6 +33,18 @@ MISSING = {"", "NA", "N/A", "#N/A", "None", "null", "NULL", "<NA>"}
 CONTROL = re.compile(r"((neg|negative)?(control|ctrl)|wt|wildtype|ntc?|nontargeting)+")
 JOINTS = "+;|:/&_ "  # what people write between names in place of a comma
 ONE_NODE = "; if it is one node, give it an edge, such as a loop"
+GZIP = b"\x1f\x8b"  # what such a file begins with
+PANDAS = "write it with pandas' to_csv(..., sep='\\t', index=False)"
+FORMATS = {  # what other files begin with
+    b"BZh": "bzip2: unpack it by bunzip2",
+    b"\xfd7zXZ\0": "xz: unpack it by unxz",
+    b"\x28\xb5\x2f\xfd": "zstd: unpack it by unzstd",
+    b"PK\x03\x04": "a zip archive: unpack it by unzip or, of a workbook (.xlsx), save it as text",
+    b"\xd0\xcf\x11\xe0": "a workbook (.xls): save it as text with tabs",
+    b"PAR1": f"Parquet: read it with pandas.read_parquet and {PANDAS}",
+    b"ARROW1": f"Feather: read it with pandas.read_feather and {PANDAS}",
+    b"\x89HDF": f"HDF5, as .h5ad is: docs/tables.md makes a table of it; or {PANDAS}",
+}
 CHUNK = 2**23  # characters of a table that are parsed at once
 
 
@@ -247,18 +259,31 @@ def check_is_no_pipe(path: str) -> None:
         raise DataError(f"{path} is a {kind}, which cannot be read twice: write it to a file")
 
 
+def unreadable(path: str, error: Exception) -> DataError:
+    """Returns the error for a file that cannot be read, which says where a missing one was."""
+    text = f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
+    if isinstance(error, FileNotFoundError) and not os.path.isabs(path):
+        text += f" in {os.getcwd()}, the working folder, from which all paths count"
+    return DataError(text)
+
+
 @contextlib.contextmanager
 def open_table(path: str) -> Iterator[TextIO]:
     """Opens a table of UTF-8 text, maybe gzipped; raises `DataError` if it cannot be read."""
     check_is_no_pipe(path)
-    open_file = gzip.open if path.endswith(".gz") else open
     try:
+        with open(path, "rb") as file:
+            start = file.read(8)
+        for first_bytes, advice in FORMATS.items():
+            if start.startswith(first_bytes):
+                raise DataError(f"{path} is no table of text but {advice}")
+        open_file = gzip.open if start.startswith(GZIP) else open
         with open_file(path, "rt", encoding="utf-8-sig") as file:
             yield file
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8 text: save it as UTF-8") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"cannot read {path}: {error}") from None
+        raise unreadable(path, error) from None
 
 
 def read_header(
@@ -363,6 +388,8 @@ def split_lines(
             row = with_empty_end(row, header)
         if len(row) != num_columns:
             problem = f"{len(row)} fields where the header has {num_columns}"
+            if len(row) == num_columns + 1:
+                problem += "; if the first is a row's name, as R writes it: row.names=FALSE"
             raise DataError(f"{path}:{line}: {problem}")
         lines.append(line)
         cells += row

@@ -1,14 +1,14 @@
 """Sentences for the log on what may be wrong with the tables that were read.
 
-`notes_on` is called once, at the end of reading. Names that no edge has may be misspelt nodes; a
-name that an edge has is that node, whatever it looks like.
+`notes_on` is called once, at the end of reading. Names that no edge has may be misspelt nodes, or
+controls; a name that an edge has is a node.
 
 Shapes: N nodes, n rows of T targets.
 """
 
 import re
-import unicodedata
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,31 +16,44 @@ import yaml
 from torch import Tensor
 
 from data_cells import SPLITS, parse_number
+from data_names import (
+    SHOWN,
+    end_sign,
+    is_date,
+    kind_of_name,
+    note_on_features,
+    note_on_unknown,
+    some_names,
+    stem_of,
+    without_signs,
+    words_of,
+)
 from metrics import mean_and_std, weighted_mean
 
 OUTLYING = 0.25  # share of the variance, from which on a row is noted
-FAR = 5  # ranges of a column's other scores, from which on those behind a gap are noted
+FAR = 5  # ranges of all other values, beyond which a value of several rows may be a code
+HUGE = 30  # times the largest other score in size, from which on such a score is one
+NINES = (99.0, 999.0, 9999.0, 99999.0)  # sizes of scores that are codes if they are less far
 FEWEST_SCORES = 50  # of a column; one of fewer may well have such a share
 FEW_TARGETS = 20  # up to which each is looked at by itself
 MOST_SCORES = 2**20  # of more targets, as many of their scores are looked at
 FEW_VALUES = 10  # of a column that may say how a sample was made, not what was measured
 FEW_RELATIONS = 20  # up to which their names may be numbers
+FEW = 0.1  # share of names up to which these are not as nearly all others
 UNITS = 5  # between the deviations of two scores, from which on one `sd` is not of both
+TOGETHER = 0.99  # correlation of ranks, from which on one column says what another says
+MADE = 0.03  # share of a column's deviations, up to which they are left by a sum of other columns
+WEIGHED = 0.9  # correlation of ranks, from which on weights may be a score
+MORE = 1.5  # times the rows of any node with an edge, from which on a name is none
+IN_MANY = 0.25  # share of the rows, from which on a node decides a split by nodes
 # In the `words_of` a column that is beside scores, but is none.
 NO_SCORE = re.compile(
     r"p|batch|plate|well|replicate|rep|level|fold|dose|concentration|temperature|weights"
     r"|(batch|plate|well|replicate) (id|number)|(n|num|number of) .+"
-    r"|(.+ )?([pq] ?val(ue)?s?|p ?adj|fdr|sd|se|sem|std|std ?err|std ?dev|counts?)( .+)?"
+    r"|(.+ )?([pq] ?val(ue)?s?|p ?adj|fdr|sd|se|sem|std|std ?err|std ?dev)( .+)?"
     r"|(.+ )?(standard (error|deviation)|variance)( .+)?"
 )
 WEIGHT = re.compile(r"weights?|score|importance|confidence|probability|strength|correlation")
-MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
-DATE = re.compile(rf"\d+-({MONTHS})|({MONTHS})-\d+|\d{{4}}-\d\d-\d\d( 00:00:00)?")
-# Also in MAR1, MARCH1, SEPT1 and their newer names MARCHF1, SEPTIN1.
-MONTH = re.compile(rf"0?(\d+)-({MONTHS})|({MONTHS})(?:CH|CHF|T|TIN)?-?0?(\d+)", re.IGNORECASE)
-SIGNS = r"[\W_]+"  # between the words of a name
-HYPHENS = r"[\u2010-\u2015\u2212]"  # that PDF files and word processors write
-SHOWN = 10  # names in a note
 
 
 def notes_on(
@@ -48,14 +61,14 @@ def notes_on(
     edges: str,
     perturbations: str,
     features: str,
-    described: Sequence[str],
+    described: Mapping[str, Tensor],
     are_chosen: bool,
 ) -> list[str]:
     """Returns the sentences on `Tables`, each of which begins with the name of a file.
 
     Args:
         edges, perturbations, features: the files.
-        described: the names in the file of features.
+        described: what the file of features has of each name, [F].
         are_chosen: whether data.scores names the scores.
     """
     is_connected = torch.zeros(len(tables.genes), dtype=torch.bool)
@@ -63,15 +76,17 @@ def notes_on(
     connected = names_at(tables, is_connected)
     notes = []
     notes += notes_on_edges(tables, edges, connected)
+    notes += notes_on_ends(tables, edges, connected)
     notes += notes_on_constants(edges, tables.edge_feature_names, tables.edge_attr)
     notes += notes_on_knocked_out(tables, perturbations, connected)
+    notes += notes_on_levels(tables, perturbations)
     if features:
-        notes += notes_on_described(tables.genes, features, described)
-        notes += notes_on_constants(features, tables.feature_names, tables.features)
+        notes += notes_on_features(tables, features, described)
     notes += notes_on_replicates(tables, perturbations)
     notes += notes_on_outliers(tables, perturbations)
     notes += notes_on_codes(tables, perturbations)
     notes += notes_on_units(tables, perturbations)
+    notes += notes_on_weights(tables, perturbations)
     if not are_chosen:
         notes += notes_on_columns(tables, perturbations)
     return notes
@@ -114,49 +129,47 @@ def notes_on_outliers(tables: Any, path: str) -> Iterator[str]:
 
 
 def notes_on_codes(tables: Any, path: str) -> Iterator[str]:
-    """Yields a note on scores of several rows far from all others, as -999 for a missing one."""
-    if len(tables.y) < FEWEST_SCORES:
-        return
+    """Yields a note on scores that are `codes`, such as -999 for a missing one."""
     step = 1
     if len(tables.targets) > FEW_TARGETS:
         step += tables.y.numel() // MOST_SCORES
     rows = slice(None, None, step)
     y = tables.y[rows]
-    shares = variance_shares(tables, rows)
-    is_far = behind_gap(y) & (shares.max(dim=0).values <= OUTLYING)  # or it is noted above
-    is_noted = (shares * is_far).sum(dim=0) > OUTLYING
-    is_far &= is_noted
-    if is_noted.any():
-        row, k = is_far.nonzero()[0].tolist()
+    is_outlier = variance_shares(tables, rows).max(dim=0).values > OUTLYING  # noted above
+    is_code = torch.zeros_like(y, dtype=torch.bool)
+    for k, values in enumerate(y.unbind(1)):
+        if not is_outlier[k]:
+            is_code[:, k] = torch.isin(values, codes(values))
+    if is_code.any():
+        row, k = is_code.nonzero()[0].tolist()
         yield (
             f"{place_of(tables, path, row * step)}: the {tables.targets[k]:.60} is "
-            f"{y[row, k]:g}, far from most, as are {is_far.sum():,} scores of "
-            f"{is_noted.sum():,} columns: where that is a code for a missing one, empty the cell"
+            f"{y[row, k]:g}, far from most, as are {is_code.sum():,} scores of "
+            f"{is_code.any(dim=0).sum():,} columns: where that is a code for a missing one, "
+            "empty the cell"
         )
 
 
-def behind_gap(y: Tensor) -> Tensor:
-    """Returns whether scores are parted from most of their column, bool [n, T].
+def codes(values: Tensor) -> Tensor:
+    """Returns the smallest and the largest of a column's values [n] if these may be codes.
 
-    They are if the widest gap between the column's scores, in their order, is more than `FAR` times
-    the range of those on the other side of it, which are most.
+    A code stands in several rows, far from all other values, however few these are; and it is large
+    beside them, as people choose what cannot be measured: zeros of dead strains are none. One that
+    is written in nines may be less far.
     """
-    ordered = y.sort(dim=0).values  # the missing ones last
-    num_scores = (~y.isnan()).sum(dim=0)
-    gap, num_below = ordered.diff(dim=0).nan_to_num(-1).max(dim=0)
-    num_below += 1
-
-    def at(position: Tensor) -> Tensor:
-        """Returns the score of each column at its position in the order, [T]."""
-        return ordered.gather(0, position.clamp(0, len(y) - 1).unsqueeze(0)).squeeze(0)
-
-    below = at(num_below - 1)  # the gap
-    above = at(num_below)
-    is_low = 2 * num_below < num_scores
-    highest = at(num_scores - 1)
-    range_of_most = torch.where(is_low, highest - above, below - ordered[0])
-    is_wide = (num_scores >= FEWEST_SCORES) & (range_of_most > 0) & (gap > FAR * range_of_most)
-    return is_wide & torch.where(is_low, y <= below, y >= above)
+    present = values[~values.isnan()]
+    if len(present) < FEW_VALUES:
+        return present[:0]
+    ends = torch.stack([present.min(), present.max()])
+    others = present[~torch.isin(present, ends)]
+    if len(others[:1000].unique()) < FEW_VALUES:
+        return present[:0]
+    gap = torch.stack([others.min() - ends[0], ends[1] - others.max()])
+    spread = others.max() - others.min()
+    is_huge = (ends.abs() > HUGE * others.abs().max()) & (gap > FAR * spread)
+    is_in_nines = torch.isin(ends.abs(), ends.new_tensor(NINES)) & (gap > spread / 2)
+    count = (present == ends.unsqueeze(1)).sum(dim=1)
+    return ends[(is_huge | is_in_nines) & (count > 1)]
 
 
 def notes_on_units(tables: Any, path: str) -> Iterator[str]:
@@ -189,6 +202,8 @@ def notes_on_columns(tables: Any, path: str) -> Iterator[str]:
         for target, kind in zip(tables.targets, kinds, strict=True):
             if kind and "" in kinds:  # or all scores are of that kind
                 reasons.setdefault(target, []).append(kind)
+        for k, reason in repeated_columns(tables.y).items():
+            reasons.setdefault(tables.targets[k], []).append(reason.format(*tables.targets))
     if not reasons:
         return
     shown = [f"{target} ({', '.join(reasons[target])})" for target in list(reasons)[:10]]
@@ -207,9 +222,93 @@ def kind_of_values(values: Tensor) -> str:
     # The first values mostly say that there are many, without the time to sort all of them.
     if len(values[:1000].unique()) <= FEW_VALUES and len(values.unique()) <= FEW_VALUES:
         return "few values"
-    if (values == values.round()).all():
+    if (values == values.round()).all() and len(values.unique()) < len(values):  # or it ranks
         return "whole numbers"
     return ""
+
+
+def repeated_columns(y: Tensor) -> dict[int, str]:
+    """Returns the columns of scores [n, T] that say what earlier ones say, and a text on how.
+
+    They are a function of one of these that only rises or falls, from zero on or throughout, such
+    as a P-value; or a sum of several, each times a number, as the ends of an interval are.
+    """
+    y = y[:: 1 + y.numel() // MOST_SCORES]
+    y = y[~y.isnan().any(dim=1)]
+    if len(y) < FEWEST_SCORES:
+        return {}
+    texts = {}
+    for k in range(1, y.size(1)):
+        values = y[:, k]
+        earlier = y[:, :k]
+        alike = [j for j in range(k) if moves_with(values, earlier[:, j])]
+        if alike:
+            texts[k] = f"moves with {{{alike[0]}}}"
+        elif is_sum(values, earlier):
+            texts[k] = "a sum of others"
+    return texts
+
+
+def moves_with(x: Tensor, y: Tensor) -> bool:
+    """Returns whether x [n] rises or falls with y [n] or its size, or the size of x with y."""
+    pairs = [(x, y), (x, y.abs()), (x.abs(), y)]
+    return any(abs(rank_correlation(*pair)) > TOGETHER for pair in pairs)
+
+
+def is_sum(values: Tensor, others: Tensor) -> bool:
+    """Returns whether most values [n] are a constant and a sum of multiples of others [n, T]."""
+    terms = torch.cat([torch.ones_like(others[:, :1]), others], dim=1)
+    factors = torch.linalg.lstsq(terms, values.unsqueeze(1)).solution
+    left = values - (terms @ factors).squeeze(1)
+    deviation = values - values.median()
+    return bool(left.abs().median() < MADE * deviation.abs().median())
+
+
+def rank_correlation(x: Tensor, y: Tensor) -> float:
+    """Returns the correlation of two columns' ranks [n], in which equal values have one rank."""
+    ranks = [values.unique(return_inverse=True)[1].double() for values in (x, y)]
+    return torch.corrcoef(torch.stack(ranks))[0, 1].nan_to_num().item()
+
+
+def notes_on_weights(tables: Any, path: str) -> Iterator[str]:
+    """Yields a note if the column weight moves with a score, as the weight of an animal may."""
+    if tables.weight is None or tables.sd is not None or len(tables.targets) > FEW_TARGETS:
+        return
+    step = 1 + tables.y.numel() // MOST_SCORES
+    weight = tables.weight[::step]
+    for target, values in zip(tables.targets, tables.y[::step].unbind(1), strict=True):
+        present = ~values.isnan()
+        correlation = rank_correlation(weight[present], values[present])
+        if present.sum() >= FEWEST_SCORES and abs(correlation) > WEIGHED:
+            yield (
+                f"{path}: weight, which says how much a row counts in the loss, moves with "
+                f"{target:.60} (rank correlation {correlation:.2f}): if it is a score, rename it"
+            )
+
+
+def notes_on_levels(tables: Any, path: str) -> Iterator[str]:
+    """Yields a note if levels stand as if one held for all names of a row, as in `A,B=0.2`."""
+    num_nodes = tables.perturbed_ptr.diff()
+    has_level = torch.bincount(tables.sample()[tables.level != 0], minlength=len(num_nodes))
+    of_single = has_level[num_nodes == 1]
+    of_several = has_level[num_nodes > 1]
+    is_enough = min(len(of_single), len(of_several)) >= FEW_VALUES
+    if is_enough and (of_single == 1).all() and (of_several == 1).all():
+        yield (
+            f"{path}: all single knock-outs have a level, but in each larger set one node alone: "
+            "A,B=0.2 deletes A and keeps 0.2 of B; where both are knocked down, write A=0.2,B=0.2"
+        )
+
+
+def notes_on_node_split(tables: Any, path: str) -> Iterator[str]:
+    """Yields a note on nodes in so many rows that one of them decides a split by nodes."""
+    count = torch.bincount(tables.perturbed, minlength=len(tables.genes))
+    for node in (count > IN_MANY * len(tables.y)).nonzero().flatten().tolist()[:SHOWN]:
+        yield (
+            f"{path}: {tables.genes[node]:.60} is knocked out in {count[node] / len(tables.y):.0%} "
+            "of the rows, which data.split=nodes keeps together: if all rows have it, as a marker, "
+            "leave it out"
+        )
 
 
 def yaml_list(names: Sequence[str]) -> str:
@@ -261,12 +360,72 @@ def notes_on_edges(tables: Any, path: str, connected: Sequence[str]) -> Iterator
                 f"{path}: the column {name:.60} weighs no edge, as it is a feature of the edges, "
                 "which the layers do not read: if it is their weight, name it weight"
             )
-    forms = other_forms(connected)
+
+
+def notes_on_ends(tables: Any, path: str, connected: Sequence[str]) -> Iterator[str]:
+    """Yields notes on ends of edges that are no names, and on nodes that are spelt twice."""
+    if {"source", "target"} <= set(connected) and "relation" in tables.relations:
+        yield f"{path}: a row is the header again: remove it"
+    odd = [name for name in connected if is_date(name) or abs(parse_number(name)) < float("inf")]
+    if 0 < len(odd) < FEW * len(connected):
+        yield (
+            f"{path}: {len(odd):,} nodes are dates or numbers, as nearly all others are not: "
+            f"{some_names(odd, {})}: does a spreadsheet write names so, or is a cell missing?"
+        )
+    forms = spelt_twice(tables, connected)
     if forms:
         yield (
-            f"{path}: {len(forms):,} nodes are named as others, in other characters of Unicode: "
+            f"{path}: {len(forms):,} nodes are named as others but for case or signs: "
             f"{some_names(list(forms), forms)}"
         )
+
+
+def spelt_twice(tables: Any, connected: Sequence[str]) -> dict[str, str]:
+    """Returns nodes named as another but for case, inner signs or form of Unicode, with that one.
+
+    Most nodes that are written as the one must have such a twin, or names are told apart so. Two
+    with an edge between them are two, and so is one that is only a source, or only a target, of
+    relations in which the other is not: as a protein and its gene.
+    """
+    name_of = {}  # by its letters, and a sign at its end, as in CD4+
+    pairs = []
+    for name in connected:
+        first = name_of.setdefault((without_signs(name), end_sign(name)), name)
+        if first != name:
+            pairs.append((name, first))
+    if not pairs:
+        return {}
+    kind_count = Counter(map(kind_of_name, connected))
+    twins = {name for pair in pairs for name in pair}
+    twin_count = Counter(map(kind_of_name, twins))
+    roles, links = edges_of(tables, twins)
+    twice = {}
+    for pair in pairs:
+        rare, common = sorted(pair, key=lambda name: kind_count[kind_of_name(name)])
+        kind = kind_of_name(rare)
+        is_one_sided = any(len({end for end, _ in roles[name]}) == 1 for name in pair)
+        differ_in_role = is_one_sided and roles[rare].isdisjoint(roles[common])
+        are_linked = frozenset(pair) in links
+        if 2 * twin_count[kind] >= kind_count[kind] and not differ_in_role and not are_linked:
+            twice[rare] = common
+    return twice
+
+
+def edges_of(tables: Any, names: Container[str]) -> tuple[dict[str, set], set[frozenset]]:
+    """Returns the ends and relations of each named node's edges, and the pairs of their nodes."""
+    is_named = torch.tensor([name in names for name in tables.genes])
+    chosen = is_named[tables.edge_index].any(dim=0)
+    sources, targets = tables.edge_index[:, chosen].tolist()
+    roles = defaultdict(set)
+    links = set()
+    relations = tables.edge_type[chosen].tolist()
+    for source, target, relation in zip(sources, targets, relations, strict=True):
+        start = tables.genes[source]
+        end = tables.genes[target]
+        roles[start].add(("source", relation))
+        roles[end].add(("target", relation))
+        links.add(frozenset((start, end)))
+    return roles, links
 
 
 def notes_on_constants(path: str, names: Sequence[str], values: Tensor) -> Iterator[str]:
@@ -274,6 +433,25 @@ def notes_on_constants(path: str, names: Sequence[str], values: Tensor) -> Itera
     for name, is_constant in zip(names, (values == 0).all(dim=0).tolist(), strict=True):
         if is_constant:
             yield f"{path}: the column {name:.60} has no value, or one everywhere: it says nothing"
+
+
+def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yields notes on the features of nodes, and on names in their table that are no nodes.
+
+    `described` has the values of each name, [F], as they stand there.
+    """
+    note = note_on_features(list(described), tables.genes)
+    if note:
+        yield f"{path}: {note}"
+    yield from notes_on_constants(path, tables.feature_names, tables.features)
+    columns = torch.stack(list(described.values())).unbind(1)
+    for name, values in zip(tables.feature_names, columns, strict=True):
+        for code in codes(values).tolist():
+            yield (
+                f"{path}: {(values == code).sum():,} values of the column {name:.60} are "
+                f"{code:g}, far from all others: where that is a code for a missing one, "
+                "empty the cell"
+            )
 
 
 # ---- Names ---------------------------------------------------------------------------------------
@@ -287,6 +465,7 @@ def notes_on_knocked_out(tables: Any, path: str, connected: Sequence[str]) -> It
     note = note_on_unknown(unknown, connected, num_perturbed=len(perturbed))
     if note:
         yield f"{path}: {note}"
+    yield from notes_on_controls(tables, path, nodes)
 
 
 def names_at(tables: Any, is_chosen: Tensor) -> list[str]:
@@ -294,139 +473,34 @@ def names_at(tables: Any, is_chosen: Tensor) -> list[str]:
     return [tables.genes[node] for node in is_chosen.nonzero().flatten().tolist()]
 
 
-def notes_on_described(genes: Sequence[str], path: str, described: Sequence[str]) -> Iterator[str]:
-    """Yields a note on names of the table of features that are no nodes, if one is needed."""
-    note = note_on_features(described, genes)
-    if note:
-        yield f"{path}: {note}"
+def notes_on_controls(tables: Any, path: str, connected: Container[str]) -> Iterator[str]:
+    """Yields notes on names that may be controls: without an edge, but in more rows than any node.
 
-
-def note_on_unknown(unknown: Sequence[str], nodes: Sequence[str], num_perturbed: int) -> str:
-    """Returns a sentence on perturbed names that no edge has, "" if none is needed.
-
-    None is if no name has one of the `meanings`, and they are less than half of all names.
+    Nearly all other names must have one. Names that only differ in the number at their end count
+    together if they have a tenth of the rows.
     """
-    if not unknown:
-        return ""
-    meaning_of = meanings(unknown, nodes)
-    are_most = 2 * len(unknown) >= num_perturbed
-    if not meaning_of and not are_most:
-        return ""
-    count = f"{len(unknown):,} of {num_perturbed:,}"
-    text = f"{count} knocked-out nodes have no edge"
-    if are_most:
-        text = f"MOST KNOCKED-OUT NODES, {count}, HAVE NO EDGE"
-    question = "" if meaning_of else ": do the tables use the same names?"
-    return f"{text}: {some_names(unknown, meaning_of)}{question}"
-
-
-def some_names(names: Sequence[str], meaning_of: Mapping[str, str]) -> str:
-    """Returns up to ten of the names as a text, those that have a meaning first, with it."""
-    shown = [f"{name} ({meaning_of[name]}?)" for name in names if name in meaning_of]
-    shown += [name for name in names if name not in meaning_of]
-    return f"{', '.join(shown[:SHOWN]):.500}"
-
-
-def meanings(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]:
-    """Returns the probable meaning of names that are no nodes: a node, or a spreadsheet's date."""
-    node_of = {}  # the first node of a spelling, or of a month
-    for node in reversed(nodes):
-        node_of[month_of(node)] = node
-        node_of[without_signs(node)] = node
-    node_of.pop("", None)
-    known = set(nodes)
-    meaning_of = {}
-    for name in unknown:
-        joined = nodes_joined(name, known)
-        same = node_of.get(without_signs(name)) or node_of.get(month_of(name))
-        # Behind the name of a gene, others number its guides and transcripts.
-        parts = [text for text in re.split(r"[+;|:/&_.\s]|-(?=\d+$)", name) if text in known]
-        if joined:
-            meaning_of[name] = ",".join(joined)
-        elif same:
-            meaning_of[name] = same
-        elif parts:
-            meaning_of[name] = parts[0]
-        elif is_date(name):
-            meaning_of[name] = "a spreadsheet's date"
-    return meaning_of
-
-
-def nodes_joined(name: str, nodes: Container[str]) -> list[str]:
-    """Returns the nodes whose names, with any signs between them, are a name; [] if it is no such.
-
-    A number such as 7.0, which pandas writes, joins none.
-    """
-    if re.fullmatch(r"\d+\.\d+", name):
-        return []
-    pieces = re.split(rf"(\s+x\s+|{SIGNS})", name)  # words, with the signs between them
-    joined = []
-    start = 0
-    while start < len(pieces):
-        for stop in range(len(pieces), start, -2):  # the longest name first, as it may have signs
-            text = "".join(pieces[start:stop])
-            if text in nodes:
-                break
-        else:
-            return []
-        joined.append(text)
-        start = stop + 1
-    return joined
-
-
-def note_on_features(names: Sequence[str], genes: Sequence[str]) -> str:
-    """Returns a sentence on names of the table of features that are no nodes, "" if none is needed.
-
-    None is if no name has one of the `meanings` among the nodes without features, and not both
-    most names are no nodes and most nodes have no features.
-    """
-    nodes = set(genes)
-    described = set(names)
-    unknown = [name for name in names if name not in nodes]
-    lacking = [gene for gene in genes if gene not in described]
-    meaning_of = meanings(unknown, lacking)
-    if 2 * len(unknown) > len(names) and 2 * len(lacking) > len(genes):
-        count = f"{len(unknown):,} of {len(names):,}"
-        return f"MOST NAMES, {count}, ARE NO NODES: {some_names(unknown, meaning_of)}"
-    if not meaning_of:
-        return ""
-    return f"{len(meaning_of):,} names are no nodes: {some_names(list(meaning_of), meaning_of)}"
-
-
-def other_forms(names: Iterable[str]) -> dict[str, str]:
-    """Returns the names that are another one in other characters of Unicode, with that one."""
-    first = {}  # name of a form
-    other = {}
-    for name in sorted(names, key=str.isascii, reverse=True):
-        form = name
-        if not name.isascii():
-            form = re.sub(HYPHENS, "-", unicodedata.normalize("NFKC", name))
-        if first.setdefault(form, name) != name:
-            other[name] = first[form]
-    return other
-
-
-def without_signs(name: str) -> str:
-    """Returns letters and digits of a name, in lower case, with a blank where signs part digits."""
-    plain = unicodedata.normalize("NFKC", name).casefold()
-    pieces = re.split(rf"(?<=\d){SIGNS}(?=\d)", plain)
-    return " ".join(re.sub(SIGNS, "", piece) for piece in pieces)
-
-
-def words_of(name: str) -> str:
-    """Returns the words of a name in lower case, with blanks between them: pValue is p value."""
-    parted = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    return re.sub(SIGNS, " ", parted).strip().lower()
-
-
-def is_date(name: str) -> bool:
-    """Returns whether a name is what spreadsheets, and pandas after them, make of MARCH1."""
-    return DATE.fullmatch(name) is not None
-
-
-def month_of(name: str) -> str:
-    """Returns month and number, such as MAR 1, of `1-Mar`, `Mar-01`, MAR1 or MARCH1; else ""."""
-    match = MONTH.fullmatch(name)
-    if match is None:
-        return ""
-    return f"{match[2] or match[3]} {match[1] or match[4]}".upper()
+    is_connected = torch.tensor([name in connected for name in tables.genes])
+    num_nodes = tables.perturbed_ptr.diff()
+    is_alone = (num_nodes == 1)[tables.sample()]
+    count = torch.bincount(tables.perturbed, minlength=len(tables.genes))
+    count_alone = torch.bincount(tables.perturbed[is_alone], minlength=len(tables.genes))
+    limit = MORE * (count * is_connected).max().item()
+    limit_alone = MORE * (count_alone * is_connected).max().item()
+    unknown = ((count > 0) & ~is_connected).nonzero().flatten().tolist()
+    known_stems = {stem_of(name) for name in connected} if unknown else set()
+    groups = defaultdict(list)
+    for node in unknown:
+        stem = stem_of(tables.genes[node])
+        groups[tables.genes[node] if stem in known_stems else stem].append(node)
+    most_others = FEW * (count > 0).sum()
+    for nodes in groups.values():
+        rows = count[nodes].sum()
+        is_more = rows > limit or count_alone[nodes].sum() > limit_alone
+        least = FEW_VALUES if len(nodes) == 1 else FEW * len(tables.y)
+        if is_more and rows >= least and len(unknown) - len(nodes) <= most_others:
+            names = some_names([tables.genes[node] for node in nodes], {})
+            yield (
+                f"{path}: {names} without an edge, as nearly all others have one, stands in "
+                f"{rows:,} rows, more than any node: if it is a control, leave it out, as an "
+                "intact sample has an empty cell; if it is a node, give it an edge, such as a loop"
+            )

@@ -268,7 +268,7 @@ def read_tables(
     num_features = edge_values.size(1) // 2
     edge_weight, edge_attr, present = edge_values.split([1, num_features, num_features], dim=1)
     node_features = {}
-    described = []  # the names in the table of features
+    described = {}  # what the table of features has of each name, [F]
     if features:
         node_features, described = read_features(features, genes, notes)
     tables = Tables(
@@ -355,6 +355,8 @@ def read_knockouts(
     targets = list(dict.fromkeys(chosen)) or score_columns
     if not set(targets) <= set(score_columns):
         problem = f"data.scores={scores}, but the scores are {score_columns[:20]}"
+        if {"split", "weight", "sd"} & set(targets) & set(header):
+            problem += ": split, weight and sd are none: to make one a score, rename it"
         if any(type(name) not in (str, int, float, list) for name in scores):
             problem = "data.scores has a name that YAML takes for no text: "
             problem += "put it in quotes, as in \"data.scores=['NO']\""
@@ -383,8 +385,8 @@ def read_knockouts(
 
 def read_features(
     path: str, genes: list[str], notes: list[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Returns the fields `features` and `feature_names` of `Tables`, and all names in the file.
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns the fields `features` and `feature_names` of `Tables`, and each name's values [F].
 
     Features are standardised, and 0 where missing. Sentences for the log are added to `notes`.
     Raises `DataError`.
@@ -405,9 +407,10 @@ def read_features(
     if (row < 0).all():
         problem = "none of its nodes is in the tables of edges and knock-outs"
         raise DataError(f"{path}: {problem}")
-    values = torch.cat(chunks)[row].where(row.unsqueeze(1) >= 0, math.nan)
+    table = torch.cat(chunks)
+    values = table[row].where(row.unsqueeze(1) >= 0, math.nan)
     features = standardise(values).nan_to_num().float()
-    return {"features": features, "feature_names": names}, list(row_of)
+    return {"features": features, "feature_names": names}, dict(zip(row_of, table, strict=True))
 
 
 def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:

@@ -118,7 +118,7 @@ PARTS = [
     ),
     Part(
         "notes",
-        ("data_notes.py",),
+        ("data_notes.py", "data_names.py"),
         loss="fewer hints on what may be wrong with tables",
     ),
     Part(

@@ -20,6 +20,7 @@ from data import (
     make_loader,
     node_split,
     random_split,
+    target_nodes,
     with_example,
 )
 from data_cells import read_header
@@ -105,6 +106,41 @@ def test_random_split_depends_on_its_seed_alone_and_keeps_replicates_together():
     assert torch.bincount(splits[0].int()).tolist() == [160, 20, 20]
     replicates = splits[0].view(4, 50)
     assert torch.equal(replicates[0].expand(4, 50), replicates)
+
+
+def test_no_set_of_many_rows_decides_a_random_split():
+    """Intact rows train, few or many, and so do sets of more than a tenth of the rows."""
+    small = [[k % 50] for k in range(150)]
+    for added in ([[]], [[]] * 100, [[60]] * 30, [[60, 61]] * 60 + [[]] * 60, [[60]] * 18):
+        tables = small_tables([*small, *added], num_nodes=62)
+        for seed in range(20):
+            split = random_split(tables, DataConfig(split_seed=seed))
+            counts = torch.bincount(split[:150].int(), minlength=3).tolist()
+            if len(added) == 18:  # a tenth at most: where it falls says the seed
+                assert min(counts) > 0
+            else:
+                assert (split[150:] == 0).all()
+                assert counts[1:] == [15, 15]
+
+
+def test_sets_of_many_rows_fill_a_split_where_there_are_no_others():
+    tables = small_tables([[k % 5] for k in range(50)] + [[]])
+    split = random_split(tables, DataConfig(val_fraction=0.2, test_fraction=0.2))
+    assert torch.bincount(split.int()).tolist() == [31, 10, 10]
+    assert split[-1] == 0
+    tables = small_tables([[]] * 10)
+    assert random_split(tables, DataConfig(test_fraction=1.0)).unique().tolist() == [2]
+
+
+def test_all_scores_that_are_no_nodes_are_named():
+    tables = small_tables([[0], [1]])
+    tables.targets = ("g00", "g01")
+    assert target_nodes(tables).tolist() == [0, 1]
+    tables.targets = ("g00", "x", "g01", "y")
+    with pytest.raises(
+        DataError, match=r"^2 of 4 scores are no node of the graph, .* needs: x, y: "
+    ):
+        target_nodes(tables)
 
 
 def test_the_node_split_trains_on_no_test_node_and_its_folds_cover_all_nodes():

@@ -1,6 +1,10 @@
 """The rows of a table's file: headers, cells, blank lines, and names with levels."""
 
+import bz2
+import gzip
 import itertools
+import lzma
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -338,15 +342,62 @@ def test_a_part_of_blank_lines_alone_is_no_part(tmp_path, monkeypatch):
         read_knockouts(str(tmp_path / "blank.tsv"), {}, [])
 
 
-def test_unreadable_files_are_named(tmp_path):
+def test_unreadable_files_are_named(tmp_path, monkeypatch):
     options = write_tables(tmp_path)
     for content in (b"\xff\xfe\x00", "source".encode("utf-16"), b"source\ttarget\trelation\n\xe9"):
         Path(options.edges).write_bytes(content)
         with pytest.raises(DataError, match=r"edges\.tsv is not UTF-8 text: save it as UTF-8"):
             load(options)
     Path(options.edges).unlink()
-    with pytest.raises(DataError, match=r"cannot read .*edges\.tsv: No such file"):
+    with pytest.raises(DataError, match=r"cannot read .*edges\.tsv: No such file or directory$"):
         load(options)
+    monkeypatch.chdir(tmp_path)
+    place = re.escape(str(tmp_path))
+    for function in (load, lambda options: read_header(options.edges, [], ())):
+        with pytest.raises(DataError, match=f"cannot read edges.tsv: No such .* in {place}, the w"):
+            function(replace(options, edges="edges.tsv"))
+
+
+@pytest.mark.parametrize(
+    ("content", "advice"),
+    [
+        (bz2.compress, "bzip2: unpack it by bunzip2"),
+        (lzma.compress, "xz: unpack it by unxz"),
+        (lambda text: b"\x28\xb5\x2f\xfd" + text, "zstd: unpack it by unzstd"),
+        (lambda text: b"PK\x03\x04" + text, "a zip archive: unpack it by unzip or, of a workbook"),
+        (lambda text: b"\xd0\xcf\x11\xe0\xa1\xb1" + text, "a workbook"),
+        (lambda text: b"PAR1" + text, r"Parquet: .* to_csv\(\.\.\., sep='\\t', index=False\)"),
+        (lambda text: b"ARROW1" + text, "Feather: read it with pandas.read_feather"),
+        (lambda text: b"\x89HDF\r\n\x1a\n" + text, "HDF5, as .h5ad is: docs/tables.md makes"),
+    ],
+)
+def test_files_of_other_formats_are_named_whatever_their_name_is(tmp_path, content, advice):
+    options = write_tables(tmp_path)
+    for name in ("edges.tsv", "edges.tsv.gz"):
+        path = tmp_path / name
+        path.write_bytes(content(Path(options.edges).read_bytes()))
+        with pytest.raises(DataError, match=rf"{name} is no table of text but {advice}"):
+            load(replace(options, edges=str(path)))
+
+
+@pytest.mark.parametrize("name", ["edges.tsv.GZ", "edges.tsv", "edges.gz"])
+def test_a_gzipped_table_is_known_by_its_content(tmp_path, name):
+    options = write_tables(tmp_path)
+    expected = load(options)
+    content = Path(options.edges).read_bytes()
+    (tmp_path / name).write_bytes(gzip.compress(content))
+    assert (
+        load(replace(options, edges=str(tmp_path / name))).fingerprint() == expected.fingerprint()
+    )
+    (tmp_path / "text.gz").write_bytes(content)
+    assert load(replace(options, edges=str(tmp_path / "text.gz"))).genes == expected.genes
+
+
+def test_row_names_of_r_without_a_header_are_named(tmp_path):
+    (tmp_path / "r.tsv").write_text('"genes"\t"score"\n"1"\t"a"\t0.5\n')
+    message = r"r\.tsv:2: 3 fields where the header has 2; .* row's name, as R .*: row.names=FALSE"
+    with pytest.raises(DataError, match=message):
+        read_knockouts(str(tmp_path / "r.tsv"), {}, [])
 
 
 # ---- Missing values and columns without a name ---------------------------------------------------

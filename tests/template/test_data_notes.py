@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,7 +14,8 @@ import data_tables
 import parts
 from data import DataConfig, load
 from data_cells import Rows
-from data_notes import behind_gap, kind_of_values, meanings, note_on_unknown, notes_on
+from data_names import meanings, note_on_unknown
+from data_notes import codes, kind_of_values, notes_on, repeated_columns
 from data_tables import read_tables
 from errors import DataError
 from predict_sets import unknown_nodes
@@ -81,7 +83,7 @@ def test_columns_of_a_published_table_that_are_no_scores_are_named(tmp_path):
     [
         *("P-value", "pvalue", "adj.P.Val", "p_adj", "FDR", "q-value", "growth_sd", "SE", "std"),
         *("stderr", "Standard Error", "variance", "batch", "plate_id", "replicate", "level"),
-        *("fold", "dose", "temperature", "cell_count", "nCells", "num_reads", "weights"),
+        *("fold", "dose", "temperature", "nCells", "num_reads", "weights"),
         "Double mutant fitness standard deviation",
     ],
 )
@@ -94,7 +96,7 @@ def test_a_column_is_judged_by_its_name(tmp_path, name):
 
 
 def test_names_of_scores_and_of_nodes_are_not_noted(tmp_path):
-    names = ("log2 fold change", "expression level", "dose_response", "essential", "posed", "NSE")
+    names = ("log2 fold change", "expression level", "dose_response", "essential", "log counts")
     columns = [score] * (len(names) + 1)
     assert notes_on_scores(tmp_path, (*names, "rep1"), rows_of(*columns, count=10)) == []
     RING.append(("SE", "q00", "x"))
@@ -117,7 +119,8 @@ def test_the_kind_of_values_is_found_behind_the_first_ones():
     values = torch.cat([torch.zeros(5000), torch.rand(1000)]).double()
     assert kind_of_values(values) == ""
     assert kind_of_values(values.round()) == "few values"
-    assert kind_of_values(torch.arange(100.0)) == "whole numbers"
+    assert kind_of_values(torch.arange(100.0) // 2) == "whole numbers"
+    assert kind_of_values(torch.arange(100.0)) == ""  # as they may be ranks
     assert kind_of_values(torch.zeros(20)) == ""  # as they are few
 
 
@@ -139,18 +142,86 @@ def test_codes_in_one_of_many_columns_are_noted(tmp_path, monkeypatch):
     assert note.startswith("5: the s39 is -999, far from most, as are 22 scores of 1 columns")
 
 
+def normal(count: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.4, 0.8])
+@pytest.mark.parametrize(
+    ("spread", "found"), [(1, [-999, 999]), (1, [-99]), (1, [1e6]), (100, [-999]), (1e3, [1e30])]
+)
+def test_codes_are_found_on_both_sides_and_in_most_rows(share, spread, found):
+    values = spread * normal(400)
+    for k, code in enumerate(found):
+        values[k :: round(len(found) / min(share, 0.4))] = code
+    if share == 0.8:
+        values = torch.cat([values, torch.full((1600,), float(found[0]), dtype=torch.float64)])
+    assert sorted(codes(values).tolist()) == sorted(found)
+
+
 def test_scores_of_several_modes_or_with_long_tails_are_no_codes():
     """Dead strains beside living ones, scores of two or three values, and long tails."""
-    generator = torch.Generator().manual_seed(0)
-    normal = torch.randn(2000, generator=generator, dtype=torch.float64)
-    dead = (1 + 0.1 * normal).where(torch.arange(2000) % 20 > 0, 0.0)
-    two = (normal > 1).double()
-    three = two - (normal < -1.5).double()
-    tails = normal**5
-    missing = normal.where(normal < 1, torch.nan)
-    y = torch.stack([normal, dead, two, three, tails, missing], dim=1)
-    assert not behind_gap(y).any()
-    assert not behind_gap(torch.full((100, 1), torch.nan)).any()
+    scores = normal(2000)
+    is_dead = torch.arange(2000) % 20 == 0
+    columns = [scores, scores**5, scores.exp(), scores.where(scores < 1, torch.nan)]
+    for spread in (0.001, 0.02, 0.1, 0.3):
+        columns.append((1 + spread * scores).where(~is_dead, 0.0))
+    columns.append((0.1 * scores).where(~is_dead, -4.0))
+    columns.append((50 + 10 * scores).clamp(0, 70).round())
+    columns.append((scores > 1).double())
+    columns.append((scores > 1).double() - (scores < -1.5).double())
+    columns.append(torch.full((100,), torch.nan))
+    assert [codes(column).tolist() for column in columns] == [[]] * len(columns)
+
+
+def test_codes_among_the_features_are_noted(tmp_path):
+    edges = write_table(tmp_path / "edges.tsv", [EDGE_HEADER, *RING])
+    scores = write_table(tmp_path / "scores.tsv", [("genes", "score"), *rows_of(score)])
+    rows = [
+        (node, k % 7 / 9 + k, -999 if k % 9 == 1 else 1000 + 20 * k) for k, node in enumerate(NODES)
+    ]
+    path = write_table(tmp_path / "features.tsv", [("gene", "a", "b"), *rows])
+    (note,) = read_tables(str(edges), str(scores), str(path), [], undirected=False).notes
+    assert note.startswith(f"{path}: 4 values of the column b are -999, far from all others: where")
+
+
+# ---- Columns that say what others say ------------------------------------------------------------
+def test_columns_that_follow_from_others_are_named(tmp_path):
+    """Intervals, P-values and means beside a score, and none that is only like it."""
+    effect = normal(200)
+    error = 0.2 + 0.3 * normal(200, 1).abs()
+    low = effect - 1.96 * error
+    other = effect + 0.3 * normal(200, 2)
+    test = effect / error
+    columns = [effect, error, low, effect + 1.96 * error, test, 1 / (1 + test.abs()), other]
+    found = repeated_columns(torch.stack(columns, dim=1))
+    assert found == {2: "a sum of others", 3: "a sum of others", 5: "moves with {4}"}
+    missing = effect.where(effect < 1, torch.nan)
+    assert repeated_columns(torch.stack([effect, missing**3], dim=1)) == {1: "moves with {0}"}
+    assert repeated_columns(torch.stack([effect, effect], dim=1)[:49]) == {}
+    rows = [
+        (NODES[k % 30], *(f"{x:.4g}" for x in pair))
+        for k, pair in enumerate(zip(effect, -2 * effect, strict=True))
+    ]
+    (note,) = notes_on_scores(tmp_path, ("a", "b"), rows)
+    assert "may be none: b (moves with a): write data.scores=[a]" in note
+    assert notes_on_scores(tmp_path, ("a", "b"), rows, scores=("a", "b")) == []
+
+
+def test_a_trait_that_is_called_weight_is_said(tmp_path):
+    scores = normal(200)
+    weights = {"moves": 25 + 3 * scores + 0.1 * normal(200, 1), "does not": 25 + normal(200, 1)}
+    found = {}
+    for name, weight in weights.items():
+        rows = [(NODES[k % 30], f"{scores[k]:.4f}", f"{weight[k]:.4f}") for k in range(200)]
+        found[name] = notes_on_scores(tmp_path, ("length", "weight"), rows)
+    assert found["does not"] == []
+    (note,) = found["moves"]
+    assert "weight, which says how much a row counts in the loss, moves with length" in note
+    assert note.endswith("if it is a score, rename it")
+    with pytest.raises(DataError, match="split, weight and sd are none: to make one a score, ren"):
+        notes_on_scores(tmp_path, ("length", "weight"), rows, scores=("length", "weight"))
 
 
 def test_one_sd_of_scores_in_other_units_is_noted(tmp_path):
@@ -190,14 +261,43 @@ def test_a_column_of_edges_that_looks_like_a_weight_is_noted(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("name", "same"),
-    [("HLA\u2013DRA", "HLA-DRA"), ("HLA\u2011DRA", "HLA-DRA"), ("ge\u0301ne", "g\u00e9ne")],
+    [
+        ("HLA\u2013DRA", "HLA-DRA"),
+        ("HLA\u2011DRA", "HLA-DRA"),
+        ("ge\u0301ne", "g\u00e9ne"),
+        ("Q03", "q03"),
+        ("q_03", "q03"),
+        ("\uff5103", "q03"),
+    ],
 )
-def test_nodes_of_the_edges_in_two_forms_of_unicode_are_noted(tmp_path, name, same):
-    rows = [*RING, (name, "q00", "x"), (same, "q01", "x")]
+def test_nodes_of_the_edges_in_two_spellings_are_noted(tmp_path, name, same):
+    rows = [*RING, (name, "q10", "x"), ("q10", name, "x"), (same, "q11", "x"), ("q11", same, "x")]
     (note,) = notes_on_edges(tmp_path, (), rows)
-    assert note.startswith("1 nodes are named as others, in other characters of Unicode: ")
+    assert note.startswith("1 nodes are named as others but for case or signs: ")
     assert f"{name} ({same}?)" in note or f"{same} ({name}?)" in note
-    assert notes_on_edges(tmp_path, (), rows[:-1]) == []
+    assert notes_on_edges(tmp_path, (), [*RING, *rows[-2:]]) == []
+    both = [*rows, (name, same, "x")]  # two that interact
+    assert notes_on_edges(tmp_path, (), both) == []
+
+
+def test_names_that_are_told_apart_by_case_or_signs_are_not_noted(tmp_path):
+    proteins = [(f"Ara{k:02}", f"ara{(k + 3) % 30:02}", "regulates") for k in range(30)]
+    assert notes_on_edges(tmp_path, (), [*RING, *proteins]) == []
+    ions = [("CD4+", "q01", "x"), ("CD4-", "q02", "x"), ("Dl", "q03", "x"), ("dl", "q04", "x")]
+    others = [(f"a{k}b", f"Ab{k}", "x") for k in range(30)]
+    ions += [(letters, "q05", "x") for letters in ("Aa", "Bb", "Cc", "Dd", "Ee")]
+    assert notes_on_edges(tmp_path, (), [*RING, *others, *ions]) == []
+
+
+def test_dates_numbers_and_a_header_among_the_ends_of_edges_are_noted(tmp_path):
+    odd = [("1-Mar", "q00", "x"), ("q01", "2.31E+13", "x"), ("0.7", "q02", "x")]
+    (note,) = notes_on_edges(tmp_path, (), [*RING, *odd])
+    assert note.startswith("3 nodes are dates or numbers, as nearly all others are not: 0.7, 1-Mar")
+    numbers = [(str(k), str(k + 1), "x") for k in range(30)]
+    assert notes_on_edges(tmp_path, (), [*RING, *numbers]) == []
+    assert notes_on_edges(tmp_path, (), [*RING, EDGE_HEADER]) == [
+        "a row is the header again: remove it"
+    ]
 
 
 # ---- Other readers, and no notes -----------------------------------------------------------------
@@ -242,7 +342,7 @@ def test_without_the_part_tables_are_read_and_refused_the_same(tmp_path, monkeyp
     assert len(notes_on_scores(tmp_path, header, rows)) == 3
     files = (str(tmp_path / "edges.tsv"), str(tmp_path / "scores.tsv"), "")
     tables = read_tables(*files, [], undirected=False)
-    monkeypatch.setattr(parts, "is_here", lambda module: module != "data_notes")
+    monkeypatch.setattr(parts, "is_here", lambda module: module not in ("data_notes", "data_names"))
     assert notes_on_scores(tmp_path, header, rows) == []
     assert read_tables(*files, [], undirected=False).fingerprint() == tables.fingerprint()
     chunk = Mock(genes=["a"])
@@ -309,6 +409,130 @@ def test_a_guide_is_of_the_gene_and_not_of_another_one():
     for name in ("GENE1-1", "GENE1_1", "GENE1.1"):
         assert meanings([name], ["GENE11", "GENE1"]) == {name: "GENE1"}
         assert meanings([name], ["GENE11"]) == {}
+
+
+FORMS = [  # of a node A, with the sign of which no node has one, or not
+    *(
+        "A_KO",
+        "A KO",
+        "A.1",
+        "A-1",
+        "A:g1",
+        "A-KO",
+        "A(KO)",
+        "\u0394A",
+        "A\u0394",
+        "A-del",
+        "A-ts5",
+    ),
+    *(
+        "A-sg1",
+        "Ag1",
+        "sgA",
+        "A#1",
+        "A@30",
+        "A(0.2)",
+        "A@0.2",
+        "9606.A",
+        "A-ctrl",
+        "sg_A_1",
+        "pKO(A)",
+    ),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("change", [str, str.upper])
+def test_a_form_of_several_nodes_is_noted_in_either_table(form, change):
+    nodes = [f"q{k:04}" for k in range(30)] + ["x-y", "x_z", "a b", "c.d", "e:f", "g#", "h@(i)"]
+    written = [change(form.replace("A", node)) for node in nodes[:3]]
+    assert meanings(written, nodes) == dict(zip(written, nodes[:3], strict=True))
+    inside = [*nodes[3:], *written]  # the edges have the text, the knock-outs not
+    assert meanings(nodes[:3], inside) == dict(zip(nodes[:3], written, strict=True))
+
+
+def test_names_that_only_begin_as_others_are_no_forms():
+    """Of one name alone, where nodes have that sign; of numbers; and where two nodes differ so."""
+    genes = [f"YAL{k:03}C" for k in range(40)]
+    assert meanings(["YAL003C-A", "YAL004C-A", "YAL005C-A"], genes) == {}
+    assert meanings(["YAL003C-x1"], [*genes, "YAL001C-A"]) == {}
+    unknown = ["YAL003C-A", "YAL004C-A", "YAL005C-B"]
+    assert meanings(unknown, [*genes, "YAL001C-A", "YAL001C-B"]) == {}
+    assert meanings(["RPL11", "RPL21", "RPL31"], ["RPL1", "RPL2", "RPL3"]) == {}
+    assert meanings(["RPL1P3", "RPL2P4", "RPS3P1"], ["RPL1", "RPL2", "RPS3", "RPS3P7"]) == {}
+    assert meanings(["abx", "cdx", "efx"], ["ab", "cd", "ef"]) == {}
+
+
+def test_the_part_of_a_name_with_a_comma_is_named(tmp_path):
+    note = "1 of 4 knocked-out nodes have no edge: 2 (part of a name with a comma?)"
+    assert read_cells(tmp_path, ["DUR1", "b", "c"], ["b", "c", '"DUR1,2"']) == [note]
+    assert read_cells(tmp_path, ["DUR1", "b", "1"], ["b", "1", '"DUR1,2"']) == []
+
+
+# ---- Controls and levels -------------------------------------------------------------------------
+def notes_on_sets(folder: Path, sets: list[str]) -> list[str]:
+    draw = random.Random(0)
+    return notes_on_scores(folder, ("score",), [(genes, score(draw, 0)) for genes in sets])
+
+
+SINGLES = NODES * 4
+PAIRS = [f"{a},{b}" for a in NODES for b in NODES if a < b]
+
+
+@pytest.mark.parametrize("name", ["NegCtrl0", "AAVS1", "DMSO", "mock", "LacZ", "no such word"])
+def test_a_name_without_an_edge_in_many_rows_may_be_a_control(tmp_path, name):
+    tables = {
+        "beside nodes": SINGLES + [f"{node},{name}" for node in NODES],
+        "alone": SINGLES + [name] * 10,
+        "alone beside pairs": PAIRS + [name] * 30,
+    }
+    for sets in tables.values():
+        (note,) = notes_on_sets(tmp_path, sets)
+        assert note.startswith(
+            f" {name} without an edge, as nearly all others have one, stands in "
+        )
+        assert "if it is a control, leave it out, as an intact sample has an empty cell" in note
+        assert "if it is a node, give it an edge, such as a loop" in note
+
+
+def test_numbered_controls_count_together(tmp_path):
+    guides = [f"{node},INTERGENIC_{k % 5}" for k, node in enumerate(NODES)]
+    (note,) = notes_on_sets(tmp_path, SINGLES + guides)
+    assert note.startswith(" INTERGENIC_0, INTERGENIC_1, INTERGENIC_2, INTERG")
+
+
+def test_nodes_without_an_edge_in_as_many_rows_as_others_are_no_controls(tmp_path):
+    queries = [f"{a},{b}" for a in ("q00", "q01", "new") for b in NODES[2:]]
+    families = [f"LOC{k}" for k in range(9)]
+    many_unknown = SINGLES + [f"x{k}y" for k in range(10)] * 2 + ["AAVS1"] * 20
+    for sets in (
+        PAIRS + [f"{node},new" for node in NODES],
+        queries,
+        SINGLES + families,
+        many_unknown,
+    ):
+        assert notes_on_sets(tmp_path, sets) == []
+
+
+def test_a_level_behind_the_last_of_several_names_is_noted(tmp_path):
+    singles = [f"{node}=0.2" for node in NODES]
+    (note,) = notes_on_sets(tmp_path, singles + [f"{pair}=0.2" for pair in PAIRS])
+    assert "A,B=0.2 deletes A and keeps 0.2 of B" in note
+    both = [f"{pair}=0.2".replace(",", "=0.2,") for pair in PAIRS]
+    for sets in (singles + both, NODES + [f"{pair}=0.2" for pair in PAIRS], singles, both):
+        assert notes_on_sets(tmp_path, sets) == []
+
+
+def test_a_node_in_many_rows_is_said_where_a_split_keeps_them_together(tmp_path):
+    notes_on_sets(tmp_path, SINGLES + [f"{node},q00" for node in NODES[1:]] * 8)
+    options = DataConfig(
+        edges=str(tmp_path / "edges.tsv"),
+        perturbations=str(tmp_path / "scores.tsv"),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    assert load(options).notes == []
+    (note,) = load(replace(options, split="nodes")).notes
+    assert "scores.tsv: q00 is knocked out in 67% of the rows, which data.split=nodes" in note
 
 
 def test_other_names_are_no_nodes():

@@ -448,5 +448,5 @@ def test_scores_that_are_no_nodes_and_profiles_for_another_readout_are_named(
     path.write_text(path.read_text().replace("\tG00007\t", "\tYAL1\t", 1))
     result = train(2, *profile_tables, *NODES)
     assert result.returncode == 2
-    message = "the score 'YAL1' is no node of the graph, which model.readout=nodes needs"
-    assert result.stderr.count(f"error: {message}") == 1
+    message = "scores are no node of the graph, which model.readout=nodes needs: YAL1: remove"
+    assert result.stderr.count(message) == 1
