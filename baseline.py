@@ -107,14 +107,15 @@ def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> 
     criterion = LOSSES[loss]
     mean, std = criterion.unit(*training_mean_and_std(tables))
     doses, mean_sum = doses_of(tables, basis)
-    targets, has_val = targets_of(tables, weight, std, loss)
+    squares = mean_squares(tables, doses)
+    targets, has_val = targets_of(tables, weight, std, loss, squares)
     design = Design(doses)
     additive, error = fit_validated(design, targets, has_val, mean)
     node_weight = mean_weight_of_nodes(tables, weight, doses)
     x = additive
     weights = x.new_tensor(SUM).unsqueeze(1).repeat(1, x.size(1))
     if is_combined:
-        of_whole_rows, _ = targets_of(tables, weight, std, loss, whole=True)
+        of_whole_rows, _ = targets_of(tables, weight, std, loss, squares, whole=True)
         x, weights = combined_where_better(
             tables, doses, design, of_whole_rows, weight, node_weight, additive
         )
@@ -229,14 +230,33 @@ def mean_weight_of_nodes(tables: Tables, weight: Tensor, doses: Doses) -> Tensor
     return total / count.clamp(min=1)
 
 
+def mean_squares(tables: Tables, doses: Doses) -> Tensor:
+    """Returns the mean square of each target's training doses that are not 0, float64 [K, T].
+
+    `basis_of` makes it 1 over the rows of all targets. Penalties count times it, as if it were 1
+    for each target: so no score's baseline depends on rows that lack the score.
+    """
+    num_rows = len(tables.y)
+    is_train = tables.is_in("train").unsqueeze(1)
+    is_counted = (is_train & ~tables.y.isnan()).double()
+    total = scatter(doses.dose.square(), doses.sample, dim_size=num_rows).T @ is_counted
+    count = scatter((doses.dose != 0).double(), doses.sample, dim_size=num_rows).T @ is_counted
+    return (total / count).nan_to_num(1.0)
+
+
 def targets_of(
-    tables: Tables, weight: Tensor, std: Tensor, loss: str, whole: bool = False
+    tables: Tables,
+    weight: Tensor,
+    std: Tensor,
+    loss: str,
+    squares: Tensor,
+    whole: bool = False,
 ) -> tuple[Targets, Tensor]:
     """Returns the `Targets` of the fits, and whether validation rows choose a target's, bool [T].
 
-    The weights are [n, T]. Validation rows choose if a training row has one of their nodes or, for
-    `whole`, all of them. For a target without such rows, a third of its training rows chooses among
-    fits to the others.
+    The weights are [n, T], and `squares` are `mean_squares`, [K, T]. Validation rows choose if a
+    training row has one of their nodes or, for `whole`, all of them. For a target without such
+    rows, a third of its training rows chooses among fits to the others.
     """
     present = ~tables.y.isnan()
     is_train = present & tables.is_in("train").unsqueeze(1)
@@ -258,7 +278,7 @@ def targets_of(
         fitted=weight * is_fitted,
         validated=weight * is_validated,
         std=std,
-        scale=effective_share(of_train),
+        scale=effective_share(of_train) * squares.repeat(len(tables.genes), 1),
         is_binary=LOSSES[loss].is_binary,
     )
     return targets, has_val
@@ -276,7 +296,7 @@ def fit_validated(
     fit = y.new_zeros(design.width, y.size(1))
     fit[0] = mean
     best = fit
-    best_penalty = torch.ones_like(mean)
+    best_penalty = torch.ones_like(targets.scale)
     least = torch.full_like(mean, math.inf)
     penalties = list(reversed(PENALTIES))  # each fit starts from the one before
     for penalty in progress_bar(penalties, "fitting sums of responses"):
@@ -284,7 +304,7 @@ def fit_validated(
         error = to_fitted.losses(fit).mul_(targets.validated).sum(0)
         is_better = error <= least
         best = fit.where(is_better, best)
-        best_penalty[is_better] = penalty * targets.scale[is_better]
+        best_penalty = (penalty * targets.scale).where(is_better, best_penalty)
         least = least.minimum(error)
     if has_val.all():
         return best, to_fitted.error(best_penalty, best)

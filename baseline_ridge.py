@@ -159,11 +159,11 @@ class Targets:
     fitted: Tensor  # the same, 0 too for rows to which no candidate is fitted
     validated: Tensor  # float64 [n, T], of rows by which the best candidate is chosen, else 0
     std: Tensor  # float64 [T], of y in training
-    scale: Tensor  # float64 [T], factor of the penalties
+    scale: Tensor  # float64 [NK, T], factor of the penalty of each effect
     is_binary: bool
 
     def of_target(self, t: int) -> "Targets":
-        """Returns the columns of target `t`, [n, 1] and [1]."""
+        """Returns the columns of target `t`."""
         columns = {}
         for name, value in vars(self).items():
             columns[name] = value[..., t : t + 1] if isinstance(value, Tensor) else value
@@ -286,7 +286,7 @@ class Ridge:
         return self.design.predict(x).neg_().add_(self.y)
 
     def fit(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns the solution for a penalty, or for one per target [T], starting from x."""
+        """Returns the solution for a penalty, or for one per effect [NK, T], starting from x."""
         x = self.improve(penalty, x)
         if self.design.largest_dose > 1:  # rounding adds up over the steps: solve what it left, too
             x = self.improve(penalty, x)

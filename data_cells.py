@@ -215,6 +215,12 @@ def split_level(text: str, node_names: Container[str]) -> tuple[str, float]:
     return name, math.nan if is_wrong else abs(level)  # -0 is 0
 
 
+def has_level(text: str) -> bool:
+    """Returns whether a text ends as `A=0.3` does, in `=` and a number."""
+    _, sign, end = text.rpartition("=")
+    return bool(sign) and math.isfinite(parse_number(end))
+
+
 def parse_number(cell: str) -> float:
     """Returns the number in a cell; nan if it is missing, inf if it is something else."""
     try:

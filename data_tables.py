@@ -20,7 +20,7 @@ from torch_geometric.data import HeteroData
 from torch_geometric.index import index2ptr
 from torch_geometric.utils import coalesce, scatter, to_undirected
 
-from data_cells import SPLITS, number_names, read_header, read_rows, stable_order
+from data_cells import SPLITS, has_level, number_names, read_header, read_rows, stable_order
 from errors import DataError
 from metrics import standardise
 from parts import optional
@@ -133,12 +133,13 @@ class Tables:
     def names(self, nodes: Tensor, levels: Tensor) -> Iterator[str]:
         """Yields the text of each perturbed node in a table: `A`, or `A=0.3`.
 
-        Where that text is the name of another node, a further 0 makes them differ: `A=00.3`.
+        A deleted node whose own name ends so has `=0` behind it. Where the text is the name of
+        another node, a further 0 makes them differ: `A=00.3`.
         """
         genes = set(self.genes)
         for node, level in zip(nodes.tolist(), levels.tolist(), strict=True):
             name = self.genes[node]
-            if level == 0 and "=" not in name:
+            if level == 0 and not has_level(name):
                 yield name
                 continue
             level_text = f"{level:.15g}"

@@ -10,7 +10,7 @@ perturbed nodes in the batch, F features.
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -38,6 +38,7 @@ AT_ONCE = 2**20  # pairs and looked up neighbours, which take some 100 MB
 ROWS_AT_ONCE = 1024
 MOST_ROWS = 100_000  # of training, that the units of features are computed from
 MOST_BYTES = 2**31  # of the features of all rows, of which more are computed with each batch
+LEAST_DEVIATION = 1e-6  # of a feature that varies, in units of its size: more than rounding
 
 
 class PairIndex(nn.Module):
@@ -257,19 +258,24 @@ def add_pair_features(
         dataset.columns = {**dataset.columns, "pair_features": function}
         return
 
-    unplanned = replace(dataset, transform=None, columns={})
-
     def compute() -> dict[str, Tensor]:
-        batches = torch.arange(len(dataset)).split(ROWS_AT_ONCE)
-        features = []
-        for rows in progress_bar(batches, f"pair features, {ROWS_AT_ONCE:,} rows at once"):
-            batch = unplanned.__getitems__(rows).to(graph.device)
-            features.append(index.of_samples(batch, dtype).cpu())
+        rows = torch.arange(len(dataset))
+        batches = batches_of(graph, dataset, rows, "pair features")
+        features = [index.of_samples(batch, dtype).cpu() for batch in batches]
         return {"features": torch.cat(features)}
 
     key = f"{fingerprint} {dtype}"
     features = cached(cache_dir, "pairs", PairIndex, key, compute)["features"]
     dataset.columns = {**dataset.columns, "pair_features": features}
+
+
+def batches_of(
+    graph: SharedGraph, dataset: KnockoutDataset, rows: Tensor, name: str
+) -> Iterator[Data]:
+    """Yields the batches of some rows, on the graph's device, without columns of the dataset."""
+    alone = replace(dataset, transform=None, columns={})
+    for some in progress_bar(rows.split(ROWS_AT_ONCE), f"{name}, {ROWS_AT_ONCE:,} rows at once"):
+        yield alone.__getitems__(some).to(graph.device)
 
 
 def num_pairs(batch: Data) -> Tensor:
@@ -279,26 +285,54 @@ def num_pairs(batch: Data) -> Tensor:
     return (sum_by_sample(change, batch).square() - squares) / 2
 
 
+def load_units(
+    graph: SharedGraph, dataset: KnockoutDataset, cache_dir: str, fingerprint: str
+) -> Tensor:
+    """Returns `units_of_pairs`, cached by a fingerprint of the tables."""
+    if not len(rows_of_units(dataset)):  # such as in a prediction, which has the units of its run
+        return units_of_pairs(graph, dataset)
+
+    def compute() -> dict[str, Tensor]:
+        return {"units": units_of_pairs(graph, dataset)}
+
+    return cached(cache_dir, "pair_units", PairIndex, fingerprint, compute)["units"]
+
+
 def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
     """Returns mean and scale of the features of pairs in training, float64 [2, F] on the CPU.
 
-    They are those of training rows, of which evenly spaced ones are taken if there are many. The
-    scale is 1 over the deviation of a row with pairs from as many average pairs. It is 0 for a
-    feature without deviation, whose weights training cannot tell.
+    They are those of `rows_of_units`. The scale is 1 over the deviation of a row from as many
+    average pairs. It is 0 for a feature without deviation, whose weights training cannot tell. What
+    a batch brings of features does not count: in float32, constant ones deviate.
     """
+    index = pair_index(graph)
+    rows = rows_of_units(dataset)
+    if not len(rows):
+        return torch.zeros(2, len(index.names), dtype=torch.float64)
+    features = []
+    number = []
+    for batch in batches_of(graph, dataset, rows, "units of pair features"):
+        features.append(index.of_samples(batch).cpu())
+        number.append(num_pairs(batch).cpu())
+    features = torch.cat(features)
+    number = torch.cat(number)
+    mean = number @ features / number.square().sum()
+    deviation = root_mean_square(features - number.unsqueeze(1) * mean)
+    varies = deviation > LEAST_DEVIATION * root_mean_square(features)
+    scale = (1 / deviation).where(varies, 0.0)
+    return torch.stack([mean, scale])
+
+
+def rows_of_units(dataset: KnockoutDataset) -> Tensor:
+    """Returns the training rows of several nodes, or evenly spaced ones of many, long [rows]."""
     rows = dataset.tables.rows("train")
     rows = rows[dataset.tables.perturbed_ptr.diff()[rows] > 1]
-    if not len(rows):
-        return torch.zeros(2, len(pair_names(graph)), dtype=torch.float64)
-    some_rows = rows[:: len(rows) // MOST_ROWS + 1]
-    batch = replace(dataset, transform=None).__getitems__(some_rows).to(graph.device)
-    features = features_of(graph, batch).double()
-    number = num_pairs(batch).double()
-    mean = number @ features / number.square().sum()
-    deviation = (features - number.unsqueeze(1) * mean).square().mean(dim=0).sqrt()
-    varies = deviation > 1e-6 * (1 + mean.abs())
-    scale = (1 / deviation).where(varies, 0.0)
-    return torch.stack([mean, scale]).cpu()
+    return rows[:: len(rows) // MOST_ROWS + 1]
+
+
+def root_mean_square(values: Tensor) -> Tensor:
+    """Returns the root mean square of values [n, F] over rows, [F]."""
+    return values.square().mean(dim=0).sqrt()
 
 
 class PairTerm(nn.Module):
@@ -315,7 +349,11 @@ class PairTerm(nn.Module):
     """
 
     LARGEST = 10.0  # as a few pairs of hubs have very much in common
-    ENTRIES = (("linear.weight", "pair_features", 1), ("input.weight", "pair_features", 1))
+    ENTRIES = (
+        ("linear.weight", "outputs", 0),
+        ("linear.weight", "pair_features", 1),
+        ("input.weight", "pair_features", 1),
+    )
 
     def __init__(self, units: Tensor, hidden: int, num_outputs: int, read: Callable):
         super().__init__()

@@ -1,21 +1,21 @@
 """Parameters from a run on other tables, by the names of nodes, relations, features, outputs."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 log = logging.getLogger("run_transfer")
 
 
-def entries_by_name(model: nn.Module) -> dict[str, tuple[str, int]]:
-    """Returns of what a parameter has entries, and in which dimension, by `ENTRIES` of modules."""
+def entries_by_name(model: nn.Module) -> dict[str, dict[int, str]]:
+    """Returns of what a parameter has entries in its dimensions, by `ENTRIES` of the modules."""
     entries = {}
     for prefix, module in model.named_modules():
         for name, kind, dim in getattr(module, "ENTRIES", ()):
-            entries[f"{prefix}.{name}".removeprefix(".")] = (kind, dim)
+            entries.setdefault(f"{prefix}.{name}".removeprefix("."), {})[dim] = kind
     return entries
 
 
@@ -24,44 +24,67 @@ def take_parameters(
 ) -> None:
     """Copies the parameters of a checkpoint, on any tables, that match by name and shape.
 
-    The `ENTRIES` of the model's modules say which of them have an entry for each node, relation,
-    feature or output. Of these, the entries are copied whose names, in `origin`, both have. Those
-    with entries for the responses of a node are copied if both have the same responses, such as to
-    losses and to gains. Those that are fitted to the tables before training stay.
+    The `ENTRIES` of the model's modules say which dimensions of them have an entry for each node,
+    relation, feature, output or feature of pairs. Of these, the entries are copied whose names, in
+    `origin`, both have. Those with entries for the responses of a node are copied if both have the
+    same responses, such as to losses and to gains. Those that are fitted to the tables before
+    training stay.
     """
-    has_same_responses = responses_of(checkpoint) == responses_of(origin)
-    parameters = dict(model.named_parameters())
+    kinds_left = {"fitted"}
+    if responses_of(checkpoint) != responses_of(origin):
+        kinds_left.add("responses")
     entries_of = entries_by_name(model)
     taken = []
     left = []
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
         saved = checkpoint["model"].get(name)
-        kind, dim = entries_of.get(name, ("", 0))
-        if saved is None or kind == "fitted":
+        kinds = entries_of.get(name, {})
+        names = {dim: kind for dim, kind in kinds.items() if kind in origin}
+        stays = saved is None or bool(kinds_left & set(kinds.values()))
+        if stays or not same_but_for(names, parameter, saved):
             left.append(name)
             continue
-        if kind == "responses" and not has_same_responses:
-            left.append(name)
-            continue
-        if kind in origin and parameter.size(dim) == len(origin[kind]):
-            names = origin[kind]
-            saved_names = checkpoint.get(kind, [])
-            shared, entries, saved_entries = np.intersect1d(names, saved_names, return_indices=True)
-            ours = parameter.data.movedim(dim, 0)  # a view
-            theirs = saved.movedim(dim, 0)
-            if ours.shape[1:] == theirs.shape[1:]:
-                ours[entries] = theirs[saved_entries].to(parameter)
-                taken.append(f"{name} of {len(shared):,} of {len(names):,} {kind}")
-                continue
-        elif saved.shape == parameter.shape:
-            parameter.data.copy_(saved)
-            taken.append(name)
-            continue
-        left.append(name)
+        counts = copy_entries(names, parameter.data, saved, origin, checkpoint)
+        taken.append(" of ".join([name, *counts]))
     names_taken = ", ".join(taken)
     names_left = ", ".join(left)
     log.info(f"init      from {checkpoint['file']}: {names_taken}; not from it: {names_left}")
     note_lacking(checkpoint, origin)
+
+
+def same_but_for(dims: Collection[int], parameter: Tensor, saved: Tensor) -> bool:
+    """Returns whether two parameters have the same shape but for the sizes in some dimensions."""
+    if parameter.dim() != saved.dim():
+        return False
+    sizes = enumerate(zip(parameter.shape, saved.shape, strict=True))
+    return all(ours == theirs or dim in dims for dim, (ours, theirs) in sizes)
+
+
+def copy_entries(
+    kinds: Mapping[int, str],
+    parameter: Tensor,
+    saved: Tensor,
+    origin: Mapping[str, Any],
+    checkpoint: Mapping[str, Any],
+) -> list[str]:
+    """Copies the entries of which both have the names in all dimensions that have names.
+
+    `kinds` says what the names of a dimension are. Returns how many of these are shared.
+    """
+    ours = []  # places in each dimension
+    theirs = []
+    counts = []
+    for dim, size in enumerate(parameter.shape):
+        places = saved_places = np.arange(size)
+        if dim in kinds:
+            names = origin[kinds[dim]]
+            saved_names = checkpoint.get(kinds[dim], [])
+            shared, places, saved_places = np.intersect1d(names, saved_names, return_indices=True)
+            counts.append(f"{len(shared):,} of {len(names):,} {kinds[dim]}")
+        ours.append(places)
+        theirs.append(saved_places)
+    parameter[np.ix_(*ours)] = saved[np.ix_(*theirs)].to(parameter)
+    return counts
 
 
 def note_lacking(checkpoint: Mapping[str, Any], origin: Mapping[str, Any]) -> None:

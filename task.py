@@ -140,9 +140,10 @@ class KnockoutTask:
         if options.has_local:
             terms["local"] = LocalReadout(hidden, self.num_outputs, self.basis.size(1))
         if options.has_pairs:
-            from model_pairs import PairTerm, units_of_pairs  # a part, which need not be here
+            from model_pairs import PairTerm, load_units  # a part, which need not be here
 
-            units = units_of_pairs(self.graph, self.dataset)
+            cache_dir = self.config.data.cache_dir
+            units = load_units(self.graph, self.dataset, cache_dir, self.fingerprint)
             terms["pairs"] = PairTerm(units, hidden, self.num_outputs, terms["local"].read)
         if options.readout == "nodes":
             terms["knockout"] = NodeReadout(len(tables.genes), hidden, target_nodes(tables))

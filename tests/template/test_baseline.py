@@ -150,6 +150,37 @@ def test_the_baseline_of_a_target_is_the_same_alone_and_beside_others(loss):
         torch.testing.assert_close(getattr(together, name), expected, rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.parametrize("level", [10.0, 0.5])
+@pytest.mark.parametrize("loss", ["squared", "binary"])
+def test_the_baseline_of_a_target_does_not_depend_on_the_levels_of_rows_that_lack_it(loss, level):
+    """The second target has further rows, at levels far from those of the first or near them."""
+    tables = levelled_tables([0.0, 0.5, 3.0], 0.7)
+    further = levelled_tables([level], 0, seed=1)
+    if loss == "binary":
+        tables.y = above_median(tables.y)
+        further.y = above_median(further.y)
+    missing = torch.full_like(tables.y, math.nan)
+    both = replace(
+        tables,
+        perturbed=torch.cat([tables.perturbed, further.perturbed]),
+        perturbed_ptr=torch.cat(
+            [tables.perturbed_ptr, tables.perturbed_ptr[-1] + further.perturbed_ptr[1:]]
+        ),
+        level=torch.cat([tables.level, further.level]),
+        y=torch.cat(
+            [torch.cat([tables.y, missing], dim=1), torch.cat([missing, further.y], dim=1)]
+        ),
+        split=torch.cat([tables.split, further.split]),
+        targets=["a", "b"],
+    )
+    alone = additive_baseline(tables, loss)
+    beside = additive_baseline(both, loss)
+    assert not torch.allclose(alone.basis, beside.basis, rtol=0.1)
+    _, std = training_mean_and_std(tables)
+    difference = beside.prediction[: len(tables.y), 0] - alone.prediction[:, 0]
+    assert difference.abs().max() < 1e-4 * std
+
+
 def test_an_unseen_node_gets_the_mean_effect_of_those_one_and_two_hops_away():
     """Equal to dense products on the graph that suits a score best, by those that are seen for it.
 

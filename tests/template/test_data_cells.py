@@ -190,6 +190,13 @@ def test_the_name_of_a_node_at_a_level_is_read_as_that(level):
     assert read_levels.tolist() == [level] * (2 * len(ODD))
 
 
+def test_a_deleted_node_is_named_as_in_the_table_unless_its_name_ends_in_a_level():
+    tables = tables_of([[0]], torch.zeros(1))
+    tables.genes = ["x=0.3_484", "x=y", "d=", "12", "A=0.3"]
+    names = list(tables.names(torch.arange(5), torch.zeros(5)))
+    assert names == ["x=0.3_484", "x=y", "d=", "12", "A=0.3=0"]
+
+
 def test_names_of_nodes_at_several_levels_are_all_different():
     tables = tables_of([[0]], torch.zeros(1))
     tables.genes = sorted(ODD)

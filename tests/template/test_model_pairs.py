@@ -299,7 +299,8 @@ def test_features_are_centred_by_those_of_an_average_pair_and_a_single_has_none(
     features = pair_index(graph).of_samples(batch)[:-1]
     torch.testing.assert_close(units[0], features.mean(dim=0))
     deviation = features.std(dim=0, correction=0)
-    torch.testing.assert_close(units[1], (1 / deviation).where(deviation > 1e-6, 0.0))
+    varies = deviation > 1e-6 * features.square().mean(dim=0).sqrt()
+    torch.testing.assert_close(units[1], (1 / deviation).where(varies, 0.0))
     readout = PairTerm(units, hidden=4, num_outputs=1, read=read)
     torch.nn.init.ones_(readout.linear.weight)
     part = readout(graph, wild_type(len(sets), hidden=4), None, batch)
@@ -320,6 +321,68 @@ def test_an_average_pair_of_sets_of_any_size_and_level_is_that_of_a_complete_gra
     expected = pair_index(graph).of_pairs(torch.tensor([0]), torch.tensor([1]))
     torch.testing.assert_close(mean.unsqueeze(0), expected)
     assert scale.tolist() == [0] * len(FEATURES)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e12])
+def test_the_unit_of_the_weights_changes_no_scaled_feature(scale):
+    """A feature varies by its size, which is that of the weights."""
+    sets = [{a: 0.0, b: 0.0} for a, b in itertools.combinations(range(9), 2)]
+    scaled = []
+    for factor in (1.0, scale):
+        graph = small_graph(torch.Generator().manual_seed(0))
+        for edge_type in graph.edge_types:
+            graph[edge_type].edge_weight = factor * (1.0 + torch.arange(graph[edge_type].num_edges))
+        graph = SharedGraph(graph)
+        _, dataset = small_dataset(sets)
+        mean, unit = units_of_pairs(graph, dataset)
+        batch = dataset.__getitems__(range(len(sets)))
+        scaled.append((pair_index(graph).of_samples(batch) - mean) * unit)
+    is_edge = torch.tensor([name.startswith("edge by") for name in pair_names(graph)])
+    assert scaled[0][:, is_edge].any()
+    torch.testing.assert_close(scaled[1], scaled[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", [0.998, -49.5])
+def test_features_of_pairs_at_any_level_have_units(level):
+    sets = [{a: level, b: level} for a, b in itertools.combinations(range(9), 2)]
+    deleted = [dict.fromkeys(nodes, 0.0) for nodes in sets]
+    mean, scale = units_of_pairs(*small_dataset(sets))
+    expected_mean, expected_scale = units_of_pairs(*small_dataset(deleted))
+    assert (expected_scale > 0).sum() > 8
+    torch.testing.assert_close(mean, expected_mean)
+    torch.testing.assert_close(scale * (1 - level) ** 2, expected_scale)
+
+
+@pytest.mark.parametrize("most_bytes", [0, model_pairs.MOST_BYTES])
+def test_a_constant_feature_does_not_vary_by_the_rounding_of_what_batches_bring(
+    monkeypatch, tmp_path, most_bytes
+):
+    """In float32, sums of many equal pairs deviate from as many average pairs."""
+    monkeypatch.setattr(model_pairs, "MOST_BYTES", most_bytes)
+    graph = HeteroData()
+    graph["gene"].num_nodes = 12
+    pairs = torch.tensor(list(itertools.permutations(range(12), 2)))
+    graph["gene", "r", "gene"].edge_index = pairs.T
+    graph = SharedGraph(graph)
+    sets = []
+    for size in range(2, 13):
+        sets += [dict.fromkeys(range(size), level) for level in (0.0, 0.3, 50.5)]
+    _, dataset = small_dataset(sets)
+    model_pairs.add_pair_features(dataset, graph, str(tmp_path), "")
+    assert dataset[0].pair_features.dtype == torch.float32
+    _, scale = units_of_pairs(graph, dataset)
+    assert not scale.any()
+
+
+def test_units_are_kept_in_the_cache_but_for_rows_that_do_not_train(tmp_path):
+    graph, dataset = small_dataset([{0: 0.0, 1: 0.0}, {2: 0.0, 4: 0.0}])
+    units = model_pairs.load_units(graph, dataset, str(tmp_path), "of these tables")
+    assert torch.equal(units, units_of_pairs(graph, dataset))
+    dataset.tables.perturbed = dataset.tables.perturbed.flip(0).clone()
+    kept = model_pairs.load_units(graph, dataset, str(tmp_path), "of these tables")
+    assert torch.equal(kept, units)
+    dataset.tables.split[:] = -1  # as of what a run predicts, whose tables are others
+    assert not model_pairs.load_units(graph, dataset, str(tmp_path), "of these tables").any()
 
 
 def test_units_are_those_of_training_rows():

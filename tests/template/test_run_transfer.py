@@ -1,16 +1,24 @@
 """run_transfer.py: which parameters of another run a run starts from."""
 
 import copy
+import itertools
 import random
+from itertools import pairwise
 
 import pytest
 import torch
 
+from config import Config
+from data_tables import Tables
+from losses import LOSSES, Squared
 from model import KnockoutGNN, ModelConfig
+from optim import OptimConfig
 from run_checkpoint import (
     read_checkpoint,
 )
 from run_transfer import entries_by_name, take_parameters
+from task import KnockoutTask
+from tests.sets import pack_levels
 from tests.template.fixtures import write_table
 from tests.tools.models import full_model
 from tests.tools.runs import newest_checkpoint, read_metrics
@@ -44,17 +52,31 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(
     pairs = torch.ones(2, len(tuned["pair_features"]))
     entries = entries_by_name(full_model(ModelConfig(), *sizes, pairs=pairs))
     for name, value in tuned["model"].items():
-        kind, dim = entries.get(name, ("", 0))
-        if kind in ("", "responses", "fitted"):
+        kinds = {dim: kind for dim, kind in entries.get(name, {}).items() if kind in tuned}
+        if not kinds:
             source = anew if name.startswith(buffers) else first
             assert torch.equal(value, source["model"][name]), name
             continue
-        assert dim == int(kind == "pair_features"), name
-        for row, row_name in enumerate(tuned[kind]):
-            expected = anew["model"][name].select(dim, row)
-            if row_name in first[kind]:
-                expected = first["model"][name].select(dim, first[kind].index(row_name))
-            assert torch.equal(value.select(dim, row), expected), (name, row_name)
+        expected = by_name(kinds, anew["model"][name], first["model"][name], tuned, first)
+        assert torch.equal(value, expected), name
+
+
+def by_name(
+    kinds: dict[int, str], fresh: torch.Tensor, saved: torch.Tensor, after: dict, before: dict
+) -> torch.Tensor:
+    """Returns a parameter that takes what is saved, entry by entry, and is else as it was."""
+    expected = fresh.clone()
+    for place in itertools.product(*map(range, fresh.shape)):
+        saved_place = list(place)
+        is_shared = True
+        for dim, kind in kinds.items():
+            name = after[kind][place[dim]]
+            is_shared = is_shared and name in before[kind]
+            if is_shared:
+                saved_place[dim] = before[kind].index(name)
+        if is_shared:
+            expected[place] = saved[tuple(saved_place)]
+    return expected
 
 
 def test_layers_that_a_checkpoint_lacks_stay(trained, train):
@@ -128,17 +150,19 @@ def test_a_run_takes_parameters_of_another_whatever_the_order_of_the_columns(
     assert abs(same["loss"] - fresh["loss"]) > 1e-2
 
 
-SHARED = {  # name of a parameter: what its entries are for, and in which dimension
-    "encoder.embedding": ("nodes", 0),
-    "encoder.identity": ("nodes", 0),
-    "encoder.project.weight": ("features", 1),
-    "encoder.first.gate": ("relations", 0),
-    "encoder.layers.0.gate": ("relations", 0),
-    "terms.local.pair.weight": ("outputs", 0),
-    "terms.local.head.2.weight": ("outputs", 0),
-    "terms.local.head.2.bias": ("outputs", 0),
-    "terms.knockout.head.2.weight": ("outputs", 0),
-    "terms.knockout.head.2.bias": ("outputs", 0),
+SHARED = {  # name of a parameter: what its entries are for, by dimension
+    "encoder.embedding": {0: "nodes"},
+    "encoder.identity": {0: "nodes"},
+    "encoder.project.weight": {1: "features"},
+    "encoder.first.gate": {0: "relations"},
+    "encoder.layers.0.gate": {0: "relations"},
+    "terms.local.pair.weight": {0: "outputs"},
+    "terms.local.head.2.weight": {0: "outputs"},
+    "terms.local.head.2.bias": {0: "outputs"},
+    "terms.pairs.linear.weight": {0: "outputs", 1: "pair_features"},
+    "terms.pairs.input.weight": {1: "pair_features"},
+    "terms.knockout.head.2.weight": {0: "outputs"},
+    "terms.knockout.head.2.bias": {0: "outputs"},
 }
 NAMES = {"nodes": ["m", "n", "o"], "relations": ["r"], "features": ["f"], "targets": ["s"]}
 
@@ -148,7 +172,8 @@ def random_model(names: dict[str, list[str]], seed: int) -> KnockoutGNN:
     torch.manual_seed(seed)
     sizes = [len(names[kind]) for kind in ("nodes", "relations", "features", "targets")]
     num_columns = len(names["columns"])
-    model = full_model(ModelConfig(hidden=4), *sizes, num_columns=num_columns)
+    pairs = torch.ones(2, len(names["pair_features"]))
+    model = full_model(ModelConfig(hidden=4), *sizes, pairs=pairs, num_columns=num_columns)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     return model
@@ -168,6 +193,14 @@ def random_model(names: dict[str, list[str]], seed: int) -> KnockoutGNN:
         ({"features": ["p", "q"]}, {"features": ["q", "new", "p"]}),
         ({"features": ["p", "q"], "targets": ["a"]}, {"features": ["x"], "targets": ["a", "b"]}),
         ({"relations": ["r1", "r2"], "features": []}, {"relations": ["r2"], "features": ["p"]}),
+        (
+            {"relations": ["r1", "r2", "r3"], "targets": ["a", "b"]},
+            {"relations": ["r3", "r1"], "targets": ["b", "a", "c"]},
+        ),
+        (
+            {"relations": ["r1", "r2"], "targets": ["a", "b"], "columns": ["mean", "spread"]},
+            {"relations": ["r2", "r1"], "targets": ["b", "a"], "columns": ["spread", "mean"]},
+        ),
     ],
 )
 def test_entries_of_scores_and_features_go_by_name_and_others_stay(before, after, caplog):
@@ -175,6 +208,7 @@ def test_entries_of_scores_and_features_go_by_name_and_others_stay(before, after
     before, after = (NAMES | names for names in (before, after))
     for names in (before, after):
         columns = names.setdefault("columns", ["mean"])
+        names["pair_features"] = [f"edge by {name}" for name in names["relations"]]
         names["outputs"] = [f"{target} {name}" for target in names["targets"] for name in columns]
     source = random_model(before, seed=0)
     model = random_model(after, seed=1)
@@ -187,12 +221,7 @@ def test_entries_of_scores_and_features_go_by_name_and_others_stay(before, after
         elif name not in SHARED:
             expected = saved[name]
         else:
-            kind, dim = SHARED[name]
-            expected = fresh[name].clone()
-            for entry, entry_name in enumerate(after[kind]):
-                if entry_name in before[kind]:
-                    theirs = saved[name].select(dim, before[kind].index(entry_name))
-                    expected.select(dim, entry).copy_(theirs)
+            expected = by_name(SHARED[name], fresh[name], saved[name], after, before)
         assert torch.equal(value, expected), name
     notes = [record.message for record in caplog.records if record.levelname == "WARNING"]
     expected_notes = []
@@ -223,3 +252,72 @@ def test_what_was_learnt_of_a_response_goes_to_the_same_response(is_same):
         expected = saved if is_same else fresh
         assert torch.equal(model.get_parameter(name), expected[name])
     assert torch.equal(model.encoder.embedding, source.encoder.embedding)
+
+
+# ---- Every parameter -----------------------------------------------------------------------------
+SIZES = {"nodes": 9, "relations": 2, "features": 1, "targets": 2, "levels": 1}
+
+
+class TwoColumns(Squared):
+    """A loss whose outputs are twice as many."""
+
+    columns = ("mean", "spread")
+
+
+def task_of_sizes(options: ModelConfig, loss: str, sizes: dict[str, int]) -> KnockoutTask:
+    """Returns a task of tables of these sizes; nodes respond in as many ways as levels say."""
+    num_nodes = sizes["nodes"]
+    nodes = torch.arange(num_nodes)
+    level = [0.0, 0.5][: sizes["levels"]]
+    sets = [{first: y, second: y} for y in level for first, second in pairwise(range(num_nodes))]
+    edge_type = nodes[:-1] % sizes["relations"]
+    tables = Tables(
+        genes=[f"g{number}" for number in range(num_nodes)],
+        relations=[f"r{number}" for number in range(sizes["relations"])],
+        edge_index=torch.stack([nodes[:-1], nodes[1:]]),
+        edge_type=edge_type,
+        **pack_levels(2 * sets),
+        y=torch.arange(2.0 * len(sets) * sizes["targets"]).double().view(-1, sizes["targets"]),
+        split=torch.tensor([0, 1], dtype=torch.int8).repeat_interleave(len(sets)),
+        targets=[f"g{number}" for number in range(sizes["targets"])],
+        features=torch.ones(num_nodes, sizes["features"]),
+        feature_names=[f"f{number}" for number in range(sizes["features"])],
+    )
+    return KnockoutTask.from_tables(tables, Config(model=options, optim=OptimConfig(loss=loss)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("readout", "loss"),
+    [
+        ("both", "squared"),
+        ("both", "two"),
+        ("local", "two"),
+        ("global", "two"),
+        ("nodes", "squared"),
+    ],
+)
+def test_each_dimension_whose_size_is_that_of_the_tables_has_their_names(
+    readout, loss, size, monkeypatch
+):
+    """Of every parameter, so that `run.init` takes none by the place of a score or a feature."""
+    monkeypatch.setitem(LOSSES, "two", TwoColumns)
+    options = ModelConfig(hidden=5, readout=readout)
+    few = task_of_sizes(options, loss, SIZES)
+    many = task_of_sizes(options, loss, SIZES | {size: SIZES[size] + 1})
+    names = few.origin()
+    more_names = many.origin()
+    model = few.build_model()
+    entries = entries_by_name(model)
+    larger = dict(many.build_model().named_parameters())
+    for name, parameter in model.named_parameters():
+        kinds = entries.get(name, {})
+        if "fitted" in kinds.values():
+            continue
+        shapes = zip(parameter.shape, larger[name].shape, strict=True)
+        for dim, (num_entries, num_more) in enumerate(shapes):
+            kind = kinds.get(dim)
+            assert kind or num_entries == num_more, (name, dim)
+            if kind in names:
+                assert num_entries == len(names[kind]), (name, dim)
+                assert num_more == len(more_names[kind]), (name, dim)
