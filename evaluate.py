@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 from torch_geometric.profile import get_data_size
 
-from data import KnockoutDataset, make_loader
+from data import KnockoutDataset
+from data_loader import make_loader
 from ddp_setup import Distributed
 from run_progress import progress_bar
 from task import KnockoutTask
@@ -27,12 +28,10 @@ MOST_KEPT = 2**29  # bytes of batches that are kept for the next validation
 def evaluation_batch_size(task: KnockoutTask) -> int:
     """Returns the number of samples that are predicted at once, over all ranks.
 
-    A GPU computes the states of large batches by blocks, and the host launches fewer kernels.
+    Of large batches, the host launches fewer kernels.
     """
     batch_size = task.config.data.batch_size
-    model = task.config.model
-    in_blocks = task.graph.is_on_gpu and model.message_passing in ("auto", "shared")
-    if in_blocks or not model.has_knockout_pass:
+    if task.predicts_large_batches:
         return max(batch_size, LARGE_BATCH)
     return batch_size
 
@@ -97,8 +96,7 @@ def predict_rows(
     batches = kept
     if batches is None:
         batches = load_batches(task.dataset, rows, evaluation_batch_size(task), env)
-    shape = (len(rows), len(task.tables.targets), len(task.criterion.columns))
-    return compute_rows(output, batches, shape, env)
+    return compute_rows(output, batches, (len(rows), *task.output_shape), env)
 
 
 @torch.no_grad()
