@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Data
 from torch_geometric.profile import get_data_size
 
-from data import KnockoutDataset
 from data_loader import make_loader
 from ddp_setup import Distributed
 from run_progress import progress_bar
@@ -42,9 +41,7 @@ def split_rows(rows: Tensor, batch_size: int, env: Distributed) -> Sequence[Tens
     return rows_of_rank.split(math.ceil(batch_size / env.world_size))
 
 
-def load_batches(
-    dataset: KnockoutDataset, rows: Tensor, batch_size: int, env: Distributed
-) -> DataLoader:
+def load_batches(dataset: Dataset, rows: Tensor, batch_size: int, env: Distributed) -> DataLoader:
     """Returns a loader of this rank's share of some rows of a dataset."""
     return make_loader(dataset, split_rows(rows, batch_size, env), workers=0, device=env.device)
 
@@ -130,7 +127,7 @@ def in_pieces(
     function: Callable[[Data], Tensor],
     batch: Data,
     num_pieces: int,
-    dataset: KnockoutDataset,
+    dataset: Dataset,
     env: Distributed,
 ) -> tuple[Tensor, int]:
     """Returns a function of a batch of the dataset, computed in pieces, and their number.
