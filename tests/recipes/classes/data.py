@@ -19,7 +19,7 @@ SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class DataConfig:
-    rows: int = field(default=4000, metadata={"min": 100})
+    rows: int = field(default=2003, metadata={"min": 100})
     batch_size: int = field(default=128, metadata={"min": 1, "resume": "fixed"})
     workers: int = field(default=0, metadata={"min": 0})
 
