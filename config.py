@@ -54,8 +54,6 @@ class Config:
     log: LogConfig = field(default=LogConfig(), metadata={"resume": "free"})
 
     def __post_init__(self):
-        if not (self.model.embedding or self.data.features):
-            raise ValueError("model.embedding=false needs node features: set data.features")
         if self.run.init and self.run.resume != "auto":
             raise ValueError("run.init and run.resume exclude each other: set one of them")
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Data
 from torch_geometric.profile import get_data_size
 
-from data import KnockoutDataset, make_loader
+from data_loader import make_loader
 from ddp_setup import Distributed
 from run_progress import progress_bar
 from task import KnockoutTask
@@ -27,12 +27,10 @@ MOST_KEPT = 2**29  # bytes of batches that are kept for the next validation
 def evaluation_batch_size(task: KnockoutTask) -> int:
     """Returns the number of samples that are predicted at once, over all ranks.
 
-    A GPU computes the states of large batches by blocks, and the host launches fewer kernels.
+    Of large batches, the host launches fewer kernels.
     """
     batch_size = task.config.data.batch_size
-    model = task.config.model
-    in_blocks = task.graph.is_on_gpu and model.message_passing in ("auto", "shared")
-    if in_blocks or not model.has_knockout_pass:
+    if task.predicts_large_batches:
         return max(batch_size, LARGE_BATCH)
     return batch_size
 
@@ -43,9 +41,7 @@ def split_rows(rows: Tensor, batch_size: int, env: Distributed) -> Sequence[Tens
     return rows_of_rank.split(math.ceil(batch_size / env.world_size))
 
 
-def load_batches(
-    dataset: KnockoutDataset, rows: Tensor, batch_size: int, env: Distributed
-) -> DataLoader:
+def load_batches(dataset: Dataset, rows: Tensor, batch_size: int, env: Distributed) -> DataLoader:
     """Returns a loader of this rank's share of some rows of a dataset."""
     return make_loader(dataset, split_rows(rows, batch_size, env), workers=0, device=env.device)
 
@@ -97,8 +93,7 @@ def predict_rows(
     batches = kept
     if batches is None:
         batches = load_batches(task.dataset, rows, evaluation_batch_size(task), env)
-    shape = (len(rows), len(task.tables.targets), len(task.criterion.columns))
-    return compute_rows(output, batches, shape, env)
+    return compute_rows(output, batches, (len(rows), *task.output_shape), env)
 
 
 @torch.no_grad()
@@ -132,7 +127,7 @@ def in_pieces(
     function: Callable[[Data], Tensor],
     batch: Data,
     num_pieces: int,
-    dataset: KnockoutDataset,
+    dataset: Dataset,
     env: Distributed,
 ) -> tuple[Tensor, int]:
     """Returns a function of a batch of the dataset, computed in pieces, and their number.

@@ -50,7 +50,7 @@ def capture(steps: Any, state: Any, task: Any, sampler: Any, env: Any) -> Any:
         steps: the `train.TrainingSteps` of the model itself, before DDP wraps it.
         state: the `TrainState` of that model.
         task: a `task.KnockoutTask`, whose dataset and loss are those of training.
-        sampler: the `data.StepSampler` of the training batches.
+        sampler: the `data_loader.StepSampler` of the training batches.
         env: this rank's `ddp_setup.Distributed`.
     """
     model = state.model

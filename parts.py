@@ -165,7 +165,7 @@ def is_here(name: str) -> bool:
 def check_parts(options: Mapping[str, Any]) -> None:
     """Raises `UserError` for an option, of {"section.key": value}, whose part is gone."""
     for part in PARTS:
-        if not part.option:
+        if part.option not in options:  # none, or an edited copy has no such option
             continue
         value = str(options[part.option])
         if isinstance(options[part.option], bool):

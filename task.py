@@ -9,6 +9,8 @@ Shapes: N nodes, n rows of T targets, B samples in a batch, C columns of a targe
 """
 
 import logging
+import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -29,6 +31,7 @@ from mask import SharedGraph
 from metrics import metrics_beside_rivals, mse, weighted_mean
 from model import GlobalReadout, KnockoutGNN, LocalReadout, NodeReadout
 from parts import optional
+from run_results import result_lines
 
 log = logging.getLogger("task")
 FEW = 0.1  # of the training rows, as which all count by their weights, from which the log says so
@@ -60,6 +63,8 @@ class KnockoutTask:
         cls, tables: Tables, config: Config, device: torch.device | str = "cpu"
     ) -> "KnockoutTask":
         """Returns the task of tables with a split; raises `UserError` if the options do not fit."""
+        if not (config.model.embedding or config.data.features):
+            raise UserError("model.embedding=false needs node features: set data.features")
         check_scores(tables, config)
         fingerprint = tables.fingerprint()
         start = load_start(tables, fingerprint, config)
@@ -165,9 +170,33 @@ class KnockoutTask:
         return WithoutGraph(readout, len(self.criterion.columns))
 
     @property
+    def num_targets(self) -> int:
+        return len(self.tables.targets)
+
+    @property
+    def output_shape(self) -> tuple[int, int]:
+        """The shape of a model's outputs for a sample, as `by_score` gives them: (T, C)."""
+        return self.num_targets, len(self.criterion.columns)
+
+    @property
     def num_outputs(self) -> int:
         """The number of a model's outputs for a sample, T * C."""
-        return len(self.tables.targets) * len(self.criterion.columns)
+        return math.prod(self.output_shape)
+
+    @property
+    def captures_steps(self) -> bool:
+        """Whether training steps are captured as CUDA graphs, where that can be done."""
+        return self.config.model.cuda_graphs and self.graph.is_on_gpu
+
+    @property
+    def predicts_large_batches(self) -> bool:
+        """Whether thousands of samples at once take little memory.
+
+        A GPU computes the states of many samples by blocks.
+        """
+        model = self.config.model
+        in_blocks = self.graph.is_on_gpu and model.message_passing in ("auto", "shared")
+        return in_blocks or not model.has_knockout_pass
 
     def output_names(self) -> list[str]:
         """Returns the name of each output: those of a target lie together."""
@@ -219,7 +248,7 @@ class KnockoutTask:
                 f"[{num_samples}, {self.num_outputs}]: give the one of KnockoutTask.build_model "
                 f"{self.num_outputs} outputs, of each score {', '.join(columns)} (see losses.py)"
             )
-        return output.unflatten(1, (len(self.tables.targets), len(columns)))
+        return output.unflatten(1, self.output_shape)
 
     def to_scores(self, output: Tensor) -> Tensor:
         """Returns predictions in the unit of the scores, float64 [n, T], of outputs [n, T, C]."""
@@ -246,6 +275,11 @@ class KnockoutTask:
         means = {name: metric.nanmean().item() for name, metric in each.items()}
         num_scored = int((~y.isnan()).any(dim=1).sum())
         return {**means, "n": num_scored, "rows": len(rows)}
+
+    def result_lines(self, output: Tensor) -> Iterator[str]:
+        """Yields the lines of test.tsv, of outputs of the test rows [n, T, C]."""
+        rivals = self.rivals_of(self.rows("test"))
+        return result_lines(self.tables, self.to_scores(output), rivals, self.digits())
 
     def rivals_of(self, rows: Tensor) -> dict[str, Tensor]:
         """Returns the predictions of each rival for some rows, float64 [rows, T], by its name."""

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Data
 
 from config import Config, Parser, all_options_text, load_config, run_command
-from data import StepSampler, make_loader
+from data_loader import StepSampler, make_loader
 from ddp_ends import StopTraining, end_process
 from ddp_setup import Distributed, library_versions
 from errors import RunError
@@ -47,7 +47,6 @@ from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning
 from parts import check_parts, is_here
 from run_checkpoint import TrainState
 from run_folder import RunFolder
-from run_results import result_lines
 from task import KnockoutTask
 
 log = logging.getLogger("train")
@@ -93,10 +92,11 @@ def train(config: Config, env: Distributed) -> None:
     )
     folder = RunFolder.open(config, env, task.origin(), first_metric(), list(task.rivals))
     folder.resume(state, sampler.steps_per_epoch)
-    folder.write_graph(task.tables.graph_fields())
+    if task.graph is not None:
+        folder.write_graph(task.tables.graph_fields())
     env.stop_on_request(folder.path / "STOP")
     steps = TrainingSteps(model, task.dataset, update_parameters)
-    if config.model.cuda_graphs and task.graph.is_on_gpu:
+    if task.captures_steps:
         from model_graphs import capture
 
         # No loader may run yet: where another thread allocates memory while
@@ -200,7 +200,7 @@ def train_step(
     seed = seed_step(task.config.run.seed, state.step, env)
     # The loss of a step is the mean over its rows and scores; world_size undoes DDP's mean over
     # ranks.
-    loss_factor = env.world_size / (num_rows * len(task.tables.targets))
+    loss_factor = env.world_size / (num_rows * task.num_targets)
     for micro_step in range(optim.accumulate):
         with env.phase("data"):
             batch = next(batches).to(env.device, non_blocking=True)
@@ -268,15 +268,12 @@ def validate(
 def test(task: KnockoutTask, state: TrainState, folder: RunFolder, env: Distributed) -> None:
     """Tests the best model, and ends the run; raises `StopTraining` on every rank."""
     state.model.load_state_dict(state.best_model)
-    rows = task.rows("test")
-    output = predict_rows(state.model, task, rows, env)
+    output = predict_rows(state.model, task, task.rows("test"), env)
     reason = env.stop_reason()
     if reason:
         raise StopTraining(reason)
     result = task.metrics("test", output)
-    prediction = task.to_scores(output)
-    lines = result_lines(task.tables, prediction, task.rivals_of(rows), task.digits())
-    folder.finish(state, result, lines)
+    folder.finish(state, result, task.result_lines(output))
     num_samples = f"{result['n']:,} samples"
     if result["n"] < result["rows"]:
         num_samples += f" with a score, of {result['rows']:,}"
@@ -293,7 +290,7 @@ class Meter:
     """
 
     def __init__(self, task: KnockoutTask, env: Distributed):
-        self.num_targets = len(task.tables.targets)
+        self.num_targets = task.num_targets
         self.optim = task.config.optim
         self.env = env
         self.restart()

@@ -14,7 +14,8 @@ from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
-from data import KnockoutDataset, StepSampler, load, make_loader
+from data import KnockoutDataset, load
+from data_loader import StepSampler, make_loader
 from data_tables import Tables
 from errors import DataError
 from parts import is_here

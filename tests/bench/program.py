@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from config import Config
-from data import KnockoutDataset, StepSampler, load
+from data import KnockoutDataset, load
+from data_loader import StepSampler
 from ddp_setup import Distributed, setup
 from mask import SharedGraph
 from optim import OptimConfig

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from baseline import load_baseline
-from data import DataConfig, KnockoutDataset, StepSampler, load, make_loader
+from data import DataConfig, KnockoutDataset, load
+from data_loader import StepSampler, make_loader
 from data_tables import read_edges
 from mask import SharedGraph
 from tests.bench import report, resident_kb

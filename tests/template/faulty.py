@@ -35,6 +35,7 @@ import predict
 import predict_ensemble
 import run_checkpoint
 import run_progress
+import task
 import train
 from data import DataConfig, KnockoutDataset
 from optim import OptimConfig
@@ -239,7 +240,7 @@ def fill_disk_in_test() -> None:
     def fill(*arguments: object) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
 
-    call_before(train, "result_lines", fill)
+    call_before(task, "result_lines", fill)
 
 
 def fill_disk_in_prediction() -> None:

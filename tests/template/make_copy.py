@@ -26,7 +26,7 @@ EDITED = {  # what a copy's owner changes first
     "task.py": "tables, graph, model and metrics of a run",
     "model.py": "the network: layers, readouts, the pass over all nodes",
     "losses.py": "what its output means: losses, what is predicted",
-    "data.py": "tables to batches: splits, dataset, sampler",
+    "data.py": "tables to batches: splits, dataset",
     "metrics.py": "the metrics; the first one chooses the best model",
     "optim.py": "optimiser, groups of parameters, schedule",
 }

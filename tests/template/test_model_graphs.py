@@ -20,7 +20,8 @@ from torch_geometric.data import Data
 
 import model_graphs
 from config import Config
-from data import KnockoutDataset, StepSampler, make_loader
+from data import KnockoutDataset
+from data_loader import StepSampler, make_loader
 from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
 from mask import SharedGraph, sum_by_sample

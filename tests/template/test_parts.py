@@ -22,6 +22,32 @@ def test_the_files_of_the_parts_are_there():
             assert (ROOT / file).exists(), f"{part.name}: {file}"
 
 
+def table_of_parts() -> list[list[str]]:
+    """Returns the cells of the rows of the table in docs/adapting.md."""
+    rows = []
+    for part in PARTS:
+        files = " ".join(f"`{file}`" for file in part.files)
+        num_lines = sum(len((ROOT / file).read_text().splitlines()) for file in part.files)
+        option = f"`{part.option}={part.off}`" if part.option else ""
+        rows.append([part.name, files, str(num_lines), option, part.loss])
+    return rows
+
+
+def test_the_table_of_parts_is_on_the_page():
+    """Its lines of code may be 10 % old."""
+    _, _, section = (ROOT / "docs/adapting.md").read_text().partition("## Leaving out\n")
+    section, _, _ = section.partition("\n## ")
+    _head, _rule, *lines = [line for line in section.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    expected = table_of_parts()
+    table = "\n".join(f"| {' | '.join(row)} |" for row in expected)
+    advice = f"write these rows into docs/adapting.md:\n{table}"
+    assert len(rows) == len(expected), advice
+    for row, expected_row in zip(rows, expected, strict=True):
+        assert int(row.pop(2)) == pytest.approx(int(expected_row.pop(2)), rel=0.1), advice
+        assert row == expected_row, advice
+
+
 def test_the_off_value_of_an_option_is_one_and_asks_for_nothing():
     for name, override in OFF.items():
         key, value = parse_override(override)

@@ -12,7 +12,8 @@ from torch_geometric.data import HeteroData
 from analyse_metrics import target_metrics
 from baseline import PENALTIES, TARGETS_AT_ONCE, additive_baseline
 from config import Config
-from data import DataConfig, KnockoutDataset, StepSampler, load, weight_scale
+from data import DataConfig, KnockoutDataset, load, weight_scale
+from data_loader import StepSampler
 from data_tables import Tables
 from errors import DataError, UserError
 from losses import LOSSES

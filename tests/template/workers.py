@@ -27,7 +27,8 @@ import ddp_preflight
 import ddp_setup
 import train
 from config import Config
-from data import DataConfig, KnockoutDataset, StepSampler, weight_scale
+from data import DataConfig, KnockoutDataset, weight_scale
+from data_loader import StepSampler
 from ddp_setup import DDPConfig, Distributed, setup
 from errors import DataError, RunError, UserError
 from evaluate import predict_rows

@@ -21,7 +21,8 @@ from torch_geometric.data import Data
 import data
 import model_graphs
 from config import Config
-from data import DataConfig, StepSampler, make_loader, random_split
+from data import DataConfig, random_split
+from data_loader import StepSampler, make_loader
 from data_tables import Tables
 from evaluate import predict_rows
 from model import ModelConfig

@@ -85,7 +85,8 @@ class Command:
     def trains(self) -> bool:
         """Whether the words after the first are arguments of train.py."""
         program, *words = self.words or [""]
-        return program == "train.py" or (program == "./launch.sh" and words[:1] != ["test"])
+        is_launched = program == "./launch.sh" and words[:1] not in (["test"], ["copy"])
+        return program == "train.py" or is_launched
 
 
 def parse(text: str) -> Command:

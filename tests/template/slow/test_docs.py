@@ -24,6 +24,7 @@ from errors import UserError
 from mask import SharedGraph
 from metrics import METRICS
 from tests.template.fixtures import MODULES, ROOT
+from tests.tools.drawing import drawing
 from tests.tools.pages import (
     CHANGELOG,
     DOCS,
@@ -42,7 +43,7 @@ from tests.tools.pages import (
 from train import read_config
 
 SECTIONS = {section.name: {f.name for f in fields(section.type)} for section in fields(Config)}
-PLAIN = ("export", "cd", "cp", "touch", "tensorboard")  # which are not checked
+PLAIN = ("export", "cd", "cp", "rm", "patch", "touch", "tensorboard")  # which are not checked
 # Variables that launch.sh does not read.
 EXTERNAL = ("OMP_", "MALLOC_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "GOMP_", "MASTER_")
 COMMANDS = list(
@@ -153,6 +154,17 @@ def test_files_modules_and_links_exist(page):
         assert is_placeholder or (ROOT / name).is_file() or (page.parent / name).is_file(), name
     for folder in re.findall(r"`((?:[a-z]+/)+)`", prose(page)):
         assert folder == "checkpoints/" or (ROOT / folder).is_dir(), folder
+
+
+def test_the_drawing_of_imports_is_that_of_the_code():
+    (block,) = blocks(ROOT / "docs/adapting.md", "mermaid")
+    assert block.text == drawing(), "write what python -m tests.tools.drawing prints"
+
+
+def test_the_drawing_names_files_that_exist():
+    names = re.findall(r"[\w/]+\.py\b", (ROOT / "docs/figures/dataflow.svg").read_text())
+    assert len(set(names)) > 5
+    assert [name for name in names if not (ROOT / name).is_file()] == []
 
 
 def anchor_of(heading: str) -> str:

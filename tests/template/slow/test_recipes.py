@@ -6,10 +6,12 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
 
+from tests.template import make_copy
 from tests.template.fixtures import ROOT, copy_template
 from tests.template.slow.recipes import (
     adapt,
@@ -22,7 +24,8 @@ from tests.template.slow.recipes import (
     run_tests,
     train,
 )
-from tests.tools.runs import newest_checkpoint
+from tests.tools.pages import blocks
+from tests.tools.runs import newest_checkpoint, read_metrics
 
 PAGE = ROOT / "docs/adapting.md"
 RECIPES = sorted(path.stem for path in ROOT.glob("tests/recipes/*.patch"))
@@ -50,6 +53,39 @@ def test_every_patch_can_be_applied_and_taken_back(copy, repository):
         assert changed == set(re.findall(r"^\+\+\+ b/([^/\n]*)$", patch, re.M))
         git_apply(copy, name, "--reverse")
         assert sources() == original
+
+
+@pytest.mark.parametrize("command", ["git apply --check -p1 -", "patch -p1 --dry-run --fuzz=0"])
+def test_every_patch_fits_what_the_copy_command_makes(run, tmp_path, command):
+    assert make_copy.main([str(tmp_path / "mine")]) == 0
+    for name in RECIPES:
+        patch = ROOT / f"tests/recipes/{name}.patch"
+        run(["bash", "-c", f"cd mine && {command} < {patch}"]).check()
+
+
+def test_something_else(run, tmp_path):
+    """The commands of the page make a copy whose tests hold, and whose model learns."""
+    copy_template(tmp_path / "template")
+    (block,) = [block for block in blocks(PAGE, "bash") if "recipes/classes" in block.text]
+    commands, is_split, _ = block.text.partition("./launch.sh test")
+    assert is_split
+    run(["bash", "-euc", f"cd template\n{commands}"]).check()
+    mine = tmp_path / "mine"
+    program = [sys.executable, "-m"]
+    run([*program, "ruff", "check", "--no-cache", str(mine)]).check()
+    modules = list(mine.glob("*.py"))
+    num_lines = sum(len(path.read_text().splitlines()) for path in modules)
+    said = f"That leaves {len(modules)} modules of some {round(num_lines, -2):,} lines."
+    assert said in PAGE.read_text()
+    alone = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    pytest_here = " ".join([*program, "pytest", "-q", "-p", "tests.options"])
+    tested = run(["bash", "-c", f"cd mine && {pytest_here}"], timeout=300, **alone).check()
+    assert "3 passed" in tested.stdout
+    run([sys.executable, str(mine / "train.py"), "optim.epochs=2"], **alone).check()
+    (test,) = read_metrics(tmp_path / "runs/default", "test")
+    assert test["accuracy"] > 0.9
+    table = (tmp_path / "runs/default/test.tsv").read_text().splitlines()
+    assert table[0] == "row\tclass\tprediction" and len(table) == 1 + test["n"]
 
 
 def test_the_page_names_every_patch_and_shows_code_of_some():

@@ -1,0 +1,94 @@
+"""The order in which ranks see the rows of any dataset, and the loader of their batches."""
+
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from multiprocessing.queues import Queue
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_convert
+
+
+class StepSampler(DistributedSampler):
+    """Batch sampler that yields this rank's rows of each micro-batch, as a list.
+
+    Each epoch has one permutation, from (seed, epoch). A step takes the same `batch_size` rows for
+    any world size; the last step of an epoch takes what is left. Row counts that do not divide
+    evenly are padded with -1.
+    """
+
+    def __init__(
+        self, rows: Tensor, batch_size: int, accumulate: int, world_size: int, rank: int, seed: int
+    ):
+        self.rows = rows.int()  # there may be ten million
+        super().__init__(self.rows, num_replicas=world_size, rank=rank, seed=seed)
+        self.batch_size = batch_size
+        self.accumulate = accumulate
+        self.steps_per_epoch = math.ceil(len(rows) / batch_size)
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Sets the epoch to iterate next; `first_step` skips steps that a resumed one has done."""
+        super().set_epoch(epoch)
+        self.first_step = first_step
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        self.order = torch.randperm(len(self.rows), generator=generator, dtype=torch.int32)
+
+    def rows_in_step(self, step: int) -> Tensor:
+        """Returns the rows of a step over all ranks and micro-batches, without padding."""
+        return self.rows[self.order[step * self.batch_size : (step + 1) * self.batch_size]]
+
+    def __len__(self) -> int:
+        return (self.steps_per_epoch - self.first_step) * self.accumulate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self.first_step, self.steps_per_epoch):
+            rows = self.rows_in_step(step)
+            num_batches = self.num_replicas * self.accumulate
+            size = math.ceil(len(rows) / num_batches)
+            padded = rows.new_full((num_batches * size,), -1)
+            padded[: len(rows)] = rows
+            dealt = padded.view(self.accumulate, size, self.num_replicas)
+            yield from dealt[:, :, self.rank].tolist()
+
+
+def make_loader(
+    dataset: Dataset,
+    batches: StepSampler | Sequence[Tensor],
+    workers: int,
+    device: torch.device,
+) -> DataLoader:
+    """Returns a loader of batches, given the row numbers of each; the dataset collates.
+
+    Batches stay on the CPU, in pinned memory if `device` is a GPU.
+    """
+    pin = device.type == "cuda"
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        collate_fn=default_convert,
+        pin_memory=pin,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        worker_init_fn=_start_worker,
+        multiprocessing_context="spawn" if pin and workers else None,  # NCCL survives no fork
+    )
+
+
+def _start_worker(worker_id: int) -> None:
+    # Each tensor of a batch would take a file descriptor, of which 1,024 may be allowed.
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)
+    # torchrun signals workers, too, but their rank stops them.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end_worker(error: Exception, batch: Any) -> None:
+    # Or the rank would wait for a batch that cannot be sent.
+    print(f"error: a batch cannot be sent, is /dev/shm full? {error}", file=sys.stderr, flush=True)
+    os._exit(1)
