@@ -290,7 +290,9 @@ def test_the_best_model_is_tested_even_if_best_pt_is_damaged(train, tmp_path):
 # ---- What is not written -------------------------------------------------------------------------
 def test_no_checkpoint_with_a_weight_that_is_not_finite_is_saved(train, tmp_path):
     result = train(0, fault="save_an_infinite_weight")
-    expected = "error: embedding is not finite at step 0, no checkpoint is saved: lower optim.lr\n"
+    expected = (
+        "error: encoder.embedding is not finite at step 0, no checkpoint is saved: lower optim.lr\n"
+    )
     assert result.stderr == expected
     assert not list((tmp_path / "runs/default/checkpoints").iterdir())
 
