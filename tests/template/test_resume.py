@@ -98,6 +98,24 @@ def test_the_status_of_a_killed_run_has_the_step_of_its_last_checkpoint(train, f
     assert status["epoch"] == newest["epoch"]
 
 
+def test_the_status_of_a_failed_run_has_the_step_with_which_it_goes_on(train, folder, monkeypatch):
+    """As where another rank was killed; metrics.jsonl says in which step that was."""
+
+    def fail(step: int, *arguments: object) -> float:
+        if step == 8:
+            raise ZeroDivisionError
+        return 1.0
+
+    monkeypatch.setattr("train.schedule", fail)
+    assert train(0, *LONG).returncode == 1
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["step"], status["epoch"]) == ("failed", 6, 1)
+    assert newest_checkpoint(folder).name == "step_00000006.pt"
+    assert read_metrics(folder, "event")[-1]["step"] == 8
+    monkeypatch.undo()
+    assert "resumed at step 6" in train(0, *LONG).check().stdout
+
+
 def test_a_finished_run_trains_on_with_more_epochs_and_says_what_it_had(train, folder):
     train(0).check()
     more = ["optim.epochs=2", "optim.clip=0.5"]
