@@ -203,16 +203,14 @@ class Distributed:
             raise self.broadcast(problem, self.world_size - most)
 
     def check_equal(self, values: dict[str, Any]) -> None:
-        """Raises `UserError` on every rank, naming rank and key, if a value is not rank 0's.
-
-        A rank need not have all keys: one that reads a cache loads fewer modules than another.
-        """
+        """Raises `UserError` on every rank, naming rank and key, if a value is not rank 0's."""
         first = self.broadcast(values)
         with self.sync_errors():
             for name, value in first.items():
-                if values.get(name, value) != value:
+                own = values.get(name, value)  # who reads a cache loads fewer modules
+                if own != value:
                     raise UserError(
-                        f"{name} differs between ranks: {values[name]} on rank {self.rank}, "
+                        f"{name} differs between ranks: {own} on rank {self.rank}, "
                         f"{value} on rank 0"
                     )
 

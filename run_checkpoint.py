@@ -94,12 +94,10 @@ class TrainState:
         return 0 < patience <= epochs_since_best
 
 
-# ---- Where it is from ----------------------------------------------------------------------------
 def code_digests(*scripts: str) -> dict[str, str]:
     """Returns a hash of each file of ours that this process runs and that decides numbers.
 
-    These are the modules that are loaded, a user's own, too, and `scripts` by their names. No other
-    name tells of a script that runs, as that is a module of the name `__main__`.
+    These are the loaded modules, a user's own, too, and `scripts`, which may run as `__main__`.
     """
     digests = {}
     for name in sorted({*sys.modules, *scripts}):
@@ -118,7 +116,6 @@ def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
     return f"other code in {', '.join(edited)}" if edited else ""
 
 
-# ---- Reading -------------------------------------------------------------------------------------
 def cannot_resume(checkpoint: Mapping[str, Any], problem: str) -> UserError:
     """Returns the error of a checkpoint with which the run cannot go on."""
     file = checkpoint["file"]
