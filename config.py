@@ -61,6 +61,13 @@ class Config:
         """Returns {"section.key": value} of all options."""
         return by_key(asdict(self))
 
+    def free_options(self) -> list[str]:
+        """Returns "section.key" of the options that change no number, or are at their defaults."""
+        rules = self.resume_rules()
+        defaults = Config().options()
+        given = self.options()
+        return [key for key in given if rules[key] == "free" or given[key] == defaults[key]]
+
     def shared_options(self) -> dict[str, Any]:
         """Returns the options that must be the same on all ranks: all but paths."""
         known = all_options()
@@ -331,7 +338,7 @@ def check_names(keys: Iterable[str], place: str = "") -> None:
 def check_saved_names(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
     """Raises `UserError` for an option that a checkpoint has and this code has not.
 
-    Those that were free when it was made do not count.
+    Its `Config.free_options` do not count.
     """
     unknown = options.keys() - all_options().keys() - set(checkpoint.get("free_options", []))
     if unknown:

@@ -60,6 +60,7 @@ from predict_sets import (
 from predict_table import GrowingTable
 from predictor import Predictor as Predictor  # for those who import it from here
 from predictor import explainer_of
+from run_checkpoint import code_digests
 from run_progress import progress_bar
 from run_results import table_lines
 
@@ -206,6 +207,7 @@ def predict(settings: Settings, env: Distributed) -> None:
         explainer = explainer_of(ensemble) if settings.explain else None
         if not settings.explain:
             check_names(ensemble.columns(settings.parts))
+    env.check_equal(code_digests())  # with the modules that the models need
     for note in survey.notes:
         log.warning(f"note      {note}")
     if survey.unknown:

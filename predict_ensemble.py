@@ -25,7 +25,7 @@ from losses import LOSSES
 from mask import SharedGraph
 from model import PARTS
 from predict_sets import MOST
-from run_checkpoint import load_model, read_checkpoint, read_graph
+from run_checkpoint import code_digests, load_model, other_code, read_checkpoint, read_graph
 from run_folder import read_status
 from task import KnockoutTask, make_dataset
 
@@ -155,6 +155,9 @@ class Ensemble:
             load_model(model, run.checkpoint)
             self.tasks.append(task)
             self.models.append(model.to(env.device, dtype).eval())
+            edited = other_code(run.checkpoint, code_digests())
+            if edited:
+                log.warning(f"note      {run.file} was trained with {edited}")
         self.is_planned = False
         self.lock = RLock()  # planners and masks have memory of their own
 

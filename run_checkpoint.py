@@ -6,9 +6,11 @@ relations. It is read with `weights_only=True`, so that none of it is executed.
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,8 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from errors import RunError, UserError
+from parts import FOLDER
 
 log = logging.getLogger("run_checkpoint")
+# How the names of files begin that decide no numbers of a model.
+NO_NUMBERS = ("ddp_", "run_", "predict", "analyse", "config.", "errors.", "parts.", "tests/")
 
 
 @dataclass
@@ -87,6 +92,28 @@ class TrainState:
             return False
         epochs_since_best = self.epoch - self.best["step"] // steps_per_epoch
         return 0 < patience <= epochs_since_best
+
+
+def code_digests(*scripts: str) -> dict[str, str]:
+    """Returns a hash of each file of ours that this process runs and that decides numbers.
+
+    These are the loaded modules, a user's own, too, and `scripts`, which may run as `__main__`.
+    """
+    digests = {}
+    for name in sorted({*sys.modules, *scripts}):
+        place = name.replace(".", "/")
+        for file in (f"{place}.py", f"{place}/__init__.py"):
+            path = FOLDER / file
+            if path.is_file() and not file.startswith(NO_NUMBERS):
+                digests[file] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return digests
+
+
+def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
+    """Names the files of `code_digests` that were others for a checkpoint, "" if none was."""
+    earlier = checkpoint.get("code", {})
+    edited = [file for file, digest in code.items() if earlier.get(file, digest) != digest]
+    return f"other code in {', '.join(edited)}" if edited else ""
 
 
 def cannot_resume(checkpoint: Mapping[str, Any], problem: str) -> UserError:

@@ -31,6 +31,7 @@ from run_checkpoint import (
     first_nonfinite,
     link_atomically,
     lock_file,
+    other_code,
     read_checkpoint,
     save_atomically,
     write_atomically,
@@ -73,8 +74,8 @@ class RunFolder:
 
     Args:
         config: the `config.Config` of the run.
-        origin: what each checkpoint says of where it is from: configuration, hash of the data,
-            names of nodes and relations.
+        origin: what each checkpoint says of where it is from: configuration, hashes of data and
+            code, names of nodes and relations.
         metric: the one whose curve is drawn.
         rivals: the names of other predictions, whose metrics stand beside the model's.
     """
@@ -89,12 +90,12 @@ class RunFolder:
     ):
         self.config = config
         self.env = env
-        rules = config.resume_rules()
-        self.origin = origin | {"free_options": [key for key in rules if rules[key] == "free"]}
+        self.origin = origin | {"free_options": config.free_options()}
         self.metric = metric
         self.rivals = rivals
         self.path = Path(config.run.dir, config.run.name)
         self.checkpoints = self.path / "checkpoints"
+        self.saved = {"step": 0, "epoch": 0}  # of the checkpoint with which a start goes on
         self.rows = []  # of metrics.jsonl
         self.profiler = None
         self.progress = RunProgress(num_steps=0, is_at_most=False, is_shown=False)
@@ -138,8 +139,8 @@ class RunFolder:
         """Brings the state to where the run was, or to where it starts, and starts the files.
 
         That is the folder's newest checkpoint or, in an empty folder, what run.resume or run.init
-        name. A collective; raises `UserError` on every rank, also if the options differ from those
-        of the steps that were made, and none is left to make.
+        name. A collective; raises `UserError` on every rank, also if options or code differ from
+        those of the steps that were made, and none is left to make.
         """
         checkpoint = None
         with self.env.sync_errors():
@@ -156,8 +157,10 @@ class RunFolder:
         is_trained = False
         if checkpoint is not None:
             state.load_state_dict(checkpoint, self.config.optim.precision)
-        if state.step > 0:
-            is_trained = self._compare_options(state, checkpoint, steps_per_epoch)
+        self.saved = {"step": state.step, "epoch": state.epoch}
+        with self.env.sync_errors():
+            if self.env.rank == 0 and state.step > 0:
+                is_trained = self._compare_steps(state, checkpoint, steps_per_epoch)
         self.env.heartbeat = self.env.heartbeat._replace(step=state.step)
         ranks = describe(self.env)
         with self.env.sync_errors():
@@ -179,28 +182,32 @@ class RunFolder:
                 f"set it so, or, {advice}"
             )
 
-    def _compare_options(
+    def _compare_steps(
         self, state: TrainState, checkpoint: dict[str, Any], steps_per_epoch: int
     ) -> bool:
-        """Names the options of the steps so far that differ from the given ones.
+        """Names the options and the code of the steps so far that differ from the given ones.
 
         Returns whether no step is left to make. Raises `UserError` if that is so and options
-        differ, unless all that they do is to end the run sooner.
+        differ, unless all that they do is to end the run sooner, or if it was tested by other code.
         """
         changed = self._changed_options(checkpoint, "noted")
+        edited = other_code(checkpoint, self.origin["code"])
+        options = [f"{key}={value}" for key, value in changed.items()]
+        made_with = ", ".join(filter(None, [*options, edited]))
         optim = self.config.optim
         is_trained = state.is_trained(optim.epochs, optim.patience, steps_per_epoch)
-        if not changed:
+        if not made_with:
             return is_trained
         epochs = changed.get("optim.epochs", optim.epochs)
         patience = changed.get("optim.patience", optim.patience)
         was_trained = state.is_trained(epochs, patience, steps_per_epoch)
         only_ends_sooner = not was_trained and changed.keys() <= {"optim.epochs", "optim.patience"}
-        made_with = ", ".join(f"{key}={value}" for key, value in changed.items())
-        if is_trained and not only_ends_sooner:
+        # A run that failed in its test, by code that was mended since, is tested.
+        is_tested = (self.path / "test.tsv").exists()
+        if is_trained and ((changed and not only_ends_sooner) or (edited and is_tested)):
             raise UserError(
                 f"{checkpoint['file']} is trained to its end, step {state.step}, with {made_with}: "
-                "set it so, raise optim.epochs or optim.patience, or set another run.name"
+                "go back to that, raise optim.epochs or optim.patience, or set another run.name"
             )
         log.warning(f"note      the {state.step} steps so far were made with {made_with}")
         return is_trained
@@ -208,13 +215,15 @@ class RunFolder:
     def _changed_options(self, checkpoint: dict[str, Any], rule: str) -> dict[str, Any]:
         """Returns {"section.key": value} of a checkpoint's options that differ from the given ones.
 
-        Only of those that have this `rule` in `Config.resume_rules`.
+        Only of those that have this `rule` in `Config.resume_rules`. One that the checkpoint lacks
+        was at its default.
         """
         rules = self.config.resume_rules()
+        defaults = type(self.config)().options()
         changed = {}
         for key, given in self.config.options().items():
             section, _, name = key.partition(".")
-            earlier = checkpoint["config"].get(section, {}).get(name, given)
+            earlier = checkpoint["config"].get(section, {}).get(name, defaults[key])
             if rules[key] == rule and earlier != given:
                 changed[key] = earlier
         return changed
@@ -369,13 +378,14 @@ class RunFolder:
                 saved = [other for other in self.step_files() if other.name <= path.name]
                 for other in saved[self.config.checkpoint.keep_last :]:
                     other.unlink()
-            self.write_status("started", state)
+            self.saved = {"step": state.step, "epoch": state.epoch}
+            self.write_status("started")
 
     def event(self, event: str, state: TrainState, reason: str = "") -> None:
         """Records started, resumed, stopped, failed or finished in status.json and the metrics."""
         if self.env.rank != 0:
             return
-        self.write_status(event, state, reason)
+        self.write_status(event, reason)
         self.write(
             "event",
             state,
@@ -385,13 +395,12 @@ class RunFolder:
             world_size=self.env.world_size,
         )
 
-    def write_status(self, event: str, state: TrainState, reason: str = "") -> None:
-        """Writes status.json, with the warnings so far."""
+    def write_status(self, event: str, reason: str = "") -> None:
+        """Writes status.json, with the step of the last checkpoint and the warnings so far."""
         if self.env.rank != 0:
             return
         status = "running" if event in ("started", "resumed") else event
-        row = {"state": status, "step": state.step, "epoch": state.epoch, "reason": reason}
-        row["warnings"] = kept_warnings.texts
+        row = {"state": status, **self.saved, "reason": reason, "warnings": kept_warnings.texts}
         with explain_write_errors(self.path / "status.json"):
             write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
 

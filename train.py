@@ -45,7 +45,7 @@ from evaluate import KeptBatches, predict_rows
 from metrics import first_metric, metrics_text, quality
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
 from parts import check_parts, is_here
-from run_checkpoint import TrainState
+from run_checkpoint import TrainState, code_digests
 from run_folder import RunFolder
 from task import KnockoutTask
 
@@ -79,8 +79,9 @@ def train(config: Config, env: Distributed) -> None:
     optimizer = build_optimizer(model, optim, env)
     scaler = torch.amp.GradScaler(env.device.type, enabled=optim.precision == "fp16")
     state = TrainState(model, optimizer, scaler)
+    code = code_digests("train", "mask_copies", "model_graphs")  # which may be loaded later
     shared = {**config.shared_options(), "data (hash)": task.fingerprint}
-    env.check_equal({**shared, **library_versions()})
+    env.check_equal({**library_versions(), **code, **shared})
 
     sampler = StepSampler(  # a DistributedSampler whose steps are the same on any number of ranks
         task.rows("train"),
@@ -90,7 +91,8 @@ def train(config: Config, env: Distributed) -> None:
         rank=env.rank,
         seed=config.run.seed,
     )
-    folder = RunFolder.open(config, env, task.origin(), first_metric(), list(task.rivals))
+    origin = {**task.origin(), "code": code}
+    folder = RunFolder.open(config, env, origin, first_metric(), list(task.rivals))
     folder.resume(state, sampler.steps_per_epoch)
     if task.graph is not None:
         folder.write_graph(task.tables.graph_fields())
@@ -111,7 +113,7 @@ def train(config: Config, env: Distributed) -> None:
         order_buckets(ddp_model, task, env)
         steps = steps._replace(model=ddp_model)
     log_plan(task, model, steps, sampler, env)
-    folder.write_status("started", state)
+    folder.write_status("started")
     folder.show_progress(sampler.steps_per_epoch * optim.epochs - state.step)
     try:
         if state.best is None:

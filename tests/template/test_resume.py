@@ -40,7 +40,7 @@ def test_a_finished_run_refuses_options_that_would_change_its_training(train, fo
     assert result.returncode == 2
     assert result.stderr == (
         "error: runs/default/checkpoints/step_00000010.pt is trained to its end, step 10, "
-        f"with {MADE_WITH}: set it so, raise optim.epochs or optim.patience, or set another "
+        f"with {MADE_WITH}: go back to that, raise optim.epochs or optim.patience, or set another "
         "run.name\n"
     )
     assert contents(folder) == before
@@ -63,7 +63,9 @@ def test_each_option_that_differs_is_named_with_the_value_of_the_steps(train, fo
     ):
         result = train(0, "optim.epochs=2", option)
         assert result.returncode == 2
-        assert f"is trained to its end, step 10, with {made_with}: set it so, " in result.stderr
+        assert (
+            f"is trained to its end, step 10, with {made_with}: go back to that, " in result.stderr
+        )
         assert contents(folder) == before
 
 
@@ -96,6 +98,24 @@ def test_the_status_of_a_killed_run_has_the_step_of_its_last_checkpoint(train, f
     assert status["epoch"] == newest["epoch"]
 
 
+def test_the_status_of_a_failed_run_has_the_step_with_which_it_goes_on(train, folder, monkeypatch):
+    """As where another rank was killed; metrics.jsonl says in which step that was."""
+
+    def fail(step: int, *arguments: object) -> float:
+        if step == 8:
+            raise ZeroDivisionError
+        return 1.0
+
+    monkeypatch.setattr("train.schedule", fail)
+    assert train(0, *LONG).returncode == 1
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["step"], status["epoch"]) == ("failed", 6, 1)
+    assert newest_checkpoint(folder).name == "step_00000006.pt"
+    assert read_metrics(folder, "event")[-1]["step"] == 8
+    monkeypatch.undo()
+    assert "resumed at step 6" in train(0, *LONG).check().stdout
+
+
 def test_a_finished_run_trains_on_with_more_epochs_and_says_what_it_had(train, folder):
     train(0).check()
     more = ["optim.epochs=2", "optim.clip=0.5"]
@@ -110,7 +130,7 @@ def test_a_finished_run_trains_on_with_more_epochs_and_says_what_it_had(train, f
     assert [row["step"] for row in read_metrics(folder, "train")] == list(range(1, 11))
     back = train(0)
     assert back.returncode == 2
-    assert "step 10, with optim.epochs=2, optim.clip=0.5: set it so" in back.stderr
+    assert "step 10, with optim.epochs=2, optim.clip=0.5: go back to that" in back.stderr
 
 
 def test_a_run_that_ran_out_of_patience_takes_more_of_it_and_no_other_rate(train, folder):
@@ -166,7 +186,7 @@ def test_a_run_that_was_stopped_may_end_with_fewer_epochs(train, folder):
     train(0, *LONG, fault="stop_at_step:6").check()
     refused = train(0, "optim.epochs=1", "optim.lr=0.5")
     assert refused.returncode == 2
-    assert "step 7, with optim.epochs=3, optim.lr=0.01: set it so" in refused.stderr
+    assert "step 7, with optim.epochs=3, optim.lr=0.01: go back to that" in refused.stderr
     result = train(0, "optim.epochs=1").check()
     assert "note      the 7 steps so far were made with optim.epochs=3\n" in result.stdout
     assert [row["step"] for row in read_metrics(folder, "test")] == [7]
