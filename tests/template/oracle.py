@@ -88,20 +88,27 @@ class Oracle:
         share = 1 / np.square(weight[train]).mean()  # Kish's effective rows over the rows
         total = (1 - self.level).sum(axis=1)
         design = np.column_stack([np.ones(len(total)), total, *self.doses])
+        held = share * np.append([0, 0], self.mean_squares(train).repeat(len(self.nodes)))
         errors = []
         for penalty in PENALTIES:
-            x = fit(design[rows], y[rows], penalty * share, weight[rows])
+            x = fit(design[rows], y[rows], penalty * held, weight[rows])
             of_judges = losses(design[judges] @ x, y[judges], self.binary)
             errors.append((weight[judges] * of_judges).sum())
         predictions = []
         for k in near_least(errors) if judges.any() else [0]:
-            x = fit(design[train], y[train], PENALTIES[k] * share, weight[train])
+            x = fit(design[train], y[train], PENALTIES[k] * held, weight[train])
             choices = []
             for way, effect in zip(self.doses, x[2:].reshape(len(self.doses), -1), strict=True):
                 choices.append(self.with_imputed(effect, self.node_weight(way, weight, t)))
             for effects in itertools.product(*choices):
                 predictions.append(design @ np.concatenate([x[:2], *effects]))
         return predictions
+
+    def mean_squares(self, train: np.ndarray) -> np.ndarray:
+        """Returns the mean square of the doses that are not 0 in a score's rows, 1 if none, [K]."""
+        doses = self.doses[:, train]
+        count = (doses != 0).sum(axis=(1, 2))
+        return np.where(count > 0, np.square(doses).sum(axis=(1, 2)) / count.clip(1), 1)
 
     def node_weight(self, way: np.ndarray, weight: np.ndarray, t: int) -> np.ndarray:
         """Returns the mean weight of the training rows with a dose of each node, 0 if none, [N]."""
@@ -281,16 +288,15 @@ def near_least(errors):
     return [k for k, error in enumerate(errors) if error <= min(errors) * (1 + 1e-6) + 1e-12]
 
 
-def ridge(design, y, penalty, weight):  # intercept and slope are free
-    held = np.sqrt(penalty) * np.eye(design.shape[1])[2:]
+def ridge(design, y, penalty, weight):  # each column has its penalty: intercept and slope 0
+    held = np.diag(np.sqrt(penalty))[2:]
     matrix = np.vstack([design * np.sqrt(weight)[:, None], held])
     scale = np.sqrt(np.square(matrix).sum(axis=0))
     right = np.append(y * np.sqrt(weight), 0 * held[:, 0])
     return np.linalg.lstsq(matrix / scale, right, rcond=None)[0] / scale
 
 
-def logistic(design, y, penalty, weight):  # Newton's steps, each halved until it leads down
-    held = penalty * (np.arange(design.shape[1]) > 1)
+def logistic(design, y, held, weight):  # Newton's steps, each halved until it leads down
     scale = np.sqrt(weight @ np.square(design) + held)
 
     def error(x):

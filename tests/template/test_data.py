@@ -14,16 +14,15 @@ import data
 from data import (
     DataConfig,
     KnockoutDataset,
-    StepSampler,
     file_digest,
     load,
-    make_loader,
     node_split,
     random_split,
     target_nodes,
     with_example,
 )
 from data_cells import read_header
+from data_loader import StepSampler, make_loader
 from data_tables import Tables
 from errors import DataError
 from tests.sets import pack_sets, tables_of

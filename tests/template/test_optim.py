@@ -83,7 +83,7 @@ def one_step(state: TrainState, x: list[float], optim: OptimConfig) -> torch.Ten
     task = SimpleNamespace(
         config=Config(optim=optim),
         graph=None,
-        tables=SimpleNamespace(targets=["score"]),
+        num_targets=1,
         loss=lambda prediction, batch: prediction.sum(dim=0),
     )
     env = Distributed(DDPConfig())

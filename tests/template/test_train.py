@@ -28,11 +28,11 @@ def test_a_run_prints_its_plan_and_progress(train):
     result = train(0, start=True).check()
     lines = result.stdout.splitlines()
     assert lines[0] == f"options   config.yaml, then {DEFAULTS}, then the command line"
-    made = [re.match(r"cache     making \.cache/(\w+)-", line)[1] for line in lines[1:5]]
-    assert made == ["tables", "split", "baseline", "pairs"]
+    made = [re.match(r"cache     making \.cache/(\w+)-", line)[1] for line in lines[1:6]]
+    assert made == ["tables", "split", "baseline", "pairs", "pair_units"]
     rank = r"rank 0, host .*, pid \d+, device cpu, threads 1 \(OMP_NUM_THREADS\), python .*"
-    assert re.fullmatch(rank, lines[5])
-    kinds = [line.split()[0] for line in lines[6:]]
+    assert re.fullmatch(rank, lines[6])
+    kinds = [line.split()[0] for line in lines[7:]]
     assert kinds == [
         *("run", "cache", "data", "model", "batch"),  # of the cache, the graph
         *("epoch", "epoch", "trained", "run", "test", "test"),
@@ -301,7 +301,7 @@ def test_a_run_with_a_killed_rank_fails_and_resumes_to_the_same_result(train, ta
 def meter() -> Meter:
     """A meter of two scores."""
     task = SimpleNamespace(
-        tables=SimpleNamespace(targets=["a", "b"]),
+        num_targets=2,
         config=Config(optim=OptimConfig(on_nonfinite="skip")),
     )
     return Meter(task, Distributed(DDPConfig()))
