@@ -38,9 +38,9 @@ def test_a_run_prints_its_plan_and_progress(train):
         *("epoch", "epoch", "trained", "run", "test", "test"),
     ]
     validation = f"val loss .*, {first_metric().title()} .*"
-    assert re.fullmatch(f"epoch 0/1  step 0  {validation}", lines[11])
+    assert re.fullmatch(f"epoch 0/1  step 0  {validation}", lines[12])
     progress = r"loss [\d.]+  [\d,]+ samples/s"
-    assert re.fullmatch(f"epoch 1/1  step 5  {progress}  {validation}", lines[12])
+    assert re.fullmatch(f"epoch 1/1  step 5  {progress}  {validation}", lines[13])
     assert result.stderr == ""  # outside a terminal, the progress bar first appears after 30 s
 
 
