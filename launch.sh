@@ -152,7 +152,8 @@ start_job_step() { # one launch.sh per node; in a batch script, end or requeue t
 }
 
 set_up_torchrun() {
-  local threads processes=${NPROC:-$((gpus > 0 ? gpus : 2))}
+  local threads processes=${NPROC:-$((gpus > 0 ? gpus : 2))} signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1
+  if [ -z "$(trap -p HUP)" ]; then signals+=,SIGHUP; fi # under nohup, it stays ignored
   [[ $processes =~ ^[1-9][0-9]*$ ]] ||
     die "NPROC=$processes is not a number of processes: unset it for one per GPU, or 2 on the CPU"
   if [ -f "$here/ddp_threads.py" ]; then # else as many as torch and torchrun choose
@@ -161,7 +162,7 @@ set_up_torchrun() {
   fi
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240} # s, to step and save
   torchrun=("$python" -m torch.distributed.run --nproc-per-node="$processes"
-    --max-restarts="${MAX_RESTARTS:=0}" "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    --max-restarts="${MAX_RESTARTS:=0}" --signals-to-handle="$signals")
 }
 
 set_up_one_machine() { # whose name need not resolve

@@ -264,6 +264,15 @@ def test_variables_of_torchrun_do_not_make_one_machine_wait_for_others(launch):
     assert ONE_MACHINE in launch(PET_NNODES="1", PET_NPROC_PER_NODE="auto").check().stdout
 
 
+@pytest.mark.parametrize("ignores", [True, False])
+def test_under_nohup_torchrun_leaves_the_end_of_the_terminal_alone(run, place, ignores):
+    trap = "trap '' HUP; " if ignores else ""
+    command = [shutil.which("bash"), "-c", f"{trap}exec bash copy/launch.sh"]
+    result = run(command, timeout=20, PATH=str(place / "bin")).check()
+    assert ("SIGHUP" in result.stdout) != ignores
+    assert "--signals-to-handle=SIGTERM,SIGINT" in result.stdout
+
+
 def test_a_failure_of_a_step_before_torchrun_ends_it(launch, place):
     stand_in(place / "bin/python", 'case "$1" in -c) echo 0 ;; *ddp*) exit 7 ;; *) echo on ;; esac')
     result = launch()
