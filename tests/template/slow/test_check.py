@@ -19,7 +19,7 @@ from tests.tools import parity
 from tests.tools.runs import relative_difference
 
 PARITY = [sys.executable, "-m", "tests.check", "parity", "model.hidden=8"]
-LOSS_FACTOR = "env.world_size / (num_rows * len(task.tables.targets))"
+LOSS_FACTOR = "env.world_size / (num_rows * task.num_targets)"
 PLACE = """        self.register_buffer("basis", basis.clone())
 """
 A_BUFFER_OF_INTEGERS = f"""{PLACE}
@@ -48,7 +48,7 @@ BROKEN = {  # module, what is right, what is wrong
         "seed=config.run.seed + env.rank,",
     ),
     "errors of float32": ("train.py", LOSS_FACTOR, f"{LOSS_FACTOR} * (1 + 6e-8 * env.rank)"),
-    "the same rows on each rank": ("data.py", "[:, :, self.rank]", "[:, :, 0]"),
+    "the same rows on each rank": ("data_loader.py", "[:, :, self.rank]", "[:, :, 0]"),
     "a buffer of integers": (
         "model.py",
         PLACE,
@@ -60,11 +60,10 @@ SHIFTED = {
     PLACE: f"""{PLACE}
         self.shift = nn.Parameter(torch.zeros(1))
 """,
-    "        return sum(others, start=first).to(self.norm.weight.dtype)\n": """
-        prediction = sum(others, start=first)
-        outputs = torch.cat([prediction, 0.3 * prediction, 0.7 * prediction], dim=1) + self.shift
+    "        return output.to(wild.encoder.norm.weight.dtype)\n": """
+        outputs = torch.cat([output, 0.3 * output, 0.7 * output], dim=1) + self.shift
         prediction = (outputs - outputs.mean(dim=1, keepdim=True)).narrow(1, 0, 1)
-        return prediction.to(self.norm.weight.dtype)
+        return prediction.to(wild.encoder.norm.weight.dtype)
 """,
 }
 

@@ -89,14 +89,14 @@ def test_nonfinite_weights_are_distinguished_from_bad_rows(tables, tmp_path, mon
 
     def build_broken(task: KnockoutTask) -> nn.Module:
         model = build_model(task)
-        model.embedding.data[3] = float("nan")
+        model.encoder.embedding.data[3] = float("nan")
         return model
 
     monkeypatch.setattr(KnockoutTask, "build_model", build_broken)
     monkeypatch.chdir(tmp_path)
     assert not rows(SimpleNamespace(arguments=tables))
     output = capsys.readouterr().out
-    assert "the model has non-finite weights, so no row is to blame: embedding" in output
+    assert "the model has non-finite weights, so no row is to blame: encoder.embedding" in output
     assert "row 0" not in output
 
 

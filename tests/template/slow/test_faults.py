@@ -172,7 +172,7 @@ def test_a_changed_result_is_detected(undisturbed, tmp_path):
     shutil.copytree(undisturbed, other)
     assert lost(other, undisturbed, 0.0) == ""
     for path, expected in (
-        (copied, "the final embedding differs"),
+        (copied, "the final encoder.embedding differs"),
         (best, "embedding in best.pt differs"),
     ):
         original = path.read_bytes()
