@@ -155,7 +155,7 @@ def test_the_example_of_adapting(run, tmp_path):
     """The edits of the page, made in a copy, train as they say."""
     copy_template(tmp_path)
     page = ROOT / "docs/adapting.md"
-    edits = [block for block in blocks(page) if re.match(r"# [a-z.]+", block.text)]
+    edits = [block for block in blocks(page) if re.match(r"# [a-z.]+(, in \w+)?\n", block.text)]
     assert len(edits) == 5
     for block in edits:
         apply_edit(tmp_path, block.text)
