@@ -313,7 +313,7 @@ def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
     number = []
     for batch in batches_of(graph, dataset, rows, "units of pair features"):
         features.append(index.of_samples(batch).cpu())
-        number.append(num_pairs(batch).cpu())
+        number.append(num_pairs(batch).double().cpu())
     features = torch.cat(features)
     number = torch.cat(number)
     mean = number @ features / number.square().sum()

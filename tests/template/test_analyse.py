@@ -297,7 +297,8 @@ def test_a_copy_of_the_run_folder_suffices_but_for_one_line(train, tmp_path, ana
     problem = "no comparison with what can be said without the model"
     assert f"{problem}: the tables have changed since the run" in analyse_copy()
     config["data"]["edges"] = "none.tsv"
-    missing = "cannot read none.tsv: No such file or directory"
+    where = f"{tmp_path}, the working folder, from which all paths count"
+    missing = f"cannot read none.tsv: No such file or directory in {where}"
     assert f"{problem}: {missing}" in analyse_copy()
     del result["rivals"]
     result["no_rivals"] = missing

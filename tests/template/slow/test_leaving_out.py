@@ -38,7 +38,7 @@ WORDS = {
 WORDS["all"] = [word for words in WORDS.values() for word in words]
 # Where there is no model_reach.py, the first layer's sums are rounded in another order.
 ROUNDING = {"reach": 1e-6, "all": 1e-6}
-MOST_LINES = 5900  # of the core; 5,000 are the goal
+MOST_LINES = 6000  # of the core; 5,000 are the goal
 
 
 def parts_without(name: str) -> list:

@@ -322,7 +322,8 @@ def test_wrong_rules(rules_copy, deletions, tmp_path):
     ):
         write_table(tmp_path / "wrong.tsv", [("reaction", "rule"), *table])
         assert_refused("wrong.tsv", message)
-    assert_refused("none.tsv", "cannot read none.tsv: No such file or directory")
+    where = f"{tmp_path}, the working folder, from which all paths count"
+    assert_refused("none.tsv", f"cannot read none.tsv: No such file or directory in {where}")
     levels = [("g1=0", 1.0), ("g1,g2=0.3", 1.0)]
     write_table(tmp_path / "scores.tsv", [("genes", "score"), *deletions, *levels])
     no_levels = "have a level: with data.rules, a gene is deleted or intact"
