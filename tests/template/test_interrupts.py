@@ -18,9 +18,10 @@ from evaluate import compute_rows
 from mask import EdgeMasks, SharedGraph
 from predict import Predictor
 from predict_ensemble import Ensemble, read_run
+from tests.loops import make_batch
 from tests.template.fixtures import ROOT
 from tests.template.test_mask import SETS as DELETIONS
-from tests.template.test_mask import graph, make_batch  # noqa: F401
+from tests.template.test_mask import graph  # noqa: F401
 
 ROUTES = ("reach", "shared", "expanded")
 SETS = [f"Y{k:02d},Y{(7 * k) % 30:02d}=0.3" for k in range(1, 3)]

@@ -5,57 +5,28 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.data import Batch, HeteroData
 
-from data import KnockoutDataset
 from mask import EdgeMasks, SharedGraph, num_samples
 from mask_copies import CopiedGraph, intact_batch
 from mask_product import CSR, RelationStack, _segment_product, spmm
-from tests.sets import tables_of
+from tests.loops import (
+    DEAD,
+    LEVELS,
+    NUM_NODES,
+    graph_of_9_nodes,
+    loop_levels,
+    loop_masks,
+    make_batch,
+)
 from tests.syncs import CountSynchronisations
 
-NUM_NODES = 9
 SETS = [[0, 3], [], [5, 5, 5], [8], [2, 0, 7, 1]]  # node 4 never, node 5 listed three times
-LEVELS = [{0: 0.3, 3: 0.0}, {}, {5: 3.0}, {8: 0.0}, {2: 1.0, 0: 0.0, 7: 2.5, 1: 0.0}]
-DEAD = [[node for node, level in nodes.items() if level == 0] for nodes in LEVELS]
 
 
 @pytest.fixture
 def graph() -> HeteroData:
-    """Three relations: one with self-loops, hubs and a duplicate edge, an empty one, one more."""
-    generator = torch.Generator().manual_seed(0)
-    graph = HeteroData()
-    graph["gene"].num_nodes = NUM_NODES
-    edges = torch.randint(NUM_NODES, (2, 30), generator=generator)
-    edges[:, :4] = torch.tensor([[0, 5, 2, 2], [0, 5, 3, 3]])
-    graph["gene", "a", "gene"].edge_index = edges
-    graph["gene", "none", "gene"].edge_index = torch.empty(2, 0, dtype=torch.long)
-    graph["gene", "b", "gene"].edge_index = torch.randint(NUM_NODES, (2, 12), generator=generator)
-    graph["gene", "b", "gene"].edge_weight = torch.rand(12, generator=generator) + 0.1
-    return graph
-
-
-def make_batch(shared: SharedGraph, sets: list) -> Data:
-    tables = tables_of(sets, torch.zeros(len(sets)))
-    dataset = KnockoutDataset(tables, shared.degree, out_degree=shared.out_degree)
-    return dataset.__getitems__(list(range(len(sets))))
-
-
-def loop_masks(graph: HeteroData, sets: list[list[int]]) -> dict:
-    """Returns the masks, computed one edge at a time."""
-    masks = {}
-    for relation in graph.edge_types:
-        mask = []
-        for dead in sets:
-            for source, target in graph[relation].edge_index.T.tolist():
-                mask.append(source not in dead and target not in dead)
-        masks[relation] = torch.tensor(mask, dtype=torch.bool)
-    return masks
-
-
-def loop_levels(sets: list[dict[int, float]]) -> Tensor:
-    """Returns the level of each node in each sample, float32 [N, B], one at a time."""
-    return torch.tensor([[nodes.get(node, 1.0) for nodes in sets] for node in range(NUM_NODES)])
+    return graph_of_9_nodes()
 
 
 def test_keep_is_false_only_for_knocked_out_nodes(graph):
