@@ -70,7 +70,6 @@ def resampled_pearson(
 
     Rows count by their weight, [n, 1], as in `pearson`.
 
-
     A resample draws C of the C clusters with replacement, each with all its rows. `cluster` has the
     numbers of each row's clusters, long [n, 2], -1 where it has only one. A row in two clusters
     counts as often as the product of their counts (the pigeonhole bootstrap, Owen 2007). The same
