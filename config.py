@@ -139,14 +139,14 @@ def run_command(
         except SystemExit:  # after --help
             return 0
 
-        def program(env: Distributed) -> None:
+        def program(ddp: Distributed) -> None:
             if arguments is not None:
-                env.command = [f"{command.__module__}.py", *arguments]
-            with env.sync_errors():
+                ddp.command = [f"{command.__module__}.py", *arguments]
+            with ddp.sync_errors():
                 if problem:
                     raise problem
-            with bars_call(env.make_progress):
-                command(settings, env)
+            with bars_call(ddp.make_progress):
+                command(settings, ddp)
 
         return run(program, settings.ddp)
 

@@ -19,59 +19,59 @@ from ddp_setup import DDPConfig, Distributed, describe, library_versions, run
 from errors import RunError
 
 
-def preflight(env: Distributed) -> None:
+def preflight(ddp: Distributed) -> None:
     """Prints the ranks, their speed and that of all-reduces.
 
     Raises `UserError` if versions differ, `RunError` if a sum is wrong.
     """
-    ranks = describe(env)
-    report(env, "ranks", f"\n{ranks}")
-    env.check_equal(library_versions())
-    report(env, "versions", "the same on all ranks")
-    compare_speed(env)
-    if env.is_distributed:
-        check_all_reduce(env)
+    ranks = describe(ddp)
+    report(ddp, "ranks", f"\n{ranks}")
+    ddp.check_equal(library_versions())
+    report(ddp, "versions", "the same on all ranks")
+    compare_speed(ddp)
+    if ddp.is_distributed:
+        check_all_reduce(ddp)
 
 
-def report(env: Distributed, name: str, finding: str, ok: bool = True) -> None:
+def report(ddp: Distributed, name: str, finding: str, ok: bool = True) -> None:
     """Prints a line of the preflight on rank 0."""
-    if env.rank == 0:
+    if ddp.rank == 0:
         verdict = "OK" if ok else "NOTE"
         print(f"{verdict:6s} {name:12s} {finding}", flush=True)
 
 
-def compare_speed(env: Distributed) -> None:
+def compare_speed(ddp: Distributed) -> None:
     """Reports how long a matrix product takes on each rank; notes a rank that is much slower."""
-    size = 8192 if env.device.type == "cuda" else 1024  # an idle GPU raises its clock meanwhile
-    matrix = torch.ones(size, size, device=env.device)
-    times = milliseconds(env, lambda: (matrix @ matrix).sum().item())
+    size = 8192 if ddp.device.type == "cuda" else 1024  # an idle GPU raises its clock meanwhile
+    matrix = torch.ones(size, size, device=ddp.device)
+    times = milliseconds(ddp, lambda: (matrix @ matrix).sum().item())
     slowest = max(times)
     finding = (
         f"a matrix product takes {min(times):.1f} to {slowest:.1f} ms, "
         f"slowest on rank {times.index(slowest)}"
     )
-    report(env, "speed", finding, ok=slowest <= 1.5 * statistics.median_low(times))
+    report(ddp, "speed", finding, ok=slowest <= 1.5 * statistics.median_low(times))
 
 
-def check_all_reduce(env: Distributed) -> None:
+def check_all_reduce(ddp: Distributed) -> None:
     """Reports the speed of all-reduces of several sizes; raises `RunError` if a sum is wrong."""
-    total = env.sum(torch.tensor(env.rank + 1.0, device=env.device)).item()
-    expected = sum(range(env.world_size + 1))
+    total = ddp.sum(torch.tensor(ddp.rank + 1.0, device=ddp.device)).item()
+    expected = sum(range(ddp.world_size + 1))
     if total != expected:
         raise RunError(
             f"an all-reduce gives {total} instead of {expected}: do not train on these machines"
         )
     for size in (10**3, 10**5, 10**7, 10**8):
-        tensor = torch.zeros(size // 4, device=env.device)
-        time_ms = max(milliseconds(env, lambda tensor=tensor: env.sum(tensor)[0].item()))
+        tensor = torch.zeros(size // 4, device=ddp.device)
+        time_ms = max(milliseconds(ddp, lambda tensor=tensor: ddp.sum(tensor)[0].item()))
         rate = size / time_ms / 1e6
-        report(env, "all-reduce", f"{size:11,d} bytes in {time_ms:9.2f} ms, {rate:6.2f} GB/s")
+        report(ddp, "all-reduce", f"{size:11,d} bytes in {time_ms:9.2f} ms, {rate:6.2f} GB/s")
 
 
-def milliseconds(env: Distributed, function: Callable[[], object]) -> list[float]:
+def milliseconds(ddp: Distributed, function: Callable[[], object]) -> list[float]:
     """Returns the median time of a call on each rank, after six to warm up."""
     times = timeit.repeat(function, number=1, repeat=12)[6:]
-    return env.gather(1e3 * statistics.median(times))
+    return ddp.gather(1e3 * statistics.median(times))
 
 
 def main() -> int:

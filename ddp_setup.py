@@ -256,40 +256,40 @@ class Distributed:
 
 
 # ---- Set-up --------------------------------------------------------------------------------------
-def setup(env: Distributed) -> Distributed:
-    """Joins the process group, selects this rank's device and returns `env`; raises `UserError`."""
-    if env.is_distributed:
+def setup(ddp: Distributed) -> Distributed:
+    """Joins the process group, selects this rank's device and returns `ddp`; raises `UserError`."""
+    if ddp.is_distributed:
         tell_torchrun(
             "a signal ended this process, as the kernel's SIGKILL does where memory is short: "
             "the same command goes on from what is saved"
         )
         try:
-            env.rank = int(os.environ["RANK"])
-            env.local_rank = int(os.environ["LOCAL_RANK"])
-            env.world_size = int(os.environ["WORLD_SIZE"])
-            env.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+            ddp.rank = int(os.environ["RANK"])
+            ddp.local_rank = int(os.environ["LOCAL_RANK"])
+            ddp.world_size = int(os.environ["WORLD_SIZE"])
+            ddp.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
         except (KeyError, ValueError) as error:
             name = "WORLD_SIZE" if "WORLD_SIZE" in os.environ else "RANK"
             raise UserError(
                 f"{name} is set, but not by torchrun ({error}): use torchrun, or unset it"
             ) from None
-        join_group(env)
+        join_group(ddp)
     else:
-        env.store = dist.HashStore()
-    env.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-    env.threads = set_threads(env.local_world_size)
-    with env.sync_errors():  # if one rank finds no device, all exit rather than wait for it
-        env.device = choose_device(env)
-        if env.device.type == "cuda":
-            torch.cuda.set_device(env.device)
-            gpu = torch.cuda.get_device_properties(env.device).uuid
-            first = int(env.store.compare_set(f"gpu/{gpu}", "", str(env.rank)))
-            if first != env.rank:
+        ddp.store = dist.HashStore()
+    ddp.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
+    ddp.threads = set_threads(ddp.local_world_size)
+    with ddp.sync_errors():  # if one rank finds no device, all exit rather than wait for it
+        ddp.device = choose_device(ddp)
+        if ddp.device.type == "cuda":
+            torch.cuda.set_device(ddp.device)
+            gpu = torch.cuda.get_device_properties(ddp.device).uuid
+            first = int(ddp.store.compare_set(f"gpu/{gpu}", "", str(ddp.rank)))
+            if first != ddp.rank:
                 raise UserError(
-                    f"ranks {first} and {env.rank} share a GPU: start one process per GPU, "
+                    f"ranks {first} and {ddp.rank} share a GPU: start one process per GPU, "
                     "or set CUDA_VISIBLE_DEVICES= for CPU"
                 )
-    return env
+    return ddp
 
 
 def set_threads(local_world_size: int) -> str:
@@ -305,9 +305,9 @@ def set_threads(local_world_size: int) -> str:
     return f"{num_threads} ({reason})"
 
 
-def join_group(env: Distributed) -> None:
-    startup_s = env.config.startup_timeout_s
-    timeout = timedelta(seconds=startup_s + env.config.timeout_s)  # a watchdog is earlier
+def join_group(ddp: Distributed) -> None:
+    startup_s = ddp.config.startup_timeout_s
+    timeout = timedelta(seconds=startup_s + ddp.config.timeout_s)  # a watchdog is earlier
     # gloo as well as nccl, so that ranks can agree on errors without a GPU.
     has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
@@ -317,19 +317,19 @@ def join_group(env: Distributed) -> None:
         # torchrun keeps its store across restarts, and across the groups of a process: without the
         # prefix, ranks would use addresses of dead ones.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-        env.store = dist.PrefixStore(f"restart {restart}, group {next(group_numbers)}", store)
+        ddp.store = dist.PrefixStore(f"restart {restart}, group {next(group_numbers)}", store)
         watchdog = optional("ddp_watchdog")
         if watchdog is not None:  # or a hang ends by the timeout, which names no rank
-            watchdog.start_watchdog(env)
+            watchdog.start_watchdog(ddp)
         dist.init_process_group(
-            backend, store=env.store, rank=env.rank, world_size=env.world_size, timeout=timeout
+            backend, store=ddp.store, rank=ddp.rank, world_size=ddp.world_size, timeout=timeout
         )
-        env.cleanup.callback(leave_group)
+        ddp.cleanup.callback(leave_group)
     except (RuntimeError, OSError, ValueError, futures.TimeoutError) as error:
         reason = str(error) or "nothing answers"
         address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise UserError(
-            f"rank {env.rank} on {platform.node()} cannot reach the others at "
+            f"rank {ddp.rank} on {platform.node()} cannot reach the others at "
             f"MASTER_ADDR={address} MASTER_PORT={port} ({reason.splitlines()[0]}): "
             "set the address of rank 0 and a free port there, open all ports between the machines, "
             "or name the network interface in GLOO_SOCKET_IFNAME"
@@ -356,22 +356,22 @@ def leave_group() -> None:
     dist.destroy_process_group()
 
 
-def choose_device(env: Distributed) -> torch.device:
+def choose_device(ddp: Distributed) -> torch.device:
     """Returns this rank's GPU, or the CPU if there is none; raises `UserError` for too few GPUs."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    chosen = env.config.device_ids or list(range(visible))
+    chosen = ddp.config.device_ids or list(range(visible))
     if not chosen:
         return torch.device("cpu")
-    if visible == 1 and env.local_world_size > 1 and not env.config.device_ids:
+    if visible == 1 and ddp.local_world_size > 1 and not ddp.config.device_ids:
         return torch.device("cuda", 0)  # a scheduler may expose a different GPU to each process
     missing = set(chosen) - set(range(visible))
-    if missing or env.local_world_size > len(chosen):
+    if missing or ddp.local_world_size > len(chosen):
         raise UserError(
-            f"{env.local_world_size} processes on {platform.node()} but {visible} GPUs, "
+            f"{ddp.local_world_size} processes on {platform.node()} but {visible} GPUs, "
             f"ddp.device_ids={chosen}: set --nproc_per_node to the number of GPUs to use, "
             "or CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    return torch.device("cuda", chosen[env.local_rank])
+    return torch.device("cuda", chosen[ddp.local_rank])
 
 
 def run(program: Callable[[Distributed], None], config: DDPConfig) -> int:
@@ -380,17 +380,17 @@ def run(program: Callable[[Distributed], None], config: DDPConfig) -> int:
     An exception on any rank ends the job: a rank of several that has failed must end its process,
     with this status. One process alone is left as it was.
     """
-    env = Distributed(config)
+    ddp = Distributed(config)
     try:
-        program(setup(env))
-        env.close()
+        program(setup(ddp))
+        ddp.close()
         return 0
     except BaseException as error:  # even SystemExit: the other ranks would hang
         try:
-            return env.fail(error)
+            return ddp.fail(error)
         finally:
-            if env.world_size == 1:
-                env.close()
+            if ddp.world_size == 1:
+                ddp.close()
             else:
                 sys.last_value = error  # or what DDP holds would be freed, which can hang
 
@@ -404,26 +404,26 @@ def library_versions() -> dict[str, str]:
     }
 
 
-def describe(env: Distributed) -> str:
+def describe(ddp: Distributed) -> str:
     """Returns a line for each rank with its host, device, threads and versions, and a note.
 
     That is for a machine, this rank's, whose CPUs other programs need.
     """
-    device = str(env.device)
-    if env.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(env.device)
-        device += f" ({torch.cuda.get_device_name(env.device)}, {free / 2**30:.1f} GB free)"
+    device = str(ddp.device)
+    if ddp.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(ddp.device)
+        device += f" ({torch.cuda.get_device_name(ddp.device)}, {free / 2**30:.1f} GB free)"
     row = {
-        "rank": env.rank,
+        "rank": ddp.rank,
         "host": platform.node(),
         "pid": os.getpid(),
         "device": device,
-        "threads": env.threads,
+        "threads": ddp.threads,
         **library_versions(),
     }
     line = ", ".join(f"{name} {value}" for name, value in row.items())
-    lines = env.gather(line)
+    lines = ddp.gather(line)
     threads = optional("ddp_threads")
-    if env.device.type == "cpu" and threads is not None:
-        lines.append(threads.load_note(torch.get_num_threads(), env.local_world_size))
+    if ddp.device.type == "cpu" and threads is not None:
+        lines.append(threads.load_note(torch.get_num_threads(), ddp.local_world_size))
     return "\n".join(filter(None, lines))

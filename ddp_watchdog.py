@@ -68,15 +68,15 @@ class Watchdog(threading.Thread):
     pause while the job is suspended.
 
     Args:
-        env: a `ddp_setup.Distributed`.
+        ddp: a `ddp_setup.Distributed`.
         has_sigterm: returns whether a SIGTERM has arrived since its last call.
     """
 
-    def __init__(self, env: Any, has_sigterm: Callable[[], bool]):
+    def __init__(self, ddp: Any, has_sigterm: Callable[[], bool]):
         super().__init__(name="watchdog", daemon=True)
-        self.env = env
-        self.store = env.store.clone()  # an own connection: waits on the other would block it
-        shorter = min(env.config.timeout_s, env.config.startup_timeout_s)
+        self.ddp = ddp
+        self.store = ddp.store.clone()  # an own connection: waits on the other would block it
+        shorter = min(ddp.config.timeout_s, ddp.config.startup_timeout_s)
         self.heartbeat_s = max(0.1, min(2.0, shorter / 8))
         self.has_sigterm = has_sigterm
         self.finished = threading.Event()
@@ -95,8 +95,8 @@ class Watchdog(threading.Thread):
         waited = 0  # of these, heartbeats after SIGTERM
         ending = 0  # heartbeats since a rank has recorded why the job ends
         while not self.finished.wait(self.heartbeat_s):
-            stalled = stalled + 1 if heartbeat == self.env.heartbeat else 0
-            heartbeat = self.env.heartbeat
+            stalled = stalled + 1 if heartbeat == self.ddp.heartbeat else 0
+            heartbeat = self.ddp.heartbeat
             # A rank that waits in NCCL for a dead one cannot handle torchrun's SIGTERM.
             told_to_end = told_to_end or self.has_sigterm()
             waited = waited + 1 if told_to_end and stalled else 0
@@ -106,11 +106,11 @@ class Watchdog(threading.Thread):
             limit_s = SIGTERM_AFTER_DEATH_S if silence_s > SILENCE_S else SIGTERM_S
             if waited * self.heartbeat_s > limit_s:
                 reason = f"SIGTERM while it waits in {heartbeat.phase} of step {heartbeat.step}"
-                self.abort(self.env.record_end_reason(f"rank {self.env.rank}: {reason}")[0])
+                self.abort(self.ddp.record_end_reason(f"rank {self.ddp.rank}: {reason}")[0])
             with contextlib.suppress(dist.DistError):  # torchrun is gone, as StopRequest notices
                 state = json.dumps([self.replies, heartbeat])
-                self.store.set(f"heartbeat/{self.env.rank}", state)
-                is_stalled = stalled * self.heartbeat_s >= self.env.limit_s * self.patience
+                self.store.set(f"heartbeat/{self.ddp.rank}", state)
+                is_stalled = stalled * self.heartbeat_s >= self.ddp.limit_s * self.patience
                 if is_stalled or told_to_end:
                     self.observe_ranks()
                 else:
@@ -119,7 +119,7 @@ class Watchdog(threading.Thread):
                     self.check_ranks()
                 ending += self.store.check(["end"])
                 if ending * self.heartbeat_s > GRACE_S:  # the main thread is busy or hangs
-                    self.abort(self.env.record_end_reason("")[0])
+                    self.abort(self.ddp.record_end_reason("")[0])
                 self.replies += 1
         of_store.join()
 
@@ -127,10 +127,10 @@ class Watchdog(threading.Thread):
         """Ends this rank when calls to the store never return, as of an unreachable machine."""
         last, stalled = None, 0
         while not self.finished.wait(self.heartbeat_s):
-            current = (self.replies, self.env.heartbeat)
+            current = (self.replies, self.ddp.heartbeat)
             stalled = stalled + 1 if current == last else 0
             last = current
-            if stalled * self.heartbeat_s > self.env.limit_s:
+            if stalled * self.heartbeat_s > self.ddp.limit_s:
                 self.abort(
                     "no progress, and torchrun's store does not answer: "
                     "its machine is gone or cut off"
@@ -138,7 +138,7 @@ class Watchdog(threading.Thread):
 
     def observe_ranks(self) -> None:
         """Counts the heartbeats since each rank was last heard of, and since it last moved."""
-        keys = [f"heartbeat/{rank}" for rank in range(self.env.world_size)]
+        keys = [f"heartbeat/{rank}" for rank in range(self.ddp.world_size)]
         if not self.seen:
             for key in keys:  # `multi_get` would wait for a rank that has not written
                 self.store.compare_set(key, "", "[-1, [0, -1]]")  # behind all others
@@ -154,7 +154,7 @@ class Watchdog(threading.Thread):
         """Records the ranks furthest behind as the reason to end, if none has moved for long."""
         least = min(seen.heartbeat[:2] for seen in self.seen.values())
         behind = {rank: seen for rank, seen in self.seen.items() if seen.heartbeat[:2] == least}
-        half = self.env.limit_s / 2 / self.heartbeat_s  # in heartbeats
+        half = self.ddp.limit_s / 2 / self.heartbeat_s  # in heartbeats
         found = []
         for rank, seen in behind.items():
             if seen.stalled < half:
@@ -164,21 +164,21 @@ class Watchdog(threading.Thread):
                 f"rank {rank}: {frozen}in {seen.heartbeat.phase} of step {seen.heartbeat.step}"
             )
         reason = (
-            f"no progress for {self.env.limit_s:.0f} s (ddp.timeout_s, ddp.startup_timeout_s): "
+            f"no progress for {self.ddp.limit_s:.0f} s (ddp.timeout_s, ddp.startup_timeout_s): "
             f"{'; '.join(found)}"
         )
-        if self.env.record_end_reason(reason)[1]:
+        if self.ddp.record_end_reason(reason)[1]:
             log_and_print(f"error: {reason}")
 
     def abort(self, reason: str) -> NoReturn:
         stack = "".join(
             traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
         )
-        log_and_print(f"stack of rank {self.env.rank} ({reason}):\n{stack}")
+        log_and_print(f"stack of rank {self.ddp.rank} ({reason}):\n{stack}")
         self.exit_now(reason)
 
     def exit_now(self, reason: str) -> NoReturn:
-        self.env.record_failure(reason)
+        self.ddp.record_failure(reason)
         os._exit(1)  # this is not the main thread
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class Watchdog(threading.Thread):
         self.join()
 
 
-def start_watchdog(env: Any) -> None:
+def start_watchdog(ddp: Any) -> None:
     """Starts the watchdog of a `ddp_setup.Distributed` of torchrun, until that is closed.
 
     It ends a rank without others only after SIGTERM: no rank waits for it, and it may be in a
@@ -195,9 +195,9 @@ def start_watchdog(env: Any) -> None:
     # Or NCCL kills this process when another one dies, before status.json says so.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     signals = Signals()
-    env.cleanup.callback(signals.close)
-    watchdog = Watchdog(env, signals.has_sigterm)
-    if env.world_size == 1:
+    ddp.cleanup.callback(signals.close)
+    watchdog = Watchdog(ddp, signals.has_sigterm)
+    if ddp.world_size == 1:
         watchdog.patience = math.inf
     watchdog.start()
-    env.cleanup.callback(watchdog.close)
+    ddp.cleanup.callback(watchdog.close)

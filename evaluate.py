@@ -35,15 +35,15 @@ def evaluation_batch_size(task: KnockoutTask) -> int:
     return batch_size
 
 
-def split_rows(rows: Tensor, batch_size: int, env: Distributed) -> Sequence[Tensor]:
+def split_rows(rows: Tensor, batch_size: int, ddp: Distributed) -> Sequence[Tensor]:
     """Returns this rank's share of some rows, batch by batch; a batch is spread over the ranks."""
-    rows_of_rank = rows[env.rank :: env.world_size]
-    return rows_of_rank.split(math.ceil(batch_size / env.world_size))
+    rows_of_rank = rows[ddp.rank :: ddp.world_size]
+    return rows_of_rank.split(math.ceil(batch_size / ddp.world_size))
 
 
-def load_batches(dataset: Dataset, rows: Tensor, batch_size: int, env: Distributed) -> DataLoader:
+def load_batches(dataset: Dataset, rows: Tensor, batch_size: int, ddp: Distributed) -> DataLoader:
     """Returns a loader of this rank's share of some rows of a dataset."""
-    return make_loader(dataset, split_rows(rows, batch_size, env), workers=0, device=env.device)
+    return make_loader(dataset, split_rows(rows, batch_size, ddp), workers=0, device=ddp.device)
 
 
 class KeptBatches:
@@ -52,10 +52,10 @@ class KeptBatches:
     Those that fit in `MOST_KEPT` are made, and planned, by the first iteration alone.
     """
 
-    def __init__(self, task: KnockoutTask, rows: Tensor, env: Distributed):
+    def __init__(self, task: KnockoutTask, rows: Tensor, ddp: Distributed):
         self.dataset = task.dataset
-        self.batches = split_rows(rows, evaluation_batch_size(task), env)
-        self.device = env.device
+        self.batches = split_rows(rows, evaluation_batch_size(task), ddp)
+        self.device = ddp.device
         self.kept = []
         self.bytes_left = MOST_KEPT
 
@@ -77,7 +77,7 @@ def predict_rows(
     model: nn.Module,
     task: KnockoutTask,
     rows: Tensor,
-    env: Distributed,
+    ddp: Distributed,
     kept: KeptBatches | None = None,
 ) -> Tensor:
     """Returns the bare model's output of rows of the task on every rank, float64 [n, T, C].
@@ -92,8 +92,8 @@ def predict_rows(
 
     batches = kept
     if batches is None:
-        batches = load_batches(task.dataset, rows, evaluation_batch_size(task), env)
-    return compute_rows(output, batches, (len(rows), *task.output_shape), env)
+        batches = load_batches(task.dataset, rows, evaluation_batch_size(task), ddp)
+    return compute_rows(output, batches, (len(rows), *task.output_shape), ddp)
 
 
 @torch.no_grad()
@@ -101,7 +101,7 @@ def compute_rows(
     function: Callable[[Data], Tensor],
     batches: DataLoader | KeptBatches,
     shape: tuple[int, ...],
-    env: Distributed,
+    ddp: Distributed,
 ) -> Tensor:
     """Returns a function of n rows on every rank, float64 of a shape that begins with n.
 
@@ -109,18 +109,18 @@ def compute_rows(
     this rank's, of a `dataset`. Each row is computed on one rank; the all-reduce adds only zeros to
     it and is therefore exact.
     """
-    values = torch.zeros(shape, dtype=torch.float64, device=env.device)
-    values_of_rank = values[env.rank :: env.world_size]  # a view
+    values = torch.zeros(shape, dtype=torch.float64, device=ddp.device)
+    values_of_rank = values[ddp.rank :: ddp.world_size]  # a view
     start = 0
     num_pieces = 1  # of a batch
-    for batch in progress_bar(batches, "predicting", unit="batch", is_shown=env.rank == 0):
-        with env.phase("evaluation"):
-            if env.stop and env.stop.code():  # all ranks will stop; the result is discarded
+    for batch in progress_bar(batches, "predicting", unit="batch", is_shown=ddp.rank == 0):
+        with ddp.phase("evaluation"):
+            if ddp.stop and ddp.stop.code():  # all ranks will stop; the result is discarded
                 break
-            of_batch, num_pieces = in_pieces(function, batch, num_pieces, batches.dataset, env)
+            of_batch, num_pieces = in_pieces(function, batch, num_pieces, batches.dataset, ddp)
             values_of_rank[start : start + len(of_batch)] = of_batch
             start += len(of_batch)
-    return env.sum(values).cpu()
+    return ddp.sum(values).cpu()
 
 
 def in_pieces(
@@ -128,7 +128,7 @@ def in_pieces(
     batch: Data,
     num_pieces: int,
     dataset: Dataset,
-    env: Distributed,
+    ddp: Distributed,
 ) -> tuple[Tensor, int]:
     """Returns a function of a batch of the dataset, computed in pieces, and their number.
 
@@ -140,7 +140,7 @@ def in_pieces(
         if num_pieces > 1:
             pieces = (dataset.__getitems__(piece.tolist()) for piece in rows.chunk(num_pieces))
         try:
-            values = [function(piece.to(env.device, non_blocking=True)) for piece in pieces]
+            values = [function(piece.to(ddp.device, non_blocking=True)) for piece in pieces]
             return torch.cat(values), num_pieces
         except torch.OutOfMemoryError:
             if num_pieces >= len(rows):

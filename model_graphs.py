@@ -40,7 +40,7 @@ SHARE_OF_MEMORY = 0.1  # of what is free, the most that messages of a fixed shap
 warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
 
 
-def capture(steps: Any, state: Any, task: Any, sampler: Any, env: Any) -> Any:
+def capture(steps: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> Any:
     """Captures training steps on a GPU, and returns what they are made of.
 
     Where that is not possible on all ranks, steps stay eager, and the note says why. Parameters,
@@ -51,7 +51,7 @@ def capture(steps: Any, state: Any, task: Any, sampler: Any, env: Any) -> Any:
         state: the `TrainState` of that model.
         task: a `task.KnockoutTask`, whose dataset and loss are those of training.
         sampler: the `data_loader.StepSampler` of the training batches.
-        env: this rank's `ddp_setup.Distributed`.
+        ddp: this rank's `ddp_setup.Distributed`.
     """
     model = state.model
     graphed = None
@@ -60,15 +60,15 @@ def capture(steps: Any, state: Any, task: Any, sampler: Any, env: Any) -> Any:
         num_rows = min(sampler.batch_size, len(sampler.rows))
         size = math.ceil(num_rows / (sampler.num_replicas * sampler.accumulate))
         shape = FixedShape.of_rows(task.dataset, sampler.rows.long(), size)
-        obstacle = obstacle_of_memory(shape, task, env)
+        obstacle = obstacle_of_memory(shape, task, ddp)
     if not obstacle:
         dataset = replace(task.dataset, transform=shape)
         rows_of_batches = (sampler.rows[:size], sampler.rows[-size:])
-        batches = [task.dataset.__getitems__(rows).to(env.device) for rows in rows_of_batches]
-        padded = [dataset.__getitems__(rows).to(env.device) for rows in rows_of_batches]
-        with env.phase("capturing"), undone(model, env.device_ids or []):
+        batches = [task.dataset.__getitems__(rows).to(ddp.device) for rows in rows_of_batches]
+        padded = [dataset.__getitems__(rows).to(ddp.device) for rows in rows_of_batches]
+        with ddp.phase("capturing"), undone(model, ddp.device_ids or []):
             graphed, obstacle = try_to_capture(model, task, batches, padded)
-    obstacle = next(filter(None, env.gather(obstacle)), "")  # a rank alone would be in other steps
+    obstacle = next(filter(None, ddp.gather(obstacle)), "")  # a rank alone would be in other steps
     if obstacle:
         return steps._replace(note=f"; no CUDA graphs, as {obstacle}")
     update = GraphedUpdate(steps.update, state)
@@ -156,9 +156,9 @@ class PackedBatch:
         return batch
 
 
-def obstacle_of_memory(shape: FixedShape, task: Any, env: Any) -> str:
+def obstacle_of_memory(shape: FixedShape, task: Any, ddp: Any) -> str:
     """Returns that messages of a fixed shape would take too much memory, "" if they would not."""
-    free, _ = mem_get_info(env.device)
+    free, _ = mem_get_info(ddp.device)
     num_messages = len(task.graph.relations) * shape.num_perturbed + shape.num_out_edges
     size = num_messages * task.config.model.hidden * task.graph.edge_weight.element_size()
     if size <= SHARE_OF_MEMORY * free:

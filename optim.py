@@ -60,11 +60,11 @@ class OptimConfig:
 
 
 def build_optimizer(
-    model: nn.Module, optim: OptimConfig, env: Distributed
+    model: nn.Module, optim: OptimConfig, ddp: Distributed
 ) -> torch.optim.Optimizer:
     """Returns AdamW, whose state `optim.zero` shards over ranks."""
     groups = parameter_groups(model, optim)
-    if optim.zero and env.is_distributed:
+    if optim.zero and ddp.is_distributed:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # takes half a second
 
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=optim.lr, fused=True)

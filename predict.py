@@ -192,22 +192,22 @@ def choose_gpus(device: str) -> list[int]:
     return [int(number) for number in device.removeprefix("cuda:").split(",")]
 
 
-def predict(settings: Settings, env: Distributed) -> None:
+def predict(settings: Settings, ddp: Distributed) -> None:
     """Writes what the command line asks for; raises `UserError` on every rank."""
-    with env.sync_errors():
+    with ddp.sync_errors():
         hashes = settings.hashes()
-    env.check_equal({**hashes, **library_versions()})
-    with env.sync_errors():
-        ensemble = Ensemble(settings.runs, env)
+    ddp.check_equal({**hashes, **library_versions()})
+    with ddp.sync_errors():
+        ensemble = Ensemble(settings.runs, ddp)
         settings.explain = min(settings.explain, len(ensemble.tables.genes))
-        is_first = env.rank == 0
+        is_first = ddp.rank == 0
         survey = survey_sets(settings.table, ensemble.tables, *settings.rows, has_bar=is_first)
         if settings.parts:
             ensemble.check_parts()
         explainer = explainer_of(ensemble) if settings.explain else None
         if not settings.explain:
             check_names(ensemble.columns(settings.parts))
-    env.check_equal(code_digests())  # with the modules that the models need
+    ddp.check_equal(code_digests())  # with the modules that the models need
     for note in survey.notes:
         log.warning(f"note      {note}")
     if survey.unknown:
@@ -249,14 +249,14 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explaine
     output = settings.output(kind)
     header = "\t".join(["genes", *columns]) + "\n"
     key = ""
-    with ensemble.env.sync_errors():
-        if ensemble.env.rank == 0:  # which alone writes
+    with ensemble.ddp.sync_errors():
+        if ensemble.ddp.rank == 0:  # which alone writes
             key = settings.key()
-    table = GrowingTable(output, header, key, lines_per_row, ensemble.env)
+    table = GrowingTable(output, header, key, lines_per_row, ensemble.ddp)
     if table.num_rows:
         log.info(f"{output} goes on after {table.num_rows:,} of {survey.num_rows:,} rows")
     bar = progress_bar(
-        survey.num_rows, kind, " rows", table.num_rows, is_shown=ensemble.env.rank == 0
+        survey.num_rows, kind, " rows", table.num_rows, is_shown=ensemble.ddp.rank == 0
     )
     first, last = settings.rows
     first += table.num_rows
@@ -273,7 +273,7 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explaine
             lines_asked = islice(lines, asked.start * lines_per_row, asked.stop * lines_per_row)
             table.append(lines_asked, len(asked))
             num_beyond += count_beyond(chunk, asked, ranges)
-            ensemble.env.step_done(table.num_rows)
+            ensemble.ddp.step_done(table.num_rows)
             bar.update(len(asked))
         table.finish()
     for kind, count in zip(BEYOND, num_beyond.tolist(), strict=True):

@@ -131,21 +131,21 @@ class Ensemble:
 
     Args:
         runs: one or more.
-        env: the ranks.
+        ddp: the ranks.
 
     Raises:
         UserError: a run does not go with the first.
     """
 
-    def __init__(self, runs: Sequence[Run], env: Distributed):
+    def __init__(self, runs: Sequence[Run], ddp: Distributed):
         first = runs[0]
         for run in runs[1:]:
             check_same(first, run)
-        self.env = env
+        self.ddp = ddp
         self.tables = Tables.of_graph(first.graph)
         dtypes = [run.config.optim.dtype for run in runs]
         dtype = max(dtypes, key=lambda dtype: dtype.itemsize)  # all models predict in the widest
-        self.graph = SharedGraph(self.tables.graph()).to(env.device, dtype)
+        self.graph = SharedGraph(self.tables.graph()).to(ddp.device, dtype)
         self.files = [run.file for run in runs]
         self.tasks = []
         self.models = []
@@ -154,7 +154,7 @@ class Ensemble:
             model = task.build_model()
             load_model(model, run.checkpoint)
             self.tasks.append(task)
-            self.models.append(model.to(env.device, dtype).eval())
+            self.models.append(model.to(ddp.device, dtype).eval())
             edited = other_code(run.checkpoint, code_digests())
             if edited:
                 log.warning(f"note      {run.file} was trained with {edited}")
@@ -239,13 +239,13 @@ class Ensemble:
             num_columns = len(criterion.columns)
             if with_parts:
                 batch_size = evaluation_batch_size(task)
-                batches = load_batches(task.dataset, rows, batch_size, self.env)
+                batches = load_batches(task.dataset, rows, batch_size, self.ddp)
                 names = self.parts
                 shape = (len(rows), len(self.targets), num_columns + len(names))
                 function = partial(predict_parts, model, task, names)
-                values = compute_rows(function, batches, shape, self.env)
+                values = compute_rows(function, batches, shape, self.ddp)
             else:
-                values = predict_rows(model, task, rows, self.env)
+                values = predict_rows(model, task, rows, self.ddp)
             output, parts = values.tensor_split([num_columns], dim=2)
             of_models.append((criterion.predictions(output), parts))
         return of_models

@@ -332,7 +332,7 @@ class Explainer:
         dataset = KnockoutDataset(samples, graph.degree, out_degree=graph.out_degree)
         rows = torch.arange(len(samples.y))
         batch_size = evaluation_batch_size(ensemble.tasks[0])
-        batches = load_batches(dataset, rows, batch_size, ensemble.env)
+        batches = load_batches(dataset, rows, batch_size, ensemble.ddp)
         units = [task.criterion.std for task in ensemble.tasks]
         widths = [math.prod(field.shape[3:]) for field in none]
 
@@ -345,7 +345,7 @@ class Explainer:
 
         shape = (len(rows), len(ensemble.targets), number, sum(widths))
         with ensemble.lock:
-            numbers = compute_rows(as_numbers, batches, shape, ensemble.env)
+            numbers = compute_rows(as_numbers, batches, shape, ensemble.ddp)
         fields = []
         for field, columns in zip(none, numbers.split(widths, dim=3), strict=True):
             fields.append(columns.reshape(len(rows), *field.shape[1:]).to(field.dtype))

@@ -22,24 +22,24 @@ class GrowingTable:
     another key is in the way.
     """
 
-    def __init__(self, path: Path, header: str, key: str, lines_per_row: int, env: Distributed):
+    def __init__(self, path: Path, header: str, key: str, lines_per_row: int, ddp: Distributed):
         self.path = path
         self.partial = Path(f"{path}.{key}.partial")
         self.header = header
-        self.env = env
+        self.ddp = ddp
         self.num_rows = 0
         self.is_finished = False
         with self._shared_errors():
-            if env.rank == 0:
+            if ddp.rank == 0:
                 self._check_others()
                 self.file = self._lock_partial()
                 self.num_rows = self._cut_to_whole_rows(lines_per_row)
-        self.num_rows = env.broadcast(self.num_rows)
+        self.num_rows = ddp.broadcast(self.num_rows)
 
     def append(self, lines: Iterable[str], num_rows: int) -> None:
         """Writes rows, whose lines have their ends; raises `UserError` on every rank."""
         with self._shared_errors():
-            if self.env.rank == 0:
+            if self.ddp.rank == 0:
                 if not self.num_rows:
                     self.file.write(self.header.encode())
                 self.file.writelines(line.encode() for line in lines)
@@ -49,13 +49,13 @@ class GrowingTable:
     def finish(self) -> None:
         """Gives the file its name; raises `UserError` on every rank."""
         with self._shared_errors():
-            if self.env.rank == 0:
+            if self.ddp.rank == 0:
                 self.partial.rename(self.path)
                 self.is_finished = True
 
     def close(self) -> None:
         """Ends writing, and removes a file without rows, from which nobody would go on."""
-        if self.env.rank == 0:
+        if self.ddp.rank == 0:
             with contextlib.suppress(OSError):  # the disk may be full
                 if not (self.is_finished or os.fstat(self.file.fileno()).st_size):
                     self.partial.unlink()
@@ -65,7 +65,7 @@ class GrowingTable:
     def _shared_errors(self) -> Iterator[None]:
         """Turns a failure to write of rank 0 into a `UserError` on every rank."""
         explain = explain_write_errors(self.path, UserError, "change the working folder")
-        with self.env.sync_errors(), explain:
+        with self.ddp.sync_errors(), explain:
             yield
 
     def _check_others(self) -> None:

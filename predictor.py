@@ -70,14 +70,14 @@ class Predictor:
     def __init__(self, *runs: str | Path, device: torch.device | str | None = None):
         if not runs:
             raise UserError("no run is named: Predictor('runs/NAME')")
-        env = Distributed(DDPConfig())
-        env.is_distributed = False
+        ddp = Distributed(DDPConfig())
+        ddp.is_distributed = False
         default = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            env.device = torch.empty(0, device=device or default).device
+            ddp.device = torch.empty(0, device=device or default).device
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"device={device!r}: {str(error).splitlines()[0]}") from None
-        self.ensemble = Ensemble([read_run(run) for run in runs], env)
+        self.ensemble = Ensemble([read_run(run) for run in runs], ddp)
 
     @property
     def tables(self) -> Tables:

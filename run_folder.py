@@ -83,13 +83,13 @@ class RunFolder:
     def __init__(
         self,
         config: Any,
-        env: Distributed,
+        ddp: Distributed,
         origin: dict[str, Any],
         metric: str,
         rivals: Sequence[str] = (),
     ):
         self.config = config
-        self.env = env
+        self.ddp = ddp
         self.origin = origin | {"free_options": config.free_options()}
         self.metric = metric
         self.rivals = rivals
@@ -108,8 +108,8 @@ class RunFolder:
         The arguments are those of the class.
         """
         folder = cls(*arguments)
-        with folder.env.sync_errors():
-            if folder.env.rank == 0:
+        with folder.ddp.sync_errors():
+            if folder.ddp.rank == 0:
                 with explain_write_errors(folder.path, UserError):
                     folder.checkpoints.mkdir(parents=True, exist_ok=True)
                     folder._lock()
@@ -118,7 +118,7 @@ class RunFolder:
 
     def _lock(self) -> None:
         """Waits for ranks of a killed torchrun and their DataLoader workers, which take seconds."""
-        self.lock = self.env.cleanup.enter_context((self.path / "log.rank0.txt").open("a"))
+        self.lock = self.ddp.cleanup.enter_context((self.path / "log.rank0.txt").open("a"))
         for _ in range(100):
             with contextlib.suppress(BlockingIOError):
                 lock_file(self.lock)
@@ -129,11 +129,11 @@ class RunFolder:
         )
 
     def _log_to_file(self) -> None:
-        handler = logging.FileHandler(self.path / f"log.rank{self.env.rank}.txt", encoding="utf-8")
+        handler = logging.FileHandler(self.path / f"log.rank{self.ddp.rank}.txt", encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logging.getLogger().addHandler(handler)
-        self.env.cleanup.callback(handler.close)
-        self.env.cleanup.callback(logging.getLogger().removeHandler, handler)
+        self.ddp.cleanup.callback(handler.close)
+        self.ddp.cleanup.callback(logging.getLogger().removeHandler, handler)
 
     def resume(self, state: TrainState, steps_per_epoch: int) -> None:
         """Brings the state to where the run was, or to where it starts, and starts the files.
@@ -143,8 +143,8 @@ class RunFolder:
         those of the steps that were made, and none is left to make.
         """
         checkpoint = None
-        with self.env.sync_errors():
-            if self.env.rank == 0:
+        with self.ddp.sync_errors():
+            if self.ddp.rank == 0:
                 checkpoint = self.newest_checkpoint()
                 init = self.config.run.init
                 if checkpoint is not None:
@@ -153,19 +153,19 @@ class RunFolder:
                     from run_transfer import take_parameters
 
                     take_parameters(state.model, read_checkpoint(init), self.origin)
-        checkpoint = self.env.broadcast(checkpoint)
+        checkpoint = self.ddp.broadcast(checkpoint)
         is_trained = False
         if checkpoint is not None:
             state.load_state_dict(checkpoint, self.config.optim.precision)
         self.saved = {"step": state.step, "epoch": state.epoch}
-        with self.env.sync_errors():
-            if self.env.rank == 0 and state.step > 0:
+        with self.ddp.sync_errors():
+            if self.ddp.rank == 0 and state.step > 0:
                 is_trained = self._compare_steps(state, checkpoint, steps_per_epoch)
-        self.env.heartbeat = self.env.heartbeat._replace(step=state.step)
-        ranks = describe(self.env)
-        with self.env.sync_errors():
+        self.ddp.heartbeat = self.ddp.heartbeat._replace(step=state.step)
+        ranks = describe(self.ddp)
+        with self.ddp.sync_errors():
             self._start_files(state, ranks, is_trained)
-            if self.env.rank == 0 and state.best is not None:
+            if self.ddp.rank == 0 and state.best is not None:
                 self._restore_best(checkpoint, state, steps_per_epoch)
 
     def _check_is_same_run(self, checkpoint: dict[str, Any]) -> None:
@@ -253,20 +253,20 @@ class RunFolder:
         A run that `is_trained` to its end keeps its test.tsv and what analyse.py made of it.
         """
         with explain_write_errors(self.path, UserError):
-            if self.env.rank != 0:
+            if self.ddp.rank != 0:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._log_to_file()
                 return
             options = yaml.safe_dump(self.origin["config"], sort_keys=False)
             write_atomically(self.path / "config.yaml", [options])
-            write_atomically(self.path / "environment.txt", [environment(self.env.command, ranks)])
+            write_atomically(self.path / "environment.txt", [environment(self.ddp.command, ranks)])
             if not is_trained:
                 for name in ("test.tsv", "test.json", "test.svg"):  # of an earlier end
                     (self.path / name).unlink(missing_ok=True)
             self._open_metrics(state)
         is_resumed = state.step > 0 or state.best is not None
         self.event("resumed" if is_resumed else "started", state)
-        self.env.on_failure = lambda reason: self.event("failed", state, reason)
+        self.ddp.on_failure = lambda reason: self.event("failed", state, reason)
         log.info(ranks)
         start = f"resumed at step {state.step}" if is_resumed else "from the start"
         log.info(f"run       {self.path}, {start}")
@@ -297,8 +297,8 @@ class RunFolder:
         Runs on the same graph share one file, where the disk has links.
         """
         path = self.path / "graph.pt"
-        with self.env.sync_errors(), explain_write_errors(path, UserError):
-            if self.env.rank != 0:
+        with self.ddp.sync_errors(), explain_write_errors(path, UserError):
+            if self.ddp.rank != 0:
                 return
             content = {"graph": self.origin["graph"], **fields}
             cache_dir = self.config.data.cache_dir
@@ -324,7 +324,7 @@ class RunFolder:
                 if is_past or row["kind"] == "event":
                     self.rows.append(row)
         write_atomically(path, (json.dumps(row) + "\n" for row in self.rows))
-        self.metrics = self.env.cleanup.enter_context(path.open("a"))
+        self.metrics = self.ddp.cleanup.enter_context(path.open("a"))
 
     # ---- Writing ---------------------------------------------------------------------------------
     def write(self, kind: str, state: TrainState, **values: Any) -> None:
@@ -332,7 +332,7 @@ class RunFolder:
 
         A val row also redraws curves.svg.
         """
-        if self.env.rank != 0:
+        if self.ddp.rank != 0:
             return
         epoch = state.epoch + 1 if kind == "train" else state.epoch
         row = {"kind": kind, "step": state.step, "epoch": epoch, **values}
@@ -356,8 +356,8 @@ class RunFolder:
         """
         if hasattr(state.optimizer, "consolidate_state_dict"):  # ZeRO
             state.optimizer.consolidate_state_dict()  # each rank holds a shard
-        with self.env.sync_errors(phase="save"):
-            if self.env.rank != 0:
+        with self.ddp.sync_errors(phase="save"):
+            if self.ddp.rank != 0:
                 return
             checkpoint = state.state_dict() | self.origin
             name = first_nonfinite(checkpoint["model"])
@@ -383,7 +383,7 @@ class RunFolder:
 
     def event(self, event: str, state: TrainState, reason: str = "") -> None:
         """Records started, resumed, stopped, failed or finished in status.json and the metrics."""
-        if self.env.rank != 0:
+        if self.ddp.rank != 0:
             return
         self.write_status(event, reason)
         self.write(
@@ -392,12 +392,12 @@ class RunFolder:
             event=event,
             reason=reason,
             time=time.time(),
-            world_size=self.env.world_size,
+            world_size=self.ddp.world_size,
         )
 
     def write_status(self, event: str, reason: str = "") -> None:
         """Writes status.json, with the step of the last checkpoint and the warnings so far."""
-        if self.env.rank != 0:
+        if self.ddp.rank != 0:
             return
         status = "running" if event in ("started", "resumed") else event
         row = {"state": status, **self.saved, "reason": reason, "warnings": kept_warnings.texts}
@@ -410,8 +410,8 @@ class RunFolder:
         A collective; raises `RunError` on every rank.
         """
         path = self.path / "test.tsv"
-        with self.env.sync_errors(phase="save"), explain_write_errors(path):
-            if self.env.rank == 0:
+        with self.ddp.sync_errors(phase="save"), explain_write_errors(path):
+            if self.ddp.rank == 0:
                 write_atomically(path, lines)
         self.write("test", state, **test, best_step=state.best["step"])
         self.event("finished", state)
@@ -449,7 +449,7 @@ class RunFolder:
         if not num_steps:
             yield
             return
-        file = str(self.path / f"trace.rank{self.env.rank}.json")
+        file = str(self.path / f"trace.rank{self.ddp.rank}.json")
         schedule = torch.profiler.schedule(wait=1, warmup=2, active=num_steps, repeat=1)
         self.profiler = torch.profiler.profile(
             schedule=schedule, on_trace_ready=lambda profiler: profiler.export_chrome_trace(file)
@@ -460,7 +460,7 @@ class RunFolder:
     def show_progress(self, num_steps: int) -> None:
         """Starts `progress`, whose bar and time left are of the steps that this process makes."""
         is_at_most = self.config.optim.patience > 0
-        self.progress = RunProgress(num_steps, is_at_most, is_shown=self.env.rank == 0)
+        self.progress = RunProgress(num_steps, is_at_most, is_shown=self.ddp.rank == 0)
 
     def profile_step(self) -> None:
         """Tells the profiler, if there is one, that a step has ended."""

@@ -53,10 +53,10 @@ class KnockoutTask:
     rivals: dict[str, Tensor] = field(default_factory=dict)  # predictions of all rows, [n, T] each
 
     @classmethod
-    def load(cls, config: Config, env: Distributed) -> "KnockoutTask":
+    def load(cls, config: Config, ddp: Distributed) -> "KnockoutTask":
         """Returns the task of the tables that `config` names; wrong input raises on every rank."""
-        with env.sync_errors():
-            return cls.from_tables(data.load(config.data), config, env.device)
+        with ddp.sync_errors():
+            return cls.from_tables(data.load(config.data), config, ddp.device)
 
     @classmethod
     def from_tables(

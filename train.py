@@ -64,72 +64,72 @@ class TrainingSteps(NamedTuple):
     note: str = ""  # for the log
 
 
-def train(config: Config, env: Distributed) -> None:
+def train(config: Config, ddp: Distributed) -> None:
     """Trains or resumes a run.
 
     On every rank, raises `UserError` for wrong input and `RunError` for a later failure.
     """
     optim = config.optim
     if config.run.deterministic:
-        env.cleanup.enter_context(deterministic_algorithms())
-    task = KnockoutTask.load(config, env)
+        ddp.cleanup.enter_context(deterministic_algorithms())
+    task = KnockoutTask.load(config, ddp)
     torch.manual_seed(config.run.seed)
-    model = task.build_model().to(env.device, optim.dtype)
+    model = task.build_model().to(ddp.device, optim.dtype)
     task.check_plan(model)
-    optimizer = build_optimizer(model, optim, env)
-    scaler = torch.amp.GradScaler(env.device.type, enabled=optim.precision == "fp16")
+    optimizer = build_optimizer(model, optim, ddp)
+    scaler = torch.amp.GradScaler(ddp.device.type, enabled=optim.precision == "fp16")
     state = TrainState(model, optimizer, scaler)
     code = code_digests("train", "mask_copies", "model_graphs")  # which may be loaded later
     shared = {**config.shared_options(), "data (hash)": task.fingerprint}
-    env.check_equal({**library_versions(), **code, **shared})
+    ddp.check_equal({**library_versions(), **code, **shared})
 
     sampler = StepSampler(  # a DistributedSampler whose steps are the same on any number of ranks
         task.rows("train"),
         config.data.batch_size,
         accumulate=optim.accumulate,
-        world_size=env.world_size,
-        rank=env.rank,
+        world_size=ddp.world_size,
+        rank=ddp.rank,
         seed=config.run.seed,
     )
     origin = {**task.origin(), "code": code}
-    folder = RunFolder.open(config, env, origin, first_metric(), list(task.rivals))
+    folder = RunFolder.open(config, ddp, origin, first_metric(), list(task.rivals))
     folder.resume(state, sampler.steps_per_epoch)
     if task.graph is not None:
         folder.write_graph(task.tables.graph_fields())
-    env.stop_on_request(folder.path / "STOP")
+    ddp.stop_on_request(folder.path / "STOP")
     steps = TrainingSteps(model, task.dataset, update_parameters)
     if task.captures_steps:
         from model_graphs import capture
 
         # No loader may run yet: where another thread allocates memory while
         # torch.cuda.make_graphed_callables captures, the capture fails.
-        steps = capture(steps, state, task, sampler, env)
-    train_loader = make_loader(steps.dataset, sampler, config.data.workers, env.device)
-    val_batches = KeptBatches(task, task.rows("val"), env)
-    if env.is_distributed:
+        steps = capture(steps, state, task, sampler, ddp)
+    train_loader = make_loader(steps.dataset, sampler, config.data.workers, ddp.device)
+    val_batches = KeptBatches(task, task.rows("val"), ddp)
+    if ddp.is_distributed:
         ddp_model = DistributedDataParallel(
-            env.prepare_for_ddp(steps.model), device_ids=env.device_ids, **config.ddp.options
+            ddp.prepare_for_ddp(steps.model), device_ids=ddp.device_ids, **config.ddp.options
         )
-        order_buckets(ddp_model, task, env)
+        order_buckets(ddp_model, task, ddp)
         steps = steps._replace(model=ddp_model)
-    log_plan(task, model, steps, sampler, env)
+    log_plan(task, model, steps, sampler, ddp)
     folder.write_status("started")
     folder.show_progress(sampler.steps_per_epoch * optim.epochs - state.step)
     try:
         if state.best is None:
             # Where training starts is a candidate, too.
-            validate(task, state, folder, val_batches, env)
+            validate(task, state, folder, val_batches, ddp)
         # On a GPU, a graph is captured in the third step, while the profiler warms up: with CUDA
         # before 12.6, its CUPTI may crash.
         with folder.profile():
             while not state.is_trained(optim.epochs, optim.patience, sampler.steps_per_epoch):
                 first_step = state.step - state.epoch * sampler.steps_per_epoch
                 sampler.set_epoch(state.epoch, first_step=first_step)
-                train_epoch(task, state, steps, folder, train_loader, env)
-                validate(task, state, folder, val_batches, env)
+                train_epoch(task, state, steps, folder, train_loader, ddp)
+                validate(task, state, folder, val_batches, ddp)
         option = "epochs" if state.epoch >= optim.epochs else "patience"
         log.info(f"trained   {state.epoch} epochs: raise optim.{option} to train on")
-        test(task, state, folder, env)
+        test(task, state, folder, ddp)
     except StopTraining as stop:  # raised on every rank after the same step
         folder.stop(state, stop.reason)
     folder.repeat_warnings()
@@ -141,7 +141,7 @@ def train_epoch(
     steps: TrainingSteps,
     folder: RunFolder,
     loader: DataLoader,
-    env: Distributed,
+    ddp: Distributed,
 ) -> None:
     """Trains an epoch, or the rest of one that was interrupted.
 
@@ -152,7 +152,7 @@ def train_epoch(
     optim = config.optim
     sampler = loader.batch_sampler
     total_steps = sampler.steps_per_epoch * optim.epochs
-    meter = Meter(task, env)
+    meter = Meter(task, ddp)
     batches = iter(loader)
     state.model.train()
     steps_left = range(sampler.first_step, sampler.steps_per_epoch)
@@ -161,14 +161,14 @@ def train_epoch(
         lr_factor = schedule(state.step, total_steps, optim)
         set_learning_rates(state.optimizer, lr_factor)
         rows = sampler.rows_in_step(step_in_epoch)
-        norm_and_scale = train_step(task, state, steps, batches, len(rows), meter, env)
+        norm_and_scale = train_step(task, state, steps, batches, len(rows), meter, ddp)
         meter.count(len(rows), task.dataset.total_weight(rows), norm_and_scale)
         state.step += 1
         folder.profile_step()
-        env.step_done(state.step)
+        ddp.step_done(state.step)
 
         is_last = step_in_epoch == sampler.steps_per_epoch - 1
-        reason = env.stop_reason(at_once=False)
+        reason = ddp.stop_reason(at_once=False)
         save_now = state.step % config.checkpoint.every_steps == 0 and not is_last
         log_now = state.step % config.log.every_steps == 0
         if reason or save_now or log_now or is_last:
@@ -190,7 +190,7 @@ def train_step(
     batches: Iterator[Data],
     num_rows: int,
     meter: "Meter",
-    env: Distributed,
+    ddp: Distributed,
 ) -> Tensor:
     """Makes one step of the optimiser, from `optim.accumulate` batches on each rank.
 
@@ -199,24 +199,24 @@ def train_step(
     """
     optim = task.config.optim
     ddp_model = steps.model
-    seed = seed_step(task.config.run.seed, state.step, env)
+    seed = seed_step(task.config.run.seed, state.step, ddp)
     # The loss of a step is the mean over its rows and scores; world_size undoes DDP's mean over
     # ranks.
-    loss_factor = env.world_size / (num_rows * task.num_targets)
+    loss_factor = ddp.world_size / (num_rows * task.num_targets)
     for micro_step in range(optim.accumulate):
-        with env.phase("data"):
-            batch = next(batches).to(env.device, non_blocking=True)
+        with ddp.phase("data"):
+            batch = next(batches).to(ddp.device, non_blocking=True)
             batch.seed = seed
         is_last = micro_step == optim.accumulate - 1
         # Only the last micro-batch of a step all-reduces the gradients.
-        with nullcontext() if is_last or not env.is_distributed else ddp_model.no_sync():
-            with env.phase("forward"), autocast(optim, env):
+        with nullcontext() if is_last or not ddp.is_distributed else ddp_model.no_sync():
+            with ddp.phase("forward"), autocast(optim, ddp):
                 output = ddp_model(task.graph, batch)
-            with env.phase("backward"):
+            with ddp.phase("backward"):
                 loss = task.loss(output, batch)  # of each score
                 state.scaler.scale(loss.sum() * loss_factor).backward()
         meter.add_loss(loss.detach())
-    with env.phase("optimiser"):
+    with ddp.phase("optimiser"):
         return steps.update(state, optim.clip or math.inf)
 
 
@@ -242,21 +242,21 @@ def validate(
     state: TrainState,
     folder: RunFolder,
     val_batches: KeptBatches,
-    env: Distributed,
+    ddp: Distributed,
 ) -> None:
     """Validates the state after an epoch, and saves it; the best one so far is best.pt.
 
     Raises `StopTraining` on every rank, with the state saved as not validated.
     """
-    output = predict_rows(state.model, task, task.rows("val"), env, val_batches)
-    reason = env.stop_reason()
+    output = predict_rows(state.model, task, task.rows("val"), ddp, val_batches)
+    reason = ddp.stop_reason()
     if reason:
         folder.save(state)
         raise StopTraining(reason)
     val = task.metrics("val", output)
     if state.best is not None:  # the first validation is of where training starts
         state.epoch += 1
-    is_best = env.broadcast(state.best is None or quality(val) > quality(state.best))
+    is_best = ddp.broadcast(state.best is None or quality(val) > quality(state.best))
     if is_best:
         state.best = {"step": state.step, **val}
         state.best_model = copy.deepcopy(state.model.state_dict())
@@ -267,11 +267,11 @@ def validate(
     log.info("  ".join(filter(None, texts)))
 
 
-def test(task: KnockoutTask, state: TrainState, folder: RunFolder, env: Distributed) -> None:
+def test(task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Distributed) -> None:
     """Tests the best model, and ends the run; raises `StopTraining` on every rank."""
     state.model.load_state_dict(state.best_model)
-    output = predict_rows(state.model, task, task.rows("test"), env)
-    reason = env.stop_reason()
+    output = predict_rows(state.model, task, task.rows("test"), ddp)
+    reason = ddp.stop_reason()
     if reason:
         raise StopTraining(reason)
     result = task.metrics("test", output)
@@ -291,21 +291,21 @@ class Meter:
     It does not wait for the device before `read`.
     """
 
-    def __init__(self, task: KnockoutTask, env: Distributed):
+    def __init__(self, task: KnockoutTask, ddp: Distributed):
         self.num_targets = task.num_targets
         self.optim = task.config.optim
-        self.env = env
+        self.ddp = ddp
         self.restart()
 
     def restart(self) -> None:
         self.start = time.perf_counter()
         # Sums for each score: of this rank's losses, and of the weights over all ranks.
-        self.loss = torch.zeros(self.num_targets, dtype=torch.float64, device=self.env.device)
+        self.loss = torch.zeros(self.num_targets, dtype=torch.float64, device=self.ddp.device)
         self.weight = torch.zeros(self.num_targets, dtype=torch.float64)
         self.num_samples = 0
-        self.loss_of_step = torch.zeros((), device=self.env.device)  # of this rank, all scores
+        self.loss_of_step = torch.zeros((), device=self.ddp.device)  # of this rank, all scores
         self.steps = []  # norm, scale and loss of each
-        self.env.seconds.clear()
+        self.ddp.seconds.clear()
 
     def add_loss(self, loss: Tensor) -> None:
         """Adds this rank's losses in a micro-batch, of each score [T]."""
@@ -327,11 +327,11 @@ class Meter:
         num_steps = len(self.steps)
         elapsed = time.perf_counter() - self.start
         steps = torch.stack(self.steps)
-        losses = self.env.sum(torch.cat([self.loss, steps[:, 2]])).cpu()  # waits for the device
+        losses = self.ddp.sum(torch.cat([self.loss, steps[:, 2]])).cpu()  # waits for the device
         loss_of_scores, steps[:, 2] = losses.split([self.num_targets, num_steps])
         self._count_skipped(steps.tolist(), state)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
-        if self.env.device.type == "cuda":
+        if self.ddp.device.type == "cuda":
             memory = torch.cuda.max_memory_reserved()  # with what graphs keep for their replays
         mean_of_score = loss_of_scores / self.weight
         row = {
@@ -339,7 +339,7 @@ class Meter:
             "grad_norm": steps[-1, 0].item(),
             "skipped": state.skipped,
             "samples_per_s": round(self.num_samples / elapsed, 1),
-            "data_ms": round(1e3 * self.env.seconds["data"] / num_steps, 3),
+            "data_ms": round(1e3 * self.ddp.seconds["data"] / num_steps, 3),
             "step_ms": round(1e3 * elapsed / num_steps, 3),
             "memory_mb": round(memory / 2**20, 1),
         }
@@ -383,33 +383,33 @@ def deterministic_algorithms() -> Iterator[None]:
             logging.captureWarnings(False)
 
 
-def autocast(optim: OptimConfig, env: Distributed) -> torch.autocast:
+def autocast(optim: OptimConfig, ddp: Distributed) -> torch.autocast:
     """Returns the context of a forward pass in optim.precision."""
     dtype = optim.autocast_dtype
-    return torch.autocast(env.device.type, dtype, enabled=dtype is not None)
+    return torch.autocast(ddp.device.type, dtype, enabled=dtype is not None)
 
 
-def seed_step(seed: int, step: int, env: Distributed) -> Tensor:
+def seed_step(seed: int, step: int, ddp: Distributed) -> Tensor:
     """Returns the seed of all that the model draws in a step, long [], equal on all ranks.
 
     It also seeds torch, for layers that draw by rank, so that checkpoints need no generator state.
     """
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=7).digest()
     step_seed = int.from_bytes(digest, "big")
-    torch.manual_seed(step_seed + env.rank)
-    return torch.full((), step_seed, device=env.device)
+    torch.manual_seed(step_seed + ddp.rank)
+    return torch.full((), step_seed, device=ddp.device)
 
 
-def order_buckets(ddp_model: nn.Module, task: KnockoutTask, env: Distributed) -> None:
+def order_buckets(ddp_model: nn.Module, task: KnockoutTask, ddp: Distributed) -> None:
     """Makes DDP order its buckets now, by a backward pass that changes nothing.
 
     DDP does so after the first backward pass of a process, and the order in which the numbers of
     three or more ranks are added depends on their places in a bucket: otherwise, the first step of
     a resumed run would differ from the same step of an undisturbed run.
     """
-    padding = task.dataset.__getitems__([-1, -1]).to(env.device)
+    padding = task.dataset.__getitems__([-1, -1]).to(ddp.device)
     ddp_model.eval()  # or the padding would count in BatchNorm's statistics
-    with autocast(task.config.optim, env):
+    with autocast(task.config.optim, ddp):
         output = ddp_model(task.graph, padding)
     task.loss(output, padding).sum().backward()
     ddp_model.zero_grad(set_to_none=True)
@@ -420,7 +420,7 @@ def log_plan(
     model: nn.Module,
     steps: TrainingSteps,
     sampler: StepSampler,
-    env: Distributed,
+    ddp: Distributed,
 ) -> None:
     """Logs what will be trained."""
     config = task.config
@@ -430,7 +430,7 @@ def log_plan(
         log.warning(f"note      {note}")
     log.info(f"model     {num_parameters:,} parameters; {task.route}{steps.note}")
     log.info(
-        f"batch     {config.data.batch_size} samples over {env.world_size} ranks "
+        f"batch     {config.data.batch_size} samples over {ddp.world_size} ranks "
         f"and {config.optim.accumulate} micro-batches, {sampler.steps_per_epoch} steps per epoch"
     )
 

@@ -66,20 +66,20 @@ def tiny_step(device: torch.device) -> Callable[[], None]:
     optim = OptimConfig()
     config = Config(model=ModelConfig(hidden=64, layers=3, message_passing="shared"), optim=optim)
     model = full_model(config.model, NUM_NODES, NUM_RELATIONS).to(device).train()
-    env = Distributed(config.ddp)
-    env.device = device
-    optimizer = build_optimizer(model, optim, env)
+    ddp = Distributed(config.ddp)
+    ddp.device = device
+    optimizer = build_optimizer(model, optim, ddp)
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=False))
     batch = build_batch(shared, NUM_SAMPLES, model=config.model)
     samples = tables_of([[]] * NUM_SAMPLES, torch.zeros(NUM_SAMPLES))
     task = task_of(shared, KnockoutDataset(samples, shared.degree), config)
-    meter = Meter(task, env)
+    meter = Meter(task, ddp)
     weight = samples.score_weight(torch.arange(NUM_SAMPLES)).sum(dim=0)  # of each score
     batches = itertools.repeat(batch)
     steps = TrainingSteps(model, task.dataset, update_parameters)
 
     def step() -> None:
-        norm_and_scale = train_step(task, state, steps, batches, NUM_SAMPLES, meter, env)
+        norm_and_scale = train_step(task, state, steps, batches, NUM_SAMPLES, meter, ddp)
         meter.count(NUM_SAMPLES, weight, norm_and_scale)
 
     return step

@@ -36,13 +36,13 @@ from train import read_config, train
 IMPORT = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 
 
-def whole_program(config: Config, env: Distributed) -> float:
+def whole_program(config: Config, ddp: Distributed) -> float:
     """Returns samples per second in the training steps of `train.train`.
 
     It has logging and mid-epoch checkpoints.
     """
     with tempfile.TemporaryDirectory() as folder:
-        train(replace(config, run=RunConfig(dir=folder)), env)
+        train(replace(config, run=RunConfig(dir=folder)), ddp)
         rows = read_metrics(Path(folder, "default"), "train")
         for handler in list(logging.getLogger().handlers):
             logging.getLogger().removeHandler(handler)
@@ -170,7 +170,7 @@ def main() -> None:
     )
     device = torch.device(options.device)
     config = Config(optim=OptimConfig(epochs=options.epochs))
-    env = setup(Distributed(config.ddp))
+    ddp = setup(Distributed(config.ddp))
     with tempfile.TemporaryDirectory() as folder:
         overrides = write(synthetic_tables(PRESETS["yeast"]), Path(folder))
         overrides.append(f"data.cache_dir={folder}/cache")
@@ -178,11 +178,11 @@ def main() -> None:
         yeast = read_config([*overrides, "model.hidden=64", "model.layers=3"])
         load(yeast.data)  # fills the cache
         start = start_up(overrides, yeast)
-        batches = loading(yeast, env.device)
+        batches = loading(yeast, ddp.device)
     rates: dict[str, list[float]] = {"train.py": [], "bare loop": []}
     for _ in range(options.rounds):
-        rates["train.py"].append(whole_program(config, env))
-        rates["bare loop"].append(bare_loop(config, env.device))
+        rates["train.py"].append(whole_program(config, ddp))
+        rates["bare loop"].append(bare_loop(config, ddp.device))
     speed = [{"program": name, "samples/s": median(values)} for name, values in rates.items()]
     ratios = [ours / bare for ours, bare in zip(*rates.values(), strict=True)]
     speed.append({"program": "train.py / bare loop", "samples/s": median(ratios)})

@@ -72,10 +72,10 @@ def main() -> None:
     options = parse_arguments(sys.argv[1:])
     results: dict[str, dict[str, dict]] = {}  # by kind of split and split
     try:
-        env = setup(Distributed(load_config(options.config, options.overrides).ddp))
+        ddp = setup(Distributed(load_config(options.config, options.overrides).ddp))
         for split in options.splits:
             kind, _, _ = split.partition(":")
-            results.setdefault(kind, {})[split] = contest(split, options, env)
+            results.setdefault(kind, {})[split] = contest(split, options, ddp)
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -87,7 +87,7 @@ def main() -> None:
         for measure in MEASURES:
             if all(measure in figures for figures in first.values()):
                 sections |= summary(kind, splits, measure)
-    report(sections, env.device, options.json)
+    report(sections, ddp.device, options.json)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -138,7 +138,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[str, dict]:
+def contest(split: str, options: argparse.Namespace, ddp: Distributed) -> dict[str, dict]:
     """Returns {contestant: figures and test predictions} on one split; prints a line for each."""
     kind, _, seed = split.partition(":")
     overrides = list(options.overrides)
@@ -169,7 +169,7 @@ def contest(split: str, options: argparse.Namespace, env: Distributed) -> dict[s
 
     enter_rivals(tables, enter)
     for variant in chosen_models(options, tables):
-        enter_model(variant, overrides, options, env, enter)
+        enter_model(variant, overrides, options, ddp, enter)
     if options.signal is not None:
         enter(CEILING, options.signal, 0.0)
     return results
@@ -200,18 +200,18 @@ def enter_model(
     variant: str,
     overrides: list[str],
     options: argparse.Namespace,
-    env: Distributed,
+    ddp: Distributed,
     enter: Callable[[str, Tensor, float], None],
 ) -> None:
     """Enters the prediction of a variant of our model, or of several and their mean."""
     if options.seeds == 1:
-        prediction, seconds = ours(variant, overrides, options, env)
+        prediction, seconds = ours(variant, overrides, options, ddp)
         enter(f"ours, {variant}", prediction, seconds)
         return
     predictions = []
     total_s = 0.0
     for seed in range(options.seeds):
-        prediction, seconds = ours(variant, [*overrides, f"run.seed={seed}"], options, env)
+        prediction, seconds = ours(variant, [*overrides, f"run.seed={seed}"], options, ddp)
         enter(f"ours, {variant}, seed {seed}", prediction, seconds)
         predictions.append(prediction)
         total_s += seconds
@@ -368,7 +368,7 @@ MEASURES = {
 
 # ---- Our model -----------------------------------------------------------------------------------
 def ours(
-    name: str, overrides: list[str], options: argparse.Namespace, env: Distributed
+    name: str, overrides: list[str], options: argparse.Namespace, ddp: Distributed
 ) -> tuple[Tensor, float]:
     """Trains a variant of the model, or resumes or finds its run.
 
@@ -388,7 +388,7 @@ def ours(
     rows = finished_run(folder)
     if not rows:
         sys.exit(f"{folder} was stopped: the same command resumes it")
-    return predict(folder, config, tables, env), seconds_of(rows)
+    return predict(folder, config, tables, ddp), seconds_of(rows)
 
 
 def run_key(config: Config, tables: Tables) -> str:
@@ -418,15 +418,15 @@ def train_run(folder: Path, files: list[str], overrides: list[str]) -> None:
         sys.exit(f"train.py ended with exit status {status}: see {folder}/log.rank0.txt")
 
 
-def predict(folder: Path, config: Config, tables: Tables, env: Distributed) -> Tensor:
+def predict(folder: Path, config: Config, tables: Tables, ddp: Distributed) -> Tensor:
     """Returns what the best model of a run predicts, [n, T], 0 for training rows."""
-    task = KnockoutTask.from_tables(tables, config, env.device)
+    task = KnockoutTask.from_tables(tables, config, ddp.device)
     model = task.build_model()
     load_model(model, read_checkpoint(folder / "checkpoints/best.pt"))
-    model = model.to(env.device, config.optim.dtype)
+    model = model.to(ddp.device, config.optim.dtype)
     rows = torch.cat([tables.rows("val"), tables.rows("test")])
     prediction = torch.zeros_like(tables.y)
-    prediction[rows] = task.to_scores(predict_rows(model, task, rows, env))
+    prediction[rows] = task.to_scores(predict_rows(model, task, rows, ddp))
     return prediction
 
 

@@ -129,12 +129,12 @@ def simulate(
     store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=LONG)
 
     def watchdog_of(rank: int) -> Watchdog:
-        env = Distributed(DDPConfig(timeout_s=limit_s, startup_timeout_s=limit_s))
-        env.rank = rank
-        env.world_size = world_size
-        env.store = store
-        env.heartbeat = BEHIND if rank in behind else WAITING
-        made = Watchdog(env, lambda: False)
+        ddp = Distributed(DDPConfig(timeout_s=limit_s, startup_timeout_s=limit_s))
+        ddp.rank = rank
+        ddp.world_size = world_size
+        ddp.store = store
+        ddp.heartbeat = BEHIND if rank in behind else WAITING
+        made = Watchdog(ddp, lambda: False)
         made.exit_now = lambda reason: sys.exit()  # of its thread
         made.store = CountedStore(made.store)
         made.watch_store = lambda: None  # which asks nothing of the store
@@ -184,7 +184,7 @@ def agreement(options: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def measure_agreement(options: argparse.Namespace, env: Distributed) -> None:
+def measure_agreement(options: argparse.Namespace, ddp: Distributed) -> None:
     """Prints a call's ms, and the ms that steps gain by agreement.
 
     After each step, and after as many as training waits.
@@ -195,7 +195,7 @@ def measure_agreement(options: argparse.Namespace, env: Distributed) -> None:
         start = time.perf_counter()
         for _ in range(STEPS):
             time.sleep(options.step_ms / 1e3)
-            env.step_done(env.heartbeat.step + 1)
+            ddp.step_done(ddp.heartbeat.step + 1)
             agree()
         dist.barrier()
         return 1e3 * (time.perf_counter() - start) / STEPS
@@ -203,19 +203,19 @@ def measure_agreement(options: argparse.Namespace, env: Distributed) -> None:
     def calls() -> float:
         start = time.perf_counter()
         for _ in range(STEPS):
-            env.stop_reason()
+            ddp.stop_reason()
         return 1e3 * (time.perf_counter() - start) / STEPS
 
     gains_each = []
     gains_rarely = []
     for _ in range(ROUNDS):
         none = steps(lambda: None)
-        gains_each.append(steps(env.stop_reason) - none)
-        gains_rarely.append(steps(lambda: env.stop_reason(at_once=False)) - none)
+        gains_each.append(steps(ddp.stop_reason) - none)
+        gains_rarely.append(steps(lambda: ddp.stop_reason(at_once=False)) - none)
     alone = statistics.median(calls() for _ in range(ROUNDS))
-    each = max(env.gather(statistics.median(gains_each)))
-    rarely = max(env.gather(statistics.median(gains_rarely)))
-    if env.rank == 0:
+    each = max(ddp.gather(statistics.median(gains_each)))
+    rarely = max(ddp.gather(statistics.median(gains_rarely)))
+    if ddp.rank == 0:
         print(each, rarely, alone)
 
 
@@ -265,7 +265,7 @@ def main() -> None:
         },
     )
     if "WORLD_SIZE" in os.environ:
-        end_process(run(lambda env: measure_agreement(options, env), DDPConfig()))
+        end_process(run(lambda ddp: measure_agreement(options, ddp), DDPConfig()))
         return
     # torch looks up a host name for each connection, and warns if there is none.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

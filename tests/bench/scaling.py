@@ -92,16 +92,16 @@ class Timings:
         return statistics.median(a / b for a, b in pairs)
 
 
-def measure(options: argparse.Namespace, env: Distributed) -> None:
-    shared = SharedGraph(build_graph(options.preset)).to(env.device)
-    num_processes = env.world_size
+def measure(options: argparse.Namespace, ddp: Distributed) -> None:
+    shared = SharedGraph(build_graph(options.preset)).to(ddp.device)
+    num_processes = ddp.world_size
     plan = plan_steps(num_processes, options.batch)
-    variants = variants_of(env.device)
-    steps = make_steps(shared, plan, variants, options, env)
-    timings = Timings(in_turn_together(steps, env, options.rounds))
-    points = time_all_reduces(env)
+    variants = variants_of(ddp.device)
+    steps = make_steps(shared, plan, variants, options, ddp)
+    timings = Timings(in_turn_together(steps, ddp, options.rounds))
+    points = time_all_reduces(ddp)
     data_ms = time_data(options, shared)
-    if env.rank != 0:
+    if ddp.rank != 0:
         return
 
     model = steps["weak", num_processes, "ddp"].model
@@ -127,9 +127,9 @@ def measure(options: argparse.Namespace, env: Distributed) -> None:
         f"Steps ({title})": step_rows(plan, timings),
         f"Variants on {num_processes} processes": variant_rows(variants, num_processes, timings),
         all_reduces: all_reduce_rows(points),
-        predicted: predict(compute_ms, gradient_bytes, options, env.device),
+        predicted: predict(compute_ms, gradient_bytes, options, ddp.device),
     }
-    report(tables, env.device, options.json)
+    report(tables, ddp.device, options.json)
     alone = timings.ratio(("weak", num_processes, "alone"), ("weak", num_processes, "ddp"))
     data_share = data_ms / (data_ms + compute_ms)
     print("", *advice(1 - alone, data_share, model, options.batch), sep="\n")
@@ -169,7 +169,7 @@ def make_steps(
     plan: dict[tuple[str, int], int],
     variants: dict[str, dict],
     options: argparse.Namespace,
-    env: Distributed,
+    ddp: Distributed,
 ) -> dict[tuple, Callable]:
     """Returns the steps of this rank, which does nothing in those of fewer processes."""
     steps: dict[tuple, Callable] = {}
@@ -179,13 +179,13 @@ def make_steps(
             groups[k] = dist.new_group(range(k))  # by every rank: it is a collective call
     for (scaling, k), num_samples in plan.items():
         alone: Callable = do_nothing
-        ddp: Callable = do_nothing
-        if env.rank < k:
+        synced: Callable = do_nothing
+        if ddp.rank < k:
             alone = ScaledStep(shared, num_samples, options)
-            ddp = ScaledStep(shared, num_samples, options, groups[k])
+            synced = ScaledStep(shared, num_samples, options, groups[k])
         steps[scaling, k, "alone"] = alone
-        steps[scaling, k, "ddp"] = ddp
-    group = groups[env.world_size]
+        steps[scaling, k, "ddp"] = synced
+    group = groups[ddp.world_size]
     for name, settings in variants.items():
         steps["variant", name] = ScaledStep(shared, options.batch, options, group, **settings)
     return steps
@@ -232,12 +232,12 @@ def variant_rows(variants: dict[str, dict], num_processes: int, timings: Timings
     return rows
 
 
-def time_all_reduces(env: Distributed) -> list[tuple[float, float]]:
+def time_all_reduces(ddp: Distributed) -> list[tuple[float, float]]:
     """Returns bytes and ms of all-reduces of several sizes."""
     calls = {}
     for size in (10**i for i in range(3, 9)):
-        calls[size] = partial(dist.all_reduce, torch.zeros(size // 4, device=env.device))
-    timings = Timings(in_turn_together(calls, env, 7))
+        calls[size] = partial(dist.all_reduce, torch.zeros(size // 4, device=ddp.device))
+    timings = Timings(in_turn_together(calls, ddp, 7))
     return [(size, timings.ms(size)) for size in calls]
 
 
@@ -283,7 +283,7 @@ def time_data(options: argparse.Namespace, shared: SharedGraph) -> float:
 
 
 def in_turn_together(
-    steps: dict[Any, Callable], env: Distributed, rounds: int
+    steps: dict[Any, Callable], ddp: Distributed, rounds: int
 ) -> dict[Any, list[float]]:
     """Returns, on every rank, the seconds of the slowest rank.
 
@@ -294,10 +294,10 @@ def in_turn_together(
         for key, step in steps.items():
             dist.barrier()
             start = time.perf_counter()
-            with env.phase("step"):  # counts as progress for the watchdog
+            with ddp.phase("step"):  # counts as progress for the watchdog
                 step()
-                synchronize(env.device)
-            slowest = max(env.gather(time.perf_counter() - start))
+                synchronize(ddp.device)
+            slowest = max(ddp.gather(time.perf_counter() - start))
             if turn >= 0:
                 times[key].append(slowest)
     return times

@@ -317,7 +317,7 @@ def other_groups() -> None:
 def other_optimiser() -> None:
     """Trains with stochastic gradient descent, which counts no steps."""
 
-    def build_sgd(model: nn.Module, options: OptimConfig, env: Any) -> torch.optim.Optimizer:
+    def build_sgd(model: nn.Module, options: OptimConfig, ddp: Any) -> torch.optim.Optimizer:
         groups = optim.parameter_groups(model, options)
         return torch.optim.SGD(groups, lr=options.lr, momentum=0.9)
 

@@ -340,7 +340,7 @@ def test_the_noise_ceiling_of_a_preset_is_a_contestant(tmp_path, monkeypatch):
         f"data.cache_dir={tmp_path}/cache",
         "--models",
     ]
-    results = quality.contest("random:0", quality.parse_arguments(arguments), env=None)
+    results = quality.contest("random:0", quality.parse_arguments(arguments), ddp=None)
     rounded = {name: round(figures["Pearson"], 3) for name, figures in results.items()}
     assert rounded == {"additive ridge": 0.772, "noise ceiling": 0.934}
 
@@ -349,7 +349,7 @@ def test_the_mean_of_several_seeds_is_a_contestant(tmp_path, monkeypatch):
     """Members that err independently of each other are better together."""
     tables = data.load(DataConfig(cache_dir=str(tmp_path)))
 
-    def ours(name, overrides, options, env):
+    def ours(name, overrides, options, ddp):
         values = dict(override.split("=") for override in overrides)
         noise = normal(len(tables.y), 1, seed=int(values["run.seed"]))
         return tables.y + noise, 2.0
@@ -359,7 +359,7 @@ def test_the_mean_of_several_seeds_is_a_contestant(tmp_path, monkeypatch):
     write_defaults(tmp_path)
     arguments = [f"--config={tmp_path / DEFAULTS}", f"data.cache_dir={tmp_path}"]
     arguments += ["--models", "local", "--seeds", "3"]
-    results = quality.contest("random:0", quality.parse_arguments(arguments), env=None)
+    results = quality.contest("random:0", quality.parse_arguments(arguments), ddp=None)
     members = [f"ours, local, seed {seed}" for seed in range(3)]
     together = "ours, local, all 3"
     assert list(results) == ["additive ridge", *members, together]

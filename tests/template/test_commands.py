@@ -236,9 +236,9 @@ def test_chunks_of_a_prediction_are_progress(train_here, monkeypatch):
     limits = []
     step_done = ddp_setup.Distributed.step_done
 
-    def record(env: ddp_setup.Distributed, step: int) -> None:
-        step_done(env, step)
-        limits.append((step, env.limit_s))
+    def record(ddp: ddp_setup.Distributed, step: int) -> None:
+        step_done(ddp, step)
+        limits.append((step, ddp.limit_s))
 
     monkeypatch.setattr(ddp_setup.Distributed, "step_done", record)
     assert predict.main(["scores.tsv", "runs/default", "ddp.timeout_s=77"]) == 0
@@ -340,8 +340,8 @@ def test_the_report_of_torchrun_ends_with_the_sentence(train_here, under_torchru
         assert train_here() == 1
     assert reported().endswith("error: rank 0: ZeroDivisionError: division by zero\n")
     assert "Traceback (most recent" in reported()
-    env = ddp_setup.Distributed(ddp_setup.DDPConfig())
-    env.record_failure("no progress for 3 s")  # as the watchdog does
+    ddp = ddp_setup.Distributed(ddp_setup.DDPConfig())
+    ddp.record_failure("no progress for 3 s")  # as the watchdog does
     assert "traceback : error: no progress for 3 s\n" in reported()
     assert train_here("run.name=killed") == 0  # as a SIGKILL would leave it
     assert "SIGKILL" in reported() and "the same command goes on from what is saved" in reported()

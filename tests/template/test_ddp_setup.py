@@ -163,13 +163,13 @@ def test_low_precision_trains(train, tmp_path, precision):
 
 def test_a_ddp_module_does_not_outlive_its_group():
     """It would wait for a gloo thread that waits for it."""
-    env = Distributed(DDPConfig())
+    ddp = Distributed(DDPConfig())
     module = torch.nn.Linear(1, 1)
     gone = weakref.ref(module)
-    env.cleanup.callback(lambda: gone() and pytest.fail("it is there when the group is left"))
-    env.on_failure = lambda reason, module=module: None  # as `RunFolder` holds a run's state
+    ddp.cleanup.callback(lambda: gone() and pytest.fail("it is there when the group is left"))
+    ddp.on_failure = lambda reason, module=module: None  # as `RunFolder` holds a run's state
     del module
-    env.close()
+    ddp.close()
 
 
 # ---- Agreements and heartbeats -----------------------------------------------------------------
@@ -180,10 +180,10 @@ class SimulatedRanks:
         self.now = 100.0
         self.agreements: list[tuple[int, float]] = []  # step and time
         monkeypatch.setattr(ddp_setup, "time", SimpleNamespace(perf_counter=lambda: self.now))
-        self.envs = [Distributed(DDPConfig()) for _ in range(num_ranks)]
+        self.members = [Distributed(DDPConfig()) for _ in range(num_ranks)]
         self.requests = [0] * num_ranks
-        for rank, env in enumerate(self.envs):
-            env.stop = SimpleNamespace(code=lambda rank=rank: self.requests[rank])
+        for rank, ddp in enumerate(self.members):
+            ddp.stop = SimpleNamespace(code=lambda rank=rank: self.requests[rank])
 
     def step(self, seconds: list[float], at_once: bool = False) -> list[str]:
         """Does a step that takes each rank so long before the others wait for it.
@@ -193,26 +193,26 @@ class SimulatedRanks:
         proposals = []
         start = self.now
         self.now += max(seconds)
-        for env, own in zip(self.envs, seconds, strict=True):
-            env.step_done(env.heartbeat.step + 1)
-            env._reduce = lambda values, op: proposals.append(values) or values
+        for ddp, own in zip(self.members, seconds, strict=True):
+            ddp.step_done(ddp.heartbeat.step + 1)
+            ddp._reduce = lambda values, op: proposals.append(values) or values
             self.now = start + own
-            env.agreed_before = vars(env).copy()
-            env.stop_reason(at_once)
-        assert len(proposals) in (0, len(self.envs))  # all agree at the same step, or none
-        told = [""] * len(self.envs)
+            ddp.agreed_before = vars(ddp).copy()
+            ddp.stop_reason(at_once)
+        assert len(proposals) in (0, len(self.members))  # all agree at the same step, or none
+        told = [""] * len(self.members)
         if proposals:
-            self.agreements.append((self.envs[0].heartbeat.step, start + max(seconds)))
+            self.agreements.append((self.members[0].heartbeat.step, start + max(seconds)))
 
             def reduce(values: torch.Tensor, op: object) -> torch.Tensor:
                 self.now = start + max(seconds)
                 return torch.stack(proposals).amax(dim=0)
 
-            for rank, env in enumerate(self.envs):
-                vars(env).update(env.agreed_before)
-                env._reduce = reduce
+            for rank, ddp in enumerate(self.members):
+                vars(ddp).update(ddp.agreed_before)
+                ddp._reduce = reduce
                 self.now = start + seconds[rank]
-                told[rank] = env.stop_reason(at_once)
+                told[rank] = ddp.stop_reason(at_once)
         self.now = start + max(seconds)
         return told
 
@@ -239,9 +239,9 @@ def test_an_evaluation_does_not_make_ranks_agree_more_often(monkeypatch):
             ranks.step([0.01, 0.01])
         for _ in range(2):
             ranks.now += 0.05
-            for env in ranks.envs:
-                env._reduce = lambda values, op: values  # which are equal
-                env.stop_reason()
+            for ddp in ranks.members:
+                ddp._reduce = lambda values, op: values  # which are equal
+                ddp.stop_reason()
     assert len(ranks.agreements) < 2.2 * (ranks.now - start)
 
 
@@ -279,48 +279,48 @@ def test_ranks_agree_at_once_at_the_end_of_an_epoch(monkeypatch):
 
 
 def test_a_hang_may_last_longer_until_the_first_step_is_over():
-    env = Distributed(DDPConfig(startup_timeout_s=9, timeout_s=3))
-    with env.phase("forward"):
-        assert env.limit_s == 9
-    assert env.stop_reason() == "" and env.limit_s == 9
-    env.step_done(8)
-    assert env.limit_s == 3
-    assert env.heartbeat.step == 8
+    ddp = Distributed(DDPConfig(startup_timeout_s=9, timeout_s=3))
+    with ddp.phase("forward"):
+        assert ddp.limit_s == 9
+    assert ddp.stop_reason() == "" and ddp.limit_s == 9
+    ddp.step_done(8)
+    assert ddp.limit_s == 3
+    assert ddp.heartbeat.step == 8
 
 
 def test_a_heartbeat_counts_the_phases_entered():
-    env = Distributed(DDPConfig())
+    ddp = Distributed(DDPConfig())
     for name in ("data", "forward", "forward"):
-        with env.phase(name):
+        with ddp.phase(name):
             pass
-    assert env.heartbeat == Heartbeat(step=0, changes=2, phase="start", entered=3)
+    assert ddp.heartbeat == Heartbeat(step=0, changes=2, phase="start", entered=3)
 
 
 def test_a_heartbeat_names_the_phase_that_a_rank_is_in():
-    env = Distributed(DDPConfig())
-    with env.phase("set-up"):
-        with env.phase("agreement"):
-            assert env.heartbeat.phase == "agreement"
-        assert env.heartbeat.phase == "set-up"
-        with contextlib.suppress(KeyError), env.phase("save"):
+    ddp = Distributed(DDPConfig())
+    with ddp.phase("set-up"):
+        with ddp.phase("agreement"):
+            assert ddp.heartbeat.phase == "agreement"
+        assert ddp.heartbeat.phase == "set-up"
+        with contextlib.suppress(KeyError), ddp.phase("save"):
             raise KeyError
-        assert env.heartbeat.phase == "set-up"
-    env.step_done(9)
-    assert env.heartbeat == Heartbeat(step=9, changes=0, phase="other work", entered=3)
+        assert ddp.heartbeat.phase == "set-up"
+    ddp.step_done(9)
+    assert ddp.heartbeat == Heartbeat(step=9, changes=0, phase="other work", entered=3)
 
 
 @pytest.mark.parametrize("is_shown", [False, True])
 def test_steps_of_a_bar_are_progress(is_shown):
     """Reading and fitting take hours on large tables; other ranks show no bar."""
-    env = Distributed(DDPConfig())
-    seen = [env.heartbeat]
-    with bars_call(env.make_progress):
+    ddp = Distributed(DDPConfig())
+    seen = [ddp.heartbeat]
+    with bars_call(ddp.make_progress):
         for _ in progress_bar(range(3), "fitting", is_shown=is_shown):
-            seen.append(env.heartbeat)
+            seen.append(ddp.heartbeat)
         with progress_bar(2, "reading", is_shown=is_shown) as bar:
             bar.update()
-        seen.append(env.heartbeat)
+        seen.append(ddp.heartbeat)
     assert len(set(seen[1:])) == 4
     assert {heartbeat[:3] for heartbeat in seen} == {(0, 0, "start")}
     list(progress_bar(range(3), "fitting"))
-    assert env.heartbeat == seen[-1]
+    assert ddp.heartbeat == seen[-1]

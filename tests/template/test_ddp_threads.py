@@ -180,11 +180,11 @@ def test_a_note_says_what_to_set_on_a_busy_machine(
 
 
 def test_the_note_stands_below_the_ranks(monkeypatch):
-    env = Distributed(DDPConfig())
+    ddp = Distributed(DDPConfig())
     monkeypatch.setattr(ddp_threads, "load_note", lambda *arguments: "")
-    assert describe(env).count("\n") == 0
+    assert describe(ddp).count("\n") == 0
     monkeypatch.setattr(ddp_threads, "load_note", lambda *arguments: "note      a busy machine")
-    assert describe(env).endswith("\nnote      a busy machine")
+    assert describe(ddp).endswith("\nnote      a busy machine")
 
 
 def test_its_help_needs_no_docstring():

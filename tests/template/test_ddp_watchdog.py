@@ -21,11 +21,11 @@ from ddp_watchdog import Signals, Watchdog
 
 
 def test_a_rank_that_waits_for_a_slow_one_is_not_stuck(capsys):
-    env = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
-    env.world_size = 2
-    env.store = dist.HashStore()
-    thread = Watchdog(env, lambda: False)
-    thread.store = env.store
+    ddp = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
+    ddp.world_size = 2
+    ddp.store = dist.HashStore()
+    thread = Watchdog(ddp, lambda: False)
+    thread.store = ddp.store
     beats = round(3 / thread.heartbeat_s / 2)
 
     def look(place: list, moving: bool = False, silent: bool = False) -> str:
@@ -34,15 +34,15 @@ def test_a_rank_that_waits_for_a_slow_one_is_not_stuck(capsys):
         Rank 0 waits in evaluation and rank 1 is at `place`.
         """
         thread.seen.clear()
-        env.store.delete_key("end")
+        ddp.store.delete_key("end")
         for beat in range(beats + 1):
-            env.store.set("heartbeat/0", json.dumps([beat, [9, 7, "evaluation", 20]]))
+            ddp.store.set("heartbeat/0", json.dumps([beat, [9, 7, "evaluation", 20]]))
             heartbeat = 0 if silent else beat
             entered = beat if moving else 0
-            env.store.set("heartbeat/1", json.dumps([heartbeat, [*place, entered]]))
+            ddp.store.set("heartbeat/1", json.dumps([heartbeat, [*place, entered]]))
             thread.observe_ranks()
             thread.check_ranks()
-        return env.record_end_reason("")[0]
+        return ddp.record_end_reason("")[0]
 
     assert look([9, 7, "evaluation"], moving=True) == ""
     assert look([9, 6, "save"], moving=True) == ""
@@ -67,16 +67,16 @@ def watched(
 
     `events` are called at some of the heartbeats.
     """
-    env = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
-    env.store = dist.HashStore()
-    thread = Watchdog(env, lambda: False)
-    thread.store = env.store
+    ddp = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
+    ddp.store = dist.HashStore()
+    thread = Watchdog(ddp, lambda: False)
+    thread.store = ddp.store
     beats = itertools.count(1)
 
     def wait(seconds: float) -> bool:
         assert seconds == 3 / 8
         event = (events or {}).get(next(beats))
-        return bool(event and event(env, thread))
+        return bool(event and event(ddp, thread))
 
     def end(reason: str) -> None:
         raise EndedError(reason)
@@ -85,15 +85,15 @@ def watched(
     monkeypatch.setattr(thread, "exit_now", end)
     monkeypatch.setattr(ddp_watchdog, "GRACE_S", 1)
     monkeypatch.setattr(ddp_watchdog, "SIGTERM_S", 1)
-    return env, thread, beats
+    return ddp, thread, beats
 
 
 def test_the_watchdog_ends_a_rank_that_the_store_does_not_answer(monkeypatch):
-    def reply(env, thread):
+    def reply(ddp, thread):
         thread.replies += 1
 
-    def move(env, thread):
-        env.heartbeat = Heartbeat(step=1)
+    def move(ddp, thread):
+        ddp.heartbeat = Heartbeat(step=1)
 
     _, thread, beats = watched(monkeypatch, {5: reply, 9: move})
     with pytest.raises(EndedError, match="torchrun's store does not answer"):
@@ -102,17 +102,17 @@ def test_the_watchdog_ends_a_rank_that_the_store_does_not_answer(monkeypatch):
 
 
 def test_the_watchdog_ends_a_rank_that_hangs(monkeypatch, capsys):
-    def move(env, thread):
-        env.heartbeat = Heartbeat(step=7, phase="forward")
+    def move(ddp, thread):
+        ddp.heartbeat = Heartbeat(step=7, phase="forward")
 
-    env, thread, beats = watched(monkeypatch, {4: move})
+    ddp, thread, beats = watched(monkeypatch, {4: move})
     monkeypatch.setattr(thread, "watch_store", lambda: None)
     with pytest.raises(EndedError, match=r"no progress for 3 s .* rank 0: in forward of step 7"):
         thread.run()
     # Half of the limit unobserved, half observed, more than GRACE_S to end.
     assert next(beats) - 1 == 4 + 4 + 4 + 2
     assert "stack of rank 0" in capsys.readouterr().err
-    assert json.loads(env.store.get("heartbeat/0"))[1][0] == 7
+    assert json.loads(ddp.store.get("heartbeat/0"))[1][0] == 7
 
 
 def test_the_watchdog_ends_a_rank_that_waits_after_sigterm(monkeypatch):
@@ -125,7 +125,7 @@ def test_the_watchdog_ends_a_rank_that_waits_after_sigterm(monkeypatch):
 
 
 def test_the_watchdog_rests_when_training_is_over(monkeypatch):
-    _, thread, beats = watched(monkeypatch, {2: lambda env, thread: True})
+    _, thread, beats = watched(monkeypatch, {2: lambda ddp, thread: True})
     monkeypatch.setattr(thread, "watch_store", lambda: None)
     thread.run()
     assert next(beats) - 1 == 2
@@ -157,12 +157,12 @@ def test_ranks_that_wait_name_those_that_are_frozen(monkeypatch, frozen):
     beats = InstantBeats(store, 8 - len(frozen))
     alive = []
     for rank in set(range(8)) - frozen:
-        env = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
-        env.store = store
-        env.rank = rank
-        env.world_size = 8
-        env.heartbeat = Heartbeat(step=3, phase="backward")
-        thread = Watchdog(env, lambda: False)
+        ddp = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
+        ddp.store = store
+        ddp.rank = rank
+        ddp.world_size = 8
+        ddp.heartbeat = Heartbeat(step=3, phase="backward")
+        thread = Watchdog(ddp, lambda: False)
         thread.exit_now = lambda reason: sys.exit()  # of the thread
         thread.store = store
         thread.finished = beats
@@ -181,12 +181,12 @@ def test_ranks_that_wait_name_those_that_are_frozen(monkeypatch, frozen):
 
 def test_a_process_alone_is_not_watched():
     """It may stand in a debugger, or be the kernel of a notebook; nobody kills it after SIGTERM."""
-    env = ddp_setup.setup(Distributed(DDPConfig()))
+    ddp = ddp_setup.setup(Distributed(DDPConfig()))
     try:
         assert not any(isinstance(thread, Watchdog) for thread in threading.enumerate())
-        assert env.record_end_reason("by the test")[0] == "by the test"
+        assert ddp.record_end_reason("by the test")[0] == "by the test"
     finally:
-        env.close()
+        ddp.close()
 
 
 def test_a_sigterm_is_seen_while_no_handler_runs():

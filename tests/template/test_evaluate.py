@@ -20,20 +20,20 @@ def test_batches_that_fit_in_memory_are_made_once(monkeypatch, num_kept):
     config = Config(data=DataConfig(batch_size=8), model=ModelConfig(message_passing="reach"))
     task = KnockoutTask.from_tables(additive_tables(noise=1.0), config)
     model = task.build_model()
-    env = Distributed(DDPConfig())
+    ddp = Distributed(DDPConfig())
     rows = torch.arange(5, 35)
     made = []
     plan = task.dataset.transform
     task.dataset.transform = lambda batch: made.append(batch.index.tolist()) or plan(batch)
-    expected = predict_rows(model, task, rows, env)
+    expected = predict_rows(model, task, rows, ddp)
     batches = [task.dataset.__getitems__(some.tolist()) for some in rows.split(8)]
     most = sum(map(get_data_size, batches[:num_kept]))
     monkeypatch.setattr("evaluate.MOST_KEPT", most)
-    kept = KeptBatches(task, rows, env)
+    kept = KeptBatches(task, rows, ddp)
     next(iter(kept))  # one that is not read to its end
     for _ in range(3):
         made.clear()
-        assert torch.equal(predict_rows(model, task, rows, env, kept), expected)
+        assert torch.equal(predict_rows(model, task, rows, ddp, kept), expected)
         assert len(kept.kept) == num_kept
     assert made == [batch.index.tolist() for batch in batches[num_kept:]]
 
@@ -44,9 +44,9 @@ def test_where_memory_runs_out_pieces_of_a_batch_are_predicted(most):
     config = Config(data=DataConfig(batch_size=8))
     task = KnockoutTask.from_tables(additive_tables(noise=1.0), config)
     model = task.build_model()
-    env = Distributed(DDPConfig())
+    ddp = Distributed(DDPConfig())
     rows = torch.arange(5, 35)
-    expected = predict_rows(model, task, rows, env)
+    expected = predict_rows(model, task, rows, ddp)
     forward = model.forward
     sizes = []
     failed = []
@@ -61,9 +61,9 @@ def test_where_memory_runs_out_pieces_of_a_batch_are_predicted(most):
     model.forward = forward_of_few
     if most == 0:
         with pytest.raises(torch.OutOfMemoryError):
-            predict_rows(model, task, rows, env)
+            predict_rows(model, task, rows, ddp)
         return
-    torch.testing.assert_close(predict_rows(model, task, rows, env), expected)
+    torch.testing.assert_close(predict_rows(model, task, rows, ddp), expected)
     assert sum(sizes) == len(rows)
     assert most / 2 < max(sizes) <= most
     assert failed == [size for size in (8, 4, 2) if size > most]  # in the first batch alone

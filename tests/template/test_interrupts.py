@@ -32,7 +32,7 @@ def predictor_by(route: str, run: Path) -> Predictor:
     """Returns a predictor that passes messages by a route."""
     predictor = Predictor(run, device="cpu")
     runs = [read_run(run, [f"model.message_passing={route}"])]
-    predictor.ensemble = Ensemble(runs, predictor.ensemble.env)
+    predictor.ensemble = Ensemble(runs, predictor.ensemble.ddp)
     return predictor
 
 

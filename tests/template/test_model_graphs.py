@@ -97,12 +97,12 @@ def steps_of(model: nn.Module, task: KnockoutTask) -> TrainingSteps:
 
 
 def captured(
-    model: nn.Module, task: KnockoutTask, sampler: StepSampler, env: Distributed
+    model: nn.Module, task: KnockoutTask, sampler: StepSampler, ddp: Distributed
 ) -> TrainingSteps:
     steps = TrainingSteps(model, task.dataset, update_parameters)
-    optimizer = build_optimizer(model, task.config.optim, env)
+    optimizer = build_optimizer(model, task.config.optim, ddp)
     state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
-    return capture(steps, state, task, sampler, env)
+    return capture(steps, state, task, sampler, ddp)
 
 
 def batches_of(task: KnockoutTask, dataset: KnockoutDataset, number: int = 3) -> list[Data]:
@@ -637,9 +637,9 @@ def test_the_log_says_what_of_the_machine_does_without_graphs(gpu, monkeypatch):
 def test_all_ranks_stay_eager_where_one_must(gpu, monkeypatch):
     task = make_task()
     model = build_model(task)
-    env = Distributed(DDPConfig())
-    monkeypatch.setattr(env, "gather", lambda reason: [reason, "rank 1 has too little"])
-    steps = captured(model, task, sampler_of(task), env)
+    ddp = Distributed(DDPConfig())
+    monkeypatch.setattr(ddp, "gather", lambda reason: [reason, "rank 1 has too little"])
+    steps = captured(model, task, sampler_of(task), ddp)
     assert steps.model is model and steps.note.endswith("as rank 1 has too little")
 
 

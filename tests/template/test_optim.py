@@ -86,12 +86,12 @@ def one_step(state: TrainState, x: list[float], optim: OptimConfig) -> torch.Ten
         num_targets=1,
         loss=lambda prediction, batch: prediction.sum(dim=0),
     )
-    env = Distributed(DDPConfig())
-    meter = Meter(task, env)
+    ddp = Distributed(DDPConfig())
+    meter = Meter(task, ddp)
     batches = iter([Data(x=torch.tensor([x]))])
     steps = TrainingSteps(state.model, None, update_parameters)
     with CountSynchronisations() as count:
-        norm_and_scale = train_step(task, state, steps, batches, 1, meter, env)
+        norm_and_scale = train_step(task, state, steps, batches, 1, meter, ddp)
         meter.count(1, torch.ones(1), norm_and_scale)
     state.waits = count.seen
     return norm_and_scale

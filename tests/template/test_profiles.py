@@ -313,7 +313,7 @@ def test_the_study_refuses_several_scores_that_are_no_profile(tmp_path):
     arguments += ["--config", str(tmp_path / DEFAULTS)]
     message = "takes one score, or scores that are named after nodes of the graph"
     with pytest.raises(UserError, match=message):
-        quality.contest("random:0", quality.parse_arguments(arguments), env=None)
+        quality.contest("random:0", quality.parse_arguments(arguments), ddp=None)
 
 
 # ---- From AnnData --------------------------------------------------------------------------------

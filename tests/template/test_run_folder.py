@@ -91,10 +91,10 @@ def test_rows_of_the_users_own_kinds_are_kept_up_to_the_step_of_the_checkpoint(t
     rows = [{"kind": kind, "step": step} for step in (3, 4, 5) for kind in ("train", "probe")]
     rows.insert(0, {"kind": "probe", "x": 1})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    env = Distributed(DDPConfig())
-    folder = SimpleNamespace(path=tmp_path, env=env, rows=[])
+    ddp = Distributed(DDPConfig())
+    folder = SimpleNamespace(path=tmp_path, ddp=ddp, rows=[])
     RunFolder._open_metrics(folder, TrainState(None, None, None, step=4))
-    env.close()
+    ddp.close()
     assert folder.metrics.closed
     assert folder.rows == rows[:5]
     assert curves_svg(rows, FIRST, ["baseline"])
@@ -105,10 +105,10 @@ def test_a_validation_is_kept_if_the_checkpoint_knows_it(tmp_path, best, is_kept
     """A run that is killed between row and checkpoint validates once more."""
     row = {"kind": "val", "step": 0, "epoch": 0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    env = Distributed(DDPConfig())
-    folder = SimpleNamespace(path=tmp_path, env=env, rows=[])
+    ddp = Distributed(DDPConfig())
+    folder = SimpleNamespace(path=tmp_path, ddp=ddp, rows=[])
     RunFolder._open_metrics(folder, TrainState(None, None, None, best=best))
-    env.close()
+    ddp.close()
     assert folder.rows == [row] * is_kept
 
 
@@ -131,13 +131,13 @@ def test_each_rank_removes_the_stop_file_unless_another_one_has(tmp_path):
 
 def test_a_second_run_does_not_get_the_lock_of_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("run_folder.time", SimpleNamespace(sleep=lambda seconds: None))
-    first, second = (SimpleNamespace(path=tmp_path, env=Distributed(DDPConfig())) for _ in range(2))
+    first, second = (SimpleNamespace(path=tmp_path, ddp=Distributed(DDPConfig())) for _ in range(2))
     RunFolder._lock(first)
     with pytest.raises(UserError, match="another process is training in"):
         RunFolder._lock(second)
-    first.env.close()
+    first.ddp.close()
     RunFolder._lock(second)
-    second.env.close()
+    second.ddp.close()
 
 
 # ---- Started again -------------------------------------------------------------------------------

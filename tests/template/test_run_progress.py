@@ -246,6 +246,6 @@ def test_reading_fitting_and_predicting_have_bars(monkeypatch, tmp_path, clock, 
 
     config = Config(data=DataConfig(batch_size=8), model=ModelConfig(message_passing="reach"))
     task = KnockoutTask.from_tables(additive_tables(noise=1.0), config)
-    env = Distributed(DDPConfig())
-    predict_rows(task.build_model(), task, torch.arange(100), env)
+    ddp = Distributed(DDPConfig())
+    predict_rows(task.build_model(), task, torch.arange(100), ddp)
     assert re.search(r"predicting: .*12/13 ", terminal.getvalue())

@@ -259,8 +259,8 @@ def test_a_row_at_level_1_is_an_intact_control(tmp_path):
     for parameter in model.parameters():  # some parts start at zero
         torch.nn.init.normal_(parameter)
     asked = task.with_samples(chunk.samples)
-    env = Distributed(DDPConfig())
-    named, intact, twin, single = predict_rows(model, asked, torch.arange(4), env)
+    ddp = Distributed(DDPConfig())
+    named, intact, twin, single = predict_rows(model, asked, torch.arange(4), ddp)
     torch.testing.assert_close(named, intact, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(twin, single, rtol=1e-6, atol=1e-6)
     assert not named.isclose(twin)

@@ -346,7 +346,7 @@ def test_a_row_has_the_mean_loss_and_times_since_the_previous_row(meter, monkeyp
     for total, num_samples in ((3.0, 2), (1.0, 2), (2.0, 1)):
         meter.add_loss(torch.tensor([total, 0.1]))
         meter.count(num_samples, torch.tensor([num_samples, 0.2]), torch.ones(2))
-    meter.env.seconds["data"] = 1.5
+    meter.ddp.seconds["data"] = 1.5
     monkeypatch.setattr("train.time", SimpleNamespace(perf_counter=lambda: meter.start + 4.5))
     row = meter.read(state)
     assert row["loss"] == pytest.approx((6.0 / 5 + 0.3 / 0.6) / 2)  # the mean of two scores
@@ -360,7 +360,7 @@ def test_a_row_has_all_memory_that_is_reserved_on_a_gpu(meter, monkeypatch):
     meter.count(1, torch.ones(2), torch.ones(2))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 * 2**30)
-    meter.env = SimpleNamespace(
+    meter.ddp = SimpleNamespace(
         device=torch.device("cuda"), sum=lambda values: values, seconds={"data": 0.0}
     )
     monkeypatch.setattr(meter, "restart", lambda: None)
@@ -378,9 +378,9 @@ def test_ranks_agree_at_once_to_stop_at_each_validation_and_test_alone(train, mo
     asked = []
     stop_reason = Distributed.stop_reason
 
-    def counted(env: Distributed, at_once: bool = True) -> str:
+    def counted(ddp: Distributed, at_once: bool = True) -> str:
         asked.append(at_once)
-        return stop_reason(env, at_once)
+        return stop_reason(ddp, at_once)
 
     monkeypatch.setattr(Distributed, "stop_reason", counted)
     train(0, "optim.epochs=3").check()

@@ -1,6 +1,6 @@
 """Functions that tests run on every rank: `python -m tests.template.workers NAME`.
 
-Each rank makes its own assertions. Functions that take `env` leave its process group as it is:
+Each rank makes its own assertions. Functions that take `ddp` leave its process group as it is:
 `python -m tests.template.workers in_one_group NAME ...` calls several, one after another.
 """
 
@@ -51,20 +51,20 @@ def start(**options) -> Distributed:
 
 def in_one_group(*names: str) -> None:
     """Calls functions of this module one after another; leaves a file for each that has ended."""
-    env = start()
+    ddp = start()
     for name in names:
-        globals()[name](env)
-        Path(f"{name}{env.rank}").touch()
-    env.close()
+        globals()[name](ddp)
+        Path(f"{name}{ddp.rank}").touch()
+    ddp.close()
 
 
-def wrap(model: nn.Module, env: Distributed) -> DistributedDataParallel:
+def wrap(model: nn.Module, ddp: Distributed) -> DistributedDataParallel:
     """Returns the model as train.py wraps it."""
-    model = env.prepare_for_ddp(model)
-    return DistributedDataParallel(model, device_ids=env.device_ids, **env.config.options)
+    model = ddp.prepare_for_ddp(model)
+    return DistributedDataParallel(model, device_ids=ddp.device_ids, **ddp.config.options)
 
 
-def build(env: Distributed) -> tuple[KnockoutTask, KnockoutGNN]:
+def build(ddp: Distributed) -> tuple[KnockoutTask, KnockoutGNN]:
     """Returns a task of 22 rows, and a model whose parameters differ between ranks."""
     generator = torch.Generator().manual_seed(0)
     graph = HeteroData()
@@ -77,7 +77,7 @@ def build(env: Distributed) -> tuple[KnockoutTask, KnockoutGNN]:
         sets.append(nodes[: 1 + row % 3].tolist())
     scores = torch.randn(NUM_ROWS, generator=generator)
     dataset = KnockoutDataset(tables_of(sets, scores), shared.degree)
-    torch.manual_seed(env.rank)  # DDP must broadcast the parameters of rank 0
+    torch.manual_seed(ddp.rank)  # DDP must broadcast the parameters of rank 0
     model = full_model(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, 1).double()
     for parameter in model.parameters():  # parts that are initialised to zero would hide errors
         nn.init.normal_(parameter, std=0.3)
@@ -92,14 +92,14 @@ def flat_gradients(model: nn.Module) -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def is_equal_on_all_ranks(tensor: Tensor, env: Distributed) -> bool:
-    return all(torch.equal(tensor, other) for other in env.gather(tensor))
+def is_equal_on_all_ranks(tensor: Tensor, ddp: Distributed) -> bool:
+    return all(torch.equal(tensor, other) for other in ddp.gather(tensor))
 
 
-def gradients(env: Distributed) -> None:
+def gradients(ddp: Distributed) -> None:
     """A step's gradient is, on every rank, that of the batch on one process, even with padding."""
     for accumulate in (1, 2):
-        compare_gradients(env, accumulate)
+        compare_gradients(ddp, accumulate)
 
 
 class GradientKeeper:
@@ -115,26 +115,26 @@ class GradientKeeper:
         self.model.zero_grad()
 
 
-def compare_gradients(env: Distributed, accumulate: int) -> None:
-    task, model = build(env)
+def compare_gradients(ddp: Distributed, accumulate: int) -> None:
+    task, model = build(ddp)
     task = replace(task, config=Config(optim=OptimConfig(accumulate=accumulate, clip=0)))
-    ddp_model = wrap(model, env)
+    ddp_model = wrap(model, ddp)
     bare = copy.deepcopy(model)  # a backward pass of `model` itself would trigger DDP's hooks
-    assert is_equal_on_all_ranks(flat_parameters(model), env)
+    assert is_equal_on_all_ranks(flat_parameters(model), ddp)
     exchanges = []
     ddp_model.register_comm_hook(exchanges, counted_all_reduce)
     state = TrainState(model, GradientKeeper(model), torch.amp.GradScaler("cpu", enabled=False))
     steps = train.TrainingSteps(ddp_model, task.dataset, train.update_parameters)
-    meter = train.Meter(task, env)
+    meter = train.Meter(task, ddp)
     rows = torch.arange(NUM_ROWS)
-    sampler = StepSampler(rows, 8, accumulate, env.world_size, env.rank, seed=0)
+    sampler = StepSampler(rows, 8, accumulate, ddp.world_size, ddp.rank, seed=0)
     batches = map(task.dataset.__getitems__, sampler)
     whole_batches = iter(StepSampler(rows, 8, 1, 1, 0, seed=0))
     for step in range(3):  # the last one has 6 rows
         model.zero_grad()
         exchanges.clear()
         num_rows = len(sampler.rows_in_step(step))
-        train.train_step(task, state, steps, batches, num_rows, meter, env)
+        train.train_step(task, state, steps, batches, num_rows, meter, ddp)
         gradients = state.optimizer.gradients
         assert len(exchanges) == len(set(exchanges)) > 0, "a bucket was reduced twice in a step"
         bare.zero_grad()
@@ -143,16 +143,16 @@ def compare_gradients(env: Distributed, accumulate: int) -> None:
         loss_of_score.mean().backward()
         expected = flat_gradients(bare)
         assert (gradients - expected).norm() < 1e-12 * expected.norm()
-        assert is_equal_on_all_ranks(gradients, env)
+        assert is_equal_on_all_ranks(gradients, ddp)
 
 
-def gradient_of_an_epoch(env: Distributed) -> None:
+def gradient_of_an_epoch(ddp: Distributed) -> None:
     """Its steps add up to the gradient of the loss that all splits report, whatever is missing.
 
     Each step counts as many times as it has rows. Rows have weights, which are larger where the
     second of two scores is missing.
     """
-    task, _ = build(env)
+    task, _ = build(ddp)
     generator = torch.Generator().manual_seed(1)
     y = torch.randn(NUM_ROWS, 2, generator=generator).double()
     y[torch.rand(NUM_ROWS, generator=generator) < 0.7, 1] = float("nan")
@@ -164,22 +164,22 @@ def gradient_of_an_epoch(env: Distributed) -> None:
     dataset = KnockoutDataset(tables, task.graph.degree, scale=weight_scale(tables))
     optim = OptimConfig(accumulate=2, clip=0)
     task = replace(task, tables=tables, dataset=dataset, config=Config(optim=optim))
-    torch.manual_seed(env.rank)
+    torch.manual_seed(ddp.rank)
     model = full_model(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, 1, num_targets=2).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
-    ddp_model = wrap(model, env)
+    ddp_model = wrap(model, ddp)
     bare = copy.deepcopy(model)
     state = TrainState(model, GradientKeeper(model), torch.amp.GradScaler("cpu", enabled=False))
     steps = train.TrainingSteps(ddp_model, task.dataset, train.update_parameters)
-    meter = train.Meter(task, env)
-    sampler = StepSampler(torch.arange(NUM_ROWS), 8, 2, env.world_size, env.rank, seed=0)
+    meter = train.Meter(task, ddp)
+    sampler = StepSampler(torch.arange(NUM_ROWS), 8, 2, ddp.world_size, ddp.rank, seed=0)
     batches = map(task.dataset.__getitems__, sampler)
     total = 0.0
     for step in range(sampler.steps_per_epoch):
         model.zero_grad()
         num_rows = len(sampler.rows_in_step(step))
-        train.train_step(task, state, steps, batches, num_rows, meter, env)
+        train.train_step(task, state, steps, batches, num_rows, meter, ddp)
         total += num_rows * state.optimizer.gradients
 
     prediction = bare(task.graph, dataset.__getitems__(range(NUM_ROWS)))
@@ -191,24 +191,24 @@ def gradient_of_an_epoch(env: Distributed) -> None:
     (sum(means) / 2).backward()
     expected = flat_gradients(bare)
     assert (total / NUM_ROWS - expected).norm() < 1e-6 * expected.norm()  # weights are float32
-    assert is_equal_on_all_ranks(total, env)
+    assert is_equal_on_all_ranks(total, ddp)
 
 
-def evaluation(env: Distributed) -> None:
+def evaluation(ddp: Distributed) -> None:
     """Predictions are those of one process for any number of rows, even if some ranks have none."""
-    task, model = build(env)
-    wrap(model, env)  # which broadcasts the parameters
-    alone = copy.copy(env)
+    task, model = build(ddp)
+    wrap(model, ddp)  # which broadcasts the parameters
+    alone = copy.copy(ddp)
     alone.rank = 0
     alone.world_size = 1
     alone.is_distributed = False
     for num_rows in (1, 2, 3, 4, 5, 21, 22):
         rows = torch.arange(num_rows)
-        predictions = predict_rows(model, task, rows, env)
+        predictions = predict_rows(model, task, rows, ddp)
         expected = predict_rows(model, task, rows, alone)
         assert expected.shape == (num_rows, 1, 1) and expected.all()
         torch.testing.assert_close(predictions, expected, rtol=1e-12, atol=0)
-        assert is_equal_on_all_ranks(predictions, env)
+        assert is_equal_on_all_ranks(predictions, ddp)
 
 
 def counted_all_reduce(exchanges: list, bucket: GradBucket) -> Future[Tensor]:
@@ -216,30 +216,30 @@ def counted_all_reduce(exchanges: list, bucket: GradBucket) -> Future[Tensor]:
     return allreduce_hook(None, bucket)
 
 
-def agreement(env: Distributed) -> None:
+def agreement(ddp: Distributed) -> None:
     """An error on one rank is raised on all, and a value that differs is named."""
     for kind in (UserError, DataError, RunError):
         try:
-            with env.sync_errors():
-                if env.rank in (1, 3):
-                    raise kind(f"only rank {env.rank} knows")
+            with ddp.sync_errors():
+                if ddp.rank in (1, 3):
+                    raise kind(f"only rank {ddp.rank} knows")
         except UserError as raised:
             assert str(raised) == "only rank 1 knows" and type(raised) is kind
         else:
             raise AssertionError("no error")
-    with env.sync_errors():
+    with ddp.sync_errors():
         pass
-    loaded_by_rank_0 = {"cache.py": "a hash"} if env.rank == 0 else {}
-    env.check_equal({"config": 1, **loaded_by_rank_0})
+    loaded_by_rank_0 = {"cache.py": "a hash"} if ddp.rank == 0 else {}
+    ddp.check_equal({"config": 1, **loaded_by_rank_0})
     try:
-        env.check_equal({"config": 1, "data": env.rank // 2})
+        ddp.check_equal({"config": 1, "data": ddp.rank // 2})
     except UserError as error:
         assert str(error) == "data differs between ranks: 1 on rank 2, 0 on rank 0"
     else:
         raise AssertionError("no error")
-    assert env.broadcast(f"made by {env.rank}") == "made by 0"
-    assert env.sum(torch.ones(2)).tolist() == [4.0, 4.0]
-    assert env.gather(f"made by {env.rank}") == [f"made by {rank}" for rank in range(4)]
+    assert ddp.broadcast(f"made by {ddp.rank}") == "made by 0"
+    assert ddp.sum(torch.ones(2)).tolist() == [4.0, 4.0]
+    assert ddp.gather(f"made by {ddp.rank}") == [f"made by {rank}" for rank in range(4)]
 
 
 def refused(config: DDPConfig, *expected: str) -> None:
@@ -372,8 +372,8 @@ def shared_gpu() -> None:
 def own_gpu() -> None:
     """A scheduler exposes a different GPU to each process, which is number 0 in both."""
     pretend_gpus(1, uuid=f"GPU-{os.environ['RANK']}")
-    env = start()
-    assert env.device == torch.device("cuda", 0) and env.local_rank == int(os.environ["RANK"])
+    ddp = start()
+    assert ddp.device == torch.device("cuda", 0) and ddp.local_rank == int(os.environ["RANK"])
     dist.destroy_process_group()
 
 
@@ -391,30 +391,30 @@ def preflight_of_a_bad_machine(what: str) -> None:
         versions = ddp_setup.library_versions()
         ddp_preflight.library_versions = lambda: {**versions, "torch": "1.0"}
     if what == "sum":
-        Distributed.sum = lambda env, values: values
+        Distributed.sum = lambda ddp, values: values
     ddp_ends.end_process(ddp_setup.run(ddp_preflight.preflight, DDPConfig()))
 
 
-def options(env: Distributed) -> None:
+def options(ddp: Distributed) -> None:
     """`ddp.options` reach DDP: a tiny bucket_cap_mb gives several buckets."""
-    env = copy.copy(env)
-    env.config = DDPConfig(options={"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True})
-    assert exchanged_buckets(env) > 1
+    ddp = copy.copy(ddp)
+    ddp.config = DDPConfig(options={"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True})
+    assert exchanged_buckets(ddp) > 1
 
 
-def buffers(env: Distributed) -> None:
+def buffers(ddp: Distributed) -> None:
     """A forward pass broadcasts rank 0's buffers only if some change, as BatchNorm's do."""
-    for norm, expected in ((nn.LayerNorm(4), env.rank), (nn.BatchNorm1d(4), 0)):
+    for norm, expected in ((nn.LayerNorm(4), ddp.rank), (nn.BatchNorm1d(4), 0)):
         module = nn.Sequential(nn.Linear(4, 4), norm)
         module.register_buffer("constant", torch.zeros(()))
-        model = wrap(module, env)
-        module.constant.fill_(env.rank)
+        model = wrap(module, ddp)
+        module.constant.fill_(ddp.rank)
         model(torch.randn(3, 4)).sum().backward()
         assert module.constant.item() == expected
 
 
-def exchanged_buckets(env: Distributed) -> int:
-    model = wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), env)
+def exchanged_buckets(ddp: Distributed) -> int:
+    model = wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), ddp)
     assert model.gradient_as_bucket_view
     exchanges = []
     model.register_comm_hook(exchanges, counted_all_reduce)
@@ -426,32 +426,32 @@ def exchanged_buckets(env: Distributed) -> int:
 
 def batchnorm() -> None:
     """On two GPUs, running statistics are those of a rank's rows or, with the option, of all."""
-    env = start(options={"broadcast_buffers": False})
-    assert len(set(batchnorm_means(env, sync_batchnorm=False))) == 2
-    assert len(set(batchnorm_means(env, sync_batchnorm=True))) == 1
-    env.close()
+    ddp = start(options={"broadcast_buffers": False})
+    assert len(set(batchnorm_means(ddp, sync_batchnorm=False))) == 2
+    assert len(set(batchnorm_means(ddp, sync_batchnorm=True))) == 1
+    ddp.close()
 
 
-def batchnorm_means(env: Distributed, sync_batchnorm: bool) -> list[float]:
-    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).to(env.device)
-    env.config = DDPConfig(sync_batchnorm=sync_batchnorm, options=env.config.options)
-    ddp_model = wrap(model, env)
-    ddp_model(torch.full((4, 1), float(env.rank), device=env.device)).sum().backward()
-    return env.gather(ddp_model.module[0].running_mean.item())
+def batchnorm_means(ddp: Distributed, sync_batchnorm: bool) -> list[float]:
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).to(ddp.device)
+    ddp.config = DDPConfig(sync_batchnorm=sync_batchnorm, options=ddp.config.options)
+    ddp_model = wrap(model, ddp)
+    ddp_model(torch.full((4, 1), float(ddp.rank), device=ddp.device)).sum().backward()
+    return ddp.gather(ddp_model.module[0].running_mean.item())
 
 
-def zero(env: Distributed) -> None:
+def zero(ddp: Distributed) -> None:
     """Each rank holds a shard of the optimiser state; together they hold what one process would."""
-    _, model = build(env)
+    _, model = build(ddp)
     sizes = {}
     for optim in (OptimConfig(), OptimConfig(zero=True)):
-        optimizer = build_optimizer(model, optim, env)
+        optimizer = build_optimizer(model, optim, ddp)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         local = optimizer.optim if optim.zero else optimizer
         state = [value for values in local.state.values() for value in values.values()]
-        sizes[optim.zero] = env.gather(sum(value.nbytes for value in state))
+        sizes[optim.zero] = ddp.gather(sum(value.nbytes for value in state))
     assert max(sizes[True]) < 0.7 * sizes[False][0]
     assert sum(sizes[True]) == sizes[False][0]
 

@@ -59,29 +59,29 @@ def audit_worker(name: str, arguments: list[str]) -> None:
     config = train.read_config(arguments)
     audits = {"devices": audit_devices, "syncs": audit_syncs}
 
-    def program(env: Distributed) -> None:
+    def program(ddp: Distributed) -> None:
         with tempfile.TemporaryDirectory() as folder:
             quiet = dataclasses.replace(
                 config,
-                run=RunConfig(dir=env.broadcast(folder)),
+                run=RunConfig(dir=ddp.broadcast(folder)),
                 optim=dataclasses.replace(config.optim, epochs=max(config.optim.epochs, 30)),
                 log=LogConfig(every_steps=NEVER),
                 checkpoint=CheckpointConfig(every_steps=NEVER),
             )
-            audits[name](quiet, env)
+            audits[name](quiet, ddp)
 
     end_process(run(program, config.ddp))
 
 
 # ---- Devices -------------------------------------------------------------------------------------
-def audit_devices(config: Config, env: Distributed) -> None:
+def audit_devices(config: Config, ddp: Distributed) -> None:
     """Prints the device of every tensor in the second step, for each rank."""
     found: dict[str, Any] = {}
     record_tensors(found)
     with contextlib.suppress(AuditDone):
-        train.train(config, env)
-    for lines in env.gather(placement(found, env.device)):
-        if env.rank == 0:
+        train.train(config, ddp)
+    for lines in ddp.gather(placement(found, ddp.device)):
+        if ddp.rank == 0:
             print(f"on {lines[0]}", *lines[1:], sep="\n")
 
 
@@ -181,17 +181,17 @@ def nested_tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 # ---- Waiting -------------------------------------------------------------------------------------
-def audit_syncs(config: Config, env: Distributed) -> None:
+def audit_syncs(config: Config, ddp: Distributed) -> None:
     """Prints the lines that make the host wait in ten steps.
 
     Leaves out the ends of epochs, which log and save.
     """
-    watch = WatchOnGPU() if env.device.type == "cuda" else WatchOnCPU(env)
+    watch = WatchOnGPU() if ddp.device.type == "cuda" else WatchOnCPU(ddp)
     places = Counter()
     done = 0  # steps that were watched
     last_step = 0
-    phase = env.phase
-    stop_reason = env.stop_reason
+    phase = ddp.phase
+    stop_reason = ddp.stop_reason
 
     def watched_phase(name: str) -> contextlib.AbstractContextManager:
         if name == "evaluation" and watch.active:
@@ -206,18 +206,18 @@ def audit_syncs(config: Config, env: Distributed) -> None:
         if done == STEPS:
             raise AuditDone
         reason = stop_reason(at_once)
-        step = env.heartbeat.step
+        step = ddp.heartbeat.step
         if step > max(last_step, WARM_UP):
             watch.begin()
         last_step = step
         return reason
 
-    env.phase = watched_phase
-    env.stop_reason = watched_stop_reason
+    ddp.phase = watched_phase
+    ddp.stop_reason = watched_stop_reason
     try:
-        train.train(config, env)
+        train.train(config, ddp)
     except AuditDone:
-        print(f"{STEPS} steps on {env.device}")
+        print(f"{STEPS} steps on {ddp.device}")
         for (place, what), count in sorted(places.items()):
             print(f"  WAITS  {place}: {what}, in {count} of {STEPS} steps")
         if not places:
@@ -229,9 +229,9 @@ def audit_syncs(config: Config, env: Distributed) -> None:
 class WatchOnCPU(CountSynchronisations):
     """Records the operators that would make the host wait on a GPU, except those on host data."""
 
-    def __init__(self, env: Distributed):
+    def __init__(self, ddp: Distributed):
         super().__init__()
-        self.env = env
+        self.ddp = ddp
         self.active = False
         self.found: set[tuple[str, str]] = set()
 
@@ -241,7 +241,7 @@ class WatchOnCPU(CountSynchronisations):
         self.active = True
 
     def record(self, operator: str) -> None:
-        if self.env.heartbeat.phase not in ("data", "agreement"):
+        if self.ddp.heartbeat.phase not in ("data", "agreement"):
             self.found.add((caller(), operator))
 
     def end(self) -> set[tuple[str, str]]:

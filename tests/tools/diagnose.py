@@ -33,10 +33,10 @@ def rows(options: argparse.Namespace) -> bool:
     Returns whether there are none.
     """
     config = read_config(options.arguments)
-    env = setup(Distributed(config.ddp))
-    task = KnockoutTask.load(config, env)
+    ddp = setup(Distributed(config.ddp))
+    task = KnockoutTask.load(config, ddp)
     torch.manual_seed(config.run.seed)
-    model = newest_model(task, env).to(env.device, config.optim.dtype)
+    model = newest_model(task, ddp).to(ddp.device, config.optim.dtype)
     broken = [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]
     if broken:
         print(f"the model has non-finite weights, so no row is to blame: {', '.join(broken)}")
@@ -46,8 +46,8 @@ def rows(options: argparse.Namespace) -> bool:
     chosen = torch.cat([tables.rows(split) for split in SPLITS])
     prediction = torch.zeros_like(tables.y)  # [n, T], also of rows in no split
     error = torch.zeros_like(tables.y, dtype=config.optim.dtype)
-    with autocast(config.optim, env):
-        output = predict_rows(model, task, chosen, env)
+    with autocast(config.optim, ddp):
+        output = predict_rows(model, task, chosen, ddp)
     prediction[chosen] = task.to_scores(output)
     y = tables.y[chosen]
     # In the type of the training loss, which overflows where this does.
@@ -70,11 +70,11 @@ def rows(options: argparse.Namespace) -> bool:
     return len(bad) == 0
 
 
-def newest_model(task: KnockoutTask, env: Distributed) -> nn.Module:
+def newest_model(task: KnockoutTask, ddp: Distributed) -> nn.Module:
     """Returns the model of the run's newest checkpoint or, if there is none, of its start."""
-    with env.sync_errors():
+    with ddp.sync_errors():
         model = task.build_model()
-        folder = RunFolder(task.config, env, task.origin(), first_metric())
+        folder = RunFolder(task.config, ddp, task.origin(), first_metric())
         checkpoint = folder.newest_checkpoint()
         source = "step 0 (no checkpoint found)"
         if checkpoint is not None:

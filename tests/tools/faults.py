@@ -368,15 +368,15 @@ def arm(folder: Path, faults: dict[Path, list]) -> None:
     start = time.time()
     phase_of = Distributed.phase
 
-    def phase_with_faults(env: Distributed, name: str) -> contextlib.AbstractContextManager:
+    def phase_with_faults(ddp: Distributed, name: str) -> contextlib.AbstractContextManager:
         for mark, (*place, action) in faults.items():
-            if place == [env.rank, env.heartbeat.step, name] and not mark.exists():
+            if place == [ddp.rank, ddp.heartbeat.step, name] and not mark.exists():
                 lost_s = time.time() - max(start, last_save(folder))
-                mark.write_text(json.dumps([lost_s, env.limit_s]))
-                context = phase_of(env, name)
+                mark.write_text(json.dumps([lost_s, ddp.limit_s]))
+                context = phase_of(ddp, name)
                 context.__enter__()  # so that hang reports name this phase
-                inject(action, folder, mark.parent, env.heartbeat.step)
-        return phase_of(env, name)
+                inject(action, folder, mark.parent, ddp.heartbeat.step)
+        return phase_of(ddp, name)
 
     Distributed.phase = phase_with_faults
 

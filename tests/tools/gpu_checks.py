@@ -148,9 +148,9 @@ def first_batch(task: KnockoutTask) -> Data:
 
 def rank_on(device: torch.device) -> Distributed:
     """Returns the only rank of a run on a device."""
-    env = Distributed(DDPConfig())
-    env.device = device
-    return env
+    ddp = Distributed(DDPConfig())
+    ddp.device = device
+    return ddp
 
 
 class WholeModel:
@@ -206,15 +206,15 @@ def ten_steps(
     optim = OptimConfig(precision=precision)
     options = ModelConfig(checkpointing=checkpointing, message_passing=route)
     task = small_task(options, optim, device, folder)
-    env = rank_on(device)
+    ddp = rank_on(device)
     model = task.build_model().to(device, optim.dtype).train()
-    optimizer = build_optimizer(model, optim, env)
+    optimizer = build_optimizer(model, optim, ddp)
     is_half = precision == "fp16"
     # With the usual scale, fp16 would skip the first steps.
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=is_half)
     state = TrainState(model, optimizer, scaler)
     steps = TrainingSteps(model, task.dataset, update_parameters)
-    meter = Meter(task, env)
+    meter = Meter(task, ddp)
     batch = first_batch(task)
     weight = batch.weight.double().sum(dim=0)  # of each score
     if device.type == "cuda":
@@ -222,7 +222,7 @@ def ten_steps(
     batches = (copy.copy(batch) for _ in range(NUM_STEPS))  # as `to` moves a batch in place
     with no_waiting(device):
         for _ in range(NUM_STEPS):
-            norm_and_scale = train_step(task, state, steps, batches, NUM_SAMPLES, meter, env)
+            norm_and_scale = train_step(task, state, steps, batches, NUM_SAMPLES, meter, ddp)
             meter.count(NUM_SAMPLES, weight, norm_and_scale)
             state.step += 1
     row = meter.read(state)

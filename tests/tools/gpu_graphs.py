@@ -203,9 +203,9 @@ def captured(
 
 
 def state_of(task: KnockoutTask, model: nn.Module) -> TrainState:
-    env = rank_on(task.graph.device)
-    optimizer = build_optimizer(model, task.config.optim, env)
-    return TrainState(model, optimizer, torch.amp.GradScaler(env.device.type, enabled=False))
+    ddp = rank_on(task.graph.device)
+    optimizer = build_optimizer(model, task.config.optim, ddp)
+    return TrainState(model, optimizer, torch.amp.GradScaler(ddp.device.type, enabled=False))
 
 
 # ---- Without graphs ------------------------------------------------------------------------------
@@ -300,15 +300,15 @@ def steps_by_graphs(
 def steps_a_second(
     task: KnockoutTask, state: TrainState, steps: TrainingSteps, sampler: StepSampler
 ) -> float:
-    env = rank_on(task.graph.device)
-    batches = full_batches(steps.dataset, sampler, env.device)
-    meter = Meter(task, env)
+    ddp = rank_on(task.graph.device)
+    batches = full_batches(steps.dataset, sampler, ddp.device)
+    meter = Meter(task, ddp)
     weight = torch.ones(len(task.tables.targets), dtype=torch.float64)
     for num_steps in (NUM_STEPS, TIMED_STEPS):  # the first ones load libraries
-        with no_waiting(env.device):
+        with no_waiting(ddp.device):
             for _ in range(num_steps):
                 norm_and_scale = train_step(
-                    task, state, steps, batches, sampler.batch_size, meter, env
+                    task, state, steps, batches, sampler.batch_size, meter, ddp
                 )
                 meter.count(sampler.batch_size, weight, norm_and_scale)
                 state.step += 1
@@ -330,13 +330,13 @@ def predictions(
     """Predictions a second in large batches, which must be those of a small one."""
     task = task_of(name, model, device, folder)
     module = build_model(task)
-    env = rank_on(device)
+    ddp = rank_on(device)
     num_rows = len(task.tables.y)
     rows = torch.arange(num_rows).repeat(TIMED_ROWS // num_rows + 1)[:TIMED_ROWS]
-    few = predict_rows(module, task, rows[:NUM_SAMPLES], env)
-    predict_rows(module, task, rows[:num_rows], env)  # loads libraries
+    few = predict_rows(module, task, rows[:NUM_SAMPLES], ddp)
+    predict_rows(module, task, rows[:num_rows], ddp)  # loads libraries
     start = perf_counter()
-    prediction = predict_rows(module, task, rows, env)
+    prediction = predict_rows(module, task, rows, ddp)
     speed = len(rows) / (perf_counter() - start)
     error = distance([prediction[:NUM_SAMPLES]], [few])
     return error <= 1e-4, f"{speed:,.0f} samples/s, relative error {error:.1e}"

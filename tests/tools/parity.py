@@ -77,9 +77,9 @@ def parity_worker(folder: str, arguments: list[str]) -> None:
     config = read_config(arguments)
     data.load = load_few_rows
 
-    def program(env: Distributed) -> None:
+    def program(ddp: Distributed) -> None:
         for accumulate in (1, 2):
-            name = f"{env.world_size}-{accumulate}"
+            name = f"{ddp.world_size}-{accumulate}"
             optim = dataclasses.replace(
                 config.optim, epochs=NUM_EPOCHS, accumulate=accumulate, precision="fp64"
             )
@@ -90,7 +90,7 @@ def parity_worker(folder: str, arguments: list[str]) -> None:
                 optim=optim,
                 log=LogConfig(every_steps=1),
             )
-            train(short, env)
+            train(short, ddp)
 
     end_process(run(program, config.ddp))
 

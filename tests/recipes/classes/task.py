@@ -33,8 +33,8 @@ class ClassesTask:
     predicts_large_batches = True
 
     @classmethod
-    def load(cls, config: Config, env: Distributed) -> "ClassesTask":
-        with env.sync_errors():
+    def load(cls, config: Config, ddp: Distributed) -> "ClassesTask":
+        with ddp.sync_errors():
             dataset = read_vectors(config.data)
             dataset.x = dataset.x.to(config.optim.dtype)
             return cls(config, dataset, dataset.fingerprint())

@@ -19,7 +19,7 @@ from tests.tools import parity
 from tests.tools.runs import relative_difference
 
 PARITY = [sys.executable, "-m", "tests.check", "parity", "model.hidden=8"]
-LOSS_FACTOR = "env.world_size / (num_rows * task.num_targets)"
+LOSS_FACTOR = "ddp.world_size / (num_rows * task.num_targets)"
 PLACE = """        self.register_buffer("basis", basis.clone())
 """
 A_BUFFER_OF_INTEGERS = f"""{PLACE}
@@ -30,12 +30,12 @@ BROKEN = {  # module, what is right, what is wrong
     "loss divided by the local batch": (
         "train.py",
         "state.scaler.scale(loss.sum() * loss_factor)",
-        "state.scaler.scale(loss.sum() * env.world_size / batch.weight.sum().clamp(min=1))",
+        "state.scaler.scale(loss.sum() * ddp.world_size / batch.weight.sum().clamp(min=1))",
     ),
     "DDP's average not undone": (
         "train.py",
         LOSS_FACTOR,
-        LOSS_FACTOR.replace("env.world_size", "1"),
+        LOSS_FACTOR.replace("ddp.world_size", "1"),
     ),
     "gradients exchanged too early": (
         "train.py",
@@ -45,9 +45,9 @@ BROKEN = {  # module, what is right, what is wrong
     "a different order on each rank": (
         "train.py",
         "seed=config.run.seed,",
-        "seed=config.run.seed + env.rank,",
+        "seed=config.run.seed + ddp.rank,",
     ),
-    "errors of float32": ("train.py", LOSS_FACTOR, f"{LOSS_FACTOR} * (1 + 6e-8 * env.rank)"),
+    "errors of float32": ("train.py", LOSS_FACTOR, f"{LOSS_FACTOR} * (1 + 6e-8 * ddp.rank)"),
     "the same rows on each rank": ("data_loader.py", "[:, :, self.rank]", "[:, :, 0]"),
     "a buffer of integers": (
         "model.py",

@@ -118,8 +118,8 @@ def test_what_is_wrong_with_graphs_is_reported(stand_in, tmp_path, monkeypatch, 
 def test_predictions_of_large_batches_are_compared(stand_in, tmp_path, monkeypatch, capsys):
     predict_rows = gpu_graphs.predict_rows
 
-    def other_for_large(model, task, rows, env):
-        return predict_rows(model, task, rows, env) * (1 + 1e-3 * (len(rows) == 100))
+    def other_for_large(model, task, rows, ddp):
+        return predict_rows(model, task, rows, ddp) * (1 + 1e-3 * (len(rows) == 100))
 
     monkeypatch.setattr(gpu_graphs, "predict_rows", other_for_large)
     report = gpu.Report(only="predictions, example")

@@ -132,8 +132,8 @@ def test_step_loss(copy, tables, tmp_path):
 
     # With a loss per rank, the result depends on the number of ranks.
     source = (copy / "train.py").read_text()
-    assert "env.sum(everyone)" in source
-    (copy / "train.py").write_text(source.replace("env.sum(everyone)", "everyone"))
+    assert "ddp.sum(everyone)" in source
+    (copy / "train.py").write_text(source.replace("ddp.sum(everyone)", "everyone"))
     shutil.rmtree(tmp_path / "parity")
     with pytest.raises(AssertionError):
         assert_parity(copy)
