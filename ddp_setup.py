@@ -426,4 +426,20 @@ def describe(ddp: Distributed) -> str:
     threads = optional("ddp_threads")
     if ddp.device.type == "cpu" and threads is not None:
         lines.append(threads.load_note(torch.get_num_threads(), ddp.local_world_size))
+    if ddp.device.type == "cpu":
+        lines.append(unseen_gpus_note())
     return "\n".join(filter(None, lines))
+
+
+def unseen_gpus_note() -> str:
+    """Returns what to do if the environment names GPUs, although torch sees none, or ""."""
+    name = "SLURM_JOB_GPUS"
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        name = "CUDA_VISIBLE_DEVICES"
+    gpus = os.environ.get(name, "")
+    if gpus.startswith("-") or not any(map(str.isdigit, gpus)):
+        return ""
+    return (
+        f"note      {name}={gpus} names GPUs, but torch {torch.__version__} sees none: "
+        "look at nvidia-smi, and install torch for its version of CUDA"
+    )

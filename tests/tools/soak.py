@@ -279,10 +279,14 @@ class Soak:
         was_disturbed = (run / BALLAST).exists() or (run / "STOP").exists()
         with ThreadPoolExecutor() as pool:
             torchruns = self.start(pool, run, num_ranks, arguments, faults, marks)
+            hangs = []
+            for number, fault in enumerate(faults):
+                if num_ranks == 1 and KINDS[fault.kind] == "sleep":
+                    hangs.append(marks / str(number))
             try:
-                end = self.wait(torchruns, marks)
+                end = self.wait(torchruns, marks, hangs)
             except BaseException:  # a request to stop
-                kill(processes(marks))
+                send(signal.SIGKILL, processes(marks))
                 raise
         output = "\n".join(future.result()[1] for future in torchruns)
         kinds = []
@@ -360,10 +364,11 @@ class Soak:
             )
             yield prefix, torchrun
 
-    def wait(self, torchruns: list[Future], marks: Path) -> float:
+    def wait(self, torchruns: list[Future], marks: Path, hangs: list[Path]) -> float:
         """Returns when the last process had ended.
 
-        If a link was cut, when the last rank had; the link is connected then.
+        If a link was cut, when the last rank had; the link is connected then. Once a mark of
+        `hangs` is there, Ctrl-C ends the process alone that hangs, the second time.
         """
         end = 0.0
         is_cut = len(torchruns) == 2
@@ -373,6 +378,9 @@ class Soak:
             if is_cut and not end and has_fault and not processes(marks, "LOCAL_RANK="):
                 end = time.time()
                 connect(self.spaces)
+            if any(mark.exists() for mark in hangs):
+                send(signal.SIGINT, processes(marks))
+                time.sleep(1)
         if not end:
             end = time.time()
         if is_cut:
@@ -382,7 +390,7 @@ class Soak:
         while left and time.monotonic() < deadline:
             time.sleep(0.1)
             left = processes(marks)
-        kill(left)
+        send(signal.SIGKILL, left)
         if left:
             raise LostError(f"{len(left)} processes are left over")
         return end
@@ -420,10 +428,10 @@ def state(run: Path) -> str:
         return "none"
 
 
-def kill(pids: list[int]) -> None:
+def send(number: signal.Signals, pids: list[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def processes(marks: Path, variable: str = "") -> list[int]:
