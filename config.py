@@ -33,7 +33,6 @@ from errors import UserError, kept_warnings
 from model import ModelConfig
 from optim import OptimConfig
 from run_folder import CheckpointConfig, LogConfig, RunConfig
-from run_progress import BarClearer, bars_call
 
 log = logging.getLogger("config")
 DEFAULTS = Path(__file__).with_name("config.yaml")
@@ -145,8 +144,7 @@ def run_command(
             with ddp.sync_errors():
                 if problem:
                     raise problem
-            with bars_call(ddp.make_progress):
-                command(settings, ddp)
+            command(settings, ddp)
 
         return run(program, settings.ddp)
 
@@ -157,7 +155,7 @@ def log_to_console() -> Iterator[None]:
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     console.addFilter(lambda record: record.levelno < logging.ERROR)
-    handlers = [BarClearer(), console, kept_warnings]
+    handlers = [console, kept_warnings]
     kept_warnings.texts.clear()
     logger = logging.getLogger()
     level = logger.level

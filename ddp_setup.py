@@ -96,10 +96,6 @@ class Distributed:
             self.heartbeat = self.heartbeat._replace(phase=outer)
         self.seconds[name] += time.perf_counter() - start
 
-    def make_progress(self) -> None:
-        """Records that this rank comes further in what it is doing."""
-        self.heartbeat = self.heartbeat.enter(self.heartbeat.phase, is_other=False)
-
     @property
     def device_ids(self) -> list[int] | None:
         """What `DistributedDataParallel` takes under this name: the GPU of this rank, or None."""

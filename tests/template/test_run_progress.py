@@ -3,7 +3,6 @@
 import errno
 import gzip
 import io
-import logging
 import re
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from data_tables import read_tables
 from ddp_setup import DDPConfig, Distributed
 from evaluate import predict_rows
 from model import ModelConfig
-from run_progress import BarClearer, RunProgress, progress_bar, time_left
+from run_progress import RunProgress, progress_bar, time_left
 from task import KnockoutTask
 from tests.template.fixtures import write_table
 from tests.template.test_baseline_combination import combined_tables
@@ -136,26 +135,6 @@ def test_a_resumed_job_is_as_fast_as_its_own_rows(clock, terminal):
         clock.now += 100
         bar.update(100_000)
     assert "1.10M/2.00M [01:40<15:00, 1.00krow/s]" in terminal.getvalue()
-
-
-def test_a_line_of_the_log_takes_the_place_of_the_bar(clock, terminal):
-    console = logging.StreamHandler(terminal)
-    log = logging.Logger("test")
-    log.addHandler(BarClearer())
-    log.addHandler(console)
-    with progress_bar(80, "working") as bar:
-        log.warning("early")
-        clock.now += 10
-        bar.update(40)
-        log.warning("late")
-        log.warning("later")
-        clock.now += 10
-        bar.update(30)
-    lines = terminal.getvalue().split("\n")
-    assert lines[0].lstrip("\r") == "early"
-    assert re.fullmatch(r"\rworking:  50%.*\r +\r+late", lines[1])
-    assert re.fullmatch(r"[\r ]*later", lines[2])
-    assert lines[3].startswith("\rworking:  88%")
 
 
 @pytest.mark.parametrize(
