@@ -5,8 +5,8 @@ import dataclasses
 import graphlib
 import subprocess
 import sys
-from pathlib import Path
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
