@@ -133,12 +133,8 @@ class KnockoutGNN(nn.Module):
 
         In training, all that is random follows from `batch.seed`, a long tensor, and `batch.index`.
         """
-        wild = self.wild_type(graph, batch)
-        dose = self.dose(wild, batch)
-        output = 0.0
-        for term in self.terms.values():
-            output = output + term(graph, wild, dose, batch)
-        return output.to(wild.encoder.norm.weight.dtype)
+        output = sum(self.parts(graph, batch).values())
+        return output.to(self.encoder.norm.weight.dtype)
 
     def parts(self, graph: SharedGraph, batch: Data) -> dict[str, Tensor]:
         """Returns what each term adds to the output, [B, T * C], by its name, as in `PARTS`."""
@@ -339,12 +335,6 @@ class FirstConv(KnockoutConv):
 
 
 # ---- Terms ---------------------------------------------------------------------------------------
-def find_term(model: nn.Module, name: str) -> nn.Module | None:
-    """Returns the term of this name of a model, None if it has none."""
-    terms = dict(getattr(model, "terms", {}))
-    return terms.get(name)
-
-
 class LocalReadout(nn.Module):
     """A permutation-invariant function of the wild-type states of any number of perturbed nodes.
 

@@ -60,20 +60,6 @@ def progress_bar(
     )
 
 
-def time_left(seconds: float, steps_done: int, steps_left: int) -> str:
-    """Returns the time that the steps left will take as a text, such as `12:34 left`.
-
-    It is "" for less than a second, or if no step is done. `seconds` is the time that the steps
-    done took.
-    """
-    if steps_done == 0:
-        return ""
-    seconds_left = steps_left * seconds / steps_done
-    if seconds_left < 1:
-        return ""
-    return f"{tqdm.format_interval(seconds_left)} left"
-
-
 class RunProgress:
     """The progress of this process: a bar for each epoch, and the time left for the run.
 
@@ -106,8 +92,9 @@ class RunProgress:
         if self.steps_done == 0:
             return ""
         seconds = time.perf_counter() - self.started_at  # validations included
-        left = time_left(seconds, self.steps_done, self.num_steps - self.steps_done)
-        if not left:
+        seconds_left = seconds / self.steps_done * (self.num_steps - self.steps_done)
+        if seconds_left < 1:
             return self.loss_and_speed
         limit = "at most " if self.is_at_most else ""
-        return f"run: {limit}{left}  {self.loss_and_speed}".rstrip()
+        left = tqdm.format_interval(seconds_left)
+        return f"run: {limit}{left} left  {self.loss_and_speed}".rstrip()
