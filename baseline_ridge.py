@@ -281,10 +281,6 @@ class Ridge:
         """Returns the loss of each prediction with coefficients x, [n, T]."""
         return self.loss(self.design.predict(x), self.y)
 
-    def residual(self, x: Tensor) -> Tensor:
-        """Returns y less the predictions with coefficients x, [n, T]."""
-        return self.design.predict(x).neg_().add_(self.y)
-
     def fit(self, penalty: float | Tensor, x: Tensor) -> Tensor:
         """Returns the solution for a penalty, or for one per effect [NK, T], starting from x."""
         x = self.improve(penalty, x)
@@ -294,11 +290,14 @@ class Ridge:
 
     def improve(self, penalty: float | Tensor, x: Tensor) -> Tensor:
         """Returns x after a Newton step, which for squared errors is the solution."""
-        return self.equations.solve(self.residual(x), penalty, x, self.least)
+        residual = self.y - self.design.predict(x)
+        return self.equations.solve(residual, penalty, x, self.least)
 
     def error(self, penalty: float | Tensor, x: Tensor) -> Tensor:
         """Returns the distance of x from the solution, [T], in the units of the tolerance."""
-        distance = self.equations.distance(self.residual(x), penalty, x)
+        residual, curvature = self.linearise(self.design.predict(x), self.y)
+        equations = NormalEquations(self.design, self.weight * curvature)
+        distance = equations.distance(residual, penalty, x)
         return (distance / self.unit).sqrt()
 
 
@@ -350,12 +349,6 @@ class LogisticRidge(Ridge):
                 break
             step = step.where(~is_up, step / 2)
         return step
-
-    def error(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        residual, variance = self.linearise(self.design.predict(x), self.y)
-        equations = NormalEquations(self.design, self.weight * variance)
-        distance = equations.distance(residual, penalty, x)
-        return (distance / self.unit).sqrt()
 
 
 def variance_of(probability: Tensor, least: float = 1e-3) -> Tensor:

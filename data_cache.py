@@ -72,37 +72,17 @@ def cache_file(cache_dir: str, kind: str, key: str) -> Path:
 def source_digest(function: Callable) -> str:
     """Returns a hash of the code of a function's module and of what that imports from its folder.
 
-    What it imports by `optional` is among it. Comments, docstrings and layout do not count.
+    Comments, docstrings and layout do not count, nor does what is imported by `optional`.
     """
     script = Path(inspect.getsourcefile(function))
     finder = ModuleFinder([str(script.parent)])
     finder.run_script(str(script))
-    trees = {}  # syntax tree of each file
-    while new_files := files_of(finder) - trees.keys():
-        for file in new_files:
-            trees[file] = ast.parse(Path(file).read_bytes())
-            for name in names_of_optional(trees[file]):
-                if script.with_name(f"{name}.py").exists():
-                    finder.import_hook(name)
+    files = {module.__file__ for module in finder.modules.values()} - {None}
     digest = hashlib.sha256()
-    for file in sorted(trees):
-        for node in ast.walk(trees[file]):
+    for file in sorted(files):
+        tree = ast.parse(Path(file).read_bytes())
+        for node in ast.walk(tree):
             if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False):
                 del node.body[0]
-        digest.update(ast.dump(trees[file]).encode())
+        digest.update(ast.dump(tree).encode())
     return digest.hexdigest()
-
-
-def files_of(finder: ModuleFinder) -> set[str]:
-    """Returns the files of the modules that were found."""
-    files = {module.__file__ for module in finder.modules.values()}
-    return files - {None}
-
-
-def names_of_optional(tree: ast.AST) -> list[str]:
-    """Returns the modules that code imports by `optional`, which ModuleFinder does not see."""
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "optional":
-            names.append(node.args[0].value)
-    return names

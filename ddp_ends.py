@@ -82,10 +82,6 @@ class Heartbeat(NamedTuple):
     phase: str = "start"  # what it is doing
     entered: int = 0  # phases entered in total, the same one again included
 
-    def enter(self, phase: str, is_other: bool) -> "Heartbeat":
-        """Returns it in a phase, which counts as a change if it `is_other` than the last one."""
-        return Heartbeat(self.step, self.changes + is_other, phase, self.entered + 1)
-
 
 def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
     """Returns the traceback of an error, "" for one that says enough, and the reason as a text."""

@@ -85,8 +85,9 @@ class Distributed:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Labels what this rank is doing, for hang reports, metrics.jsonl and profiler traces."""
-        outer = self.heartbeat.phase
-        self.heartbeat = self.heartbeat.enter(name, is_other=name != self.last_phase)
+        step, changes, outer, entered = self.heartbeat
+        is_other = name != self.last_phase
+        self.heartbeat = Heartbeat(step, changes + is_other, name, entered + 1)
         self.last_phase = name
         start = time.perf_counter()
         try:
@@ -95,10 +96,6 @@ class Distributed:
         finally:
             self.heartbeat = self.heartbeat._replace(phase=outer)
         self.seconds[name] += time.perf_counter() - start
-
-    def make_progress(self) -> None:
-        """Records that this rank comes further in what it is doing."""
-        self.heartbeat = self.heartbeat.enter(self.heartbeat.phase, is_other=False)
 
     @property
     def device_ids(self) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""Sparse products: of the adjacency matrices of all relations at once, and of any matrix.
+"""Sparse products, of the adjacency matrices of all relations at once.
 
 Shapes: N nodes, R relations, H channels, B samples in the batch.
 """
@@ -130,25 +130,6 @@ def sum_products(sums: Tensor, x: Tensor, rows: RelationMatrix, num_relations: i
         return (sums.view(num_relations, *x.shape) * x).sum((1, 2))
     of_row = (sums * x.index_select(0, rows.node)).sum(1)
     return x.new_zeros(num_relations, x.size(2)).index_add_(0, rows.relation, of_row)
-
-
-def spmm(matrix: CSR, transpose: CSR, x: Tensor) -> Tensor:
-    """Returns matrix @ x, in the dtype of x, for a sparse matrix given with its transpose."""
-    return _SparseProduct.apply(x, matrix, transpose)
-
-
-class _SparseProduct(torch.autograd.Function):
-    """`spmm`; autograd's own sparse product sorts the transpose in each backward pass."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, matrix: CSR, transpose: CSR) -> Tensor:
-        ctx.matrix = matrix
-        ctx.transpose = transpose
-        return sparse_product(matrix, x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return spmm(ctx.transpose, ctx.matrix, grad), None, None
 
 
 def sparse_product(matrix: CSR, x: Tensor) -> Tensor:

@@ -133,12 +133,8 @@ class KnockoutGNN(nn.Module):
 
         In training, all that is random follows from `batch.seed`, a long tensor, and `batch.index`.
         """
-        wild = self.wild_type(graph, batch)
-        dose = self.dose(wild, batch)
-        output = 0.0
-        for term in self.terms.values():
-            output = output + term(graph, wild, dose, batch)
-        return output.to(wild.encoder.norm.weight.dtype)
+        output = sum(self.parts(graph, batch).values())
+        return output.to(self.encoder.norm.weight.dtype)
 
     def parts(self, graph: SharedGraph, batch: Data) -> dict[str, Tensor]:
         """Returns what each term adds to the output, [B, T * C], by its name, as in `PARTS`."""
@@ -339,12 +335,6 @@ class FirstConv(KnockoutConv):
 
 
 # ---- Terms ---------------------------------------------------------------------------------------
-def find_term(model: nn.Module, name: str) -> nn.Module | None:
-    """Returns the term of this name of a model, None if it has none."""
-    terms = dict(getattr(model, "terms", {}))
-    return terms.get(name)
-
-
 class LocalReadout(nn.Module):
     """A permutation-invariant function of the wild-type states of any number of perturbed nodes.
 
@@ -388,9 +378,11 @@ class LocalReadout(nn.Module):
 
 
 class KnockoutTerm(nn.Module):
-    """What the changes of the living nodes' states add: `pool` sums them up, `read` reads that.
+    """What the changes of the living nodes' states add, by two methods of a subclass.
 
-    The states are those after the encoder's layers, less those of the wild type.
+    The changes are those of the states after the encoder's layers. `pool` sums up those of some
+    samples, as `GlobalReadout.pool` does, and `read` maps what it returns of all samples to the
+    term, [B, T * C].
     """
 
     def forward(self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
@@ -415,14 +407,6 @@ class KnockoutTerm(nn.Module):
             x = conv(x, graph, samples.level)
         change = encoder.norm(x) - wild.final
         return self.pool(change, samples.level > 0, wild)
-
-    def pool(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
-        """Maps the changes of all nodes, [N, b, H], those `alive` [N, b], to [b, width]."""
-        raise NotImplementedError
-
-    def read(self, pooled: Tensor, wild: WildType, batch: Data) -> Tensor:
-        """Maps what `pool` returns of all samples, [B, width], to the term, [B, T * C]."""
-        raise NotImplementedError
 
 
 class GlobalReadout(KnockoutTerm):
@@ -477,15 +461,15 @@ class NodeReadout(KnockoutTerm):
         return (self.effect(change * wild.draws.node_dropout.unsqueeze(1), wild.final) * alive).T
 
     def read(self, pooled: Tensor, wild: WildType, batch: Data) -> Tensor:
-        """Returns the effects on the targets, [B, T], of those on all nodes, [B, N]."""
-        return self.with_direct(pooled, wild, batch).index_select(1, self.target_nodes)
+        """Returns the effects on the targets, [B, T], of those on all nodes, [B, N].
 
-    def with_direct(self, effects: Tensor, wild: WildType, batch: Data) -> Tensor:
-        """Returns effects [B, N], with those of a node's own level on itself."""
+        To these adds that of a node's own level on itself.
+        """
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
-        direct = ((1 - batch.level) * self.dead(states).squeeze(1)).to(effects.dtype)
+        direct = ((1 - batch.level) * self.dead(states).squeeze(1)).to(pooled.dtype)
         entries = (batch.perturbed_batch, batch.perturbed)
-        return effects.index_put(entries, direct, accumulate=True)
+        effects = pooled.index_put(entries, direct, accumulate=True)
+        return effects.index_select(1, self.target_nodes)
 
 
 def readout_head(inputs: int, hidden: int, outputs: int) -> nn.Module:

@@ -14,7 +14,6 @@ Shapes: B samples with P perturbed nodes in a batch, n rows in the tables.
 import logging
 import math
 import os
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +43,7 @@ def capture(steps: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> Any:
     """Captures training steps on a GPU, and returns what they are made of.
 
     Where that is not possible on all ranks, steps stay eager, and the note says why. Parameters,
-    buffers and random generators stay as they are. Every rank calls it.
+    buffers and torch's generators stay as they are. Every rank calls it.
 
     Args:
         steps: the `train.TrainingSteps` of the model itself, before DDP wraps it.
@@ -344,21 +343,17 @@ def options_and_places(optimizer: torch.optim.Optimizer) -> list[Any]:
 # ---- Proof ---------------------------------------------------------------------------------------
 @contextmanager
 def undone(model: nn.Module, devices: Sequence[int]) -> Iterator[None]:
-    """After the block, a model's tensors and mode, and random generators, are as before.
+    """After the block, a model's tensors and mode, and torch's generators, are as before.
 
     It has no gradients. `devices` are the GPUs whose generators are meant.
     """
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     was_training = model.training
-    state_of_python = random.getstate()
-    state_of_numpy = np.random.get_state()
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
-        random.setstate(state_of_python)
-        np.random.set_state(state_of_numpy)
         model.train(was_training)
         model.zero_grad(set_to_none=True)
         with torch.no_grad():

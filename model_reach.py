@@ -26,7 +26,7 @@ from torch_geometric.index import index2ptr
 from torch_geometric.utils import cumsum
 
 from mask import Samples, SharedGraph, num_samples
-from mask_product import CSR, spmm
+from mask_product import CSR, sparse_product
 from model import (
     FirstConv,
     GlobalReadout,
@@ -306,6 +306,25 @@ def update_of_reached(layer: KnockoutConv, change: Tensor, plan: ReachedStates) 
     _, change_of_reached = change.tensor_split([len(change) - len(plan.previous)])
     by_root = nn.functional.linear(change_of_reached, layer.root.weight)
     return spmm(plan.matrix, plan.transpose, torch.cat([by_relation, by_root]))
+
+
+def spmm(matrix: CSR, transpose: CSR, x: Tensor) -> Tensor:
+    """Returns matrix @ x, in the dtype of x, for a sparse matrix given with its transpose."""
+    return _SparseProduct.apply(x, matrix, transpose)
+
+
+class _SparseProduct(torch.autograd.Function):
+    """`spmm`; autograd's own sparse product sorts the transpose in each backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, matrix: CSR, transpose: CSR) -> Tensor:
+        ctx.matrix = matrix
+        ctx.transpose = transpose
+        return sparse_product(matrix, x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return spmm(ctx.transpose, ctx.matrix, grad), None, None
 
 
 def pool_all(

@@ -25,7 +25,7 @@ PRECISIONS = {
 class OptimConfig:
     epochs: int = field(default=20, metadata={"min": 1})
     lr: float = field(default=0.01, metadata={"min": 0})
-    warmup: float = 0.05
+    warmup: float = field(default=0.05, metadata={"min": 0, "max": 1})
     weight_decay: float = field(default=0.1, metadata={"min": 0})
     lr_mult: dict = field(default_factory=dict, metadata={"resume": "fixed"})
     clip: float = field(default=1.0, metadata={"min": 0})
@@ -37,11 +37,6 @@ class OptimConfig:
     on_nonfinite: Literal["stop", "skip"] = "stop"
 
     def __post_init__(self):
-        if not 0 <= self.warmup <= 1:
-            raise ValueError(
-                f"optim.warmup={self.warmup:g}: it is the fraction of all steps that warm up, "
-                "from 0 to 1, not their number"
-            )
         for key, value in self.lr_mult.items():
             with contextlib.suppress(TypeError, ValueError):  # YAML reads 1e-3 as a string
                 if isinstance(key, str) and 0 <= float(value) < math.inf:

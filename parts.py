@@ -5,7 +5,6 @@ option, or by `optional`. Whatever is in no part is the core.
 """
 
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,8 @@ class Part:
     """A part of the template.
 
     Args:
-        files: those to delete; the first is what its option needs. Two parts can share others,
-            which go with either.
+        patterns: of the files to delete; the first is the file that its option needs. Two parts
+            can share others, which go with either.
         option: the option that asks for it, `section.key`, "" if there is none.
         off: the option's value without the part, as on a command line.
         loss: what one loses, a text.
@@ -31,15 +30,19 @@ class Part:
     """
 
     name: str
-    files: tuple[str, ...]
+    patterns: tuple[str, ...]
     option: str = ""
     off: str = ""
     loss: str = ""
     on: tuple[str, ...] = ()
 
     @property
-    def modules(self) -> list[str]:
-        return [Path(file).stem for file in self.files]
+    def files(self) -> list[str]:
+        """Those that are here."""
+        paths = []
+        for pattern in self.patterns:
+            paths += sorted(FOLDER.glob(pattern))
+        return [path.name for path in paths]
 
     def is_asked_for(self, value: str) -> bool:
         """Returns whether a value of the option, as on a command line, asks for the part."""
@@ -49,13 +52,7 @@ class Part:
 PARTS = [
     Part(
         "baseline",
-        (
-            "baseline.py",
-            "baseline_combination.py",
-            "baseline_ridge.py",
-            "baseline_term.py",
-            "analyse_rivals.py",
-        ),
+        ("baseline.py", "baseline_*.py", "analyse_rivals.py"),
         option="model.start",
         off="mean",
         loss="training starts from the mean of the scores",
@@ -92,28 +89,13 @@ PARTS = [
     ),
     Part(
         "predict",
-        (
-            "predict.py",
-            "predictor.py",
-            "predict_ensemble.py",
-            "predict_explain.py",
-            "predict_pairs.py",
-            "predict_sets.py",
-            "predict_table.py",
-        ),
+        ("predict.py", "predict_*.py", "predictor.py"),
         loss="no predictions of other tables",
     ),
     Part("explain", ("predict_explain.py", "predict_pairs.py"), loss="no reasons of predictions"),
     Part(
         "analyse",
-        (
-            "analyse.py",
-            "analyse_intervals.py",
-            "analyse_metrics.py",
-            "analyse_results.py",
-            "analyse_rivals.py",
-            "analyse_text.py",
-        ),
+        ("analyse.py", "analyse_*.py"),
         loss="test.tsv and the log alone say how good a run is",
     ),
     Part(
@@ -150,16 +132,14 @@ PARTS = [
 def optional(name: str) -> ModuleType | None:
     """Returns a part's module, None where its file is gone.
 
-    A package of the same name that is installed elsewhere is not the part. An error inside the
-    module is raised, as it does not mean that the part is gone.
+    A package of this name elsewhere is no part. An error inside the module is raised.
     """
     return importlib.import_module(name) if is_here(name) else None
 
 
 def is_here(name: str) -> bool:
     """Returns whether a module lies beside this one."""
-    spec = importlib.util.find_spec(name)
-    return spec is not None and Path(spec.origin).parent.resolve() == FOLDER
+    return (FOLDER / f"{name}.py").exists()
 
 
 def check_parts(options: Mapping[str, Any]) -> None:
@@ -170,8 +150,9 @@ def check_parts(options: Mapping[str, Any]) -> None:
         value = str(options[part.option])
         if isinstance(options[part.option], bool):
             value = value.lower()
-        if part.is_asked_for(value) and not is_here(part.modules[0]):
+        file = part.patterns[0]
+        if part.is_asked_for(value) and not is_here(Path(file).stem):
             raise UserError(
-                f"{part.option}={value} needs {part.files[0]}, which is not here: "
+                f"{part.option}={value} needs {file}, which is not here: "
                 f"set {part.option}={part.off}"
             )

@@ -28,7 +28,7 @@ from data import KnockoutDataset
 from data_tables import Tables, pack
 from evaluate import compute_rows, evaluation_batch_size, load_batches
 from mask import SharedGraph
-from model import GlobalReadout, KnockoutGNN, KnockoutTerm, NodeReadout, WildType, find_term
+from model import GlobalReadout, KnockoutGNN, KnockoutTerm, NodeReadout, WildType
 from parts import optional
 from predict_ensemble import Ensemble
 from predict_sets import Chunk
@@ -48,7 +48,8 @@ class Contribution(NamedTuple):
 
 def knockout_term(model: torch.nn.Module) -> KnockoutTerm | None:
     """Returns a model's knock-out pass, None if it has none whose contributions can be said."""
-    term = find_term(model, "knockout")
+    terms = dict(getattr(model, "terms", {}))  # one of another class has none
+    term = terms.get("knockout")
     return term if isinstance(term, GlobalReadout | NodeReadout) else None
 
 

@@ -3,14 +3,11 @@
 A bar is drawn on stderr if that is a terminal.
 """
 
-import contextlib
-import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from operator import length_hint
 from threading import RLock
-from typing import ClassVar
 
 from tqdm import tqdm
 
@@ -19,24 +16,7 @@ MANY = 100_000  # of which a bar shows thousands or millions
 
 
 class ProgressBar(tqdm):
-    """A bar that calls `listeners` with each step, shown or not."""
-
     monitor_interval = 0  # seconds; 0: without tqdm's thread, which looks for bars that have stuck
-    listeners: ClassVar[list[Callable[[], None]]] = []
-
-    def __iter__(self) -> Iterator:
-        for step in super().__iter__():
-            yield step
-            self.tell_listeners()
-
-    def update(self, n: float = 1) -> bool | None:
-        """Counts `n` more steps; returns whether the bar was drawn."""
-        self.tell_listeners()
-        return super().update(n)
-
-    def tell_listeners(self) -> None:
-        for listener in self.listeners:
-            listener()
 
 
 # tqdm's own lock is one of processes, too: a rank that fails would leave a semaphore behind.
@@ -80,38 +60,6 @@ def progress_bar(
     )
 
 
-@contextlib.contextmanager
-def bars_call(listener: Callable[[], None]) -> Iterator[None]:
-    """In the block, calls a function with each step of any bar, shown or not."""
-    ProgressBar.listeners.append(listener)
-    try:
-        yield
-    finally:
-        ProgressBar.listeners.remove(listener)
-
-
-class BarClearer(logging.Handler):
-    """Clears bars before a line of the log is printed; they are drawn again with the next step."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        for bar in list(tqdm._instances):
-            bar.clear(nolock=True)  # a thread that hangs may have the lock
-
-
-def time_left(seconds: float, steps_done: int, steps_left: int) -> str:
-    """Returns the time that the steps left will take as a text, such as `12:34 left`.
-
-    It is "" for less than a second, or if no step is done. `seconds` is the time that the steps
-    done took.
-    """
-    if steps_done == 0:
-        return ""
-    seconds_left = steps_left * seconds / steps_done
-    if seconds_left < 1:
-        return ""
-    return f"{tqdm.format_interval(seconds_left)} left"
-
-
 class RunProgress:
     """The progress of this process: a bar for each epoch, and the time left for the run.
 
@@ -144,8 +92,9 @@ class RunProgress:
         if self.steps_done == 0:
             return ""
         seconds = time.perf_counter() - self.started_at  # validations included
-        left = time_left(seconds, self.steps_done, self.num_steps - self.steps_done)
-        if not left:
+        seconds_left = seconds / self.steps_done * (self.num_steps - self.steps_done)
+        if seconds_left < 1:
             return self.loss_and_speed
         limit = "at most " if self.is_at_most else ""
-        return f"run: {limit}{left}  {self.loss_and_speed}".rstrip()
+        left = tqdm.format_interval(seconds_left)
+        return f"run: {limit}{left} left  {self.loss_and_speed}".rstrip()

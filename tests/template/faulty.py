@@ -339,7 +339,11 @@ def terminal() -> None:
 
 def steps_left() -> None:
     """Tells the time left for the run as numbers of steps."""
-    run_progress.time_left = lambda seconds, steps_done, left: f"{steps_done} done, {left} left"
+
+    def text(run: run_progress.RunProgress) -> str:
+        return f"{run.steps_done} done, {run.num_steps - run.steps_done} left"
+
+    run_progress.RunProgress.text = text
 
 
 def layer_without_gradient() -> None:

@@ -14,7 +14,6 @@ import torch
 import ddp_setup
 from ddp_ends import Heartbeat, StopRequest
 from ddp_setup import DDPConfig, Distributed, describe
-from run_progress import bars_call, progress_bar
 from tests.template.fixtures import fork_ranks, join
 from tests.tools.runs import difference, read_metrics
 
@@ -308,23 +307,6 @@ def test_a_heartbeat_names_the_phase_that_a_rank_is_in():
         assert ddp.heartbeat.phase == "set-up"
     ddp.step_done(9)
     assert ddp.heartbeat == Heartbeat(step=9, changes=0, phase="other work", entered=3)
-
-
-@pytest.mark.parametrize("is_shown", [False, True])
-def test_steps_of_a_bar_are_progress(is_shown):
-    """Reading and fitting take hours on large tables; other ranks show no bar."""
-    ddp = Distributed(DDPConfig())
-    seen = [ddp.heartbeat]
-    with bars_call(ddp.make_progress):
-        for _ in progress_bar(range(3), "fitting", is_shown=is_shown):
-            seen.append(ddp.heartbeat)
-        with progress_bar(2, "reading", is_shown=is_shown) as bar:
-            bar.update()
-        seen.append(ddp.heartbeat)
-    assert len(set(seen[1:])) == 4
-    assert {heartbeat[:3] for heartbeat in seen} == {(0, 0, "start")}
-    list(progress_bar(range(3), "fitting"))
-    assert ddp.heartbeat == seen[-1]
 
 
 @pytest.mark.parametrize(

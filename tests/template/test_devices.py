@@ -63,7 +63,8 @@ def gpus(monkeypatch):
     gpus = FakeGPUs()
     # The method looks for a real GPU, the operator that it calls does not.
     monkeypatch.setattr(Tensor, "contiguous", lambda tensor: torch.ops.aten.contiguous(tensor))
-    monkeypatch.setattr("mask_product.sparse_product", product_of_fakes)
+    for module in ("mask_product", "model_reach"):
+        monkeypatch.setattr(f"{module}.sparse_product", product_of_fakes)
     with torch.no_grad():
         yield gpus
 

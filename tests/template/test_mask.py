@@ -1,7 +1,5 @@
 """The mask kernel, compared with a plain loop over the edges."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +7,7 @@ from torch_geometric.data import Batch, HeteroData
 
 from mask import EdgeMasks, SharedGraph, num_samples
 from mask_copies import CopiedGraph, intact_batch
-from mask_product import CSR, RelationStack, _segment_product, spmm
+from mask_product import RelationStack, _segment_product, sparse_product
 from tests.loops import (
     DEAD,
     LEVELS,
@@ -258,29 +256,8 @@ def test_the_stacked_matrices_are_sorted_by_row_and_column(graph):
 def test_segments_give_what_the_sparse_product_gives(graph):
     x = torch.randn(NUM_NODES, 100)
     matrix = SharedGraph(graph).stack.by_target.csr  # of all relations, 27 x 9
-    expected = spmm(matrix, matrix, x)
+    expected = sparse_product(matrix, x)
     torch.testing.assert_close(_segment_product(matrix, x), expected, rtol=1e-6, atol=1e-7)
-
-
-def test_the_product_and_its_gradients_are_those_of_a_dense_matrix(graph):
-    """For any strides of x, and also of second order."""
-    matrix = SharedGraph(graph).double().stack.by_target.csr
-    csr = torch.sparse_csr_tensor(*matrix, (3 * NUM_NODES, NUM_NODES))
-    transposed_csr = csr.to_sparse_coo().T.coalesce().to_sparse_csr()
-    transpose = CSR(
-        transposed_csr.crow_indices().int(),
-        transposed_csr.col_indices().int(),
-        transposed_csr.values().clone(),
-    )
-    contiguous = torch.randn(NUM_NODES, 6).double()
-    transposed = torch.randn(6, NUM_NODES).double().T
-    expanded = torch.randn(NUM_NODES, 1).double().expand(-1, 6)
-    function = partial(spmm, matrix, transpose)
-    for x in (contiguous, transposed, expanded):
-        torch.testing.assert_close(function(x), csr.to_dense() @ x)
-    for x in (contiguous, transposed):
-        assert torch.autograd.gradcheck(function, x.requires_grad_())
-        assert torch.autograd.gradgradcheck(function, x)
 
 
 def test_all_buffers_move_with_the_module_and_none_is_saved(graph):

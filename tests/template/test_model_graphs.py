@@ -401,18 +401,15 @@ def test_torch_takes_the_arguments_of_the_functions_that_the_stand_in_replaces()
         inspect.signature(function).bind(*arguments, **options)
 
 
-@pytest.mark.parametrize("own", ["OwnModel", "Random", "RandomOfNumpy"])
-def test_generators_are_as_before(gpu, own):
+def test_generators_are_as_before(gpu):
     task = make_task()
-    model = globals()[own].of_task(task)
+    model = OwnModel.of_task(task)
     numbers = []
     for is_captured in (False, True):
         torch.manual_seed(7)
-        random.seed(7)
-        np.random.seed(7)
         if is_captured:
             steps_of(model, task)
-        numbers.append((torch.rand(2).tolist(), random.random(), np.random.random()))
+        numbers.append(torch.rand(2).tolist())
     assert numbers[0] == numbers[1]
 
 

@@ -5,6 +5,7 @@ The model's own tests compare its predictions on planned batches with those on c
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch_geometric.data import HeteroData
 
 from data import KnockoutDataset
 from mask import SharedGraph
+from mask_product import CSR
 from model import GlobalReadout, KnockoutConv, KnockoutGNN, ModelConfig, NodeReadout
 from model_reach import (
     POOL_REACHED,
@@ -21,6 +23,7 @@ from model_reach import (
     ReachPlanner,
     is_exact,
     plan_route,
+    spmm,
 )
 from tests.sets import tables_of
 from tests.template.test_mask import (
@@ -305,3 +308,24 @@ def test_a_readout_of_its_own_reads_the_states_of_all_nodes(shared, monkeypatch,
     assert [record.message for record in caplog.records] == [
         "note      LargestChange is not in POOL_REACHED of model_reach.py: it reads all nodes"
     ]
+
+
+def test_the_product_and_its_gradients_are_those_of_a_dense_matrix(graph):  # noqa: F811
+    """For any strides of x, and also of second order."""
+    matrix = SharedGraph(graph).double().stack.by_target.csr
+    csr = torch.sparse_csr_tensor(*matrix, (3 * NUM_NODES, NUM_NODES))
+    transposed_csr = csr.to_sparse_coo().T.coalesce().to_sparse_csr()
+    transpose = CSR(
+        transposed_csr.crow_indices().int(),
+        transposed_csr.col_indices().int(),
+        transposed_csr.values().clone(),
+    )
+    contiguous = torch.randn(NUM_NODES, 6).double()
+    transposed = torch.randn(6, NUM_NODES).double().T
+    expanded = torch.randn(NUM_NODES, 1).double().expand(-1, 6)
+    function = partial(spmm, matrix, transpose)
+    for x in (contiguous, transposed, expanded):
+        torch.testing.assert_close(function(x), csr.to_dense() @ x)
+    for x in (contiguous, transposed):
+        assert torch.autograd.gradcheck(function, x.requires_grad_())
+        assert torch.autograd.gradgradcheck(function, x)

@@ -3,7 +3,6 @@
 import errno
 import gzip
 import io
-import logging
 import re
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from data_tables import read_tables
 from ddp_setup import DDPConfig, Distributed
 from evaluate import predict_rows
 from model import ModelConfig
-from run_progress import BarClearer, RunProgress, progress_bar, time_left
+from run_progress import RunProgress, progress_bar
 from task import KnockoutTask
 from tests.template.fixtures import write_table
 from tests.template.test_baseline_combination import combined_tables
@@ -138,40 +137,6 @@ def test_a_resumed_job_is_as_fast_as_its_own_rows(clock, terminal):
     assert "1.10M/2.00M [01:40<15:00, 1.00krow/s]" in terminal.getvalue()
 
 
-def test_a_line_of_the_log_takes_the_place_of_the_bar(clock, terminal):
-    console = logging.StreamHandler(terminal)
-    log = logging.Logger("test")
-    log.addHandler(BarClearer())
-    log.addHandler(console)
-    with progress_bar(80, "working") as bar:
-        log.warning("early")
-        clock.now += 10
-        bar.update(40)
-        log.warning("late")
-        log.warning("later")
-        clock.now += 10
-        bar.update(30)
-    lines = terminal.getvalue().split("\n")
-    assert lines[0].lstrip("\r") == "early"
-    assert re.fullmatch(r"\rworking:  50%.*\r +\r+late", lines[1])
-    assert re.fullmatch(r"[\r ]*later", lines[2])
-    assert lines[3].startswith("\rworking:  88%")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "steps_done", "steps_left", "text"),
-    [
-        (100, 50, 377, "12:34 left"),
-        (100, 1, 360, "10:00:00 left"),
-        (0, 0, 100, ""),
-        (100, 50, 0, ""),  # at the end of the last epoch
-        (100, 500, 4, ""),
-    ],
-)
-def test_the_time_left_is_that_of_the_steps_left(seconds, steps_done, steps_left, text):
-    assert time_left(seconds, steps_done, steps_left) == text
-
-
 @pytest.mark.parametrize(("is_at_most", "limit"), [(False, ""), (True, "at most ")])
 def test_a_run_tells_its_time_left_by_its_own_steps_and_validations(clock, is_at_most, limit):
     run = RunProgress(num_steps=30, is_at_most=is_at_most)
@@ -195,8 +160,8 @@ def test_the_bar_of_an_epoch_says_the_time_left_for_both(clock, terminal):
 def test_a_resumed_run_counts_the_steps_of_this_process(train):
     train(0).check()  # an epoch of 5 steps
     output = train(0, "optim.epochs=3", "optim.patience=9", fault="steps_left").check().stdout
-    assert "epoch 2/3  step 10  run: at most 5 done, 5 left  loss " in output
-    assert "epoch 3/3  step 15  run: at most 10 done, 0 left  loss " in output
+    assert "epoch 2/3  step 10  5 done, 5 left  val loss " in output
+    assert "epoch 3/3  step 15  10 done, 0 left  val loss " in output
 
 
 # ---- Where bars are ------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 from parts import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
-PART_OF = {module: part.name for part in PARTS for module in part.modules}
+PART_OF = {Path(file).stem: part.name for part in PARTS for file in part.files}
 
 
 def imported_by(tree: ast.Module) -> dict[str, bool]:

@@ -9,7 +9,7 @@ from tests.template.fixtures import MODULES, write_table
 
 WRONG_INPUT = [
     (["optim.lrr=1"], "unknown option optim.lrr: did you mean optim.lr?"),
-    (["optim.warmup=500"], "it is the fraction of all steps that warm up, from 0 to 1, not their"),
+    (["optim.warmup=500"], "optim.warmup must be float from 0 to 1, not 500.0"),
     (["--lr=1"], "unrecognized arguments: --lr=1"),
     (
         ["--config", "missing.yaml"],
