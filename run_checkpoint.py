@@ -1,7 +1,7 @@
 """Checkpoints, and the writing of files: complete or not at all.
 
-A checkpoint is the `TrainState` and where it is from: configuration, data, names of nodes and
-relations. It is read with `weights_only=True`, so that none of it is executed.
+A checkpoint is the `TrainState` and its `Origin`. It is read with `weights_only=True`, so that none
+of it is executed.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -25,6 +25,43 @@ from parts import FOLDER
 log = logging.getLogger("run_checkpoint")
 # How the names of files begin that decide no numbers of a model.
 NO_NUMBERS = ("ddp_", "run_", "predict", "analyse", "config.", "errors.", "parts.", "tests/")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a checkpoint is from: each field is an entry of the file under its name.
+
+    A task of your own may leave out what it does not have.
+
+    Args:
+        config: the options, {section: {key: value}}.
+        data: a hash of all tables and of the splits.
+        graph: a hash of nodes and edges alone.
+        nodes, relations, features, targets: their names, in the order of the tables.
+        outputs: the name of each column of the model's output.
+        mean, std: `Criterion`'s, float64 [T].
+        basis: of which `mask.doses` each response of a node is the sum, float64 [3, K].
+        pair_features: the names of the features of pairs, none for a model without them.
+        trained: `Tables.training_range`.
+        code: `code_digests` of the steps.
+        free_options: `Config.free_options`, which another version of the code may lack.
+    """
+
+    config: dict[str, dict[str, Any]]
+    data: str
+    graph: str = ""
+    nodes: list[str] = field(default_factory=list)
+    relations: list[str] = field(default_factory=list)
+    features: list[str] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    mean: Tensor | None = None
+    std: Tensor | None = None
+    basis: Tensor | None = None
+    pair_features: list[str] = field(default_factory=list)
+    trained: dict[str, Any] = field(default_factory=dict)
+    code: dict[str, str] = field(default_factory=dict)
+    free_options: list[str] = field(default_factory=list)
 
 
 @dataclass
