@@ -24,6 +24,7 @@ from evaluate import compute_rows, evaluation_batch_size, load_batches, predict_
 from losses import LOSSES
 from mask import SharedGraph
 from model import PARTS
+from parts import explain_missing_part
 from predict_sets import MOST
 from run_checkpoint import code_digests, load_model, other_code, read_checkpoint, read_graph
 from run_folder import read_status
@@ -151,7 +152,8 @@ class Ensemble:
         self.models = []
         for run in runs:
             task = task_of_run(run.config, run.checkpoint, self.tables, self.graph)
-            model = task.build_model()
+            with explain_missing_part(run.file):
+                model = task.build_model()
             load_model(model, run.checkpoint)
             self.tasks.append(task)
             self.models.append(model.to(ddp.device, dtype).eval())
@@ -233,19 +235,20 @@ class Ensemble:
             self.plan(samples)
         rows = torch.arange(len(samples.y))
         of_models = []
-        for task, model in zip(self.tasks, self.models, strict=True):
+        for task, model, file in zip(self.tasks, self.models, self.files, strict=True):
             task = task.with_samples(samples)
             criterion = task.criterion.to("cpu")
             num_columns = len(criterion.columns)
-            if with_parts:
-                batch_size = evaluation_batch_size(task)
-                batches = load_batches(task.dataset, rows, batch_size, self.ddp)
-                names = self.parts
-                shape = (len(rows), len(self.targets), num_columns + len(names))
-                function = partial(predict_parts, model, task, names)
-                values = compute_rows(function, batches, shape, self.ddp)
-            else:
-                values = predict_rows(model, task, rows, self.ddp)
+            with explain_missing_part(file):  # such as one that the first pass imports
+                if with_parts:
+                    batch_size = evaluation_batch_size(task)
+                    batches = load_batches(task.dataset, rows, batch_size, self.ddp)
+                    names = self.parts
+                    shape = (len(rows), len(self.targets), num_columns + len(names))
+                    function = partial(predict_parts, model, task, names)
+                    values = compute_rows(function, batches, shape, self.ddp)
+                else:
+                    values = predict_rows(model, task, rows, self.ddp)
             output, parts = values.tensor_split([num_columns], dim=2)
             of_models.append((criterion.predictions(output), parts))
         return of_models
