@@ -157,7 +157,9 @@ class Ensemble:
             load_model(model, run.checkpoint)
             self.tasks.append(task)
             self.models.append(model.to(ddp.device, dtype).eval())
-            edited = other_code(run.checkpoint, code_digests())
+            code = code_digests()
+            of_run = code.keys() & run.checkpoint.get("code", code).keys()  # a notebook loads more
+            edited = other_code(run.checkpoint, {file: code[file] for file in of_run})
             if edited:
                 log.warning(f"note      {run.file} was trained with {edited}")
         self.is_planned = False

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from errors import RunError, UserError
-from parts import FOLDER
+from parts import FOLDER, PARTS
 
 log = logging.getLogger("run_checkpoint")
 # How the names of files begin that decide no numbers of a model.
@@ -147,10 +147,20 @@ def code_digests(*scripts: str) -> dict[str, str]:
 
 
 def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
-    """Names the files of `code_digests` that were others for a checkpoint, "" if none was."""
-    earlier = checkpoint.get("code", {})
-    edited = [file for file, digest in code.items() if earlier.get(file, digest) != digest]
-    return f"other code in {', '.join(edited)}" if edited else ""
+    """Names the files of `code_digests` that were others for a checkpoint, "" if none was.
+
+    Of the files that only one of the two has, those of parts do not count: options ask for these.
+    """
+    earlier = checkpoint.get("code", code)
+    of_parts = {file for part in PARTS for file in part.files}
+    edited = [file for file in code.keys() & earlier.keys() if code[file] != earlier[file]]
+    new = [f"{file} (only here)" for file in code.keys() - earlier.keys() - of_parts]
+    gone = []
+    for file in earlier.keys() - of_parts:
+        if not (FOLDER / file).is_file():  # not one that is only not loaded
+            gone.append(f"{file} (not here)")
+    names = sorted([*edited, *new, *gone])
+    return f"other code in {', '.join(names)}" if names else ""
 
 
 def cannot_resume(checkpoint: Mapping[str, Any], problem: str) -> UserError:
