@@ -223,7 +223,7 @@ class Ensemble:
         return torch.stack(columns, dim=2)
 
     def _together(self, predictions: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns what the models predict together, [n, T] each, of `predictions` of each."""
+        """Returns the predictions of all models together, [n, T] each, by name."""
         of_models = {}
         for name in predictions[0]:
             of_models[name] = torch.stack([of_model[name] for of_model in predictions])
