@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from baseline import Baseline
-from mask import SharedGraph, extremes_by_sample, sum_by_sample
+from mask import SharedGraph, num_samples, sum_by_sample
 from model import WildType
 
 
@@ -58,6 +58,18 @@ class BaselineReadout(nn.Module):
         sums = sum_by_sample(change * self.slope * has_slope + of_sum * response, batch)
         largest, smallest = extremes_by_sample(response, batch)
         return self.intercept + sums + of_largest * largest + of_smallest * smallest
+
+
+def extremes_by_sample(values: Tensor, batch: Data) -> tuple[Tensor, Tensor]:
+    """Returns the largest of the perturbed nodes' values [P, T] in each sample, and the smallest.
+
+    They are [B, T], and 0 where the largest is negative or the smallest positive.
+    """
+    both = torch.cat([values, -values], dim=1)
+    sample = batch.perturbed_batch.unsqueeze(1).expand_as(both)
+    none = both.new_zeros(num_samples(batch), both.size(1))
+    largest, opposite = none.scatter_reduce(0, sample, both, "amax").chunk(2, dim=1)
+    return largest, -opposite
 
 
 class WithoutGraph(nn.Module):

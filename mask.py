@@ -41,18 +41,6 @@ def sum_by_sample(values: Tensor, batch: Data) -> Tensor:
     return scatter(values, batch.perturbed_batch, dim_size=num_samples(batch))
 
 
-def extremes_by_sample(values: Tensor, batch: Data) -> tuple[Tensor, Tensor]:
-    """Returns the largest of the perturbed nodes' values [P, T] in each sample, and the smallest.
-
-    They are [B, T], and 0 where the largest is negative or the smallest positive.
-    """
-    both = torch.cat([values, -values], dim=1)
-    sample = batch.perturbed_batch.unsqueeze(1).expand_as(both)
-    none = both.new_zeros(num_samples(batch), both.size(1))
-    largest, opposite = none.scatter_reduce(0, sample, both, "amax").chunk(2, dim=1)
-    return largest, -opposite
-
-
 # The basis, [3, 1], of one response to the level: 1 - level, whether it is a loss or a gain.
 LINEAR = torch.tensor([[1.0], [1.0], [0.0]])
 

@@ -4,10 +4,9 @@ No other line changes. The core imports no part at the top of a module, but insi
 option, or by `optional`. Whatever is in no part is the core.
 """
 
-import contextlib
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -176,18 +175,3 @@ def check_parts(options: Mapping[str, Any]) -> None:
                 f"{part.option}={value} needs {part.files[0]}, which is not here: "
                 f"set {part.option}={part.off}"
             )
-
-
-@contextlib.contextmanager
-def explain_missing_part(file: str) -> Iterator[None]:
-    """Turns the absence of a part, which the model of a checkpoint needs, into a `UserError`."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        for part in PARTS:
-            if error.name in part.modules:
-                raise UserError(
-                    f"the model of {file} needs {error.name}.py, which is not here: copy the files "
-                    f"of the part {part.name} from the template"
-                ) from None
-        raise

@@ -3,8 +3,9 @@
 Shapes: M runs, n samples, B of them in a batch, T scores of C columns each.
 """
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
+import parts
 from config import Config, expand_path, load_config
 from data import KnockoutDataset
 from data_tables import Tables
@@ -24,9 +26,8 @@ from evaluate import compute_rows, evaluation_batch_size, load_batches, predict_
 from losses import LOSSES
 from mask import SharedGraph
 from model import PARTS
-from parts import explain_missing_part
 from predict_sets import MOST
-from run_checkpoint import code_digests, load_model, other_code, read_checkpoint, read_graph
+from run_checkpoint import code_digests, load_model, other_code, read_checkpoint
 from run_folder import read_status
 from task import KnockoutTask, make_dataset
 
@@ -69,6 +70,21 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
         raise UserError(f"the graph.pt of {path} is of another graph: copy that of its run folder")
     options = load_config((), overrides, checkpoint)
     return Run(checkpoint, options, graph)
+
+
+def read_graph(checkpoint: Path) -> dict[str, Any]:
+    """Returns the graph.pt of a checkpoint's run folder, or beside it; raises `UserError`."""
+    for folder in (checkpoint.parent, checkpoint.parent.parent):
+        path = folder / "graph.pt"
+        if path.exists():
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except Exception as error:  # a damaged file fails in many ways
+                raise UserError(f"{path} is not readable ({type(error).__name__})") from None
+    raise UserError(
+        f"no graph.pt beside {checkpoint}: copy it from the run folder; starting a run again "
+        "writes it, too"
+    )
 
 
 def check_same(first: Run, run: Run) -> None:
@@ -122,6 +138,21 @@ def predict_parts(
         columns.append(task.criterion.std * part[:, :, 0])
     columns[0] = task.criterion.mean + columns[0]
     return torch.cat([task.by_score(output, batch), torch.stack(columns, dim=2)], dim=2)
+
+
+@contextlib.contextmanager
+def explain_missing_part(file: str) -> Iterator[None]:
+    """Turns the absence of a part, which the model of a checkpoint needs, into a `UserError`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        for part in parts.PARTS:
+            if error.name in part.modules:
+                raise UserError(
+                    f"the model of {file} needs {error.name}.py, which is not here: copy the files "
+                    f"of the part {part.name} from the template"
+                ) from None
+        raise
 
 
 class Ensemble:

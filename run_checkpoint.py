@@ -29,39 +29,26 @@ NO_NUMBERS = ("ddp_", "run_", "predict", "analyse", "config.", "errors.", "parts
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a checkpoint is from: each field is an entry of the file under its name.
+    """Where a checkpoint is from, of which each field is an entry of the file under its name.
 
-    A task of your own may leave out what it does not have.
-
-    Args:
-        config: the options, {section: {key: value}}.
-        data: a hash of all tables and of the splits.
-        graph: a hash of nodes and edges alone.
-        nodes, relations, features, targets: their names, in the order of the tables.
-        outputs: the name of each column of the model's output.
-        mean, std: `Criterion`'s, float64 [T].
-        basis: of which `mask.doses` each response of a node is the sum, float64 [3, K].
-        pair_features: the names of the features of pairs, none for a model without them.
-        trained: `Tables.training_range`.
-        code: `code_digests` of the steps.
-        free_options: `Config.free_options`, which another version of the code may lack.
+    A task of your own may leave out all but the first two.
     """
 
-    config: dict[str, dict[str, Any]]
-    data: str
-    graph: str = ""
-    nodes: list[str] = field(default_factory=list)
+    config: dict[str, dict[str, Any]]  # the options of each section
+    data: str  # a hash of all tables and of the splits
+    graph: str = ""  # a hash of nodes and edges alone
+    nodes: list[str] = field(default_factory=list)  # the names of these, in their order
     relations: list[str] = field(default_factory=list)
     features: list[str] = field(default_factory=list)
     targets: list[str] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
-    mean: Tensor | None = None
+    outputs: list[str] = field(default_factory=list)  # the names of the model's columns
+    mean: Tensor | None = None  # as in `Criterion`, float64 [T]
     std: Tensor | None = None
-    basis: Tensor | None = None
-    pair_features: list[str] = field(default_factory=list)
-    trained: dict[str, Any] = field(default_factory=dict)
-    code: dict[str, str] = field(default_factory=dict)
-    free_options: list[str] = field(default_factory=list)
+    basis: Tensor | None = None  # as in `KnockoutTask`, float64 [3, K]
+    pair_features: list[str] = field(default_factory=list)  # none for a model without pairs
+    trained: dict[str, Any] = field(default_factory=dict)  # `Tables.training_range`
+    code: dict[str, str] = field(default_factory=dict)  # `code_digests` of the steps
+    free_options: list[str] = field(default_factory=list)  # of `Config`
 
 
 @dataclass
@@ -155,11 +142,8 @@ def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
     of_parts = {file for part in PARTS for file in part.files}
     edited = [file for file in code.keys() & earlier.keys() if code[file] != earlier[file]]
     new = [f"{file} (only here)" for file in code.keys() - earlier.keys() - of_parts]
-    gone = []
-    for file in earlier.keys() - of_parts:
-        if not (FOLDER / file).is_file():  # not one that is only not loaded
-            gone.append(f"{file} (not here)")
-    names = sorted([*edited, *new, *gone])
+    lost = [file for file in earlier.keys() - of_parts if not (FOLDER / file).is_file()]
+    names = sorted([*edited, *new, *(f"{file} (not here)" for file in lost)])
     return f"other code in {', '.join(names)}" if names else ""
 
 
@@ -184,21 +168,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path} is a folder: name a file in its folder checkpoints") from None
     except Exception as error:  # a damaged file fails in many ways
         raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
-
-
-def read_graph(checkpoint: Path) -> dict[str, Any]:
-    """Returns the graph.pt of a checkpoint's run folder, or beside it; raises `UserError`."""
-    for folder in (checkpoint.parent, checkpoint.parent.parent):
-        path = folder / "graph.pt"
-        if path.exists():
-            try:
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except Exception as error:  # a damaged file fails in many ways
-                raise UserError(f"{path} is not readable ({type(error).__name__})") from None
-    raise UserError(
-        f"no graph.pt beside {checkpoint}: copy it from the run folder; starting a run again "
-        "writes it, too"
-    )
 
 
 def load_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:

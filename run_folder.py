@@ -492,14 +492,6 @@ def read_status(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def read_warnings(folder: Path) -> list[str]:
-    """Returns the warnings of a run's last start, none if its status cannot be read."""
-    warnings = read_status(folder).get("warnings")
-    if not isinstance(warnings, list):
-        return []
-    return list(map(str, warnings))
-
-
 def environment(command: list[str], ranks: str) -> str:
     """Returns the command, the git commit, the packages' versions and the table of ranks."""
     folder = shlex.quote(str(Path(__file__).resolve().parent))

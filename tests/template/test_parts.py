@@ -10,7 +10,8 @@ import yaml
 import ddp_setup
 import parts
 from config import Config, compose, parse_override
-from parts import PARTS, check_parts, explain_missing_part, optional
+from parts import PARTS, check_parts, optional
+from predict_ensemble import explain_missing_part
 from tests.template.fixtures import ROOT, write_table
 
 BY_NAME = {part.name: part for part in PARTS}
