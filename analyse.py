@@ -60,7 +60,7 @@ from errors import UserError
 from metrics import mean_and_std
 from parts import is_here, optional
 from run_checkpoint import explain_write_errors, read_checkpoint, write_atomically
-from run_folder import read_metrics, read_status, read_warnings
+from run_folder import read_metrics, read_status
 
 # Why a run has no test.tsv, by its state.
 UNFINISHED = {
@@ -161,6 +161,14 @@ def as_json(analysis: dict) -> str:
     """Returns the text of test.json, with null for numbers that are not finite."""
     without_nan = json.loads(json.dumps(analysis), parse_constant=lambda name: None)
     return json.dumps(without_nan, indent=1)
+
+
+def read_warnings(folder: Path) -> list[str]:
+    """Returns the warnings of a run's last start, none if its status cannot be read."""
+    warnings = read_status(folder).get("warnings")
+    if not isinstance(warnings, list):
+        return []
+    return list(map(str, warnings))
 
 
 def lines_of_warnings(folder: Path) -> list[str]:

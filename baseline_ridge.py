@@ -260,7 +260,7 @@ class Ridge:
         return NormalEquations(self.design, self.weight)
 
     def objective(self, penalty: float | Tensor, x: Tensor, prediction: Tensor) -> Tensor:
-        """Returns what a fit minimises, the losses and the penalty of x [2 + NK, T], [T]."""
+        """Returns the sum of losses and penalty of x [2 + NK, T], which a fit minimises, [T]."""
         penalties = self.penalty_factor * (penalty * x[2:].square()).sum(0)
         return (self.weight * self.loss(prediction, self.y)).sum(0) + penalties
 

@@ -216,7 +216,7 @@ def notes_on_columns(tables: Any, path: str) -> Iterator[str]:
 
 
 def kind_of_values(values: Tensor) -> str:
-    """Returns what the values of a column are that may be no score; "" if they may well be one."""
+    """Returns "few values" or "whole numbers" for a column [n] that may be no score, else ""."""
     if len(values) < FEWEST_SCORES:
         return ""
     # The first values mostly say that there are many, without the time to sort all of them.

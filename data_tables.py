@@ -199,7 +199,7 @@ class Tables:
         return share.item()
 
     def training_range(self) -> dict[str, Any]:
-        """Returns what the training rows with a score have: predictions beyond are extrapolations.
+        """Returns the range of the training rows with a score; predictions beyond extrapolate.
 
         `seen`, bool [N], says which nodes they knock out, `lowest` and `highest` are the extreme
         levels, and `largest` is the number of nodes in the largest set. Level 1 is always among the

@@ -40,6 +40,7 @@ log = logging.getLogger("ddp_setup")
 log.addHandler(logging.NullHandler())  # or the preflight prints errors twice
 
 group_numbers = itertools.count()  # of the process groups that this process joins
+NO_COLLECTIVE = "a collective within sync_errors hangs where a rank has failed: move it out"
 AGREEMENT_S = 0.5  # seconds from one agreement of the ranks on whether to stop to the next
 
 
@@ -72,6 +73,7 @@ class Distributed:
         self.store: dist.Store | None = None  # torchrun's, or one of this process
         self.stop: StopRequest | None = None
         self.on_failure: Callable[[str], None] | None = None  # called with the reason on exit
+        self.syncs_errors = False  # whether this rank is in a block of `sync_errors`
         self.heartbeat = Heartbeat()
         self.last_phase = ""  # that was entered
         self.agreed_at = 0.0  # when ranks last agreed whether to stop
@@ -163,6 +165,7 @@ class Distributed:
         return self._reduce(values.clone(), dist.ReduceOp.SUM)
 
     def _reduce(self, values: Tensor, op: dist.ReduceOp) -> Tensor:
+        assert not self.syncs_errors, NO_COLLECTIVE
         if self.is_distributed:
             with self.phase("agreement"):
                 dist.all_reduce(values, op)
@@ -170,6 +173,7 @@ class Distributed:
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Returns the picklable `value` of the rank `source` on every rank."""
+        assert not self.syncs_errors, NO_COLLECTIVE
         values = [value]
         if self.is_distributed:
             dist.broadcast_object_list(values, source)
@@ -177,6 +181,7 @@ class Distributed:
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the picklable `value` of every rank, in their order, on every rank."""
+        assert not self.syncs_errors, NO_COLLECTIVE
         values = [value] * self.world_size
         if self.is_distributed:
             dist.all_gather_object(values, value)
@@ -186,14 +191,18 @@ class Distributed:
     def sync_errors(self, phase: str = "set-up") -> Iterator[None]:
         """If the block raises `UserError` on any rank, every rank raises that of the lowest one.
 
-        The block must hold no collective: it could hang.
+        The block must hold no collective, nor another such block, or an `AssertionError` ends it.
         """
         problem = None
+        is_within = self.syncs_errors
+        self.syncs_errors = True
         try:
             with self.phase(phase):
                 yield
         except UserError as error:
             problem = error
+        finally:
+            self.syncs_errors = is_within
         ranks_left = torch.tensor(self.world_size - self.rank if problem else 0)
         most = int(self._reduce(ranks_left, dist.ReduceOp.MAX))  # on the CPU: there may be no GPU
         if most:

@@ -85,7 +85,7 @@ def cpu_groups(proc: Path) -> Iterator[Path]:
 
 
 def load_note(num_threads: int, num_processes: int) -> str:
-    """Returns what to set if other programs need the CPUs of so many threads a process, or ""."""
+    """Returns a note if other programs need the CPUs of so many threads a process, else ""."""
     num_cpus = os.cpu_count() or 1
     num_busy = min(num_cpus, count_busy_cpus(num_processes))
     num_free = num_cpus - num_busy

@@ -82,9 +82,9 @@ class Criterion:
 
     @staticmethod
     def together(predictions: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns what models predict together, [n, T] each, given `predictions` [M, n, T].
+        """Returns the predictions of models together, [n, T] each, given `predictions` [M, n, T].
 
-        That is their mean and, of several, `sd`, the standard deviation of what they predict.
+        They are the means and, of several models, `sd`, the deviation of their predictions.
         """
         means = {name: of_models.mean(dim=0) for name, of_models in predictions.items()}
         of_models = predictions["prediction"]

@@ -137,7 +137,7 @@ class KnockoutGNN(nn.Module):
         return output.to(self.encoder.norm.weight.dtype)
 
     def parts(self, graph: SharedGraph, batch: Data) -> dict[str, Tensor]:
-        """Returns what each term adds to the output, [B, T * C], by its name, as in `PARTS`."""
+        """Returns the terms of the output by name, as in `PARTS`, [B, T * C] each."""
         wild = self.wild_type(graph, batch)
         dose = self.dose(wild, batch)
         return {name: term(graph, wild, dose, batch) for name, term in self.terms.items()}
@@ -373,7 +373,7 @@ class LocalReadout(nn.Module):
         return pairs, self.head[0](features.flatten(start_dim=1))
 
     def read(self, hidden: Tensor) -> Tensor:
-        """Returns what the MLP makes of its first layer's values [B, 2H], [B, T * C]."""
+        """Returns the MLP's output [B, T * C], given its first layer's values [B, 2H]."""
         return self.head[1:](hidden)
 
 
@@ -400,7 +400,7 @@ class KnockoutTerm(nn.Module):
         return self.read(torch.cat(blocks), wild, batch)
 
     def pooled(self, graph: SharedGraph, samples: Samples, wild: WildType) -> Tensor:
-        """Returns what `pool` makes of the changes of some samples, [b, width]."""
+        """Returns the changes of the states of b samples, pooled by `pool`, [b, width]."""
         encoder = wild.encoder
         x = encoder.first(wild.x, wild.sent, graph, samples)  # [N, b, H]
         for conv in encoder.layers:

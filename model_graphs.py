@@ -424,7 +424,7 @@ def first_difference(
     batches: Sequence[Data],
     padded: Sequence[Data],
 ) -> str:
-    """Returns what differs by hand and by graph, in loss or gradients of a batch, or "".
+    """Returns a sentence on a loss or gradient that differs by hand and by graph, or "".
 
     By graph, batches are padded.
     """

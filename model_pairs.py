@@ -175,10 +175,11 @@ class PairIndex(nn.Module):
         return features.view(len(first), width).index_select(1, self.columns)
 
     def of_shared(self, entry: Tensor, other: Tensor) -> Tensor:
-        """Returns what each shared neighbour adds, given both nodes' entries of it, float64 [M, 6].
+        """Returns the addends of M shared neighbours, float64 [M, 6], given both nodes' entries.
 
-        It counts as a neighbour, by the product of the weights, by 1 / log degree (Adamic and Adar
-        2003), as a target of both, as a source of both, and on a path of two from one to the other.
+        Each counts as a neighbour, by the product of the weights, by 1 / log degree (Adamic and
+        Adar 2003), as a target of both, as a source of both, and on a path of two from one to the
+        other.
         """
         degree = self.degree[self.neighbour[entry], self.relation[entry]].double()
         is_sent = self.is_sent[entry]

@@ -80,7 +80,7 @@ class ReachPlan(NamedTuple):
     blocks: list[ReachBlock]
 
     def pooled(self, term: KnockoutTerm, graph: SharedGraph, wild: WildType) -> Tensor:
-        """Returns what `KnockoutTerm.pooled` does of all samples, [B, width].
+        """Returns the pooled changes of all samples, [B, width], as `KnockoutTerm.pooled`.
 
         In the layers that the plan covers, only states that change are computed; further layers run
         on all nodes.
@@ -356,7 +356,7 @@ def pool_further(
     samples: Samples,
     wild: WildType,
 ) -> Tensor:
-    """Returns what `KnockoutTerm.pooled` does, given the states [N, b, H] after `depth` layers."""
+    """Returns the pooled changes [b, width], given the states [N, b, H] after `depth` layers."""
     encoder = wild.encoder
     for conv in encoder.layers[depth - 1 :]:
         x = conv(x, graph, samples.level)

@@ -3,8 +3,9 @@
 Shapes: M runs, n samples, B of them in a batch, T scores of C columns each.
 """
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
+import parts
 from config import Config, expand_path, load_config
 from data import KnockoutDataset
 from data_tables import Tables
@@ -25,7 +27,7 @@ from losses import LOSSES
 from mask import SharedGraph
 from model import PARTS
 from predict_sets import MOST
-from run_checkpoint import code_digests, load_model, other_code, read_checkpoint, read_graph
+from run_checkpoint import code_digests, load_model, other_code, read_checkpoint
 from run_folder import read_status
 from task import KnockoutTask, make_dataset
 
@@ -68,6 +70,21 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
         raise UserError(f"the graph.pt of {path} is of another graph: copy that of its run folder")
     options = load_config((), overrides, checkpoint)
     return Run(checkpoint, options, graph)
+
+
+def read_graph(checkpoint: Path) -> dict[str, Any]:
+    """Returns the graph.pt of a checkpoint's run folder, or beside it; raises `UserError`."""
+    for folder in (checkpoint.parent, checkpoint.parent.parent):
+        path = folder / "graph.pt"
+        if path.exists():
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except Exception as error:  # a damaged file fails in many ways
+                raise UserError(f"{path} is not readable ({type(error).__name__})") from None
+    raise UserError(
+        f"no graph.pt beside {checkpoint}: copy it from the run folder; starting a run again "
+        "writes it, too"
+    )
 
 
 def check_same(first: Run, run: Run) -> None:
@@ -123,6 +140,21 @@ def predict_parts(
     return torch.cat([task.by_score(output, batch), torch.stack(columns, dim=2)], dim=2)
 
 
+@contextlib.contextmanager
+def explain_missing_part(file: str) -> Iterator[None]:
+    """Turns the absence of a part, which the model of a checkpoint needs, into a `UserError`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        for part in parts.PARTS:
+            if error.name in part.modules:
+                raise UserError(
+                    f"the model of {file} needs {error.name}.py, which is not here: copy the files "
+                    f"of the part {part.name} from the template"
+                ) from None
+        raise
+
+
 class Ensemble:
     """Trained models of one graph and of the same scores, which predict the same samples.
 
@@ -151,11 +183,14 @@ class Ensemble:
         self.models = []
         for run in runs:
             task = task_of_run(run.config, run.checkpoint, self.tables, self.graph)
-            model = task.build_model()
+            with explain_missing_part(run.file):
+                model = task.build_model()
             load_model(model, run.checkpoint)
             self.tasks.append(task)
             self.models.append(model.to(ddp.device, dtype).eval())
-            edited = other_code(run.checkpoint, code_digests())
+            code = code_digests()
+            of_run = code.keys() & run.checkpoint.get("code", code).keys()  # a notebook loads more
+            edited = other_code(run.checkpoint, {file: code[file] for file in of_run})
             if edited:
                 log.warning(f"note      {run.file} was trained with {edited}")
         self.is_planned = False
@@ -219,7 +254,7 @@ class Ensemble:
         return torch.stack(columns, dim=2)
 
     def _together(self, predictions: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns what the models predict together, [n, T] each, of `predictions` of each."""
+        """Returns the predictions of all models together, [n, T] each, by name."""
         of_models = {}
         for name in predictions[0]:
             of_models[name] = torch.stack([of_model[name] for of_model in predictions])
@@ -233,19 +268,20 @@ class Ensemble:
             self.plan(samples)
         rows = torch.arange(len(samples.y))
         of_models = []
-        for task, model in zip(self.tasks, self.models, strict=True):
+        for task, model, file in zip(self.tasks, self.models, self.files, strict=True):
             task = task.with_samples(samples)
             criterion = task.criterion.to("cpu")
             num_columns = len(criterion.columns)
-            if with_parts:
-                batch_size = evaluation_batch_size(task)
-                batches = load_batches(task.dataset, rows, batch_size, self.ddp)
-                names = self.parts
-                shape = (len(rows), len(self.targets), num_columns + len(names))
-                function = partial(predict_parts, model, task, names)
-                values = compute_rows(function, batches, shape, self.ddp)
-            else:
-                values = predict_rows(model, task, rows, self.ddp)
+            with explain_missing_part(file):  # such as one that the first pass imports
+                if with_parts:
+                    batch_size = evaluation_batch_size(task)
+                    batches = load_batches(task.dataset, rows, batch_size, self.ddp)
+                    names = self.parts
+                    shape = (len(rows), len(self.targets), num_columns + len(names))
+                    function = partial(predict_parts, model, task, names)
+                    values = compute_rows(function, batches, shape, self.ddp)
+                else:
+                    values = predict_rows(model, task, rows, self.ddp)
             output, parts = values.tensor_split([num_columns], dim=2)
             of_models.append((criterion.predictions(output), parts))
         return of_models

@@ -290,7 +290,7 @@ class Explainer:
                     yield f"{genes}\t{target}" + "\t" * len(Contribution._fields) + "\n"
 
     def compute(self, samples: Tables, num_nodes: int) -> Explanation:
-        """Returns what the predictions of n samples hang on, with up to `num_nodes` for each."""
+        """Returns the reasons of n predictions, with up to `num_nodes` for each."""
         ensemble = self.ensemble
         prediction = ensemble.predict(samples)[:, :, 0]
         without = [prediction.new_empty(*prediction.shape, 0)]

@@ -148,7 +148,7 @@ def whole_samples(batch: Data, at_once: int) -> Iterator[Pairs]:
 def contributions_of_pairs(
     parts: Sequence[PairsPart], index: PairIndex, pairs: Pairs, at_once: int
 ) -> Tensor:
-    """Returns what pairs contribute, the sum over the models, float64 [Q, T]."""
+    """Returns the contribution of each pair, summed over the models, float64 [Q, T]."""
     total = parts[0].unit.new_zeros(len(pairs.sample), len(parts[0].unit))
     for some in torch.arange(len(total), device=total.device).split(at_once):
         piece = pairs[some]

@@ -1,7 +1,7 @@
 """Checkpoints, and the writing of files: complete or not at all.
 
-A checkpoint is the `TrainState` and where it is from: configuration, data, names of nodes and
-relations. It is read with `weights_only=True`, so that none of it is executed.
+A checkpoint is the `TrainState` and its `Origin`. It is read with `weights_only=True`, so that none
+of it is executed.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -20,11 +20,35 @@ import torch
 from torch import Tensor, nn
 
 from errors import RunError, UserError
-from parts import FOLDER
+from parts import FOLDER, PARTS
 
 log = logging.getLogger("run_checkpoint")
 # How the names of files begin that decide no numbers of a model.
 NO_NUMBERS = ("ddp_", "run_", "predict", "analyse", "config.", "errors.", "parts.", "tests/")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a checkpoint is from, of which each field is an entry of the file under its name.
+
+    A task of your own may leave out all but the first two.
+    """
+
+    config: dict[str, dict[str, Any]]  # the options of each section
+    data: str  # a hash of all tables and of the splits
+    graph: str = ""  # a hash of nodes and edges alone
+    nodes: list[str] = field(default_factory=list)  # the names of these, in their order
+    relations: list[str] = field(default_factory=list)
+    features: list[str] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)  # the names of the model's columns
+    mean: Tensor | None = None  # as in `Criterion`, float64 [T]
+    std: Tensor | None = None
+    basis: Tensor | None = None  # as in `KnockoutTask`, float64 [3, K]
+    pair_features: list[str] = field(default_factory=list)  # none for a model without pairs
+    trained: dict[str, Any] = field(default_factory=dict)  # `Tables.training_range`
+    code: dict[str, str] = field(default_factory=dict)  # `code_digests` of the steps
+    free_options: list[str] = field(default_factory=list)  # of `Config`
 
 
 @dataclass
@@ -110,10 +134,17 @@ def code_digests(*scripts: str) -> dict[str, str]:
 
 
 def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
-    """Names the files of `code_digests` that were others for a checkpoint, "" if none was."""
-    earlier = checkpoint.get("code", {})
-    edited = [file for file, digest in code.items() if earlier.get(file, digest) != digest]
-    return f"other code in {', '.join(edited)}" if edited else ""
+    """Names the files of `code_digests` that were others for a checkpoint, "" if none was.
+
+    Of the files that only one of the two has, those of parts do not count: options ask for these.
+    """
+    earlier = checkpoint.get("code", code)
+    of_parts = {file for part in PARTS for file in part.files}
+    edited = [file for file in code.keys() & earlier.keys() if code[file] != earlier[file]]
+    new = [f"{file} (only here)" for file in code.keys() - earlier.keys() - of_parts]
+    lost = [file for file in earlier.keys() - of_parts if not (FOLDER / file).is_file()]
+    names = sorted([*edited, *new, *(f"{file} (not here)" for file in lost)])
+    return f"other code in {', '.join(names)}" if names else ""
 
 
 def cannot_resume(checkpoint: Mapping[str, Any], problem: str) -> UserError:
@@ -137,21 +168,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path} is a folder: name a file in its folder checkpoints") from None
     except Exception as error:  # a damaged file fails in many ways
         raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
-
-
-def read_graph(checkpoint: Path) -> dict[str, Any]:
-    """Returns the graph.pt of a checkpoint's run folder, or beside it; raises `UserError`."""
-    for folder in (checkpoint.parent, checkpoint.parent.parent):
-        path = folder / "graph.pt"
-        if path.exists():
-            try:
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except Exception as error:  # a damaged file fails in many ways
-                raise UserError(f"{path} is not readable ({type(error).__name__})") from None
-    raise UserError(
-        f"no graph.pt beside {checkpoint}: copy it from the run folder; starting a run again "
-        "writes it, too"
-    )
 
 
 def load_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from ddp_setup import Distributed, describe
 from errors import RunError, UserError, kept_warnings
 from parts import optional
 from run_checkpoint import (
+    Origin,
     TrainState,
     explain_write_errors,
     first_nonfinite,
@@ -74,8 +75,7 @@ class RunFolder:
 
     Args:
         config: the `config.Config` of the run.
-        origin: what each checkpoint says of where it is from: configuration, hashes of data and
-            code, names of nodes and relations.
+        origin: of the run's checkpoints.
         metric: the one whose curve is drawn.
         rivals: the names of other predictions, whose metrics stand beside the model's.
     """
@@ -84,13 +84,13 @@ class RunFolder:
         self,
         config: Any,
         ddp: Distributed,
-        origin: dict[str, Any],
+        origin: Origin,
         metric: str,
         rivals: Sequence[str] = (),
     ):
         self.config = config
         self.ddp = ddp
-        self.origin = origin | {"free_options": config.free_options()}
+        self.origin = origin
         self.metric = metric
         self.rivals = rivals
         self.path = Path(config.run.dir, config.run.name)
@@ -172,7 +172,7 @@ class RunFolder:
         """Raises `UserError` if the data or a fixed option differ from those of a checkpoint."""
         file = checkpoint["file"]
         advice = f"in an empty run folder, run.init={file} alone starts from its parameters"
-        if checkpoint["data"] != self.origin["data"]:
+        if checkpoint["data"] != self.origin.data:
             problem = f"{file} was trained on different data or splits"
             raise UserError(f"{problem}: set another run.name, or, {advice}")
         given = self.config.options()
@@ -191,7 +191,7 @@ class RunFolder:
         differ, unless all that they do is to end the run sooner, or if it was tested by other code.
         """
         changed = self._changed_options(checkpoint, "noted")
-        edited = other_code(checkpoint, self.origin["code"])
+        edited = other_code(checkpoint, self.origin.code)
         options = [f"{key}={value}" for key, value in changed.items()]
         made_with = ", ".join(filter(None, [*options, edited]))
         optim = self.config.optim
@@ -257,7 +257,7 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._log_to_file()
                 return
-            options = yaml.safe_dump(self.origin["config"], sort_keys=False)
+            options = yaml.safe_dump(self.origin.config, sort_keys=False)
             write_atomically(self.path / "config.yaml", [options])
             write_atomically(self.path / "environment.txt", [environment(self.ddp.command, ranks)])
             if not is_trained:
@@ -300,13 +300,13 @@ class RunFolder:
         with self.ddp.sync_errors(), explain_write_errors(path, UserError):
             if self.ddp.rank != 0:
                 return
-            content = {"graph": self.origin["graph"], **fields}
+            content = {"graph": self.origin.graph, **fields}
             cache_dir = self.config.data.cache_dir
             data_cache = optional("data_cache") if cache_dir else None
             if data_cache is None:
                 save_atomically(path, content)
                 return
-            of_cache = (cache_dir, "graph", self.origin["graph"])
+            of_cache = (cache_dir, "graph", self.origin.graph)
             data_cache.cached(*of_cache, lambda: content)
             if data_cache.cache_file(*of_cache).exists():
                 link_atomically(data_cache.cache_file(*of_cache), path)
@@ -359,7 +359,7 @@ class RunFolder:
         with self.ddp.sync_errors(phase="save"):
             if self.ddp.rank != 0:
                 return
-            checkpoint = state.state_dict() | self.origin
+            checkpoint = state.state_dict() | vars(self.origin)
             name = first_nonfinite(checkpoint["model"])
             if name:
                 raise RunError(
@@ -490,14 +490,6 @@ def read_status(folder: Path) -> dict[str, Any]:
         if isinstance(status, dict):
             return status
     return {}
-
-
-def read_warnings(folder: Path) -> list[str]:
-    """Returns the warnings of a run's last start, none if its status cannot be read."""
-    warnings = read_status(folder).get("warnings")
-    if not isinstance(warnings, list):
-        return []
-    return list(map(str, warnings))
 
 
 def environment(command: list[str], ranks: str) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from run_checkpoint import Origin
+
 log = logging.getLogger("run_transfer")
 
 
@@ -19,9 +21,7 @@ def entries_by_name(model: nn.Module) -> dict[str, dict[int, str]]:
     return entries
 
 
-def take_parameters(
-    model: nn.Module, checkpoint: Mapping[str, Any], origin: Mapping[str, Any]
-) -> None:
+def take_parameters(model: nn.Module, checkpoint: Mapping[str, Any], origin: Origin) -> None:
     """Copies the parameters of a checkpoint, on any tables, that match by name and shape.
 
     The `ENTRIES` of the model's modules say which dimensions of them have an entry for each node,
@@ -31,7 +31,7 @@ def take_parameters(
     training stay.
     """
     kinds_left = {"fitted"}
-    if responses_of(checkpoint) != responses_of(origin):
+    if responses_of(checkpoint.get("basis")) != responses_of(origin.basis):
         kinds_left.add("responses")
     entries_of = entries_by_name(model)
     taken = []
@@ -39,7 +39,7 @@ def take_parameters(
     for name, parameter in model.named_parameters():
         saved = checkpoint["model"].get(name)
         kinds = entries_of.get(name, {})
-        names = {dim: kind for dim, kind in kinds.items() if kind in origin}
+        names = {dim: kind for dim, kind in kinds.items() if hasattr(origin, kind)}
         stays = saved is None or bool(kinds_left & set(kinds.values()))
         if stays or not same_but_for(names, parameter, saved):
             left.append(name)
@@ -64,7 +64,7 @@ def copy_entries(
     kinds: Mapping[int, str],
     parameter: Tensor,
     saved: Tensor,
-    origin: Mapping[str, Any],
+    origin: Origin,
     checkpoint: Mapping[str, Any],
 ) -> list[str]:
     """Copies the entries of which both have the names in all dimensions that have names.
@@ -77,7 +77,7 @@ def copy_entries(
     for dim, size in enumerate(parameter.shape):
         places = saved_places = np.arange(size)
         if dim in kinds:
-            names = origin[kinds[dim]]
+            names = getattr(origin, kinds[dim])
             saved_names = checkpoint.get(kinds[dim], [])
             shared, places, saved_places = np.intersect1d(names, saved_names, return_indices=True)
             counts.append(f"{len(shared):,} of {len(names):,} {kinds[dim]}")
@@ -87,18 +87,16 @@ def copy_entries(
     return counts
 
 
-def note_lacking(checkpoint: Mapping[str, Any], origin: Mapping[str, Any]) -> None:
+def note_lacking(checkpoint: Mapping[str, Any], origin: Origin) -> None:
     """Notes the relations, features and targets of `origin` that a checkpoint has not."""
     for kind in ("relations", "features", "targets"):
         saved_names = checkpoint.get(kind, [])
-        lacking = [name for name in origin[kind] if name not in saved_names]
+        lacking = [name for name in getattr(origin, kind) if name not in saved_names]
         if lacking:
             first = ", ".join(lacking[:10])
             log.warning(f"note      {checkpoint['file']} has no {kind} {first}: they start anew")
 
 
-def responses_of(origin: Mapping[str, Any]) -> list[list[bool]]:
-    """Returns which of the three `mask.doses` each response of a node is to, given an origin."""
-    if "basis" not in origin:
-        return []
-    return (origin["basis"] != 0).T.tolist()
+def responses_of(basis: Tensor | None) -> list[list[bool]]:
+    """Returns which of the three `mask.doses` each response of a node is to, given its `basis`."""
+    return [] if basis is None else (basis != 0).T.tolist()

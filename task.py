@@ -31,6 +31,7 @@ from mask import SharedGraph
 from metrics import metrics_beside_rivals, mse, weighted_mean
 from model import GlobalReadout, KnockoutGNN, LocalReadout, NodeReadout
 from parts import optional
+from run_checkpoint import Origin
 from run_results import result_lines
 
 log = logging.getLogger("task")
@@ -101,28 +102,30 @@ class KnockoutTask:
         """Returns the row numbers of one split, in ascending order."""
         return self.tables.rows(split)
 
-    def origin(self) -> dict[str, Any]:
-        """Returns a checkpoint's origin: configuration, data, names and range of training."""
+    def origin(self, code: dict[str, str]) -> Origin:
+        """Returns the origin of checkpoints whose steps `code` makes, as of `code_digests`."""
         pair_features = []
         if self.config.model.has_pairs:
             from model_pairs import pair_names
 
             pair_features = pair_names(self.graph)
-        return {
-            "config": asdict(self.config),
-            "data": self.fingerprint,
-            "graph": self.tables.fingerprint(OF_GRAPH),
-            "nodes": self.tables.genes,
-            "relations": self.tables.relations,
-            "features": list(self.tables.feature_names),
-            "targets": list(self.tables.targets),
-            "outputs": self.output_names(),
-            "mean": self.criterion.mean.cpu(),
-            "std": self.criterion.std.cpu(),
-            "basis": self.basis,
-            "pair_features": pair_features,
-            "trained": self.tables.training_range(),
-        }
+        return Origin(
+            config=asdict(self.config),
+            data=self.fingerprint,
+            graph=self.tables.fingerprint(OF_GRAPH),
+            nodes=self.tables.genes,
+            relations=self.tables.relations,
+            features=list(self.tables.feature_names),
+            targets=list(self.tables.targets),
+            outputs=self.output_names(),
+            mean=self.criterion.mean.cpu(),
+            std=self.criterion.std.cpu(),
+            basis=self.basis,
+            pair_features=pair_features,
+            trained=self.tables.training_range(),
+            code=code,
+            free_options=self.config.free_options(),
+        )
 
     def build_model(self) -> nn.Module:
         """Returns the model that is trained, on the CPU; raises `UserError`."""
@@ -157,7 +160,7 @@ class KnockoutTask:
         return model
 
     def baseline_term(self) -> nn.Module:
-        """Returns what is known without the graph, as a term that starts from the fit."""
+        """Returns the baseline as a term of the model, which starts from the fit."""
         from baseline_term import BaselineReadout, WithoutGraph  # a part, which need not be here
 
         sizes = (len(self.tables.genes), len(self.tables.targets), self.basis.size(1))

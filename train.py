@@ -91,8 +91,7 @@ def train(config: Config, ddp: Distributed) -> None:
         rank=ddp.rank,
         seed=config.run.seed,
     )
-    origin = {**task.origin(), "code": code}
-    folder = RunFolder.open(config, ddp, origin, first_metric(), list(task.rivals))
+    folder = RunFolder.open(config, ddp, task.origin(code), first_metric(), list(task.rivals))
     folder.resume(state, sampler.steps_per_epoch)
     if task.graph is not None:
         folder.write_graph(task.tables.graph_fields())

@@ -172,6 +172,34 @@ def test_a_ddp_module_does_not_outlive_its_group():
     ddp.close()
 
 
+def enter_block(ddp: Distributed) -> None:
+    with ddp.sync_errors():
+        pass
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda ddp: ddp.gather(1),
+        lambda ddp: ddp.broadcast(1),
+        lambda ddp: ddp.sum(torch.ones(1)),
+        lambda ddp: ddp.stop_reason(),
+        lambda ddp: ddp.check_equal({"a": 1}),
+        enter_block,
+    ],
+    ids=["gather", "broadcast", "sum", "stop_reason", "check_equal", "sync_errors"],
+)
+def test_a_collective_where_ranks_may_have_failed_is_a_mistake(collective):
+    """It says so on one process, too, where it would not hang, and other blocks can follow."""
+    ddp = Distributed(DDPConfig())
+    mistake = pytest.raises(AssertionError, match="a collective within sync_errors hangs")
+    with mistake, ddp.sync_errors():
+        collective(ddp)
+    with ddp.sync_errors():
+        pass
+    assert ddp.gather(1) == [1]
+
+
 # ---- Agreements and heartbeats -----------------------------------------------------------------
 class SimulatedRanks:
     """Ranks whose agreements are one after the other, in one process, on a clock of their own."""

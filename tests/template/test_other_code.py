@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import run_checkpoint
-from run_checkpoint import code_digests
+from run_checkpoint import code_digests, other_code
 from tests.template.fixtures import DEFAULTS, ROOT, SMALL, fork, join, write_table
 from tests.tools.runs import newest_checkpoint, read_metrics
 
@@ -35,12 +35,13 @@ def edit(path: Path, *replacements: tuple[str, str]) -> None:
 
 
 def edit_checkpoints(folder: Path, code: dict[str, str] | None) -> None:
-    """Replaces what the checkpoints of a run say of its code; None: they say nothing."""
+    """Changes what the checkpoints of a run say of some files; None: they say nothing of any."""
     for path in (folder / "checkpoints").iterdir():
         state = torch.load(path, weights_only=True)
-        del state["code"]
-        if code is not None:
-            state["code"] = code
+        if code is None:
+            del state["code"]
+        else:
+            state["code"] |= code
         path.unlink()  # best.pt is a link to one of the others
         torch.save(state, path)
 
@@ -79,6 +80,19 @@ def test_a_checkpoint_names_the_code_of_steps_and_predictions(trained, folder):
         assert name not in state["code"]
 
 
+def test_files_that_only_one_side_has_are_named_but_for_those_of_parts(tmp_path, monkeypatch):
+    """Nor is a file that lies here and that nobody has loaded, as train.py in a prediction."""
+    monkeypatch.setattr(run_checkpoint, "FOLDER", tmp_path)
+    for name in ("same.py", "edited.py", "new.py", "unloaded.py", "baseline.py"):
+        (tmp_path / name).touch()
+    ours = {"same.py": "1", "edited.py": "2", "new.py": "1", "baseline.py": "1"}
+    earlier = {"same.py": "1", "edited.py": "1", "gone.py": "1", "unloaded.py": "1"}
+    earlier["model_reach.py"] = "1"  # of another part
+    named = other_code({"code": earlier}, ours)
+    assert named == "other code in edited.py, gone.py (not here), new.py (only here)"
+    assert other_code({"code": ours}, ours) == other_code({}, ours) == ""
+
+
 # ---- One run -------------------------------------------------------------------------------------
 def test_a_finished_run_of_a_copy_that_was_edited_since_is_refused(train, folder, tmp_path):
     copy = copy_code(tmp_path / "copy")
@@ -103,7 +117,10 @@ def test_a_run_in_the_middle_says_which_code_its_steps_had(train, folder):
     train(0, "optim.epochs=2", fault="stop_at_step:6").check()
     edit_checkpoints(folder, {"mask.py": "another", "gone.py": "1"})
     result = train(0, "optim.epochs=2").check()
-    assert "note      the 7 steps so far were made with other code in mask.py\n" in result.stdout
+    assert (
+        "note      the 7 steps so far were made with other code in gone.py (not here), mask.py\n"
+        in result.stdout
+    )
 
 
 def test_a_run_that_failed_in_its_test_is_tested_by_the_code_that_was_mended(
@@ -130,11 +147,13 @@ def test_a_prediction_by_other_code_than_that_of_the_run_is_noted(trained, predi
     trained()
     assert "other code" not in predict(0, "all-singles", "runs/default").check().stdout
     edit_checkpoints(folder, {"model.py": "another", "mask.py": "another", "gone.py": "1"})
+    best = folder / "checkpoints/best.pt"
+    state = torch.load(best, weights_only=True)
+    del state["code"]["metrics.py"]  # as of a file that only a notebook has loaded
+    torch.save(state, best)
     result = predict(0, "all-singles", "runs/default").check()
-    note = (
-        "note      runs/default/checkpoints/best.pt was trained with other code in mask.py, model"
-    )
-    assert result.stdout.count(f"{note}.py\n") == 1
+    note = "note      runs/default/checkpoints/best.pt was trained with other code in "
+    assert result.stdout.count(f"{note}gone.py (not here), mask.py, model.py\n") == 1
 
 
 # ---- Several ranks -------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """parts.py: the list of parts, options of parts that are gone, and training without each part."""
 
+import shutil
+import sys
+
 import pytest
 import torch
 import yaml
@@ -8,7 +11,8 @@ import ddp_setup
 import parts
 from config import Config, compose, parse_override
 from parts import PARTS, check_parts, optional
-from tests.template.fixtures import ROOT
+from predict_ensemble import explain_missing_part
+from tests.template.fixtures import ROOT, write_table
 
 BY_NAME = {part.name: part for part in PARTS}
 OFF = {part.name: f"{part.option}={part.off}" for part in PARTS if part.option}
@@ -105,3 +109,62 @@ def test_without_the_part_threads_torch_chooses_them(monkeypatch):
     number = torch.get_num_threads()
     assert ddp_setup.set_threads(1) == f"{number} (chosen by torch)"
     assert torch.get_num_threads() == number
+
+
+# ---- Predictions of a copy -----------------------------------------------------------------------
+@pytest.fixture
+def predict_without(run, tmp_path):
+    """predict_without(names) predicts with runs/run in a copy without these parts."""
+    write_table(tmp_path / "ask.tsv", [("genes",), ("Y01",), ("Y02,Y03",)])
+
+    def start(names):
+        copy = tmp_path / "copy"
+        copy.mkdir()
+        gone = {file for name in names for file in BY_NAME[name].files}
+        for path in (*ROOT.glob("*.py"), ROOT / "config.yaml"):
+            if path.name not in gone:
+                shutil.copy(path, copy)
+        command = [sys.executable, str(copy / "predict.py"), "ask.tsv", "runs/run"]
+        return run(command, PYTHONPATH="", OMP_NUM_THREADS="1")  # or it finds the template's files
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "file"),
+    [
+        ("baseline", "model.start=baseline", "baseline_term.py"),
+        ("pairs", "model.pairs=true", "model_pairs.py"),
+        ("copies", "model.message_passing=expanded", "mask_copies.py"),
+    ],
+)
+def test_a_model_that_needs_a_part_that_is_gone_is_one_sentence(
+    trained, predict_without, name, override, file
+):
+    trained("run.name=run", override)
+    refused = predict_without([name])
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        f"error: the model of runs/run/checkpoints/best.pt needs {file}, which is not here: copy "
+        f"the files of the part {name} from the template\n"
+    )
+
+
+def test_a_model_predicts_the_same_without_the_parts_that_it_does_not_need(
+    trained, predict, predict_without, tmp_path
+):
+    """It was trained with all of them."""
+    trained("run.name=run")
+    needed = {"baseline", "pairs", "predict"}
+    predict_without(BY_NAME.keys() - needed).check()
+    lines = (tmp_path / "ask.predictions.tsv").read_text().splitlines()
+    predict(0, "ask.tsv", "runs/run").check()
+    expected = (tmp_path / "ask.predictions.tsv").read_text().splitlines()
+    assert len(lines) == len(expected) == 3
+    for line, expected_line in zip(lines[1:], expected[1:], strict=True):
+        assert float(line.split("\t")[1]) == pytest.approx(float(expected_line.split("\t")[1]))
+
+
+def test_a_module_of_no_part_that_is_gone_is_a_mistake():
+    with pytest.raises(ModuleNotFoundError), explain_missing_part("best.pt"):
+        import run_nothing  # noqa: F401

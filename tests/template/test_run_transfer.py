@@ -13,9 +13,7 @@ from data_tables import Tables
 from losses import LOSSES, Squared
 from model import KnockoutGNN, ModelConfig
 from optim import OptimConfig
-from run_checkpoint import (
-    read_checkpoint,
-)
+from run_checkpoint import Origin, read_checkpoint
 from run_transfer import entries_by_name, take_parameters
 from task import KnockoutTask
 from tests.sets import pack_levels
@@ -179,6 +177,11 @@ def random_model(names: dict[str, list[str]], seed: int) -> KnockoutGNN:
     return model
 
 
+def origin_of(names: dict[str, list[str]]) -> Origin:
+    """Returns the origin of a run on tables with these names."""
+    return Origin({}, "", **{kind: of_kind for kind, of_kind in names.items() if kind != "columns"})
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -214,7 +217,7 @@ def test_entries_of_scores_and_features_go_by_name_and_others_stay(before, after
     model = random_model(after, seed=1)
     fresh = copy.deepcopy(model).state_dict()
     saved = source.state_dict()
-    take_parameters(model, {"model": saved, "file": "first.pt", **before}, after)
+    take_parameters(model, {"model": saved, "file": "first.pt", **before}, origin_of(after))
     for name, value in model.named_parameters():
         if name.startswith("terms.without_graph.") or name not in saved:
             expected = fresh[name]
@@ -246,7 +249,7 @@ def test_what_was_learnt_of_a_response_goes_to_the_same_response(is_same):
     saved = source.state_dict()
     basis = 1.2 * losses_and_deletions if is_same else losses_and_gains
     checkpoint = {"model": saved, "file": "first.pt", **NAMES, "basis": basis}
-    take_parameters(model, checkpoint, NAMES | {"basis": losses_and_deletions})
+    take_parameters(model, checkpoint, Origin({}, "", **NAMES, basis=losses_and_deletions))
     for end in ("weight", "bias"):
         name = f"terms.local.embed.{end}"
         expected = saved if is_same else fresh
@@ -305,8 +308,8 @@ def test_each_dimension_whose_size_is_that_of_the_tables_has_their_names(
     options = ModelConfig(hidden=5, readout=readout)
     few = task_of_sizes(options, loss, SIZES)
     many = task_of_sizes(options, loss, SIZES | {size: SIZES[size] + 1})
-    names = few.origin()
-    more_names = many.origin()
+    names = vars(few.origin({}))
+    more_names = vars(many.origin({}))
     model = few.build_model()
     entries = entries_by_name(model)
     larger = dict(many.build_model().named_parameters())

@@ -74,7 +74,7 @@ def newest_model(task: KnockoutTask, ddp: Distributed) -> nn.Module:
     """Returns the model of the run's newest checkpoint or, if there is none, of its start."""
     with ddp.sync_errors():
         model = task.build_model()
-        folder = RunFolder(task.config, ddp, task.origin(), first_metric())
+        folder = RunFolder(task.config, ddp, task.origin({}), first_metric())
         checkpoint = folder.newest_checkpoint()
         source = "step 0 (no checkpoint found)"
         if checkpoint is not None:

@@ -5,7 +5,6 @@ Shapes: B samples in a batch, n rows, C classes.
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch_geometric.data import Data
@@ -16,6 +15,7 @@ from ddp_setup import Distributed
 from losses import LOSSES
 from metrics import metrics_beside_rivals
 from model import Perceptron
+from run_checkpoint import Origin
 
 
 @dataclass
@@ -77,9 +77,10 @@ class ClassesTask:
         for cells in zip(*(column.tolist() for column in columns), strict=True):
             yield "\t".join(map(str, cells)) + "\n"
 
-    def origin(self) -> dict[str, Any]:
-        """Returns what a checkpoint says of where it is from."""
-        return {"config": asdict(self.config), "data": self.fingerprint}
+    def origin(self, code: dict[str, str]) -> Origin:
+        """Returns where checkpoints are from whose steps `code` makes."""
+        free_options = self.config.free_options()
+        return Origin(asdict(self.config), self.fingerprint, code=code, free_options=free_options)
 
     def summary(self) -> str:
         return f"{len(self.dataset):,} vectors of {NUM_FEATURES} numbers, {NUM_CLASSES} classes"

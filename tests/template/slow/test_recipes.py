@@ -155,48 +155,104 @@ def read_numbers(path):
     return dict(zip(header[1:], columns, strict=True))
 
 
-def test_gaussian(copy, tables, tmp_path):
-    """Of two scores, one of which varies more where a node is deleted."""
-    lines = (tmp_path / "scores.tsv").read_text().splitlines()
+def train_two_runs(copy, tables, folder, loss):
+    """Trains with a loss of a recipe, on two scores, one of which varies more for some nodes.
+
+    Returns the checkpoint of the second run, which is resumed once, and the runs' newest ones.
+    """
+    lines = (folder / "scores.tsv").read_text().splitlines()
     rows = ["genes\ta\tb"]
     for number, line in enumerate(lines[1:]):
         genes, score = line.split("\t")
         noise = 20 * (number % 2) if genes < "Y10" else 0
         rows.append(f"{genes}\t{float(score) + noise}\t{100 + float(score) ** 2}")
-    (tmp_path / "scores.tsv").write_text("\n".join([*rows, ""]))
-    adapt(copy, "gaussian", [*tables, "optim.loss=gaussian", "optim.epochs=3", "optim.lr=0.05"])
+    (folder / "scores.tsv").write_text("\n".join([*rows, ""]))
+    adapt(copy, loss, [*tables, f"optim.loss={loss}", "optim.epochs=3", "optim.lr=0.05"])
     for name in ("0", "1"):
         train(copy, f"run.seed={name}", name=name)
     checkpoint, rows = train(copy, "run.seed=1", "optim.epochs=6", name="1")  # resumes
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
-    assert losses[-1] < losses[0] - 0.1
-    assert checkpoint["outputs"] == ["a mean", "a log_variance", "b mean", "b log_variance"]
+    assert losses[-1] < losses[0] - 0.05
+    return checkpoint, [str(newest_checkpoint(folder / "runs" / name)) for name in ("0", "1")]
 
+
+def predict_by_each_and_both(copy, files):
+    """Returns the columns of each run alone, [2, n] by name, and of both together, with parts."""
     predicted = []
-    files = [str(newest_checkpoint(tmp_path / "runs" / name)) for name in ("0", "1")]
     for runs in (files[:1], files[1:], files):
         launch(copy, 2, "predict.py", "scores.tsv", *runs, "--parts")
-        predicted.append(read_numbers(tmp_path / "scores.predictions.tsv"))
+        predicted.append(read_numbers(copy.parent / "scores.predictions.tsv"))
     *each, both = predicted
+    return {name: torch.stack([of_run[name] for of_run in each]) for name in each[0]}, both
+
+
+def assert_parts_add_up(both, target):
     parts = ("without_graph", "local", "pairs", "knockout")
+    total = sum(both[f"{target}_{part}"] for part in parts)
+    torch.testing.assert_close(total, both[target], rtol=1e-5, atol=1e-4)
+    assert (both[f"{target}_knockout"] != 0).any()
+
+
+def assert_explained_and_taken_as_a_start(copy, files):
+    launch(copy, 2, "predict.py", "scores.tsv", *files, "--explain", "4")
+    explained = (copy.parent / "scores.explained.tsv").read_text().splitlines()
+    assert len(explained) == 1 + 200 * 2 * 4
+    train(copy, f"run.init={files[1]}", name="follow")
+    assert_contract(copy)
+
+
+def test_gaussian(copy, tables, tmp_path):
+    checkpoint, files = train_two_runs(copy, tables, tmp_path, "gaussian")
+    assert checkpoint["outputs"] == ["a mean", "a log_variance", "b mean", "b log_variance"]
+    each, both = predict_by_each_and_both(copy, files)
     for target in ("a", "b"):
-        mean, sd = (
-            torch.stack([of_run[name] for of_run in each]) for name in (target, f"{target}_sd")
-        )
+        mean = each[target]
+        sd = each[f"{target}_sd"]
         assert (sd.max(dim=1).values > 1.2 * sd.min(dim=1).values).all()
         square = (mean.square() + sd.square()).mean(dim=0)  # of the mixture
         expected = (square - mean.mean(dim=0).square()).sqrt()
         torch.testing.assert_close(both[target], mean.mean(dim=0), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(both[f"{target}_sd"], expected, rtol=1e-2, atol=1e-3)
-        total = sum(both[f"{target}_{part}"] for part in parts)
-        torch.testing.assert_close(total, both[target], rtol=1e-5, atol=1e-4)
-        assert (both[f"{target}_knockout"] != 0).any()
+        assert_parts_add_up(both, target)
+    assert_explained_and_taken_as_a_start(copy, files)
 
-    launch(copy, 2, "predict.py", "scores.tsv", *files, "--explain", "4")
-    explained = (tmp_path / "scores.explained.tsv").read_text().splitlines()
-    assert len(explained) == 1 + 200 * 2 * 4
-    train(copy, f"run.init={files[1]}", name="follow")
-    assert_contract(copy)
+
+def test_quantiles(copy, tables, tmp_path):
+    checkpoint, files = train_two_runs(copy, tables, tmp_path, "quantiles")
+    columns = ("median", "below", "above")
+    assert checkpoint["outputs"] == [f"{target} {name}" for target in "ab" for name in columns]
+    each, both = predict_by_each_and_both(copy, files)
+    for target in ("a", "b"):
+        low, median, high = (each[f"{target}{end}"] for end in ("_q10", "", "_q90"))
+        assert ((low < median) & (median < high)).all()
+        width = high - low
+        assert (width.max(dim=1).values > 1.2 * width.min(dim=1).values).all()
+        for end in ("", "_q10", "_q90"):
+            mean = each[f"{target}{end}"].mean(dim=0)
+            torch.testing.assert_close(both[f"{target}{end}"], mean, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(both[f"{target}_sd"], median.std(dim=0), rtol=1e-2, atol=1e-3)
+        assert_parts_add_up(both, target)
+    assert_explained_and_taken_as_a_start(copy, files)
+
+
+def test_the_loss_of_quantiles_is_least_where_they_are_the_quantiles_of_the_scores(copy):
+    git_apply(copy, "quantiles")
+    loss = runpy.run_path(str(copy / "losses.py"))["LOSSES"]["quantiles"]
+    y = torch.randn(2001, 1, generator=torch.Generator().manual_seed(0)).double().exp()
+    criterion = loss(y.mean(dim=0), y.std(dim=0))
+    output = torch.zeros(1, 1, 3, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([output], lr=0.1)
+    for step in range(500):
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / 500)
+        optimizer.zero_grad()
+        criterion.losses(output.expand(len(y), 1, 3), y).mean().backward()
+        optimizer.step()
+    found = criterion.predictions(output.detach())
+    for name, share in (("q10", 0.1), ("prediction", 0.5), ("q90", 0.9)):
+        assert found[name].item() == pytest.approx(y.quantile(share).item(), rel=0.03)
+    of_any_output = criterion.predictions(10 * torch.randn(100, 1, 3).double())
+    assert (of_any_output["q10"] < of_any_output["prediction"]).all()
+    assert (of_any_output["prediction"] < of_any_output["q90"]).all()
 
 
 def test_own_model(copy, tables, tmp_path):
