@@ -273,11 +273,34 @@ def test_a_column_of_edges_that_looks_like_a_weight_is_noted(tmp_path, name):
 def test_nodes_of_the_edges_in_two_spellings_are_noted(tmp_path, name, same):
     rows = [*RING, (name, "q10", "x"), ("q10", name, "x"), (same, "q11", "x"), ("q11", same, "x")]
     (note,) = notes_on_edges(tmp_path, (), rows)
-    assert note.startswith("1 nodes are named as others but for case or signs: ")
+    assert note.startswith("1 nodes are named as others but for case, signs or text around: ")
     assert f"{name} ({same}?)" in note or f"{same} ({name}?)" in note
     assert notes_on_edges(tmp_path, (), [*RING, *rows[-2:]]) == []
     both = [*rows, (name, same, "x")]  # two that interact
     assert notes_on_edges(tmp_path, (), both) == []
+
+
+@pytest.mark.parametrize("form", ["9606.{}", "{}.1", "sg({})", "{}_KO"])
+def test_nodes_of_the_edges_with_text_around_others_are_noted(tmp_path, form):
+    names = {node: form.format(node) for node in NODES}
+    other = [(names[source], names[target], "y") for source, target, _ in RING]
+    (note,) = notes_on_edges(tmp_path, (), [*RING, *other])
+    assert note.startswith("30 nodes are named as others but for case, signs or text around: ")
+    assert f"q00 ({names['q00']}?)" in note or f"{names['q00']} (q00?)" in note
+    linked = [(node, name, "x") for node, name in names.items()]  # as a gene and its protein
+    assert notes_on_edges(tmp_path, (), [*RING, *other, *linked]) == []
+    few = [*RING, ("q00-AS1", "q05", "x"), ("q06", "q00-AS1", "x"), ("q07", "q03-AS1", "x")]
+    assert notes_on_edges(tmp_path, (), few) == []
+
+
+@pytest.mark.parametrize("code", [-999, 99999])
+def test_codes_among_the_features_of_edges_are_noted(tmp_path, code):
+    rows = [
+        (*edge, 3 + k % 7, code if k % 9 == 1 else 1000 + 20 * k) for k, edge in enumerate(RING)
+    ]
+    (note,) = notes_on_edges(tmp_path, ("a", "b"), rows)
+    assert note.startswith(f"4 values of the column b are {code}, far from all others: where that")
+    assert notes_on_edges(tmp_path, ("a",), [row[:4] for row in rows]) == []
 
 
 def test_names_that_are_told_apart_by_case_or_signs_are_not_noted(tmp_path):
@@ -463,6 +486,19 @@ def test_names_that_only_begin_as_others_are_no_forms():
     assert meanings(["abx", "cdx", "efx"], ["ab", "cd", "ef"]) == {}
 
 
+def test_names_that_stand_beside_those_around_which_they_have_text_are_others(tmp_path):
+    """As a gene and the antisense RNA of it, but not one name alone, nor where most have none."""
+    nodes = ["TP53", "HOTAIR", "MYC", "EGFR", "BRCA1", "KRAS"]
+    antisense = ["TP53-AS1", "HOTAIR-AS1", "MYC-AS2"]
+    assert read_cells(tmp_path, nodes, [*nodes, *antisense]) == []
+    (note,) = read_cells(tmp_path, nodes, [*nodes[2:], *antisense])
+    assert note.startswith("3 of 7 knocked-out nodes have no edge: HOTAIR-AS1 (HOTAIR?), MYC-AS2")
+    (note,) = read_cells(tmp_path, nodes, [*nodes, "TP53-KO"])
+    assert note == "1 of 7 knocked-out nodes have no edge: TP53-KO (TP53?)"
+    assert meanings(nodes[:2], [*antisense, "A", "B-C"], antisense) == {}
+    assert len(meanings(nodes[:2], [*antisense, "A", "B-C"])) == 2
+
+
 def test_the_part_of_a_name_with_a_comma_is_named(tmp_path):
     note = "1 of 4 knocked-out nodes have no edge: 2 (part of a name with a comma?)"
     assert read_cells(tmp_path, ["DUR1", "b", "c"], ["b", "c", '"DUR1,2"']) == [note]
@@ -595,16 +631,17 @@ def test_a_note_shows_ten_names_first_those_that_mean_something():
     unknown = [f"g{k}" for k in range(20)] + ["A_B", "zzz"]
     shown = ", ".join(f"g{k} (G{k}?)" for k in range(10))
     note = f"22 of 100 knocked-out nodes have no edge: {shown}"
-    assert note_on_unknown(unknown, nodes, 100) == note
-    most = note_on_unknown(unknown, nodes, 40)
+    perturbed = [*unknown, *(f"P{k}" for k in range(78))]
+    assert note_on_unknown(unknown, nodes, perturbed) == note
+    most = note_on_unknown(unknown, nodes, perturbed[:40])
     assert most == f"MOST KNOCKED-OUT NODES, 22 of 40, HAVE NO EDGE: {shown}"
-    few = note_on_unknown(["zzz", "A_B", "yyy"], nodes, 100)
+    few = note_on_unknown(["zzz", "A_B", "yyy"], nodes, perturbed)
     assert few == "3 of 100 knocked-out nodes have no edge: A_B (A-B?), zzz, yyy"
 
 
 def test_nodes_without_edges_that_look_like_no_other_are_not_noted(tmp_path):
-    assert note_on_unknown([], ["a"], 5) == ""
-    assert note_on_unknown(["x", "y"], ["a"], 5) == ""
+    assert note_on_unknown([], ["a"], list("abcde")) == ""
+    assert note_on_unknown(["x", "y"], ["a"], list("abcxy")) == ""
     assert read_cells(tmp_path, ["a", "b", "c"], ["a", "b", "c", "x"]) == []
     assert read_cells(tmp_path, ["a", "b", "c"], ["a", "b", "c", "A"]) == [
         "1 of 4 knocked-out nodes have no edge: A (a?)"
