@@ -90,6 +90,31 @@ def notes_on(
     return notes
 
 
+def details(tables: Any) -> str:
+    """Returns a text on the rows by number of nodes, on replicates, scores and unseen nodes."""
+    count = torch.bincount(tables.perturbed_ptr.diff())
+    sizes = count.nonzero().flatten().tolist()
+    rows = [f"{count[size]:,} of {size}" for size in sizes[:SHOWN]]
+    if len(sizes) > SHOWN:
+        rows.append(f"{count[sizes[SHOWN:]].sum():,} of more")
+    present = (~tables.y.isnan()).sum(dim=0).tolist()
+    scores = [f"{number:,}" for number in present[:SHOWN]]
+    if len(present) > SHOWN:
+        scores = [f"{min(present):,} to {max(present):,}"]
+    num_sets = int(tables.set_number().max()) + 1
+    is_seen = tables.is_seen().any(dim=1)
+    num_unseen = (~is_seen[tables.perturbed.unique()]).sum()
+    text = (
+        f"rows by knock-outs: {', '.join(rows)}, in {num_sets:,} distinct sets; "
+        f"rows with each score: {', '.join(scores)}; "
+        f"{num_unseen:,} knocked-out nodes in no training row"
+    )
+    if tables.feature_names:
+        num_bare = (tables.features == 0).all(dim=1).sum()  # standardised, and 0 where missing
+        text += f"; {num_bare:,} nodes without features"
+    return text
+
+
 # ---- Samples ------------------------------------------------------------------------------------
 def variance_shares(tables: Any, rows: slice) -> Tensor:
     """Returns the share of each score in the variance of its column over the rows, [n, T]."""

@@ -1,6 +1,7 @@
 """Notes on what tables have in the place of scores, codes, units, relations, weights and names."""
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,10 +16,11 @@ import parts
 from data import DataConfig, load
 from data_cells import Rows
 from data_names import meanings, note_on_unknown
-from data_notes import codes, kind_of_values, notes_on, repeated_columns
+from data_notes import codes, details, kind_of_values, notes_on, repeated_columns
 from data_tables import read_tables
 from errors import DataError
 from predict_sets import unknown_nodes
+from tests.sets import tables_of
 from tests.template.fixtures import ROOT, write_table
 from tests.tools.cells import read_cells
 
@@ -637,6 +639,27 @@ def test_a_note_shows_ten_names_first_those_that_mean_something():
     assert most == f"MOST KNOCKED-OUT NODES, 22 of 40, HAVE NO EDGE: {shown}"
     few = note_on_unknown(["zzz", "A_B", "yyy"], nodes, perturbed)
     assert few == "3 of 100 knocked-out nodes have no edge: A_B (A-B?), zzz, yyy"
+
+
+def test_what_a_run_says_of_its_tables():
+    """Rows by size, replicates, missing scores, nodes that are not trained on or not described."""
+    sets = [[0], [0], [1, 2], [1, 2], [], [3], [4]]
+    tables = tables_of(sets, torch.tensor([[1.0, math.nan]] * 3 + [[0.0, 2.0]] * 4))
+    tables.genes = list("abcde")
+    tables.split = torch.tensor([0, 0, 0, 0, 0, 1, 2], dtype=torch.int8)
+    text = (
+        "rows by knock-outs: 1 of 0, 4 of 1, 2 of 2, in 5 distinct sets; "
+        "rows with each score: 7, 4; 2 knocked-out nodes in no training row"
+    )
+    assert details(tables) == text
+    tables.feature_names = ["a"]
+    tables.features = torch.tensor([[0.0], *[[1.0]] * (len(tables.genes) - 1)])
+    assert details(tables) == f"{text}; 1 nodes without features"
+    tables.y = torch.arange(7 * 11, dtype=torch.float64).view(7, 11)
+    tables.y[0, 3] = math.nan
+    tables.perturbed_ptr = torch.tensor([0, 0, 0, 0, 0, 0, 0, 8])
+    assert details(tables).startswith("rows by knock-outs: 6 of 0, 1 of 8, in 2 distinct sets; ")
+    assert "rows with each score: 6 to 7; " in details(tables)
 
 
 def test_nodes_without_edges_that_look_like_no_other_are_not_noted(tmp_path):

@@ -81,7 +81,8 @@ def test_tables_are_read_correctly(tmp_path):
     assert summary_of(tables) == (
         "4 nodes of 0 features (1 of 3 knocked-out ones isolated), 3 edges in 2 relations "
         "of 0 features, 3 samples of 0 to 2 knock-outs: 1 train, 1 val, 1 test, 0 in no split; "
-        "1 scores: score"
+        "1 scores: score; rows by knock-outs: 1 of 0, 1 of 1, 1 of 2, in 3 distinct sets; "
+        "rows with each score: 3; 1 knocked-out nodes in no training row"
     )
 
 
