@@ -97,22 +97,22 @@ def details(tables: Any) -> str:
     rows = [f"{count[size]:,} of {size}" for size in sizes[:SHOWN]]
     if len(sizes) > SHOWN:
         rows.append(f"{count[sizes[SHOWN:]].sum():,} of more")
-    present = (~tables.y.isnan()).sum(dim=0).tolist()
+    is_present = ~tables.y.isnan()
+    present = is_present.sum(dim=0).tolist()
     scores = [f"{number:,}" for number in present[:SHOWN]]
     if len(present) > SHOWN:
         scores = [f"{min(present):,} to {max(present):,}"]
     num_sets = int(tables.set_number().max()) + 1
     is_seen = tables.is_seen().any(dim=1)
-    num_unseen = (~is_seen[tables.perturbed.unique()]).sum()
-    text = (
-        f"rows by knock-outs: {', '.join(rows)}, in {num_sets:,} distinct sets; "
-        f"rows with each score: {', '.join(scores)}; "
-        f"{num_unseen:,} knocked-out nodes in no training row"
-    )
+    perturbed = tables.perturbed.unique()
+    num_unseen = len(perturbed) - is_seen[perturbed].sum()
+    texts = [f"rows by knock-outs: {', '.join(rows)}, in {num_sets:,} distinct sets"]
+    texts.append(f"rows with each score: {', '.join(scores)}")
+    texts.append(f"{num_unseen:,} knocked-out nodes in no training row")
     if tables.feature_names:
-        num_bare = (tables.features == 0).all(dim=1).sum()  # standardised, and 0 where missing
-        text += f"; {num_bare:,} nodes without features"
-    return text
+        is_bare = (tables.features == 0).all(dim=1)  # standardised, and 0 where missing
+        texts.append(f"{is_bare.sum():,} nodes without features")
+    return "; ".join(texts)
 
 
 # ---- Samples ------------------------------------------------------------------------------------
