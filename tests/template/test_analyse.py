@@ -155,7 +155,7 @@ def test_metrics_that_nobody_here_has_written_are_no_traceback(tmp_path, analyse
 
 def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path, analyse_here, capsys):
     """Root may write into any folder, so that this one has a folder where a file would be."""
-    (write_run(tmp_path / "a") / "test.json.tmp").mkdir()
+    (write_run(tmp_path / "a") / "test.json").mkdir()
     assert analyse_here("a") == 2
     problem = "cannot write a/test.json: Is a directory; fix that or copy the run folder, and start"
     assert capsys.readouterr() == ("", f"error: {problem} again\n")

@@ -181,7 +181,7 @@ def test_scores_may_be_named_and_other_columns_are_left_out(tmp_path):
     assert tables.targets == ["b"]
     assert tables.y.tolist() == [[2], [4], [6]]
     assert tables.left_out == ["drug", "a"]
-    assert summary_of(tables).endswith("; 1 scores: b; columns left out: drug, a")
+    assert "; 1 scores: b; columns left out: drug, a; rows by knock-outs: " in summary_of(tables)
     assert load(replace(options, scores=["b", "a"])).y[0].tolist() == [2, 1]
     assert load(replace(options, scores=["b"])).fingerprint() == tables.fingerprint()
     message = r"scores\.tsv:1: data\.scores=.*, but the scores are \['drug', 'a', 'b'\]"
