@@ -69,6 +69,7 @@ UNFINISHED = {
     "failed": "it failed, and status.json says why: start it again, which resumes it",
 }
 POINTS = 2000  # in the plot at most
+COLOURED = 6  # scores with a colour of their own there at most
 
 
 # ---- The command ---------------------------------------------------------------------------------
@@ -410,10 +411,11 @@ def seconds_of(rows: list[dict[str, Any]]) -> float:
     return total
 
 
-def points_and_labels(rows: Results) -> tuple[list[list[float]], str, str]:
-    """Returns points (prediction, y), and what both axes are called, to plot test rows.
+def points_and_labels(rows: Results) -> tuple[list[tuple[str, list]], str, str]:
+    """Returns points (prediction, y) of each score, and what both axes are called, for the plot.
 
-    Of several targets, each is in units of its standard deviation.
+    Before the points of a score stand its name and Pearson's r. Of several scores, each is in units
+    of its standard deviation; more than `COLOURED` are plotted together.
     """
     y = rows.y
     prediction = rows.prediction
@@ -423,12 +425,21 @@ def points_and_labels(rows: Results) -> tuple[list[list[float]], str, str]:
         y = (y - mean) / std
         prediction = (prediction - mean) / std
         unit = " (standard units)"
-    points = torch.stack([prediction.flatten(), y.flatten()], dim=1)
-    points = points[points.isfinite().all(dim=1)]
-    if len(points) > POINTS:
-        chosen = torch.linspace(0, len(points) - 1, POINTS, dtype=torch.float64)
-        points = points[chosen.long()]
-    return points.tolist(), f"prediction{unit}", f"score{unit}"
+    columns = {target: [t] for t, target in enumerate(rows.targets)}
+    if len(columns) > COLOURED:
+        columns = {f"mean of {len(columns):,} scores": list(range(len(columns)))}
+    pearson = metrics.pearson(rows.y, rows.prediction)
+    most = POINTS // len(columns)
+    groups = []
+    for name, numbers in columns.items():
+        points = torch.stack([prediction[:, numbers].flatten(), y[:, numbers].flatten()], dim=1)
+        points = points[points.isfinite().all(dim=1)]
+        if len(points) > most:
+            chosen = torch.linspace(0, len(points) - 1, most, dtype=torch.float64)
+            points = points[chosen.long()]
+        label = f"{name:.30}: Pearson {pearson[numbers].nanmean():.4f}"
+        groups.append((label, points.tolist()))
+    return groups, f"prediction{unit}", f"score{unit}"
 
 
 if __name__ == "__main__":

@@ -63,8 +63,10 @@ def metrics_by_group(rows: Results, loss: str = "squared", threshold: float | No
     if len(rows.targets) > 1:
         each = target_metrics(rows, loss, threshold)
         grouped["targets"] = {}
+        num_scored = (~rows.y.isnan()).sum(dim=0).tolist()
         for t, target in enumerate(rows.targets):
-            grouped["targets"][target] = {name: metric[t].item() for name, metric in each.items()}
+            of_target = {name: metric[t].item() for name, metric in each.items()}
+            grouped["targets"][target] = {"n": num_scored[t], **of_target}
     return grouped
 
 

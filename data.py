@@ -4,6 +4,7 @@ Shapes: N nodes, n samples of T targets in the tables; B samples with P perturbe
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,12 +36,16 @@ class DataConfig:
     batch_size: int = field(default=128, metadata={"min": 1, "resume": "fixed"})
     split: Literal["random", "nodes"] = "random"
     split_seed: int = field(default=0, metadata={"min": 0, "max": 2**32 - 1})
+    fold: str = ""
     val_fraction: float = field(default=0.1, metadata={"min": 0, "max": 1})
     test_fraction: float = field(default=0.1, metadata={"min": 0, "max": 1})
     workers: int = field(default=0, metadata={"min": 0})
     cache_dir: str = field(default=".cache", metadata={"path": True})
 
     def __post_init__(self):
+        fold = re.fullmatch(r"(\d+)/(\d+)", self.fold)
+        if self.fold and not (fold and int(fold[1]) < int(fold[2])):
+            raise ValueError(f"data.fold={self.fold} must be k/K with k from 0 to K - 1, as 0/5")
         if bool(self.edges) != bool(self.perturbations):
             raise ValueError("data.edges and data.perturbations go together: set both or neither")
 
@@ -62,9 +67,10 @@ def load(config: DataConfig) -> Tables:
     tables = Tables(**cached(config.cache_dir, "tables", read_tables, key, read))
     advice = "name some in its column split, or remove that column"
     if tables.split is None:
-        advice = "change data.val_fraction and data.test_fraction, or add rows"
+        advice = "change data.val_fraction and data.test_fraction or data.fold, or add rows"
         make_split = {"random": random_split, "nodes": node_split}[config.split]
         key += f" {config.split} {config.split_seed} {config.val_fraction} {config.test_fraction}"
+        key += f" {config.fold}"
 
         def split_rows() -> Tensor:
             return make_split(tables, config)
@@ -75,10 +81,10 @@ def load(config: DataConfig) -> Tables:
         if data_notes and config.split == "nodes":
             noted = data_notes.notes_on_node_split(tables, config.perturbations)
             tables.notes = [*tables.notes, *noted]
-    elif config.split == "nodes":
+    elif config.split == "nodes" or config.fold:
         raise DataError(
             f"{config.perturbations} has a column split: remove it, "
-            "or set data.split=random to use it"
+            "or set data.split=random and data.fold= to use it"
         )
     for split in SPLITS:
         if len(tables.rows(split)) == 0:
@@ -136,7 +142,8 @@ def random_split(tables: Tables, config: DataConfig) -> Tensor:
     """Returns a random split, int8 [n], where rows of the same nodes and levels stay together.
 
     Sets of more than `LARGE` of the rows come last, and the intact one after them: they are trained
-    on as long as other sets fill test and validation, which a set alone would not measure.
+    on as long as other sets fill test and validation, which a set alone would not measure. With
+    `fold`, each set is tested in one of the folds.
     """
     set_number = tables.set_number()
     rows_of_set = torch.bincount(set_number)
@@ -144,6 +151,10 @@ def random_split(tables: Tables, config: DataConfig) -> Tensor:
     order = torch.randperm(len(rows_of_set), generator=generator)
     rank = (rows_of_set > LARGE * len(set_number)).int()
     rank[set_number[tables.perturbed_ptr.diff() == 0]] = 2
+    start, num_test = place_of_test(len(order), config)
+    order = order.roll(-start)
+    if config.fold:
+        rank[order[:num_test]] = -1  # also if they are large
     order = order[rank[order].argsort(stable=True)]
     return split_in_order(order, config, len(order))[set_number]
 
@@ -151,13 +162,14 @@ def random_split(tables: Tables, config: DataConfig) -> Tensor:
 def node_split(tables: Tables, config: DataConfig) -> Tensor:
     """Returns a split of the knocked-out nodes, int8 [n]: test nodes are never trained on.
 
-    The knocked-out nodes are shuffled once. The test nodes are fold number `split_seed`, a share
-    `test_fraction` of them; validation nodes are the first of those that follow. Rows with a test
-    node are test rows, rows with a validation node validation rows, and rows with both in neither.
+    The knocked-out nodes are shuffled; validation nodes are the first that follow the test nodes.
+    Rows with a test node are test rows, rows with a validation node validation rows, and rows with
+    both in neither.
     """
     nodes = tables.perturbed.unique()
-    fold = config.split_seed * round(len(nodes) * config.test_fraction)
-    order = nodes[np.random.default_rng(0).permutation(len(nodes))].roll(-fold)
+    seed = config.split_seed if config.fold else 0
+    start, _ = place_of_test(len(nodes), config)
+    order = nodes[np.random.default_rng(seed).permutation(len(nodes))].roll(-start)
     split_of_node = split_in_order(order, config, len(tables.genes)).long()
     has_node_of = torch.zeros(len(tables.y), len(SPLITS), dtype=torch.bool)
     has_node_of[tables.sample(), split_of_node[tables.perturbed]] = True
@@ -171,12 +183,23 @@ def node_split(tables: Tables, config: DataConfig) -> Tensor:
 
 def split_in_order(order: Tensor, config: DataConfig, size: int) -> Tensor:
     """Returns a split, int8 [size]: the first of `order` are test, the next ones validation."""
-    num_test = round(len(order) * config.test_fraction)
+    _, num_test = place_of_test(len(order), config)
     num_val = round(len(order) * config.val_fraction)
     split = torch.zeros(size, dtype=torch.int8)
     split[order[:num_test]] = SPLITS.index("test")
     split[order[num_test : num_test + num_val]] = SPLITS.index("val")
     return split
+
+
+def place_of_test(count: int, config: DataConfig) -> tuple[int, int]:
+    """Returns where the tested ones of `count` shuffled sets or nodes begin, and their number."""
+    if config.fold:
+        k, num_folds = map(int, config.fold.split("/"))
+        start = count * k // num_folds
+        return start, count * (k + 1) // num_folds - start
+    num_test = round(count * config.test_fraction)
+    start = config.split_seed * num_test if config.split == "nodes" else 0
+    return start, num_test
 
 
 # ---- Batches -------------------------------------------------------------------------------------

@@ -1,12 +1,17 @@
-"""What a name that no edge has may mean: a node in another spelling, a date, several nodes.
+"""What a name may mean that no edge has, or a second one of the edges: a node in another spelling.
+
+It may also be a date, or several nodes.
 
 For the notes on tables, and for the names of a table to predict.
 """
 
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import torch
 
 MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 DATE = re.compile(rf"\d+-({MONTHS})|({MONTHS})-\d+|\d{{4}}-\d\d-\d\d( 00:00:00)?")
@@ -15,20 +20,21 @@ MONTH = re.compile(rf"0?(\d+)-({MONTHS})|({MONTHS})(?:CH|CHF|T|TIN)?-?0?(\d+)", 
 SIGNS = r"[\W_]+"  # between the words of a name
 SHORT = 3  # letters of a name, below which it is a part of others by chance
 SHOWN = 10  # names in a note
+FEW_FORMS = 0.1  # share of names, below which those with the same text around others may be others
 
 
-def note_on_unknown(unknown: Sequence[str], nodes: Sequence[str], num_perturbed: int) -> str:
-    """Returns a sentence on perturbed names that no edge has, "" if none is needed.
+def note_on_unknown(unknown: Sequence[str], nodes: Sequence[str], perturbed: Sequence[str]) -> str:
+    """Returns a sentence on `unknown` names of those perturbed, which no edge has, "" for none.
 
     None is if no name has one of the `meanings`, and they are less than half of all names.
     """
     if not unknown:
         return ""
-    meaning_of = meanings(unknown, nodes)
-    are_most = 2 * len(unknown) >= num_perturbed
+    meaning_of = meanings(unknown, nodes, perturbed)
+    are_most = 2 * len(unknown) >= len(perturbed)
     if not meaning_of and not are_most:
         return ""
-    count = f"{len(unknown):,} of {num_perturbed:,}"
+    count = f"{len(unknown):,} of {len(perturbed):,}"
     text = f"{count} knocked-out nodes have no edge"
     if are_most:
         text = f"MOST KNOCKED-OUT NODES, {count}, HAVE NO EDGE"
@@ -62,8 +68,13 @@ def some_names(names: Sequence[str], meaning_of: Mapping[str, str]) -> str:
     return f"{', '.join(shown[:SHOWN]):.500}"
 
 
-def meanings(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]:
-    """Returns the probable meaning of names that are no nodes: a node, or a spreadsheet's date."""
+def meanings(
+    unknown: Sequence[str], nodes: Sequence[str], beside: Sequence[str] = ()
+) -> dict[str, str]:
+    """Returns the probable meaning of names that are no nodes: a node, or a spreadsheet's date.
+
+    `beside` are all names of their table.
+    """
     node_of = {}  # the first node of a spelling, or of a month
     for node in reversed(nodes):
         node_of[month_of(node)] = node
@@ -71,7 +82,7 @@ def meanings(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]:
     node_of.pop("", None)
     known = set(nodes)
     have_number = any(map(str.isdigit, nodes))
-    form_of_node = nodes_within(unknown, nodes)
+    form_of_node = nodes_within(unknown, nodes, beside)
     meaning_of = {}
     for name in unknown:
         joined = nodes_joined(name, known)
@@ -89,11 +100,14 @@ def meanings(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]:
     return meaning_of
 
 
-def nodes_within(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]:
+def nodes_within(
+    unknown: Sequence[str], nodes: Sequence[str], beside: Sequence[str]
+) -> dict[str, str]:
     """Returns names that are a node's with other text around it, or the other way, with that node.
 
     Two nodes, or three if no sign parts it, must have that text, numbers aside, and no two nodes
-    may differ by it; or its signs must be in the name of no node.
+    may differ by it; or its signs must be in the name of no node. Where most of several nodes are
+    `beside` these names, as TP53 beside TP53-AS1, their table tells them apart.
     """
     node_of = {node.casefold(): node for node in reversed(nodes)}
     name_of = {name.casefold(): name for name in unknown}
@@ -109,6 +123,10 @@ def nodes_within(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]
     nodes_of = defaultdict(set)  # by text around
     for around, _, node in pairs:
         nodes_of[around].add(node)
+    told_apart = set()
+    for around, found in nodes_of.items():
+        if len(found) > 1 and 2 * len(found.intersection(beside)) > len(found):
+            told_apart.add(around)
     usual = set()
     for node in nodes if pairs else []:
         usual.update(around for around, _ in parts_of(node, node_of, lengths))
@@ -120,9 +138,77 @@ def nodes_within(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]
         is_new = is_parted(around) and letters.isdisjoint(signs)
         is_series = re.fullmatch(r"[\W_][a-z]", before + behind)  # as YAL001C-A
         is_common = len(nodes_of[around]) >= (2 if is_parted(around) else 3)
+        if around in told_apart:
+            continue
         if not is_series and (is_new or (is_common and around not in usual)):
             meaning_of.setdefault(name, node)
     return meaning_of
+
+
+def spelt_twice(tables: Any, connected: Sequence[str]) -> dict[str, str]:
+    """Returns nodes named as another but for case, inner signs, form of Unicode or text around it.
+
+    With each stands the other one.
+
+    Most nodes that are written as the one must have such a twin, or names are told apart so. Two
+    with an edge between them are two, and so is one that is only a source, or only a target, of
+    relations in which the other is not: as a protein and its gene.
+    """
+    name_of = {}  # by its letters, and a sign at its end, as in CD4+
+    pairs = names_in_others(connected)
+    for name in connected:
+        first = name_of.setdefault((without_signs(name), end_sign(name)), name)
+        if first != name:
+            pairs.append((name, first))
+    if not pairs:
+        return {}
+    kind_count = Counter(map(kind_of_name, connected))
+    twins = {name for pair in pairs for name in pair}
+    twin_count = Counter(map(kind_of_name, twins))
+    roles, links = edges_of(tables, twins)
+    twice = {}
+    for pair in pairs:
+        rare, common = sorted(pair, key=lambda name: kind_count[kind_of_name(name)])
+        kind = kind_of_name(rare)
+        is_one_sided = any(len({end for end, _ in roles[name]}) == 1 for name in pair)
+        differ_in_role = is_one_sided and roles[rare].isdisjoint(roles[common])
+        are_linked = frozenset(pair) in links
+        if 2 * twin_count[kind] >= kind_count[kind] and not differ_in_role and not are_linked:
+            twice[rare] = common
+    return twice
+
+
+def edges_of(tables: Any, names: Container[str]) -> tuple[dict[str, set], set[frozenset]]:
+    """Returns the ends and relations of each named node's edges, and the pairs of their nodes."""
+    is_named = torch.tensor([name in names for name in tables.genes])
+    chosen = is_named[tables.edge_index].any(dim=0)
+    sources, targets = tables.edge_index[:, chosen].tolist()
+    roles = defaultdict(set)
+    links = set()
+    relations = tables.edge_type[chosen].tolist()
+    for source, target, relation in zip(sources, targets, relations, strict=True):
+        start = tables.genes[source]
+        end = tables.genes[target]
+        roles[start].add(("source", relation))
+        roles[end].add(("target", relation))
+        links.add(frozenset((start, end)))
+    return roles, links
+
+
+def names_in_others(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the names that are another one with text around it, as 9606.A, each with that one.
+
+    Signs must part the text, and a tenth of the names must have it, numbers aside.
+    """
+    name_of = {name.casefold(): name for name in names}
+    lengths = sorted(set(map(len, name_of)), reverse=True)
+    pairs_of = defaultdict(list)  # by text around
+    for name in names:
+        for around, within in parts_of(name, name_of, lengths)[:1]:
+            if is_parted(around):
+                pairs_of[around].append((name, name_of[within]))
+    fewest = max(2, FEW_FORMS * len(names))
+    return [pair for pairs in pairs_of.values() if len(pairs) >= fewest for pair in pairs]
 
 
 def parts_of(

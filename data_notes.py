@@ -7,7 +7,7 @@ Shapes: N nodes, n rows of T targets.
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,14 +18,12 @@ from torch import Tensor
 from data_cells import SPLITS, parse_number
 from data_names import (
     SHOWN,
-    end_sign,
     is_date,
-    kind_of_name,
     note_on_features,
     note_on_unknown,
     some_names,
+    spelt_twice,
     stem_of,
-    without_signs,
     words_of,
 )
 from metrics import mean_and_std, weighted_mean
@@ -90,6 +88,31 @@ def notes_on(
     if not are_chosen:
         notes += notes_on_columns(tables, perturbations)
     return notes
+
+
+def details(tables: Any) -> str:
+    """Returns a text on the rows by number of nodes, on replicates, scores and unseen nodes."""
+    count = torch.bincount(tables.perturbed_ptr.diff())
+    sizes = count.nonzero().flatten().tolist()
+    rows = [f"{count[size]:,} of {size}" for size in sizes[:SHOWN]]
+    if len(sizes) > SHOWN:
+        rows.append(f"{count[sizes[SHOWN:]].sum():,} of more")
+    is_present = ~tables.y.isnan()
+    present = is_present.sum(dim=0).tolist()
+    scores = [f"{number:,}" for number in present[:SHOWN]]
+    if len(present) > SHOWN:
+        scores = [f"{min(present):,} to {max(present):,}"]
+    num_sets = int(tables.set_number().max()) + 1
+    is_seen = tables.is_seen().any(dim=1)
+    perturbed = tables.perturbed.unique()
+    num_unseen = len(perturbed) - is_seen[perturbed].sum()
+    texts = [f"rows by knock-outs: {', '.join(rows)}, in {num_sets:,} distinct sets"]
+    texts.append(f"rows with each score: {', '.join(scores)}")
+    texts.append(f"{num_unseen:,} knocked-out nodes in no training row")
+    if tables.feature_names:
+        is_bare = (tables.features == 0).all(dim=1)  # standardised, and 0 where missing
+        texts.append(f"{is_bare.sum():,} nodes without features")
+    return "; ".join(texts)
 
 
 # ---- Samples ------------------------------------------------------------------------------------
@@ -375,57 +398,9 @@ def notes_on_ends(tables: Any, path: str, connected: Sequence[str]) -> Iterator[
     forms = spelt_twice(tables, connected)
     if forms:
         yield (
-            f"{path}: {len(forms):,} nodes are named as others but for case or signs: "
+            f"{path}: {len(forms):,} nodes are named as others but for case, signs or text around: "
             f"{some_names(list(forms), forms)}"
         )
-
-
-def spelt_twice(tables: Any, connected: Sequence[str]) -> dict[str, str]:
-    """Returns nodes named as another but for case, inner signs or form of Unicode, with that one.
-
-    Most nodes that are written as the one must have such a twin, or names are told apart so. Two
-    with an edge between them are two, and so is one that is only a source, or only a target, of
-    relations in which the other is not: as a protein and its gene.
-    """
-    name_of = {}  # by its letters, and a sign at its end, as in CD4+
-    pairs = []
-    for name in connected:
-        first = name_of.setdefault((without_signs(name), end_sign(name)), name)
-        if first != name:
-            pairs.append((name, first))
-    if not pairs:
-        return {}
-    kind_count = Counter(map(kind_of_name, connected))
-    twins = {name for pair in pairs for name in pair}
-    twin_count = Counter(map(kind_of_name, twins))
-    roles, links = edges_of(tables, twins)
-    twice = {}
-    for pair in pairs:
-        rare, common = sorted(pair, key=lambda name: kind_count[kind_of_name(name)])
-        kind = kind_of_name(rare)
-        is_one_sided = any(len({end for end, _ in roles[name]}) == 1 for name in pair)
-        differ_in_role = is_one_sided and roles[rare].isdisjoint(roles[common])
-        are_linked = frozenset(pair) in links
-        if 2 * twin_count[kind] >= kind_count[kind] and not differ_in_role and not are_linked:
-            twice[rare] = common
-    return twice
-
-
-def edges_of(tables: Any, names: Container[str]) -> tuple[dict[str, set], set[frozenset]]:
-    """Returns the ends and relations of each named node's edges, and the pairs of their nodes."""
-    is_named = torch.tensor([name in names for name in tables.genes])
-    chosen = is_named[tables.edge_index].any(dim=0)
-    sources, targets = tables.edge_index[:, chosen].tolist()
-    roles = defaultdict(set)
-    links = set()
-    relations = tables.edge_type[chosen].tolist()
-    for source, target, relation in zip(sources, targets, relations, strict=True):
-        start = tables.genes[source]
-        end = tables.genes[target]
-        roles[start].add(("source", relation))
-        roles[end].add(("target", relation))
-        links.add(frozenset((start, end)))
-    return roles, links
 
 
 def notes_on_constants(path: str, names: Sequence[str], values: Tensor) -> Iterator[str]:
@@ -444,8 +419,13 @@ def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -
     if note:
         yield f"{path}: {note}"
     yield from notes_on_constants(path, tables.feature_names, tables.features)
-    columns = torch.stack(list(described.values())).unbind(1)
-    for name, values in zip(tables.feature_names, columns, strict=True):
+    values = torch.stack(list(described.values()))
+    yield from notes_on_feature_codes(path, tables.feature_names, values)
+
+
+def notes_on_feature_codes(path: str, names: Sequence[str], features: Tensor) -> Iterator[str]:
+    """Yields notes on `codes` in the named columns of features [n, F], as they were read."""
+    for name, values in zip(names, features.unbind(1), strict=True):
         for code in codes(values).tolist():
             yield (
                 f"{path}: {(values == code).sum():,} values of the column {name:.60} are "
@@ -462,7 +442,7 @@ def notes_on_knocked_out(tables: Any, path: str, connected: Sequence[str]) -> It
     perturbed = names_at(tables, is_perturbed)
     nodes = set(connected)
     unknown = [name for name in perturbed if name not in nodes]
-    note = note_on_unknown(unknown, connected, num_perturbed=len(perturbed))
+    note = note_on_unknown(unknown, connected, perturbed)
     if note:
         yield f"{path}: {note}"
     yield from notes_on_controls(tables, path, nodes)

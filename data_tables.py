@@ -331,9 +331,12 @@ def read_edges(
         weights.append(weight)
         features.append(rows.table(names))
     edges = torch.cat(edges, dim=1)
-    features = standardise(torch.cat(features))
-    present = ~features.isnan()
-    values = torch.cat([torch.cat(weights), features.nan_to_num(), present], dim=1)
+    features = torch.cat(features)
+    data_notes = optional("data_notes")
+    if data_notes:
+        notes += data_notes.notes_on_feature_codes(path, names, features)
+    features = standardise(features)
+    values = torch.cat([torch.cat(weights), features.nan_to_num(), ~features.isnan()], dim=1)
     return list(relation_number), names, edges[:2], edges[2], values
 
 
@@ -406,8 +409,7 @@ def read_features(
         chunks.append(rows.table(names))
     row = torch.tensor([row_of.get(gene, -1) for gene in genes])
     if (row < 0).all():
-        problem = "none of its nodes is in the tables of edges and knock-outs"
-        raise DataError(f"{path}: {problem}")
+        raise DataError(f"{path}: none of its nodes is in the tables of edges and knock-outs")
     table = torch.cat(chunks)
     values = table[row].where(row.unsqueeze(1) >= 0, math.nan)
     features = standardise(values).nan_to_num().float()

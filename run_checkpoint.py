@@ -182,9 +182,9 @@ def load_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
 
 # ---- Writing -------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, suffix: str = ".tmp") -> Iterator[BinaryIO]:
     """Opens a temporary file for writing, and moves it to `path` once it is on the disk."""
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(path.name + suffix)
     try:
         with temporary.open("wb") as file:
             yield file
@@ -196,8 +196,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Writes a text; the file is never seen incomplete."""
-    with atomic_file(path) as file:
+    """Writes a text; the file is never seen incomplete, also if two processes write it."""
+    with atomic_file(path, f".{os.getpid()}.tmp") as file:
         file.writelines(line.encode() for line in lines)
 
 

@@ -4,13 +4,17 @@ A `Panel` is a grid with round numbers on each axis; `curves_svg` draws lines in
 `scatter_svg` points in one.
 """
 
+import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from metrics import quality
+
 GREY = "#868e96"
 BLUE = "#228be6"
 ORANGE = "#e8590c"
+COLOURS = (BLUE, ORANGE, "#2f9e44", "#be4bdb", "#f08c00", "#0c8599")
 STYLE = f'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" fill="{GREY}"'
 LINE = f'stroke="{GREY}" stroke-opacity=".3"'  # of a grid
 MOST_TICKS = 7  # numbers on an axis
@@ -99,7 +103,8 @@ def labels_of(ticks: Sequence[float]) -> list[str]:
 def curves_svg(rows: Sequence[dict], metric: str, rivals: Sequence[str]) -> str:
     """Returns an SVG of the loss and a metric in metrics.jsonl, against the optimiser step.
 
-    The metric stands beside that of each of the rivals, given their names.
+    The metric stands beside that of each of the rivals, given their names. Both have a mark at the
+    step of best.pt.
     """
     loss_curves = [
         Curve("training", BLUE, points_of(rows, "train", "loss")),
@@ -110,10 +115,20 @@ def curves_svg(rows: Sequence[dict], metric: str, rivals: Sequence[str]) -> str:
         metric_curves.append(Curve(rival, GREY, points_of(rows, "val", f"{rival}_{metric}")))
     last_step = max([1, *(row.get("step", 0) for row in rows)])
     svg = [f'<svg viewBox="0 0 920 360" {STYLE}>']
-    svg += curves_panel(56, "Loss", loss_curves, last_step)
-    svg += curves_panel(516, f"{metric.title()}, validation", metric_curves, last_step)
+    best_step = step_of_best(rows)
+    svg += curves_panel(56, "Loss", loss_curves, last_step, best_step)
+    svg += curves_panel(516, f"{metric.title()}, validation", metric_curves, last_step, best_step)
     svg.append("</svg>\n")
     return "\n".join(svg)
+
+
+def step_of_best(rows: Sequence[dict]) -> int | None:
+    """Returns the step of the best validation, None if there is none."""
+    validations = []
+    for row in rows:
+        if row["kind"] == "val":
+            validations.append({key: math.nan if x is None else x for key, x in row.items()})
+    return max(validations, key=quality, default={}).get("step")
 
 
 def points_of(rows: Sequence[dict], kind: str, key: str) -> list[Point]:
@@ -125,7 +140,9 @@ def points_of(rows: Sequence[dict], kind: str, key: str) -> list[Point]:
     return points
 
 
-def curves_panel(left: int, title: str, curves: Sequence[Curve], last_step: int) -> list[str]:
+def curves_panel(
+    left: int, title: str, curves: Sequence[Curve], last_step: int, best_step: int | None
+) -> list[str]:
     """Returns the lines of one panel: the label and the line of each curve over a grid."""
     values = [value for curve in curves for _, value in curve.points]
     panel = Panel(380, 240, round_ticks([0, last_step], least_step=1.0), round_ticks(values))
@@ -133,6 +150,10 @@ def curves_panel(left: int, title: str, curves: Sequence[Curve], last_step: int)
     svg.append(f'<text y="-44" font-weight="bold">{title}</text>')
     svg.append(centred_text(panel.width / 2, 278, "optimiser step"))
     svg += panel.grid()
+    if best_step is not None:
+        right, _ = panel.place((best_step, panel.y_ticks[0]))
+        svg.append(f'<path d="M{right:.1f} 0v240" stroke="{GREY}" stroke-dasharray="6 4"/>')
+        svg.append(centred_text(right, -6, "best.pt"))
     for number, curve in enumerate(curves):
         places = [panel.place(point) for point in curve.points]
         line = " ".join(f"{right:.1f},{down:.1f}" for right, down in places)
@@ -143,9 +164,12 @@ def curves_panel(left: int, title: str, curves: Sequence[Curve], last_step: int)
     return svg
 
 
-def scatter_svg(points: Sequence[Point], x_label: str, y_label: str) -> str:
-    """Returns points in a square with the same numbers on both axes, and the diagonal."""
-    ticks = round_ticks([value for point in points for value in point])
+def scatter_svg(groups: Sequence[tuple[str, Sequence[Point]]], x_label: str, y_label: str) -> str:
+    """Returns groups of points, each in a colour of its own, that of its label, and the diagonal.
+
+    They lie in a square with the same numbers on both axes.
+    """
+    ticks = round_ticks([value for _, points in groups for point in points for value in point])
     panel = Panel(400, 400, ticks, ticks)
     svg = [f'<svg viewBox="0 0 490 490" {STYLE}>', '<g transform="translate(70 20)">']
     svg += panel.grid()
@@ -154,8 +178,12 @@ def scatter_svg(points: Sequence[Point], x_label: str, y_label: str) -> str:
     svg.append(
         f'<text transform="translate(-54 200) rotate(-90)" text-anchor="middle">{y_label}</text>'
     )
-    svg.append(f'<g fill="{BLUE}" fill-opacity=".5">')
-    for point in points:
-        right, down = panel.place(point)
-        svg.append(f'<circle cx="{right:.1f}" cy="{down:.1f}" r="2.5"/>')
-    return "\n".join([*svg, "</g>", "</g>", "</svg>\n"])
+    for number, (label, points) in enumerate(groups):
+        svg.append(f'<g fill="{COLOURS[number % len(COLOURS)]}" fill-opacity=".5">')
+        text = html.escape(label)
+        svg.append(f'<text x="8" y="{16 + 16 * number}" fill-opacity="1">{text}</text>')
+        for point in points:
+            right, down = panel.place(point)
+            svg.append(f'<circle cx="{right:.1f}" cy="{down:.1f}" r="2.5"/>')
+        svg.append("</g>")
+    return "\n".join([*svg, "</g>", "</svg>\n"])

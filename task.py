@@ -316,7 +316,8 @@ class KnockoutTask:
         )
         if tables.left_out:
             text += f"; columns left out: {', '.join(tables.left_out)}"
-        return text
+        data_notes = optional("data_notes")
+        return text if data_notes is None else f"{text}; {data_notes.details(tables)}"
 
     def notes(self) -> list[str]:
         """Returns sentences for the log on what may be wrong with the tables."""

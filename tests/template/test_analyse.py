@@ -21,6 +21,7 @@ from analyse_metrics import metrics_by_group
 from config import load_config
 from data import load
 from errors import UserError
+from metrics import pearson
 from run_plots import scatter_svg
 from tests.template.fixtures import write_table
 from tests.template.test_analyse_metrics import make_rows, normal
@@ -154,7 +155,7 @@ def test_metrics_that_nobody_here_has_written_are_no_traceback(tmp_path, analyse
 
 def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path, analyse_here, capsys):
     """Root may write into any folder, so that this one has a folder where a file would be."""
-    (write_run(tmp_path / "a") / "test.json.tmp").mkdir()
+    (write_run(tmp_path / "a") / "test.json").mkdir()
     assert analyse_here("a") == 2
     problem = "cannot write a/test.json: Is a directory; fix that or copy the run folder, and start"
     assert capsys.readouterr() == ("", f"error: {problem} again\n")
@@ -509,9 +510,29 @@ def test_the_plot_has_at_most_two_thousand_points_evenly_chosen():
     assert 0 <= x.min() < x.max() <= 400
     assert 40 < x.std() < 80  # of both targets
     few = make_rows(30)
-    points, *labels = analyse.points_and_labels(few)
+    ((label, points),), *labels = analyse.points_and_labels(few)
     assert len(points) == (~few.y.isnan()).sum() < 30
     assert labels == ["prediction", "score"]
+    assert label == f"t0: Pearson {pearson(few.y, few.prediction).item():.4f}"
+
+
+def test_the_plot_has_a_group_for_each_score_or_one_for_very_many():
+    for num_targets, num_groups in ((2, 2), (6, 6), (7, 1)):
+        rows = make_rows(300, num_targets)
+        groups, *_ = analyse.points_and_labels(rows)
+        assert len(groups) == num_groups
+        assert sum(len(points) for _, points in groups) == (~rows.y.isnan()).sum()
+    mean = pearson(rows.y, rows.prediction).mean().item()
+    assert groups[0][0] == f"mean of 7 scores: Pearson {mean:.4f}"
+
+
+def test_each_of_several_scores_has_the_number_of_its_rows():
+    rows = make_rows(30, 2)
+    rows.y[:5, 1] = math.nan
+    counts = (~rows.y.isnan()).sum(dim=0).tolist()
+    assert counts[0] != counts[1]
+    targets = metrics_by_group(rows)["targets"]
+    assert [target["n"] for target in targets.values()] == counts
 
 
 # ---- Several runs --------------------------------------------------------------------------------

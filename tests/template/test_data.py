@@ -21,7 +21,7 @@ from data import (
     target_nodes,
     with_example,
 )
-from data_cells import read_header
+from data_cells import SPLITS, read_header
 from data_loader import StepSampler, make_loader
 from data_tables import Tables
 from errors import DataError
@@ -172,6 +172,50 @@ def test_the_node_split_trains_on_no_test_node_and_its_folds_cover_all_nodes():
     assert tested[5] == tested[0]
 
 
+@pytest.mark.parametrize("num_folds", [2, 3, 5, 7, 20])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_each_row_of_a_random_split_is_tested_in_one_fold(num_folds, seed):
+    """Also intact and frequent ones, which no fold validates as long as there are others."""
+    tables = small_tables([*([[k % 70] for k in range(140)]), *[[70]] * 60, []], num_nodes=71)
+    num_tests = torch.zeros(len(tables.y))
+    validated = set()
+    for k in range(num_folds):
+        options = DataConfig(fold=f"{k}/{num_folds}", split_seed=seed, val_fraction=0.15)
+        split = random_split(tables, options)
+        num_tests += split == SPLITS.index("test")
+        is_val = split == SPLITS.index("val")
+        assert len(tables.set_number()[is_val].unique()) == round(0.15 * 72)
+        assert not is_val[140:].any()
+        validated.add(tuple(is_val.tolist()))
+    assert (num_tests == 1).all()
+    assert len(validated) == num_folds
+
+
+@pytest.mark.parametrize("num_folds", [2, 3, 5, 7, 20])
+def test_each_node_of_a_node_split_is_tested_in_one_fold(num_folds):
+    tables = small_tables([[k % 23] for k in range(46)], num_nodes=23)
+    tested = []
+    for seed in (0, 1):
+        splits = []
+        for k in range(num_folds):
+            options = DataConfig(
+                split="nodes", fold=f"{k}/{num_folds}", split_seed=seed, val_fraction=0.2
+            )
+            splits.append(node_split(tables, options))
+        counts = (torch.stack(splits) == SPLITS.index("test")).sum(dim=1)
+        assert max(counts) - min(counts) <= 2  # a node, of two rows each
+        assert ((torch.stack(splits) == SPLITS.index("test")).sum(dim=0) == 1).all()
+        assert all((split == SPLITS.index("val")).sum() == 10 for split in splits)
+        tested.append(splits[0] == SPLITS.index("test"))
+    assert not tested[0].equal(tested[1])
+
+
+@pytest.mark.parametrize("fold", ["5/5", "6/5", "0/0", "-1/5", "1", "1/5/2", "first"])
+def test_a_fold_that_is_none_is_an_error(fold):
+    with pytest.raises(ValueError, match=f"^data.fold={fold} must be k/K with k from 0 to K - 1"):
+        DataConfig(fold=fold)
+
+
 def test_unseen_nodes_are_counted_by_row():
     sets = [[0, 1, 2], [3], [], [0, 1], [0, 2, 4], [0, 3], [4, 5], [1, 2]]
     tables = small_tables(sets)
@@ -181,10 +225,11 @@ def test_unseen_nodes_are_counted_by_row():
     assert tables.unseen("val").tolist() == [[0]]
 
 
-def test_a_node_split_beside_a_split_column_or_without_rows_is_an_error(tmp_path):
-    message = r"has a column split: remove it, or set data.split=random to use it"
-    with pytest.raises(DataError, match=message):
-        load(write_tables(tmp_path, split="nodes"))
+def test_a_node_split_or_fold_beside_a_split_column_or_without_rows_is_an_error(tmp_path):
+    message = r"has a column split: remove it, or set data.split=random and data.fold= to use it"
+    for option in ({"split": "nodes"}, {"fold": "0/3"}):
+        with pytest.raises(DataError, match=message):
+            load(write_tables(tmp_path, **option))
     unsplit = [row[:2] for row in SCORES]
     message = r"no rows in the val split of 3 rows \(data.split=nodes\): change"
     with pytest.raises(DataError, match=message):

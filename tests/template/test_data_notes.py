@@ -1,6 +1,7 @@
 """Notes on what tables have in the place of scores, codes, units, relations, weights and names."""
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,10 +16,11 @@ import parts
 from data import DataConfig, load
 from data_cells import Rows
 from data_names import meanings, note_on_unknown
-from data_notes import codes, kind_of_values, notes_on, repeated_columns
+from data_notes import codes, details, kind_of_values, notes_on, repeated_columns
 from data_tables import read_tables
 from errors import DataError
 from predict_sets import unknown_nodes
+from tests.sets import tables_of
 from tests.template.fixtures import ROOT, write_table
 from tests.tools.cells import read_cells
 
@@ -273,11 +275,34 @@ def test_a_column_of_edges_that_looks_like_a_weight_is_noted(tmp_path, name):
 def test_nodes_of_the_edges_in_two_spellings_are_noted(tmp_path, name, same):
     rows = [*RING, (name, "q10", "x"), ("q10", name, "x"), (same, "q11", "x"), ("q11", same, "x")]
     (note,) = notes_on_edges(tmp_path, (), rows)
-    assert note.startswith("1 nodes are named as others but for case or signs: ")
+    assert note.startswith("1 nodes are named as others but for case, signs or text around: ")
     assert f"{name} ({same}?)" in note or f"{same} ({name}?)" in note
     assert notes_on_edges(tmp_path, (), [*RING, *rows[-2:]]) == []
     both = [*rows, (name, same, "x")]  # two that interact
     assert notes_on_edges(tmp_path, (), both) == []
+
+
+@pytest.mark.parametrize("form", ["9606.{}", "{}.1", "sg({})", "{}_KO"])
+def test_nodes_of_the_edges_with_text_around_others_are_noted(tmp_path, form):
+    names = {node: form.format(node) for node in NODES}
+    other = [(names[source], names[target], "y") for source, target, _ in RING]
+    (note,) = notes_on_edges(tmp_path, (), [*RING, *other])
+    assert note.startswith("30 nodes are named as others but for case, signs or text around: ")
+    assert f"q00 ({names['q00']}?)" in note or f"{names['q00']} (q00?)" in note
+    linked = [(node, name, "x") for node, name in names.items()]  # as a gene and its protein
+    assert notes_on_edges(tmp_path, (), [*RING, *other, *linked]) == []
+    few = [*RING, ("q00-AS1", "q05", "x"), ("q06", "q00-AS1", "x"), ("q07", "q03-AS1", "x")]
+    assert notes_on_edges(tmp_path, (), few) == []
+
+
+@pytest.mark.parametrize("code", [-999, 99999])
+def test_codes_among_the_features_of_edges_are_noted(tmp_path, code):
+    rows = [
+        (*edge, 3 + k % 7, code if k % 9 == 1 else 1000 + 20 * k) for k, edge in enumerate(RING)
+    ]
+    (note,) = notes_on_edges(tmp_path, ("a", "b"), rows)
+    assert note.startswith(f"4 values of the column b are {code}, far from all others: where that")
+    assert notes_on_edges(tmp_path, ("a",), [row[:4] for row in rows]) == []
 
 
 def test_names_that_are_told_apart_by_case_or_signs_are_not_noted(tmp_path):
@@ -463,6 +488,19 @@ def test_names_that_only_begin_as_others_are_no_forms():
     assert meanings(["abx", "cdx", "efx"], ["ab", "cd", "ef"]) == {}
 
 
+def test_names_that_stand_beside_those_around_which_they_have_text_are_others(tmp_path):
+    """As a gene and the antisense RNA of it, but not one name alone, nor where most have none."""
+    nodes = ["TP53", "HOTAIR", "MYC", "EGFR", "BRCA1", "KRAS"]
+    antisense = ["TP53-AS1", "HOTAIR-AS1", "MYC-AS2"]
+    assert read_cells(tmp_path, nodes, [*nodes, *antisense]) == []
+    (note,) = read_cells(tmp_path, nodes, [*nodes[2:], *antisense])
+    assert note.startswith("3 of 7 knocked-out nodes have no edge: HOTAIR-AS1 (HOTAIR?), MYC-AS2")
+    (note,) = read_cells(tmp_path, nodes, [*nodes, "TP53-KO"])
+    assert note == "1 of 7 knocked-out nodes have no edge: TP53-KO (TP53?)"
+    assert meanings(nodes[:2], [*antisense, "A", "B-C"], antisense) == {}
+    assert len(meanings(nodes[:2], [*antisense, "A", "B-C"])) == 2
+
+
 def test_the_part_of_a_name_with_a_comma_is_named(tmp_path):
     note = "1 of 4 knocked-out nodes have no edge: 2 (part of a name with a comma?)"
     assert read_cells(tmp_path, ["DUR1", "b", "c"], ["b", "c", '"DUR1,2"']) == [note]
@@ -595,16 +633,38 @@ def test_a_note_shows_ten_names_first_those_that_mean_something():
     unknown = [f"g{k}" for k in range(20)] + ["A_B", "zzz"]
     shown = ", ".join(f"g{k} (G{k}?)" for k in range(10))
     note = f"22 of 100 knocked-out nodes have no edge: {shown}"
-    assert note_on_unknown(unknown, nodes, 100) == note
-    most = note_on_unknown(unknown, nodes, 40)
+    perturbed = [*unknown, *(f"P{k}" for k in range(78))]
+    assert note_on_unknown(unknown, nodes, perturbed) == note
+    most = note_on_unknown(unknown, nodes, perturbed[:40])
     assert most == f"MOST KNOCKED-OUT NODES, 22 of 40, HAVE NO EDGE: {shown}"
-    few = note_on_unknown(["zzz", "A_B", "yyy"], nodes, 100)
+    few = note_on_unknown(["zzz", "A_B", "yyy"], nodes, perturbed)
     assert few == "3 of 100 knocked-out nodes have no edge: A_B (A-B?), zzz, yyy"
 
 
+def test_what_a_run_says_of_its_tables():
+    """Rows by size, replicates, missing scores, nodes that are not trained on or not described."""
+    sets = [[0], [0], [1, 2], [1, 2], [], [3], [4]]
+    tables = tables_of(sets, torch.tensor([[1.0, math.nan]] * 3 + [[0.0, 2.0]] * 4))
+    tables.genes = list("abcde")
+    tables.split = torch.tensor([0, 0, 0, 0, 0, 1, 2], dtype=torch.int8)
+    text = (
+        "rows by knock-outs: 1 of 0, 4 of 1, 2 of 2, in 5 distinct sets; "
+        "rows with each score: 7, 4; 2 knocked-out nodes in no training row"
+    )
+    assert details(tables) == text
+    tables.feature_names = ["a"]
+    tables.features = torch.tensor([[0.0], *[[1.0]] * (len(tables.genes) - 1)])
+    assert details(tables) == f"{text}; 1 nodes without features"
+    tables.y = torch.arange(7 * 11, dtype=torch.float64).view(7, 11)
+    tables.y[0, 3] = math.nan
+    tables.perturbed_ptr = torch.tensor([0, 0, 0, 0, 0, 0, 0, 8])
+    assert details(tables).startswith("rows by knock-outs: 6 of 0, 1 of 8, in 2 distinct sets; ")
+    assert "rows with each score: 6 to 7; " in details(tables)
+
+
 def test_nodes_without_edges_that_look_like_no_other_are_not_noted(tmp_path):
-    assert note_on_unknown([], ["a"], 5) == ""
-    assert note_on_unknown(["x", "y"], ["a"], 5) == ""
+    assert note_on_unknown([], ["a"], list("abcde")) == ""
+    assert note_on_unknown(["x", "y"], ["a"], list("abcxy")) == ""
     assert read_cells(tmp_path, ["a", "b", "c"], ["a", "b", "c", "x"]) == []
     assert read_cells(tmp_path, ["a", "b", "c"], ["a", "b", "c", "A"]) == [
         "1 of 4 knocked-out nodes have no edge: A (a?)"

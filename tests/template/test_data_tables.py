@@ -81,7 +81,8 @@ def test_tables_are_read_correctly(tmp_path):
     assert summary_of(tables) == (
         "4 nodes of 0 features (1 of 3 knocked-out ones isolated), 3 edges in 2 relations "
         "of 0 features, 3 samples of 0 to 2 knock-outs: 1 train, 1 val, 1 test, 0 in no split; "
-        "1 scores: score"
+        "1 scores: score; rows by knock-outs: 1 of 0, 1 of 1, 1 of 2, in 3 distinct sets; "
+        "rows with each score: 3; 1 knocked-out nodes in no training row"
     )
 
 
@@ -180,7 +181,7 @@ def test_scores_may_be_named_and_other_columns_are_left_out(tmp_path):
     assert tables.targets == ["b"]
     assert tables.y.tolist() == [[2], [4], [6]]
     assert tables.left_out == ["drug", "a"]
-    assert summary_of(tables).endswith("; 1 scores: b; columns left out: drug, a")
+    assert "; 1 scores: b; columns left out: drug, a; rows by knock-outs: " in summary_of(tables)
     assert load(replace(options, scores=["b", "a"])).y[0].tolist() == [2, 1]
     assert load(replace(options, scores=["b"])).fingerprint() == tables.fingerprint()
     message = r"scores\.tsv:1: data\.scores=.*, but the scores are \['drug', 'a', 'b'\]"

@@ -251,3 +251,21 @@ def test_a_linked_file_is_the_same_one_or_a_copy(tmp_path, monkeypatch, has_link
         link_atomically(tmp_path / "source", tmp_path / "target")
     assert (tmp_path / "target").read_text() == "second"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["source", "target"]
+
+
+def test_two_processes_that_write_a_text_at_once_do_not_share_a_temporary_file(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "test.json"
+
+    def lines_of_first():
+        yield "first\n"
+        with monkeypatch.context() as patch:
+            patch.setattr("os.getpid", lambda: -1)  # of another process, which writes meanwhile
+            write_atomically(path, ["second\n"])
+        assert path.read_text() == "second\n"
+        yield "line\n"
+
+    write_atomically(path, lines_of_first())
+    assert path.read_text() == "first\nline\n"
+    assert list(tmp_path.iterdir()) == [path]

@@ -318,4 +318,4 @@ def test_a_run_whose_test_predictions_cannot_be_written_fails_and_resumes(train,
     # Where it fails after that, the earlier file stays.
     assert train(2, fault="fill_disk_in_test").returncode == 1
     assert (folder / "test.tsv").read_text() == (whole / "test.tsv").read_text()
-    assert not (folder / "test.tsv.tmp").exists()
+    assert not list(folder.glob("test.tsv.*"))

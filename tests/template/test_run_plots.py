@@ -59,7 +59,7 @@ def test_steps_are_whole_numbers(last_step, numbers):
 
 def test_points_lie_in_a_square_whose_axes_have_the_same_numbers():
     points = [(-2.0, 0.0), (0.0, 6.0), (6.0, 6.0)]
-    svg = scatter_svg(points, "predicted", "measured")
+    svg = scatter_svg([("a < b", points)], "predicted", "measured")
     texts = texts_of(svg)
     for number in ("-2", "0", "2", "4", "6"):
         assert texts.count(number) == 2
@@ -67,7 +67,32 @@ def test_points_lie_in_a_square_whose_axes_have_the_same_numbers():
     circles = [part for part in ElementTree.fromstring(svg).iter() if part.tag.endswith("circle")]
     places = [(float(circle.get("cx")), float(circle.get("cy"))) for circle in circles]
     assert places == [(0.0, 300.0), (100.0, 0.0), (400.0, 0.0)]
-    ElementTree.fromstring(scatter_svg([], "predicted", "measured"))
+    assert texts.count("a < b") == 1
+    ElementTree.fromstring(scatter_svg([("", [])], "predicted", "measured"))
+
+
+def test_each_group_of_points_has_the_colour_of_its_label():
+    svg = ElementTree.fromstring(scatter_svg([("a", [(0, 1)]), ("b", [(1, 0)] * 2)], "x", "y"))
+    groups = [
+        group for group in svg.iter() if group.tag.endswith("g") and group.get("fill-opacity")
+    ]
+    assert [group[0].text for group in groups] == ["a", "b"]
+    assert [len(group) for group in groups] == [2, 3]  # a label and the points
+    assert len({group.get("fill") for group in groups}) == 2
+
+
+def test_curves_have_a_mark_at_the_step_of_the_best_validation():
+    """It is the first of equal ones; an undefined metric counts as 0, and then the loss."""
+    rows = [
+        {"kind": "val", "step": step, "loss": loss, FIRST: value}
+        for step, loss, value in ((0, 0.1, None), (4, 0.5, 0.5), (6, 0.4, 0.5), (8, 0.4, 0.5))
+    ]
+    for number, place in ((1, "0.0"), (2, "190.0"), (4, "285.0")):
+        svg = curves_svg([*rows[:number], {"kind": "train", "step": 8}], FIRST, [])
+        assert svg.count(f'<path d="M{place} 0v240"') == svg.count(">best.pt</text>") == 2
+    weighted = [{**row, f"weighted_{FIRST}": -row["step"]} for row in rows]
+    assert svg.count(">best.pt</text>") == 2
+    assert curves_svg(weighted, FIRST, []).count('<path d="M0.0 0v240"') == 2
 
 
 @pytest.mark.parametrize(

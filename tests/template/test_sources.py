@@ -1,4 +1,4 @@
-"""The blocks of docs/tables.md that turn published tables into ours, on small files by hand."""
+"""The blocks of docs/other_tables.md that turn published tables into ours, on small files."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ def run_block(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(text: str) -> None:
-        page = (ROOT / "docs/tables.md").read_text()
+        page = (ROOT / "docs/other_tables.md").read_text()
         blocks = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
         (block,) = [block for block in blocks if f'"{text}"' in block]
         _, _, code = block.partition("\n\n")
