@@ -29,7 +29,10 @@ ROOT = Path(__file__).resolve().parents[2]
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 DEFAULTS = "defaults.yaml"  # a file of options in the folder of a test
 SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
+ASK = [("genes",), ("Y01,Y02",), ("Y03,NOPE",), ("",), ("Y29",)]  # a table to predict
 COMMANDS = ("train.py", "predict.py", "analyse.py")
+# Tests of one process that also hold for two ranks.
+ON_ONE_AND_TWO = pytest.mark.parametrize("nproc", [0, pytest.param(2, marks=pytest.mark.slow)])
 # Functions of tests/template/faulty.py that change only modules of the template, and kill nobody.
 FAULTS_IN_PROCESS = {
     *("stop_at_step", "stop_in_evaluation", "predict_at_once", "save_an_infinite_weight"),
@@ -413,6 +416,20 @@ def trained(
         shutil.copytree(folders_of_trained[overrides], tmp_path, dirs_exist_ok=True)
 
     return copy_run
+
+
+@pytest.fixture
+def members(trained: Callable[..., None], tmp_path: Path) -> list[str]:
+    """Three runs, of which one has another kind of model, beside a table to predict, ask.tsv."""
+    options = {
+        "a": ["run.seed=1"],
+        "b": ["run.seed=2"],
+        "c": ["model.layers=1", "model.readout=local"],
+    }
+    for name, arguments in options.items():
+        trained(*arguments, "optim.lr=0.05", f"run.name={name}")
+    write_table(tmp_path / "ask.tsv", ASK)
+    return [f"runs/{name}" for name in options]
 
 
 def write_defaults(folder: Path) -> None:

@@ -10,12 +10,7 @@ from analyse_metrics import metrics_by_group
 from analyse_results import Results, check_same_rows, read_results
 from errors import UserError
 from tests.template.fixtures import write_table
-
-HEADER = ("genes", "unseen", "unseen_genes", "score", "score_prediction", "score_baseline")
-
-
-def normal(*size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from tests.template.results import HEADER, normal
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from optim import OptimConfig
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.sets import pack_levels, pack_sets
-from tests.template.test_targets import additive_tables
+from tests.template.tables import additive_tables
 
 
 def mixed_tables() -> Tables:

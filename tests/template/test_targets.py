@@ -1,7 +1,6 @@
 """Tables with several scores, of which some are missing, and with weights."""
 
 import math
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +23,14 @@ from optim import OptimConfig
 from task import KnockoutTask
 from tests.sets import pack_sets, tables_of
 from tests.template.fixtures import write_table
-from tests.template.test_data_tables import notes_on, sets_of, summary_of
+from tests.template.tables import (
+    additive_tables,
+    gappy_tables,
+    notes_on,
+    sets_of,
+    summary_of,
+    without_validation,
+)
 from tests.tools.models import full_model
 from tests.tools.runs import difference, output_for, predictions_of, read_metrics
 
@@ -184,27 +190,6 @@ def test_errors_name_line_and_column(tmp_path, header, row, message):
     rows = [(*row[:4], 1) for row in ROWS] if header[1:4] == HEADER[1:4] else []
     with pytest.raises(DataError, match=message):
         load(write_tables(tmp_path, [*rows, row], header))
-
-
-def gappy_tables(folder: Path, num_rows: int = 300) -> list[str]:
-    """Writes a table of two scores in different units, a third missing; returns the overrides."""
-    draw = random.Random(0)
-    genes = [f"Y{i:02d}" for i in range(30)]
-    edges = [("source", "target", "relation")]
-    for _ in range(120):
-        edges.append((*draw.sample(genes, 2), draw.choice(["physical", "regulatory"])))
-    effect = {gene: draw.gauss(0, 1) for gene in genes}
-    rows = [("genes", "fitness", "size", "weight")]
-    for _ in range(num_rows):
-        dead = draw.sample(genes, draw.randint(1, 3))
-        total = sum(effect[gene] for gene in dead)
-        cells = []
-        for score in (total + draw.gauss(0, 0.1), 1000 - 50 * total**2 + draw.gauss(0, 1)):
-            cells.append(f"{score:.4f}" if draw.random() > 1 / 3 else draw.choice(["", "NA"]))
-        rows.append((",".join(dead), *cells, draw.choice([0.5, 1, 2])))
-    write_table(folder / "edges.tsv", edges)
-    write_table(folder / "gaps.tsv", rows)
-    return ["data.edges=edges.tsv", "data.perturbations=gaps.tsv"]
 
 
 def gappy_task(folder: Path, **sections) -> KnockoutTask:
@@ -385,34 +370,6 @@ def test_rows_outside_training_do_not_set_the_scale_of_the_weights(tmp_path):
 
 
 # ---- Validation without scores -------------------------------------------------------------------
-def additive_tables(noise: float, num_scores: int = 2, num_rows: int = 400) -> Tables:
-    """Returns rows of one or two of 30 nodes, whose scores are sums of effects, but noise."""
-    draw = random.Random(0)
-    generator = torch.Generator().manual_seed(0)
-    sets = [draw.sample(range(30), draw.choice([1, 2])) for _ in range(num_rows)]
-    perturbed, perturbed_ptr = pack_sets(sets)
-    effect = torch.randn(30, num_scores, dtype=torch.float64, generator=generator)
-    y = noise * torch.randn(num_rows, num_scores, dtype=torch.float64, generator=generator)
-    y += torch.stack([effect[nodes].sum(0) for nodes in sets])
-    return Tables(
-        genes=[f"g{k:02}" for k in range(30)],
-        relations=["r"],
-        edge_index=torch.tensor([[0], [1]]),
-        edge_type=torch.tensor([0]),
-        perturbed=perturbed,
-        perturbed_ptr=perturbed_ptr,
-        y=y,
-        split=torch.tensor([0, 0, 0, 1, 2] * (num_rows // 5), dtype=torch.int8),
-        targets=[f"score{t}" for t in range(num_scores)],
-    )
-
-
-def without_validation(tables: Tables, *targets: int) -> Tables:
-    """Returns the tables without these scores of the validation rows."""
-    y = tables.y.clone()
-    for t in targets:
-        y[tables.rows("val"), t] = math.nan
-    return replace(tables, y=y)
 
 
 def penalty_of(tables: Tables, prediction: torch.Tensor, t: int) -> float:

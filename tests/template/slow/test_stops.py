@@ -8,7 +8,6 @@ import pytest
 
 from tests.template.fixtures import ROOT
 from tests.template.slow.processes import SETTINGS, started, status_of, wait_for_growth
-from tests.template.test_data import loader_of_compared_workers
 from tests.tools.runs import difference
 
 SIGNALS = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]
@@ -100,13 +99,6 @@ def test_loader_processes_need_few_file_descriptors(run):
     command = f"ulimit -n 1024; exec {sys.executable} {ROOT}/train.py {options}"
     result = run(["bash", "-c", command], timeout=240)
     assert "test      loss" in result.check().stdout
-
-
-@pytest.mark.filterwarnings("ignore:.*pin_memory")
-def test_loader_processes_beside_a_gpu_are_spawned():
-    """A fork would break CUDA."""
-    loader = loader_of_compared_workers("cuda", 1)
-    assert loader.multiprocessing_context.get_start_method() == "spawn"
 
 
 def test_a_batch_that_a_loader_process_cannot_send_ends_the_run_with_the_reason(train):
