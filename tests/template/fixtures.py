@@ -151,14 +151,21 @@ def replaced() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Starts the longest files first, so that none of them is run alone at the end.
 
-    Tests that are marked as slow are left out unless --all or a path selects them.
+    Tests that are marked as slow are left out unless --all or a path selects them. Those of a copy
+    that start commands need a path: test_leaving_out.py runs them in copies.
     """
     items.sort(key=lambda item: item.path.stem not in LONGEST_FILES)
     names_a_file = any(Path(word.partition("::")[0]).is_file() for word in config.args)
-    if not (config.option.all or names_a_file):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    if names_a_file:
+        return
+    left_out = []
+    for item in items:
+        is_slow = item.get_closest_marker("slow") and not config.option.all
+        starts_commands = item.path.parent == ROOT / "tests" and "launch" in item.fixturenames
+        if is_slow or starts_commands:
+            left_out.append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @dataclass

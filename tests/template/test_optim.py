@@ -19,9 +19,9 @@ from tests.tools.models import full_model
 from train import Meter, TrainingSteps, train_step, update_parameters
 
 
-@pytest.mark.parametrize("factors", ["{embeding: 0.1}", "{a: 0, e: 0, o: 0}"])
-def test_learning_rates_that_fit_nothing_or_freeze_everything_are_refused(train, factors):
-    result = train(2, f"optim.lr_mult={factors}")
+@pytest.mark.parametrize(("nproc", "factors"), [(0, "{embeding: 0.1}"), (2, "{a: 0, e: 0, o: 0}")])
+def test_learning_rates_that_fit_nothing_or_freeze_everything_are_refused(train, nproc, factors):
+    result = train(nproc, f"optim.lr_mult={factors}")
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert re.search(

@@ -466,7 +466,7 @@ def test_pieces_and_a_resumed_prediction_are_computed_in_the_same_batches(
         return batch
 
     monkeypatch.setattr(KnockoutDataset, "__getitems__", record)
-    for table in ("ask.tsv", "all-pairs"):
+    for table in ("ask.tsv", "all-singles"):
         name = table.removesuffix(".tsv")
         command = [table, "runs/run", "data.batch_size=4"]
         batches.clear()
@@ -791,7 +791,14 @@ def test_an_ensemble_predicts_the_mean_and_says_how_far_its_members_are_apart(
         torch.testing.assert_close(numbers, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("route", ["reach", "shared", "expanded"])
+@pytest.mark.parametrize(
+    "route",
+    [
+        "reach",
+        pytest.param("shared", marks=pytest.mark.slow),
+        pytest.param("expanded", marks=pytest.mark.slow),
+    ],
+)
 def test_members_may_differ_in_precision(trained, predict, tmp_path, route):
     """All of them predict in the widest."""
     for precision in ("fp64", "fp32"):
