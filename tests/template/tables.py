@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from data_tables import Tables
 from mask import SharedGraph
 from predict_sets import read_sets
 from task import KnockoutTask
-from tests.sets import pack_levels, pack_sets, tables_of
+from tests.sets import tables_of
 from tests.template.fixtures import write_table
 from tests.tools.runs import task_of
 
@@ -103,26 +104,32 @@ def gappy_tables(folder: Path, num_rows: int = 300) -> list[str]:
     return ["data.edges=edges.tsv", "data.perturbations=gaps.tsv"]
 
 
+def on_one_relation(tables: Tables, num_nodes: int, edges: Sequence = ((0,), (1,))) -> Tables:
+    """Returns tables with the nodes g00, g01, ... and these edges: their sources, their targets."""
+    return replace(
+        tables,
+        genes=[f"g{k:02}" for k in range(num_nodes)],
+        relations=["r"],
+        edge_index=torch.tensor(edges),
+        edge_type=torch.zeros(len(edges[0]), dtype=torch.long),
+        edge_weight=None,  # these three follow from the graph
+        edge_attr=None,
+        features=None,
+    )
+
+
 def additive_tables(noise: float, num_scores: int = 2, num_rows: int = 400) -> Tables:
     """Returns rows of one or two of 30 nodes, whose scores are sums of effects, but noise."""
     draw = random.Random(0)
     generator = torch.Generator().manual_seed(0)
     sets = [draw.sample(range(30), draw.choice([1, 2])) for _ in range(num_rows)]
-    perturbed, perturbed_ptr = pack_sets(sets)
+    targets = [f"score{t}" for t in range(num_scores)]
     effect = torch.randn(30, num_scores, dtype=torch.float64, generator=generator)
     y = noise * torch.randn(num_rows, num_scores, dtype=torch.float64, generator=generator)
     y += torch.stack([effect[nodes].sum(0) for nodes in sets])
-    return Tables(
-        genes=[f"g{k:02}" for k in range(30)],
-        relations=["r"],
-        edge_index=torch.tensor([[0], [1]]),
-        edge_type=torch.tensor([0]),
-        perturbed=perturbed,
-        perturbed_ptr=perturbed_ptr,
-        y=y,
-        split=torch.tensor([0, 0, 0, 1, 2] * (num_rows // 5), dtype=torch.int8),
-        targets=[f"score{t}" for t in range(num_scores)],
-    )
+    tables = on_one_relation(replace(tables_of(sets, y), targets=targets), 30)
+    tables.split = torch.tensor([0, 0, 0, 1, 2] * (num_rows // 5), dtype=torch.int8)
+    return tables
 
 
 def without_validation(tables: Tables, *targets: int) -> Tables:
@@ -153,13 +160,27 @@ def combined_tables(
     u, v, w = weights
     y = [u * sum(row) + v * max(0, *row, 0) + w * min(0, *row, 0) for row in responses]
     y = torch.stack(y) + noise * torch.randn(num_rows, dtype=torch.float64, generator=generator)
-    tables = Tables(
-        genes=[f"g{k:02}" for k in range(NUM_NODES)],
-        relations=["r"],
-        edge_index=torch.tensor([[0], [1]]),
-        edge_type=torch.tensor([0]),
-        **pack_levels(sets),
-        y=5 + y,
-    )
+    tables = on_one_relation(tables_of(sets, 5 + y), NUM_NODES)
     tables.split = random_split(tables, DataConfig())
     return tables
+
+
+def above_median(y: torch.Tensor) -> torch.Tensor:
+    """Returns 1 for scores above their target's median, 0 for others, nan for missing ones."""
+    return (y > y.nanmedian(dim=0).values).double().where(~y.isnan(), math.nan)
+
+
+def dense_design(tables: Tables, basis: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the columns intercept, sum of 1 - level, and the doses of each node in turn.
+
+    These are 1 - level or, with a basis [3, K], that of loss, gain and deletion times it.
+    """
+    level = torch.ones(len(tables.y), len(tables.genes), dtype=torch.float64)
+    level[tables.sample(), tables.perturbed] = tables.level
+    change = 1 - level
+    doses = change
+    if basis is not None:
+        ways = [change.clamp(min=0), change.clamp(max=0), (level == 0).double()]
+        doses = (torch.stack(ways, dim=2) @ basis).flatten(start_dim=1)
+    intercept = torch.ones(len(level), 1)
+    return torch.cat([intercept, change.sum(1, keepdim=True), doses], dim=1)
