@@ -29,7 +29,10 @@ ROOT = Path(__file__).resolve().parents[2]
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 DEFAULTS = "defaults.yaml"  # a file of options in the folder of a test
 SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
+ASK = [("genes",), ("Y01,Y02",), ("Y03,NOPE",), ("",), ("Y29",)]  # a table to predict
 COMMANDS = ("train.py", "predict.py", "analyse.py")
+# Tests of one process that also hold for two ranks.
+ON_ONE_AND_TWO = pytest.mark.parametrize("nproc", [0, pytest.param(2, marks=pytest.mark.slow)])
 # Functions of tests/template/faulty.py that change only modules of the template, and kill nobody.
 FAULTS_IN_PROCESS = {
     *("stop_at_step", "stop_in_evaluation", "predict_at_once", "save_an_infinite_weight"),
@@ -148,14 +151,21 @@ def replaced() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Starts the longest files first, so that none of them is run alone at the end.
 
-    Tests that are marked as slow are left out unless --all or a path selects them.
+    Tests that are marked as slow are left out unless --all or a path selects them. Those of a copy
+    that start commands need a path: test_leaving_out.py runs them in copies.
     """
     items.sort(key=lambda item: item.path.stem not in LONGEST_FILES)
     names_a_file = any(Path(word.partition("::")[0]).is_file() for word in config.args)
-    if not (config.option.all or names_a_file):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    if names_a_file:
+        return
+    left_out = []
+    for item in items:
+        is_slow = item.get_closest_marker("slow") and not config.option.all
+        starts_commands = item.path.parent == ROOT / "tests" and "launch" in item.fixturenames
+        if is_slow or starts_commands:
+            left_out.append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @dataclass
@@ -413,6 +423,20 @@ def trained(
         shutil.copytree(folders_of_trained[overrides], tmp_path, dirs_exist_ok=True)
 
     return copy_run
+
+
+@pytest.fixture
+def members(trained: Callable[..., None], tmp_path: Path) -> list[str]:
+    """Three runs, of which one has another kind of model, beside a table to predict, ask.tsv."""
+    options = {
+        "a": ["run.seed=1"],
+        "b": ["run.seed=2"],
+        "c": ["model.layers=1", "model.readout=local"],
+    }
+    for name, arguments in options.items():
+        trained(*arguments, "optim.lr=0.05", f"run.name={name}")
+    write_table(tmp_path / "ask.tsv", ASK)
+    return [f"runs/{name}" for name in options]
 
 
 def write_defaults(folder: Path) -> None:

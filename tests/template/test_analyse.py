@@ -24,8 +24,7 @@ from errors import UserError
 from metrics import pearson
 from run_plots import scatter_svg
 from tests.template.fixtures import write_table
-from tests.template.test_analyse_metrics import make_rows, normal
-from tests.template.test_analyse_results import HEADER
+from tests.template.results import HEADER, make_rows, normal
 from tests.tools.runs import read_metrics
 
 

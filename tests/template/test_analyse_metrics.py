@@ -20,6 +20,7 @@ from analyse_metrics import (
 from analyse_results import Results
 from analyse_text import table, table_of_rivals
 from metrics import pearson
+from tests.template.results import make_rows, normal
 from tests.tools.runs import predictions_of
 
 
@@ -27,32 +28,6 @@ from tests.tools.runs import predictions_of
 def few_resamples(monkeypatch):
     """Intervals of 100 resamples, in a tenth of the time."""
     monkeypatch.setattr("analyse_metrics.CELLS", 1)
-
-
-def normal(*size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def make_rows(num_rows: int, num_targets: int = 1) -> Results:
-    """Returns rows of 0 to 5 genes, of which up to as many are unseen.
-
-    No two rows share a gene. A fifth of the scores is missing.
-    """
-    y = normal(num_rows, num_targets)
-    prediction = y + normal(num_rows, num_targets, seed=1)
-    baseline = y + 2 * normal(num_rows, num_targets, seed=2)
-    y[normal(num_rows, num_targets, seed=3) > 0.84] = math.nan
-    genes = [[f"G{row}.{i}" for i in range(row % 6)] for row in range(num_rows)]
-    unseen = [row % (row % 6 + 1) for row in range(num_rows)]
-    return Results(
-        genes=[",".join(names) for names in genes],
-        unseen=torch.tensor(unseen).unsqueeze(1).expand(-1, num_targets),
-        unseen_genes=[",".join(names[:k]) for names, k in zip(genes, unseen, strict=True)],
-        targets=[f"t{t}" for t in range(num_targets)],
-        y=y,
-        prediction=prediction,
-        rivals={"baseline": baseline},
-    )
 
 
 def chosen_rows(rows: Results, chosen: torch.Tensor) -> Results:

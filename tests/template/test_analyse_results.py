@@ -10,12 +10,7 @@ from analyse_metrics import metrics_by_group
 from analyse_results import Results, check_same_rows, read_results
 from errors import UserError
 from tests.template.fixtures import write_table
-
-HEADER = ("genes", "unseen", "unseen_genes", "score", "score_prediction", "score_baseline")
-
-
-def normal(*size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from tests.template.results import HEADER, normal
 
 
 @pytest.mark.parametrize(
@@ -70,41 +65,6 @@ def test_scores_are_grouped_by_the_genes_that_are_unseen_for_them(tmp_path):
     assert (groups["0"]["n"], groups["0"]["rows"]) == (2, 3)
     assert groups["1"]["n"] == 3
     assert "rows" not in groups["1"]
-
-
-def test_a_gene_is_unseen_for_the_score_that_its_training_rows_lack(train, tmp_path, monkeypatch):
-    """A has a training row with b alone, B has one without scores, and C one with both.
-
-    D is at level 1 in its only one.
-    """
-    rows = [
-        ("genes", "a", "b", "split"),
-        ("A", "NA", 0.3, "train"),
-        ("B", "NA", "NA", "train"),
-        ("C,D=1", 0.5, 0.9, "train"),
-        ("C,E", 0.1, 0.4, "train"),
-        ("E", 0.7, 0.2, "val"),
-        ("C", 0.4, 0.1, "val"),
-        ("A", 1.0, 2.0, "test"),
-        ("B,C", 1.5, 2.5, "test"),
-        ("A,B=0.5", 1.2, 2.0, "test"),
-        ("C,E", 1.2, 2.0, "test"),
-        ("D,E", 0.2, 1.0, "test"),
-    ]
-    edges = [("source", "target", "relation"), *[(a, b, "r") for a, b in ("AB", "BC", "CD", "DE")]]
-    write_table(tmp_path / "edges.tsv", edges)
-    write_table(tmp_path / "two.tsv", rows)
-    train(0, "data.perturbations=two.tsv").check()
-    lines = (tmp_path / "runs/default/test.tsv").read_text().splitlines()[1:]
-    assert [tuple(line.split("\t")[:3]) for line in lines] == [
-        ("A", "1,0", "A"),
-        ("B,C", "1", "B"),
-        ("A,B=0.5", "2,1", "A,B"),
-        ("C,E", "0", ""),
-        ("D,E", "1", "D"),
-    ]
-    groups = metrics_by_group(read_results(tmp_path / "runs/default/test.tsv"))["by_unseen"]
-    assert {count: group["n"] for count, group in groups.items()} == {"0": 2, "1": 4, "2": 1}
 
 
 # ---- Units ---------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from metrics import pearson
 from optim import OptimConfig
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, synthetic_tables
-from tests.sets import pack_levels, pack_sets
-from tests.template.test_targets import additive_tables
+from tests.sets import pack_sets, tables_of
+from tests.template.tables import above_median, additive_tables, dense_design, on_one_relation
 
 
 def mixed_tables() -> Tables:
@@ -37,39 +37,9 @@ def mixed_tables() -> Tables:
     noise = torch.randn(400, 3, dtype=torch.float64, generator=generator)
     y = 5 + 0.3 * noise + torch.stack([effect[nodes].sum(0) for nodes in sets])
     y[torch.rand(400, 3, generator=generator) < 0.2] = math.nan
-    perturbed, perturbed_ptr = pack_sets(sets)
-    return Tables(
-        genes=[f"g{i:02}" for i in range(30)],
-        relations=["r"],
-        edge_index=torch.tensor([[0, 26, 27], [1, 3, 5]]),
-        edge_type=torch.tensor([0, 0, 0]),
-        perturbed=perturbed,
-        perturbed_ptr=perturbed_ptr,
-        y=y,
-        split=torch.tensor([0, 0, 0, 1] * 90 + [1, 2] * 20, dtype=torch.int8),
-        targets=["a", "b", "c"],
-    )
-
-
-def above_median(y: torch.Tensor) -> torch.Tensor:
-    """Returns 1 for scores above their target's median, 0 for others, nan for missing ones."""
-    return (y > y.nanmedian(dim=0).values).double().where(~y.isnan(), math.nan)
-
-
-def dense_design(tables: Tables, basis: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the columns intercept, sum of 1 - level, and the doses of each node in turn.
-
-    These are 1 - level or, with a basis [3, K], that of loss, gain and deletion times it.
-    """
-    level = torch.ones(len(tables.y), len(tables.genes), dtype=torch.float64)
-    level[tables.sample(), tables.perturbed] = tables.level
-    change = 1 - level
-    doses = change
-    if basis is not None:
-        ways = [change.clamp(min=0), change.clamp(max=0), (level == 0).double()]
-        doses = (torch.stack(ways, dim=2) @ basis).flatten(start_dim=1)
-    intercept = torch.ones(len(level), 1)
-    return torch.cat([intercept, change.sum(1, keepdim=True), doses], dim=1)
+    tables = on_one_relation(tables_of(sets, y), 30, [[0, 26, 27], [1, 3, 5]])
+    tables.split = torch.tensor([0, 0, 0, 1] * 90 + [1, 2] * 20, dtype=torch.int8)
+    return tables
 
 
 def some_weights(tables: Tables) -> torch.Tensor:
@@ -396,15 +366,8 @@ def levelled_tables(levels: list[float], share: float, seed: int = 0) -> Tables:
     for _ in range(1000):
         nodes = random.sample(range(80), random.randint(0, 3))
         sets.append(dict(zip(nodes, random.choices(levels, weights, k=3), strict=False)))
-    tables = Tables(
-        genes=[f"g{k:02}" for k in range(80)],
-        relations=["r"],
-        edge_index=torch.tensor([[0], [1]]),
-        edge_type=torch.tensor([0]),
-        **pack_levels(sets),
-        y=torch.zeros(1000, dtype=torch.float64),
-        split=torch.tensor(random.choices([0, 1, 2], [14, 3, 3], k=1000), dtype=torch.int8),
-    )
+    tables = on_one_relation(tables_of(sets, torch.zeros(1000, dtype=torch.float64)), 80)
+    tables.split = torch.tensor(random.choices([0, 1, 2], [14, 3, 3], k=1000), dtype=torch.int8)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(82, 1, dtype=torch.float64, generator=generator)
     noise = torch.randn(1000, 1, dtype=torch.float64, generator=generator)

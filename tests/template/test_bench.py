@@ -47,8 +47,10 @@ def test_a_preset_is_written_as_tables_that_train_reads(tmp_path, monkeypatch, c
     assert tables.edge_type.bincount().tolist() == expected.edge_type.bincount().tolist()
 
 
-@pytest.mark.parametrize("preset", ["small", "network", "planted"])
-def test_a_quick_preset_has_the_declared_shape(preset):
+@pytest.mark.parametrize(
+    "preset", ["small", "network", "planted", pytest.param("yeast", marks=pytest.mark.slow)]
+)
+def test_a_preset_has_the_declared_shape(preset):
     compare_with_preset(preset)
 
 

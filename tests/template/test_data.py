@@ -27,7 +27,7 @@ from data_tables import Tables
 from errors import DataError
 from tests.sets import pack_sets, tables_of
 from tests.template.fixtures import write_table
-from tests.template.test_data_tables import SCORES, write_tables
+from tests.template.tables import SCORES, write_tables
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -288,6 +288,14 @@ def test_a_node_listed_twice_in_a_sample_counts_once():
 
 def test_loader_workers_give_the_same_batches():
     assert loader_of_compared_workers("cpu", 2).multiprocessing_context is None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+def test_loader_processes_beside_a_gpu_are_spawned():
+    """A fork would break CUDA."""
+    loader = loader_of_compared_workers("cuda", 1)
+    assert loader.multiprocessing_context.get_start_method() == "spawn"
 
 
 def loader_of_compared_workers(device: str, workers: int) -> DataLoader:

@@ -20,7 +20,7 @@ from baseline import load_baseline
 from data import DataConfig, load
 from data_cache import cached, source_digest
 from tests.template.fixtures import ROOT, write_table
-from tests.template.test_data_tables import SCORES, write_tables
+from tests.template.tables import SCORES, write_tables
 
 CONTENT = {"numbers": torch.arange(5)}
 

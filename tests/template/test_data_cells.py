@@ -18,7 +18,7 @@ from errors import DataError
 from predict_sets import read_sets
 from tests.sets import tables_of
 from tests.template.fixtures import write_table
-from tests.template.test_data_tables import EDGES, SCORES, asked, notes_on, write_tables
+from tests.template.tables import EDGES, SCORES, asked, notes_on, write_tables
 from tests.tools.cells import read_cells
 
 EDGE_ROWS = [("a", "b", "x", 3, 0.5), ("b", "c", "x", 1, 2), ("c", "d", "y", 2, 4)]

@@ -9,61 +9,12 @@ import pytest
 import torch
 import yaml
 
-from data import DataConfig, KnockoutDataset, load, random_split
-from data_tables import OF_FILES, SPLITS, Tables
+from data import DataConfig, load, random_split
+from data_tables import OF_FILES, SPLITS
 from errors import DataError
-from mask import SharedGraph
-from predict_sets import read_sets
-from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.sets import tables_of
-from tests.template.fixtures import write_table
-from tests.tools.runs import task_of
-
-EDGES = [
-    ("source", "target", "relation"),
-    ("b", "a", "x"),
-    ("a", "c", "y"),
-    ("c", "c", "x"),
-    ("b", "a", "x"),
-]
-SCORES = [
-    ("genes", "score", "split"),
-    ("a,b", 0.5, "train"),
-    ("d", -1, "val"),
-    ("", "2e-1", "test"),
-]
-
-
-def write_tables(folder: Path, edges=EDGES, scores=SCORES, **options) -> DataConfig:
-    """Writes two tables and returns the options that name them and a cache beside them."""
-    return DataConfig(
-        edges=str(write_table(folder / "edges.tsv", edges)),
-        perturbations=str(write_table(folder / "scores.tsv", scores)),
-        cache_dir=str(folder / "cache"),
-        **options,
-    )
-
-
-def task_of_tables(tables: Tables) -> KnockoutTask:
-    graph = SharedGraph(tables.graph())
-    return task_of(graph, KnockoutDataset(tables, graph.degree))
-
-
-def summary_of(tables: Tables) -> str:
-    """Returns the line on the tables in the log of a run."""
-    return task_of_tables(tables).summary()
-
-
-def notes_on(tables: Tables) -> list[str]:
-    """Returns what the log of a run notes of the tables."""
-    return task_of_tables(tables).notes()
-
-
-def sets_of(tables: Tables) -> list[list[int]]:
-    """Returns the perturbed nodes of each row."""
-    parts = tables.perturbed.split(tables.perturbed_ptr.diff().tolist())
-    return [nodes.tolist() for nodes in parts]
+from tests.template.tables import EDGES, SCORES, asked, notes_on, summary_of, write_tables
 
 
 def test_tables_are_read_correctly(tmp_path):
@@ -155,15 +106,6 @@ def test_errors_in_tables_name_file_and_line(tmp_path, edges, scores, message):
     with pytest.raises(DataError, match=message):
         load(write_tables(tmp_path, edges, scores))
     assert not list(tmp_path.glob("cache/*.tmp"))
-
-
-def asked(path: str, names: list[str]) -> tuple[list[str], list[bool], list[list[int]], list[str]]:
-    """Returns the cells of a table to predict, the known rows, their sets of nodes, other names."""
-    (chunk,) = read_sets(path, replace(tables_of([[0]], torch.zeros(1)), genes=names))
-    y = chunk.samples.y
-    assert y.shape == (int(chunk.is_known.sum()), 1)
-    assert y.isnan().all()
-    return list(chunk.sets), chunk.is_known.tolist(), sets_of(chunk.samples), chunk.unknown
 
 
 def test_scores_may_be_named_and_other_columns_are_left_out(tmp_path):

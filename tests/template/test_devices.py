@@ -18,17 +18,21 @@ from mask import SharedGraph
 from mask_product import CSR
 from model import ModelConfig
 from model_reach import ReachPlanner
-from tests.template.test_model import (
+from tests.template.small_model import (
     NUM_FEATURES,
     NUM_NODES,
     SETS,
+    graph_of_12_nodes,
     make_batch,
     make_dataset,
-    set_block,  # noqa: F401
-    shared,  # noqa: F401
 )
 from tests.tools.models import full_model
 from tests.tools.runs import task_of
+
+
+@pytest.fixture
+def shared() -> SharedGraph:
+    return graph_of_12_nodes()
 
 
 class FakeGPUs:
@@ -73,12 +77,12 @@ def gpus(monkeypatch):
 @pytest.mark.parametrize("readout", ["both", "local", "global"])
 def test_masks_model_and_loss_stay_on_their_gpu_without_syncs(
     gpus,
-    shared,  # noqa: F811
-    set_block,  # noqa: F811
+    shared,
+    monkeypatch,
     route,
     readout,
 ):
-    set_block(2)
+    monkeypatch.setattr(SharedGraph, "samples_at_once", lambda graph, states: 2)
     planner = {"shared": ReachPlanner(shared, 1), "reach": ReachPlanner(shared, 2)}.get(route)
     dataset = make_dataset(shared, SETS, planner)
     batch = make_batch(shared, SETS, planner).apply(gpus.tensor)
@@ -98,7 +102,7 @@ def test_masks_model_and_loss_stay_on_their_gpu_without_syncs(
 
 @pytest.mark.parametrize("device", ["cuda:0", "cpu"])
 @pytest.mark.parametrize("readout", ["both", "local"])
-def test_a_batch_on_another_device_is_refused(gpus, shared, device, readout):  # noqa: F811
+def test_a_batch_on_another_device_is_refused(gpus, shared, device, readout):
     batch = make_batch(shared, SETS).apply(lambda tensor: gpus.tensor(tensor, device))
     graph = gpus.module(shared)
     model = gpus.module(
@@ -120,7 +124,7 @@ def test_a_batch_on_another_device_is_refused(gpus, shared, device, readout):  #
             call(batch)
 
 
-def test_the_fakes_catch_mixed_devices_and_syncs(gpus, shared: SharedGraph):  # noqa: F811
+def test_the_fakes_catch_mixed_devices_and_syncs(gpus, shared: SharedGraph):
     graph = gpus.module(shared)
     indices = gpus.tensor(torch.tensor([1, 2]), "cuda:0")
     with gpus.mode:

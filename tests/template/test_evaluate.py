@@ -12,7 +12,7 @@ from ddp_setup import DDPConfig, Distributed
 from evaluate import LARGE_BATCH, KeptBatches, evaluation_batch_size, predict_rows
 from model import ModelConfig
 from task import KnockoutTask
-from tests.template.test_targets import additive_tables
+from tests.template.tables import additive_tables
 
 
 @pytest.mark.parametrize("num_kept", [4, 2, 0])

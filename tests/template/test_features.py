@@ -17,7 +17,7 @@ from model import ModelConfig
 from task import KnockoutTask
 from tests.sets import tables_of
 from tests.template.fixtures import write_table
-from tests.template.test_data_tables import summary_of
+from tests.template.tables import summary_of
 from tests.tools.runs import parameters, read_metrics
 
 pytestmark = pytest.mark.slow  # run with --all, or by name

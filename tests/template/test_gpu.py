@@ -3,14 +3,21 @@
 import pytest
 import torch
 
-from tests.template.test_model import (
+from mask import SharedGraph
+from tests.template.small_model import (
     SETS,
+    graph_of_12_nodes,
     make_batch,
     make_model,
     outputs_and_gradients,
-    shared,  # noqa: F401
 )
 from tests.tools.gpu_checks import same_draws, ten_steps
+
+
+@pytest.fixture
+def shared() -> SharedGraph:
+    return graph_of_12_nodes()
+
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +26,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("readout", ["both", "local"])
-def test_the_gpu_agrees_with_the_cpu(shared, readout):  # noqa: F811
+def test_the_gpu_agrees_with_the_cpu(shared, readout):
     results = []
     for device in ("cpu", "cuda"):
         graph = shared.to(device, torch.float64)

@@ -18,8 +18,7 @@ from analyse_metrics import difference_of_best, metrics_by_group
 from analyse_results import Results, read_results
 from tests.bench import coverage
 from tests.template.fixtures import write_table
-from tests.template.test_analyse_metrics import make_rows, normal
-from tests.template.test_analyse_results import HEADER
+from tests.template.results import HEADER, make_rows, normal
 
 pytestmark = pytest.mark.slow  # run with --all, or by name
 

@@ -13,7 +13,7 @@ from losses import LOSSES, Binary, Criterion, Squared
 from model import ModelConfig
 from optim import OptimConfig
 from task import KnockoutTask
-from tests.template.test_targets import additive_tables
+from tests.template.tables import additive_tables
 
 MEAN = torch.tensor([2.0, -1.0], dtype=torch.float64)
 STD = torch.tensor([0.5, 3.0], dtype=torch.float64)

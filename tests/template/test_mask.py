@@ -18,8 +18,10 @@ from tests.loops import (
     make_batch,
 )
 from tests.syncs import CountSynchronisations
-
-SETS = [[0, 3], [], [5, 5, 5], [8], [2, 0, 7, 1]]  # node 4 never, node 5 listed three times
+from tests.template.small_graph import (
+    SETS,
+    edges_of,
+)
 
 
 @pytest.fixture
@@ -135,11 +137,6 @@ def test_gradients_on_copies_do_not_depend_on_later_batches(graph):
     other_copies.propagate(x, gate).sum().backward()
     gradients = torch.autograd.grad(sums.sin().sum(), [x, gate])
     assert all(map(torch.equal, gradients, expected))
-
-
-def edges_of(graph: HeteroData) -> list[list[int]]:
-    """Returns source and target of the edges of all relations."""
-    return [edge for r in graph.edge_types for edge in graph[r].edge_index.T.tolist()]
 
 
 def test_degree_counts_a_self_loop_once(graph):

@@ -56,7 +56,7 @@ def in_blocks(graph: SharedGraph, batch: Data, size: int, x: Tensor, gate: Tenso
     return torch.cat(sums, dim=1)
 
 
-@pytest.mark.parametrize("number", range(100))
+@pytest.mark.parametrize("number", range(25))
 def test_sums_and_gradients_equal_those_of_a_product_for_each_sample(number):
     graph, samples = draw(number)
     batch = batch_of(graph, samples)
@@ -82,6 +82,6 @@ def test_sums_and_gradients_equal_those_of_a_product_for_each_sample(number):
 
 
 def test_rows_that_are_left_out_are_among_the_random_graphs():
-    stacks = [draw(number)[0].stack for number in range(100)]
+    stacks = [draw(number)[0].stack for number in range(25)]
     num_left_out = sum(stack.by_source.relation is not None for stack in stacks)
-    assert 10 < num_left_out < 90
+    assert 2 < num_left_out < 23

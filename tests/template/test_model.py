@@ -10,78 +10,44 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch_geometric.data import Data
 
 import model as model_module
 from config import Config
-from data import DataConfig, KnockoutDataset
+from data import DataConfig
 from mask import SharedGraph
-from model import FirstConv, KnockoutGNN, ModelConfig, uniform
+from model import FirstConv, ModelConfig, uniform
 from model_reach import ReachPlanner, select
 from task import KnockoutTask
 from task import make_dataset as make_planned_dataset
 from tests.bench.host import count_kernels, tiny_step
 from tests.sets import tables_of
 from tests.syncs import CountSynchronisations
+from tests.template.small_model import (
+    NUM_NODES,
+    SETS,
+    TARGETS,
+    graph_of_12_nodes,
+    make_batch,
+    make_dataset,
+    make_model,
+    outputs_and_gradients,
+)
 from tests.tools.models import full_model
-from tests.tools.runs import small_graph
 
-NUM_NODES = 12
-NUM_FEATURES = 3
-SETS = [[0, 3], [], [5], [8, 1], [2, 0, 7, 1, 11]]  # ragged; node 10 has no edge
-TARGETS = [5, 0, 10, 8, 2, 6]  # the nodes of the scores for the readout `nodes`
+
+@pytest.fixture
+def set_block(monkeypatch) -> Callable[[int], None]:
+    """set_block(k) makes the model process k samples at a time, not all as the cache allows."""
+
+    def set_size(size: int) -> None:
+        monkeypatch.setattr(SharedGraph, "samples_at_once", lambda graph, states: size)
+
+    return set_size
 
 
 @pytest.fixture
 def shared() -> SharedGraph:
-    generator = torch.Generator().manual_seed(0)
-    graph = small_graph(generator)
-    graph["gene"].x = torch.randn(NUM_NODES, NUM_FEATURES, generator=generator)
-    graph["gene", "b", "gene"].edge_weight = torch.rand(25, generator=generator) + 0.1
-    return SharedGraph(graph)
-
-
-def make_dataset(
-    shared: SharedGraph, sets: list[list[int]], planner: ReachPlanner | None = None
-) -> KnockoutDataset:
-    tables = tables_of(sets, torch.arange(len(sets)) / 3)
-    return KnockoutDataset(tables, shared.degree, planner, out_degree=shared.out_degree)
-
-
-def make_batch(
-    shared: SharedGraph, sets: list[list[int]], planner: ReachPlanner | None = None
-) -> Data:
-    batch = make_dataset(shared, sets, planner).__getitems__(range(len(sets)))
-    batch.seed = torch.tensor(0)
-    return batch
-
-
-def make_model(dtype: torch.dtype = torch.float32, **options) -> KnockoutGNN:
-    torch.manual_seed(0)
-    config = ModelConfig(**{"hidden": 8, "layers": 2, "dropout": 0.0, **options})
-    model = full_model(
-        config,
-        NUM_NODES,
-        num_relations=3,
-        num_features=NUM_FEATURES,
-        num_targets=len(TARGETS) if config.readout == "nodes" else 1,
-        target_nodes=torch.tensor(TARGETS),
-    ).to(dtype)
-    for parameter in model.parameters():  # parts that are initialised to zero would hide errors
-        torch.nn.init.normal_(parameter, std=0.3)
-    if "without_graph" in model.terms:
-        torch.nn.init.normal_(model.terms["without_graph"].readout.intercept)
-    return model
-
-
-def outputs_and_gradients(
-    model: KnockoutGNN, shared: SharedGraph, batch: Data
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the predictions [B], and the gradient of all parameters as one vector."""
-    prediction = model(shared, batch)
-    (prediction - batch.y.to(prediction.dtype)).square().sum().backward()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return prediction.detach(), torch.cat([parameter.grad.flatten() for parameter in trained])
+    return graph_of_12_nodes()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
@@ -203,16 +169,6 @@ def test_an_empty_batch_gives_no_predictions(shared, route, readout):
     prediction = model(shared, make_batch(shared, []))
     assert prediction.shape == (0, 1)
     prediction.sum().backward()
-
-
-@pytest.fixture
-def set_block(monkeypatch) -> Callable[[int], None]:
-    """set_block(k) makes the model process k samples at a time, not all as the cache allows."""
-
-    def set_size(size: int) -> None:
-        monkeypatch.setattr(SharedGraph, "samples_at_once", lambda graph, states: size)
-
-    return set_size
 
 
 @pytest.mark.parametrize("readout", ["both", "nodes"])
@@ -380,6 +336,12 @@ def test_random_numbers_are_those_of_integer_arithmetic():
 def test_random_numbers_are_uniform_and_independent():
     """Deviations of a million numbers are at most 5 standard errors."""
     check_random_numbers(8, num_keys=16_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 8, 0x5DEECE66D1234])
+def test_ten_million_random_numbers_are_uniform_and_independent(seed):
+    check_random_numbers(seed, num_keys=160_000)
 
 
 def check_random_numbers(seed: int, num_keys: int) -> None:

@@ -25,23 +25,25 @@ from model_reach import (
     plan_route,
     spmm,
 )
+from tests.loops import DEAD, LEVELS, NUM_NODES, graph_of_9_nodes, make_batch
 from tests.sets import tables_of
-from tests.template.test_mask import (
-    DEAD,
-    LEVELS,
-    NUM_NODES,
+from tests.template.small_graph import (
     SETS,
     edges_of,
-    graph,  # noqa: F401
-    make_batch,
 )
 from tests.tools.models import full_model
+
+
+@pytest.fixture
+def graph() -> HeteroData:
+    return graph_of_9_nodes()
+
 
 ANY_NUMBER = math.inf  # of edges
 
 
 @pytest.fixture
-def shared(graph: HeteroData) -> SharedGraph:  # noqa: F811
+def shared(graph: HeteroData) -> SharedGraph:
     return SharedGraph(graph)
 
 
@@ -85,7 +87,7 @@ def reach_by_a_loop(
     return layers
 
 
-def test_nodes_at_a_level_reach_what_deleted_ones_do_and_live(graph, shared):  # noqa: F811
+def test_nodes_at_a_level_reach_what_deleted_ones_do_and_live(graph, shared):
     planner = planner_of(shared, 3)
     perturbed = [[node for node, level in nodes.items() if level != 1] for nodes in LEVELS]
     expected = reach_by_a_loop(edges_of(graph), perturbed, DEAD, 3)
@@ -96,7 +98,7 @@ def test_nodes_at_a_level_reach_what_deleted_ones_do_and_live(graph, shared):  #
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_reached_states_are_those_that_a_loop_finds(graph, shared, order):  # noqa: F811
+def test_reached_states_are_those_that_a_loop_finds(graph, shared, order):
     """Whatever batch the planner has seen before."""
     planner = planner_of(shared, 3)
     for sets in (SETS, SETS[::-1], [[]], [], SETS * 9)[::order]:
@@ -119,7 +121,7 @@ def dense_sums(block: ReachBlock, depth: int) -> Tensor:
     return matrix
 
 
-def test_a_plan_holds_the_weight_of_each_edge_from_a_sender(graph, shared):  # noqa: F811
+def test_a_plan_holds_the_weight_of_each_edge_from_a_sender(graph, shared):
     """Of a perturbed node, 1 - level is taken back; others send their changes times their level."""
     (block,) = planner_of(shared, 2)(make_batch(shared, LEVELS)).plan.blocks
     num_relations = len(shared.relations)

@@ -14,13 +14,14 @@ from model import ModelConfig
 from optim import OptimConfig, build_optimizer, parameter_groups, schedule
 from run_checkpoint import TrainState
 from tests.syncs import CountSynchronisations
+from tests.template.fixtures import ON_ONE_AND_TWO
 from tests.tools.models import full_model
 from train import Meter, TrainingSteps, train_step, update_parameters
 
 
-@pytest.mark.parametrize("factors", ["{embeding: 0.1}", "{a: 0, e: 0, o: 0}"])
-def test_learning_rates_that_fit_nothing_or_freeze_everything_are_refused(train, factors):
-    result = train(2, f"optim.lr_mult={factors}")
+@pytest.mark.parametrize(("nproc", "factors"), [(0, "{embeding: 0.1}"), (2, "{a: 0, e: 0, o: 0}")])
+def test_learning_rates_that_fit_nothing_or_freeze_everything_are_refused(train, nproc, factors):
+    result = train(nproc, f"optim.lr_mult={factors}")
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert re.search(
@@ -29,7 +30,8 @@ def test_learning_rates_that_fit_nothing_or_freeze_everything_are_refused(train,
     )
 
 
-def test_a_resumed_run_takes_its_rates_from_the_configuration(train, tmp_path, nproc=0):
+@ON_ONE_AND_TWO
+def test_a_resumed_run_takes_its_rates_from_the_configuration(train, tmp_path, nproc):
     zero = f"optim.zero={nproc > 0}".lower()
     mult = "optim.lr_mult={embedding: 0.5, terms: 0.1, knockout: 0.2, identity: 0}"
     train(nproc, zero, mult, "optim.weight_decay=0").check()

@@ -395,6 +395,12 @@ def test_random_tables(seed, tmp_path):
     compare(seed, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [*range(20, 50), *range(1000, 1050)])
+def test_more_random_tables(seed, tmp_path):
+    compare(seed, tmp_path)
+
+
 @pytest.mark.parametrize("seed", [31, 82, 176])
 def test_a_scaled_score_has_the_same_baseline(seed, tmp_path):
     """In these tables, no error tells how far the imputed effects are to be shrunk."""

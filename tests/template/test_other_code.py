@@ -198,6 +198,7 @@ def copy_with_an_option(tmp_path):
     return copy
 
 
+@pytest.mark.slow
 def test_a_run_with_an_option_at_its_default_needs_no_code_that_has_it(
     train, predict, copy_with_an_option, folder, tmp_path
 ):
@@ -214,6 +215,7 @@ def test_a_run_with_an_option_at_its_default_needs_no_code_that_has_it(
     assert "was made with the option optim.momentum, which is unknown here" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_run_without_an_option_had_it_at_its_default(train, copy_with_an_option, tmp_path):
     train(0, "optim.epochs=2", fault="stop_at_step:6").check()
     shutil.copytree(tmp_path / "runs/default", tmp_path / "runs/again")

@@ -30,20 +30,10 @@ from task import make_dataset
 from tests.bench import screen
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.sets import tables_of
-from tests.template.fixtures import DEFAULTS, ROOT, SMALL, fork, join, write_table
-from tests.template.test_task import write_binary_scores
+from tests.template.fixtures import ASK, DEFAULTS, ROOT, SMALL, fork, join, write_table
+from tests.template.tables import write_binary_scores
 from tests.tools.models import full_model
-from tests.tools.runs import newest_checkpoint
-
-BEST = "runs/{}/checkpoints/best.pt"
-ASK = [("genes",), ("Y01,Y02",), ("Y03,NOPE",), ("",), ("Y29",)]
-
-
-def read_table(path: Path) -> tuple[list[str], list[str], torch.Tensor]:
-    """Returns header, sets and numbers of predictions, nan where a cell is empty."""
-    header, *rows = [line.split("\t") for line in path.read_text().splitlines()]
-    numbers = [[float(cell or "nan") for cell in row[1:]] for row in rows]
-    return header, [row[0] for row in rows], torch.tensor(numbers, dtype=torch.float64)
+from tests.tools.runs import BEST, newest_checkpoint, read_table
 
 
 # ---- One run -------------------------------------------------------------------------------------
@@ -476,7 +466,7 @@ def test_pieces_and_a_resumed_prediction_are_computed_in_the_same_batches(
         return batch
 
     monkeypatch.setattr(KnockoutDataset, "__getitems__", record)
-    for table in ("ask.tsv", "all-pairs"):
+    for table in ("ask.tsv", "all-singles"):
         name = table.removesuffix(".tsv")
         command = [table, "runs/run", "data.batch_size=4"]
         batches.clear()
@@ -776,18 +766,6 @@ def test_predictions_that_cannot_be_written_are_one_sentence(trained, predict, t
 
 
 # ---- Several runs --------------------------------------------------------------------------------
-@pytest.fixture
-def members(trained, tmp_path):
-    """Three runs, of which one has another kind of model."""
-    options = {
-        "a": ["run.seed=1"],
-        "b": ["run.seed=2"],
-        "c": ["model.layers=1", "model.readout=local"],
-    }
-    for name, arguments in options.items():
-        trained(*arguments, "optim.lr=0.05", f"run.name={name}")
-    write_table(tmp_path / "ask.tsv", ASK)
-    return [f"runs/{name}" for name in options]
 
 
 def test_an_ensemble_predicts_the_mean_and_says_how_far_its_members_are_apart(
@@ -813,7 +791,14 @@ def test_an_ensemble_predicts_the_mean_and_says_how_far_its_members_are_apart(
         torch.testing.assert_close(numbers, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("route", ["reach", "shared", "expanded"])
+@pytest.mark.parametrize(
+    "route",
+    [
+        "reach",
+        pytest.param("shared", marks=pytest.mark.slow),
+        pytest.param("expanded", marks=pytest.mark.slow),
+    ],
+)
 def test_members_may_differ_in_precision(trained, predict, tmp_path, route):
     """All of them predict in the widest."""
     for precision in ("fp64", "fp32"):

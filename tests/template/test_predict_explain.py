@@ -26,21 +26,31 @@ from predict_explain import (
 )
 from predict_pairs import LargestPairs, has_pairs, largest_pairs, name_pairs
 from tests.template.fixtures import write_table
-from tests.template.test_model import NUM_NODES, make_batch, make_model, shared  # noqa: F401
-from tests.template.test_predict import BEST, members, read_table  # noqa: F401
-from tests.template.test_task import write_binary_scores
-from tests.tools.runs import newest_checkpoint
+from tests.template.small_model import (
+    NUM_NODES,
+    graph_of_12_nodes,
+    make_batch,
+    make_model,
+)
+from tests.template.tables import write_binary_scores
+from tests.tools.runs import BEST, newest_checkpoint, read_table
+
+
+@pytest.fixture
+def shared() -> SharedGraph:
+    return graph_of_12_nodes()
+
 
 SETS = [{0: 0.0, 3: 0.0}, {}, {5: 0.3}, {8: 0.0, 1: 3.0}, {2: 0.0, 0: 0.0, 7: 0.5, 11: 0.0}]
 
 
-def knockout_part(model: KnockoutGNN, shared: SharedGraph, sets: list) -> torch.Tensor:  # noqa: F811
+def knockout_part(model: KnockoutGNN, shared: SharedGraph, sets: list) -> torch.Tensor:
     """Returns what the change of the states adds to predictions, [B, T]."""
     with torch.no_grad():
         return model.eval().parts(shared, make_batch(shared, sets))["knockout"]
 
 
-def make_pair_term(shared: SharedGraph, model: KnockoutGNN) -> PairTerm:  # noqa: F811
+def make_pair_term(shared: SharedGraph, model: KnockoutGNN) -> PairTerm:
     """Returns a term of pairs whose weights are not 0, for a model of `make_model`."""
     num_features = len(pair_names(shared))
     units = torch.tensor([[0.1], [0.5]]).expand(2, num_features)  # mean and scale of each
@@ -56,7 +66,7 @@ def last_checkpoint(run: Path) -> str:
 
 # ---- The model -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
-def test_parts_are_those_of_the_readouts_and_add_up_to_the_prediction(shared, readout):  # noqa: F811
+def test_parts_are_those_of_the_readouts_and_add_up_to_the_prediction(shared, readout):
     model = make_model(readout=readout).eval()
     batch = make_batch(shared, SETS)
     if readout in ("local", "both"):
@@ -78,7 +88,7 @@ def test_parts_are_those_of_the_readouts_and_add_up_to_the_prediction(shared, re
 
 @pytest.mark.parametrize("scale", [1, 30, 1000])
 @pytest.mark.parametrize("route", ["shared", "expanded"])
-def test_contributions_add_up_to_the_knockout_pass(shared, route, scale):  # noqa: F811
+def test_contributions_add_up_to_the_knockout_pass(shared, route, scale):
     """Less what it gives for no change, to 1 % and better, however far asinh is bent."""
     model = make_model(message_passing=route)
     model.terms["knockout"].scale *= scale
@@ -90,7 +100,7 @@ def test_contributions_add_up_to_the_knockout_pass(shared, route, scale):  # noq
     torch.testing.assert_close(torch.stack(added), total, rtol=1e-3, atol=1e-5)
 
 
-def test_contributions_are_the_integral_of_the_gradient(shared):  # noqa: F811
+def test_contributions_are_the_integral_of_the_gradient(shared):
     """Against a sum of ten thousand steps, each with the gradient by autograd."""
     model = make_model().eval()
     model.terms["knockout"].scale *= 20
@@ -109,7 +119,7 @@ def test_contributions_are_the_integral_of_the_gradient(shared):  # noqa: F811
 
 
 @pytest.mark.parametrize("route", ["shared", "expanded"])
-def test_contributions_to_nodes_are_those_of_the_nodes_themselves(shared, route):  # noqa: F811
+def test_contributions_to_nodes_are_those_of_the_nodes_themselves(shared, route):
     """Also of targets that are deleted or at another level."""
     model = make_model(readout="nodes", message_passing=route).eval()
     sets = [{3: 0.0}, {1: 0.0, 7: 0.4}, {5: 0.0, 0: 0.3}, {}]
@@ -123,7 +133,7 @@ def test_contributions_to_nodes_are_those_of_the_nodes_themselves(shared, route)
     assert (found[3] == 0).all()
 
 
-def test_dead_nodes_and_intact_samples_contribute_nothing(shared):  # noqa: F811
+def test_dead_nodes_and_intact_samples_contribute_nothing(shared):
     model = make_model()
     with torch.no_grad():
         of_samples = contributions(model, shared, make_batch(shared, SETS))
@@ -133,7 +143,7 @@ def test_dead_nodes_and_intact_samples_contribute_nothing(shared):  # noqa: F811
             assert (of_nodes.abs().max() > 1e-6) == bool(nodes)
 
 
-def test_the_largest_are_means_over_models_in_their_units(shared):  # noqa: F811
+def test_the_largest_are_means_over_models_in_their_units(shared):
     models = [make_model().eval(), make_model(layers=1).eval()]
     units = [torch.tensor([2.0]).double(), torch.tensor([3.0]).double()]
     batch = make_batch(shared, SETS)
@@ -153,7 +163,7 @@ def test_the_largest_are_means_over_models_in_their_units(shared):  # noqa: F811
 
 
 def test_of_readouts_of_nodes_the_largest_is_that_of_the_target_in_memory_of_its_size(
-    shared,  # noqa: F811
+    shared,
     monkeypatch,
 ):
     models = [make_model(readout="nodes").eval(), make_model(readout="nodes", layers=1).eval()]
@@ -176,7 +186,7 @@ def test_of_readouts_of_nodes_the_largest_is_that_of_the_target_in_memory_of_its
     assert expected.abs().max() > 0
 
 
-def test_in_a_model_without_a_knockout_pass_no_change_contributes(shared):  # noqa: F811
+def test_in_a_model_without_a_knockout_pass_no_change_contributes(shared):
     """Beside another one, it counts in the mean."""
     model = make_model().eval()
     units = [torch.tensor([2.0]).double()] * 2
@@ -193,7 +203,7 @@ def test_in_a_model_without_a_knockout_pass_no_change_contributes(shared):  # no
 
 
 # ---- Pairs ---------------------------------------------------------------------------------------
-def make_pairs_model(shared: SharedGraph, **options) -> KnockoutGNN:  # noqa: F811
+def make_pairs_model(shared: SharedGraph, **options) -> KnockoutGNN:
     """Returns a model with features of pairs in double precision."""
     model = make_model(**options)
     model.terms["pairs"] = make_pair_term(shared, model)
@@ -202,7 +212,7 @@ def make_pairs_model(shared: SharedGraph, **options) -> KnockoutGNN:  # noqa: F8
 
 def pairs_by_hand(
     models: list[KnockoutGNN],
-    shared: SharedGraph,  # noqa: F811
+    shared: SharedGraph,
     nodes: dict[int, float],
 ) -> dict[tuple[int, int], list[float]]:
     """Returns what each pair of a sample contributes, and after it what each of its features does.
@@ -235,7 +245,7 @@ PAIRS += [{2: 0.0, 0: 0.0, 7: 0.5, 11: 0.0, 6: 1.0}, {10: 0.0, 3: 0.0}]
 
 
 @pytest.mark.parametrize("at_once", [1, 2**20])
-def test_pairs_contribute_what_the_part_loses_without_them(shared, monkeypatch, at_once):  # noqa: F811
+def test_pairs_contribute_what_the_part_loses_without_them(shared, monkeypatch, at_once):
     """The mean over models, of which one has no features of pairs, in pieces of any size."""
     monkeypatch.setattr("predict_pairs.VALUES_AT_ONCE", at_once)
     monkeypatch.setattr("model_pairs.AT_ONCE", at_once)
@@ -271,7 +281,7 @@ def test_pairs_contribute_what_the_part_loses_without_them(shared, monkeypatch, 
 
 
 @pytest.mark.parametrize("readout", ["both", "local"])
-def test_the_pair_of_a_set_of_two_contributes_the_whole_part(shared, readout):  # noqa: F811
+def test_the_pair_of_a_set_of_two_contributes_the_whole_part(shared, readout):
     model = make_pairs_model(shared, readout=readout)
     batch = make_batch(shared, [{0: 0.0, 3: 0.0}, {8: 0.0, 1: 3.0}, {2: 0.3, 7: 0.1}])
     units = [torch.tensor([2.0]).double()]
@@ -282,7 +292,7 @@ def test_the_pair_of_a_set_of_two_contributes_the_whole_part(shared, readout):  
     assert (expected.abs() > 0.01).all()
 
 
-def test_pairs_of_a_large_sample_take_little_memory_at_once(shared, monkeypatch):  # noqa: F811
+def test_pairs_of_a_large_sample_take_little_memory_at_once(shared, monkeypatch):
     """A piece has as many pairs as their features allow, and the largest of all are found."""
     model = make_pairs_model(shared)
     batch = make_batch(shared, [dict.fromkeys(range(NUM_NODES), 0.0)])
@@ -304,7 +314,7 @@ def test_pairs_of_a_large_sample_take_little_memory_at_once(shared, monkeypatch)
     assert len(sizes) > NUM_NODES * (NUM_NODES - 1) / 2 / 10
 
 
-def test_features_of_a_pair_are_named_by_commas(shared):  # noqa: F811
+def test_features_of_a_pair_are_named_by_commas(shared):
     pair_index(shared).names[:2] = ["edge by a,b", "common neighbours by a"]
     largest = LargestPairs.none(num_samples=1, num_targets=2, number=2)
     largest.nodes[0, 1, 0] = torch.tensor([3, 1])
@@ -316,7 +326,7 @@ def test_features_of_a_pair_are_named_by_commas(shared):  # noqa: F811
     assert of_second == [("D,B", 0.5, r"no common neighbours by a,edge by a\,b")]
 
 
-def test_models_without_features_of_pairs_name_none(shared):  # noqa: F811
+def test_models_without_features_of_pairs_name_none(shared):
     units = [torch.ones(1).double()]
     batch = make_batch(shared, PAIRS)
     for model in (make_model(), make_model(readout="global"), torch.nn.Linear(1, 1)):
@@ -423,7 +433,7 @@ def test_a_term_of_ones_own_is_a_column_of_the_parts(trained, predict, tmp_path)
     torch.testing.assert_close(numbers[:, 1:].sum(1), numbers[:, 0], rtol=1e-6, atol=1e-6)
 
 
-def test_parts_of_runs_add_up_in_the_table_and_from_python(members, predict, tmp_path):  # noqa: F811
+def test_parts_of_runs_add_up_in_the_table_and_from_python(members, predict, tmp_path):
     trained = [last_checkpoint(tmp_path / run) for run in members]
     for nproc, runs in ((0, trained[:1]), (2, trained)):
         predict(0, "all-pairs", *runs).check()
@@ -488,7 +498,7 @@ def test_an_own_model_without_parts_says_so(trained, tmp_path):
         predictor.parts(["Y01"])
 
 
-def test_explanations_are_a_regular_table_and_the_same_from_python(members, predict, tmp_path):  # noqa: F811
+def test_explanations_are_a_regular_table_and_the_same_from_python(members, predict, tmp_path):
     runs = [last_checkpoint(tmp_path / run) for run in members[:2]]
     sets = ["Y01,Y02", "Y03,NOPE", "", "Y29", "Y04=0.3"]
     write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets]])
@@ -524,7 +534,7 @@ def test_explanations_are_a_regular_table_and_the_same_from_python(members, pred
     assert of_two_ranks == [line[:3] for line in [header, *lines]]
 
 
-def test_a_model_of_where_training_started_is_named(members, predict, tmp_path):  # noqa: F811
+def test_a_model_of_where_training_started_is_named(members, predict, tmp_path):
     """It changes no prediction by the graph, as the readout of changes starts at 0."""
     note = "note      best.pt is where training started: perhaps no living node contributes"
     command = ["all-singles", members[0], "--explain", "1"]
@@ -536,7 +546,7 @@ def test_a_model_of_where_training_started_is_named(members, predict, tmp_path):
 
 
 @pytest.mark.parametrize("runs", [["a"], ["c"], ["a", "b", "c"]])
-def test_a_knocked_out_node_has_the_prediction_without_it(members, predict, tmp_path, runs):  # noqa: F811
+def test_a_knocked_out_node_has_the_prediction_without_it(members, predict, tmp_path, runs):
     """At the levels of the others, by any readout; as many lines as nodes are asked for."""
     checkpoints = [last_checkpoint(tmp_path / "runs" / run) for run in runs]
     others = {
@@ -564,7 +574,7 @@ def test_a_knocked_out_node_has_the_prediction_without_it(members, predict, tmp_
     assert float(lines[1][3]) == pytest.approx(explained[0][0][0].contribution, rel=1e-3)
 
 
-def test_all_contributions_add_up_to_the_part(members, tmp_path):  # noqa: F811
+def test_all_contributions_add_up_to_the_part(members, tmp_path):
     predictor = Predictor(last_checkpoint(tmp_path / members[0]), device="cpu")
     sets = ["Y01,Y02", "Y05", "Y29"]
     part = predictor.parts([*sets, ""])["knockout"][:, 0]
@@ -576,7 +586,7 @@ def test_all_contributions_add_up_to_the_part(members, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("runs", [["a"], ["c"], ["a", "b", "c"]])
-def test_pairs_stand_between_knocked_out_and_living_nodes(members, tmp_path, runs):  # noqa: F811
+def test_pairs_stand_between_knocked_out_and_living_nodes(members, tmp_path, runs):
     checkpoints = [last_checkpoint(tmp_path / "runs" / run) for run in runs]
     predictor = Predictor(*checkpoints, device="cpu")
     check_pairs_of_two(predictor, ["Y01,Y02", "Y03,Y05"])
@@ -592,7 +602,7 @@ def test_pairs_stand_between_knocked_out_and_living_nodes(members, tmp_path, run
 
 
 @pytest.mark.slow
-def test_runs_with_and_without_pairs_explain_together(members, predict, trained, tmp_path):  # noqa: F811
+def test_runs_with_and_without_pairs_explain_together(members, predict, trained, tmp_path):
     trained("model.pairs=false", "optim.lr=0.05", "run.name=without")
     runs = [last_checkpoint(tmp_path / "runs" / name) for name in ("a", "without")]
     check_pairs_of_two(Predictor(*runs, device="cpu"), ["Y01,Y02"])
@@ -644,7 +654,7 @@ def test_effects_on_nodes_hang_on_the_knocked_out_ones_and_the_target(train, pre
     ],
 )
 def test_what_cannot_be_explained_is_one_sentence(
-    members,  # noqa: F811
+    members,
     predict,
     tmp_path,
     nproc,

@@ -29,7 +29,7 @@ from tests.bench.profiles import (
 from tests.bench.synthetic import PRESETS, generate, regulations, write
 from tests.sets import pack_sets
 from tests.template.fixtures import DEFAULTS, ROOT, write_defaults, write_table
-from tests.template.test_data_tables import sets_of
+from tests.template.tables import sets_of
 from tests.tools.runs import difference, read_metrics
 from train import read_config
 

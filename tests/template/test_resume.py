@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from tests.template.fixtures import ON_ONE_AND_TWO
 from tests.tools.runs import difference, newest_checkpoint, read_metrics
 
 FILES = ("config.yaml", "test.tsv", "metrics.jsonl", "status.json", "environment.txt", "curves.svg")
@@ -33,7 +34,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 # ---- A run that is trained to its end ------------------------------------------------------------
-def test_a_finished_run_refuses_options_that_would_change_its_training(train, folder, nproc=0):
+@ON_ONE_AND_TWO
+def test_a_finished_run_refuses_options_that_would_change_its_training(train, folder, nproc):
     first = train(nproc, "optim.epochs=2").check()
     before = contents(folder)
     result = train(nproc, "optim.epochs=2", *CHANGED)
@@ -69,7 +71,8 @@ def test_each_option_that_differs_is_named_with_the_value_of_the_steps(train, fo
         assert contents(folder) == before
 
 
-def test_a_finished_run_takes_options_that_leave_its_training_as_it_is(train, folder, nproc=0):
+@ON_ONE_AND_TWO
+def test_a_finished_run_takes_options_that_leave_its_training_as_it_is(train, folder, nproc):
     own = ["optim.zero=true"] if nproc else ["run.deterministic=true", "optim.accumulate=4"]
     first = train(nproc).check()
     given = [
@@ -145,9 +148,8 @@ def test_a_run_that_ran_out_of_patience_takes_more_of_it_and_no_other_rate(train
     assert "trained   3 epochs: raise optim.patience to train on" in result.stdout
 
 
-def test_a_stop_of_a_finished_run_that_is_started_again_keeps_its_predictions(
-    train, folder, nproc=0
-):
+@ON_ONE_AND_TWO
+def test_a_stop_of_a_finished_run_that_is_started_again_keeps_its_predictions(train, folder, nproc):
     train(nproc).check()
     before = contents(folder)
     (folder / "STOP").touch()
@@ -163,7 +165,8 @@ def test_a_stop_of_a_finished_run_that_is_started_again_keeps_its_predictions(
 
 
 # ---- In the middle of a run ----------------------------------------------------------------------
-def test_other_options_in_the_middle_of_a_run_are_named(train, folder, nproc=0):
+@ON_ONE_AND_TWO
+def test_other_options_in_the_middle_of_a_run_are_named(train, folder, nproc):
     train(nproc, *LONG, fault="stop_at_step:6").check()
     result = train(nproc, *LONG, *CHANGED).check()
     sentence = f"note      the 7 steps so far were made with {MADE_WITH}"
@@ -192,8 +195,9 @@ def test_a_run_that_was_stopped_may_end_with_fewer_epochs(train, folder):
     assert [row["step"] for row in read_metrics(folder, "test")] == [7]
 
 
+@ON_ONE_AND_TWO
 @pytest.mark.slow
-def test_options_that_made_no_step_are_not_named(train, folder, nproc=0):
+def test_options_that_made_no_step_are_not_named(train, folder, nproc):
     """A run is killed before it saves a step that it has made with them."""
     train(nproc, *LONG, "run.name=whole").check()
     train(nproc, *LONG, fault="stop_at_step:6").check()

@@ -20,8 +20,7 @@ from model import ModelConfig
 from run_progress import RunProgress, progress_bar
 from task import KnockoutTask
 from tests.template.fixtures import write_table
-from tests.template.test_baseline_combination import combined_tables
-from tests.template.test_targets import additive_tables
+from tests.template.tables import additive_tables, combined_tables
 
 
 class Clock:

@@ -15,7 +15,7 @@ from run_checkpoint import write_atomically
 from run_results import result_lines
 from tests.sets import pack_sets
 from tests.template.fixtures import DEFAULTS, write_table
-from tests.template.test_targets import gappy_tables
+from tests.template.tables import gappy_tables
 from tests.tools.runs import read_metrics
 from train import read_config
 

@@ -17,13 +17,14 @@ from run_checkpoint import Origin, read_checkpoint
 from run_transfer import entries_by_name, take_parameters
 from task import KnockoutTask
 from tests.sets import pack_levels
-from tests.template.fixtures import write_table
+from tests.template.fixtures import ON_ONE_AND_TWO, write_table
 from tests.tools.models import full_model
 from tests.tools.runs import newest_checkpoint, read_metrics
 
 
+@ON_ONE_AND_TWO
 def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(
-    train, tmp_path, nproc=0
+    train, tmp_path, nproc
 ):
     """The second graph lacks nodes and a relation of the first, has others and another order."""
     train(0, "run.name=first", "optim.epochs=2").check()

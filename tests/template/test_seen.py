@@ -20,6 +20,7 @@ from predict_sets import read_sets
 from task import KnockoutTask
 from tests.sets import tables_of
 from tests.template.fixtures import write_table
+from tests.template.tables import write_tables
 from tests.tools.runs import lines_of_test
 
 EFFECTS = (-3.0, -2.0, -1.0, 1.0, 2.0, 3.0)  # of the nodes of each module
@@ -50,9 +51,7 @@ def read(folder: Path, edges: list[tuple], rows: list[tuple]) -> Tables:
     """Returns the tables of these edges and of rows of genes, scores and split."""
     folder.mkdir(exist_ok=True)
     targets = [f"score{t}" for t in range(len(rows[0]) - 2)]
-    edges_file = write_table(folder / "edges.tsv", edges)
-    scores_file = write_table(folder / "scores.tsv", [("genes", *targets, "split"), *rows])
-    return load(DataConfig(str(edges_file), str(scores_file), cache_dir=str(folder / "cache")))
+    return load(write_tables(folder, edges, [("genes", *targets, "split"), *rows]))
 
 
 def read_modules(folder: Path, rows: list[tuple]) -> Tables:

@@ -8,7 +8,7 @@ import pytest
 
 from data_tables import Tables, read_tables
 from tests.template.fixtures import ROOT, write_table
-from tests.template.test_data_tables import sets_of
+from tests.template.tables import sets_of
 
 pandas = pytest.importorskip("pandas")  # which comes with anndata
 LINES = 12  # of a block at most

@@ -1,7 +1,6 @@
 """Tables with several scores, of which some are missing, and with weights."""
 
 import math
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +23,21 @@ from optim import OptimConfig
 from task import KnockoutTask
 from tests.sets import pack_sets, tables_of
 from tests.template.fixtures import write_table
-from tests.template.test_data_tables import notes_on, sets_of, summary_of
+from tests.template.tables import (
+    above_median,
+    additive_tables,
+    dense_design,
+    gappy_tables,
+    notes_on,
+    sets_of,
+    summary_of,
+    without_validation,
+    write_tables,
+)
 from tests.tools.models import full_model
 from tests.tools.runs import difference, output_for, predictions_of, read_metrics
 
+EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x")]
 HEADER = ("genes", "growth", "cell size", "split", "sd")
 ROWS = [
     ("a,b", 0.5, "NA", "train", 0.5),
@@ -37,18 +47,8 @@ ROWS = [
 ]
 
 
-def write_tables(folder: Path, rows: list[tuple], header: tuple = HEADER) -> DataConfig:
-    """Writes two edges and a table of scores, and returns the options that name them."""
-    edges = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x")]
-    return DataConfig(
-        edges=str(write_table(folder / "edges.tsv", edges)),
-        perturbations=str(write_table(folder / "scores.tsv", [header, *rows])),
-        cache_dir=str(folder / "cache"),
-    )
-
-
 def test_scores_gaps_and_weights_are_read(tmp_path):
-    tables = load(write_tables(tmp_path, ROWS))
+    tables = load(write_tables(tmp_path, EDGES, [HEADER, *ROWS]))
     assert list(tables.targets) == ["growth", "cell size"]
     expected = [[0.5, math.nan], [math.nan, 7], [1.5, -2], [math.nan, math.nan]]
     expected = torch.tensor(expected, dtype=torch.float64)
@@ -57,7 +57,7 @@ def test_scores_gaps_and_weights_are_read(tmp_path):
     assert tables.split.tolist() == [0, 1, 2, 0]
     assert summary_of(tables).endswith("; 2 scores: growth, cell size")
     rows = [(*row[:4], row[4] ** -2) for row in ROWS]
-    weighted = load(write_tables(tmp_path, rows, (*HEADER[:4], "weight")))
+    weighted = load(write_tables(tmp_path, EDGES, [(*HEADER[:4], "weight"), *rows]))
     assert torch.equal(weighted.weight, tables.weight)
     assert weighted.fingerprint() == tables.fingerprint()
     assert weighted.sd is None
@@ -71,7 +71,7 @@ def test_scores_gaps_and_weights_are_read(tmp_path):
 def test_a_note_says_that_few_rows_have_nearly_all_weight(tmp_path):
     train = [("a", 0.5 + row, 1.0, "train", 1.0) for row in range(99)]
     others = [("a", 0.1, 1.0, "val", 1.0), ("b", 0.2, 1.0, "test", 1.0)]
-    tables = load(write_tables(tmp_path, [*train, *others]))
+    tables = load(write_tables(tmp_path, EDGES, [HEADER, *train, *others]))
     before = notes_on(tables)
     tables.weight[3] = 1e6
     note = "by weight, the training rows count as 1.0% of them would"
@@ -85,19 +85,11 @@ def outlying(folder: Path, value: float, num_rows: int = 60, size: int = 1) -> l
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(num_rows, size, generator=generator)
     scores[17] = value
-    lines = ["\t".join(header)]
+    rows = [header]
     for row, of_row in enumerate(scores.tolist()):
-        cells = ["abc"[row % 3], *map(str, of_row), ("train", "val", "test")[row % 3], "1"]
-        lines.append("\t".join(cells))
-    lines[9:9] = ["", ""]
-    edges = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x")]
-    options = DataConfig(
-        edges=str(write_table(folder / "edges.tsv", edges)),
-        perturbations=str(folder / "scores.tsv"),
-        cache_dir=str(folder / "cache"),
-    )
-    (folder / "scores.tsv").write_text("\n".join(lines) + "\n")
-    notes = load(options).notes
+        rows.append(("abc"[row % 3], *of_row, ("train", "val", "test")[row % 3], 1))
+    rows[9:9] = [(), ()]
+    notes = load(write_tables(folder, EDGES, rows)).notes
     return [note for note in notes if "both sides" not in note]
 
 
@@ -183,28 +175,7 @@ def test_a_small_weight_makes_a_score_outlie_no_more(tmp_path):
 def test_errors_name_line_and_column(tmp_path, header, row, message):
     rows = [(*row[:4], 1) for row in ROWS] if header[1:4] == HEADER[1:4] else []
     with pytest.raises(DataError, match=message):
-        load(write_tables(tmp_path, [*rows, row], header))
-
-
-def gappy_tables(folder: Path, num_rows: int = 300) -> list[str]:
-    """Writes a table of two scores in different units, a third missing; returns the overrides."""
-    draw = random.Random(0)
-    genes = [f"Y{i:02d}" for i in range(30)]
-    edges = [("source", "target", "relation")]
-    for _ in range(120):
-        edges.append((*draw.sample(genes, 2), draw.choice(["physical", "regulatory"])))
-    effect = {gene: draw.gauss(0, 1) for gene in genes}
-    rows = [("genes", "fitness", "size", "weight")]
-    for _ in range(num_rows):
-        dead = draw.sample(genes, draw.randint(1, 3))
-        total = sum(effect[gene] for gene in dead)
-        cells = []
-        for score in (total + draw.gauss(0, 0.1), 1000 - 50 * total**2 + draw.gauss(0, 1)):
-            cells.append(f"{score:.4f}" if draw.random() > 1 / 3 else draw.choice(["", "NA"]))
-        rows.append((",".join(dead), *cells, draw.choice([0.5, 1, 2])))
-    write_table(folder / "edges.tsv", edges)
-    write_table(folder / "gaps.tsv", rows)
-    return ["data.edges=edges.tsv", "data.perturbations=gaps.tsv"]
+        load(write_tables(tmp_path, EDGES, [header, *rows, row]))
 
 
 def gappy_task(folder: Path, **sections) -> KnockoutTask:
@@ -276,7 +247,7 @@ def test_metrics_of_binary_scores_are_those_of_each_target_alone(tmp_path):
     """The third target has no ones, so that it has a loss but no Pearson."""
     task = replace(gappy_task(tmp_path), config=Config(optim=OptimConfig(loss="binary")))
     gaps = task.tables.y
-    ones = (gaps > gaps.nanmedian(dim=0).values).double().where(~gaps.isnan(), math.nan)
+    ones = above_median(gaps)
     zeros = (0 * gaps[:, :1]).where(~gaps[:, :1].isnan(), math.nan)
     y = torch.cat([ones, zeros], dim=1)
     prediction = torch.rand(y.shape, generator=torch.Generator().manual_seed(0)).double()
@@ -377,7 +348,7 @@ def test_rows_outside_training_do_not_set_the_scale_of_the_weights(tmp_path):
             ("c", 1, 2, "val", 1),
             ("a,b", 1, 2, "test", sd),
         ]
-        tables = load(write_tables(tmp_path, rows))
+        tables = load(write_tables(tmp_path, EDGES, [HEADER, *rows]))
         scaled = tables.weight.unsqueeze(1) * weight_scale(tables)
         assert scaled[:, 0].equal(scaled[:, 1])
         weight[sd] = scaled[:3, 0].tolist()
@@ -385,41 +356,11 @@ def test_rows_outside_training_do_not_set_the_scale_of_the_weights(tmp_path):
 
 
 # ---- Validation without scores -------------------------------------------------------------------
-def additive_tables(noise: float, num_scores: int = 2, num_rows: int = 400) -> Tables:
-    """Returns rows of one or two of 30 nodes, whose scores are sums of effects, but noise."""
-    draw = random.Random(0)
-    generator = torch.Generator().manual_seed(0)
-    sets = [draw.sample(range(30), draw.choice([1, 2])) for _ in range(num_rows)]
-    perturbed, perturbed_ptr = pack_sets(sets)
-    effect = torch.randn(30, num_scores, dtype=torch.float64, generator=generator)
-    y = noise * torch.randn(num_rows, num_scores, dtype=torch.float64, generator=generator)
-    y += torch.stack([effect[nodes].sum(0) for nodes in sets])
-    return Tables(
-        genes=[f"g{k:02}" for k in range(30)],
-        relations=["r"],
-        edge_index=torch.tensor([[0], [1]]),
-        edge_type=torch.tensor([0]),
-        perturbed=perturbed,
-        perturbed_ptr=perturbed_ptr,
-        y=y,
-        split=torch.tensor([0, 0, 0, 1, 2] * (num_rows // 5), dtype=torch.int8),
-        targets=[f"score{t}" for t in range(num_scores)],
-    )
-
-
-def without_validation(tables: Tables, *targets: int) -> Tables:
-    """Returns the tables without these scores of the validation rows."""
-    y = tables.y.clone()
-    for t in targets:
-        y[tables.rows("val"), t] = math.nan
-    return replace(tables, y=y)
 
 
 def penalty_of(tables: Tables, prediction: torch.Tensor, t: int) -> float:
     """Returns the penalty with which a dense ridge on all training rows predicts a score so."""
-    dose = torch.zeros(len(tables.y), len(tables.genes), dtype=torch.float64)
-    dose[tables.sample(), tables.perturbed] = 1
-    x = torch.cat([torch.ones(len(dose), 1), dose.sum(1, keepdim=True), dose], dim=1)
+    x = dense_design(tables)
     train = tables.rows("train")
     train = train[~tables.y[train, t].isnan()]
     found = []
@@ -444,7 +385,7 @@ def test_validation_without_any_score_is_an_error(tmp_path, num_scores, names):
 
 def test_a_run_whose_validation_rows_have_no_score_ends_with_status_2(train, tmp_path):
     rows = [("a", 1, "train"), ("b", 2, "train"), ("a,b", "NA", "val"), ("b", 1, "test")]
-    write_tables(tmp_path, rows, ("genes", "score", "split"))
+    write_tables(tmp_path, EDGES, [("genes", "score", "split"), *rows])
     finished = train(0, "data.edges=edges.tsv", "data.perturbations=scores.tsv")
     assert finished.returncode == 2
     message = "no val row has a score 'score': remove that column, or change the split"

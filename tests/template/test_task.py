@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +21,12 @@ from optim import OptimConfig
 from task import KnockoutTask
 from tests.sets import pack_sets, tables_of
 from tests.template.fixtures import write_table
-from tests.template.test_targets import additive_tables, gappy_tables, without_validation
+from tests.template.tables import (
+    additive_tables,
+    gappy_tables,
+    without_validation,
+    write_binary_scores,
+)
 from tests.tools.runs import output_for, read_metrics, task_of
 
 
@@ -183,14 +187,6 @@ def test_best_pt_is_chosen_by_the_scores_that_validation_rows_have(train, tmp_pa
 
 
 # ---- Binary scores -------------------------------------------------------------------------------
-def write_binary_scores(folder: Path) -> None:
-    """Makes the scores of the tiny tables 1 for every row with one of five genes, else 0."""
-    chosen = {"Y01", "Y02", "Y03", "Y04", "Y05"}
-    rows = [("genes", "score")]
-    for line in (folder / "scores.tsv").read_text().splitlines()[1:]:
-        genes = line.split("\t")[0]
-        rows.append((genes, int(not chosen.isdisjoint(genes.split(",")))))
-    write_table(folder / "scores.tsv", rows)
 
 
 @pytest.mark.slow

@@ -1,11 +1,9 @@
 """train.py as users run it: the loop, whole runs and resumed ones, and what they print."""
 
-import json
 import math
 import random
 import re
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +16,7 @@ from errors import RunError
 from metrics import first_metric
 from optim import OptimConfig
 from run_checkpoint import TrainState
-from tests.template.fixtures import DEFAULTS, ROOT, SMALL, fork_ranks, join, write_table
+from tests.template.fixtures import DEFAULTS, write_table
 from tests.tools.runs import difference, read_metrics, series
 from train import MAX_SKIPS, Meter
 
@@ -280,20 +278,6 @@ def test_a_stop_in_the_test_evaluation_leaves_the_last_checkpoint_unchanged(trai
     )
     assert whole["best"]["step"] == 10
     assert_same_models(stopped, whole)
-
-
-def test_a_run_with_a_killed_rank_fails_and_resumes_to_the_same_result(train, tables, tmp_path):
-    settings = ["optim.epochs=3", "checkpoint.every_steps=2", "run.name=killed"]
-    arguments = ["kill_at_step:7:1", "--", "train.py", *tables, *SMALL, *settings]
-    script = str(ROOT / "tests/template/faulty.py")
-    _store, ranks = fork_ranks(tmp_path, 2, script, [*arguments, "--config", DEFAULTS])
-    assert join(ranks) == [1, -signal.SIGKILL]
-    error = (tmp_path / "rank0.stderr").read_text()
-    assert error.startswith("error: rank 0: another rank was killed or cannot be reached (")
-    assert json.loads((tmp_path / "runs/killed/status.json").read_text())["state"] == "failed"
-    assert "resumed at step 6" in train(2, *settings).check().stdout
-    train(2, *settings, "run.name=whole").check()
-    assert difference(tmp_path / "runs/killed", tmp_path / "runs/whole") == ""
 
 
 # ---- The meter -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from baseline import additive_baseline
 from data_tables import Tables
 from metrics import pearson, r2
 from tests.sets import pack_levels
-from tests.template.test_baseline_combination import combined_tables
+from tests.template.tables import combined_tables
 from tests.tools.runs import predictions_of
 
 SINGLES = ["sum", "largest", "smallest", "product"]

@@ -328,7 +328,8 @@ def fake_gpus() -> None:
 def gpu_checks(kind: str) -> None:
     """Checks of `tests.check gpu` that run in its process, on a small graph, with few timed steps.
 
-    They are imported first, as not all of their steps must run without waiting.
+    They are imported first, as not all of their steps must run without waiting. Of readouts and
+    precisions, two of each are checked.
     """
     from tests.bench.synthetic import PRESETS
     from tests.tools import fake_gpu, gpu, gpu_graphs
@@ -337,6 +338,9 @@ def gpu_checks(kind: str) -> None:
     gpu_graphs.TIMED_STEPS = 2
     gpu_graphs.TIMED_ROWS = 100
     PRESETS["yeast"] = replace(PRESETS["small"], num_samples=300)
+    gpu.READOUTS = ("both", "nodes")
+    for tolerances in (gpu.MODEL_TOLERANCES, gpu.GRAPH_TOLERANCES):
+        del tolerances["fp64"], tolerances["bf16"]
     fake_gpu.install()
     report = gpu.Report(limit_s=1000.0)
     device = torch.device("cuda", 0)

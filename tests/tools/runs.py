@@ -21,6 +21,7 @@ from run_results import result_lines
 from task import KnockoutTask
 
 ROOT = Path(__file__).resolve().parents[2]
+BEST = "runs/{}/checkpoints/best.pt"  # the best model of a run
 TIMES = ("samples_per_s", "data_ms", "step_ms", "memory_mb")
 
 
@@ -81,6 +82,13 @@ def predictions_of(y: Tensor, prediction: Tensor, baseline: Tensor) -> Results:
         prediction=prediction,
         rivals={"baseline": baseline},
     )
+
+
+def read_table(path: Path) -> tuple[list[str], list[str], Tensor]:
+    """Returns header, sets and numbers of predictions, nan where a cell is empty."""
+    header, *rows = [line.split("\t") for line in path.read_text().splitlines()]
+    numbers = [[float(cell or "nan") for cell in row[1:]] for row in rows]
+    return header, [row[0] for row in rows], torch.tensor(numbers, dtype=torch.float64)
 
 
 def read_metrics(folder: Path, kind: str | None = None) -> list[dict]:

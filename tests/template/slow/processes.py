@@ -5,12 +5,14 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.template.fixtures import ROOT
+from tests.template.fixtures import ROOT, clean_environment, fork_ranks, join
+from tests.tools.runs import read_metrics
 
 SETTINGS = [
     "data.batch_size=32",
@@ -21,6 +23,14 @@ SETTINGS = [
     "checkpoint.every_steps=2",
     "checkpoint.keep_last=3",
 ]
+# Of runs on several machines.
+SMALL = ["model.hidden=8", "model.readout=local", "log.every_steps=1"]
+VARIABLES = {
+    "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "NPROC": "1",
+}
 
 
 def size_of(path: Path) -> int:
@@ -62,3 +72,37 @@ def started(
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def sh(*arguments: str, timeout: float = 30, **variables: str) -> str:
+    environment = {**clean_environment(), **VARIABLES, **variables}
+    result = subprocess.run(
+        arguments, capture_output=True, text=True, timeout=timeout, env=environment, check=False
+    )
+    assert result.returncode == 0, f"{arguments}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def events(folder: Path) -> list[str]:
+    return [row["event"] for row in read_metrics(folder, "event")]
+
+
+def wait_until(condition: Callable[[], object], seconds: float, message: Callable[[], str]) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, message()
+        time.sleep(0.1)
+
+
+def has_a_checkpoint(folder: Path) -> bool:
+    """Tells whether a step was made; before the first, ddp.startup_timeout_s is the limit."""
+    paths = (folder / "checkpoints").glob("step_*.pt")
+    return any(path.name > "step_00000000.pt" for path in paths)
+
+
+def run_on_one_machine(folder: Path, tables: list[str], world_size: int, *overrides: str) -> Path:
+    """Trains in `folder` without an interruption, on forked ranks; returns the run's folder."""
+    arguments = [*tables, *SMALL, *overrides, "run.name=one"]
+    _store, ranks = fork_ranks(folder, world_size, "train.py", arguments)
+    assert join(ranks) == [0] * world_size, (folder / "rank0.stderr").read_text()
+    return folder / "runs/one"

@@ -56,11 +56,11 @@ def launch(copy: Path, world_size: int, script: str, *arguments: str, code: int 
 
 
 def refuse(copy: Path, message: str, script: str, *arguments: str) -> None:
-    """Runs a script of the copy on two ranks, which must say once what is wrong with the input.
+    """Runs a script of the copy, which must say once what is wrong with the input.
 
-    The message may be the beginning of what they say.
+    The message may be the beginning of what it says.
     """
-    output = launch(copy, 2, script, *arguments, code=2)
+    output = launch(copy, 1, script, *arguments, code=2)
     assert output.count(f"error: {message}") == 1, output
     assert "Traceback" not in output
 

@@ -16,26 +16,21 @@ from tests.tools.runs import read_metrics
 GRAPHS = "; CUDA graphs\n"
 EAGER = "; no CUDA graphs, as "
 HALF = ("optim.precision=bf16", "optim.precision=fp16")  # whose operators differ by device
-OPTIONS = {  # of runs on the tiny tables, and what the log says of graphs
-    "model.readout=local": GRAPHS,
-    "model.readout=global": GRAPHS,
-    "model.pairs=false": GRAPHS,
-    "model.checkpointing=true": GRAPHS,
+RUNS = [  # on the tiny tables: options that do not touch each other stand together
+    ["model.readout=local", "model.checkpointing=true", "optim.accumulate=3", "optim.clip=0"],
+    ["model.readout=global", "optim.precision=fp64", "data.split=nodes"],
+    ["model.pairs=false", "optim.zero=true", "optim.lr_mult={embedding: 0}", "data.batch_size=48"],
+    ["optim.patience=1", "optim.epochs=2", "optim.on_nonfinite=skip", "run.deterministic=true"],
+    ["model.message_passing=expanded"],
+    ["model.message_passing=reach"],
+    ["model.cuda_graphs=false"],
+    ["optim.precision=bf16"],
+    ["optim.precision=fp16"],
+]
+NOTES = {  # what the log says of graphs, other than that there are some
     "model.message_passing=expanded": EAGER,
     "model.message_passing=reach": EAGER,
     "model.cuda_graphs=false": " parameters; ",
-    "optim.precision=bf16": GRAPHS,
-    "optim.precision=fp16": GRAPHS,
-    "optim.precision=fp64": GRAPHS,
-    "optim.accumulate=3": GRAPHS,
-    "optim.zero=true": GRAPHS,
-    "optim.clip=0": GRAPHS,
-    "optim.patience=1 optim.epochs=3": GRAPHS,
-    "optim.lr_mult={embedding: 0}": GRAPHS,
-    "optim.on_nonfinite=skip": GRAPHS,
-    "run.deterministic=true": GRAPHS,
-    "data.batch_size=48": GRAPHS,
-    "data.split=nodes": GRAPHS,
 }
 
 
@@ -46,14 +41,13 @@ def assert_the_numbers_of_the_cpu(train, folder: Path, *overrides: str) -> None:
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", RUNS, ids=" ".join)
 def test_runs_by_option(on_fake_gpus, train, tmp_path, options):
-    overrides = [options] if "{" in options else options.split()
-    log = on_fake_gpus(0, *overrides)
-    assert OPTIONS[options] in log
-    assert ("CUDA graphs" in log) == ("cuda_graphs=false" not in options)
-    if options not in HALF:
-        assert_the_numbers_of_the_cpu(train, tmp_path, *overrides)
+    log = on_fake_gpus(0, *options)
+    assert NOTES.get(options[0], GRAPHS) in log
+    assert ("CUDA graphs" in log) == ("model.cuda_graphs=false" not in options)
+    if options[0] not in HALF:
+        assert_the_numbers_of_the_cpu(train, tmp_path, *options)
 
 
 @pytest.mark.usefixtures("on_fake_gpus")
@@ -67,7 +61,7 @@ def test_pair_features_that_are_computed_with_each_batch(train, tmp_path):
 def rich_tables(tmp_path: Path) -> list[str]:
     """Overrides for tables with levels, weights, features, gaps and directed, weighted relations.
 
-    Their scores are two, of 0 and 1 (`alive`), or of nodes.
+    Their scores are two, of 0 and 1 (`alive`), or of nodes; ask.tsv asks for some of their rows.
     """
     draw = random.Random(1)
     genes = [f"Y{i:02d}" for i in range(30)]
@@ -80,7 +74,7 @@ def rich_tables(tmp_path: Path) -> list[str]:
     features = [(gene, draw.random(), draw.random()) for gene in genes]
     write_table(tmp_path / "features.tsv", [("gene", "size", "charge"), *features])
     rows = {"scores": [], "alive": [], "nodes": []}
-    for _ in range(200):
+    for _ in range(100):
         perturbed = draw.sample(genes, draw.randint(0, 3))
         cell = ",".join(gene + draw.choice(["", "=0.3", "=3"]) for gene in perturbed)
         scores = [round(draw.gauss(0, 1), 3), draw.choice(["", round(draw.gauss(5, 2), 3)])]
@@ -90,15 +84,16 @@ def rich_tables(tmp_path: Path) -> list[str]:
     headers = {"scores": ("a", "b", "weight"), "alive": ("alive",), "nodes": genes[:5]}
     for name, header in headers.items():
         write_table(tmp_path / f"{name}_rich.tsv", [("genes", *header), *rows[name]])
+    asked = [(cell,) for cell, *_ in rows["scores"][:12]]
+    write_table(tmp_path / "ask.tsv", [("genes",), *asked])
     return ["data.edges=rich_edges.tsv", "data.features=features.tsv"]
 
 
 @pytest.mark.parametrize(
     ("table", "options"),
     [
-        ("scores", ["optim.epochs=2"]),
+        ("scores", []),
         ("scores", ["model.embedding=false", "model.readout=local"]),
-        ("scores", ["model.message_passing=expanded"]),
         ("alive", ["optim.loss=binary"]),
         ("nodes", ["model.readout=nodes"]),
         ("nodes", ["model.readout=nodes", "model.cuda_graphs=false", "data.undirected=true"]),
@@ -111,13 +106,12 @@ def test_runs_and_predictions_by_table(
     on_fake_gpus(0, *overrides)
     assert_the_numbers_of_the_cpu(train, tmp_path, *overrides)
     for more in (["--parts"], ["--explain", "3"]):
-        predict(0, f"{table}_rich.tsv", "runs/gpu", *more, fault="fake_gpu").check()
+        predict(0, "ask.tsv", "runs/gpu", *more, fault="fake_gpu").check()
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        [],
         ["ddp.options={gradient_as_bucket_view: true}", "optim.accumulate=2"],
         ["ddp.options={static_graph: true}"],
         ["optim.zero=true", "model.cuda_graphs=false"],
@@ -136,16 +130,16 @@ def test_processes_of_a_loader(run, tables, tmp_path):
 
 
 def test_a_run_resumes_and_starts_another(on_fake_gpus, train, tmp_path):
-    on_fake_gpus(0, "optim.epochs=2")
-    on_fake_gpus(0, "optim.epochs=2", "optim.patience=1", name="other")
+    on_fake_gpus(0)
     train(0, fault="fake_gpu stop_at_step:3").check()
     on_fake_gpus(0, name="default")
     on_fake_gpus(2, "run.init=runs/gpu/checkpoints/best.pt", name="started")
 
 
-@pytest.mark.parametrize("table", ["scores.tsv", "all-pairs", "all-singles=0.3"])
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_predictions_of_several_runs(trained, predict, on_fake_gpus, tmp_path, table, nproc):
+@pytest.mark.parametrize(
+    ("nproc", "table"), [(0, "scores.tsv"), (2, "all-pairs"), (2, "all-singles=0.3")]
+)
+def test_predictions_of_several_runs(trained, predict, on_fake_gpus, tmp_path, nproc, table):
     trained()
     trained("run.seed=1", "run.name=second", "model.readout=global")
     predict(nproc, table, "runs/default", "runs/second", fault="fake_gpu").check()

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,11 +30,9 @@ WITHOUT = [
     "a checkpoint that holds code",
     "a full disk at a checkpoint",
     "a NaN in one rank's loss",
-    "an infinite loss",
     "a NaN with optim.on_nonfinite=skip",
     "non-finite weights",
     "an exception in rank 0's data loading",
-    "an exception in evaluation",
     "a rank hanging in data loading",
 ]
 
@@ -57,7 +56,7 @@ def start_ranks(tmp_path, tables) -> Callable[..., list]:
 
 
 # ---- Kills at random moments ---------------------------------------------------------------------
-def test_sixteen_kills_at_random_moments_lose_nothing(start_ranks, tmp_path):
+def test_eight_kills_at_random_moments_lose_nothing(start_ranks, tmp_path):
     """One rank or all are killed, mostly in training, several times in a row in the same run."""
     # Without torchrun, only the watchdog ends a rank whose gloo has missed that its peer was
     # killed.
@@ -69,7 +68,7 @@ def test_sixteen_kills_at_random_moments_lose_nothing(start_ranks, tmp_path):
     draw.seed(seed)
     num_kills = 0
     number = 0  # of the run
-    while num_kills < 16:
+    while num_kills < 8:
         folder = tmp_path / "runs" / str(number)
         ranks = start_ranks(2, timeout, f"run.name={number}")
         wait_for_growth(folder / "metrics.jsonl", ranks)
@@ -97,29 +96,26 @@ def test_a_kill_while_steps_are_captured_loses_nothing(start_ranks, tmp_path):
     assert difference(tmp_path / "runs/default", tmp_path / "runs/whole") == ""
 
 
-def test_kills_of_torchrun_at_random_moments_lose_nothing(start_ranks, tables, tmp_path):
+def test_a_kill_of_torchrun_at_a_random_moment_loses_nothing(start_ranks, tables, tmp_path):
     """Its workers save and exit by themselves, and the next start waits for them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [ROOT / "train.py", *tables, *SETTINGS]
     assert join(start_ranks(2, "run.name=whole")) == [0, 0]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = tmp_path / "runs/default"
-    for kill in (True, True, False):
-        with (tmp_path / "output").open("w") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=tmp_path,
-                env=environment,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-            if kill:
-                wait_for_growth(run / "metrics.jsonl")
-                time.sleep(random.uniform(0, 0.3))
-                process.kill()
-            expected = -signal.SIGKILL if kill else 0
-            assert process.wait(60) == expected, (tmp_path / "output").read_text()
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        wait_for_growth(run / "metrics.jsonl")
+        time.sleep(random.uniform(0, 0.3))
+        process.kill()
+        assert process.wait(60) == -signal.SIGKILL, (tmp_path / "output").read_text()
+    assert join(start_ranks(2)) == [0, 0]
     assert "torchrun exited" in [row.get("reason") for row in read_metrics(run, "event")]
     assert difference(run, tmp_path / "runs/whole") == ""
 
@@ -144,19 +140,21 @@ def test_a_fault_loses_nothing(undisturbed, name):
     fault = named(name)
     folder = undisturbed.parent / str(FAULTS.index(fault))
     arguments = ["fault-worker", str(undisturbed.parent), *fault.arguments]
-    launch_once = launch if name in WITH_TORCHRUN else launch_forked
+
+    def launch_once(*positional: Any, **options: Any) -> tuple[int, str]:
+        """Only the run with the fault needs a real torchrun."""
+        is_real = name in WITH_TORCHRUN and "torchrun" in options
+        return (launch if is_real else launch_forked)(*positional, **options)
+
     assert run_fault(fault, folder, undisturbed, arguments, launch_once) == ""
 
 
-@pytest.mark.parametrize(
-    "name", ["one of 3 ranks killed, mid-accumulation", "one of 4 ranks killed in the forward pass"]
-)
-def test_a_resumed_run_adds_the_gradients_of_more_than_two_ranks_in_the_same_order(tmp_path, name):
+def test_a_resumed_run_adds_the_gradients_of_three_ranks_in_the_same_order(tmp_path):
     """Three numbers have sums that depend on the order.
 
     DDP orders its buckets by a process's first backward pass.
     """
-    fault = named(name)
+    fault = named("one of 3 ranks killed, mid-accumulation")
     arguments = ["fault-worker", str(tmp_path)]
     status, output = launch_forked(fault.ranks, [*arguments, "run.name=reference"])
     assert status == 0, output

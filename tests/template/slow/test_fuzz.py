@@ -35,7 +35,7 @@ GENES = [
     "c3",
     "d4",
 ]
-CASES = 50  # of each kind of damage, and of two at once
+CASES = 12  # of each kind of damage, and of two at once
 Table = dict[str, list[list[str]]]  # lines of cells, by the name of the file
 
 

@@ -22,58 +22,12 @@ def active_path() -> str:
     return f"{Path(sys.executable).parent}:/usr/bin:/bin"
 
 
-def test_an_active_environment_is_used_and_options_pass_through(run, tables, tmp_path, active_path):
-    copy = copy_template(tmp_path / "copy")
-    (tmp_path / "mine.yaml").write_text("run: {name: mine}\n")
-    command = [
-        "bash",
-        str(copy / "launch.sh"),
-        "--config",
-        "mine.yaml",
-        *tables,
-        *SMALL,
-        "optim.accumulate=2",
-    ]
-    result = run(command, PATH=active_path, CUDA_VISIBLE_DEVICES="").check()
-    assert not (copy / ".venv").exists()
-    assert "32 samples over 2 ranks and 2 micro-batches" in result.stdout
-    assert "OMP_NUM_THREADS" not in result.stderr  # torchrun does not warn about it
-    run_line, test_line, _ = result.stdout.strip().splitlines()[-3:]
-    assert "Pearson" in test_line and "baseline" in test_line
-    assert "runs/mine, model of step" in run_line
-    assert (tmp_path / "runs/mine/checkpoints/best.pt").exists()
-
-
 def test_the_file_of_the_contract_may_follow_a_space(run, tmp_path, active_path):
     copy = copy_template(tmp_path / "copy")
     (tmp_path / "mine.yaml").write_text("data: {split_sed: 1}\n")
-    command = ["bash", str(copy / "launch.sh"), "test", "-m", "contract", "-k", "one_split"]
+    command = ["bash", str(copy / "launch.sh"), "test", "tests/test_contract.py", "-n0"]
     result = run([*command, "--config", str(tmp_path / "mine.yaml")], PATH=active_path)
     assert "unknown option data.split_sed: did you mean data.split_seed?" in result.stdout
-
-
-def test_nproc_sets_the_number_of_processes(run, tables, active_path):
-    result = run([str(ROOT / "launch.sh"), *tables, *SMALL], PATH=active_path, NPROC="1").check()
-    assert "32 samples over 1 ranks" in result.stdout
-
-
-def test_one_machine_needs_neither_the_part_threads_nor_the_part_machines(
-    run, tables, tmp_path, active_path
-):
-    copy = copy_template(tmp_path / "copy")
-    for name in ("ddp_threads", "ddp_rendezvous"):
-        (copy / f"{name}.py").unlink()
-    command = ["bash", str(copy / "launch.sh"), *tables, *SMALL]
-    result = run(command, PATH=active_path).check()
-    assert "32 samples over 2 ranks" in result.stdout
-    assert "threads 1 (" in result.stdout  # as torchrun sets it
-    refused = run(command, PATH=active_path, NNODES="2")
-    assert refused.returncode == 1
-    file = copy / "ddp_rendezvous.py"
-    assert refused.stderr == (
-        f"error: NNODES=2 needs {file}, which is not here: "
-        "set NNODES=1, or start torchrun on each machine\n"
-    )
 
 
 def test_python3_is_used_if_python_lacks_the_packages(run, tmp_path):
@@ -216,6 +170,23 @@ def test_a_link_another_shell_and_cdpath_change_nothing(launch, place):
     assert launch("a=b", file="other/launch.sh").check().stdout.endswith(expected)
     assert launch("a=b", shell="sh").check().stdout.endswith(expected)
     assert launch("a=b", POSIXLY_CORRECT="1").check().stdout.endswith(expected)
+
+
+def test_nproc_sets_the_number_of_processes(launch):
+    assert "--nproc-per-node=3 " in launch(NPROC="3").check().stdout
+
+
+def test_one_machine_needs_neither_the_part_threads_nor_the_part_machines(launch, place):
+    """Without the first, torchrun sets one thread for each process."""
+    for name in ("ddp_threads", "ddp_rendezvous"):
+        (place / f"copy/{name}.py").unlink()
+    answers = 'case "$1" in -c) echo 0 ;; *) echo "[${OMP_NUM_THREADS:-}] $*" ;; esac'
+    stand_in(place / "bin/python", answers)
+    started = launch().check().stdout
+    assert started.startswith("[] ") and "--standalone" in started
+    refused = launch(NNODES="2")
+    assert refused.returncode == 1 and refused.stdout == ""
+    assert f"NNODES=2 needs {place}/copy/ddp_rendezvous.py" in refused.stderr
 
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
@@ -375,19 +346,20 @@ def test_git_ignores_what_the_commands_write(git):
 
 
 # ---- Settings of Python --------------------------------------------------------------------------
-@pytest.mark.parametrize("script", ["train", "predict", "analyse", "ddp_preflight"])
-def test_commands_start_without_docstrings_and_without_their_folder_in_the_path(
-    run, tmp_path, script
-):
+def test_commands_start_without_docstrings_and_without_their_folder_in_the_path(run, tmp_path):
     """`PYTHONSAFEPATH` and `-OO`, which sites set; here the packages keep their docstrings."""
     copy = copy_template(tmp_path / "copy")
     compileall.compile_dir(copy, maxlevels=0, quiet=1, legacy=True, optimize=2)
     for source in copy.glob("*.py"):
         source.unlink()  # or it would be imported
-    options = ["--help"] if script != "ddp_preflight" else []
-    command = [sys.executable, str(copy / f"{script}.pyc"), *options]
-    result = run(command, PYTHONPATH="", PYTHONSAFEPATH="1").check()
-    assert "usage: " in result.stdout if options else "OK     versions" in result.stdout
+
+    def start(script: str, *options: str) -> str:
+        command = [sys.executable, str(copy / f"{script}.pyc"), *options]
+        return run(command, PYTHONPATH="", PYTHONSAFEPATH="1").check().stdout
+
+    for script in ("train", "predict", "analyse"):
+        assert "usage: " in start(script, "--help")
+    assert "OK     versions" in start("ddp_preflight")
 
 
 def test_files_are_utf_8_where_the_locale_is_not(run, tables, tmp_path):
@@ -403,8 +375,9 @@ def test_files_are_utf_8_where_the_locale_is_not(run, tables, tmp_path):
     assert name in (tmp_path / "runs/default/test.tsv").read_text("utf-8")
 
 
-@pytest.mark.parametrize("command", ["train", "predict"])
-@pytest.mark.parametrize("variable", [{}, {"GOMP_SPINCOUNT": "7"}])
+@pytest.mark.parametrize(
+    ("command", "variable"), [("train", {}), ("predict", {"GOMP_SPINCOUNT": "7"})]
+)
 def test_idle_threads_stop_spinning_unless_the_user_says_otherwise(run, command, variable):
     code = f"import {command}, os; print(os.environ.get('GOMP_SPINCOUNT'))"
     assert run([sys.executable, "-c", code], **variable).check().stdout.strip() == variable.get(

@@ -70,7 +70,7 @@ def rows_of_template() -> dict[tuple, list[dict]]:
 def test_a_copy_without_a_part_trains_as_the_template_does(
     command, tables, tmp_path, rows_of_template, name
 ):
-    """On one and two ranks, and its log and README have no word of what is gone."""
+    """On two ranks, without any part also on one; its log and README have no word of it."""
     copy = tmp_path / "copy"
     assert make_copy.main([str(copy), "--without", name]) == 0
     ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "."]
@@ -80,7 +80,7 @@ def test_a_copy_without_a_part_trains_as_the_template_does(
     off = sorted({f"{option}={as_typed(values[option])}" for option in names})
     options = [*tables, *SMALL]
     tolerance = ROUNDING.get(name, 0)
-    for world_size in (0, 2):
+    for world_size in (2, 0) if name == "all" else (2,):
         own = f"own{world_size}"
         command(world_size, copy / "train.py", *options, f"run.name={own}", start=True).check()
         found = rows_of(tmp_path / "runs" / own)
@@ -102,17 +102,14 @@ def test_a_copy_without_a_part_trains_as_the_template_does(
 def run_the_other_commands(command, folder: Path, copy: Path) -> None:
     """Predicts with a run of the copy and analyses it, by the commands that the copy has."""
     if (copy / "predict.py").exists():
-        table = folder / "ask.tsv"
-        table.write_text("genes\nY01\nY02,Y03\n")
-        command(0, copy / "predict.py", "ask.tsv", "runs/own0", start=True).check()
+        (folder / "ask.tsv").write_text("genes\nY01\nY02,Y03\n")
+        arguments = [copy / "predict.py", "ask.tsv", "runs/own2"]
+        command(0, *arguments, start=True).check()
         assert len((folder / "ask.predictions.tsv").read_text().splitlines()) == 3
-    if (copy / "predict_explain.py").exists():
-        (folder / "ask.predictions.tsv").unlink()
-        command(
-            0, copy / "predict.py", "ask.tsv", "runs/own0", "--explain", "3", start=True
-        ).check()
+        if (copy / "predict_explain.py").exists():
+            command(0, *arguments, "--explain", "3", start=True).check()
     if (copy / "analyse.py").exists():
-        command(0, copy / "analyse.py", "runs/own0", start=True).check()
+        command(0, copy / "analyse.py", "runs/own2", start=True).check()
 
 
 @pytest.mark.parametrize("name", ["", "all"])

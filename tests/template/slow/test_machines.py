@@ -4,36 +4,26 @@ import contextlib
 import json
 import shutil
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.template.fixtures import ROOT, Finished, clean_environment, fork_ranks, join
+from tests.template.fixtures import ROOT, Finished
+from tests.template.slow.processes import (
+    SMALL,
+    VARIABLES,
+    events,
+    has_a_checkpoint,
+    run_on_one_machine,
+    sh,
+    wait_until,
+)
 from tests.tools.machines import ADDRESSES, connect, two_machines
 from tests.tools.runs import difference, read_metrics
 
 RDZV = "alpha:29500"
-SMALL = ["model.hidden=8", "model.readout=local", "log.every_steps=1"]
-VARIABLES = {
-    "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
-    "NPROC": "1",
-}
-
-
-def sh(*arguments: str, timeout: float = 30, **variables: str) -> str:
-    environment = {**clean_environment(), **VARIABLES, **variables}
-    result = subprocess.run(
-        arguments, capture_output=True, text=True, timeout=timeout, env=environment, check=False
-    )
-    assert result.returncode == 0, f"{arguments}\n{result.stdout}\n{result.stderr}"
-    return result.stdout
 
 
 class Machine:
@@ -88,37 +78,7 @@ def machines(run, tables, tmp_path) -> Iterator[tuple[Machine, Machine]]:
         yield pair[0], pair[1]
 
 
-@pytest.fixture
-def one_machine(tables, tmp_path) -> Callable[..., Path]:
-    """one_machine(world_size, *overrides) returns the folder of an uninterrupted run here."""
-
-    def start(world_size: int, *overrides: str) -> Path:
-        arguments = [*tables, *SMALL, *overrides, "run.name=one"]
-        _store, ranks = fork_ranks(tmp_path, world_size, "train.py", arguments)
-        assert join(ranks) == [0] * world_size, (tmp_path / "rank0.stderr").read_text()
-        return tmp_path / "runs/one"
-
-    return start
-
-
-def events(folder: Path) -> list[str]:
-    return [row["event"] for row in read_metrics(folder, "event")]
-
-
-def wait_until(condition: Callable[[], object], seconds: float, message: Callable[[], str]) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, message()
-        time.sleep(0.1)
-
-
-def has_a_checkpoint(folder: Path) -> bool:
-    """Tells whether a step was made; before the first, ddp.startup_timeout_s is the limit."""
-    paths = (folder / "checkpoints").glob("step_*.pt")
-    return any(path.name > "step_00000000.pt" for path in paths)
-
-
-def test_two_machines_with_one_and_two_processes_train_as_one(machines, tables, one_machine):
+def test_two_machines_with_one_and_two_processes_train_as_one(machines, tables, tmp_path):
     alpha, beta = machines
     arguments = [*tables, *SMALL, "data.batch_size=30", "optim.epochs=2"]
     address = f"{alpha.address}:29500"  # the other tests use a host name
@@ -130,7 +90,7 @@ def test_two_machines_with_one_and_two_processes_train_as_one(machines, tables, 
     for line in second.result().stderr.splitlines():
         # torchrun's warning if the machine that hosts its store has exited first.
         assert "failed to shutdown the rendezvous" in line
-    whole = one_machine(3, "data.batch_size=30", "optim.epochs=2")
+    whole = run_on_one_machine(tmp_path, tables, 3, "data.batch_size=30", "optim.epochs=2")
     assert difference(alpha.run_folder, whole) == ""
     assert {path.name for path in beta.run_folder.iterdir()} == {"log.rank1.txt", "log.rank2.txt"}
     for machine in machines:
@@ -162,7 +122,7 @@ def test_machines_of_an_elastic_run_come_and_go(machines, tables, tmp_path):
     assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
 
 
-def test_two_torchruns_of_one_machine_train_as_one(run, tables, one_machine, tmp_path):
+def test_two_torchruns_of_one_machine_train_as_one(run, tables, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     arguments = [str(ROOT / "launch.sh"), *tables, *SMALL, "data.batch_size=32", "optim.epochs=2"]
@@ -171,7 +131,7 @@ def test_two_torchruns_of_one_machine_train_as_one(run, tables, one_machine, tmp
         both = [pool.submit(run, arguments, 120, **variables) for _ in range(2)]
     output = "".join(future.result().check().stdout for future in both)
     assert output.count("samples over 2 ranks") == 1
-    whole = one_machine(2, "data.batch_size=32", "optim.epochs=2")
+    whole = run_on_one_machine(tmp_path, tables, 2, "data.batch_size=32", "optim.epochs=2")
     assert difference(tmp_path / "runs/default", whole) == ""
 
 
@@ -203,9 +163,7 @@ def test_a_machine_that_is_stopped_stops_the_other(machines, tables):
     assert json.loads((alpha.run_folder / "status.json").read_text())["state"] == "stopped"
 
 
-def test_a_network_cut_ends_both_machines_and_a_restart_resumes_the_run(
-    machines, tables, one_machine
-):
+def test_a_network_cut_ends_both_machines_and_a_restart_resumes_the_run(machines, tables, tmp_path):
     alpha, beta = machines
     arguments = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=60", "ddp.timeout_s=4"]
     both = [machine.launch(*arguments) for machine in machines]
@@ -223,5 +181,5 @@ def test_a_network_cut_ends_both_machines_and_a_restart_resumes_the_run(
     for future in [machine.launch(*arguments) for machine in machines]:
         future.result().check()
     assert events(alpha.run_folder) == ["started", "failed", "resumed", "finished"]
-    whole = one_machine(2, "data.batch_size=32", "optim.epochs=60")
+    whole = run_on_one_machine(tmp_path, tables, 2, "data.batch_size=32", "optim.epochs=60")
     assert difference(alpha.run_folder, whole) == ""

@@ -1,4 +1,4 @@
-"""16 real processes on one machine, with a tiny model: they train, stop, fail, resume as two do."""
+"""Eight processes on one machine, with a tiny model: they train, stop, fail, resume as two do."""
 
 import json
 import os
@@ -9,19 +9,19 @@ from pathlib import Path
 from tests.template.fixtures import fork_ranks, join
 from tests.tools.runs import difference, read_metrics
 
-NUM_RANKS = 16
-VICTIM = 9
+NUM_RANKS = 8
+VICTIM = 5
 SETTINGS = [
     "data.batch_size=32",
     "model.hidden=4",
-    "optim.epochs=8",
+    "optim.epochs=6",
     "log.every_steps=1",
     "checkpoint.every_steps=2",
 ]
 
 
-def test_16_ranks_lose_nothing(tmp_path, tables):
-    """One gets a signal, is killed, is frozen in a run, which must end as an undisturbed one."""
+def test_eight_ranks_lose_nothing(tmp_path, tables):
+    """One gets a signal, then is killed in a run, which must end as an undisturbed one."""
     arguments = [*tables, *SETTINGS, "ddp.timeout_s=8"]
     run = tmp_path / "runs/disturbed"
 
@@ -49,9 +49,6 @@ def test_16_ranks_lose_nothing(tmp_path, tables):
     killed = disturb(signal.SIGKILL)
     assert killed["state"] == "failed" and killed["codes"] == {1}
     assert "another rank was killed or cannot be reached" in killed["reason"]
-    frozen = disturb(signal.SIGSTOP)
-    assert frozen["state"] == "failed" and frozen["codes"] == {1}
-    assert f"rank {VICTIM}: frozen, or its machine is gone, last in" in frozen["reason"]
     _store, ranks = start("disturbed")
     assert set(join(ranks, 240)) == {0}
     assert difference(run, tmp_path / "runs/whole") == ""

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.template.fixtures import ROOT
-from tests.template.slow.test_machines import (
+from tests.template.slow.processes import (
     SMALL,
     VARIABLES,
     events,
     has_a_checkpoint,
-    one_machine,  # noqa: F401
+    run_on_one_machine,
     sh,
     wait_until,
 )
@@ -89,7 +89,7 @@ class Job:
         )
 
 
-def test_a_job_of_two_nodes_is_stopped_preempted_and_resumed(slurm, tables, one_machine, tmp_path):  # noqa: F811
+def test_a_job_of_two_nodes_is_stopped_preempted_and_resumed(slurm, tables, tmp_path):
     folder, length = tmp_path / "runs/default", ["data.batch_size=32", "optim.epochs=120"]
     job = Job(slurm, tmp_path, "--nodes=2", "--partition=low", LAUNCH, *tables, *SMALL, *length)
     wait_until(lambda: has_a_checkpoint(folder), 90, job.log)
@@ -109,7 +109,7 @@ def test_a_job_of_two_nodes_is_stopped_preempted_and_resumed(slurm, tables, one_
     assert events(folder) == ["started", "stopped", "resumed", "stopped", "resumed", "finished"], (
         job.log()
     )
-    assert difference(folder, one_machine(2, *length)) == ""
+    assert difference(folder, run_on_one_machine(tmp_path, tables, 2, *length)) == ""
     for node in (0, 1):
         assert (tmp_path / f"slurm-{job.id}.node{node}.out").exists()
     assert (tmp_path / f"slurm-{job.id}.out").read_text().count("stopped, requeued") == 2

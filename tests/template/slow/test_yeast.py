@@ -1,4 +1,4 @@
-"""Yeast-sized data: the real tables, if available, and the synthetic preset."""
+"""The real tables of yeast, if they are available."""
 
 from pathlib import Path
 
@@ -9,8 +9,7 @@ from baseline import additive_baseline
 from data import DataConfig, load
 from data_tables import Tables
 from tests.template.fixtures import DEFAULTS, ROOT
-from tests.template.test_bench import compare_with_preset
-from tests.template.test_data_tables import summary_of
+from tests.template.tables import summary_of
 from tests.tools.runs import read_metrics
 
 FOLDER = ROOT.parent / "shared/data/yeast"
@@ -26,10 +25,6 @@ TABLES = {
 @pytest.fixture
 def tables(tmp_path: Path) -> Tables:
     return load(DataConfig(cache_dir=str(tmp_path), **TABLES))
-
-
-def test_the_yeast_preset_has_the_declared_shape():
-    compare_with_preset("yeast")
 
 
 @real
