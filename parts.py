@@ -7,6 +7,7 @@ option, or by `optional`. Whatever is in no part is the core.
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -127,6 +128,11 @@ PARTS = [
     Part("machines", ("ddp_rendezvous.py",), loss="one machine, or torchrun by hand on each"),
     Part("preflight", ("ddp_preflight.py",), loss="no check of machines before a long run"),
 ]
+
+
+def parts_with(file: str) -> list[Part]:
+    """Returns the parts to which a file belongs, also if it is gone."""
+    return [part for part in PARTS if any(fnmatch(file, name) for name in part.patterns)]
 
 
 def optional(name: str) -> ModuleType | None:

@@ -146,12 +146,11 @@ def explain_missing_part(file: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        for part in parts.PARTS:
-            if error.name in part.modules:
-                raise UserError(
-                    f"the model of {file} needs {error.name}.py, which is not here: copy the files "
-                    f"of the part {part.name} from the template"
-                ) from None
+        for part in parts.parts_with(f"{error.name}.py"):
+            raise UserError(
+                f"the model of {file} needs {error.name}.py, which is not here: copy the files "
+                f"of the part {part.name} from the template"
+            ) from None
         raise
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from errors import RunError, UserError
-from parts import FOLDER, PARTS
+from parts import FOLDER, parts_with
 
 log = logging.getLogger("run_checkpoint")
 # How the names of files begin that decide no numbers of a model.
@@ -139,11 +139,11 @@ def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
     Of the files that only one of the two has, those of parts do not count: options ask for these.
     """
     earlier = checkpoint.get("code", code)
-    of_parts = {file for part in PARTS for file in part.files}
     edited = [file for file in code.keys() & earlier.keys() if code[file] != earlier[file]]
-    new = [f"{file} (only here)" for file in code.keys() - earlier.keys() - of_parts]
-    lost = [file for file in earlier.keys() - of_parts if not (FOLDER / file).is_file()]
-    names = sorted([*edited, *new, *(f"{file} (not here)" for file in lost)])
+    new = [f"{file} (only here)" for file in code.keys() - earlier.keys() if not parts_with(file)]
+    gone = [file for file in earlier if not (FOLDER / file).is_file()]
+    lost = [f"{file} (not here)" for file in gone if not parts_with(file)]
+    names = sorted([*edited, *new, *lost])
     return f"other code in {', '.join(names)}" if names else ""
 
 

@@ -312,7 +312,7 @@ def test_a_readout_of_its_own_reads_the_states_of_all_nodes(shared, monkeypatch,
     ]
 
 
-def test_the_product_and_its_gradients_are_those_of_a_dense_matrix(graph):  # noqa: F811
+def test_the_product_and_its_gradients_are_those_of_a_dense_matrix(graph):
     """For any strides of x, and also of second order."""
     matrix = SharedGraph(graph).double().stack.by_target.csr
     csr = torch.sparse_csr_tensor(*matrix, (3 * NUM_NODES, NUM_NODES))
