@@ -242,12 +242,16 @@ def parse_override(text: str) -> tuple[str, Any]:
     """Returns key and value of `section.key=value`; raises `UserError`."""
     key, sign, value = text.partition("=")
     check_names([key])
-    if types_of(all_options()[key]) == (str,):
+    option = all_options()[key]
+    kinds = types_of(option)
+    if kinds == (str,):
         if not sign:
             raise UserError(f"{key} has no value: write {key}=...")
         return key, value
     with explain_yaml_errors(text):
         parsed = yaml.load(value, OptionsLoader)
+    if str in kinds and parsed is not None:
+        return key, value  # 5 is the text "5"
     return key, parsed
 
 

@@ -263,10 +263,10 @@ def test_a_wrong_value_or_type_of_an_added_option_gives_a_one_line_error(added, 
 def test_the_types_of_added_options_may_be_texts(monkeypatch):
     """As `from __future__ import annotations` makes them."""
     added = adapt_config(monkeypatch, f"from __future__ import annotations\n{ADDED}")
-    arguments = ("cap=3", "floor=0", "ends=[-1, 1e-3]", "title=x", "kind=mean", "size=3", "count=0")
+    arguments = ("cap=3", "floor=0", "ends=[-1, 1e-3]", "title=5", "kind=mean", "size=3", "count=0")
     options = added(*(f"optim.{argument}" for argument in arguments))
     assert repr((options.cap, options.floor, options.ends)) == "(3.0, 0, [-1.0, 0.001])"
-    assert (options.title, options.kind) == ("x", "mean")
+    assert (options.title, options.kind) == ("5", "mean")
     assert repr((options.size, options.count)) == "(3, 0)"
     with pytest.raises(UserError, match=r"^optim.cap must be float or None, not 'high'$"):
         added("optim.cap=high")
