@@ -22,8 +22,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import IO, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import IO, Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -36,6 +36,10 @@ from run_folder import CheckpointConfig, LogConfig, RunConfig
 
 log = logging.getLogger("config")
 DEFAULTS = Path(__file__).with_name("config.yaml")
+PLAIN_TYPES = (bool, int, float, str, list, dict, NoneType)
+NO_PATH = ("null", "~", "None")  # which people write for no file
+INT = re.compile(r"[-+]?[0-9]+$")
+FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$")
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,8 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
+        if "--local" in message:
+            message += ": the launcher torch.distributed.launch is too old, use torchrun"
         raise UserError(message)
 
 
@@ -174,7 +180,8 @@ def restored_environment() -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
         os.environ.update(before)
 
 
@@ -247,7 +254,8 @@ def parse_override(text: str) -> tuple[str, Any]:
     if kinds == (str,):
         if not sign:
             raise UserError(f"{key} has no value: write {key}=...")
-        return key, value
+        is_none = option.metadata.get("path") and value in NO_PATH
+        return key, None if is_none else value
     with explain_yaml_errors(text):
         parsed = yaml.load(value, OptionsLoader)
     if str in kinds and parsed is not None:
@@ -256,16 +264,31 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 class OptionsLoader(yaml.SafeLoader):
-    """Reads YAML in which no key stands twice, of which the first would be ignored."""
+    """Reads YAML in which no key stands twice, of which the first would be ignored.
+
+    Numbers are decimal: YAML 1.1 reads 010 as 8, 1:30 as 90, and 1e-3 as a text.
+    """
+
+    yaml_implicit_resolvers: ClassVar = {  # without those of YAML 1.1's numbers
+        first: [(tag, form) for tag, form in resolvers if not tag.endswith((":int", ":float"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         names = []
-        for key, _ in node.value:
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if key.value in names:
-                problem = f"{key.value} stands twice"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value} stands twice", problem_mark=key.start_mark
+                )
             names.append(key.value)
         return super().construct_mapping(node, deep)
+
+
+for _kind, _form in ((int, INT), (float, FLOAT)):
+    _tag = f"tag:yaml.org,2002:{_kind.__name__}"
+    OptionsLoader.add_implicit_resolver(_tag, _form, list("+-.0123456789"))
+    OptionsLoader.add_constructor(_tag, lambda loader, node, kind=_kind: kind(node.value))
 
 
 @contextlib.contextmanager
@@ -337,6 +360,8 @@ def convert(key: str, value: Any, option: Field) -> Any:
     """
     shown = value
     for kind in types_of(option):
+        if (get_origin(kind) or kind) not in (*PLAIN_TYPES, Literal):
+            raise UserError(f"{key} has the type {kind}, which no option can have: see config.py")
         with contextlib.suppress(ValueError, OverflowError):
             shown = as_type(value, kind)
             if is_in_range(shown, option.metadata):
@@ -376,7 +401,7 @@ def as_type(value: Any, kind: Any) -> Any:
 
 
 def is_in_range(value: Any, limits: Mapping[str, float]) -> bool:
-    """Returns whether a number is finite and in its range; other values are.
+    """Returns whether a number is in its range, finite and, if an int, of 64 bits; others are.
 
     Of a list, all items must be.
     """
@@ -384,6 +409,8 @@ def is_in_range(value: Any, limits: Mapping[str, float]) -> bool:
         return all(is_in_range(item, limits) for item in value)
     if type(value) not in (int, float):
         return True
+    if type(value) is int and abs(value) >= 2**63:
+        return False
     is_within = limits.get("min", -math.inf) <= value <= limits.get("max", math.inf)
     return is_within and math.isfinite(value)
 

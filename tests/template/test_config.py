@@ -41,6 +41,7 @@ class OptimConfig(Options):
     limit: float = field(default=-1.0, metadata={"min": -2.5, "max": 0})
     most: int = field(default=3, metadata={"max": 8, "resume": "free"})
     pair: tuple = ()
+    pairs: tuple[int, int] = (0, 0)
     path: Path = None
 """
 
@@ -248,8 +249,9 @@ def test_an_added_option_has_its_type_from_the_command_line_and_from_a_file(
         ("limit=-3", "optim.limit must be float from -2.5 to 0, not -3.0"),
         ("limit=0.5", "optim.limit must be float from -2.5 to 0, not 0.5"),
         ("most=9", "optim.most must be int <= 8, not 9"),
-        ("pair=[1, 2]", "optim.pair must be tuple, not [1, 2]"),
-        ("path=a", "optim.path must be Path, not 'a'"),
+        ("pair=[1, 2]", "optim.pair has the type <class 'tuple'>, which no option can have"),
+        ("pairs=[1, 2]", "optim.pairs has the type tuple[int, int], which no option can have"),
+        ("path=a", "optim.path has the type <class 'pathlib.Path'>, which no option can have"),
         ("cup=1", "unknown option optim.cup: did you mean optim.cap?"),
     ],
 )
@@ -270,6 +272,8 @@ def test_the_types_of_added_options_may_be_texts(monkeypatch):
     assert repr((options.size, options.count)) == "(3, 0)"
     with pytest.raises(UserError, match=r"^optim.cap must be float or None, not 'high'$"):
         added("optim.cap=high")
+    with pytest.raises(UserError, match=r"^optim.pairs has the type tuple\[int, int\], which no"):
+        added("optim.pairs=[1, 2]")
 
 
 def test_without_values_added_options_have_their_defaults(added):
@@ -319,7 +323,7 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
             "optim.lr_mult={embedding: -1}",
             "optim.lr_mult: embedding: -1 is no part of a name and a factor",
         ),
-        ("optim.lr_mult={a: .nan}", "optim.lr_mult: a: nan is no part of a name and a factor"),
+        ("optim.lr_mult={a: .nan}", "optim.lr_mult: a: .nan is no part of a name and a factor"),
         ("optim.lr_mult={a: x}", "optim.lr_mult: a: x is no part of a name and a factor"),
         ("optim.lr_mult={0: 1}", "optim.lr_mult: 0: 1 is no part of a name and a factor"),
         ("optim.lr=fast", "optim.lr must be float >= 0, not 'fast'"),
@@ -367,9 +371,16 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
             "ddp.options={bucket_cap: 3}",
             "DistributedDataParallel: got an unexpected keyword argument 'bucket_cap'",
         ),
+        ("--local-rank=0", "torch.distributed.launch is too old, use torchrun"),
         ("ddp.options={device_ids: 1}", "got multiple values for keyword argument 'device_ids'"),
         ("--lr=3", "unrecognized arguments: --lr=3"),
-        ("optim.warmup=500", "optim.warmup must be float from 0 to 1, not 500.0"),
+        (
+            "optim.warmup=500",
+            "optim.warmup=500: it is the fraction of all steps that warm up, from 0 to 1, "
+            "not their number",
+        ),
+        ("optim.warmup=-0.1", "optim.warmup=-0.1: it is the fraction of all steps"),
+        ("optim.warmup=1.5", "optim.warmup=1.5: it is the fraction of all steps"),
     ],
 )
 def test_a_wrong_argument_gives_a_one_line_error(argument, message):
@@ -380,12 +391,12 @@ def test_a_wrong_argument_gives_a_one_line_error(argument, message):
     assert caught.value.status == 2
 
 
-TEXTS = ("x y", "null", "[1, 2]", "{a: 1}", "true", "5", "1.5")
+TEXTS = ("x y", "null", "[1, 2]", "{a: 1}", "true", "5", "1.5", "99999999999999999999999")
 FITTING = {  # which of these are values of a type
     str: ["x y"],
     bool: ["true"],
     int: ["5"],
-    float: ["5", "1.5"],
+    float: ["5", "1.5", "99999999999999999999999"],
     list: ["[1, 2]"],
     dict: ["{a: 1}"],
 }
@@ -502,6 +513,21 @@ def test_a_wrong_file_gives_a_one_line_error(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("run.seed=010", 10), ("run.seed=008", 8), ("optim.lr=1e-2", 0.01), ("optim.lr=.5", 0.5)],
+)
+def test_numbers_are_decimal(text, value):
+    """YAML 1.1 reads 010 as 8, and 1e-2 as a text."""
+    assert load(text).options()[text.partition("=")[0]] == value
+
+
+@pytest.mark.parametrize("text", ["optim.epochs=1:30", "optim.epochs=1_0", "optim.epochs=0x10"])
+def test_numbers_of_another_form_are_refused(text):
+    with pytest.raises(UserError, match=r"optim.epochs must be int >= 1, not "):
+        load(text)
+
+
 def test_files_are_read_in_their_order(tmp_path):
     (tmp_path / "first.yaml").write_text("model: {hidden: 8, layers: 3}")
     (tmp_path / "second.yaml").write_text("model: {hidden: 16}")
@@ -509,8 +535,11 @@ def test_files_are_read_in_their_order(tmp_path):
     assert (options.model.hidden, options.model.layers) == (16, 3)
 
 
-def test_no_file_is_an_empty_text(tmp_path):
-    (tmp_path / "none.yaml").write_text("data: {features: null}")
+@pytest.mark.parametrize("value", ["null", "~", "None"])
+def test_no_file_is_an_empty_text(tmp_path, value):
     expected = 'data.features must be str, not None: for none, write ""'
+    with pytest.raises(UserError, match=expected):
+        load(f"data.features={value}")
+    (tmp_path / "none.yaml").write_text("data: {features: null}")
     with pytest.raises(UserError, match=expected):
         load(f"--config={tmp_path}/none.yaml")
