@@ -374,13 +374,9 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ("--local-rank=0", "torch.distributed.launch is too old, use torchrun"),
         ("ddp.options={device_ids: 1}", "got multiple values for keyword argument 'device_ids'"),
         ("--lr=3", "unrecognized arguments: --lr=3"),
-        (
-            "optim.warmup=500",
-            "optim.warmup=500: it is the fraction of all steps that warm up, from 0 to 1, "
-            "not their number",
-        ),
-        ("optim.warmup=-0.1", "optim.warmup=-0.1: it is the fraction of all steps"),
-        ("optim.warmup=1.5", "optim.warmup=1.5: it is the fraction of all steps"),
+        ("optim.warmup=500", "optim.warmup must be float from 0 to 1, not 500.0"),
+        ("optim.warmup=-0.1", "optim.warmup must be float from 0 to 1, not -0.1"),
+        ("optim.warmup=1.5", "optim.warmup must be float from 0 to 1, not 1.5"),
     ],
 )
 def test_a_wrong_argument_gives_a_one_line_error(argument, message):
