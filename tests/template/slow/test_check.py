@@ -60,10 +60,10 @@ SHIFTED = {
     PLACE: f"""{PLACE}
         self.shift = nn.Parameter(torch.zeros(1))
 """,
-    "        return output.to(wild.encoder.norm.weight.dtype)\n": """
+    "        return output.to(self.encoder.norm.weight.dtype)\n": """
         outputs = torch.cat([output, 0.3 * output, 0.7 * output], dim=1) + self.shift
         prediction = (outputs - outputs.mean(dim=1, keepdim=True)).narrow(1, 0, 1)
-        return prediction.to(wild.encoder.norm.weight.dtype)
+        return prediction.to(self.encoder.norm.weight.dtype)
 """,
 }
 
