@@ -393,7 +393,7 @@ def test_training_on_profiles_starts_at_the_baseline_and_is_resumed_bit_for_bit(
     options = [*profile_tables, *NODES, "checkpoint.every_steps=1", "checkpoint.keep_last=99"]
     options.append("data.val_fraction=0.2")  # so that the rows tell one epoch from another
     result = train(3, *options).check()
-    assert re.search(r"; 60 scores: G00001, G00002, G00003, G00004, G00005\n", result.stdout)
+    assert re.search(r"; 60 scores: G00001, G00002, G00003, G00004, G00005; ", result.stdout)
     pattern = r"val loss .*, Pearson -?\d\.\d{4}, baseline -?\d\.\d{4}\n"
     assert re.search(pattern, result.stdout)
     assert "note" not in result.stdout

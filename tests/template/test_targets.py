@@ -55,7 +55,10 @@ def test_scores_gaps_and_weights_are_read(tmp_path):
     torch.testing.assert_close(tables.y, expected, equal_nan=True)
     assert tables.weight.tolist() == [4, 1, 0.25, 1]
     assert tables.split.tolist() == [0, 1, 2, 0]
-    assert summary_of(tables).endswith("; 2 scores: growth, cell size")
+    said = (
+        "; 2 scores: growth, cell size; rows by knock-outs: 1 of 0, 2 of 1, 1 of 2, in 4 distinct"
+    )
+    assert said in summary_of(tables)
     rows = [(*row[:4], row[4] ** -2) for row in ROWS]
     weighted = load(write_tables(tmp_path, EDGES, [(*HEADER[:4], "weight"), *rows]))
     assert torch.equal(weighted.weight, tables.weight)
