@@ -74,30 +74,6 @@ class Tables:
         if self.level is None:
             self.level = torch.zeros(len(self.perturbed), dtype=torch.float64)
 
-    @classmethod
-    def of_graph(cls, fields: dict[str, Any]) -> "Tables":
-        """Returns tables without samples, given `graph_fields`."""
-        no_samples = {
-            "perturbed": torch.empty(0, dtype=torch.long),
-            "perturbed_ptr": torch.zeros(1, dtype=torch.long),
-            "y": torch.empty(0, len(fields["targets"]), dtype=torch.float64),
-            "split": torch.empty(0, dtype=torch.int8),
-        }
-        tables = cls(**fields, **no_samples)
-        tables.edge_index = tables.edge_index.long()
-        tables.edge_type = tables.edge_type.long()
-        return tables
-
-    def graph_fields(self) -> dict[str, Any]:
-        """Returns the fields that are `OF_GRAPH`, the edges in a third of their bytes."""
-        fields = {name: getattr(self, name) for name in OF_GRAPH}
-        fields["edge_index"] = self.edge_index.int()
-        dtype = torch.uint8 if len(self.relations) < 256 else torch.int
-        fields["edge_type"] = self.edge_type.to(dtype)
-        if (self.edge_weight == 1).all():
-            fields["edge_weight"] = None
-        return fields
-
     def graph(self) -> HeteroData:
         """Returns the graph, with node type `gene` and one edge type per relation."""
         graph = HeteroData()

@@ -2,7 +2,7 @@
 
 Most states do not differ from the intact graph's. `ReachPlanner` lists those that do, layer by
 layer, from the topology alone, and `ReachPlan.pooled` computes from these what
-`KnockoutTerm.pooled` does. `plan_route` decides whether that pays, `is_exact` whether it fits.
+`KnockoutTerm.pooled` does. `plan_route` decides whether that pays, `plan_fits` whether it may.
 
 A copy can do without this file: with model.message_passing=shared, all states are computed. It
 knows the layer `KnockoutConv` (see `update_of_reached`) and the readouts of `POOL_REACHED`; for
@@ -435,6 +435,17 @@ def plan_route(
         percentages.append(f"{100 * num_reached / graph.num_nodes:.2g}")
     reached = f"{', '.join(percentages)} % of the nodes in {num_planned} of {num_layers} layers"
     return planner, f"a knock-out reaches {reached}: {route}"
+
+
+def plan_fits(model: KnockoutGNN, graph: SharedGraph, dataset: Dataset) -> bool:
+    """Returns whether the plan of a dataset's batches `is_exact`; if not, a note says so."""
+    fits = is_exact(model, graph, dataset.__getitems__([0, 0, 0]), dataset.transform)
+    if not fits:
+        log.warning(
+            "note      model_reach.py computes other changes of states than model.py: it is not "
+            "used, which is slower; edit it, or delete it and set model.message_passing=shared"
+        )
+    return fits
 
 
 @torch.no_grad()

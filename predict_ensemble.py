@@ -26,6 +26,7 @@ from evaluate import compute_rows, evaluation_batch_size, load_batches, predict_
 from losses import LOSSES
 from mask import SharedGraph
 from model import PARTS
+from predict_graph import read_graph, tables_of_graph
 from predict_sets import MOST
 from run_checkpoint import code_digests, load_model, other_code, read_checkpoint
 from run_folder import read_status
@@ -70,21 +71,6 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
         raise UserError(f"the graph.pt of {path} is of another graph: copy that of its run folder")
     options = load_config((), overrides, checkpoint)
     return Run(checkpoint, options, graph)
-
-
-def read_graph(checkpoint: Path) -> dict[str, Any]:
-    """Returns the graph.pt of a checkpoint's run folder, or beside it; raises `UserError`."""
-    for folder in (checkpoint.parent, checkpoint.parent.parent):
-        path = folder / "graph.pt"
-        if path.exists():
-            try:
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except Exception as error:  # a damaged file fails in many ways
-                raise UserError(f"{path} is not readable ({type(error).__name__})") from None
-    raise UserError(
-        f"no graph.pt beside {checkpoint}: copy it from the run folder; starting a run again "
-        "writes it, too"
-    )
 
 
 def check_same(first: Run, run: Run) -> None:
@@ -173,7 +159,7 @@ class Ensemble:
         for run in runs[1:]:
             check_same(first, run)
         self.ddp = ddp
-        self.tables = Tables.of_graph(first.graph)
+        self.tables = tables_of_graph(first.graph)
         dtypes = [run.config.optim.dtype for run in runs]
         dtype = max(dtypes, key=lambda dtype: dtype.itemsize)  # all models predict in the widest
         self.graph = SharedGraph(self.tables.graph()).to(ddp.device, dtype)

@@ -291,28 +291,6 @@ class RunFolder:
                 save_atomically(self.checkpoints / f"step_{state.step:08d}.pt", saved)
             save_atomically(path, best)
 
-    def write_graph(self, fields: dict[str, Any]) -> None:
-        """Writes graph.pt: `Tables.graph_fields`, and their hash. Raises `UserError` on all ranks.
-
-        Runs on the same graph share one file, where the disk has links.
-        """
-        path = self.path / "graph.pt"
-        with self.ddp.sync_errors(), explain_write_errors(path, UserError):
-            if self.ddp.rank != 0:
-                return
-            content = {"graph": self.origin.graph, **fields}
-            cache_dir = self.config.data.cache_dir
-            data_cache = optional("data_cache") if cache_dir else None
-            if data_cache is None:
-                save_atomically(path, content)
-                return
-            of_cache = (cache_dir, "graph", self.origin.graph)
-            data_cache.cached(*of_cache, lambda: content)
-            if data_cache.cache_file(*of_cache).exists():
-                link_atomically(data_cache.cache_file(*of_cache), path)
-            else:
-                save_atomically(path, content)
-
     def _open_metrics(self, state: TrainState) -> None:
         """Opens metrics.jsonl without the rows that the run will repeat."""
         path = self.path / "metrics.jsonl"

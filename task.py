@@ -23,7 +23,7 @@ import data
 from config import Config
 from data import KnockoutDataset, target_nodes, weight_scale
 from data_tables import OF_GRAPH, SPLITS, Tables
-from data_training import basis_of, effective_share, training_mean_and_std
+from data_training import basis_of, training_mean_and_std
 from ddp_setup import Distributed
 from errors import RunError, UserError
 from losses import LOSSES, Criterion
@@ -35,7 +35,6 @@ from run_checkpoint import Origin
 from run_results import result_lines
 
 log = logging.getLogger("task")
-FEW = 0.1  # of the training rows, as which all count by their weights, from which the log says so
 
 
 @dataclass
@@ -216,19 +215,12 @@ class KnockoutTask:
         if not isinstance(model, KnockoutGNN):
             self.dataset = replace(self.dataset, transform=None)
             self.route = type(model).__name__
-        if self.dataset.transform is None:
+        reach = optional("model_reach")
+        if reach is None or self.dataset.transform is None:
             return
-        from model_reach import is_exact
-
-        batch = self.dataset.__getitems__([0, 0, 0])
-        if not is_exact(model, self.graph, batch, self.dataset.transform):
+        if not reach.plan_fits(model, self.graph, self.dataset):
             self.dataset = replace(self.dataset, transform=None)
             self.route = "shared"
-            log.warning(
-                "note      model_reach.py computes other changes of states than model.py: it is "
-                "not used, which is slower; edit it, or delete it and set "
-                "model.message_passing=shared"
-            )
 
     def loss(self, output: Tensor, batch: Data) -> Tensor:
         """Returns the weighted sum of a batch's losses for each score, [T].
@@ -323,11 +315,7 @@ class KnockoutTask:
         """Returns sentences for the log on what may be wrong with the tables."""
         notes = list(self.tables.notes)
         if self.start is not None:
-            notes += self.start.notes()
-        rows = self.tables.rows("train")
-        share = effective_share(self.tables.score_weight(rows)).min().item()
-        if share < FEW:
-            notes.append(f"by weight, the training rows count as {share:.1%} of them would")
+            notes += self.start.notes(self.tables)
         return notes
 
 

@@ -93,8 +93,10 @@ def train(config: Config, ddp: Distributed) -> None:
     )
     folder = RunFolder.open(config, ddp, task.origin(code), first_metric(), list(task.rivals))
     folder.resume(state, sampler.steps_per_epoch)
-    if task.graph is not None:
-        folder.write_graph(task.tables.graph_fields())
+    if task.graph is not None and is_here("predict"):
+        from predict_graph import write_graph
+
+        write_graph(folder, task.tables)
     ddp.stop_on_request(folder.path / "STOP")
     steps = TrainingSteps(model, task.dataset, update_parameters)
     if task.captures_steps:

@@ -24,6 +24,7 @@ from errors import UserError
 from mask import SharedGraph
 from model import ModelConfig
 from predict import Predictor, choose_gpus, read_settings
+from predict_graph import fields_of_graph, tables_of_graph
 from predict_sets import Chunk
 from predict_table import GrowingTable
 from task import make_dataset
@@ -211,8 +212,8 @@ def test_the_graph_of_a_run_is_that_of_its_tables(tmp_path, weighted):
         tables.edge_attr = torch.rand(len(tables.edge_type), 2)
         tables.features = torch.rand(len(tables.genes), 3)
         tables.feature_names = ["f", "g", "h"]
-    torch.save(tables.graph_fields(), tmp_path / "graph.pt")
-    loaded = Tables.of_graph(torch.load(tmp_path / "graph.pt", weights_only=True))
+    torch.save(fields_of_graph(tables), tmp_path / "graph.pt")
+    loaded = tables_of_graph(torch.load(tmp_path / "graph.pt", weights_only=True))
     assert loaded.fingerprint(OF_GRAPH) == tables.fingerprint(OF_GRAPH)
     assert len(loaded.y) == 0 and loaded.y.size(1) == 1
     changed = replace(tables, y=tables.y + 1)
@@ -567,14 +568,15 @@ def test_cells_of_further_columns_may_be_numbers(members, tmp_path, monkeypatch)
         assert read[-1][0] == 25.0 and math.isnan(read[-1][1])
 
 
-def test_a_field_of_rows_that_is_not_read_is_missing_and_not_that_of_other_rows():
+def test_a_field_of_rows_that_is_not_read_is_missing_and_not_that_of_other_rows(monkeypatch):
     @dataclass
     class Warmed(Tables):
         temperature: torch.Tensor | None = None  # float64 [n]
 
     small = synthetic_tables(PRESETS["small"])
     tables = Warmed(**vars(small), temperature=torch.arange(len(small.y)))
-    of_run = Warmed.of_graph(tables.graph_fields())
+    monkeypatch.setattr("predict_graph.Tables", Warmed)
+    of_run = tables_of_graph(fields_of_graph(tables))
     rows = Rows("new.tsv", [2], {"genes": [small.genes[0]]})
     assert predict_sets.chunk_of(rows, of_run).samples.temperature is None
     assert tables.fingerprint(OF_GRAPH) == small.fingerprint(OF_GRAPH)

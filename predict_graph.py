@@ -1,0 +1,77 @@
+"""The file graph.pt of a run: with a checkpoint, all that a prediction needs.
+
+It has the fields of `Tables` that are `OF_GRAPH` and, as `graph`, their hash.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_tables import OF_GRAPH, Tables
+from errors import UserError
+from parts import optional
+from run_checkpoint import explain_write_errors, link_atomically, save_atomically
+from run_folder import RunFolder
+
+
+def write_graph(folder: RunFolder, tables: Tables) -> None:
+    """Writes the graph of a run's tables into its folder; raises `UserError` on all ranks.
+
+    Runs on the same graph share one file, where there is a cache and the disk has links.
+    """
+    path = folder.path / "graph.pt"
+    cache_dir = folder.config.data.cache_dir
+    fingerprint = folder.origin.graph
+    with folder.ddp.sync_errors(), explain_write_errors(path, UserError):
+        if folder.ddp.rank != 0:
+            return
+        content = {"graph": fingerprint, **fields_of_graph(tables)}
+        data_cache = optional("data_cache") if cache_dir else None
+        if data_cache is not None:
+            of_cache = (cache_dir, "graph", fingerprint)
+            data_cache.cached(*of_cache, lambda: content)
+            if data_cache.cache_file(*of_cache).exists():
+                link_atomically(data_cache.cache_file(*of_cache), path)
+                return
+        save_atomically(path, content)
+
+
+def fields_of_graph(tables: Tables) -> dict[str, Any]:
+    """Returns the fields that are `OF_GRAPH`, the edges in a third of their bytes."""
+    fields = {name: getattr(tables, name) for name in OF_GRAPH}
+    fields["edge_index"] = tables.edge_index.int()
+    dtype = torch.uint8 if len(tables.relations) < 256 else torch.int
+    fields["edge_type"] = tables.edge_type.to(dtype)
+    if (tables.edge_weight == 1).all():
+        fields["edge_weight"] = None
+    return fields
+
+
+def read_graph(checkpoint: Path) -> dict[str, Any]:
+    """Returns the graph.pt of a checkpoint's run folder, or beside it; raises `UserError`."""
+    for folder in (checkpoint.parent, checkpoint.parent.parent):
+        path = folder / "graph.pt"
+        if path.exists():
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except Exception as error:  # a damaged file fails in many ways
+                raise UserError(f"{path} is not readable ({type(error).__name__})") from None
+    raise UserError(
+        f"no graph.pt beside {checkpoint}: copy it from the run folder; starting a run again "
+        "writes it, too"
+    )
+
+
+def tables_of_graph(fields: dict[str, Any]) -> Tables:
+    """Returns tables without samples, given `fields_of_graph`."""
+    no_samples = {
+        "perturbed": torch.empty(0, dtype=torch.long),
+        "perturbed_ptr": torch.zeros(1, dtype=torch.long),
+        "y": torch.empty(0, len(fields["targets"]), dtype=torch.float64),
+        "split": torch.empty(0, dtype=torch.int8),
+    }
+    tables = Tables(**fields, **no_samples)
+    tables.edge_index = tables.edge_index.long()
+    tables.edge_type = tables.edge_type.long()
+    return tables
