@@ -79,7 +79,7 @@ def load(config: DataConfig) -> Tables:
         tables.split = cached(config.cache_dir, "split", make_split, key, split_rows)
         data_notes = optional("data_notes")
         if data_notes and config.split == "nodes":
-            noted = data_notes.notes_on_node_split(tables, config.perturbations)
+            noted = data_notes.notes_on_node_split(tables, config)
             tables.notes = [*tables.notes, *noted]
     elif config.split == "nodes" or config.fold:
         raise DataError(

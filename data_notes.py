@@ -323,9 +323,21 @@ def notes_on_levels(tables: Any, path: str) -> Iterator[str]:
         )
 
 
-def notes_on_node_split(tables: Any, path: str) -> Iterator[str]:
-    """Yields a note on nodes in so many rows that one of them decides a split by nodes."""
+def notes_on_node_split(tables: Any, config: Any) -> Iterator[str]:
+    """Yields notes on a split by nodes, given the `DataConfig` that asks for it.
+
+    They are on nodes in so many rows that one of them decides it, and on test nodes that the split
+    of a smaller seed has, too.
+    """
+    path = config.perturbations
     count = torch.bincount(tables.perturbed, minlength=len(tables.genes))
+    num_perturbed = int((count > 0).sum())
+    num_test = round(num_perturbed * config.test_fraction)
+    if not config.fold and (config.split_seed + 1) * num_test > num_perturbed:
+        yield (
+            f"data.split_seed={config.split_seed} tests nodes that smaller seeds test, too: "
+            "for a cross-validation, set data.fold"
+        )
     for node in (count > IN_MANY * len(tables.y)).nonzero().flatten().tolist()[:SHOWN]:
         yield (
             f"{path}: {tables.genes[node]:.60} is knocked out in {count[node] / len(tables.y):.0%} "

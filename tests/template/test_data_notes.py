@@ -573,6 +573,23 @@ def test_a_node_in_many_rows_is_said_where_a_split_keeps_them_together(tmp_path)
     assert "scores.tsv: q00 is knocked out in 67% of the rows, which data.split=nodes" in note
 
 
+def test_a_seed_behind_the_last_share_of_the_nodes_is_noted(tmp_path):
+    """A tenth of forty nodes is tested, so that the seeds 0 to 9 test each of them once."""
+    edges = [(f"n{i}", f"n{i + 1}", "r") for i in range(39)]
+    write_table(tmp_path / "edges.tsv", [("source", "target", "relation"), *edges])
+    write_table(tmp_path / "scores.tsv", [("genes", "y"), *((f"n{i}", i) for i in range(40))])
+    options = DataConfig(
+        edges=str(tmp_path / "edges.tsv"),
+        perturbations=str(tmp_path / "scores.tsv"),
+        cache_dir="",
+        split="nodes",
+    )
+    for changes in ({"split_seed": 9}, {"split_seed": 10, "fold": "0/5"}):
+        assert load(replace(options, **changes)).notes == []
+    (note,) = load(replace(options, split_seed=10)).notes
+    assert note.startswith("data.split_seed=10 tests nodes that smaller seeds test, too")
+
+
 def test_other_names_are_no_nodes():
     """Two versions are two names, as in C. elegans."""
     nodes = ["F09G8.3", "MARCH1", "abc", "x1", "-"]
