@@ -327,17 +327,17 @@ class Meter:
         """
         num_steps = len(self.steps)
         elapsed = time.perf_counter() - self.start
-        steps = torch.stack(self.steps)
-        losses = self.ddp.sum(torch.cat([self.loss, steps[:, 2]])).cpu()  # waits for the device
-        loss_of_scores, steps[:, 2] = losses.split([self.num_targets, num_steps])
-        self._count_skipped(steps.tolist(), state)
+        norm, scale, loss_of_rank = torch.stack(self.steps).unbind(dim=1)
+        losses = self.ddp.sum(torch.cat([self.loss, loss_of_rank])).cpu()  # waits for the device
+        loss_of_scores, loss_of_steps = losses.split([self.num_targets, num_steps])
+        self._count_skipped(norm.tolist(), scale.tolist(), loss_of_steps.tolist(), state)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
         if self.ddp.device.type == "cuda":
             memory = torch.cuda.max_memory_reserved()  # with what graphs keep for their replays
         mean_of_score = loss_of_scores / self.weight
         row = {
             "loss": mean_of_score.nanmean().item(),
-            "grad_norm": steps[-1, 0].item(),
+            "grad_norm": norm[-1].item(),
             "skipped": state.skipped,
             "samples_per_s": round(self.num_samples / elapsed, 1),
             "data_ms": round(1e3 * self.ddp.seconds["data"] / num_steps, 3),
@@ -347,12 +347,19 @@ class Meter:
         self.restart()
         return row
 
-    def _count_skipped(self, steps: list, state: TrainState) -> None:
-        # All are equal on all ranks. Under fp16, GradScaler handles overflows of gradients while
-        # its scale is above 1; a loss that is not finite is none.
+    def _count_skipped(
+        self, norms: list[float], scales: list[float], losses: list[float], state: TrainState
+    ) -> None:
+        """Counts steps that were not finite, given the norm, scale and loss of each.
+
+        All are equal on all ranks. Raises `RunError` for too many in a row.
+        """
         limit = MAX_SKIPS if self.optim.on_nonfinite == "skip" else 1
-        first = state.step - len(steps) + 1
+        first = state.step - len(norms) + 1
+        steps = zip(norms, scales, losses, strict=True)
         for step, (norm, scale, loss) in enumerate(steps, first):
+            # Under fp16, GradScaler handles overflows of gradients while its scale is above 1; a
+            # loss that is not finite is none.
             is_overflow = scale > 1 and math.isfinite(loss)
             if math.isfinite(norm) or is_overflow:
                 state.skipped_in_row = 0
