@@ -24,13 +24,15 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 from errors import DataError
-from parts import optional
 from run_progress import ProgressBar, progress_bar
 
 SPLITS = ("train", "val", "test")
 ALIASES = {"node": "gene", "nodes": "genes"}  # of a table's first column
 # What pandas, R and spreadsheets write for a missing value; any text that is a float's nan is one.
 MISSING = {"", "NA", "N/A", "#N/A", "None", "null", "NULL", "<NA>"}
+CONTROL = re.compile(r"((neg|negative)?(control|ctrl)|wt|wildtype|ntc?|nontargeting)+")
+JOINTS = "+;|:/&_ "  # what people write between names in place of a comma
+ONE_NODE = "; if it is one node, give it an edge, such as a loop"
 GZIP = b"\x1f\x8b"  # what such a file begins with
 PANDAS = "write it with pandas' to_csv(..., sep='\\t', index=False)"
 FORMATS = {  # what other files begin with
@@ -123,7 +125,7 @@ class Rows:
 
         Returns for each perturbed node the row and the number of the name, long [total]; the names
         by number; and for each node its level, float64 [total]. Raises `DataError`, also for names
-        that `check_names` refuses. Only names in `node_names` may have `=`.
+        that are `misread`. Only names in `node_names` may have `=`.
         """
         cells = self.cells["genes"]
         filled = [cell for cell in cells if cell.strip()]
@@ -163,19 +165,18 @@ class Rows:
     def check_names(
         self, row: Tensor, name: Tensor, names: Sequence[str], node_names: Container[str]
     ) -> None:
-        """Raises `DataError` for the first name that is no node, and a missing value or `misread`.
+        """Raises `DataError` for the first name that is no node and `misread`.
 
         `row` and `name`, long [total], are the row of each perturbed node and its name's number.
         """
         unknown = [number for number, text in enumerate(names) if text not in node_names]
         if not unknown:
             return
-        data_names = optional("data_names")
         first_row = scatter(row, name, dim_size=len(names), reduce="min").tolist()
         for number in unknown:
             text = names[number]
             first = first_row[number]
-            problem = "" if data_names is None else data_names.misread(text, node_names)
+            problem = misread(text, node_names)
             if is_missing_name(text):
                 problem = f"{text}, a missing value, but an intact sample has an empty cell"
             cell = self.cells["genes"][first]
@@ -232,6 +233,28 @@ def parse_number(cell: str) -> float:
 def is_missing_name(name: str) -> bool:
     """Returns whether a text is what people and programs write for a name that is not there."""
     return name == "-" or math.isnan(parse_number(name))
+
+
+def is_control(name: str) -> bool:
+    """Returns whether a name is one of those that people write for an intact sample."""
+    unnumbered = re.sub(r"[_\s]+\d+$", "", name)
+    letters = re.sub(r"[\W_]+", "", unnumbered)
+    return CONTROL.fullmatch(letters.lower()) is not None
+
+
+def misread(name: str, nodes: Container[str]) -> str:
+    """Returns a text on what is wrong with a name that is no node; "" if it may be one
+    without edges.
+    """
+    if is_control(name):
+        return f"{name}, a control: leave it out, as an intact sample has an empty cell{ONE_NODE}"
+    for joint in JOINTS:
+        joined = [text.strip() for text in name.split(joint) if text.strip()]
+        knocked_out = [text for text in joined if not is_control(text)]
+        if joint in name and knocked_out and all(text in nodes for text in knocked_out):
+            names = ",".join(knocked_out)
+            return f"{name}, which is no node but joins names: write {names}{ONE_NODE}"
+    return ""
 
 
 def check_is_no_pipe(path: str) -> None:

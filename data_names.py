@@ -1,8 +1,8 @@
 """What a name may mean that no edge has, or a second one of the edges: a node in another spelling.
 
-It may also be a date, several nodes, or a control, such as WT.
+It may also be a date, or several nodes.
 
-For errors and notes on tables, and for the names of a table to predict.
+For the notes on tables, and for the names of a table to predict.
 """
 
 import re
@@ -17,33 +17,10 @@ MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 DATE = re.compile(rf"\d+-({MONTHS})|({MONTHS})-\d+|\d{{4}}-\d\d-\d\d( 00:00:00)?")
 # Also in MAR1, MARCH1, SEPT1 and their newer names MARCHF1, SEPTIN1.
 MONTH = re.compile(rf"0?(\d+)-({MONTHS})|({MONTHS})(?:CH|CHF|T|TIN)?-?0?(\d+)", re.IGNORECASE)
-CONTROL = re.compile(r"((neg|negative)?(control|ctrl)|wt|wildtype|ntc?|nontargeting)+")
-JOINTS = "+;|:/&_ "  # what people write between names in place of a comma
-ONE_NODE = "; if it is one node, give it an edge, such as a loop"
 SIGNS = r"[\W_]+"  # between the words of a name
 SHORT = 3  # letters of a name, below which it is a part of others by chance
 SHOWN = 10  # names in a note
 FEW_FORMS = 0.1  # share of names, below which those with the same text around others may be others
-
-
-def misread(name: str, nodes: Container[str]) -> str:
-    """Returns what is wrong with a name that is no node, "" if it may be one without edges."""
-    if is_control(name):
-        return f"{name}, a control: leave it out, as an intact sample has an empty cell{ONE_NODE}"
-    for joint in JOINTS:
-        joined = [text.strip() for text in name.split(joint) if text.strip()]
-        knocked_out = [text for text in joined if not is_control(text)]
-        if joint in name and knocked_out and all(text in nodes for text in knocked_out):
-            names = ",".join(knocked_out)
-            return f"{name}, which is no node but joins names: write {names}{ONE_NODE}"
-    return ""
-
-
-def is_control(name: str) -> bool:
-    """Returns whether a name is one of those that people write for an intact sample."""
-    unnumbered = re.sub(r"[_\s]+\d+$", "", name)
-    letters = re.sub(r"[\W_]+", "", unnumbered)
-    return CONTROL.fullmatch(letters.lower()) is not None
 
 
 def note_on_unknown(unknown: Sequence[str], nodes: Sequence[str], perturbed: Sequence[str]) -> str:
@@ -129,8 +106,9 @@ def nodes_within(
     """Returns names that are a node's with other text around it, or the other way, with that node.
 
     Two nodes, or three if no sign parts it, must have that text, numbers aside, and no two nodes
-    may differ by it; or its signs must be in the name of no node. Where most of several nodes are
-    `beside` these names, as TP53 beside TP53-AS1, their table tells them apart.
+    may differ by it; or its signs must be in the name of no node. Where such names are several, but
+    few, and most of their nodes are `beside` them, as TP53 beside TP53-AS1, their table tells them
+    apart.
     """
     node_of = {node.casefold(): node for node in reversed(nodes)}
     name_of = {name.casefold(): name for name in unknown}
@@ -148,7 +126,8 @@ def nodes_within(
         nodes_of[around].add(node)
     told_apart = set()
     for around, found in nodes_of.items():
-        if len(found) > 1 and 2 * len(found.intersection(beside)) > len(found):
+        are_few = 1 < len(found) < FEW_FORMS * len(beside)
+        if are_few and 2 * len(found.intersection(beside)) > len(found):
             told_apart.add(around)
     usual = set()
     for node in nodes if pairs else []:

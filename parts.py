@@ -102,7 +102,7 @@ PARTS = [
     Part(
         "notes",
         ("data_notes.py", "data_names.py"),
-        loss="fewer hints on what may be wrong with tables; WT and A+B are nodes",
+        loss="fewer hints on what may be wrong with tables",
     ),
     Part(
         "cache",

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from data import DataConfig, load
-from data_cells import Rows, read_header, read_rows
-from data_names import is_control, misread
+from data_cells import Rows, is_control, misread, read_header, read_rows
 from data_tables import Tables, pack, read_edges, read_knockouts
 from errors import DataError
 from predict_sets import read_sets

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from string import ascii_uppercase
 from unittest.mock import Mock
 
 import pytest
@@ -489,15 +490,20 @@ def test_names_that_only_begin_as_others_are_no_forms():
 
 
 def test_names_that_stand_beside_those_around_which_they_have_text_are_others(tmp_path):
-    """As a gene and the antisense RNA of it, but not one name alone, nor where most have none."""
-    nodes = ["TP53", "HOTAIR", "MYC", "EGFR", "BRCA1", "KRAS"]
+    """As a gene and the antisense RNA of it, but not one name alone, nor where most have none.
+
+    A tenth of the names or more are forms of the others.
+    """
+    nodes = ["TP53", "HOTAIR", "MYC", *(f"GENE{letter}" for letter in ascii_uppercase)]
     antisense = ["TP53-AS1", "HOTAIR-AS1", "MYC-AS2"]
     assert read_cells(tmp_path, nodes, [*nodes, *antisense]) == []
     (note,) = read_cells(tmp_path, nodes, [*nodes[2:], *antisense])
-    assert note.startswith("3 of 7 knocked-out nodes have no edge: HOTAIR-AS1 (HOTAIR?), MYC-AS2")
+    assert note.startswith("3 of 30 knocked-out nodes have no edge: HOTAIR-AS1 (HOTAIR?), MYC-AS2")
+    (note,) = read_cells(tmp_path, nodes, [*nodes[:20], *antisense])
+    assert note.startswith("3 of 23 knocked-out nodes have no edge: HOTAIR-AS1 (HOTAIR?), MYC-AS2")
     (note,) = read_cells(tmp_path, nodes, [*nodes, "TP53-KO"])
-    assert note == "1 of 7 knocked-out nodes have no edge: TP53-KO (TP53?)"
-    assert meanings(nodes[:2], [*antisense, "A", "B-C"], antisense) == {}
+    assert note == "1 of 30 knocked-out nodes have no edge: TP53-KO (TP53?)"
+    assert meanings(nodes[:2], [*antisense, "A", "B-C"], [*antisense, *nodes]) == {}
     assert len(meanings(nodes[:2], [*antisense, "A", "B-C"])) == 2
 
 
