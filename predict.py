@@ -140,7 +140,7 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
         "--device", default="", help="cpu, or cuda:0, or of several processes cuda:0,1,2"
     )
     parsed = parser.parse_intermixed_args(arguments)
-    overrides = [word for word in parsed.words if re.match(r"\w+\.\w+=", word)]
+    overrides = [word for word in parsed.words if is_override(word)]
     runs = [word for word in parsed.words if word not in overrides]
     if not runs:
         raise UserError("no run is named: python predict.py TABLE RUN...")
@@ -162,6 +162,11 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
         rows=read_range(parsed.rows),
         device_ids=choose_gpus(parsed.device),
     )
+
+
+def is_override(word: str) -> bool:
+    """Returns whether a word is `section.key=value`, and not the name of a run's folder or file."""
+    return re.match(r"\w+\.\w+=", word) is not None and not Path(word).exists()
 
 
 def read_range(text: str) -> tuple[int, int]:

@@ -368,6 +368,15 @@ def test_what_mends_a_killed_prediction_goes_on_with_it(trained, tmp_path, monke
         assert read_settings([*command, *options]).key() != key
 
 
+def test_the_folder_of_a_run_may_be_called_as_an_option(trained, tmp_path, monkeypatch):
+    trained("run.name=optim.lr=1")
+    monkeypatch.chdir(tmp_path / "runs")
+    (run,) = read_settings(["all-pairs", "optim.lr=1"]).runs
+    assert run.file == "optim.lr=1/checkpoints/best.pt"
+    with pytest.raises(UserError, match="no run is named"):
+        read_settings(["all-pairs", "optim.lr=2"])
+
+
 def test_another_command_says_which_file_is_in_the_way(members, predict, tmp_path):
     sets = [f"Y{k:02d}" for k in range(30)]
     write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets]])
