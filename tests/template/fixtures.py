@@ -560,11 +560,15 @@ def _run_script(
 
 
 def import_from_copy(folder: Path) -> None:
-    """Makes this process import a copy's own modules, not those that the server has imported."""
+    """Makes this process import a copy's own modules, not those that the server has imported.
+
+    Nor does it find those here that the copy lacks.
+    """
     for module in list(sys.modules):
         if module.partition(".")[0] in (*MODULES, "tests"):
             del sys.modules[module]
-    sys.path.insert(0, str(folder))
+    elsewhere = [place for place in sys.path if Path(place).resolve() != ROOT]
+    sys.path[:] = [str(folder), *elsewhere]
 
 
 def join(processes: list, timeout: float = 120) -> list[int]:
