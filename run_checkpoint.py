@@ -123,8 +123,10 @@ def code_digests(*scripts: str) -> dict[str, str]:
 
     These are the loaded modules, a user's own, too, and `scripts`, which may run as `__main__`.
     """
+    ours = {path.stem for path in FOLDER.iterdir()}  # few, while thousands of modules are loaded
+    names = {name for name in {*sys.modules, *scripts} if name.partition(".")[0] in ours}
     digests = {}
-    for name in sorted({*sys.modules, *scripts}):
+    for name in sorted(names):
         place = name.replace(".", "/")
         for file in (f"{place}.py", f"{place}/__init__.py"):
             path = FOLDER / file

@@ -16,7 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
@@ -441,11 +441,23 @@ def members(trained: Callable[..., None], tmp_path: Path) -> list[str]:
 
 def write_defaults(folder: Path) -> None:
     """Writes the options of the dataclasses into the file `DEFAULTS` of a folder."""
+    (folder / DEFAULTS).write_text(defaults())
+
+
+@functools.cache
+def defaults() -> str:
+    """Returns as YAML what the dataclasses have for the options that config.yaml has otherwise."""
     import yaml
 
-    from config import Config
+    import config
 
-    (folder / DEFAULTS).write_text(yaml.safe_dump(asdict(Config())))
+    ours = config.compose(config.read_options(ROOT / "config.yaml")).options()
+    sections = {}
+    for key, value in config.Config().options().items():
+        if value != ours[key]:
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+    return yaml.safe_dump(sections)
 
 
 def fork(
@@ -560,11 +572,15 @@ def _run_script(
 
 
 def import_from_copy(folder: Path) -> None:
-    """Makes this process import a copy's own modules, not those that the server has imported."""
+    """Makes this process import a copy's own modules, not those that the server has imported.
+
+    Nor does it find those here that the copy lacks.
+    """
     for module in list(sys.modules):
         if module.partition(".")[0] in (*MODULES, "tests"):
             del sys.modules[module]
-    sys.path.insert(0, str(folder))
+    elsewhere = [place for place in sys.path if Path(place).resolve() != ROOT]
+    sys.path[:] = [str(folder), *elsewhere]
 
 
 def join(processes: list, timeout: float = 120) -> list[int]:

@@ -11,6 +11,8 @@ import torch.distributed.optim  # noqa: F401
 
 import analyse  # noqa: F401
 import predict  # noqa: F401
+import tests.template.faulty
+import tests.template.workers  # noqa: F401
 from data import random_split
 from data_cache import source_digest
 from data_tables import read_tables
@@ -18,6 +20,7 @@ from parts import optional
 
 for function in (read_tables, random_split):
     source_digest(function)
-baseline = optional("baseline")
-if baseline is not None:
-    source_digest(baseline.additive_baseline)
+for part, name in (("baseline", "fit_baseline"), ("model_pairs", "PairIndex")):
+    module = optional(part)
+    if module is not None:
+        source_digest(getattr(module, name))

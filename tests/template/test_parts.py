@@ -1,7 +1,6 @@
 """parts.py: the list of parts, options of parts that are gone, and training without each part."""
 
 import shutil
-import sys
 
 import pytest
 import torch
@@ -113,7 +112,7 @@ def test_without_the_part_threads_torch_chooses_them(monkeypatch):
 
 # ---- Predictions of a copy -----------------------------------------------------------------------
 @pytest.fixture
-def predict_without(run, tmp_path):
+def predict_without(command, tmp_path):
     """predict_without(names) predicts with runs/run in a copy without these parts."""
     write_table(tmp_path / "ask.tsv", [("genes",), ("Y01",), ("Y02,Y03",)])
 
@@ -124,8 +123,7 @@ def predict_without(run, tmp_path):
         for path in (*ROOT.glob("*.py"), ROOT / "config.yaml"):
             if path.name not in gone:
                 shutil.copy(path, copy)
-        command = [sys.executable, str(copy / "predict.py"), "ask.tsv", "runs/run"]
-        return run(command, PYTHONPATH="", OMP_NUM_THREADS="1")  # or it finds the template's files
+        return command(0, copy / "predict.py", "ask.tsv", "runs/run")
 
     return start
 

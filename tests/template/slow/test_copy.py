@@ -1,7 +1,6 @@
 """The commands in a copy of the template that has left files out or edited the layer."""
 
 import json
-import sys
 
 import pytest
 
@@ -9,14 +8,13 @@ from tests.template.fixtures import SMALL, copy_template
 
 
 @pytest.fixture
-def run_in_copy(run, tmp_path):
+def run_in_copy(command, tmp_path):
     """run_in_copy(script, *arguments) runs a script of the copy, with its own modules alone."""
     copy = copy_template(tmp_path / "copy", tests=False)
     assert not (copy / "tests").exists()
 
     def start(script, *arguments):
-        command = [sys.executable, str(copy / script), *arguments]
-        return run(command, PYTHONPATH="", OMP_NUM_THREADS="1").check().stdout
+        return command(0, copy / script, *arguments).check().stdout
 
     return start
 
@@ -48,7 +46,7 @@ KnockoutConv.add = squared
 
 
 def test_another_layer_is_trained_with_and_without_the_pass_that_knows_only_ours(
-    run, tables, tmp_path
+    command, tables, tmp_path
 ):
     """The log says so, and the numbers are those of a copy without model_reach.py."""
     copy = copy_template(tmp_path / "copy", tests=False)
@@ -59,8 +57,7 @@ def test_another_layer_is_trained_with_and_without_the_pass_that_knows_only_ours
     )
 
     def start(script, *arguments):
-        command = [sys.executable, str(copy / script), *arguments]
-        return run(command, PYTHONPATH="", OMP_NUM_THREADS="1")
+        return command(0, copy / script, *arguments)
 
     arguments = [*tables, *SMALL, "optim.precision=fp64"]
     kept = start("train.py", *arguments, "run.name=kept").check().stdout

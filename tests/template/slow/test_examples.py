@@ -75,53 +75,61 @@ def test_training_commands_train(here, tmp_path):
         assert codes == [0], f"{words}\n{(tmp_path / f'command{number}.stderr').read_text()}"
 
 
-def run_page(page: Path, run: Callable, folder: Path) -> int:
+def run_page(page: Path, command: Callable, folder: Path) -> int:
     """Runs the python blocks of a page that an output follows; returns how many these are."""
     count = 0
     for block, output in itertools.pairwise(blocks(page)):
         if block.info == "python" and output.info == "":
-            command = [sys.executable, "-c", block.text]
-            result = run(command, PYTHONPATH=str(folder), **WITHOUT_GPU).check()
-            assert result.stdout == output.text
+            assert run_code(command, folder, block.text) == output.text
             count += 1
     return count
 
 
-def run_commands(page: Path, run: Callable, beginning: str) -> int:
-    """Runs the page's commands that begin so, in order; returns how many these are."""
-    commands = [c.text for c in block_commands(page) if c.text.startswith(beginning)]
-    for text in commands:
-        run(["bash", "-c", text], PATH=PATH, **WITHOUT_GPU).check()
+def run_code(command: Callable, folder: Path, text: str) -> str:
+    """Runs code in a forked process, with the modules of a copy; returns what it prints."""
+    script = folder / "page.py"
+    script.write_text(text)
+    return command(0, script, MPLBACKEND="agg").check().stdout  # without windows
+
+
+def run_commands(page: Path, command: Callable, folder: Path, beginning: str) -> int:
+    """Runs the page's commands that begin so, in order, in forked processes of a copy.
+
+    Returns how many these are.
+    """
+    commands = [c.words for c in block_commands(page) if c.text.startswith(beginning)]
+    for script, *arguments in commands:
+        command(0, folder / script, *arguments).check()
     return len(commands)
 
 
-def test_the_example_of_tables(run, tmp_path):
+def test_the_example_of_tables(command, tmp_path):
+    copy_template(tmp_path)
     page = ROOT / "docs/tables.md"
     for block in blocks(page, "tsv .*"):
         (tmp_path / block.info.split()[1]).write_text(block.text)
-    assert run_page(page, run, ROOT) == 1
+    assert run_page(page, command, tmp_path) == 1
     options = [f"data.{name}={file}.tsv" for name, file in FILES.items()]
-    script = [sys.executable, str(ROOT / "train.py"), *options, *SMALL, "data.batch_size=4"]
-    run(script, **WITHOUT_GPU).check()
+    command(0, "train.py", *options, *SMALL, "data.batch_size=4").check()
 
 
 FILES = {"edges": "edges", "perturbations": "scores", "features": "features"}
 
 
-def test_the_example_of_runs(run, tmp_path):
+def test_the_example_of_runs(command, tmp_path):
     copy_template(tmp_path)
     page = ROOT / "docs/runs.md"
-    assert run_commands(page, run, "python train.py run.name=short") == 2
-    assert run_page(page, run, tmp_path) == 1
-    assert run_commands(page, run, "python analyse.py") == 1
+    assert run_commands(page, command, tmp_path, "python train.py run.name=short") == 2
+    assert run_page(page, command, tmp_path) == 1
+    assert run_commands(page, command, tmp_path, "python analyse.py") == 1
 
 
-def test_the_example_of_predictions(run, tmp_path):
+def test_the_example_of_predictions(command, tmp_path):
     copy_template(tmp_path)
     page = ROOT / "docs/predictions.md"
-    assert run_commands(page, run, "python train.py run.name=asked") == 1
-    assert run_page(page, run, tmp_path) == 1
-    assert run_commands(page, run, "python predict.py") == 3
+    assert run_commands(page, command, tmp_path, "python train.py run.name=asked") == 1
+    assert run_page(page, command, tmp_path) == 1
+    assert run_commands(page, command, tmp_path, "python predict.py") == 3
     for name, num_lines in (
         ("all-singles.predictions", 401),
         ("all-singles.explained", 2001),
@@ -130,23 +138,22 @@ def test_the_example_of_predictions(run, tmp_path):
         assert len((tmp_path / f"{name}.tsv").read_text().splitlines()) == num_lines
 
 
-def test_the_cells_of_notebook(run, tmp_path):
+def test_the_cells_of_notebook(command, tmp_path):
     """In order in one process, as a kernel runs them, with matplotlib or without it."""
     copy_template(tmp_path)
     page = ROOT / "docs/notebook.md"
-    assert run_commands(page, run, "python train.py run.name=") == 2
+    assert run_commands(page, command, tmp_path, "python train.py run.name=") == 2
     cells = blocks(page, "python")
     mark = "---- the next cell"
     script = f"\nprint({mark!r})\n".join(cell.text for cell in cells)
-    command = [sys.executable, "-c", script]
-    printed = run(command, PYTHONPATH=str(tmp_path), MPLBACKEND="agg", **WITHOUT_GPU).check().stdout
+    printed = run_code(command, tmp_path, script)
     check_output = doctest.OutputChecker().check_output  # ... stands for any text
     for cell, text, output in zip(cells, printed.split(f"{mark}\n"), blocks(page, ""), strict=True):
         assert check_output(output.text, text, doctest.ELLIPSIS), f"{cell.text}\n{text}"
     assert len(cells) >= 8
 
 
-def test_the_example_of_adapting(run, tmp_path):
+def test_the_example_of_adapting(run, command, tmp_path):
     """The edits of the page, made in a copy, train as they say."""
     copy_template(tmp_path)
     page = ROOT / "docs/adapting.md"
@@ -156,7 +163,8 @@ def test_the_example_of_adapting(run, tmp_path):
         apply_edit(tmp_path, block.text)
     ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--ignore=F401"]
     run([*ruff, "losses.py", "metrics.py", "optim.py"]).check()
-    assert run_commands(page, run, "python train.py run.name=sgd") == 2  # the second one resumes
+    trained = run_commands(page, command, tmp_path, "python train.py run.name=sgd")
+    assert trained == 2  # the second one resumes
     lines = (tmp_path / "runs/sgd/metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     validations = [row for row in rows if row["kind"] == "val"]
@@ -167,9 +175,8 @@ def test_the_example_of_adapting(run, tmp_path):
     absolute = sum(abs(score - prediction) for score, prediction in tested) / len(tested)
     (test,) = [row for row in rows if row["kind"] == "test"]
     assert test["loss"] == pytest.approx(absolute / best["std"].item(), rel=1e-5)
-    assert run_page(page, run, tmp_path) == 1
-    command = [sys.executable, "train.py", "optim.momentum=2"]
-    refused = run(command, PYTHONPATH=str(tmp_path), **WITHOUT_GPU)
+    assert run_page(page, command, tmp_path) == 1
+    refused = command(0, tmp_path / "train.py", "optim.momentum=2")
     assert refused.returncode == 2 and "optim.momentum must be float from 0 to 1" in refused.stderr
 
 
