@@ -184,7 +184,7 @@ def names_in_header(header: list[str]) -> tuple[list[str], list[str], list[str]]
     expected = [target + suffix for target in targets for suffix in suffixes]
     if not targets or header != [*of_rows, *expected]:
         names = "genes, unseen, unseen_genes, and as many columns for each score"
-        raise ValueError(f"the header is not {names}")
+        raise ValueError(f"the header is not {names}, which analyse_results.py expects")
     return of_rows, targets, [suffix.removeprefix("_") for suffix in suffixes[len(SUFFIXES) :]]
 
 

@@ -226,8 +226,7 @@ def predict(settings: Settings, ddp: Distributed) -> None:
             )
         if not any(run.checkpoint["step"] for run in settings.runs):
             log.warning(
-                "note      best.pt is where training started: perhaps no living node contributes, "
-                "and no pair"
+                "note      best.pt is where training started: perhaps no living node contributes"
             )
     write_table(settings, ensemble, survey, explainer)
 

@@ -19,7 +19,7 @@ from tests.template.results import HEADER, normal
         (
             [HEADER[:4]],
             r"test.tsv:1: the header is not genes, unseen, unseen_genes, and as many columns "
-            r"for each score; start the run",
+            r"for each score, which analyse_results.py expects; start the run",
         ),
         ([(*HEADER, *HEADER[3:5])], r"test.tsv:1: the header is not"),
         ([HEADER[:3]], r"test.tsv:1: the header is not"),
