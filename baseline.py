@@ -18,7 +18,7 @@ from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tenso
 from baseline_combination import SUM, Combination, combine
 from baseline_ridge import ROWS_AT_ONCE, Design, Doses, Targets
 from data_tables import Tables, cached
-from data_training import basis_of, mean_one_weight, training_mean_and_std
+from data_training import basis_of, effective_share, mean_one_weight, training_mean_and_std
 from losses import LOSSES
 from mask import doses
 from run_progress import progress_bar
@@ -30,7 +30,6 @@ LEAST_GAIN = 0.1  # of the loss of a sum; below it, networks that start from the
 LEAST_ERRORS = 2.0  # standard errors of a gain, which is the best of many
 LEAST_VALIDATED = 20  # scores that judge; fewer estimate the error badly
 MOST_COMBINED = 2**21  # perturbed nodes times targets, of which the fit takes a minute
-FEW_BY_WEIGHT = 0.1  # of the training rows, as which all count by weight: less is noted
 FEWEST = 2**13  # perturbed nodes, of which the fit takes no longer than of fewer
 
 
@@ -52,17 +51,14 @@ class Baseline:
     basis: Tensor  # float64 [3, K], maps `mask.doses` to the doses of a node's effects
     is_combined: bool = True  # whether other weights than those of a sum were tried
 
-    def notes(self, tables: Tables) -> list[str]:
-        """Returns sentences for the log on what was not tried, or may be wrong, of these tables."""
+    def notes(self) -> list[str]:
+        """Returns sentences for the log on what was not tried, or may be wrong."""
         notes = []
         if not self.is_combined:
             notes.append("the baseline is a sum of effects, as the table is large")
         error = self.error.max()
         if error > UNSOLVED:
             notes.append(f"the baseline's fit has not converged: {error:.0e} deviations are left")
-        share = effective_share(tables.score_weight(tables.rows("train"))).min().item()
-        if share < FEW_BY_WEIGHT:
-            notes.append(f"by weight, the training rows count as {share:.1%} of them would")
         return notes
 
 
@@ -388,13 +384,3 @@ def sum_of_neighbours(edge_index: Tensor, edge_weight: Tensor, values: Tensor) -
     one_hop = adjacency @ values
     to_itself = scatter(weight.square(), edge_index[0], dim_size=num_nodes).unsqueeze(1)
     return adjacency @ one_hop + one_hop - to_itself * values
-
-
-def effective_share(weight: Tensor) -> Tensor:
-    """Returns the effective number of rows (Kish 1965), as a share of those with a weight, [T].
-
-    It is 1 for equal weights [n, T], and small where a few rows have nearly all the weight. The
-    weights of the others are small then, and so must be the penalties.
-    """
-    effective = weight.sum(dim=0).square() / weight.square().sum(dim=0)
-    return effective / (weight > 0).sum(dim=0)

@@ -23,7 +23,7 @@ import data
 from config import Config
 from data import KnockoutDataset, target_nodes, weight_scale
 from data_tables import OF_GRAPH, SPLITS, Tables
-from data_training import basis_of, training_mean_and_std
+from data_training import basis_of, effective_share, training_mean_and_std
 from ddp_setup import Distributed
 from errors import RunError, UserError
 from losses import LOSSES, Criterion
@@ -35,6 +35,7 @@ from run_checkpoint import Origin
 from run_results import result_lines
 
 log = logging.getLogger("task")
+FEW = 0.1  # of the training rows, as which all count by their weights, from which the log says so
 
 
 @dataclass
@@ -315,7 +316,11 @@ class KnockoutTask:
         """Returns sentences for the log on what may be wrong with the tables."""
         notes = list(self.tables.notes)
         if self.start is not None:
-            notes += self.start.notes(self.tables)
+            notes += self.start.notes()
+        rows = self.tables.rows("train")
+        share = effective_share(self.tables.score_weight(rows)).min().item()
+        if share < FEW:
+            notes.append(f"by weight, the training rows count as {share:.1%} of them would")
         return notes
 
 
