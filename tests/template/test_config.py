@@ -125,6 +125,13 @@ def test_a_path_with_an_unknown_variable_or_user_is_refused(value):
     assert str(caught.value) == problem
 
 
+@pytest.mark.parametrize("folder", ["a$NOT_SET_HERE b", "~nobody_here", "c/${NOT_SET_HERE}"])
+def test_a_folder_may_be_called_as_an_unknown_variable_or_user(tmp_path, monkeypatch, folder):
+    (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert load(f"run.dir={folder}/d").run.dir == f"{folder}/d"
+
+
 def test_an_empty_file_gives_the_defaults(tmp_path):
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert load("--config", str(tmp_path / "empty.yaml")) == Config() == load()
