@@ -1,15 +1,16 @@
-"""Runs a command on a few rows of the configured tables, so that it ends within seconds.
+"""Trains on a few rows of the configured tables, so that it ends within seconds.
 
-    python tests/few_rows.py train.py [section.key=value ...]
+    python tests/few_rows.py [section.key=value ...]
 
 With the environment variable DIE_AT_STEP, the process kills itself in that training step.
 """
 
 import dataclasses
-import importlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,17 @@ def few_rows(tables: Any) -> Any:
     return dataclasses.replace(tables, split=split)
 
 
-def load_few_rows() -> None:
-    """Lets `data.load` return few rows, if this copy still has it."""
+@contextmanager
+def load_few_rows() -> Iterator[None]:
+    """In the block, lets `data.load` return few rows, if this copy still has it."""
     load = getattr(data, "load", None)
     if load is not None:
         data.load = lambda config: few_rows(load(config))
+    try:
+        yield
+    finally:
+        if load is not None:
+            data.load = load
 
 
 def die_in_step(number: int) -> None:
@@ -65,8 +72,8 @@ def die_in_step(number: int) -> None:
 
 
 if __name__ == "__main__":
-    load_few_rows()
     if "DIE_AT_STEP" in os.environ:
         die_in_step(int(os.environ["DIE_AT_STEP"]))
-    command = sys.argv.pop(1)
-    end_process(importlib.import_module(command.removesuffix(".py")).main())
+    with load_few_rows():
+        status = train.main()
+    end_process(status)

@@ -2,5 +2,5 @@
 
 
 def test_two_processes_find_each_other(launch):
-    output = launch(2, "ddp_preflight.py", with_options=False)
+    output = launch(2, "ddp_preflight.py")
     assert "all-reduce" in output

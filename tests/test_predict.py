@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import os
 from pathlib import Path
 
 import numpy as np
@@ -10,22 +9,22 @@ import pytest
 
 from data import load, with_example
 from predict import Predictor
-from tests.few_rows import few_rows
+from tests.few_rows import few_rows, load_few_rows
 from train import read_config
 
 
 @pytest.fixture(scope="module")
-def config(request):
-    file = request.config.option.config
-    return read_config(["--config", os.path.abspath(file)] if file else [])
+def config(options):
+    return read_config(options)
 
 
 @pytest.fixture(scope="module")
-def run(launch, tmp_path_factory) -> Path:
+def run(run_here, options, tmp_path_factory) -> Path:
     """The folder of a short run, whose model has moved away from where it starts."""
     folder = tmp_path_factory.mktemp("runs")
-    options = (f"run.dir={folder}", "run.name=run", "run.init=", "run.resume=auto")
-    launch(1, "tests/few_rows.py", "train.py", *options, "optim.epochs=2", "data.batch_size=24")
+    overrides = (f"run.dir={folder}", "run.name=run", "run.init=", "run.resume=auto")
+    with load_few_rows():
+        run_here("train", *overrides, "optim.epochs=2", "data.batch_size=24", *options)
     return folder / "run"
 
 
@@ -46,7 +45,7 @@ def table_of_test_rows(config, nodes: list[str]) -> list[str]:
     return [header, *(lines[row] for row in rows)]
 
 
-def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(launch, config, run, tmp_path):
+def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(run_here, config, run, tmp_path):
     """Were a field of batches forgotten in predict.py, it would silently predict something else."""
     written = read(run / "test.tsv")
     targets = [name.removesuffix("_prediction") for name in written[0] if "_prediction" in name]
@@ -54,7 +53,7 @@ def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(launch, confi
     asked = tmp_path / "ask.tsv"
     lines = table_of_test_rows(config, [row["genes"] for row in written])
     asked.write_text("\n".join([*lines, ""]))
-    launch(1, "predict.py", "ask.tsv", str(run), cwd=tmp_path, with_options=False)
+    run_here("predict", "ask.tsv", str(run), cwd=tmp_path)
     names = targets if len(targets) > 1 else ["prediction"]
     predicted = [
         [float(row[name]) for name in names] for row in read(tmp_path / "ask.predictions.tsv")

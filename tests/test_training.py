@@ -8,20 +8,30 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.few_rows import load_few_rows
+
 TOLERANCE = 1e-9  # of a tensor over the norm of the model, in float64
 TIMES = ("samples_per_s", "data_ms", "step_ms", "memory_mb")
 
 
 @pytest.fixture(scope="module")
-def train(launch, tmp_path_factory) -> Callable[..., Path]:
-    """train(name, nproc=1) trains a short run, or resumes it, and returns its folder."""
-    folder = tmp_path_factory.mktemp("runs")
-    options = (f"run.dir={folder}", "run.init=", "run.resume=auto", "data.batch_size=24")
-    options += ("optim.precision=fp64", "optim.epochs=2", "optim.accumulate=1")
-    options += ("log.every_steps=1", "checkpoint.every_steps=1")
+def train(run_here, launch, options, tmp_path_factory) -> Callable[..., Path]:
+    """train(name) trains a short run, or resumes it, and returns its folder.
 
-    def start(name: str, nproc: int = 1, **launched: object) -> Path:
-        launch(nproc, "tests/few_rows.py", "train.py", *options, f"run.name={name}", **launched)
+    train(name, nproc, ...) does so in processes of its own, by `launch`.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    overrides = [f"run.dir={folder}", "run.init=", "run.resume=auto", "data.batch_size=24"]
+    overrides += ["optim.precision=fp64", "optim.epochs=2", "optim.accumulate=1"]
+    overrides += ["log.every_steps=1", "checkpoint.every_steps=1"]
+
+    def start(name: str, nproc: int = 0, **launched: object) -> Path:
+        arguments = [*overrides, f"run.name={name}", *options]
+        if nproc:
+            launch(nproc, "tests/few_rows.py", *arguments, **launched)
+        else:
+            with load_few_rows():
+                run_here("train", *arguments)
         return folder / name
 
     return start
@@ -74,7 +84,7 @@ def test_two_ranks_train_the_same_model_as_one(train, one_rank):
 
 
 def test_a_killed_run_resumes_to_the_same_bits(train, one_rank):
-    killed = train("killed", status=-9, DIE_AT_STEP="6")
+    killed = train("killed", nproc=1, status=-9, DIE_AT_STEP="6")
     assert len(rows_of_log(killed)) < len(rows_of_log(one_rank))
     train("killed")
     assert rows_of_log(killed) == rows_of_log(one_rank)
