@@ -438,7 +438,7 @@ def describe(ddp: Distributed) -> str:
 
 
 def unseen_gpus_note() -> str:
-    """Returns what to do if the environment names GPUs, although torch sees none, or ""."""
+    """Returns advice for an environment that names GPUs of which torch sees none, else ""."""
     name = "SLURM_JOB_GPUS"
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         name = "CUDA_VISIBLE_DEVICES"

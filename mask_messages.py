@@ -23,9 +23,9 @@ class Samples(NamedTuple):
 def messages_of_perturbed(
     x: Tensor, gate: Tensor, samples: Samples, out_ptr: Tensor, by_source: CSR
 ) -> tuple[Tensor, Tensor]:
-    """Returns which of the states [N * b] each message reaches, [M], and the messages, [M, H].
+    """Returns the places of the states that messages reach, [M], and the messages, [M, H].
 
-    A message is what a perturbed node, whose state is a row of x [N, H], sends along an edge, less
+    Places are those in the states [N * b]. A message is what a perturbed node, whose state is a row of x [N, H], sends along an edge, less
     what it sends at level 1. `out_ptr` is that of `SharedGraph`, and so is the matrix. A batch can
     bring a bound of M, `num_out_edges`; else, a GPU's host waits.
     """

@@ -75,7 +75,7 @@ def capture(steps: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> Any:
 
 
 def obstacle_of_options(task: Any) -> str:
-    """Returns why options do without CUDA graphs, "" if they do not."""
+    """Returns the reason for which options do without CUDA graphs, "" if there is none."""
     options = task.config.model
     if getattr(task.dataset, "out_degree", None) is None:
         return "batches do not bring num_out_edges"
@@ -156,7 +156,7 @@ class PackedBatch:
 
 
 def obstacle_of_memory(shape: FixedShape, task: Any, ddp: Any) -> str:
-    """Returns that messages of a fixed shape would take too much memory, "" if they would not."""
+    """Returns the memory of messages of a fixed shape as a text, if it is too much, else ""."""
     free, _ = mem_get_info(ddp.device)
     num_messages = len(task.graph.relations) * shape.num_perturbed + shape.num_out_edges
     size = num_messages * task.config.model.hidden * task.graph.edge_weight.element_size()
@@ -392,7 +392,7 @@ def try_to_capture(
 
 
 def reason(error: Exception) -> str:
-    """Returns why capturing failed."""
+    """Returns the reason of a failed capture as a text."""
     cause = error.__context__ or error  # as to end the capture then fails, too
     text = str(cause).partition("\n")[0]
     return f"{type(cause).__name__}: {text}"

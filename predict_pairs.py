@@ -160,9 +160,10 @@ def contributions_of_pairs(
 
 
 def largest_of_samples(contribution: Tensor, sample: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Returns which pairs of each sample contribute most to each target, long [lines, T].
+    """Returns the places of lines, and the pairs that contribute most to each target in each.
 
-    Before it is the place of each line among those of its sample, from 0 on, long [lines].
+    A place is that of a line among those of its sample, from 0 on, long [lines]; pairs are their
+    numbers, long [lines, T].
     """
     number = contribution.abs().argsort(dim=0, descending=True, stable=True)
     by_sample = sample[number].argsort(dim=0, stable=True)

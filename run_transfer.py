@@ -13,7 +13,7 @@ log = logging.getLogger("run_transfer")
 
 
 def entries_by_name(model: nn.Module) -> dict[str, dict[int, str]]:
-    """Returns of what a parameter has entries in its dimensions, by `ENTRIES` of the modules."""
+    """Returns the `ENTRIES` of the modules, by the parameter's name and the dimension."""
     entries = {}
     for prefix, module in model.named_modules():
         for name, kind, dim in getattr(module, "ENTRIES", ()):
@@ -98,5 +98,5 @@ def note_lacking(checkpoint: Mapping[str, Any], origin: Origin) -> None:
 
 
 def responses_of(basis: Tensor | None) -> list[list[bool]]:
-    """Returns which of the three `mask.doses` each response of a node is to, given its `basis`."""
+    """Returns for each response of a node whether it is one to each of the three `mask.doses`."""
     return [] if basis is None else (basis != 0).T.tolist()
