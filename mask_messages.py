@@ -25,9 +25,10 @@ def messages_of_perturbed(
 ) -> tuple[Tensor, Tensor]:
     """Returns the places of the states that messages reach, [M], and the messages, [M, H].
 
-    Places are those in the states [N * b]. A message is what a perturbed node, whose state is a row of x [N, H], sends along an edge, less
-    what it sends at level 1. `out_ptr` is that of `SharedGraph`, and so is the matrix. A batch can
-    bring a bound of M, `num_out_edges`; else, a GPU's host waits.
+    Places are those in the states [N * b]. A message is what a perturbed node, whose state is a row
+    of x [N, H], sends along an edge, less what it sends at level 1. `out_ptr` is that of
+    `SharedGraph`, and so is the matrix. A batch can bring a bound of M, `num_out_edges`; else, a
+    GPU's host waits.
     """
     batch = samples.batch
     size = samples.level.size(1)
