@@ -166,7 +166,7 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
 
 def is_override(word: str) -> bool:
     """Returns whether a word is `section.key=value`, and not the name of a run's folder or file."""
-    return re.match(r"\w+\.\w+=", word) is not None and not Path(word).exists()
+    return re.match(r"\w+\.\w+=", word) is not None and not os.path.exists(word)
 
 
 def read_range(text: str) -> tuple[int, int]:

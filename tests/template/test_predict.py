@@ -373,8 +373,9 @@ def test_the_folder_of_a_run_may_be_called_as_an_option(trained, tmp_path, monke
     monkeypatch.chdir(tmp_path / "runs")
     (run,) = read_settings(["all-pairs", "optim.lr=1"]).runs
     assert run.file == "optim.lr=1/checkpoints/best.pt"
-    with pytest.raises(UserError, match="no run is named"):
-        read_settings(["all-pairs", "optim.lr=2"])
+    for other in ("optim.lr=2", f"optim.lr={'2' * 300}"):  # too long for a file's name
+        with pytest.raises(UserError, match="no run is named"):
+            read_settings(["all-pairs", other])
 
 
 def test_another_command_says_which_file_is_in_the_way(members, predict, tmp_path):
