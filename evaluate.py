@@ -5,15 +5,13 @@ Every function is called on all ranks, which share the rows.
 Shapes: n rows, B samples in a batch, T scores of C columns each.
 """
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torch_geometric.data import Data
-from torch_geometric.profile import get_data_size
 
 from data_loader import make_loader
 from ddp_setup import Distributed
@@ -21,7 +19,6 @@ from run_progress import progress_bar
 from task import KnockoutTask
 
 LARGE_BATCH = 8192  # samples that are predicted at once where each takes little memory
-MOST_KEPT = 2**29  # bytes of batches that are kept for the next validation
 
 
 def evaluation_batch_size(task: KnockoutTask) -> int:
@@ -35,89 +32,47 @@ def evaluation_batch_size(task: KnockoutTask) -> int:
     return batch_size
 
 
-def split_rows(rows: Tensor, batch_size: int, ddp: Distributed) -> Sequence[Tensor]:
-    """Returns this rank's share of some rows, batch by batch; a batch is spread over the ranks."""
-    rows_of_rank = rows[ddp.rank :: ddp.world_size]
-    return rows_of_rank.split(math.ceil(batch_size / ddp.world_size))
-
-
-def load_batches(dataset: Dataset, rows: Tensor, batch_size: int, ddp: Distributed) -> DataLoader:
-    """Returns a loader of this rank's share of some rows of a dataset."""
-    return make_loader(dataset, split_rows(rows, batch_size, ddp), workers=0, device=ddp.device)
-
-
-class KeptBatches:
-    """This rank's batches of rows that are predicted often.
-
-    Those that fit in `MOST_KEPT` are made, and planned, by the first iteration alone.
-    """
-
-    def __init__(self, task: KnockoutTask, rows: Tensor, ddp: Distributed):
-        self.dataset = task.dataset
-        self.batches = split_rows(rows, evaluation_batch_size(task), ddp)
-        self.device = ddp.device
-        self.kept = []
-        self.bytes_left = MOST_KEPT
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Data]:
-        for batch in self.kept:
-            yield copy.copy(batch)  # as `to` changes a batch in place
-        others = self.batches[len(self.kept) :]
-        for batch in make_loader(self.dataset, others, workers=0, device=self.device):
-            self.bytes_left -= get_data_size(batch)
-            if self.bytes_left >= 0:
-                self.kept.append(copy.copy(batch))
-            yield batch
-
-
-def predict_rows(
-    model: nn.Module,
-    task: KnockoutTask,
-    rows: Tensor,
-    ddp: Distributed,
-    kept: KeptBatches | None = None,
-) -> Tensor:
+def predict_rows(model: nn.Module, task: KnockoutTask, rows: Tensor, ddp: Distributed) -> Tensor:
     """Returns the bare model's output of rows of the task on every rank, float64 [n, T, C].
 
-    `kept` are the batches of these rows, if they are predicted often. Raises `RunError` if the
-    model returns another shape.
+    Raises `RunError` if the model returns another shape.
     """
     model.eval()
 
     def output(batch: Data) -> Tensor:
         return task.by_score(model(task.graph, batch), batch)
 
-    batches = kept
-    if batches is None:
-        batches = load_batches(task.dataset, rows, evaluation_batch_size(task), ddp)
-    return compute_rows(output, batches, (len(rows), *task.output_shape), ddp)
+    size = evaluation_batch_size(task)
+    return compute_rows(output, task.dataset, rows, size, task.output_shape, ddp)
 
 
 @torch.no_grad()
 def compute_rows(
     function: Callable[[Data], Tensor],
-    batches: DataLoader | KeptBatches,
+    dataset: Dataset,
+    rows: Tensor,
+    batch_size: int,
     shape: tuple[int, ...],
     ddp: Distributed,
 ) -> Tensor:
-    """Returns a function of n rows on every rank, float64 of a shape that begins with n.
+    """Returns a function of n rows of a dataset on every rank, float64 [n, *shape].
 
-    It takes a batch on the device, and gives as many rows as the batch has samples. `batches` are
-    this rank's, of a `dataset`. Each row is computed on one rank; the all-reduce adds only zeros to
-    it and is therefore exact.
+    It takes a batch on the device, and gives as many rows as the batch has samples. A batch is
+    spread over the ranks, so each row is computed on one rank; the all-reduce adds only zeros to it
+    and is therefore exact.
     """
-    values = torch.zeros(shape, dtype=torch.float64, device=ddp.device)
+    rows_of_rank = rows[ddp.rank :: ddp.world_size]
+    batches = rows_of_rank.split(math.ceil(batch_size / ddp.world_size))
+    loader = make_loader(dataset, batches, workers=0, device=ddp.device)
+    values = torch.zeros(len(rows), *shape, dtype=torch.float64, device=ddp.device)
     values_of_rank = values[ddp.rank :: ddp.world_size]  # a view
     start = 0
     num_pieces = 1  # of a batch
-    for batch in progress_bar(batches, "predicting", unit="batch", is_shown=ddp.rank == 0):
+    for batch in progress_bar(loader, "predicting", unit="batch", is_shown=ddp.rank == 0):
         with ddp.phase("evaluation"):
             if ddp.stop and ddp.stop.code():  # all ranks will stop; the result is discarded
                 break
-            of_batch, num_pieces = in_pieces(function, batch, num_pieces, batches.dataset, ddp)
+            of_batch, num_pieces = in_pieces(function, batch, num_pieces, dataset, ddp)
             values_of_rank[start : start + len(of_batch)] = of_batch
             start += len(of_batch)
     return ddp.sum(values).cpu()

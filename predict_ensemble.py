@@ -22,7 +22,7 @@ from data import KnockoutDataset
 from data_tables import Tables
 from ddp_setup import Distributed
 from errors import UserError
-from evaluate import compute_rows, evaluation_batch_size, load_batches, predict_rows
+from evaluate import compute_rows, evaluation_batch_size, predict_rows
 from losses import LOSSES
 from mask import SharedGraph
 from model import PARTS
@@ -259,12 +259,11 @@ class Ensemble:
             num_columns = len(criterion.columns)
             with explain_missing_part(file):  # such as one that the first pass imports
                 if with_parts:
-                    batch_size = evaluation_batch_size(task)
-                    batches = load_batches(task.dataset, rows, batch_size, self.ddp)
                     names = self.parts
-                    shape = (len(rows), len(self.targets), num_columns + len(names))
                     function = partial(predict_parts, model, task, names)
-                    values = compute_rows(function, batches, shape, self.ddp)
+                    size = evaluation_batch_size(task)
+                    shape = (len(self.targets), num_columns + len(names))
+                    values = compute_rows(function, task.dataset, rows, size, shape, self.ddp)
                 else:
                     values = predict_rows(model, task, rows, self.ddp)
             output, parts = values.tensor_split([num_columns], dim=2)

@@ -26,7 +26,7 @@ from torch_geometric.index import index2ptr
 
 from data import KnockoutDataset
 from data_tables import Tables, pack
-from evaluate import compute_rows, evaluation_batch_size, load_batches
+from evaluate import compute_rows, evaluation_batch_size
 from mask import SharedGraph
 from model import GlobalReadout, KnockoutGNN, KnockoutTerm, NodeReadout, WildType
 from parts import optional
@@ -333,7 +333,6 @@ class Explainer:
         dataset = KnockoutDataset(samples, graph.degree, out_degree=graph.out_degree)
         rows = torch.arange(len(samples.y))
         batch_size = evaluation_batch_size(ensemble.tasks[0])
-        batches = load_batches(dataset, rows, batch_size, ensemble.ddp)
         units = [task.criterion.std for task in ensemble.tasks]
         widths = [math.prod(field.shape[3:]) for field in none]
 
@@ -344,9 +343,9 @@ class Explainer:
                 columns.append(field.double().view(*field.shape[:3], width))
             return torch.cat(columns, dim=3)
 
-        shape = (len(rows), len(ensemble.targets), number, sum(widths))
+        shape = (len(ensemble.targets), number, sum(widths))
         with ensemble.lock:
-            numbers = compute_rows(as_numbers, batches, shape, ensemble.ddp)
+            numbers = compute_rows(as_numbers, dataset, rows, batch_size, shape, ensemble.ddp)
         fields = []
         for field, columns in zip(none, numbers.split(widths, dim=3), strict=True):
             fields.append(columns.reshape(len(rows), *field.shape[1:]).to(field.dtype))

@@ -41,7 +41,7 @@ from data_loader import StepSampler, make_loader
 from ddp_ends import StopTraining, end_process
 from ddp_setup import Distributed, library_versions
 from errors import RunError
-from evaluate import KeptBatches, predict_rows
+from evaluate import predict_rows
 from metrics import first_metric, metrics_text, quality
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
 from parts import check_parts, is_here
@@ -106,7 +106,6 @@ def train(config: Config, ddp: Distributed) -> None:
         # torch.cuda.make_graphed_callables captures, the capture fails.
         steps = capture(steps, state, task, sampler, ddp)
     train_loader = make_loader(steps.dataset, sampler, config.data.workers, ddp.device)
-    val_batches = KeptBatches(task, task.rows("val"), ddp)
     if ddp.is_distributed:
         ddp_model = DistributedDataParallel(
             ddp.prepare_for_ddp(steps.model), device_ids=ddp.device_ids, **config.ddp.options
@@ -119,7 +118,7 @@ def train(config: Config, ddp: Distributed) -> None:
     try:
         if state.best is None:
             # Where training starts is a candidate, too.
-            validate(task, state, folder, val_batches, ddp)
+            validate(task, state, folder, ddp)
         # On a GPU, a graph is captured in the third step, while the profiler warms up: with CUDA
         # before 12.6, its CUPTI may crash.
         with folder.profile():
@@ -127,7 +126,7 @@ def train(config: Config, ddp: Distributed) -> None:
                 first_step = state.step - state.epoch * sampler.steps_per_epoch
                 sampler.set_epoch(state.epoch, first_step=first_step)
                 train_epoch(task, state, steps, folder, train_loader, ddp)
-                validate(task, state, folder, val_batches, ddp)
+                validate(task, state, folder, ddp)
         option = "epochs" if state.epoch >= optim.epochs else "patience"
         log.info(f"trained   {state.epoch} epochs: raise optim.{option} to train on")
         test(task, state, folder, ddp)
@@ -238,18 +237,12 @@ def update_parameters(state: TrainState, clip: float) -> Tensor:
     return torch.stack([grad_norm, scale.to(grad_norm)])
 
 
-def validate(
-    task: KnockoutTask,
-    state: TrainState,
-    folder: RunFolder,
-    val_batches: KeptBatches,
-    ddp: Distributed,
-) -> None:
+def validate(task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Distributed) -> None:
     """Validates the state after an epoch, and saves it; the best one so far is best.pt.
 
     Raises `StopTraining` on every rank, with the state saved as not validated.
     """
-    output = predict_rows(state.model, task, task.rows("val"), ddp, val_batches)
+    output = predict_rows(state.model, task, task.rows("val"), ddp)
     reason = ddp.stop_reason()
     if reason:
         folder.save(state)
