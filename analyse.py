@@ -224,7 +224,7 @@ def compare(runs: Sequence[str | Path], threshold: float | None = None) -> dict[
     - `best_two`: the two `runs` of the highest Pearson's r, its `difference`, and as `gain` the
       95 % interval of that for other test rows, of which both runs get the same;
     - `uncertainty`: Spearman's correlation of the predictions' standard deviation with the error of
-      their mean, and the mean absolute error by fifths of it;
+      their mean;
     - `rivals` or `no_rivals`: as in `analyse_run`, beside the ensemble.
 
     Args:
@@ -266,8 +266,8 @@ def metrics_of_runs(members: dict[str, Results], threshold: float | None) -> dic
         analysis["results"][str(folder)] = best_step_and_seconds(logged)
     analysis |= metrics_together(members, ensemble, loss, threshold)
     analysis["best_two"] = difference_of_best(members, loss)
-    correlation, errors = analyse_intervals.uncertainty(ensemble.y, ensemble.prediction, std)
-    analysis["uncertainty"] = {"spearman": correlation, "error_by_fifths": errors}
+    correlation = analyse_intervals.uncertainty(ensemble.y, ensemble.prediction, std)
+    analysis["uncertainty"] = correlation
     return analysis | rivals_or_reason(ensemble, configs[0], folders[0])
 
 

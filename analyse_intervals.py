@@ -178,19 +178,10 @@ def interval(values: Tensor) -> list[float]:
     return values.nanquantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
 
 
-def uncertainty(y: Tensor, prediction: Tensor, sd: Tensor) -> tuple[float, list[float]]:
-    """Returns Spearman's correlation of `sd` with the absolute error, and that error by fifths.
+def uncertainty(y: Tensor, prediction: Tensor, sd: Tensor) -> float:
+    """Returns Spearman's correlation of `sd` with the absolute error, the mean over targets.
 
-    The latter are five means of the absolute error, one for each fifth of the rows by `sd`. All are
-    means over the targets. The arguments are [n, T].
+    The arguments are [n, T].
     """
     error = (prediction - y).abs()
-    ranks = rank(sd.where(~y.isnan(), math.nan))
-    correlation = pearson(rank(error), ranks).nanmean().item()
-    num_present = (~y.isnan()).sum(dim=0)
-    fifth = ((ranks - 0.5) * 5 / num_present).floor()
-    errors = []
-    for k in range(5):
-        of_fifth = error.where(fifth == k, math.nan)
-        errors.append(of_fifth.nanmean(dim=0).nanmean().item())
-    return correlation, errors
+    return pearson(rank(error), rank(sd.where(~y.isnan(), math.nan))).nanmean().item()

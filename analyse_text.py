@@ -90,10 +90,8 @@ def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
     interval = cell(best_two["gain"])
     metric = columns_beside(rivals)[best_two["metric"]]
     lines.append(f"best two, {best} less {second}: {metric} {difference}, 95 % {interval}")
-    spread = analysis["uncertainty"]
-    fifths = ", ".join(map(cell, spread["error_by_fifths"]))
-    lines.append(f"Spearman of standard deviation and absolute error: {cell(spread['spearman'])}")
-    lines.append(f"mean absolute error by fifths of the standard deviation: {fifths}")
+    uncertainty = cell(analysis["uncertainty"])
+    lines.append(f"Spearman of standard deviation and absolute error: {uncertainty}")
     return lines + lines_of_rivals(analysis, rivals)
 
 

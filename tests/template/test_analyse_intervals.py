@@ -138,9 +138,5 @@ def test_the_spread_tells_the_error_or_does_not():
     sd = torch.rand(1000, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = torch.zeros(1000, 2, dtype=torch.float64)
     y[::7, 1] = math.nan
-    correlation, errors = uncertainty(y, 3 * sd, sd)
-    assert correlation == pytest.approx(1.0)
-    assert errors == pytest.approx([0.3, 0.9, 1.5, 2.1, 2.7], abs=0.1)
-    correlation, errors = uncertainty(y, sd.flip(0), sd)
-    assert abs(correlation) < 0.1
-    assert max(errors) - min(errors) < 0.1
+    assert uncertainty(y, 3 * sd, sd) == pytest.approx(1.0)
+    assert abs(uncertainty(y, sd.flip(0), sd)) < 0.1
