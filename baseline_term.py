@@ -3,6 +3,8 @@
 Shapes: N nodes, B samples with P perturbed nodes, T targets, K effects of a node.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
@@ -88,3 +90,15 @@ class WithoutGraph(nn.Module):
         values = self.readout(wild.draws.is_known, dose, batch)
         columns = nn.functional.pad(values.unsqueeze(2), (0, self.num_columns - 1))
         return columns.flatten(start_dim=1)
+
+
+def baseline_term(task: Any) -> WithoutGraph:
+    """Returns the term of the model of a `KnockoutTask`, which starts from its fit."""
+    tables = task.tables
+    readout = BaselineReadout(len(tables.genes), len(tables.targets), task.basis.size(1))
+    if task.start is not None and not task.criterion.starts_from_mean:
+        criterion = task.criterion.to("cpu")
+        readout.start_from(task.start, criterion.mean, criterion.std)
+    if task.config.model.readout == "nodes":
+        readout.requires_grad_(False)  # thousands of effects per node would learn noise
+    return WithoutGraph(readout, len(task.criterion.columns))

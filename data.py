@@ -124,19 +124,6 @@ def file_digest(path: str) -> str:
     return digest.hexdigest()
 
 
-def target_nodes(tables: Tables) -> Tensor:
-    """Returns the node of each target, long [T]; raises `DataError` if one is no node."""
-    number = {gene: node for node, gene in enumerate(tables.genes)}
-    others = [name for name in tables.targets if name not in number]
-    if others:
-        raise DataError(
-            f"{len(others):,} of {len(tables.targets):,} scores are no node of the graph, which "
-            f"model.readout=nodes needs: {', '.join(others):.300}: remove these columns, "
-            "or set model.readout=both"
-        )
-    return torch.tensor([number[name] for name in tables.targets])
-
-
 # ---- Splits --------------------------------------------------------------------------------------
 def random_split(tables: Tables, config: DataConfig) -> Tensor:
     """Returns a random split, int8 [n], where rows of the same nodes and levels stay together.

@@ -3,8 +3,7 @@
 The *encoder* gives all nodes states on the intact graph, once for each batch: the *wild type*. The
 term *local* is a set function of the wild-type states of the knocked-out nodes. The term *knockout*
 runs the encoder's layers for every sample on the graph without its dead nodes, and reads how the
-states of the living nodes change: pooled over the graph, or, where the targets are effects on
-nodes, each from the change of that node. `KnockoutTask.build_model` puts the terms together.
+states of the living nodes change. `KnockoutTask.build_model` puts the terms together.
 
 Shapes: N nodes, R relations, B samples, P perturbed nodes in the batch, H hidden channels, T
 targets of C columns each (see losses.py; those of a target lie together), K responses of a node to
@@ -427,49 +426,6 @@ class GlobalReadout(KnockoutTerm):
         """Maps the sums of all samples, [B, H], to [B, T * C]."""
         features = torch.asinh(self.scale * pooled)  # as thousands of neighbours add up
         return self.head(features * wild.draws.row_dropout)
-
-
-class NodeReadout(KnockoutTerm):
-    """The effect on each target node, from how that node's own state changes.
-
-    An effect is a sum over channels of a function of the change, 0 for no change, weighted by a
-    function of the node's wild-type state. To a target that is itself perturbed, and has no state
-    if it is deleted, adds 1 - level times a function of its wild-type state. Both start at zero.
-
-    Args:
-        target_nodes: the node of each target, long [T].
-    """
-
-    def __init__(self, num_nodes: int, hidden: int, target_nodes: Tensor):
-        super().__init__()
-        self.width = num_nodes
-        self.change = nn.Linear(hidden, 2 * hidden, bias=False)
-        self.weight = nn.Linear(hidden, 2 * hidden)
-        self.dead = nn.Linear(hidden, 1)
-        for layer in (self.weight, self.dead):
-            nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
-        self.register_buffer("target_nodes", target_nodes)
-
-    def effect(self, change: Tensor, wild_type: Tensor) -> Tensor:
-        """Maps changes and wild-type states, [..., H], to the effects on these nodes, [...]."""
-        response = nn.functional.gelu(self.change(change))
-        return (response * self.weight(wild_type)).sum(-1).to(change.dtype)
-
-    def pool(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
-        """Returns the effects [b, N], given all changes [N, b, H]; those on dead nodes are 0."""
-        return (self.effect(change * wild.draws.node_dropout.unsqueeze(1), wild.final) * alive).T
-
-    def read(self, pooled: Tensor, wild: WildType, batch: Data) -> Tensor:
-        """Returns the effects on the targets, [B, T], of those on all nodes, [B, N].
-
-        To these adds that of a node's own level on itself.
-        """
-        states = wild.final.squeeze(1).index_select(0, batch.perturbed)
-        direct = ((1 - batch.level) * self.dead(states).squeeze(1)).to(pooled.dtype)
-        entries = (batch.perturbed_batch, batch.perturbed)
-        effects = pooled.index_put(entries, direct, accumulate=True)
-        return effects.index_select(1, self.target_nodes)
 
 
 def readout_head(inputs: int, hidden: int, outputs: int) -> nn.Module:

@@ -5,8 +5,8 @@ layer, from the topology alone, and `ReachPlan.pooled` computes from these what
 `KnockoutTerm.pooled` does. `plan_route` decides whether that pays, `plan_fits` whether it may.
 
 A copy can do without this file: with model.message_passing=shared, all states are computed. It
-knows the layer `KnockoutConv` (see `update_of_reached`) and the readouts of `POOL_REACHED`; for
-another readout, the last states of all nodes are put together.
+knows the layer `KnockoutConv` (see `update_of_reached`), `GlobalReadout` and readouts whose class
+has a method `pool_reached`; for another, the last states of all nodes are put together.
 
 Shapes: N nodes, R relations, B samples with P perturbed nodes in the batch, H hidden channels.
 """
@@ -14,7 +14,7 @@ Shapes: N nodes, R relations, B samples with P perturbed nodes in the batch, H h
 import copy
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,6 @@ from model import (
     KnockoutConv,
     KnockoutGNN,
     KnockoutTerm,
-    NodeReadout,
     WildType,
 )
 
@@ -86,13 +85,11 @@ class ReachPlan(NamedTuple):
         on all nodes.
         """
         encoder = wild.encoder
-        pool = POOL_REACHED.get(type(term))
-        if pool is None:
-            log_unknown(type(term).__name__)
+        pool = pool_of_reached(type(term))
         pooled = []
         for block in self.blocks:
             reached = encoder.checkpointed(encode_reached, block, wild)
-            if pool and len(block.layers) == len(wild.layers):
+            if pool is not None and len(block.layers) == len(wild.layers):
                 before = select(wild, wild.final, block.layers[-1].node)
                 change = encoder.norm(reached) - before
                 pooled.append(pool(term, change, before, block, wild))
@@ -377,34 +374,28 @@ def select(wild: WildType, states: Tensor, node: Tensor) -> Tensor:
 
 
 # ---- What readouts pool -------------------------------------------------------------------------
+@functools.cache
+def pool_of_reached(readout: type[KnockoutTerm]) -> Callable[..., Tensor] | None:
+    """Returns what does of the states that change what a readout's `pool` does of all, or None.
+
+    It is a function of the readout, the changes of these states [S, H], what they are on the intact
+    graph [S, H], their block and the wild type. One that a class inherits may not be the same as a
+    `pool` of its own. For None, a line in the log says, once, that the readout runs on all nodes.
+    """
+    if readout is GlobalReadout:
+        return sum_reached
+    if "pool_reached" not in vars(readout):
+        log.info(f"note      {readout.__name__} has no method pool_reached: it reads all nodes")
+        return None
+    return readout.pool_reached
+
+
 def sum_reached(
     readout: GlobalReadout, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
 ) -> Tensor:
     """Returns the same as `GlobalReadout.pool`, [B, H]."""
     total = change.new_zeros(block.num_samples, change.size(1))
     return total.index_add(0, block.layers[-1].sample, change)  # whose gradient is a copy
-
-
-def effects_reached(
-    readout: NodeReadout, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
-) -> Tensor:
-    """Returns the same as `NodeReadout.pool`, [B, N]."""
-    last = block.layers[-1]
-    change = change * wild.draws.node_dropout.index_select(0, last.node)
-    none = change.new_zeros(block.num_samples, readout.width)
-    return none.index_put((last.sample, last.node), readout.effect(change, before))
-
-
-# By readout, a function of this readout, the changes of the states that change [S, H], what these
-# are on the intact graph [S, H], their block and the wild type. It returns what the readout's
-# method `pool` does of all nodes.
-POOL_REACHED = {GlobalReadout: sum_reached, NodeReadout: effects_reached}
-
-
-@functools.cache
-def log_unknown(readout: str) -> None:
-    """Logs, once, that a readout runs on all nodes."""
-    log.info(f"note      {readout} is not in POOL_REACHED of model_reach.py: it reads all nodes")
 
 
 # ---- Choice of route -----------------------------------------------------------------------------

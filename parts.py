@@ -66,6 +66,14 @@ PARTS = [
         loss="the local readout does not see what knocked-out nodes share",
     ),
     Part(
+        "nodes",
+        ("model_nodes.py",),
+        option="model.readout",
+        off="both",
+        on=("nodes",),
+        loss="no effects on nodes as scores",
+    ),
+    Part(
         "graphs",
         ("model_graphs.py",),
         option="model.cuda_graphs",

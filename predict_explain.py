@@ -28,7 +28,7 @@ from data import KnockoutDataset
 from data_tables import Tables, pack
 from evaluate import compute_rows, evaluation_batch_size
 from mask import SharedGraph
-from model import GlobalReadout, KnockoutGNN, KnockoutTerm, NodeReadout, WildType
+from model import GlobalReadout, KnockoutGNN, KnockoutTerm, WildType
 from parts import optional
 from predict_ensemble import Ensemble
 from predict_sets import Chunk
@@ -50,7 +50,12 @@ def knockout_term(model: torch.nn.Module) -> KnockoutTerm | None:
     """Returns a model's knock-out pass, None if it has none whose contributions can be said."""
     terms = dict(getattr(model, "terms", {}))  # one of another class has none
     term = terms.get("knockout")
-    return term if isinstance(term, GlobalReadout | NodeReadout) else None
+    return term if isinstance(term, GlobalReadout) or reads_targets(term) else None
+
+
+def reads_targets(term: torch.nn.Module | None) -> bool:
+    """Returns whether a term reads each target from the state of that node alone."""
+    return hasattr(term, "target_nodes")
 
 
 def without_each(samples: Tables) -> Iterator[Tables]:
@@ -99,7 +104,7 @@ def largest_changes(
             explained.append((unit, model))
     if not explained:
         return largest
-    if all(isinstance(knockout_term(model), NodeReadout) for _, model in explained):
+    if all(reads_targets(knockout_term(model)) for _, model in explained):
         total = 0.0
         for unit, model in explained:
             total = total + unit * model.parts(graph, batch)["knockout"]
@@ -120,7 +125,7 @@ def largest_changes(
 def contributions(model: KnockoutGNN, graph: SharedGraph, batch: Data) -> Iterator[Tensor]:
     """Yields the contribution of each node to the predictions of each sample, [T, N]."""
     term = knockout_term(model)
-    if isinstance(term, NodeReadout):
+    if reads_targets(term):
         target = term.target_nodes.unsqueeze(1)
         for effect in model.parts(graph, batch)["knockout"]:
             of_targets = effect.new_zeros(len(target), graph.num_nodes)

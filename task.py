@@ -21,7 +21,7 @@ from torch_geometric.data import Data
 
 import data
 from config import Config
-from data import KnockoutDataset, target_nodes, weight_scale
+from data import KnockoutDataset, weight_scale
 from data_tables import OF_GRAPH, SPLITS, Tables
 from data_training import basis_of, effective_share, training_mean_and_std
 from ddp_setup import Distributed
@@ -29,8 +29,8 @@ from errors import RunError, UserError
 from losses import LOSSES, Criterion
 from mask import SharedGraph
 from metrics import metrics_beside_rivals, mse, weighted_mean
-from model import GlobalReadout, KnockoutGNN, LocalReadout, NodeReadout
-from parts import optional
+from model import GlobalReadout, KnockoutGNN, LocalReadout
+from parts import is_here, optional
 from run_checkpoint import Origin
 from run_results import result_lines
 
@@ -131,20 +131,16 @@ class KnockoutTask:
         """Returns the model that is trained, on the CPU; raises `UserError`."""
         options = self.config.model
         tables = self.tables
-        columns = self.criterion.columns
-        if options.readout == "nodes" and len(columns) > 1:
-            raise UserError(
-                f"model.readout=nodes has one output for each score, but optim.loss="
-                f"{self.config.optim.loss} needs {', '.join(columns)}: set model.readout=both"
-            )
         sizes = (len(tables.genes), len(tables.relations), tables.features.size(1))
         unseen = tables.unseen_share("val")  # training hides as many nodes
-        model = KnockoutGNN(options, *sizes, unseen, self.basis, len(columns))
+        model = KnockoutGNN(options, *sizes, unseen, self.basis, len(self.criterion.columns))
         # In the order of the columns of `predict.py --parts`, behind which one of yours comes.
         terms = model.terms
         hidden = options.hidden
         if options.start == "baseline" and options.readout != "global":
-            terms["without_graph"] = self.baseline_term()
+            from baseline_term import baseline_term  # a part, which need not be here
+
+            terms["without_graph"] = baseline_term(self)
         if options.has_local:
             terms["local"] = LocalReadout(hidden, self.num_outputs, self.basis.size(1))
         if options.has_pairs:
@@ -154,23 +150,12 @@ class KnockoutTask:
             units = load_units(self.graph, self.dataset, cache_dir, self.fingerprint)
             terms["pairs"] = PairTerm(units, hidden, self.num_outputs, terms["local"].read)
         if options.readout == "nodes":
-            terms["knockout"] = NodeReadout(len(tables.genes), hidden, target_nodes(tables))
+            from model_nodes import node_readout  # a part, which need not be here
+
+            terms["knockout"] = node_readout(self)
         elif options.has_knockout_pass:
             terms["knockout"] = GlobalReadout(len(tables.genes), hidden, self.num_outputs)
         return model
-
-    def baseline_term(self) -> nn.Module:
-        """Returns the baseline as a term of the model, which starts from the fit."""
-        from baseline_term import BaselineReadout, WithoutGraph  # a part, which need not be here
-
-        sizes = (len(self.tables.genes), len(self.tables.targets), self.basis.size(1))
-        readout = BaselineReadout(*sizes)
-        if self.start is not None and not self.criterion.starts_from_mean:
-            criterion = self.criterion.to("cpu")
-            readout.start_from(self.start, criterion.mean, criterion.std)
-        if self.config.model.readout == "nodes":
-            readout.requires_grad_(False)  # thousands of effects per node would learn noise
-        return WithoutGraph(readout, len(self.criterion.columns))
 
     @property
     def num_targets(self) -> int:
@@ -366,5 +351,6 @@ def check_scores(tables: Tables, config: Config) -> None:
             raise UserError(f"{problem}: remove that column, or change the split")
         log.warning(f"note      {problem}: it does not count there")
     LOSSES[config.optim.loss].check(tables.y)
-    if config.model.readout != "nodes" and set(tables.targets) <= set(tables.genes):
+    are_nodes = set(tables.targets) <= set(tables.genes)
+    if are_nodes and config.model.readout != "nodes" and is_here("model_nodes"):
         log.warning("note      all scores are named after nodes: model.readout=nodes suits them")

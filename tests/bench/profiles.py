@@ -17,8 +17,8 @@ from torch import Tensor
 
 from baseline import additive_baseline
 from baseline_ridge import conjugate_gradients
-from data import target_nodes
 from data_tables import Tables
+from model_nodes import target_nodes
 from tests.bench.baselines import WEIGHTS, KnockedOut
 
 # Of the nodes' effects: at 1, a node of a single row gets half of its score.

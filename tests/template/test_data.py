@@ -18,7 +18,6 @@ from data import (
     load,
     node_split,
     random_split,
-    target_nodes,
     with_example,
 )
 from data_cells import SPLITS, read_header
@@ -129,17 +128,6 @@ def test_sets_of_many_rows_fill_a_split_where_there_are_no_others():
     assert split[-1] == 0
     tables = small_tables([[]] * 10)
     assert random_split(tables, DataConfig(test_fraction=1.0)).unique().tolist() == [2]
-
-
-def test_all_scores_that_are_no_nodes_are_named():
-    tables = small_tables([[0], [1]])
-    tables.targets = ("g00", "g01")
-    assert target_nodes(tables).tolist() == [0, 1]
-    tables.targets = ("g00", "x", "g01", "y")
-    with pytest.raises(
-        DataError, match=r"^2 of 4 scores are no node of the graph, .* needs: x, y: "
-    ):
-        target_nodes(tables)
 
 
 def test_the_node_split_trains_on_no_test_node_and_its_folds_cover_all_nodes():

@@ -25,7 +25,6 @@ from tests.syncs import CountSynchronisations
 from tests.template.small_model import (
     NUM_NODES,
     SETS,
-    TARGETS,
     graph_of_12_nodes,
     make_batch,
     make_dataset,
@@ -458,27 +457,6 @@ def test_every_parameter_is_used(shared):
             fixed = {f"terms.without_graph.readout.{name}" for name in names}
         assert unused == fixed
         assert not any(model.get_parameter(name).requires_grad for name in fixed)
-
-
-def test_an_effect_on_a_node_comes_from_the_change_of_its_own_state(shared):
-    """Beyond the additive part; a target that is knocked out has a part of its own."""
-    model = make_model(readout="nodes", layers=1).double()
-    shared = shared.double()
-    sets = [[], [10], [0], [5, 8]]
-    batch = make_batch(shared, sets)
-    is_known = torch.ones(2, NUM_NODES, dtype=torch.bool)
-    baseline = model.terms["without_graph"].readout
-    additive = baseline(is_known, dose=torch.ones(4, 1).double(), batch=batch)
-    effects = model(shared, batch) - additive
-    source, target = shared.edge_index
-    for sample, nodes in enumerate(sets):
-        reached = set(target[torch.isin(source, torch.tensor(nodes))].tolist()) | set(nodes)
-        for t, node in enumerate(TARGETS):
-            assert (effects[sample, t].abs() > 1e-6) == (node in reached), (nodes, node)
-    model.terms["knockout"].dead.bias.data += 1.0
-    changed = model(shared, batch) - additive - effects
-    expected = [[float(node in nodes) for node in TARGETS] for nodes in sets]
-    torch.testing.assert_close(changed, torch.tensor(expected).double())
 
 
 def test_a_model_of_zeros_predicts_its_intercept_which_is_saved(shared):

@@ -15,9 +15,9 @@ from torch_geometric.data import HeteroData
 from data import KnockoutDataset
 from mask import SharedGraph
 from mask_product import CSR
-from model import GlobalReadout, KnockoutConv, KnockoutGNN, ModelConfig, NodeReadout
+from model import GlobalReadout, KnockoutConv, KnockoutGNN, ModelConfig
+from model_nodes import NodeReadout
 from model_reach import (
-    POOL_REACHED,
     ReachBlock,
     ReachedStates,
     ReachPlanner,
@@ -294,22 +294,57 @@ def test_a_plan_is_not_exact_for_an_edited_readout(shared, monkeypatch, readout)
     assert not is_planned_exactly(model, shared, 2)
 
 
-def test_a_readout_of_its_own_reads_the_states_of_all_nodes(shared, monkeypatch, caplog):
-    """With a line in the log, once; the layers still compute only states that change."""
+class LargestChange(GlobalReadout):
+    def pool(self, change: Tensor, alive: Tensor, wild: object) -> Tensor:
+        return (change * alive.unsqueeze(-1)).amax(0)
 
-    class LargestChange(GlobalReadout):
+
+class DoubledEffects(NodeReadout):
+    def pool(self, change: Tensor, alive: Tensor, wild: object) -> Tensor:
+        return 2 * super().pool(change, alive, wild)
+
+
+@pytest.mark.parametrize(
+    ("readout", "own"),
+    [
+        ("both", LargestChange(NUM_NODES, 8, 1)),
+        ("nodes", DoubledEffects(NUM_NODES, 8, torch.tensor([1, 4, 5]))),
+    ],
+)
+def test_a_readout_with_a_pool_of_its_own_reads_the_states_of_all_nodes(
+    shared, caplog, readout, own
+):
+    """With a line in the log, once; the layers still compute only states that change."""
+    caplog.set_level("INFO")
+    model = tiny_model(readout)
+    model.terms["knockout"] = own
+    for _ in range(2):
+        assert is_planned_exactly(model, shared, 2)
+    name = type(own).__name__
+    assert [record.message for record in caplog.records] == [
+        f"note      {name} has no method pool_reached: it reads all nodes"
+    ]
+
+
+def test_a_readout_that_pools_reached_states_itself_reads_no_others(shared, caplog):
+    calls = []
+
+    class Squares(GlobalReadout):
         def pool(self, change: Tensor, alive: Tensor, wild: object) -> Tensor:
-            return (change * alive.unsqueeze(-1)).amax(0)
+            return (change.square() * alive.unsqueeze(-1)).sum(0)
+
+        def pool_reached(
+            self, change: Tensor, before: Tensor, block: ReachBlock, wild: object
+        ) -> Tensor:
+            calls.append(block)
+            total = change.new_zeros(block.num_samples, change.size(1))
+            return total.index_add(0, block.layers[-1].sample, change.square())
 
     caplog.set_level("INFO")
     model = tiny_model("both")
-    model.terms["knockout"] = LargestChange(NUM_NODES, 8, 1)
-    assert LargestChange not in POOL_REACHED
-    for _ in range(2):
-        assert is_planned_exactly(model, shared, 2)
-    assert [record.message for record in caplog.records] == [
-        "note      LargestChange is not in POOL_REACHED of model_reach.py: it reads all nodes"
-    ]
+    model.terms["knockout"] = Squares(NUM_NODES, 8, 1)
+    assert is_planned_exactly(model, shared, 2)
+    assert calls and not caplog.records
 
 
 def test_the_product_and_its_gradients_are_those_of_a_dense_matrix(graph):

@@ -7,13 +7,8 @@ from baseline_term import BaselineReadout, WithoutGraph
 from data_tables import Tables
 from data_training import training_mean_and_std
 from mask import LINEAR
-from model import (
-    GlobalReadout,
-    KnockoutGNN,
-    LocalReadout,
-    ModelConfig,
-    NodeReadout,
-)
+from model import GlobalReadout, KnockoutGNN, LocalReadout, ModelConfig
+from model_nodes import NodeReadout
 from model_pairs import PairTerm
 
 

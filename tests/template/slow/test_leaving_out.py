@@ -20,6 +20,7 @@ EACH = [*BY_NAME, "all"]
 WORDS = {
     "baseline": ["baseline"],
     "pairs": ["pair"],
+    "nodes": ["model_nodes", "readout=nodes"],
     "graphs": ["graphs"],
     "reach": ["reach"],
     "copies": ["copies", "expanded"],

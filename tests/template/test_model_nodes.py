@@ -1,0 +1,65 @@
+"""The readout of effects on nodes: where they come from, which node is whose, and how it is missed.
+
+That it computes the same on all routes is in the tests of the model and of `model_reach`.
+"""
+
+import pytest
+import torch
+
+import task
+from config import Config
+from errors import DataError
+from model_nodes import target_nodes
+from tests.sets import tables_of
+from tests.template.small_model import (
+    NUM_NODES,
+    TARGETS,
+    graph_of_12_nodes,
+    make_batch,
+    make_model,
+)
+
+
+def test_all_scores_that_are_no_nodes_are_named():
+    tables = tables_of([[0], [1]], torch.zeros(2))
+    tables.genes = ["g0", "g1", "g2"]
+    tables.targets = ["g2", "g0"]
+    assert target_nodes(tables).tolist() == [2, 0]
+    tables.targets = ["g0", "x", "g1", "y"]
+    with pytest.raises(
+        DataError, match=r"^2 of 4 scores are no node of the graph, .* needs: x, y: "
+    ):
+        target_nodes(tables)
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_scores_named_after_nodes_ask_for_the_readout_where_it_is(monkeypatch, caplog, is_here):
+    monkeypatch.setattr(task, "is_here", lambda module: is_here)
+    tables = tables_of([[0], [1], [2]], torch.zeros(3))
+    tables.genes = ["g0", "g1", "g2"]
+    tables.targets = ["g2"]
+    tables.split = torch.tensor([0, 1, 2], dtype=torch.int8)
+    tables.y = torch.zeros(3, 1).double()
+    task.check_scores(tables, Config())
+    assert ("model.readout=nodes suits them" in caplog.text) == is_here
+
+
+def test_an_effect_on_a_node_comes_from_the_change_of_its_own_state():
+    """Beyond the additive part; a target that is knocked out has a part of its own."""
+    model = make_model(readout="nodes", layers=1).double()
+    shared = graph_of_12_nodes().double()
+    sets = [[], [10], [0], [5, 8]]
+    batch = make_batch(shared, sets)
+    is_known = torch.ones(2, NUM_NODES, dtype=torch.bool)
+    baseline = model.terms["without_graph"].readout
+    additive = baseline(is_known, dose=torch.ones(4, 1).double(), batch=batch)
+    effects = model(shared, batch) - additive
+    source, target = shared.edge_index
+    for sample, nodes in enumerate(sets):
+        reached = set(target[torch.isin(source, torch.tensor(nodes))].tolist()) | set(nodes)
+        for t, node in enumerate(TARGETS):
+            assert (effects[sample, t].abs() > 1e-6) == (node in reached), (nodes, node)
+    model.terms["knockout"].dead.bias.data += 1.0
+    changed = model(shared, batch) - additive - effects
+    expected = [[float(node in nodes) for node in TARGETS] for nodes in sets]
+    torch.testing.assert_close(changed, torch.tensor(expected).double())
