@@ -373,6 +373,7 @@ def check_random_numbers(seed: int, num_keys: int) -> None:
 
 @pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
 def test_terms_stand_in_the_order_of_the_parts(tmp_path, readout):
+    """And all are trained, but for the baseline of effects on nodes."""
     sets = 2 * SETS
     tables = replace(
         tables_of(sets, torch.randn(len(sets)).double()),
@@ -394,7 +395,11 @@ def test_terms_stand_in_the_order_of_the_parts(tmp_path, readout):
         "global": ["knockout"],
         "nodes": ["without_graph", "knockout"],
     }
-    assert list(task.build_model().terms) == expected[readout]
+    model = task.build_model()
+    assert list(model.terms) == expected[readout]
+    fixed = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    of_baseline = {f"terms.without_graph.readout.{name}" for name in ("slope", "effect", "weights")}
+    assert fixed == (of_baseline if readout == "nodes" else set())
 
 
 def test_a_model_without_tables_starts_from_zero_and_hides_no_node(shared):

@@ -103,6 +103,20 @@ def test_an_option_of_a_part_that_is_gone_is_one_sentence(monkeypatch, train, na
     check_parts(Config().options() | {key: value})
 
 
+@pytest.mark.parametrize(
+    ("file", "option", "values"),
+    [
+        ("model_nodes.py", "model.readout", ["both", "local", "global"]),
+        ("model_reach.py", "model.message_passing", ["shared", "expanded"]),
+        ("mask_copies.py", "model.message_passing", ["shared", "auto", "reach"]),
+    ],
+)
+def test_other_values_of_an_option_do_without_the_part(monkeypatch, file, option, values):
+    monkeypatch.setattr(parts, "is_here", lambda module: f"{module}.py" != file)
+    for value in values:
+        check_parts({option: value})
+
+
 def test_without_the_part_threads_torch_chooses_them(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(parts, "is_here", lambda module: module != "ddp_threads")
