@@ -27,14 +27,7 @@ from torch_geometric.utils import cumsum
 
 from mask import Samples, SharedGraph, num_samples
 from mask_product import CSR, sparse_product
-from model import (
-    FirstConv,
-    GlobalReadout,
-    KnockoutConv,
-    KnockoutGNN,
-    KnockoutTerm,
-    WildType,
-)
+from model import FirstConv, GlobalReadout, KnockoutConv, KnockoutGNN, KnockoutTerm, WildType
 
 log = logging.getLogger("model_reach")
 
