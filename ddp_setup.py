@@ -411,9 +411,9 @@ def library_versions() -> dict[str, str]:
 
 
 def describe(ddp: Distributed) -> str:
-    """Returns a line for each rank with its host, device, threads and versions, and a note.
+    """Returns a line for each rank with its host, device, threads and versions, and notes.
 
-    That is for a machine, this rank's, whose CPUs other programs need.
+    These are of the part threads, on the machine of this rank.
     """
     device = str(ddp.device)
     if ddp.device.type == "cuda":
@@ -432,20 +432,5 @@ def describe(ddp: Distributed) -> str:
     threads = optional("ddp_threads")
     if ddp.device.type == "cpu" and threads is not None:
         lines.append(threads.load_note(torch.get_num_threads(), ddp.local_world_size))
-    if ddp.device.type == "cpu":
-        lines.append(unseen_gpus_note())
+        lines.append(threads.unseen_gpus_note(torch.__version__))
     return "\n".join(filter(None, lines))
-
-
-def unseen_gpus_note() -> str:
-    """Returns advice for an environment that names GPUs of which torch sees none, else ""."""
-    name = "SLURM_JOB_GPUS"
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        name = "CUDA_VISIBLE_DEVICES"
-    gpus = os.environ.get(name, "")
-    if gpus.startswith("-") or not any(map(str.isdigit, gpus)):
-        return ""
-    return (
-        f"note      {name}={gpus} names GPUs, but torch {torch.__version__} sees none: "
-        "look at nvidia-smi, and install torch for its version of CUDA"
-    )

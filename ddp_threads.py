@@ -1,4 +1,4 @@
-"""How many threads each process may use on this machine.
+"""How many threads each process may use on this machine, and notes on the machine.
 
     python ddp_threads.py PROCESSES     prints the number for so many processes
 
@@ -113,6 +113,23 @@ def count_busy_cpus(num_processes: int, load_file: Path = Path("/proc/loadavg"))
         return max(0, min(load, int(running) - num_processes))
     except (OSError, ValueError, IndexError):  # not Linux
         return load
+
+
+def unseen_gpus_note(version: str) -> str:
+    """Returns a note if the environment names GPUs, of which torch has seen none, else "".
+
+    `version` is that of torch.
+    """
+    name = "SLURM_JOB_GPUS"
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        name = "CUDA_VISIBLE_DEVICES"
+    gpus = os.environ.get(name, "")
+    if gpus.startswith("-") or not any(map(str.isdigit, gpus)):
+        return ""
+    return (
+        f"note      {name}={gpus} names GPUs, but torch {version} sees none: "
+        "look at nvidia-smi, and install torch for its version of CUDA"
+    )
 
 
 def main() -> None:

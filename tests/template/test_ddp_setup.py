@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import random
-import re
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import torch
 
 import ddp_setup
 from ddp_ends import Heartbeat, StopRequest
-from ddp_setup import DDPConfig, Distributed, describe
+from ddp_setup import DDPConfig, Distributed
 from tests.template.fixtures import fork_ranks, join
 from tests.tools.runs import difference, read_metrics
 
@@ -335,26 +334,3 @@ def test_a_heartbeat_names_the_phase_that_a_rank_is_in():
         assert ddp.heartbeat.phase == "set-up"
     ddp.step_done(9)
     assert ddp.heartbeat == Heartbeat(step=9, changes=0, phase="other work", entered=3)
-
-
-@pytest.mark.parametrize(
-    ("variables", "named"),
-    [
-        ({}, ""),
-        ({"CUDA_VISIBLE_DEVICES": ""}, ""),
-        ({"CUDA_VISIBLE_DEVICES": "-1", "SLURM_JOB_GPUS": "0"}, ""),
-        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ""),
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES=0,1"),
-        ({"CUDA_VISIBLE_DEVICES": "MIG-5f1c"}, "CUDA_VISIBLE_DEVICES=MIG-5f1c"),
-        ({"SLURM_JOB_GPUS": "2"}, "SLURM_JOB_GPUS=2"),
-    ],
-)
-def test_gpus_that_the_environment_names_and_torch_does_not_see_are_said(
-    variables, named, monkeypatch
-):
-    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    said = re.findall(r"^note +(\S+) names GPUs", describe(Distributed(DDPConfig())), re.M)
-    assert said == ([named] if named else [])

@@ -187,6 +187,29 @@ def test_the_note_stands_below_the_ranks(monkeypatch):
     assert describe(ddp).endswith("\nnote      a busy machine")
 
 
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({}, ""),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ""),
+        ({"CUDA_VISIBLE_DEVICES": "-1", "SLURM_JOB_GPUS": "0"}, ""),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ""),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES=0,1"),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-5f1c"}, "CUDA_VISIBLE_DEVICES=MIG-5f1c"),
+        ({"SLURM_JOB_GPUS": "2"}, "SLURM_JOB_GPUS=2"),
+    ],
+)
+def test_gpus_that_the_environment_names_and_torch_does_not_see_are_said(
+    variables, named, monkeypatch
+):
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    said = re.findall(r"^note +(\S+) names GPUs", describe(Distributed(DDPConfig())), re.M)
+    assert said == ([named] if named else [])
+
+
 def test_its_help_needs_no_docstring():
     command = [sys.executable, "-OO", ROOT / "ddp_threads.py", "1"]
     subprocess.run(command, capture_output=True, timeout=20, check=True)
