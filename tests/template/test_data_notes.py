@@ -672,15 +672,22 @@ def test_what_a_run_says_of_its_tables():
     tables.split = torch.tensor([0, 0, 0, 0, 0, 1, 2], dtype=torch.int8)
     text = (
         "rows by knock-outs: 1 of 0, 4 of 1, 2 of 2, in 5 distinct sets; "
-        "rows with each score: 7, 4; 2 knocked-out nodes in no training row"
+        "1 rows in no split; rows with each score: 7, 4; "
+        "2 of 5 knocked-out nodes isolated, 2 in no training row; features: "
     )
-    assert details(tables) == text
+    tables.split[0] = -1
+    tables.edge_index = torch.tensor([[0, 1], [1, 2]])
+    assert details(tables) == f"{text}0 of nodes, 0 of edges"
     tables.feature_names = ["a"]
     tables.features = torch.tensor([[0.0], *[[1.0]] * (len(tables.genes) - 1)])
-    assert details(tables) == f"{text}; 1 nodes without features"
+    tables.left_out = ["b"]
+    found = details(tables)
+    assert found.startswith(f"columns left out: b; {text}1 of nodes, ")
+    assert found.endswith("; 1 nodes without features")
     tables.y = torch.arange(7 * 11, dtype=torch.float64).view(7, 11)
     tables.y[0, 3] = math.nan
     tables.perturbed_ptr = torch.tensor([0, 0, 0, 0, 0, 0, 0, 8])
+    tables.left_out = []
     assert details(tables).startswith("rows by knock-outs: 6 of 0, 1 of 8, in 2 distinct sets; ")
     assert "rows with each score: 6 to 7; " in details(tables)
 

@@ -30,10 +30,11 @@ def test_tables_are_read_correctly(tmp_path):
     assert tables.y.tolist() == [[0.5], [-1.0], [0.2]]
     assert [tables.rows(split).tolist() for split in SPLITS] == [[0], [1], [2]]
     assert summary_of(tables) == (
-        "4 nodes of 0 features (1 of 3 knocked-out ones isolated), 3 edges in 2 relations "
-        "of 0 features, 3 samples of 0 to 2 knock-outs: 1 train, 1 val, 1 test, 0 in no split; "
+        "4 nodes, 3 edges in 2 relations, 3 samples of 0 to 2 knock-outs: 1 train, 1 val, 1 test; "
         "1 scores: score; rows by knock-outs: 1 of 0, 1 of 1, 1 of 2, in 3 distinct sets; "
-        "rows with each score: 3; 1 knocked-out nodes in no training row"
+        "0 rows in no split; rows with each score: 3; "
+        "1 of 3 knocked-out nodes isolated, 1 in no training row; "
+        "features: 0 of nodes, 0 of edges"
     )
 
 

@@ -56,7 +56,9 @@ def test_features_are_standardised_and_0_where_they_are_missing(tmp_path):
     root = math.sqrt(26 / 3)  # the standard deviation of 1, 3 and 8
     expected = [[-3 / root, -1, 0], [0, 0, 0], [-1 / root, 0, 0], [4 / root, 1, 0]]
     torch.testing.assert_close(tables.features, torch.tensor(expected), atol=1e-6, rtol=0)
-    assert "4 nodes of 3 features (0 of 3 knocked-out ones isolated)" in summary_of(tables)
+    summary = summary_of(tables)
+    assert "0 of 3 knocked-out nodes isolated" in summary
+    assert "; features: 3 of nodes, 0 of edges; " in summary
     assert tables.graph()["gene"].x is tables.features
     assert not tables.features.requires_grad
     assert tables.fingerprint() != load(write_tables(tmp_path)).fingerprint()
@@ -133,7 +135,7 @@ def test_further_columns_of_edges_are_features_of_the_edges(tmp_path):
     root = math.sqrt(26 / 3)  # the standard deviation of 1, 3 and 8
     expected = {("a", "b"): [-3 / root, -1], ("b", "c"): [-1 / root, 0], ("c", "d"): [4 / root, 1]}
     expected |= {(target, source): values for (source, target), values in expected.items()}
-    assert "6 edges in 2 relations of 2 features" in summary_of(tables)
+    assert "; features: 0 of nodes, 2 of edges" in summary_of(tables)
     assert tables.fingerprint() != load(write_tables(tmp_path, undirected=True)).fingerprint()
     shared = SharedGraph(tables.graph())
     dataset = KnockoutDataset(tables_of([[], [1], [0]], torch.zeros(3)), shared.degree)
