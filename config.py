@@ -186,31 +186,19 @@ def restored_environment() -> Iterator[None]:
 
 
 # ---- Reading -------------------------------------------------------------------------------------
-def load_config(
-    files: Sequence[str | Path] = (),
-    overrides: Sequence[str] = (),
-    checkpoint: Mapping[str, Any] | None = None,
-) -> Config:
+def load_config(files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> Config:
     """Returns the options of config.yaml, overridden by those of files and of the command line.
 
-    Those of a `checkpoint` take the place of config.yaml. Raises `UserError` for a wrong file or
-    option.
+    Raises `UserError` for a wrong file or option.
     """
-    if checkpoint is None:
-        sources = [DEFAULTS.name]
-        options = read_options(DEFAULTS)
-    else:
-        sources = [checkpoint["file"]]
-        options = by_key(checkpoint["config"])
-        check_saved_names(options, checkpoint)
+    sources = [DEFAULTS.name]
+    options = read_options(DEFAULTS)
     for file in files:
         path = expand_path(str(file))
         options |= read_options(path)
         sources.append(path)
-    for override in overrides:
-        key, value = parse_override(override)
-        options[key] = value
     if overrides:
+        options |= dict(map(parse_override, overrides))
         sources.append("the command line")
     config = compose(options)
     log.info(f"options   {', then '.join(sources)}")
@@ -331,19 +319,6 @@ def check_names(keys: Iterable[str], place: str = "") -> None:
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
             raise UserError(f"{place}unknown option {key}: did you mean {nearest}?")
-
-
-def check_saved_names(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
-    """Raises `UserError` for an option that a checkpoint has and this code has not.
-
-    Its `Config.free_options` do not count.
-    """
-    unknown = options.keys() - all_options().keys() - set(checkpoint.get("free_options", []))
-    if unknown:
-        raise UserError(
-            f"{checkpoint['file']} was made with the option {min(unknown)}, which is unknown here: "
-            "use the version of the code that made it, or train again"
-        )
 
 
 def types_of(option: Field) -> tuple[Any, ...]:

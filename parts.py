@@ -7,7 +7,6 @@ option, or by `optional`. Whatever is in no part is the core.
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -126,21 +125,25 @@ PARTS = [
         off="",
         loss="no start from the parameters of another run",
     ),
+    Part(
+        "changes",
+        ("run_changes.py",),
+        loss="a resumed run names no changed options and code, and ranks may have different code",
+    ),
     Part("plots", ("run_plots.py",), loss="no curves.svg and no test.svg"),
     Part(
         "watchdog",
         ("ddp_watchdog.py",),
         loss="a hang ends by the process group's timeout, which names no rank",
     ),
-    Part("threads", ("ddp_threads.py",), loss="as many threads as torch and torchrun choose"),
+    Part(
+        "threads",
+        ("ddp_threads.py",),
+        loss="as many threads as torch and torchrun choose, and no notes on the machine",
+    ),
     Part("machines", ("ddp_rendezvous.py",), loss="one machine, or torchrun by hand on each"),
     Part("preflight", ("ddp_preflight.py",), loss="no check of machines before a long run"),
 ]
-
-
-def parts_with(file: str) -> list[Part]:
-    """Returns the parts to which a file belongs, also if it is gone."""
-    return [part for part in PARTS if any(fnmatch(file, name) for name in part.patterns)]
 
 
 def optional(name: str) -> ModuleType | None:

@@ -46,6 +46,7 @@ from data_tables import Tables
 from ddp_ends import end_process
 from ddp_setup import DDPConfig, Distributed, library_versions
 from errors import UserError
+from parts import optional
 from predict_ensemble import Ensemble, Run, read_run
 from predict_sets import (
     BEYOND,
@@ -60,7 +61,6 @@ from predict_sets import (
 from predict_table import GrowingTable
 from predictor import Predictor as Predictor  # for those who import it from here
 from predictor import explainer_of
-from run_checkpoint import code_digests
 from run_progress import progress_bar
 from run_results import table_lines
 
@@ -212,7 +212,9 @@ def predict(settings: Settings, ddp: Distributed) -> None:
         explainer = explainer_of(ensemble) if settings.explain else None
         if not settings.explain:
             check_names(ensemble.columns(settings.parts))
-    ddp.check_equal(code_digests())  # with the modules that the models need
+    changes = optional("run_changes")
+    code = {} if changes is None else changes.code_digests()
+    ddp.check_equal(code)  # with the modules that the models need
     for note in survey.notes:
         log.warning(f"note      {note}")
     if survey.unknown:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from threading import RLock
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 import parts
-from config import Config, expand_path, load_config
+from config import Config, all_options, by_key, compose, expand_path, parse_override
 from data import KnockoutDataset
 from data_tables import Tables
 from ddp_setup import Distributed
@@ -26,9 +27,10 @@ from evaluate import compute_rows, evaluation_batch_size, predict_rows
 from losses import LOSSES
 from mask import SharedGraph
 from model import PARTS
+from parts import optional
 from predict_graph import read_graph, tables_of_graph
 from predict_sets import MOST
-from run_checkpoint import code_digests, load_model, other_code, read_checkpoint
+from run_checkpoint import load_model, read_checkpoint
 from run_folder import read_status
 from task import KnockoutTask, make_dataset
 
@@ -69,8 +71,41 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
         raise UserError(f"{path} is of another version of the template: predict with that one")
     if of_graph != checkpoint["graph"]:
         raise UserError(f"the graph.pt of {path} is of another graph: copy that of its run folder")
-    options = load_config((), overrides, checkpoint)
-    return Run(checkpoint, options, graph)
+    return Run(checkpoint, options_of_run(checkpoint, overrides), graph)
+
+
+def options_of_run(checkpoint: dict[str, Any], overrides: Sequence[str]) -> Config:
+    """Returns the options of a checkpoint, overridden by those of the command line.
+
+    Raises `UserError` for a wrong one, and for one that this code has not, unless it is among the
+    checkpoint's `free_options`.
+    """
+    options = by_key(checkpoint["config"])
+    unknown = options.keys() - all_options().keys() - set(checkpoint.get("free_options", []))
+    if unknown:
+        raise UserError(
+            f"{checkpoint['file']} was made with the option {min(unknown)}, which is unknown here: "
+            "use the version of the code that made it, or train again"
+        )
+    sources = [checkpoint["file"]]
+    if overrides:
+        options |= dict(map(parse_override, overrides))
+        sources.append("the command line")
+    config = compose(options)
+    log.info(f"options   {', then '.join(sources)}")
+    return config
+
+
+def note_other_code(run: Run) -> None:
+    """Logs which code of a run was another than that of this process."""
+    changes = optional("run_changes")
+    if changes is None:
+        return
+    code = changes.code_digests()
+    of_run = code.keys() & run.checkpoint.get("code", code).keys()  # a notebook loads more
+    edited = changes.other_code(run.checkpoint, {file: code[file] for file in of_run})
+    if edited:
+        log.warning(f"note      {run.file} was trained with {edited}")
 
 
 def check_same(first: Run, run: Run) -> None:
@@ -132,11 +167,13 @@ def explain_missing_part(file: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        for part in parts.parts_with(f"{error.name}.py"):
-            raise UserError(
-                f"the model of {file} needs {error.name}.py, which is not here: copy the files "
-                f"of the part {part.name} from the template"
-            ) from None
+        missing = f"{error.name}.py"
+        for part in parts.PARTS:
+            if any(fnmatch(missing, pattern) for pattern in part.patterns):
+                raise UserError(
+                    f"the model of {file} needs {missing}, which is not here: copy the files "
+                    f"of the part {part.name} from the template"
+                ) from None
         raise
 
 
@@ -173,11 +210,7 @@ class Ensemble:
             load_model(model, run.checkpoint)
             self.tasks.append(task)
             self.models.append(model.to(ddp.device, dtype).eval())
-            code = code_digests()
-            of_run = code.keys() & run.checkpoint.get("code", code).keys()  # a notebook loads more
-            edited = other_code(run.checkpoint, {file: code[file] for file in of_run})
-            if edited:
-                log.warning(f"note      {run.file} was trained with {edited}")
+            note_other_code(run)
         self.is_planned = False
         self.lock = RLock()  # planners and masks have memory of their own
 

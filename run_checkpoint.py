@@ -6,11 +6,9 @@ of it is executed.
 
 import contextlib
 import fcntl
-import hashlib
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,11 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from errors import RunError, UserError
-from parts import FOLDER, parts_with
 
 log = logging.getLogger("run_checkpoint")
-# How the names of files begin that decide no numbers of a model.
-NO_NUMBERS = ("ddp_", "run_", "predict", "analyse", "config.", "errors.", "parts.", "tests/")
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class Origin:
     basis: Tensor | None = None  # as in `KnockoutTask`, float64 [3, K]
     pair_features: list[str] = field(default_factory=list)  # none for a model without pairs
     trained: dict[str, Any] = field(default_factory=dict)  # `Tables.training_range`
-    code: dict[str, str] = field(default_factory=dict)  # `code_digests` of the steps
+    code: dict[str, str] = field(default_factory=dict)  # `code_of_steps`, {} without that part
     free_options: list[str] = field(default_factory=list)  # of `Config`
 
 
@@ -116,37 +111,6 @@ class TrainState:
             return False
         epochs_since_best = self.epoch - self.best["step"] // steps_per_epoch
         return 0 < patience <= epochs_since_best
-
-
-def code_digests(*scripts: str) -> dict[str, str]:
-    """Returns a hash of each file of ours that this process runs and that decides numbers.
-
-    These are the loaded modules, a user's own, too, and `scripts`, which may run as `__main__`.
-    """
-    ours = {path.stem for path in FOLDER.iterdir()}  # few, while thousands of modules are loaded
-    names = {name for name in {*sys.modules, *scripts} if name.partition(".")[0] in ours}
-    digests = {}
-    for name in sorted(names):
-        place = name.replace(".", "/")
-        for file in (f"{place}.py", f"{place}/__init__.py"):
-            path = FOLDER / file
-            if path.is_file() and not file.startswith(NO_NUMBERS):
-                digests[file] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    return digests
-
-
-def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
-    """Names the files of `code_digests` that were others for a checkpoint, "" if none was.
-
-    Of the files that only one of the two has, those of parts do not count: options ask for these.
-    """
-    earlier = checkpoint.get("code", code)
-    edited = [file for file in code.keys() & earlier.keys() if code[file] != earlier[file]]
-    new = [f"{file} (only here)" for file in code.keys() - earlier.keys() if not parts_with(file)]
-    gone = [file for file in earlier if not (FOLDER / file).is_file()]
-    lost = [f"{file} (not here)" for file in gone if not parts_with(file)]
-    names = sorted([*edited, *new, *lost])
-    return f"other code in {', '.join(names)}" if names else ""
 
 
 def cannot_resume(checkpoint: Mapping[str, Any], problem: str) -> UserError:

@@ -32,7 +32,6 @@ from run_checkpoint import (
     first_nonfinite,
     link_atomically,
     lock_file,
-    other_code,
     read_checkpoint,
     save_atomically,
     write_atomically,
@@ -139,8 +138,7 @@ class RunFolder:
         """Brings the state to where the run was, or to where it starts, and starts the files.
 
         That is the folder's newest checkpoint or, in an empty folder, what run.resume or run.init
-        name. A collective; raises `UserError` on every rank, also if options or code differ from
-        those of the steps that were made, and none is left to make.
+        name. A collective; raises `UserError` on every rank.
         """
         checkpoint = None
         with self.ddp.sync_errors():
@@ -154,13 +152,15 @@ class RunFolder:
 
                     take_parameters(state.model, read_checkpoint(init), self.origin)
         checkpoint = self.ddp.broadcast(checkpoint)
-        is_trained = False
         if checkpoint is not None:
             state.load_state_dict(checkpoint, self.config.optim.precision)
         self.saved = {"step": state.step, "epoch": state.epoch}
+        optim = self.config.optim
+        is_trained = state.is_trained(optim.epochs, optim.patience, steps_per_epoch)
+        changes = optional("run_changes")
         with self.ddp.sync_errors():
-            if self.ddp.rank == 0 and state.step > 0:
-                is_trained = self._compare_steps(state, checkpoint, steps_per_epoch)
+            if self.ddp.rank == 0 and state.step > 0 and changes is not None:
+                changes.compare_steps(self, state, checkpoint, steps_per_epoch)
         self.ddp.heartbeat = self.ddp.heartbeat._replace(step=state.step)
         ranks = describe(self.ddp)
         with self.ddp.sync_errors():
@@ -176,43 +176,13 @@ class RunFolder:
             problem = f"{file} was trained on different data or splits"
             raise UserError(f"{problem}: set another run.name, or, {advice}")
         given = self.config.options()
-        for key, earlier in self._changed_options(checkpoint, "fixed").items():
+        for key, earlier in self.changed_options(checkpoint, "fixed").items():
             raise UserError(
                 f"{file} was trained with {key}={earlier}, not {given[key]}: "
                 f"set it so, or, {advice}"
             )
 
-    def _compare_steps(
-        self, state: TrainState, checkpoint: dict[str, Any], steps_per_epoch: int
-    ) -> bool:
-        """Names the options and the code of the steps so far that differ from the given ones.
-
-        Returns whether no step is left to make. Raises `UserError` if that is so and options
-        differ, unless all that they do is to end the run sooner, or if it was tested by other code.
-        """
-        changed = self._changed_options(checkpoint, "noted")
-        edited = other_code(checkpoint, self.origin.code)
-        options = [f"{key}={value}" for key, value in changed.items()]
-        made_with = ", ".join(filter(None, [*options, edited]))
-        optim = self.config.optim
-        is_trained = state.is_trained(optim.epochs, optim.patience, steps_per_epoch)
-        if not made_with:
-            return is_trained
-        epochs = changed.get("optim.epochs", optim.epochs)
-        patience = changed.get("optim.patience", optim.patience)
-        was_trained = state.is_trained(epochs, patience, steps_per_epoch)
-        only_ends_sooner = not was_trained and changed.keys() <= {"optim.epochs", "optim.patience"}
-        # A run that failed in its test, by code that was mended since, is tested.
-        is_tested = (self.path / "test.tsv").exists()
-        if is_trained and ((changed and not only_ends_sooner) or (edited and is_tested)):
-            raise UserError(
-                f"{checkpoint['file']} is trained to its end, step {state.step}, with {made_with}: "
-                "go back to that, raise optim.epochs or optim.patience, or set another run.name"
-            )
-        log.warning(f"note      the {state.step} steps so far were made with {made_with}")
-        return is_trained
-
-    def _changed_options(self, checkpoint: dict[str, Any], rule: str) -> dict[str, Any]:
+    def changed_options(self, checkpoint: dict[str, Any], rule: str) -> dict[str, Any]:
         """Returns {"section.key": value} of a checkpoint's options that differ from the given ones.
 
         Only of those that have this `rule` in `Config.resume_rules`. One that the checkpoint lacks

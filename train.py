@@ -44,8 +44,8 @@ from errors import RunError
 from evaluate import predict_rows
 from metrics import first_metric, metrics_text, quality
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
-from parts import check_parts, is_here
-from run_checkpoint import TrainState, code_digests
+from parts import check_parts, is_here, optional
+from run_checkpoint import TrainState
 from run_folder import RunFolder
 from task import KnockoutTask
 
@@ -79,7 +79,8 @@ def train(config: Config, ddp: Distributed) -> None:
     optimizer = build_optimizer(model, optim, ddp)
     scaler = torch.amp.GradScaler(ddp.device.type, enabled=optim.precision == "fp16")
     state = TrainState(model, optimizer, scaler)
-    code = code_digests("train", "mask_copies", "model_graphs")  # which may be loaded later
+    changes = optional("run_changes")
+    code = {} if changes is None else changes.code_of_steps()
     shared = {**config.shared_options(), "data (hash)": task.fingerprint}
     ddp.check_equal({**library_versions(), **code, **shared})
 

@@ -125,6 +125,21 @@ def test_without_the_part_threads_torch_chooses_them(monkeypatch):
     assert torch.get_num_threads() == number
 
 
+def test_without_the_part_changes_a_run_says_nothing_of_them(monkeypatch, train, tmp_path):
+    """Fixed options are still refused."""
+    train(0).check()
+    monkeypatch.setattr(parts, "is_here", lambda module: module != "run_changes")
+    steps = tmp_path / "runs/default/checkpoints"
+    for options in (["optim.epochs=2", "optim.lr=0.5"], ["optim.epochs=2", "optim.lr=0.1"]):
+        result = train(0, *options).check()
+        assert "resumed at step" in result.stdout
+        assert "made with" not in result.stdout
+        assert torch.load(steps / "step_00000010.pt", weights_only=True)["code"] == {}
+    refused = train(0, "run.seed=5")
+    assert refused.returncode == 2
+    assert "was trained with run.seed=0, not 5" in refused.stderr
+
+
 # ---- Predictions of a copy -----------------------------------------------------------------------
 @pytest.fixture
 def predict_without(command, tmp_path):

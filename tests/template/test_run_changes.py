@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import run_checkpoint
-from run_checkpoint import code_digests, other_code
+import run_changes
+from run_changes import code_digests, other_code
 from tests.template.fixtures import DEFAULTS, ROOT, SMALL, fork, join, write_table
 from tests.tools.runs import newest_checkpoint, read_metrics
 
@@ -62,7 +62,7 @@ def test_the_users_own_modules_count_and_files_that_decide_no_numbers_do_not(tmp
         monkeypatch.setitem(sys.modules, module, sys)
     for name in ("script.py", "notes.py"):
         (tmp_path / name).touch()
-    monkeypatch.setattr(run_checkpoint, "FOLDER", tmp_path)
+    monkeypatch.setattr(run_changes, "FOLDER", tmp_path)
     counted = {"mine.py", "layers/__init__.py", "layers/gat.py", "script.py"}
     before = code_digests("script")
     assert before.keys() == counted
@@ -82,7 +82,7 @@ def test_a_checkpoint_names_the_code_of_steps_and_predictions(trained, folder):
 
 def test_files_that_only_one_side_has_are_named_but_for_those_of_parts(tmp_path, monkeypatch):
     """Nor is a file that lies here and that nobody has loaded, as train.py in a prediction."""
-    monkeypatch.setattr(run_checkpoint, "FOLDER", tmp_path)
+    monkeypatch.setattr(run_changes, "FOLDER", tmp_path)
     for name in ("same.py", "edited.py", "new.py", "unloaded.py", "baseline.py"):
         (tmp_path / name).touch()
     ours = {"same.py": "1", "edited.py": "2", "new.py": "1", "baseline.py": "1"}
@@ -90,7 +90,13 @@ def test_files_that_only_one_side_has_are_named_but_for_those_of_parts(tmp_path,
     earlier["model_reach.py"] = "1"  # of another part
     named = other_code({"code": earlier}, ours)
     assert named == "other code in edited.py, gone.py (not here), new.py (only here)"
-    assert other_code({"code": ours}, ours) == other_code({}, ours) == ""
+    assert other_code({"code": ours}, ours) == ""
+
+
+def test_a_checkpoint_that_says_nothing_of_its_code_is_of_the_same():
+    """One of a copy without this part has {}."""
+    ours = {"task.py": "1"}
+    assert other_code({}, ours) == other_code({"code": {}}, ours) == ""
 
 
 # ---- One run -------------------------------------------------------------------------------------

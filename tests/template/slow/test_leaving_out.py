@@ -30,6 +30,7 @@ WORDS = {
     "notes": ["data_notes"],
     "cache": ["cache"],
     "transfer": ["init ", "transfer"],
+    "changes": ["run_changes", "made with"],
     "plots": ["plot", "svg"],
     "watchdog": ["watchdog"],
     "threads": ["ddp_threads"],

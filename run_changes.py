@@ -1,0 +1,93 @@
+"""What has changed since a run has made its steps: options, and the code that decides numbers.
+
+A checkpoint names the code of its steps by `code_of_steps`. A resumed run and a prediction compare
+it with theirs, and ranks compare theirs with each other.
+"""
+
+import hashlib
+import logging
+import sys
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from typing import Any
+
+from errors import UserError
+from parts import FOLDER, PARTS
+from run_checkpoint import TrainState
+
+log = logging.getLogger("run_changes")
+# How the names of files begin that decide no numbers of a model.
+NO_NUMBERS = ("ddp_", "run_", "predict", "analyse", "config.", "errors.", "parts.", "tests/")
+
+
+def compare_steps(
+    folder: Any, state: TrainState, checkpoint: Mapping[str, Any], steps_per_epoch: int
+) -> None:
+    """Logs which options and code of a checkpoint's steps differ from those of a `RunFolder`.
+
+    Raises `UserError` if no step is left to make and options differ, unless all that they do is to
+    end the run sooner, or if it was tested by other code.
+    """
+    changed = folder.changed_options(checkpoint, "noted")
+    edited = other_code(checkpoint, folder.origin.code)
+    options = [f"{key}={value}" for key, value in changed.items()]
+    made_with = ", ".join(filter(None, [*options, edited]))
+    if not made_with:
+        return
+    optim = folder.config.optim
+    is_trained = state.is_trained(optim.epochs, optim.patience, steps_per_epoch)
+    epochs = changed.get("optim.epochs", optim.epochs)
+    patience = changed.get("optim.patience", optim.patience)
+    was_trained = state.is_trained(epochs, patience, steps_per_epoch)
+    only_ends_sooner = not was_trained and changed.keys() <= {"optim.epochs", "optim.patience"}
+    # A run that failed in its test, by code that was mended since, is tested.
+    is_tested = (folder.path / "test.tsv").exists()
+    if is_trained and ((changed and not only_ends_sooner) or (edited and is_tested)):
+        raise UserError(
+            f"{checkpoint['file']} is trained to its end, step {state.step}, with {made_with}: "
+            "go back to that, raise optim.epochs or optim.patience, or set another run.name"
+        )
+    log.warning(f"note      the {state.step} steps so far were made with {made_with}")
+
+
+def code_of_steps() -> dict[str, str]:
+    """Returns the `code_digests` of a process that trains, with what it may load later."""
+    return code_digests("train", "mask_copies", "model_graphs")
+
+
+def code_digests(*scripts: str) -> dict[str, str]:
+    """Returns a hash of each file of ours that this process runs and that decides numbers.
+
+    These are the loaded modules, a user's own, too, and `scripts`, which may run as `__main__`.
+    """
+    ours = {path.stem for path in FOLDER.iterdir()}  # few, while thousands of modules are loaded
+    names = {name for name in {*sys.modules, *scripts} if name.partition(".")[0] in ours}
+    digests = {}
+    for name in sorted(names):
+        place = name.replace(".", "/")
+        for file in (f"{place}.py", f"{place}/__init__.py"):
+            path = FOLDER / file
+            if path.is_file() and not file.startswith(NO_NUMBERS):
+                digests[file] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return digests
+
+
+def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
+    """Names the files of `code_digests` that were others for a checkpoint, "" if none was.
+
+    A checkpoint that names no code is taken as it is. Of the files that only one of the two has,
+    those of parts do not count: options ask for these.
+    """
+    earlier = checkpoint.get("code") or code
+    edited = [file for file in code.keys() & earlier.keys() if code[file] != earlier[file]]
+    new = [f"{file} (only here)" for file in code.keys() - earlier.keys() if not is_of_part(file)]
+    gone = [file for file in earlier if not (FOLDER / file).is_file()]
+    lost = [f"{file} (not here)" for file in gone if not is_of_part(file)]
+    names = sorted([*edited, *new, *lost])
+    return f"other code in {', '.join(names)}" if names else ""
+
+
+def is_of_part(file: str) -> bool:
+    """Returns whether a file belongs to a part, also if it is gone."""
+    patterns = [pattern for part in PARTS for pattern in part.patterns]
+    return any(fnmatch(file, pattern) for pattern in patterns)
