@@ -31,7 +31,7 @@ def tables(tmp_path: Path) -> Tables:
 def test_the_tables_are_read_completely(tables):
     assert (len(tables.genes), len(tables.relations), len(tables.y)) == (4618, 6, 18152)
     assert len(tables.edge_type) == 2 * 105_022
-    assert "(16 of " in summary_of(tables)
+    assert "16 of 259 knocked-out nodes isolated" in summary_of(tables)
     assert [len(tables.rows(split)) for split in ("train", "val", "test")] == [14522, 1815, 1815]
     assert tables.y.mean().item() == pytest.approx(-0.016, abs=1e-3)
 
