@@ -320,9 +320,9 @@ class Meter:
         Raises `RunError`, on every rank, for too many non-finite steps.
         """
         num_steps = len(self.steps)
-        elapsed = time.perf_counter() - self.start
         norm, scale, loss_of_rank = torch.stack(self.steps).unbind(dim=1)
         losses = self.ddp.sum(torch.cat([self.loss, loss_of_rank])).cpu()  # waits for the device
+        elapsed = time.perf_counter() - self.start
         loss_of_scores, loss_of_steps = losses.split([self.num_targets, num_steps])
         self._count_skipped(norm.tolist(), scale.tolist(), loss_of_steps.tolist(), state)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT

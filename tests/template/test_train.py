@@ -338,6 +338,23 @@ def test_a_row_has_the_mean_loss_and_times_since_the_previous_row(meter, monkeyp
     assert times == pytest.approx({"samples_per_s": 1.1, "data_ms": 500.0, "step_ms": 1500.0})
 
 
+def test_a_row_counts_the_wait_for_a_device_that_is_behind_its_host(meter, monkeypatch):
+    """A host that only launches kernels may be done with its steps long before the device is."""
+    seconds = 1.0
+
+    def wait(values):
+        nonlocal seconds
+        seconds = 3.0
+        return values
+
+    monkeypatch.setattr(meter.ddp, "sum", wait)
+    monkeypatch.setattr("train.time", SimpleNamespace(perf_counter=lambda: meter.start + seconds))
+    meter.add_loss(torch.zeros(2))
+    meter.count(6, torch.ones(2), torch.ones(2))
+    row = meter.read(TrainState(None, None, None))
+    assert (row["samples_per_s"], row["step_ms"]) == (2.0, 3000.0)
+
+
 def test_a_row_has_all_memory_that_is_reserved_on_a_gpu(meter, monkeypatch):
     """Of what a graph's replays need, none counts as allocated."""
     meter.add_loss(torch.zeros(2))
