@@ -21,8 +21,6 @@ class BaselineReadout(nn.Module):
     response. A node's response is the sum of its effects, each times its dose.
     """
 
-    ENTRIES = (("slope", "fitted", 0), ("effect", "fitted", 0), ("weights", "fitted", 0))
-
     def __init__(self, num_nodes: int, num_targets: int, num_effects: int):
         super().__init__()
         self.slope = nn.Parameter(torch.zeros(num_targets))

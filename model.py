@@ -21,12 +21,7 @@ from torch_geometric.data import Data
 
 from mask import LINEAR, Samples, SharedGraph, doses, sum_by_sample
 
-ENTRIES_OF_EMBED = (("embed.weight", "responses", 0), ("embed.bias", "responses", 0))
-ENTRIES_OF_HEAD = (("head.2.weight", "outputs", 0), ("head.2.bias", "outputs", 0))
 ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
-# The terms that a prediction is the sum of, in the order in which they are built: what is known
-# without the graph, the local readout, the features of pairs, and the knock-out pass.
-PARTS = ("without_graph", "local", "pairs", "knockout")
 
 
 @dataclass(frozen=True)
@@ -136,7 +131,7 @@ class KnockoutGNN(nn.Module):
         return output.to(self.encoder.norm.weight.dtype)
 
     def parts(self, graph: SharedGraph, batch: Data) -> dict[str, Tensor]:
-        """Returns the terms of the output by name, as in `PARTS`, [B, T * C] each."""
+        """Returns the terms of the output by name, [B, T * C] each."""
         wild = self.wild_type(graph, batch)
         dose = self.dose(wild, batch)
         return {name: term(graph, wild, dose, batch) for name, term in self.terms.items()}
@@ -194,14 +189,6 @@ def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
 # ---- Layers --------------------------------------------------------------------------------------
 class Encoder(nn.Module):
     """Embeddings and layers, which give all nodes a state."""
-
-    # Parameters with an entry for each node, feature, relation or output, and in which dimension,
-    # by which `run.init` takes them from a run on other tables; it takes none of the baseline's.
-    ENTRIES = (
-        ("embedding", "nodes", 0),
-        ("identity", "nodes", 0),
-        ("project.weight", "features", 1),
-    )
 
     def __init__(self, config: ModelConfig, num_nodes: int, num_relations: int, num_features: int):
         super().__init__()
@@ -272,7 +259,6 @@ class KnockoutConv(nn.Module):
     # standard deviation of 1. Scaling makes neighbours outweigh a node's own embedding, which
     # carries no information about other nodes.
     SCALE = 10.0
-    ENTRIES = (("gate", "relations", 0),)  # as of `Encoder`
 
     def __init__(self, hidden: int, num_relations: int):
         super().__init__()
@@ -342,8 +328,6 @@ class LocalReadout(nn.Module):
     and pair features. Both start at zero.
     """
 
-    ENTRIES = (*ENTRIES_OF_EMBED, ("pair.weight", "outputs", 0), *ENTRIES_OF_HEAD)
-
     def __init__(self, hidden: int, num_outputs: int, num_effects: int = 1):
         super().__init__()
         self.embed = nn.Linear(hidden, num_effects * 2 * hidden)
@@ -410,8 +394,6 @@ class KnockoutTerm(nn.Module):
 
 class GlobalReadout(KnockoutTerm):
     """An MLP of the changes of the living nodes' states, summed over the nodes."""
-
-    ENTRIES = ENTRIES_OF_HEAD
 
     def __init__(self, num_nodes: int, hidden: int, num_outputs: int):
         super().__init__()

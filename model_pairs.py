@@ -350,11 +350,6 @@ class PairTerm(nn.Module):
     """
 
     LARGEST = 10.0  # as a few pairs of hubs have very much in common
-    ENTRIES = (
-        ("linear.weight", "outputs", 0),
-        ("linear.weight", "pair_features", 1),
-        ("input.weight", "pair_features", 1),
-    )
 
     def __init__(self, units: Tensor, hidden: int, num_outputs: int, read: Callable):
         super().__init__()

@@ -26,7 +26,6 @@ from errors import UserError
 from evaluate import compute_rows, evaluation_batch_size, predict_rows
 from losses import LOSSES
 from mask import SharedGraph
-from model import PARTS
 from parts import optional
 from predict_graph import read_graph, tables_of_graph
 from predict_sets import MOST
@@ -35,6 +34,9 @@ from run_folder import read_status
 from task import KnockoutTask, make_dataset
 
 log = logging.getLogger("predict_ensemble")
+# The terms that a prediction is the sum of, in the order in which they are built: what is known
+# without the graph, the local readout, the features of pairs, and the knock-out pass.
+TERMS = ("without_graph", "local", "pairs", "knockout")
 
 
 @dataclass
@@ -216,8 +218,8 @@ class Ensemble:
 
     @property
     def parts(self) -> list[str]:
-        """The name of each part of a prediction: `PARTS`, and further terms of the models."""
-        names = list(PARTS)
+        """The name of each part of a prediction: `TERMS`, and further ones of the models."""
+        names = list(TERMS)
         for model in self.models:
             names += [name for name in getattr(model, "terms", ()) if name not in names]
         return names

@@ -10,22 +10,47 @@ from torch import Tensor, nn
 from run_checkpoint import Origin
 
 log = logging.getLogger("run_transfer")
+# By class, its parameters with an entry for each node, relation, feature, output or response of a
+# node, and in which dimension. Those that are fitted to the tables before training are not taken.
+HEAD = (("head.2.weight", "outputs", 0), ("head.2.bias", "outputs", 0))
+ENTRIES = {
+    "Encoder": (
+        ("embedding", "nodes", 0),
+        ("identity", "nodes", 0),
+        ("project.weight", "features", 1),
+    ),
+    "KnockoutConv": (("gate", "relations", 0),),
+    "BaselineReadout": (("slope", "fitted", 0), ("effect", "fitted", 0), ("weights", "fitted", 0)),
+    "LocalReadout": (
+        ("embed.weight", "responses", 0),
+        ("embed.bias", "responses", 0),
+        ("pair.weight", "outputs", 0),
+        *HEAD,
+    ),
+    "PairTerm": (
+        ("linear.weight", "outputs", 0),
+        ("linear.weight", "pair_features", 1),
+        ("input.weight", "pair_features", 1),
+    ),
+    "GlobalReadout": HEAD,
+}
 
 
 def entries_by_name(model: nn.Module) -> dict[str, dict[int, str]]:
     """Returns the `ENTRIES` of the modules, by the parameter's name and the dimension."""
     entries = {}
     for prefix, module in model.named_modules():
-        for name, kind, dim in getattr(module, "ENTRIES", ()):
-            entries.setdefault(f"{prefix}.{name}".removeprefix("."), {})[dim] = kind
+        for base in type(module).__mro__:
+            for name, kind, dim in ENTRIES.get(base.__name__, ()):
+                entries.setdefault(f"{prefix}.{name}".removeprefix("."), {})[dim] = kind
     return entries
 
 
 def take_parameters(model: nn.Module, checkpoint: Mapping[str, Any], origin: Origin) -> None:
     """Copies the parameters of a checkpoint, on any tables, that match by name and shape.
 
-    The `ENTRIES` of the model's modules say which dimensions of them have an entry for each node,
-    relation, feature, output or feature of pairs. Of these, the entries are copied whose names, in
+    `ENTRIES` say which dimensions of them have an entry for each node, relation, feature, output or
+    feature of pairs. Of these, the entries are copied whose names, in
     `origin`, both have. Those with entries for the responses of a node are copied if both have the
     same responses, such as to losses and to gains. Those that are fitted to the tables before
     training stay.

@@ -11,9 +11,10 @@ import parts
 from data_tables import Tables, pack
 from errors import UserError
 from mask import SharedGraph
-from model import PARTS, KnockoutGNN
+from model import KnockoutGNN
 from model_pairs import PairTerm, pair_index, pair_names
 from predict import Predictor
+from predict_ensemble import TERMS
 from predict_explain import (
     Explanation,
     LargestChanges,
@@ -76,7 +77,7 @@ def test_parts_are_those_of_the_readouts_and_add_up_to_the_prediction(shared, re
             model.terms["knockout"] = knockout
     parts = model.parts(shared, batch)
     names = {
-        "both": PARTS,
+        "both": TERMS,
         "local": ("without_graph", "local", "pairs"),
         "global": ("knockout",),
         "nodes": ("without_graph", "knockout"),
@@ -426,7 +427,7 @@ def test_a_term_of_ones_own_is_a_column_of_the_parts(trained, predict, tmp_path)
     _, _, before = read_table(tmp_path / "all-singles.predictions.tsv")
     predict(0, "all-singles", BEST.format("run"), "--parts", fault="own_term").check()
     header, _, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
-    assert header == ["genes", "prediction", *PARTS, "quarter"]
+    assert header == ["genes", "prediction", *TERMS, "quarter"]
     std = torch.load(tmp_path / BEST.format("run"), weights_only=True)["std"]
     assert numbers[:, -1].tolist() == pytest.approx([0.25 * std.item()] * len(numbers))
     torch.testing.assert_close(numbers[:, 0] - before[:, 0], numbers[:, -1], rtol=0, atol=1e-4)
@@ -441,14 +442,14 @@ def test_parts_of_runs_add_up_in_the_table_and_from_python(members, predict, tmp
         predict(nproc, "all-pairs", *runs, "--parts").check()
         header, sets, numbers = read_table(tmp_path / "all-pairs.predictions.tsv")
         figures = ["prediction"] if len(runs) == 1 else ["prediction", "sd"]
-        assert header == ["genes", *figures, *PARTS]
+        assert header == ["genes", *figures, *TERMS]
         torch.testing.assert_close(numbers[:, : len(figures)], expected, rtol=1e-5, atol=1e-6)
         parts = numbers[:, len(figures) :]
         torch.testing.assert_close(parts.sum(1), numbers[:, 0], rtol=1e-6, atol=1e-6)
         assert (parts.std(0) > 1e-4).all()
         predictor = Predictor(*runs, device="cpu")
         from_python = predictor.parts(sets)
-        for number, name in enumerate(PARTS):
+        for number, name in enumerate(TERMS):
             values = from_python[name][:, 0]
             np.testing.assert_allclose(values, parts[:, number], rtol=1e-5, atol=1e-6)
         total = sum(from_python.values())
@@ -462,7 +463,7 @@ def test_parts_of_binary_scores_add_up_to_the_logit(train, predict, tmp_path):
         train(0, *options).check()
     predict(0, "all-singles", "runs/0", "runs/1", "--parts").check()
     header, sets, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
-    assert header == ["genes", "prediction", "sd", "logit", *PARTS]
+    assert header == ["genes", "prediction", "sd", "logit", *TERMS]
     torch.testing.assert_close(numbers[:, 3:].sum(1), numbers[:, 2], rtol=1e-6, atol=1e-6)
     predictor = Predictor(tmp_path / "runs/0")
     logit = sum(predictor.parts(sets).values())
@@ -480,10 +481,10 @@ def test_parts_of_several_scores_stand_beside_each(train, predict, tmp_path):
     train(0, "data.perturbations=two.tsv", "run.name=run", "optim.lr=0.05").check()
     predict(0, "all-singles", "runs/run", "--parts").check()
     header, _, numbers = read_table(tmp_path / "all-singles.predictions.tsv")
-    names = [f"{target}{part}" for target in "ab" for part in ("", *(f"_{part}" for part in PARTS))]
+    names = [f"{target}{part}" for target in "ab" for part in ("", *(f"_{part}" for part in TERMS))]
     assert header == ["genes", *names]
-    for first in (0, 1 + len(PARTS)):
-        total = numbers[:, first + 1 : first + 1 + len(PARTS)].sum(1)
+    for first in (0, 1 + len(TERMS)):
+        total = numbers[:, first + 1 : first + 1 + len(TERMS)].sum(1)
         torch.testing.assert_close(total, numbers[:, first], rtol=1e-6, atol=1e-6)
     predictor = Predictor(last_checkpoint(tmp_path / "runs/run"))
     check_knocked_out(predictor, {"Y01,Y02": {"Y01": "Y02", "Y02": "Y01"}})
