@@ -25,6 +25,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import IO, Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+import torch
 import yaml
 
 from data import DataConfig
@@ -128,7 +129,7 @@ def run_command(
         read_settings: returns the settings that the words mean, which have a field `ddp`.
         command: takes settings and process group.
     """
-    with log_to_console(), restored_environment():
+    with log_to_console(), restored_environment(), torch.random.fork_rng(devices=()):
         settings = Config()
         problem = None
         try:

@@ -84,6 +84,7 @@ def state_of_process(folder: Path) -> dict[str, Any]:
         "threads of torch": torch.get_num_threads(),
         "deterministic": torch.get_deterministic_debug_mode(),
         "type of numbers": torch.get_default_dtype(),
+        "random numbers": torch.get_rng_state().tolist(),
         "threads": [thread.name for thread in threading.enumerate()],
         "open files": [target for target in targets if target.startswith(str(folder))],
         "process group": dist.is_initialized(),
