@@ -255,12 +255,12 @@ def parse_override(text: str) -> tuple[str, Any]:
 class OptionsLoader(yaml.SafeLoader):
     """Reads YAML in which no key stands twice, of which the first would be ignored.
 
-    Numbers are decimal: YAML 1.1 reads 010 as 8, 1:30 as 90, and 1e-3 as a text.
+    Dates are texts, numbers decimal: YAML 1.1 reads 010 as 8, 1:30 as 90, and 1e-3 as a text.
     """
 
-    yaml_implicit_resolvers: ClassVar = {  # without those of YAML 1.1's numbers
-        first: [(tag, form) for tag, form in resolvers if not tag.endswith((":int", ":float"))]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    yaml_implicit_resolvers: ClassVar = {  # without those of YAML 1.1's numbers and dates
+        first: [kind for kind in kinds if not kind[0].endswith((":int", ":float", ":timestamp"))]
+        for first, kinds in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
