@@ -61,6 +61,10 @@ class Config:
         """Returns {"section.key": value} of all options."""
         return by_key(asdict(self))
 
+    def text(self) -> str:
+        """Returns all options as YAML, which `read_options` reads."""
+        return yaml.dump(asdict(self), Dumper=OptionsDumper, sort_keys=False)
+
     def free_options(self) -> list[str]:
         """Returns "section.key" of the options that change no number, or are at their defaults."""
         rules = self.resume_rules()
@@ -278,6 +282,12 @@ for _kind, _form in ((int, INT), (float, FLOAT)):
     _tag = f"tag:yaml.org,2002:{_kind.__name__}"
     OptionsLoader.add_implicit_resolver(_tag, _form, list("+-.0123456789"))
     OptionsLoader.add_constructor(_tag, lambda loader, node, kind=_kind: kind(node.value))
+
+
+class OptionsDumper(yaml.SafeDumper):
+    """Puts a text in quotes that `OptionsLoader` would take for something else."""
+
+    yaml_implicit_resolvers = OptionsLoader.yaml_implicit_resolvers
 
 
 @contextlib.contextmanager

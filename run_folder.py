@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from ddp_setup import Distributed, describe
 from errors import RunError, UserError, kept_warnings
@@ -227,8 +226,7 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._log_to_file()
                 return
-            options = yaml.safe_dump(self.origin.config, sort_keys=False)
-            write_atomically(self.path / "config.yaml", [options])
+            write_atomically(self.path / "config.yaml", [self.config.text()])
             write_atomically(self.path / "environment.txt", [environment(self.ddp.command, ranks)])
             if not is_trained:
                 for name in ("test.tsv", "test.json", "test.svg"):  # of an earlier end

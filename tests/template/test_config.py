@@ -1,6 +1,7 @@
 """config.yaml, the dataclasses and the command line agree."""
 
 import dataclasses
+import itertools
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ import yaml
 import config
 from config import Config
 from errors import UserError
+from run_folder import RunConfig
 from tests.template.fixtures import ROOT
 from train import read_config
 
@@ -534,6 +536,19 @@ def test_dates_are_texts(tmp_path):
     (tmp_path / "dates.yaml").write_text(f"data: {{scores: [{', '.join(names)}]}}")
     assert load(f"--config={tmp_path}/dates.yaml").data.scores == names
     assert load(f"data.scores=[{', '.join(names)}]").data.scores == names
+
+
+NAMES = ("08", "010", "1e3", "1:30", "0x10", "1_0", "2020-01-01", ".inf", "no", "null", "~", "=")
+
+
+def test_the_text_of_a_configuration_gives_it_again(tmp_path):
+    """With names of few letters that may be taken for something else; YAML 1.1 differs in some."""
+    names = list(map("".join, itertools.product("0.e-:# ", repeat=2)))
+    options = load(f"data.scores=[{', '.join(map(repr, [*NAMES, *names]))}, 1, 1.5]")
+    for name in NAMES:
+        given = dataclasses.replace(options, run=RunConfig(name=name))
+        (tmp_path / "again.yaml").write_text(given.text())
+        assert load(f"--config={tmp_path}/again.yaml") == given
 
 
 def test_files_are_read_in_their_order(tmp_path):

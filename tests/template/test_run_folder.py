@@ -30,8 +30,8 @@ def read_status(folder: Path) -> dict:
 @pytest.fixture
 def finished(train, tmp_path):
     """The output and the folder of a run of three epochs on two ranks."""
-    result = train(2, "run.name=first", "optim.epochs=3", "optim.accumulate=2").check()
-    return result.stdout, tmp_path / "runs" / "first"
+    result = train(2, "run.name=08", "optim.epochs=3", "optim.accumulate=2").check()
+    return result.stdout, tmp_path / "runs" / "08"
 
 
 def test_a_run_writes_all_files_of_its_folder(finished):
@@ -47,7 +47,7 @@ def test_a_run_writes_all_files_of_its_folder(finished):
         **{"state": "finished", "step": 15, "epoch": 3, "reason": ""},
         "warnings": [],
     }
-    assert (folder / "config.yaml").read_text().startswith("run:\n  name: first\n")
+    assert (folder / "config.yaml").read_text().startswith("run:\n  name: '08'\n")
     environment = (folder / "environment.txt").read_text()
     assert re.search(r"^rank 1, host \S+, pid \d+, device cpu, ", environment, re.M)
     assert f"torch: {torch.__version__.split('+')[0]}" in environment
@@ -56,8 +56,8 @@ def test_a_run_writes_all_files_of_its_folder(finished):
     last = output[output.index("test  ") :].splitlines()
     assert f"{FIRST.title()} {test_row[FIRST]:.4f}" in last[0]
     assert f", baseline {test_row[f'baseline_{FIRST}']:.4f}" in last[0]
-    assert last[1:] == ["test      intervals and groups of rows: python analyse.py runs/first"]
-    assert "run       runs/first, model of step " in output
+    assert last[1:] == ["test      intervals and groups of rows: python analyse.py runs/08"]
+    assert "run       runs/08, model of step " in output
     assert output.count("epoch 1/3") == 1  # only rank 0 prints
     plan = "batch     32 samples over 2 ranks and 2 micro-batches, 5 steps per epoch"
     assert plan in output
