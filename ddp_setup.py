@@ -47,8 +47,8 @@ AGREEMENT_S = 0.5  # seconds from one agreement of the ranks on whether to stop 
 @dataclass(frozen=True)
 class DDPConfig:
     device_ids: list[int] = field(default_factory=list)
-    startup_timeout_s: float = field(default=1800.0, metadata={"min": 0})
-    timeout_s: float = field(default=300.0, metadata={"min": 0})
+    startup_timeout_s: float = field(default=1800.0, metadata={"min": 1})
+    timeout_s: float = field(default=300.0, metadata={"min": 1})
     sync_batchnorm: bool = False
     options: dict = field(default_factory=dict)
 
