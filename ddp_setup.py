@@ -57,6 +57,9 @@ class DDPConfig:
             inspect.signature(DistributedDataParallel).bind(None, device_ids=None, **self.options)
         except TypeError as error:
             raise ValueError(f"ddp.options: DistributedDataParallel: {error}") from None
+        for name, value in self.options.items():
+            if not isinstance(value, int | float):  # true and false are ints
+                raise ValueError(f"ddp.options: {name}: {value} is no number, true or false")
 
 
 # ---- Rank, collectives, stopping and failing -----------------------------------------------------

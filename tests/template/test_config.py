@@ -379,6 +379,14 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
             "ddp.options={bucket_cap: 3}",
             "DistributedDataParallel: got an unexpected keyword argument 'bucket_cap'",
         ),
+        (
+            "ddp.options={bucket_cap_mb: big}",
+            "ddp.options: bucket_cap_mb: big is no number, true or false",
+        ),
+        (
+            "ddp.options={find_unused_parameters: [true]}",
+            "ddp.options: find_unused_parameters: [True] is no number, true or false",
+        ),
         ("--local-rank=0", "torch.distributed.launch is too old, use torchrun"),
         ("ddp.options={device_ids: 1}", "got multiple values for keyword argument 'device_ids'"),
         ("--lr=3", "unrecognized arguments: --lr=3"),
