@@ -56,6 +56,8 @@ class Config:
     def __post_init__(self):
         if self.run.init and self.run.resume != "auto":
             raise ValueError("run.init and run.resume exclude each other: set one of them")
+        if self.run.init and not self.ddp.options.get("init_sync", True):
+            raise ValueError("run.init excludes ddp.options={init_sync: false}: set one of them")
 
     def options(self) -> dict[str, Any]:
         """Returns {"section.key": value} of all options."""

@@ -403,6 +403,14 @@ def test_a_wrong_argument_gives_a_one_line_error(argument, message):
     assert caught.value.status == 2
 
 
+@pytest.mark.parametrize("other", ["run.resume=b.pt", "ddp.options={init_sync: false}"])
+def test_options_that_exclude_run_init_are_refused(other):
+    """Without DDP's init_sync, rank 0 alone would start from the parameters."""
+    load(other)
+    with pytest.raises(UserError, match=r"^run.init.* exclude.*: set one of them$"):
+        load("run.init=a.pt", other)
+
+
 TEXTS = ("x y", "null", "[1, 2]", "{a: 1}", "true", "5", "1.5", "99999999999999999999999")
 FITTING = {  # which of these are values of a type
     str: ["x y"],
