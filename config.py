@@ -358,7 +358,7 @@ def convert(key: str, value: Any, option: Field) -> Any:
     expected = " or ".join(describe_type(kind, option.metadata) for kind in types_of(option))
     advice = ": put it in quotes" if str in types_of(option) else ""
     if value is None:
-        advice = ': for none, write ""'
+        advice = ': for none, write ""' if option.default == "" else ": omit it for its default"
     raise UserError(f"{key} must be {expected}, not {shown!r}{advice}")
 
 

@@ -54,6 +54,8 @@ class RunConfig:
         if {"", ".", ".."} & set(self.name.split("/")):
             problem = "no relative path such as a/b, with neither empty parts nor . or .."
             raise ValueError(f"run.name={self.name!r} is {problem}")
+        if not self.resume:
+            raise ValueError("run.resume is empty: write auto, or name a checkpoint file")
 
 
 @dataclass(frozen=True)
