@@ -43,7 +43,7 @@ class StopRequest:
     REASONS = ("", "STOP file", "torchrun exited", *(number.name for number in SIGNALS))
 
     def __init__(self, file: Path):
-        self.files = [file, Path(os.environ.get("STOP_FILE", file))]  # launch.sh sets it for SLURM
+        self.files = [file, Path(os.environ.get("STOP_FILE") or file)]  # of launch.sh, for SLURM
         self.reason = 0  # a position in REASONS
         self.undo = contextlib.ExitStack()
         if threading.current_thread() is threading.main_thread():  # no other one can

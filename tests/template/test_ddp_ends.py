@@ -22,6 +22,15 @@ def test_stop_requests_have_reasons(tmp_path, monkeypatch):
         assert StopRequest.REASONS[stop.code()] == "SIGUSR1"
 
 
+def test_an_empty_stop_file_is_none(tmp_path, monkeypatch):
+    """As a path, it would be the working folder, which exists."""
+    monkeypatch.setenv("STOP_FILE", "")
+    with contextlib.closing(StopRequest(tmp_path / "STOP")) as stop:
+        assert not stop.code()
+        (tmp_path / "STOP").touch()
+        assert StopRequest.REASONS[stop.code()] == "STOP file"
+
+
 def test_a_file_system_that_fails_for_a_moment_ends_no_run(tmp_path, monkeypatch):
     def fail(*arguments: object, **options: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
