@@ -365,14 +365,14 @@ def convert(key: str, value: Any, option: Field) -> Any:
 def expand_path(path: str, where: str = "") -> str:
     """Returns a path with the home folder for `~`, and with the values of environment variables.
 
-    Raises `UserError`, which says `where`, if there is no such user or variable, nor a folder that
-    is called so.
+    Raises `UserError`, which says `where`, if there is no such user or variable, nor a file or
+    folder that is called so.
     """
     expanded = os.path.expanduser(os.path.expandvars(path))
     unknown = re.search(r"^~[^/]*|\$\w+|\$\{[^}]*\}", expanded)
     if unknown:
         rest_of_name, _, _ = expanded[unknown.end() :].partition("/")
-        if not os.path.isdir(expanded[: unknown.end()] + rest_of_name):
+        if not os.path.exists(expanded[: unknown.end()] + rest_of_name):
             problem = f"{unknown[0]} is no environment variable or user's folder"
             raise UserError(f"{where}{path}: {problem}")
     return expanded

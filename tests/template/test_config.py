@@ -134,6 +134,14 @@ def test_a_folder_may_be_called_as_an_unknown_variable_or_user(tmp_path, monkeyp
     assert load(f"run.dir={folder}/d").run.dir == f"{folder}/d"
 
 
+def test_a_file_may_be_called_as_an_unknown_variable(tmp_path, monkeypatch):
+    (tmp_path / "p$1.tsv").touch()
+    monkeypatch.chdir(tmp_path)
+    assert load("run.resume=p$1.tsv").run.resume == "p$1.tsv"
+    with pytest.raises(UserError, match=r"^run.resume=p\$2.tsv: \$2 is no environment variable"):
+        load("run.resume=p$2.tsv")
+
+
 def test_an_empty_file_gives_the_defaults(tmp_path):
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert load("--config", str(tmp_path / "empty.yaml")) == Config() == load()
