@@ -385,7 +385,7 @@ def as_type(value: Any, kind: Any) -> Any:
         return [as_type(item, kind_of_items) for item in value]
     if get_origin(kind) is Literal and value in get_args(kind):
         return value
-    if kind is float and type(value) in (int, float, str):  # YAML reads 1e-3 as a text
+    if kind is float and type(value) is int:
         return float(value)
     if type(value) is (get_origin(kind) or kind):
         return value

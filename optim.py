@@ -1,6 +1,5 @@
 """The optimiser: parameter groups, learning rates, and which steps are skipped."""
 
-import contextlib
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -38,10 +37,9 @@ class OptimConfig:
 
     def __post_init__(self):
         for key, value in self.lr_mult.items():
-            with contextlib.suppress(TypeError, ValueError):  # YAML reads 1e-3 as a string
-                if isinstance(key, str) and 0 <= float(value) < math.inf:
-                    continue
-            raise ValueError(f"optim.lr_mult: {key}: {value} is no part of a name and a factor")
+            is_factor = isinstance(value, int | float) and 0 <= value < math.inf
+            if not (isinstance(key, str) and is_factor):
+                raise ValueError(f"optim.lr_mult: {key}: {value} is no part of a name and a factor")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,7 +79,7 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     for name, parameter in model.named_parameters():
         fitting = [key for key in keys if key in name]
         unused -= set(fitting)
-        multiplier = float(optim.lr_mult[fitting[-1]]) if fitting else 1.0
+        multiplier = optim.lr_mult[fitting[-1]] if fitting else 1.0
         if multiplier == 0:
             parameter.requires_grad_(False)
         weight_decay = 0.0 if name in undecayed else optim.weight_decay
