@@ -414,10 +414,7 @@ def library_versions() -> dict[str, str]:
 
 
 def describe(ddp: Distributed) -> str:
-    """Returns a line for each rank with its host, device, threads and versions, and notes.
-
-    These are of the part threads, on the machine of this rank.
-    """
+    """Returns a line for each rank, and up to two notes on this rank's machine; a collective."""
     device = str(ddp.device)
     if ddp.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ddp.device)
