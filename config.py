@@ -77,11 +77,8 @@ class Config:
     def shared_options(self) -> dict[str, Any]:
         """Returns the options that must be the same on all ranks: all but paths."""
         known = all_options()
-        return {
-            key: value
-            for key, value in self.options().items()
-            if not known[key].metadata.get("path")
-        }
+        given = self.options()
+        return {key: given[key] for key in given if not known[key].metadata.get("path")}
 
     def resume_rules(self) -> dict[str, str]:
         """Returns {"section.key": "fixed", "free" or "noted"} of all options."""
@@ -381,8 +378,7 @@ def expand_path(path: str, where: str = "") -> str:
 def as_type(value: Any, kind: Any) -> Any:
     """Returns the value as a type; raises `ValueError` if it is none of that type."""
     if get_origin(kind) is list and type(value) is list:
-        (kind_of_items,) = get_args(kind)
-        return [as_type(item, kind_of_items) for item in value]
+        return [as_type(item, *get_args(kind)) for item in value]
     if get_origin(kind) is Literal and value in get_args(kind):
         return value
     if kind is float and type(value) is int:

@@ -26,13 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from ddp_ends import (
-    Heartbeat,
-    StopRequest,
-    explain_failure,
-    log_and_print,
-    tell_torchrun,
-)
+from ddp_ends import Heartbeat, StopRequest, explain_failure, log_and_print, tell_torchrun
 from errors import UserError
 from parts import optional
 
