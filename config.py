@@ -378,7 +378,8 @@ def expand_path(path: str, where: str = "") -> str:
 def as_type(value: Any, kind: Any) -> Any:
     """Returns the value as a type; raises `ValueError` if it is none of that type."""
     if get_origin(kind) is list and type(value) is list:
-        return [as_type(item, *get_args(kind)) for item in value]
+        (kind_of_items,) = get_args(kind)
+        return [as_type(item, kind_of_items) for item in value]
     if get_origin(kind) is Literal and value in get_args(kind):
         return value
     if kind is float and type(value) is int:
