@@ -200,9 +200,13 @@ class RunFolder:
         return changed
 
     def newest_checkpoint(self) -> dict[str, Any] | None:
-        """Returns the folder's newest readable checkpoint, else that of run.resume, if set."""
+        """Returns the folder's newest readable checkpoint, else that of run.resume, if set.
+
+        Raises `UserError` if the folder has checkpoints, but none can be read.
+        """
         resume = self.config.run.resume
-        for path in [*self.step_files(), *self.checkpoints.glob("best.pt")]:
+        paths = [*self.step_files(), *self.checkpoints.glob("best.pt")]
+        for path in paths:
             try:
                 checkpoint = read_checkpoint(path)
             except UserError as error:
@@ -212,6 +216,11 @@ class RunFolder:
                 ignored = "run.init and run.resume are ignored"
                 log.info(f"note      {self.path} goes on from {path}: {ignored}")
             return checkpoint
+        if paths:  # which the run would overwrite
+            raise UserError(
+                f"none of the checkpoints in {self.checkpoints} can be read: "
+                "move them away, or set another run.name"
+            )
         return None if resume == "auto" else read_checkpoint(resume)
 
     def step_files(self) -> list[Path]:

@@ -1,5 +1,6 @@
 """The run folder: its files, from which checkpoint a run goes on, and what cannot be written."""
 
+import errno
 import json
 import math
 import re
@@ -184,13 +185,40 @@ def test_damaged_checkpoints_are_skipped_and_named(train, tmp_path):
     assert torch.load(folder / "step_00000005.pt", weights_only=True)["step"] == 5
 
 
+def test_a_folder_none_of_whose_checkpoints_can_be_read_is_left_as_it_is(
+    trained, train, tmp_path, monkeypatch
+):
+    """The disk may be to blame, and a run from zero would replace the metrics and best.pt."""
+    trained("run.name=run")
+    folder = tmp_path / "runs/run"
+    names = ("metrics.jsonl", "status.json", "test.tsv", "checkpoints/best.pt")
+    before = [(folder / name).read_bytes() for name in names]
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("run_checkpoint.torch.load", fail)
+    for option in ("run.resume=auto", "run.resume=runs/other.pt", "run.init=runs/other.pt"):
+        result = train(0, "run.name=run", option)
+        assert result.returncode == 2
+        assert result.stderr == (
+            "error: none of the checkpoints in runs/run/checkpoints can be read: "
+            "move them away, or set another run.name\n"
+        )
+        assert "step_00000005.pt is not a readable checkpoint (OSError)" in result.stdout
+        assert [(folder / name).read_bytes() for name in names] == before
+    monkeypatch.undo()
+    assert "resumed at step 5" in train(0, "run.name=run").check().stdout
+
+
 def test_old_checkpoints_are_deleted_without_counting_damaged_ones(train, tmp_path):
     folder = tmp_path / "runs/run/checkpoints"
-    folder.mkdir(parents=True)
+    options = ["run.name=run", "checkpoint.every_steps=1", "checkpoint.keep_last=2"]
+    train(0, *options).check()
     (folder / "step_00000099.pt").write_bytes(b"")
-    train(0, "run.name=run", "checkpoint.every_steps=1", "checkpoint.keep_last=2").check()
+    train(0, *options, "optim.epochs=2").check()
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["best.pt", "step_00000004.pt", "step_00000005.pt", "step_00000099.pt"]
+    assert names == ["best.pt", "step_00000009.pt", "step_00000010.pt", "step_00000099.pt"]
 
 
 def test_an_empty_folder_starts_from_a_checkpoint_file(train, tmp_path):

@@ -38,6 +38,7 @@ GRACE_S = 40
 LOST_S = 20  # of work that a fault may cost
 DISK_MB = 512
 SHARE_DAMAGED = 0.2  # of the launches, after which a checkpoint is damaged
+TRUNCATED = 1000  # bytes
 SHARE_FULL = 0.3  # of the full disks, which stay full for another launch
 PHASES = ("data", "forward", "backward", "optimiser", "evaluation", "save")
 
@@ -77,7 +78,7 @@ ONLY_PHASE = {
     "inf weights": "save",
 }
 DAMAGES = {  # to the newest checkpoint, after some of the faults
-    "a truncated checkpoint": lambda path: os.truncate(path, 1000),
+    "a truncated checkpoint": lambda path: os.truncate(path, TRUNCATED),
     "an empty checkpoint": lambda path: os.truncate(path, 0),
     "a deleted checkpoint": lambda path: path.unlink(),
     "all checkpoints deleted": lambda path: shutil.rmtree(path.parent),
@@ -403,7 +404,8 @@ class Soak:
         if is_last or self.draw.random() > SHARE_FULL:
             (run / BALLAST).unlink(missing_ok=True)
         is_spared = is_last or self.draw.random() > SHARE_DAMAGED
-        if is_spared or not any(run.glob("checkpoints/step_*.pt")):
+        sizes = [path.stat().st_size for path in run.glob("checkpoints/step_*.pt")]
+        if is_spared or sum(size > TRUNCATED for size in sizes) < 2:  # a run needs one of them
             return []
         name = self.draw.choice(list(DAMAGES))
         DAMAGES[name](newest_checkpoint(run))
