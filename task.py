@@ -292,6 +292,11 @@ class KnockoutTask:
         notes = list(self.tables.notes)
         if self.start is not None:
             notes += self.start.notes()
+            if self.config.model.readout == "global" or self.criterion.starts_from_mean:
+                notes.append(
+                    "with this model.readout or optim.loss, training starts from the mean, not the "
+                    "baseline, which only stands beside"
+                )
         rows = self.tables.rows("train")
         share = effective_share(self.tables.score_weight(rows)).min().item()
         if share < FEW:

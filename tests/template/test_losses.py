@@ -106,6 +106,25 @@ def test_validation_and_training_report_the_same_loss_of_the_same_rows(loss, tmp
         assert task.metrics(split, of_split)["loss"] == pytest.approx(in_training, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("loss", "readout", "from_mean"),
+    [
+        ("squared", "both", False),
+        ("squared", "global", True),
+        ("counts", "both", True),
+    ],
+)
+def test_the_log_says_where_training_starts_from_the_mean_beside_a_baseline(
+    loss, readout, from_mean, tmp_path
+):
+    task = make_task(loss, tmp_path, readout)
+    batch = task.dataset.__getitems__([0, 1, 2])
+    output = task.build_model().eval()(task.graph, batch)
+    assert bool((output == 0).all()) is from_mean
+    notes = [note for note in task.notes() if "starts from the mean" in note]
+    assert len(notes) == from_mean
+
+
 # ---- Widths --------------------------------------------------------------------------------------
 def test_what_is_known_without_the_graph_is_in_the_first_column_of_each_score(tmp_path):
     squared = make_task("squared", tmp_path)
