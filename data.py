@@ -66,6 +66,9 @@ def load(config: DataConfig) -> Tables:
 
     tables = Tables(**cached(config.cache_dir, "tables", read_tables, key, read))
     advice = "name some in its column split, or remove that column"
+    data_notes = optional("data_notes")
+    if data_notes is not None:
+        tables.notes = [*tables.notes, *data_notes.notes_on_split(tables, config)]
     if tables.split is None:
         advice = "change data.val_fraction and data.test_fraction or data.fold, or add rows"
         make_split = {"random": random_split, "nodes": node_split}[config.split]
@@ -77,10 +80,6 @@ def load(config: DataConfig) -> Tables:
 
         # The code of this module is that of the tables, too, which it imports.
         tables.split = cached(config.cache_dir, "split", make_split, key, split_rows)
-        data_notes = optional("data_notes")
-        if data_notes and config.split == "nodes":
-            noted = data_notes.notes_on_node_split(tables, config)
-            tables.notes = [*tables.notes, *noted]
     elif config.split == "nodes" or config.fold:
         raise DataError(
             f"{config.perturbations} has a column split: remove it, "

@@ -332,6 +332,19 @@ def notes_on_levels(tables: Any, path: str) -> Iterator[str]:
         )
 
 
+def notes_on_split(tables: Any, config: Any) -> Iterator[str]:
+    """Yields notes on the split by a `DataConfig`, or on options that a column replaces."""
+    if tables.split is not None:
+        default = type(config)()
+        options = ("split_seed", "val_fraction", "test_fraction")
+        names = [name for name in options if getattr(config, name) != getattr(default, name)]
+        if names:
+            replaced = ", ".join(f"data.{name}" for name in names)
+            yield f"{config.perturbations}: its column split takes the place of {replaced}"
+    elif config.split == "nodes":
+        yield from notes_on_node_split(tables, config)
+
+
 def notes_on_node_split(tables: Any, config: Any) -> Iterator[str]:
     """Yields notes on a split by nodes, given the `DataConfig` that asks for it.
 

@@ -15,7 +15,7 @@ import torch
 import data_tables
 import parts
 from data import DataConfig, load
-from data_cells import Rows
+from data_cells import SPLITS, Rows
 from data_names import meanings, note_on_unknown
 from data_notes import codes, details, kind_of_values, notes_on, repeated_columns
 from data_tables import read_tables
@@ -594,6 +594,22 @@ def test_a_seed_behind_the_last_share_of_the_nodes_is_noted(tmp_path):
         assert load(replace(options, **changes)).notes == []
     (note,) = load(replace(options, split_seed=10)).notes
     assert note.startswith("data.split_seed=10 tests nodes that smaller seeds test, too")
+
+
+def test_options_that_a_column_split_replaces_are_noted(tmp_path):
+    edges = [("source", "target", "relation"), ("train", "val", "r")]
+    rows = [("genes", "y", "split"), *((name, 1, name) for name in SPLITS)]
+    options = DataConfig(
+        edges=str(write_table(tmp_path / "edges.tsv", edges)),
+        perturbations=str(write_table(tmp_path / "scores.tsv", rows)),
+        cache_dir="",
+    )
+    before = load(options).notes
+    given = {"split_seed": 1, "val_fraction": 0.2, "test_fraction": 0.3}
+    for changes in (*({name: value} for name, value in given.items()), given):
+        (note,) = set(load(replace(options, **changes)).notes) - set(before)
+        names = ", ".join(f"data.{name}" for name in changes)
+        assert note == f"{options.perturbations}: its column split takes the place of {names}"
 
 
 def test_other_names_are_no_nodes():
