@@ -413,6 +413,10 @@ class RunFolder:
         )
         with self.profiler:
             yield
+        num_made = self.profiler.step_num
+        if num_made < 3 + num_steps:
+            steps = f"steps 4 to {3 + num_steps} of a start, which made {num_made}"
+            log.warning(f"note      log.profile_steps={num_steps} traces {steps}")
 
     def show_progress(self, num_steps: int) -> None:
         """Starts `progress`, whose bar and time left are of the steps that this process makes."""

@@ -113,6 +113,16 @@ def test_a_validation_is_kept_if_the_checkpoint_knows_it(tmp_path, best, is_kept
     assert folder.rows == [row] * is_kept
 
 
+def test_a_run_with_fewer_steps_than_it_is_to_trace_says_so(train, tmp_path):
+    """It makes five steps, of which the first three are not traced, and then none."""
+    assert "log.profile_steps" not in train(0, "log.profile_steps=2").check().stdout
+    assert (tmp_path / "runs/default/trace.rank0.json").exists()
+    for num_made in (5, 0):
+        output = train(0, "log.profile_steps=3", "run.name=few").check().stdout
+        note = f"log.profile_steps=3 traces steps 4 to 6 of a start, which made {num_made}\n"
+        assert f"note      {note}" in output
+
+
 def test_malformed_lines_in_the_metrics_do_not_stop_a_run(trained, train, tmp_path):
     trained()
     with (tmp_path / "runs/default/metrics.jsonl").open("ab") as file:
