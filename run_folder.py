@@ -407,6 +407,8 @@ class RunFolder:
             yield
             return
         file = str(self.path / f"trace.rank{self.ddp.rank}.json")
+        # Waiting and warming up take 3 steps: with CUDA graphs, the optimiser's is captured in the
+        # third, before tracing starts. Before CUDA 12.6, a capture may crash under CUPTI.
         schedule = torch.profiler.schedule(wait=1, warmup=2, active=num_steps, repeat=1)
         self.profiler = torch.profiler.profile(
             schedule=schedule, on_trace_ready=lambda profiler: profiler.export_chrome_trace(file)

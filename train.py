@@ -120,8 +120,6 @@ def train(config: Config, ddp: Distributed) -> None:
         if state.best is None:
             # Where training starts is a candidate, too.
             validate(task, state, folder, ddp)
-        # On a GPU, a graph is captured in the third step, while the profiler warms up: with CUDA
-        # before 12.6, its CUPTI may crash.
         with folder.profile():
             while not state.is_trained(optim.epochs, optim.patience, sampler.steps_per_epoch):
                 first_step = state.step - state.epoch * sampler.steps_per_epoch
