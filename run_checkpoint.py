@@ -102,15 +102,13 @@ class TrainState:
             self.best_model = state["model"]
 
     def is_trained(self, epochs: int, patience: int, steps_per_epoch: int) -> bool:
-        """Returns whether a run with these options has no step left."""
-        return self.epoch >= epochs or self.is_out_of_patience(steps_per_epoch, patience)
+        """Returns whether a run with these options has no step left.
 
-    def is_out_of_patience(self, steps_per_epoch: int, patience: int) -> bool:
-        """Returns whether the last `patience` evaluations were no better; 0 is never."""
-        if self.best is None:
-            return False
-        epochs_since_best = self.epoch - self.best["step"] // steps_per_epoch
-        return 0 < patience <= epochs_since_best
+        That is after all epochs, or after `patience` validations that were no better; 0 is never.
+        """
+        best_step = 0 if self.best is None else self.best["step"]
+        epochs_since_best = self.epoch - best_step // steps_per_epoch
+        return self.epoch >= epochs or 0 < patience <= epochs_since_best
 
 
 def cannot_resume(checkpoint: Mapping[str, Any], problem: str) -> UserError:

@@ -23,6 +23,7 @@ import torch
 
 from ddp_setup import Distributed, describe
 from errors import RunError, UserError, kept_warnings
+from metrics import first_metric
 from parts import optional
 from run_checkpoint import (
     Origin,
@@ -76,7 +77,6 @@ class RunFolder:
     Args:
         config: the `config.Config` of the run.
         origin: of the run's checkpoints.
-        metric: the one whose curve is drawn.
         rivals: the names of other predictions, whose metrics stand beside the model's.
     """
 
@@ -85,13 +85,11 @@ class RunFolder:
         config: Any,
         ddp: Distributed,
         origin: Origin,
-        metric: str,
         rivals: Sequence[str] = (),
     ):
         self.config = config
         self.ddp = ddp
         self.origin = origin
-        self.metric = metric
         self.rivals = rivals
         self.path = Path(config.run.dir, config.run.name)
         self.checkpoints = self.path / "checkpoints"
@@ -303,7 +301,7 @@ class RunFolder:
     def _draw_curves(self) -> None:
         plots = optional("run_plots")
         if plots is not None:
-            curves = plots.curves_svg(self.rows, self.metric, self.rivals)
+            curves = plots.curves_svg(self.rows, first_metric(), self.rivals)
             write_atomically(self.path / "curves.svg", [curves])
 
     def save(self, state: TrainState, is_best: bool = False) -> None:
@@ -375,8 +373,9 @@ class RunFolder:
         model = f"model of step {state.best['step']}"
         if state.best["step"] == 0:
             start = "where training started"
+            metric = first_metric()
             for rival in self.rivals:
-                if math.isclose(test[self.metric], test[f"{rival}_{self.metric}"], abs_tol=1e-6):
+                if math.isclose(test[metric], test[f"{rival}_{metric}"], abs_tol=1e-6):
                     start = f"which is the {rival}"
             model += f", {start}: no later one was better in validation"
         log.info(f"run       {self.path}, {model}")

@@ -42,7 +42,7 @@ from ddp_ends import StopTraining, end_process
 from ddp_setup import Distributed, library_versions
 from errors import RunError
 from evaluate import predict_rows
-from metrics import first_metric, metrics_text, quality
+from metrics import metrics_text, quality
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
 from parts import check_parts, is_here, optional
 from run_checkpoint import TrainState
@@ -92,7 +92,7 @@ def train(config: Config, ddp: Distributed) -> None:
         rank=ddp.rank,
         seed=config.run.seed,
     )
-    folder = RunFolder.open(config, ddp, task.origin(code), first_metric(), list(task.rivals))
+    folder = RunFolder.open(config, ddp, task.origin(code), list(task.rivals))
     folder.resume(state, sampler.steps_per_epoch)
     if task.graph is not None and is_here("predict"):
         from predict_graph import write_graph

@@ -14,7 +14,6 @@ from data_tables import SPLITS
 from ddp_setup import Distributed, setup
 from errors import UserError
 from evaluate import predict_rows
-from metrics import first_metric
 from run_checkpoint import load_model
 from run_folder import RunFolder
 from task import KnockoutTask
@@ -74,7 +73,7 @@ def newest_model(task: KnockoutTask, ddp: Distributed) -> nn.Module:
     """Returns the model of the run's newest checkpoint or, if there is none, of its start."""
     with ddp.sync_errors():
         model = task.build_model()
-        folder = RunFolder(task.config, ddp, task.origin({}), first_metric())
+        folder = RunFolder(task.config, ddp, task.origin({}))
         checkpoint = folder.newest_checkpoint()
         source = "step 0 (no checkpoint found)"
         if checkpoint is not None:
