@@ -119,13 +119,13 @@ def train(config: Config, ddp: Distributed) -> None:
     try:
         if state.best is None:
             # Where training starts is a candidate, too.
-            validate(task, state, folder, ddp)
+            validate(task, state, folder, ddp, ends_epoch=False)
         with folder.profile():
             while not state.is_trained(optim.epochs, optim.patience, sampler.steps_per_epoch):
                 first_step = state.step - state.epoch * sampler.steps_per_epoch
                 sampler.set_epoch(state.epoch, first_step=first_step)
                 train_epoch(task, state, steps, folder, train_loader, ddp)
-                validate(task, state, folder, ddp)
+                validate(task, state, folder, ddp, ends_epoch=True)
         option = "epochs" if state.epoch >= optim.epochs else "patience"
         log.info(f"trained   {state.epoch} epochs: raise optim.{option} to train on")
         test(task, state, folder, ddp)
@@ -236,8 +236,10 @@ def update_parameters(state: TrainState, clip: float) -> Tensor:
     return torch.stack([grad_norm, scale.to(grad_norm)])
 
 
-def validate(task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Distributed) -> None:
-    """Validates the state after an epoch, and saves it; the best one so far is best.pt.
+def validate(
+    task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Distributed, ends_epoch: bool
+) -> None:
+    """Validates the state, which may end an epoch, and saves it; the best one so far is best.pt.
 
     Raises `StopTraining` on every rank, with the state saved as not validated.
     """
@@ -247,7 +249,7 @@ def validate(task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Dist
         folder.save(state)
         raise StopTraining(reason)
     val = task.metrics("val", output)
-    if state.best is not None:  # the first validation is of where training starts
+    if ends_epoch:
         state.epoch += 1
     is_best = ddp.broadcast(state.best is None or quality(val) > quality(state.best))
     if is_best:
