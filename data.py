@@ -135,13 +135,13 @@ def random_split(tables: Tables, config: DataConfig) -> Tensor:
     rows_of_set = torch.bincount(set_number)
     generator = torch.Generator().manual_seed(config.split_seed)
     order = torch.randperm(len(rows_of_set), generator=generator)
-    rank = (rows_of_set > LARGE * len(set_number)).int()
-    rank[set_number[tables.perturbed_ptr.diff() == 0]] = 2
+    turn = (rows_of_set > LARGE * len(set_number)).int()
+    turn[set_number[tables.perturbed_ptr.diff() == 0]] = 2
     start, num_test = place_of_test(len(order), config)
     order = order.roll(-start)
     if config.fold:
-        rank[order[:num_test]] = -1  # also if they are large
-    order = order[rank[order].argsort(stable=True)]
+        turn[order[:num_test]] = -1  # also if they are large
+    order = order[turn[order].argsort(stable=True)]
     return split_in_order(order, config, len(order))[set_number]
 
 
