@@ -291,9 +291,12 @@ class RunFolder:
             return
         epoch = state.epoch + 1 if kind == "train" else state.epoch
         row = {"kind": kind, "step": state.step, "epoch": epoch, **values}
-        self.rows.append(json.loads(json.dumps(row), parse_constant=lambda name: None))
+        for name, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                row[name] = None
+        self.rows.append(row)
         with explain_write_errors(self.path / "metrics.jsonl"):
-            self.metrics.write(json.dumps(self.rows[-1]) + "\n")
+            self.metrics.write(json.dumps(row) + "\n")
             self.metrics.flush()
             if kind == "val":
                 self._draw_curves()
@@ -334,13 +337,13 @@ class RunFolder:
                 for other in saved[self.config.checkpoint.keep_last :]:
                     other.unlink()
             self.saved = {"step": state.step, "epoch": state.epoch}
-            self.write_status("started")
+            self.write_status("running")
 
     def event(self, event: str, state: TrainState, reason: str = "") -> None:
         """Records started, resumed, stopped, failed or finished in status.json and the metrics."""
         if self.ddp.rank != 0:
             return
-        self.write_status(event, reason)
+        self.write_status("running" if event in ("started", "resumed") else event, reason)
         self.write(
             "event",
             state,
@@ -350,12 +353,11 @@ class RunFolder:
             world_size=self.ddp.world_size,
         )
 
-    def write_status(self, event: str, reason: str = "") -> None:
+    def write_status(self, state: str, reason: str = "") -> None:
         """Writes status.json, with the step of the last checkpoint and the warnings so far."""
         if self.ddp.rank != 0:
             return
-        status = "running" if event in ("started", "resumed") else event
-        row = {"state": status, **self.saved, "reason": reason, "warnings": kept_warnings.texts}
+        row = {"state": state, **self.saved, "reason": reason, "warnings": kept_warnings.texts}
         with explain_write_errors(self.path / "status.json"):
             write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
 

@@ -114,7 +114,7 @@ def train(config: Config, ddp: Distributed) -> None:
         order_buckets(ddp_model, task, ddp)
         steps = steps._replace(model=ddp_model)
     log_plan(task, model, steps, sampler, ddp)
-    folder.write_status("started")
+    folder.write_status("running")  # with all warnings so far
     folder.show_progress(sampler.steps_per_epoch * optim.epochs - state.step)
     try:
         if state.best is None:

@@ -123,6 +123,18 @@ def test_a_run_with_fewer_steps_than_it_is_to_trace_says_so(train, tmp_path):
         assert f"note      {note}" in output
 
 
+def test_numbers_that_are_not_finite_are_null_in_the_metrics(tmp_path):
+    values = {"loss": math.nan, "grad_norm": math.inf, "lr": 0.1, "reason": "nan"}
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as metrics:
+        ddp = SimpleNamespace(rank=0)
+        folder = SimpleNamespace(path=tmp_path, ddp=ddp, rows=[], metrics=metrics)
+        RunFolder.write(folder, "train", TrainState(None, None, None), **values)
+    expected = {"step": 0, "epoch": 1, **values, "loss": None, "grad_norm": None}
+    assert read_metrics(tmp_path, "train") == folder.rows == [{"kind": "train", **expected}]
+    assert '"loss": null, "grad_norm": null, "lr": 0.1, "reason": "nan"' in path.read_text()
+
+
 def test_malformed_lines_in_the_metrics_do_not_stop_a_run(trained, train, tmp_path):
     trained()
     with (tmp_path / "runs/default/metrics.jsonl").open("ab") as file:
