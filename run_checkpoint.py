@@ -102,10 +102,7 @@ class TrainState:
             self.best_model = state["model"]
 
     def is_trained(self, epochs: int, patience: int, steps_per_epoch: int) -> bool:
-        """Returns whether a run with these options has no step left.
-
-        That is after all epochs, or after `patience` validations that were no better; 0 is never.
-        """
+        """Returns whether no step is left with these options; a `patience` of 0 never ends."""
         best_step = 0 if self.best is None else self.best["step"]
         epochs_since_best = self.epoch - best_step // steps_per_epoch
         return self.epoch >= epochs or 0 < patience <= epochs_since_best

@@ -80,13 +80,7 @@ class RunFolder:
         rivals: the names of other predictions, whose metrics stand beside the model's.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        ddp: Distributed,
-        origin: Origin,
-        rivals: Sequence[str] = (),
-    ):
+    def __init__(self, config: Any, ddp: Distributed, origin: Origin, rivals: Sequence[str] = ()):
         self.config = config
         self.ddp = ddp
         self.origin = origin
@@ -198,10 +192,7 @@ class RunFolder:
         return changed
 
     def newest_checkpoint(self) -> dict[str, Any] | None:
-        """Returns the folder's newest readable checkpoint, else that of run.resume, if set.
-
-        Raises `UserError` if the folder has checkpoints, but none can be read.
-        """
+        """Returns the newest readable one, or that of run.resume, if set; raises `UserError`."""
         resume = self.config.run.resume
         paths = [*self.step_files(), *self.checkpoints.glob("best.pt")]
         for path in paths:
@@ -215,10 +206,8 @@ class RunFolder:
                 log.info(f"note      {self.path} goes on from {path}: {ignored}")
             return checkpoint
         if paths:  # which the run would overwrite
-            raise UserError(
-                f"none of the checkpoints in {self.checkpoints} can be read: "
-                "move them away, or set another run.name"
-            )
+            problem = f"none of the checkpoints in {self.checkpoints} can be read"
+            raise UserError(f"{problem}: move them away, or set another run.name")
         return None if resume == "auto" else read_checkpoint(resume)
 
     def step_files(self) -> list[Path]:
@@ -341,8 +330,6 @@ class RunFolder:
 
     def event(self, event: str, state: TrainState, reason: str = "") -> None:
         """Records started, resumed, stopped, failed or finished in status.json and the metrics."""
-        if self.ddp.rank != 0:
-            return
         self.write_status("running" if event in ("started", "resumed") else event, reason)
         self.write(
             "event",
@@ -418,8 +405,8 @@ class RunFolder:
             yield
         num_made = self.profiler.step_num
         if num_made < 3 + num_steps:
-            steps = f"steps 4 to {3 + num_steps} of a start, which made {num_made}"
-            log.warning(f"note      log.profile_steps={num_steps} traces {steps}")
+            needed = f"needs {3 + num_steps} steps, of which this start made {num_made}"
+            log.warning(f"note      log.profile_steps={num_steps} {needed}")
 
     def show_progress(self, num_steps: int) -> None:
         """Starts `progress`, whose bar and time left are of the steps that this process makes."""

@@ -293,10 +293,7 @@ class KnockoutTask:
         if self.start is not None:
             notes += self.start.notes()
             if self.config.model.readout == "global" or self.criterion.starts_from_mean:
-                notes.append(
-                    "with this model.readout or optim.loss, training starts from the mean, not the "
-                    "baseline, which only stands beside"
-                )
+                notes.append("by model.readout or optim.loss, training starts from the mean")
         rows = self.tables.rows("train")
         share = effective_share(self.tables.score_weight(rows)).min().item()
         if share < FEW:

@@ -119,7 +119,7 @@ def test_a_run_with_fewer_steps_than_it_is_to_trace_says_so(train, tmp_path):
     assert (tmp_path / "runs/default/trace.rank0.json").exists()
     for num_made in (5, 0):
         output = train(0, "log.profile_steps=3", "run.name=few").check().stdout
-        note = f"log.profile_steps=3 traces steps 4 to 6 of a start, which made {num_made}\n"
+        note = f"log.profile_steps=3 needs 6 steps, of which this start made {num_made}\n"
         assert f"note      {note}" in output
 
 
