@@ -354,6 +354,8 @@ def convert(key: str, value: Any, option: Field) -> Any:
                 return expand_path(shown, f"{key}=") if is_path else shown
     expected = " or ".join(describe_type(kind, option.metadata) for kind in types_of(option))
     advice = ": put it in quotes" if str in types_of(option) else ""
+    if isinstance(value, str) and FLOAT.match(value):
+        advice = ": write it without quotes"
     if value is None:
         advice = ': for none, write ""' if option.default == "" else ": omit it for its default"
     raise UserError(f"{key} must be {expected}, not {shown!r}{advice}")

@@ -51,9 +51,11 @@ class DDPConfig:
             inspect.signature(DistributedDataParallel).bind(None, device_ids=None, **self.options)
         except TypeError as error:
             raise ValueError(f"ddp.options: DistributedDataParallel: {error}") from None
+        parameters = inspect.signature(DistributedDataParallel).parameters
         for name, value in self.options.items():
-            if not isinstance(value, int | float):  # true and false are ints
-                raise ValueError(f"ddp.options: {name}: {value} is no number, true or false")
+            kinds = (int, float) if name == "bucket_cap_mb" else (type(parameters[name].default),)
+            if type(value) not in kinds:
+                raise ValueError(f"ddp.options: {name}: {value!r} is no value that it takes here")
 
 
 # ---- Rank, collectives, stopping and failing -----------------------------------------------------

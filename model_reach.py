@@ -78,11 +78,13 @@ class ReachPlan(NamedTuple):
         on all nodes.
         """
         encoder = wild.encoder
-        pool = pool_of_reached(type(term))
         pooled = []
         for block in self.blocks:
             reached = encoder.checkpointed(encode_reached, block, wild)
-            if pool is not None and len(block.layers) == len(wild.layers):
+            pool = None
+            if len(block.layers) == len(wild.layers):
+                pool = pool_of_reached(type(term))
+            if pool is not None:
                 before = select(wild, wild.final, block.layers[-1].node)
                 change = encoder.norm(reached) - before
                 pooled.append(pool(term, change, before, block, wild))

@@ -37,9 +37,10 @@ class OptimConfig:
 
     def __post_init__(self):
         for key, value in self.lr_mult.items():
-            is_factor = isinstance(value, int | float) and 0 <= value < math.inf
+            is_factor = type(value) in (int, float) and 0 <= value < 1e30
             if not (isinstance(key, str) and is_factor):
-                raise ValueError(f"optim.lr_mult: {key}: {value} is no part of a name and a factor")
+                problem = "is no part of a name and a number without quotes"
+                raise ValueError(f"optim.lr_mult: {key}: {value!r} {problem}")
 
     @property
     def dtype(self) -> torch.dtype:

@@ -338,14 +338,33 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ("optim.lr", "optim.lr must be float >= 0, not None"),
         (
             "optim.lr_mult={embedding: -1}",
-            "optim.lr_mult: embedding: -1 is no part of a name and a factor",
+            "optim.lr_mult: embedding: -1 is no part of a name and a number without quotes",
         ),
-        ("optim.lr_mult={a: .nan}", "optim.lr_mult: a: .nan is no part of a name and a factor"),
-        ("optim.lr_mult={a: '1'}", "optim.lr_mult: a: 1 is no part of a name and a factor"),
-        ("optim.lr_mult={a: [1]}", "optim.lr_mult: a: [1] is no part of a name and a factor"),
-        ("optim.lr_mult={a: 1e400}", "optim.lr_mult: a: inf is no part of a name and a factor"),
-        ("optim.lr_mult={a: x}", "optim.lr_mult: a: x is no part of a name and a factor"),
-        ("optim.lr_mult={0: 1}", "optim.lr_mult: 0: 1 is no part of a name and a factor"),
+        (
+            "optim.lr_mult={a: .nan}",
+            "optim.lr_mult: a: '.nan' is no part of a name and a number without quotes",
+        ),
+        ("optim.lr_mult={a: false}", "optim.lr_mult: a: False is no part of a name and a number"),
+        (
+            "optim.lr_mult={a: '1'}",
+            "optim.lr_mult: a: '1' is no part of a name and a number without quotes",
+        ),
+        (
+            "optim.lr_mult={a: [1]}",
+            "optim.lr_mult: a: [1] is no part of a name and a number without quotes",
+        ),
+        (
+            "optim.lr_mult={a: 1e400}",
+            "optim.lr_mult: a: inf is no part of a name and a number without quotes",
+        ),
+        (
+            "optim.lr_mult={a: x}",
+            "optim.lr_mult: a: 'x' is no part of a name and a number without quotes",
+        ),
+        (
+            "optim.lr_mult={0: 1}",
+            "optim.lr_mult: 0: 1 is no part of a name and a number without quotes",
+        ),
         ("optim.lr=fast", "optim.lr must be float >= 0, not 'fast'"),
         ("optim.lr=nan", "optim.lr must be float >= 0, not 'nan'"),
         ("ddp.timeout_s=inf", "ddp.timeout_s must be float >= 1, not 'inf'"),
@@ -398,11 +417,14 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ),
         (
             "ddp.options={bucket_cap_mb: big}",
-            "ddp.options: bucket_cap_mb: big is no number, true or false",
+            "ddp.options: bucket_cap_mb: 'big' is no value that it takes here",
         ),
+        ("ddp.options={process_group: 1}", "process_group: 1 is no value that it takes here"),
+        ("ddp.options={init_sync: 3}", "init_sync: 3 is no value that it takes here"),
+        ("optim.lr='0.01'", "optim.lr must be float >= 0, not '0.01': write it without quotes"),
         (
             "ddp.options={find_unused_parameters: [true]}",
-            "ddp.options: find_unused_parameters: [True] is no number, true or false",
+            "ddp.options: find_unused_parameters: [True] is no value that it takes here",
         ),
         ("--local-rank=0", "torch.distributed.launch is too old, use torchrun"),
         ("ddp.options={device_ids: 1}", "got multiple values for keyword argument 'device_ids'"),
