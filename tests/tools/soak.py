@@ -83,6 +83,8 @@ DAMAGES = {  # to the newest checkpoint, after some of the faults
     "a deleted checkpoint": lambda path: path.unlink(),
     "all checkpoints deleted": lambda path: shutil.rmtree(path.parent),
 }
+# Those after which the newest checkpoint cannot be read.
+TAKE_ONE = ("a truncated checkpoint", "an empty checkpoint", "a deleted checkpoint")
 
 
 class LostError(Exception):
@@ -405,9 +407,12 @@ class Soak:
             (run / BALLAST).unlink(missing_ok=True)
         is_spared = is_last or self.draw.random() > SHARE_DAMAGED
         sizes = [path.stat().st_size for path in run.glob("checkpoints/step_*.pt")]
-        if is_spared or sum(size > TRUNCATED for size in sizes) < 2:  # a run needs one of them
+        names = list(DAMAGES)
+        if sum(size > TRUNCATED for size in sizes) < 2:  # or only damaged ones would be left
+            names = [name for name in names if name not in TAKE_ONE]
+        if is_spared or not sizes or not names:
             return []
-        name = self.draw.choice(list(DAMAGES))
+        name = self.draw.choice(names)
         DAMAGES[name](newest_checkpoint(run))
         return [name]
 

@@ -62,8 +62,7 @@ def test_a_soak_notices_an_altered_checkpoint(soak_forked, monkeypatch):
         state["model"]["encoder.embedding"][0] += 0.1
         torch.save(state, path)
 
-    kinds = {"a rank killed": "SIGKILL", "all ranks killed": "kill all"}
-    monkeypatch.setattr(soak, "KINDS", kinds)
+    monkeypatch.setattr(soak, "KINDS", {"a rank killed": "SIGKILL"})
     monkeypatch.setattr(soak, "SHARE_DAMAGED", 1.0)
     monkeypatch.setattr(soak, "DAMAGES", {"an altered checkpoint": alter})
     survived, output = soak_forked()
