@@ -201,11 +201,20 @@ def load_config(files: Sequence[str | Path] = (), overrides: Sequence[str] = ())
         path = expand_path(str(file))
         options |= read_options(path)
         sources.append(path)
-    if overrides:
-        options |= dict(map(parse_override, overrides))
-        sources.append("the command line")
-    config = compose(options)
-    log.info(f"options   {', then '.join(sources)}")
+    return override(options, overrides, sources)
+
+
+def override(
+    options: Mapping[str, Any], overrides: Sequence[str], sources: Sequence[str]
+) -> Config:
+    """Returns {"section.key": value} as a configuration, overridden by a command line.
+
+    The log says where options are from. Raises `UserError` for a wrong one.
+    """
+    given = dict(map(parse_override, overrides))
+    places = [*sources, "the command line"] if overrides else sources
+    config = compose({**options, **given})
+    log.info(f"options   {', then '.join(places)}")
     return config
 
 
@@ -354,7 +363,7 @@ def convert(key: str, value: Any, option: Field) -> Any:
                 return expand_path(shown, f"{key}=") if is_path else shown
     expected = " or ".join(describe_type(kind, option.metadata) for kind in types_of(option))
     advice = ": put it in quotes" if str in types_of(option) else ""
-    if isinstance(value, str) and FLOAT.match(value):
+    if isinstance(value, str) and FLOAT.match(value) and {int, float} & {*types_of(option)}:
         advice = ": write it without quotes"
     if value is None:
         advice = ': for none, write ""' if option.default == "" else ": omit it for its default"

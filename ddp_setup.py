@@ -47,13 +47,15 @@ class DDPConfig:
     options: dict = field(default_factory=dict)
 
     def __post_init__(self):
+        signature = inspect.signature(DistributedDataParallel)
         try:
-            inspect.signature(DistributedDataParallel).bind(None, device_ids=None, **self.options)
+            signature.bind(None, device_ids=None, **self.options)
         except TypeError as error:
             raise ValueError(f"ddp.options: DistributedDataParallel: {error}") from None
-        parameters = inspect.signature(DistributedDataParallel).parameters
         for name, value in self.options.items():
-            kinds = (int, float) if name == "bucket_cap_mb" else (type(parameters[name].default),)
+            kinds = (type(signature.parameters[name].default),)
+            if name == "bucket_cap_mb":
+                kinds = (int, float)
             if type(value) not in kinds:
                 raise ValueError(f"ddp.options: {name}: {value!r} is no value that it takes here")
 

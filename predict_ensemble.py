@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 import parts
-from config import Config, all_options, by_key, compose, expand_path, parse_override
+from config import Config, all_options, by_key, expand_path, override
 from data import KnockoutDataset
 from data_tables import Tables
 from ddp_setup import Distributed
@@ -89,13 +89,7 @@ def options_of_run(checkpoint: dict[str, Any], overrides: Sequence[str]) -> Conf
             f"{checkpoint['file']} was made with the option {min(unknown)}, which is unknown here: "
             "use the version of the code that made it, or train again"
         )
-    sources = [checkpoint["file"]]
-    if overrides:
-        options |= dict(map(parse_override, overrides))
-        sources.append("the command line")
-    config = compose(options)
-    log.info(f"options   {', then '.join(sources)}")
-    return config
+    return override(options, overrides, [checkpoint["file"]])
 
 
 def note_other_code(run: Run) -> None:

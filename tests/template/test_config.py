@@ -279,6 +279,11 @@ def test_a_wrong_value_or_type_of_an_added_option_gives_a_one_line_error(added, 
     assert "\n" not in str(caught.value)
 
 
+def test_a_number_in_quotes_is_no_advice_for_an_option_that_is_none():
+    with pytest.raises(UserError, match=r"^model.pairs must be bool, not '1'$"):
+        load("model.pairs='1'")
+
+
 def test_the_types_of_added_options_may_be_texts(monkeypatch):
     """As `from __future__ import annotations` makes them."""
     added = adapt_config(monkeypatch, f"from __future__ import annotations\n{ADDED}")
