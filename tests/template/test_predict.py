@@ -28,10 +28,9 @@ from predict_graph import fields_of_graph, tables_of_graph
 from predict_sets import Chunk
 from predict_table import GrowingTable
 from task import make_dataset
-from tests.bench import screen
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.sets import tables_of
-from tests.template.fixtures import ASK, DEFAULTS, ROOT, SMALL, fork, join, write_table
+from tests.template.fixtures import ASK, write_table
 from tests.template.tables import write_binary_scores
 from tests.tools.models import full_model
 from tests.tools.runs import BEST, newest_checkpoint, read_table
@@ -907,22 +906,3 @@ def test_members_of_another_graph_other_scores_or_loss_are_named(
         assert second in result.stderr
         assert result.stderr.count("\n") == 1
         assert not (tmp_path / "ask.predictions.tsv").exists()
-
-
-@pytest.mark.slow
-def test_a_screen_is_measured_on_tables_in_the_working_folder(
-    tables, command, tmp_path, monkeypatch
-):
-    def run(script: str, arguments: list[str], folder: Path) -> float:
-        process = fork(tmp_path, "run", [str(ROOT / script), *arguments], {}, cwd=str(folder))
-        assert join([process]) == [0]
-        return 1.0
-
-    monkeypatch.setattr(screen, "run", run)
-    options = ["--config", DEFAULTS, *tables, *SMALL]
-    monkeypatch.setattr("sys.argv", ["screen", "--members=2", "--json=screen.json", *options])
-    monkeypatch.chdir(tmp_path)
-    screen.main()
-    (rows,) = json.loads((tmp_path / "screen.json").read_text())["tables"].values()
-    assert [(row["models"], row["pairs"]) for row in rows] == [(1, 435), (2, 435)]
-    assert not (tmp_path / "runs").exists()
