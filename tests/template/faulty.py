@@ -31,7 +31,6 @@ import ddp_setup
 import metrics
 import optim
 import parts
-import predict
 import predict_ensemble
 import run_checkpoint
 import run_progress
@@ -496,27 +495,6 @@ def print_plans() -> None:
         print("planned:", "plan" in arguments[-1])
 
     call_before(KnockoutTerm, "forward", report)
-
-
-def few_rows_in_folder(folder: str) -> None:
-    """The tables have few rows in each split; when they or a run are read, the folder changes."""
-    from tests.few_rows import few_rows
-
-    load = data.load
-    read_run = predict.read_run
-
-    def read_and_enter(*arguments: Any) -> predict.Run:
-        run = read_run(*arguments)
-        os.chdir(folder)
-        return run
-
-    def load_and_enter(config: DataConfig) -> data_tables.Tables:
-        loaded = few_rows(load(config))
-        os.chdir(folder)
-        return loaded
-
-    data.load = load_and_enter
-    predict.read_run = read_and_enter
 
 
 def disturbed_model() -> None:
