@@ -26,13 +26,11 @@ def find_meeting(rdzv: str, timeout_s: int) -> tuple[str, str, str, str]:
     endpoint = (address, int(port))
     own_address = source_of_route(address)
     settings = [f"join_timeout={timeout_s}", f"last_call_timeout={timeout_s // 20 + 1}"]
-    taken = f"another program has the port of RDZV={rdzv}: set a free one on all machines"
-    if host == "localhost" or host.startswith("127."):  # torchruns elect the host themselves
-        if answers(endpoint) and not is_torchrun(endpoint):
-            end(taken)
+    if host == "localhost" or host.startswith("127."):
+        pass  # torchruns elect the host themselves
     elif own_address == address or address.startswith("127."):
         if answers(endpoint):
-            end(taken)
+            end(f"another program has the port of RDZV={rdzv}: set a free one on all machines")
         settings.append("is_host=1")
         if address.startswith("127."):
             own_address = source_of_route("192.0.2.1")  # nobody's: the default route
@@ -42,8 +40,6 @@ def find_meeting(rdzv: str, timeout_s: int) -> tuple[str, str, str, str]:
                 f"nothing answered at {rdzv} (RDZV) for {timeout_s} s (RDZV_TIMEOUT): "
                 "run the command on each machine"
             )
-        if not is_torchrun(endpoint):
-            end(taken)
         settings.append("is_host=0")
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or find_interface(own_address)
     return interface, own_address, f"{address}:{port}", ",".join(settings)
@@ -107,26 +103,10 @@ def wait_for_answer(endpoint: tuple[str, int], timeout_s: int) -> bool:
     return True
 
 
-def is_torchrun(endpoint: tuple[str, int]) -> bool:
-    """Returns whether it is the store of a torchrun that listens there."""
-    join = f"from torch.distributed import TCPStore; TCPStore(*{endpoint}, wait_for_workers=False)"
-    command = [sys.executable, "-c", join]  # as TCPStore does not end if nothing is said
-    try:
-        subprocess.run(command, timeout=40, stderr=subprocess.DEVNULL, check=True)
-    except subprocess.SubprocessError:
-        return False
-    return True
-
-
 def check_variables(nnodes: str, rdzv: str, timeout_s: str) -> None:
     """Ends the program if a variable of launch.sh is missing or wrong."""
     host, _, port = rdzv.partition(":")
     if not (host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 2**16):
-        if nnodes == os.environ.get("PET_NNODES"):
-            end(
-                f"PET_NNODES={nnodes} is for torchrun, as in a pod of Kubeflow: start torchrun "
-                "train.py, which reads it, or set NNODES=1 for this machine alone"
-            )
         end(
             f"NNODES={nnodes} needs RDZV=host:port, an address of one of the machines and a port "
             f"from 1 to 65535, not '{rdzv}'"

@@ -3,13 +3,11 @@
 import contextlib
 import re
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed
 
 import ddp_rendezvous
 from ddp_rendezvous import check_variables, find_interface, find_meeting, wait_for_answer
@@ -44,17 +42,6 @@ def interfaces(monkeypatch) -> None:
     monkeypatch.setattr(ddp_rendezvous, "find_interface", "of {}".format)
 
 
-@pytest.fixture
-def short_wait(monkeypatch) -> None:
-    """A program that says nothing is given a second."""
-    run = subprocess.run
-
-    def start(command, timeout, **options):
-        return run(command, timeout=1, **options)
-
-    monkeypatch.setattr(subprocess, "run", start)
-
-
 @pytest.mark.parametrize(
     ("nnodes", "rdzv", "timeout_s", "expected"),
     [
@@ -62,19 +49,12 @@ def short_wait(monkeypatch) -> None:
         ("1:2", "alpha", "600", "NNODES=1:2 needs RDZV=host:port, an address of one of the"),
         ("2", "a:99999", "600", "NNODES=2 needs RDZV=.* a port from 1 to 65535, not 'a:99999'"),
         ("2", "a:0", "600", "NNODES=2 needs RDZV=.* a port from 1 to 65535, not 'a:0'"),
-        ("3", "", "600", "PET_NNODES=3 is for torchrun, as in a pod of Kubeflow: start torchrun"),
         ("2", "alpha:1", "1m", "RDZV_TIMEOUT=1m is not a number of seconds"),
     ],
 )
-def test_a_wrong_variable_is_an_error_that_names_it(monkeypatch, nnodes, rdzv, timeout_s, expected):
-    monkeypatch.setenv("PET_NNODES", "3")
+def test_a_wrong_variable_is_an_error_that_names_it(nnodes, rdzv, timeout_s, expected):
     with pytest.raises(SystemExit, match=f"^error: {expected}"):
         check_variables(nnodes, rdzv, timeout_s)
-
-
-def test_a_variable_of_kubeflow_may_have_a_meeting_place(monkeypatch):
-    monkeypatch.setenv("PET_NNODES", "3")
-    check_variables("3", "alpha:1", "600")
 
 
 def test_a_host_without_an_address_is_an_error():
@@ -110,7 +90,6 @@ def test_a_name_that_means_a_loopback_address_stands_for_the_default_route(monke
 
 def test_another_machine_is_waited_for(monkeypatch, interfaces):
     monkeypatch.setattr(ddp_rendezvous, "source_of_route", lambda address: "10.0.0.2")
-    monkeypatch.setattr(ddp_rendezvous, "is_torchrun", lambda endpoint: True)
     answers = iter([False, True])
     monkeypatch.setattr(ddp_rendezvous, "answers", lambda endpoint: next(answers))
     found = find_meeting("10.0.0.1:7", 40)
@@ -132,28 +111,12 @@ def test_the_waiting_ends_at_once_where_something_answers():
     assert not wait_for_answer(("127.0.0.1", port), 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_own", [False, True])
-def test_a_port_that_another_program_has_is_an_error(short_wait, is_own):
-    address = own_address() if is_own else "127.0.0.1"
+def test_a_port_that_another_program_has_is_an_error():
+    address = own_address()
     with other_program(address) as port:
         rdzv = f"{address}:{port}"
         with pytest.raises(SystemExit, match=f"^{IS_TAKEN.format(rdzv)}$"):
             find_meeting(rdzv, 5)
-
-
-def test_a_program_at_another_machine_may_not_be_torchrun(monkeypatch):
-    monkeypatch.setattr(ddp_rendezvous, "source_of_route", lambda address: "10.0.0.2")
-    monkeypatch.setattr(ddp_rendezvous, "answers", lambda endpoint: True)
-    monkeypatch.setattr(ddp_rendezvous, "is_torchrun", lambda endpoint: False)
-    with pytest.raises(SystemExit, match=f"^{IS_TAKEN.format('10.0.0.1:7')}$"):
-        find_meeting("10.0.0.1:7", 5)
-
-
-@pytest.mark.slow
-def test_the_store_of_a_torchrun_is_known():
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert ddp_rendezvous.is_torchrun(("127.0.0.1", store.port))
 
 
 def test_a_machine_without_the_command_ip_is_told_so(monkeypatch):

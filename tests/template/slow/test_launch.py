@@ -220,8 +220,7 @@ def test_a_container_has_the_variables_of_slurm_without_its_commands(launch, var
         ({"NPROC": "auto"}, "NPROC=auto is not a number of processes: unset it for one per GPU"),
         ({"NPROC": "gpu"}, "NPROC=gpu is not a number of processes"),
         ({"NPROC": "0"}, "NPROC=0 is not a number of processes"),
-        ({"PET_NNODES": "2"}, "PET_NNODES=2 is for torchrun, as in a pod of Kubeflow: start torch"),
-        ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is for torchrun"),
+        ({"PET_NNODES": "2"}, "NNODES=2 needs RDZV=host:port"),
     ],
 )
 def test_what_another_launcher_understands_is_refused(launch, variables, expected):
