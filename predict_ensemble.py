@@ -3,11 +3,9 @@
 Shapes: M runs, n samples, B of them in a batch, T scores of C columns each.
 """
 
-import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from threading import RLock
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-import parts
 from config import Config, all_options, by_key, expand_path, override
 from data import KnockoutDataset
 from data_tables import Tables
@@ -157,22 +154,6 @@ def predict_parts(
     return torch.cat([task.by_score(output, batch), torch.stack(columns, dim=2)], dim=2)
 
 
-@contextlib.contextmanager
-def explain_missing_part(file: str) -> Iterator[None]:
-    """Turns the absence of a part, which the model of a checkpoint needs, into a `UserError`."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        missing = f"{error.name}.py"
-        for part in parts.PARTS:
-            if any(fnmatch(missing, pattern) for pattern in part.patterns):
-                raise UserError(
-                    f"the model of {file} needs {missing}, which is not here: copy the files "
-                    f"of the part {part.name} from the template"
-                ) from None
-        raise
-
-
 class Ensemble:
     """Trained models of one graph and of the same scores, which predict the same samples.
 
@@ -201,8 +182,7 @@ class Ensemble:
         self.models = []
         for run in runs:
             task = task_of_run(run.config, run.checkpoint, self.tables, self.graph)
-            with explain_missing_part(run.file):
-                model = task.build_model()
+            model = task.build_model()
             load_model(model, run.checkpoint)
             self.tasks.append(task)
             self.models.append(model.to(ddp.device, dtype).eval())
@@ -282,19 +262,18 @@ class Ensemble:
             self.plan(samples)
         rows = torch.arange(len(samples.y))
         of_models = []
-        for task, model, file in zip(self.tasks, self.models, self.files, strict=True):
+        for task, model in zip(self.tasks, self.models, strict=True):
             task = task.with_samples(samples)
             criterion = task.criterion.to("cpu")
             num_columns = len(criterion.columns)
-            with explain_missing_part(file):  # such as one that the first pass imports
-                if with_parts:
-                    names = self.parts
-                    function = partial(predict_parts, model, task, names)
-                    size = evaluation_batch_size(task)
-                    shape = (len(self.targets), num_columns + len(names))
-                    values = compute_rows(function, task.dataset, rows, size, shape, self.ddp)
-                else:
-                    values = predict_rows(model, task, rows, self.ddp)
+            if with_parts:
+                names = self.parts
+                function = partial(predict_parts, model, task, names)
+                size = evaluation_batch_size(task)
+                shape = (len(self.targets), num_columns + len(names))
+                values = compute_rows(function, task.dataset, rows, size, shape, self.ddp)
+            else:
+                values = predict_rows(model, task, rows, self.ddp)
             output, parts = values.tensor_split([num_columns], dim=2)
             of_models.append((criterion.predictions(output), parts))
         return of_models

@@ -10,31 +10,16 @@ import torch
 
 from data_tables import OF_GRAPH, Tables
 from errors import UserError
-from parts import optional
-from run_checkpoint import explain_write_errors, link_atomically, save_atomically
+from run_checkpoint import explain_write_errors, save_atomically
 from run_folder import RunFolder
 
 
 def write_graph(folder: RunFolder, tables: Tables) -> None:
-    """Writes the graph of a run's tables into its folder; raises `UserError` on all ranks.
-
-    Runs on the same graph share one file, where there is a cache and the disk has links.
-    """
+    """Writes the graph of a run's tables into its folder; raises `UserError` on all ranks."""
     path = folder.path / "graph.pt"
-    cache_dir = folder.config.data.cache_dir
-    fingerprint = folder.origin.graph
     with folder.ddp.sync_errors(), explain_write_errors(path, UserError):
-        if folder.ddp.rank != 0:
-            return
-        content = {"graph": fingerprint, **fields_of_graph(tables)}
-        data_cache = optional("data_cache") if cache_dir else None
-        if data_cache is not None:
-            of_cache = (cache_dir, "graph", fingerprint)
-            data_cache.cached(*of_cache, lambda: content)
-            if data_cache.cache_file(*of_cache).exists():
-                link_atomically(data_cache.cache_file(*of_cache), path)
-                return
-        save_atomically(path, content)
+        if folder.ddp.rank == 0:
+            save_atomically(path, {"graph": folder.origin.graph, **fields_of_graph(tables)})
 
 
 def fields_of_graph(tables: Tables) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import ddp_setup
 import parts
 from config import Config, compose, parse_override
 from parts import PARTS, check_parts, optional
-from predict_ensemble import explain_missing_part
 from tests.template.fixtures import ROOT, write_table
 
 BY_NAME = {part.name: part for part in PARTS}
@@ -158,30 +157,6 @@ def predict_without(command, tmp_path):
     return start
 
 
-@pytest.mark.parametrize(
-    ("name", "override", "file"),
-    [
-        ("baseline", "model.start=baseline", "baseline_term.py"),
-        ("pairs", "model.pairs=true", "model_pairs.py"),
-        ("nodes", "model.readout=nodes", "model_nodes.py"),
-        ("copies", "model.message_passing=expanded", "mask_copies.py"),
-    ],
-)
-def test_a_model_that_needs_a_part_that_is_gone_is_one_sentence(
-    trained, predict_without, tmp_path, name, override, file
-):
-    if name == "nodes":
-        table = tmp_path / "scores.tsv"
-        table.write_text(table.read_text().replace("score", "Y05", 1))
-    trained("run.name=run", override)
-    refused = predict_without([name])
-    assert refused.returncode == 2
-    assert refused.stderr == (
-        f"error: the model of runs/run/checkpoints/best.pt needs {file}, which is not here: copy "
-        f"the files of the part {name} from the template\n"
-    )
-
-
 def test_a_model_predicts_the_same_without_the_parts_that_it_does_not_need(
     trained, predict, predict_without, tmp_path
 ):
@@ -195,8 +170,3 @@ def test_a_model_predicts_the_same_without_the_parts_that_it_does_not_need(
     assert len(lines) == len(expected) == 3
     for line, expected_line in zip(lines[1:], expected[1:], strict=True):
         assert float(line.split("\t")[1]) == pytest.approx(float(expected_line.split("\t")[1]))
-
-
-def test_a_module_of_no_part_that_is_gone_is_a_mistake():
-    with pytest.raises(ModuleNotFoundError), explain_missing_part("best.pt"):
-        import run_nothing  # noqa: F401

@@ -247,8 +247,6 @@ def test_an_empty_folder_starts_from_a_checkpoint_file(train, tmp_path):
     train(0, "run.name=old", "checkpoint.every_steps=3").check()
     branch = ["run.name=new", "run.resume=runs/old/checkpoints/step_00000003.pt", "optim.epochs=2"]
     train(0, *branch).check()
-    graphs = [tmp_path / "runs" / name / "graph.pt" for name in ("old", "new")]
-    assert graphs[0].stat().st_ino == graphs[1].stat().st_ino  # runs on one graph share a file
     steps = [row["step"] for row in read_metrics(tmp_path / "runs/new", "train")]
     assert steps == list(range(4, 11))
     # The folder is not empty any more.

@@ -32,13 +32,13 @@ def test_a_run_prints_its_plan_and_progress(train):
     assert re.fullmatch(rank, lines[6])
     kinds = [line.split()[0] for line in lines[7:]]
     assert kinds == [
-        *("run", "cache", "data", "model", "batch"),  # of the cache, the graph
+        *("run", "data", "model", "batch"),
         *("epoch", "epoch", "trained", "run", "test", "test"),
     ]
     validation = f"val loss .*, {first_metric().title()} .*"
-    assert re.fullmatch(f"epoch 0/1  step 0  {validation}", lines[12])
+    assert re.fullmatch(f"epoch 0/1  step 0  {validation}", lines[11])
     progress = r"loss [\d.]+  [\d,]+ samples/s"
-    assert re.fullmatch(f"epoch 1/1  step 5  {progress}  {validation}", lines[13])
+    assert re.fullmatch(f"epoch 1/1  step 5  {progress}  {validation}", lines[12])
     assert result.stderr == ""  # outside a terminal, the progress bar first appears after 30 s
 
 
