@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.index import index2ptr
 
 from data import KnockoutDataset
 from data_tables import Tables, pack
@@ -41,8 +40,7 @@ class Contribution(NamedTuple):
 
     node: str  # a pair of perturbed nodes is `A,B`
     contribution: float  # in the unit of the score; to a binary one's logit, but by a knock-out
-    steps: int  # edges on the shortest way from a perturbed node, 0 for one of these
-    relations: str  # of the last edges of all such ways, by commas; one in a name is `\,`
+    features: str = ""  # of a pair, by which it contributes most, by commas; one in a name is `\,`
     without: float | None = None  # the prediction were the node intact; None: not by a knock-out
 
 
@@ -172,44 +170,6 @@ def mean_gradient(readout: GlobalReadout, total: Tensor, num_columns: int) -> Te
     return torch.tensordot(step, gradients, dims=1)
 
 
-class ShortestWays:
-    """The shortest ways from knocked-out nodes to others, on the edges of all relations."""
-
-    def __init__(self, tables: Tables):
-        self.num_nodes = len(tables.genes)
-        self.relations = tables.relations
-        source, target = tables.edge_index
-        by_target = target.argsort(stable=True)
-        self.target = target[by_target].numpy()
-        self.target_ptr = index2ptr(target[by_target], self.num_nodes).numpy()
-        self.source = source[by_target].numpy()
-        self.relation = tables.edge_type[by_target].numpy()
-
-    def steps(self, perturbed: np.ndarray) -> np.ndarray:
-        """Returns the distance of each node from the nearest perturbed one, in edges, long [N].
-
-        It is -1 for a node that none leads to.
-        """
-        steps = np.full(self.num_nodes, -1)
-        steps[perturbed] = 0
-        is_reached = steps == 0
-        num_steps = 0
-        while is_reached.any():
-            num_steps += 1
-            is_target = np.zeros(self.num_nodes, dtype=bool)
-            is_target[self.target[is_reached[self.source]]] = True
-            is_reached = is_target & (steps < 0)
-            steps[is_reached] = num_steps
-        return steps
-
-    def last_relations(self, node: int, steps: np.ndarray) -> str:
-        """Returns the relations of the last edges on the ways to a node, given all `steps`."""
-        edges = slice(self.target_ptr[node], self.target_ptr[node + 1])
-        is_last = (steps[node] > 0) & (steps[self.source[edges]] == steps[node] - 1)
-        numbers = np.unique(self.relation[edges][is_last])
-        return ",".join(self.relations[number].replace(",", r"\,") for number in numbers)
-
-
 class Explanation(NamedTuple):
     """What the predictions of n samples hang on."""
 
@@ -220,7 +180,7 @@ class Explanation(NamedTuple):
 
 
 def name_contributions(
-    explanation: Explanation, samples: Tables, ways: ShortestWays
+    explanation: Explanation, samples: Tables
 ) -> Iterator[list[list[Contribution]]]:
     """Yields up to K contributions to each score of each sample.
 
@@ -231,7 +191,6 @@ def name_contributions(
     ptr = samples.perturbed_ptr.tolist()
     for row, of_targets in enumerate(explanation.pairs):
         perturbed = samples.perturbed[ptr[row] : ptr[row + 1]]
-        steps = ways.steps(perturbed.numpy())
         names = [samples.genes[node] for node in perturbed]
         named = []
         for target, of_pairs in enumerate(of_targets):
@@ -239,16 +198,14 @@ def name_contributions(
             contributions = []
             of_nodes = explanation.without[row, target, : len(names)].tolist()
             for name, without in zip(names, of_nodes, strict=True):
-                contributions.append(Contribution(name, prediction - without, 0, "", without))
+                contributions.append(Contribution(name, prediction - without, without=without))
             contributions.sort(key=lambda each: -abs(each.contribution))
             contributions += of_pairs
             nodes = explanation.changes.node[row, target].tolist()
             values = explanation.changes.contribution[row, target].tolist()
             for node, value in zip(nodes, values, strict=True):
-                if value and steps[node] >= 0:
-                    relations = ways.last_relations(node, steps)
-                    name = samples.genes[node]
-                    contributions.append(Contribution(name, value, int(steps[node]), relations))
+                if value:
+                    contributions.append(Contribution(samples.genes[node], value))
             named.append(contributions[:num_nodes])
         yield named
 
@@ -264,11 +221,10 @@ class Explainer:
 
     def __init__(self, ensemble: Ensemble):
         self.ensemble = ensemble
-        self.ways = ShortestWays(ensemble.tables)
 
     def explain(self, samples: Tables, num_nodes: int) -> Iterator[list[list[Contribution]]]:
         """Returns up to `num_nodes` contributions to each score of each sample."""
-        return name_contributions(self.compute(samples, num_nodes), samples, self.ways)
+        return name_contributions(self.compute(samples, num_nodes), samples)
 
     def lines(self, chunk: Chunk, num_nodes: int) -> Iterator[str]:
         """Returns `num_nodes` lines for each row and score, each of which is made when it is read.
@@ -287,9 +243,9 @@ class Explainer:
             nodes_of_targets = next(explained) if is_known else [[] for _ in targets]
             each_target = zip(targets, digits_of_targets, nodes_of_targets, strict=True)
             for target, digits, nodes in each_target:
-                for name, contribution, steps, relations, without in nodes:
+                for name, contribution, features, without in nodes:
                     prediction = "" if without is None else f"{without:.{digits}g}"
-                    cells = (name, f"{contribution:.6g}", str(steps), relations, prediction)
+                    cells = (name, f"{contribution:.6g}", features, prediction)
                     yield "\t".join((genes, target, *cells)) + "\n"
                 for _ in range(num_nodes - len(nodes)):
                     yield f"{genes}\t{target}" + "\t" * len(Contribution._fields) + "\n"
@@ -321,9 +277,7 @@ class Explainer:
         for of_targets in named:
             pairs.append([])
             for of_target in of_targets:
-                pairs[-1].append(
-                    [Contribution(pair, value, 0, features) for pair, value, features in of_target]
-                )
+                pairs[-1].append([Contribution(*of_pair) for of_pair in of_target])
         return pairs
 
     def _largest(

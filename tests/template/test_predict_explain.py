@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import parts
-from data_tables import Tables, pack
 from errors import UserError
 from mask import SharedGraph
 from model import KnockoutGNN
@@ -16,14 +15,10 @@ from model_pairs import PairTerm, pair_index, pair_names
 from predict import Predictor
 from predict_ensemble import TERMS
 from predict_explain import (
-    Explanation,
-    LargestChanges,
-    ShortestWays,
     changes_of_samples,
     contributions,
     knockout_term,
     largest_changes,
-    name_contributions,
 )
 from predict_pairs import LargestPairs, has_pairs, largest_pairs, name_pairs
 from tests.template.fixtures import write_table
@@ -335,53 +330,6 @@ def test_models_without_features_of_pairs_name_none(shared):
         assert not largest_pairs([model], units, shared, 2, batch).contribution.any()
 
 
-# ---- Ways ----------------------------------------------------------------------------------------
-def test_steps_and_relations_are_those_of_the_shortest_ways():
-    generator = torch.Generator().manual_seed(0)
-    num_nodes = 25
-    edge_index = torch.randint(num_nodes - 2, (2, 50), generator=generator)
-    edge_type = torch.randint(3, (50,), generator=generator)
-    tables = Tables(
-        genes=[f"N{node}" for node in range(num_nodes)],
-        relations=["a", "b", "c"],
-        edge_index=edge_index,
-        edge_type=edge_type,
-        **pack(torch.tensor([0, 0]), torch.tensor([4, 9]), torch.zeros(2).double(), 1),
-        y=torch.zeros(1, 1).double(),
-    )
-    edges = list(zip(*edge_index.tolist(), edge_type.tolist(), strict=True))
-    distance = {4: 0, 9: 0}
-    for step in itertools.count(1):
-        reached = {
-            target
-            for source, target, _ in edges
-            if distance.get(source) == step - 1 and target not in distance
-        }
-        if not reached:
-            break
-        distance |= dict.fromkeys(reached, step)
-    assert max(distance.values()) > 3
-    ways = ShortestWays(tables)
-    steps = ways.steps(np.array([4, 9]))
-    assert steps.tolist() == [distance.get(node, -1) for node in range(num_nodes)]
-    nodes = torch.arange(num_nodes).view(1, 1, -1)
-    changes = LargestChanges(nodes, torch.ones_like(nodes).double())
-    intact = torch.zeros(1, 1, 2).double()
-    explanation = Explanation(intact[..., 0], intact, [[[]]], changes)
-    ((contributions_of_row,),) = name_contributions(explanation, tables, ways)
-    assert [each.without for each in contributions_of_row[:2]] == [0, 0]
-    del contributions_of_row[:2]
-    assert [each.node for each in contributions_of_row] == [f"N{node}" for node in sorted(distance)]
-    for node, contribution in zip(sorted(distance), contributions_of_row, strict=True):
-        expected = {
-            "abc"[relation]
-            for source, target, relation in edges
-            if target == node and distance.get(source) == distance[node] - 1
-        }
-        assert contribution.steps == distance[node]
-        assert contribution.relations == ",".join(sorted(expected))
-
-
 # ---- The command and Python ----------------------------------------------------------------------
 def check_knocked_out(predictor: Predictor, others: dict[str, dict[str, str]]) -> None:
     """Asserts that sets are explained by the predictions without each of their nodes.
@@ -404,7 +352,6 @@ def check_knocked_out(predictor: Predictor, others: dict[str, dict[str, str]]) -
                 assert each.without == pytest.approx(expected, rel=1e-5, abs=1e-6)
                 gained = predicted[one_set][score] - expected
                 assert each.contribution == pytest.approx(gained, rel=1e-4, abs=1e-4)
-                assert (each.steps, each.relations) == (0, "")
 
 
 def check_pairs_of_two(predictor: Predictor, sets: list[str]) -> None:
@@ -415,10 +362,10 @@ def check_pairs_of_two(predictor: Predictor, sets: list[str]) -> None:
         for named, expected in zip(of_scores, of_set, strict=True):
             assert {each.node for each in named[:2]} == set(one_set.split(","))
             pair = named[2]
-            assert (pair.node, pair.steps, pair.without) == (one_set, 0, None)
+            assert (pair.node, pair.without) == (one_set, None)
             assert pair.contribution == pytest.approx(expected, rel=1e-5, abs=1e-6)
             features = pair_names(predictor.ensemble.graph)
-            assert {name.removeprefix("no ") for name in pair.relations.split(",")} <= {*features}
+            assert {name.removeprefix("no ") for name in pair.features.split(",")} <= {*features}
 
 
 def test_a_term_of_ones_own_is_a_column_of_the_parts(trained, predict, tmp_path):
@@ -510,7 +457,7 @@ def test_explanations_are_a_regular_table_and_the_same_from_python(members, pred
         texts.append((tmp_path / "ask.explained.tsv").read_text())
     assert not (tmp_path / "ask.predictions.tsv").exists()
     header, *lines = [line.split("\t") for line in texts[0].splitlines()]
-    assert header == ["genes", "score", "node", "contribution", "steps", "relations", "without"]
+    assert header == ["genes", "score", "node", "contribution", "features", "without"]
     assert [line[0] for line in lines] == [genes for genes in sets for _ in range(4)]
     assert all(line[1] == "score" for line in lines)
     predictor = Predictor(*runs, device="cpu")
@@ -523,14 +470,11 @@ def test_explanations_are_a_regular_table_and_the_same_from_python(members, pred
         assert [float(line[1]) for line in cells] == pytest.approx(
             [each.contribution for each in named], rel=1e-4, abs=1e-6
         )
-        assert [(line[2], line[3]) for line in cells] == [
-            (str(each.steps), each.relations) for each in named
-        ]
+        assert [line[2] for line in cells] == [each.features for each in named]
     assert len(explained["Y01,Y02"][0]) == 4
     assert not explained[""][0]
     assert {each.node for each in explained["Y01,Y02"][0][:2]} == {"Y01", "Y02"}
     assert explained["Y01,Y02"][0][2].node == "Y01,Y02"
-    assert {each.steps for each in explained["Y01,Y02"][0][3:]} <= {1, 2}
     of_two_ranks = [line.split("\t")[:3] for line in texts[1].splitlines()]
     assert of_two_ranks == [line[:3] for line in [header, *lines]]
 
@@ -571,7 +515,7 @@ def test_a_knocked_out_node_has_the_prediction_without_it(members, predict, tmp_
     explained = predictor.explain(list(others), num_nodes=2)
     for nodes, (named,) in zip(written, explained, strict=True):
         assert list(filter(None, nodes)) == [each.node for each in named]
-    assert float(lines[1][6]) == pytest.approx(explained[0][0][0].without, rel=1e-5)
+    assert float(lines[1][5]) == pytest.approx(explained[0][0][0].without, rel=1e-5)
     assert float(lines[1][3]) == pytest.approx(explained[0][0][0].contribution, rel=1e-3)
 
 
@@ -667,21 +611,6 @@ def test_what_cannot_be_explained_is_one_sentence(
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert not list(tmp_path.glob("all-singles.*"))
-
-
-def test_a_comma_in_the_name_of_a_relation_can_be_told_from_one_between_two():
-    """Two relations from A to B, of which one has a comma in its name."""
-    tables = Tables(
-        genes=["A", "B"],
-        relations=["direct", "physical,direct"],
-        edge_index=torch.tensor([[0, 0], [1, 1]]),
-        edge_type=torch.tensor([0, 1]),
-        perturbed=torch.tensor([0]),
-        perturbed_ptr=torch.tensor([0, 1]),
-        y=torch.zeros(1, 1),
-    )
-    ways = ShortestWays(tables)
-    assert ways.last_relations(1, ways.steps(np.array([0]))) == r"direct,physical\,direct"
 
 
 def test_without_the_part_there_are_predictions_but_no_reasons(
