@@ -10,7 +10,7 @@ more rivals, which predict the same rows without the model. It writes test.json 
 test.svg, into the run folder.
 
 Of several runs, it writes no file. It prints a line for each: the options in which they differ,
-best step, metrics and seconds. Then follow the metrics of each and of their mean prediction, the
+best step and metrics. Then follow the metrics of each and of their mean prediction, the
 95 % interval of the difference of the best two, and the correlation of the predictions' standard
 deviation with the error of their mean.
 
@@ -44,7 +44,7 @@ from analyse_metrics import (
     metrics_of_rivals,
     metrics_together,
 )
-from analyse_results import Results, are_equal_in_files, check_same_rows, read_results
+from analyse_results import Results, check_same_rows, read_results
 from analyse_text import lines_of_run, lines_of_runs, text_table
 from config import (
     Config,
@@ -62,12 +62,6 @@ from parts import is_here, optional
 from run_checkpoint import explain_write_errors, read_checkpoint, write_atomically
 from run_folder import read_metrics, read_status
 
-# Why a run has no test.tsv, by its state.
-UNFINISHED = {
-    "running": "it is training or was killed: wait, or start it again, which resumes it",
-    "stopped": "it was stopped before its end: start it again, which resumes it",
-    "failed": "it failed, and status.json says why: start it again, which resumes it",
-}
 POINTS = 2000  # in the plot at most
 COLOURED = 6  # scores with a colour of their own there at most
 
@@ -133,8 +127,7 @@ def report_of_run(folder: Path, threshold: float | None) -> tuple[dict, list[str
     for file, text in files.items():
         with explain_write_errors(file, UserError, "copy the run folder"):
             write_atomically(file, [text])
-    lines = [f"{folder / 'test.tsv'}: {rows.counts()}", *lines_of_warnings(folder)]
-    lines += lines_of_start(folder, rows)
+    lines = [f"{folder / 'test.tsv'}: {rows.counts()}"]
     lines += lines_of_run(analysis, rows.rivals, has_noise=rows.sd is not None)
     lines.append(f"written: {', '.join(map(str, files))}")
     return analysis, lines
@@ -150,9 +143,6 @@ def report_of_runs(folders: list[Path], threshold: float | None) -> tuple[dict, 
         overview[name] = texts | analysis["results"][name]
     titles = {key: key for cells in overview.values() for key in cells}
     lines = [*text_table(list(overview.items()), titles), ""]
-    for folder in folders:
-        lines += lines_of_warnings(folder)
-        lines += lines_of_start(folder, members[str(folder)])
     rows = next(iter(members.values()))
     lines.append(f"{len(folders)} runs: {rows.counts()}")
     return analysis, lines + lines_of_runs(analysis, rows.rivals)
@@ -162,29 +152,6 @@ def as_json(analysis: dict) -> str:
     """Returns the text of test.json, with null for numbers that are not finite."""
     without_nan = json.loads(json.dumps(analysis), parse_constant=lambda name: None)
     return json.dumps(without_nan, indent=1)
-
-
-def read_warnings(folder: Path) -> list[str]:
-    """Returns the warnings of a run's last start, none if its status cannot be read."""
-    warnings = read_status(folder).get("warnings")
-    if not isinstance(warnings, list):
-        return []
-    return list(map(str, warnings))
-
-
-def lines_of_warnings(folder: Path) -> list[str]:
-    """Returns the warnings of a run's last start as lines."""
-    return [f"{folder} says: {' '.join(text.split())}" for text in read_warnings(folder)]
-
-
-def lines_of_start(folder: Path, rows: Results) -> list[str]:
-    """Returns a line for each rival in test.tsv whose predictions are the run's."""
-    lines = []
-    for name, prediction in rows.rivals.items():
-        if are_equal_in_files(rows.prediction, prediction):
-            problem = f"predicts what its untrained {name} does"
-            lines.append(f"{folder} {problem}: no step was better in validation")
-    return lines
 
 
 # ---- From Python ---------------------------------------------------------------------------------
@@ -197,8 +164,7 @@ def analyse_run(run: str | Path, threshold: float | None = None) -> dict[str, An
       that of the rival in test.tsv, if there is one;
     - `by_unseen`, `by_deletions`, `by_level`: the same of groups of rows;
     - `targets`: the metrics of each target, if there are several;
-    - `rivals`: the metrics of predictions without the model, or `no_rivals`: why there are none;
-    - `warnings`: those of the run's last start.
+    - `rivals`: the metrics of predictions without the model, or `no_rivals`: why there are none.
 
     Args:
         run: its folder.
@@ -217,8 +183,7 @@ def compare(runs: Sequence[str | Path], threshold: float | None = None) -> dict[
     Nothing is printed or written. A metric that is not defined is nan. The keys are
 
     - `options`: of each run by its folder, the options in which they differ;
-    - `results`: of each, the best step, metrics of validation and test, and seconds;
-    - `warnings`: of each, those of its last start;
+    - `results`: of each, the best step, and metrics of validation and test;
     - `figures`: the metrics of each, by folder; `mean`: the mean of these; `ensemble`: the metrics
       of the mean prediction;
     - `best_two`: the two `runs` of the highest Pearson's r, its `difference`, and as `gain` the
@@ -247,8 +212,7 @@ def metrics_of_run(folder: Path, rows: Results, threshold: float | None) -> dict
     """Returns the result of `analyse_run`, given the rows of the run's test.tsv."""
     config = config_of(folder)
     check_threshold(threshold, rows, folder)
-    analysis = {"warnings": read_warnings(folder)}
-    analysis |= metrics_by_group(rows, config.optim.loss, threshold)
+    analysis = metrics_by_group(rows, config.optim.loss, threshold)
     return analysis | rivals_or_reason(rows, config, folder)
 
 
@@ -259,11 +223,9 @@ def metrics_of_runs(members: dict[str, Results], threshold: float | None) -> dic
     loss = configs[0].optim.loss
     ensemble, std = ensemble_of(members)
     check_threshold(threshold, ensemble, folders[0])
-    analysis = {"options": differing_options(folders), "results": {}, "warnings": {}}
+    analysis = {"options": differing_options(folders), "results": {}}
     for folder in folders:
-        logged = read_metrics(folder / "metrics.jsonl")
-        analysis["warnings"][str(folder)] = read_warnings(folder)
-        analysis["results"][str(folder)] = best_step_and_seconds(logged)
+        analysis["results"][str(folder)] = best_step(read_metrics(folder / "metrics.jsonl"))
     analysis |= metrics_together(members, ensemble, loss, threshold)
     analysis["best_two"] = difference_of_best(members, loss)
     correlation = analyse_intervals.uncertainty(ensemble.y, ensemble.prediction, std)
@@ -278,7 +240,7 @@ def rivals_or_reason(rows: Results, config: Config, folder: Path) -> dict[str, A
     from analyse_rivals import pair_rival, rivals
 
     try:
-        tables = tables_of(rows, config.data, folder)
+        tables = tables_of(config.data, folder)
     except UserError as error:
         return {"no_rivals": str(error)}
     loss = config.optim.loss
@@ -292,9 +254,9 @@ def read_run(folder: Path) -> Results:
     file = folder / "test.tsv"
     if not os.path.isdir(folder):
         raise UserError(f"there is no run folder {folder}: name one, such as runs/NAME")
-    state = str(read_status(folder).get("state"))
-    if state in UNFINISHED and not os.path.exists(file):
-        raise UserError(f"{folder} has no test.tsv, as {UNFINISHED[state]}")
+    state = read_status(folder).get("state", "finished")
+    if state != "finished" and not os.path.exists(file):
+        raise UserError(f"{folder} has no test.tsv, as it is {state}: start it again")
     return read_results(file)
 
 
@@ -338,23 +300,10 @@ def check_threshold(threshold: float | None, rows: Results, folder: Path) -> Non
         raise UserError(f"{folder / 'test.tsv'} has no score below --threshold={threshold:g}")
 
 
-def tables_of(rows: Results, config: data.DataConfig, folder: Path) -> Tables:
-    """Returns the tables of a run with these test rows; raises `UserError` if they are others.
-
-    The hash in best.pt says so or, in a folder without it, the test rows alone.
-    """
+def tables_of(config: data.DataConfig, folder: Path) -> Tables:
+    """Returns the tables of a run; raises `UserError` if they have changed since."""
     tables = data.load(config)
-    best = folder / "checkpoints" / "best.pt"
-    if best.exists() and read_checkpoint(best)["data"] != tables.fingerprint():
-        raise UserError("the tables have changed since the run")
-    test = tables.rows("test")
-    y = tables.y[test]
-    deletions = tables.perturbed_ptr.diff()[test]
-    has_same_size = y.shape == rows.y.shape and torch.equal(deletions, rows.deletions())
-    mean, std = mean_and_std(tables.y[tables.rows("train")])  # as in `KnockoutTask.digits`
-    y = (y - mean) / std
-    written = (rows.y - mean) / std
-    if not (has_same_size and torch.allclose(y, written, rtol=1e-5, atol=1e-5, equal_nan=True)):
+    if read_checkpoint(folder / "checkpoints/best.pt")["data"] != tables.fingerprint():
         raise UserError("the tables have changed since the run")
     return tables
 
@@ -377,38 +326,20 @@ def differing_options(folders: list[Path]) -> dict[str, dict[str, Any]]:
     return differing_of_run
 
 
-def best_step_and_seconds(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the best step, its metrics in validation and test, and the seconds of training.
-
-    The rows are those of a run's metrics.jsonl.
-    """
+def best_step(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the best step and its metrics in validation and test, of a run's metrics.jsonl."""
     shown = {}
     tests = [row for row in rows if row["kind"] == "test"]
     if tests:
         test = tests[-1]
-        best_step = test.get("best_step")
+        step = test.get("best_step")
         vals = [row for row in rows if row["kind"] == "val"]
-        val = next((row for row in vals if row.get("step") == best_step), {})
-        shown["best step"] = best_step
+        val = next((row for row in vals if row.get("step") == step), {})
+        shown["best step"] = step
         for name in ("loss", *metrics.names_in(test)):
             shown[f"val {name}"] = val.get(name)
             shown[f"test {name}"] = test.get(name)
-    shown["seconds"] = round(seconds_of(rows))
     return shown
-
-
-def seconds_of(rows: list[dict[str, Any]]) -> float:
-    """Returns the time between the starts and the ends of a run; a killed one has no end."""
-    total = 0.0
-    start = None
-    for row in rows:
-        event = row.get("event")
-        if event in ("started", "resumed"):
-            start = row.get("time")
-        elif event and start is not None:
-            total += row.get("time", start) - start
-            start = None
-    return total
 
 
 def points_and_labels(rows: Results) -> tuple[list[tuple[str, list]], str, str]:

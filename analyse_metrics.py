@@ -77,8 +77,7 @@ def metrics_of_rows(
 
     If rows have a rival, there are also the `gains` over the first one, for which rows of the same
     `cluster`, long [n, 2], are drawn together. `n` is the number of rows with a score. Where rows
-    are profiles, there are also `profile_metrics`, `row_gain`, the 95 % interval of the mean
-    Pearson's r over a row less the rival's, and quartiles over the targets.
+    are profiles, there are also `profile_metrics`.
     """
     y = rows.y
     each = target_metrics(rows, loss, threshold)
@@ -92,15 +91,7 @@ def metrics_of_rows(
     if num_scored < len(y):
         by_name["rows"] = len(y)
     if y.size(1) > PROFILE:
-        quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-        for name in ("pearson", *(f"{rival}_pearson" for rival in rows.rivals)):
-            by_name[f"{name}_quartiles"] = each[name].nanquantile(quartiles).tolist()
         by_name |= profile_metrics(rows)
-    if y.size(1) > PROFILE and rival is not None:
-        row_gains = analyse_intervals.pearson_of_rows(y, rows.prediction)
-        row_gains -= analyse_intervals.pearson_of_rows(y, rows.rivals[rival])
-        mean_gains = analyse_intervals.resampled_mean(row_gains, cluster, resamples)
-        by_name["row_gain"] = analyse_intervals.interval(mean_gains)
     return by_name
 
 

@@ -189,30 +189,21 @@ def names_in_header(header: list[str]) -> tuple[list[str], list[str], list[str]]
 
 
 def check_same_rows(members: list[Results], files: list[Path]) -> None:
-    """Raises `UserError` if the files do not have the same rows with the same scores."""
+    """Raises `UserError` if the files have other rows, scores or weights, or other unseen nodes."""
     first = members[0]
     for file, member in zip(files, members, strict=True):
         has_same_names = (member.genes, member.targets) == (first.genes, first.targets)
-        if not (has_same_names and torch.equal(member.y.nan_to_num(), first.y.nan_to_num())):
+        if not (
+            has_same_names
+            and torch.equal(member.y.nan_to_num(), first.y.nan_to_num())
+            and torch.equal(member.unseen, first.unseen)
+            and is_same(member.weight, first.weight)
+            and is_same(member.sd, first.sd)
+        ):
             raise UserError(
-                f"{file} has other test rows than {files[0]}: compare runs of one split"
+                f"{file} has other test rows than {files[0]}, or was trained on others: compare "
+                "runs of one table and split"
             )
-        if not torch.equal(member.unseen, first.unseen) or have_other_rivals(member, first):
-            raise UserError(
-                f"{file} was trained on other rows than {files[0]}: compare runs of one split"
-            )
-        if not (is_same(member.weight, first.weight) and is_same(member.sd, first.sd)):
-            raise UserError(
-                f"{file} has other weights or sd than {files[0]}: compare runs of one table"
-            )
-
-
-def have_other_rivals(member: Results, first: Results) -> bool:
-    """Returns whether a rival that both runs have predicts other scores."""
-    for name in member.rivals.keys() & first.rivals.keys():
-        if not are_equal_in_files(member.rivals[name], first.rivals[name]):
-            return True
-    return False
 
 
 def are_equal_in_files(prediction: Tensor, other: Tensor) -> bool:

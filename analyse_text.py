@@ -17,7 +17,6 @@ COLUMNS = {
     "weighted_pearson": "weighted Pearson",
     "weighted_gain": "weighted difference (95 %)",
     "row_pearson": "row Pearson",
-    "row_gain": "difference (95 %)",
     "mse_top20": "MSE of top 20",
     "spearman": "Spearman",
     "r2": "R2",
@@ -130,13 +129,6 @@ def table(analysis: dict, rivals: Iterable[str]) -> list[str]:
     text = text_table(rows, columns_beside(rivals))
     if len(targets) > SHOWN:
         text.append(f"and {len(targets) - SHOWN:,} more scores, which are in test.json")
-    titles = {"pearson": "Pearson"}
-    for rival in rivals:
-        titles[f"{rival}_pearson"] = rival
-    for name, title in titles.items():
-        if f"{name}_quartiles" in analysis:
-            quartiles = ", ".join(map(cell, analysis[f"{name}_quartiles"]))
-            text.append(f"{title}, quartiles over the scores: {quartiles}")
     return text
 
 

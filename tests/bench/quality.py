@@ -40,7 +40,6 @@ import torch
 from torch import Tensor
 
 import data
-from analyse import seconds_of
 from analyse_intervals import centred, interval, pearson_of_rows, resampled_mean, resampled_pearson
 from analyse_metrics import number_of_resamples
 from config import Config, load_config
@@ -367,6 +366,20 @@ MEASURES = {
 
 
 # ---- Our model -----------------------------------------------------------------------------------
+def seconds_of(rows: list[dict]) -> float:
+    """Returns the time between the starts and the ends of a run; a killed one has no end."""
+    total = 0.0
+    start = None
+    for row in rows:
+        event = row.get("event")
+        if event in ("started", "resumed"):
+            start = row.get("time")
+        elif event and start is not None:
+            total += row.get("time", start) - start
+            start = None
+    return total
+
+
 def ours(
     name: str, overrides: list[str], options: argparse.Namespace, ddp: Distributed
 ) -> tuple[Tensor, float]:

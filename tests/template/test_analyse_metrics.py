@@ -164,11 +164,6 @@ def test_figures_of_profiles_equal_their_definitions():
     assert found["row_pearson"] == pytest.approx(np.mean(r))
     assert found["baseline_row_pearson"] == pytest.approx(np.mean(baseline_r))
     assert found["mse_top20"] == pytest.approx(np.mean(errors))
-    of_targets = [values["pearson"] for values in found["targets"].values()]
-    quartiles = np.quantile(of_targets, [0.25, 0.5, 0.75])
-    assert found["pearson_quartiles"] == pytest.approx(quartiles)
-    low, high = found["row_gain"]
-    assert low < found["row_pearson"] - found["baseline_row_pearson"] < high
     assert "row_pearson" in found["by_unseen"]["0"]
     assert "row_pearson" not in metrics_by_group(make_rows(30, 20))
 

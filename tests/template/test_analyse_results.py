@@ -1,13 +1,10 @@
 """analyse_results.py: what is read of a test.tsv, and what its rows are drawn with."""
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 import torch
 
 from analyse_metrics import metrics_by_group
-from analyse_results import Results, check_same_rows, read_results
+from analyse_results import Results, read_results
 from errors import UserError
 from tests.template.fixtures import write_table
 from tests.template.results import HEADER, normal
@@ -108,19 +105,3 @@ def test_of_several_unseen_genes_two_of_the_most_rows_are_the_clusters():
 def test_a_set_that_is_called_as_an_unseen_gene_is_another_unit():
     rows = rows_of(["X", "X,Y"], ["", "X"])
     assert rows.cluster_numbers().tolist() == [[0, -1], [1, -1]]
-
-
-# ---- Runs of the same rows -----------------------------------------------------------------------
-@pytest.mark.parametrize(("unit", "offset"), [(1.0, 0.0), (1e-7, 0.0), (1.0, 1e5)])
-def test_baselines_of_other_training_rows_are_told_apart_in_any_unit(unit, offset):
-    """They are the same but for the digits of a file, in standard deviations."""
-    rows = rows_of(["A"] * 30, [""] * 30)
-    baseline = offset + unit * rows.rivals["baseline"]
-    rows.rivals = {"baseline": baseline}
-    files = [Path("a"), Path("b")]
-    rounded = replace(rows, rivals={"baseline": baseline + 1e-6 * unit})
-    check_same_rows([rows, rounded], files)
-    moved = baseline + 1e-2 * unit * normal(30, 1, seed=3)
-    other = replace(rows, rivals={"baseline": moved})
-    with pytest.raises(UserError, match="b was trained on other rows than a"):
-        check_same_rows([rows, other], files)
