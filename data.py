@@ -20,7 +20,6 @@ from torch_geometric.utils import cumsum
 from data_cells import check_is_no_pipe, unreadable
 from data_tables import SPLITS, Tables, cached, read_tables
 from errors import DataError
-from parts import optional
 
 LARGE = 0.1  # share of the rows, from which on a set of knock-outs does not decide a split
 EXAMPLE = Path(__file__).with_name("example")  # tables that are read if none are given
@@ -66,9 +65,6 @@ def load(config: DataConfig) -> Tables:
 
     tables = Tables(**cached(config.cache_dir, "tables", read_tables, key, read))
     advice = "name some in its column split, or remove that column"
-    data_notes = optional("data_notes")
-    if data_notes is not None:
-        tables.notes = [*tables.notes, *data_notes.notes_on_split(tables, config)]
     if tables.split is None:
         advice = "change data.val_fraction and data.test_fraction or data.fold, or add rows"
         make_split = {"random": random_split, "nodes": node_split}[config.split]

@@ -7,6 +7,7 @@ Shapes: N nodes, n rows of T targets.
 """
 
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,34 +18,20 @@ import yaml
 from torch import Tensor
 
 from data_cells import SPLITS, parse_number
-from data_names import (
-    SHOWN,
-    is_date,
-    note_on_features,
-    note_on_unknown,
-    some_names,
-    spelt_twice,
-    stem_of,
-    words_of,
-)
-from metrics import mean_and_std, weighted_mean
+from metrics import weighted_mean
 
 OUTLYING = 0.25  # share of the variance, from which on a row is noted
 FAR = 5  # ranges of all other values, beyond which a value of several rows may be a code
-HUGE = 30  # times the largest other score in size, from which on such a score is one
-NINES = (99.0, 999.0, 9999.0, 99999.0)  # sizes of scores that are codes if they are less far
+HUGE = 30  # times the largest other value in size, from which on it may be one
+NINES = (99.0, 999.0, 9999.0, 99999.0)  # sizes of values that are codes if they are less far
 FEWEST_SCORES = 50  # of a column; one of fewer may well have such a share
 FEW_TARGETS = 20  # up to which each is looked at by itself
-MOST_SCORES = 2**20  # of more targets, as many of their scores are looked at
 FEW_VALUES = 10  # of a column that may say how a sample was made, not what was measured
 FEW_RELATIONS = 20  # up to which their names may be numbers
 FEW = 0.1  # share of names up to which these are not as nearly all others
-UNITS = 5  # between the deviations of two scores, from which on one `sd` is not of both
-TOGETHER = 0.99  # correlation of ranks, from which on one column says what another says
-MADE = 0.03  # share of a column's deviations, up to which they are left by a sum of other columns
-WEIGHED = 0.9  # correlation of ranks, from which on weights may be a score
 MORE = 1.5  # times the rows of any node with an edge, from which on a name is none
-IN_MANY = 0.25  # share of the rows, from which on a node decides a split by nodes
+SHORT = 3  # letters of a name, below which it is a part of others by chance
+SHOWN = 10  # names in a note
 # In the `words_of` a column that is beside scores, but is none.
 NO_SCORE = re.compile(
     r"p|batch|plate|well|replicate|rep|level|fold|dose|concentration|temperature|weights"
@@ -53,6 +40,11 @@ NO_SCORE = re.compile(
     r"|(.+ )?(standard (error|deviation)|variance)( .+)?"
 )
 WEIGHT = re.compile(r"weights?|score|importance|confidence|probability|strength|correlation")
+MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
+DATE = re.compile(rf"\d+-({MONTHS})|({MONTHS})-\d+|\d{{4}}-\d\d-\d\d( 00:00:00)?")
+# Also in MAR1, MARCH1, SEPT1 and their newer names MARCHF1, SEPTIN1.
+MONTH = re.compile(rf"0?(\d+)-({MONTHS})|({MONTHS})(?:CH|CHF|T|TIN)?-?0?(\d+)", re.IGNORECASE)
+SIGNS = r"[\W_]+"  # between the words of a name
 
 
 def notes_on(
@@ -74,18 +66,16 @@ def notes_on(
     is_connected[tables.edge_index.flatten()] = True
     connected = names_at(tables, is_connected)
     notes = []
-    notes += notes_on_edges(tables, edges, connected)
-    notes += notes_on_ends(tables, edges, connected)
-    notes += notes_on_constants(edges, tables.edge_feature_names, tables.edge_attr)
+    notes += notes_on_edges(tables, edges)
+    notes += notes_on_ends(edges, connected)
     notes += notes_on_knocked_out(tables, perturbations, connected)
+    notes += notes_on_controls(tables, perturbations, connected)
     notes += notes_on_levels(tables, perturbations)
     if features:
         notes += notes_on_features(tables, features, described)
     notes += notes_on_replicates(tables, perturbations)
     notes += notes_on_outliers(tables, perturbations)
-    notes += notes_on_codes(tables, perturbations)
-    notes += notes_on_units(tables, perturbations)
-    notes += notes_on_weights(tables, perturbations)
+    notes += notes_on_codes(perturbations, tables.targets, tables.y)
     if not are_chosen:
         notes += notes_on_columns(tables, perturbations)
     return notes
@@ -98,15 +88,13 @@ def details(tables: Any) -> str:
     rows = [f"{count[size]:,} of {size}" for size in sizes[:SHOWN]]
     if len(sizes) > SHOWN:
         rows.append(f"{count[sizes[SHOWN:]].sum():,} of more")
-    is_present = ~tables.y.isnan()
-    present = is_present.sum(dim=0).tolist()
-    scores = [f"{number:,}" for number in present[:SHOWN]]
+    present = (~tables.y.isnan()).sum(dim=0).tolist()
+    scores = [f"{number:,}" for number in present]
     if len(present) > SHOWN:
         scores = [f"{min(present):,} to {max(present):,}"]
     num_sets = int(tables.set_number().max()) + 1
-    is_seen = tables.is_seen().any(dim=1)
     perturbed = tables.perturbed.unique()
-    num_unseen = len(perturbed) - is_seen[perturbed].sum()
+    num_unseen = (~tables.is_seen().any(dim=1)[perturbed]).sum()
     num_isolated = (~np.isin(perturbed, tables.edge_index)).sum()  # ten times faster than torch
     texts = [f"columns left out: {', '.join(tables.left_out)}"] if tables.left_out else []
     texts.append(f"rows by knock-outs: {', '.join(rows)}, in {num_sets:,} distinct sets")
@@ -125,21 +113,15 @@ def details(tables: Any) -> str:
 
 
 # ---- Samples ------------------------------------------------------------------------------------
-def variance_shares(tables: Any, rows: slice) -> Tensor:
-    """Returns the share of each score in the variance of its column over the rows, [n, T]."""
-    y = tables.y[rows]
-    weight = tables.score_weight(rows)
-    mean = weighted_mean(y.nan_to_num(), weight)  # without a median, which takes seconds
-    squares = weight * (y - mean).nan_to_num().square()
-    return (squares / squares.sum(dim=0)).nan_to_num()
-
-
 def notes_on_outliers(tables: Any, path: str) -> Iterator[str]:
     """Yields notes on scores of so much variance that they would make most of the loss.
 
     Of more than `FEW_TARGETS` columns, it notes rows that do so on average.
     """
-    shares = variance_shares(tables, slice(None))
+    weight = tables.score_weight(slice(None))
+    mean = weighted_mean(tables.y.nan_to_num(), weight)  # without a median, which takes seconds
+    squares = weight * (tables.y - mean).nan_to_num().square()
+    shares = (squares / squares.sum(dim=0)).nan_to_num()
     names = [f"the {target:.60}" for target in tables.targets]
     if len(names) > FEW_TARGETS:
         shares = shares.mean(dim=1, keepdim=True)
@@ -160,34 +142,24 @@ def notes_on_outliers(tables: Any, path: str) -> Iterator[str]:
         )
 
 
-def notes_on_codes(tables: Any, path: str) -> Iterator[str]:
-    """Yields a note on scores that are `codes`, such as -999 for a missing one."""
-    step = 1
-    if len(tables.targets) > FEW_TARGETS:
-        step += tables.y.numel() // MOST_SCORES
-    rows = slice(None, None, step)
-    y = tables.y[rows]
-    is_outlier = variance_shares(tables, rows).max(dim=0).values > OUTLYING  # noted above
-    is_code = torch.zeros_like(y, dtype=torch.bool)
-    for k, values in enumerate(y.unbind(1)):
-        if not is_outlier[k]:
-            is_code[:, k] = torch.isin(values, codes(values))
-    if is_code.any():
-        row, k = is_code.nonzero()[0].tolist()
-        yield (
-            f"{place_of(tables, path, row * step)}: the {tables.targets[k]:.60} is "
-            f"{y[row, k]:g}, far from most, as are {is_code.sum():,} scores of "
-            f"{is_code.any(dim=0).sum():,} columns: where that is a code for a missing one, "
-            "empty the cell"
-        )
+def notes_on_codes(path: str, names: Sequence[str], columns: Tensor) -> Iterator[str]:
+    """Yields notes on `codes`, such as -999 for a missing value, in named columns [n, F]."""
+    if len(names) > FEW_TARGETS:
+        return
+    for name, values in zip(names, columns.unbind(1), strict=True):
+        for code in codes(values).tolist():
+            yield (
+                f"{path}: {(values == code).sum():,} values of the column {name:.60} are "
+                f"{code:g}, far from all others: where that is a code for a missing one, "
+                "empty the cell"
+            )
 
 
 def codes(values: Tensor) -> Tensor:
     """Returns the smallest and the largest of a column's values [n] if these may be codes.
 
-    A code stands in several rows, far from all other values, however few these are; and it is large
-    beside them, as people choose what cannot be measured: zeros of dead strains are none. One that
-    is written in nines may be less far.
+    A code stands in several rows, far from all other values and large beside them: zeros of dead
+    strains are none. One that is written in nines may be less far.
     """
     present = values[~values.isnan()]
     if len(present) < FEW_VALUES:
@@ -204,22 +176,6 @@ def codes(values: Tensor) -> Tensor:
     return ends[(is_huge | is_in_nines) & (count > 1)]
 
 
-def notes_on_units(tables: Any, path: str) -> Iterator[str]:
-    """Yields a note if the deviations of the scores differ too much for one column `sd`."""
-    if tables.sd is None or len(tables.targets) < 2:
-        return
-    _, std = mean_and_std(tables.y)
-    smallest = int(std.argmin())
-    largest = int(std.argmax())
-    ratio = float(std[largest] / std[smallest])
-    if ratio > UNITS:
-        names = f"{tables.targets[largest]:.60} and {tables.targets[smallest]:.60}"
-        yield (
-            f"{path}: sd is in the unit of all scores, but the deviations of {names} differ by a "
-            f"factor of {ratio:,.0f}: bring the scores to one unit, or train each by itself"
-        )
-
-
 def notes_on_columns(tables: Any, path: str) -> Iterator[str]:
     """Yields a note on columns, of several, that may be no scores by their names or values."""
     if len(tables.targets) < 2:
@@ -234,8 +190,6 @@ def notes_on_columns(tables: Any, path: str) -> Iterator[str]:
         for target, kind in zip(tables.targets, kinds, strict=True):
             if kind and "" in kinds:  # or all scores are of that kind
                 reasons.setdefault(target, []).append(kind)
-        for k, reason in repeated_columns(tables.y).items():
-            reasons.setdefault(tables.targets[k], []).append(reason.format(*tables.targets))
     if not reasons:
         return
     shown = [f"{target} ({', '.join(reasons[target])})" for target in list(reasons)[:10]]
@@ -259,65 +213,6 @@ def kind_of_values(values: Tensor) -> str:
     return ""
 
 
-def repeated_columns(y: Tensor) -> dict[int, str]:
-    """Returns the columns of scores [n, T] that say what earlier ones say, and a text on how.
-
-    They are a function of one of these that only rises or falls, from zero on or throughout, such
-    as a P-value; or a sum of several, each times a number, as the ends of an interval are.
-    """
-    y = y[:: 1 + y.numel() // MOST_SCORES]
-    y = y[~y.isnan().any(dim=1)]
-    if len(y) < FEWEST_SCORES:
-        return {}
-    texts = {}
-    for k in range(1, y.size(1)):
-        values = y[:, k]
-        earlier = y[:, :k]
-        alike = [j for j in range(k) if moves_with(values, earlier[:, j])]
-        if alike:
-            texts[k] = f"moves with {{{alike[0]}}}"
-        elif is_sum(values, earlier):
-            texts[k] = "a sum of others"
-    return texts
-
-
-def moves_with(x: Tensor, y: Tensor) -> bool:
-    """Returns whether x [n] rises or falls with y [n] or its size, or the size of x with y."""
-    pairs = [(x, y), (x, y.abs()), (x.abs(), y)]
-    return any(abs(rank_correlation(*pair)) > TOGETHER for pair in pairs)
-
-
-def is_sum(values: Tensor, others: Tensor) -> bool:
-    """Returns whether most values [n] are a constant and a sum of multiples of others [n, T]."""
-    terms = torch.cat([torch.ones_like(others[:, :1]), others], dim=1)
-    factors = torch.linalg.lstsq(terms, values.unsqueeze(1)).solution
-    left = values - (terms @ factors).squeeze(1)
-    deviation = values - values.median()
-    return bool(left.abs().median() < MADE * deviation.abs().median())
-
-
-def rank_correlation(x: Tensor, y: Tensor) -> float:
-    """Returns the correlation of two columns' ranks [n], in which equal values have one rank."""
-    ranks = [values.unique(return_inverse=True)[1].double() for values in (x, y)]
-    return torch.corrcoef(torch.stack(ranks))[0, 1].nan_to_num().item()
-
-
-def notes_on_weights(tables: Any, path: str) -> Iterator[str]:
-    """Yields a note if the column weight moves with a score, as the weight of an animal may."""
-    if tables.weight is None or tables.sd is not None or len(tables.targets) > FEW_TARGETS:
-        return
-    step = 1 + tables.y.numel() // MOST_SCORES
-    weight = tables.weight[::step]
-    for target, values in zip(tables.targets, tables.y[::step].unbind(1), strict=True):
-        present = ~values.isnan()
-        correlation = rank_correlation(weight[present], values[present])
-        if present.sum() >= FEWEST_SCORES and abs(correlation) > WEIGHED:
-            yield (
-                f"{path}: weight, which says how much a row counts in the loss, moves with "
-                f"{target:.60} (rank correlation {correlation:.2f}): if it is a score, rename it"
-            )
-
-
 def notes_on_levels(tables: Any, path: str) -> Iterator[str]:
     """Yields a note if levels stand as if one held for all names of a row, as in `A,B=0.2`."""
     num_nodes = tables.perturbed_ptr.diff()
@@ -329,42 +224,6 @@ def notes_on_levels(tables: Any, path: str) -> Iterator[str]:
         yield (
             f"{path}: all single knock-outs have a level, but in each larger set one node alone: "
             "A,B=0.2 deletes A and keeps 0.2 of B; where both are knocked down, write A=0.2,B=0.2"
-        )
-
-
-def notes_on_split(tables: Any, config: Any) -> Iterator[str]:
-    """Yields notes on the split by a `DataConfig`, or on options that a column replaces."""
-    if tables.split is not None:
-        default = type(config)()
-        options = ("split_seed", "val_fraction", "test_fraction")
-        names = [name for name in options if getattr(config, name) != getattr(default, name)]
-        if names:
-            replaced = ", ".join(f"data.{name}" for name in names)
-            yield f"{config.perturbations}: its column split takes the place of {replaced}"
-    elif config.split == "nodes":
-        yield from notes_on_node_split(tables, config)
-
-
-def notes_on_node_split(tables: Any, config: Any) -> Iterator[str]:
-    """Yields notes on a split by nodes, given the `DataConfig` that asks for it.
-
-    They are on nodes in so many rows that one of them decides it, and on test nodes that the split
-    of a smaller seed has, too.
-    """
-    path = config.perturbations
-    count = torch.bincount(tables.perturbed, minlength=len(tables.genes))
-    num_perturbed = int((count > 0).sum())
-    num_test = round(num_perturbed * config.test_fraction)
-    if not config.fold and (config.split_seed + 1) * num_test > num_perturbed:
-        yield (
-            f"data.split_seed={config.split_seed} tests nodes that smaller seeds test, too: "
-            "for a cross-validation, set data.fold"
-        )
-    for node in (count > IN_MANY * len(tables.y)).nonzero().flatten().tolist()[:SHOWN]:
-        yield (
-            f"{path}: {tables.genes[node]:.60} is knocked out in {count[node] / len(tables.y):.0%} "
-            "of the rows, which data.split=nodes keeps together: if all rows have it, as a marker, "
-            "leave it out"
         )
 
 
@@ -399,11 +258,8 @@ def notes_on_replicates(tables: Any, path: str) -> Iterator[str]:
 
 
 # ---- Edges and features --------------------------------------------------------------------------
-def notes_on_edges(tables: Any, path: str, connected: Sequence[str]) -> Iterator[str]:
-    """Yields notes on scores in the place of relations or of weights, and on nodes of two names.
-
-    `connected` are the nodes that have an edge.
-    """
+def notes_on_edges(tables: Any, path: str) -> Iterator[str]:
+    """Yields notes on scores of edges in the place of relations or of weights."""
     numbers = [name for name in tables.relations if abs(parse_number(name)) < float("inf")]
     if len(numbers) > FEW_RELATIONS:
         yield (
@@ -419,29 +275,29 @@ def notes_on_edges(tables: Any, path: str, connected: Sequence[str]) -> Iterator
             )
 
 
-def notes_on_ends(tables: Any, path: str, connected: Sequence[str]) -> Iterator[str]:
-    """Yields notes on ends of edges that are no names, and on nodes that are spelt twice."""
-    if {"source", "target"} <= set(connected) and "relation" in tables.relations:
-        yield f"{path}: a row is the header again: remove it"
+def notes_on_ends(path: str, connected: Sequence[str]) -> Iterator[str]:
+    """Yields notes on ends of edges that are no names, and on nodes that are spelt twice.
+
+    `connected` are the nodes that have an edge. Of a tenth of them, names are told apart so.
+    """
+    few = FEW * len(connected)
     odd = [name for name in connected if is_date(name) or abs(parse_number(name)) < float("inf")]
-    if 0 < len(odd) < FEW * len(connected):
+    if 0 < len(odd) < few:
         yield (
             f"{path}: {len(odd):,} nodes are dates or numbers, as nearly all others are not: "
             f"{some_names(odd, {})}: does a spreadsheet write names so, or is a cell missing?"
         )
-    forms = spelt_twice(tables, connected)
-    if forms:
+    first_of = {}  # by spelling
+    twice = {}
+    for name in connected:
+        first = first_of.setdefault(without_signs(name), name)
+        if first != name:
+            twice[name] = first
+    if 0 < len(twice) < few:
         yield (
-            f"{path}: {len(forms):,} nodes are named as others but for case, signs or text around: "
-            f"{some_names(list(forms), forms)}"
+            f"{path}: {len(twice):,} nodes are named as others but for case or signs: "
+            f"{some_names(list(twice), twice)}"
         )
-
-
-def notes_on_constants(path: str, names: Sequence[str], values: Tensor) -> Iterator[str]:
-    """Yields notes on the named columns of standardised values [n, F] that do not vary."""
-    for name, is_constant in zip(names, (values == 0).all(dim=0).tolist(), strict=True):
-        if is_constant:
-            yield f"{path}: the column {name:.60} has no value, or one everywhere: it says nothing"
 
 
 def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -> Iterator[str]:
@@ -449,58 +305,46 @@ def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -
 
     `described` has the values of each name, [F], as they stand there.
     """
-    note = note_on_features(list(described), tables.genes)
-    if note:
-        yield f"{path}: {note}"
-    yield from notes_on_constants(path, tables.feature_names, tables.features)
-    values = torch.stack(list(described.values()))
-    yield from notes_on_feature_codes(path, tables.feature_names, values)
-
-
-def notes_on_feature_codes(path: str, names: Sequence[str], features: Tensor) -> Iterator[str]:
-    """Yields notes on `codes` in the named columns of features [n, F], as they were read."""
-    for name, values in zip(names, features.unbind(1), strict=True):
-        for code in codes(values).tolist():
-            yield (
-                f"{path}: {(values == code).sum():,} values of the column {name:.60} are "
-                f"{code:g}, far from all others: where that is a code for a missing one, "
-                "empty the cell"
-            )
+    nodes = set(tables.genes)
+    unknown = [name for name in described if name not in nodes]
+    lacking = [node for node in tables.genes if node not in described]
+    meaning_of = meanings(unknown, lacking)
+    if 2 * len(unknown) > len(described) and 2 * len(lacking) > len(nodes):
+        count = f"{len(unknown):,} of {len(described):,}"
+        yield f"{path}: MOST NAMES, {count}, ARE NO NODES: {some_names(unknown, meaning_of)}"
+    elif meaning_of:
+        named = some_names(list(meaning_of), meaning_of)
+        yield f"{path}: {len(meaning_of):,} names are no nodes: {named}"
+    yield from notes_on_codes(path, tables.feature_names, torch.stack(list(described.values())))
 
 
 # ---- Names ---------------------------------------------------------------------------------------
-def notes_on_knocked_out(tables: Any, path: str, connected: Sequence[str]) -> Iterator[str]:
-    """Yields a note on knocked-out nodes that are not `connected` by an edge, if one is needed."""
-    is_perturbed = torch.zeros(len(tables.genes), dtype=torch.bool)
-    is_perturbed[tables.perturbed] = True
-    perturbed = names_at(tables, is_perturbed)
-    nodes = set(connected)
-    unknown = [name for name in perturbed if name not in nodes]
-    note = note_on_unknown(unknown, connected, perturbed)
-    if note:
-        yield f"{path}: {note}"
-    yield from notes_on_controls(tables, path, nodes)
-
-
 def names_at(tables: Any, is_chosen: Tensor) -> list[str]:
     """Returns the names of the chosen nodes, bool [N]."""
     return [tables.genes[node] for node in is_chosen.nonzero().flatten().tolist()]
 
 
-def notes_on_controls(tables: Any, path: str, connected: Container[str]) -> Iterator[str]:
+def notes_on_knocked_out(tables: Any, path: str, connected: Sequence[str]) -> Iterator[str]:
+    """Yields a note on knocked-out nodes that are not `connected` by an edge, if one is needed."""
+    is_perturbed = torch.zeros(len(tables.genes), dtype=torch.bool)
+    is_perturbed[tables.perturbed] = True
+    note = note_on_unknown(names_at(tables, is_perturbed), connected)
+    if note:
+        yield f"{path}: {note}"
+
+
+def notes_on_controls(tables: Any, path: str, connected: Sequence[str]) -> Iterator[str]:
     """Yields notes on names that may be controls: without an edge, but in more rows than any node.
 
     Nearly all other names must have one. Names that only differ in the number at their end count
     together if they have a tenth of the rows.
     """
-    is_connected = torch.tensor([name in connected for name in tables.genes])
-    num_nodes = tables.perturbed_ptr.diff()
-    is_alone = (num_nodes == 1)[tables.sample()]
+    known = set(connected)
+    is_known = torch.tensor([name in known for name in tables.genes])
+    is_alone = (tables.perturbed_ptr.diff() == 1)[tables.sample()]
     count = torch.bincount(tables.perturbed, minlength=len(tables.genes))
     count_alone = torch.bincount(tables.perturbed[is_alone], minlength=len(tables.genes))
-    limit = MORE * (count * is_connected).max().item()
-    limit_alone = MORE * (count_alone * is_connected).max().item()
-    unknown = ((count > 0) & ~is_connected).nonzero().flatten().tolist()
+    unknown = ((count > 0) & ~is_known).nonzero().flatten().tolist()
     known_stems = {stem_of(name) for name in connected} if unknown else set()
     groups = defaultdict(list)
     for node in unknown:
@@ -509,7 +353,8 @@ def notes_on_controls(tables: Any, path: str, connected: Container[str]) -> Iter
     most_others = FEW * (count > 0).sum()
     for nodes in groups.values():
         rows = count[nodes].sum()
-        is_more = rows > limit or count_alone[nodes].sum() > limit_alone
+        is_more = rows > MORE * (count * is_known).max()
+        is_more |= count_alone[nodes].sum() > MORE * (count_alone * is_known).max()
         least = FEW_VALUES if len(nodes) == 1 else FEW * len(tables.y)
         if is_more and rows >= least and len(unknown) - len(nodes) <= most_others:
             names = some_names([tables.genes[node] for node in nodes], {})
@@ -518,3 +363,148 @@ def notes_on_controls(tables: Any, path: str, connected: Container[str]) -> Iter
                 f"{rows:,} rows, more than any node: if it is a control, leave it out, as an "
                 "intact sample has an empty cell; if it is a node, give it an edge, such as a loop"
             )
+
+
+def note_on_unknown(perturbed: Sequence[str], nodes: Sequence[str]) -> str:
+    """Returns a sentence on perturbed names that are none of the nodes, "" for none.
+
+    None is if no name has one of the `meanings`, and they are less than half of all names.
+    """
+    known = set(nodes)
+    unknown = [name for name in perturbed if name not in known]
+    meaning_of = meanings(unknown, nodes, perturbed)
+    count = f"{len(unknown):,} of {len(perturbed):,}"
+    text = f"{count} knocked-out nodes have no edge"
+    if unknown and 2 * len(unknown) >= len(perturbed):
+        text = f"MOST KNOCKED-OUT NODES, {count}, HAVE NO EDGE"
+    elif not meaning_of:
+        return ""
+    question = "" if meaning_of else ": do the tables use the same names?"
+    return f"{text}: {some_names(unknown, meaning_of)}{question}"
+
+
+def some_names(names: Sequence[str], meaning_of: Mapping[str, str]) -> str:
+    """Returns up to ten of the names as a text, those that have a meaning first, with it."""
+    shown = [f"{name} ({meaning_of[name]}?)" for name in names if name in meaning_of]
+    shown += [name for name in names if name not in meaning_of]
+    return f"{', '.join(shown[:SHOWN]):.500}"
+
+
+def meanings(
+    unknown: Sequence[str], nodes: Sequence[str], beside: Sequence[str] = ()
+) -> dict[str, str]:
+    """Returns the probable meaning of names that are no nodes: a node, or a spreadsheet's date.
+
+    `beside` are all names of their table.
+    """
+    node_of = {}  # the first node of a spelling, or of a month
+    for node in reversed(nodes):
+        node_of[month_of(node)] = node
+        node_of[without_signs(node)] = node
+    node_of.pop("", None)
+    known = set(nodes)
+    have_number = any(map(str.isdigit, nodes))
+    meaning_of = nodes_within(unknown, nodes, beside)
+    for name in unknown:
+        joined = nodes_joined(name, known)
+        same = node_of.get(without_signs(name)) or node_of.get(month_of(name))
+        if joined or same:
+            meaning_of[name] = ",".join(joined) or same
+        elif is_date(name):
+            meaning_of[name] = "a spreadsheet's date"
+        elif name.isdigit() and len(name) < 3 and not have_number:
+            meaning_of[name] = "part of a name with a comma"
+    return meaning_of
+
+
+def nodes_within(
+    unknown: Sequence[str], nodes: Sequence[str], beside: Sequence[str]
+) -> dict[str, str]:
+    """Returns names that begin or end with a node's, such as A-KO and sgA, with that node.
+
+    Two nodes, or three if no sign parts it, must have the same text, numbers aside, and no two
+    nodes may differ by it. Few such names are others if most of their nodes stand `beside` them, as
+    TP53 beside TP53-AS1.
+    """
+    known = set(nodes)
+    nodes_of = defaultdict(dict)  # by form
+    for name in unknown:
+        form, node = form_of(name, known)
+        if node:
+            nodes_of[form][name] = node
+    usual = {form_of(node, known)[0] for node in nodes if nodes_of}
+    meaning_of = {}
+    for form, node_of in nodes_of.items():
+        found = set(node_of.values())
+        are_few = len(found) < FEW * len(beside)
+        are_others = are_few and 2 * len(found.intersection(beside)) > len(found)
+        are_others |= re.fullmatch(r"\*[\W_][A-Z]", form) is not None  # as YAL001C-A
+        fewest = 2 if re.search(r"[\W_]\*|\*[\W_]", form) else 3
+        if len(found) >= fewest and form not in usual and not are_others:
+            meaning_of |= node_of
+    return meaning_of
+
+
+def form_of(name: str, nodes: Container[str]) -> tuple[str, str]:
+    """Returns a name with `*` in place of the longest node at an end, such as `*-g0`, and the node.
+
+    All numbers in the form are 0. No part of a number is left out. Without a node, both are "".
+    """
+    for size in range(len(name) - 1, SHORT - 1, -1):
+        for node, form in ((name[:size], "*" + name[size:]), (name[-size:], name[:-size] + "*")):
+            if node in nodes and not re.search(r"\*\d|\d\*", form):
+                return re.sub(r"\d+", "0", form), node
+    return "", ""
+
+
+def nodes_joined(name: str, nodes: Container[str]) -> list[str]:
+    """Returns the nodes whose names, with any signs between them, are a name; [] if it is no such.
+
+    A number such as 7.0, which pandas writes, joins none.
+    """
+    if re.fullmatch(r"\d+\.\d+", name):
+        return []
+    pieces = re.split(rf"(\s+x\s+|{SIGNS})", name)  # words, with the signs between them
+    joined = []
+    start = 0
+    while start < len(pieces):
+        for stop in range(len(pieces), start, -2):  # the longest name first, as it may have signs
+            text = "".join(pieces[start:stop])
+            if text in nodes:
+                break
+        else:
+            return []
+        joined.append(text)
+        start = stop + 1
+    return joined
+
+
+def without_signs(name: str) -> str:
+    """Returns letters and digits of a name, in lower case, with a blank where signs part digits."""
+    plain = unicodedata.normalize("NFKC", name).casefold()
+    pieces = re.split(rf"(?<=\d){SIGNS}(?=\d)", plain)
+    return " ".join(re.sub(SIGNS, "", piece) for piece in pieces)
+
+
+def stem_of(name: str) -> str:
+    """Returns a name without the number at its end, and the signs before it."""
+    return re.sub(r"[\W_]*\d[\d\W_]*$", "", name)
+
+
+def words_of(name: str) -> str:
+    """Returns the words of a name in lower case, with blanks between them: pValue is p value."""
+    parted = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+    return re.sub(SIGNS, " ", parted).strip().lower()
+
+
+def is_date(name: str) -> bool:
+    """Returns whether a name is what spreadsheets, and pandas after them, make of MARCH1."""
+    return DATE.fullmatch(name) is not None
+
+
+def month_of(name: str) -> str:
+    """Returns month and number, such as MAR 1, of `1-Mar`, `Mar-01`, MAR1 or MARCH1; else ""."""
+    match = MONTH.fullmatch(name)
+    if match is None:
+        return ""
+    return f"{match[2] or match[3]} {match[1] or match[4]}".upper()

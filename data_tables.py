@@ -310,7 +310,7 @@ def read_edges(
     features = torch.cat(features)
     data_notes = optional("data_notes")
     if data_notes:
-        notes += data_notes.notes_on_feature_codes(path, names, features)
+        notes += data_notes.notes_on_codes(path, names, features)
     features = standardise(features)
     values = torch.cat([torch.cat(weights), features.nan_to_num(), ~features.isnan()], dim=1)
     return list(relation_number), names, edges[:2], edges[2], values

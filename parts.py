@@ -108,7 +108,7 @@ PARTS = [
     ),
     Part(
         "notes",
-        ("data_notes.py", "data_names.py"),
+        ("data_notes.py",),
         loss="fewer hints on what may be wrong with tables",
     ),
     Part(

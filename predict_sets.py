@@ -195,7 +195,7 @@ def make_samples(tables: Tables, row: Tensor, node: Tensor, level: Tensor, num_r
 def unknown_nodes(names: Sequence[str], tables: Tables) -> str:
     """Returns a sentence that names up to ten nodes that the graph does not have."""
     named = f"{', '.join(names[:10]):.500}"
-    data_names = optional("data_names")
-    if data_names:
-        named = data_names.some_names(names, data_names.meanings(names, tables.genes))
+    data_notes = optional("data_notes")
+    if data_notes:
+        named = data_notes.some_names(names, data_notes.meanings(names, tables.genes))
     return f"{len(names)} nodes are not in the graph: {named}"

@@ -468,19 +468,6 @@ def test_a_column_without_a_name_and_cells_is_left_out_with_a_note(tmp_path):
     ]
 
 
-def test_a_column_that_does_not_vary_is_named(tmp_path):
-    """Of features of nodes that are in the graph, and of edges; of scores, it is an error."""
-    edges = [(*row[:3], "NA", row[4]) for row in EDGE_ROWS]
-    features = [("a", "", "1", 7), ("b", "nan", "2", 7), ("unknown", "3", "4", 8)]
-    path = write_table(tmp_path / "features.tsv", [(*FEATURE_HEADER, "same"), *features])
-    scores = [SCORE_HEADER, *SCORE_ROWS]
-    options = write_tables(tmp_path, [EDGE_HEADER, *edges], scores, features=str(path))
-    assert [note.partition(".tsv: ")[2] for note in load(options).notes] == [
-        f"the column {name} has no value, or one everywhere: it says nothing"
-        for name in (EDGE_HEADER[3], FEATURE_HEADER[1], "same")
-    ]
-
-
 def test_a_cell_under_no_name_is_an_error_that_says_where(tmp_path):
     with pytest.raises(DataError, match=r"scores.tsv:3: 'x' in column 5, which has no name"):
         write = [(*SCORE_HEADER, ""), (*SCORE_ROWS[0], ""), (*SCORE_ROWS[1], "x")]
