@@ -8,7 +8,7 @@ for example
     python predict.py pairs.tsv runs/a runs/b          writes pairs.predictions.tsv
     python predict.py pairs.tsv runs/a --parts         and what each prediction is the sum of
     python predict.py pairs.tsv runs/a --explain 10    writes pairs.explained.tsv
-    python predict.py all-pairs runs/a --rows 0:1000000 --device cuda:1
+    python predict.py all-pairs runs/a --rows 0:1000000
 
 TABLE has a header that begins with `genes` (or `nodes`), or is `all-singles` or `all-pairs`, of the
 graph's nodes, or these at a level: `all-singles=0.3`. A RUN is a run folder, of which best.pt
@@ -30,7 +30,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,6 @@ import torch
 
 from config import Parser, expand_path, run_command
 from data import file_digest
-from data_tables import Tables
 from ddp_ends import end_process
 from ddp_setup import DDPConfig, Distributed, library_versions
 from errors import UserError
@@ -52,7 +50,7 @@ from predict_sets import (
     BEYOND,
     Chunk,
     Survey,
-    count_beyond,
+    is_beyond,
     read_sets,
     screen,
     survey_sets,
@@ -84,12 +82,11 @@ class Settings:
     parts: bool = False
     explain: int = 0  # the most nodes and pairs that are named for each prediction
     rows: tuple[int, int] = (0, sys.maxsize)  # the first row, and the one after the last
-    device_ids: Sequence[int] = ()  # the GPUs to use; (): all
 
     @property
     def ddp(self) -> DDPConfig:
         # Not those of the training, which may have been on another machine.
-        return replace(self.runs[0].config.ddp, device_ids=list(self.device_ids))
+        return replace(self.runs[0].config.ddp, device_ids=[])
 
     def output(self, kind: str) -> Path:
         """Returns the name of the file that is written, in the working folder."""
@@ -136,9 +133,6 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
         help="write, instead of predictions, the K nodes and pairs on which each hangs most",
     )
     parser.add_argument("--rows", default=":", metavar="A:B", help="rows A to B - 1 alone, from 0")
-    parser.add_argument(
-        "--device", default="", help="cpu, or cuda:0, or of several processes cuda:0,1,2"
-    )
     parsed = parser.parse_intermixed_args(arguments)
     overrides = [word for word in parsed.words if is_override(word)]
     runs = [word for word in parsed.words if word not in overrides]
@@ -148,8 +142,6 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
         raise UserError("--explain takes a number above 0, and not together with --parts")
     for override in overrides:
         option, _, _ = override.partition("=")
-        if option == "ddp.device_ids":
-            raise UserError(f"{override} is for training: set --device")
         if option not in OPTIONS:
             raise UserError(
                 f"{override} is for training: a prediction takes {', '.join(OPTIONS)} alone"
@@ -160,7 +152,6 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
         parts=parsed.parts,
         explain=parsed.explain or 0,
         rows=read_range(parsed.rows),
-        device_ids=choose_gpus(parsed.device),
     )
 
 
@@ -180,21 +171,6 @@ def read_range(text: str) -> tuple[int, int]:
     if last_row <= first_row:
         raise UserError(f"--rows={text} has no row: its end is not above its start")
     return first_row, last_row
-
-
-def choose_gpus(device: str) -> list[int]:
-    """Returns the GPUs that --device names, none for all; raises `UserError`."""
-    if device == "cpu":
-        if torch.cuda.is_initialized():
-            raise UserError(
-                "--device=cpu comes too late, this process has used a GPU: predict in another one"
-            )
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # which torch has not read yet
-    if device in ("", "cpu"):
-        return []
-    if not re.fullmatch(r"cuda:\d+(,\d+)*", device):
-        raise UserError(f"--device={device} is neither cpu nor such as cuda:0 or cuda:0,1")
-    return [int(number) for number in device.removeprefix("cuda:").split(",")]
 
 
 def predict(settings: Settings, ddp: Distributed) -> None:
@@ -267,50 +243,24 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explaine
     first, last = settings.rows
     first += table.num_rows
     most = max(1, min(ensemble.rows_at_once, CELLS_AT_ONCE // len(columns) // lines_per_row))
-    choose_route(settings.table, ensemble, most)
     ranges = [run.checkpoint["trained"] for run in settings.runs]
     num_beyond = torch.zeros(len(BEYOND), dtype=torch.long)
     with contextlib.closing(table), bar:
-        for chunk, asked in aligned_chunks(settings.table, ensemble.tables, first, last, most):
+        for chunk in read_sets(settings.table, ensemble.tables, first, last, most):
             if explainer:
                 lines = explainer.lines(chunk, settings.explain)
             else:
                 lines = predicted_lines(settings, ensemble, chunk)
-            lines_asked = islice(lines, asked.start * lines_per_row, asked.stop * lines_per_row)
-            table.append(lines_asked, len(asked))
-            num_beyond += count_beyond(chunk, asked, ranges)
+            table.append(lines, len(chunk.sets))
+            are_beyond = [is_beyond(chunk.samples, trained) for trained in ranges]
+            num_beyond += torch.stack(are_beyond).all(dim=0).sum(dim=1)
             ensemble.ddp.step_done(table.num_rows)
-            bar.update(len(asked))
+            bar.update(len(chunk.sets))
         table.finish()
     for kind, count in zip(BEYOND, num_beyond.tolist(), strict=True):
         if count:
             log.warning(f"note      {count:,} rows have {kind}: these are extrapolations")
     log.info(f"{survey.num_known} predictions written to {output}")
-
-
-def choose_route(table: str, ensemble: Ensemble, most: int) -> None:
-    """Chooses how messages are passed by the first rows of a table, whichever are asked for."""
-    for chunk in read_sets(table, ensemble.tables, most=most):
-        if len(chunk.samples.y):
-            ensemble.plan(chunk.samples)
-            return
-
-
-def aligned_chunks(
-    table: str, tables: Tables, first: int, last: int, most: int
-) -> Iterator[tuple[Chunk, range]]:
-    """Yields chunks of a table, and which of their rows are those from `first` to `last` - 1.
-
-    The last bits of a prediction depend on its batch. So chunks are the same whichever rows are
-    asked for, and each begins at a multiple of `most`.
-    """
-    begin = first // most * most
-    end = min(math.ceil(last / most) * most, sys.maxsize)
-    for chunk in read_sets(table, tables, begin, end, most):
-        asked = range(max(first - begin, 0), min(last - begin, len(chunk.sets)))
-        begin += len(chunk.sets)
-        if asked:
-            yield chunk, asked
 
 
 def predicted_lines(settings: Settings, ensemble: Ensemble, chunk: Chunk) -> Iterator[str]:

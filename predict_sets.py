@@ -86,8 +86,8 @@ def read_sets(
 ) -> Iterator[Chunk]:
     """Yields the rows of a table from `first` to `last` - 1, up to `most` at once.
 
-    They are counted from 0. In a table, a chunk ends at each multiple of `most`. The graph is that
-    of `tables`. Adds to `notes` how the file was read. Raises `DataError`.
+    They are counted from 0. The graph is that of `tables`. Adds to `notes` how the file was read.
+    Raises `DataError`.
     """
     size, level = screen(path)
     if size:
@@ -100,7 +100,7 @@ def read_sets(
         end += len(rows.lines)
         start = max(first, begin)
         while start < min(last, end):
-            stop = min((start // most + 1) * most, last, end)
+            stop = min(start + most, last, end)
             yield chunk_of(rows.select(start - begin, stop - begin), tables)
             start = stop
         if end >= last:
@@ -172,17 +172,6 @@ def is_beyond(samples: Tables, trained: dict[str, Any]) -> Tensor:
     of_samples = scatter(of_nodes.int(), samples.sample(), dim=1, dim_size=len(samples.y)) > 0
     is_larger = samples.perturbed_ptr.diff() > trained["largest"]
     return torch.cat([of_samples, is_larger.unsqueeze(0)])
-
-
-def count_beyond(chunk: Chunk, asked: range, ranges: Sequence[dict[str, Any]]) -> Tensor:
-    """Returns how many rows are `BEYOND` all of the ranges in each way, long [3].
-
-    Of the chunk, that is of the known rows that are asked for.
-    """
-    row = chunk.is_known.nonzero().flatten()
-    is_asked = (row >= asked.start) & (row < asked.stop)
-    of_ranges = torch.stack([is_beyond(chunk.samples, trained) for trained in ranges])
-    return (of_ranges.all(dim=0) & is_asked).sum(dim=1)
 
 
 def make_samples(tables: Tables, row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> Tables:

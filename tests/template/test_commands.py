@@ -108,7 +108,7 @@ def test_runs_are_trained_resumed_predicted_and_analysed_in_one_process(train_he
     assert second.err == "" and second.out.count("test      loss") == 1
     assert difference(Path("runs/a"), Path("runs/b")) == ""
     for _ in range(2):
-        assert predict.main(["scores.tsv", "runs/a", "runs/b", "--device", "cpu"]) == 0
+        assert predict.main(["scores.tsv", "runs/a", "runs/b"]) == 0
         assert capsys.readouterr().out.count("200 predictions written") == 1
         assert analyse.main(["runs/a"]) == 0
         assert capsys.readouterr().out.count("written: ") == 1

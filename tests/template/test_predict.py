@@ -12,7 +12,6 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 import torch
-from torch_geometric.data import Data
 
 import predict_ensemble
 import predict_sets
@@ -23,7 +22,7 @@ from ddp_setup import DDPConfig, Distributed
 from errors import UserError
 from mask import SharedGraph
 from model import ModelConfig
-from predict import Predictor, choose_gpus, read_settings
+from predict import Predictor, read_settings
 from predict_graph import fields_of_graph, tables_of_graph
 from predict_sets import Chunk
 from predict_table import GrowingTable
@@ -360,11 +359,12 @@ def test_what_mends_a_killed_prediction_goes_on_with_it(trained, tmp_path, monke
     key = read_settings(command).key()
     for option in (
         *("data.batch_size=7", "model.message_passing=shared", "ddp.timeout_s=9"),
-        *("ddp.startup_timeout_s=9", "--device=cuda:1"),
+        "ddp.startup_timeout_s=9",
     ):
         assert read_settings([*command, option]).key() == key
     for options in (["--parts"], ["--explain=2"]):
         assert read_settings([*command, *options]).key() != key
+    assert read_settings([*command, "--rows=:99999999999999999999"]).key() == key
 
 
 def test_the_folder_of_a_run_may_be_called_as_an_option(trained, tmp_path, monkeypatch):
@@ -459,47 +459,6 @@ def test_a_table_that_is_finished_meanwhile_is_neither_made_anew_nor_written(tmp
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_pieces_and_a_resumed_prediction_are_computed_in_the_same_batches(
-    trained, predict, tmp_path, monkeypatch
-):
-    """As the last bits of a prediction depend on its batch."""
-    trained("run.name=run", "optim.lr=0.05")
-    sets = [f"Y{k:02d},Y{(7 * k) % 30:02d}" for k in range(1, 30)]
-    sets[5] = sets[11] = "NOPE"
-    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets]])
-    batches = []
-    get_batch = KnockoutDataset.__getitems__
-
-    def record(dataset: KnockoutDataset, rows: list[int]) -> Data:
-        batch = get_batch(dataset, rows)
-        batches.append((batch.perturbed.tolist(), batch.perturbed_ptr.tolist()))
-        return batch
-
-    monkeypatch.setattr(KnockoutDataset, "__getitems__", record)
-    for table in ("ask.tsv", "all-singles"):
-        name = table.removesuffix(".tsv")
-        command = [table, "runs/run", "data.batch_size=4"]
-        batches.clear()
-        predict(0, *command, fault="predict_at_once:10").check()
-        of_all = {str(batch) for batch in batches}
-        output = tmp_path / f"{name}.predictions.tsv"
-        expected = output.read_text()
-        batches.clear()
-        text = expected.splitlines(keepends=True)[0]
-        for rows in ("0:7", "7:20", "20:28", "28:1000"):
-            predict(0, *command, f"--rows={rows}", fault="predict_at_once:10").check()
-            piece = tmp_path / f"{name}.{rows.replace(':', '-')}.predictions.tsv"
-            text += "".join(piece.read_text().splitlines(keepends=True)[1:])
-        assert text == expected
-        # Resumed in the middle of a chunk.
-        monkeypatch.chdir(tmp_path)
-        partial = tmp_path / f"{output.name}.{read_settings(command).key()}.partial"
-        partial.write_text("".join(expected.splitlines(keepends=True)[:18]))
-        predict(0, *command, fault="predict_at_once:10").check()
-        assert output.read_text() == expected
-        assert {str(batch) for batch in batches} <= of_all
-
-
 @pytest.mark.slow
 def test_some_rows_of_a_table_or_screen_are_those_of_all(trained, predict, tmp_path):
     trained("run.name=run")
@@ -529,11 +488,9 @@ def test_some_rows_of_a_table_or_screen_are_those_of_all(trained, predict, tmp_p
         (0, "--rows=5", "--rows=5 is not A:B, such as 0:1000000"),
         (0, "--rows=5:5", "--rows=5:5 has no row: its end is not above its start"),
         (0, "--rows=-3:5", "--rows=-3:5 is not A:B, such as 0:1000000"),
-        (0, "--device=gpu", "--device=gpu is neither cpu nor such as cuda:0 or cuda:0,1"),
-        (0, "ddp.device_ids=[0]", "ddp.device_ids=[0] is for training: set --device"),
     ],
 )
-def test_wrong_rows_and_devices_are_one_sentence(trained, predict, nproc, option, message):
+def test_wrong_rows_are_one_sentence(trained, predict, nproc, option, message):
     trained("run.name=run")
     result = predict(nproc, "all-singles", "runs/run", option)
     assert (result.returncode, result.stderr) == (2, f"error: {message}\n")
@@ -620,24 +577,6 @@ def test_columns_that_are_not_written_are_not_checked(train, predict, tmp_path):
     write_table(tmp_path / "ask.tsv", ASK)
     assert "two columns would be a_sd" in predict(0, "ask.tsv", "runs/1", "runs/2").stderr
     predict(0, "ask.tsv", "runs/1", "runs/2", "--explain=2").check()
-
-
-def test_a_device_is_that_of_the_machine_that_predicts(trained, predict):
-    """Whatever the training had."""
-    trained("run.name=run")
-    predict(0, "all-singles", "runs/run", "--device=cpu", "--rows=:99999999999999999999").check()
-    result = predict(0, "all-singles", "runs/run", "--device=cuda:3")
-    assert result.returncode == 2
-    assert "but 0 GPUs, ddp.device_ids=[3]: set --nproc_per_node" in result.stderr
-
-
-def test_the_cpu_is_refused_where_a_gpu_was_used(monkeypatch):
-    """As in a notebook: torch no longer reads CUDA_VISIBLE_DEVICES."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    with pytest.raises(UserError, match=r"^--device=cpu comes too late"):
-        choose_gpus("cpu")
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def test_a_line_that_is_wrong_is_found_before_the_first_prediction(trained, predict, tmp_path):

@@ -77,7 +77,7 @@ def test_what_a_command_refers_to_exists(command, tmp_path, monkeypatch):
             "read_checkpoint",
             lambda path: {"config": saved, "file": str(path), **hashes},
         )
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which --device=cpu sets
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         assert predict.read_settings(words).runs
     elif program == "analyse.py":
         flags = [word for word in words if word.startswith("--")]
