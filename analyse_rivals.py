@@ -17,9 +17,8 @@ from torch_geometric.utils import scatter
 
 from baseline import Baseline, additive_baseline, load_baseline
 from baseline_combination import least_squares, normal_equations
-from data import KnockoutDataset
+from data import KnockoutDataset, mean_one_weight
 from data_tables import Tables
-from data_training import mean_one_weight
 from losses import LOSSES
 from mask import SharedGraph, doses
 from metrics import mean_and_std, weighted_mean

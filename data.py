@@ -1,6 +1,7 @@
 """Tables to batches: splits, and the dataset, which builds a whole batch at once.
 
-Shapes: N nodes, n samples of T targets in the tables; B samples with P perturbed nodes in a batch.
+Shapes: N nodes, n samples of T targets in the tables; B samples with P perturbed nodes in a batch;
+K responses of a node to its level.
 """
 
 import hashlib
@@ -20,6 +21,8 @@ from torch_geometric.utils import cumsum
 from data_cells import check_is_no_pipe, unreadable
 from data_tables import SPLITS, Tables, cached, read_tables
 from errors import DataError
+from mask import doses
+from metrics import mean_and_std
 
 LARGE = 0.1  # share of the rows, from which on a set of knock-outs does not decide a split
 EXAMPLE = Path(__file__).with_name("example")  # tables that are read if none are given
@@ -271,3 +274,52 @@ class KnockoutDataset(Dataset):
         if self.out_degree is not None:
             batch.num_out_edges = int(self.out_degree[perturbed].sum())
         return self.transform(batch) if self.transform else batch
+
+
+# ---- What the training rows tell: units, weights, and how many doses there are -------------------
+def basis_of(tables: Tables) -> Tensor:
+    """Returns the matrix that maps the `mask.doses` of a level to K doses, float64 [3, K].
+
+    There are as many doses, and so effects of a node, as the levels in training identify. Gains are
+    apart from losses if there are both; deletions are apart from losses if there are also levels
+    between 0 and 1. Each column is scaled so that the mean square of its doses that are not 0 is 1
+    in training: one penalty then suits all.
+    """
+    is_trained = tables.is_in("train") & ~tables.y.isnan().all(dim=1)
+    level, count = tables.level[is_trained[tables.sample()]].unique(return_counts=True)
+    count = count.double()
+    columns = [[1.0, 1.0, 0.0]]  # 1 - level
+    if (level < 1).any() and (level > 1).any():
+        columns = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+    if (level == 0).any() and ((level > 0) & (level < 1)).any():
+        columns.append([0.0, 0.0, 1.0])
+    basis = torch.tensor(columns, dtype=torch.float64).T
+    dose = doses(level) @ basis
+    mean_square = (count @ dose.square()) / (count @ (dose != 0).double())
+    return basis / mean_square.sqrt().nan_to_num(1.0)
+
+
+def mean_one_weight(tables: Tables) -> Tensor:
+    """Returns weights with a mean of 1 over the training rows of each target, float64 [n, T].
+
+    They are 0 where y is missing.
+    """
+    weight = tables.score_weight(slice(None))
+    of_train = tables.score_weight(tables.rows("train"))
+    return weight * ((of_train > 0).sum(dim=0) / of_train.sum(dim=0))
+
+
+def training_mean_and_std(tables: Tables) -> tuple[Tensor, Tensor]:
+    """Returns mean and standard deviation of the training scores, by their weight, [T] each."""
+    rows = tables.rows("train")
+    return mean_and_std(tables.y[rows], mean_one_weight(tables)[rows])
+
+
+def effective_share(weight: Tensor) -> Tensor:
+    """Returns the effective number of rows (Kish 1965), as a share of those with a weight, [T].
+
+    It is 1 for equal weights [n, T], and small where a few rows have nearly all the weight. The
+    weights of the others are small then, and so must be the penalties.
+    """
+    effective = weight.sum(dim=0).square() / weight.square().sum(dim=0)
+    return effective / (weight > 0).sum(dim=0)

@@ -27,8 +27,7 @@ from torch_geometric.index import index2ptr
 from torch_geometric.typing import EdgeType
 from torch_geometric.utils import cumsum, scatter
 
-from mask_messages import Samples, messages_of_perturbed
-from mask_product import RelationStack
+from mask_product import RelationStack, Samples, messages_of_perturbed
 
 
 def num_samples(batch: Data) -> int:

@@ -20,9 +20,8 @@ from torch_geometric.data import Data
 
 import data
 from config import Config
-from data import KnockoutDataset, weight_scale
+from data import KnockoutDataset, basis_of, effective_share, training_mean_and_std, weight_scale
 from data_tables import OF_GRAPH, SPLITS, Tables
-from data_training import basis_of, effective_share, training_mean_and_std
 from ddp_setup import Distributed
 from errors import RunError, UserError
 from losses import LOSSES, Criterion

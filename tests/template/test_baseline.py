@@ -11,9 +11,8 @@ import torch
 from baseline import PENALTIES, UNSOLVED, additive_baseline, doses_of, impute_effects
 from baseline_ridge import Design, LogisticRidge, Ridge, conjugate_gradients
 from config import Config
-from data import DataConfig, random_split
+from data import DataConfig, random_split, training_mean_and_std
 from data_tables import Tables
-from data_training import training_mean_and_std
 from mask import LINEAR
 from metrics import pearson
 from optim import OptimConfig

@@ -17,9 +17,8 @@ from baseline_combination import least_squares, non_negative, share_of_largest
 from baseline_ridge import Doses
 from baseline_term import BaselineReadout
 from config import Config
-from data import DataConfig, KnockoutDataset
+from data import DataConfig, KnockoutDataset, training_mean_and_std
 from data_tables import Tables
-from data_training import training_mean_and_std
 from mask import SharedGraph
 from metrics import pearson
 from model import ModelConfig

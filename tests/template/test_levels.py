@@ -15,9 +15,16 @@ from torch_geometric.data import Data
 from analyse_results import level_of
 from baseline import additive_baseline, fit_baseline
 from config import Config
-from data import DataConfig, KnockoutDataset, load, node_split, random_split
+from data import (
+    DataConfig,
+    KnockoutDataset,
+    basis_of,
+    load,
+    node_split,
+    random_split,
+    training_mean_and_std,
+)
 from data_tables import Tables
-from data_training import basis_of, training_mean_and_std
 from errors import DataError, UserError
 from mask import SharedGraph, doses
 from metrics import pearson

@@ -7,7 +7,7 @@ from torch_geometric.data import Data, HeteroData
 
 from data import KnockoutDataset
 from mask import SharedGraph
-from mask_messages import Samples
+from mask_product import Samples
 from tests.sets import tables_of
 from tests.syncs import CountSynchronisations
 

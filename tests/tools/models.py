@@ -4,8 +4,8 @@ from torch import Tensor
 
 from baseline import Baseline
 from baseline_term import BaselineReadout, WithoutGraph
+from data import training_mean_and_std
 from data_tables import Tables
-from data_training import training_mean_and_std
 from mask import LINEAR
 from model import GlobalReadout, KnockoutGNN, LocalReadout, ModelConfig
 from model_nodes import NodeReadout
