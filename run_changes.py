@@ -8,11 +8,10 @@ import hashlib
 import logging
 import sys
 from collections.abc import Mapping
-from fnmatch import fnmatch
 from typing import Any
 
 from errors import UserError
-from parts import FOLDER, PARTS
+from parts import FOLDER
 from run_checkpoint import TrainState
 
 log = logging.getLogger("run_changes")
@@ -75,19 +74,9 @@ def code_digests(*scripts: str) -> dict[str, str]:
 def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
     """Names the files of `code_digests` that were others for a checkpoint, "" if none was.
 
-    A checkpoint that names no code is taken as it is. Of the files that only one of the two has,
-    those of parts do not count: options ask for these.
+    A checkpoint that names no code is taken as it is. A file that only one of the two has does not
+    count: options ask for those of parts, and of others, the one that imports it has changed.
     """
     earlier = checkpoint.get("code") or code
-    edited = [file for file in code.keys() & earlier.keys() if code[file] != earlier[file]]
-    new = [f"{file} (only here)" for file in code.keys() - earlier.keys() if not is_of_part(file)]
-    gone = [file for file in earlier if not (FOLDER / file).is_file()]
-    lost = [f"{file} (not here)" for file in gone if not is_of_part(file)]
-    names = sorted([*edited, *new, *lost])
-    return f"other code in {', '.join(names)}" if names else ""
-
-
-def is_of_part(file: str) -> bool:
-    """Returns whether a file belongs to a part, also if it is gone."""
-    patterns = [pattern for part in PARTS for pattern in part.patterns]
-    return any(fnmatch(file, pattern) for pattern in patterns)
+    edited = sorted(file for file in code.keys() & earlier.keys() if code[file] != earlier[file])
+    return f"other code in {', '.join(edited)}" if edited else ""

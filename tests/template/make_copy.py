@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from errors import UserError  # noqa: E402
-from parts import PARTS, Part  # noqa: E402
+from tests.template.parts_list import PARTS, Part  # noqa: E402
 
 PATTERNS = ("*.py", "*.yaml", "*.toml", "requirements*.txt", "launch.sh", "LICENSE", ".gitignore")
 USAGE = "./launch.sh copy DIR [--without PART,...], or --without all"

@@ -7,9 +7,9 @@ import subprocess
 import pytest
 import yaml
 
-from parts import PARTS
 from tests.template import make_copy
 from tests.template.fixtures import ROOT, copy_template
+from tests.template.parts_list import PARTS
 
 BY_NAME = {part.name: part for part in PARTS}
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from config import DEFAULTS, Config, compose, read_options
-from parts import PARTS
 from task import KnockoutTask
 from tests.template import fixtures
 from tests.template.fixtures import MODULES, ROOT
+from tests.template.parts_list import PARTS
 
 COMMANDS = {"train", "predict", "analyse", "ddp_preflight"}
 FAMILIES = {"ddp", "run"}  # whose members serve no module of that name

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from config import read_options
-from parts import PARTS
 from tests.template import make_copy
 from tests.template.fixtures import ROOT, SMALL
+from tests.template.parts_list import PARTS
 
 BY_NAME = {part.name: part for part in PARTS}
 EACH = [*BY_NAME, "all"]

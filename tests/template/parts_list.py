@@ -1,0 +1,117 @@
+"""The parts as a list: what each is made of, and what one loses without it."""
+
+from dataclasses import dataclass
+
+from parts import FOLDER, NEEDS
+
+NO_OPTION = ("", "", "", ())
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the template.
+
+    Args:
+        patterns: of the files to delete; the first is the file that its option needs. Two parts
+            can share others, which go with either.
+        loss: what one loses, a text.
+    """
+
+    name: str
+    patterns: tuple[str, ...]
+    loss: str
+
+    def __post_init__(self):
+        needs = [row for row in NEEDS if f"{row[1]}.py" == self.patterns[0]] or [NO_OPTION]
+        for name, value in zip(("option", "module", "off", "on"), needs[0], strict=True):
+            object.__setattr__(self, name, value)  # `off` is its value without the part
+
+    def is_asked_for(self, value: str) -> bool:
+        """Returns whether a value of the option, as on a command line, asks for the part."""
+        return value in self.on if self.on else value != self.off
+
+    @property
+    def files(self) -> list[str]:
+        """Those that are here."""
+        paths = []
+        for pattern in self.patterns:
+            paths += sorted(FOLDER.glob(pattern))
+        return [path.name for path in paths]
+
+
+PARTS = [
+    Part(
+        "baseline",
+        ("baseline.py", "baseline_*.py", "analyse_rivals.py"),
+        loss="training starts from the mean of the scores",
+    ),
+    Part(
+        "pairs",
+        ("model_pairs.py", "predict_pairs.py"),
+        loss="the local readout does not see what knocked-out nodes share",
+    ),
+    Part(
+        "nodes",
+        ("model_nodes.py",),
+        loss="no effects on nodes as scores",
+    ),
+    Part(
+        "graphs",
+        ("model_graphs.py",),
+        loss="steps on a GPU are launched kernel by kernel",
+    ),
+    Part(
+        "reach",
+        ("model_reach.py",),
+        loss="a CPU computes the states of all nodes",
+    ),
+    Part(
+        "copies",
+        ("mask_copies.py",),
+        loss="no layers with values for each edge",
+    ),
+    Part(
+        "predict",
+        ("predict.py", "predict_*.py", "predictor.py"),
+        loss="no predictions of other tables",
+    ),
+    Part("explain", ("predict_explain.py", "predict_pairs.py"), loss="no reasons of predictions"),
+    Part(
+        "analyse",
+        ("analyse.py", "analyse_*.py"),
+        loss="test.tsv and the log alone say how good a run is",
+    ),
+    Part(
+        "notes",
+        ("data_notes.py",),
+        loss="fewer hints on what may be wrong with tables",
+    ),
+    Part(
+        "cache",
+        ("data_cache.py",),
+        loss="tables are parsed at each start",
+    ),
+    Part(
+        "transfer",
+        ("run_transfer.py",),
+        loss="no start from the parameters of another run",
+    ),
+    Part(
+        "changes",
+        ("run_changes.py",),
+        loss="a resumed run names no changed options and code, and ranks may have different code",
+    ),
+    Part("plots", ("run_plots.py",), loss="no curves.svg and no test.svg"),
+    Part(
+        "watchdog",
+        ("ddp_watchdog.py",),
+        loss="a hang ends by the process group's timeout, which names no rank",
+    ),
+    Part(
+        "threads",
+        ("ddp_threads.py",),
+        loss="as many threads as torch and torchrun choose, and no notes on the machine",
+    ),
+    Part("machines", ("ddp_rendezvous.py",), loss="one machine, or torchrun by hand on each"),
+    Part("preflight", ("ddp_preflight.py",), loss="no check of machines before a long run"),
+]
