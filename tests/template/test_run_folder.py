@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from config import read_options
 from ddp_setup import DDPConfig, Distributed
 from errors import UserError
 from metrics import METRICS, first_metric
@@ -48,7 +49,7 @@ def test_a_run_writes_all_files_of_its_folder(finished):
         **{"state": "finished", "step": 15, "epoch": 3, "reason": ""},
         "warnings": [],
     }
-    assert (folder / "config.yaml").read_text().startswith("run:\n  name: '08'\n")
+    assert read_options(folder / "config.yaml")["run.name"] == "08"
     environment = (folder / "environment.txt").read_text()
     assert re.search(r"^rank 1, host \S+, pid \d+, device cpu, ", environment, re.M)
     assert f"torch: {torch.__version__.split('+')[0]}" in environment
