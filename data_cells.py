@@ -11,17 +11,16 @@ import csv
 import gzip
 import math
 import os
-import re
 import zlib
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.utils import scatter
 
 from errors import DataError
 from run_progress import ProgressBar, progress_bar
@@ -30,9 +29,6 @@ SPLITS = ("train", "val", "test")
 ALIASES = {"node": "gene", "nodes": "genes"}  # of a table's first column
 # What pandas, R and spreadsheets write for a missing value; any text that is a float's nan is one.
 MISSING = {"", "NA", "N/A", "#N/A", "None", "null", "NULL", "<NA>"}
-CONTROL = re.compile(r"((neg|negative)?(control|ctrl)|wt|wildtype|ntc?|nontargeting)+")
-JOINTS = "+;|:/&_ "  # what people write between names in place of a comma
-ONE_NODE = "; if it is one node, give it an edge, such as a loop"
 GZIP = b"\x1f\x8b"  # what such a file begins with
 PANDAS = "write it with pandas' to_csv(..., sep='\\t', index=False)"
 FORMATS = {  # what other files begin with
@@ -45,7 +41,7 @@ FORMATS = {  # what other files begin with
     b"ARROW1": f"Feather: read it with pandas.read_feather and {PANDAS}",
     b"\x89HDF": f"HDF5, as .h5ad is: docs/tables.md makes a table of it; or {PANDAS}",
 }
-CHUNK = 2**23  # characters of a table that are parsed at once
+CHUNK = 2**20  # cells of a table that are parsed at once
 
 
 @dataclass
@@ -124,8 +120,8 @@ class Rows:
         """Parses the column genes, such as `A,B=0.3`; a name that a row repeats counts once.
 
         Returns for each perturbed node the row and the number of the name, long [total]; the names
-        by number; and for each node its level, float64 [total]. Raises `DataError`, also for names
-        that are `misread`. Only names in `node_names` may have `=`.
+        by number; and for each node its level, float64 [total]. Raises `DataError`. Only names in
+        `node_names` may have `=`.
         """
         cells = self.cells["genes"]
         filled = [cell for cell in cells if cell.strip()]
@@ -147,7 +143,6 @@ class Rows:
         name = number_names(names, name_number)[text]
         names = list(name_number)
         level = level_of_text[text]
-        self.check_names(row, name, names, node_names)
         order = stable_order(row * len(name_number) + name)
         row = row[order]
         name = name[order]
@@ -161,29 +156,6 @@ class Rows:
             problem = f"have {names[name[first]]} at {level_text}"
             raise self.error(int(row[first]), "genes", problem)
         return row[is_first], name[is_first], names, level[is_first]
-
-    def check_names(
-        self, row: Tensor, name: Tensor, names: Sequence[str], node_names: Container[str]
-    ) -> None:
-        """Raises `DataError` for the first name that is no node and `misread`.
-
-        `row` and `name`, long [total], are the row of each perturbed node and its name's number.
-        """
-        unknown = [number for number, text in enumerate(names) if text not in node_names]
-        if not unknown:
-            return
-        first_row = scatter(row, name, dim_size=len(names), reduce="min").tolist()
-        for number in unknown:
-            text = names[number]
-            first = first_row[number]
-            problem = misread(text, node_names)
-            if is_missing_name(text):
-                problem = f"{text}, a missing value, but an intact sample has an empty cell"
-            cell = self.cells["genes"][first]
-            if text.isdigit() and re.search(rf"=\s*\d+,\s*{text}\s*(,|$)", cell):
-                problem = "a level with a decimal comma: write a point"
-            if problem:
-                raise self.error(first, "genes", f"have {problem}")
 
 
 def number_names(names: Sequence[str], number: dict[str, int]) -> Tensor:
@@ -235,28 +207,6 @@ def is_missing_name(name: str) -> bool:
     return name == "-" or math.isnan(parse_number(name))
 
 
-def is_control(name: str) -> bool:
-    """Returns whether a name is one of those that people write for an intact sample."""
-    unnumbered = re.sub(r"[_\s]+\d+$", "", name)
-    letters = re.sub(r"[\W_]+", "", unnumbered)
-    return CONTROL.fullmatch(letters.lower()) is not None
-
-
-def misread(name: str, nodes: Container[str]) -> str:
-    """Returns a text on what is wrong with a name that is no node; "" if it may be one
-    without edges.
-    """
-    if is_control(name):
-        return f"{name}, a control: leave it out, as an intact sample has an empty cell{ONE_NODE}"
-    for joint in JOINTS:
-        joined = [text.strip() for text in name.split(joint) if text.strip()]
-        knocked_out = [text for text in joined if not is_control(text)]
-        if joint in name and knocked_out and all(text in nodes for text in knocked_out):
-            names = ",".join(knocked_out)
-            return f"{name}, which is no node but joins names: write {names}{ONE_NODE}"
-    return ""
-
-
 def check_is_no_pipe(path: str) -> None:
     """Raises `DataError` for a pipe or a device, at whose second reading one would wait forever."""
     file = Path(path)
@@ -287,7 +237,9 @@ def open_table(path: str) -> Iterator[TextIO]:
         with open_file(path, "rt", encoding="utf-8-sig") as file:
             yield file
     except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8 text: save it as UTF-8") from None
+        raise DataError(f"{path} is not UTF-8 text: save it as text with tabs, in UTF-8") from None
+    except csv.Error as error:
+        raise DataError(f"{path}: {error}: quotes must enclose whole cells") from None
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(path, error) from None
 
@@ -296,36 +248,31 @@ def read_header(
     path: str,
     notes: list[str],
     first: Sequence[str],
-    optional: Sequence[str] = (),
+    roles: Sequence[str] = (),
     kept: Container[str] = (),
 ) -> list[str]:
     """Returns the names of a table's columns, which must begin with `first`; raises `DataError`.
 
-    A name of `first` or `optional` in another case is changed to that name, unless it is `kept`. A
+    A name of `first` or `roles` in another case is changed to that name, unless it is `kept`. A
     column without a name is "", and will be left out. For both, `notes` get a sentence.
     """
     with open_table(path) as file:
-        cells = split_line(next(file, ""), path, line=1)
-    header = [cell.strip() for cell in cells]
-    names = [name for name in header if name]
+        header = [cell.strip() for cell in next(csv.reader(file, delimiter="\t"), [])]
     for i, name in enumerate(header):
         role = name.lower()
-        is_in_another_case = role != name
-        if names[:1] == [name] and name not in header[:i]:
+        if i == 0:
             role = ALIASES.get(role, role)
-        if role in (*first, *optional) and name not in kept:
+        if role in (*first, *roles) and name not in kept:
             header[i] = role
-            if is_in_another_case:
+            if role not in (name, ALIASES.get(name)):
                 notes.append(f"{path}: the column {name} is read as {role}")
-    names = [name for name in header if name]
     for number, name in enumerate(header, 1):
         if not name:
             notes.append(f"{path}: column {number} has no name and no cells, and is left out")
-    for name in names:
-        if names.count(name) > 1:
+        elif header.count(name) > 1:
             raise DataError(f"{path}:1: two columns are {name!r:.60}: name each once")
-    if names[: len(first)] != list(first):
-        text = "\t".join(cells)
+    if header[: len(first)] != list(first):
+        text = "\t".join(header)
         expected = "\t".join(first)
         raise DataError(f"{path}:1: the header is {text!r:.60}: begin with {expected!r}")
     return header
@@ -334,18 +281,39 @@ def read_header(
 def read_rows(
     path: str, header: list[str], skip_blank: bool = True, has_bar: bool = False
 ) -> Iterator[Rows]:
-    """Yields the rows of a table, those of some megabytes at once; raises `DataError`.
+    """Yields the rows of a table, about `CHUNK` cells at once; raises `DataError`.
 
     A blank line is skipped or, without `skip_blank`, a row of empty cells. Columns without a name
     must have empty cells. With `has_bar`, a bar shows the share of the file that is read.
     """
+    line = 1  # of the last row
     is_empty = True
-    next_line = 2
     with open_table(path) as file, bar_of_file(file, path, has_bar) as bar:
-        next(file)
-        while texts := file.readlines(CHUNK):
-            lines, cells = split_lines(path, texts, next_line, header, skip_blank)
-            next_line += len(texts)
+        reader = csv.reader(file, delimiter="\t", strict=True)
+        next(reader)
+        while True:
+            first = line
+            lines = []
+            cells = []  # of all rows: a list for each would keep the garbage collector busy
+            for row in islice(reader, max(1, CHUNK // len(header))):
+                line += 1
+                if not row:
+                    row = [""] * len(header)
+                if skip_blank and not row[0] and not "".join(row).strip():
+                    continue
+                if len(row) != len(header):
+                    row = with_empty_end(row, header)
+                if len(row) != len(header):
+                    problem = f"{len(row)} fields where the header has {len(header)}"
+                    if len(row) == len(header) + 1:
+                        problem += "; if the first is a row's name, as R writes it: row.names=FALSE"
+                    raise DataError(f"{path}:{line}: {problem}")
+                lines.append(line)
+                cells += row
+            if line == first:
+                break
+            if reader.line_num != line:
+                raise DataError(f"{path}: a cell in quotes has a line break, before line {line}")
             bar.update(os.lseek(file.fileno(), 0, os.SEEK_CUR) - bar.n)
             if lines:
                 is_empty = False
@@ -359,10 +327,16 @@ def read_rows(
         raise DataError(f"{path}: no rows below the header")
 
 
-def bar_of_file(file: TextIO, path: str, is_shown: bool) -> ProgressBar:
-    """Returns a bar that counts the bytes of a file as they are on the disk."""
-    size = os.fstat(file.fileno()).st_size
-    return progress_bar(size, f"reading {Path(path).name}", unit="B", is_shown=is_shown)
+def with_empty_end(row: list[str], header: list[str]) -> list[str]:
+    """Returns the cells, with empty ones at the end removed or added to match the header.
+
+    None is removed that has a text, and none is added under a column with a name.
+    """
+    while len(row) > len(header) and not row[-1].strip():
+        row.pop()
+    while len(row) < len(header) and not any(header[len(row) :]):
+        row.append("")
+    return row
 
 
 def check_empty(path: str, lines: list[int], cells: list[str], number: int) -> None:
@@ -372,60 +346,7 @@ def check_empty(path: str, lines: list[int], cells: list[str], number: int) -> N
             raise DataError(f"{path}:{line}: {cell!r:.60} in column {number}, which has no name")
 
 
-def split_lines(
-    path: str, texts: list[str], next_line: int, header: list[str], skip_blank: bool
-) -> tuple[list[int], list[str]]:
-    """Returns the number of each line, and the cells of all lines in one list.
-
-    Blank lines are left out if `skip_blank`. One list per line would keep the garbage collector
-    busy. Raises `DataError` for a line with more or fewer cells than the header, but empty cells at
-    the end, of columns without a name, may be missing or too many.
-    """
-    num_columns = len(header)
-    lines = []
-    cells = []
-    for line, text in enumerate(texts, next_line):
-        row = split_line(text, path, line)
-        if not row[0] and skip_blank and not "".join(row).strip():
-            continue
-        if row == [""]:
-            row = [""] * num_columns
-        if len(row) != num_columns:
-            row = with_empty_end(row, header)
-        if len(row) != num_columns:
-            problem = f"{len(row)} fields where the header has {num_columns}"
-            if len(row) == num_columns + 1:
-                problem += "; if the first is a row's name, as R writes it: row.names=FALSE"
-            raise DataError(f"{path}:{line}: {problem}")
-        lines.append(line)
-        cells += row
-    return lines, cells
-
-
-def with_empty_end(row: list[str], header: list[str]) -> list[str]:
-    """Returns the cells, with empty ones at the end removed or added to match the header.
-
-    None is removed that has a text, and none is added under a column with a name.
-    """
-    row = list(row)
-    while len(row) > len(header) and not row[-1].strip():
-        row.pop()
-    while len(row) < len(header) and not any(header[len(row) :]):
-        row.append("")
-    return row
-
-
-def split_line(text: str, path: str, line: int) -> list[str]:
-    """Returns the cells of a line; a cell in quotes, such as "A,B", is read by RFC 4180.
-
-    Raises `DataError` for any other quote at the start of a cell or name. A quote within a cell
-    belongs to its text.
-    """
-    text = text.rstrip("\r\n")
-    if '"' in text:
-        with contextlib.suppress(csv.Error):
-            text = "\t".join(next(csv.reader([text], delimiter="\t", strict=True)))
-        if re.search(r'(^|[\t,]) *"', text):
-            problem = f"{text!r:.60} has quotes that enclose no whole cell"
-            raise DataError(f"{path}:{line}: {problem}")
-    return text.split("\t")
+def bar_of_file(file: TextIO, path: str, is_shown: bool) -> ProgressBar:
+    """Returns a bar that counts the bytes of a file as they are on the disk."""
+    size = os.fstat(file.fileno()).st_size
+    return progress_bar(size, f"reading {Path(path).name}", unit="B", is_shown=is_shown)

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 import yaml
 from torch import Tensor
+from torch_geometric.utils import scatter
 
-from data_cells import SPLITS, parse_number
+from data_cells import SPLITS, Rows, is_missing_name, parse_number
 from metrics import weighted_mean
 
 OUTLYING = 0.25  # share of the variance, from which on a row is noted
@@ -42,9 +43,9 @@ NO_SCORE = re.compile(
 WEIGHT = re.compile(r"weights?|score|importance|confidence|probability|strength|correlation")
 MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 DATE = re.compile(rf"\d+-({MONTHS})|({MONTHS})-\d+|\d{{4}}-\d\d-\d\d( 00:00:00)?")
-# Also in MAR1, MARCH1, SEPT1 and their newer names MARCHF1, SEPTIN1.
-MONTH = re.compile(rf"0?(\d+)-({MONTHS})|({MONTHS})(?:CH|CHF|T|TIN)?-?0?(\d+)", re.IGNORECASE)
 SIGNS = r"[\W_]+"  # between the words of a name
+CONTROL = re.compile(r"((neg|negative)?(control|ctrl)|wt|wildtype|ntc?|nontargeting)+")
+JOINTS = set("+;|:/&_ ")  # what people write between names in place of a comma
 
 
 def notes_on(
@@ -57,14 +58,10 @@ def notes_on(
 ) -> list[str]:
     """Returns the sentences on `Tables`, each of which begins with the name of a file.
 
-    Args:
-        edges, perturbations, features: the files.
-        described: what the file of features has of each name, [F].
-        are_chosen: whether data.scores names the scores.
+    `described` is what the file of features has of each name, [F]. `are_chosen` says whether
+    data.scores names the scores.
     """
-    is_connected = torch.zeros(len(tables.genes), dtype=torch.bool)
-    is_connected[tables.edge_index.flatten()] = True
-    connected = names_at(tables, is_connected)
+    connected = names_at(tables, tables.edge_index.flatten())
     notes = []
     notes += notes_on_edges(tables, edges)
     notes += notes_on_ends(edges, connected)
@@ -194,7 +191,8 @@ def notes_on_columns(tables: Any, path: str) -> Iterator[str]:
         return
     shown = [f"{target} ({', '.join(reasons[target])})" for target in list(reasons)[:10]]
     left = [target for target in tables.targets if target not in reasons][:10]
-    advice = f"data.scores={yaml_list(left)}" if left else "the scores in data.scores"
+    in_yaml = yaml.safe_dump(left, default_flow_style=True, allow_unicode=True, width=10_000)
+    advice = f"data.scores={in_yaml.strip()}" if left else "the scores in data.scores"
     yield (
         f"{path}: all {len(tables.targets):,} columns are scores, as data.scores names none, but "
         f"by their names or values these may be none: {', '.join(shown)}: write {advice}"
@@ -205,7 +203,6 @@ def kind_of_values(values: Tensor) -> str:
     """Returns "few values" or "whole numbers" for a column [n] that may be no score, else ""."""
     if len(values) < FEWEST_SCORES:
         return ""
-    # The first values mostly say that there are many, without the time to sort all of them.
     if len(values[:1000].unique()) <= FEW_VALUES and len(values.unique()) <= FEW_VALUES:
         return "few values"
     if (values == values.round()).all() and len(values.unique()) < len(values):  # or it ranks
@@ -225,13 +222,6 @@ def notes_on_levels(tables: Any, path: str) -> Iterator[str]:
             f"{path}: all single knock-outs have a level, but in each larger set one node alone: "
             "A,B=0.2 deletes A and keeps 0.2 of B; where both are knocked down, write A=0.2,B=0.2"
         )
-
-
-def yaml_list(names: Sequence[str]) -> str:
-    """Returns names as a list in YAML, in which NO, say, is in quotes."""
-    return yaml.safe_dump(
-        list(names), default_flow_style=True, allow_unicode=True, width=10_000
-    ).strip()
 
 
 def place_of(tables: Any, path: str, row: int) -> str:
@@ -319,16 +309,14 @@ def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -
 
 
 # ---- Names ---------------------------------------------------------------------------------------
-def names_at(tables: Any, is_chosen: Tensor) -> list[str]:
-    """Returns the names of the chosen nodes, bool [N]."""
-    return [tables.genes[node] for node in is_chosen.nonzero().flatten().tolist()]
+def names_at(tables: Any, nodes: Tensor) -> list[str]:
+    """Returns the names of nodes, each once."""
+    return [tables.genes[node] for node in torch.bincount(nodes).nonzero().flatten().tolist()]
 
 
 def notes_on_knocked_out(tables: Any, path: str, connected: Sequence[str]) -> Iterator[str]:
     """Yields a note on knocked-out nodes that are not `connected` by an edge, if one is needed."""
-    is_perturbed = torch.zeros(len(tables.genes), dtype=torch.bool)
-    is_perturbed[tables.perturbed] = True
-    note = note_on_unknown(names_at(tables, is_perturbed), connected)
+    note = note_on_unknown(names_at(tables, tables.perturbed), connected)
     if note:
         yield f"{path}: {note}"
 
@@ -397,17 +385,14 @@ def meanings(
 
     `beside` are all names of their table.
     """
-    node_of = {}  # the first node of a spelling, or of a month
-    for node in reversed(nodes):
-        node_of[month_of(node)] = node
-        node_of[without_signs(node)] = node
+    node_of = {without_signs(node): node for node in reversed(nodes)}  # the first of a spelling
     node_of.pop("", None)
     known = set(nodes)
     have_number = any(map(str.isdigit, nodes))
     meaning_of = nodes_within(unknown, nodes, beside)
     for name in unknown:
-        joined = nodes_joined(name, known)
-        same = node_of.get(without_signs(name)) or node_of.get(month_of(name))
+        _, joined = nodes_joined(name, known)
+        same = node_of.get(without_signs(name))
         if joined or same:
             meaning_of[name] = ",".join(joined) or same
         elif is_date(name):
@@ -457,26 +442,17 @@ def form_of(name: str, nodes: Container[str]) -> tuple[str, str]:
     return "", ""
 
 
-def nodes_joined(name: str, nodes: Container[str]) -> list[str]:
-    """Returns the nodes whose names, with any signs between them, are a name; [] if it is no such.
+def nodes_joined(name: str, nodes: Container[str]) -> tuple[str, list[str]]:
+    """Returns the nodes that one sign, or several, join to a name, and the sign; [] for none.
 
-    A number such as 7.0, which pandas writes, joins none.
+    Controls among them are left out. A number such as 7.0, which pandas writes, joins none.
     """
-    if re.fullmatch(r"\d+\.\d+", name):
-        return []
-    pieces = re.split(rf"(\s+x\s+|{SIGNS})", name)  # words, with the signs between them
-    joined = []
-    start = 0
-    while start < len(pieces):
-        for stop in range(len(pieces), start, -2):  # the longest name first, as it may have signs
-            text = "".join(pieces[start:stop])
-            if text in nodes:
-                break
-        else:
-            return []
-        joined.append(text)
-        start = stop + 1
-    return joined
+    for joint in (" x ", *re.findall(SIGNS, name)):
+        texts = [text.strip() for text in name.split(joint) if text.strip()]
+        joined = [text for text in texts if not is_control(text)]
+        if joined and name not in joined and all(text in nodes for text in joined):
+            return joint, [] if re.fullmatch(r"\d+\.\d+", name) else joined
+    return "", []
 
 
 def without_signs(name: str) -> str:
@@ -502,9 +478,41 @@ def is_date(name: str) -> bool:
     return DATE.fullmatch(name) is not None
 
 
-def month_of(name: str) -> str:
-    """Returns month and number, such as MAR 1, of `1-Mar`, `Mar-01`, MAR1 or MARCH1; else ""."""
-    match = MONTH.fullmatch(name)
-    if match is None:
-        return ""
-    return f"{match[2] or match[3]} {match[1] or match[4]}".upper()
+# ---- Names that are refused ----------------------------------------------------------------------
+def check_names(
+    rows: Rows, row: Tensor, name: Tensor, names: Sequence[str], nodes: Container[str]
+) -> None:
+    """Raises `DataError` for the first name that is no node and `misread`.
+
+    `row` and `name`, long [total], are the row of each perturbed node and its name's number.
+    """
+    unknown = [number for number, text in enumerate(names) if text not in nodes]
+    first_row = scatter(row, name, dim_size=len(names), reduce="min") if unknown else row
+    for number in unknown:
+        text = names[number]
+        first = int(first_row[number])
+        problem = misread(text, nodes)
+        if text.isdigit() and re.search(rf"=\s*\d+,\s*{text}\s*(,|$)", rows.cells["genes"][first]):
+            problem = "a level with a decimal comma: write a point"
+        if problem:
+            raise rows.error(first, "genes", f"have {problem}")
+
+
+def misread(name: str, nodes: Container[str]) -> str:
+    """Returns what is wrong with a name that is no node; "" if it may be one without edges."""
+    one_node = "; if it is one node, give it an edge, such as a loop"
+    joint, joined = nodes_joined(name, nodes)
+    if is_missing_name(name):
+        return f"{name}, a missing value, but an intact sample has an empty cell"
+    if is_control(name):
+        return f"{name}, a control: leave it out, as an intact sample has an empty cell{one_node}"
+    if joined and JOINTS.issuperset(joint):
+        return f"{name}, which is no node but joins names: write {','.join(joined)}{one_node}"
+    return ""
+
+
+def is_control(name: str) -> bool:
+    """Returns whether a name is one of those that people write for an intact sample."""
+    unnumbered = re.sub(r"[_\s]+\d+$", "", name)
+    letters = re.sub(r"[\W_]+", "", unnumbered)
+    return CONTROL.fullmatch(letters.lower()) is not None

@@ -344,8 +344,11 @@ def read_knockouts(
     chunks = []
     num_rows = 0
     nodes = frozenset(node_number)
+    data_notes = optional("data_notes")
     for rows in read_rows(path, header, has_bar=True):
         row, name, names, level = rows.sets(nodes)
+        if data_notes:
+            data_notes.check_names(rows, row, name, names, nodes)
         node = number_names(names, node_number)[name]
         y = rows.table(targets, ": to leave that column out, name the others in data.scores")
         line = torch.tensor(rows.lines, dtype=torch.int)

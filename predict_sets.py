@@ -133,6 +133,9 @@ def chunk_of(rows: Rows, tables: Tables) -> Chunk:
     """
     node_number = {gene: node for node, gene in enumerate(tables.genes)}
     row, name, names, level = rows.sets(node_number)
+    data_notes = optional("data_notes")
+    if data_notes:
+        data_notes.check_names(rows, row, name, names, node_number)
     numbers = [node_number.get(name, -1) for name in names]
     node = torch.tensor(numbers, dtype=torch.long)[name]
     is_known = torch.ones(len(rows.lines), dtype=torch.bool)

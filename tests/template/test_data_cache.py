@@ -222,7 +222,7 @@ ALL = ["baseline", "split", "tables"]
 
 TELLING_NOTHING = [  # edits after which a cache is used
     ("data_cells.py", "\nimport csv\n", "\n# a comment\nimport csv  # and another\n"),
-    ("data_cells.py", "CHUNK = 2**23  #", "CHUNK = (\n    2**23\n)  # another comment:"),
+    ("data_cells.py", "CHUNK = 2**20  #", "CHUNK = (\n    2**20\n)  # another comment:"),
     ("data_tables.py", '"""Files to `Tables`: ', '"""From files to `Tables`: '),
     ("data_cells.py", '"""Returns a column, ', '"""Gives a column, '),
     ("data_cells.py", '"""Some consecutive rows', '"""Consecutive rows'),
@@ -234,7 +234,7 @@ TELLING_NOTHING = [  # edits after which a cache is used
 ]
 TELLING = [  # edits, and what is remade after them: all of a reader and what it imports
     ("data_cells.py", "valid = (least < numbers)", "valid = (least <= numbers)", ALL),
-    ("data_cells.py", "2**23", "2**22", ALL),
+    ("data_cells.py", "2**20", "2**19", ALL),
     ("errors.py", "status = 2", "status = 3", ALL),
     ("baseline.py", "TARGETS_AT_ONCE = 64", "TARGETS_AT_ONCE = 32", ["baseline"]),
     ("data.py", "default_rng(seed)", "default_rng(1)", ["baseline", "split"]),

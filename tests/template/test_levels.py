@@ -133,7 +133,7 @@ def test_minus_0_is_0(tmp_path):
 def test_what_a_name_means_does_not_depend_on_the_rows_before_it(tmp_path, monkeypatch):
     cells = ["b=0.3", "c=0.3=0.5", *["a"] * 9, "b=0.3", "c=0.3"]
     whole = read(tmp_path, cells)
-    monkeypatch.setattr("data_cells.CHUNK", 20)
+    monkeypatch.setattr("data_cells.CHUNK", 6)
     apart = tmp_path / "apart"
     apart.mkdir()
     assert levels_of(read(apart, cells)) == levels_of(whole)

@@ -166,7 +166,7 @@ def test_a_resumed_run_counts_the_steps_of_this_process(train):
 # ---- Where bars are ------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["t.tsv", "t.tsv.gz"])
 def test_the_bar_of_a_table_counts_its_bytes(monkeypatch, tmp_path, clock, terminal, name):
-    monkeypatch.setattr("data_cells.CHUNK", 100_000)
+    monkeypatch.setattr("data_cells.CHUNK", 10_000)
     generator = torch.Generator().manual_seed(0)
     numbers = torch.rand(50_000, generator=generator).tolist()
     content = "genes\tscore\n" + "".join(f"a\t{number}\n" for number in numbers)
@@ -185,7 +185,7 @@ def test_the_bar_of_a_table_counts_its_bytes(monkeypatch, tmp_path, clock, termi
 
 
 def test_reading_fitting_and_predicting_have_bars(monkeypatch, tmp_path, clock, terminal):
-    monkeypatch.setattr("data_cells.CHUNK", 10)
+    monkeypatch.setattr("data_cells.CHUNK", 1)
     monkeypatch.setattr("baseline.TARGETS_AT_ONCE", 1)
     clock.tick = 10.0  # so that everything takes long
     edges = [("source", "target", "relation"), ("a", "b", "r"), ("b", "c", "r")]
