@@ -5,7 +5,6 @@
 
 import contextlib
 import gc
-import inspect
 import itertools
 import logging
 import os
@@ -45,19 +44,6 @@ class DDPConfig:
     timeout_s: float = field(default=300.0, metadata={"min": 1})
     sync_batchnorm: bool = False
     options: dict = field(default_factory=dict)
-
-    def __post_init__(self):
-        signature = inspect.signature(DistributedDataParallel)
-        try:
-            signature.bind(None, device_ids=None, **self.options)
-        except TypeError as error:
-            raise ValueError(f"ddp.options: DistributedDataParallel: {error}") from None
-        for name, value in self.options.items():
-            kinds = (type(signature.parameters[name].default),)
-            if name == "bucket_cap_mb":
-                kinds = (int, float)
-            if type(value) not in kinds:
-                raise ValueError(f"ddp.options: {name}: {value!r} is no value that it takes here")
 
 
 # ---- Rank, collectives, stopping and failing -----------------------------------------------------

@@ -19,9 +19,8 @@ import resource
 import shlex
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 # OpenMP reads this when torch is imported; by default, threads that wait spin on others' cores.
@@ -40,7 +39,7 @@ from config import Config, Parser, all_options_text, load_config, run_command
 from data_loader import StepSampler, make_loader
 from ddp_ends import StopTraining, end_process
 from ddp_setup import Distributed, library_versions
-from errors import RunError
+from errors import RunError, UserError
 from evaluate import predict_rows
 from metrics import metrics_text, quality
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
@@ -71,7 +70,9 @@ def train(config: Config, ddp: Distributed) -> None:
     """
     optim = config.optim
     if config.run.deterministic:
-        ddp.cleanup.enter_context(deterministic_algorithms())
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        logging.captureWarnings(True)  # which name the operators that cannot be
+        torch.use_deterministic_algorithms(True, warn_only=True)
     task = KnockoutTask.load(config, ddp)
     torch.manual_seed(config.run.seed)
     model = task.build_model().to(ddp.device, optim.dtype)
@@ -108,9 +109,12 @@ def train(config: Config, ddp: Distributed) -> None:
         steps = capture(steps, state, task, sampler, ddp)
     train_loader = make_loader(steps.dataset, sampler, config.data.workers, ddp.device)
     if ddp.is_distributed:
-        ddp_model = DistributedDataParallel(
-            ddp.prepare_for_ddp(steps.model), device_ids=ddp.device_ids, **config.ddp.options
-        )
+        try:
+            ddp_model = DistributedDataParallel(
+                ddp.prepare_for_ddp(steps.model), device_ids=ddp.device_ids, **config.ddp.options
+            )
+        except TypeError as error:
+            raise UserError(f"ddp.options: {error}") from None
         order_buckets(ddp_model, task, ddp)
         steps = steps._replace(model=ddp_model)
     log_plan(task, model, steps, sampler, ddp)
@@ -367,22 +371,6 @@ class Meter:
                     "`python -m tests.check rows` and the same options"
                 )
             log.warning(f"skipped   step {step}, which is not finite, {state.skipped} in total")
-
-
-@contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    """In the block, a GPU computes the same bits each time; the log names what cannot."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    mode = torch.get_deterministic_debug_mode()
-    show_warning = warnings.showwarning
-    logging.captureWarnings(True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(mode)
-        if warnings.showwarning is not show_warning:  # or it was the caller's
-            logging.captureWarnings(False)
 
 
 def autocast(optim: OptimConfig, ddp: Distributed) -> torch.autocast:

@@ -10,7 +10,6 @@ import runpy
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -80,9 +79,7 @@ def state_of_process(folder: Path) -> dict[str, Any]:
         "wakeup fd": wakeup_fd,
         "handlers of the log": list(logger.handlers),
         "level of the log": logger.level,
-        "warnings": warnings.showwarning,
         "threads of torch": torch.get_num_threads(),
-        "deterministic": torch.get_deterministic_debug_mode(),
         "type of numbers": torch.get_default_dtype(),
         "threads": [thread.name for thread in threading.enumerate()],
         "open files": [target for target in targets if target.startswith(str(folder))],
@@ -97,7 +94,7 @@ def status_of(folder: str) -> dict[str, Any]:
 
 # ---- Each command, twice -------------------------------------------------------------------------
 def test_runs_are_trained_resumed_predicted_and_analysed_in_one_process(train_here, capsys):
-    assert train_here("run.name=a", "run.deterministic=true") == 0
+    assert train_here("run.name=a") == 0
     first = capsys.readouterr()
     assert first.err == "" and first.out.count("test      loss") == 1
     assert ", threads 3 (of this test)," in first.out
@@ -111,7 +108,7 @@ def test_runs_are_trained_resumed_predicted_and_analysed_in_one_process(train_he
         assert analyse.main(["runs/a"]) == 0
         assert capsys.readouterr().out.count("written: ") == 1
     (command, *_) = Path("runs/a/environment.txt").read_text().splitlines()
-    assert " train.py data.edges=edges.tsv " in command and command.endswith("=true")
+    assert " train.py data.edges=edges.tsv " in command and command.endswith("=a")
 
 
 def test_each_run_has_its_own_warnings(train_here):
@@ -154,7 +151,7 @@ def test_a_run_that_has_failed_can_be_started_again(train_here, capsys, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(KnockoutTask, "loss", lambda *arguments: 1 / 0)
         for _ in range(2):
-            assert train_here("run.deterministic=true") == 1
+            assert train_here() == 1
             error = capsys.readouterr().err
             assert error.startswith("Traceback ")
             assert error.endswith("\nerror: rank 0: ZeroDivisionError: division by zero\n")
@@ -197,16 +194,6 @@ def test_a_thread_can_train(train_here):
     """Signals are the main thread's, which goes on."""
     with ThreadPoolExecutor() as pool:
         assert pool.submit(train_here).result() == 0
-
-
-def test_warnings_that_the_caller_logs_are_logged_afterwards(train_here):
-    logging.captureWarnings(True)
-    try:
-        before = warnings.showwarning
-        assert train_here("run.deterministic=true") == 0
-        assert warnings.showwarning is before
-    finally:
-        logging.captureWarnings(False)
 
 
 def test_a_file_system_without_locks_is_written_with_a_warning(train_here, monkeypatch, capsys):

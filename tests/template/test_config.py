@@ -388,21 +388,6 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
             "cannot read the configuration ddp.options={static_graph: true, static_graph: false}: "
             "static_graph stands twice",
         ),
-        (
-            "ddp.options={bucket_cap: 3}",
-            "DistributedDataParallel: got an unexpected keyword argument 'bucket_cap'",
-        ),
-        (
-            "ddp.options={bucket_cap_mb: big}",
-            "ddp.options: bucket_cap_mb: 'big' is no value that it takes here",
-        ),
-        ("ddp.options={process_group: 1}", "process_group: 1 is no value that it takes here"),
-        ("ddp.options={init_sync: 3}", "init_sync: 3 is no value that it takes here"),
-        (
-            "ddp.options={find_unused_parameters: [true]}",
-            "ddp.options: find_unused_parameters: [True] is no value that it takes here",
-        ),
-        ("ddp.options={device_ids: 1}", "got multiple values for keyword argument 'device_ids'"),
         ("--lr=3", "unrecognized arguments: --lr=3"),
         ("optim.warmup=500", "optim.warmup must be float >= 0 <= 1, not 500"),
         ("optim.warmup=-0.1", "optim.warmup must be float >= 0 <= 1, not -0.1"),
