@@ -135,6 +135,19 @@ def test_all_replaced_functions_are_named(monkeypatch):
     assert replaced() == "data.load, KnockoutTask.build_model"
 
 
+def test_a_model_that_cannot_be_built_is_an_error_but_in_a_copy(monkeypatch, tmp_path):
+    def build_model(task: KnockoutTask) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    replaced = fixtures.replaced.__wrapped__  # without the cache
+    monkeypatch.setattr(KnockoutTask, "build_model", build_model)
+    with pytest.raises(ZeroDivisionError):
+        replaced()
+    monkeypatch.setattr(fixtures, "ROOT", tmp_path)
+    named = "KnockoutTask.build_model, which raises ZeroDivisionError('a mistake')"
+    assert replaced() == named
+
+
 def test_config_yaml_has_the_defaults_of_the_dataclasses():
     """What config.yaml says counts, so that a default edited in a dataclass alone does nothing."""
     options = compose(read_options(DEFAULTS)).options()
