@@ -21,9 +21,10 @@ from itertools import islice, product
 import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
+from tqdm import tqdm
 
 from baseline_ridge import Design, Doses, Ridge, Targets
-from run_progress import ProgressBar, progress_bar
+from run_progress import progress_bar
 
 SUM = (1.0, 0.0, 0.0)  # weights u, v and w of a sum
 # Where fits start; where they end depends on it.
@@ -135,7 +136,7 @@ def combine(
 
 
 def combine_target(
-    doses: Doses, design: Design, target: Targets, additive: Tensor, bar: ProgressBar
+    doses: Doses, design: Design, target: Targets, additive: Tensor, bar: tqdm
 ) -> Combination | None:
     """Returns the best combination for one target, None if the sum of responses is the best.
 

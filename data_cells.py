@@ -21,9 +21,10 @@ from typing import TextIO
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from errors import DataError
-from run_progress import ProgressBar, progress_bar
+from run_progress import progress_bar
 
 SPLITS = ("train", "val", "test")
 ALIASES = {"node": "gene", "nodes": "genes"}  # of a table's first column
@@ -346,7 +347,7 @@ def check_empty(path: str, lines: list[int], cells: list[str], number: int) -> N
             raise DataError(f"{path}:{line}: {cell!r:.60} in column {number}, which has no name")
 
 
-def bar_of_file(file: TextIO, path: str, is_shown: bool) -> ProgressBar:
+def bar_of_file(file: TextIO, path: str, is_shown: bool) -> tqdm:
     """Returns a bar that counts the bytes of a file as they are on the disk."""
     size = os.fstat(file.fileno()).st_size
     return progress_bar(size, f"reading {Path(path).name}", unit="B", is_shown=is_shown)

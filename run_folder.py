@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from ddp_setup import Distributed, describe
 from errors import RunError, UserError, kept_warnings
@@ -36,7 +37,6 @@ from run_checkpoint import (
     save_atomically,
     write_atomically,
 )
-from run_progress import RunProgress
 
 log = logging.getLogger("run_folder")
 SHOWN_WARNINGS = 10  # at the end of a run
@@ -90,7 +90,10 @@ class RunFolder:
         self.saved = {"step": 0, "epoch": 0}  # of the checkpoint with which a start goes on
         self.rows = []  # of metrics.jsonl
         self.profiler = None
-        self.progress = RunProgress(num_steps=0, is_at_most=False, is_shown=False)
+        self.loss_and_speed = ""  # of the last steps
+        self.first_step = 0  # of this process: a resumed run's speed is not that of earlier ones
+        self.last_step = 0
+        self.started_at = 0.0  # seconds, as `time.perf_counter`
 
     # ---- Opening ---------------------------------------------------------------------------------
     @classmethod
@@ -149,6 +152,8 @@ class RunFolder:
             state.load_state_dict(checkpoint, self.config.optim.precision)
         self.saved = {"step": state.step, "epoch": state.epoch}
         optim = self.config.optim
+        self.first_step = state.step
+        self.last_step = steps_per_epoch * optim.epochs
         is_trained = state.is_trained(optim.epochs, optim.patience, steps_per_epoch)
         changes = optional("run_changes")
         with self.ddp.sync_errors():
@@ -376,6 +381,15 @@ class RunFolder:
         self.event("stopped", state, reason)
         log.info(f"stopped   at step {state.step} ({reason}): the same command resumes the run")
 
+    def progress(self, step: int) -> str:
+        """Returns the time left for the run, if there is some, and loss and speed."""
+        steps_done = step - self.first_step
+        if steps_done == 0 or step == self.last_step:
+            return self.loss_and_speed
+        seconds = time.perf_counter() - self.started_at  # validations included
+        left = tqdm.format_interval(seconds / steps_done * (self.last_step - step))
+        return f"run: {left} left  {self.loss_and_speed}".rstrip()
+
     def repeat_warnings(self) -> None:
         """Logs the warnings of this start once more, as progress bars have moved them away."""
         texts = kept_warnings.texts
@@ -407,11 +421,6 @@ class RunFolder:
         if num_made < 3 + num_steps:
             needed = f"needs {3 + num_steps} steps, of which this start made {num_made}"
             log.warning(f"note      log.profile_steps={num_steps} {needed}")
-
-    def show_progress(self, num_steps: int) -> None:
-        """Starts `progress`, whose bar and time left are of the steps that this process makes."""
-        is_at_most = self.config.optim.patience > 0
-        self.progress = RunProgress(num_steps, is_at_most, is_shown=self.ddp.rank == 0)
 
     def profile_step(self) -> None:
         """Tells the profiler, if there is one, that a step has ended."""

@@ -46,6 +46,7 @@ from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning
 from parts import check_parts, is_here, optional
 from run_checkpoint import TrainState
 from run_folder import RunFolder
+from run_progress import progress_bar
 from task import KnockoutTask
 
 log = logging.getLogger("train")
@@ -119,11 +120,11 @@ def train(config: Config, ddp: Distributed) -> None:
         steps = steps._replace(model=ddp_model)
     log_plan(task, model, steps, sampler, ddp)
     folder.write_status("running")  # with all warnings so far
-    folder.show_progress(sampler.steps_per_epoch * optim.epochs - state.step)
     try:
         if state.best is None:
             # Where training starts is a candidate, too.
             validate(task, state, folder, ddp, ends_epoch=False)
+        folder.started_at = time.perf_counter()
         with folder.profile():
             while not state.is_trained(optim.epochs, optim.patience, sampler.steps_per_epoch):
                 first_step = state.step - state.epoch * sampler.steps_per_epoch
@@ -160,7 +161,8 @@ def train_epoch(
     state.model.train()
     steps_left = range(sampler.first_step, sampler.steps_per_epoch)
     title = f"epoch {state.epoch + 1}/{optim.epochs}"
-    for step_in_epoch in folder.progress.steps(steps_left, title):
+    bar = progress_bar(steps_left, title, delay=0, is_shown=ddp.rank == 0)
+    for step_in_epoch in bar:
         lr_factor = schedule(state.step, total_steps, optim)
         set_learning_rates(state.optimizer, lr_factor)
         rows = sampler.rows_in_step(step_in_epoch)
@@ -177,9 +179,8 @@ def train_epoch(
         if reason or save_now or log_now or is_last:
             row = meter.read(state)
             folder.write("train", state, lr=lr_factor * optim.lr, **row)
-            folder.progress.loss_and_speed = (
-                f"loss {row['loss']:.4f}  {row['samples_per_s']:,.0f} samples/s"
-            )
+            folder.loss_and_speed = f"loss {row['loss']:.4f}  {row['samples_per_s']:,.0f} samples/s"
+            bar.set_postfix_str(folder.progress(state.step), refresh=False)
         if reason or save_now:
             folder.save(state)  # rank 0 writes
         if reason:
@@ -262,7 +263,7 @@ def validate(
     folder.write("val", state, **val)
     folder.save(state, is_best)
     title = f"epoch {state.epoch}/{task.config.optim.epochs}  step {state.step}"
-    texts = [title, folder.progress.text(), f"val {metrics_text(val, task.rivals)}"]
+    texts = [title, folder.progress(state.step), f"val {metrics_text(val, task.rivals)}"]
     log.info("  ".join(filter(None, texts)))
 
 

@@ -33,12 +33,12 @@ import optim
 import parts
 import predict_ensemble
 import run_checkpoint
-import run_progress
 import task
 import train
 from data import DataConfig, KnockoutDataset
 from optim import OptimConfig
 from predict_table import GrowingTable
+from run_folder import RunFolder
 from task import KnockoutTask
 
 RANK = os.environ.get("RANK", "0")
@@ -339,10 +339,10 @@ def terminal() -> None:
 def steps_left() -> None:
     """Tells the time left for the run as numbers of steps."""
 
-    def text(run: run_progress.RunProgress) -> str:
-        return f"{run.steps_done} done, {run.num_steps - run.steps_done} left"
+    def progress(folder: RunFolder, step: int) -> str:
+        return f"{step - folder.first_step} done, {folder.last_step - step} left"
 
-    run_progress.RunProgress.text = text
+    RunFolder.progress = progress
 
 
 def layer_without_gradient() -> None:

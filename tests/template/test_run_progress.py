@@ -17,7 +17,8 @@ from data_tables import read_tables
 from ddp_setup import DDPConfig, Distributed
 from evaluate import predict_rows
 from model import ModelConfig
-from run_progress import RunProgress, progress_bar
+from run_folder import RunFolder
+from run_progress import progress_bar
 from task import KnockoutTask
 from tests.template.fixtures import write_table
 from tests.template.tables import additive_tables, combined_tables
@@ -57,7 +58,7 @@ class Stderr(io.StringIO):
 def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("tqdm.std.time", clock)
-    monkeypatch.setattr("run_progress.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("run_folder.time", SimpleNamespace(perf_counter=clock))
     return clock
 
 
@@ -96,7 +97,7 @@ def test_long_work_has_a_bar_that_leaves_nothing_on_a_terminal(clock, terminal):
 
 
 def test_the_bar_of_an_epoch_appears_at_once(clock, terminal):
-    for _ in RunProgress(num_steps=20, is_at_most=False).steps(range(2), "epoch 1/10"):
+    for _ in progress_bar(range(2), "epoch 1/10", delay=0):
         assert "epoch 1/10:   0%" in terminal.getvalue()
 
 
@@ -136,24 +137,16 @@ def test_a_resumed_job_is_as_fast_as_its_own_rows(clock, terminal):
     assert "1.10M/2.00M [01:40<15:00, 1.00krow/s]" in terminal.getvalue()
 
 
-@pytest.mark.parametrize(("is_at_most", "limit"), [(False, ""), (True, "at most ")])
-def test_a_run_tells_its_time_left_by_its_own_steps_and_validations(clock, is_at_most, limit):
-    run = RunProgress(num_steps=30, is_at_most=is_at_most)
-    clock.now += 1000  # the first validation
-    assert run.text() == ""
-    for epoch in range(3):
-        for _ in run.steps(range(10), "epoch"):
-            clock.now += 9
-            run.loss_and_speed = "loss 1"
-        clock.now += 10  # a validation
-        minutes = ["03:20", "01:40", ""][epoch]
-        assert run.text() == (f"run: {limit}{minutes} left  loss 1" if minutes else "loss 1")
-
-
-def test_the_bar_of_an_epoch_says_the_time_left_for_both(clock, terminal):
-    for _ in RunProgress(num_steps=40, is_at_most=False).steps(range(10), "epoch 1/4"):
-        clock.now += 6
-    assert re.search(r"4/10 \[00:24<00:3[56],  6.00s/it, run: 03:36 left\]", terminal.getvalue())
+def test_a_run_tells_its_time_left_by_its_own_steps_and_validations(clock):
+    """Of a run that goes on after its tenth step."""
+    folder = RunFolder(Config(), Distributed(DDPConfig()), origin=None)
+    folder.first_step, folder.last_step = 10, 40
+    assert folder.progress(10) == ""
+    folder.started_at = clock.now
+    folder.loss_and_speed = "loss 1"
+    for step, left in ((20, "run: 03:20 left  "), (30, "run: 01:40 left  "), (40, "")):
+        clock.now += 10 * 9 + 10  # a validation
+        assert folder.progress(step) == f"{left}loss 1"
 
 
 def test_a_resumed_run_counts_the_steps_of_this_process(train):
