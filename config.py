@@ -28,10 +28,10 @@ import yaml
 
 from data import DataConfig
 from ddp_setup import DDPConfig, Distributed, run
-from errors import UserError, kept_warnings
+from errors import UserError
 from model import ModelConfig
 from optim import OptimConfig
-from run_folder import CheckpointConfig, LogConfig, RunConfig
+from run_folder import CheckpointConfig, LogConfig, RunConfig, warnings_so_far
 
 log = logging.getLogger("config")
 DEFAULTS = Path(__file__).with_name("config.yaml")
@@ -152,17 +152,17 @@ def log_to_console() -> Iterator[None]:
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     console.addFilter(lambda record: record.levelno < logging.ERROR)
-    kept_warnings.texts.clear()
+    warnings_so_far.buffer.clear()
     logger = logging.getLogger()
     level = logger.level
     logger.setLevel(logging.INFO)
     logging.raiseExceptions = False  # stdout may be a closed pipe
-    for handler in (console, kept_warnings):
+    for handler in (console, warnings_so_far):
         logger.addHandler(handler)
     try:
         yield
     finally:
-        for handler in (console, kept_warnings):
+        for handler in (console, warnings_so_far):
             logger.removeHandler(handler)
         logger.setLevel(level)
 

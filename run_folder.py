@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from ddp_setup import Distributed, describe
-from errors import RunError, UserError, kept_warnings
+from errors import RunError, UserError
 from metrics import first_metric
 from parts import optional
 from run_checkpoint import (
@@ -39,7 +40,7 @@ from run_checkpoint import (
 )
 
 log = logging.getLogger("run_folder")
-SHOWN_WARNINGS = 10  # at the end of a run
+warnings_so_far = MemoryHandler(capacity=1)  # of this process, as its `buffer` has no target
 
 
 @dataclass(frozen=True)
@@ -349,7 +350,9 @@ class RunFolder:
         """Writes status.json, with the step of the last checkpoint and the warnings so far."""
         if self.ddp.rank != 0:
             return
-        row = {"state": state, **self.saved, "reason": reason, "warnings": kept_warnings.texts}
+        records = [each for each in warnings_so_far.buffer if each.levelno == logging.WARNING]
+        texts = dict.fromkeys(record.getMessage() for record in records)  # each once
+        row = {"state": state, **self.saved, "reason": reason, "warnings": list(texts)}
         with explain_write_errors(self.path / "status.json"):
             write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
 
@@ -389,16 +392,6 @@ class RunFolder:
         seconds = time.perf_counter() - self.started_at  # validations included
         left = tqdm.format_interval(seconds / steps_done * (self.last_step - step))
         return f"run: {left} left  {self.loss_and_speed}".rstrip()
-
-    def repeat_warnings(self) -> None:
-        """Logs the warnings of this start once more, as progress bars have moved them away."""
-        texts = kept_warnings.texts
-        if texts:
-            log.info(f"warnings  {len(texts)}, as above:")
-        for text in texts[:SHOWN_WARNINGS]:
-            log.info(text)
-        if len(texts) > SHOWN_WARNINGS:
-            log.info(f"and {len(texts) - SHOWN_WARNINGS} more above")
 
     # ---- Traces ----------------------------------------------------------------------------------
     @contextlib.contextmanager

@@ -136,7 +136,6 @@ def train(config: Config, ddp: Distributed) -> None:
         test(task, state, folder, ddp)
     except StopTraining as stop:  # raised on every rank after the same step
         folder.stop(state, stop.reason)
-    folder.repeat_warnings()
 
 
 def train_epoch(
