@@ -174,23 +174,6 @@ class Tables:
         share = num_unseen / (count * present).sum().clamp(min=1)
         return share.item()
 
-    def training_range(self) -> dict[str, Any]:
-        """Returns the range of the training rows with a score; predictions beyond extrapolate.
-
-        `seen`, bool [N], says which nodes they knock out, `lowest` and `highest` are the extreme
-        levels, and `largest` is the number of nodes in the largest set. Level 1 is always among the
-        levels: it is that of intact nodes.
-        """
-        is_trained = self.is_in("train") & ~self.y.isnan().all(dim=1)
-        level = self.level[is_trained[self.sample()]]
-        level = torch.cat([level.new_ones(1), level])
-        return {
-            "seen": self.is_seen().any(dim=1),
-            "lowest": level.min().item(),
-            "highest": level.max().item(),
-            "largest": (self.perturbed_ptr.diff() * is_trained).max().item(),
-        }
-
     def fingerprint(self, names: Sequence[str] = ()) -> str:
         """Returns a hash of the named fields, or of all, yours too, except `OF_FILES`."""
 

@@ -243,7 +243,7 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explaine
     first, last = settings.rows
     first += table.num_rows
     most = max(1, min(ensemble.rows_at_once, CELLS_AT_ONCE // len(columns) // lines_per_row))
-    ranges = [run.checkpoint["trained"] for run in settings.runs]
+    ranges = [run.trained for run in settings.runs]
     num_beyond = torch.zeros(len(BEYOND), dtype=torch.long)
     with contextlib.closing(table), bar:
         for chunk in read_sets(settings.table, ensemble.tables, first, last, most):

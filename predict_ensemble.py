@@ -42,7 +42,8 @@ class Run:
 
     checkpoint: dict[str, Any]
     config: Config
-    graph: dict[str, Any]  # what its graph.pt holds
+    graph: dict[str, Any]  # fields of `Tables`, of its graph.pt
+    trained: dict[str, Any]  # the `training_range`, of that too
 
     @property
     def file(self) -> str:
@@ -61,16 +62,15 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
             log.warning(f"note      {path} is {state}: its best model so far predicts")
         path = path / "checkpoints" / "best.pt"
     checkpoint = read_checkpoint(path)
-    lacking = {"graph", "basis", "pair_features", "trained"} - checkpoint.keys()
-    if lacking:
-        raise UserError(f"{path} is of another version of the template: predict with that one")
     graph = read_graph(path)
-    of_graph = graph.pop("graph")
-    if not graph.keys() <= {field.name for field in fields(Tables)}:
+    of_graph = graph.pop("graph", None)
+    trained = graph.pop("trained", None)
+    lacking = {"graph", "basis", "pair_features"} - checkpoint.keys()
+    if lacking or trained is None or not graph.keys() <= {field.name for field in fields(Tables)}:
         raise UserError(f"{path} is of another version of the template: predict with that one")
     if of_graph != checkpoint["graph"]:
         raise UserError(f"the graph.pt of {path} is of another graph: copy that of its run folder")
-    return Run(checkpoint, options_of_run(checkpoint, overrides), graph)
+    return Run(checkpoint, options_of_run(checkpoint, overrides), graph, trained)
 
 
 def options_of_run(checkpoint: dict[str, Any], overrides: Sequence[str]) -> Config:

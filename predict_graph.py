@@ -1,6 +1,7 @@
 """The file graph.pt of a run: with a checkpoint, all that a prediction needs.
 
-It has the fields of `Tables` that are `OF_GRAPH` and, as `graph`, their hash.
+It has the fields of `Tables` that are `OF_GRAPH`, as `graph` their hash, and as `trained` the
+`training_range`.
 """
 
 from pathlib import Path
@@ -19,7 +20,8 @@ def write_graph(folder: RunFolder, tables: Tables) -> None:
     path = folder.path / "graph.pt"
     with folder.ddp.sync_errors(), explain_write_errors(path, UserError):
         if folder.ddp.rank == 0:
-            save_atomically(path, {"graph": folder.origin.graph, **fields_of_graph(tables)})
+            content = {"graph": folder.origin.graph, "trained": training_range(tables)}
+            save_atomically(path, {**content, **fields_of_graph(tables)})
 
 
 def fields_of_graph(tables: Tables) -> dict[str, Any]:
@@ -31,6 +33,21 @@ def fields_of_graph(tables: Tables) -> dict[str, Any]:
     if (tables.edge_weight == 1).all():
         fields["edge_weight"] = None
     return fields
+
+
+def training_range(tables: Tables) -> dict[str, Any]:
+    """Returns the range of the training rows with a score; predictions beyond extrapolate.
+
+    `seen`, bool [N], says which nodes they knock out, `lowest` and `highest` are the extreme
+    levels, and `largest` is the number of nodes in the largest set. Level 1 is always among the
+    levels: it is that of intact nodes.
+    """
+    is_trained = tables.is_in("train") & ~tables.y.isnan().all(dim=1)
+    level = tables.level[is_trained[tables.sample()]]
+    level = torch.cat([level.new_ones(1), level])
+    size = tables.perturbed_ptr.diff() * is_trained
+    trained = {"lowest": level.min().item(), "highest": level.max().item()}
+    return {**trained, "largest": size.max().item(), "seen": tables.is_seen().any(dim=1)}
 
 
 def read_graph(checkpoint: Path) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def all_sets(
 
 
 def is_beyond(samples: Tables, trained: dict[str, Any]) -> Tensor:
-    """Returns whether samples are `BEYOND` a `Tables.training_range` in each way, bool [3, n]."""
+    """Returns whether samples are `BEYOND` a `training_range` in each way, bool [3, n]."""
     level = samples.level
     is_outside = (level < trained["lowest"]) | (level > trained["highest"])
     of_nodes = torch.stack([~trained["seen"][samples.perturbed], is_outside])

@@ -41,7 +41,6 @@ class Origin:
     std: Tensor | None = None
     basis: Tensor | None = None  # as in `KnockoutTask`, float64 [3, K]
     pair_features: list[str] = field(default_factory=list)  # none for a model without pairs
-    trained: dict[str, Any] = field(default_factory=dict)  # `Tables.training_range`
     code: dict[str, str] = field(default_factory=dict)  # `code_of_steps`, {} without that part
     free_options: list[str] = field(default_factory=list)  # of `Config`
 

@@ -120,7 +120,6 @@ class KnockoutTask:
             std=self.criterion.std.cpu(),
             basis=self.basis,
             pair_features=pair_features,
-            trained=self.tables.training_range(),
             code=code,
             free_options=self.config.free_options(),
         )

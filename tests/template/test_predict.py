@@ -183,10 +183,15 @@ def test_a_graph_of_another_run_or_a_run_of_an_older_version_is_named(trained, t
         Predictor(of_copy)
     with pytest.raises(UserError, match=r"nothere is .*: there is no such file or folder$"):
         Predictor(tmp_path / "nothere")
-    for key in ("graph", "trained"):
-        torch.save({name: state[name] for name in state if name != key}, best)
+    for file, content, key in (
+        ("graph.pt", graph, "trained"),
+        ("checkpoints/best.pt", state, "graph"),
+    ):
+        without = {name: content[name] for name in content if name != key}
+        torch.save(without, tmp_path / "runs/b" / file)
         with pytest.raises(UserError, match=r"best.pt is of another version of the template: pred"):
             Predictor(tmp_path / "runs/b")
+        torch.save(content, tmp_path / "runs/b" / file)
 
 
 def test_home_and_variables_stand_for_folders(trained, predict, tmp_path, monkeypatch):

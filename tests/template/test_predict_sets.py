@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from predict_graph import training_range
 from predict_sets import is_beyond
 from tests.sets import tables_of
 from tests.template.fixtures import write_table
-
-BEST = "runs/{}/checkpoints/best.pt"
 
 
 def test_the_range_is_that_of_training_rows_with_a_score():
@@ -21,21 +20,21 @@ def test_the_range_is_that_of_training_rows_with_a_score():
     tables = tables_of([{0: 0.5}, {0: 0.2, 2: 0.5}, {1: 0.0, 2: 0.0, 3: 3.0}, [1, 2, 3]], y)
     split = torch.tensor([0, 0, 0, 1], dtype=torch.int8)
     tables = replace(tables, genes=list("abcd"), split=split)
-    found = tables.training_range()
+    found = training_range(tables)
     assert found.pop("seen").tolist() == [True, False, True, False]
     assert found == {"lowest": 0.2, "highest": 1.0, "largest": 2}
 
     sets = [{0: 0.2}, {1: 0.5}, {0: 0.1}, {2: 1.1}, {0: 0.5, 2: 0.5, 1: 0.5}, {}]
     asked = tables_of(sets, torch.zeros(6, 1))
-    beyond = is_beyond(asked, tables.training_range())
+    beyond = is_beyond(asked, training_range(tables))
     assert beyond.int().tolist() == [[0, 1, 0, 0, 1, 0], [0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0]]
 
 
 def hide(file: Path, node: int) -> None:
-    """Lets a checkpoint say that its training rows did not knock out a node."""
-    checkpoint = torch.load(file, weights_only=True)
-    checkpoint["trained"]["seen"][node] = False
-    torch.save(checkpoint, file)
+    """Lets a graph.pt say that the run's training rows did not knock out a node."""
+    graph = torch.load(file, weights_only=True)
+    graph["trained"]["seen"][node] = False
+    torch.save(graph, file)
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ LARGER = "{} rows have more nodes than any training row: these are extrapolation
 def test_predictions_of_what_training_lacks_are_counted(trained, notes, tmp_path, nproc):
     trained("run.name=a")
     trained("run.name=b", "run.seed=1")
-    first, second = (tmp_path / BEST.format(name) for name in "ab")
+    first, second = (tmp_path / f"runs/{name}/graph.pt" for name in "ab")
     hide(first, 29)
     found = notes(nproc, "runs/a")
     assert found == [

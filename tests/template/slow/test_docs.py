@@ -69,8 +69,10 @@ def test_what_a_command_refers_to_exists(command, tmp_path, monkeypatch):
             read_config(words)
     elif program == "predict.py":
         saved = dataclasses.asdict(Config())
-        hashes = {"graph": "0", "basis": None, "pair_features": [], "trained": {}}
-        monkeypatch.setattr(predict_ensemble, "read_graph", lambda path: {"graph": "0"})
+        hashes = {"graph": "0", "basis": None, "pair_features": []}
+        monkeypatch.setattr(
+            predict_ensemble, "read_graph", lambda path: {"graph": "0", "trained": {}}
+        )
         monkeypatch.setattr(
             predict_ensemble,
             "read_checkpoint",
