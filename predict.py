@@ -268,7 +268,7 @@ def predicted_lines(settings: Settings, ensemble: Ensemble, chunk: Chunk) -> Ite
     predicted = ensemble.predict(chunk.samples, settings.parts).flatten(1)
     cells = torch.full((len(chunk.sets), predicted.size(1)), math.nan, dtype=torch.float64)
     cells[chunk.is_known] = predicted
-    return table_lines(iter(chunk.sets), cells, ensemble.digits(settings.parts))
+    return table_lines(iter(chunk.sets), cells)
 
 
 if __name__ == "__main__":

@@ -224,10 +224,6 @@ class Ensemble:
             columns += [f"{target}_{name}" for name in names[1:]]
         return columns
 
-    def digits(self, with_parts: bool = False) -> Tensor:
-        """Returns the number of significant digits of each column, long [C]."""
-        return self.tasks[0].digits().repeat_interleave(len(self.names(with_parts)))
-
     def predict(self, samples: Tables, with_parts: bool = False) -> Tensor:
         """Returns `names` of n samples on the graph `self.tables`, float64 [n, T, names].
 

@@ -31,6 +31,7 @@ from model import GlobalReadout, KnockoutGNN, KnockoutTerm, WildType
 from parts import optional
 from predict_ensemble import Ensemble
 from predict_sets import Chunk
+from run_results import NUMBER
 
 POINTS = 32  # on the way from no change to the sum of changes
 
@@ -238,14 +239,12 @@ class Explainer:
     ) -> Iterator[str]:
         """Yields the lines of rows, given what is `explained` of those that are known."""
         targets = self.ensemble.targets
-        digits_of_targets = self.ensemble.tasks[0].digits().tolist()
         for genes, is_known in zip(chunk.sets, chunk.is_known.tolist(), strict=True):
             nodes_of_targets = next(explained) if is_known else [[] for _ in targets]
-            each_target = zip(targets, digits_of_targets, nodes_of_targets, strict=True)
-            for target, digits, nodes in each_target:
+            for target, nodes in zip(targets, nodes_of_targets, strict=True):
                 for name, contribution, features, without in nodes:
-                    prediction = "" if without is None else f"{without:.{digits}g}"
-                    cells = (name, f"{contribution:.6g}", features, prediction)
+                    prediction = "" if without is None else f"{without:{NUMBER}}"
+                    cells = (name, f"{contribution:{NUMBER}}", features, prediction)
                     yield "\t".join((genes, target, *cells)) + "\n"
                 for _ in range(num_nodes - len(nodes)):
                     yield f"{genes}\t{target}" + "\t" * len(Contribution._fields) + "\n"

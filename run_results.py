@@ -11,24 +11,21 @@ from torch import Tensor
 
 from data_tables import Tables
 
+NUMBER = ".12g"  # the format of all numbers in tables, in which 1e6 + 1e-3 is not 1e6
 SUFFIXES = ("", "_prediction")  # of the columns of a target; then follow those of the rivals
 
 
-def result_lines(
-    tables: Tables, prediction: Tensor, rivals: dict[str, Tensor], digits: Tensor
-) -> Iterator[str]:
+def result_lines(tables: Tables, prediction: Tensor, rivals: dict[str, Tensor]) -> Iterator[str]:
     """Yields the lines of test.tsv: the header, and one for each test row.
 
     A row has its nodes; the number of those that are unseen, for each target if these numbers
     differ; and their names. Then follow the weight or the `sd` if the table has them, and for each
     target score, prediction and those of the rivals, as `<target>_<rival>`. A missing score is an
-    empty cell. Predictions are [n, T] each, of the test rows; `digits` are the significant digits
-    of each target, long [T].
+    empty cell. Predictions are [n, T] each, of the test rows.
     """
     rows = tables.rows("test")
     of_targets = [tables.y[rows], prediction, *rivals.values()]
     numbers = torch.stack(of_targets, dim=2).flatten(start_dim=1)
-    digits = digits.repeat_interleave(len(of_targets))
     suffixes = [*SUFFIXES, *(f"_{name}" for name in rivals)]
     header = ["genes", "unseen", "unseen_genes"]
     name = "weight" if tables.sd is None else "sd"
@@ -36,10 +33,9 @@ def result_lines(
     if of_rows is not None:
         header.append(name)
         numbers = torch.cat([of_rows[rows].unsqueeze(1), numbers], dim=1)
-        digits = torch.cat([torch.tensor([7]), digits])
     header += [target + suffix for target in tables.targets for suffix in suffixes]
     yield "\t".join(header) + "\n"
-    yield from table_lines(row_labels(tables, "test"), numbers, digits)
+    yield from table_lines(row_labels(tables, "test"), numbers)
 
 
 def row_labels(tables: Tables, split: str) -> Iterator[str]:
@@ -66,12 +62,9 @@ def row_labels(tables: Tables, split: str) -> Iterator[str]:
         yield "\t".join(cells)
 
 
-def table_lines(labels: Iterator[str], numbers: Tensor, digits: Tensor) -> Iterator[str]:
-    """Yields a line for each row of numbers [n, C]: its label, and a cell each, empty for nan.
-
-    `digits` are the significant digits of each column, long [C].
-    """
-    template = "".join(f"\t%.{count}g" for count in digits.tolist()) + "\n"
+def table_lines(labels: Iterator[str], numbers: Tensor) -> Iterator[str]:
+    """Yields a line for each row of numbers [n, C]: its label, and a cell each, empty for nan."""
+    template = f"\t%{NUMBER}" * numbers.size(1) + "\n"
     for some_numbers in numbers.split(100):  # as lists, they take four times the memory
         for row in some_numbers.tolist():
             yield next(labels) + (template % tuple(row)).replace("\tnan", "\t")

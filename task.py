@@ -257,19 +257,11 @@ class KnockoutTask:
     def result_lines(self, output: Tensor) -> Iterator[str]:
         """Yields the lines of test.tsv, of outputs of the test rows [n, T, C]."""
         rivals = self.rivals_of(self.rows("test"))
-        return result_lines(self.tables, self.to_scores(output), rivals, self.digits())
+        return result_lines(self.tables, self.to_scores(output), rivals)
 
     def rivals_of(self, rows: Tensor) -> dict[str, Tensor]:
         """Returns the predictions of each rival for some rows, float64 [rows, T], by its name."""
         return {name: prediction[rows] for name, prediction in self.rivals.items()}
-
-    def digits(self) -> Tensor:
-        """Returns the number of significant digits of each target, long [T].
-
-        They are 7 and, where a score's mean is large, as many more as its deviations lie behind.
-        """
-        distance = (self.criterion.mean.abs() / self.criterion.std).cpu().clamp(min=1)
-        return (7 + distance.log10().floor().long()).clamp(max=17)
 
     def summary(self) -> str:
         """Returns the numbers of nodes, edges and samples as a line for the log."""

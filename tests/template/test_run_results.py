@@ -93,7 +93,7 @@ def test_what_is_written_is_read(tmp_path, num_rows, rival_names):
     prediction = normal(num_rows, 2, seed=2)
     prediction[-1, 0] = math.nan
     rivals = {name: normal(num_rows, 2, seed=len(name)) for name in rival_names}
-    lines = result_lines(tables, prediction, rivals, digits=torch.tensor([7, 7]))
+    lines = result_lines(tables, prediction, rivals)
     write_atomically(tmp_path / "test.tsv", lines)
     read = read_results(tmp_path / "test.tsv")
     assert read.targets == ["s", "s_prediction"]

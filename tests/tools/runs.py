@@ -67,7 +67,7 @@ def output_for(task: KnockoutTask, prediction: Tensor) -> Tensor:
 def lines_of_test(task: KnockoutTask, prediction: Tensor) -> list[str]:
     """Returns the lines of test.tsv, given predictions of the test rows."""
     rivals = task.rivals_of(task.rows("test"))
-    return list(result_lines(task.tables, prediction, rivals, task.digits()))
+    return list(result_lines(task.tables, prediction, rivals))
 
 
 def predictions_of(y: Tensor, prediction: Tensor, baseline: Tensor) -> Results:
