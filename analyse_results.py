@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_cells import parse_number
+from data_cells import has_level
 from errors import UserError
 from run_results import SUFFIXES
 
@@ -107,10 +107,8 @@ class Results:
 
 def level_of(name: str) -> str:
     """Returns the level at the end of a gene's name in test.tsv, "0" for a deletion."""
-    _, sign, end = name.rpartition("=")
-    level = parse_number(end)
-    has_level = sign and math.isfinite(level)
-    return f"{level:.15g}" if has_level else "0"  # as 00.3 may stand for 0.3
+    _, _, level = name.rpartition("=")
+    return level if has_level(name) else "0"
 
 
 def read_results(path: Path) -> Results:

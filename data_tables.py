@@ -109,19 +109,11 @@ class Tables:
     def names(self, nodes: Tensor, levels: Tensor) -> Iterator[str]:
         """Yields the text of each perturbed node in a table: `A`, or `A=0.3`.
 
-        A deleted node whose own name ends so has `=0` behind it. Where the text is the name of
-        another node, a further 0 makes them differ: `A=00.3`.
+        A deleted node whose own name ends so has `=0` behind it.
         """
-        genes = set(self.genes)
         for node, level in zip(nodes.tolist(), levels.tolist(), strict=True):
             name = self.genes[node]
-            if level == 0 and not has_level(name):
-                yield name
-                continue
-            level_text = f"{level:.15g}"
-            while f"{name}={level_text}" in genes:
-                level_text = f"0{level_text}"
-            yield f"{name}={level_text}"
+            yield name if level == 0 and not has_level(name) else f"{name}={level:.15g}"
 
     def set_number(self) -> Tensor:
         """Returns the number of each row's set of nodes and levels, long [n], from 0.

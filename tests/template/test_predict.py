@@ -242,7 +242,7 @@ def test_a_model_is_resumed_and_asked_with_its_own_loss_only(train, predict, tmp
 @pytest.fixture
 def odd_names(train, tmp_path):
     """A run, "runs/run", of a graph with nodes whose names look like others at a level."""
-    others = {"Y01": "Y00=0.3", "Y02": "Y00=0.3=0.3", "Y03": "Y04=0"}
+    others = {"Y01": "Y98=0.3", "Y02": "Y97=0.3=0.3", "Y03": "Y99=0"}
     for name in ("edges.tsv", "scores.tsv"):
         text = (tmp_path / name).read_text()
         for before, after in others.items():
@@ -256,20 +256,20 @@ def odd_names(train, tmp_path):
     [
         (
             "all-singles",
-            {"Y00": "Y00=0", "Y00=0.3=0": "Y00=0.3", "Y04": "Y04=-0", "Y04=0=0": "Y04=0"},
+            {"Y00": "Y00=0", "Y98=0.3=0": "Y98=0.3", "Y04": "Y04=-0", "Y99=0=0": "Y99=0"},
         ),
         (
             "all-singles=0.3",
-            {"Y00=00.3": "Y00=3e-1", "Y00=0.3=00.3": "Y00=0.3=.3", "Y04=0.3": "Y04=0.30"},
+            {"Y00=0.3": "Y00=3e-1", "Y98=0.3=0.3": "Y98=0.3=.3", "Y04=0.3": "Y04=0.30"},
         ),
         (
             "all-pairs=0.3",
             {
-                "Y00=00.3,Y00=0.3=00.3": "Y00=3e-1,Y00=0.3=.3",
-                "Y04=0=0.3,Y10=0.3": "Y10=.3,Y04=0=.3",
+                "Y00=0.3,Y98=0.3=0.3": "Y00=3e-1,Y98=0.3=.3",
+                "Y10=0.3,Y99=0=0.3": "Y99=0=.3,Y10=.3",
             },
         ),
-        ("all-pairs", {"Y00,Y00=0.3=0": "Y00=0.3=0e0,Y00", "Y00,Y04": "Y04,Y00"}),
+        ("all-pairs", {"Y00,Y98=0.3=0": "Y98=0.3=0e0,Y00", "Y00,Y04": "Y04,Y00"}),
     ],
 )
 def test_a_screen_means_levels_of_nodes_whatever_other_nodes_are_called(
