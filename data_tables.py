@@ -9,7 +9,7 @@ Shapes: N nodes, E edges, each of F features, n samples of T targets.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch_geometric.data import HeteroData
 from torch_geometric.index import index2ptr
 from torch_geometric.utils import coalesce, scatter, to_undirected
 
-from data_cells import SPLITS, has_level, number_names, read_header, read_rows, stable_order
+from data_cells import SPLITS, Rows, has_level, number_names, read_header, read_rows, stable_order
 from errors import DataError
 from metrics import standardise
 from parts import optional
@@ -319,11 +319,8 @@ def read_knockouts(
     chunks = []
     num_rows = 0
     nodes = frozenset(node_number)
-    data_notes = optional("data_notes")
     for rows in read_rows(path, header, has_bar=True):
-        row, name, names, level = rows.sets(nodes)
-        if data_notes:
-            data_notes.check_names(rows, row, name, names, nodes)
+        row, name, names, level = checked_sets(rows, nodes)
         node = number_names(names, node_number)[name]
         y = rows.table(targets, ": to leave that column out, name the others in data.scores")
         line = torch.tensor(rows.lines, dtype=torch.int)
@@ -339,6 +336,15 @@ def read_knockouts(
     fields = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
     left_out = [name for name in score_columns if name not in targets]
     return {**fields, "targets": targets, "left_out": left_out}
+
+
+def checked_sets(rows: Rows, nodes: Container[str]) -> tuple[Tensor, Tensor, list[str], Tensor]:
+    """Returns `Rows.sets`, in which the part notes refuses names that are no nodes."""
+    row, name, names, level = rows.sets(nodes)
+    data_notes = optional("data_notes")
+    if data_notes:
+        data_notes.check_names(rows, row, name, names, nodes)
+    return row, name, names, level
 
 
 def read_features(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 from data_cells import Rows, read_header, read_rows, split_level
-from data_tables import Tables, pack
+from data_tables import Tables, checked_sets, pack
 from errors import UserError
 from parts import optional
 
@@ -132,10 +132,7 @@ def chunk_of(rows: Rows, tables: Tables) -> Chunk:
     Whatever else a batch is made of must be read here, too. Raises `DataError`.
     """
     node_number = {gene: node for node, gene in enumerate(tables.genes)}
-    row, name, names, level = rows.sets(node_number)
-    data_notes = optional("data_notes")
-    if data_notes:
-        data_notes.check_names(rows, row, name, names, node_number)
+    row, name, names, level = checked_sets(rows, node_number)
     numbers = [node_number.get(name, -1) for name in names]
     node = torch.tensor(numbers, dtype=torch.long)[name]
     is_known = torch.ones(len(rows.lines), dtype=torch.bool)
