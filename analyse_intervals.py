@@ -114,17 +114,6 @@ def resampled(
     return torch.stack(values)
 
 
-def resampled_mean(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
-    """Returns the mean of the values [n], without nan, in each resample of the rows, [R].
-
-    The resamples are those of `resampled_pearson`.
-    """
-    present = ~values.isnan()
-    columns = torch.stack([values.nan_to_num(), present.double()], dim=1)
-    total, count = resampled_sums(columns, cluster, resamples).T
-    return total / count
-
-
 def resampled_sums(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
     """Returns the sum of values [n, ...] over the rows of each resample, float64 [R, ...].
 

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 import data
-from analyse_intervals import centred, interval, pearson_of_rows, resampled_mean, resampled_pearson
+from analyse_intervals import centred, interval, pearson_of_rows, resampled_pearson, resampled_sums
 from analyse_metrics import number_of_resamples
 from config import Config, load_config
 from data_cache import source_digest
@@ -366,6 +366,17 @@ MEASURES = {
 
 
 # ---- Our model -----------------------------------------------------------------------------------
+def resampled_mean(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
+    """Returns the mean of the values [n], without nan, in each resample of the rows, [R].
+
+    The resamples are those of `resampled_pearson`.
+    """
+    present = ~values.isnan()
+    columns = torch.stack([values.nan_to_num(), present.double()], dim=1)
+    total, count = resampled_sums(columns, cluster, resamples).T
+    return total / count
+
+
 def seconds_of(rows: list[dict]) -> float:
     """Returns the time between the starts and the ends of a run; a killed one has no end."""
     total = 0.0

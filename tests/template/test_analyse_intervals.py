@@ -5,12 +5,8 @@ import math
 import pytest
 import torch
 
-from analyse_intervals import (
-    interval,
-    resampled_mean,
-    resampled_pearson,
-    uncertainty,
-)
+from analyse_intervals import interval, resampled_pearson, uncertainty
+from tests.bench.quality import resampled_mean
 
 
 def normal(*size: int, seed: int = 0) -> torch.Tensor:
