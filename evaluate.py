@@ -27,7 +27,7 @@ def evaluation_batch_size(task: KnockoutTask) -> int:
     Of large batches, the host launches fewer kernels.
     """
     batch_size = task.config.data.batch_size
-    if task.predicts_large_batches:
+    if task.is_cheap_per_sample:
         return max(batch_size, LARGE_BATCH)
     return batch_size
 

@@ -29,7 +29,7 @@ class Criterion:
     columns: tuple[str, ...]  # names of the output's columns of a score
     link = ""  # what the terms of a prediction add up to, if that is not a score, such as "logit"
     is_binary = False  # whether scores are 0 and 1, and predictions probabilities of 1
-    starts_from_mean = False  # whether models do so whatever model.start says, as in another unit
+    starts_from_mean = False  # True if the baseline, in the unit of `squared`, cannot be the start
 
     def __init__(self, mean: Tensor, std: Tensor):
         self.mean = mean

@@ -3,7 +3,8 @@
 The *encoder* gives all nodes states on the intact graph, once for each batch: the *wild type*. The
 term *local* is a set function of the wild-type states of the knocked-out nodes. The term *knockout*
 runs the encoder's layers for every sample on the graph without its dead nodes, and reads how the
-states of the living nodes change. `KnockoutTask.build_model` puts the terms together.
+states of the living nodes change. `KnockoutTask.build_model` puts the terms together. `record`,
+`has_plan` and `LayerStates` are there for model_reach.py alone: without it, `record` is None.
 
 Shapes: N nodes, R relations, B samples, P perturbed nodes in the batch, H hidden channels, T
 targets of C columns each (see losses.py; those of a target lie together), K responses of a node to
@@ -85,16 +86,16 @@ class WildType(NamedTuple):
     layers: list[LayerStates]  # of a batch with a plan, see `model_reach.py`
     final: Tensor  # normalised states after the last layer, [N, 1, H]
     draws: Draws
-    kept: dict[str, Tensor]  # what a term leaves to one behind it
+    kept: dict[str, Tensor]  # "hidden", which the term local leaves to the term pairs behind it
 
 
 class KnockoutGNN(nn.Module):
     """Predicts the effect of each sample's knock-outs, in standard deviations from the mean.
 
     It is the sum of `terms`, modules that map the graph, the `WildType`, the `dose` of perturbed
-    nodes and the batch to [B, T * C]. None calls another, and each starts at 0, but for what is
-    known without the graph. Normalisation is per node, so a prediction never depends on the other
-    samples of its batch.
+    nodes and the batch to [B, T * C]. Each starts at 0, but for what is known without the graph.
+    Only the order of local and pairs matters: what the nodes share is a further input of local's
+    MLP. Normalisation is per node, so a prediction never depends on the other samples of its batch.
 
     Args:
         num_nodes, num_relations, num_features: size of the graph that `forward` takes.

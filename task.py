@@ -48,7 +48,7 @@ class KnockoutTask:
     dataset: KnockoutDataset
     route: str  # how the model passes messages, for the log
     basis: Tensor  # of which `mask.doses` each response of a node is the sum, float64 [3, K]
-    start: Any = None  # where training starts, as of `load_start`; None: from the mean
+    start: Any = None  # the `Baseline` with which training starts; None: it starts from the mean
     rivals: dict[str, Tensor] = field(default_factory=dict)  # predictions of all rows, [n, T] each
 
     @classmethod
@@ -174,8 +174,8 @@ class KnockoutTask:
         return self.config.model.cuda_graphs and self.graph.is_on_gpu
 
     @property
-    def predicts_large_batches(self) -> bool:
-        """Whether thousands of samples at once take little memory.
+    def is_cheap_per_sample(self) -> bool:
+        """Whether a sample takes little memory, so that thousands are predicted at once.
 
         A GPU computes the states of many samples by blocks.
         """

@@ -56,5 +56,5 @@ def test_a_gpu_predicts_many_samples_at_once_where_it_computes_them_by_blocks():
         config = Config(data=DataConfig(batch_size=8), model=ModelConfig(**options))
         graph = SimpleNamespace(is_on_gpu=is_on_gpu)
         task = SimpleNamespace(config=config, graph=graph)
-        task.predicts_large_batches = KnockoutTask.predicts_large_batches.fget(task)
+        task.is_cheap_per_sample = KnockoutTask.is_cheap_per_sample.fget(task)
         assert evaluation_batch_size(task) == size

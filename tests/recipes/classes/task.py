@@ -30,7 +30,7 @@ class ClassesTask:
     num_targets = 1  # losses of a row
     output_shape = (NUM_CLASSES,)  # of a row
     captures_steps = False  # no CUDA graphs
-    predicts_large_batches = True
+    is_cheap_per_sample = True
 
     @classmethod
     def load(cls, config: Config, ddp: Distributed) -> "ClassesTask":
