@@ -52,7 +52,10 @@ class Rows:
     path: str
     lines: Sequence[int]  # number of each row's line in the file
     cells: dict[str, list[str]]  # by column
-    place: str = "{path}:{line}"  # where a row stands, in errors
+
+    def place(self, row: int) -> str:
+        """Returns where a row stands, for errors."""
+        return f"{self.path}:{self.lines[row]}"
 
     def select(self, start: int, stop: int) -> "Rows":
         """Returns the rows from `start` to `stop` - 1."""
@@ -61,8 +64,7 @@ class Rows:
 
     def error(self, row: int, column: str, problem: str) -> DataError:
         cell = self.cells[column][row]
-        place = self.place.format(path=self.path, line=self.lines[row])
-        return DataError(f"{place}: the {column:.60} {cell!r:.60} {problem}")
+        return DataError(f"{self.place(row)}: the {column:.60} {cell!r:.60} {problem}")
 
     def numbers(self, column: str, positive: bool = False, advice: str = "") -> Tensor:
         """Returns a column, float64 [n], nan where missing; raises `DataError`.
@@ -239,8 +241,6 @@ def open_table(path: str) -> Iterator[TextIO]:
             yield file
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8 text: save it as text with tabs, in UTF-8") from None
-    except csv.Error as error:
-        raise DataError(f"{path}: {error}: quotes must enclose whole cells") from None
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(path, error) from None
 
@@ -258,7 +258,8 @@ def read_header(
     column without a name is "", and will be left out. For both, `notes` get a sentence.
     """
     with open_table(path) as file:
-        header = [cell.strip() for cell in next(csv.reader(file, delimiter="\t"), [])]
+        _, cells = next(numbered_rows(path, file), (1, []))
+    header = [cell.strip() for cell in cells]
     for i, name in enumerate(header):
         role = name.lower()
         if i == 0:
@@ -287,45 +288,63 @@ def read_rows(
     A blank line is skipped or, without `skip_blank`, a row of empty cells. Columns without a name
     must have empty cells. With `has_bar`, a bar shows the share of the file that is read.
     """
-    line = 1  # of the last row
     is_empty = True
     with open_table(path) as file, bar_of_file(file, path, has_bar) as bar:
-        reader = csv.reader(file, delimiter="\t", strict=True)
-        next(reader)
+        rows = whole_rows(path, file, header, skip_blank)
         while True:
-            first = line
             lines = []
             cells = []  # of all rows: a list for each would keep the garbage collector busy
-            for row in islice(reader, max(1, CHUNK // len(header))):
-                line += 1
-                if not row:
-                    row = [""] * len(header)
-                if skip_blank and not row[0] and not "".join(row).strip():
-                    continue
-                if len(row) != len(header):
-                    row = with_empty_end(row, header)
-                if len(row) != len(header):
-                    problem = f"{len(row)} fields where the header has {len(header)}"
-                    if len(row) == len(header) + 1:
-                        problem += "; if the first is a row's name, as R writes it: row.names=FALSE"
-                    raise DataError(f"{path}:{line}: {problem}")
+            for line, row in islice(rows, max(1, CHUNK // len(header))):
                 lines.append(line)
                 cells += row
-            if line == first:
+            if not lines:
                 break
-            if reader.line_num != line:
-                raise DataError(f"{path}: a cell in quotes has a line break, before line {line}")
+            is_empty = False
             bar.update(os.lseek(file.fileno(), 0, os.SEEK_CUR) - bar.n)
-            if lines:
-                is_empty = False
-                columns = {}
-                for i, name in enumerate(header):
-                    columns[name] = cells[i :: len(header)]
-                    if not name:
-                        check_empty(path, lines, columns.pop(name), i + 1)
-                yield Rows(path, lines, columns)
+            columns = {}
+            for i, name in enumerate(header):
+                columns[name] = cells[i :: len(header)]
+                if not name:
+                    check_empty(path, lines, columns.pop(name), i + 1)
+            yield Rows(path, lines, columns)
     if is_empty:
         raise DataError(f"{path}: no rows below the header")
+
+
+def numbered_rows(path: str, file: TextIO) -> Iterator[tuple[int, list[str]]]:
+    """Yields the number of each line, from 1, and its cells; raises `DataError`."""
+    reader = csv.reader(file, delimiter="\t", strict=True)
+    line = 0
+    try:
+        for line, row in enumerate(reader, 1):
+            if reader.line_num != line:
+                raise DataError(f"{path}:{line}: a cell in quotes has a line break")
+            yield line, row
+    except csv.Error as error:
+        raise DataError(f"{path}:{line + 1}: {error}: quotes must enclose whole cells") from None
+
+
+def whole_rows(
+    path: str, file: TextIO, header: list[str], skip_blank: bool
+) -> Iterator[tuple[int, list[str]]]:
+    """Yields line and cells of each row below the header, as many as that has.
+
+    Blank lines are skipped, or rows of empty cells. Raises `DataError`.
+    """
+    for line, row in islice(numbered_rows(path, file), 1, None):
+        starts_empty = not row or not row[0]
+        if skip_blank and starts_empty and not "".join(row).strip():
+            continue
+        if not row:
+            row = [""] * len(header)
+        if len(row) != len(header):
+            row = with_empty_end(row, header)
+        if len(row) != len(header):
+            problem = f"{len(row)} fields where the header has {len(header)}"
+            if len(row) == len(header) + 1:
+                problem += "; if the first is a row's name, as R writes it: row.names=FALSE"
+            raise DataError(f"{path}:{line}: {problem}")
+        yield line, row
 
 
 def with_empty_end(row: list[str], header: list[str]) -> list[str]:

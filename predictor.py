@@ -23,6 +23,13 @@ from predict_sets import Chunk, chunk_of, unknown_nodes
 SETS_AT_ONCE = 100_000
 
 
+class SetRows(Rows):
+    """Sets of a list as rows of a table, which errors name by their place in the list."""
+
+    def place(self, row: int) -> str:
+        return f"sets[{self.lines[row]}]"
+
+
 def texts_of(sets: Iterable[str]) -> list[str]:
     """Returns sets of knock-outs as a list; raises `UserError` if they are not several texts."""
     if isinstance(sets, str):
@@ -190,8 +197,7 @@ class Predictor:
             cells = {"genes": sets[first:last]}
             for name, column in columns.items():
                 cells[name] = [str(cell) for cell in column[first:last]]
-            rows = Rows("sets", range(first, last), cells, place="{path}[{line}]")
-            chunk = chunk_of(rows, self.tables)
+            chunk = chunk_of(SetRows("sets", range(first, last), cells), self.tables)
             if chunk.unknown and unknown == "raise":
                 raise UserError(unknown_nodes(chunk.unknown, self.tables))
             yield np.flatnonzero(chunk.is_known.numpy()) + first, chunk
