@@ -23,6 +23,7 @@ from data_tables import SPLITS, Tables, cached, read_tables
 from errors import DataError
 from mask import doses
 from metrics import mean_and_std
+from parts import optional
 
 LARGE = 0.1  # share of the rows, from which on a set of knock-outs does not decide a split
 EXAMPLE = Path(__file__).with_name("example")  # tables that are read if none are given
@@ -61,7 +62,9 @@ def load(config: DataConfig) -> Tables:
     files = [config.edges, config.perturbations, config.features]
     options = [config.scores, config.undirected]
     digests = [path and file_digest(path) for path in files]  # "" for one that is not given
-    key = f"{files} {digests} {options}"  # notes of tables name their files
+    data_notes = optional("data_notes")  # refuses names and makes notes, but is not imported
+    code = file_digest(data_notes.__file__) if data_notes else ""
+    key = f"{files} {digests} {options} {code}"  # notes of tables name their files
 
     def read() -> dict[str, Any]:
         return vars(read_tables(*files, *options))
@@ -84,6 +87,8 @@ def load(config: DataConfig) -> Tables:
             f"{config.perturbations} has a column split: remove it, "
             "or set data.split=random and data.fold= to use it"
         )
+    else:
+        tables.notes = [*tables.notes, *notes_on_replaced(config)]
     for split in SPLITS:
         if len(tables.rows(split)) == 0:
             raise DataError(
@@ -91,6 +96,17 @@ def load(config: DataConfig) -> Tables:
                 f"{len(tables.y)} rows (data.split={config.split}): {advice}"
             )
     return tables
+
+
+def notes_on_replaced(config: DataConfig) -> list[str]:
+    """Returns a note on options that do nothing beside a column split, if some are set."""
+    options = ("split_seed", "val_fraction", "test_fraction")
+    default = DataConfig()
+    names = [name for name in options if getattr(config, name) != getattr(default, name)]
+    if not names:
+        return []
+    replaced = ", ".join(f"data.{name}" for name in names)
+    return [f"{config.perturbations}: its column split takes the place of {replaced}"]
 
 
 def with_example(config: DataConfig) -> DataConfig:
@@ -216,7 +232,7 @@ class KnockoutDataset(Dataset):
     degree: Tensor
     transform: Callable[[Data], Data] | None = None
     scale: Tensor | float = 1.0
-    out_degree: Tensor | None = None  # with that of `SharedGraph`, batches bring `num_out_edges`
+    out_degree: Tensor | None = None  # given, batches have num_out_edges: no wait for a GPU
     columns: dict[str, Tensor | Callable[[Data], Tensor]] = field(default_factory=dict)
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
-"""Sentences for the log on what may be wrong with the tables that were read.
+"""Hints: sentences for the log on what may be wrong with tables, and names that are refused.
 
-`notes_on` is called once, at the end of reading. Names that no edge has may be misspelt nodes, or
-controls; a name that an edge has is a node.
+`notes_on` is called once, at the end of reading; `notes_on_training` at each start. A name that an
+edge has is a node. Others may be misspelt nodes, or controls.
 
 Shapes: N nodes, n rows of T targets.
 """
@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor
 from torch_geometric.utils import scatter
 
+from data import effective_share
 from data_cells import SPLITS, Rows, is_missing_name, parse_number
 from metrics import weighted_mean
+from parts import is_here
 
 OUTLYING = 0.25  # share of the variance, from which on a row is noted
 FAR = 5  # ranges of all other values, beyond which a value of several rows may be a code
@@ -27,9 +28,9 @@ HUGE = 30  # times the largest other value in size, from which on it may be one
 NINES = (99.0, 999.0, 9999.0, 99999.0)  # sizes of values that are codes if they are less far
 FEWEST_SCORES = 50  # of a column; one of fewer may well have such a share
 FEW_TARGETS = 20  # up to which each is looked at by itself
-FEW_VALUES = 10  # of a column that may say how a sample was made, not what was measured
+FEW_VALUES = 10  # rows or values, below which nothing is said of them
 FEW_RELATIONS = 20  # up to which their names may be numbers
-FEW = 0.1  # share of names up to which these are not as nearly all others
+FEW = 0.1  # share up to which names are not as nearly all others; or rows count, by their weights
 MORE = 1.5  # times the rows of any node with an edge, from which on a name is none
 SHORT = 3  # letters of a name, below which it is a part of others by chance
 SHOWN = 10  # names in a note
@@ -40,31 +41,27 @@ NO_SCORE = re.compile(
     r"|(.+ )?([pq] ?val(ue)?s?|p ?adj|fdr|sd|se|sem|std|std ?err|std ?dev)( .+)?"
     r"|(.+ )?(standard (error|deviation)|variance)( .+)?"
 )
-WEIGHT = re.compile(r"weights?|score|importance|confidence|probability|strength|correlation")
 MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 DATE = re.compile(rf"\d+-({MONTHS})|({MONTHS})-\d+|\d{{4}}-\d\d-\d\d( 00:00:00)?")
+# Also in MAR1, MARC1, MARCH1, SEPT1 and their newer names MARCHF1 and SEPTIN1.
+MONTH = re.compile(rf"0?(\d+)-({MONTHS})|({MONTHS})(?:C|CH|CHF|T|TIN)?-?0?(\d+)", re.IGNORECASE)
 SIGNS = r"[\W_]+"  # between the words of a name
 CONTROL = re.compile(r"((neg|negative)?(control|ctrl)|wt|wildtype|ntc?|nontargeting)+")
 JOINTS = set("+;|:/&_ ")  # what people write between names in place of a comma
 
 
 def notes_on(
-    tables: Any,
-    edges: str,
-    perturbations: str,
-    features: str,
-    described: Mapping[str, Tensor],
-    are_chosen: bool,
+    tables: Any, files: Sequence[str], described: Mapping[str, Tensor], are_chosen: bool
 ) -> list[str]:
-    """Returns the sentences on `Tables`, each of which begins with the name of a file.
+    """Returns the sentences on `Tables` of files: of edges, of knock-outs and "" or of features.
 
     `described` is what the file of features has of each name, [F]. `are_chosen` says whether
     data.scores names the scores.
     """
-    connected = names_at(tables, tables.edge_index.flatten())
+    edges, perturbations, features = files
+    connected = [tables.genes[node] for node in tables.edge_index.unique().tolist()]
     notes = []
-    notes += notes_on_edges(tables, edges)
-    notes += notes_on_ends(edges, connected)
+    notes += notes_on_relations(tables, edges)
     notes += notes_on_knocked_out(tables, perturbations, connected)
     notes += notes_on_controls(tables, perturbations, connected)
     notes += notes_on_levels(tables, perturbations)
@@ -78,13 +75,20 @@ def notes_on(
     return notes
 
 
+def notes_on_training(tables: Any, config: Any) -> Iterator[str]:
+    """Yields sentences on `Tables` with a split, and on what suits them in a `Config`."""
+    are_nodes = set(tables.targets) <= set(tables.genes)
+    if are_nodes and config.model.readout != "nodes" and is_here("model_nodes"):
+        yield "all scores are named after nodes: model.readout=nodes suits them"
+    share = effective_share(tables.score_weight(tables.rows("train"))).min().item()
+    if share < FEW:
+        yield f"by weight, the training rows count as {share:.1%} of them would"
+
+
 def details(tables: Any) -> str:
     """Returns a text on rows, columns, scores, nodes and features, for the log."""
     count = torch.bincount(tables.perturbed_ptr.diff())
-    sizes = count.nonzero().flatten().tolist()
-    rows = [f"{count[size]:,} of {size}" for size in sizes[:SHOWN]]
-    if len(sizes) > SHOWN:
-        rows.append(f"{count[sizes[SHOWN:]].sum():,} of more")
+    rows = [f"{count[size]:,} of {size}" for size in count.nonzero().flatten().tolist()]
     present = (~tables.y.isnan()).sum(dim=0).tolist()
     scores = [f"{number:,}" for number in present]
     if len(present) > SHOWN:
@@ -93,19 +97,19 @@ def details(tables: Any) -> str:
     perturbed = tables.perturbed.unique()
     num_unseen = (~tables.is_seen().any(dim=1)[perturbed]).sum()
     num_isolated = (~np.isin(perturbed, tables.edge_index)).sum()  # ten times faster than torch
-    texts = [f"columns left out: {', '.join(tables.left_out)}"] if tables.left_out else []
-    texts.append(f"rows by knock-outs: {', '.join(rows)}, in {num_sets:,} distinct sets")
-    texts.append(f"{(tables.split < 0).sum():,} rows in no split")
-    texts.append(f"rows with each score: {', '.join(scores)}")
-    texts.append(
+    texts = [
+        f"rows by knock-outs: {', '.join(rows)}, in {num_sets:,} distinct sets",
+        f"{(tables.split < 0).sum():,} rows in no split",
+        f"rows with each score: {', '.join(scores)}",
         f"{num_isolated:,} of {len(perturbed):,} knocked-out nodes isolated, "
-        f"{num_unseen:,} in no training row"
-    )
-    num_features = tables.features.size(1)
-    texts.append(f"features: {num_features:,} of nodes, {tables.edge_attr.size(1):,} of edges")
+        f"{num_unseen:,} in no training row",
+    ]
+    if tables.left_out:
+        texts.append(f"columns left out: {', '.join(tables.left_out)}")
     if tables.feature_names:
         is_bare = (tables.features == 0).all(dim=1)  # standardised, and 0 where missing
-        texts.append(f"{is_bare.sum():,} nodes without features")
+        num_features = tables.features.size(1)
+        texts.append(f"{num_features:,} features of nodes, which {is_bare.sum():,} nodes lack")
     return "; ".join(texts)
 
 
@@ -119,23 +123,20 @@ def notes_on_outliers(tables: Any, path: str) -> Iterator[str]:
     mean = weighted_mean(tables.y.nan_to_num(), weight)  # without a median, which takes seconds
     squares = weight * (tables.y - mean).nan_to_num().square()
     shares = (squares / squares.sum(dim=0)).nan_to_num()
-    names = [f"the {target:.60}" for target in tables.targets]
-    if len(names) > FEW_TARGETS:
-        shares = shares.mean(dim=1, keepdim=True)
-        names = [f"the row of {len(names):,} scores"]
-    largest, row_of_largest = shares.max(dim=0)
-    present = (~tables.y.isnan()).sum(dim=0)
     # Of fewer scores, or of 0 and 1, any may have such a share.
-    is_binary = ((tables.y == 0) | (tables.y == 1) | tables.y.isnan()).all(dim=0)
-    is_judged = (present >= FEWEST_SCORES) & ~is_binary
-    if len(names) < len(is_judged):
-        is_judged = is_judged.any(dim=0, keepdim=True)
-    is_noted = is_judged & (largest > OUTLYING)
-    for k in is_noted.nonzero().flatten().tolist():
-        place = place_of(tables, path, int(row_of_largest[k]))
+    is_missing = tables.y.isnan()
+    is_binary = ((tables.y == 0) | (tables.y == 1) | is_missing).all(dim=0)
+    shares[:, is_binary | ((~is_missing).sum(dim=0) < FEWEST_SCORES)] = 0
+    names = tables.targets
+    if len(names) > FEW_TARGETS:
+        names = [f"row of {len(names):,} scores"]
+        shares = shares.mean(dim=1, keepdim=True)
+    for row, k in (shares > OUTLYING).nonzero().tolist():
+        # A reader of one's own may give no lines.
+        place = f": row {row}" if tables.line is None else f":{tables.line[row]}"
         yield (
-            f"{place}: {names[k]} makes {largest[k]:.0%} of the variance of all rows: "
-            "remove it, give it a small weight, or clip or rank the scores"
+            f"{path}{place}: the {names[k]:.60} makes {shares[row, k]:.0%} of the variance of all "
+            "rows: remove it, give it a small weight, or clip or rank the scores"
         )
 
 
@@ -174,61 +175,27 @@ def codes(values: Tensor) -> Tensor:
 
 
 def notes_on_columns(tables: Any, path: str) -> Iterator[str]:
-    """Yields a note on columns, of several, that may be no scores by their names or values."""
-    if len(tables.targets) < 2:
-        return
+    """Yields a note on columns, of several, that are no scores by their names."""
     nodes = set(tables.genes)
-    reasons = {}  # by column
-    for target in tables.targets:
-        if target not in nodes and NO_SCORE.fullmatch(words_of(target)):
-            reasons[target] = ["name"]
-    if len(tables.targets) <= FEW_TARGETS:
-        kinds = [kind_of_values(values[~values.isnan()]) for values in tables.y.unbind(1)]
-        for target, kind in zip(tables.targets, kinds, strict=True):
-            if kind and "" in kinds:  # or all scores are of that kind
-                reasons.setdefault(target, []).append(kind)
-    if not reasons:
-        return
-    shown = [f"{target} ({', '.join(reasons[target])})" for target in list(reasons)[:10]]
-    left = [target for target in tables.targets if target not in reasons][:10]
-    in_yaml = yaml.safe_dump(left, default_flow_style=True, allow_unicode=True, width=10_000)
-    advice = f"data.scores={in_yaml.strip()}" if left else "the scores in data.scores"
-    yield (
-        f"{path}: all {len(tables.targets):,} columns are scores, as data.scores names none, but "
-        f"by their names or values these may be none: {', '.join(shown)}: write {advice}"
-    )
-
-
-def kind_of_values(values: Tensor) -> str:
-    """Returns "few values" or "whole numbers" for a column [n] that may be no score, else ""."""
-    if len(values) < FEWEST_SCORES:
-        return ""
-    if len(values[:1000].unique()) <= FEW_VALUES and len(values.unique()) <= FEW_VALUES:
-        return "few values"
-    if (values == values.round()).all() and len(values.unique()) < len(values):  # or it ranks
-        return "whole numbers"
-    return ""
+    others = [name for name in tables.targets if NO_SCORE.fullmatch(words_of(name))]
+    others = [name for name in others if name not in nodes]
+    if others and len(tables.targets) > 1:
+        yield (
+            f"{path}: all {len(tables.targets):,} columns are scores, but by their names these may "
+            f"be none: {', '.join(others[:SHOWN])}: name the scores in data.scores"
+        )
 
 
 def notes_on_levels(tables: Any, path: str) -> Iterator[str]:
     """Yields a note if levels stand as if one held for all names of a row, as in `A,B=0.2`."""
     num_nodes = tables.perturbed_ptr.diff()
-    has_level = torch.bincount(tables.sample()[tables.level != 0], minlength=len(num_nodes))
-    of_single = has_level[num_nodes == 1]
-    of_several = has_level[num_nodes > 1]
-    is_enough = min(len(of_single), len(of_several)) >= FEW_VALUES
-    if is_enough and (of_single == 1).all() and (of_several == 1).all():
+    num_levels = torch.bincount(tables.sample()[tables.level != 0], minlength=len(num_nodes))
+    fewest = min((num_nodes == 1).sum(), (num_nodes > 1).sum())
+    if fewest >= FEW_VALUES and (num_levels[num_nodes > 0] == 1).all():
         yield (
             f"{path}: all single knock-outs have a level, but in each larger set one node alone: "
             "A,B=0.2 deletes A and keeps 0.2 of B; where both are knocked down, write A=0.2,B=0.2"
         )
-
-
-def place_of(tables: Any, path: str, row: int) -> str:
-    """Returns where a row stands: its line or, of a reader without lines, its number from 0."""
-    if tables.line is None:
-        return f"{path}: row {row}"
-    return f"{path}:{tables.line[row]}"
 
 
 def notes_on_replicates(tables: Any, path: str) -> Iterator[str]:
@@ -247,46 +214,13 @@ def notes_on_replicates(tables: Any, path: str) -> Iterator[str]:
         )
 
 
-# ---- Edges and features --------------------------------------------------------------------------
-def notes_on_edges(tables: Any, path: str) -> Iterator[str]:
-    """Yields notes on scores of edges in the place of relations or of weights."""
+def notes_on_relations(tables: Any, path: str) -> Iterator[str]:
+    """Yields a note on relations that are numbers, as scores of edges in their place are."""
     numbers = [name for name in tables.relations if abs(parse_number(name)) < float("inf")]
     if len(numbers) > FEW_RELATIONS:
         yield (
             f"{path}: {len(numbers):,} relations are numbers, such as {numbers[0]:.60}: if these "
             "are scores, name that column weight, and give each edge the name of its relation"
-        )
-    is_weighted = bool((tables.edge_weight != 1).any())
-    for name in tables.edge_feature_names:
-        if WEIGHT.search(words_of(name)) and not is_weighted:
-            yield (
-                f"{path}: the column {name:.60} weighs no edge, as it is a feature of the edges, "
-                "which the layers do not read: if it is their weight, name it weight"
-            )
-
-
-def notes_on_ends(path: str, connected: Sequence[str]) -> Iterator[str]:
-    """Yields notes on ends of edges that are no names, and on nodes that are spelt twice.
-
-    `connected` are the nodes that have an edge. Of a tenth of them, names are told apart so.
-    """
-    few = FEW * len(connected)
-    odd = [name for name in connected if is_date(name) or abs(parse_number(name)) < float("inf")]
-    if 0 < len(odd) < few:
-        yield (
-            f"{path}: {len(odd):,} nodes are dates or numbers, as nearly all others are not: "
-            f"{some_names(odd, {})}: does a spreadsheet write names so, or is a cell missing?"
-        )
-    first_of = {}  # by spelling
-    twice = {}
-    for name in connected:
-        first = first_of.setdefault(without_signs(name), name)
-        if first != name:
-            twice[name] = first
-    if 0 < len(twice) < few:
-        yield (
-            f"{path}: {len(twice):,} nodes are named as others but for case or signs: "
-            f"{some_names(list(twice), twice)}"
         )
 
 
@@ -299,26 +233,27 @@ def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -
     unknown = [name for name in described if name not in nodes]
     lacking = [node for node in tables.genes if node not in described]
     meaning_of = meanings(unknown, lacking)
-    if 2 * len(unknown) > len(described) and 2 * len(lacking) > len(nodes):
-        count = f"{len(unknown):,} of {len(described):,}"
-        yield f"{path}: MOST NAMES, {count}, ARE NO NODES: {some_names(unknown, meaning_of)}"
-    elif meaning_of:
-        named = some_names(list(meaning_of), meaning_of)
-        yield f"{path}: {len(meaning_of):,} names are no nodes: {named}"
+    are_most = 2 * len(unknown) > len(described) and 2 * len(lacking) > len(nodes)
+    if are_most or meaning_of:
+        count = f"{len(unknown):,} of {len(described):,} names are no nodes"
+        yield f"{path}: {text_on_names(count, are_most, unknown, meaning_of)}"
     yield from notes_on_codes(path, tables.feature_names, torch.stack(list(described.values())))
 
 
 # ---- Names ---------------------------------------------------------------------------------------
-def names_at(tables: Any, nodes: Tensor) -> list[str]:
-    """Returns the names of nodes, each once."""
-    return [tables.genes[node] for node in torch.bincount(nodes).nonzero().flatten().tolist()]
-
-
 def notes_on_knocked_out(tables: Any, path: str, connected: Sequence[str]) -> Iterator[str]:
-    """Yields a note on knocked-out nodes that are not `connected` by an edge, if one is needed."""
-    note = note_on_unknown(names_at(tables, tables.perturbed), connected)
-    if note:
-        yield f"{path}: {note}"
+    """Yields a note on knocked-out nodes that are not `connected` by an edge, if one is needed.
+
+    None is if no name has one of the `meanings`, and they are less than half of all names.
+    """
+    known = set(connected)
+    perturbed = [tables.genes[node] for node in tables.perturbed.unique().tolist()]
+    unknown = [name for name in perturbed if name not in known]
+    meaning_of = meanings(unknown, connected, perturbed)
+    are_most = 2 * len(unknown) >= len(perturbed) > 0
+    if are_most or meaning_of:
+        count = f"{len(unknown):,} of {len(perturbed):,} knocked-out nodes have no edge"
+        yield f"{path}: {text_on_names(count, are_most, unknown, meaning_of)}"
 
 
 def notes_on_controls(tables: Any, path: str, connected: Sequence[str]) -> Iterator[str]:
@@ -327,11 +262,8 @@ def notes_on_controls(tables: Any, path: str, connected: Sequence[str]) -> Itera
     Nearly all other names must have one. Names that only differ in the number at their end count
     together if they have a tenth of the rows.
     """
-    known = set(connected)
-    is_known = torch.tensor([name in known for name in tables.genes])
-    is_alone = (tables.perturbed_ptr.diff() == 1)[tables.sample()]
+    is_known = torch.bincount(tables.edge_index.flatten(), minlength=len(tables.genes)) > 0
     count = torch.bincount(tables.perturbed, minlength=len(tables.genes))
-    count_alone = torch.bincount(tables.perturbed[is_alone], minlength=len(tables.genes))
     unknown = ((count > 0) & ~is_known).nonzero().flatten().tolist()
     known_stems = {stem_of(name) for name in connected} if unknown else set()
     groups = defaultdict(list)
@@ -340,35 +272,24 @@ def notes_on_controls(tables: Any, path: str, connected: Sequence[str]) -> Itera
         groups[tables.genes[node] if stem in known_stems else stem].append(node)
     most_others = FEW * (count > 0).sum()
     for nodes in groups.values():
-        rows = count[nodes].sum()
-        is_more = rows > MORE * (count * is_known).max()
-        is_more |= count_alone[nodes].sum() > MORE * (count_alone * is_known).max()
+        num_rows = count[nodes].sum()
         least = FEW_VALUES if len(nodes) == 1 else FEW * len(tables.y)
-        if is_more and rows >= least and len(unknown) - len(nodes) <= most_others:
+        is_more = num_rows > MORE * (count * is_known).max()
+        if is_more and num_rows >= least and len(unknown) - len(nodes) <= most_others:
             names = some_names([tables.genes[node] for node in nodes], {})
             yield (
                 f"{path}: {names} without an edge, as nearly all others have one, stands in "
-                f"{rows:,} rows, more than any node: if it is a control, leave it out, as an "
+                f"{num_rows:,} rows, more than any node: if it is a control, leave it out, as an "
                 "intact sample has an empty cell; if it is a node, give it an edge, such as a loop"
             )
 
 
-def note_on_unknown(perturbed: Sequence[str], nodes: Sequence[str]) -> str:
-    """Returns a sentence on perturbed names that are none of the nodes, "" for none.
-
-    None is if no name has one of the `meanings`, and they are less than half of all names.
-    """
-    known = set(nodes)
-    unknown = [name for name in perturbed if name not in known]
-    meaning_of = meanings(unknown, nodes, perturbed)
-    count = f"{len(unknown):,} of {len(perturbed):,}"
-    text = f"{count} knocked-out nodes have no edge"
-    if unknown and 2 * len(unknown) >= len(perturbed):
-        text = f"MOST KNOCKED-OUT NODES, {count}, HAVE NO EDGE"
-    elif not meaning_of:
-        return ""
-    question = "" if meaning_of else ": do the tables use the same names?"
-    return f"{text}: {some_names(unknown, meaning_of)}{question}"
+def text_on_names(
+    count: str, are_most: bool, unknown: Sequence[str], meaning_of: Mapping[str, str]
+) -> str:
+    """Returns a text on unknown names and their number, in capitals if these are most."""
+    text = f"{count.upper() if are_most else count}: {some_names(unknown, meaning_of)}"
+    return text if meaning_of else f"{text}: do the tables use the same names?"
 
 
 def some_names(names: Sequence[str], meaning_of: Mapping[str, str]) -> str:
@@ -387,16 +308,21 @@ def meanings(
     """
     node_of = {without_signs(node): node for node in reversed(nodes)}  # the first of a spelling
     node_of.pop("", None)
+    nodes_of_month = defaultdict(list)
+    for node in nodes:
+        nodes_of_month[month_of(node)].append(node)
     known = set(nodes)
     have_number = any(map(str.isdigit, nodes))
     meaning_of = nodes_within(unknown, nodes, beside)
     for name in unknown:
         _, joined = nodes_joined(name, known)
         same = node_of.get(without_signs(name))
+        month = month_of(name)
+        dated = nodes_of_month[month] if month else []
         if joined or same:
             meaning_of[name] = ",".join(joined) or same
-        elif is_date(name):
-            meaning_of[name] = "a spreadsheet's date"
+        elif any(map(is_date, [name, *dated])):  # of the two, one is what a spreadsheet made
+            meaning_of[name] = " or ".join(dated) or "a spreadsheet's date"
         elif name.isdigit() and len(name) < 3 and not have_number:
             meaning_of[name] = "part of a name with a comma"
     return meaning_of
@@ -476,6 +402,12 @@ def words_of(name: str) -> str:
 def is_date(name: str) -> bool:
     """Returns whether a name is what spreadsheets, and pandas after them, make of MARCH1."""
     return DATE.fullmatch(name) is not None
+
+
+def month_of(name: str) -> str:
+    """Returns month and number, such as MAR 1, of `1-Mar`, `Mar-01`, MAR1 or MARCH1; else ""."""
+    match = MONTH.fullmatch(name)
+    return f"{match[2] or match[3]} {match[1] or match[4]}".upper() if match else ""
 
 
 # ---- Names that are refused ----------------------------------------------------------------------

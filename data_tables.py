@@ -3,7 +3,7 @@
 `read_edges`, `read_knockouts` and `read_features` read the three tables, which docs/tables.md
 describes. All may be gzipped (`.gz`), and any cell in quotes.
 
-Shapes: N nodes, E edges, each of F features, n samples of T targets.
+Shapes: N nodes of F features, E edges, n samples of T targets.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ from parts import optional
 
 MIXING = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
 # Fields that the fingerprint leaves out: descriptions of the files, and the source of `weight`.
-OF_FILES = ("left_out", "notes", "line", "feature_names", "edge_feature_names", "sd")
+OF_FILES = ("left_out", "notes", "line", "feature_names", "sd")
 # Fields of the graph and of what is predicted on it: all that graph.pt has for predictions.
-OF_GRAPH = ("genes", "relations", "edge_index", "edge_type", "edge_weight", "edge_attr")
+OF_GRAPH = ("genes", "relations", "edge_index", "edge_type", "edge_weight")
 OF_GRAPH += ("features", "feature_names", "targets")
 
 
@@ -52,8 +52,6 @@ class Tables:
     notes: Sequence[str] = ()  # sentences for the log on how the files were read
     line: Tensor | None = None  # int [n], of each sample in its file; None: it is not known
     edge_weight: Tensor | None = None  # float64 [E]; None: all are 1
-    edge_attr: Tensor | None = None  # float32 [E, F], features of the edges; None: they have none
-    edge_feature_names: Sequence[str] = ()  # name of each of these
     features: Tensor | None = None  # float32 [N, F], of the nodes; None: they have none
     feature_names: Sequence[str] = ()  # name of each of these
     level: Tensor | None = None  # float64 [total], of each of `perturbed`; None: all are 0, deleted
@@ -62,11 +60,8 @@ class Tables:
     def __post_init__(self):
         if self.y.dim() == 1:
             self.y = self.y.unsqueeze(1)
-        num_edges = len(self.edge_type)
         if self.edge_weight is None:
-            self.edge_weight = torch.ones(num_edges, dtype=torch.float64)
-        if self.edge_attr is None:
-            self.edge_attr = torch.empty(num_edges, 0)
+            self.edge_weight = torch.ones(len(self.edge_type), dtype=torch.float64)
         if self.features is None:
             self.features = torch.empty(len(self.genes), 0)
         if self.sd is not None and self.weight is None:
@@ -84,7 +79,6 @@ class Tables:
             edges = graph["gene", relation, "gene"]
             edges.edge_index = self.edge_index[:, chosen]
             edges.edge_weight = self.edge_weight[chosen]
-            edges.edge_attr = self.edge_attr[chosen]
         return graph
 
     def is_in(self, split: str) -> Tensor:
@@ -205,7 +199,7 @@ def read_tables(
     """
     node_number = {}
     notes = []
-    relations, names, edge_index, edge_type, edge_values = read_edges(edges, node_number, notes)
+    relations, edge_index, edge_type, edge_weight = read_edges(edges, node_number, notes)
     columns = read_knockouts(perturbations, node_number, notes, scores)
     genes = sorted(node_number)
     position = number_names(genes, node_number).argsort()  # by number: the name's place in `genes`
@@ -216,9 +210,7 @@ def read_tables(
     # Each relation has its own range of node numbers, so that all are merged at once.
     merge = to_undirected if undirected else coalesce
     edge_index = position[edge_index] + edge_type * len(genes)
-    edge_index, edge_values = merge(edge_index, edge_values, reduce="mean")
-    num_features = edge_values.size(1) // 2
-    edge_weight, edge_attr, present = edge_values.split([1, num_features, num_features], dim=1)
+    edge_index, edge_weight = merge(edge_index, edge_weight, reduce="mean")
     node_features = {}
     described = {}  # what the table of features has of each name, [F]
     if features:
@@ -228,9 +220,7 @@ def read_tables(
         relations=relations,
         edge_index=edge_index % len(genes),
         edge_type=edge_index[0] // len(genes),
-        edge_weight=edge_weight.flatten(),
-        edge_attr=(edge_attr / present).nan_to_num().float(),
-        edge_feature_names=names,
+        edge_weight=edge_weight,
         notes=notes,
         **node_features,
         **samples,
@@ -238,9 +228,8 @@ def read_tables(
     )
     data_notes = optional("data_notes")
     if data_notes:
-        are_chosen = bool(scores)
         files = (edges, perturbations, features)
-        tables.notes = notes + data_notes.notes_on(tables, *files, described, are_chosen)
+        tables.notes = notes + data_notes.notes_on(tables, files, described, bool(scores))
     return tables
 
 
@@ -257,38 +246,33 @@ def number_in_order(values: Tensor) -> Tensor:
 
 def read_edges(
     path: str, node_number: dict[str, int], notes: list[str]
-) -> tuple[list[str], list[str], Tensor, Tensor, Tensor]:
-    """Returns relations, edge_feature_names, edge_index and edge_type of `Tables`, and values.
+) -> tuple[list[str], Tensor, Tensor, Tensor]:
+    """Returns relations, edge_index, edge_type and edge_weight of `Tables`.
 
-    Values are float64 [E, 1 + 2F]: the weight; the features, standardised and 0 where missing; and
-    for each feature, 1 if it is there. Nodes that `node_number` lacks are added to it, and
-    sentences for the log to `notes`. Raises `DataError`.
+    Nodes that `node_number` lacks are added to it, and sentences for the log to `notes`. Raises
+    `DataError`.
     """
     header = read_header(path, notes, ("source", "target", "relation"), ("weight",))
-    named = [name for name in header if name]
-    names = [name for name in named[3:] if name != "weight"]
+    others = [name for name in header[3:] if name not in ("", "weight")]
+    if others:
+        raise DataError(
+            f"{path}:1: nothing reads {', '.join(others)!r:.60}: if it weighs the edges, name it "
+            "weight; else remove it, or apply the recipe attention, which reads features of edges"
+        )
     relation_number = {}
     edges = []
     weights = []
-    features = []
     for rows in read_rows(path, header, has_bar=True):
         source = number_names(rows.node_names("source"), node_number)
         target = number_names(rows.node_names("target"), node_number)
         relation = number_names(rows.names("relation"), relation_number)
         edges.append(torch.stack([source, target, relation]))
-        weight = torch.ones(len(rows.lines), 1, dtype=torch.float64)
         if "weight" in header:
-            weight = rows.numbers("weight", positive=True).unsqueeze(1)
-        weights.append(weight)
-        features.append(rows.table(names))
+            weights.append(rows.numbers("weight", positive=True))
+        else:
+            weights.append(torch.ones(len(rows.lines), dtype=torch.float64))
     edges = torch.cat(edges, dim=1)
-    features = torch.cat(features)
-    data_notes = optional("data_notes")
-    if data_notes:
-        notes += data_notes.notes_on_codes(path, names, features)
-    features = standardise(features)
-    values = torch.cat([torch.cat(weights), features.nan_to_num(), ~features.isnan()], dim=1)
-    return list(relation_number), names, edges[:2], edges[2], values
+    return list(relation_number), edges[:2], edges[2], torch.cat(weights)
 
 
 def read_knockouts(

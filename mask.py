@@ -63,8 +63,8 @@ class SharedGraph(nn.Module):
 
     Args:
         graph: a `HeteroData` whose edge types all connect `node_type` with itself, each with an
-            `edge_index` [2, E_r] and, unless all are 1, `edge_weight` [E_r], positive; edges may
-            have features `edge_attr` [E_r, F], and nodes `x` [N, F].
+            `edge_index` [2, E_r] and, unless all are 1, `edge_weight` [E_r], positive; nodes may
+            have features `x` [N, F].
         node_type: the type of the nodes that are knocked out.
 
     Raises:
@@ -81,14 +81,12 @@ class SharedGraph(nn.Module):
         graph.validate()
         edge_indices = []
         weights = []
-        attributes = []
         for relation in self.relations:
             if {relation[0], relation[2]} != {node_type}:
                 raise ValueError(f"edge type {relation} does not connect '{node_type}' with itself")
             edges = graph[relation].clone().cpu()  # which moves in place
             edge_indices.append(edges.edge_index.long())
             weights.append(edges.get("edge_weight", torch.ones(edges.num_edges)).double())
-            attributes.append(edges.get("edge_attr", torch.empty(edges.num_edges, 0)).float())
         counts = [edge_index.size(1) for edge_index in edge_indices]
         self.num_edges: dict[EdgeType, int] = dict(zip(self.relations, counts, strict=True))
 
@@ -100,7 +98,6 @@ class SharedGraph(nn.Module):
         self._buffer("edge_index", edge_index)
         self._buffer("edge_weight", weight)
         self._buffer("raw_weight", raw_weight.float())
-        self._buffer("edge_attr", torch.cat(attributes))
         self._buffer("edge_counts", torch.tensor(counts))
         self._buffer("edge_offsets", self.edge_counts.cumsum(0) - self.edge_counts)
         self._buffer("x", graph[node_type].get("x", torch.empty(self.num_nodes, 0)).float().cpu())
@@ -231,7 +228,7 @@ class SharedGraph(nn.Module):
         return dict(zip(self.relations, copies, strict=True))
 
     def by_relation(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Returns values of the edges, such as `edge_attr` [E, F], as those of each relation."""
+        """Returns values of the edges, [E, ...], as those of each relation."""
         return values.split(list(self.num_edges.values()))
 
     def propagate(

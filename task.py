@@ -20,7 +20,7 @@ from torch_geometric.data import Data
 
 import data
 from config import Config
-from data import KnockoutDataset, basis_of, effective_share, training_mean_and_std, weight_scale
+from data import KnockoutDataset, basis_of, training_mean_and_std, weight_scale
 from data_tables import OF_GRAPH, SPLITS, Tables
 from ddp_setup import Distributed
 from errors import RunError, UserError
@@ -28,12 +28,11 @@ from losses import LOSSES, Criterion
 from mask import SharedGraph
 from metrics import metrics_beside_rivals, mse, weighted_mean
 from model import GlobalReadout, KnockoutGNN, LocalReadout
-from parts import is_here, optional
+from parts import optional
 from run_checkpoint import Origin
 from run_results import result_lines
 
 log = logging.getLogger("task")
-FEW = 0.1  # of the training rows, as which all count by their weights, from which the log says so
 
 
 @dataclass
@@ -284,10 +283,9 @@ class KnockoutTask:
             notes += self.start.notes()
             if self.config.model.readout == "global" or self.criterion.starts_from_mean:
                 notes.append("by model.readout or optim.loss, training starts from the mean")
-        rows = self.tables.rows("train")
-        share = effective_share(self.tables.score_weight(rows)).min().item()
-        if share < FEW:
-            notes.append(f"by weight, the training rows count as {share:.1%} of them would")
+        data_notes = optional("data_notes")
+        if data_notes is not None:
+            notes += data_notes.notes_on_training(self.tables, self.config)
         return notes
 
 
@@ -319,7 +317,7 @@ def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[Kn
 def check_scores(tables: Tables, config: Config) -> None:
     """Raises `UserError` for scores that no training or validation row has, or of a wrong kind.
 
-    Notes scores that are missing elsewhere, and options that do not suit.
+    Notes scores that are missing elsewhere.
     """
     for split in SPLITS:
         is_missing = tables.y[tables.rows(split)].isnan().all(dim=0)
@@ -333,6 +331,3 @@ def check_scores(tables: Tables, config: Config) -> None:
             raise UserError(f"{problem}: remove that column, or change the split")
         log.warning(f"note      {problem}: it does not count there")
     LOSSES[config.optim.loss].check(tables.y)
-    are_nodes = set(tables.targets) <= set(tables.genes)
-    if are_nodes and config.model.readout != "nodes" and is_here("model_nodes"):
-        log.warning("note      all scores are named after nodes: model.readout=nodes suits them")

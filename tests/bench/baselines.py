@@ -369,9 +369,7 @@ def effect_of_each_level(problem: Problem) -> Tensor:
         "edge_type": torch.tensor([0]),
         "edge_weight": None,
     }
-    apart = replace(
-        tables, genes=genes, perturbed=number, level=None, features=None, edge_attr=None, **edges
-    )
+    apart = replace(tables, genes=genes, perturbed=number, level=None, features=None, **edges)
     return ridge(Problem(apart))
 
 

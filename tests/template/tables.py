@@ -112,8 +112,7 @@ def on_one_relation(tables: Tables, num_nodes: int, edges: Sequence = ((0,), (1,
         relations=["r"],
         edge_index=torch.tensor(edges),
         edge_type=torch.zeros(len(edges[0]), dtype=torch.long),
-        edge_weight=None,  # these three follow from the graph
-        edge_attr=None,
+        edge_weight=None,  # these two follow from the graph
         features=None,
     )
 

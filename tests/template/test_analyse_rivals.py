@@ -81,7 +81,6 @@ def without_edges(tables: Tables) -> Tables:
         edge_index=tables.edge_index[:, :0],
         edge_type=tables.edge_type[:0],
         edge_weight=None,
-        edge_attr=None,
     )
 
 

@@ -224,6 +224,17 @@ def test_a_node_split_or_fold_beside_a_split_column_or_without_rows_is_an_error(
         load(write_tables(tmp_path, scores=unsplit, split="nodes", test_fraction=0.4))
 
 
+def test_options_that_a_split_column_replaces_are_named(tmp_path):
+    assert load(write_tables(tmp_path)).notes == []
+    options = write_tables(tmp_path, val_fraction=0.3, split_seed=1)
+    note = f"{options.perturbations}: its column split takes the place of "
+    assert load(options).notes == [f"{note}data.split_seed, data.val_fraction"]
+    sets = [("genes", "score"), *((name, 1) for name in "abcdabcd")]
+    assert (
+        load(write_tables(tmp_path, scores=sets, val_fraction=0.3, test_fraction=0.3)).notes == []
+    )
+
+
 # ---- Batches -------------------------------------------------------------------------------------
 def make_dataset(num_rows: int, num_nodes: int = 7) -> KnockoutDataset:
     sets = [[(row + k) % num_nodes for k in range(row % 4)] for row in range(num_rows)]

@@ -1,9 +1,9 @@
-"""Notes on what tables have in the place of scores, codes, units, relations, weights and names."""
+"""Hints on what tables have in the place of scores, relations and names, and names refused."""
 
-import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from string import ascii_uppercase
 from unittest.mock import Mock
@@ -11,13 +11,24 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-import data_tables
+import data_notes
 import parts
+from config import Config
 from data import DataConfig, load
-from data_cells import Rows
-from data_notes import codes, details, kind_of_values, meanings, note_on_unknown, notes_on
+from data_notes import (
+    codes,
+    details,
+    is_control,
+    meanings,
+    misread,
+    notes_on_knocked_out,
+    notes_on_outliers,
+    notes_on_training,
+)
 from data_tables import read_tables
-from predict_sets import unknown_nodes
+from errors import DataError
+from model import ModelConfig
+from predict_sets import read_sets, unknown_nodes
 from tests.sets import tables_of
 from tests.template.fixtures import ROOT, write_table
 from tests.tools.cells import read_cells
@@ -25,16 +36,17 @@ from tests.tools.cells import read_cells
 NODES = [f"q{k:02d}" for k in range(30)]
 RING = [(node, other, "x") for node, other in zip(NODES, NODES[1:] + NODES[:1], strict=True)]
 EDGE_HEADER = ("source", "target", "relation")
+PAIRS = [f"{a},{b}" for a in NODES for b in NODES if a < b]
 
 
 def notes_on_scores(
-    folder: Path, header: tuple, rows: list[tuple], scores: tuple = ()
+    folder: Path, header: tuple, rows: list[tuple], scores: tuple = (), edges: tuple = ()
 ) -> list[str]:
-    """Returns the notes on a table of knock-outs, without its name."""
-    edges = write_table(folder / "edges.tsv", [EDGE_HEADER, *RING])
+    """Returns the notes on a table of knock-outs and one of a ring, with more edges."""
+    edges_path = write_table(folder / "edges.tsv", [EDGE_HEADER, *RING, *edges])
     path = write_table(folder / "scores.tsv", [("genes", *header), *rows])
-    notes = read_tables(str(edges), str(path), "", list(scores), undirected=False).notes
-    return [note.removeprefix(f"{path}:") for note in notes]
+    notes = read_tables(str(edges_path), str(path), "", list(scores), undirected=False).notes
+    return [note.partition(".tsv:")[2].strip() for note in notes]
 
 
 def rows_of(*columns: Callable[[random.Random, int], object], count: int = 200) -> list[tuple]:
@@ -50,111 +62,65 @@ def score(draw: random.Random, k: int) -> str:
     return f"{draw.gauss(0, 1):.4f}"
 
 
-def notes_on_edges(folder: Path, header: tuple, rows: list[tuple]) -> list[str]:
-    """Returns the notes on a table of edges, without its name."""
-    path = write_table(folder / "edges.tsv", [(*EDGE_HEADER, *header), *rows])
-    scores = write_table(folder / "scores.tsv", [("genes", "score"), *rows_of(score, count=20)])
-    notes = read_tables(str(path), str(scores), "", [], undirected=False).notes
-    return [note.removeprefix(f"{path}: ") for note in notes]
+def normal(count: int, num_columns: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, num_columns, generator=generator, dtype=torch.float64)
 
 
-# ---- Columns that are no scores ------------------------------------------------------------------
-def test_columns_of_a_published_table_that_are_no_scores_are_named(tmp_path):
-    header = ("score", "P-value", "batch", "replicate", "n_cells", "plate 4")
-    rows = rows_of(
-        score,
-        lambda draw, k: f"{draw.random():.4g}",
-        lambda draw, k: 1 + k % 4,
-        lambda draw, k: 1 + k % 2,
-        lambda draw, k: draw.randrange(20, 900),
-        lambda draw, k: k % 3,
-    )
-    (note,) = notes_on_scores(tmp_path, header, rows)
-    assert note.endswith(
-        "these may be none: P-value (name), batch (name, few values), replicate (name, few "
-        "values), n_cells (name, whole numbers), plate 4 (few values): write data.scores=[score]"
-    )
-    assert notes_on_scores(tmp_path, header, rows, scores=("score", "batch")) == []
-    assert notes_on_scores(tmp_path, header[1:2], [row[:1] + row[2:3] for row in rows]) == []
+# ---- Scores --------------------------------------------------------------------------------------
+OTHERS = [
+    *("P-value", "pvalue", "adj.P.Val", "p_adj", "FDR", "q-value", "growth_sd", "SE", "std"),
+    *("stderr", "Standard Error", "variance", "batch", "plate_id", "replicate", "level"),
+    *("fold", "dose", "temperature", "nCells", "num_reads", "weights"),
+    "Double mutant fitness standard deviation",
+]
+SCORES = ["log2 fold change", "expression level", "dose_response", "essential", "rep1", "log n"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("P-value", "pvalue", "adj.P.Val", "p_adj", "FDR", "q-value", "growth_sd", "SE", "std"),
-        *("stderr", "Standard Error", "variance", "batch", "plate_id", "replicate", "level"),
-        *("fold", "dose", "temperature", "nCells", "num_reads", "weights"),
-        "Double mutant fitness standard deviation",
-    ],
-)
-def test_a_column_is_judged_by_its_name(tmp_path, name):
+def test_a_column_is_no_score_by_its_name(tmp_path):
     rows = rows_of(score, score, count=10)
-    (note,) = notes_on_scores(tmp_path, ("growth", name), rows)
-    assert f"{name} (name): write data.scores=[growth]" in note
-    (note,) = notes_on_scores(tmp_path, ("NO", name), rows)
-    assert note.endswith("write data.scores=['NO']")
-
-
-def test_names_of_scores_and_of_nodes_are_not_noted(tmp_path):
-    names = ("log2 fold change", "expression level", "dose_response", "essential", "log counts")
-    columns = [score] * (len(names) + 1)
-    assert notes_on_scores(tmp_path, (*names, "rep1"), rows_of(*columns, count=10)) == []
-    RING.append(("SE", "q00", "x"))
-    try:
-        assert notes_on_scores(tmp_path, ("q01", "SE"), rows_of(score, score, count=10)) == []
-    finally:
-        RING.pop()
-
-
-def test_values_speak_against_a_column_only_beside_others(tmp_path):
-    def grade(draw, k):
-        return draw.randrange(4)
-
-    assert notes_on_scores(tmp_path, ("a", "b"), rows_of(grade, grade)) == []
-    (note,) = notes_on_scores(tmp_path, ("a", "b"), rows_of(grade, score))
-    assert "these may be none: a (few values): write data.scores=[b]" in note
-
-
-def test_the_kind_of_values_is_found_behind_the_first_ones():
-    values = torch.cat([torch.zeros(5000), torch.rand(1000)]).double()
-    assert kind_of_values(values) == ""
-    assert kind_of_values(values.round()) == "few values"
-    assert kind_of_values(torch.arange(100.0) // 2) == "whole numbers"
-    assert kind_of_values(torch.arange(100.0)) == ""  # as they may be ranks
-    assert kind_of_values(torch.zeros(20)) == ""  # as they are few
-
-
-# ---- Codes and units -----------------------------------------------------------------------------
-@pytest.mark.parametrize("every", [3, 5, 17, 40])
-@pytest.mark.parametrize("code", [-999, 1e6, -99])
-def test_codes_of_missing_scores_are_noted_however_many_they_are(tmp_path, every, code):
-    rows = rows_of(lambda draw, k: score(draw, k) if k % every else code)
-    *_, note = notes_on_scores(tmp_path, ("score",), rows)
-    count = len(range(0, 200, every))
-    assert note.startswith(f" {count} values of the column score are {code:g}, far from all others")
-
-
-def normal(count: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, generator=generator, dtype=torch.float64)
+    for name in OTHERS:
+        (note,) = notes_on_scores(tmp_path, ("growth", name), rows)
+        assert note.startswith("all 2 columns are scores, but by their names these may be none: ")
+        assert note.endswith(f" none: {name}: name the scores in data.scores")
+    assert notes_on_scores(tmp_path, ("growth", "SE"), rows, scores=("growth",)) == []
+    assert notes_on_scores(tmp_path, ("SE",), [row[:2] for row in rows]) == []
+    assert notes_on_scores(tmp_path, ("q01", "SE"), rows, edges=[("SE", "q00", "x")]) == []
+    rows = rows_of(*[score] * len(SCORES), count=10)
+    assert notes_on_scores(tmp_path, tuple(SCORES), rows) == []
 
 
 @pytest.mark.parametrize("share", [0.01, 0.4, 0.8])
 @pytest.mark.parametrize(
-    ("spread", "found"), [(1, [-999, 999]), (1, [-99]), (1, [1e6]), (100, [-999]), (1e3, [1e30])]
+    ("spread", "found"), [(1, [-999, 999]), (1, [-99]), (1, [1e6]), (100, [-999]), (1e3, [1e29])]
 )
-def test_codes_are_found_on_both_sides_and_in_most_rows(share, spread, found):
-    values = spread * normal(400)
+def test_codes_of_missing_values_are_found_however_many_they_are(tmp_path, share, spread, found):
+    values = spread * normal(400).flatten()
     for k, code in enumerate(found):
         values[k :: round(len(found) / min(share, 0.4))] = code
     if share == 0.8:
         values = torch.cat([values, torch.full((1600,), float(found[0]), dtype=torch.float64)])
     assert sorted(codes(values).tolist()) == sorted(found)
+    rows = [(NODES[k % 30], value) for k, value in enumerate(values.tolist())]
+    notes = notes_on_scores(tmp_path, ("growth",), rows)
+    for code in found:
+        count = int((values == code).sum())
+        text = f"{count:,} values of the column growth are {code:g}, far from all others: where"
+        assert any(note.startswith(text) for note in notes)
+
+
+def test_codes_among_features_are_noted(tmp_path):
+    edges = write_table(tmp_path / "edges.tsv", [EDGE_HEADER, *RING])
+    scores = write_table(tmp_path / "scores.tsv", [("genes", "score"), *rows_of(score)])
+    rows = [(node, k, -999 if k % 9 == 1 else 1000 + 20 * k) for k, node in enumerate(NODES)]
+    path = write_table(tmp_path / "features.tsv", [("gene", "a", "b"), *rows])
+    (note,) = read_tables(str(edges), str(scores), str(path), [], undirected=False).notes
+    assert note.startswith(f"{path}: 4 values of the column b are -999, far from all others: where")
 
 
 def test_scores_of_several_modes_or_with_long_tails_are_no_codes():
     """Dead strains beside living ones, scores of two or three values, and long tails."""
-    scores = normal(2000)
+    scores = normal(2000).flatten()
     is_dead = torch.arange(2000) % 20 == 0
     columns = [scores, scores**5, scores.exp(), scores.where(scores < 1, torch.nan)]
     for spread in (0.001, 0.02, 0.1, 0.3):
@@ -167,127 +133,297 @@ def test_scores_of_several_modes_or_with_long_tails_are_no_codes():
     assert [codes(column).tolist() for column in columns] == [[]] * len(columns)
 
 
-def test_codes_among_the_features_are_noted(tmp_path):
-    edges = write_table(tmp_path / "edges.tsv", [EDGE_HEADER, *RING])
-    scores = write_table(tmp_path / "scores.tsv", [("genes", "score"), *rows_of(score)])
-    rows = [
-        (node, k % 7 / 9 + k, -999 if k % 9 == 1 else 1000 + 20 * k) for k, node in enumerate(NODES)
+def outliers(y: torch.Tensor, **fields: torch.Tensor) -> list[str]:
+    """Returns the notes on rows that would make much of the loss, of scores [n, T]."""
+    tables = tables_of([[0]] * len(y), y)
+    tables.targets = [f"score{k}" for k in range(y.size(1))]
+    return list(notes_on_outliers(replace(tables, **fields), "scores.tsv"))
+
+
+def test_a_row_that_makes_much_of_the_variance_is_noted_with_its_line():
+    y = normal(60, 25)
+    y[17] = 1e6
+    line = torch.arange(60) + 4
+    assert outliers(y[:, :1], line=line) == [
+        "scores.tsv:21: the score0 makes 98% of the variance of all rows: remove it, give it a "
+        "small weight, or clip or rank the scores"
     ]
-    path = write_table(tmp_path / "features.tsv", [("gene", "a", "b"), *rows])
-    (note,) = read_tables(str(edges), str(scores), str(path), [], undirected=False).notes
-    assert note.startswith(f"{path}: 4 values of the column b are -999, far from all others: where")
-
-
-# ---- Edges ---------------------------------------------------------------------------------------
-def test_many_relations_that_are_numbers_are_noted(tmp_path):
-    rows = [(source, target, 150 + k) for k, (source, target, _) in enumerate(RING)]
-    (note,) = notes_on_edges(tmp_path, (), rows)
-    assert note.startswith("30 relations are numbers, such as 150: if these are scores, name that ")
-    few = [(source, target, 1 + k % 9) for k, (source, target, _) in enumerate(RING)]
-    named = [(source, target, f"set{k}") for k, (source, target, _) in enumerate(RING)]
-    assert notes_on_edges(tmp_path, (), few) == notes_on_edges(tmp_path, (), named) == []
-
-
-@pytest.mark.parametrize("name", ["combined_score", "importance", "Score", "weights", "edgeWeight"])
-def test_a_column_of_edges_that_looks_like_a_weight_is_noted(tmp_path, name):
-    rows = [(*edge, 0.5 + k) for k, edge in enumerate(RING)]
-    (note,) = notes_on_edges(tmp_path, (name,), rows)
-    assert note.startswith(f"the column {name} weighs no edge, ")
-    assert notes_on_edges(tmp_path, ("length",), rows) == []
-    weighted = [(*row, 2) for row in rows]
-    assert notes_on_edges(tmp_path, (name, "weight"), weighted) == []
+    (note,) = outliers(y[:, :1])  # of a reader that gives no lines
+    assert note.startswith("scores.tsv: row 17: the score0 makes 98%")
+    assert [note.partition(" makes")[0][-6:] for note in outliers(y[:, :2])] == ["score0", "score1"]
+    (note,) = outliers(y)
+    assert "row 17: the row of 25 scores makes 98% of the variance" in note
+    weight = torch.ones(60, dtype=torch.float64).index_fill(0, torch.tensor(17), 1e-15)
+    assert outliers(y, weight=weight) == outliers(normal(60, 25)) == []
+    assert outliers(y[10:50]) == []  # of 40 rows, any may have a quarter
+    assert outliers((y > 1e5).double()) == []  # one of two values
 
 
 @pytest.mark.parametrize(
-    ("name", "same"),
+    ("sets", "number"),
     [
-        ("HLA\u2013DRA", "HLA-DRA"),
-        ("HLA\u2011DRA", "HLA-DRA"),
-        ("ge\u0301ne", "g\u00e9ne"),
-        ("Q03", "q03"),
-        ("q_03", "q03"),
-        ("\uff5103", "q03"),
+        (["a", "b", "c", "d", "a,b", "c,d"], 0),
+        (["a,b", "b , a", "a,b,c=1", "c", "c", "a"], 2),  # the first is on three sides
+        (["b=0.3,a", "a=0,b=0.30", "b=0.3", "a,b"], 1),
+        (["a", "b", "c", "a", "b", "c"], 0),  # replicates on one side
+        (["", "", "", "a=1", "b=1,c=1", "a"], 0),  # intact controls belong on each
     ],
 )
-def test_nodes_of_the_edges_in_two_spellings_are_noted(tmp_path, name, same):
-    rows = [*RING, (name, "q10", "x"), ("q10", name, "x"), (same, "q11", "x"), ("q11", same, "x")]
-    (note,) = notes_on_edges(tmp_path, (), rows)
-    assert note.startswith("1 nodes are named as others but for case or signs: ")
-    assert f"{name} ({same}?)" in note or f"{same} ({name}?)" in note
-    assert notes_on_edges(tmp_path, (), [*RING, *rows[-2:]]) == []
+def test_sets_on_both_sides_of_a_given_split_are_noted_with_their_number(tmp_path, sets, number):
+    notes = read_cells(tmp_path, list("abcd"), sets)
+    expected = (
+        f"sets of knock-outs that the column split puts on both sides: {number}; "
+        "a random split keeps their rows together"
+    )
+    assert notes == ([expected] if number else [])
 
 
-@pytest.mark.parametrize("code", [-999, 99999])
-def test_codes_among_the_features_of_edges_are_noted(tmp_path, code):
-    rows = [
-        (*edge, 3 + k % 7, code if k % 9 == 1 else 1000 + 20 * k) for k, edge in enumerate(RING)
-    ]
-    (note,) = notes_on_edges(tmp_path, ("a", "b"), rows)
-    assert note.startswith(f"4 values of the column b are {code}, far from all others: where that")
-    assert notes_on_edges(tmp_path, ("a",), [row[:4] for row in rows]) == []
+def test_a_level_behind_the_last_of_several_names_is_noted(tmp_path):
+    def notes(sets: list[str]) -> list[str]:
+        return notes_on_scores(tmp_path, ("score",), [(genes, 1) for genes in sets])
+
+    singles = [f"{node}=0.2" for node in NODES]
+    (note,) = notes(singles + [f"{pair}=0.2" for pair in PAIRS])
+    assert "A,B=0.2 deletes A and keeps 0.2 of B" in note
+    both = [f"{pair}=0.2".replace(",", "=0.2,") for pair in PAIRS]
+    for sets in (singles + both, NODES + [f"{pair}=0.2" for pair in PAIRS], singles, both):
+        assert notes(sets) == []
 
 
-def test_names_that_are_told_apart_by_case_are_not_noted(tmp_path):
-    """As all proteins and their genes are."""
-    proteins = [(f"Ara{k:02}", f"ara{(k + 3) % 30:02}", "regulates") for k in range(30)]
-    assert notes_on_edges(tmp_path, (), [*RING, *proteins]) == []
+def test_what_does_not_suit_the_training_rows_is_noted(monkeypatch):
+    """Few rows with nearly all weight, and scores of nodes that a readout does not read."""
+    tables = tables_of([[0], [1]] * 50, normal(100))
+    tables.split = torch.zeros(100, dtype=torch.int8)
+    tables.weight = torch.ones(100, dtype=torch.float64).index_fill(0, torch.tensor(3), 1e6)
+    tables.genes = ["g0", "g1"]
+    weights = "by weight, the training rows count as 1.0% of them would"
+    assert list(notes_on_training(tables, Config())) == [weights]
+    tables.weight = None
+    tables.targets = ["g1"]
+    nodes = "all scores are named after nodes: model.readout=nodes suits them"
+    assert list(notes_on_training(tables, Config())) == [nodes]
+    assert list(notes_on_training(tables, Config(model=ModelConfig(readout="nodes")))) == []
+    monkeypatch.setattr(data_notes, "is_here", lambda module: module != "model_nodes")
+    assert list(notes_on_training(tables, Config())) == []
 
 
-def test_dates_and_numbers_among_the_ends_of_edges_are_noted(tmp_path):
-    odd = [("1-Mar", "q00", "x"), ("q01", "2.31E+13", "x"), ("0.7", "q02", "x")]
-    (note,) = notes_on_edges(tmp_path, (), [*RING, *odd])
-    assert note.startswith("3 nodes are dates or numbers, as nearly all others are not: 0.7, 1-Mar")
-    numbers = [(str(k), str(k + 1), "x") for k in range(30)]
-    assert notes_on_edges(tmp_path, (), [*RING, *numbers]) == []
+# ---- Names ---------------------------------------------------------------------------------------
+def test_many_relations_that_are_numbers_are_noted(tmp_path):
+    def notes(relations: list) -> list[str]:
+        edges = [("q00", "q09", relation) for relation in relations]
+        return notes_on_scores(tmp_path, ("score",), rows_of(score, count=20), edges=edges)
+
+    (note,) = notes(list(range(150, 180)))
+    assert note.startswith("30 relations are numbers, such as 150: if these are scores, name that ")
+    assert notes(list(range(9))) == notes([f"set{k}" for k in range(30)]) == []
 
 
-# ---- Other readers, and no notes -----------------------------------------------------------------
-def test_a_row_of_another_reader_is_named_by_its_line(tmp_path, monkeypatch):
-    """Nothing opens the file again as if it were a table."""
-    draw = random.Random(0)
-    samples = [{"genes": NODES[k % 30], "score": draw.gauss(0, 1)} for k in range(200)]
-    samples[70]["score"] = 500.0
-    path = tmp_path / "scores.jsonl"
-    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    edges = write_table(tmp_path / "edges.tsv", [EDGE_HEADER, *RING])
-    read_header = data_tables.read_header
-    read_rows = data_tables.read_rows
+def test_a_name_without_an_edge_in_many_rows_may_be_a_control(tmp_path):
+    def notes(sets: list[str]) -> list[str]:
+        return notes_on_scores(tmp_path, ("score",), [(genes, 1) for genes in sets])
 
-    def header_of(file: str, *arguments: object, **options: object) -> list[str]:
-        if file == str(path):
-            return ["genes", "score"]
-        return read_header(file, *arguments, **options)
-
-    def rows_of_file(file: str, *arguments: object, **options: object) -> Iterator[Rows]:
-        if file != str(path):
-            yield from read_rows(file, *arguments, **options)
-            return
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        cells = {name: [str(line[name]) for line in lines] for name in ("genes", "score")}
-        yield Rows(file, range(1, 201), cells)
-
-    monkeypatch.setattr(data_tables, "read_header", header_of)
-    monkeypatch.setattr(data_tables, "read_rows", rows_of_file)
-    tables = read_tables(str(edges), str(path), "", [], undirected=False)
-    (note,) = tables.notes
-    assert note.startswith(f"{path}:71: the score makes ")
-    tables.line = None
-    (note,) = notes_on(tables, str(edges), str(path), "", [], are_chosen=True)
-    assert note.startswith(f"{path}: row 70: the score makes ")
+    singles = NODES * 4
+    beside = singles + [f"{node},AAVS1" for node in NODES]
+    for sets in (beside, singles + ["AAVS1"] * 10):
+        (note,) = notes(sets)
+        assert note.startswith("AAVS1 without an edge, as nearly all others have one, stands in ")
+        assert "if it is a control, leave it out, as an intact sample has an empty cell" in note
+        assert "if it is a node, give it an edge, such as a loop" in note
+    (note,) = notes(singles + [f"{node},SITE_{k % 5}" for k, node in enumerate(NODES)])
+    assert note.startswith("SITE_0, SITE_1, SITE_2, SITE_3, SITE_4 without an edge")
+    queries = [f"{a},{b}" for a in ("q00", "q01", "new") for b in NODES[2:]]
+    families = [f"LOC{k}" for k in range(9)]
+    many_unknown = singles + [f"x{k}y" for k in range(10)] * 2 + ["AAVS1"] * 20
+    for sets in (
+        PAIRS + [f"{node},new" for node in NODES],
+        queries,
+        singles + families,
+        many_unknown,
+    ):
+        assert notes(sets) == []
 
 
+NEAR = [  # a name, and the node that it nearly is
+    ("g0", "G0"),
+    ("HLA_A", "HLA-A"),
+    ("hla a", "HLA-A"),
+    ("HLA-A\u200b", "HLA-A"),
+    ("HLA\u2013A", "HLA-A"),
+    ("e\u0301tat", "\u00e9tat"),
+    ("\uff34\uff3053", "TP53"),
+    *[("1-Mar", node) for node in ("MARCH1", "MAR1", "MARC1", "MARCHF1", "Mar-01")],
+    *[("Sep-07", node) for node in ("SEPT7", "SEPTIN7", "7-Sep")],
+    ("MARCH1", "1-Mar"),
+]
+JOINTS = ("~", ".", "..", "--", ">", "->", "*", " x ", "\u00d7", "\u2013", "#", "^")
+FORMS = ("A_KO", "A KO", "A.1", "A-1", "A(KO)", "\u0394A", "Ag1", "sgA", "A@0.2", "9606.A", "A-ko")
+NOT_NEAR = ("F09G8.9", "MARCH2", "sep-1", "MAR1", "abd", "x2", "March", "+")
+
+
+def test_a_name_is_nearly_a_node():
+    for name, node in NEAR:
+        assert meanings([name], ["other", node, "G11", "more"]) == {name: node}, name
+    assert meanings(["1-Mar"], ["MARC1", "MARCH1"]) == {"1-Mar": "MARC1 or MARCH1"}
+    for name in ("1-Mar", "01-Sep", "Mar-01", "2001-03-01", "2024-09-02 00:00:00"):
+        assert meanings([name], ["a", "MARCH2"]) == {name: "a spreadsheet's date"}
+    for joint in JOINTS:
+        name = f"A{joint}HLA-B"
+        assert meanings([name], ["A", "HLA-B", "c"]) == {name: "A,HLA-B"}
+    for form in FORMS:
+        nodes = [*NODES, "x-y", "x_z", "a b", "c.d", "g#", "h@(i)"]
+        written = [form.replace("A", node) for node in nodes[:3]]
+        assert meanings(written, nodes) == dict(zip(written, nodes[:3], strict=True)), form
+    assert meanings(["2"], ["DUR1", "b"]) == {"2": "part of a name with a comma"}
+
+
+def test_other_names_are_no_nodes():
+    """Two versions are two names, as in C. elegans; and a number of pandas joins no nodes."""
+    for name in NOT_NEAR:
+        assert meanings([name], ["F09G8.3", "MARCH1", "abc", "x1", "-"]) == {}, name
+    assert meanings(["7.0", "2"], ["0", "7"]) == {}
+    genes = [f"YAL{k:03}C" for k in range(40)]
+    for unknown, nodes in (
+        (["YAL003C-A", "YAL004C-A", "YAL005C-A"], genes),
+        (["YAL003C-x1"], [*genes, "YAL001C-A"]),  # one alone
+        (["YAL003C-A", "YAL004C-A", "YAL005C-B"], [*genes, "YAL001C-A", "YAL001C-B"]),
+        (["RPL11", "RPL21", "RPL31"], ["RPL1", "RPL2", "RPL3"]),
+        (["RPL1P3", "RPL2P4", "RPS3P1"], ["RPL1", "RPL2", "RPS3", "RPS3P7"]),
+        (["abx", "cdx", "efx"], ["ab", "cd", "ef"]),
+    ):
+        assert meanings(unknown, nodes) == {}
+    # A gene and the antisense RNA of it, but not where most have none.
+    nodes = ["TP53", "HOTAIR", "MYC", *(f"GENE{letter}" for letter in ascii_uppercase)]
+    antisense = ["TP53-AS1", "HOTAIR-AS1", "MYC-AS2"]
+    assert meanings(antisense, nodes, [*nodes, *antisense]) == {}
+    for others in (nodes[2:], nodes[:20]):
+        assert meanings(antisense, nodes, [*others, *antisense]).keys() == set(antisense)
+
+
+def test_knocked_out_names_without_an_edge_are_noted(tmp_path):
+    """Ten of them, first those that mean something; all if they are half of the names."""
+
+    def note_on(perturbed: list[str], nodes: list[str]) -> str:
+        tables = tables_of([list(range(len(perturbed)))], torch.zeros(1))
+        tables.genes = perturbed
+        return "".join(notes_on_knocked_out(tables, "t", nodes)).removeprefix("t: ")
+
+    known = [f"P{k}" for k in range(78)]
+    nodes = [*(f"G{k}" for k in range(40)), "A-B", *known]
+    unknown = [f"g{k}" for k in range(20)] + ["A_B", "zzz"]
+    shown = ", ".join(f"g{k} (G{k}?)" for k in range(10))
+    note = f"22 of 100 knocked-out nodes have no edge: {shown}"
+    assert note_on([*unknown, *known], nodes) == note
+    most = note_on([*unknown, *known[:18]], nodes)
+    assert most == f"22 OF 40 KNOCKED-OUT NODES HAVE NO EDGE: {shown}"
+    few = note_on(["zzz", "A_B", "yyy", *known], nodes)
+    assert few == "3 of 81 knocked-out nodes have no edge: A_B (A-B?), zzz, yyy"
+    question = "do the tables use the same names?"
+    assert note_on(list("axy"), ["a"]) == f"2 OF 3 KNOCKED-OUT NODES HAVE NO EDGE: x, y: {question}"
+    assert note_on(list("abcxy"), list("abc")) == note_on([], list("abc")) == ""
+    assert read_cells(tmp_path, ["a", "b", "c", "1-Mar"], ["a", "b", "c", "a,1-Mar"]) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "note"),
+    [
+        (["A", "b", "c", "d"], "3 OF 4 NAMES ARE NO NODES: b (B?), c (C?), d (D?)"),
+        (["A", "B", "c", "1-Mar"], "2 of 4 names are no nodes: c (C?), 1-Mar (a spreadsheet's d"),
+        (["A", "B", "C", "D", "a", "b"], ""),  # these nodes have features
+        (["A", "x1", "x2"], "2 OF 3 NAMES ARE NO NODES: x1, x2: do the tables use the same names?"),
+        (["A", "B", "x1", "x2", "x3"], ""),  # a whole genome for a small graph
+    ],
+)
+def test_names_of_the_features_are_judged_as_those_of_knock_outs(tmp_path, names, note):
+    read_cells(tmp_path, ["A", "B", "C", "D"], ["A", "B", "C"])
+    rows = [("gene", "length"), *((name, k) for k, name in enumerate(names))]
+    features = write_table(tmp_path / "features.tsv", rows)
+    files = [str(tmp_path / name) for name in ("edges.tsv", "scores.tsv")]
+    notes = read_tables(*files, str(features), [], undirected=False).notes
+    assert len(notes) == bool(note)
+    assert "".join(notes).startswith(f"{features}: {note}" if note else "")
+
+
+# ---- Names that are refused ----------------------------------------------------------------------
+def refused(folder: Path, nodes: list[str], cells: list[str]) -> str:
+    """Returns the error, from the table's name on, of a table of these cells."""
+    with pytest.raises(DataError) as caught:
+        read_cells(folder, nodes, cells)
+    return str(caught.value).removeprefix(f"{folder}/")
+
+
+def test_controls_are_refused_unless_they_are_nodes(tmp_path):
+    error = refused(tmp_path, ["a", "b"], ["b", "a,wild type", "a"])
+    assert error.startswith("scores.tsv:3: the genes 'a,wild type' have wild type, a control: ")
+    assert read_cells(tmp_path, ["a", "b", "wild type"], ["b", "a,wild type", "a"]) == []
+    controls = (
+        *("ctrl", "CTRL", "control", "Control_1", "WT", "wild-type", "wild type", "Wildtype"),
+        *("non-targeting", "Non_Targeting", "non-targeting_00012", "NT", "NTC"),
+        *("non-targeting control 3", "negative control", "neg_ctrl", "Wild_Type_3"),
+    )
+    assert [name for name in controls if not is_control(name)] == []
+    genes = ("WT1", "NT5", "NT5E", "CTRB1", "CONTROLLER", "WTAP", "SAFE", "CTRLP", "NTC20")
+    assert [name for name in genes if is_control(name)] == []
+
+
+def test_names_that_are_joined_are_refused_unless_they_are_one_node(tmp_path):
+    for name, level in (("a1+b2", ""), ("a1 + b2", "=0.3"), ("a1_b2", ""), ("a1; b2", "=0.3")):
+        cells = ["c", "a1", f"c,{name}{level}"]
+        error = refused(tmp_path, ["a1", "b2", "c"], cells)
+        assert error.startswith(f"scores.tsv:4: the genes 'c,{name}{level}' have {name}, ")
+        assert "joins names: write a1,b2;" in error
+        assert read_cells(tmp_path, ["a1", "b2", "c", name], cells) == []
+    for joint in (";", "|", ":", "/", "&", " ", "  "):
+        assert "write a1,b2" in misread(f"a1{joint}b2", {"a1", "b2"}), joint
+    nodes = {"a", "b", "MT_CO1", "c", "1", "3"}
+    for name, written in (("a+b+c", "a,b,c"), ("MT_CO1+a", "MT_CO1,a"), ("a+ctrl", "a")):
+        assert f"write {written};" in misread(name, nodes)
+    assert "write 3;" in misread("3+ctrl", nodes)
+    for name in ("ctrl+ctrl", "WT + NT", "control_1", "WT_1", "NT 3"):
+        assert "a control" in misread(name, nodes), name
+    for name in ("a+d", "a-b", "+", "ab", "a.b"):
+        assert misread(name, nodes) == "", name
+
+
+def test_tables_to_predict_are_read_by_the_same_rules(tmp_path):
+    tables = replace(tables_of([[0]], torch.zeros(1)), genes=["a", "b", "c"])
+    for cell, problem in (("a+b", "write a,b"), ("a,ctrl", "a control")):
+        path = write_table(tmp_path / "new.tsv", [("genes",), ("c",), (cell,)])
+        with pytest.raises(DataError, match=rf"new\.tsv:3: .*{problem}"):
+            list(read_sets(str(path), tables))
+
+
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        ("b,a=0, 5", "have a level with a decimal comma: write a point"),
+        ("a,-", "have -, a missing value, but an intact sample has an empty cell"),
+        ("a,None", "have None, a missing value, but an intact sample has an empty cell"),
+        ("a=0.3;b", "have 'a=0.3;b': no name, or no level from 0 to 10,000 (a comma separates"),
+    ],
+)
+def test_what_else_is_no_name_is_refused(tmp_path, cell, problem):
+    error = refused(tmp_path, ["a", "b"], ["a", cell, "b"])
+    assert error.startswith(f"scores.tsv:3: the genes '{cell}' {problem}")
+    assert read_cells(tmp_path, ["a", "b", "5"], ["a", "a=0.5,5", "b"]) == []
+
+
+# ---- The log, and no notes -----------------------------------------------------------------------
 def test_without_the_part_tables_are_read_the_same(tmp_path, monkeypatch):
-    rows = rows_of(score, lambda draw, k: score(draw, k) if k else 500, lambda draw, k: k % 3)
-    rows.append(("Q01", 1, 1, 1))
-    header = ("a", "b", "batch")
-    assert len(notes_on_scores(tmp_path, header, rows)) == 3
-    files = (str(tmp_path / "edges.tsv"), str(tmp_path / "scores.tsv"), "")
-    tables = read_tables(*files, [], undirected=False)
+    """Also from a cache that has its notes."""
+    rows = rows_of(score, lambda draw, k: score(draw, k) if k else 500)
+    notes_on_scores(tmp_path, ("a", "SE"), [*rows, ("Q01", 1, 1)])
+    options = DataConfig(
+        edges=str(tmp_path / "edges.tsv"),
+        perturbations=str(tmp_path / "scores.tsv"),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    tables = load(options)
+    assert len(tables.notes) == 3
     monkeypatch.setattr(parts, "is_here", lambda module: module != "data_notes")
-    assert notes_on_scores(tmp_path, header, rows) == []
-    assert read_tables(*files, [], undirected=False).fingerprint() == tables.fingerprint()
-    chunk = Mock(genes=["a"])
-    assert unknown_nodes(["A", "x"], chunk) == "2 nodes are not in the graph: A, x"
+    without = load(options)
+    assert without.notes == []
+    assert without.fingerprint() == tables.fingerprint()
+    assert unknown_nodes(["A", "x"], Mock(genes=["a"])) == "2 nodes are not in the graph: A, x"
 
 
 def test_the_example_has_no_note():
@@ -295,236 +431,24 @@ def test_the_example_has_no_note():
     assert read_tables(*files, "", [], undirected=False).notes == []
 
 
-# ---- Controls and levels -------------------------------------------------------------------------
-def notes_on_sets(folder: Path, sets: list[str]) -> list[str]:
-    draw = random.Random(0)
-    return notes_on_scores(folder, ("score",), [(genes, score(draw, 0)) for genes in sets])
-
-
-SINGLES = NODES * 4
-PAIRS = [f"{a},{b}" for a in NODES for b in NODES if a < b]
-
-
-@pytest.mark.parametrize("name", ["NegCtrl0", "AAVS1", "DMSO", "mock", "LacZ", "no such word"])
-def test_a_name_without_an_edge_in_many_rows_may_be_a_control(tmp_path, name):
-    tables = {
-        "beside nodes": SINGLES + [f"{node},{name}" for node in NODES],
-        "alone": SINGLES + [name] * 10,
-        "alone beside pairs": PAIRS + [name] * 30,
-    }
-    for sets in tables.values():
-        (note,) = notes_on_sets(tmp_path, sets)
-        assert note.startswith(
-            f" {name} without an edge, as nearly all others have one, stands in "
-        )
-        assert "if it is a control, leave it out, as an intact sample has an empty cell" in note
-        assert "if it is a node, give it an edge, such as a loop" in note
-
-
-def test_numbered_controls_count_together(tmp_path):
-    guides = [f"{node},INTERGENIC_{k % 5}" for k, node in enumerate(NODES)]
-    (note,) = notes_on_sets(tmp_path, SINGLES + guides)
-    assert note.startswith(" INTERGENIC_0, INTERGENIC_1, INTERGENIC_2, INTERG")
-
-
-def test_nodes_without_an_edge_in_as_many_rows_as_others_are_no_controls(tmp_path):
-    queries = [f"{a},{b}" for a in ("q00", "q01", "new") for b in NODES[2:]]
-    families = [f"LOC{k}" for k in range(9)]
-    many_unknown = SINGLES + [f"x{k}y" for k in range(10)] * 2 + ["AAVS1"] * 20
-    for sets in (
-        PAIRS + [f"{node},new" for node in NODES],
-        queries,
-        SINGLES + families,
-        many_unknown,
-    ):
-        assert notes_on_sets(tmp_path, sets) == []
-
-
-def test_a_level_behind_the_last_of_several_names_is_noted(tmp_path):
-    singles = [f"{node}=0.2" for node in NODES]
-    (note,) = notes_on_sets(tmp_path, singles + [f"{pair}=0.2" for pair in PAIRS])
-    assert "A,B=0.2 deletes A and keeps 0.2 of B" in note
-    both = [f"{pair}=0.2".replace(",", "=0.2,") for pair in PAIRS]
-    for sets in (singles + both, NODES + [f"{pair}=0.2" for pair in PAIRS], singles, both):
-        assert notes_on_sets(tmp_path, sets) == []
-
-
-# ---- Names that nearly are nodes -----------------------------------------------------------------
-NEAR = [  # a name, and the node that it nearly is
-    ("g0", "G0"),
-    ("yal001c", "YAL001C"),
-    ("HLA_A", "HLA-A"),
-    ("hla a", "HLA-A"),
-    ("HLA-A\u200b", "HLA-A"),
-    ("HLA\u2013A", "HLA-A"),
-    ("HLA\u2212A", "HLA-A"),
-    ("TP53\u2060", "TP53"),
-    ("e\u0301tat", "\u00e9tat"),
-    ("\uff34\uff3053", "TP53"),
-]
-DATES = ("1-Mar", "01-Sep", "Mar-01", "2001-03-01", "2024-09-02 00:00:00")
-
-
-def test_a_name_is_nearly_a_node():
-    for name, node in NEAR:
-        assert meanings([name], ["other", node, "G11", "more"]) == {name: node}, name
-
-
-@pytest.mark.parametrize(
-    "joint", ["~", ".", "..", "--", ">", "->", "*", " x ", "\u00d7", "\u2013", "#", "^"]
-)
-def test_pairs_that_any_sign_joins_are_noted(tmp_path, joint):
-    nodes = ["A", "HLA-B", "c"]
-    (note,) = read_cells(tmp_path, nodes, ["A", f"A{joint}HLA-B", "c,HLA-B"])
-    assert note == f"1 of 4 knocked-out nodes have no edge: A{joint}HLA-B (A,HLA-B?)"
-    joined = f"A{joint}c{joint}B"
-    assert meanings([joined], [*nodes, "B"]) == {joined: "A,c,B"}
-
-
-def test_a_number_of_pandas_joins_no_nodes():
-    assert meanings(["7.0"], ["0", "7"]) == {}
-
-
-FORMS = ("A_KO", "A KO", "A.1", "A-1", "A(KO)", "\u0394A", "Ag1", "sgA", "A@0.2", "9606.A", "A-ko")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_form_of_several_nodes_is_noted(form):
-    nodes = [*NODES, "x-y", "x_z", "a b", "c.d", "g#", "h@(i)"]
-    written = [form.replace("A", node) for node in nodes[:3]]
-    assert meanings(written, nodes) == dict(zip(written, nodes[:3], strict=True))
-
-
-def test_names_that_only_begin_as_others_are_no_forms():
-    """Of one name alone, where nodes have that sign; of numbers; and where two nodes differ so."""
-    genes = [f"YAL{k:03}C" for k in range(40)]
-    assert meanings(["YAL003C-A", "YAL004C-A", "YAL005C-A"], genes) == {}
-    assert meanings(["YAL003C-x1"], [*genes, "YAL001C-A"]) == {}
-    unknown = ["YAL003C-A", "YAL004C-A", "YAL005C-B"]
-    assert meanings(unknown, [*genes, "YAL001C-A", "YAL001C-B"]) == {}
-    assert meanings(["RPL11", "RPL21", "RPL31"], ["RPL1", "RPL2", "RPL3"]) == {}
-    assert meanings(["RPL1P3", "RPL2P4", "RPS3P1"], ["RPL1", "RPL2", "RPS3", "RPS3P7"]) == {}
-    assert meanings(["abx", "cdx", "efx"], ["ab", "cd", "ef"]) == {}
-
-
-def test_names_that_stand_beside_those_around_which_they_have_text_are_others(tmp_path):
-    """As a gene and the antisense RNA of it, but not where most have none.
-
-    A tenth of the names or more are forms of the others.
-    """
-    nodes = ["TP53", "HOTAIR", "MYC", *(f"GENE{letter}" for letter in ascii_uppercase)]
-    antisense = ["TP53-AS1", "HOTAIR-AS1", "MYC-AS2"]
-    assert read_cells(tmp_path, nodes, [*nodes, *antisense]) == []
-    for knocked_out in (nodes[2:], nodes[:20]):
-        (note,) = read_cells(tmp_path, nodes, [*knocked_out, *antisense])
-        assert "knocked-out nodes have no edge: HOTAIR-AS1 (HOTAIR?), MYC-AS2" in note
-
-
-def test_the_part_of_a_name_with_a_comma_is_named(tmp_path):
-    note = "1 of 4 knocked-out nodes have no edge: 2 (part of a name with a comma?)"
-    assert read_cells(tmp_path, ["DUR1", "b", "c"], ["b", "c", '"DUR1,2"']) == [note]
-    assert read_cells(tmp_path, ["DUR1", "b", "1"], ["b", "1", '"DUR1,2"']) == []
-
-
-def test_other_names_are_no_nodes():
-    """Two versions are two names, as in C. elegans."""
-    nodes = ["F09G8.3", "MARCH1", "abc", "x1", "-"]
-    for name in ("F09G8.9", "MARCH2", "sep-1", "abd", "x2", "March", "+"):
-        assert meanings([name], nodes) == {}, name
-
-
-def test_a_spreadsheets_date_that_no_edge_has_is_named_whatever_the_nodes_are(tmp_path):
-    for name in DATES:
-        assert meanings([name], ["a", "MARCH2"]) == {name: "a spreadsheet's date"}
-    note = "1 of 4 knocked-out nodes have no edge: 1-Mar (a spreadsheet's date?)"
-    assert read_cells(tmp_path, ["a", "b", "c"], ["a", "b", "c", "a,1-Mar"]) == [note]
-    assert read_cells(tmp_path, ["a", "b", "c", "1-Mar"], ["a", "b", "c", "a,1-Mar"]) == []
-
-
-def test_a_spreadsheets_date_among_the_features_is_named(tmp_path):
-    read_cells(tmp_path, ["a", "b", "MARCH1"], ["a", "b", "MARCH1"])
-    rows = [("gene", "length"), ("a", 1), ("b", 2), ("other", 3), ("1-Mar", 4), ("2-Sep", 5)]
-    options = DataConfig(
-        edges=str(tmp_path / "edges.tsv"),
-        perturbations=str(tmp_path / "scores.tsv"),
-        features=str(write_table(tmp_path / "features.tsv", rows)),
-        cache_dir=str(tmp_path / "cache"),
-    )
-    (note,) = load(options).notes
-    named = "1-Mar (a spreadsheet's date?), 2-Sep (a spreadsheet's date?)"
-    assert note.endswith(f"features.tsv: 2 names are no nodes: {named}")
-
-
-@pytest.mark.parametrize(
-    ("names", "note"),
-    [
-        (["A", "b", "c", "d"], "MOST NAMES, 3 of 4, ARE NO NODES: b (B?), c (C?), d (D?)"),
-        (["A", "B", "c", "other"], "1 names are no nodes: c (C?)"),
-        (["A", "B", "C", "D", "E", "F"], ""),
-        (["A", "B", "C", "D", "a", "b"], ""),  # these nodes have features
-        (["A", "x1", "x2"], "MOST NAMES, 2 of 3, ARE NO NODES: x1, x2"),
-        (["A", "B", "x1", "x2", "x3"], ""),  # a whole genome for a small graph
-        (["A"], ""),
-    ],
-)
-def test_names_of_the_features_are_judged_as_those_of_knock_outs(tmp_path, names, note):
-    read_cells(tmp_path, ["A", "B", "C", "D"], ["A", "B", "C"])
-    rows = [("gene", "length"), *((name, k) for k, name in enumerate(names))]
-    options = DataConfig(
-        edges=str(tmp_path / "edges.tsv"),
-        perturbations=str(tmp_path / "scores.tsv"),
-        features=str(write_table(tmp_path / "features.tsv", rows)),
-        cache_dir=str(tmp_path / "cache"),
-    )
-    notes = [text.partition("features.tsv: ")[2] for text in load(options).notes]
-    assert notes == ([note] if note else [])
-
-
-def test_a_note_shows_ten_names_first_those_that_mean_something():
-    known = [f"P{k}" for k in range(78)]
-    nodes = [*(f"G{k}" for k in range(40)), "A-B", *known]
-    unknown = [f"g{k}" for k in range(20)] + ["A_B", "zzz"]
-    shown = ", ".join(f"g{k} (G{k}?)" for k in range(10))
-    note = f"22 of 100 knocked-out nodes have no edge: {shown}"
-    assert note_on_unknown([*unknown, *known], nodes) == note
-    most = note_on_unknown([*unknown, *known[:18]], nodes)
-    assert most == f"MOST KNOCKED-OUT NODES, 22 of 40, HAVE NO EDGE: {shown}"
-    few = note_on_unknown(["zzz", "A_B", "yyy", *known], nodes)
-    assert few == "3 of 81 knocked-out nodes have no edge: A_B (A-B?), zzz, yyy"
-
-
 def test_what_a_run_says_of_its_tables():
     """Rows by size, replicates, missing scores, nodes that are not trained on or not described."""
     sets = [[0], [0], [1, 2], [1, 2], [], [3], [4]]
     tables = tables_of(sets, torch.tensor([[1.0, math.nan]] * 3 + [[0.0, 2.0]] * 4))
     tables.genes = list("abcde")
-    tables.split = torch.tensor([0, 0, 0, 0, 0, 1, 2], dtype=torch.int8)
+    tables.split = torch.tensor([-1, 0, 0, 0, 0, 1, 2], dtype=torch.int8)
+    tables.edge_index = torch.tensor([[0, 1], [1, 2]])
     text = (
         "rows by knock-outs: 1 of 0, 4 of 1, 2 of 2, in 5 distinct sets; "
         "1 rows in no split; rows with each score: 7, 4; "
-        "2 of 5 knocked-out nodes isolated, 2 in no training row; features: "
+        "2 of 5 knocked-out nodes isolated, 2 in no training row"
     )
-    tables.split[0] = -1
-    tables.edge_index = torch.tensor([[0, 1], [1, 2]])
-    assert details(tables) == f"{text}0 of nodes, 0 of edges"
+    assert details(tables) == text
     tables.feature_names = ["a"]
     tables.features = torch.tensor([[0.0], *[[1.0]] * (len(tables.genes) - 1)])
     tables.left_out = ["b"]
-    found = details(tables)
-    assert found.startswith(f"columns left out: b; {text}1 of nodes, ")
-    assert found.endswith("; 1 nodes without features")
+    more = "; columns left out: b; 1 features of nodes, which 1 nodes lack"
+    assert details(tables) == f"{text}{more}"
     tables.y = torch.arange(7 * 11, dtype=torch.float64).view(7, 11)
     tables.y[0, 3] = math.nan
-    tables.perturbed_ptr = torch.tensor([0, 0, 0, 0, 0, 0, 0, 8])
-    tables.left_out = []
-    assert details(tables).startswith("rows by knock-outs: 6 of 0, 1 of 8, in 2 distinct sets; ")
     assert "rows with each score: 6 to 7; " in details(tables)
-
-
-def test_nodes_without_edges_that_look_like_no_other_are_not_noted(tmp_path):
-    assert note_on_unknown(list("abc"), list("abcd")) == ""
-    assert note_on_unknown(list("abcxy"), list("abc")) == ""
-    assert read_cells(tmp_path, ["a", "b", "c"], ["a", "b", "c", "x"]) == []
-    assert read_cells(tmp_path, ["a", "b", "c"], ["a", "b", "c", "A"]) == [
-        "1 of 4 knocked-out nodes have no edge: A (a?)"
-    ]

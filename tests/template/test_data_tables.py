@@ -14,7 +14,7 @@ from data_tables import OF_FILES, SPLITS
 from errors import DataError
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.sets import tables_of
-from tests.template.tables import EDGES, SCORES, asked, notes_on, summary_of, write_tables
+from tests.template.tables import EDGES, SCORES, asked, summary_of, write_tables
 
 
 def test_tables_are_read_correctly(tmp_path):
@@ -33,8 +33,7 @@ def test_tables_are_read_correctly(tmp_path):
         "4 nodes, 3 edges in 2 relations, 3 samples of 0 to 2 knock-outs: 1 train, 1 val, 1 test; "
         "1 scores: score; rows by knock-outs: 1 of 0, 1 of 1, 1 of 2, in 3 distinct sets; "
         "0 rows in no split; rows with each score: 3; "
-        "1 of 3 knocked-out nodes isolated, 1 in no training row; "
-        "features: 0 of nodes, 0 of edges"
+        "1 of 3 knocked-out nodes isolated, 1 in no training row"
     )
 
 
@@ -124,7 +123,7 @@ def test_scores_may_be_named_and_other_columns_are_left_out(tmp_path):
     assert tables.targets == ["b"]
     assert tables.y.tolist() == [[2], [4], [6]]
     assert tables.left_out == ["drug", "a"]
-    assert "; 1 scores: b; columns left out: drug, a; rows by knock-outs: " in summary_of(tables)
+    assert summary_of(tables).endswith("; columns left out: drug, a")
     assert load(replace(options, scores=["b", "a"])).y[0].tolist() == [2, 1]
     assert load(replace(options, scores=["b"])).fingerprint() == tables.fingerprint()
     message = r"scores\.tsv:1: data\.scores=.*, but the scores are \['drug', 'a', 'b'\]"
@@ -151,75 +150,12 @@ def test_names_of_scores_that_yaml_takes_for_something_else_need_quotes(tmp_path
         assert load(replace(options, scores=yaml.safe_load(text))).targets == targets
 
 
-@pytest.mark.parametrize(
-    ("names", "isolated"), [("abx", ""), ("axy", "x, y"), ("wxyz", "w, x, y, z")]
-)
-def test_knocked_out_nodes_are_named_if_half_of_them_have_no_edge(tmp_path, names, isolated):
-    splits = ("train", "val", "test", "test")
-    rows = [(name, 1, split) for name, split in zip(names, splits, strict=False)]
-    tables = load(write_tables(tmp_path, scores=[("genes", "score", "split"), *rows]))
-    expected = []
-    if isolated:
-        count = f"{len(isolated.split())} of {len(names)}"
-        question = "do the tables use the same names?"
-        expected = [f"MOST KNOCKED-OUT NODES, {count}, HAVE NO EDGE: {isolated}: {question}"]
-    assert [note.partition("scores.tsv: ")[2] for note in notes_on(tables)] == expected
-
-
 def test_all_sets_of_one_or_two_names():
     singles = asked("all-singles", ["a", "b", "c"])
     assert singles == (["a", "b", "c"], [True] * 3, [[0], [1], [2]], [])
     genes, _, sets, _ = asked("all-pairs", ["a", "b", "c"])
     assert genes == ["a,b", "a,c", "b,c"]
     assert sets == [[0, 1], [0, 2], [1, 2]]
-
-
-# ---- Replicates ----------------------------------------------------------------------------------
-HEADER = ("genes", "score", "split")
-
-
-def note_of(folder: Path, rows: list[tuple], **options) -> str:
-    """Returns the only note on tables of these rows, without the file's name, or ""."""
-    tables = load(write_tables(folder, EDGES, rows, **options))
-    notes = list(tables.notes)
-    assert len(notes) < 2
-    assert set(notes) <= set(notes_on(tables))
-    return "".join(notes).partition("scores.tsv: ")[2]
-
-
-def cycle(sets: list[str], splits: list[str]) -> list[tuple]:
-    """Returns a table in which the splits of the rows follow each other."""
-    return [HEADER, *((genes, k, splits[k % len(splits)]) for k, genes in enumerate(sets))]
-
-
-@pytest.mark.parametrize(
-    ("sets", "number"),
-    [
-        (["a", "b", "c", "d", "a,b", "c,d"], 0),
-        (["a", "a", "b", "c"], 1),
-        (["a,b", "b , a", "a,b,c=1", "c", "c", "a"], 2),  # the first is on three sides
-        (["b=0.3,a", "a=0,b=0.30", "b=0.3", "a,b"], 1),
-        (["a", "b", "c", "a", "b", "c"], 0),  # replicates on one side
-        (["", "", "", "a=1", "b=1,c=1", "a"], 0),  # intact controls belong on each
-        ([*"abc", *"bca"] * 200, 3),
-    ],
-)
-def test_sets_on_both_sides_of_a_given_split_are_noted_with_their_number(tmp_path, sets, number):
-    note = note_of(tmp_path, cycle(sets, ["train", "val", "test"]))
-    expected = (
-        f"sets of knock-outs that the column split puts on both sides: {number}; "
-        "a random split keeps their rows together"
-    )
-    assert note == (expected if number else "")
-
-
-def test_replicates_are_noted_at_each_start_and_only_beside_a_given_split(tmp_path):
-    rows = cycle(["a,b", "b", "d", "b,a", "c"] * 4, ["train", "val", "test"])
-    note = note_of(tmp_path, rows)
-    assert "on both sides: 4; " in note
-    assert note_of(tmp_path, rows) == note  # from the cache
-    fractions = {"val_fraction": 0.25, "test_fraction": 0.25}
-    assert note_of(tmp_path, [row[:2] for row in rows], **fractions) == ""
 
 
 # ---- Fingerprint ---------------------------------------------------------------------------------
@@ -236,7 +172,6 @@ def test_the_fingerprint_depends_on_every_field_but_what_is_said_of_the_files():
     tables.weight = torch.arange(float(len(tables.y)))
     tables.features = torch.arange(400.0).view(-1, 1)
     tables.edge_weight = torch.arange(8000.0)
-    tables.edge_attr = torch.arange(16000.0).view(-1, 2)
     tables.level = torch.arange(len(tables.perturbed)).double()
     for name, value in vars(tables).items():
         if isinstance(value, list | tuple):

@@ -5,14 +5,12 @@ import random
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from config import Config
 from data import DataConfig, KnockoutDataset, load
 from errors import DataError
-from mask import SharedGraph
 from model import ModelConfig
 from task import KnockoutTask
 from tests.sets import tables_of
@@ -58,7 +56,7 @@ def test_features_are_standardised_and_0_where_they_are_missing(tmp_path):
     torch.testing.assert_close(tables.features, torch.tensor(expected), atol=1e-6, rtol=0)
     summary = summary_of(tables)
     assert "0 of 3 knocked-out nodes isolated" in summary
-    assert "; features: 3 of nodes, 0 of edges; " in summary
+    assert "; 3 features of nodes, which 1 nodes lack" in summary
     assert tables.graph()["gene"].x is tables.features
     assert not tables.features.requires_grad
     assert tables.fingerprint() != load(write_tables(tmp_path)).fingerprint()
@@ -123,91 +121,11 @@ def test_edge_weights_must_be_positive(tmp_path, weight):
         load(write_tables(tmp_path, edges=[(*EDGES[0], "weight"), ("a", "b", "x", weight)]))
 
 
-def test_further_columns_of_edges_are_features_of_the_edges(tmp_path):
-    """They follow their edges wherever these go.
-
-    Into relations, sorted, reversed, and copied for each sample.
-    """
-    header = (*EDGES[0], "length", "weight", "age")
-    rows = [("b", "c", "x", 3, 1, "NA"), ("c", "d", "y", 8, 2, 2), ("a", "b", "x", 1, 4, -1)]
-    options = write_tables(tmp_path, edges=[header, *rows], undirected=True)
-    tables = load(options)
-    root = math.sqrt(26 / 3)  # the standard deviation of 1, 3 and 8
-    expected = {("a", "b"): [-3 / root, -1], ("b", "c"): [-1 / root, 0], ("c", "d"): [4 / root, 1]}
-    expected |= {(target, source): values for (source, target), values in expected.items()}
-    assert "; features: 0 of nodes, 2 of edges" in summary_of(tables)
-    assert tables.fingerprint() != load(write_tables(tmp_path, undirected=True)).fingerprint()
-    shared = SharedGraph(tables.graph())
-    dataset = KnockoutDataset(tables_of([[], [1], [0]], torch.zeros(3)), shared.degree)
-    batch = dataset.__getitems__([0, 1, 2])
-    attributes = shared.by_relation(shared.edge_attr)
-    for relation, values in zip(shared.relations, attributes, strict=True):
-        copied = shared.expand(batch)[relation].T % shared.num_nodes
-        names = [(tables.genes[source], tables.genes[target]) for source, target in copied.tolist()]
-        assert len(names) == 3 * len(values) > 0
-        expected_values = torch.tensor([expected[name] for name in names])
-        torch.testing.assert_close(values.repeat(3, 1), expected_values)
-
-
-@pytest.mark.parametrize("undirected", [False, True])
-def test_a_feature_that_a_duplicate_edge_lacks_is_the_mean_of_those_present(tmp_path, undirected):
-    """One that all lack is 0, as that of a single edge."""
-    header = (*EDGES[0], "length", "age")
-    rows = [
-        ("a", "b", "x", 2, "NA"),
-        ("a", "b", "x", "", "NA"),
-        ("a", "b", "x", 6, 5),
-        ("a", "b", "y", 3, 1),  # of another relation
-        ("b", "c", "x", "NA", 7),
-        ("b", "c", "x", "NA", 4),
-        ("c", "d", "x", 9, "NA"),
-        ("d", "c", "x", 1, "NA"),
-        ("c", "c", "x", "NA", 2),
-        ("c", "c", "x", 8, 3),
-    ]
-    tables = load(write_tables(tmp_path, edges=[header, *rows], undirected=undirected))
-    columns = {"length": [2, 6, 3, 9, 1, 8], "age": [5, 1, 7, 4, 2, 3]}
-    present = {
-        ("a", "b", "x"): ([2, 6], [5]),
-        ("a", "b", "y"): ([3], [1]),
-        ("b", "c", "x"): ([], [7, 4]),
-        ("c", "d", "x"): ([9], []),
-        ("d", "c", "x"): ([1], []),
-        ("c", "c", "x"): ([8], [2, 3]),
-    }
-    if undirected:
-        present[("c", "d", "x")] = present[("d", "c", "x")] = ([9, 1], [])
-        for (source, target, relation), values in list(present.items()):
-            present[(target, source, relation)] = values
-    expected = {}
-    for edge, values_of_edge in present.items():
-        expected[edge] = []
-        for column, values in zip(columns.values(), values_of_edge, strict=True):
-            mean, std = np.mean(column), np.std(column)
-            expected[edge].append((np.mean(values) - mean) / std if values else 0.0)
-    found = {}
-    for (a, b), r, values in zip(
-        tables.edge_index.T.tolist(), tables.edge_type, tables.edge_attr, strict=True
-    ):
-        found[(tables.genes[a], tables.genes[b], tables.relations[r])] = values.tolist()
-    assert found.keys() == expected.keys()
-    for edge, values in found.items():
-        assert values == pytest.approx(expected[edge], abs=1e-6), edge
-
-
-def test_a_duplicate_edge_that_lacks_its_features_changes_none(tmp_path):
-    """Whatever its place in the table."""
-    header = (*EDGES[0], "length", "age")
-    rows = [("a", "b", "x", 2, 5), ("b", "c", "x", 6, 1), ("c", "d", "y", 4, 7)]
-    expected = load(write_tables(tmp_path, edges=[header, *rows])).fingerprint()
-    lacking = [(*row[:3], "NA", "") for row in rows]
-    for table in (rows + lacking, lacking + rows, [*lacking[:2], *lacking, *rows]):
-        assert load(write_tables(tmp_path, edges=[header, *table])).fingerprint() == expected
-
-
-def test_a_feature_of_edges_is_a_number(tmp_path):
-    with pytest.raises(DataError, match=r"edges.tsv:2: the length 'long' is not a number"):
-        load(write_tables(tmp_path, edges=[(*EDGES[0], "length"), ("a", "b", "x", "long")]))
+def test_a_column_of_edges_that_nothing_reads_is_an_error_that_says_what_to_do(tmp_path):
+    header = (*EDGES[0], "combined_score", "weight", "", "age")
+    message = r"edges.tsv:1: nothing reads 'combined_score, age': if it weighs the edges, name it w"
+    with pytest.raises(DataError, match=message):
+        load(write_tables(tmp_path, edges=[header, ("a", "b", "x", 3, 1, "", 2)]))
 
 
 def test_a_table_may_say_nodes(tmp_path):

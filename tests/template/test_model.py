@@ -382,7 +382,6 @@ def test_terms_stand_in_the_order_of_the_parts(tmp_path, readout):
         edge_index=torch.tensor([[0], [1]]),
         edge_type=torch.tensor([0]),
         edge_weight=torch.ones(1).double(),
-        edge_attr=torch.empty(1, 0),
         features=torch.empty(NUM_NODES, 0),
         split=torch.tensor([0, 1], dtype=torch.int8).repeat_interleave(len(SETS)),
         targets=["Y0" if readout == "nodes" else "score"],

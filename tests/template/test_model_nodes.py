@@ -6,8 +6,6 @@ That it computes the same on all routes is in the tests of the model and of `mod
 import pytest
 import torch
 
-import task
-from config import Config
 from errors import DataError
 from model_nodes import target_nodes
 from tests.sets import tables_of
@@ -30,18 +28,6 @@ def test_all_scores_that_are_no_nodes_are_named():
         DataError, match=r"^2 of 4 scores are no node of the graph, .* needs: x, y: "
     ):
         target_nodes(tables)
-
-
-@pytest.mark.parametrize("is_here", [True, False])
-def test_scores_named_after_nodes_ask_for_the_readout_where_it_is(monkeypatch, caplog, is_here):
-    monkeypatch.setattr(task, "is_here", lambda module: is_here)
-    tables = tables_of([[0], [1], [2]], torch.zeros(3))
-    tables.genes = ["g0", "g1", "g2"]
-    tables.targets = ["g2"]
-    tables.split = torch.tensor([0, 1, 2], dtype=torch.int8)
-    tables.y = torch.zeros(3, 1).double()
-    task.check_scores(tables, Config())
-    assert ("model.readout=nodes suits them" in caplog.text) == is_here
 
 
 def test_an_effect_on_a_node_comes_from_the_change_of_its_own_state():

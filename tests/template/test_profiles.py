@@ -184,7 +184,6 @@ def test_an_unseen_gene_has_the_profile_of_its_neighbours(rival):
         edge_index=edges[:, :0],
         edge_type=tables.edge_type[:0],
         edge_weight=None,
-        edge_attr=None,
     )
     assert error_on_test_rows(tables, rival(Profiles(nothing))) > 0.8 * mean
 

@@ -28,7 +28,6 @@ from tests.template.tables import (
     additive_tables,
     dense_design,
     gappy_tables,
-    notes_on,
     sets_of,
     summary_of,
     without_validation,
@@ -69,79 +68,6 @@ def test_scores_gaps_and_weights_are_read(tmp_path):
     batch = KnockoutDataset(tables, torch.zeros(3).long()).__getitems__([0, -1, 2, 3])
     assert batch.y.tolist() == [[0.5, 0], [0, 0], [1.5, -2], [0, 0]]
     torch.testing.assert_close(batch.weight, torch.tensor([[4, 0], [0, 0], [0.25, 0.25], [0, 0]]))
-
-
-def test_a_note_says_that_few_rows_have_nearly_all_weight(tmp_path):
-    train = [("a", 0.5 + row, 1.0, "train", 1.0) for row in range(99)]
-    others = [("a", 0.1, 1.0, "val", 1.0), ("b", 0.2, 1.0, "test", 1.0)]
-    tables = load(write_tables(tmp_path, EDGES, [HEADER, *train, *others]))
-    before = notes_on(tables)
-    tables.weight[3] = 1e6
-    note = "by weight, the training rows count as 1.0% of them would"
-    assert notes_on(tables) == [*before, note]
-
-
-# ---- Outlying scores -----------------------------------------------------------------------------
-def outlying(folder: Path, value: float, num_rows: int = 60, size: int = 1) -> list[str]:
-    """Returns the notes on a table with such a score in line 21, after two blank lines."""
-    header = ("genes", *(f"score{k}" for k in range(size)), "split", "weight")
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(num_rows, size, generator=generator)
-    scores[17] = value
-    rows = [header]
-    for row, of_row in enumerate(scores.tolist()):
-        rows.append(("abc"[row % 3], *of_row, ("train", "val", "test")[row % 3], 1))
-    rows[9:9] = [(), ()]
-    notes = load(write_tables(folder, EDGES, rows)).notes
-    return [note for note in notes if "both sides" not in note]
-
-
-def test_a_score_that_makes_much_of_the_variance_is_noted_with_its_line(tmp_path):
-    (note,) = outlying(tmp_path, 1e6)
-    assert note == (
-        f"{tmp_path}/scores.tsv:21: the score0 makes 98% of the variance of all rows: remove it, "
-        "give it a small weight, or clip or rank the scores"
-    )
-    (note,) = outlying(tmp_path, 6.0)
-    assert ":21: the score0 makes 42%" in note
-    assert outlying(tmp_path, 3.5) == []
-    assert outlying(tmp_path, 1e6, num_rows=40) == []  # of which any may have a quarter
-
-
-def test_of_zeros_and_ones_and_of_few_scores_none_outlies(tmp_path):
-    lines = ["genes\ta\tb\tsplit"]
-    for row in range(150):
-        few = row if row % 25 == 0 else ""
-        lines.append(
-            f"{'abc'[row % 3]}\t{int(row in (3, 77))}\t{few}\t{('train', 'val', 'test')[row % 3]}"
-        )
-    (tmp_path / "scores.tsv").write_text("\n".join(lines))
-    edges = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x")]
-    write_table(tmp_path / "edges.tsv", edges)
-    options = DataConfig(
-        edges=str(tmp_path / "edges.tsv"),
-        perturbations=str(tmp_path / "scores.tsv"),
-        cache_dir=str(tmp_path / "cache"),
-    )
-    assert not any("variance" in note for note in load(options).notes)
-
-
-def test_of_many_scores_a_row_is_noted_that_outlies_in_most(tmp_path):
-    (note,) = outlying(tmp_path, 1e3, size=25)
-    assert ":21: the row of 25 scores makes 98% of the variance" in note
-    notes = outlying(tmp_path, 1e3, size=2)
-    assert [note.partition(":21: ")[2][:10] for note in notes] == ["the score0", "the score1"]
-    assert outlying(tmp_path, 3.5, size=25) == []
-
-
-def test_a_small_weight_makes_a_score_outlie_no_more(tmp_path):
-    outlying(tmp_path, 50.0)
-    path = tmp_path / "scores.tsv"
-    lines = path.read_text().splitlines()
-    lines[20] = lines[20].removesuffix("\t1") + "\t1e-4"
-    path.write_text("\n".join(lines))
-    options = DataConfig(str(tmp_path / "edges.tsv"), str(path), cache_dir=str(tmp_path / "new"))
-    assert not any("variance" in note for note in load(options).notes)
 
 
 @pytest.mark.parametrize(

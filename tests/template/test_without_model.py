@@ -136,7 +136,6 @@ def test_an_unseen_node_has_no_effect_or_the_mean_of_its_neighbours(loss):
         edge_index=joined.nonzero().T,
         edge_type=torch.zeros(joined.sum(), dtype=torch.long),
         edge_weight=None,
-        edge_attr=None,
     )
     found = rivals(tables, loss)
     name = "sum of effects, unseen: graph neighbours"
@@ -260,7 +259,7 @@ def pairs_with_common_neighbours(num_edges: int = 150) -> Tables:
     tables = tables_of_sets(sets, y.unsqueeze(1), split.tolist())
     edge_type = torch.zeros(num_edges, dtype=torch.long)
     graph = {"edge_index": edge_index, "edge_type": edge_type}
-    return replace(tables, **graph, edge_weight=None, edge_attr=None)
+    return replace(tables, **graph, edge_weight=None)
 
 
 def test_features_of_pairs_tell_what_the_sum_of_effects_cannot(tmp_path):
