@@ -93,16 +93,16 @@ class SharedGraph(nn.Module):
         # The edges of all relations, one relation after another.
         edge_index = torch.cat(edge_indices, dim=1)
         relation = torch.repeat_interleave(torch.tensor(counts))
-        raw_weight = torch.cat(weights)
-        weight = _normalised(raw_weight, edge_index[1], relation, self.num_nodes).float()
+        as_given = torch.cat(weights)
+        edge_weight = normalised(as_given, edge_index[1], relation, self.num_nodes).float()
         self._buffer("edge_index", edge_index)
-        self._buffer("edge_weight", weight)
-        self._buffer("raw_weight", raw_weight.float())
+        self._buffer("edge_weight", edge_weight)
+        self._buffer("edge_weight_as_given", as_given.float())
         self._buffer("edge_counts", torch.tensor(counts))
         self._buffer("edge_offsets", self.edge_counts.cumsum(0) - self.edge_counts)
         self._buffer("x", graph[node_type].get("x", torch.empty(self.num_nodes, 0)).float().cpu())
 
-        self.stack = RelationStack(edge_index, relation, weight, len(counts), self.num_nodes)
+        self.stack = RelationStack(edge_index, relation, edge_weight, len(counts), self.num_nodes)
         self._add_incidence(relation)
         self._add_out_edges(relation)
         self.reused_masks = EdgeMasks(self)
@@ -293,7 +293,7 @@ class EdgeMasks:
         return dict(zip(graph.relations, masks, strict=True))
 
 
-def _normalised(weight: Tensor, target: Tensor, relation: Tensor, num_nodes: int) -> Tensor:
+def normalised(weight: Tensor, target: Tensor, relation: Tensor, num_nodes: int) -> Tensor:
     """Returns weight / sqrt(in-degree of target * mean degree), sums of the relation's weights.
 
     GCN (Kipf and Welling 2017) has the source's out-degree in place of the mean, so that the loss

@@ -226,7 +226,7 @@ def pair_index(graph: SharedGraph) -> PairIndex:
         if len(names) > MOST_RELATIONS:
             log.info(f"note      of {len(names):,} relations, only all together have pair features")
         graph.pairs = PairIndex(
-            graph.edge_index, relation, graph.raw_weight, names, graph.num_nodes
+            graph.edge_index, relation, graph.edge_weight_as_given, names, graph.num_nodes
         )
     return graph.pairs
 
