@@ -17,10 +17,11 @@ from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tenso
 
 from baseline_combination import SUM, Combination, combine
 from baseline_ridge import ROWS_AT_ONCE, Design, Doses, Targets
-from data import basis_of, effective_share, mean_one_weight, training_mean_and_std
+from data import basis_of, mean_one_weight, training_mean_and_std
 from data_tables import Tables, cached
 from losses import LOSSES
 from mask import doses
+from metrics import effective_share
 from run_progress import progress_bar
 
 TARGETS_AT_ONCE = 64  # whose numbers stay in cache

@@ -329,13 +329,3 @@ def training_mean_and_std(tables: Tables) -> tuple[Tensor, Tensor]:
     """Returns mean and standard deviation of the training scores, by their weight, [T] each."""
     rows = tables.rows("train")
     return mean_and_std(tables.y[rows], mean_one_weight(tables)[rows])
-
-
-def effective_share(weight: Tensor) -> Tensor:
-    """Returns the effective number of rows (Kish 1965), as a share of those with a weight, [T].
-
-    It is 1 for equal weights [n, T], and small where a few rows have nearly all the weight. The
-    weights of the others are small then, and so must be the penalties.
-    """
-    effective = weight.sum(dim=0).square() / weight.square().sum(dim=0)
-    return effective / (weight > 0).sum(dim=0)

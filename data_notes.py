@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from data import effective_share
 from data_cells import SPLITS, Rows, is_missing_name, parse_number
-from metrics import weighted_mean
+from metrics import effective_share, weighted_mean
 from parts import is_here
 
 OUTLYING = 0.25  # share of the variance, from which on a row is noted

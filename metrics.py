@@ -35,6 +35,16 @@ def mean_and_std(values: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, 
     return mean, std.where(std > 1e-12 * largest, 1.0)
 
 
+def effective_share(weight: Tensor) -> Tensor:
+    """Returns the effective number of rows (Kish 1965), as a share of those with a weight, [T].
+
+    It is 1 for equal weights [n, T], and small where a few rows have nearly all the weight. The
+    weights of the others are small then, and so must be the penalties.
+    """
+    effective = weight.sum(dim=0).square() / weight.square().sum(dim=0)
+    return effective / (weight > 0).sum(dim=0)
+
+
 def standardise(values: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """Returns (values - mean) / standard deviation of values [n, T], over rows; nan stays."""
     mean, std = mean_and_std(values, weight)

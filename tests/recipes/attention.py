@@ -1,12 +1,65 @@
 """What a copy with attention.patch must hold: `python -m pytest tests/recipes/attention.py`."""
 
+import numpy as np
 import pytest
 import torch
 
+from data import load
+from mask import SharedGraph
 from mask_copies import CopiedGraph
 from tests.template.slow.recipes import LEVELS, batch_of, graph_of_20
+from tests.template.tables import EDGES, write_tables
 
 
+# ---- Features of edges ---------------------------------------------------------------------------
+@pytest.mark.parametrize("undirected", [False, True])
+def test_further_columns_of_edges_are_features_of_the_edges(tmp_path, undirected):
+    """They are standardised; where an edge stands twice, the mean of those present, or 0."""
+    rows = [
+        ("a", "b", "x", 2, 1, "NA"),
+        ("a", "b", "x", "", 1, "NA"),
+        ("a", "b", "x", 6, 1, 5),
+        ("a", "b", "y", 3, 1, 1),  # of another relation
+        ("b", "c", "x", "NA", 1, 7),
+        ("c", "d", "x", 9, 1, "NA"),
+        ("d", "c", "x", 1, 1, "NA"),
+        ("c", "c", "x", 8, 1, 3),
+    ]
+    table = [(*EDGES[0], "length", "weight", "age"), *rows]
+    tables = load(write_tables(tmp_path, table, undirected=undirected))
+    present = {
+        ("a", "b", "x"): ([2, 6], [5]),
+        ("a", "b", "y"): ([3], [1]),
+        ("b", "c", "x"): ([], [7]),
+        ("c", "d", "x"): ([9], []),
+        ("d", "c", "x"): ([1], []),
+        ("c", "c", "x"): ([8], [3]),
+    }
+    if undirected:
+        present[("c", "d", "x")] = present[("d", "c", "x")] = ([9, 1], [])
+        for (source, target, relation), values in list(present.items()):
+            present[(target, source, relation)] = values
+    expected = {}
+    for edge, values_of_edge in present.items():
+        expected[edge] = []
+        for column, values in zip(([2, 6, 3, 9, 1, 8], [5, 1, 7, 3]), values_of_edge, strict=True):
+            mean, std = np.mean(column), np.std(column)
+            expected[edge].append((np.mean(values) - mean) / std if values else 0.0)
+    graph = SharedGraph(tables.graph())
+    ends = graph.edge_index.T.tolist()
+    relations = torch.repeat_interleave(graph.edge_counts).tolist()
+    found = {}
+    for (a, b), r, values in zip(ends, relations, graph.edge_attr, strict=True):
+        found[(tables.genes[a], tables.genes[b], tables.relations[r])] = values.tolist()
+    assert found.keys() == expected.keys()
+    for edge, values in found.items():
+        assert values == pytest.approx(expected[edge], abs=1e-6), edge
+    plain = load(write_tables(tmp_path, [row[:3] for row in table], undirected=undirected))
+    assert plain.edge_attr.shape == (len(found), 0)
+    assert plain.fingerprint() != tables.fingerprint()
+
+
+# ---- The layer -----------------------------------------------------------------------------------
 @pytest.fixture
 def graph():
     """Edges have one feature: their number."""
