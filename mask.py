@@ -10,9 +10,9 @@ of the graph:
 
 with `level` that of each node, 1 if intact, and `keep` where it is not 0. `SharedGraph.levels`,
 `SharedGraph.keep` and `SharedGraph.propagate` compute the factors. Where all samples have the same
-states, as before the first layer, `SharedGraph.propagate_alike` needs one product for all. Layers
-that need values for each edge (attention, say) use `expand` and `EdgeMasks`: B block-diagonal
-copies of the graph and a boolean per copied edge, as `mask_copies.py` does.
+states, as before the first layer, `SharedGraph.propagate_from_one` needs one product for all.
+Layers that need values for each edge (attention, say) use `expand` and `EdgeMasks`: B
+block-diagonal copies of the graph and a boolean per copied edge, as `mask_copies.py` does.
 
 Shapes: N nodes, R relations, E edges over all relations, E_r edges of relation r, H channels,
 B samples in the batch, P perturbed nodes in the batch, D dead edges in the batch.
@@ -247,7 +247,7 @@ class SharedGraph(nn.Module):
         dtype = self.edge_weight.dtype
         return self.stack(x.to(dtype), gate.to(dtype)).to(x.dtype)
 
-    def propagate_alike(self, x: Tensor, gate: Tensor, samples: Samples | None) -> Tensor:
+    def propagate_from_one(self, x: Tensor, gate: Tensor, samples: Samples | None) -> Tensor:
         """Returns `propagate` of states that are alike in all samples, [N, b, H] of x [N, 1, H].
 
         As summation is linear, they are summed once, and what the perturbed nodes of each sample

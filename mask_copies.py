@@ -38,7 +38,7 @@ class CopiedGraph:
         """Yields all samples of the batch at once."""
         yield Samples(batch, 0, self.level.squeeze(-1))
 
-    def propagate_alike(self, x: Tensor, gate: Tensor, samples: Samples | None) -> Tensor:
+    def propagate_from_one(self, x: Tensor, gate: Tensor, samples: Samples | None) -> Tensor:
         """Returns `propagate` of states that are alike in all samples, [N, B, H] of x [N, 1, H]."""
         return self.propagate(x, gate)
 

@@ -316,7 +316,7 @@ class FirstConv(KnockoutConv):
         """
         h = self.norm(sent)
         root = self.root(x)
-        sums = graph.propagate_alike(h, self.SCALE * self.gate, samples)  # over the living edges
+        sums = graph.propagate_from_one(h, self.SCALE * self.gate, samples)  # over the living edges
         return self.add(x, h, root + self.out(sums), record)
 
 

@@ -51,7 +51,7 @@ def in_blocks(graph: SharedGraph, batch: Data, size: int, x: Tensor, gate: Tenso
     sums = [x.new_empty(graph.num_nodes, 0, HIDDEN)]
     first = 0
     for level in graph.levels(batch).split(size, dim=1):
-        sums.append(graph.propagate_alike(x, gate, Samples(batch, first, level)))
+        sums.append(graph.propagate_from_one(x, gate, Samples(batch, first, level)))
         first += level.size(1)
     return torch.cat(sums, dim=1)
 
