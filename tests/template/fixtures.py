@@ -61,9 +61,8 @@ SERVER.set_forkserver_preload(["tests.template.preload"])
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hides the GPUs unless `-m gpu` is given: they are few, and sums differ in their last bits."""
-    if config.option.markexpr != "gpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    """Hides the GPUs: they are few, and sums differ in their last bits."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if runs_tests(config):
         # Under nohup, or in the background of a script, what tests start would ignore them, too.
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:

@@ -161,6 +161,13 @@ def test_a_prediction_does_not_depend_on_its_batch(shared, route):
     assert len(together.unique()) == len(SETS)
 
 
+@pytest.mark.parametrize("readout", ["both", "local"])
+def test_a_batch_on_another_device_is_refused(shared, readout):
+    batch = make_batch(shared, SETS).to("meta")
+    with pytest.raises(RuntimeError, match="the batch is on meta but the graph is on cpu: call"):
+        make_model(readout=readout)(shared, batch)
+
+
 @pytest.mark.parametrize("route", ["shared", "expanded"])
 @pytest.mark.parametrize("readout", ["both", "local", "global"])
 def test_an_empty_batch_gives_no_predictions(shared, route, readout):

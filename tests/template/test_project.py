@@ -100,7 +100,7 @@ def test_modules_are_short_enough_to_read():
 
 
 def test_the_tests_and_their_subprocesses_see_no_gpu(run):
-    """GPUs are few, their sums not bitwise reproducible: only test_gpu.py uses them, `-m gpu`."""
+    """GPUs are few, their sums not bitwise reproducible: `tests.check gpu` is for them."""
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'] == '')"
     assert run([sys.executable, "-c", code]).check().stdout == "True\n"
 
