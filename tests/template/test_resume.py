@@ -34,11 +34,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 # ---- A run that is trained to its end ------------------------------------------------------------
-@ON_ONE_AND_TWO
-def test_a_finished_run_refuses_options_that_would_change_its_training(train, folder, nproc):
-    first = train(nproc, "optim.epochs=2").check()
+def test_a_finished_run_refuses_options_that_would_change_its_training(train, folder):
+    first = train(2, "optim.epochs=2").check()
     before = contents(folder)
-    result = train(nproc, "optim.epochs=2", *CHANGED)
+    result = train(2, "optim.epochs=2", *CHANGED)
     assert result.returncode == 2
     assert result.stderr == (
         "error: runs/default/checkpoints/step_00000010.pt is trained to its end, step 10, "
@@ -46,9 +45,9 @@ def test_a_finished_run_refuses_options_that_would_change_its_training(train, fo
         "run.name\n"
     )
     assert contents(folder) == before
-    again = train(nproc, "optim.epochs=2").check()
+    again = train(2, "optim.epochs=2").check()
     assert again.stdout.splitlines()[-2:] == first.stdout.splitlines()[-2:]
-    train(nproc, "optim.epochs=2", *CHANGED, "run.name=other").check()
+    train(2, "optim.epochs=2", *CHANGED, "run.name=other").check()
     assert options(folder.parent / "other")["optim"]["lr"] == 0.001
 
 
@@ -148,39 +147,37 @@ def test_a_run_that_ran_out_of_patience_takes_more_of_it_and_no_other_rate(train
     assert "trained   3 epochs: raise optim.patience to train on" in result.stdout
 
 
-@ON_ONE_AND_TWO
-def test_a_stop_of_a_finished_run_that_is_started_again_keeps_its_predictions(train, folder, nproc):
-    train(nproc).check()
+def test_a_stop_of_a_finished_run_that_is_started_again_keeps_its_predictions(train, folder):
+    train(0).check()
     before = contents(folder)
     (folder / "STOP").touch()
-    result = train(nproc).check()
+    result = train(0).check()
     assert "stopped   at step 5 (STOP file)" in result.stdout
     assert not (folder / "STOP").exists()
     after = contents(folder)
     for name in ("test.tsv", "config.yaml", "step_00000005.pt"):
         assert after[name] == before[name], name
-    train(nproc).check()
+    train(0).check()
     assert contents(folder)["test.tsv"] == before["test.tsv"]
     assert len(read_metrics(folder, "test")) == 1
 
 
 # ---- In the middle of a run ----------------------------------------------------------------------
-@ON_ONE_AND_TWO
-def test_other_options_in_the_middle_of_a_run_are_named(train, folder, nproc):
-    train(nproc, *LONG, fault="stop_at_step:6").check()
-    result = train(nproc, *LONG, *CHANGED).check()
+def test_other_options_in_the_middle_of_a_run_are_named(train, folder):
+    train(2, *LONG, fault="stop_at_step:6").check()
+    result = train(2, *LONG, *CHANGED).check()
     sentence = f"note      the 7 steps so far were made with {MADE_WITH}"
     assert result.stdout.count(sentence) == 1
     logs = list(folder.glob("log.rank*.txt"))
-    assert len(logs) == max(1, nproc)
+    assert len(logs) == 2
     assert sentence in (folder / "log.rank0.txt").read_text()
     found = options(folder)
     assert (found["optim"]["lr"], found["model"]["dropout"]) == (0.001, 0.6)
     rates = [row["lr"] for row in read_metrics(folder, "train")]
     assert min(rates[3:7]) > 0.004 > 0.001 >= max(rates[7:])
     # The same command once more: there is nothing to say.
-    assert "were made with" not in train(nproc, *LONG, *CHANGED).check().stdout
-    back = train(nproc, *LONG)
+    assert "were made with" not in train(2, *LONG, *CHANGED).check().stdout
+    back = train(2, *LONG)
     assert back.returncode == 2
     assert "is trained to its end, step 15, with model.dropout=0.6, optim.lr=0.001, " in back.stderr
 
