@@ -7,10 +7,7 @@ import torch
 
 from analyse_intervals import interval, resampled_pearson, uncertainty
 from tests.bench.quality import resampled_mean
-
-
-def normal(*size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from tests.template.results import normal
 
 
 def one_each(cluster: torch.Tensor) -> torch.Tensor:

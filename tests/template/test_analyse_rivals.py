@@ -37,6 +37,7 @@ from tests.bench.quality import bootstrap, permute_names, summary
 from tests.bench.synthetic import write
 from tests.sets import pack_sets
 from tests.template.fixtures import DEFAULTS, write_defaults
+from tests.template.results import normal
 from train import read_config
 
 pytestmark = pytest.mark.slow  # run with --all, or by name
@@ -91,10 +92,6 @@ def zero(genes: tuple[int, ...]) -> float:
 def on_test_rows(tables: Tables, prediction: torch.Tensor) -> float:
     rows = tables.rows("test")
     return pearson(tables.y[rows, 0], prediction[rows]).item()
-
-
-def normal(*size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def module_edges() -> torch.Tensor:

@@ -23,13 +23,10 @@ from metrics import (
     rank,
     spearman,
 )
+from tests.template.results import normal
 from tests.tools.runs import predictions_of, read_metrics
 
 FIRST = first_metric()
-
-
-def normal(*size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def whole_numbers(*size: int) -> torch.Tensor:

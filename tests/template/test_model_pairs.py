@@ -88,7 +88,7 @@ def random_index(seed: int) -> tuple[PairIndex, Tensor]:
     return PairIndex(edge_index, relation, weight, names, num_nodes), dense
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(30))
 def test_features_of_all_pairs_are_those_of_dense_matrices(seed):
     index, dense = random_index(seed)
     first, second = torch.triu_indices(index.num_nodes, index.num_nodes, 1)
@@ -210,14 +210,6 @@ def test_a_graph_of_one_node_has_features_of_0(tmp_path):
     loop = torch.tensor([[0], [0]])
     features = pairs_of_task(task_on(tmp_path, 1, loop, torch.tensor([0]), ["r"]))
     assert features == {f"{name} by r": [0.0] for name in FEATURES}
-
-
-def test_two_nodes_in_all_have_an_edge_and_share_nothing(tmp_path):
-    edge = torch.tensor([[0], [1]])
-    features = pairs_of_task(task_on(tmp_path, 2, edge, torch.tensor([0]), ["r"]))
-    assert features.pop("edge by r") == [0, 0, 1]
-    assert len(features) == 7
-    assert set(map(tuple, features.values())) == {(0, 0, 0)}
 
 
 def test_relations_and_nodes_without_edges_have_features_of_0(tmp_path):

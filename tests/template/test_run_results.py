@@ -15,13 +15,10 @@ from run_checkpoint import write_atomically
 from run_results import result_lines
 from tests.sets import pack_sets
 from tests.template.fixtures import DEFAULTS, write_table
+from tests.template.results import normal
 from tests.template.tables import gappy_tables
 from tests.tools.runs import read_metrics
 from train import read_config
-
-
-def normal(*size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 # ---- The file ------------------------------------------------------------------------------------
