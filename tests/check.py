@@ -52,13 +52,6 @@ WORKERS = {
 }
 
 
-def test(options: argparse.Namespace) -> None:
-    """Raises `UserError`, which names the command to use."""
-    raise UserError(
-        "what a run's predictions are worth has a command of its own: python analyse.py RUN..."
-    )
-
-
 CHECKS = {
     "parity": parity,
     "faults": faults,
@@ -68,9 +61,7 @@ CHECKS = {
     "rows": rows,
     "gpu": gpu,
     "trace": trace,
-    "test": test,
 }
-WITHOUT_CONFIGURATION = ("trace", "test")
 
 
 def world_sizes(text: str) -> list[int]:
@@ -142,7 +133,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, exit_on_sigterm)
     options = parse_arguments()
     try:
-        if options.name not in WITHOUT_CONFIGURATION:
+        if options.name != "trace":
             read_config(options.arguments)
         passed = CHECKS[options.name](options)
     except (RuntimeError, UserError) as error:

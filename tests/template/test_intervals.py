@@ -171,21 +171,6 @@ def test_the_best_two_runs_of_profiles_differ_by_what_their_interval_holds():
 
 
 # ---- The benchmark of their coverage -------------------------------------------------------------
-@pytest.mark.parametrize("kind", coverage.KINDS)
-def test_the_true_difference_of_simulated_rows_is_that_of_many_tables(kind, monkeypatch):
-    """Rows of the large table have as many unseen nodes as those of others; replicates recur."""
-    monkeypatch.setattr(coverage, "LARGE", 10**5)
-    draw = torch.Generator().manual_seed(1)
-    pairs, *scores = coverage.simulate(coverage.KINDS[kind], draw, is_large=True)
-    num_unseen = (pairs >= coverage.NUM_SEEN).double().sum(1).mean()
-    tables = [coverage.simulate(coverage.KINDS[kind], draw) for _ in range(60)]
-    share = [(nodes >= coverage.NUM_SEEN).double().sum(1).mean() for nodes, *_ in tables]
-    assert num_unseen == pytest.approx(np.mean(share), abs=0.02)
-    gains = [coverage.gain(*values) for _, *values in tables]
-    standard_error = np.std(gains) / 60**0.5
-    assert coverage.gain(*scores) == pytest.approx(np.mean(gains), abs=4 * standard_error)
-
-
 def test_intervals_of_units_hold_the_true_difference_where_those_of_rows_do_not(monkeypatch):
     monkeypatch.setattr(coverage, "LARGE", 10**5)
     monkeypatch.setattr(coverage, "RESAMPLES", 200)

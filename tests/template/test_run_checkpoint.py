@@ -174,7 +174,7 @@ def test_the_reason_of_a_write_error_is_its_own(tmp_path):
             raise PermissionError(errno.EACCES, "Permission denied")  # noqa: B904
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 700, 5_000, 30_000, 53_000])
+@pytest.mark.parametrize("num_bytes", [0, 700, 30_000])
 def test_a_checkpoint_on_a_full_disk_is_an_error_of_writing(tmp_path, num_bytes):
     """torch.save hides the reason in errors of its own, which differ with the place."""
     state = {"a": torch.zeros(3000), "b": [1, 2, 3], "c": torch.zeros(5000).double()}
@@ -192,18 +192,6 @@ def test_a_checkpoint_on_a_full_disk_is_an_error_of_writing(tmp_path, num_bytes)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [file.name for file in tmp_path.iterdir()] == ["whole.pt"]
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("size", [10, 1_000_000])
-def test_a_checkpoint_that_no_byte_of_is_written_is_an_error_of_writing(tmp_path, size):
-    (tmp_path / "cut.pt.tmp").symlink_to("/dev/full")
-    with (
-        pytest.raises(RunError, match=r"cannot write .*cut.pt: No space left on device; "),
-        explain_write_errors(tmp_path / "cut.pt"),
-    ):
-        save_atomically(tmp_path / "cut.pt", {"a": torch.zeros(size)})
-    assert list(tmp_path.iterdir()) == []
 
 
 class Unsaveable:

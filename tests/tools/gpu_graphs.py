@@ -217,27 +217,13 @@ class Refusal:
 
     reason: str
     model: ModelConfig = ModelConfig()
-    sync_batchnorm: bool = False
     context: Callable[[], AbstractContextManager] = nullcontext
 
 
 REFUSALS = {
-    "reach": Refusal(
-        "batches of model.message_passing=reach differ in their shapes",
-        ModelConfig(message_passing="reach"),
-    ),
     "expanded": Refusal(
         "batches of model.message_passing=expanded differ in their shapes",
         ModelConfig(message_passing="expanded"),
-    ),
-    "SyncBatchNorm": Refusal("ddp.sync_batchnorm=true waits for other ranks", sync_batchnorm=True),
-    "CUDA_LAUNCH_BLOCKING=1": Refusal(
-        "CUDA_LAUNCH_BLOCKING or anomaly detection looks for a fault",
-        context=partial(mock.patch.dict, "os.environ", CUDA_LAUNCH_BLOCKING="1"),
-    ),
-    "anomaly detection": Refusal(
-        "CUDA_LAUNCH_BLOCKING or anomaly detection looks for a fault",
-        context=partial(torch.autograd.set_detect_anomaly, True),
     ),
     "too little memory": Refusal(
         "GB of 9.5e-07 that are free",
@@ -249,8 +235,6 @@ REFUSALS = {
 def refused(device: torch.device, refusal: Refusal, folder: Path) -> tuple[bool, str]:
     """Steps must stay eager, and the log must say why."""
     task = small_task(refusal.model, OptimConfig(), device, folder)
-    ddp = replace(task.config.ddp, sync_batchnorm=refusal.sync_batchnorm)
-    task.config = replace(task.config, ddp=ddp)
     model = build_model(task)
     with refusal.context():
         steps, _ = captured(task, model, sampler_of(task))

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests import check
 from tests.sets import tables_of
 from tests.template.fixtures import copy_template, launch_forked
 from tests.tools import parity
@@ -150,13 +149,3 @@ def test_a_check_that_cannot_run_says_why(run):
     result = run([*PARITY, "optim.rate=1"])
     assert result.returncode == 2
     assert "unknown option optim.rate: did you mean optim." in result.stderr
-
-
-def test_the_former_check_of_a_run_names_the_command_that_took_its_place(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["check", "test", "runs/default"])
-    with pytest.raises(SystemExit) as raised:
-        check.main()
-    assert raised.value.code == 2
-    errors = capsys.readouterr().err
-    assert errors.startswith("error: ") and errors.endswith(": python analyse.py RUN...\n")
-    assert errors.count("\n") == 1

@@ -56,35 +56,6 @@ def start_ranks(tmp_path, tables) -> Callable[..., list]:
 
 
 # ---- Kills at random moments ---------------------------------------------------------------------
-def test_eight_kills_at_random_moments_lose_nothing(start_ranks, tmp_path):
-    """One rank or all are killed, mostly in training, several times in a row in the same run."""
-    # Without torchrun, only the watchdog ends a rank whose gloo has missed that its peer was
-    # killed.
-    timeout = "ddp.timeout_s=30"
-    whole = tmp_path / "runs/whole"
-    assert join(start_ranks(2, timeout, "run.name=whole")) == [0, 0]
-    draw = random.Random()
-    seed = draw.randrange(10**6)
-    draw.seed(seed)
-    num_kills = 0
-    number = 0  # of the run
-    while num_kills < 8:
-        folder = tmp_path / "runs" / str(number)
-        ranks = start_ranks(2, timeout, f"run.name={number}")
-        wait_for_growth(folder / "metrics.jsonl", ranks)
-        time.sleep(draw.uniform(0, 0.7))
-        victims = draw.choice([ranks, ranks[:1], ranks[1:]])
-        if any(process.exitcode is None for process in victims):
-            num_kills += 1
-        for process in victims:
-            process.kill()
-        if join(ranks) == [0, 0]:  # the run finished before the kill
-            assert difference(folder, whole) == "", f"seed {seed}, {num_kills} kills"
-            number += 1
-    assert join(start_ranks(2, timeout, f"run.name={number}")) == [0, 0]
-    assert difference(tmp_path / "runs" / str(number), whole) == "", f"seed {seed}"
-
-
 def test_a_kill_while_steps_are_captured_loses_nothing(start_ranks, tmp_path):
     """Steps are captured at each start, also of a run that resumes."""
     assert join(start_ranks(2, "run.name=whole", fault="pretend_gpu")) == [0, 0]
