@@ -31,6 +31,7 @@ from model import ModelConfig
 from predict_sets import read_sets, unknown_nodes
 from tests.sets import tables_of
 from tests.template.fixtures import ROOT, write_table
+from tests.template.results import normal
 from tests.tools.cells import read_cells
 
 NODES = [f"q{k:02d}" for k in range(30)]
@@ -60,11 +61,6 @@ def rows_of(*columns: Callable[[random.Random, int], object], count: int = 200) 
 
 def score(draw: random.Random, k: int) -> str:
     return f"{draw.gauss(0, 1):.4f}"
-
-
-def normal(count: int, num_columns: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(count, num_columns, generator=generator, dtype=torch.float64)
 
 
 # ---- Scores --------------------------------------------------------------------------------------

@@ -21,12 +21,8 @@ from tests.bench.profiles import (
     RIVALS,
     Paths,
     Profiles,
-    low_rank,
-    mean_profile,
-    neighbours,
 )
 from tests.bench.synthetic import PRESETS, generate, write
-from tests.sets import pack_sets
 from tests.template.fixtures import DEFAULTS, ROOT, write_defaults, write_table
 from tests.template.tables import sets_of
 from tests.tools.runs import difference, read_metrics
@@ -121,39 +117,6 @@ def test_a_rival_does_not_see_the_test_scores(name, split):
     assert before.shape == tables.y.shape
     assert before.dtype == torch.float64
     assert before.isfinite().all()
-
-
-@pytest.mark.parametrize("rival", [neighbours, low_rank])
-def test_an_unseen_gene_has_the_profile_of_its_neighbours(rival):
-    """Twins have the same targets in the graph and the same profile, one of three kinds."""
-    generator = torch.Generator().manual_seed(0)
-    kinds = torch.randn(3, 36, dtype=torch.float64, generator=generator)
-    kind = torch.arange(36) % 3
-    y = kinds[kind] + 0.3 * torch.randn(36, 36, dtype=torch.float64, generator=generator)
-    genes = [f"G{i:02d}" for i in range(36)]
-    targets = torch.stack([kind, kind + 3], dim=1)
-    edges = torch.stack([torch.arange(36).repeat_interleave(2), targets.flatten()])
-    perturbed, perturbed_ptr = pack_sets([[i] for i in range(36)])
-    tables = Tables(
-        genes=genes,
-        relations=["r"],
-        edge_index=edges,
-        edge_type=torch.zeros(72, dtype=torch.long),
-        perturbed=perturbed,
-        perturbed_ptr=perturbed_ptr,
-        y=y,
-        targets=genes,
-    )
-    tables.split = node_split(tables, DataConfig(split="nodes", test_fraction=0.2))
-    mean = error_on_test_rows(tables, mean_profile(Profiles(tables)))
-    assert error_on_test_rows(tables, rival(Profiles(tables))) < 0.2 * mean
-    nothing = replace(
-        tables,
-        edge_index=edges[:, :0],
-        edge_type=tables.edge_type[:0],
-        edge_weight=None,
-    )
-    assert error_on_test_rows(tables, rival(Profiles(nothing))) > 0.8 * mean
 
 
 @pytest.mark.parametrize("exponents", [(0.0, 0.0), (0.5, 1.0)])
