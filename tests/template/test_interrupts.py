@@ -119,7 +119,7 @@ def check_interrupts(predictor: Predictor, first: Predictor, times: int, seed: i
 def test_a_predictor_says_the_same_after_an_interrupt_at_any_line(trained, tmp_path, route):
     trained("optim.lr=0.05", "run.name=run")
     run = tmp_path / "runs/run"
-    check_interrupts(predictor_by(route, run), predictor_by(route, run), times=4, seed=0)
+    check_interrupts(predictor_by(route, run), predictor_by(route, run), times=2, seed=0)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -129,7 +129,7 @@ def test_a_first_call_that_is_interrupted_leaves_nothing_half_chosen(trained, tm
     expected = all_of(predictor_by(route, run))
     num_lines = interrupt(lambda: predictor_by(route, run).predict(SETS), sys.maxsize)
     draw = random.Random(2)
-    for _ in range(3):
+    for _ in range(2):
         predictor = predictor_by(route, run)
         interrupt(partial(predictor.predict, SETS), draw.randrange(num_lines))
         assert all_of(predictor) == expected
@@ -167,5 +167,5 @@ def test_predictions_beside_explanations_in_other_threads_are_the_same(
         patch.setattr(evaluate, "compute_rows", compute_alone)
         assert all_of(predictor) == expected
     with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(lambda _: all_of(predictor), range(16)):
+        for found in pool.map(lambda _: all_of(predictor), range(8)):
             assert found == expected

@@ -50,6 +50,12 @@ def _more_losses(monkeypatch):
     monkeypatch.setitem(LOSSES, "counts", Counts)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the baselines of all tasks are cached."""
+    return tmp_path_factory.mktemp("cache")
+
+
 def random_numbers(*size):
     return torch.randn(*size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -93,8 +99,8 @@ def test_binary_losses_are_minus_the_logarithm_of_the_probability_of_what_is_so(
 
 
 @pytest.mark.parametrize("loss", ["binary", "gaussian"])
-def test_validation_and_training_report_the_same_loss_of_the_same_rows(loss, tmp_path):
-    task = make_task(loss, tmp_path)
+def test_validation_and_training_report_the_same_loss_of_the_same_rows(loss, folder):
+    task = make_task(loss, folder)
     for split in ("train", "val"):
         rows = task.rows(split)
         output = random_numbers(len(rows), task.num_outputs)
@@ -115,9 +121,9 @@ def test_validation_and_training_report_the_same_loss_of_the_same_rows(loss, tmp
     ],
 )
 def test_the_log_says_where_training_starts_from_the_mean_beside_a_baseline(
-    loss, readout, from_mean, tmp_path
+    loss, readout, from_mean, folder
 ):
-    task = make_task(loss, tmp_path, readout)
+    task = make_task(loss, folder, readout)
     batch = task.dataset.__getitems__([0, 1, 2])
     output = task.build_model().eval()(task.graph, batch)
     assert bool((output == 0).all()) is from_mean
@@ -127,9 +133,9 @@ def test_the_log_says_where_training_starts_from_the_mean_beside_a_baseline(
 
 
 # ---- Widths --------------------------------------------------------------------------------------
-def test_what_is_known_without_the_graph_is_in_the_first_column_of_each_score(tmp_path):
-    squared = make_task("squared", tmp_path)
-    task = make_task("gaussian", tmp_path)
+def test_what_is_known_without_the_graph_is_in_the_first_column_of_each_score(folder):
+    squared = make_task("squared", folder)
+    task = make_task("gaussian", folder)
     batch = task.dataset.__getitems__([0, 1, 2])
     outputs = []
     for each in (squared, task):
@@ -147,8 +153,8 @@ def test_what_is_known_without_the_graph_is_in_the_first_column_of_each_score(tm
     ]
 
 
-def test_every_column_is_trained(tmp_path):
-    task = make_task("gaussian", tmp_path)
+def test_every_column_is_trained(folder):
+    task = make_task("gaussian", folder)
     model = task.build_model()
     batch = task.dataset.__getitems__(task.rows("train")[:8].tolist())
     batch.seed = torch.tensor(0)
@@ -159,8 +165,8 @@ def test_every_column_is_trained(tmp_path):
 
 
 # ---- Sentences -----------------------------------------------------------------------------------
-def test_readout_nodes_has_one_column(tmp_path):
-    task = make_task("gaussian", tmp_path)
+def test_readout_nodes_has_one_column(folder):
+    task = make_task("gaussian", folder)
     task = replace(task, config=replace(task.config, model=ModelConfig(readout="nodes")))
     problem = "optim.loss=gaussian needs mean, log_variance: set model.readout=both"
     with pytest.raises(UserError, match=problem):

@@ -390,13 +390,13 @@ def is_determined(oracle: Oracle, t: int) -> bool:
 
 
 # In the last, the sets of a third of the rows have levels of which the powers round differently.
-@pytest.mark.parametrize("seed", [*range(20), 1542])
+@pytest.mark.parametrize("seed", [*range(12), 1542])
 def test_random_tables(seed, tmp_path):
     compare(seed, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(20, 50), *range(1000, 1050)])
+@pytest.mark.parametrize("seed", [*range(12, 50), *range(1000, 1050)])
 def test_more_random_tables(seed, tmp_path):
     compare(seed, tmp_path)
 

@@ -127,9 +127,7 @@ def test_a_resumed_optimiser_has_its_step_counts_beside_its_parameters():
     assert inner.state[parameter]["step"].device == parameter.device
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [("fp32", "fp16"), ("fp16", "fp32"), ("fp32", "fp64")]
-)
+@pytest.mark.parametrize(("before", "after"), [("fp32", "fp16"), ("fp16", "fp32")])
 def test_resuming_in_another_precision_resets_the_loss_scale(train, tmp_path, before, after):
     train(0, f"optim.precision={before}").check()
     train(0, f"optim.precision={after}", "optim.epochs=2").check()
