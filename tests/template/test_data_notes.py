@@ -188,7 +188,7 @@ def test_a_level_behind_the_last_of_several_names_is_noted(tmp_path):
 
 def test_what_does_not_suit_the_training_rows_is_noted(monkeypatch):
     """Few rows with nearly all weight, and scores of nodes that a readout does not read."""
-    tables = tables_of([[0], [1]] * 50, normal(100))
+    tables = tables_of([[0], [1]] * 50, normal(100, 1))
     tables.split = torch.zeros(100, dtype=torch.int8)
     tables.weight = torch.ones(100, dtype=torch.float64).index_fill(0, torch.tensor(3), 1e6)
     tables.genes = ["g0", "g1"]
