@@ -15,15 +15,17 @@ import argparse
 import contextlib
 import difflib
 import logging
-import math
 import os
+import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import IO, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+import torch
 import yaml
 
 from data import DataConfig
@@ -37,12 +39,15 @@ log = logging.getLogger("config")
 DEFAULTS = Path(__file__).with_name("config.yaml")
 PLAIN_TYPES = (bool, int, float, str, list, dict, NoneType)
 NO_PATH = ("null", "~", "None")  # which people write for no file
+MOST = 2**63 - 1  # of a number
+NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$")
 
 
 @dataclass(frozen=True)
 class Config:
     run: RunConfig = field(default=RunConfig(), metadata={"resume": "free"})
-    data: DataConfig = field(default=DataConfig(), metadata={"resume": "free"})  # its hash is fixed
+    # Free, as the hash of what is read by these options is fixed.
+    data: DataConfig = field(default=DataConfig(), metadata={"resume": "free"})
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = OptimConfig()
     ddp: DDPConfig = field(default=DDPConfig(), metadata={"resume": "free"})
@@ -61,7 +66,7 @@ class Config:
 
     def text(self) -> str:
         """Returns all options as YAML, which `read_options` reads."""
-        return yaml.safe_dump(asdict(self), sort_keys=False)
+        return yaml.dump(asdict(self), Dumper=OptionsDumper, sort_keys=False)
 
     def free_options(self) -> list[str]:
         """Returns "section.key" of the options that change no number, or are at their defaults."""
@@ -118,14 +123,14 @@ def run_command(
 ) -> int:
     """Calls `command` on this rank with the settings of a command line; returns the exit status.
 
-    A wrong command line is reported once, not by every rank.
+    A wrong command line is reported once, not by every rank. Afterwards, the process is as before.
 
     Args:
         arguments: the words of the command line; None: this process's.
         read_settings: returns the settings that the words mean, which have a field `ddp`.
         command: takes settings and process group.
     """
-    with log_to_console():
+    with log_to_console(), restored_settings():
         settings = Config()
         problem = None
         try:
@@ -155,6 +160,7 @@ def log_to_console() -> Iterator[None]:
     warnings_so_far.buffer.clear()
     logger = logging.getLogger()
     level = logger.level
+    raises = logging.raiseExceptions
     logger.setLevel(logging.INFO)
     logging.raiseExceptions = False  # stdout may be a closed pipe
     for handler in (console, warnings_so_far):
@@ -164,7 +170,26 @@ def log_to_console() -> Iterator[None]:
     finally:
         for handler in (console, warnings_so_far):
             logger.removeHandler(handler)
+        logging.raiseExceptions = raises
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def restored_settings() -> Iterator[None]:
+    """After the block, this process has its variables, random numbers and modes of before."""
+    variables = dict(os.environ)
+    deterministic = torch.get_deterministic_debug_mode()
+    show_warning = warnings.showwarning
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
+        torch.set_deterministic_debug_mode(deterministic)
+        if warnings.showwarning is not show_warning:  # or it was the caller that captured them
+            logging.captureWarnings(False)
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -234,7 +259,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         if not sign:
             raise UserError(f"{key} has no value: write {key}=...")
         is_none = option.metadata.get("path") and value in NO_PATH
-        return key, None if is_none else value  # 5 is the text "5"
+        return key, None if is_none else value
     with explain_yaml_errors(text):
         parsed = yaml.load(value, OptionsLoader)
     if str in kinds and parsed is not None:
@@ -245,7 +270,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 class OptionsLoader(yaml.SafeLoader):
     """Reads YAML in which no key stands twice, of which the first would be ignored.
 
-    Dates are texts. Whole numbers are decimal, where YAML 1.1 reads 010 as 8; 1:30 is refused.
+    Dates are texts, and numbers decimal, where YAML 1.1 reads 010 as 8, 1:30 as 90, 1e-3 as a text.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
@@ -256,8 +281,23 @@ class OptionsLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-OptionsLoader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
-OptionsLoader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
+class OptionsDumper(yaml.SafeDumper):
+    """Puts a text in quotes that `OptionsLoader` would take for something else."""
+
+
+def number_or_text(loader: OptionsLoader, node: yaml.ScalarNode) -> int | float | str:
+    """Returns a decimal number, or the text of what is a number in YAML 1.1 alone, such as 1:30."""
+    if not NUMBER.match(node.value):
+        return node.value
+    with contextlib.suppress(ValueError):
+        return int(node.value)
+    return float(node.value)
+
+
+for _kind in ("int", "float", "timestamp"):
+    OptionsLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", number_or_text)
+for _class in (OptionsLoader, OptionsDumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
 
 
 @contextlib.contextmanager
@@ -317,21 +357,31 @@ def convert(key: str, value: Any, option: Field) -> Any:
     for kind in types_of(option):
         if (get_origin(kind) or kind) not in (*PLAIN_TYPES, Literal):
             raise UserError(f"{key} has the type {kind}, which no option can have: see config.py")
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
+        with contextlib.suppress(ValueError, OverflowError):
             converted = as_type(value, kind)
             if is_in_range(converted, option.metadata):
-                return expand_path(converted) if option.metadata.get("path") else converted
+                is_path = option.metadata.get("path")
+                return expand_path(converted, f"{key}=") if is_path else converted
     kinds = " or ".join(describe_type(kind) for kind in types_of(option))
+    limits = []
     for name, sign in (("min", ">="), ("max", "<=")):
         if name in option.metadata:
-            kinds += f" {sign} {option.metadata[name]}"
+            limits.append(f" {sign} {option.metadata[name]}")
     advice = ': for none, write ""' if value is None and option.default == "" else ""
-    raise UserError(f"{key} must be {kinds}, not {value!r}{advice}")
+    raise UserError(f"{key} must be {kinds}{' and'.join(limits)}, not {value!r}{advice}")
 
 
-def expand_path(path: str) -> str:
-    """Returns a path with the home folder for `~`, and with the values of environment variables."""
-    return os.path.expanduser(os.path.expandvars(path))
+def expand_path(path: str, where: str = "") -> str:
+    """Returns a path with the home folder for `~`, and with the values of environment variables.
+
+    Raises `UserError`, which says `where`, for an unknown user or variable that no file is called.
+    """
+    expanded = os.path.expanduser(os.path.expandvars(path))
+    unknown = re.search(r"^~[^/]*|\$\w+|\$\{[^}]*\}", expanded)
+    if unknown and not os.path.exists(expanded):
+        problem = "is no environment variable, user's folder or file"
+        raise UserError(f"{where}{path}: {unknown[0]} {problem}")
+    return expanded
 
 
 def as_type(value: Any, kind: Any) -> Any:
@@ -341,7 +391,7 @@ def as_type(value: Any, kind: Any) -> Any:
         return [as_type(item, kind_of_items) for item in value]
     if get_origin(kind) is Literal and value in get_args(kind):
         return value
-    if kind is float and type(value) in (int, str):  # YAML 1.1 reads 1e-3 as a text
+    if kind is float and type(value) is int:
         return float(value)
     if type(value) is (get_origin(kind) or kind):
         return value
@@ -349,13 +399,12 @@ def as_type(value: Any, kind: Any) -> Any:
 
 
 def is_in_range(value: Any, limits: Mapping[str, float]) -> bool:
-    """Returns whether a number, or all of a list, is finite and in its range; others are."""
+    """Returns whether a number, or all of a list, is in its range and of 64 bits; others are."""
     if type(value) is list:
         return all(is_in_range(item, limits) for item in value)
     if type(value) not in (int, float):
         return True
-    is_within = limits.get("min", -math.inf) <= value <= limits.get("max", math.inf)
-    return is_within and math.isfinite(value)
+    return limits.get("min", -MOST) <= value <= limits.get("max", MOST)
 
 
 def describe_type(kind: Any) -> str:

@@ -5,6 +5,7 @@
 
 import contextlib
 import gc
+import inspect
 import itertools
 import logging
 import os
@@ -44,6 +45,16 @@ class DDPConfig:
     timeout_s: float = field(default=300.0, metadata={"min": 1})
     sync_batchnorm: bool = False
     options: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        arguments = inspect.signature(DistributedDataParallel).parameters
+        for name, value in self.options.items():
+            kinds = (int, float) if name == "bucket_cap_mb" else (bool,)
+            if name not in arguments or type(value) not in kinds:
+                raise ValueError(
+                    f"ddp.options: {name}: {value!r} is no argument of DistributedDataParallel "
+                    "that is true or false, nor bucket_cap_mb and a number"
+                )
 
 
 # ---- Rank, collectives, stopping and failing -----------------------------------------------------

@@ -40,7 +40,8 @@ from run_checkpoint import (
 )
 
 log = logging.getLogger("run_folder")
-warnings_so_far = MemoryHandler(capacity=1)  # of this process, as its `buffer` has no target
+warnings_so_far = MemoryHandler(capacity=1)  # of this process, in its `buffer`, without a target
+warnings_so_far.setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True)

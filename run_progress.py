@@ -11,8 +11,12 @@ DELAY_S = 5.0  # what takes less has no bar
 MANY = 100_000  # of which a bar shows thousands or millions
 
 
-tqdm.monitor_interval = 0  # without its thread, which looks for bars that have stuck
-tqdm.set_lock(RLock())  # its own is one of processes, too: a rank that fails would leave it behind
+class ProgressBar(tqdm):
+    monitor_interval = 0  # seconds; 0: without tqdm's thread, which looks for bars that have stuck
+
+
+# tqdm's own lock is one of processes, too: a rank that fails would leave a semaphore behind.
+ProgressBar.set_lock(RLock())
 
 
 def progress_bar(
@@ -22,7 +26,7 @@ def progress_bar(
     initial: int = 0,
     delay: float = DELAY_S,
     is_shown: bool = True,
-) -> tqdm:
+) -> ProgressBar:
     """Returns a bar that counts the steps that are iterated, or the calls of its method `update`.
 
     A single step has no bar.
@@ -37,7 +41,7 @@ def progress_bar(
     """
     is_number = isinstance(steps, int)
     total = steps if is_number else length_hint(steps)
-    return tqdm(
+    return ProgressBar(
         None if is_number else steps,
         desc=title,
         total=total or None,

@@ -39,7 +39,7 @@ from config import Config, Parser, all_options_text, load_config, run_command
 from data_loader import StepSampler, make_loader
 from ddp_ends import StopTraining, end_process
 from ddp_setup import Distributed, library_versions
-from errors import RunError, UserError
+from errors import RunError
 from evaluate import predict_rows
 from metrics import metrics_text, quality
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
@@ -110,12 +110,9 @@ def train(config: Config, ddp: Distributed) -> None:
         steps = capture(steps, state, task, sampler, ddp)
     train_loader = make_loader(steps.dataset, sampler, config.data.workers, ddp.device)
     if ddp.is_distributed:
-        try:
-            ddp_model = DistributedDataParallel(
-                ddp.prepare_for_ddp(steps.model), device_ids=ddp.device_ids, **config.ddp.options
-            )
-        except TypeError as error:
-            raise UserError(f"ddp.options: {error}") from None
+        ddp_model = DistributedDataParallel(
+            ddp.prepare_for_ddp(steps.model), device_ids=ddp.device_ids, **config.ddp.options
+        )
         order_buckets(ddp_model, task, ddp)
         steps = steps._replace(model=ddp_model)
     log_plan(task, model, steps, sampler, ddp)

@@ -10,6 +10,7 @@ import runpy
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -56,10 +57,7 @@ def train_here(tmp_path, tables, monkeypatch) -> Train:
 def _left_as_it_was(tmp_path):
     """After each test of this file, the process is what it was before."""
     before = state_of_process(tmp_path)
-    environment = dict(os.environ)
     yield
-    os.environ.clear()
-    os.environ.update(environment)  # which a command does not restore
     after = state_of_process(tmp_path)
     for name, state in before.items():
         assert after[name] == state, name
@@ -73,12 +71,19 @@ def state_of_process(folder: Path) -> dict[str, Any]:
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing
             targets.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    environment = dict(os.environ)
+    environment.pop("PYTEST_CURRENT_TEST")
     logger = logging.getLogger()
     return {
         "signals": {number: signal.getsignal(number) for number in StopRequest.SIGNALS},
         "wakeup fd": wakeup_fd,
         "handlers of the log": list(logger.handlers),
         "level of the log": logger.level,
+        "raised by the log": logging.raiseExceptions,
+        "warnings": warnings.showwarning,
+        "environment": environment,
+        "random numbers": torch.get_rng_state().tolist(),
+        "deterministic": torch.get_deterministic_debug_mode(),
         "threads of torch": torch.get_num_threads(),
         "type of numbers": torch.get_default_dtype(),
         "threads": [thread.name for thread in threading.enumerate()],
@@ -94,7 +99,7 @@ def status_of(folder: str) -> dict[str, Any]:
 
 # ---- Each command, twice -------------------------------------------------------------------------
 def test_runs_are_trained_resumed_predicted_and_analysed_in_one_process(train_here, capsys):
-    assert train_here("run.name=a") == 0
+    assert train_here("run.name=a", "run.deterministic=true") == 0
     first = capsys.readouterr()
     assert first.err == "" and first.out.count("test      loss") == 1
     assert ", threads 3 (of this test)," in first.out
@@ -108,7 +113,7 @@ def test_runs_are_trained_resumed_predicted_and_analysed_in_one_process(train_he
         assert analyse.main(["runs/a"]) == 0
         assert capsys.readouterr().out.count("written: ") == 1
     (command, *_) = Path("runs/a/environment.txt").read_text().splitlines()
-    assert " train.py data.edges=edges.tsv " in command and command.endswith("=a")
+    assert " train.py data.edges=edges.tsv " in command and command.endswith("=true")
 
 
 def test_each_run_has_its_own_warnings(train_here):
@@ -151,7 +156,7 @@ def test_a_run_that_has_failed_can_be_started_again(train_here, capsys, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(KnockoutTask, "loss", lambda *arguments: 1 / 0)
         for _ in range(2):
-            assert train_here() == 1
+            assert train_here("run.deterministic=true") == 1
             error = capsys.readouterr().err
             assert error.startswith("Traceback ")
             assert error.endswith("\nerror: rank 0: ZeroDivisionError: division by zero\n")
@@ -194,6 +199,15 @@ def test_a_thread_can_train(train_here):
     """Signals are the main thread's, which goes on."""
     with ThreadPoolExecutor() as pool:
         assert pool.submit(train_here).result() == 0
+
+
+def test_a_caller_that_logs_warnings_still_does(train_here):
+    logging.captureWarnings(True)
+    show_warning = warnings.showwarning
+    assert train_here("run.deterministic=true") == 0
+    is_as_before = warnings.showwarning is show_warning
+    logging.captureWarnings(False)
+    assert is_as_before
 
 
 def test_a_file_system_without_locks_is_written_with_a_warning(train_here, monkeypatch, capsys):

@@ -118,6 +118,19 @@ def test_home_and_variables_are_replaced_in_options_that_are_paths(tmp_path, mon
     assert load("run.name=~").run.name == "~"  # a name, no path
 
 
+@pytest.mark.parametrize("value", ["$NOT_SET_HERE", "${NOT_SET_HERE}", "~nobody_here"])
+def test_a_path_with_an_unknown_variable_or_user_is_refused_unless_it_is_there(
+    tmp_path, monkeypatch, value
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        load(f"run.dir={value}/a")
+    problem = f"{value} is no environment variable, user's folder or file"
+    assert str(caught.value) == f"run.dir={value}/a: {problem}"
+    (tmp_path / value / "a").mkdir(parents=True)
+    assert load(f"run.dir={value}/a").run.dir == f"{value}/a"
+
+
 def test_an_empty_file_gives_the_defaults(tmp_path):
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert load("--config", str(tmp_path / "empty.yaml")) == Config() == load()
@@ -239,8 +252,8 @@ def test_an_added_option_has_its_type_from_the_command_line_and_from_a_file(
         ("size=some", "optim.size must be int or all, not 'some'"),
         ("count=0.5", "optim.count must be int, not 0.5"),
         ("count=", "optim.count must be int, not None"),
-        ("limit=-3", "optim.limit must be float >= -2.5 <= 0, not -3"),
-        ("limit=0.5", "optim.limit must be float >= -2.5 <= 0, not 0.5"),
+        ("limit=-3", "optim.limit must be float >= -2.5 and <= 0, not -3"),
+        ("limit=0.5", "optim.limit must be float >= -2.5 and <= 0, not 0.5"),
         ("most=9", "optim.most must be int <= 8, not 9"),
         ("pair=[1, 2]", "optim.pair has the type <class 'tuple'>, which no option can have"),
         ("pairs=[1, 2]", "optim.pairs has the type tuple[int, int], which no option can have"),
@@ -323,7 +336,7 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ),
         (
             "optim.lr_mult={a: .nan}",
-            "optim.lr_mult: a: nan is no part of a name and a number without quotes",
+            "optim.lr_mult: a: '.nan' is no part of a name and a number without quotes",
         ),
         ("optim.lr_mult={a: false}", "optim.lr_mult: a: False is no part of a name and a number"),
         (
@@ -336,7 +349,7 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ),
         (
             "optim.lr_mult={a: 1e400}",
-            "optim.lr_mult: a: '1e400' is no part of a name and a number without quotes",
+            "optim.lr_mult: a: inf is no part of a name and a number without quotes",
         ),
         (
             "optim.lr_mult={a: x}",
@@ -349,7 +362,7 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ("optim.lr=fast", "optim.lr must be float >= 0, not 'fast'"),
         ("optim.lr=nan", "optim.lr must be float >= 0, not 'nan'"),
         ("ddp.timeout_s=inf", "ddp.timeout_s must be float >= 1, not 'inf'"),
-        ("optim.lr=1e400", "optim.lr must be float >= 0, not '1e400'"),
+        ("optim.lr=1e400", "optim.lr must be float >= 0, not inf"),
         ("ddp.timeout_s=0", "ddp.timeout_s must be float >= 1, not 0"),
         ("ddp.startup_timeout_s=0", "ddp.startup_timeout_s must be float >= 1, not 0"),
         ("optim.lr=true", "optim.lr must be float >= 0, not True"),
@@ -359,10 +372,10 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ("data.scores=", "data.scores must be list, not None"),
         ("run.resume=", "run.resume is empty: write auto, or name a checkpoint file"),
         ("optim.epochs=[", "cannot read the configuration optim.epochs=[: while parsing"),
-        ("run.seed=-1", "run.seed must be int >= 0 <= 4294967295, not -1"),
+        ("run.seed=-1", "run.seed must be int >= 0 and <= 4294967295, not -1"),
         (
             "data.split_seed=100000000000000000000",
-            "data.split_seed must be int >= 0 <= 4294967295, not 100000000000000000000",
+            "data.split_seed must be int >= 0 and <= 4294967295, not 100000000000000000000",
         ),
         ("--config=", "cannot read the configuration"),
         (
@@ -388,10 +401,13 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
             "cannot read the configuration ddp.options={static_graph: true, static_graph: false}: "
             "static_graph stands twice",
         ),
+        ("ddp.options={bucket_cap: 3}", "ddp.options: bucket_cap: 3 is no argument of Distributed"),
+        ("ddp.options={static_graph: 3}", "ddp.options: static_graph: 3 is no argument of Dist"),
+        ("ddp.options={bucket_cap_mb: big}", "bucket_cap_mb: 'big' is no argument of Distributed"),
         ("--lr=3", "unrecognized arguments: --lr=3"),
-        ("optim.warmup=500", "optim.warmup must be float >= 0 <= 1, not 500"),
-        ("optim.warmup=-0.1", "optim.warmup must be float >= 0 <= 1, not -0.1"),
-        ("optim.warmup=1.5", "optim.warmup must be float >= 0 <= 1, not 1.5"),
+        ("optim.warmup=500", "optim.warmup must be float >= 0 and <= 1, not 500"),
+        ("optim.warmup=-0.1", "optim.warmup must be float >= 0 and <= 1, not -0.1"),
+        ("optim.warmup=1.5", "optim.warmup must be float >= 0 and <= 1, not 1.5"),
     ],
 )
 def test_a_wrong_argument_gives_a_one_line_error(argument, message):
@@ -414,8 +430,8 @@ TEXTS = ("x y", "null", "[1, 2]", "{a: 1}", "true", "5", "1.5", "999999999999999
 FITTING = {  # which of these are values of a type
     str: ["x y"],
     bool: ["true"],
-    int: ["5", "99999999999999999999999"],
-    float: ["5", "1.5", "99999999999999999999999"],
+    int: ["5"],
+    float: ["5", "1.5"],
     list: ["[1, 2]"],
     dict: ["{a: 1}"],
 }
@@ -533,17 +549,29 @@ def test_a_wrong_file_gives_a_one_line_error(tmp_path, text, message):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("run.seed=010", 10), ("optim.lr=1e-2", 0.01), ("optim.lr=.5", 0.5), ("optim.lr='1'", 1.0)],
+    [
+        ("run.seed=010", 10),
+        ("run.seed=08", 8),
+        ("optim.lr=1e-2", 0.01),
+        ("optim.lr=.5", 0.5),
+        ("optim.lr_mult={a: 1e-3}", {"a": 0.001}),
+        ("data.scores=[1e-3, 010, 1:30]", [0.001, 10, "1:30"]),
+    ],
 )
-def test_numbers_are_decimal(text, value):
-    """YAML 1.1 reads 010 as 8, and 1e-2 as a text."""
-    assert load(text).options()[text.partition("=")[0]] == value
+def test_numbers_are_decimal(tmp_path, text, value):
+    """YAML 1.1 reads 010 as 8, 1:30 as 90 and 1e-2 as a text."""
+    key, _, shown = text.partition("=")
+    section, _, name = key.partition(".")
+    (tmp_path / "mine.yaml").write_text(f"{section}: {{{name}: {shown}}}")
+    for argument in (text, f"--config={tmp_path}/mine.yaml"):
+        found = load(argument).options()[key]
+        assert (found, type(found)) == (value, type(value))
 
 
-@pytest.mark.parametrize("text", ["optim.epochs=1:30", "optim.epochs=008", "optim.epochs=0x10"])
+@pytest.mark.parametrize("text", ["1:30", "1_0", "0x10"])
 def test_numbers_of_another_form_are_refused(text):
-    with pytest.raises(UserError, match=r"optim.epochs( must be int >= 1, not |=)"):
-        load(text)
+    with pytest.raises(UserError, match=rf"^optim.epochs must be int >= 1, not '{text}'$"):
+        load(f"optim.epochs={text}")
 
 
 def test_dates_are_texts(tmp_path):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from baseline import fit_baseline
 from config import Config
@@ -18,7 +19,7 @@ from ddp_setup import DDPConfig, Distributed
 from evaluate import predict_rows
 from model import ModelConfig
 from run_folder import RunFolder
-from run_progress import progress_bar
+from run_progress import ProgressBar, progress_bar
 from task import KnockoutTask
 from tests.template.fixtures import write_table
 from tests.template.tables import additive_tables, combined_tables
@@ -127,6 +128,11 @@ def test_a_terminal_that_is_closed_ends_no_run(clock, terminal):
 
     terminal.write = write
     work(clock, 80, 0.1)
+
+
+def test_bars_of_others_in_this_process_are_as_tqdm_makes_them():
+    assert ProgressBar.monitor_interval == 0 and tqdm.monitor_interval > 0
+    assert tqdm.get_lock() is not ProgressBar.get_lock()
 
 
 # ---- What it says --------------------------------------------------------------------------------
